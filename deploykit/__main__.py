@@ -1,0 +1,8 @@
+"""`python -m deploykit`: the command line, also where `torchrun -m deploykit` starts."""
+
+from __future__ import annotations
+
+from deploykit.cli.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""What an artefact is: a file that deploykit wrote or can open, and the manifest beside it.
+
+In: a path. Out: its format, read from the bytes and never from the name, and its `Manifest`
+(`FILE.json`): tensors, precision, hash, and the line back to the sources it was made from.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deploykit.core.errors import BadInput, Unsupported, os_reason
+from deploykit.core.files import check_readable, sha256, write_json
+from deploykit.core.tensors import TensorSpec, spec_from_dict
+
+MANIFEST_VERSION = 1
+_MAPPINGS = ("precision", "made_with", "built_on", "checks")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is known of one artefact. Hashes are SHA-256 in hexadecimal."""
+
+    format: str  # "torch" | "onnx" | "tensorrt"
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    precision: Mapping[str, int] = field(default_factory=dict)  # nodes by the type they compute in
+    sha256: str = ""
+    made_from: tuple[str, ...] = ()
+    made_with: Mapping[str, str] = field(default_factory=dict)  # tool -> version
+    built_on: Mapping[str, str] = field(default_factory=dict)  # profile, device, runtime version
+    checks: Mapping[str, Any] = field(default_factory=dict)  # what was measured: parity, accuracy
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "manifest": MANIFEST_VERSION,
+            "format": self.format,
+            "inputs": [spec.to_dict() for spec in self.inputs],
+            "outputs": [spec.to_dict() for spec in self.outputs],
+            "precision": dict(self.precision),
+            "sha256": self.sha256,
+            "made_from": list(self.made_from),
+            "made_with": dict(self.made_with),
+            "built_on": dict(self.built_on),
+            "checks": dict(self.checks),
+        }
+
+
+def manifest_path(artefact: Path) -> Path:
+    return artefact.with_name(artefact.name + ".json")
+
+
+def write_manifest(artefact: Path, manifest: Manifest) -> None:
+    """Write `FILE.json`; called after `artefact` is in place, so that it never names a missing file."""
+    write_json(manifest_path(artefact), manifest.to_dict())
+
+
+def read_manifest(artefact: Path) -> Manifest | None:
+    """The manifest beside `artefact`, or None if there is none.
+
+    Raises BadInput when it cannot be read, or when the artefact is not the one it describes.
+    """
+    path = manifest_path(artefact)
+    if not path.exists():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
+    except (ValueError, RecursionError) as exc:
+        raise BadInput(f"{path}: is not valid JSON: {exc}") from exc
+    manifest = _from_dict(values, str(path))
+    if manifest.sha256 and manifest.sha256 != sha256(artefact):
+        raise BadInput(
+            f"{artefact}: is not the file that {path.name} describes (SHA-256 differs)",
+            hint=f"make the artefact again, or remove {path} if you changed the file on purpose",
+        )
+    return manifest
+
+
+def _from_dict(values: object, where: str) -> Manifest:
+    if not isinstance(values, dict) or values.get("manifest") != MANIFEST_VERSION:
+        raise BadInput(f"{where}: is not a deploykit manifest of version {MANIFEST_VERSION}")
+    for key, kind in {
+        "format": str,
+        "sha256": str,
+        "inputs": list,
+        "outputs": list,
+        "made_from": list,
+    }.items():
+        if not isinstance(values.get(key), kind):
+            raise BadInput(f"{where}: '{key}' must be a {kind.__name__}")
+    for key in _MAPPINGS:
+        if not isinstance(values.get(key), dict):
+            raise BadInput(f"{where}: '{key}' must be an object")
+    tensors: dict[str, tuple[TensorSpec, ...]] = {}
+    for key in ("inputs", "outputs"):
+        if not all(isinstance(item, dict) for item in values[key]):
+            raise BadInput(f"{where}: '{key}' must list objects")
+        tensors[key] = tuple(spec_from_dict(item, where) for item in values[key])
+    return Manifest(
+        format=values["format"],
+        sha256=values["sha256"],
+        made_from=tuple(str(item) for item in values["made_from"]),
+        **tensors,
+        **{key: values[key] for key in _MAPPINGS},
+    )
+
+
+def sniff(path: Path) -> str:
+    """The format of the file at `path`: "onnx", "torch", "safetensors" or "tensorrt".
+
+    "torch" is a zip or pickle checkpoint, a `.pt2` or TorchScript; `torch_kind` tells them apart.
+    Raises NotFound or BadInput for what cannot be read or is none of these.
+    """
+    check_readable(path)
+    with path.open("rb") as handle:
+        head = handle.read(512)
+    if head[:4] == b"vtrt":
+        raise Unsupported(
+            f"{path}: is a TensorRT for RTX engine, which TensorRT cannot load",
+            hint="build an engine for the target with: deploykit build model.onnx --profile NAME",
+        )
+    if head[1:4] == b"trt":
+        return "tensorrt"
+    if head[:4] == b"PK\x03\x04":
+        return _sniff_zip(path)
+    if head[:1] == b"\x80" and head[1:2] in b"\x02\x03\x04\x05":
+        return "torch"
+    if len(head) > 8 and head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= 1 << 40:
+        return "safetensors"
+    if head[:1] == b"\x08" and len(head) > 2 and head[1] < 0x80:
+        return "onnx"
+    raise BadInput(
+        f"{path}: {_unknown(head)}", hint="deploykit reads .pt, .pth, .onnx and .trt files"
+    )
+
+
+def _sniff_zip(path: Path) -> str:
+    """A zip file: a torch checkpoint if it holds `data.pkl`; a `.pt2` or TorchScript counts as torch."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except (zipfile.BadZipFile, OSError, ValueError) as exc:
+        raise BadInput(f"{path}: is a truncated or damaged PyTorch file: {exc}") from exc
+    bases = {name.rsplit("/", 1)[-1] for name in names}
+    if bases & {"data.pkl", "archive_format", "serialized_exported_program.json"}:
+        return "torch"
+    if any(name.endswith(".npy") for name in names):
+        raise BadInput(f"{path}: holds NumPy arrays (.npz), a model is needed")
+    raise BadInput(f"{path}: is a zip archive, but not one that PyTorch wrote")
+
+
+def _unknown(head: bytes) -> str:
+    start = head.lstrip()[:64].lower()
+    if start.startswith((b"<!doctype", b"<html")):
+        return "is a web page, not a model (the download probably failed)"
+    if start.startswith(b"version https://git-lfs"):
+        return "is a Git LFS pointer, not the model itself (run: git lfs pull)"
+    return "is not a model file of a known format"

@@ -1,0 +1,112 @@
+"""Files that are written whole or not at all, and their hashes.
+
+In: a destination. Out: a sibling temporary file that replaces it only when the block ended well, so
+that a failure, a full disk or Ctrl-C leaves what was there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from deploykit.core.errors import BadInput, NotFound, Unsupported, os_reason
+
+
+@contextlib.contextmanager
+def atomic_write(out: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `out`; on a clean exit fsync it and rename it to `out`.
+
+    Raises BadInput when `out` cannot be written there, Unsupported when the disk is full.
+    """
+    check_writable(out)
+    tmp = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        yield tmp
+        with tmp.open("rb+") as handle:
+            os.fsync(handle.fileno())
+        os.replace(tmp, out)
+    except OSError as exc:
+        if exc.errno == errno.ENOSPC:
+            raise Unsupported(f"{out}: no space left on the disk") from exc
+        if exc.filename is None or Path(os.fsdecode(exc.filename)) == tmp:
+            raise BadInput(f"{out}: cannot be written: {os_reason(exc)}") from exc
+        raise
+    finally:
+        with contextlib.suppress(OSError):
+            tmp.unlink()
+
+
+def write_text(out: Path, text: str) -> None:
+    """Write `text` as UTF-8 through `atomic_write`."""
+    with atomic_write(out) as tmp:
+        tmp.write_text(text, encoding="utf-8")
+
+
+def write_json(out: Path, document: object) -> None:
+    """Write `document` as indented JSON through `atomic_write`."""
+    write_text(out, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+def check_writable(out: Path) -> None:
+    """Raise BadInput unless a file can be put at `out`: asked before the long work, not after it."""
+    if out.is_dir():
+        raise BadInput(f"{out}: is a folder, a file name is needed")
+    folder = out.parent
+    if not folder.is_dir():
+        raise BadInput(f"{out}: the folder {folder} does not exist", hint=f"mkdir -p {folder}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise BadInput(f"{out}: the folder {folder} cannot be written to")
+
+
+def make_folder(folder: Path) -> Path:
+    """Create `folder` and its parents; raises BadInput when that cannot be done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise BadInput(f"{folder}: cannot be used as a folder: {os_reason(exc)}") from exc
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise BadInput(f"{folder}: the folder cannot be written to")
+    return folder
+
+
+def check_readable(path: Path) -> Path:
+    """Raise NotFound or BadInput unless `path` is a non-empty regular file that can be read."""
+    try:
+        info = path.stat()
+    except FileNotFoundError:
+        raise NotFound(f"{path}: no such file") from None
+    except OSError as exc:
+        raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
+    if stat.S_ISDIR(info.st_mode):
+        raise BadInput(f"{path}: is a folder, a file is needed")
+    if not stat.S_ISREG(info.st_mode):
+        raise BadInput(f"{path}: is not a regular file")
+    if info.st_size == 0:
+        raise BadInput(f"{path}: the file is empty")
+    if not os.access(path, os.R_OK):
+        raise BadInput(f"{path}: cannot be read: Permission denied")
+    return path
+
+
+def sha256(path: Path) -> str:
+    """The file's SHA-256 in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as handle:
+        while block := handle.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def cache_folder() -> Path:
+    """Where deploykit keeps what can be made again: `$DEPLOYKIT_CACHE`, else the user's cache folder."""
+    chosen = os.environ.get("DEPLOYKIT_CACHE")
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "deploykit"

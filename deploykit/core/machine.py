@@ -1,0 +1,202 @@
+"""What this machine is: processor, memory, GPUs, Jetson release, installed packages.
+
+In: nothing, or a `root` that stands for `/` in tests. Out: `Machine`. Reading it never raises: what
+cannot be found out is None or empty, and `doctor` prints it as not known.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "deploykit",
+    "numpy",
+    "onnx",
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "tensorrt",
+    "torch",
+    "onnxscript",
+    "onnxconverter-common",
+    "scikit-learn",
+)
+_CPU_FLAGS = (
+    "avx2",
+    "avx512f",
+    "avx512_vnni",
+    "avx_vnni",
+    "amx_int8",
+    "avx512_bf16",
+    "asimddp",
+    "i8mm",
+)
+_QUERY = "name,memory.total,driver_version,compute_cap"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One NVIDIA GPU as its driver reports it; None is not reported (memory on a Jetson)."""
+
+    name: str
+    memory_bytes: int | None
+    driver: str
+    compute_capability: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this machine is, as far as it can be read without privileges."""
+
+    system: str
+    architecture: str
+    python: str
+    cpu: str
+    physical_cores: int
+    usable_cores: int  # what this process may use: affinity and container limits
+    cpu_features: tuple[str, ...]
+    memory_bytes: int | None
+    gpus: tuple[Gpu, ...]
+    board: str | None  # a Jetson's model, from its device tree
+    l4t: str | None
+    power_mode: str | None
+    packages: Mapping[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        values = dict(vars(self))
+        values["gpus"] = [gpu.to_dict() for gpu in self.gpus]
+        values["cpu_features"] = list(self.cpu_features)
+        values["packages"] = dict(self.packages)
+        return values
+
+
+def this_machine(root: Path = Path("/")) -> Machine:
+    """Read the machine. Takes about 50 ms where `nvidia-smi` exists, 5 ms where it does not."""
+    cpuinfo = _text(root / "proc/cpuinfo")
+    usable = usable_cores(root)
+    return Machine(
+        system=f"{platform.system()} {platform.release()}",
+        architecture=platform.machine(),
+        python=platform.python_version(),
+        cpu=_cpu_name(cpuinfo),
+        physical_cores=_physical_cores(cpuinfo),
+        usable_cores=usable,
+        cpu_features=_cpu_features(cpuinfo),
+        memory_bytes=_memory(_text(root / "proc/meminfo")),
+        gpus=_gpus(),
+        board=_text(root / "proc/device-tree/model").strip("\0 \n") or None,
+        l4t=_l4t(_text(root / "etc/nv_tegra_release")),
+        power_mode=_power_mode(root),
+        packages=_packages(),
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _cpu_name(cpuinfo: str) -> str:
+    match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
+
+
+def _cpu_features(cpuinfo: str) -> tuple[str, ...]:
+    match = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    flags = set(match[1].split()) if match else set()
+    return tuple(flag for flag in _CPU_FLAGS if flag in flags)
+
+
+def _physical_cores(cpuinfo: str) -> int:
+    """Cores, not hyper-threads: pairs of (physical id, core id); elsewhere the number of processors."""
+    pairs = re.findall(
+        r"^physical id\s*:\s*(\d+)$.*?^core id\s*:\s*(\d+)$", cpuinfo, re.MULTILINE | re.DOTALL
+    )
+    return len(set(pairs)) or os.cpu_count() or 1
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Processors in this process's affinity mask, cut by a cgroup v2 CPU quota."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):
+        cores = os.cpu_count() or 1
+    quota, _, period = _text(root / "sys/fs/cgroup/cpu.max").strip().partition(" ")
+    if quota.isdigit() and period.isdigit() and int(period) > 0:
+        cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def _memory(meminfo: str) -> int | None:
+    match = re.search(r"^MemTotal:\s*(\d+) kB", meminfo, re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return ()
+    command = [smi, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return parse_gpus(answer.stdout)
+
+
+def parse_gpus(text: str) -> tuple[Gpu, ...]:
+    """Read `nvidia-smi --query-gpu=name,memory.total,driver_version,compute_cap` (MiB, no units)."""
+    gpus = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) != 4:
+            continue
+        name, memory, driver, capability = cells
+        gpus.append(
+            Gpu(
+                name,
+                int(memory) * 1024 * 1024 if memory.isdigit() else None,
+                driver,
+                capability if re.fullmatch(r"\d+\.\d+", capability) else None,
+            )
+        )
+    return tuple(gpus)
+
+
+def _l4t(release: str) -> str | None:
+    """`# R36 (release), REVISION: 4.3, ...` is 36.4.3."""
+    match = re.match(r"# R(\d+) \(release\), REVISION: ([\d.]+)", release)
+    return f"{match[1]}.{match[2]}" if match else None
+
+
+def _power_mode(root: Path) -> str | None:
+    """The active nvpmodel mode of a Jetson, resolved to its name."""
+    status = re.search(r"pmode:(\d+)", _text(root / "var/lib/nvpmodel/status"))
+    if status is None:
+        return None
+    pattern = rf"< POWER_MODEL ID={int(status[1])} NAME=(\S+) >"
+    match = re.search(pattern, _text(root / "etc/nvpmodel.conf"))
+    return match[1] if match else None
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

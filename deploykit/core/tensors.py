@@ -1,0 +1,135 @@
+"""Names, dtypes and shapes of a model's inputs and outputs.
+
+In: text such as `x:float32[N,3,224,224]`. Out: `TensorSpec`. Dtypes are numpy's names as strings, so
+that nothing here needs numpy; an axis that is a name is dynamic, and axis 0 named `N` is the batch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from deploykit.core.errors import BadInput
+
+BATCH = "N"
+
+DTYPE_BYTES: Mapping[str, int] = {
+    "bool": 1,
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+}
+
+# Open Inference Protocol, "Tensor Data Types"; BYTES has no fixed-size dtype and is not in the table.
+PROTOCOL_NAMES: Mapping[str, str] = {
+    "bool": "BOOL",
+    "uint8": "UINT8",
+    "uint16": "UINT16",
+    "uint32": "UINT32",
+    "uint64": "UINT64",
+    "int8": "INT8",
+    "int16": "INT16",
+    "int32": "INT32",
+    "int64": "INT64",
+    "float16": "FP16",
+    "bfloat16": "BF16",
+    "float32": "FP32",
+    "float64": "FP64",
+}
+
+_SPEC = re.compile(r"(?P<name>[^:\[\]\s][^:\[\]]*):(?P<dtype>\w+)\[(?P<axes>[^\[\]]*)\]")
+_AXIS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One input or output: its name, its dtype, and its shape with dynamic axes as names."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.dtype}[{','.join(str(axis) for axis in self.shape)}]"
+
+    @property
+    def batched(self) -> bool:
+        """Whether axis 0 is dynamic, so that requests can be joined along it."""
+        return bool(self.shape) and isinstance(self.shape[0], str)
+
+    def to_dict(self) -> dict[str, object]:
+        return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
+
+
+def parse_spec(text: str) -> TensorSpec:
+    """Read `name:dtype[axis,axis,...]`; an empty bracket is a scalar. Raises BadInput."""
+    match = _SPEC.fullmatch(text.strip())
+    if match is None:
+        raise BadInput(
+            f"'{text}' is not an input specification",
+            hint="write it as NAME:DTYPE[AXES], for example 'x:float32[N,3,224,224]'",
+        )
+    axes_text = match["axes"].strip()
+    axes = [axis.strip() for axis in axes_text.split(",")] if axes_text else []
+    return make_spec(match["name"].strip(), match["dtype"], [_axis(axis, text) for axis in axes])
+
+
+def _axis(axis: str, text: str) -> int | str:
+    if axis.isascii() and axis.isdigit():
+        return int(axis)
+    if _AXIS_NAME.fullmatch(axis):
+        return axis
+    raise BadInput(
+        f"'{text}': axis '{axis}' is neither a size nor a name",
+        hint="a size is a whole number, a dynamic axis is a name such as N or T",
+    )
+
+
+def make_spec(name: str, dtype: str, shape: Sequence[int | str]) -> TensorSpec:
+    """Build a TensorSpec; raises BadInput on an unknown dtype or a negative size."""
+    if dtype not in DTYPE_BYTES:
+        raise BadInput(f"{name}: unknown dtype '{dtype}'", hint="one of: " + ", ".join(DTYPE_BYTES))
+    for axis in shape:
+        if isinstance(axis, int) and axis < 0:
+            raise BadInput(f"{name}: axis size {axis} is negative")
+    return TensorSpec(name, dtype, tuple(shape))
+
+
+def spec_from_dict(values: Mapping[str, object], where: str) -> TensorSpec:
+    """Read what `to_dict` wrote; `where` names the file in the error. Raises BadInput."""
+    name, dtype, shape = values.get("name"), values.get("dtype"), values.get("shape")
+    if not isinstance(name, str) or not isinstance(dtype, str) or not isinstance(shape, list):
+        raise BadInput(f"{where}: a tensor needs a name, a dtype and a shape, got {dict(values)}")
+    if any(isinstance(axis, bool) or not isinstance(axis, (int, str)) for axis in shape):
+        raise BadInput(f"{where}: {name}: axes are sizes or names, got {shape}")
+    return make_spec(name, dtype, shape)
+
+
+def mismatch(spec: TensorSpec, dtype: str, shape: Sequence[int]) -> str | None:
+    """Why an array of `dtype` and `shape` cannot be fed to `spec`, or None if it can.
+
+    Says the whole of both sides, so that a reader sees which axis differs.
+    """
+    fits = len(shape) == len(spec.shape) and all(
+        isinstance(want, str) or want == got for want, got in zip(spec.shape, shape, strict=True)
+    )
+    if dtype == spec.dtype and fits:
+        return None
+    got = f"{dtype}[{','.join(str(size) for size in shape)}]"
+    want = str(spec)[len(spec.name) + 1 :]
+    return f"input '{spec.name}' is {want}, got {got}"
+
+
+def concrete(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape with each dynamic axis replaced by its size in `sizes`; an axis not there is 1."""
+    return tuple(sizes.get(axis, 1) if isinstance(axis, str) else axis for axis in spec.shape)

@@ -1,0 +1,60 @@
+"""A deterministic Engine with a set latency, for tests and dry runs: ours and our users'."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+import numpy as np
+
+from deploykit.core.errors import BadInput
+from deploykit.core.tensors import TensorSpec
+from deploykit.runtimes.engine import Arrays, check_feeds
+
+
+class FakeEngine:
+    """y = 2x + 1 over float32 rows of `width` numbers; takes `latency_s` a call, or `per_row_s` a row."""
+
+    device = "cpu"
+    runtime = "fake"
+
+    def __init__(
+        self,
+        *,
+        width: int = 4,
+        max_batch: int | None = None,
+        latency_s: float = 0.0,
+        per_row_s: float = 0.0,
+    ) -> None:
+        self.inputs = (TensorSpec("x", "float32", ("N", width)),)
+        self.outputs = (TensorSpec("y", "float32", ("N", width)),)
+        self.max_batch = max_batch
+        self.latency_s = latency_s
+        self.per_row_s = per_row_s
+        self.batches: list[int] = []  # the size of every batch it ran
+        self.closed = False
+
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        rows = check_feeds(self.inputs, feeds, "fake") or 0
+        if self.max_batch is not None and rows > self.max_batch:
+            raise BadInput(f"fake: batch {rows} is above {self.max_batch}")
+        self.batches.append(rows)
+        end = time.perf_counter() + self.latency_s + rows * self.per_row_s
+        outputs = {"y": feeds["x"] * np.float32(2) + np.float32(1)}
+        while (left := end - time.perf_counter()) > 0:
+            time.sleep(left if left > 2e-3 else 0)
+        return outputs
+
+    def close(self) -> None:
+        self.closed = True
+
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
