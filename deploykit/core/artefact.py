@@ -13,12 +13,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deploykit.core.errors import BadInput, Unsupported, os_reason
+from deploykit.core.errors import BadInput, NotFound, Unsupported, os_reason
 from deploykit.core.files import check_readable, sha256, write_json
 from deploykit.core.tensors import TensorSpec, spec_from_dict
 
 MANIFEST_VERSION = 1
-_MAPPINGS = ("precision", "made_with", "built_on", "checks")
+_KINDS: Mapping[str, type] = {
+    "format": str,
+    "inputs": list,
+    "outputs": list,
+    "precision": dict,
+    "sha256": str,
+    "made_from": list,
+    "made_with": dict,
+    "built_on": dict,
+    "checks": dict,
+}
+_ITEM_KINDS: Mapping[str, type] = {
+    "inputs": dict,
+    "outputs": dict,
+    "precision": int,
+    "made_from": str,
+    "made_with": str,
+    "built_on": str,
+}
+_WORDS: Mapping[type, str] = {str: "text", int: "whole number", list: "list", dict: "object"}
 
 
 @dataclass(frozen=True)
@@ -55,7 +74,7 @@ def manifest_path(artefact: Path) -> Path:
 
 
 def write_manifest(artefact: Path, manifest: Manifest) -> None:
-    """Write `FILE.json`; called after `artefact` is in place, so that it never names a missing file."""
+    """Write `FILE.json`. Call it once `artefact` is in place: it never names a missing file."""
     write_json(manifest_path(artefact), manifest.to_dict())
 
 
@@ -65,10 +84,10 @@ def read_manifest(artefact: Path) -> Manifest | None:
     Raises BadInput when it cannot be read, or when the artefact is not the one it describes.
     """
     path = manifest_path(artefact)
-    if not path.exists():
-        return None
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(check_readable(path).read_text(encoding="utf-8"))
+    except NotFound:
+        return None
     except OSError as exc:
         raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
     except (ValueError, RecursionError) as exc:
@@ -85,30 +104,18 @@ def read_manifest(artefact: Path) -> Manifest | None:
 def _from_dict(values: object, where: str) -> Manifest:
     if not isinstance(values, dict) or values.get("manifest") != MANIFEST_VERSION:
         raise BadInput(f"{where}: is not a deploykit manifest of version {MANIFEST_VERSION}")
-    for key, kind in {
-        "format": str,
-        "sha256": str,
-        "inputs": list,
-        "outputs": list,
-        "made_from": list,
-    }.items():
+    for key, kind in _KINDS.items():
         if not isinstance(values.get(key), kind):
-            raise BadInput(f"{where}: '{key}' must be a {kind.__name__}")
-    for key in _MAPPINGS:
-        if not isinstance(values.get(key), dict):
-            raise BadInput(f"{where}: '{key}' must be an object")
-    tensors: dict[str, tuple[TensorSpec, ...]] = {}
+            raise BadInput(f"{where}: '{key}' must be a {_WORDS[kind]}")
+    for key, kind in _ITEM_KINDS.items():
+        items = values[key].values() if _KINDS[key] is dict else values[key]
+        if not all(isinstance(item, kind) for item in items):
+            raise BadInput(f"{where}: each item of '{key}' must be a {_WORDS[kind]}")
+    known = {key: values[key] for key in _KINDS}
     for key in ("inputs", "outputs"):
-        if not all(isinstance(item, dict) for item in values[key]):
-            raise BadInput(f"{where}: '{key}' must list objects")
-        tensors[key] = tuple(spec_from_dict(item, where) for item in values[key])
-    return Manifest(
-        format=values["format"],
-        sha256=values["sha256"],
-        made_from=tuple(str(item) for item in values["made_from"]),
-        **tensors,
-        **{key: values[key] for key in _MAPPINGS},
-    )
+        known[key] = tuple(spec_from_dict(item, where) for item in values[key])
+    known["made_from"] = tuple(values["made_from"])
+    return Manifest(**known)
 
 
 def sniff(path: Path) -> str:
@@ -129,7 +136,7 @@ def sniff(path: Path) -> str:
         return "tensorrt"
     if head[:4] == b"PK\x03\x04":
         return _sniff_zip(path)
-    if head[:1] == b"\x80" and head[1:2] in b"\x02\x03\x04\x05":
+    if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         return "torch"
     if len(head) > 8 and head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= 1 << 40:
         return "safetensors"
@@ -141,11 +148,11 @@ def sniff(path: Path) -> str:
 
 
 def _sniff_zip(path: Path) -> str:
-    """A zip file: a torch checkpoint if it holds `data.pkl`; a `.pt2` or TorchScript counts as torch."""
+    """A zip file is torch's if it holds what a checkpoint, TorchScript or a `.pt2` holds."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-    except (zipfile.BadZipFile, OSError, ValueError) as exc:
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as exc:
         raise BadInput(f"{path}: is a truncated or damaged PyTorch file: {exc}") from exc
     bases = {name.rsplit("/", 1)[-1] for name in names}
     if bases & {"data.pkl", "archive_format", "serialized_exported_program.json"}:

@@ -3,6 +3,8 @@
 Rooms raise these; `cli/main.py` and `serving/http.py` translate them once, at the edge.
 """
 
+# ruff: noqa: N818 - an error is named after what is wrong: BadInput, not BadInputError
+
 from __future__ import annotations
 
 from typing import ClassVar
@@ -25,9 +27,13 @@ class DeploykitError(Exception):
 
 
 class GateFailed(DeploykitError):
-    """A gate was not met: parity, accuracy, SLO."""
+    """A gate was not met: parity, accuracy, SLO. `result` is what was measured: show it first."""
 
     exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None, result: object = None) -> None:
+        super().__init__(message, hint=hint)
+        self.result = result
 
 
 class BadInput(DeploykitError):
@@ -81,7 +87,7 @@ class Expired(DeploykitError):
 
 
 def first_line(exc: BaseException) -> str:
-    """The first non-empty line of an exception's text, or its class name: fit for an `error:` line."""
+    """The first non-empty line of an exception's text, else its class name."""
     for line in str(exc).splitlines():
         if line.strip():
             return line.strip()

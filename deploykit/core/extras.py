@@ -24,18 +24,24 @@ _NOTES: Mapping[str, str] = {
 
 
 def require(module: str) -> ModuleType:
-    """Import `module`; raises MissingExtra with the install line, or Unsupported if it cannot load."""
+    """Import `module`, one of EXTRAS or a module inside it.
+
+    Raises MissingExtra when its package is not installed, Unsupported when it is but does not load.
+    """
     top = module.partition(".")[0]
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError as exc:
-        if exc.name is not None and exc.name.partition(".")[0] != top:
-            raise Unsupported(
-                f"{top} is installed but needs '{exc.name}'", hint=install_hint(top)
-            ) from exc
-        raise MissingExtra(f"{top} is not installed", hint=install_hint(top)) from exc
     except (ImportError, OSError) as exc:
-        raise Unsupported(f"{top} is installed but cannot be loaded: {first_line(exc)}") from exc
+        if isinstance(exc, ModuleNotFoundError) and exc.name == top:
+            raise missing(top) from exc
+        raise Unsupported(
+            f"{top} is installed but cannot be loaded: {first_line(exc)}", hint=install_hint(top)
+        ) from exc
+
+
+def missing(module: str) -> MissingExtra:
+    """The error for `module`, one of EXTRAS, not being installed."""
+    return MissingExtra(f"{module} is not installed", hint=install_hint(module))
 
 
 def install_hint(module: str) -> str:

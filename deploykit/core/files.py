@@ -30,11 +30,11 @@ def atomic_write(out: Path) -> Iterator[Path]:
         yield tmp
         with tmp.open("rb+") as handle:
             os.fsync(handle.fileno())
-        os.replace(tmp, out)
+        tmp.replace(out)
     except OSError as exc:
         if exc.errno == errno.ENOSPC:
             raise Unsupported(f"{out}: no space left on the disk") from exc
-        if exc.filename is None or Path(os.fsdecode(exc.filename)) == tmp:
+        if exc.filename is None or str(exc.filename) == str(tmp):
             raise BadInput(f"{out}: cannot be written: {os_reason(exc)}") from exc
         raise
     finally:
@@ -54,12 +54,17 @@ def write_json(out: Path, document: object) -> None:
 
 
 def check_writable(out: Path) -> None:
-    """Raise BadInput unless a file can be put at `out`: asked before the long work, not after it."""
-    if out.is_dir():
-        raise BadInput(f"{out}: is a folder, a file name is needed")
+    """Raise BadInput unless a file can be put at `out`; ask before the long work, not after it."""
     folder = out.parent
-    if not folder.is_dir():
-        raise BadInput(f"{out}: the folder {folder} does not exist", hint=f"mkdir -p {folder}")
+    try:
+        if not folder.is_dir():
+            raise BadInput(f"{out}: the folder {folder} does not exist", hint=f"mkdir -p {folder}")
+        if out.is_dir():
+            raise BadInput(f"{out}: is a folder, a file name is needed")
+        if out.exists() and not out.is_file():  # renaming over /dev/null would replace it
+            raise BadInput(f"{out}: is not a regular file, so it is not replaced")
+    except OSError as exc:
+        raise BadInput(f"{out}: cannot be written: {os_reason(exc)}") from exc
     if not os.access(folder, os.W_OK | os.X_OK):
         raise BadInput(f"{out}: the folder {folder} cannot be written to")
 
@@ -95,16 +100,16 @@ def check_readable(path: Path) -> Path:
 
 
 def sha256(path: Path) -> str:
-    """The file's SHA-256 in hexadecimal."""
+    """The file's SHA-256 in hexadecimal. Raises NotFound or BadInput as `check_readable` does."""
     digest = hashlib.sha256()
-    with path.open("rb") as handle:
+    with check_readable(path).open("rb") as handle:
         while block := handle.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
 
 
 def cache_folder() -> Path:
-    """Where deploykit keeps what can be made again: `$DEPLOYKIT_CACHE`, else the user's cache folder."""
+    """What can be made again is kept in `$DEPLOYKIT_CACHE`, else in the user's cache folder."""
     chosen = os.environ.get("DEPLOYKIT_CACHE")
     if chosen:
         return Path(chosen)

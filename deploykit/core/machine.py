@@ -69,6 +69,7 @@ class Machine:
     memory_bytes: int | None
     gpus: tuple[Gpu, ...]
     board: str | None  # a Jetson's model, from its device tree
+    board_ids: tuple[str, ...]  # the device tree's `compatible`, as in "nvidia,p3767-0005"
     l4t: str | None
     power_mode: str | None
     packages: Mapping[str, str]
@@ -77,6 +78,7 @@ class Machine:
         values = dict(vars(self))
         values["gpus"] = [gpu.to_dict() for gpu in self.gpus]
         values["cpu_features"] = list(self.cpu_features)
+        values["board_ids"] = list(self.board_ids)
         values["packages"] = dict(self.packages)
         return values
 
@@ -84,18 +86,18 @@ class Machine:
 def this_machine(root: Path = Path("/")) -> Machine:
     """Read the machine. Takes about 50 ms where `nvidia-smi` exists, 5 ms where it does not."""
     cpuinfo = _text(root / "proc/cpuinfo")
-    usable = usable_cores(root)
     return Machine(
         system=f"{platform.system()} {platform.release()}",
         architecture=platform.machine(),
         python=platform.python_version(),
         cpu=_cpu_name(cpuinfo),
         physical_cores=_physical_cores(cpuinfo),
-        usable_cores=usable,
+        usable_cores=usable_cores(root),
         cpu_features=_cpu_features(cpuinfo),
-        memory_bytes=_memory(_text(root / "proc/meminfo")),
+        memory_bytes=memory_bytes(root),
         gpus=_gpus(),
         board=_text(root / "proc/device-tree/model").strip("\0 \n") or None,
+        board_ids=tuple(_text(root / "proc/device-tree/compatible").replace("\0", " ").split()),
         l4t=_l4t(_text(root / "etc/nv_tegra_release")),
         power_mode=_power_mode(root),
         packages=_packages(),
@@ -121,7 +123,7 @@ def _cpu_features(cpuinfo: str) -> tuple[str, ...]:
 
 
 def _physical_cores(cpuinfo: str) -> int:
-    """Cores, not hyper-threads: pairs of (physical id, core id); elsewhere the number of processors."""
+    """Cores, not hyper-threads: pairs of (physical id, core id); else the number of processors."""
     pairs = re.findall(
         r"^physical id\s*:\s*(\d+)$.*?^core id\s*:\s*(\d+)$", cpuinfo, re.MULTILINE | re.DOTALL
     )
@@ -140,6 +142,20 @@ def usable_cores(root: Path = Path("/")) -> int:
     return cores
 
 
+def default_threads(root: Path = Path("/")) -> int:
+    """CPU threads for one call: a core each, as two hyper-threads share one core's arithmetic."""
+    return min(usable_cores(root), _physical_cores(_text(root / "proc/cpuinfo")))
+
+
+def memory_bytes(root: Path = Path("/")) -> int | None:
+    """This machine's memory, or the container's limit (cgroup v2) where that is less."""
+    total = _memory(_text(root / "proc/meminfo"))
+    limit = _text(root / "sys/fs/cgroup/memory.max").strip()
+    if total is not None and limit.isdigit():
+        return min(total, int(limit))
+    return total
+
+
 def _memory(meminfo: str) -> int | None:
     match = re.search(r"^MemTotal:\s*(\d+) kB", meminfo, re.MULTILINE)
     return int(match[1]) * 1024 if match else None
@@ -151,14 +167,14 @@ def _gpus() -> tuple[Gpu, ...]:
         return ()
     command = [smi, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        answer = subprocess.run(command, capture_output=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return ()
-    return parse_gpus(answer.stdout)
+    return parse_gpus(answer.stdout.decode(errors="replace"))
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """Read `nvidia-smi --query-gpu=name,memory.total,driver_version,compute_cap` (MiB, no units)."""
+    """Read nvidia-smi's name, memory.total (MiB), driver_version, compute_cap: CSV, no units."""
     gpus = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
@@ -200,3 +216,9 @@ def _packages() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def tool_versions(*packages: str) -> dict[str, str]:
+    """Versions of deploykit and of the installed ones of `packages`: a manifest's made_with."""
+    found = _packages()
+    return {name: found[name] for name in ("deploykit", *packages) if name in found}

@@ -3,10 +3,14 @@
 In: a name, a name with a Jetson power mode (`jetson-orin-nano-8gb@15W`) or a path to a TOML file.
 Out: `Profile`. An unknown key is an error; a figure that no source was found for is listed in
 `unverified`, and reports print it as such.
+
+Units are base units: bytes, bytes/s, operations/s, watts. `memory_bytes` is the size as sold, with
+10^9 bytes to the GB; what programs really get is the driver's or `/proc/meminfo`'s to say.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from deploykit.core import resources
-from deploykit.core.errors import BadInput, NotFound
+from deploykit.core.errors import BadInput, NotFound, os_reason
 from deploykit.core.files import check_readable
+from deploykit.core.machine import this_machine
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -23,6 +28,8 @@ else:
     import tomli as tomllib
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8", "fp4")
+_VERSION = r"[0-9]+\.[0-9]+"
+_TOO_LARGE = 1 << 63
 
 
 @dataclass(frozen=True)
@@ -40,14 +47,14 @@ class PowerMode:
 
 @dataclass(frozen=True)
 class Profile:
-    """A hardware target. Peaks are dense (no sparsity), operations per second; None is not known."""
+    """A hardware target. Peaks are dense (no sparsity) and of the GPU alone; None is not known."""
 
     name: str
     summary: str
     runtime: str  # "tensorrt" | "onnxruntime"
     device: str  # "cuda" | "cpu"
     architecture: str  # "x86_64" | "aarch64" | "any"
-    precisions: tuple[str, ...]  # what `build` offers there
+    precisions: tuple[str, ...]  # the types of a graph that it runs natively
     compute_capability: str | None
     sm_count: int | None
     memory_bytes: int | None
@@ -56,12 +63,15 @@ class Profile:
     peak_ops_per_s: Mapping[str, float]
     workspace_bytes: int | None
     max_power_w: float | None
+    tensorrt_min: str | None  # first and last MAJOR.MINOR of TensorRT that runs there
+    tensorrt_max: str | None
     gpu_names: tuple[str, ...]  # as the driver spells them; `auto` compares with these
+    boards: tuple[str, ...]  # device tree ids: Jetson modules of a family share one GPU name
     power_modes: tuple[PowerMode, ...]
     power_mode: str | None  # the mode chosen with NAME@MODE
     notes: tuple[str, ...]
     sources: tuple[str, ...]
-    unverified: tuple[str, ...]
+    unverified: tuple[str, ...]  # keys without a source; a peak is "peak_ops_per_s.int8"
 
     def to_dict(self) -> dict[str, Any]:
         values = dict(vars(self))
@@ -78,7 +88,7 @@ def profile_names() -> list[str]:
 
 def load_profile(reference: str) -> Profile:
     """Load a profile by name, NAME@MODE or path. Raises NotFound or BadInput."""
-    name, separator, mode = reference.rpartition("@") if "@" in reference else (reference, "", "")
+    name, *mode = [reference] if reference.endswith(".toml") else reference.rsplit("@", 1)
     if name.endswith(".toml"):
         path = check_readable(Path(name))
     elif name in profile_names():
@@ -89,12 +99,23 @@ def load_profile(reference: str) -> Profile:
             hint="one of: auto, " + ", ".join(profile_names()) + "; or a file: ./mine.toml",
         )
     profile = _read(path)
-    return _with_mode(profile, mode) if separator else profile
+    return _with_mode(profile, mode[0]) if mode else profile
+
+
+def choose_profile() -> tuple[Profile, str]:
+    """The profile that fits this machine, and in words why it was chosen."""
+    gpus = this_machine().gpus
+    why = "no NVIDIA GPU here"
+    if gpus:
+        why = f"{gpus[0].name} is here, but this version builds for ONNX Runtime only"
+    return load_profile("cpu"), why
 
 
 def _with_mode(profile: Profile, mode: str) -> Profile:
+    """Modes are compared without case and without the `MODE_` that some boards put before them."""
+    wanted = mode.lower().removeprefix("mode_")
     for known in profile.power_modes:
-        if known.name.lower() == mode.lower():
+        if known.name.lower().removeprefix("mode_") == wanted:
             return replace(profile, power_mode=known.name)
     names = ", ".join(known.name for known in profile.power_modes)
     raise NotFound(
@@ -105,12 +126,15 @@ def _with_mode(profile: Profile, mode: str) -> Profile:
 
 def _read(path: Path) -> Profile:
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        values = tomllib.loads(text)
+    except OSError as exc:
+        raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
     except UnicodeDecodeError as exc:
         raise BadInput(f"{path}: is not a text file in UTF-8") from exc
-    except tomllib.TOMLDecodeError as exc:
+    except (tomllib.TOMLDecodeError, RecursionError) as exc:
         raise BadInput(f"{path}: is not valid TOML: {exc}") from exc
-    fields = _Fields(path, values)
+    fields = _Fields(path, text, values)
     profile = Profile(
         name=path.stem,
         summary=fields.text("summary"),
@@ -118,7 +142,7 @@ def _read(path: Path) -> Profile:
         device=fields.choice("device", ("cuda", "cpu")),
         architecture=fields.choice("architecture", ("x86_64", "aarch64", "any")),
         precisions=fields.texts("precisions", PRECISIONS),
-        compute_capability=fields.optional_text("compute_capability"),
+        compute_capability=fields.version("compute_capability"),
         sm_count=fields.count("sm_count"),
         memory_bytes=fields.count("memory_bytes"),
         unified_memory=fields.flag("unified_memory"),
@@ -126,7 +150,10 @@ def _read(path: Path) -> Profile:
         peak_ops_per_s=fields.peaks("peak_ops_per_s"),
         workspace_bytes=fields.count("workspace_bytes"),
         max_power_w=fields.positive("max_power_w"),
+        tensorrt_min=fields.version("tensorrt_min"),
+        tensorrt_max=fields.version("tensorrt_max"),
         gpu_names=fields.texts("gpu_names"),
+        boards=fields.texts("boards"),
         power_modes=fields.modes("power_modes"),
         power_mode=None,
         notes=fields.texts("notes"),
@@ -134,24 +161,45 @@ def _read(path: Path) -> Profile:
         unverified=fields.texts("unverified"),
     )
     fields.refuse_unknown()
+    _check(profile, values, fields)
     return profile
 
 
-class _Fields:
-    """Takes keys out of a TOML table one by one; each error names the file, the key and its line."""
+def _check(profile: Profile, values: Mapping[str, Any], fields: _Fields) -> None:
+    """Refuse what no single key shows: a contradiction, or a key that names no other."""
+    if not profile.precisions:
+        raise fields.fail("precisions", "is needed, and is not empty")
+    if profile.runtime == "tensorrt" and profile.device != "cuda":
+        raise fields.fail("device", f"is '{profile.device}', but TensorRT needs 'cuda'")
+    peaks = [f"peak_ops_per_s.{name}" for name in profile.peak_ops_per_s]
+    for key in profile.unverified:
+        if key not in values and key not in peaks:
+            raise fields.fail("unverified", f"names '{key}', which this profile does not have")
 
-    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+
+class _Fields:
+    """Takes keys out of a TOML table one by one; an error names the file, the line and the key."""
+
+    def __init__(self, path: Path, text: str, values: dict[str, Any], parent: str = "") -> None:
         self.path = path
+        self.text_of_file = text
         self.values = dict(values)
+        self.parent = parent  # "power_modes[0]." inside that table
 
     def fail(self, key: str, what: str) -> BadInput:
-        return BadInput(f"{self.path}{self.line(key)}: '{key}' {what}")
+        return BadInput(f"{self.path}{self.line(key)}: '{self.parent}{key}' {what}")
 
     def line(self, key: str) -> str:
-        for number, line in enumerate(self.path.read_text(encoding="utf-8").splitlines(), 1):
-            if line.lstrip(" [").startswith(key):
-                return f":{number}"
+        """Where the key is, else where the table that it should be in begins, else nothing."""
+        for name in (key, self.parent.partition("[")[0].rstrip(".")):
+            pattern = rf"""\s*\[*\s*(?:[\w-]+\s*\.\s*)?["']?{re.escape(name)}["']?\s*[=.\]]"""
+            for number, line in enumerate(self.text_of_file.splitlines(), 1):
+                if name and re.match(pattern, line):
+                    return f":{number}"
         return ""
+
+    def inner(self, values: dict[str, Any], parent: str) -> _Fields:
+        return _Fields(self.path, self.text_of_file, values, parent)
 
     def text(self, key: str) -> str:
         value = self.values.pop(key, None)
@@ -159,8 +207,13 @@ class _Fields:
             raise self.fail(key, "is needed, and is a text")
         return value
 
-    def optional_text(self, key: str) -> str | None:
-        return self.text(key) if key in self.values else None
+    def version(self, key: str) -> str | None:
+        if key not in self.values:
+            return None
+        value = self.text(key)
+        if not re.fullmatch(_VERSION, value):
+            raise self.fail(key, f"is a text such as '8.7', got {value!r}")
+        return value
 
     def choice(self, key: str, allowed: tuple[str, ...]) -> str:
         value = self.text(key)
@@ -187,7 +240,8 @@ class _Fields:
         value = self.values.pop(key, None)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not 0 < value < _TOO_LARGE:  # false for nan, too
             raise self.fail(key, f"is a number above 0, got {value!r}")
         return float(value)
 
@@ -195,7 +249,7 @@ class _Fields:
         value = self.values.pop(key, None)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _TOO_LARGE:
             raise self.fail(key, f"is a whole number above 0, got {value!r}")
         return value
 
@@ -203,8 +257,8 @@ class _Fields:
         value = self.values.pop(key, {})
         if not isinstance(value, dict):
             raise self.fail(key, "is a table: precision = operations per second")
-        inner = _Fields(self.path, value)
-        found = {name: inner.positive(name) for name in PRECISIONS if name in value}
+        inner = self.inner(value, f"{key}.")
+        found = {name: inner.positive(name) for name in PRECISIONS}
         inner.refuse_unknown()
         return {name: peak for name, peak in found.items() if peak is not None}
 
@@ -213,14 +267,14 @@ class _Fields:
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             raise self.fail(key, "is a list of tables")
         modes = []
-        for item in value:
-            inner = _Fields(self.path, item)
+        for number, item in enumerate(value):
+            inner = self.inner(item, f"{key}[{number}].")
             modes.append(
                 PowerMode(
-                    inner.text("name"),
-                    inner.positive("watts"),
-                    inner.count("gpu_mhz"),
-                    inner.count("sms"),
+                    name=inner.text("name"),
+                    watts=inner.positive("watts"),
+                    gpu_mhz=inner.count("gpu_mhz"),
+                    sms=inner.count("sms"),
                 )
             )
             inner.refuse_unknown()

@@ -1,28 +1,25 @@
 """A recipe: what to train on what. Training needs it whole, loading a checkpoint needs its `build`.
 
-In: a name (`mnist-cnn`), a path (`./mine.py`) or an import string (`pkg.mod:RECIPE`). Out: `Recipe`.
-A recipe is callables only, so that this file needs neither torch nor numpy.
+In: a name (`mnist-cnn`), a path (`./mine.py`) or an import string (`pkg.mod:RECIPE`). Out:
+`Recipe`. A recipe is callables only, so that this file needs neither torch nor numpy.
 """
 
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deploykit.core import resources
-from deploykit.core.errors import BadInput, NotFound, os_reason
+from deploykit.core.errors import BadInput, NotFound
 from deploykit.core.tensors import TensorSpec
-
-_NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 
 
 @dataclass(frozen=True)
 class Split:
-    """Labelled samples: `inputs` by input name, each of shape (samples, ...), and `labels` (samples,)."""
+    """Labelled samples: `inputs` by name, each of shape (samples, ...); `labels` (samples,)."""
 
     inputs: Mapping[str, Any]
     labels: Any
@@ -43,8 +40,8 @@ class Recipe:
     """How to build a model, and what to train and test it on.
 
     `build()` gives a torch module with fresh weights; `data(path or None)` the splits;
-    `inputs`/`outputs` the specs that `export` uses; `metric(outputs, labels)` one value per sample in
-    0..1 (for top-1: right or wrong), `metric_name` its name. `epochs`, `batch_size` and
+    `inputs`/`outputs` the specs that `export` uses; `metric(outputs, labels)` one value per sample
+    in 0..1 (for top-1: right or wrong), `metric_name` its name. `epochs`, `batch_size` and
     `learning_rate` are the defaults of `train`.
     """
 
@@ -75,7 +72,7 @@ class RecipeInfo:
 def list_recipes() -> list[RecipeInfo]:
     """The recipes that come with deploykit; reads their docstrings and imports nothing."""
     found = []
-    for path in sorted(resources.folder("models").glob("*.py")):
+    for path in sorted(resources.folder("models").glob("[a-z]*.py")):
         docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         found.append(RecipeInfo(path.stem.replace("_", "-"), docstring.partition("\n")[0], path))
     return found
@@ -83,13 +80,13 @@ def list_recipes() -> list[RecipeInfo]:
 
 def bundled(name: str) -> Path:
     """The file of a recipe that comes with deploykit. Raises NotFound for any other name."""
-    for info in list_recipes():
-        if _NAME.fullmatch(name) and info.name == name:
-            return info.path
-    names = ", ".join(info.name for info in list_recipes())
-    raise NotFound(
-        f"no recipe '{name}'", hint=f"one of: {names}; or a file: ./mine.py; or pkg.mod:RECIPE"
-    )
+    paths = {info.name: info.path for info in list_recipes()}
+    if name not in paths:
+        raise NotFound(
+            f"no recipe '{name}'",
+            hint=f"one of: {', '.join(paths)}; or a file: ./mine.py; or pkg.mod:RECIPE",
+        )
+    return paths[name]
 
 
 def load_recipe(reference: str) -> Recipe:
@@ -100,10 +97,7 @@ def load_recipe(reference: str) -> Recipe:
         target = reference
     else:
         target = f"{bundled(reference)}:RECIPE"
-    try:
-        recipe = resources.import_object(target)
-    except OSError as exc:
-        raise BadInput(f"{reference}: cannot be read: {os_reason(exc)}") from exc
+    recipe = resources.import_object(target)
     if not isinstance(recipe, Recipe):
         raise BadInput(f"{reference}: RECIPE is a {type(recipe).__name__}, not a deploykit Recipe")
     return recipe

@@ -1,4 +1,4 @@
-"""Where the data files that come with deploykit are, and how a Python object is found by its name."""
+"""Where the data files that come with deploykit are, and how a Python object is found by name."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import importlib
 import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 
-from deploykit.core.errors import BadInput, NotFound, first_line
+from deploykit.core.errors import BadInput, DeploykitError, NotFound, first_line
+from deploykit.core.extras import EXTRAS, missing
 from deploykit.core.files import check_readable
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -23,32 +25,47 @@ def import_object(reference: str) -> object:
     """The object named by `pkg.mod:attr` or `./file.py:attr`.
 
     This runs the module's code: only what the user typed may come here, never text out of a file.
-    Raises NotFound when there is no such module or attribute, BadInput when importing it fails.
+    Raises NotFound when there is no such module or attribute, MissingExtra when it needs an
+    optional package that is not installed, BadInput when importing it fails.
     """
     where, separator, attribute = reference.rpartition(":")
     if not separator or not where or not attribute.isidentifier():
         raise BadInput(f"'{reference}' is not of the form pkg.mod:name or ./file.py:name")
-    name = where
     try:
-        if where.endswith(".py"):
-            path = check_readable(Path(where)).resolve()
-            name = f"_deploykit_file_{path.stem}"
-            spec = importlib.util.spec_from_file_location(name, path)
-            if spec is None or spec.loader is None:
-                raise NotFound(f"{where}: cannot be imported")
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[name] = module  # dataclasses and pickling look the module up by name
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(where)
+        module = _run(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except DeploykitError:
+        raise
     except ModuleNotFoundError as exc:
-        if exc.name is not None and (name == exc.name or name.startswith(exc.name + ".")):
-            raise NotFound(f"'{reference}': no module '{exc.name}'") from exc
+        name = str(exc.name)
+        if name.partition(".")[0] in EXTRAS:
+            raise missing(name.partition(".")[0]) from exc
+        if where == name or where.startswith(f"{name}."):
+            raise NotFound(
+                f"'{reference}': no module '{name}'",
+                hint="a file is named by its path: ./file.py:name",
+            ) from exc
         raise BadInput(f"'{reference}': importing it failed: {first_line(exc)}") from exc
-    except (ImportError, SyntaxError, NameError, AttributeError, TypeError, ValueError) as exc:
-        raise BadInput(f"'{reference}': importing it failed: {first_line(exc)}") from exc
+    except Exception as exc:  # the user's own code may raise anything
+        reason = f"{type(exc).__name__}: {first_line(exc)}"
+        raise BadInput(f"'{reference}': importing it failed: {reason}") from exc
     try:
         found: object = getattr(module, attribute)
     except AttributeError:
         raise NotFound(f"'{reference}': {where} has no '{attribute}'") from None
     return found
+
+
+def _run(path: Path) -> ModuleType:
+    """Run a Python file as a module of its own."""
+    name = f"_deploykit_file_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, check_readable(path).resolve())
+    if spec is None or spec.loader is None:
+        raise BadInput(f"{path}: cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickling look the module up by name
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    return module

@@ -1,7 +1,7 @@
 """Names, dtypes and shapes of a model's inputs and outputs.
 
-In: text such as `x:float32[N,3,224,224]`. Out: `TensorSpec`. Dtypes are numpy's names as strings, so
-that nothing here needs numpy; an axis that is a name is dynamic, and axis 0 named `N` is the batch.
+In: text such as `x:float32[N,3,224,224]`. Out: `TensorSpec`. Dtypes are numpy's names as strings,
+so nothing here needs numpy; an axis that is a name is dynamic, and axis 0 named `N` is the batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DTYPE_BYTES: Mapping[str, int] = {
     "float64": 8,
 }
 
-# Open Inference Protocol, "Tensor Data Types"; BYTES has no fixed-size dtype and is not in the table.
+# Open Inference Protocol, "Tensor Data Types"; BYTES is not here, as its elements have no one size.
 PROTOCOL_NAMES: Mapping[str, str] = {
     "bool": "BOOL",
     "uint8": "UINT8",
@@ -47,7 +47,9 @@ PROTOCOL_NAMES: Mapping[str, str] = {
     "float64": "FP64",
 }
 
-_SPEC = re.compile(r"(?P<name>[^:\[\]\s][^:\[\]]*):(?P<dtype>\w+)\[(?P<axes>[^\[\]]*)\]")
+# A name may hold colons, as TensorFlow's do ("x:0"): the last one before the bracket divides.
+_SPEC = re.compile(r"(?P<name>\S(?:.*\S)?)\s*:\s*(?P<dtype>\w+)\[(?P<axes>[^\[\]]*)\]")
+_AXIS_SIZE = re.compile(r"[0-9]{1,18}")
 _AXIS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -81,11 +83,11 @@ def parse_spec(text: str) -> TensorSpec:
         )
     axes_text = match["axes"].strip()
     axes = [axis.strip() for axis in axes_text.split(",")] if axes_text else []
-    return make_spec(match["name"].strip(), match["dtype"], [_axis(axis, text) for axis in axes])
+    return make_spec(match["name"], match["dtype"], [_axis(axis, text) for axis in axes])
 
 
 def _axis(axis: str, text: str) -> int | str:
-    if axis.isascii() and axis.isdigit():
+    if _AXIS_SIZE.fullmatch(axis):
         return int(axis)
     if _AXIS_NAME.fullmatch(axis):
         return axis

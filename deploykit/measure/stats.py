@@ -1,8 +1,23 @@
-"""Percentiles, rates and differences with their 95 % intervals. Pure NumPy."""
+"""Percentiles, rates and differences with their 95 % intervals. Pure NumPy.
+
+In: latencies in seconds, rates per round, scores per sample. Out: `Interval` and what is made of
+it. Every interval is two-sided, 95 %. The ones for percentiles take the samples as independent;
+calls that follow each other are not quite, so a difference between two engines is judged by `ratio`
+over interleaved rounds, never by two percentile intervals of one round.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+
+from deploykit.core.errors import BadInput
+
+_TAIL = 0.025  # probability left out on each side
+_Z = 1.959963984540054  # the normal distribution's 97.5 % point
 
 
 @dataclass(frozen=True)
@@ -15,3 +30,258 @@ class Interval:
 
     def to_dict(self) -> dict[str, float]:
         return {"value": self.value, "low": self.low, "high": self.high}
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Latencies of `samples` calls; a percentile is None where they are too few for an interval."""
+
+    samples: int
+    p50_ms: Interval | None
+    p90_ms: Interval | None
+    p99_ms: Interval | None
+    max_ms: float
+
+    @staticmethod
+    def of(samples_s: np.ndarray | Sequence[float]) -> Latency:
+        """From latencies in seconds, the warm-up already left out. Raises BadInput on none."""
+        ordered = _ordered(samples_s)
+        p50, p90, p99 = (_interval_ms(ordered, q) for q in (50.0, 90.0, 99.0))
+        return Latency(len(ordered), p50, p90, p99, float(ordered[-1]) * 1e3)
+
+    def to_dict(self) -> dict[str, object]:
+        def part(interval: Interval | None) -> dict[str, float] | None:
+            return None if interval is None else interval.to_dict()
+
+        return {
+            "samples": self.samples,
+            "p50_ms": part(self.p50_ms),
+            "p90_ms": part(self.p90_ms),
+            "p99_ms": part(self.p99_ms),
+            "max_ms": self.max_ms,
+        }
+
+
+@dataclass(frozen=True)
+class Drop:
+    """How much worse a candidate scores than a reference on the same `n` samples.
+
+    All intervals are fractions; `drop` is positive when the candidate is worse. `lost` and
+    `gained`: the samples on which the candidate's score is lower, and higher.
+    """
+
+    metric: str
+    n: int
+    reference: Interval
+    candidate: Interval
+    drop: Interval
+    lost: int
+    gained: int
+
+    def describe(self) -> str:
+        """For people: "drop 0.4 pp, 0.1 to 0.7, n = 540" (pp: percentage points)."""
+        digits = 1 if self.n < 1000 else 2
+        value, low, high = (
+            f"{round(part * 100, digits) + 0.0:.{digits}f}"  # + 0.0 turns -0.0 into 0.0
+            for part in (self.drop.value, self.drop.low, self.drop.high)
+        )
+        return f"drop {value} pp, {low} to {high}, n = {self.n}"
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "metric": self.metric,
+            "n": self.n,
+            "reference": self.reference.to_dict(),
+            "candidate": self.candidate.to_dict(),
+            "drop": self.drop.to_dict(),
+            "lost": self.lost,
+            "gained": self.gained,
+        }
+
+
+def percentile_ms(samples_s: np.ndarray | Sequence[float], q: float) -> float:
+    """The q-th percentile (0 < q < 100) of latencies, in milliseconds.
+
+    `samples_s`: shape (calls,), seconds. Nearest rank, so that the answer is a latency that really
+    happened. Raises BadInput on fewer than 100/(100-q) samples: there it would only be the maximum.
+    """
+    ordered = _ordered(samples_s)
+    _check_percentile(q)
+    if len(ordered) * (100 - q) < 100 * (1 - 1e-9):
+        raise BadInput(f"p{q:g} needs {math.ceil(100 / (100 - q))} samples, got {len(ordered)}")
+    return _rank_ms(ordered, q)
+
+
+def percentile_interval_ms(samples_s: np.ndarray | Sequence[float], q: float) -> Interval | None:
+    """The q-th percentile in ms with a distribution-free interval; None: too few samples for one.
+
+    The bounds are the order statistics whose ranks leave at most 2.5 % of Binomial(n, q/100) on
+    either side (Conover, Practical Nonparametric Statistics, 3rd ed., section 3.2). A finite upper
+    bound needs (q/100)^n <= 0.025: at least 6 samples for p50, 36 for p90, 368 for p99.
+    """
+    return _interval_ms(_ordered(samples_s), q)
+
+
+def throughput(rows_per_block: Sequence[float], seconds_per_block: Sequence[float]) -> Interval:
+    """Rows per second over all blocks (rounds), with a t interval over the blocks.
+
+    The value is all rows over all seconds; blocks may differ in length (ratio estimator with its
+    linearised variance: Cochran, Sampling Techniques, 3rd ed., section 2.11). Needs two blocks.
+    """
+    rows = _finite(rows_per_block, "rows per block")
+    seconds = _finite(seconds_per_block, "seconds per block")
+    if rows.shape != seconds.shape or len(rows) < 2:
+        raise BadInput(f"a rate needs 2 blocks or more, got {len(rows)} and {len(seconds)}")
+    if (seconds <= 0).any() or (rows < 0).any():
+        raise BadInput("a block needs a length above 0 s and no negative number of rows")
+    rate = float(rows.sum() / seconds.sum())
+    half = _half_width((rows - rate * seconds) / seconds.mean())
+    return Interval(rate, max(0.0, rate - half), rate + half)
+
+
+def proportion(successes: int, n: int) -> Interval:
+    """A share of `n` trials with its Wilson score interval (Wilson, JASA 22, 1927)."""
+    if n < 1 or not 0 <= successes <= n:
+        raise BadInput(f"{successes} of {n} is not a proportion")
+    share = successes / n
+    centre = (share + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
+    half = _Z / (1 + _Z**2 / n) * math.sqrt(share * (1 - share) / n + _Z**2 / (4 * n**2))
+    low = 0.0 if successes == 0 else centre - half  # exact at the ends, where rounding would not be
+    high = 1.0 if successes == n else centre + half
+    return Interval(share, low, high)
+
+
+def paired_drop(
+    reference_scores: np.ndarray | Sequence[float],
+    candidate_scores: np.ndarray | Sequence[float],
+    metric: str,
+) -> Drop:
+    """Compare scores of the same samples in the same order; shape (samples,), higher is better.
+
+    Scores of 0 and 1 only: the adjusted Wald interval for a difference of paired proportions
+    (Bonett and Price, J. Educational and Behavioral Statistics 37(4), 2012: one is added to each of
+    the two discordant counts), which keeps a width when nothing or everything changed. Any other
+    scores: the paired t interval, which needs two samples. Raises BadInput on scores that cannot be
+    paired.
+    """
+    reference = _finite(reference_scores, f"{metric} of the reference")
+    candidate = _finite(candidate_scores, f"{metric} of the candidate")
+    n = len(reference)
+    if len(candidate) != n:
+        raise BadInput(f"{metric}: {n} scores of the reference, {len(candidate)} of the candidate")
+    lost = int((candidate < reference).sum())
+    gained = int((candidate > reference).sum())
+    if bool(np.isin(reference, (0, 1)).all() and np.isin(candidate, (0, 1)).all()):
+        drop = _paired_proportions(lost, gained, n)
+        before, after = (proportion(int(scores.sum()), n) for scores in (reference, candidate))
+    else:
+        drop = _mean(reference - candidate)
+        before, after = _mean(reference), _mean(candidate)
+    return Drop(metric, n, before, after, drop, lost, gained)
+
+
+def ratio(a: Sequence[float], b: Sequence[float]) -> Interval:
+    """How many times `a` is `b`: the geometric mean of a[i]/b[i], with a t interval on the logs.
+
+    `a[i]` and `b[i]` come from the same round, so that drift that hits both cancels. Needs two
+    rounds.
+    """
+    over, under = _finite(a, "rates"), _finite(b, "rates")
+    if over.shape != under.shape or (over <= 0).any() or (under <= 0).any():
+        raise BadInput("a ratio needs as many rates above 0 on either side, paired by round")
+    logs = _mean(np.log(over) - np.log(under))
+    return Interval(math.exp(logs.value), math.exp(logs.low), math.exp(logs.high))
+
+
+def t_quantile(freedom: int) -> float:
+    """The 97.5 % point of Student's t with `freedom` >= 1 degrees of freedom.
+
+    Up to 200: bisection on the exact series for whole degrees (Abramowitz and Stegun, 26.7.3 and
+    26.7.4). Above: the Cornish-Fisher expansion (26.7.5), there good to 1e-6.
+    """
+    if freedom < 1:
+        raise BadInput("an interval needs 2 values or more")
+    if freedom > 200:
+        z = _Z
+        first = (z**3 + z) / 4
+        second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+        return z + first / freedom + second / freedom**2
+    low, high = 0.0, 16.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_central(middle, freedom) < 1 - 2 * _TAIL else (low, middle)
+    return (low + high) / 2
+
+
+def _t_central(t: float, freedom: int) -> float:
+    """P(-t < T < t)."""
+    angle = math.atan(t / math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = freedom % 2
+    term = cosine if odd else 1.0
+    total = term if freedom > 1 else 0.0
+    for k in range(2 + odd, freedom - 1, 2):
+        term *= cosine**2 * (k - 1) / k
+        total += term
+    return 2 / math.pi * (angle + sine * total) if odd else sine * total
+
+
+def _paired_proportions(lost: int, gained: int, n: int) -> Interval:
+    up, down = (lost + 1) / (n + 2), (gained + 1) / (n + 2)
+    half = _Z * math.sqrt((up + down - (up - down) ** 2) / (n + 2))
+    return Interval((lost - gained) / n, max(-1.0, up - down - half), min(1.0, up - down + half))
+
+
+def _mean(values: np.ndarray) -> Interval:
+    mean, half = float(values.mean()), _half_width(values)
+    return Interval(mean, mean - half, mean + half)
+
+
+def _half_width(values: np.ndarray) -> float:
+    quantile = t_quantile(len(values) - 1)  # first, as it refuses a single value
+    return quantile * float(values.std(ddof=1)) / math.sqrt(len(values))
+
+
+def _interval_ms(ordered_s: np.ndarray, q: float) -> Interval | None:
+    ranks = _ranks(len(ordered_s), q)
+    if ranks is None:
+        return None
+    low, high = (float(ordered_s[rank - 1]) * 1e3 for rank in ranks)
+    return Interval(_rank_ms(ordered_s, q), low, high)
+
+
+def _ranks(n: int, q: float) -> tuple[int, int] | None:
+    """The ranks (from 1) of the order statistics that bound the q-th percentile of n samples.
+
+    K, the number of samples at or below the true percentile, is Binomial(n, q/100): the bound of
+    rank `low` fails when K < low, the one of rank `high` when K >= high.
+    """
+    _check_percentile(q)
+    p = q / 100
+    k = np.arange(1, n + 1)
+    log_pmf = np.concatenate(([0.0], np.cumsum(np.log((n - k + 1) / k) + math.log(p / (1 - p)))))
+    pmf = np.exp(log_pmf + n * math.log1p(-p))
+    low = int((np.cumsum(pmf) <= _TAIL).sum())  # so many k have P(K <= k) within the tail
+    high = n + 1 - int((np.cumsum(pmf[::-1]) <= _TAIL).sum())
+    return (low, high) if low >= 1 and high <= n else None
+
+
+def _rank_ms(ordered_s: np.ndarray, q: float) -> float:
+    rank = math.ceil(len(ordered_s) * q / 100 - 1e-9)  # 0.07 * 100 is a little above 7
+    return float(ordered_s[max(rank, 1) - 1]) * 1e3
+
+
+def _check_percentile(q: float) -> None:
+    if not 0 < q < 100:
+        raise BadInput(f"a percentile lies between 0 and 100, got {q:g}")
+
+
+def _ordered(samples_s: np.ndarray | Sequence[float]) -> np.ndarray:
+    return np.sort(_finite(samples_s, "latencies"))
+
+
+def _finite(values: np.ndarray | Sequence[float], what: str) -> np.ndarray:
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1 or array.size == 0 or not bool(np.isfinite(array).all()):
+        raise BadInput(f"{what}: a list of one or more finite numbers is needed")
+    return array

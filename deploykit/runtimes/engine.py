@@ -65,7 +65,7 @@ OpenEngine = Callable[[Path, str, "int | None"], Engine]
 
 
 def load(path: Path | str, device: str = "auto", *, threads: int | None = None) -> Engine:
-    """Open the artefact at `path`. `threads`: CPU threads of one call, None for all usable cores.
+    """Open the artefact at `path`. `threads`: CPU threads of one call, None for one a core.
 
     `device`: "cpu", "cuda", "cuda:N", or "auto" for a GPU where the runtime has one. A device that
     was asked for and cannot be had raises Unsupported; nothing falls back in silence.
@@ -97,6 +97,15 @@ def check_feeds(specs: tuple[TensorSpec, ...], feeds: Arrays, where: str) -> int
     sizes: dict[str, int] = {}
     for name, spec in expected.items():
         array = feeds[name]
+        if not isinstance(array, np.ndarray):
+            raise BadInput(
+                f"{where}: input '{name}' is a {type(array).__name__}, not a NumPy array"
+            )
+        if not array.dtype.isnative:  # native libraries would read its bytes the wrong way round
+            raise BadInput(
+                f"{where}: input '{name}' is not in this machine's byte order",
+                hint="array.astype(array.dtype.newbyteorder('='))",
+            )
         problem = mismatch(spec, array.dtype.name, array.shape)
         if problem is not None:
             raise BadInput(f"{where}: {problem}")

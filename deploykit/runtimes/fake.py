@@ -7,13 +7,16 @@ from types import TracebackType
 
 import numpy as np
 
-from deploykit.core.errors import BadInput
+from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.engine import Arrays, check_feeds
 
 
 class FakeEngine:
-    """y = 2x + 1 over float32 rows of `width` numbers; takes `latency_s` a call, or `per_row_s` a row."""
+    """y = 2x + 1 over float32 rows of `width` numbers.
+
+    A call takes `latency_s`, and `per_row_s` more for each row.
+    """
 
     device = "cpu"
     runtime = "fake"
@@ -35,6 +38,8 @@ class FakeEngine:
         self.closed = False
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        if self.closed:
+            raise DeploykitError("fake: the engine is closed")
         rows = check_feeds(self.inputs, feeds, "fake") or 0
         if self.max_batch is not None and rows > self.max_batch:
             raise BadInput(f"fake: batch {rows} is above {self.max_batch}")

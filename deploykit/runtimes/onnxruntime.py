@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, Unsupported, first_line
+from deploykit.core.errors import BadInput, DeploykitError, Unsupported, first_line
 from deploykit.core.extras import require
-from deploykit.core.machine import usable_cores
+from deploykit.core.machine import default_threads
 from deploykit.core.tensors import BATCH, TensorSpec
 from deploykit.runtimes.engine import Arrays, check_feeds
 
@@ -29,7 +30,6 @@ _DTYPES = {
     "tensor(float)": "float32",
     "tensor(double)": "float64",
     "tensor(float16)": "float16",
-    "tensor(bfloat16)": "bfloat16",
     **{
         f"tensor({kind}{bits})": f"{kind}{bits}"
         for kind in ("int", "uint")
@@ -39,7 +39,7 @@ _DTYPES = {
 
 
 def open_engine(path: Path, device: str = "auto", threads: int | None = None) -> OnnxRuntimeEngine:
-    """Open `path`; raises BadInput for a file that is no valid graph, Unsupported for the device."""
+    """Open `path`; raises BadInput for what is no valid graph, Unsupported for the device."""
     cuda = "CUDAExecutionProvider" in ort.get_available_providers()
     if device == "auto":
         device = "cuda" if cuda else "cpu"
@@ -66,6 +66,8 @@ class OnnxRuntimeEngine:
         self.device = _device_in_use(path, self.session, device)
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        if self.session is None:
+            raise DeploykitError(f"{self.path.name}: the engine is closed")
         check_feeds(self.inputs, feeds, self.path.name)
         with onnxruntime_errors(self.path):
             values = self.session.run(self._names, dict(feeds))
@@ -93,7 +95,7 @@ def session_options(threads: int | None, *, half: bool = False) -> Any:
     some float16 graphs (seen with a transformer encoder, 1.31.1), so the level below is used.
     """
     options = ort.SessionOptions()
-    options.intra_op_num_threads = threads or usable_cores()
+    options.intra_op_num_threads = threads or default_threads()
     options.inter_op_num_threads = 1
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 3
@@ -109,58 +111,67 @@ def _session(path: Path, device: str, threads: int | None) -> Any:
         number = int(device.partition(":")[2] or 0)
         providers.insert(0, ("CUDAExecutionProvider", {"device_id": number}))
         if hasattr(ort, "preload_dlls"):
-            ort.preload_dlls()  # finds CUDA and cuDNN in pip's nvidia-* wheels
+            with contextlib.redirect_stdout(sys.stderr):  # it prints what it cannot load
+                ort.preload_dlls()  # finds CUDA and cuDNN in pip's nvidia-* wheels
     with onnxruntime_errors(path):
-        return ort.InferenceSession(str(path), sess_options=options, providers=providers)
+        return ort.InferenceSession(
+            str(path), sess_options=options, providers=providers, enable_fallback=0
+        )
 
 
 def holds_half(path: Path) -> bool:
-    """Whether the graph holds float16: in an initializer, an input or output, or the type of a Cast.
+    """Whether the graph holds float16: in a tensor, an input or output, or the type of a Cast.
 
-    Reads the protobuf's field headers only (onnx.proto: ModelProto.graph is 7; GraphProto.node 1,
-    initializer 5, input 11, output 12; FLOAT16 is 10), as the onnx package is slow to import and
-    loads the weights. False for a file that cannot be read: loading it then says what is wrong.
+    Reads the protobuf's field headers only, as the onnx package is slow to import and loads the
+    weights. False for a file that cannot be read: loading it then says what is wrong.
     """
     try:
         with (
             path.open("rb") as handle,
             mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data,
         ):
-            return any(
-                _half_in(data, kind, begin, end)
-                for number, graph_begin, graph_end in _fields(data, 0, len(data))
-                if number == 7
-                for kind, begin, end in _fields(data, graph_begin, graph_end)
-            )
-    except (OSError, ValueError, IndexError):
+            return _half_in(data, "model", 0, len(data))
+    except (OSError, ValueError, IndexError, RecursionError):
         return False
 
 
+# Where float16 can stand, by the field numbers of onnx.proto: message -> {field: its message}.
+_MEMBERS: Mapping[str, Mapping[int, str]] = {
+    "model": {7: "graph", 25: "function"},
+    "graph": {1: "node", 5: "tensor", 11: "value", 12: "value", 13: "value"},
+    "function": {7: "node"},
+    "node": {5: "attribute"},
+    "attribute": {5: "tensor", 6: "graph"},
+    "value": {2: "type"},
+    "type": {1: "tensor_type"},
+}
+_DATA_TYPE = {"tensor": 2, "tensor_type": 1}  # the field that holds a TensorProto.DataType
+_TYPE_NAMES = (b"to", b"dtype")  # attributes whose number is one: of Cast, and of generators
 _FLOAT16 = 10
 
 
-def _half_in(data: mmap.mmap, kind: int, begin: int, end: int) -> bool:
-    """Whether one member of a GraphProto, by its field number, mentions float16."""
-    if kind == 5:  # TensorProto.data_type is 2
-        return any(n == 2 and value == _FLOAT16 for n, value, _ in _fields(data, begin, end))
-    if kind == 1:  # NodeProto.attribute is 5; AttributeProto.name is 1, i is 3
-        return any(
-            n == 5 and data[a : a + 4] == b"\x0a\x02to" and (3, _FLOAT16, -1) in _fields(data, a, b)
-            for n, a, b in _fields(data, begin, end)
-        )
-    if kind in (11, 12):  # ValueInfoProto.type is 2, its tensor_type 1, its elem_type 1
-        return any(
-            (1, _FLOAT16, -1) in _fields(data, c, d)
-            for n, a, b in _fields(data, begin, end)
-            if n == 2
-            for m, c, d in _fields(data, a, b)
-            if m == 1
-        )
+def _half_in(data: mmap.mmap, message: str, begin: int, end: int) -> bool:
+    """Whether the protobuf `message` in data[begin:end] speaks of float16."""
+    members = _MEMBERS.get(message, {})
+    name = b""
+    for number, at, stop in _fields(data, begin, end):
+        if stop == -1:
+            if at == _FLOAT16 and number == _DATA_TYPE.get(message):
+                return True
+            if at == _FLOAT16 and message == "attribute" and number == 3 and name in _TYPE_NAMES:
+                return True
+        elif message == "attribute" and number == 1:
+            name = data[at:stop]
+        elif number in members and _half_in(data, members[number], at, stop):
+            return True
     return False
 
 
 def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Protobuf fields in data[at:end]: (number, begin, end) for bytes, (number, value, -1) for a varint."""
+    """Protobuf fields in data[at:end]: (number, begin, end), or (number, value, -1) of a varint.
+
+    Raises ValueError, or IndexError at the end of the file, for what is no protobuf.
+    """
     while at < end:
         key, at = _varint(data, at)
         number, wire = key >> 3, key & 7
@@ -169,6 +180,8 @@ def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, int, int]
             yield number, value, -1
         elif wire == 2:
             size, at = _varint(data, at)
+            if at + size > end:
+                raise ValueError("not a protobuf")
             yield number, at, at + size
             at += size
         elif wire in (1, 5):
@@ -227,5 +240,5 @@ def onnxruntime_errors(path: Path) -> Iterator[None]:
         raise Unsupported(f"{path}: {first_line(exc)}", hint="see: deploykit doctor") from exc
     except (ort_state.InvalidGraph, ort_state.InvalidArgument, ort_state.Fail) as exc:
         raise BadInput(f"{path}: ONNX Runtime refused it: {first_line(exc)}") from exc
-    except ort_state.RuntimeException as exc:
+    except (ort_state.RuntimeException, ort_state.EPFail, RuntimeError, ValueError) as exc:
         raise Unsupported(f"{path}: ONNX Runtime failed: {first_line(exc)}") from exc

@@ -1,0 +1,152 @@
+"""One block of a closed loop: call engines without a pause for a set time, one or several at once.
+
+In: open engines and the inputs of one call. Out: `Block`, every call's time and the rate of them
+all. The garbage collector is off inside a block, and the clock is the caller's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import numpy as np
+
+from deploykit.runtimes.engine import Arrays, Engine
+
+Clock = Callable[[], int]  # nanoseconds, monotonic
+
+
+@dataclass(frozen=True)
+class Block:
+    """Each call's nanoseconds, shape (calls,), the rows they held, and rows per second overall."""
+
+    calls_ns: np.ndarray
+    rows: int
+    rate: float
+
+    @property
+    def seconds(self) -> float:
+        return self.rows / self.rate
+
+
+def run_block(
+    engines: Sequence[Engine],
+    feeds: Arrays,
+    batch: int,
+    length_s: float,
+    clock: Clock,
+    *,
+    settle_s: float = 0.0,
+) -> Block:
+    """Call each engine in a loop for `length_s`, all at once if there are several.
+
+    A call that has begun is finished, so there is at least one. `settle_s`: an untimed start of at
+    least one call, 0 for none. The rate is the sum of the sessions' own rates, each up to the end
+    of its last call; the others keep calling until then, so that all of it ran under full load.
+    """
+    length_ns, settle_ns = round(length_s * 1e9), round(settle_s * 1e9)
+    with _no_garbage_collection():
+        if len(engines) == 1:
+            if settle_ns:
+                _loop(engines[0], feeds, settle_ns, clock)
+            sessions = [_loop(engines[0], feeds, length_ns, clock)]
+        else:
+            sessions = _run_together(engines, feeds, settle_ns, length_ns, clock)
+    calls_ns = [np.frombuffer(calls, dtype=np.int64) for calls in sessions]
+    return Block(
+        calls_ns=np.concatenate(calls_ns),
+        rows=batch * sum(len(calls) for calls in calls_ns),
+        rate=sum(batch * len(calls) / (max(1, int(calls.sum())) / 1e9) for calls in calls_ns),
+    )
+
+
+def _loop(
+    engine: Engine,
+    feeds: Arrays,
+    length_ns: int,
+    clock: Clock,
+    stop: Callable[[], bool] = lambda: False,
+) -> array[int]:
+    """Nanoseconds of each call, from the end of the last: they sum to the time that passed."""
+    calls = array("q")
+    last = clock()
+    end = last + length_ns
+    while True:
+        engine(feeds)
+        now = clock()
+        calls.append(now - last)
+        last = now
+        if now >= end or stop():
+            return calls
+
+
+class _Gate:
+    """Opens for all when the last of `count` has arrived, or when it is forced."""
+
+    def __init__(self, count: int) -> None:
+        self._left = count
+        self._lock = threading.Lock()
+        self._open = threading.Event()
+        self.is_open = self._open.is_set
+        self.wait = self._open.wait
+        self.force = self._open.set
+
+    def arrive(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left == 0:
+                self._open.set()
+
+
+def _run_together(
+    engines: Sequence[Engine], feeds: Arrays, settle_ns: int, length_ns: int, clock: Clock
+) -> list[array[int]]:
+    """One thread per engine; they start together. The first failure stops all and is raised."""
+    ready, done, stop = _Gate(len(engines)), _Gate(len(engines)), threading.Event()
+
+    def give_up() -> None:
+        stop.set()
+        ready.force()
+        done.force()
+
+    def session(engine: Engine) -> array[int]:
+        try:
+            if settle_ns:
+                _loop(engine, feeds, settle_ns, clock, stop.is_set)
+            ready.arrive()
+            ready.wait()
+            calls = _loop(engine, feeds, length_ns, clock, stop.is_set)
+            done.arrive()
+            while not done.is_open():  # keep the load up until the others' last call has ended
+                engine(feeds)
+        except BaseException:
+            give_up()
+            raise
+        return calls
+
+    with ThreadPoolExecutor(len(engines), thread_name_prefix="deploykit-session") as pool:
+        try:
+            futures = [pool.submit(session, engine) for engine in engines]
+            wait(futures)
+        except BaseException:
+            give_up()
+            raise
+        return [future.result() for future in futures]
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collect now and not inside; afterwards as before."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,267 @@
+"""Compare two engines on the same inputs, output by output.
+
+In: two engines and feeds. Out: `Parity`, one row per output and batch size. The first engine is the
+reference: errors are taken relative to its values. Only what can be compared is: different names,
+dtypes or shapes are an error that says what differs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from deploykit.core.errors import BadInput, GateFailed
+from deploykit.core.tensors import TensorSpec
+from deploykit.runtimes.engine import Arrays, Engine
+
+MAX_ERROR = 1e-3
+REL_FLOOR = 1e-6  # below it a reference value counts as this large in max_rel
+
+
+@dataclass(frozen=True)
+class ParityRow:
+    """How far one output of b lies from a's at one batch size; non-finite places are left out.
+
+    `error` is what a bound applies to: max |a-b| / max(1, max |a|), that is the absolute error for
+    outputs up to 1 and the error relative to the output's own scale above. It is infinite where
+    `problem` says that no bound is met: NaN or infinity on one side only, integers that differ.
+    `max_rel`: max |a-b| / max(|a|, 1e-6). `sqnr_db`: signal to noise, infinite when equal.
+    `agreement`: share of equal argmax over the last axis, for floating outputs of two or three axes
+    with two columns or more, else None. `finite`: every value of both sides is finite.
+    """
+
+    output: str
+    batch: int
+    values: int
+    max_abs: float
+    max_rel: float
+    rms: float
+    sqnr_db: float
+    agreement: float | None
+    finite: bool
+    error: float
+    problem: str = ""
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON, which has no infinity: a figure that is infinite is null."""
+        return {
+            "output": self.output,
+            "batch": self.batch,
+            "values": self.values,
+            "max_abs": _finite(self.max_abs),
+            "max_rel": _finite(self.max_rel),
+            "rms": _finite(self.rms),
+            "sqnr_db": _finite(self.sqnr_db),
+            "agreement": self.agreement,
+            "finite": self.finite,
+            "error": _finite(self.error),
+            "problem": self.problem,
+        }
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Rows of a comparison of `a` (the reference) with `b`, and the bound on `ParityRow.error`."""
+
+    a: str
+    b: str
+    rows: tuple[ParityRow, ...]
+    max_error: float
+
+    @property
+    def worst(self) -> ParityRow:
+        """The row with the largest error; the first of equals."""
+        return max(self.rows, key=lambda row: row.error)
+
+    @property
+    def passed(self) -> bool:
+        return self.worst.error <= self.max_error
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "a": self.a,
+            "b": self.b,
+            "max_error": self.max_error,
+            "passed": self.passed,
+            "rows": [row.to_dict() for row in self.rows],
+        }
+
+    def raise_if_over(self, max_error: float | None = None) -> None:
+        """Raise GateFailed naming the worst row unless every error is within the bound.
+
+        `max_error`: None for the bound that the comparison was made with.
+        """
+        bound = check_bound(self.max_error if max_error is None else max_error)
+        worst = self.worst
+        where = f"{self.b} against {self.a}: output '{worst.output}' at batch {worst.batch}"
+        if worst.problem:
+            raise GateFailed(f"{where}: {worst.problem}")
+        if worst.error > bound:
+            raise GateFailed(
+                f"{where}: error {worst.error:.3g} is above {bound:g}",
+                hint="error is max |a-b| / max(1, max |a|); see the other rows for where it begins",
+            )
+
+
+def compare_engines(
+    a: Engine,
+    b: Engine,
+    feeds_list: Sequence[Mapping[str, np.ndarray]],
+    *,
+    names: tuple[str, str] = ("a", "b"),
+    max_error: float = MAX_ERROR,
+) -> Parity:
+    """Run both engines on each of the feeds and compare all outputs.
+
+    Feeds of one batch size share their rows. `names` stand in the table and in errors. Raises
+    BadInput when inputs, outputs or their shapes differ, or when there is nothing to compare. Does
+    not raise when the bound is passed: `Parity.raise_if_over` does.
+    """
+    check_bound(max_error)
+    if not feeds_list:
+        raise BadInput(f"{names[0]} and {names[1]}: no inputs to compare on")
+    _check_same("input", a.inputs, b.inputs, names)
+    _check_same("output", a.outputs, b.outputs, names)
+    tallies: dict[tuple[str, int], _Tally] = {}
+    for feeds in feeds_list:
+        batch = _batch(a.inputs, feeds)
+        left, right = _run(a, feeds, names[0]), _run(b, feeds, names[1])
+        for spec in a.outputs:
+            x, y = left[spec.name], right[spec.name]
+            _check_arrays(spec.name, batch, x, y, names)
+            tallies.setdefault((spec.name, batch), _Tally()).add(x, y)
+    rows = tuple(tally.row(output, batch) for (output, batch), tally in tallies.items())
+    return Parity(names[0], names[1], rows, max_error)
+
+
+def check_bound(max_error: float) -> float:
+    """`max_error`, if it can be one. Raises BadInput, as NaN would let everything pass."""
+    if not (math.isfinite(max_error) and max_error >= 0):
+        raise BadInput(f"the largest error must be 0 or more, got {max_error}")
+    return max_error
+
+
+def _check_same(
+    kind: str, a: Sequence[TensorSpec], b: Sequence[TensorSpec], names: tuple[str, str]
+) -> None:
+    """Names and dtypes are equal and shapes fit; a dynamic axis fits any, order does not matter."""
+    left, right = {spec.name: spec for spec in a}, {spec.name: spec for spec in b}
+    for name in sorted(left.keys() ^ right.keys()):
+        has, lacks = names if name in left else names[::-1]
+        raise BadInput(
+            f"{has} has an {kind} '{name}', {lacks} has none",
+            hint=f"{names[0]}: {_listed(a)}; {names[1]}: {_listed(b)}",
+        )
+    for name, spec in left.items():
+        other = right[name]
+        fits = len(spec.shape) == len(other.shape) and all(
+            isinstance(x, str) or isinstance(y, str) or x == y
+            for x, y in zip(spec.shape, other.shape, strict=True)
+        )
+        if spec.dtype != other.dtype or not fits:
+            raise BadInput(f"{kind} '{name}' is {spec} in {names[0]}, {other} in {names[1]}")
+
+
+def _listed(specs: Sequence[TensorSpec]) -> str:
+    return ", ".join(map(str, specs))
+
+
+def _check_arrays(
+    output: str, batch: int, x: np.ndarray, y: np.ndarray, names: tuple[str, str]
+) -> None:
+    """A dynamic axis can hide a difference that only shows in the arrays."""
+    if x.dtype != y.dtype or x.shape != y.shape:
+        raise BadInput(
+            f"output '{output}' at batch {batch} is {x.dtype}{list(x.shape)} from {names[0]}, "
+            f"{y.dtype}{list(y.shape)} from {names[1]}"
+        )
+
+
+def _run(engine: Engine, feeds: Arrays, name: str) -> dict[str, np.ndarray]:
+    outputs = engine(feeds)
+    for spec in engine.outputs:
+        if spec.name not in outputs:
+            raise BadInput(f"{name}: gave no output '{spec.name}'")
+    return outputs
+
+
+def _batch(specs: Sequence[TensorSpec], feeds: Arrays) -> int:
+    """Axis 0 of the first input with a dynamic one, else of the first input; 1 for a scalar."""
+    ordered = sorted(specs, key=lambda spec: not spec.batched)
+    array = feeds.get(ordered[0].name) if ordered else None
+    return int(array.shape[0]) if array is not None and array.ndim else 1
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+class _Tally:
+    """Adds up the differences of one output at one batch size, call by call."""
+
+    def __init__(self) -> None:
+        self.values = self.compared = self.differing = 0
+        self.max_abs = self.max_rel = self.scale = self.noise = self.signal = 0.0
+        self.rows = self.agreeing = 0
+        self.finite = self.places_match = True
+        self.floating = True
+
+    def add(self, a: np.ndarray, b: np.ndarray) -> None:
+        """Arrays of one shape and dtype."""
+        self.values += a.size
+        self.floating = a.dtype.kind not in "biu"
+        if not self.floating:
+            self.differing += int((a != b).sum())
+        x, y = a.astype(np.float64), b.astype(np.float64)
+        both = np.isfinite(x) & np.isfinite(y)
+        self.finite &= bool(both.all())
+        self.places_match &= np.array_equal(x[~both], y[~both], equal_nan=True)
+        if self.floating and x.ndim in (2, 3) and x.shape[-1] >= 2:
+            same = x.argmax(-1) == y.argmax(-1)
+            self.rows += same.size
+            self.agreeing += int(same.sum())
+        x, y = x[both], y[both]
+        self.compared += x.size
+        if x.size == 0:
+            return
+        with np.errstate(over="ignore"):  # float64 outputs near its end: an infinite error is right
+            off, size = np.abs(x - y), np.abs(x)
+            self.max_abs = max(self.max_abs, float(off.max()))
+            self.max_rel = max(self.max_rel, float((off / np.maximum(size, REL_FLOOR)).max()))
+            self.scale = max(self.scale, float(size.max()))
+            self.noise += float((off**2).sum())
+            self.signal += float((size**2).sum())
+
+    def row(self, output: str, batch: int) -> ParityRow:
+        problem = self._problem()
+        return ParityRow(
+            output=output,
+            batch=batch,
+            values=self.values,
+            max_abs=self.max_abs,
+            max_rel=self.max_rel,
+            rms=math.sqrt(self.noise / self.compared) if self.compared else 0.0,
+            sqnr_db=self._sqnr_db(),
+            agreement=self.agreeing / self.rows if self.rows else None,
+            finite=self.finite,
+            error=math.inf if problem else self.max_abs / max(1.0, self.scale),
+            problem=problem,
+        )
+
+    def _problem(self) -> str:
+        if not self.places_match:
+            return "NaN or infinity in one of the two where the other has something else"
+        if self.differing:
+            return f"{self.differing} of {self.values} whole numbers or booleans differ"
+        if self.values and not self.compared:
+            return "no value is finite in either, so nothing could be compared"
+        return ""
+
+    def _sqnr_db(self) -> float:
+        if self.noise == 0:
+            return math.inf
+        share = self.signal / self.noise  # NaN where both squares passed the end of float64
+        return 10 * math.log10(share) if share > 0 else -math.inf

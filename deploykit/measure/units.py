@@ -1,0 +1,55 @@
+"""How figures are written: three significant digits, a narrow space for thousands, units fixed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+SPACE = "\u202f"  # narrow and unbreakable: groups thousands, and parts a value from its unit
+MISSING = "–"
+Parts = Mapping[str, float]  # {"value", "low", "high"}: an Interval in JSON
+
+
+def number(value: float) -> str:
+    """12345 -> "12 300", 1.234 -> "1.23", 0.0456 -> "0.0456"; never an exponent."""
+    if not math.isfinite(value):
+        return MISSING
+    if value == 0:
+        return "0"
+    for _ in range(2):  # twice, as 9.996 becomes 10.0 with one digit less behind the point
+        digits = 2 - math.floor(math.log10(abs(value)))
+        value = round(value, digits)
+    return f"{value:,.{max(digits, 0)}f}".replace(",", SPACE).replace("-", "−")
+
+
+def count(value: int) -> str:
+    """A whole number in full: 12345 -> "12 345"."""
+    return f"{value:,}".replace(",", SPACE).replace("-", "−")
+
+
+def spread(parts: Parts | None, scale: float = 1.0) -> str:
+    """A value and its interval: "1.80 [1.70, 1.90]"."""
+    if parts is None:
+        return MISSING
+    value, low, high = (number(parts[key] * scale) for key in ("value", "low", "high"))
+    return f"{value} [{low}, {high}]"
+
+
+def percent(parts: Parts, n: int) -> str:
+    """A share and its interval in per cent, with the digits that `n` samples can carry."""
+    digits = 1 if n < 1000 else 2
+    value, low, high = (_fixed(parts[key] * 100, digits) for key in ("value", "low", "high"))
+    return f"{value}{SPACE}% [{low}, {high}]"
+
+
+def points(parts: Parts | None, n: int) -> str:
+    """A difference of shares in percentage points: "0.2 pp (−0.3 to 0.7)"."""
+    if parts is None:
+        return MISSING
+    digits = 1 if n < 1000 else 2
+    value, low, high = (_fixed(parts[key] * 100, digits) for key in ("value", "low", "high"))
+    return f"{value}{SPACE}pp ({low} to {high})"
+
+
+def _fixed(value: float, digits: int) -> str:
+    return f"{round(value, digits) + 0.0:.{digits}f}".replace("-", "−")  # + 0.0: no minus zero

@@ -1,0 +1,205 @@
+"""What is checked of an ONNX file before a native library sees it: each refusal names the culprit.
+
+`onnx.checker` alone is no validator: it passes tensors whose data are too short. ONNX Runtime reads
+data files that are hard links to what lies outside the model's folder.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import onnx
+from onnx import TensorProto, defs, helper
+
+from deploykit.core.artefact import sniff
+from deploykit.core.errors import BadInput, os_reason
+from deploykit.core.extras import require
+from deploykit.core.files import check_readable
+
+protobuf = require("google.protobuf.message")
+
+MAX_BYTES = (1 << 31) - 1  # what one protobuf message can hold
+STANDARD_DOMAINS = ("", "ai.onnx", "ai.onnx.ml")
+# ONNX Runtime writes these when it saves the graph that it optimised; other readers have no schema.
+RUNTIME_DOMAINS = ("com.microsoft", "com.ms.")
+_PACKED_BITS = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}
+
+
+def parse(path: Path) -> onnx.ModelProto:
+    """The checked model of `path`, external data not loaded yet. Raises NotFound or BadInput."""
+    model = _parse(path)
+    _check_versions(model, path)
+    _check_operators(model, path)
+    for tensor in _tensors(model):
+        _check_tensor(tensor, path)
+    return model
+
+
+def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """The bodies of If, Loop and Scan."""
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Every node, those in bodies of If, Loop and Scan included."""
+    for node in graph.node:
+        yield node
+        for body in subgraphs(node):
+            yield from all_nodes(body)
+
+
+def stored_elements(tensor: onnx.TensorProto) -> int:
+    """The number of elements that `dims` claims. Dims were checked on loading."""
+    count = 1
+    for size in tensor.dims:
+        count *= size
+    return count
+
+
+def stored_bytes(tensor: onnx.TensorProto) -> int:
+    """The size in bytes that `dims` and the type claim; 0 for text."""
+    name = TensorProto.DataType.Name(tensor.data_type)
+    if name == "STRING":
+        return 0
+    if name in _PACKED_BITS:
+        return -(-stored_elements(tensor) * _PACKED_BITS[name] // 8)
+    itemsize: int = helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    return stored_elements(tensor) * itemsize
+
+
+def _parse(path: Path) -> onnx.ModelProto:
+    check_readable(path)
+    kind = sniff(path)
+    if kind != "onnx":
+        raise BadInput(f"{path}: is a {kind} file, an ONNX file is needed")
+    if path.stat().st_size > MAX_BYTES:
+        raise BadInput(f"{path}: is larger than 2 GiB, which no ONNX file without external data is")
+    model = onnx.ModelProto()
+    try:
+        model.ParseFromString(path.read_bytes())
+    except protobuf.DecodeError as exc:
+        raise BadInput(f"{path}: is a truncated or damaged ONNX file") from exc
+    except OSError as exc:
+        raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
+    if not model.graph.output:
+        raise BadInput(f"{path}: is a truncated or damaged ONNX file: it holds no graph")
+    return model
+
+
+def _check_versions(model: onnx.ModelProto, path: Path) -> None:
+    newest = {"": defs.onnx_opset_version(), "ai.onnx": defs.onnx_opset_version()}
+    hint = f"the newest that the installed onnx {onnx.__version__} knows is "
+    if model.ir_version > onnx.IR_VERSION:
+        raise BadInput(
+            f"{path}: is of IR version {model.ir_version}", hint=f"{hint}{onnx.IR_VERSION}"
+        )
+    for entry in model.opset_import:
+        limit = newest.get(entry.domain)
+        if limit is not None and not 1 <= entry.version <= limit:
+            raise BadInput(f"{path}: is of opset {entry.version}", hint=f"{hint}{limit}")
+
+
+def _check_operators(model: onnx.ModelProto, path: Path) -> None:
+    versions = {entry.domain: entry.version for entry in model.opset_import}
+    local = {(function.domain, function.name) for function in model.functions}
+    for number, node in enumerate(_every_node(model)):
+        if (node.domain, node.op_type) in local or node.domain.startswith(RUNTIME_DOMAINS):
+            continue
+        where = f"{path}: node '{node.name or f'#{number}'}'"
+        if node.domain not in STANDARD_DOMAINS:
+            raise BadInput(f"{where}: operator {node.op_type} of unknown domain '{node.domain}'")
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        version = versions.get(domain, versions.get("ai.onnx", 0) if domain == "" else 0)
+        if not version:
+            raise BadInput(f"{where}: the file names no opset for domain '{domain or 'ai.onnx'}'")
+        try:
+            schema = defs.get_schema(node.op_type, version, domain)
+        except defs.SchemaError as exc:
+            raise BadInput(
+                f"{where}: unknown operator {node.op_type} (opset {version})",
+                hint="export it again, or ask for the operator's domain to be supported",
+            ) from exc
+        if schema.deprecated:
+            raise BadInput(f"{where}: operator {node.op_type} was removed in opset {version}")
+
+
+def _every_node(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    yield from all_nodes(model.graph)
+    for function in model.functions:
+        for node in function.node:
+            yield node
+            for body in subgraphs(node):
+                yield from all_nodes(body)
+
+
+def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Every stored tensor: initializers and attributes, in the main graph, bodies and functions."""
+    graphs = [model.graph]
+    for node in _every_node(model):
+        graphs.extend(subgraphs(node))
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+            for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
+                yield from (sparse.values, sparse.indices)
+    for graph in graphs:
+        yield from graph.initializer
+        for sparse in graph.sparse_initializer:
+            yield from (sparse.values, sparse.indices)
+
+
+def _check_tensor(tensor: onnx.TensorProto, path: Path) -> None:
+    where = f"{path}: tensor '{tensor.name}'"
+    if not tensor.data_type and not tensor.dims and not tensor.name:
+        return  # the empty tensor of an absent sparse attribute
+    if tensor.data_type not in TensorProto.DataType.values() or not tensor.data_type:
+        raise BadInput(f"{where}: is of unknown element type {tensor.data_type}")
+    if any(size < 0 for size in tensor.dims):
+        raise BadInput(f"{where}: has the shape {list(tensor.dims)}")
+    if tensor.data_location == TensorProto.EXTERNAL:
+        _check_external(tensor, path, where)
+    elif tensor.HasField("raw_data") and len(tensor.raw_data) != stored_bytes(tensor):
+        raise BadInput(
+            f"{where}: shape {list(tensor.dims)} needs {stored_bytes(tensor)} bytes, "
+            f"the file holds {len(tensor.raw_data)}"
+        )
+
+
+def _check_external(tensor: onnx.TensorProto, path: Path, where: str) -> None:
+    """Its data must be in a regular file of one name, below the model's folder, and long enough."""
+    values = {entry.key: entry.value for entry in tensor.external_data}
+    location = values.get("location", "")
+    parts = PurePosixPath(location).parts
+    if not parts or location.startswith("/") or "\\" in location or ".." in parts:
+        raise BadInput(f"{where}: its data lie outside the model's folder: '{location}'")
+    file = path.parent
+    try:
+        for part in parts:
+            file = file / part
+            info = file.lstat()
+            if stat.S_ISLNK(info.st_mode):
+                raise BadInput(f"{where}: its data are reached through a symbolic link, {file}")
+    except (OSError, ValueError) as exc:
+        raise BadInput(f"{where}: its data file {location} cannot be read: {exc}") from exc
+    if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1:
+        raise BadInput(
+            f"{where}: its data file {file} is not a regular file of one name (hard links: "
+            f"{info.st_nlink})",
+            hint="copy it: a file with several names may be one that the model must not read",
+        )
+    try:
+        offset = int(values.get("offset", "0"))
+        length = int(values.get("length", str(stored_bytes(tensor))))
+    except ValueError:
+        raise BadInput(f"{where}: its offset or length is not a number") from None
+    if length != stored_bytes(tensor) or offset < 0 or offset + length > info.st_size:
+        raise BadInput(
+            f"{where}: needs {stored_bytes(tensor)} bytes, but is said to lie at {offset} with "
+            f"length {length} in {file.name} of {info.st_size} bytes"
+        )

@@ -1,0 +1,253 @@
+"""Open, save and describe an ONNX graph: the one place that knows opset details.
+
+In: a path. Out: a checked `ModelProto` with its weights in memory, the `TensorSpec` of its inputs
+and outputs, and a `Summary` for manifests and for `inspect`. No code of the file runs, and external
+data are followed only into the model's own folder.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnx import TensorProto, external_data_helper, helper
+
+from deploykit.core.errors import BadInput, Unsupported, first_line
+from deploykit.core.files import atomic_write
+from deploykit.core.tensors import BATCH, DTYPE_BYTES, TensorSpec
+from deploykit.transforms.checks import (
+    MAX_BYTES,
+    RUNTIME_DOMAINS,
+    all_nodes,
+    parse,
+    stored_bytes,
+    stored_elements,
+)
+
+# Nodes that hold, describe, convert or rename data and compute nothing.
+_CONVERT = frozenset(("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast"))
+_DESCRIBE = frozenset(("Constant", "ConstantOfShape", "Shape", "Size", "Range", "CastLike"))
+_RENAME = frozenset(("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze"))
+_SILENT = _CONVERT | _DESCRIBE | _RENAME
+_FLOATS = frozenset(("float16", "bfloat16", "float32", "float64"))
+_NO_WEIGHTS = frozenset(("string", "bool", "int64", "int32"))  # shapes, indices and int32 biases
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a graph holds. `nodes` and `operators` count the bodies of If, Loop and Scan too.
+
+    `precision`: nodes by the type they compute in; those that only move or convert data are not
+    counted, so that it may sum to less than `nodes`. `parameters`: elements of weight tensors.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    nodes: int
+    operators: Mapping[str, int]
+    precision: Mapping[str, int]
+    parameters: int
+    weight_bytes: int
+    opset: Mapping[str, int]
+    ir_version: int
+    producer: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "inputs": [spec.to_dict() for spec in self.inputs],
+            "outputs": [spec.to_dict() for spec in self.outputs],
+            "nodes": self.nodes,
+            "operators": dict(self.operators),
+            "precision": dict(self.precision),
+            "parameters": self.parameters,
+            "weight_bytes": self.weight_bytes,
+            "opset": dict(self.opset),
+            "ir_version": self.ir_version,
+            "producer": self.producer,
+        }
+
+
+def load_graph(path: Path) -> onnx.ModelProto:
+    """Read and check `path`; external data are loaded into memory.
+
+    Raises NotFound or BadInput naming the file, and the node or tensor at fault: damaged files,
+    other formats, unknown operators, an opset or IR version newer than the installed onnx, weights
+    whose data are missing, too short, or outside the model's folder.
+    """
+    model = parse(path)
+    try:
+        external_data_helper.load_external_data_for_model(model, str(path.parent))
+        if model.ByteSize() <= MAX_BYTES:
+            onnx.checker.check_model(model)
+    except (onnx.checker.ValidationError, ValueError, OSError) as exc:
+        raise BadInput(f"{path}: is not a valid ONNX graph: {first_line(exc)}") from exc
+    return model
+
+
+def save_graph(model: onnx.ModelProto, out: Path) -> None:
+    """Write `model` whole or not at all; the same model gives the same bytes.
+
+    Raises Unsupported above 2 GiB, which one file cannot hold, BadInput if `out` is not writable.
+    """
+    if model.ByteSize() > MAX_BYTES:
+        raise Unsupported(f"{out}: the model is larger than 2 GiB, which one ONNX file cannot hold")
+    with atomic_write(out) as tmp:
+        tmp.write_bytes(model.SerializeToString(deterministic=True))
+
+
+def specs(model: onnx.ModelProto) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Inputs that a caller must feed (initializers left out), and outputs.
+
+    A dynamic axis without a name is `N` at place 0, else `NAME_PLACE`, as the runtimes name it.
+    Raises Unsupported for a tensor type that has no numpy dtype, such as text or a sequence.
+    """
+    weights = {tensor.name for tensor in model.graph.initializer}
+    inputs = tuple(_spec(value) for value in model.graph.input if value.name not in weights)
+    return inputs, tuple(_spec(value) for value in model.graph.output)
+
+
+def summarise(model: onnx.ModelProto) -> Summary:
+    """Count what `model` holds. Raises Unsupported as `specs` does."""
+    inputs, outputs = specs(model)
+    nodes = list(all_nodes(model.graph))
+    scales = {name for node in nodes if _quantizes(node) for name in node.input[1:]}
+    stored = [tensor for tensor in model.graph.initializer if tensor.name not in scales]
+    stored += [
+        attribute.t
+        for node in nodes
+        if node.op_type == "Constant"
+        for attribute in node.attribute
+        if attribute.name == "value"
+    ]
+    weights = [tensor for tensor in stored if dtype_name(tensor.data_type) not in _NO_WEIGHTS]
+    return Summary(
+        inputs=inputs,
+        outputs=outputs,
+        nodes=len(nodes),
+        operators=dict(sorted(Counter(node.op_type for node in nodes).items())),
+        precision=_precision(model),
+        parameters=sum(stored_elements(tensor) for tensor in weights),
+        weight_bytes=sum(stored_bytes(tensor) for tensor in weights),
+        opset={entry.domain or "ai.onnx": entry.version for entry in model.opset_import},
+        ir_version=model.ir_version,
+        producer=f"{model.producer_name} {model.producer_version}".strip(),
+    )
+
+
+def opset(model: onnx.ModelProto) -> int:
+    """The version of the standard operators; 0 if the model uses none."""
+    return next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
+
+
+def dtype_name(data_type: int) -> str:
+    """Numpy's name of an ONNX element type: 'float32' of FLOAT; in lower case what numpy lacks."""
+    name = str(TensorProto.DataType.Name(data_type)).lower()
+    return {"float": "float32", "double": "float64"}.get(name, name)
+
+
+def element_types(model: onnx.ModelProto) -> dict[str, int]:
+    """Element type by tensor name, for the tensors of the main graph whose type is known."""
+    graph = model.graph
+    types = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    known = [*graph.input, *graph.output, *graph.value_info]
+    names = {value.name for value in known} | set(types)
+    if any(name and name not in names for node in graph.node for name in node.output):
+        inferred = onnx.shape_inference.infer_shapes(_without_weights(model)).graph
+        known += [*inferred.value_info, *inferred.output]
+    for value in known:
+        if value.type.tensor_type.elem_type:
+            types.setdefault(value.name, value.type.tensor_type.elem_type)
+    return types
+
+
+def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy whose large weights are inputs: shape inference needs only their types."""
+    graph = model.graph
+    light = onnx.ModelProto(ir_version=model.ir_version)
+    light.opset_import.extend(model.opset_import)
+    light.functions.extend(model.functions)
+    light.graph.name = graph.name
+    light.graph.node.extend(graph.node)
+    light.graph.output.extend(graph.output)
+    light.graph.value_info.extend(graph.value_info)
+    light.graph.input.extend(graph.input)
+    fed = {value.name for value in graph.input}
+    for tensor in graph.initializer:
+        if stored_bytes(tensor) <= 1024:  # may be a shape, whose value inference does need
+            light.graph.initializer.append(tensor)
+        elif tensor.name not in fed:
+            value = helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+            light.graph.input.append(value)
+    return light
+
+
+def _precision(model: onnx.ModelProto) -> dict[str, int]:
+    """Nodes of the main graph by the type they compute in; see `Summary.precision`."""
+    types = {name: dtype_name(kind) for name, kind in element_types(model).items()}
+    constants = {tensor.name for tensor in model.graph.initializer}
+    sources = {name: node for node in model.graph.node for name in node.output}
+    counts: Counter[str] = Counter()
+    for node in model.graph.node:
+        if node.op_type in _SILENT:
+            continue
+        kind = _integer_kind(node) or _fed_kind(node, types, constants, sources)
+        if kind is None:
+            names = [*node.output, *node.input]  # an input's where ONNX has no schema for the node
+            kind = next((types[name] for name in names if types.get(name) in _FLOATS), None)
+        if kind is not None:
+            counts[kind] += 1
+    return dict(sorted(counts.items()))
+
+
+def _integer_kind(node: onnx.NodeProto) -> str | None:
+    """'int8' for operators that compute in integers by definition: QLinearConv, MatMulInteger."""
+    name = node.op_type
+    runtime = node.domain.startswith(RUNTIME_DOMAINS)
+    quantized = name.startswith("QLinear") or "Integer" in name
+    return "int8" if quantized or (runtime and name in ("QGemm", "QAttention")) else None
+
+
+def _fed_kind(
+    node: onnx.NodeProto,
+    types: Mapping[str, str],
+    constants: set[str],
+    sources: Mapping[str, onnx.NodeProto],
+) -> str | None:
+    """'int8' or 'float8' if all its inputs but constants (a float bias) are dequantized.
+
+    A node with quantized weights and float activations computes in float: not counted here.
+    """
+    kinds = []
+    for name in node.input:
+        if not name or name in constants:
+            continue
+        source = sources.get(name)
+        if source is None or source.op_type != "DequantizeLinear":
+            return None
+        if source.input[0] not in constants:
+            kinds.append(types.get(source.input[0], "int8"))
+    if not kinds:
+        return None
+    return "float8" if kinds[0].startswith("float8") else kinds[0].removeprefix("u")
+
+
+def _quantizes(node: onnx.NodeProto) -> bool:
+    return node.op_type in ("QuantizeLinear", "DequantizeLinear")
+
+
+def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
+    tensor = value.type.tensor_type
+    dtype = dtype_name(tensor.elem_type) if tensor.elem_type else "no tensor"
+    if dtype not in DTYPE_BYTES:
+        raise Unsupported(f"tensor '{value.name}' is of type {dtype}, which is not offered")
+    shape: list[int | str] = []
+    for number, axis in enumerate(tensor.shape.dim):
+        if axis.HasField("dim_value") and axis.dim_value >= 0:
+            shape.append(axis.dim_value)
+        else:
+            shape.append(axis.dim_param or (BATCH if number == 0 else f"{value.name}_{number}"))
+    return TensorSpec(value.name, dtype, tuple(shape))
