@@ -70,7 +70,7 @@ def quantize(
             return keep(tmp, made)
         made = reject(tmp, made)
         raise GateFailed(
-            f"{out.name}: {drop.describe()}: its upper end, {drop.drop.high * 100:.2f} pp, is above "
+            f"{out.name}: {drop.describe()}: the upper end {drop.drop.high * 100:.2f} pp is above "
             f"--max-drop {max_drop * 100:g} pp; the file is kept as {made.path}",
             hint="more labelled samples narrow the interval; --to fp16 loses less",
             result=made,

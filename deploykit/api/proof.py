@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.api.staging import PARITY_BATCHES, Progress
-from deploykit.core.errors import BadInput
-from deploykit.core.files import check_writable
-from deploykit.core.tensors import BATCH
+from deploykit.core.artefact import Manifest, read_manifest, sniff
+from deploykit.core.errors import BadInput, Unsupported
+from deploykit.core.files import check_writable, sha256
+from deploykit.core.profile import load_profile, profile_names
+from deploykit.core.tensors import BATCH, TensorSpec
 
 if TYPE_CHECKING:
     from deploykit.measure.parity import Parity
     from deploykit.measure.stats import Interval
-
 
 
 def compare(
@@ -97,7 +99,7 @@ def predict(
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is in an artefact. `details` depends on the format; `runs_on` lists profiles."""
+    """What is in an artefact. `details` depends on the format; `fits`: profiles that offer its precisions; not tried there."""
 
     path: Path
     format: str
@@ -107,7 +109,7 @@ class Inspection:
     outputs: tuple[TensorSpec, ...]
     precision: Mapping[str, int]
     details: Mapping[str, Any]
-    runs_on: tuple[str, ...]
+    fits: tuple[str, ...]
     manifest: Manifest | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,7 +122,7 @@ class Inspection:
             "outputs": [spec.to_dict() for spec in self.outputs],
             "precision": dict(self.precision),
             "details": dict(self.details),
-            "runs_on": list(self.runs_on),
+            "fits": list(self.fits),
             "manifest": self.manifest.to_dict() if self.manifest else None,
         }
 
@@ -138,8 +140,15 @@ def inspect(path: Path) -> Inspection:
         for key in ("inputs", "outputs", "precision"):
             details.pop(key)
         return Inspection(
-            path, kind, size, digest, summary.inputs, summary.outputs, summary.precision, details,
-            _targets(summary.precision, ours="ai.onnx" in summary.opset and len(summary.opset) > 1),
+            path,
+            kind,
+            size,
+            digest,
+            summary.inputs,
+            summary.outputs,
+            summary.precision,
+            details,
+            _targets(summary.precision, summary.opset),
             manifest,
         )
     if kind == "torch":
@@ -148,6 +157,33 @@ def inspect(path: Path) -> Inspection:
         loaded = load_module(path)
         details = {"recipe": loaded.recipe, **parameters(loaded.module)}
         return Inspection(
-            path, kind, size, digest, loaded.inputs, loaded.outputs, {}, details, ("torch",), manifest
+            path,
+            kind,
+            size,
+            digest,
+            loaded.inputs,
+            loaded.outputs,
+            {},
+            details,
+            ("torch",),
+            manifest,
         )
     raise Unsupported(f"{path}: {kind} files are not read by this version of deploykit")
+
+
+_NEEDS = {"float16": "fp16", "bfloat16": "bf16", "int8": "int8", "float8e4m3fn": "fp8"}
+
+
+def _targets(precision: Mapping[str, int], opset: Mapping[str, int]) -> tuple[str, ...]:
+    """Profiles that offer every precision of the graph.
+
+    A graph with operators of another domain than ONNX's own runs on ONNX Runtime alone.
+    """
+    needed = {_NEEDS[name] for name in precision if name in _NEEDS}
+    standard = set(opset) <= {"", "ai.onnx"}
+    profiles = [load_profile(name) for name in profile_names()]
+    return tuple(
+        profile.name
+        for profile in profiles
+        if needed <= set(profile.precisions) and (standard or profile.runtime == "onnxruntime")
+    )

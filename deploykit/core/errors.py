@@ -7,7 +7,7 @@ Rooms raise these; `cli/main.py` and `serving/http.py` translate them once, at t
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
@@ -31,7 +31,7 @@ class GateFailed(DeploykitError):
 
     exit_code = 1
 
-    def __init__(self, message: str, *, hint: str | None = None, result: object = None) -> None:
+    def __init__(self, message: str, *, hint: str | None = None, result: Any = None) -> None:
         super().__init__(message, hint=hint)
         self.result = result
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 
-from deploykit.measure.units import number
+from deploykit.measure.units import tick
 
 WIDTH, HEIGHT = 760, 400
 TOP, BOTTOM, LEFT = 28, 52, 64
 FONT = 12.0
+ROW = 18  # of labels above a plot
 LOG_FROM = 20.0  # an axis whose values span more than this is logarithmic, and says so
 DASHES = ("", "7 4", "2 4", "10 4 2 4", "4 2")
 LOOKS = 5  # colours, dashes and markers before they repeat; 0 is the baseline's
@@ -101,7 +102,8 @@ def make_axis(
         low, high = low - (abs(low) * 0.1 or 1.0), high + (abs(high) * 0.1 or 1.0)
     step = _round_step((high - low) / 5)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    found = tuple((i * step, number(round(i * step, 12))) for i in range(first, last + 1))
+    digits = next(d for d in range(330) if math.isclose(step * 10**d, max(1, round(step * 10**d))))
+    found = tuple((i * step, tick(i * step, digits)) for i in range(first, last + 1))
     return Axis(first * step, last * step, False, tuple(ticks) or found)
 
 
@@ -111,7 +113,7 @@ def _log_axis(low: float, high: float, ticks: Sequence[tuple[float, str]]) -> Ax
     for steps in ((1,), (1, 3), (1, 2, 5)):  # the fewest that give three ticks
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         places = [step * 10.0**decade for decade in decades for step in steps]
-        found = [(place, number(place)) for place in places if low <= place <= high]
+        found = [(place, tick(place)) for place in places if low <= place <= high]
         if len(found) >= 3:
             break
     return Axis(low, high, True, tuple(ticks) or tuple(found))
@@ -166,30 +168,37 @@ def text_box(x: float, y: float, text: str, anchor: str) -> tuple[float, float, 
 
 def draw(chart: Chart) -> str:
     """The chart as an `<svg>`; a chart without any mark is an empty text."""
-    marks = [mark for series in chart.series for mark in (*series.marks, *series.upper)]
-    if not marks:
+    chart = replace(chart, series=tuple(series for series in chart.series if series.marks))
+    if not chart.series:
         return ""
-    labels = max(text_width(_short(series.label)) for series in chart.series)
-    right = WIDTH - labels - 34
-    bottom = HEIGHT - BOTTOM
-    xs = [mark.x for mark in marks] + [x for x, _ in chart.x_ticks]
-    x_axis = make_axis(xs, log=chart.x_log, ticks=chart.x_ticks)
+    marks = [mark for series in chart.series for mark in (*series.marks, *series.upper)]
     ends = [e for m in marks for e in (m.y, m.low, m.high) if e is not None]
     values = [mark.y for mark in marks]
     many = min(values) > 0 and max(values) / min(values) > LOG_FROM
     y_axis = make_axis([e for e in ends if e > 0] if many else ends, log=many, zero=chart.zero)
+    left = max(LEFT, 14 + max(text_width(text) for _, text in y_axis.ticks))
+    single = all(len(series.marks) == 1 for series in chart.series)  # labels go above, not beside
+    labels = 0.0 if single else max(text_width(_short(series.label)) for series in chart.series)
+    right, bottom = WIDTH - labels - 34, HEIGHT - BOTTOM
+    xs = [mark.x for mark in marks] + [x for x, _ in chart.x_ticks]
+    x_axis = make_axis(xs, log=chart.x_log, ticks=chart.x_ticks)
+    above = _above(chart.series, x_axis, left, right) if single else []
+    top = TOP + ROW * max((row for _, row in above), default=0)
     canvas = _Canvas()
-    _draw_axes(canvas, chart, x_axis, y_axis, right, bottom)
-    place = _Place(x_axis, y_axis, LEFT, right, TOP, bottom)
+    place = _Place(x_axis, y_axis, left, right, top, bottom)
+    _draw_axes(canvas, chart, place)
     _draw_flag(canvas, chart, place)
     for series in chart.series:
         _draw_series(canvas, series, place)
-    _draw_labels(canvas, chart.series, place)
+    if single:
+        _draw_labels_above(canvas, chart.series, above, place)
+    else:
+        _draw_labels(canvas, chart.series, place)
     for series in chart.series:
         for mark in series.marks:
             x, y = place(mark.x, mark.y)
             if mark.text:
-                around = [(x, y - 9, "middle"), (x, y + 19, "middle"), (x + 8, y + 4, "start")]
+                around = [(x + 8, y + 5, "start"), (x, y + 19, "middle"), (x, y - 9, "middle")]
                 canvas.text_if_free(around, mark.text)
     named = f'aria-labelledby="{chart.name}-t {chart.name}-d"'
     return (
@@ -214,24 +223,23 @@ class _Place:
         return self.x_axis.at(x, self.left, self.right), self.y_axis.at(y, self.bottom, self.top)
 
 
-def _draw_axes(
-    canvas: _Canvas, chart: Chart, x_axis: Axis, y_axis: Axis, right: float, bottom: float
-) -> None:
-    for value, text in y_axis.ticks:
-        y = y_axis.at(value, bottom, TOP)
-        canvas.add(f'<path class="grid" d="M{LEFT} {_px(y)}H{_px(right)}"/>')
-        if canvas.fits(text_box(LEFT - 8, y + 4, text, "end")):
-            canvas.text(LEFT - 8, y + 4, text, anchor="end", kind="tick")
-    for value, text in x_axis.ticks:
-        x = x_axis.at(value, LEFT, right)
-        if canvas.fits(text_box(x, bottom + 18, text + " ", "middle")):
-            canvas.add(f'<path class="axis" d="M{_px(x)} {bottom}v5"/>')
-            canvas.text(x, bottom + 18, text, anchor="middle", kind="tick")
-    canvas.add(f'<path class="axis" d="M{LEFT} {bottom}H{_px(right)}"/>')
-    x_text = chart.x_label + (", log scale" if x_axis.log else "")
-    y_text = chart.y_label + (", log scale" if y_axis.log else "")
-    canvas.text((LEFT + right) / 2, HEIGHT - 12, x_text, anchor="middle", kind="name")
-    canvas.text(4, 13, y_text, kind="name")
+def _draw_axes(canvas: _Canvas, chart: Chart, place: _Place) -> None:
+    left, right, bottom = place.left, place.right, place.bottom
+    for value, text in place.y_axis.ticks:
+        y = place.y_axis.at(value, bottom, place.top)
+        canvas.add(f'<path class="grid" d="M{_px(left)} {_px(y)}H{_px(right)}"/>')
+        if canvas.fits(text_box(left - 8, y + 4, text, "end")):
+            canvas.text(left - 8, y + 4, text, anchor="end", kind="tick")
+    for value, text in place.x_axis.ticks:
+        x = place.x_axis.at(value, left, right)
+        if canvas.fits(text_box(x, bottom + 20, text + " ", "middle")):
+            canvas.add(f'<path class="axis" d="M{_px(x)} {_px(bottom)}v5"/>')
+            canvas.text(x, bottom + 20, text, anchor="middle", kind="tick")
+    canvas.add(f'<path class="axis" d="M{_px(left)} {_px(bottom)}H{_px(right)}"/>')
+    x_text = chart.x_label + (", log scale" if place.x_axis.log else "")
+    y_text = chart.y_label + (", log scale" if place.y_axis.log else "")
+    canvas.text((left + right) / 2, HEIGHT - 12, x_text, anchor="middle", kind="name")
+    canvas.text(0, 13, y_text, kind="name")
 
 
 def _draw_flag(canvas: _Canvas, chart: Chart, place: _Place) -> None:
@@ -300,7 +308,38 @@ def _draw_labels(canvas: _Canvas, all_series: Sequence[Series], place: _Place) -
         lead = f"M{_px(x_end + 7)} {_px(y_end)}L{_px(place.right + 6)} {_px(y_label)}"
         marker = _marker(look, place.right + 14, y_label)
         canvas.add(f'<g class="s{look}"><path class="leader" d="{lead}"/>{marker}</g>')
+        canvas.taken.append((place.right + 8, y_label - 6, place.right + 20, y_label + 6))
         canvas.text(place.right + 24, y_label + 4, _short(series.label), kind="label")
+
+
+def _above(
+    all_series: Sequence[Series], x_axis: Axis, left: float, right: float
+) -> list[tuple[float, int]]:
+    """Where the name of each single mark stands: its middle, and its row from the top, from 1."""
+    taken: list[tuple[float, float, int]] = []
+    found = []
+    for series in all_series:
+        half = text_width(_short(series.label)) / 2
+        x = min(max(x_axis.at(series.marks[0].x, left, right), left + half), right - half)
+        clash = {row for start, end, row in taken if x - half - 8 < end and x + half + 8 > start}
+        row = next(row for row in range(1, len(taken) + 2) if row not in clash)
+        taken.append((x - half, x + half, row))
+        found.append((x, row))
+    return found
+
+
+def _draw_labels_above(
+    canvas: _Canvas,
+    all_series: Sequence[Series],
+    above: Sequence[tuple[float, int]],
+    place: _Place,
+) -> None:
+    for series, (x_text, row) in zip(all_series, above, strict=True):
+        mark, y_text = series.marks[0], TOP + ROW * row - 12
+        x, y = place(mark.x, mark.y if mark.high is None else mark.high)
+        lead = f"M{_px(x)} {_px(y_text + 5)}V{_px(y - 4)}"
+        canvas.add(f'<g class="s{series.look % LOOKS}"><path class="leader" d="{lead}"/></g>')
+        canvas.text(x_text, y_text, _short(series.label), anchor="middle", kind="label")
 
 
 def _short(label: str, most: int = 26) -> str:

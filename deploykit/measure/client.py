@@ -23,7 +23,6 @@ import httptools
 from deploykit.core.extras import installed
 from deploykit.measure.remote import RemoteModel, error_text
 
-DRAIN_S = 5.0  # how long answers are awaited after the last request was sent
 RETRY_S = 0.1  # between two attempts to connect to a server that refuses
 NO_ANSWER = 0  # stands for the status of a request that got none
 _OPEN_LOOP_START = 32  # connections opened beforehand; more follow when all are in use
@@ -82,10 +81,11 @@ class Client:
         due_s: Sequence[float] | None,
         begin_s: float,
         end_s: float,
+        drain_s: float,
     ) -> None:
         self.remote, self.requests = remote, requests
         self.most = connections  # that may be open at once
-        self.due_s, self.begin_s, self.end_s = due_s, begin_s, end_s
+        self.due_s, self.begin_s, self.end_s, self.drain_s = due_s, begin_s, end_s, drain_s
         self.starts_s, self.ends_s, self.statuses = array("d"), array("d"), array("h")
         self.lags_s = array("d")  # open loop: how late the generator handed a request over
         self.errors: dict[str, int] = {}
@@ -101,7 +101,7 @@ class Client:
         return time.perf_counter() - self._zero
 
     async def run(self) -> None:
-        """Send until `end_s`, wait at most DRAIN_S for the last answers, close."""
+        """Send until `end_s`, wait at most `drain_s` for the last answers, close."""
         self._loop = asyncio.get_running_loop()
         self._done = self._loop.create_future()
         cpu_s = time.thread_time()
@@ -215,7 +215,7 @@ class Client:
             self._loop.call_later(left_s, self._end)
             return
         self._ended = True
-        self._loop.call_later(DRAIN_S, self._finish)
+        self._loop.call_later(self.drain_s, self._finish)
         self._finish_if_quiet()
 
     def _finish_if_quiet(self) -> None:
@@ -234,7 +234,7 @@ class _Connection(asyncio.Protocol):
         self._client = client
         self._parser = httptools.HttpResponseParser(self)
         self._start_s: float | None = None  # of the request in flight
-        self._complete = False
+        self._complete = self._keep = False
         self._body = b""
 
     @property
@@ -265,6 +265,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._complete = True
+        self._keep = self._parser.should_keep_alive()  # afterwards the parser has forgotten it
 
     def _answered(self) -> None:
         start_s, self._start_s = self._start_s, None
@@ -275,7 +276,7 @@ class _Connection(asyncio.Protocol):
         error = None if status == 200 else f"{status}: {error_text(self._body)}"
         self._body = b""
         self._client.record(start_s, status, error)
-        if self._parser.should_keep_alive():
+        if self._keep:
             self._client.free(self)
         else:
             self._transport.abort()
@@ -292,4 +293,4 @@ class _Connection(asyncio.Protocol):
         self._client.lost(self)
 
     def give_up(self) -> None:
-        self._fail(f"no answer within {DRAIN_S:g} s of the end")
+        self._fail(f"no answer within {self._client.drain_s:g} s of the end")

@@ -130,9 +130,12 @@ def _sweep(document: Json, points: Sequence[Json], index: int) -> Chart:
         else f"{c['label']} is not ahead of {c['baseline']} up to batch {batches[-1]}"
         for c in found
     ]
-    flag = None
-    if len(found) == 1 and found[0]["batch"] is not None and len(batches) > 1:
-        flag = (float(found[0]["batch"]), f"ahead from batch {found[0]['batch']}")
+    fastest = max(points, key=lambda point: float(point["throughput_per_s"]["value"]))["label"]
+    flags = [
+        (float(c["batch"]), f"{c['label']} ahead from batch {c['batch']}")
+        for c in found
+        if c["label"] == fastest and c["batch"] not in (None, batches[0])
+    ]
     return Chart(
         name=f"sweep-{index}",
         title="Throughput against batch size",
@@ -142,7 +145,7 @@ def _sweep(document: Json, points: Sequence[Json], index: int) -> Chart:
         series=series,
         x_ticks=tuple((float(batch), str(batch)) for batch in batches),
         x_log=len(batches) > 1,
-        flag=flag,
+        flag=flags[0] if flags else None,
         columns=_POINT_COLUMNS,
         rows=_point_rows(points),
     )

@@ -83,8 +83,9 @@ def run_load(
     warmup_s: float = 1.0,
     seed: int = 0,
     batch: int = 1,
+    drain_s: float = 5.0,
 ) -> LoadResult:
-    """Load `model` at `url` for `warmup_s` + `duration_s`; waits at most 5 s more for answers.
+    """Load `model` at `url` for `warmup_s` + `duration_s`, then wait up to `drain_s` for answers.
 
     `concurrency`: connections of a closed loop (1 if neither is given). `rate`: requests per second
     of an open loop, Poisson, drawn from `seed`. `model` may be left out where the server has one.
@@ -102,10 +103,11 @@ def run_load(
         due_s=None if rate is None else _poisson(rate, warmup_s + duration_s, seed),
         begin_s=warmup_s,
         end_s=warmup_s + duration_s,
+        drain_s=drain_s,
     )
     with event_loop(precise=rate is not None) as loop, _frozen_garbage():
         loop.run_until_complete(client.run())
-    return _result(client, url, rate, batch=batch, seed=seed)
+    return result_of(client, url, rate, batch=batch, seed=seed)
 
 
 def _check_options(
@@ -159,7 +161,8 @@ def _frozen_garbage() -> Iterator[None]:
             gc.enable()
 
 
-def _result(client: Client, url: str, rate: float | None, *, batch: int, seed: int) -> LoadResult:
+def result_of(client: Client, url: str, rate: float | None, *, batch: int, seed: int) -> LoadResult:
+    """Sum up a run that is over. `rate` None: it was a closed loop."""
     start_s, end_s = np.array(client.starts_s), np.array(client.ends_s)
     status = np.array(client.statuses)
     measured = (start_s >= client.begin_s) & (start_s < client.end_s)

@@ -197,8 +197,9 @@ def _ahead(a: Point, b: Point, by: str) -> bool:
 def _by_batch(points: Sequence[Point]) -> dict[int, Point]:
     found: dict[int, Point] = {}
     for point in points:
-        if found.setdefault(point.batch, point) is not point:
+        if point.batch in found:
             raise BadInput(f"batch {point.batch} stands twice on one side of a crossover")
+        found[point.batch] = point
     return found
 
 

@@ -42,7 +42,7 @@ def summary(document: Json) -> Table:
                 NOT_MEASURED if scored is None else percent(scored["value"], scored["n"]),
                 _ms(first, "p50_ms"),
                 _ms(first, "p99_ms"),
-                f"{spread(best['throughput_per_s'])} at batch {best['batch']}",
+                f"{spread(best['throughput_per_s'])} batch {best['batch']}",
                 _against(document, label, best),
             )
         )
@@ -51,16 +51,16 @@ def summary(document: Json) -> Table:
         limited = " (generator-limited)" if result["generator_limited"] else ""
         rows.append(
             (
-                f"{result['model']} over HTTP, {load_label(result)}",
+                f"over HTTP, {load_label(result)}",
                 MISSING,
                 MISSING,
                 spread(latency["p50_ms"]),
                 spread(latency["p99_ms"]),
-                f"{_rows_per_s(result)} at batch {result['batch']}{limited}",
+                f"{_rows_per_s(result)} batch {result['batch']}{limited}",
                 MISSING,
             )
         )
-    rows += [(gap["what"], *[NOT_MEASURED] * 6) for gap in document["not_measured"]]
+    rows += [(gap["what"], NOT_MEASURED, *[MISSING] * 5) for gap in document["not_measured"]]
     missing = [f"{gap['what']} not measured: {gap['why']}." for gap in document["not_measured"]]
     return Table(
         "In short",
@@ -176,8 +176,7 @@ def _points(document: Json) -> Table:
             number(point["latency"]["max_ms"]),
             spread(point["throughput_per_s"]),
             _against(document, str(point["label"]), point),
-            f"{point['scenario']}, {number(point['duration_s'])}{SPACE}s in {point['rounds']} rounds"
-            + (f"; {point['note']}" if point["note"] else ""),
+            _how(point),
         )
         for of_one in by_label(document["points"]).values()
         for point in of_one
@@ -198,6 +197,11 @@ def _points(document: Json) -> Table:
     )
     note = "From host memory to host memory, after the warm-up; calls are never averaged."
     return Table("Every point", columns, rows, (0, 1, 11), note)
+
+
+def _how(point: Json) -> str:
+    how = f"{point['scenario']}, {number(point['duration_s'])}{SPACE}s in {point['rounds']} rounds"
+    return f"{how}; {point['note']}" if point["note"] else how
 
 
 def _serving(document: Json) -> Table:

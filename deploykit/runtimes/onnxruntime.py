@@ -242,3 +242,8 @@ def onnxruntime_errors(path: Path) -> Iterator[None]:
         raise BadInput(f"{path}: ONNX Runtime refused it: {first_line(exc)}") from exc
     except (ort_state.RuntimeException, ort_state.EPFail, RuntimeError, ValueError) as exc:
         raise Unsupported(f"{path}: ONNX Runtime failed: {first_line(exc)}") from exc
+
+
+def providers() -> tuple[str, ...]:
+    """The execution providers of the installed ONNX Runtime, most specific first."""
+    return tuple(ort.get_available_providers())

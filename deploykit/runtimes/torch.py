@@ -281,3 +281,13 @@ class TorchEngine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def parameters(module: Any) -> dict[str, int]:
+    """Parameters of a module: how many, how many of them train, and their bytes."""
+    every = list(module.parameters())
+    return {
+        "parameters": sum(p.numel() for p in every),
+        "trainable": sum(p.numel() for p in every if p.requires_grad),
+        "weight_bytes": sum(p.numel() * p.element_size() for p in every),
+    }

@@ -20,7 +20,7 @@ import numpy as np
 
 from deploykit.core.errors import DeploykitError, Expired, Overloaded, first_line
 from deploykit.runtimes.engine import Arrays, Engine
-from deploykit.serving.policy import BatchPolicy, BatchRun, Pending, Watcher, due, key_of
+from deploykit.serving.policy import BatchPolicy, BatchRun, Key, Pending, Watcher, due
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +85,7 @@ class Batcher:
         self,
         feeds: Arrays,
         rows: int,
+        key: Key,
         done: Callable[[Pending], None],
         *,
         wait_us: int = 1 << 60,
@@ -97,9 +98,7 @@ class Batcher:
         """
         now_us = self._clock_us()
         last_us = now_us + give_up_us
-        request = Pending(
-            feeds, rows, key_of(feeds), done, now_us, min(now_us + wait_us, last_us), last_us
-        )
+        request = Pending(feeds, rows, key, done, now_us, min(now_us + wait_us, last_us), last_us)
         with self._changed:
             if not self._closing and len(self._queue) < self._policy.queue:
                 self._queue.append(request)

@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,13 @@ import orjson
 from deploykit.core.errors import BadInput
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec
 from deploykit.serving.payload import BINARY_ONLY, Slot, from_bytes, from_json, show
+from deploykit.serving.policy import Key
 
 MAX_NESTING = 100
 MAX_ID_BYTES = 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Signature:
     """What a model takes and gives. `max_batch` is in rows, 0 where axis 0 is no batch."""
 
@@ -40,8 +42,9 @@ class Signature:
 class Request:
     """A decoded inference request. `outputs`: those to send, in the order asked; True is binary."""
 
-    feeds: dict[str, np.ndarray]
+    feeds: dict[str, np.ndarray]  # in model order, not to be written to
     rows: int
+    key: Key
     outputs: tuple[tuple[str, bool], ...]
     id: str | None
     timeout_us: int | None
@@ -93,19 +96,63 @@ def decode(body: bytes, json_bytes: int | None, model: Signature) -> Request:
         raise BadInput(
             f"Inference-Header-Content-Length is {json_bytes}, but the body has {size} bytes"
         )
-    document = parse_json(body[:json_bytes])
+    head = body[:json_bytes]
+    layout = (_layout_again if json_bytes <= _CACHED_HEAD_BYTES else _layout)(head, model)
+    if size != json_bytes + layout.binary_bytes:
+        raise BadInput(
+            f"the inputs' binary_data_size add up to {layout.binary_bytes} bytes, "
+            f"but {size - json_bytes} follow the JSON part"
+        )
+    feeds = {}
+    for name, part in layout.parts:
+        if part.value is None:
+            feeds[name] = from_bytes(body, json_bytes + part.at, part.count, part.shape, part.slot)
+        else:
+            feeds[name] = part.value
+    return Request(feeds, layout.rows, layout.key, layout.outputs, layout.id, layout.timeout_us)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One input: an array that came as JSON, or where its bytes begin after the JSON part."""
+
+    slot: Slot
+    shape: tuple[int, ...]
+    count: int
+    at: int
+    value: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What the JSON part says; kept, since most clients send the same one again and again."""
+
+    parts: tuple[tuple[str, _Part], ...]  # in model order
+    binary_bytes: int
+    rows: int
+    key: Key
+    outputs: tuple[tuple[str, bool], ...]
+    id: str | None
+    timeout_us: int | None
+
+
+_CACHED_HEAD_BYTES = 2048
+
+
+def _layout(head: bytes, model: Signature) -> _Layout:
+    document = parse_json(head)
     name = document.get("id")
     if name is not None and (type(name) is not str or len(name.encode()) > MAX_ID_BYTES):
         raise BadInput(f"'id' must be a string of at most {MAX_ID_BYTES} bytes")
     parameters = _parameters(document, "the request")
     wanted = _outputs(document.get("outputs"), parameters, model)
-    feeds, end = _inputs(document.get("inputs"), body, json_bytes, model)
-    if end != size:
-        raise BadInput(
-            f"the inputs' binary_data_size add up to {end - json_bytes} bytes, "
-            f"but {size - json_bytes} follow the JSON part"
-        )
-    return Request(feeds, _rows(feeds, model), wanted, name, _timeout_us(parameters))
+    parts, binary_bytes = _inputs(document.get("inputs"), model)
+    key = tuple((name, part.slot.datatype, part.shape[1:]) for name, part in parts)
+    rows = _rows(parts, model)
+    return _Layout(parts, binary_bytes, rows, key, wanted, name, _timeout_us(parameters))
+
+
+_layout_again = lru_cache(maxsize=256)(_layout)
 
 
 def parse_json(text: bytes) -> dict[str, Any]:
@@ -203,13 +250,12 @@ def _output(item: object, by_default: bool, model: Signature) -> tuple[str, bool
     return name, _flag(_parameters(item, f"output '{name}'"), "binary_data", by_default)
 
 
-def _inputs(
-    items: object, body: bytes, at: int, model: Signature
-) -> tuple[dict[str, np.ndarray], int]:
-    """Arrays in model order, and where the binary part ended; it starts at `at`."""
+def _inputs(items: object, model: Signature) -> tuple[tuple[tuple[str, _Part], ...], int]:
+    """The inputs in model order, and how many bytes they take after the JSON part."""
     if type(items) is not list or not items:
         raise BadInput("'inputs' must be a list of at least one input")
-    got: dict[str, np.ndarray] = {}
+    got: dict[str, _Part] = {}
+    at = 0
     for item in items:
         if type(item) is not dict:
             raise BadInput("each of 'inputs' must be an object")
@@ -220,16 +266,16 @@ def _inputs(
             raise BadInput(f"unknown input {show(name)}", hint=f"the inputs are: {names}")
         if name in got:
             raise BadInput(f"input '{name}' is given twice")
-        got[name], at = _input(item, slot, body, at, model)
+        part = got[name] = _input(item, slot, at, model)
+        if part.value is None:
+            at += part.count * slot.dtype.itemsize
     if len(got) < len(model.inputs):
         missing = next(name for name in model.inputs if name not in got)
         raise BadInput(f"missing input '{missing}'", hint=f"it is {model.inputs[missing].spec}")
-    return {name: got[name] for name in model.inputs}, at
+    return tuple((name, got[name]) for name in model.inputs), at
 
 
-def _input(
-    item: Mapping[str, Any], slot: Slot, body: bytes, at: int, model: Signature
-) -> tuple[np.ndarray, int]:
+def _input(item: Mapping[str, Any], slot: Slot, at: int, model: Signature) -> _Part:
     name, datatype = slot.spec.name, item.get("datatype")
     if datatype != slot.datatype:
         raise BadInput(f"input '{name}' is {slot.datatype}, got datatype {show(datatype)}")
@@ -241,15 +287,15 @@ def _input(
     count = math.prod(shape)  # Python integers: this cannot overflow
     size = count * slot.dtype.itemsize
     if binary_bytes is None:
-        return from_json(item["data"], count, size, shape, slot, model.max_bytes), at
+        value = from_json(item["data"], count, size, shape, slot, model.max_bytes)
+        value.flags.writeable = False
+        return _Part(slot, shape, count, at, value)
     if type(binary_bytes) is not int or binary_bytes != size:
         raise BadInput(
             f"input '{name}': shape {list(shape)} of {datatype} is {size} bytes, "
             f"but binary_data_size is {show(binary_bytes)}"
         )
-    if at + size > len(body):
-        raise BadInput(f"input '{name}': expected {size} bytes, got {len(body) - at}")
-    return from_bytes(body, at, count, shape, slot), at + size
+    return _Part(slot, shape, count, at, None)
 
 
 def _shape(shape: object, slot: Slot, model: Signature) -> tuple[int, ...]:
@@ -271,14 +317,14 @@ def _shape(shape: object, slot: Slot, model: Signature) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _rows(feeds: Mapping[str, np.ndarray], model: Signature) -> int:
+def _rows(parts: Sequence[tuple[str, _Part]], model: Signature) -> int:
     """The batch size, 1 for a model that is not batched. Raises BadInput when axes disagree."""
     sizes: dict[str, int] = {}
-    for name, array in feeds.items():
-        for axis, size in zip(model.inputs[name].spec.shape, array.shape, strict=True):
+    for _, part in parts:
+        for axis, size in zip(part.slot.spec.shape, part.shape, strict=True):
             if isinstance(axis, str) and sizes.setdefault(axis, size) != size:
                 raise BadInput(f"axis {axis} is {sizes[axis]} and {size} in the same request")
-    return next(iter(feeds.values())).shape[0] if model.max_batch else 1
+    return parts[0][1].shape[0] if model.max_batch else 1
 
 
 def encode(

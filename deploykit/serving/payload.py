@@ -1,7 +1,7 @@
 """One tensor of a request: its JSON `data` or its bytes, as an array of the model's dtype.
 
-In: what the client sent and the shape, checked already. Out: a numpy array, or BadInput where numpy
-would have changed a value in silence: 1.5 to an integer, "1" to a number, 300 to int8, 1e300 to inf.
+In: what the client sent and the shape, checked already. Out: a numpy array; BadInput where numpy
+would change a value in silence: 1.5 to an integer, "1" to a number, 300 to int8, 1e300 to inf.
 """
 
 from __future__ import annotations

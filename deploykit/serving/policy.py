@@ -10,7 +10,7 @@ import numpy as np
 from deploykit.core.errors import DeploykitError
 from deploykit.runtimes.engine import Arrays
 
-Key = tuple[tuple[str, "np.dtype[np.generic]", tuple[int, ...]], ...]
+Key = tuple[tuple[str, str, tuple[int, ...]], ...]  # name, datatype, shape without axis 0
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,3 @@ def due(queue: Sequence[Pending], policy: BatchPolicy, now_us: int) -> int:
     full = rows >= policy.max_batch
     late = take > 0 and now_us - queue[0].arrived_us >= policy.max_delay_us
     return take if full or late else 0
-
-
-def key_of(feeds: Arrays) -> Key:
-    """What must be equal for two requests to run together: names, dtypes and shapes past axis 0."""
-    return tuple((name, array.dtype, array.shape[1:]) for name, array in feeds.items())

@@ -76,7 +76,7 @@ class Routes:
                 self._table[f"{base}/infer"] = ("POST", partial(self._infer, model))
 
     def handle(self, call: Call) -> None:
-        """Answer one call, now or later. Never raises: a bug here is a 500, not a lost connection."""
+        """Answer one call, now or later. Never raises: a bug is a 500, not a lost connection."""
         try:
             found = self._table.get(call.target)
             if found is None:
@@ -171,5 +171,6 @@ def reply_exception(call: Call, exc: DeploykitError) -> None:
 
 def reply_error(call: Call, status: int, text: str, headers: bytes = b"") -> None:
     """The protocol's error body, `{"error": "one sentence"}`, and one line in the log."""
-    log.info("%s %s: %d %s", show(call.method), show(call.target), status, show(text))
+    if log.isEnabledFor(logging.INFO):
+        log.info("%s %s: %d %s", show(call.method), show(call.target), status, show(text))
     call.reply(status, JSON + headers, [orjson.dumps({"error": text})])

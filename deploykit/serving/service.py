@@ -146,7 +146,7 @@ class ServedModel:
 
 
 def _max_batch(engine: Engine, asked: int) -> int:
-    """Rows per batch; 0 unless axis 0 of every input and output is one and the same dynamic axis."""
+    """Rows per batch; 0 unless every input and output has the same dynamic axis 0."""
     if not engine.inputs or not engine.outputs:
         raise Unsupported("a model without inputs or without outputs cannot be served")
     specs = [*engine.inputs, *engine.outputs]
@@ -219,7 +219,7 @@ class Service:
         limit_us = self.options.timeout_ms * 1000
         wait_us = min(request.timeout_us or limit_us, limit_us)
         return model.batcher.submit(
-            request.feeds, request.rows, done, wait_us=wait_us, give_up_us=limit_us
+            request.feeds, request.rows, request.key, done, wait_us=wait_us, give_up_us=limit_us
         )
 
     def expire(self) -> None:

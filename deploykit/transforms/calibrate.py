@@ -32,6 +32,7 @@ METHODS = ("minmax", "percentile")
 MIN_SAMPLES = 8  # fewer say nothing of a range: one odd sample would set every scale
 PERCENTILE = 99.99
 _BINS = 2048
+_REDUCTIONS = ("ReduceMin", "ReduceMax", "ReduceSum")
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,10 @@ def calibrate(
         if method == "minmax":
             for values in runs:
                 for name in names:
-                    seen = Range(_least(values[_low(name)]), _most(values[_high(name)]))
+                    seen = _reduced(values, name)
                     ranges[name] = ranges[name].merge(seen) if name in ranges else seen
+                    if math.isnan(seen.low):
+                        ranges[name] = seen
         else:
             ranges = _clipped(runs)
     for name, seen in ranges.items():
@@ -159,24 +162,31 @@ def _fixed_batch(model: onnx.ModelProto) -> int | None:
     )
 
 
-def _low(name: str) -> str:
-    return f"{name}/deploykit.low"
-
-
-def _high(name: str) -> str:
-    return f"{name}/deploykit.high"
-
-
 def _add_reductions(model: onnx.ModelProto, names: list[str]) -> list[str]:
-    """Make the smallest and the largest value of each tensor an output; returns the new outputs."""
+    """Make least, largest and sum of each tensor an output; returns the new outputs.
+
+    The sum is there for NaN, which ONNX Runtime's ReduceMin and ReduceMax leave out.
+    """
     added = []
     for name in names:
-        for kind, output in (("ReduceMin", _low(name)), ("ReduceMax", _high(name))):
+        for kind in _REDUCTIONS:
             # keepdims: ONNX Runtime refuses to reduce an empty tensor to a scalar
+            output = _reduction(name, kind)
             model.graph.node.append(helper.make_node(kind, [name], [output], keepdims=1))
             model.graph.output.append(helper.make_empty_tensor_value_info(output))
             added.append(output)
     return added
+
+
+def _reduction(name: str, kind: str) -> str:
+    return f"{name}/deploykit.{kind}"
+
+
+def _reduced(values: Mapping[str, np.ndarray], name: str) -> Range:
+    low, high, total = (values[_reduction(name, kind)] for kind in _REDUCTIONS)
+    if np.isnan(total).any():
+        return Range(math.nan, math.nan)
+    return Range(_least(low), _most(high))
 
 
 def _add_outputs(model: onnx.ModelProto, names: list[str]) -> list[str]:

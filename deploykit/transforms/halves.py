@@ -199,7 +199,7 @@ def _guarded(
     types: Mapping[str, int],
 ) -> set[str]:
     """Names of nodes that float16 cannot hold."""
-    unfit = {name for name, seen in ranges.items() if not _holds(seen.peak)}
+    unfit = {name for name, seen in ranges.items() if not _holds(_finite_peak(seen))}
     unfit |= {n for n, t in constants.items() if types.get(n) == _FLOAT and not _holds(_peak(t))}
     for node in graph.node:
         if not all(_holds(peak) for peak in _attribute_peaks(node)):
@@ -212,6 +212,11 @@ def _holds(peak: float) -> bool:
     return peak == 0 or SMALLEST < peak <= GUARD
 
 
+def _finite_peak(seen: Range) -> float:
+    """A low end of -infinity is a mask, which float16 holds as well: the high end decides."""
+    return abs(seen.high) if seen.low == -np.inf else seen.peak
+
+
 def _attribute_peaks(node: onnx.NodeProto) -> Iterator[float]:
     """The largest values of the float constants that a Constant or ConstantOfShape holds."""
     for attribute in node.attribute:
@@ -222,7 +227,8 @@ def _attribute_peaks(node: onnx.NodeProto) -> Iterator[float]:
 
 
 def _peak(tensor: onnx.TensorProto) -> float:
-    return float(np.abs(numpy_helper.to_array(tensor)).max(initial=0.0))
+    array = numpy_helper.to_array(tensor)
+    return float(np.abs(array[array != -np.inf]).max(initial=0.0))
 
 
 def _indexing(graph: onnx.GraphProto, types: Mapping[str, int]) -> set[str]:

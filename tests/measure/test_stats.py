@@ -144,6 +144,11 @@ def test_throughput_of_equal_blocks_has_the_t_interval_of_their_rates() -> None:
     assert (rate.value, rate.low, rate.high) == pytest.approx((100, 100 - half, 100 + half))
 
 
+def test_throughput_of_a_steady_rate_is_certain_whatever_the_blocks_lengths() -> None:
+    rate = throughput([100, 200, 600], [1.0, 2.0, 6.0])
+    assert (rate.low, rate.high) == pytest.approx((100, 100))
+
+
 def test_throughput_never_goes_below_zero() -> None:
     assert throughput([1, 1000], [1.0, 1.0]).low == 0.0
 

@@ -1,0 +1,33 @@
+# make demo    the whole main job on real data, into out/
+# make test    lint, types and every test that this machine can run
+# make bench   the project's own speed and memory figures, into benchmarks/
+# PYTHON=python3.12 picks an interpreter, TORCH_INDEX=URL an index of CPU wheels of torch.
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+BIN := .venv/bin
+SETUP := $(PYTHON) scripts/setup_venv.py --torch-index "$(TORCH_INDEX)"
+
+.PHONY: demo test lint bench venv clean
+
+demo:
+	@$(SETUP)
+	$(BIN)/deploykit demo -o out
+
+venv:
+	@$(SETUP) --dev
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest --cov --cov-report=term:skip-covered
+
+bench: venv
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf .venv out dist build .mypy_cache .ruff_cache .pytest_cache .coverage
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,247 @@
+"""Measure: engines against the CPU baseline in one run, and a running server under load."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploykit.api.staging import PARITY_BATCHES, Progress
+from deploykit.core.artefact import sniff
+from deploykit.core.errors import BadInput
+from deploykit.core.files import make_folder, sha256
+from deploykit.core.machine import Machine, this_machine, usable_cores
+from deploykit.core.tensors import BATCH
+
+if TYPE_CHECKING:
+    from deploykit.measure.load import LoadResult
+    from deploykit.measure.parity import Parity
+    from deploykit.measure.report import Accuracy, NotMeasured, Report
+    from deploykit.measure.scenarios import Point, Setup, Timing
+    from deploykit.runtimes.data import Samples
+    from deploykit.runtimes.engine import Engine
+
+BATCHES = (1, 2, 4, 8, 16, 32)
+BASELINE = "fp32 CPU"  # ONNX Runtime, one session on all usable cores
+
+
+@dataclass(frozen=True)
+class _Artefact:
+    path: Path
+    precision: str  # "fp32", "fp16", "int8"
+    sha256: str
+
+    def to_dict(self) -> dict[str, str]:
+        return {
+            "file": self.path.name,
+            "sha256": self.sha256,
+            "precision": self.precision,
+            "format": "onnx",
+        }
+
+
+def bench(
+    engines: Sequence[Path],
+    *,
+    baseline: Path | None = None,
+    batches: Sequence[int] = BATCHES,
+    out: Path = Path("report"),
+    data: Path | None = None,
+    device: str = "auto",
+    quick: bool = False,
+    warmup_s: float | None = None,
+    seconds: float | None = None,
+    command: str = "",
+    on_progress: Progress | None = None,
+) -> Report:
+    """Time `engines` against `baseline` (float32 .onnx on the CPU), interleaved, into a report.
+
+    `data`: labelled .npz; then accuracy is measured too, paired with the baseline's. Each point is
+    timed for `seconds` after `warmup_s` (60 and 10; with `quick` 5 and 2, and marked so).
+    """
+    from deploykit.measure import report as reports
+    from deploykit.measure.scenarios import Timing, sweep
+    from deploykit.measure.verdict import verdict
+    from deploykit.runtimes.data import random_feeds, read_samples
+
+    make_folder(out)
+    found = [_artefact(path) for path in engines]
+    reference = _artefact(baseline) if baseline else found[0]
+    if reference.precision != "fp32":
+        raise BadInput(
+            f"{reference.path}: is {reference.precision}; the baseline is a float32 model",
+            hint="--baseline model.onnx, the file that the engine was made from",
+        )
+    every = list({item.sha256: item for item in (reference, *found)}.values())
+    machine = this_machine()
+    timing = Timing(
+        warmup_s=(2.0 if quick else 10.0) if warmup_s is None else warmup_s,
+        seconds=(5.0 if quick else 60.0) if seconds is None else seconds,
+    )
+    with _opened(reference) as opened:
+        inputs = opened.inputs
+    samples = read_samples(data, inputs, labelled=True) if data else None
+    parity, accuracy = _proofs(reference, every, samples)
+    setups, gaps = _setups(reference, every, machine, device)
+    if samples is None:
+        gaps.append(reports.NotMeasured("accuracy", "no labelled data were given (--data)"))
+    points = sweep(setups, batches, timing, lambda n: random_feeds(inputs, {BATCH: n}), on_progress)
+    report = reports.Report(
+        title=f"{reference.path.stem}: latency and throughput",
+        created=now(),
+        command=command,
+        quick=quick,
+        baseline=BASELINE,
+        machine=machine.to_dict(),
+        artefacts=tuple(item.to_dict() for item in every),
+        accuracy=tuple(accuracy),
+        parity=tuple(item.to_dict() for item in parity),
+        points=tuple(points),
+        notes=(_method(timing),),
+        not_measured=tuple(gaps),
+    )
+    report = replace(report, verdict=verdict(report))
+    reports.write(report, out)
+    return report
+
+
+def load_test(
+    url: str,
+    *,
+    model: str | None = None,
+    rate: float | None = None,
+    concurrency: int | None = None,
+    duration_s: float = 10.0,
+    batch: int = 1,
+    out: Path | None = None,
+    command: str = "",
+) -> LoadResult:
+    """Load a running server: `rate` requests per second (open loop) or `concurrency` of them."""
+    from deploykit.measure import report as reports
+    from deploykit.measure.load import run_load
+    from deploykit.measure.verdict import verdict
+
+    if out is not None:
+        make_folder(out)
+    result = run_load(
+        url, model=model, rate=rate, concurrency=concurrency, duration_s=duration_s, batch=batch
+    )
+    if out is not None:
+        report = reports.Report(
+            title=f"{result.model} under load",
+            created=now(),
+            command=command,
+            machine=this_machine().to_dict(),
+            serving=(result,),
+        )
+        reports.write(replace(report, verdict=verdict(report)), out)
+    return result
+
+
+def best_cpu(points: Sequence[Point], batch: int, by: str) -> Point:
+    """The best CPU point of a batch: tuned threads, sessions and precision, whatever won."""
+    from deploykit.measure.scenarios import best
+
+    return best([p for p in points if p.device == "cpu" and p.batch == batch], by)
+
+
+def _method(timing: Timing) -> str:
+    return (
+        f"each point: {timing.seconds:g} s in {timing.rounds} rounds after at most "
+        f"{timing.warmup_s:g} s of warm-up; setups interleaved; inputs in host memory"
+    )
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def _artefact(path: Path) -> _Artefact:
+    from deploykit.transforms import graph
+
+    if (kind := sniff(path)) != "onnx":
+        raise BadInput(f"{path}: is a {kind} file; bench takes .onnx files")
+    precision = graph.summarise(graph.load_graph(path)).precision
+    name = "int8" if "int8" in precision else "fp16" if "float16" in precision else "fp32"
+    return _Artefact(path, name, sha256(path))
+
+
+def _opened(artefact: _Artefact, device: str = "cpu", threads: int | None = None) -> Engine:
+    from deploykit.runtimes.engine import load
+
+    return load(artefact.path, device, threads=threads)
+
+
+def _proofs(
+    reference: _Artefact, every: Sequence[_Artefact], samples: Samples | None
+) -> tuple[list[Parity], list[Accuracy]]:
+    """Parity of each artefact with the baseline, and accuracy where there are labels."""
+    from deploykit.measure.accuracy import TOP1, top1_scores
+    from deploykit.measure.parity import compare_engines
+    from deploykit.measure.report import Accuracy
+    from deploykit.measure.stats import paired_drop
+    from deploykit.runtimes.data import random_feeds
+
+    parity, accuracy = [], []
+    with _opened(reference) as base:
+        feeds = (
+            list(samples.batches(32 if base.inputs[0].batched else 1))
+            if samples
+            else [random_feeds(base.inputs, {BATCH: n}, n) for n in PARITY_BATCHES]
+        )
+        base_scores = top1_scores(base, samples) if samples else None
+        for item in every:
+            with _opened(item) as engine:
+                if item is not reference:
+                    names = (reference.path.name, item.path.name)
+                    parity.append(compare_engines(base, engine, feeds, names=names))
+                if samples is not None and base_scores is not None:
+                    drop = paired_drop(base_scores, top1_scores(engine, samples), TOP1)
+                    against = None if item is reference else drop.drop
+                    row = Accuracy(item.precision, TOP1, drop.n, drop.candidate, against)
+                    accuracy.append(row)
+    return parity, accuracy
+
+
+def _setups(
+    reference: _Artefact, every: Sequence[_Artefact], machine: Machine, device: str
+) -> tuple[list[Setup], list[NotMeasured]]:
+    """The columns: the baseline, each artefact on the CPU in two ways, and on the GPU there is."""
+    from deploykit.measure.report import NotMeasured
+    from deploykit.runtimes.onnxruntime import providers
+
+    cores = usable_cores()
+    cuda = "CUDAExecutionProvider" in providers()
+    gaps = []
+    if device == "cpu":
+        gaps.append(NotMeasured("GPU", "--device cpu was asked for"))
+    elif not machine.gpus:
+        gaps.append(NotMeasured("GPU", "no NVIDIA GPU on this machine"))
+    elif not cuda:
+        gaps.append(NotMeasured("GPU", "the installed onnxruntime has no CUDA provider"))
+    setups = []
+    for item in every:
+        label = BASELINE if item is reference else f"{item.precision} CPU, {item.path.name}"
+        setups.append(_setup(item, label, "cpu", 1, cores))
+        if cores > 1:
+            setups.append(_setup(item, f"{label}, {cores} sessions", "cpu", cores, 1))
+        if device != "cpu" and (cuda or device != "auto"):
+            on = "cuda" if device == "auto" else device
+            setups.append(_setup(item, f"{item.precision} GPU, {item.path.name}", on, 1, None))
+    return setups, gaps
+
+
+def _setup(item: _Artefact, label: str, device: str, sessions: int, threads: int | None) -> Setup:
+    from deploykit.measure.scenarios import Setup
+
+    return Setup(
+        label=label,
+        engines=lambda: _opened(item, device, threads),
+        sessions=sessions,
+        threads=threads,
+        precision=item.precision,
+        file=item.path.name,
+        sha256=item.sha256,
+    )

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from deploykit.builders.onnxruntime import build
+from deploykit.core.errors import BadInput, NotFound
+from deploykit.runtimes.data import Samples, random_feeds
+from deploykit.runtimes.engine import load
+from deploykit.transforms.calibrate import calibrate
+from deploykit.transforms.graph import load_graph, specs, summarise
+from deploykit.transforms.halves import to_fp16
+from deploykit.transforms.qdq import to_int8
+from tests.onnx_zoo import (
+    conv_relu,
+    int64_ids,
+    linear,
+    mnist_like,
+    overflow,
+    save,
+    two_inputs,
+)
+
+ZOO = [linear, conv_relu, two_inputs, overflow, int64_ids, mnist_like]
+Make = Callable[[], onnx.ModelProto]
+
+
+def feeds(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+    return random_feeds(specs(model)[0], {"N": 16})
+
+
+def int8(model: onnx.ModelProto, tmp_path: Path) -> onnx.ModelProto:
+    data = Samples(feeds(model), None, "data.npz")
+    calibration = calibrate(save(model, tmp_path / "float.onnx"), data)
+    return to_int8(model, calibration, runtime="onnxruntime")
+
+
+def check_same_outputs(source: Path, out: Path, atol: float) -> None:
+    inputs = feeds(load_graph(source))
+    with load(source, "cpu") as before, load(out, "cpu") as after:
+        assert (after.inputs, after.outputs) == (before.inputs, before.outputs)
+        for name, wanted in before(inputs).items():
+            np.testing.assert_allclose(after(inputs)[name], wanted, atol=atol, rtol=0)
+
+
+# Both files run the same kernels, at most in another memory layout: a sum of up to 784 products
+# of size 1 in another order.
+ATOL_SUMS = 784 * 2.0**-24 * 8
+
+
+@pytest.mark.parametrize("graph", ZOO)
+def test_a_built_file_answers_as_its_source(graph: Make, tmp_path: Path) -> None:
+    source = save(graph(), tmp_path / "m.onnx")
+    build(source, tmp_path / "built.onnx")
+    check_same_outputs(source, tmp_path / "built.onnx", ATOL_SUMS)
+
+
+@pytest.mark.parametrize("graph", ZOO)
+def test_a_built_half_file_answers_as_its_source(graph: Make, tmp_path: Path) -> None:
+    source = save(to_fp16(graph(), None)[0], tmp_path / "half.onnx")
+    build(source, tmp_path / "built.onnx")
+    check_same_outputs(source, tmp_path / "built.onnx", 2.0**-7)  # outputs below 16: 1 ulp at 8
+
+
+@pytest.mark.parametrize("graph", [linear, conv_relu, int64_ids, mnist_like])
+def test_a_built_int8_file_answers_as_its_source(graph: Make, tmp_path: Path) -> None:
+    source = save(int8(graph(), tmp_path), tmp_path / "int8.onnx")
+    build(source, tmp_path / "built.onnx")
+    check_same_outputs(source, tmp_path / "built.onnx", ATOL_SUMS)
+
+
+def test_int8_pairs_become_integer_kernels(tmp_path: Path) -> None:
+    source = save(int8(mnist_like(), tmp_path), tmp_path / "int8.onnx")
+    build(source, tmp_path / "built.onnx")
+    summary = summarise(load_graph(tmp_path / "built.onnx"))
+    assert (summary.operators["QLinearConv"], summary.operators["QGemm"]) == (2, 1)
+    assert "DequantizeLinear" not in summary.operators  # none is left to compute in float
+    assert summary.precision == {"int8": 3}
+
+
+def test_float_nodes_are_fused(tmp_path: Path) -> None:
+    build(save(conv_relu(), tmp_path / "m.onnx"), tmp_path / "built.onnx")
+    assert summarise(load_graph(tmp_path / "built.onnx")).operators == {"FusedConv": 1}
+
+
+def test_a_built_file_is_not_bound_to_this_processor(tmp_path: Path) -> None:
+    build(save(mnist_like(), tmp_path / "m.onnx"), tmp_path / "built.onnx")
+    domains = {node.domain for node in load_graph(tmp_path / "built.onnx").graph.node}
+    assert "com.microsoft.nchwc" not in domains
+
+
+def test_building_twice_gives_the_same_bytes(tmp_path: Path) -> None:
+    source = save(mnist_like(), tmp_path / "m.onnx")
+    build(source, tmp_path / "a.onnx")
+    build(source, tmp_path / "b.onnx", threads=1)
+    assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
+
+
+def test_it_says_what_it_was_built_on(tmp_path: Path) -> None:
+    facts = build(save(linear(), tmp_path / "m.onnx"), tmp_path / "built.onnx")
+    assert facts == {
+        "runtime": f"onnxruntime {onnxruntime.__version__}",
+        "device": "cpu",
+        "optimisation": "extended",
+    }
+
+
+def test_a_refused_graph_leaves_the_previous_file(tmp_path: Path) -> None:
+    out = tmp_path / "built.onnx"
+    out.write_bytes(b"previous")
+    bad = tmp_path / "bad.onnx"
+    bad.write_bytes(mnist_like().SerializeToString()[:-1])
+    with pytest.raises(BadInput, match=r"bad\.onnx"):
+        build(bad, out)
+    assert out.read_bytes() == b"previous"
+    assert {file.name for file in tmp_path.iterdir()} == {"bad.onnx", "built.onnx"}
+
+
+def test_a_missing_model_is_not_found(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"none\.onnx"):
+        build(tmp_path / "none.onnx", tmp_path / "built.onnx")
+
+
+def test_an_output_folder_that_is_not_there_is_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="does not exist"):
+        build(save(linear(), tmp_path / "m.onnx"), tmp_path / "none" / "built.onnx")

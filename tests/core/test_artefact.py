@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deploykit.core.artefact import (
+    Manifest,
+    manifest_path,
+    read_manifest,
+    sniff,
+    write_manifest,
+)
+from deploykit.core.errors import BadInput, NotFound, Unsupported
+from deploykit.core.files import sha256
+from deploykit.core.tensors import parse_spec
+
+MANIFEST = Manifest(
+    format="onnx",
+    inputs=(parse_spec("x:float32[N,3]"), parse_spec("ids:int64[N,T]")),
+    outputs=(parse_spec("y:float32[N,10]"),),
+    precision={"float16": 52, "float32": 3},
+    made_from=("ab" * 32,),
+    made_with={"deploykit": "0.1.0", "torch": "2.10.0"},
+    built_on={"profile": "cpu"},
+    checks={"parity": {"max_abs": 1e-6}, "note": None},
+)
+
+
+@pytest.fixture
+def artefact(tmp_path: Path) -> Path:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"\x08\x0a" + bytes(100))
+    return path
+
+
+def test_manifest_stands_beside_its_artefact() -> None:
+    assert manifest_path(Path("a/model.onnx")) == Path("a/model.onnx.json")
+
+
+def test_manifest_comes_back_as_it_was(artefact: Path) -> None:
+    manifest = replace(MANIFEST, sha256=sha256(artefact))
+    write_manifest(artefact, manifest)
+    assert read_manifest(artefact) == manifest
+
+
+def test_artefact_without_a_manifest_is_welcome(artefact: Path) -> None:
+    assert read_manifest(artefact) is None
+
+
+def test_changed_artefact_is_noticed(artefact: Path) -> None:
+    write_manifest(artefact, replace(MANIFEST, sha256=sha256(artefact)))
+    content = bytearray(artefact.read_bytes())
+    content[50] ^= 1
+    artefact.write_bytes(content)
+    with pytest.raises(BadInput, match=r"model\.onnx: .*SHA-256 differs") as caught:
+        read_manifest(artefact)
+    assert caught.value.hint is not None
+    assert "model.onnx.json" in caught.value.hint
+
+
+def test_manifest_of_a_missing_artefact_is_not_found(artefact: Path) -> None:
+    write_manifest(artefact, replace(MANIFEST, sha256=sha256(artefact)))
+    artefact.unlink()
+    with pytest.raises(NotFound, match=r"model\.onnx: no such file"):
+        read_manifest(artefact)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b"[]",
+        b"null",
+        b'"x"',
+        b"{}",
+        b'{"manifest": 2}',
+        b'{"manifest": ' + b"9" * 5000 + b"}",
+    ],
+    ids=lambda content: repr(content[:12]),
+)
+def test_damaged_manifest_is_named(artefact: Path, content: bytes) -> None:
+    manifest_path(artefact).write_bytes(content)
+    with pytest.raises(BadInput, match=r"model\.onnx\.json: "):
+        read_manifest(artefact)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("format", 1),
+        ("inputs", {}),
+        ("inputs", ["x"]),
+        ("inputs", [{"name": "x"}]),
+        ("outputs", None),
+        ("precision", {"float32": "three"}),
+        ("sha256", None),
+        ("made_from", "ab"),
+        ("made_from", [1]),
+        ("made_with", {"torch": 2}),
+        ("built_on", []),
+        ("checks", 1),
+    ],
+)
+def test_manifest_of_wrong_types_is_named(artefact: Path, key: str, value: object) -> None:
+    manifest_path(artefact).write_text(json.dumps({**MANIFEST.to_dict(), key: value}))
+    with pytest.raises(BadInput, match=rf"model\.onnx\.json: .*({key}|a tensor needs)"):
+        read_manifest(artefact)
+
+
+def test_pipe_in_place_of_a_manifest_is_refused(artefact: Path) -> None:
+    """Reading it would wait for ever."""
+    os.mkfifo(manifest_path(artefact))
+    with pytest.raises(BadInput, match="not a regular file"):
+        read_manifest(artefact)
+
+
+def zipped(path: Path, *names: str) -> bytes:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in names:
+            archive.writestr(name, b"content")
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"ftrt" + bytes(50), "tensorrt"),
+        (b"ptrt" + bytes(50), "tensorrt"),
+        (b"\x08\x0a\x12\x07pytorch", "onnx"),
+        (pickle.dumps({"a": 1}, protocol=2), "torch"),
+        ((60).to_bytes(8, "little") + b'{"w": {}}' + bytes(50), "safetensors"),
+    ],
+    ids=["plan", "plan-2", "onnx", "legacy-torch", "safetensors"],
+)
+def test_content_tells_the_format(tmp_path: Path, content: bytes, kind: str) -> None:
+    path = tmp_path / "file.jpg"  # the name says nothing
+    path.write_bytes(content)
+    assert sniff(path) == kind
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        ("model/data.pkl", "model/data/0", "model/version"),
+        ("model/data.pkl", "model/code/__torch__.py", "model/constants.pkl"),
+        ("m/archive_format", "m/models/model.json"),
+        ("serialized_exported_program.json", "version"),
+    ],
+    ids=["checkpoint", "torchscript", "pt2", "older-pt2"],
+)
+def test_zip_that_pytorch_wrote_is_torch(tmp_path: Path, members: tuple[str, ...]) -> None:
+    zipped(tmp_path / "f", *members)
+    assert sniff(tmp_path / "f") == "torch"
+
+
+def test_saved_onnx_file_is_onnx(affine_onnx: Path) -> None:
+    assert sniff(affine_onnx) == "onnx"
+
+
+@pytest.mark.torch
+def test_files_that_torch_saves_are_torch(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    for number, legacy in enumerate([False, True]):
+        path = tmp_path / f"{number}.pt"
+        torch.save({"w": torch.zeros(2)}, path, _use_new_zipfile_serialization=not legacy)
+        assert sniff(path) == "torch"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"<!DOCTYPE html><html>404", "is a web page"),
+        (b"\n  <html lang='en'>", "is a web page"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n", "git lfs pull"),
+        (b"\x08", "not a model file"),
+        (b"\x80", "not a model file"),
+        (b"P", "not a model file"),
+        (bytes(1000), "not a model file"),
+        (b"name: weights\n", "not a model file"),
+        ((1 << 63).to_bytes(8, "little") + b"{}", "not a model file"),
+        (b"PK\x03\x04" + bytes(40), "truncated or damaged PyTorch file"),
+    ],
+    ids=lambda value: repr(value[:12]) if isinstance(value, bytes) else None,
+)
+def test_other_files_are_refused_saying_what_they_are(
+    tmp_path: Path, content: bytes, says: str
+) -> None:
+    path = tmp_path / "model.pt"
+    path.write_bytes(content)
+    with pytest.raises(BadInput, match=rf"model\.pt: .*{says}"):
+        sniff(path)
+
+
+def test_noise_is_never_another_exception(tmp_path: Path) -> None:
+    random = np.random.default_rng(7)
+    path = tmp_path / "noise"
+    for head in (b"", b"PK\x03\x04", b"\x80", b"\x08", b"ftr"):
+        for size in (1, 7, 30, 4000):
+            path.write_bytes(head + random.bytes(size))
+            try:
+                kind = sniff(path)
+            except BadInput:
+                continue
+            assert kind in ("onnx", "torch", "safetensors", "tensorrt")
+
+
+def test_truncated_zip_is_refused(tmp_path: Path) -> None:
+    content = zipped(tmp_path / "f", "model/data.pkl", "model/data/0")
+    for keep in (30, len(content) // 2, len(content) - 1):
+        (tmp_path / "f").write_bytes(content[:keep])
+        with pytest.raises(BadInput, match="truncated or damaged PyTorch file"):
+            sniff(tmp_path / "f")
+
+
+def test_other_zips_are_told_apart(tmp_path: Path) -> None:
+    np.savez(tmp_path / "data.npz", x=np.zeros(3))
+    with pytest.raises(BadInput, match=r"holds NumPy arrays \(\.npz\), a model is needed"):
+        sniff(tmp_path / "data.npz")
+    zipped(tmp_path / "book.zip", "chapter.txt")
+    with pytest.raises(BadInput, match="not one that PyTorch wrote"):
+        sniff(tmp_path / "book.zip")
+
+
+def test_engine_of_tensorrt_for_rtx_is_unsupported(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"vtrt" + bytes(50))
+    with pytest.raises(Unsupported, match="TensorRT for RTX"):
+        sniff(tmp_path / "f")
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "empty").touch()
+    for path in (tmp_path, tmp_path / "pipe", tmp_path / "empty", Path("/dev/zero")):
+        with pytest.raises(BadInput):
+            sniff(path)
+    with pytest.raises(NotFound):
+        sniff(tmp_path / "nothing")

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploykit.core.errors import BadInput, NotFound
+from deploykit.core.files import (
+    atomic_write,
+    cache_folder,
+    check_readable,
+    check_writable,
+    make_folder,
+    sha256,
+    write_json,
+    write_text,
+)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """A file with earlier content, alone in its folder."""
+    path = tmp_path / "out.bin"
+    path.write_text("old", encoding="utf-8")
+    return path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_clean_exit_replaces_the_file(out: Path) -> None:
+    with atomic_write(out) as tmp:
+        tmp.write_text("new", encoding="utf-8")
+        assert out.read_text(encoding="utf-8") == "old"
+    assert out.read_text(encoding="utf-8") == "new"
+    assert names(out.parent) == ["out.bin"]
+
+
+def test_temporary_file_is_in_the_same_folder(out: Path) -> None:
+    """A rename is atomic only inside one file system."""
+    with atomic_write(out) as tmp:
+        tmp.touch()
+        assert tmp.parent == out.parent
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_exception_leaves_the_old_file_and_nothing_else(
+    out: Path, error: type[BaseException]
+) -> None:
+    def fail(tmp: Path) -> None:
+        tmp.write_text("half", encoding="utf-8")
+        raise error
+
+    with pytest.raises(error), atomic_write(out) as tmp:
+        fail(tmp)
+    assert out.read_text(encoding="utf-8") == "old"
+    assert names(out.parent) == ["out.bin"]
+
+
+def test_exception_before_the_first_byte_leaves_the_old_file(out: Path) -> None:
+    with pytest.raises(ValueError), atomic_write(out):
+        raise ValueError
+    assert names(out.parent) == ["out.bin"]
+
+
+def test_error_about_another_file_is_passed_on(out: Path) -> None:
+    with pytest.raises(FileNotFoundError), atomic_write(out):
+        (out.parent / "elsewhere").read_text(encoding="utf-8")
+
+
+def test_missing_folder_is_named_with_the_cure(tmp_path: Path) -> None:
+    out = tmp_path / "no" / "out.bin"
+    with pytest.raises(BadInput, match=r"out\.bin: the folder .*no does not exist") as caught:
+        check_writable(out)
+    assert caught.value.hint == f"mkdir -p {tmp_path / 'no'}"
+
+
+def test_folder_is_not_a_file_name(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="is a folder"):
+        check_writable(tmp_path)
+
+
+def test_file_in_place_of_the_folder_is_refused(out: Path) -> None:
+    with pytest.raises(BadInput, match="does not exist"):
+        check_writable(out / "deeper")
+
+
+def test_device_or_pipe_is_never_replaced(tmp_path: Path) -> None:
+    """Renaming onto /dev/null would take it away from the whole machine."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(BadInput, match="not a regular file"), atomic_write(pipe) as tmp:
+        tmp.write_text("new", encoding="utf-8")
+    assert pipe.is_fifo()
+    with pytest.raises(BadInput, match="not a regular file"):
+        check_writable(Path("/dev/null"))
+
+
+def test_name_too_long_for_the_file_system_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="File name too long"):
+        check_writable(tmp_path / ("x" * 300))
+
+
+def test_file_system_that_takes_no_files_is_refused() -> None:
+    with (
+        pytest.raises(BadInput, match=r"/proc/out\.bin"),
+        atomic_write(Path("/proc/out.bin")) as tmp,
+    ):
+        tmp.write_text("new", encoding="utf-8")
+
+
+def test_folder_without_permission_is_refused(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "closed")
+    folder.chmod(0o500)
+    if os.access(folder, os.W_OK):
+        pytest.skip("root may write anywhere")
+    with pytest.raises(BadInput, match="cannot be written to"):
+        check_writable(folder / "out.bin")
+
+
+def test_folder_that_may_not_be_searched_is_refused(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "closed")
+    folder.chmod(0o000)
+    if os.access(folder, os.X_OK):
+        pytest.skip("root may write anywhere")
+    with pytest.raises(BadInput):
+        check_writable(folder / "out.bin")
+
+
+def run(code: str, out: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(out)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from deploykit.core.errors import BadInput
+from deploykit.core.files import atomic_write
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    with atomic_write(Path(sys.argv[1])) as tmp:
+        tmp.write_bytes(bytes(10_000))
+except BadInput as error:
+    print(error.message)
+"""
+
+
+def test_file_that_cannot_grow_leaves_the_old_one(out: Path) -> None:
+    with run(FULL, out) as process:
+        said, errors = process.communicate(timeout=60)
+    assert errors == ""
+    assert said.strip() == f"{out}: cannot be written: File too large"
+    assert out.read_text(encoding="utf-8") == "old"
+    assert names(out.parent) == ["out.bin"]
+
+
+HALFWAY = """
+import signal, sys
+from pathlib import Path
+from deploykit.core.files import atomic_write
+
+with atomic_write(Path(sys.argv[1])) as tmp:
+    tmp.write_text("half")
+    print("halfway", flush=True)
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_signal_in_the_middle_leaves_the_old_file(out: Path, number: signal.Signals) -> None:
+    with run(HALFWAY, out) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "halfway\n"
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert out.read_text(encoding="utf-8") == "old"
+    if number == signal.SIGINT:  # nothing can tidy up after SIGKILL
+        assert names(out.parent) == ["out.bin"]
+
+
+def test_text_is_utf_8_and_json_is_readable(tmp_path: Path) -> None:
+    write_text(tmp_path / "t", "naïve")
+    assert (tmp_path / "t").read_bytes() == "naïve".encode()
+    write_json(tmp_path / "j", {"b": [1], "a": "ü"})
+    assert (tmp_path / "j").read_text(encoding="utf-8").startswith('{\n  "b": [')
+    assert json.loads((tmp_path / "j").read_text(encoding="utf-8")) == {"b": [1], "a": "ü"}
+
+
+def test_make_folder_makes_the_parents_and_may_be_repeated(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    assert make_folder(folder) == make_folder(folder) == folder
+    assert folder.is_dir()
+
+
+def test_make_folder_refuses_a_file_of_that_name(out: Path) -> None:
+    with pytest.raises(BadInput, match=r"out\.bin: cannot be used as a folder"):
+        make_folder(out)
+
+
+def test_readable_file_is_returned(out: Path) -> None:
+    assert check_readable(out) == out
+
+
+def test_what_cannot_be_read_is_refused_by_kind(out: Path) -> None:
+    folder = out.parent
+    (folder / "empty").touch()
+    os.mkfifo(folder / "pipe")
+    (folder / "loop").symlink_to("loop")
+    for path, says in [
+        (folder, "is a folder"),
+        (folder / "empty", "the file is empty"),
+        (folder / "pipe", "is not a regular file"),
+        (Path("/dev/zero"), "is not a regular file"),
+        (folder / "loop", "cannot be read"),
+        (out / "below", "cannot be read"),
+        (folder / ("x" * 300), "cannot be read"),
+    ]:
+        with pytest.raises(BadInput, match=says):
+            check_readable(path)
+    with pytest.raises(NotFound, match="no such file"):
+        check_readable(folder / "nothing")
+
+
+def test_sha256_is_the_files(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 9000  # more than one block
+    (tmp_path / "f").write_bytes(content)
+    assert sha256(tmp_path / "f") == hashlib.sha256(content).hexdigest()
+
+
+def test_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DEPLOYKIT_CACHE", str(tmp_path / "mine"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "mine"
+    monkeypatch.delenv("DEPLOYKIT_CACHE")
+    assert cache_folder() == tmp_path / "xdg" / "deploykit"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache" / "deploykit"

@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deploykit.core.errors import BadInput, NotFound
+from deploykit.core.profile import load_profile, profile_names
+
+NAMES = [
+    "cpu",
+    "t4",
+    "v100",
+    "a10",
+    "a30",
+    "a100-40gb",
+    "a100-80gb",
+    "l4",
+    "l40s",
+    "rtx-a6000",
+    "rtx-4090",
+    "rtx-5090",
+    "h100-pcie",
+    "h100-sxm",
+    "h200",
+    "gh200",
+    "b200",
+    "gb10",
+    "jetson-orin-nano-4gb",
+    "jetson-orin-nano-8gb",
+    "jetson-orin-nx-8gb",
+    "jetson-orin-nx-16gb",
+    "jetson-agx-orin-32gb",
+    "jetson-agx-orin-64gb",
+    "jetson-thor-t4000",
+    "jetson-thor-t5000",
+]
+GPUS = [name for name in NAMES if name != "cpu"]
+JETSONS = [name for name in NAMES if name.startswith("jetson")]
+
+MINE = """\
+summary = "My board"
+runtime = "tensorrt"
+device = "cuda"
+architecture = "aarch64"
+precisions = ["fp32", "fp16"]
+compute_capability = "8.7"
+memory_bytes = 8_000_000_000
+power_modes = [
+  { name = "15W", watts = 15 },
+  { name = "MODE_30W", watts = 30 },
+]
+unverified = ["memory_bytes", "peak_ops_per_s.fp16"]
+
+[peak_ops_per_s]
+fp16 = 1e12
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.toml"
+    path.write_text(MINE, encoding="utf-8")
+    return path
+
+
+def change(path: Path, old: str, new: str) -> str:
+    assert MINE.count(old) == 1
+    path.write_text(MINE.replace(old, new), encoding="utf-8")
+    return str(path)
+
+
+def test_published_names_are_the_shipped_ones() -> None:
+    assert profile_names() == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shipped_profile_says_where_its_figures_are_from(name: str) -> None:
+    profile = load_profile(name)
+    assert profile.name == name
+    assert profile.sources
+    assert all(source.startswith(("https://", "http://")) for source in profile.sources)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_gpu_profile_has_what_a_build_and_a_roofline_need(name: str) -> None:
+    profile = load_profile(name)
+    assert (profile.runtime, profile.device) == ("tensorrt", "cuda")
+    assert profile.memory_bytes is not None
+    assert profile.workspace_bytes is not None
+    assert profile.workspace_bytes * 3 < profile.memory_bytes
+    assert profile.bandwidth_bytes_per_s is not None
+    assert profile.compute_capability is not None
+    assert profile.peak_ops_per_s
+    assert profile.gpu_names
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_precisions_are_those_of_the_compute_capability(name: str) -> None:
+    profile = load_profile(name)
+    capability = tuple(map(int, str(profile.compute_capability).split(".")))
+    expected = {"fp32", "fp16"}
+    expected |= {"int8"} if capability >= (7, 5) else set()
+    expected |= {"bf16"} if capability >= (8, 0) else set()
+    expected |= {"fp8"} if capability >= (8, 9) else set()
+    expected |= {"fp4"} if capability >= (10, 0) else set()
+    assert set(profile.precisions) == expected
+    assert set(profile.peak_ops_per_s) <= expected | {"tf32"}
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_figures_are_in_base_units(name: str) -> None:
+    """A figure in GB/s or TFLOPS would be off by 10^9 or 10^12."""
+    profile = load_profile(name)
+    assert 4e9 <= (profile.memory_bytes or 0) <= 200e9
+    assert 30e9 <= (profile.bandwidth_bytes_per_s or 0) <= 10e12
+    assert all(0.5e12 <= peak <= 10e15 for peak in profile.peak_ops_per_s.values())
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_lower_precision_is_never_slower(name: str) -> None:
+    peaks = load_profile(name).peak_ops_per_s
+    known = [peaks[key] for key in ("fp32", "tf32", "fp16", "fp8", "fp4") if key in peaks]
+    assert known == sorted(known)
+    assert peaks.get("fp16") == peaks.get("bf16", peaks.get("fp16"))
+    assert peaks.get("int8", 1e18) >= peaks.get("fp16", 0)
+
+
+@pytest.mark.parametrize("name", JETSONS)
+def test_jetson_shares_its_memory_and_may_gate_its_sms(name: str) -> None:
+    profile = load_profile(name)
+    assert profile.unified_memory
+    assert profile.architecture == "aarch64"
+    for mode in profile.power_modes:
+        assert (mode.sms or 1) <= (profile.sm_count or 0)
+        digits = "".join(letter for letter in mode.name.partition("W")[0] if letter.isdigit())
+        assert mode.watts == (float(digits) if digits else None)
+
+
+def test_no_board_belongs_to_two_profiles() -> None:
+    boards = [board for name in NAMES for board in load_profile(name).boards]
+    assert len(boards) == len(set(boards))
+
+
+def test_cpu_profile_leaves_the_figures_to_the_machine() -> None:
+    profile = load_profile("cpu")
+    assert (profile.runtime, profile.device) == ("onnxruntime", "cpu")
+    assert profile.precisions == ("fp32", "fp16", "int8")
+    assert profile.memory_bytes is None
+    assert profile.peak_ops_per_s == {}
+
+
+def test_power_mode_follows_an_at_sign() -> None:
+    assert load_profile("jetson-orin-nx-16gb").power_mode is None
+    assert load_profile("jetson-orin-nx-16gb@25W").power_mode == "25W"
+
+
+@pytest.mark.parametrize("mode", ["MODE_30W", "mode_30w", "30W"])
+def test_power_mode_may_leave_out_its_prefix_and_case(mode: str) -> None:
+    assert load_profile(f"jetson-agx-orin-64gb@{mode}").power_mode == "MODE_30W"
+
+
+def test_unknown_power_mode_lists_the_known() -> None:
+    with pytest.raises(NotFound, match="'jetson-orin-nano-8gb' has no power mode '99W'") as caught:
+        load_profile("jetson-orin-nano-8gb@99W")
+    assert caught.value.hint == "one of: 15W, 25W, MAXN_SUPER, 7W"
+    with pytest.raises(NotFound) as caught:
+        load_profile("h200@MAXN")
+    assert caught.value.hint == "this target has no power modes"
+
+
+@pytest.mark.parametrize("name", ["h2000", "", "../profiles/h200", "H200", "cpu@", "@"])
+def test_unknown_name_lists_the_known(name: str) -> None:
+    with pytest.raises(NotFound) as caught:
+        load_profile(name)
+    assert caught.value.hint is not None
+
+
+def test_profile_of_ones_own_is_a_file(mine: Path) -> None:
+    profile = load_profile(str(mine))
+    assert (profile.name, profile.summary) == ("mine", "My board")
+    assert profile.peak_ops_per_s == {"fp16": 1e12}
+    assert profile.sm_count is None
+    assert not profile.unified_memory
+    assert load_profile(f"{mine}@30W").power_mode == "MODE_30W"
+
+
+def test_at_sign_in_a_folder_is_no_power_mode(mine: Path) -> None:
+    folder = mine.parent / "a@b"
+    folder.mkdir()
+    moved = mine.rename(folder / "mine.toml")
+    assert load_profile(str(moved)).power_mode is None
+    assert load_profile(f"{moved}@15W").power_mode == "15W"
+
+
+def test_dictionary_is_plain_data(mine: Path) -> None:
+    values = load_profile(str(mine)).to_dict()
+    assert values["power_modes"][0] == {"name": "15W", "watts": 15.0, "gpu_mhz": None, "sms": None}
+    assert values["precisions"] == ["fp32", "fp16"]
+    assert values["peak_ops_per_s"] == {"fp16": 1e12}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("memory_bytes = 8", "memory_size = 8", r"mine\.toml:7: 'memory_size' is not a key"),
+        ("memory_bytes = 8", "memory_bytes = -8", r"mine\.toml:7: 'memory_bytes' .* got -8"),
+        ("8_000_000_000", "8e9", r"mine\.toml:7: 'memory_bytes' is a whole number"),
+        ("8_000_000_000", "true", r"mine\.toml:7: 'memory_bytes' is a whole number"),
+        ("8_000_000_000", '"8 GB"', r"mine\.toml:7: 'memory_bytes' is a whole number"),
+        ("8_000_000_000", "9" * 30, r"mine\.toml:7: 'memory_bytes' is a whole number"),
+        ("fp16 = 1e12", "fp16 = 0", r"mine\.toml:15: 'peak_ops_per_s\.fp16' .* got 0"),
+        ("fp16 = 1e12", "fp16 = nan", r"mine\.toml:15: 'peak_ops_per_s\.fp16' .* got nan"),
+        ("fp16 = 1e12", "fp16 = inf", r"mine\.toml:15: 'peak_ops_per_s\.fp16' .* got inf"),
+        ("fp16 = 1e12", "fp16 = 1e12\nfp17 = 1", r"mine\.toml:16: 'peak_ops_per_s\.fp17' is not"),
+        ('"tensorrt"', '"tensorflow"', r"mine\.toml:2: 'runtime' is 'tensorflow', not one of"),
+        ('"cuda"', '"cpu"', r"mine\.toml:3: 'device' is 'cpu', but TensorRT needs 'cuda'"),
+        ('"aarch64"', '"arm"', r"mine\.toml:4: 'architecture' is 'arm'"),
+        ('"fp16"]', '"half"]', r"mine\.toml:5: 'precisions' holds 'half'"),
+        ('["fp32", "fp16"]', "[]", r"mine\.toml:5: 'precisions' is needed"),
+        ('["fp32", "fp16"]', '"fp16"', r"mine\.toml:5: 'precisions' is a list"),
+        ('"8.7"', "8.7", r"mine\.toml:6: 'compute_capability' is needed, and is a text"),
+        ('"8.7"', '"sm_87"', r"mine\.toml:6: 'compute_capability' .* got 'sm_87'"),
+        ("watts = 15", "watts = -1", r"mine\.toml:8: 'power_modes\[0\]\.watts' .* got -1"),
+        ('{ name = "15W", watts', "{ watts", r"mine\.toml:8: 'power_modes\[0\]\.name' is needed"),
+        ("watts = 30", "volts = 30", r"mine\.toml:8: 'power_modes\[1\]\.volts' is not a key"),
+        ('"memory_bytes",', '"sm_count",', r"mine\.toml:12: 'unverified' names 'sm_count'"),
+        ("s.fp16", "s.int8", r"mine\.toml:12: 'unverified' names 'peak_ops_per_s\.int8'"),
+        ('summary = "My board"', "", r"mine\.toml: 'summary' is needed"),
+        ('summary = "My board"', "summary = [", r"mine\.toml: is not valid TOML"),
+        ('summary = "My board"', "x = " + "[" * 5000, r"mine\.toml: is not valid TOML"),
+    ],
+)
+def test_error_names_file_line_and_key(mine: Path, old: str, new: str, says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        load_profile(change(mine, old, new))
+
+
+def test_line_is_that_of_the_whole_key(mine: Path) -> None:
+    """Line 7 begins with the same letters."""
+    old = "memory_bytes = 8_000_000_000\n"
+    with pytest.raises(BadInput, match=r"mine\.toml:8: 'memory' is not a key"):
+        load_profile(change(mine, old, f"{old}memory = 1\n"))
+
+
+def test_file_that_is_no_profile_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotFound):
+        load_profile(str(tmp_path / "nothing.toml"))
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(BadInput, match="not a text file"):
+        load_profile(str(tmp_path / "binary.toml"))
+    (tmp_path / "folder.toml").mkdir()
+    with pytest.raises(BadInput, match="is a folder"):
+        load_profile(str(tmp_path / "folder.toml"))

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploykit.core import resources
+from deploykit.core.errors import BadInput, NotFound
+from deploykit.core.recipe import Recipe, bundled, list_recipes, load_recipe
+
+TINY = '''\
+"""A recipe of one's own."""
+from deploykit.core.recipe import Recipe
+from deploykit.core.tensors import parse_spec
+
+RECIPE = Recipe(
+    build=lambda: "a module",
+    data=lambda path: None,
+    inputs=(parse_spec("x:float32[N,4]"),),
+    outputs=(parse_spec("y:float32[N,2]"),),
+    loss=lambda outputs, labels: 0.0,
+    metric=lambda outputs, labels: 1.0,
+    metric_name="top-1",
+    epochs=1,
+    batch_size=2,
+    learning_rate=0.1,
+)
+OTHER = RECIPE
+NUMBER = 3
+'''
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.py"
+    path.write_text(TINY, encoding="utf-8")
+    return path
+
+
+def test_list_holds_the_shipped_recipes_with_their_first_line() -> None:
+    found = {info.name: info for info in list_recipes()}
+    assert "mnist-cnn" in found
+    for info in found.values():
+        assert info.summary
+        assert "\n" not in info.summary
+        assert info.path.parent == resources.folder("models")
+        assert info.to_dict() == {
+            "name": info.name,
+            "summary": info.summary,
+            "path": str(info.path),
+        }
+
+
+def test_listing_imports_no_recipe() -> None:
+    code = (
+        "import sys\nfrom deploykit.core.recipe import list_recipes\nassert list_recipes()\n"
+        "print([name for name in sys.modules if name in ('torch', 'numpy')"
+        " or name.startswith('_deploykit_file')])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (run.stdout, run.stderr) == ("[]\n", "")
+
+
+def test_bundled_recipe_is_a_file_of_ours() -> None:
+    assert bundled("mnist-cnn") == resources.folder("models") / "mnist_cnn.py"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nothing",
+        "",
+        "mnist_cnn",
+        "MNIST-CNN",
+        "mnist-cnn ",
+        "mnist-cnn.py",
+        "../models/mnist-cnn",
+        "./mine.py",
+        "os:system",
+        "/etc/passwd",
+    ],
+)
+def test_name_out_of_a_file_can_name_nothing_else(name: str) -> None:
+    """A checkpoint holds its recipe's name: `bundled` is the gate before any code runs."""
+    with pytest.raises(NotFound, match="no recipe") as caught:
+        bundled(name)
+    assert "mnist-cnn" in str(caught.value.hint)
+
+
+def test_unknown_name_lists_the_known() -> None:
+    with pytest.raises(NotFound, match="no recipe 'nothing'") as caught:
+        load_recipe("nothing")
+    assert "mnist-cnn" in str(caught.value.hint)
+
+
+def test_recipe_of_ones_own_is_a_file(tiny: Path) -> None:
+    recipe = load_recipe(str(tiny))
+    assert isinstance(recipe, Recipe)
+    assert recipe.build() == "a module"
+
+
+def test_recipe_may_have_another_name(tiny: Path) -> None:
+    assert load_recipe(f"{tiny}:OTHER").epochs == 1
+
+
+def test_recipe_may_be_a_module(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tiny.parent))
+    assert load_recipe("tiny:RECIPE").batch_size == 2
+    monkeypatch.delitem(sys.modules, "tiny")
+
+
+def test_other_objects_are_no_recipe(tiny: Path) -> None:
+    with pytest.raises(BadInput, match="is a int, not a deploykit Recipe"):
+        load_recipe(f"{tiny}:NUMBER")
+
+
+def test_file_without_a_recipe_says_so(tmp_path: Path) -> None:
+    (tmp_path / "empty.py").write_text("x = 1", encoding="utf-8")
+    with pytest.raises(NotFound, match=r"empty\.py has no 'RECIPE'"):
+        load_recipe(str(tmp_path / "empty.py"))
+
+
+@pytest.mark.torch
+def test_shipped_recipes_load() -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    for info in list_recipes():
+        assert load_recipe(info.name).inputs

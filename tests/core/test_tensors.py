@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import BadInput
+from deploykit.core.tensors import (
+    DTYPE_BYTES,
+    PROTOCOL_NAMES,
+    TensorSpec,
+    concrete,
+    mismatch,
+    parse_spec,
+    spec_from_dict,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("x:float32[N,3,224,224]", TensorSpec("x", "float32", ("N", 3, 224, 224))),
+        ("ids:int64[N,T]", TensorSpec("ids", "int64", ("N", "T"))),
+        ("s:bool[]", TensorSpec("s", "bool", ())),
+        ("serving_default:0:float16[1]", TensorSpec("serving_default:0", "float16", (1,))),
+        ("/a/b[0]:int8[N]", TensorSpec("/a/b[0]", "int8", ("N",))),
+        ("two words:uint8[4]", TensorSpec("two words", "uint8", (4,))),
+    ],
+    ids=str,
+)
+def test_text_and_spec_are_the_same_thing(text: str, spec: TensorSpec) -> None:
+    assert parse_spec(text) == spec
+    assert str(spec) == text
+
+
+def test_spaces_round_the_parts_do_not_matter() -> None:
+    assert parse_spec(" x : float32[ N , 3 ] ") == TensorSpec("x", "float32", ("N", 3))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "x",
+        "x:float32",
+        "float32[N]",
+        ":float32[N]",
+        "x:float32[N",
+        "x:float32[N]]",
+        "x:float32[N,]",
+        "x:float32[-1]",
+        "x:float32[1.5]",
+        "x:float32[N+1]",
+        "x:float32[²]",
+        "x:float32[" + "9" * 5000 + "]",
+        "x:float33[N]",
+        "x:FP32[N]",
+        "x y",
+        "x:float32[N]\nfoo",
+    ],
+    ids=lambda text: repr(text[:20]),
+)
+def test_bad_text_is_refused(text: str) -> None:
+    with pytest.raises(BadInput):
+        parse_spec(text)
+
+
+def test_bad_axis_is_named() -> None:
+    with pytest.raises(BadInput, match=r"'x:float32\[N,3x\]': axis '3x'"):
+        parse_spec("x:float32[N,3x]")
+
+
+def test_unknown_dtype_lists_the_known() -> None:
+    with pytest.raises(BadInput, match="x: unknown dtype 'half'") as caught:
+        parse_spec("x:half[N]")
+    assert caught.value.hint is not None
+    assert "float16" in caught.value.hint
+
+
+def test_dict_round_trip() -> None:
+    spec = TensorSpec("x", "float32", ("N", 3))
+    assert spec_from_dict(spec.to_dict(), "f") == spec
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"name": 1, "dtype": "float32", "shape": []},
+        {"name": "x", "dtype": "float32", "shape": "N"},
+        {"name": "x", "dtype": "float32", "shape": [True]},
+        {"name": "x", "dtype": "float32", "shape": [1.5]},
+        {"name": "x", "dtype": "float32", "shape": [None]},
+        {"name": "x", "dtype": "float32", "shape": [[1]]},
+    ],
+    ids=str,
+)
+def test_bad_dict_names_the_file(values: dict[str, object]) -> None:
+    with pytest.raises(BadInput, match=r"m\.json"):
+        spec_from_dict(values, "m.json")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"name": "x", "dtype": "complex64", "shape": []},
+        {"name": "x", "dtype": "float32", "shape": [-1]},
+    ],
+    ids=str,
+)
+def test_impossible_tensor_is_named(values: dict[str, object]) -> None:
+    with pytest.raises(BadInput, match="x: "):
+        spec_from_dict(values, "m.json")
+
+
+@pytest.mark.parametrize(
+    ("shape", "batched"), [(("N", 3), True), (("T",), True), ((1, "N"), False), ((), False)]
+)
+def test_batched_means_axis_0_is_dynamic(shape: tuple[int | str, ...], batched: bool) -> None:
+    assert TensorSpec("x", "float32", shape).batched is batched
+
+
+SPEC = TensorSpec("x", "float32", ("N", 3))
+
+
+@pytest.mark.parametrize("count", [0, 1, 9])
+def test_any_size_fits_a_dynamic_axis(count: int) -> None:
+    assert mismatch(SPEC, "float32", (count, 3)) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "got"),
+    [
+        ("float64", (1, 3), "float64[1,3]"),
+        ("float32", (1, 4), "float32[1,4]"),
+        ("float32", (3,), "float32[3]"),
+        ("float32", (1, 3, 1), "float32[1,3,1]"),
+        ("float32", (), "float32[]"),
+    ],
+)
+def test_mismatch_says_both_sides(dtype: str, shape: tuple[int, ...], got: str) -> None:
+    assert mismatch(SPEC, dtype, shape) == f"input 'x' is float32[N,3], got {got}"
+
+
+def test_concrete_takes_named_sizes_else_1() -> None:
+    assert concrete(TensorSpec("x", "int64", ("N", 3, "T")), {"N": 8}) == (8, 3, 1)
+
+
+def test_sizes_are_numpys() -> None:
+    numpys = {name: np.dtype(name).itemsize for name in DTYPE_BYTES if name != "bfloat16"}
+    assert {**numpys, "bfloat16": 2} == dict(DTYPE_BYTES)
+
+
+def test_every_dtype_has_a_name_in_the_protocol() -> None:
+    assert set(PROTOCOL_NAMES) == set(DTYPE_BYTES)
+    assert len(set(PROTOCOL_NAMES.values())) == len(PROTOCOL_NAMES)

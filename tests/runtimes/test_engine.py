@@ -1,0 +1,75 @@
+"""Opening an artefact by its content, and the check of feeds before a runtime sees them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import BadInput, NotFound, Unsupported
+from deploykit.core.tensors import TensorSpec
+from deploykit.runtimes.engine import check_feeds, load
+
+ROW = TensorSpec("a", "float32", ("N", 4))
+FIXED = TensorSpec("c", "float32", (2, 4))
+
+
+def test_content_decides_not_the_name(affine_onnx: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    renamed = affine_onnx.rename(affine_onnx.with_suffix(".trt"))
+    with load(renamed, "cpu") as engine:
+        assert engine.runtime.startswith("onnxruntime")
+
+
+def test_path_may_be_a_text(affine_onnx: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    with load(str(affine_onnx), "cpu", threads=1) as engine:
+        assert engine.device == "cpu"
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "CPU", "", "cpu\n"])
+def test_unknown_device_is_refused(affine_onnx: Path, device: str) -> None:
+    with pytest.raises(BadInput, match="unknown device"):
+        load(affine_onnx, device)
+
+
+def test_threads_must_be_positive(affine_onnx: Path) -> None:
+    with pytest.raises(BadInput, match="threads"):
+        load(affine_onnx, "cpu", threads=0)
+
+
+def test_missing_file_is_not_found(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"nothing\.onnx: no such file"):
+        load(tmp_path / "nothing.onnx")
+
+
+def test_format_without_a_runtime_is_the_machines_lack(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(Unsupported, match=r"weights\.safetensors.*safetensors") as caught:
+        load(path)
+    assert caught.value.exit_code == 3
+
+
+def test_batch_is_the_dynamic_axis() -> None:
+    assert check_feeds((ROW,), {"a": np.zeros((3, 4), np.float32)}, "m") == 3
+
+
+def test_no_dynamic_axis_means_no_batch() -> None:
+    assert check_feeds((FIXED,), {"c": np.zeros((2, 4), np.float32)}, "m") is None
+
+
+def test_one_axis_name_is_one_size() -> None:
+    both = (ROW, TensorSpec("b", "float32", ("N", 4)))
+    feeds = {"a": np.zeros((3, 4), np.float32), "b": np.zeros((2, 4), np.float32)}
+    with pytest.raises(BadInput, match=r"m: axis N is 3 and 2 in the same call"):
+        check_feeds(both, feeds, "m")
+
+
+def test_error_lists_the_inputs_there_are() -> None:
+    with pytest.raises(BadInput) as caught:
+        check_feeds((ROW,), {}, "m")
+    assert caught.value.hint is not None
+    assert "a:float32[N,4]" in caught.value.hint

@@ -1,0 +1,237 @@
+"""What ONNX Runtime's engine adds to the promises of test_conformance.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from deploykit.core.errors import BadInput, Unsupported
+
+ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+
+from deploykit.runtimes.onnxruntime import holds_half, open_engine, session_options  # noqa: E402 - after the skip
+
+FLOAT, HALF = TensorProto.FLOAT, TensorProto.FLOAT16
+Value = onnx.ValueInfoProto
+
+
+def value(name: str, kind: int = FLOAT, shape: list[int | str | None] | None = None) -> Value:
+    return helper.make_tensor_value_info(name, kind, ["N", 4] if shape is None else shape)
+
+
+def write(
+    path: Path,
+    nodes: list[onnx.NodeProto],
+    inputs: list[Value],
+    outputs: list[Value],
+    weights: dict[str, np.ndarray] | None = None,
+    functions: list[onnx.FunctionProto] | None = None,
+) -> Path:
+    tensors = [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()]
+    model = helper.make_model(
+        helper.make_graph(nodes, "g", inputs, outputs, tensors),
+        opset_imports=[helper.make_opsetid("", 18), helper.make_opsetid("local", 1)],
+        functions=functions or [],
+        ir_version=10,
+    )
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+node = helper.make_node
+ADD = node("Add", ["x", "w"], ["y"])
+IDENTITY = node("Identity", ["x"], ["y"])
+CAST_BACK = node("Cast", ["h"], ["y"], to=FLOAT)
+
+
+def test_float32_graph_holds_no_half(tmp_path: Path) -> None:
+    path = write(tmp_path / "m", [ADD], [value("x")], [value("y")], {"w": np.ones(4, np.float32)})
+    assert not holds_half(path)
+
+
+def test_half_initializer_is_seen(tmp_path: Path) -> None:
+    weights = {"a": np.ones(4, np.float32), "w": np.ones(4, np.float16)}
+    assert holds_half(write(tmp_path / "m", [ADD], [value("x")], [value("y")], weights))
+
+
+def test_half_input_is_seen(tmp_path: Path) -> None:
+    cast = node("Cast", ["x"], ["y"], to=FLOAT)
+    assert holds_half(write(tmp_path / "m", [cast], [value("x", HALF)], [value("y")]))
+
+
+def test_half_output_is_seen(tmp_path: Path) -> None:
+    assert holds_half(write(tmp_path / "m", [IDENTITY], [value("x")], [value("y", HALF)]))
+
+
+def test_cast_to_half_is_seen(tmp_path: Path) -> None:
+    cast = node("Cast", ["x"], ["h"], to=HALF)
+    assert holds_half(write(tmp_path / "m", [cast, CAST_BACK], [value("x")], [value("y")]))
+
+
+def test_half_constant_is_seen(tmp_path: Path) -> None:
+    constant = node("Constant", [], ["w"], value=numpy_helper.from_array(np.ones(4, np.float16)))
+    assert holds_half(write(tmp_path / "m", [constant, ADD], [value("x")], [value("y")]))
+
+
+def test_half_inside_a_branch_is_seen(tmp_path: Path) -> None:
+    cast = node("Cast", ["x"], ["h"], to=HALF)
+    branch = helper.make_graph([cast, CAST_BACK], "branch", [], [value("y")])
+    choose = node("If", ["flag"], ["y"], then_branch=branch, else_branch=branch)
+    flag = value("flag", TensorProto.BOOL, [])
+    assert holds_half(write(tmp_path / "m", [choose], [value("x"), flag], [value("y")]))
+
+
+def test_half_inside_a_function_is_seen(tmp_path: Path) -> None:
+    cast = node("Cast", ["x"], ["h"], to=HALF)
+    opsets = [helper.make_opsetid("", 18)]
+    function = helper.make_function("local", "Halve", ["x"], ["y"], [cast, CAST_BACK], opsets)
+    call = node("Halve", ["x"], ["y"], domain="local")
+    path = write(tmp_path / "m", [call], [value("x")], [value("y")], functions=[function])
+    assert holds_half(path)
+
+
+def test_number_ten_elsewhere_is_not_half(tmp_path: Path) -> None:
+    """FLOAT16 is 10 in ONNX; so are these, which are not types."""
+    concat = node("Concat", ["x"], ["y"], axis=10)
+    ten = np.full((10,), 10, np.int64)
+    assert not holds_half(
+        write(tmp_path / "m", [concat], [value("x", FLOAT, [10, 10])], [value("y")], {"t": ten})
+    )
+
+
+@pytest.mark.parametrize("keep", [0.3, 0.9])
+def test_truncated_file_holds_no_half_and_does_not_open(affine_onnx: Path, keep: float) -> None:
+    content = affine_onnx.read_bytes()
+    affine_onnx.write_bytes(content[: int(len(content) * keep)])
+    assert not holds_half(affine_onnx)
+    with pytest.raises(BadInput, match=r"affine\.onnx: is a truncated or damaged ONNX file"):
+        open_engine(affine_onnx, "cpu")
+
+
+def test_noise_holds_no_half_and_does_not_open(tmp_path: Path) -> None:
+    path = tmp_path / "noise.onnx"
+    path.write_bytes(b"\x08\x0a" + np.random.default_rng(1).bytes(100_000))
+    assert not holds_half(path)
+    with pytest.raises(BadInput, match=r"noise\.onnx"):
+        open_engine(path, "cpu")
+
+
+def test_deeply_nested_file_does_not_overflow_the_stack(tmp_path: Path) -> None:
+    """A graph in an attribute in a node in a graph ...: 3000 messages deep."""
+    body = b""
+    for _ in range(1000):
+        for number in (6, 5, 1):  # AttributeProto.g, NodeProto.attribute, GraphProto.node
+            body = bytes([number << 3 | 2]) + _varint(len(body)) + body
+    path = tmp_path / "deep.onnx"
+    path.write_bytes(b"\x08\x0a\x3a" + _varint(len(body)) + body)
+    assert not holds_half(path)
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*out, number])
+
+
+def test_half_graph_runs(tmp_path: Path) -> None:
+    cast = node("Cast", ["x"], ["h"], to=HALF)
+    double = node("Add", ["h", "h"], ["h2"])
+    back = node("Cast", ["h2"], ["y"], to=FLOAT)
+    path = write(tmp_path / "m", [cast, double, back], [value("x")], [value("y")])
+    with open_engine(path, "cpu") as engine:
+        y = engine({"x": np.ones((2, 4), np.float32)})["y"]
+    np.testing.assert_array_equal(y, np.full((2, 4), 2, np.float32))
+
+
+def test_cuda_that_is_not_there_is_never_replaced_by_the_cpu(affine_onnx: Path) -> None:
+    if "CUDAExecutionProvider" in ort.get_available_providers():
+        pytest.skip("this onnxruntime has a CUDA provider")
+    with pytest.raises(Unsupported, match=r"affine\.onnx: device 'cuda'.*no CUDA") as caught:
+        open_engine(affine_onnx, "cuda")
+    assert caught.value.exit_code == 3
+    assert caught.value.hint is not None
+
+
+def test_auto_without_cuda_is_the_cpu(affine_onnx: Path) -> None:
+    if "CUDAExecutionProvider" in ort.get_available_providers():
+        pytest.skip("this onnxruntime has a CUDA provider")
+    with open_engine(affine_onnx, "auto") as engine:
+        assert engine.device == "cpu"
+
+
+def test_two_inputs_must_agree_on_the_batch(tmp_path: Path) -> None:
+    add = node("Add", ["a", "b"], ["y"])
+    path = write(tmp_path / "two.onnx", [add], [value("a"), value("b")], [value("y")])
+    feeds = {"a": np.zeros((3, 4), np.float32), "b": np.zeros((1, 4), np.float32)}
+    with open_engine(path, "cpu") as engine, pytest.raises(BadInput, match="axis N is 3 and 1"):
+        engine(feeds)
+
+
+def test_unnamed_axes_get_names(tmp_path: Path) -> None:
+    shape = [None, 4, None]
+    path = write(tmp_path / "m", [IDENTITY], [value("x", FLOAT, shape)], [value("y", FLOAT, shape)])
+    with open_engine(path, "cpu") as engine:
+        assert [str(spec) for spec in engine.inputs] == ["x:float32[N,4,x_2]"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"), [(TensorProto.STRING, "string"), (TensorProto.BFLOAT16, "bfloat16")]
+)
+def test_type_that_numpy_cannot_carry_is_unsupported(tmp_path: Path, kind: int, says: str) -> None:
+    path = write(tmp_path / "m", [IDENTITY], [value("x", kind)], [value("y", kind)])
+    with pytest.raises(Unsupported, match=rf"tensor 'x' is a tensor\({says}\)"):
+        open_engine(path, "cpu")
+
+
+def test_unknown_operator_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.onnx", [node("Nonsense", ["x"], ["y"])], [value("x")], [value("y")])
+    with pytest.raises(BadInput, match=r"m\.onnx: .*Nonsense"):
+        open_engine(path, "cpu")
+
+
+def test_weights_outside_the_models_folder_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "secret.bin").write_bytes(np.full(4, 7, np.float32).tobytes())
+    folder = tmp_path / "models"
+    folder.mkdir()
+    path = write(
+        folder / "m.onnx", [ADD], [value("x")], [value("y")], {"w": np.ones(4, np.float32)}
+    )
+    model = onnx.load(path)
+    tensor = model.graph.initializer[0]
+    tensor.ClearField("raw_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="../secret.bin")
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(BadInput, match=r"m\.onnx"):
+        open_engine(path, "cpu")
+
+
+def test_failure_inside_the_graph_names_the_file(tmp_path: Path) -> None:
+    """A Reshape that fits no batch but 2: only running it shows."""
+    path = write(
+        tmp_path / "m.onnx",
+        [node("Reshape", ["x", "s"], ["y"])],
+        [value("x")],
+        [value("y", FLOAT, [8])],
+        {"s": np.array([8], np.int64)},
+    )
+    with open_engine(path, "cpu") as engine:
+        assert engine({"x": np.zeros((2, 4), np.float32)})["y"].shape == (8,)
+        with pytest.raises((BadInput, Unsupported), match=r"m\.onnx: .*Reshape"):
+            engine({"x": np.zeros((3, 4), np.float32)})
+
+
+def test_threads_are_those_asked_for() -> None:
+    assert session_options(3).intra_op_num_threads == 3
+
+
+def test_half_graphs_are_not_optimised_to_the_last_level() -> None:
+    level = ort.GraphOptimizationLevel
+    assert session_options(1, half=True).graph_optimization_level == level.ORT_ENABLE_EXTENDED
+    assert session_options(1).graph_optimization_level == level.ORT_ENABLE_ALL

@@ -1,0 +1,249 @@
+"""The routes of the protocol and their errors, through a real socket."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from deploykit.core.tensors import TensorSpec
+from deploykit.runtimes.fake import FakeEngine
+from tests.serving.conftest import Running, infer_json, running
+
+GOOD = infer_json([1, 2, 3, 4], [1, 4])
+INFER = "/v2/models/m/infer"
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("/v2/health/live", {"live": True}),
+        ("/v2/health/ready", {"ready": True}),
+        ("/v2/models/m/ready", {"name": "m", "ready": True}),
+        ("/v2/models/m/versions/1/ready", {"name": "m", "ready": True}),
+        ("/v2/health/live?verbose=1", {"live": True}),
+    ],
+)
+def test_health(server: Running, target: str, expected: object) -> None:
+    reply = server.ask("GET", target)
+    assert (reply.status, reply.json) == (200, expected)
+
+
+def test_the_server_advertises_what_it_does(server: Running) -> None:
+    document = server.ask("GET", "/v2").json
+    assert document["name"] == "deploykit"
+    assert {"binary_tensor_data", "model_configuration", "statistics"} <= set(
+        document["extensions"]
+    )
+
+
+@pytest.mark.parametrize("base", ["/v2/models/m", "/v2/models/m/versions/1"])
+def test_metadata_and_config_differ_by_the_batch_axis(server: Running, base: str) -> None:
+    metadata, config = (server.ask("GET", base + end).json for end in ("", "/config"))
+    assert metadata["versions"] == ["1"]
+    assert metadata["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}]
+    assert config["max_batch_size"] == 32
+    assert config["input"] == [{"name": "x", "data_type": "TYPE_FP32", "dims": [4]}]
+    assert config["dynamic_batching"] == {"max_queue_delay_microseconds": 0}
+
+
+def test_a_fixed_first_axis_is_not_batched() -> None:
+    engine = FakeEngine()
+    engine.inputs = (TensorSpec("x", "float32", (2, 4)),)
+    engine.outputs = (TensorSpec("y", "float32", (2, 4)),)
+    with running({"m": engine}) as server:
+        config = server.ask("GET", "/v2/models/m/config").json
+        assert config["max_batch_size"] == 0
+        assert config["input"][0]["dims"] == [2, 4]
+        assert "dynamic_batching" not in config
+        assert server.ask("POST", INFER, infer_json([0] * 8, [2, 4])).status == 200
+        assert server.ask("POST", INFER, infer_json([0] * 4, [1, 4])).status == 400
+
+
+def test_outputs_with_another_first_axis_are_not_batched() -> None:
+    engine = FakeEngine()
+    engine.outputs = (TensorSpec("y", "float32", ("found", 4)),)
+    with running({"m": engine}) as server:
+        assert server.ask("GET", "/v2/models/m/config").json["max_batch_size"] == 0
+
+
+def test_max_batch_is_that_of_the_engine_when_it_is_smaller() -> None:
+    with running({"m": FakeEngine(max_batch=3)}) as server:
+        assert server.ask("GET", "/v2/models/m/config").json["max_batch_size"] == 3
+        reply = server.ask("POST", INFER, infer_json([0] * 16, [4, 4]))
+        assert reply.status == 400
+        assert "batch 4 is above 3" in reply.json["error"]
+
+
+def test_the_engine_is_warmed_up_before_the_first_request() -> None:
+    engine = FakeEngine()
+    with running({"m": engine}, max_batch=8):
+        assert engine.batches == [1, 8]
+
+
+def test_infer_answers_with_the_id_and_the_numbers(server: Running) -> None:
+    reply = server.ask("POST", INFER, infer_json([1, 2, 3, 4], [1, 4], id="a\n\u001b[2Jé"))
+    assert reply.status == 200
+    assert reply.headers["content-type"] == "application/json"
+    assert reply.json == {
+        "model_name": "m",
+        "model_version": "1",
+        "id": "a\n\u001b[2Jé",
+        "outputs": [{"name": "y", "datatype": "FP32", "shape": [1, 4], "data": [3, 5, 7, 9]}],
+    }
+
+
+def test_infer_with_bytes_both_ways(server: Running) -> None:
+    rows = np.arange(8, dtype=np.float32).reshape(2, 4)
+    item = {
+        "name": "x",
+        "datatype": "FP32",
+        "shape": [2, 4],
+        "parameters": {"binary_data_size": 32},
+    }
+    head = json.dumps({"inputs": [item], "parameters": {"binary_data_output": True}}).encode()
+    reply = server.ask(
+        "POST",
+        INFER,
+        head + rows.tobytes(),
+        Inference_Header_Content_Length=str(len(head)),
+    )
+    size = int(reply.headers["inference-header-content-length"])
+    assert reply.headers["content-type"] == "application/octet-stream"
+    assert json.loads(reply.body[:size])["outputs"][0]["parameters"] == {"binary_data_size": 32}
+    np.testing.assert_array_equal(
+        np.frombuffer(reply.body[size:], np.float32).reshape(2, 4), rows * 2 + 1
+    )
+
+
+NAMES = [
+    "../etc",
+    "a/../b",
+    "../../etc/passwd",
+    "/etc/passwd",
+    "m/..",
+    "..",
+    "m/x",
+    "%2e%2e%2fetc",
+    "m%00",
+    "A" * 256,
+    "model.version1",
+    "model....1",
+    "m/versions/2",
+    "m/versions/01",
+    "m/versions/-1",
+    "m/versions/1e3",
+    "m/versions/../1",
+    "<img>",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_unknown_model_or_version_is_not_found(server: Running, name: str) -> None:
+    reply = server.ask("POST", f"/v2/models/{name}/infer", GOOD)
+    assert reply.status == 404
+    assert "served here: m (version 1)" in reply.json["error"] or "no route" in reply.json["error"]
+
+
+@pytest.mark.parametrize("target", ["/", "/v3", "/v2/health", "/docs", "*", "/v2/models/"])
+def test_an_unknown_route_is_not_found(server: Running, target: str) -> None:
+    reply = server.ask("GET", target)
+    assert reply.status == 404
+    assert "no route" in reply.json["error"]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/v2/repository/models/m/load",
+        "/v2/repository/models/m/unload",
+        "/v2/systemsharedmemory/status",
+        "/v2/cudasharedmemory/region/r/register",
+        "/v2/trace/setting",
+        "/v2/models/m/trace/setting",
+        "/v2/logging",
+    ],
+)
+def test_what_is_not_offered_says_so(server: Running, target: str) -> None:
+    reply = server.ask("POST", target, b"{}")
+    assert reply.status == 501
+    assert "not offered" in reply.json["error"]
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "allow"),
+    [
+        ("DELETE", "/v2", "GET, HEAD"),
+        ("POST", "/v2/health/live", "GET, HEAD"),
+        ("GET", INFER, "POST"),
+        ("HEAD", INFER, "POST"),
+        ("GET", "/v2/repository/index", "POST"),
+        ("OPTIONS", "/v2/models/m", "GET, HEAD"),
+        ("PUT", "/metrics", "GET, HEAD"),
+    ],
+)
+def test_a_wrong_verb_is_not_allowed(server: Running, method: str, target: str, allow: str) -> None:
+    reply = server.ask(method, target)
+    assert reply.status == 405
+    assert reply.headers["allow"] == allow
+    if method != "HEAD":
+        assert "is not allowed here" in reply.json["error"]
+
+
+@pytest.mark.parametrize("target", ["/v2/health/live", "/v2/health/ready", "/v2/models/m/ready"])
+def test_head_has_the_headers_of_get_and_no_body(server: Running, target: str) -> None:
+    raw = server.connect()
+    raw.send(f"HEAD {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    head = raw.reply(body=False)
+    raw.send(f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    get = raw.reply()
+    assert head is not None
+    assert get is not None
+    assert head.status == get.status == 200
+    assert int(head.headers["content-length"]) == len(get.body)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "gzip, gzip"])
+def test_a_compressed_body_is_refused_by_name(server: Running, encoding: str) -> None:
+    reply = server.ask("POST", INFER, b"\x1f\x8b", Content_Encoding=encoding)
+    assert reply.status == 415
+    assert "uncompressed" in reply.json["error"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff" * 50, b'{"inputs": [5]}'])
+def test_a_bad_body_is_400_and_the_connection_goes_on(server: Running, body: bytes) -> None:
+    raw = server.connect()
+    for content, status in ((body, 400), (GOOD, 200)):
+        size = f"Host: localhost\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+        raw.send(f"POST {INFER} HTTP/1.1\r\n".encode() + size + content)
+        reply = raw.reply()
+        assert reply is not None
+        assert reply.status == status
+        assert ("error" in reply.json) == (status == 400)
+
+
+def test_the_repository_index_lists_the_models(server: Running) -> None:
+    for body in (b"", b'{"ready": true}'):
+        reply = server.ask("POST", "/v2/repository/index", body)
+        assert reply.json == [{"name": "m", "version": "1", "state": "READY", "reason": ""}]
+
+
+def test_two_models_answer_by_their_names() -> None:
+    with running({"a": FakeEngine(), "b.2": FakeEngine(width=2)}) as server:
+        assert server.ask("POST", "/v2/models/a/infer", GOOD).json["model_name"] == "a"
+        body = infer_json([1, 2], [1, 2])
+        assert server.ask("POST", "/v2/models/b.2/infer", body).json["model_name"] == "b.2"
+        names = [each["name"] for each in server.ask("GET", "/v2/models/stats").json["model_stats"]]
+        assert names == ["a", "b.2"]
+
+
+def test_nan_in_a_json_output_asks_for_binary() -> None:
+    class Nan(FakeEngine):
+        def __call__(self, feeds):
+            return {"y": super().__call__(feeds)["y"] * np.float32("nan")}
+
+    with running({"m": Nan()}) as server:
+        reply = server.ask("POST", INFER, GOOD)
+        assert reply.status == 400
+        assert "binary_data" in reply.json["error"]

@@ -1,0 +1,201 @@
+"""The house rules, read off every file's syntax tree: floors, heavy imports, cycles, sizes."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "deploykit"
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if "_data" not in path.parts)
+
+FLOORS = {"core": 1, "runtimes": 2, "api": 4, "cli": 5}
+ROOMS = {"training", "exporters", "transforms", "builders", "measure", "serving", "targets"}
+# import -> files and folders that may hold it; see docs/architecture.md
+OWNERS = {
+    "torch": {"runtimes/torch.py", "training/", "exporters/"},
+    "onnx": {"transforms/", "exporters/"},
+    "onnxruntime": {
+        "runtimes/onnxruntime.py",
+        "builders/onnxruntime.py",
+        "transforms/calibrate.py",
+        "transforms/qdq.py",
+    },
+    "onnxconverter_common": {"transforms/halves.py"},
+    "sklearn": set(),
+    "tensorrt": {"runtimes/tensorrt.py", "builders/tensorrt.py"},
+    "httptools": {"serving/http.py", "serving/wire.py", "measure/client.py"},
+    "uvloop": {"serving/http.py", "measure/client.py"},
+    "orjson": {"serving/", "measure/remote.py"},
+    "typer": {"cli/"},
+}
+CEILINGS = {  # lines, docstrings included: what a room may grow to
+    "core": 1600,
+    "runtimes": 1300,
+    "training": 400,
+    "exporters": 400,
+    "transforms": 1800,
+    "builders": 500,
+    "measure": 3600,
+    "serving": 2600,
+    "api": 1300,
+    "cli": 900,
+}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in FILES}
+
+
+def imports_of(path: Path, *, top_level: bool = False) -> set[str]:
+    """Modules that a file imports: with `from a import b`, `a.b` where that is a module of ours.
+
+    `top_level`: only what importing the file runs; neither functions nor `if TYPE_CHECKING`.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found: set[str] = set()
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            pending += node.orelse
+            continue
+        if top_level and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{name_of(path)}: imports are absolute"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if full in MODULES else node.module)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("require"):
+            found |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
+        pending += ast.iter_child_nodes(node)
+    return found
+
+
+def floor_of(module: str) -> tuple[int, str]:
+    """The floor of a module of ours and its room; 0 for the package's own two files."""
+    parts = module.split(".")
+    room = parts[1] if len(parts) > 1 else ""
+    return (3 if room in ROOMS else FLOORS.get(room, 0)), room
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_go_downwards_only(path: Path) -> None:
+    floor, room = floor_of(module_of(path))
+    if floor == 0:
+        return
+    for module in imports_of(path):
+        if module.split(".")[0] != "deploykit":
+            continue
+        other_floor, other_room = floor_of(module)
+        if module == "deploykit":  # its __version__
+            continue
+        sideways = other_floor == floor and other_room != room
+        assert other_floor <= floor, f"{name_of(path)} imports upward: {module}"
+        assert not sideways, f"{name_of(path)} imports sideways: {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_heavy_imports_stay_with_their_owners(path: Path) -> None:
+    for module in imports_of(path):
+        top = module.split(".")[0]
+        if top in OWNERS:
+            name = name_of(path)
+            allowed = any(
+                name == owner or (owner.endswith("/") and name.startswith(owner))
+                for owner in OWNERS[top]
+            )
+            assert allowed, f"{name} imports {module}, which belongs to {OWNERS[top]}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_numpy_is_imported_late_above_the_rooms_and_never_in_core(path: Path) -> None:
+    floor, _ = floor_of(module_of(path))
+    if floor in (2, 3):
+        return
+    assert "numpy" not in imports_of(path, top_level=True)
+    if floor == 1:
+        assert "numpy" not in imports_of(path)
+
+
+def test_core_imports_the_standard_library_only() -> None:
+    import sys
+
+    for path in (PACKAGE / "core").glob("*.py"):
+        for module in imports_of(path):
+            top = module.split(".")[0]
+            known = top in sys.stdlib_module_names or top in {"deploykit", "tomli", "tomllib"}
+            assert known, f"{name_of(path)} imports {module}"
+
+
+def test_no_import_cycles() -> None:
+    graph = {
+        module: {name for name in imports_of(path, top_level=True) if name in MODULES}
+        for module, path in MODULES.items()
+    }
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, " -> ".join([*trail, module])
+        if module in done:
+            return
+        for other in sorted(graph[module] - {module}):
+            visit(other, (*trail, module))
+        done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_no_file_is_over_400_lines(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
+
+
+@pytest.mark.parametrize("room", sorted(CEILINGS))
+def test_no_room_is_over_its_ceiling(room: str) -> None:
+    lines = sum(
+        len(p.read_text(encoding="utf-8").splitlines()) for p in (PACKAGE / room).glob("*.py")
+    )
+    assert lines <= CEILINGS[room]
+
+
+def test_no_module_has_the_name_of_a_public_verb() -> None:
+    import deploykit
+
+    names = {path.stem for path in PACKAGE.iterdir()} - {"__init__", "__main__", "__pycache__"}
+    assert not names & set(deploykit._PUBLIC)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_every_file_opens_with_what_it_is_for(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    if text.strip():
+        assert ast.get_docstring(ast.parse(text)), name_of(path)
+        bare = path.name == "__init__.py"
+        assert bare or "from __future__ import annotations" in text, name_of(path)
+
+
+def test_only_output_prints() -> None:
+    printing = [name_of(p) for p in FILES if re.search(r"(?<![\w.])print\(", p.read_text())]
+    assert printing == ["cli/output.py"]
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE.parent / "models").glob("*.py")), ids=str)
+def test_recipes_are_short_and_know_the_core_only(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 200
+    ours = {name for name in imports_of(path) if name.split(".")[0] == "deploykit"}
+    assert all(name.startswith("deploykit.core") for name in ours)

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from deploykit.core.errors import BadInput, Unsupported
+from deploykit.core.tensors import TensorSpec
+from deploykit.runtimes.engine import load
+from deploykit.transforms.calibrate import calibrate
+from deploykit.transforms.graph import load_graph, save_graph, specs, summarise
+from deploykit.transforms.halves import to_fp16
+from deploykit.transforms.qdq import to_int8
+from tests.onnx_zoo import conv_relu, int64_ids, linear, make, mnist_like, save, two_inputs
+from tests.transforms.data import samples
+
+
+def test_a_saved_graph_loads_back_equal(tmp_path: Path) -> None:
+    save_graph(mnist_like(), tmp_path / "m.onnx")
+    assert load_graph(tmp_path / "m.onnx") == mnist_like()
+
+
+def test_saving_twice_gives_the_same_bytes(tmp_path: Path) -> None:
+    save_graph(mnist_like(), tmp_path / "a.onnx")
+    save_graph(load_graph(tmp_path / "a.onnx"), tmp_path / "b.onnx")
+    assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
+
+
+def test_saving_into_no_folder_is_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="does not exist"):
+        save_graph(linear(), tmp_path / "none" / "m.onnx")
+
+
+def test_specs_leave_initializers_out_and_keep_axis_names() -> None:
+    model = linear()
+    weight = helper.make_tensor_value_info("W", TensorProto.FLOAT, [4, 3])
+    model.graph.input.append(weight)
+    inputs, outputs = specs(model)
+    assert inputs == (TensorSpec("x", "float32", ("N", 4)),)
+    assert outputs == (TensorSpec("y", "float32", ("N", 3)),)
+
+
+def test_unnamed_dynamic_axes_are_named_as_the_runtime_names_them(tmp_path: Path) -> None:
+    node = helper.make_node("Relu", ["x"], ["y"], name="relu")
+    model = make([node], {"x": ("a", "b", 3)}, {"y": ("a", "b", 3)}, {})
+    for value in (*model.graph.input, *model.graph.output):
+        for axis in value.type.tensor_type.shape.dim[:2]:
+            axis.Clear()
+    path = save(model, tmp_path / "m.onnx")
+    with load(path, "cpu") as engine:
+        assert specs(model) == (engine.inputs, engine.outputs)
+    assert specs(model)[0][0].shape == ("N", "x_1", 3)
+
+
+def test_a_text_input_is_unsupported() -> None:
+    model = linear()
+    model.graph.input[0].type.tensor_type.elem_type = TensorProto.STRING
+    with pytest.raises(Unsupported, match="'x' is of type string"):
+        specs(model)
+
+
+def test_summary_counts_nodes_operators_parameters_and_bytes() -> None:
+    summary = summarise(conv_relu())
+    assert summary.operators == {"Conv": 1, "Relu": 1}
+    assert (summary.nodes, summary.parameters, summary.weight_bytes) == (2, 4 * 9 + 4, 160)
+    assert (summary.opset, summary.ir_version, summary.producer) == ({"ai.onnx": 18}, 10, "zoo")
+    assert summary.to_dict()["inputs"] == [
+        {"name": "x", "dtype": "float32", "shape": ["N", 1, 8, 8]}
+    ]
+
+
+def test_precision_of_a_float32_graph_leaves_data_movement_out() -> None:
+    assert summarise(mnist_like()).precision == {"float32": 7}  # 8 nodes, one is Flatten
+
+
+def test_precision_of_a_half_graph_leaves_casts_out() -> None:
+    half, _ = to_fp16(two_inputs(), None)
+    assert summarise(half).operators["Cast"] == 4
+    assert summarise(half).precision == {"float16": 2}
+
+
+def test_precision_of_a_quantized_graph_counts_fed_nodes_as_int8(tmp_path: Path) -> None:
+    path = save(mnist_like(), tmp_path / "m.onnx")
+    model = to_int8(mnist_like(), calibrate(path, samples(mnist_like())))
+    summary = summarise(model)
+    assert summary.precision == {"float32": 4, "int8": 3}
+    assert summary.parameters == summarise(mnist_like()).parameters  # scales are none
+
+
+def test_weight_only_quantization_computes_in_float() -> None:
+    array = np.ones((4, 3), np.int8)
+    nodes = [
+        helper.make_node("DequantizeLinear", ["q", "scale"], ["W"], name="dq"),
+        helper.make_node("MatMul", ["x", "W"], ["y"], name="matmul"),
+    ]
+    weights = {"q": array, "scale": np.array(0.1, np.float32)}
+    model = make(nodes, {"x": ("N", 4)}, {"y": ("N", 3)}, weights)
+    assert summarise(model).precision == {"float32": 1}
+
+
+def test_types_are_inferred_where_the_file_does_not_tell_them() -> None:
+    half, _ = to_fp16(mnist_like(), None)
+    del half.graph.value_info[:]
+    assert summarise(half).precision == {"float16": 7}
+
+
+def test_large_weights_do_not_matter_to_type_inference() -> None:
+    table = np.zeros((1000, 8), np.float32)  # above the size that inference is shown
+    model = int64_ids()
+    model.graph.initializer[0].CopyFrom(numpy_helper.from_array(table, "table"))
+    assert summarise(model).precision == {"float32": 2}
+
+
+def test_nodes_in_bodies_are_counted() -> None:
+    body = helper.make_graph(
+        [helper.make_node("Neg", ["x"], ["n"], name="neg")],
+        "body",
+        [],
+        [helper.make_tensor_value_info("n", TensorProto.FLOAT, None)],
+    )
+    node = helper.make_node("If", ["c"], ["y"], name="if", then_branch=body, else_branch=body)
+    weights = {"c": np.array(True)}
+    model = make([node], {"x": ("N", 4)}, {"y": ("N", 4)}, weights)
+    assert summarise(model).operators == {"If": 1, "Neg": 2}
+
+
+def test_an_external_weight_is_loaded_with_its_values(tmp_path: Path) -> None:
+    onnx.save(
+        mnist_like(),
+        tmp_path / "m.onnx",
+        save_as_external_data=True,
+        location="m.data",
+        size_threshold=0,
+    )
+    loaded = load_graph(tmp_path / "m.onnx")
+    for ours, theirs in zip(loaded.graph.initializer, mnist_like().graph.initializer, strict=True):
+        np.testing.assert_array_equal(
+            numpy_helper.to_array(ours), numpy_helper.to_array(theirs), strict=True
+        )
