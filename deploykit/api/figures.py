@@ -12,7 +12,7 @@ from deploykit.api.staging import PARITY_BATCHES, Progress
 from deploykit.core.artefact import sniff
 from deploykit.core.errors import BadInput
 from deploykit.core.files import make_folder, sha256
-from deploykit.core.machine import Machine, this_machine, usable_cores
+from deploykit.core.machine import Machine, default_threads, this_machine
 from deploykit.core.tensors import BATCH
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from deploykit.runtimes.engine import Engine
 
 BATCHES = (1, 2, 4, 8, 16, 32)
-BASELINE = "fp32 CPU"  # ONNX Runtime, one session on all usable cores
+BASELINE = "fp32 CPU"  # ONNX Runtime, one session on all physical cores
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def _setups(
     from deploykit.measure.report import NotMeasured
     from deploykit.runtimes.onnxruntime import providers
 
-    cores = usable_cores()
+    cores = default_threads()
     cuda = "CUDAExecutionProvider" in providers()
     gaps = []
     if device == "cpu":
@@ -223,13 +223,13 @@ def _setups(
         gaps.append(NotMeasured("GPU", "the installed onnxruntime has no CUDA provider"))
     setups = []
     for item in every:
-        label = BASELINE if item is reference else f"{item.precision} CPU, {item.path.name}"
+        label = BASELINE if item is reference else item.path.stem
         setups.append(_setup(item, label, "cpu", 1, cores))
         if cores > 1:
             setups.append(_setup(item, f"{label}, {cores} sessions", "cpu", cores, 1))
         if device != "cpu" and (cuda or device != "auto"):
             on = "cuda" if device == "auto" else device
-            setups.append(_setup(item, f"{item.precision} GPU, {item.path.name}", on, 1, None))
+            setups.append(_setup(item, f"{item.path.stem}, GPU", on, 1, None))
     return setups, gaps
 
 

@@ -12,8 +12,7 @@ from deploykit.core.machine import Machine, this_machine
 # command -> modules that it needs beyond the base
 _NEEDS = {
     "inspect, profiles, load": (),
-    "predict, bench, serve, build --profile cpu": ("onnxruntime",),
-    "quantize": ("onnxruntime", "onnxconverter_common"),
+    "quantize, predict, bench, serve, build --profile cpu": ("onnxruntime",),
     "export": ("torch", "onnxscript", "onnxruntime"),
     "train": ("torch", "sklearn"),
     "demo": tuple(name for name in EXTRAS if name != "tensorrt"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -162,12 +162,21 @@ def build(
     from deploykit.measure.parity import compare_engines
     from deploykit.runtimes.data import random_feeds
     from deploykit.runtimes.engine import load
+    from deploykit.transforms import graph
 
     with staged(out) as tmp:
         typed = model
         if precision in PRECISIONS:
             typed = tmp.with_name("typed.onnx")
-            quantize(model, precision, typed, calib=calib, data=data, max_drop=max_drop)
+            quantize(
+                model,
+                precision,
+                typed,
+                calib=calib,
+                data=data,
+                max_drop=max_drop,
+                runtime=target.runtime,
+            )
         facts = builder.build(typed, tmp)
         with load(typed, "cpu") as reference, load(tmp, "cpu") as built:
             feeds = [random_feeds(built.inputs, {BATCH: n}, n) for n in PARITY_BATCHES]
@@ -181,9 +190,20 @@ def build(
             checks={"parity": parity.to_dict()},
             built_on={**facts, "profile": target.name},
         )
-        notes = (f"profile auto: {target.name} ({why})",) if why else ()
+        notes: tuple[str, ...] = (f"profile auto: {target.name} ({why})",) if why else ()
+        notes += _changed(graph.summarise(graph.load_graph(typed)).precision, manifest.precision)
         made = Made(out, manifest, parity=parity, notes=notes)
         return keep_if_equal(tmp, made, parity)
+
+
+def _changed(asked: Mapping[str, int], built: Mapping[str, int]) -> tuple[str, ...]:
+    """A note for each precision of the graph that the built engine, read back, has less of."""
+    return tuple(
+        f"{name}: {count} nodes in the graph, {built.get(name, 0)} in the built engine: the rest "
+        f"runs in float32 here (INT8 for this target: build --precision int8 --calib FILE.npz)"
+        for name, count in asked.items()
+        if name != "float32" and "float32" in built and built.get(name, 0) < count
+    )
 
 
 def _batch_size(batch: str) -> int | None:

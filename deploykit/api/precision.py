@@ -28,9 +28,12 @@ def quantize(
     calib: Path | None = None,
     data: Path | None = None,
     max_drop: float = 0.01,
+    runtime: str = "tensorrt",
 ) -> Made:
     """Put `to` ("fp16" or "int8") into the graph.
 
+    `runtime`: what will run it, "tensorrt" or "onnxruntime": they want INT8's Q/DQ pairs at other
+    places. Either file is right on both; on the other one it may not be faster than float32.
     `calib`: .npz with inputs, needed for int8. `data`: labelled .npz; then the upper end of the
     drop's 95 % interval must stay under `max_drop` (a fraction: 0.01 is one percentage point).
     """
@@ -51,7 +54,7 @@ def quantize(
         )
     calibration_set = read_samples(calib, inputs) if calib else None
     test_set = read_samples(data, inputs, labelled=True) if data else None
-    typed, notes = _typed(source, model, to, calibration_set)
+    typed, notes = _typed(source, model, to, calibration_set, runtime)
     with staged(out) as tmp:
         graph.save_graph(typed, tmp)
         parity, drop = _judged(model, tmp, out.name, calibration_set, test_set)
@@ -78,14 +81,14 @@ def quantize(
 
 
 def _typed(
-    source: onnx.ModelProto, model: Path, to: str, calibration_set: Samples | None
+    source: onnx.ModelProto, model: Path, to: str, calibration_set: Samples | None, runtime: str
 ) -> tuple[onnx.ModelProto, tuple[str, ...]]:
     """The model in precision `to`, and notes on what was left as it was."""
     from deploykit.transforms import calibrate, halves, qdq
 
     found = calibrate.calibrate(model, calibration_set) if calibration_set else None
     if to == "int8" and found is not None:
-        return qdq.to_int8(source, found), ()
+        return qdq.to_int8(source, found, runtime=runtime), ()
     typed, wide = halves.to_fp16(source, found.ranges if found else None)
     notes = []
     if found is None:

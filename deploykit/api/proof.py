@@ -99,7 +99,10 @@ def predict(
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is in an artefact. `details` depends on the format; `fits`: profiles that offer its precisions; not tried there."""
+    """What is in an artefact. `details` depends on the format.
+
+    `fits`: the profiles that offer its precisions; it was not tried there.
+    """
 
     path: Path
     format: str

@@ -62,13 +62,18 @@ def quantize(
     calib: Calib = None,
     data: Labelled = None,
     max_drop: MaxDrop = 0.01,
+    runtime: Annotated[
+        str, typer.Option(help="tensorrt or onnxruntime: where INT8's Q/DQ pairs go.")
+    ] = "tensorrt",
     as_json: Json = False,
 ) -> None:
     """Put FP16 or INT8 into an ONNX graph and gate what it costs in accuracy."""
     from deploykit.api import precision
 
     with output.shown_on_failure(as_json, texts.made):
-        result = precision.quantize(model, to, out, calib=calib, data=data, max_drop=max_drop)
+        result = precision.quantize(
+            model, to, out, calib=calib, data=data, max_drop=max_drop, runtime=runtime
+        )
     output.show(result, texts.made(result), as_json=as_json)
 
 

@@ -15,7 +15,6 @@ EXTRAS: Mapping[str, str] = {
     "torch": "export",
     "onnxscript": "export",
     "sklearn": "train",
-    "onnxconverter_common": "quantize",
 }
 _NOTES: Mapping[str, str] = {
     "onnxruntime": "; with an NVIDIA GPU: pip install 'deploykit[gpu]'",

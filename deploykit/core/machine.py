@@ -26,7 +26,6 @@ PACKAGES = (
     "tensorrt",
     "torch",
     "onnxscript",
-    "onnxconverter-common",
     "scikit-learn",
 )
 _CPU_FLAGS = (

@@ -89,6 +89,7 @@ class Client:
         self.starts_s, self.ends_s, self.statuses = array("d"), array("d"), array("h")
         self.lags_s = array("d")  # open loop: how late the generator handed a request over
         self.errors: dict[str, int] = {}
+        self.interrupted = False
         self.busy = 0.0  # share of one core that the run took
         self._waiting: deque[float] = deque()  # open loop: due, but no connection is free
         self._idle: list[_Connection] = []
@@ -96,6 +97,11 @@ class Client:
         self._tasks: set[asyncio.Task[None]] = set()
         self._opening = self._next_due = self._turn = 0
         self._ended = False
+
+    def interrupt(self) -> None:
+        """End the run at once; it tells of nothing then."""
+        self.interrupted = True
+        self._finish()
 
     def now(self) -> float:
         return time.perf_counter() - self._zero

@@ -8,9 +8,12 @@ with the server more often than not, so that the path of one request is a write 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import resource
+import signal
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,8 +108,10 @@ def run_load(
         end_s=warmup_s + duration_s,
         drain_s=drain_s,
     )
-    with event_loop(precise=rate is not None) as loop, _frozen_garbage():
+    with event_loop(precise=rate is not None) as loop, _frozen_garbage(), _ctrl_c(loop, client):
         loop.run_until_complete(client.run())
+    if client.interrupted:
+        raise KeyboardInterrupt
     return result_of(client, url, rate, batch=batch, seed=seed)
 
 
@@ -159,6 +164,24 @@ def _frozen_garbage() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+@contextlib.contextmanager
+def _ctrl_c(loop: asyncio.AbstractEventLoop, client: Client) -> Iterator[None]:
+    """Let Ctrl-C end the run. Raised inside a callback it would be logged there, and lost."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before in (
+        None,
+        signal.SIG_IGN,
+    ):
+        yield
+        return
+    loop.add_signal_handler(signal.SIGINT, client.interrupt)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, before)
 
 
 def result_of(client: Client, url: str, rate: float | None, *, batch: int, seed: int) -> LoadResult:

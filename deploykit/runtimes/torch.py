@@ -260,8 +260,10 @@ class TorchEngine:
             torch.set_num_threads(threads)  # torch keeps one number for the whole process
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        if self._module is None:
+            raise BadInput(f"{self._where}: the engine is closed")
         check_feeds(self.inputs, feeds, self._where)
-        arrays = [np.ascontiguousarray(feeds[spec.name]) for spec in self.inputs]
+        arrays = [np.require(feeds[spec.name], requirements=["C", "W"]) for spec in self.inputs]
         with torch.inference_mode():
             tensors = [torch.from_numpy(array).to(self.device) for array in arrays]
             values = _as_tuple(self._module(*tensors))

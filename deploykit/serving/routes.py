@@ -82,7 +82,7 @@ class Routes:
             if found is None:
                 found = self._table.get(call.target.partition("?")[0])
             if found is None:
-                reply_error(call, *self._unknown(call.target))
+                self._unknown(call)
                 return
             verb, route = found
             if call.method != verb and not (verb == "GET" and call.method == "HEAD"):
@@ -97,18 +97,16 @@ class Routes:
             log.exception("a request to %s failed", show(call.target))
             reply_error(call, 500, "an error inside the server; its log says more")
 
-    def _unknown(self, target: str) -> tuple[int, str]:
-        path = target.partition("?")[0]
+    def _unknown(self, call: Call) -> None:
+        path = call.target.partition("?")[0]
         parts = path.split("/")
         if path.startswith(_NOT_OFFERED) or path.endswith("/trace/setting"):
-            return 501, "this extension is not offered by this server"
-        if path.startswith("/v2/models/") and len(parts) > 3:
+            reply_error(call, 501, "this extension is not offered by this server")
+            return
+        if path.startswith("/v2/models/"):
             version = parts[5] if len(parts) > 5 and parts[4] == "versions" else VERSION
-            try:
-                self._service.find(parts[3], version)
-            except NotFound as exc:
-                return 404, f"{exc.message}: {show(parts[3])}; {exc.hint}"
-        return 404, f"there is no route {show(path)}"
+            self._service.find(parts[3], version)
+        raise NotFound(f"there is no route {show(path)}")
 
     def _value(self, make: Callable[[], object]) -> Route:
         def route(call: Call) -> None:

@@ -21,7 +21,7 @@ from deploykit.runtimes.engine import Engine
 from deploykit.serving.batcher import Batcher, deliver_here, monotonic_us
 from deploykit.serving.metrics import ModelMetrics, prometheus
 from deploykit.serving.oip import Request, Signature, signature
-from deploykit.serving.payload import Slot
+from deploykit.serving.payload import Slot, show
 from deploykit.serving.policy import BatchPolicy, Pending
 
 log = logging.getLogger(__name__)
@@ -202,11 +202,12 @@ class Service:
 
     def find(self, name: str, version: str = VERSION) -> ServedModel:
         """Raises NotFound."""
+        hint = f"served here: {', '.join(self.models)} (version {VERSION})"
         model = self.models.get(name)
-        if model is None or version != VERSION:
-            what = "no such model" if model is None else f"model '{name}' has no such version"
-            names = ", ".join(self.models)
-            raise NotFound(what, hint=f"served here: {names} (version {VERSION})")
+        if model is None:
+            raise NotFound(f"there is no model {show(name)}", hint=hint)
+        if version != VERSION:
+            raise NotFound(f"model '{name}' has no version {show(version)}", hint=hint)
         return model
 
     def infer(

@@ -34,10 +34,10 @@ def feeds(model: onnx.ModelProto) -> dict[str, np.ndarray]:
     return random_feeds(specs(model)[0], {"N": 16})
 
 
-def int8(model: onnx.ModelProto, tmp_path: Path) -> onnx.ModelProto:
+def int8(model: onnx.ModelProto, tmp_path: Path, runtime: str = "onnxruntime") -> onnx.ModelProto:
     data = Samples(feeds(model), None, "data.npz")
     calibration = calibrate(save(model, tmp_path / "float.onnx"), data)
-    return to_int8(model, calibration, runtime="onnxruntime")
+    return to_int8(model, calibration, runtime=runtime)
 
 
 def check_same_outputs(source: Path, out: Path, atol: float) -> None:
@@ -81,6 +81,14 @@ def test_int8_pairs_become_integer_kernels(tmp_path: Path) -> None:
     assert (summary.operators["QLinearConv"], summary.operators["QGemm"]) == (2, 1)
     assert "DequantizeLinear" not in summary.operators  # none is left to compute in float
     assert summary.precision == {"int8": 3}
+
+
+def test_pairs_for_tensorrt_are_reported_as_the_float_they_are_here(tmp_path: Path) -> None:
+    source = save(int8(mnist_like(), tmp_path, "tensorrt"), tmp_path / "int8.onnx")
+    build(source, tmp_path / "built.onnx")
+    summary = summarise(load_graph(tmp_path / "built.onnx"))
+    assert summary.operators["FusedConv"] == 2
+    assert "int8" not in summary.precision
 
 
 def test_float_nodes_are_fused(tmp_path: Path) -> None:

@@ -222,6 +222,14 @@ def test_truncated_zip_is_refused(tmp_path: Path) -> None:
             sniff(tmp_path / "f")
 
 
+def test_zip_of_a_later_format_is_refused(tmp_path: Path) -> None:
+    content = bytearray(zipped(tmp_path / "f", "model/data.pkl"))
+    content[content.index(b"PK\x01\x02") + 6] = 99  # the version needed to read it
+    (tmp_path / "f").write_bytes(content)
+    with pytest.raises(BadInput, match=r"f: "):
+        sniff(tmp_path / "f")
+
+
 def test_other_zips_are_told_apart(tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", x=np.zeros(3))
     with pytest.raises(BadInput, match=r"holds NumPy arrays \(\.npz\), a model is needed"):

@@ -43,6 +43,13 @@ def test_clean_exit_replaces_the_file(out: Path) -> None:
     assert names(out.parent) == ["out.bin"]
 
 
+def test_reader_of_the_old_file_is_not_disturbed(out: Path) -> None:
+    """The new file takes the old one's name, not its place on the disk."""
+    with out.open(encoding="utf-8") as reader:
+        write_text(out, "new and longer")
+        assert reader.read() == "old"
+
+
 def test_temporary_file_is_in_the_same_folder(out: Path) -> None:
     """A rename is atomic only inside one file system."""
     with atomic_write(out) as tmp:

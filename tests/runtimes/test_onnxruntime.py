@@ -131,6 +131,14 @@ def test_deeply_nested_file_does_not_overflow_the_stack(tmp_path: Path) -> None:
     assert not holds_half(path)
 
 
+def test_message_that_runs_out_of_its_parent_is_not_followed(tmp_path: Path) -> None:
+    """Else n small nodes that each claim the rest of the file take n^2 steps."""
+    graph = b"\x2a\x7f"  # a tensor of 127 bytes, in a graph of 2
+    path = tmp_path / "m.onnx"
+    path.write_bytes(b"\x08\x0a\x3a\x02" + graph + b"\x10\x0a" * 100)  # as a tensor: float16
+    assert not holds_half(path)
+
+
 def _varint(number: int) -> bytes:
     out = bytearray()
     while number > 0x7F:

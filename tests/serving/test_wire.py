@@ -67,9 +67,12 @@ def test_pipelined_requests_are_answered_in_order(gated: tuple[Running, GatedEng
     engine.gate.set()
     replies = [raw.reply() for _ in range(4)]
     assert [reply.status for reply in replies if reply] == [200, 200, 200, 404]
-    assert replies[0] and replies[0].json["outputs"][0]["data"][0] == 3
-    assert replies[1] and replies[1].json == {"live": True}
-    assert replies[2] and replies[2].json["outputs"][0]["data"][0] == 5
+    assert replies[0]
+    assert replies[0].json["outputs"][0]["data"][0] == 3
+    assert replies[1]
+    assert replies[1].json == {"live": True}
+    assert replies[2]
+    assert replies[2].json["outputs"][0]["data"][0] == 5
 
 
 def test_many_pipelined_requests_pause_the_reading_and_all_are_answered(server: Running) -> None:
@@ -129,8 +132,10 @@ def test_expect_100_continue_is_answered_before_the_body(server: Running) -> Non
 
 HOSTILE = {
     "length and chunks": (
-        b"POST /v2 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 6\r\n"
-        b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nX",
+        (
+            b"POST /v2 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 6\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nX"
+        ),
         400,
     ),
     "two lengths": (request("POST", INFER, Content_Length="5\r\nContent-Length: 6"), 400),

@@ -119,7 +119,7 @@ def test_a_node_that_reads_a_tensor_nobody_makes_is_refused(tmp_path: Path) -> N
     assert "phantom" in refused(model, tmp_path)
 
 
-@pytest.mark.parametrize("dims", [[-4], [2**62, 8], [5, 3]], ids=str)
+@pytest.mark.parametrize("dims", [[-4], [-4, -3], [2**62, 8], [5, 3]], ids=str)
 def test_dims_that_do_not_fit_the_stored_bytes_are_refused(tmp_path: Path, dims: list[int]) -> None:
     model = linear()
     model.graph.initializer[0].dims[:] = dims
@@ -225,7 +225,7 @@ def test_data_that_are_no_file_of_their_own_are_refused(
 )
 def test_data_that_are_too_short_are_refused(folder: Path, entries: dict[str, str]) -> None:
     (folder / "w.bin").write_bytes(bytes(40))
-    with pytest.raises(BadInput, match="tensor 'W'"):
+    with pytest.raises(BadInput, match=r"tensor 'W': (needs 48 bytes|its offset or length)"):
         load_graph(external(folder, "w.bin", **entries))
 
 

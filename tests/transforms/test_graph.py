@@ -101,6 +101,18 @@ def test_weight_only_quantization_computes_in_float() -> None:
     assert summarise(model).precision == {"float32": 1}
 
 
+def test_a_sum_with_one_float_input_computes_in_float() -> None:
+    nodes = [
+        helper.make_node("QuantizeLinear", ["a", "scale", "zero"], ["q"], name="q"),
+        helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["d"], name="dq"),
+        helper.make_node("Add", ["d", "b"], ["y"], name="add"),
+    ]
+    weights = {"scale": np.array(0.1, np.float32), "zero": np.array(0, np.int8)}
+    row = ("N", 4)
+    model = make(nodes, {"a": row, "b": row}, {"y": row}, weights)
+    assert summarise(model).precision == {"float32": 1}
+
+
 def test_types_are_inferred_where_the_file_does_not_tell_them() -> None:
     half, _ = to_fp16(mnist_like(), None)
     del half.graph.value_info[:]

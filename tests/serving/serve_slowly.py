@@ -1,0 +1,36 @@
+"""A server for test_shutdown.py: one FakeEngine, held in each call until a file appears.
+
+Prints the port when ready, and the number of dropped requests at the end.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from deploykit.runtimes.fake import FakeEngine
+from deploykit.serving.http import ServeOptions, run
+
+
+class Held(FakeEngine):
+    """Says `busy` when it is called after the warm-up, then waits for the file."""
+
+    warm = False
+
+    def __call__(self, feeds):
+        if self.warm:
+            while not Path(sys.argv[1]).exists():
+                time.sleep(0.001)
+        return super().__call__(feeds)
+
+
+def ready(_host: str, port: int) -> None:
+    engine.warm = True
+
+
+engine = Held()
+try:
+    dropped = run({"m": engine}, ServeOptions(http_port=0, max_batch=1), ready)
+except KeyboardInterrupt:
+    sys.exit(130)

@@ -1,0 +1,138 @@
+"""Signals, and the end: in a process of its own, as signals belong to the main thread."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from deploykit.core.errors import BadInput
+from deploykit.runtimes.fake import FakeEngine
+from deploykit.serving.http import ServeOptions, Server
+from tests.serving.conftest import WAIT_S, GatedEngine, Raw, infer_json, request, running
+
+INFER = request("POST", "/v2/models/m/infer", infer_json([1, 2, 3, 4], [1, 4]))
+READY, LIVE = request("GET", "/v2/health/ready"), request("GET", "/v2/health/live")
+
+
+class Served:
+    def __init__(self, release: Path) -> None:
+        self.release = release
+        script = Path(__file__).with_name("serve_slowly.py")
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), str(release)], stdout=subprocess.PIPE, text=True
+        )
+        self.port = int(self.line())
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def ask(self, data: bytes) -> Raw:
+        raw = Raw(self.port)
+        raw.send(data)
+        return raw
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    served = Served(tmp_path / "release")
+    yield served
+    served.process.kill()
+    served.process.wait(WAIT_S)
+    assert served.process.stdout is not None
+    served.process.stdout.close()
+
+
+def status(served: Served, data: bytes) -> int:
+    raw = served.ask(data)
+    reply = raw.reply()
+    raw.close()
+    assert reply is not None
+    return reply.status
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_every_accepted_request_end(
+    served: Served, number: signal.Signals, eventually: Callable[[Callable[[], bool]], None]
+) -> None:
+    idle = served.ask(LIVE)
+    assert idle.reply() is not None
+    accepted = [served.ask(INFER) for _ in range(3)]
+    assert served.line() == "busy"
+    depth = 'deploykit_requests_in_flight{model="m",version="1"} 3\n'
+    eventually(lambda: depth in metrics(served))
+
+    served.process.send_signal(number)
+    eventually(lambda: status(served, READY) == 503)
+    assert status(served, LIVE) == 200
+    assert status(served, INFER) == 503
+    assert served.process.poll() is None
+
+    served.release.touch()
+    replies = [raw.reply() for raw in accepted]
+    assert [reply.status for reply in replies if reply] == [200, 200, 200]
+    assert idle.ended()
+    assert served.process.wait(WAIT_S) == 0
+    assert [served.line() for _ in range(3)] == ["busy", "busy", "dropped 0"]
+    for raw in (idle, *accepted):
+        raw.close()
+
+
+def test_a_second_signal_ends_at_once(served: Served, eventually) -> None:
+    accepted = served.ask(INFER)
+    assert served.line() == "busy"
+    served.process.send_signal(signal.SIGTERM)
+    eventually(lambda: status(served, READY) == 503)
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(WAIT_S) == 130
+    accepted.close()
+
+
+def metrics(served: Served) -> str:
+    raw = served.ask(request("GET", "/metrics"))
+    reply = raw.reply()
+    raw.close()
+    assert reply is not None
+    return reply.body.decode()
+
+
+def test_the_end_waits_for_pipelined_requests_too() -> None:
+    engine = GatedEngine()
+    with running({"m": engine}, max_batch=1) as server:
+        engine.warm = True
+        raw = server.connect()
+        raw.send(INFER * 3)
+        assert engine.entered.acquire(timeout=WAIT_S)
+        server.server.stop()
+        engine.gate.set()
+        replies = [raw.reply() for _ in range(3)]
+        assert [reply.status for reply in replies if reply] == [200, 200, 200]
+        assert raw.ended()
+        assert server.stop() == 0
+
+
+def test_a_port_in_use_is_named() -> None:
+    with running() as server, pytest.raises(BadInput) as caught:
+        Server({"m": FakeEngine()}, ServeOptions(http_port=server.port))
+    assert f"--http-port {server.port}: already in use" in caught.value.message
+    assert "0 picks a free one" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such host", "x" * 300])
+def test_a_host_that_cannot_be_had_is_named(host: str) -> None:
+    with pytest.raises(BadInput, match=f"--host {host}"):
+        Server({"m": FakeEngine()}, ServeOptions(host=host, http_port=0))
+
+
+def test_a_server_that_could_not_start_leaves_the_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(BadInput, match="cannot be the name"):
+        Server({"a/b": FakeEngine()}, ServeOptions(http_port=port))
+    socket.create_server(("127.0.0.1", port)).close()

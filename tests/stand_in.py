@@ -1,0 +1,101 @@
+"""An Open Inference Protocol server on a real socket, whose every answer the test decides."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+IMAGE = {"name": "image", "datatype": "FP32", "shape": [-1, 2, 3]}
+Infer = Callable[["StandIn", int], object]  # (server, how many inferences came before this one)
+
+
+def reply(status: int, body: object, extra: str = "") -> bytes:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return f"HTTP/1.1 {status} X\r\n{extra}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+class StandIn:
+    """An Open Inference Protocol server of one model. `infer` decides each inference's answer.
+
+    It returns bytes to send, None to close the connection without an answer, or an awaitable of
+    either. `bodies` are the inference requests as they came, JSON part and tensors apart.
+    """
+
+    def __init__(
+        self,
+        infer: Infer = lambda _server, _n: reply(200, {"outputs": []}),
+        models: Sequence[str] = ("m",),
+        inputs: Sequence[dict[str, object]] = (IMAGE,),
+        other: Callable[[str], bytes | None] = lambda _path: None,
+    ) -> None:
+        self.infer, self.models, self.inputs, self.other = infer, models, inputs, other
+        self.bodies: list[tuple[dict[str, object], bytes]] = []
+        self.connections = 0
+        self.writers: set[asyncio.StreamWriter] = set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self.writers.add(writer)
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+                fields = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+                body = await reader.readexactly(int(fields.get("content-length", 0)))
+                answer = await self.answer(head[0].split(" ")[1], fields, body)
+                if answer is None:
+                    break
+                writer.write(answer)
+                if b"Connection: close" in answer or fields.get("connection") == "close":
+                    break
+        self.writers.discard(writer)
+        writer.close()
+
+    async def answer(self, path: str, fields: dict[str, str], body: bytes) -> bytes | None:
+        if (other := self.other(path)) is not None:
+            return other
+        if path == "/v2/repository/index":
+            return reply(
+                200, [{"name": name, "version": "1", "state": "READY"} for name in self.models]
+            )
+        if path.endswith("/infer"):
+            split = int(fields["inference-header-content-length"])
+            self.bodies.append((json.loads(body[:split]), body[split:]))
+            found = self.infer(self, len(self.bodies) - 1)
+            return await found if asyncio.iscoroutine(found) else found  # type: ignore[return-value]
+        if path == f"/v2/models/{self.models[0]}":
+            return reply(200, {"name": self.models[0], "inputs": list(self.inputs), "outputs": []})
+        return reply(404, {"error": f"no {path}"})
+
+    @contextmanager
+    def running(self) -> Iterator[str]:
+        """Serve from a thread of its own; gives the URL."""
+        ready: threading.Event = threading.Event()
+
+        async def main() -> None:
+            self.loop, self.stop = asyncio.get_running_loop(), asyncio.Event()
+            self.listener = await asyncio.start_server(self.serve, "127.0.0.1", 0)
+            self.port = self.listener.sockets[0].getsockname()[1]
+            ready.set()
+            await self.stop.wait()
+            self.die()
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+
+        thread = threading.Thread(target=lambda: asyncio.run(main()))
+        thread.start()
+        assert ready.wait(10)
+        try:
+            yield f"http://127.0.0.1:{self.port}"
+        finally:
+            self.loop.call_soon_threadsafe(self.stop.set)
+            thread.join(10)
+            assert not thread.is_alive()
+
+    def die(self) -> None:
+        """Stop to listen and drop every connection."""
+        self.listener.close()
+        for writer in list(self.writers):
+            writer.transport.abort()
