@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 HEAVY = {
     "numpy",
     "torch",
@@ -47,9 +49,5 @@ def test_every_public_name_is_there() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     import deploykit
 
-    try:
+    with pytest.raises(AttributeError, match="nothing"):
         deploykit.nothing  # noqa: B018
-    except AttributeError as exc:
-        assert "nothing" in str(exc)
-    else:
-        raise AssertionError("no error")

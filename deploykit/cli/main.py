@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import traceback
 from types import FrameType
 from typing import Annotated, NoReturn
@@ -30,17 +31,23 @@ for family in (training, artefacts, measuring, serving, info):
 _EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
-@app.callback()
-def options(
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what is done.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-) -> None:
-    if version:
+def _version(wanted: bool) -> None:
+    if wanted:
         from deploykit import __version__
 
         output.line(f"deploykit {__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def options(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what is done.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Log more; show tracebacks.")] = False,
+    _: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
     if verbose or debug:
         level = logging.DEBUG if debug else logging.INFO
         logging.basicConfig(
@@ -50,29 +57,43 @@ def options(
 
 def main() -> NoReturn:
     """Run the command line and exit with the code of cli.md."""
+    interrupted = threading.Event()
+
+    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+        interrupted.set()  # a native module that is loading turns this into an ImportError
+        raise KeyboardInterrupt
+
     signal.signal(signal.SIGTERM, _terminate)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
     debug = "--debug" in sys.argv
     try:
         code = app(standalone_mode=False)
         sys.stdout.flush()
         sys.exit(code if isinstance(code, int) else 0)
-    except DeploykitError as exc:
-        if debug:
-            traceback.print_exc()
-        output.error(exc)
-        sys.exit(exc.exit_code)
     except KeyboardInterrupt:
-        output.note("interrupted")
-        sys.exit(EXIT_INTERRUPTED)
+        _interrupted()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone
         sys.exit(0)
-    except Exception as exc:  # noqa: BLE001 - the edge: what is left is a usage error or a bug
-        _other(exc, debug)
+    except Exception as exc:  # noqa: BLE001 - the edge: every error becomes a line and a code
+        if debug:
+            traceback.print_exc()
+        if interrupted.is_set():
+            _interrupted()
+        _failed(exc)
 
 
-def _other(exc: Exception, debug: bool) -> NoReturn:
-    """A usage error of typer's (it has `format_message`), or a bug of ours."""
+def _interrupted() -> NoReturn:
+    output.note("interrupted")
+    sys.exit(EXIT_INTERRUPTED)
+
+
+def _failed(exc: Exception) -> NoReturn:
+    """One of our errors, a usage error of typer's (it has `format_message`), or a bug of ours."""
+    if isinstance(exc, DeploykitError):
+        output.error(exc)
+        sys.exit(exc.exit_code)
     message = getattr(exc, "format_message", None)
     if message is not None:
         context = getattr(exc, "ctx", None)
@@ -80,8 +101,6 @@ def _other(exc: Exception, debug: bool) -> NoReturn:
         text = str(message()).rstrip(".") or "a command is needed"
         output.error(BadInput(text, hint=f"see: {command} --help"))
         sys.exit(BadInput.exit_code)
-    if debug:
-        traceback.print_exc()
     output.note(f"error: a bug in deploykit: {type(exc).__name__}: {output.one_line(str(exc))}")
     output.note("hint: run it again with --debug before the command and report what it prints")
     sys.exit(EXIT_BUG)

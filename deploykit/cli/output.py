@@ -77,7 +77,7 @@ class Progress:
     def __init__(self, what: str) -> None:
         self.what = what
         self.rewrites = sys.stderr.isatty()
-        self.last_s = time.monotonic()
+        self.last_s = -_QUIET_S
         self.open = False
 
     def __call__(self, text: str, share: float) -> None:

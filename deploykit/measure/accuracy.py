@@ -18,7 +18,8 @@ TOP1 = "top-1 accuracy"
 def top1(values: np.ndarray, labels: np.ndarray, where: str) -> np.ndarray:
     """1.0 where the largest of `values` (samples, classes) is the label, else 0.0.
 
-    Returns float64 (samples,). Raises BadInput when the labels are not class numbers or the values are not by class.
+    Returns float64 (samples,). Raises BadInput when the labels are not class numbers, or the values
+    not one per class.
     """
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise BadInput(f"{where}: top-1 accuracy needs 'labels' of shape (samples,), whole numbers")

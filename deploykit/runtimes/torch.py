@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, NotFound, Unsupported, first_line
+from deploykit.core.errors import BadInput, DeploykitError, NotFound, Unsupported, first_line
 from deploykit.core.extras import require
 from deploykit.core.files import atomic_write, check_readable
 from deploykit.core.recipe import bundled, load_recipe
@@ -261,7 +261,7 @@ class TorchEngine:
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         if self._module is None:
-            raise BadInput(f"{self._where}: the engine is closed")
+            raise DeploykitError(f"{self._where}: the engine is closed")
         check_feeds(self.inputs, feeds, self._where)
         arrays = [np.require(feeds[spec.name], requirements=["C", "W"]) for spec in self.inputs]
         with torch.inference_mode():

@@ -86,6 +86,15 @@ def test_no_text_covers_another_or_leaves_the_picture(name: str) -> None:
         assert bottom <= HEIGHT, text
 
 
+def test_ticks_that_would_cover_each_other_are_left_out() -> None:
+    many = tuple((float(batch), str(batch)) for batch in range(1, 129))
+    svg = draw(chart(line("a", [1.0, 2.0, 3.0]), x_ticks=many, x_log=True))
+    assert overlaps(svg) == []
+    texts = [text for text, _ in boxes(svg)]
+    assert {"1", "2", "4"} < set(texts)
+    assert len(texts) < len(many)
+
+
 def test_no_text_covers_another_in_a_real_report(report: Report) -> None:
     drawn, missing = charts(report.to_dict())
     assert [c.title for c in drawn] == [

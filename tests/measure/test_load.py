@@ -10,9 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from deploykit.measure.client import NO_ANSWER, Client
+from deploykit.core.tensors import TensorSpec
+from deploykit.measure.client import NO_ANSWER, Client, event_loop
 from deploykit.measure.load import LoadResult, result_of, run_load
-from deploykit.measure.remote import RemoteModel
+from deploykit.measure.remote import RemoteModel, find_model, make_requests
+from deploykit.runtimes.data import random_feeds
 from tests.stand_in import Infer, StandIn, reply
 
 QUICK = {"warmup_s": 0.0, "duration_s": 0.3}
@@ -65,7 +67,8 @@ def test_requests_are_binary_tensors_of_the_metadata_s_shape_and_seeded() -> Non
             "parameters": {"binary_data_size": 5 * 2 * 3 * 4},
         }
     ]
-    assert np.isfinite(np.frombuffer(raw, "<f4")).all()
+    image = random_feeds((TensorSpec("image", "float32", ("N", 2, 3)),), {"N": 5}, 7)["image"]
+    assert raw == image.astype("<f4").tobytes()
     shared = min(map(len, bodies))
     assert [raw for _, raw in bodies[0][:shared]] == [raw for _, raw in bodies[1][:shared]]
     assert len({raw for _, raw in bodies[0]}) > 1  # a cache would not have the answer
@@ -168,12 +171,17 @@ def test_ctrl_c_ends_the_run_at_once(load: dict[str, float]) -> None:
             os.kill(os.getpid(), signal.SIGINT)
         return reply(200, {})
 
-    before = signal.getsignal(signal.SIGINT)
+    def not_ours(*_: object) -> None:
+        """Without a handler of the run's own this one would swallow the signal."""
+
+    before = signal.signal(signal.SIGINT, not_ours)
     server = StandIn(infer)
-    with server.running() as url, pytest.raises(KeyboardInterrupt):
-        run_load(url, warmup_s=0.0, duration_s=3600.0, **load)  # type: ignore[arg-type]
-    assert len(server.bodies) >= 5
-    assert signal.getsignal(signal.SIGINT) is before
+    try:
+        with server.running() as url, pytest.raises(KeyboardInterrupt):
+            run_load(url, warmup_s=0.0, duration_s=5.0, **load)  # type: ignore[arg-type]
+        assert signal.getsignal(signal.SIGINT) is not_ours
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_pause_of_the_server_is_seen_by_the_open_loop_and_hidden_by_the_closed() -> None:
@@ -204,6 +212,33 @@ def test_a_pause_of_the_server_is_seen_by_the_open_loop_and_hidden_by_the_closed
     assert closed.max_ms >= pause_s * 1e3 * 0.9  # it did happen, to one request of many
     # 40 % of the open loop's requests fall into the stall, a quarter of those in its first 100 ms
     assert opened.p90_ms.value > 100 > closed.p90_ms.value
+
+
+@pytest.mark.parametrize("connections", [1, 40])
+def test_latency_counts_from_when_a_request_was_due_not_from_when_it_was_sent(
+    connections: int,
+) -> None:
+    async def slow(_server: StandIn) -> bytes:
+        await asyncio.sleep(0.005)  # one connection cannot keep up with a request each 2 ms
+        return reply(200, {})
+
+    due_s = [0.002 * i for i in range(100)]
+    with StandIn(lambda server, _n: slow(server)).running() as url:
+        remote = find_model(url, None)
+        client = Client(
+            remote,
+            make_requests(remote, 1, 0),
+            connections=connections,
+            due_s=due_s,
+            begin_s=0.0,
+            end_s=0.2,
+            drain_s=10.0,
+        )
+        with event_loop(precise=True) as loop:
+            loop.run_until_complete(client.run())
+    assert sorted(client.starts_s) == due_s
+    assert len(client.lags_s) == 100
+    assert set(client.statuses) == {200}
 
 
 def finished(lags_s: Sequence[float], busy: float, due: bool = True) -> Client:

@@ -13,6 +13,11 @@ from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.http import ServeOptions, run
 
 
+def say(*words: object) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
 class Held(FakeEngine):
     """Says `busy` when it is called after the warm-up, then waits for the file."""
 
@@ -20,6 +25,7 @@ class Held(FakeEngine):
 
     def __call__(self, feeds):
         if self.warm:
+            say("busy")
             while not Path(sys.argv[1]).exists():
                 time.sleep(0.001)
         return super().__call__(feeds)
@@ -27,6 +33,7 @@ class Held(FakeEngine):
 
 def ready(_host: str, port: int) -> None:
     engine.warm = True
+    say(port)
 
 
 engine = Held()
@@ -34,3 +41,4 @@ try:
     dropped = run({"m": engine}, ServeOptions(http_port=0, max_batch=1), ready)
 except KeyboardInterrupt:
     sys.exit(130)
+say("dropped", dropped)

@@ -1,0 +1,217 @@
+"""Each command once, as a user types it: what it writes, prints and returns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deploykit import __version__
+from deploykit.core.artefact import read_manifest
+from deploykit.core.profile import profile_names
+from tests.cli.conftest import Run
+
+
+def document(text: str) -> dict:
+    """The single JSON document on stdout."""
+    return json.loads(text)
+
+
+def test_version(run: Run) -> None:
+    ran = run("--version")
+    assert (ran.code, ran.out) == (0, f"deploykit {__version__}\n")
+
+
+def test_help_lists_every_command(run: Run) -> None:
+    ran = run("--help")
+    assert ran.code == 0
+    for name in ("train", "export", "quantize", "build", "inspect", "compare", "predict"):
+        assert f"\n  {name} " in ran.out
+    for name in ("bench", "serve", "load", "doctor", "profiles", "demo"):
+        assert f"\n  {name} " in ran.out
+
+
+def test_quantize_to_int8_writes_file_manifest_and_accuracy(
+    run: Run, model: Path, samples: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "q.onnx"
+    ran = run(
+        *("quantize", model, "--to", "int8", "--calib", samples, "--data", samples),
+        *("--max-drop", 0.5, "-o", out, "--json"),
+    )
+    assert ran.code == 0, ran.err
+    drop = document(ran.out)["drop"]
+    assert drop["n"] == 60
+    assert drop["drop"]["low"] <= drop["drop"]["value"] <= drop["drop"]["high"] <= 0.5
+    manifest = read_manifest(out)
+    assert manifest is not None
+    assert manifest.precision["int8"] > 0
+    assert manifest.checks["accuracy"]["n"] == 60
+
+
+def test_quantize_to_fp16_without_data_says_what_was_not_checked(run: Run, model: Path) -> None:
+    ran = run("quantize", model, "--to", "fp16")
+    assert ran.code == 0, ran.err
+    assert "accuracy not measured" in ran.out
+    assert "not checked for float16 overflow" in ran.out
+    assert model.with_suffix(".fp16.onnx").is_file()
+
+
+def test_an_accuracy_gate_that_fails_keeps_the_file_under_another_name(
+    run: Run, model: Path, samples: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "q.onnx"
+    out.write_text("what was there before")
+    ran = run(
+        *("quantize", model, "--to", "int8", "--calib", samples, "--data", samples),
+        *("--max-drop", 0.0001, "-o", out),
+    )
+    assert ran.code == 1
+    assert "n = 60" in ran.error()
+    assert "--max-drop 0.01 pp" in ran.error()
+    assert "drop" in ran.out  # the table is shown before the error
+    assert out.read_text() == "what was there before"
+    assert (tmp_path / "q.rejected.onnx").is_file()
+
+
+def test_build_for_the_cpu_reads_the_precision_back(
+    run: Run, model: Path, samples: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "built.onnx"
+    ran = run(
+        *("build", model, "--profile", "cpu", "--precision", "int8", "--calib", samples),
+        *("-o", out, "--json"),
+    )
+    assert ran.code == 0, ran.err
+    made = document(ran.out)
+    assert made["manifest"]["precision"]["int8"] >= 3
+    assert made["manifest"]["built_on"]["profile"] == "cpu"
+    assert made["parity"]["passed"]
+
+
+def test_build_says_when_the_engine_lost_a_precision(
+    run: Run, model: Path, samples: Path, tmp_path: Path
+) -> None:
+    """TensorRT's Q/DQ layout gives ONNX Runtime no integer kernels: right, but float32."""
+    quantized = tmp_path / "q.onnx"
+    assert run("quantize", model, "--to", "int8", "--calib", samples, "-o", quantized).code == 0
+    ran = run("build", quantized, "--profile", "cpu")
+    assert ran.code == 0, ran.err
+    assert "note: int8: " in ran.out
+
+
+def test_build_auto_names_the_profile_it_chose(run: Run, model: Path) -> None:
+    ran = run("build", model)
+    assert ran.code == 0, ran.err
+    assert "note: profile auto: cpu (" in ran.out
+
+
+def test_build_for_tensorrt_says_what_would_work_here(
+    run: Run, model: Path, tmp_path: Path
+) -> None:
+    before = sorted(tmp_path.iterdir())
+    ran = run("build", model, "--profile", "jetson-orin-nano-8gb")
+    assert ran.code == 3
+    assert "jetson-orin-nano-8gb" in ran.error()
+    assert "--profile cpu" in ran.err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_inspect_shows_tensors_operators_and_provenance(run: Run, model: Path) -> None:
+    run("quantize", model, "--to", "fp16")
+    ran = run("inspect", model.with_suffix(".fp16.onnx"), "--json")
+    assert ran.code == 0, ran.err
+    seen = document(ran.out)
+    assert seen["precision"]["float16"] > 0
+    assert seen["details"]["operators"]["Conv"] == 2
+    assert "t4" in seen["fits"]
+    assert len(seen["manifest"]["made_from"]) == 1
+
+
+def test_compare_passes_and_fails_by_the_bound(run: Run, model: Path) -> None:
+    run("quantize", model, "--to", "fp16")
+    half = model.with_suffix(".fp16.onnx")
+    assert run("compare", model, half, "--max-error", 0.1).code == 0
+    ran = run("compare", model, half, "--max-error", 1e-9)
+    assert ran.code == 1
+    assert "SQNR" in ran.out
+    assert "is above 1e-09" in ran.error()
+
+
+def test_predict_writes_every_row_and_scores_it(
+    run: Run, model: Path, samples: Path, tmp_path: Path
+) -> None:
+    from deploykit.runtimes.engine import load
+
+    out = tmp_path / "answers.npz"
+    ran = run("predict", model, samples, "-o", out, "--batch", 7, "--json")
+    assert ran.code == 0, ran.err
+    assert document(ran.out)["accuracy"]["value"] == 1.0
+    with load(model, "cpu") as engine, np.load(samples) as given, np.load(out) as answers:
+        name, output = engine.inputs[0].name, engine.outputs[0].name
+        whole = engine({name: given[name]})[output]
+        np.testing.assert_allclose(answers[output], whole, rtol=1e-4, atol=1e-5)
+
+
+def test_bench_writes_a_report_with_baseline_and_accuracy(
+    run: Run, model: Path, samples: Path, tmp_path: Path
+) -> None:
+    run("quantize", model, "--to", "fp16")
+    half, out = model.with_suffix(".fp16.onnx"), tmp_path / "report"
+    ran = run(
+        *("bench", half, "--baseline", model, "--batches", "1,2", "--data", samples),
+        *("--warmup", 0, "--seconds", 0.05, "--device", "cpu", "-o", out, "--json"),
+    )
+    assert ran.code == 0, ran.err
+    report = document((out / "report.json").read_text())
+    assert report == document(ran.out)
+    assert report["baseline"] == "fp32 CPU"
+    assert {point["batch"] for point in report["points"]} == {1, 2}
+    assert {row["precision"] for row in report["accuracy"]} == {"fp32", "fp16"}
+    assert {gap["what"] for gap in report["not_measured"]} == {"GPU"}
+    assert "fp32 CPU" in (out / "report.html").read_text()
+    assert "fp32 CPU" in (out / "report.md").read_text()
+
+
+def test_bench_refuses_a_baseline_that_is_not_float32(run: Run, model: Path) -> None:
+    run("quantize", model, "--to", "fp16")
+    half = model.with_suffix(".fp16.onnx")
+    ran = run("bench", half, "--seconds", 0.05)
+    assert ran.code == 2
+    assert "baseline" in ran.error()
+
+
+def test_bench_refuses_to_compare_models_of_other_inputs(
+    run: Run, model: Path, tmp_path: Path
+) -> None:
+    from tests.onnx_zoo import linear, save
+
+    other = save(linear(), tmp_path / "other.onnx")
+    ran = run("bench", other, "--baseline", model, "--seconds", 0.05, "-o", tmp_path / "r")
+    assert ran.code == 2
+    assert "other.onnx" in ran.error()
+    assert not (tmp_path / "r" / "report.json").exists()
+
+
+def test_doctor_says_what_works(run: Run) -> None:
+    ran = run("doctor", "--json")
+    assert ran.code == 0
+    seen = document(ran.out)
+    assert "CPUExecutionProvider" in seen["providers"]
+    assert {"command", "works", "why"} == set(seen["checks"][0])
+    assert run("doctor").code == 0
+
+
+@pytest.mark.parametrize("name", ["cpu", "h200", "l4", "t4", "jetson-agx-orin-64gb@MODE_30W"])
+def test_profiles_shows_one_in_full(run: Run, name: str) -> None:
+    ran = run("profiles", name)
+    assert ran.code == 0
+    assert "source: http" in ran.out
+
+
+def test_profiles_lists_all(run: Run) -> None:
+    ran = run("profiles", "--json")
+    assert [profile["name"] for profile in json.loads(ran.out)] == profile_names()
+    assert run("profiles").out.count("\n") > len(profile_names())

@@ -1,0 +1,187 @@
+"""Ctrl-C in the middle of each verb: exit 130, no partial file, the previous output as it was."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.onnx_zoo import mnist_like, save
+
+LIMIT_S = 120.0
+BEFORE = b"what was there before"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with a model and enough samples that going through them takes seconds."""
+    save(mnist_like(), tmp_path / "model.onnx")
+    images = np.random.default_rng(0).random((20_000, 1, 28, 28), dtype=np.float32)
+    np.savez(tmp_path / "data.npz", x=images)
+    return tmp_path
+
+
+def maps(process: subprocess.Popen[bytes], library: str) -> bool:
+    """Whether the process has loaded a native library: by then the command is at its work."""
+    try:
+        return library in Path(f"/proc/{process.pid}/maps").read_text()
+    except OSError:
+        return False
+
+
+def interrupted(place: Path, words: list[str], working: Callable[..., bool]) -> tuple[int, str]:
+    """Start a command, send SIGINT once `working(process)` is true; its exit code and stderr."""
+    log = place / "stderr.txt"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "deploykit", *words],
+            cwd=place,
+            stdout=subprocess.DEVNULL,
+            stderr=stream,
+        )
+        try:
+            end = time.monotonic() + LIMIT_S
+            while not working(process):
+                assert process.poll() is None, log.read_text()
+                assert time.monotonic() < end, "it never began"
+                time.sleep(0.002)
+            process.send_signal(signal.SIGINT)
+            code = process.wait(timeout=LIMIT_S)
+        finally:
+            process.kill()
+            process.wait()
+    said = log.read_text()
+    log.unlink()
+    return code, said
+
+
+def says(place: Path, text: str) -> Callable[..., bool]:
+    return lambda _: text in (place / "stderr.txt").read_text()
+
+
+WITH_ONNX = {
+    "quantize": ["quantize", "model.onnx", "--to", "int8", "--calib", "data.npz", "-o", "out"],
+    "build": [
+        *("build", "model.onnx", "--profile", "cpu", "--precision", "int8"),
+        *("--calib", "data.npz", "-o", "out"),
+    ],
+    "compare": ["compare", "model.onnx", "model.onnx", "--data", "data.npz"],
+    "predict": ["predict", "model.onnx", "data.npz", "-o", "out", "--batch", "1"],
+    "bench": ["bench", "model.onnx", "-o", "report"],
+}
+
+
+@pytest.mark.parametrize("verb", WITH_ONNX)
+def test_ctrl_c_leaves_nothing_half_done(place: Path, verb: str) -> None:
+    if verb != "compare":
+        (place / "out").write_bytes(BEFORE)
+    before = {path: path.read_bytes() for path in place.iterdir() if path.name != "data.npz"}
+    code, said = interrupted(
+        place, WITH_ONNX[verb], lambda process: maps(process, "onnxruntime_pybind11_state")
+    )
+    assert (code, "Traceback" in said) == (130, False), said
+    after = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    after.pop(place / "data.npz")
+    assert after == before
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_ctrl_c_while_training(place: Path) -> None:
+    pytest.importorskip("torch")
+    (place / "out.pt").write_bytes(BEFORE)
+    words = ["train", "mnist-cnn", "--epochs", "100000", "-o", "out.pt"]
+    code, said = interrupted(place, words, says(place, "epoch 1/"))
+    assert (code, "Traceback" in said) == (130, False), said
+    assert (place / "out.pt").read_bytes() == BEFORE
+    assert sorted(path.name for path in place.iterdir()) == ["data.npz", "model.onnx", "out.pt"]
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_ctrl_c_while_exporting(place: Path) -> None:
+    pytest.importorskip("torch")
+    from deploykit.core.recipe import load_recipe
+    from deploykit.runtimes.torch import save_checkpoint
+
+    recipe = load_recipe("mnist-cnn")
+    save_checkpoint(place / "m.pt", recipe.build(), "mnist-cnn", recipe.inputs, recipe.outputs)
+    (place / "out.onnx").write_bytes(BEFORE)
+    code, said = interrupted(
+        place, ["export", "m.pt", "-o", "out.onnx"], lambda _: any(place.glob(".out.onnx.*"))
+    )
+    assert (code, "Traceback" in said) == (130, False), said
+    assert (place / "out.onnx").read_bytes() == BEFORE
+    names = sorted(path.name for path in place.iterdir())
+    assert names == ["data.npz", "m.pt", "model.onnx", "out.onnx"]
+
+
+def test_ctrl_c_ends_a_server_and_a_load_on_it(place: Path) -> None:
+    server = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "deploykit",
+            "serve",
+            "--engine",
+            "m=model.onnx",
+            "--http-port",
+            "0",
+        ],
+        cwd=place,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert server.stdout is not None
+        url = "http://" + json.loads(server.stdout.readline())["http"]
+        code, said = interrupted(
+            place,
+            ["load", url, "--duration", "600"],
+            lambda process: maps(process, "httptools") and busy(url),
+        )
+        assert (code, "Traceback" in said) == (130, False), said
+        server.send_signal(signal.SIGINT)
+        assert server.wait(timeout=LIMIT_S) == 0  # asked to stop, and it drained
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def busy(url: str) -> bool:
+    """Whether the server has answered inference requests."""
+    import urllib.request
+
+    with urllib.request.urlopen(f"{url}/v2/models/m/stats", timeout=10) as answer:
+        stats = json.loads(answer.read())["model_stats"][0]
+    return stats["inference_count"] > 100
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_ctrl_c_in_the_demo_leaves_no_process(place: Path) -> None:
+    pytest.importorskip("torch")
+    code, said = interrupted(
+        place, ["demo", "--quick", "-o", "demo"], lambda _: served_by(place) is not None
+    )
+    assert (code, "Traceback" in said) == (130, False), said
+    assert served_by(place) is None
+
+
+def served_by(place: Path) -> int | None:
+    """The process that serves an engine of the demo in `place`, if there is one."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            here = (folder / "cwd").resolve() == place.resolve()
+        except OSError:
+            continue
+        if here and b"serve" in words:
+            return int(folder.name)
+    return None
