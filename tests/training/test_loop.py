@@ -1,0 +1,175 @@
+"""The training loop on a tiny recipe, and the one recipe that comes with deploykit."""
+
+from __future__ import annotations
+
+import gzip
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from deploykit.core.errors import BadInput, NotFound, Unsupported  # noqa: E402
+from deploykit.core.recipe import Recipe, Split, Splits, load_recipe  # noqa: E402
+from deploykit.core.tensors import TensorSpec  # noqa: E402
+from deploykit.training.loop import Options, choose_device, score, train  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+def split(count: int, seed: int) -> Split:
+    """Points of the plane, labelled by which side of a line they are on."""
+    points = np.random.default_rng(seed).standard_normal((count, 2)).astype(np.float32)
+    return Split({"x": points}, (points[:, 0] > points[:, 1]).astype(np.int64))
+
+
+SPLITS = Splits(split(200, 1), split(20, 2), split(100, 3), "points")
+LINE = Recipe(
+    build=lambda: torch.nn.Linear(2, 2),
+    data=lambda _: SPLITS,
+    inputs=(TensorSpec("x", "float32", ("N", 2)),),
+    outputs=(TensorSpec("y", "float32", ("N", 2)),),
+    loss=torch.nn.functional.cross_entropy,
+    metric=lambda outputs, labels: (outputs["y"].argmax(1) == labels).astype(float),
+    metric_name="top-1 accuracy",
+    epochs=10,
+    batch_size=20,
+    learning_rate=0.05,
+)
+
+
+def test_training_learns() -> None:
+    trained = train(LINE, SPLITS, Options(device="cpu"))
+    before = score(LINE.build(), LINE, SPLITS.test).mean()
+    assert trained.scores.mean() > 0.95 > before
+    assert trained.figures["train_samples"] == 200
+    assert not trained.module.training
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_does_not() -> None:
+    first, again, other = (train(LINE, SPLITS, Options(device="cpu", seed=s)) for s in (1, 1, 2))
+    assert torch.equal(first.module.weight, again.module.weight)
+    assert not torch.equal(first.module.weight, other.module.weight)
+
+
+def test_training_starts_from_given_weights() -> None:
+    weights = {"weight": torch.full((2, 2), 3.0), "bias": torch.zeros(2)}
+    still = replace(LINE, learning_rate=0.0)
+    trained = train(still, SPLITS, Options(device="cpu", epochs=1), weights=weights)
+    assert torch.equal(trained.module.weight, weights["weight"])
+
+
+def test_progress_ends_at_one() -> None:
+    shares: list[float] = []
+    train(LINE, SPLITS, Options(device="cpu", epochs=3), on_progress=lambda _, s: shares.append(s))
+    assert shares == pytest.approx([1 / 3, 2 / 3, 1])
+
+
+@pytest.mark.parametrize("options", [Options(epochs=0), Options(batch_size=-1)], ids=str)
+def test_options_out_of_range_are_refused(options: Options) -> None:
+    with pytest.raises(BadInput, match="1 or more"):
+        train(LINE, SPLITS, options)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run() -> None:
+    broken = replace(LINE, loss=lambda y, _: (y * float("nan")).sum())
+    with pytest.raises(Unsupported, match="diverged"):
+        train(broken, SPLITS, Options(device="cpu"))
+
+
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    with pytest.raises(Unsupported, match="cuda"):
+        choose_device("cuda")
+
+
+def test_an_unknown_device_is_refused() -> None:
+    with pytest.raises(BadInput, match="tpu"):
+        choose_device("tpu")
+
+
+@pytest.fixture(scope="module")
+def mnist_cnn() -> Recipe:
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    return load_recipe("mnist-cnn")
+
+
+def test_the_digits_are_split_without_overlap(mnist_cnn: Recipe) -> None:
+    splits = mnist_cnn.data(None)
+    parts = (splits.train, splits.calibration, splits.test)
+    assert [len(part.labels) for part in parts] == [1077, 180, 540]
+    images = np.concatenate([part.inputs["image"] for part in parts])
+    assert images.shape == (1797, 1, 28, 28)
+    assert images.dtype == np.float32
+    assert (images.min(), images.max()) == (0.0, 1.0)
+    assert len({image.tobytes() for image in images}) == 1797
+
+
+def test_the_network_is_the_articles(mnist_cnn: Recipe) -> None:
+    """Layer by layer: 320 + 18,496 + 36,928 + 36,928 + 650 parameters."""
+    module = mnist_cnn.build()
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in module.children()]
+    assert sizes == [320, 18_496, 36_928, 36_928, 650]
+    assert tuple(module(torch.zeros(3, 1, 28, 28)).shape) == (3, 10)
+
+
+@pytest.mark.slow
+def test_the_recipe_reaches_97_percent_on_the_digits(mnist_cnn: Recipe) -> None:
+    trained = train(mnist_cnn, mnist_cnn.data(None), Options(device="cpu"))
+    assert trained.scores.mean() >= 0.97
+
+
+def idx(array: np.ndarray) -> bytes:
+    sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
+    return bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes()
+
+
+@pytest.fixture
+def mnist_folder(tmp_path: Path) -> Path:
+    """IDX files in MNIST's format and names: 1,010 to train, 5 to test; two of them packed."""
+    random = np.random.default_rng(0)
+    for name, count in (("train", 1010), ("t10k", 5)):
+        images = random.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        labels = random.integers(0, 10, count, dtype=np.uint8)
+        (tmp_path / f"{name}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(images)))
+        (tmp_path / f"{name}-labels-idx1-ubyte").write_bytes(idx(labels))
+    return tmp_path
+
+
+def test_idx_files_are_read(mnist_cnn: Recipe, mnist_folder: Path) -> None:
+    splits = mnist_cnn.data(mnist_folder)
+    parts = (splits.train, splits.calibration, splits.test)
+    assert [len(part.labels) for part in parts] == [10, 1000, 5]
+    raw = gzip.decompress((mnist_folder / "t10k-images-idx3-ubyte.gz").read_bytes())[16:]
+    expected = np.frombuffer(raw, np.uint8).reshape(5, 1, 28, 28) / np.float32(255)
+    np.testing.assert_array_equal(splits.test.inputs["image"], expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("train-labels-idx1-ubyte", None, "no such file"),
+        ("train-labels-idx1-ubyte", b"", "not an IDX file"),
+        ("train-labels-idx1-ubyte", b"<html>", "not an IDX file"),
+        ("train-labels-idx1-ubyte", idx(np.zeros(1010, np.uint8))[:-1], "1010 bytes announced"),
+        ("train-labels-idx1-ubyte", idx(np.full(1010, 11, np.uint8)), "0 to 9"),
+        ("train-labels-idx1-ubyte", idx(np.zeros(7, np.uint8)), "differ in number"),
+        ("t10k-images-idx3-ubyte.gz", b"not gzip", "cannot be read"),
+        ("t10k-images-idx3-ubyte.gz", gzip.compress(idx(np.zeros((5, 8, 8), np.uint8))), "28x28"),
+    ],
+)
+def test_damaged_idx_files_are_refused(
+    mnist_cnn: Recipe, mnist_folder: Path, name: str, content: bytes | None, told: str
+) -> None:
+    path = mnist_folder / name
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(BadInput, match=told):
+        mnist_cnn.data(mnist_folder)
+
+
+def test_a_data_folder_that_is_not_there(mnist_cnn: Recipe, tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="nowhere"):
+        mnist_cnn.data(tmp_path / "nowhere")
