@@ -19,8 +19,8 @@ TOP, BOTTOM, LEFT = 28, 52, 64
 FONT = 12.0
 ROW = 18  # of labels above a plot
 LOG_FROM = 20.0  # an axis whose values span more than this is logarithmic, and says so
-DASHES = ("", "7 4", "2 4", "10 4 2 4", "4 2")
-LOOKS = 5  # colours, dashes and markers before they repeat; 0 is the baseline's
+DASHES = ("", "7 4", "2 4", "10 4 2 4", "4 2", "12 3", "1 3", "6 2 1 2")
+LOOKS = 8  # colours, dashes and markers before they repeat; 0 is the baseline's
 _EM = 0.6  # the mean width of a character, a little more than common fonts need
 
 
@@ -285,6 +285,9 @@ def _marker(look: int, x: float, y: float) -> str:
         [(0, -4.8), (4.6, 3.6), (-4.6, 3.6)],
         [(0, -5.2), (5.2, 0), (0, 5.2), (-5.2, 0)],
         [(0, 4.8), (4.6, -3.6), (-4.6, -3.6)],
+        [(-4.8, 0), (3.6, -4.6), (3.6, 4.6)],
+        [(4.8, 0), (-3.6, -4.6), (-3.6, 4.6)],
+        [(-2.2, -4.4), (2.2, -4.4), (4.6, 0), (2.2, 4.4), (-2.2, 4.4), (-4.6, 0)],
     )[look - 1]
     return f'<path d="{_path([(x + dx, y + dy) for dx, dy in corners])}Z"/>'
 

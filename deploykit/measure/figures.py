@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deploykit.measure.charts import Chart, Mark, Series
+from deploykit.measure.charts import LOOKS, Chart, Mark, Series
 from deploykit.measure.units import MISSING, SPACE, count, number, percent, spread
 
 Json = Mapping[str, Any]
@@ -201,7 +201,7 @@ def _served(document: Json) -> Chart | None:
         if latency["samples"] > 100:
             marks.append(Mark(float(latency["samples"]), latency["max_ms"], text="max"))
         most = max(most, marks[-1].x)
-        series.append(Series(label, tuple(marks), (len(series) + 1) % 5))
+        series.append(Series(label, tuple(marks), (len(series) + 1) % LOOKS))
         p99_ms = _value(latency["p99_ms"])
         rows.append(
             (

@@ -14,7 +14,7 @@ from typing import Any
 from deploykit.measure.charts import Chart, draw
 from deploykit.measure.figures import charts
 from deploykit.measure.style import CSS
-from deploykit.measure.tables import Table, details, machine, summary
+from deploykit.measure.tables import Table, best_by_batch, details, machine, summary
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
 
@@ -26,6 +26,11 @@ def page(document: Mapping[str, Any]) -> str:
     sections = [
         _verdict(document),
         _section("In short", "short", _table(summary(document), caption=False)),
+        *(
+            _section(table.title, "best", _table(table, caption=False))
+            for table in (best_by_batch(document),)
+            if table.rows
+        ),
         _section(
             "What the measurements show",
             "charts",

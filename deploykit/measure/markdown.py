@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deploykit.measure.figures import charts
-from deploykit.measure.tables import Table, details, machine, summary
+from deploykit.measure.tables import Table, best_by_batch, details, machine, summary
 
 
 def markdown(document: Mapping[str, Any]) -> str:
@@ -22,6 +22,7 @@ def markdown(document: Mapping[str, Any]) -> str:
         "",
         *(line for sentence in document["verdict"] for line in (_text(sentence), "")),
         *_table(summary(document)),
+        *_table(best_by_batch(document)),
         "## What the measurements show",
         "",
         *shown,

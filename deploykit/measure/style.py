@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# c0 to c4 are the looks of charts.py; 0 is the baseline, and quieter than what it is held against
+# c0 to c7 are the looks of charts.py; 0 is the baseline, and quieter than what it is held against
 LIGHT: Mapping[str, str] = {
     "ground": "#ffffff",
     "card": "#f6f7f8",
@@ -24,6 +24,9 @@ LIGHT: Mapping[str, str] = {
     "c2": "#d55e00",
     "c3": "#008f68",
     "c4": "#b5558a",
+    "c5": "#7a6a00",
+    "c6": "#6a4fb3",
+    "c7": "#8c4a1f",
 }
 DARK: Mapping[str, str] = {
     "ground": "#12161b",
@@ -40,6 +43,9 @@ DARK: Mapping[str, str] = {
     "c2": "#e69f00",
     "c3": "#00b285",
     "c4": "#cc79a7",
+    "c5": "#d8cb3c",
+    "c6": "#b79cf2",
+    "c7": "#d9a074",
 }
 
 
@@ -56,7 +62,7 @@ _BODY = """
 html{background:var(--ground);color:var(--ink);-webkit-text-size-adjust:100%}
 body{margin:0;font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,
 sans-serif}
-main{max-width:60rem;margin:0 auto;padding:3rem 1.5rem 5rem}
+main{max-width:64rem;margin:0 auto;padding:3rem 1.5rem 5rem}
 header{border-bottom:1px solid var(--line);padding-bottom:1.5rem}
 h1{font-size:1.55rem;line-height:1.25;margin:.2rem 0 1.2rem;letter-spacing:-.01em;font-weight:650}
 h2{font-size:1.2rem;margin:3rem 0 1rem;letter-spacing:-.005em;font-weight:650}
@@ -84,7 +90,7 @@ thead th{color:var(--quiet);font-weight:500;vertical-align:bottom;border-bottom-
 tbody th{font-weight:600}
 .n{text-align:right;white-space:nowrap}
 thead .n{white-space:normal}
-td small{display:block;color:var(--quiet);font-size:.92em}
+td small{display:block;white-space:normal;color:var(--quiet);font-size:.92em}
 figure{margin:0 0 2.5rem;padding:1.25rem 1.25rem 1rem;background:var(--card);border-radius:8px}
 .plot{overflow-x:auto}
 svg{display:block;width:100%;min-width:36rem;height:auto;margin:0 0 .6rem;

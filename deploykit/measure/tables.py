@@ -79,6 +79,36 @@ def summary(document: Json) -> Table:
     )
 
 
+def best_by_batch(document: Json) -> Table:
+    """The baseline beside the best that a CPU and a GPU did at each batch, whichever setup."""
+    rows = []
+    for batch in sorted({int(point["batch"]) for point in document["points"]}):
+        here = [point for point in document["points"] if int(point["batch"]) == batch]
+        base = [point for point in here if point["label"] == document["baseline"]]
+        cpu = [point for point in here if point["device"] == "cpu"]
+        gpu = [point for point in here if point["device"] != "cpu"]
+        cells = [f(group) for f in (_quickest, _fastest) for group in (base, cpu, gpu)]
+        rows.append((str(batch), *cells))
+    names = ("baseline", "best CPU", "best GPU")
+    columns = [f"{name}, {what}" for what in ("p50 (ms)", "inferences/s") for name in names]
+    return Table("Best at each batch", ("batch", *columns), tuple(rows))
+
+
+def _quickest(found: Sequence[Json]) -> str:
+    timed = [point for point in found if point["latency"]["p50_ms"] is not None]
+    if not timed:
+        return NOT_MEASURED
+    best = min(timed, key=lambda point: float(point["latency"]["p50_ms"]["value"]))
+    return f"{spread(best['latency']['p50_ms'])} {best['label']}"
+
+
+def _fastest(found: Sequence[Json]) -> str:
+    if not found:
+        return NOT_MEASURED
+    best = max(found, key=lambda point: float(point["throughput_per_s"]["value"]))
+    return f"{spread(best['throughput_per_s'])} {best['label']}"
+
+
 def _first_batch(document: Json) -> str:
     return str(min((int(point["batch"]) for point in document["points"]), default=1))
 

@@ -126,14 +126,11 @@ class Batcher:
         """Answer what is past its deadline, even while the engine is busy; called now and then."""
         now_us = self._clock_us()
         with self._changed:
-            late = [request for request in self._queue if request.deadline_us <= now_us]
-            for request in late:
-                self._queue.remove(request)
-            late += [r for r in self._running if not r.finished and r.give_up_us <= now_us]
-            for request in late:
-                self._expired(request, now_us)
-        if late:
-            self._deliver(late)
+            late = self._take_late(now_us)
+            hung = [r for r in self._running if not r.finished and r.give_up_us <= now_us]
+            self._expired(hung, now_us)
+        if late or hung:
+            self._deliver(late + hung)
 
     def close(self, *, drain: bool = True, timeout_s: float | None = None) -> int:
         """Take no more; answer what is queued (or refuse it, without `drain`); end the thread.
@@ -183,23 +180,23 @@ class Batcher:
         with self._changed:
             while True:
                 now_us = self._clock_us()
-                late = []
-                while self._queue and self._queue[0].deadline_us <= now_us:
-                    late.append(self._queue.popleft())
-                    self._expired(late[-1], now_us)
+                late = self._take_late(now_us)
                 take = due(self._queue, self._policy, now_us)
                 if self._closing and self._queue:
                     take = take or len(self._queue)  # what is there is one batch: it only waited
                 batch = [self._queue.popleft() for _ in range(take)]
-                live = [request for request in batch if request.deadline_us > now_us]
-                for request in batch:
-                    if request.deadline_us <= now_us:
-                        late.append(request)
-                        self._expired(request, now_us)
-                self._running = live
-                if live or late or (self._closing and not self._queue):
-                    return live, late
+                self._running = batch
+                if batch or late or (self._closing and not self._queue):
+                    return batch, late
                 self._changed.wait(self._wait_s(now_us))
+
+    def _take_late(self, now_us: int) -> list[Pending]:
+        """Take what is past its deadline out of the queue, wherever it stands there."""
+        late = [request for request in self._queue if request.deadline_us <= now_us]
+        for request in late:
+            self._queue.remove(request)
+        self._expired(late, now_us)
+        return late
 
     def _wait_s(self, now_us: int) -> float | None:
         """Until the oldest waiting request is late or expired; None when nothing waits."""
@@ -209,14 +206,15 @@ class Batcher:
         at_us = min(oldest.arrived_us + self._policy.max_delay_us, oldest.deadline_us)
         return max(1, at_us - now_us) / 1e6
 
-    def _expired(self, request: Pending, now_us: int) -> None:
-        request.finished = True
-        waited_ms = (now_us - request.arrived_us) / 1e3
-        request.error = Expired(
-            f"the request waited {waited_ms:.0f} ms, past its time limit",
-            hint="send fewer requests at once, or allow more time ('timeout', --timeout-ms)",
-        )
-        self._watcher.failed(request, now_us)
+    def _expired(self, requests: Sequence[Pending], now_us: int) -> None:
+        for request in requests:
+            request.finished = True
+            waited_ms = (now_us - request.arrived_us) / 1e3
+            request.error = Expired(
+                f"the request waited {waited_ms:.0f} ms, past its time limit",
+                hint="send fewer requests at once, or allow more time ('timeout', --timeout-ms)",
+            )
+            self._watcher.failed(request, now_us)
 
     def _run(self, batch: Sequence[Pending]) -> None:
         """Run a batch; if it fails, its requests one by one, so that none fails its neighbours."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from deploykit.measure.charts import LOOKS
 from deploykit.measure.html import page
 from deploykit.measure.report import Gate, Report, write
 from deploykit.measure.style import CSS, DARK, LIGHT
@@ -73,7 +74,7 @@ def test_text_has_a_contrast_of_4_5_and_graphics_of_3(theme: dict[str, str]) -> 
     for ground in ("ground", "card"):
         for text in ("ink", "quiet", "good", "bad", "accent"):
             assert contrast(theme[text], theme[ground]) >= 4.5, (text, ground)
-    for look in ("c0", "c1", "c2", "c3", "c4", "quiet"):
+    for look in (*(f"c{look}" for look in range(LOOKS)), "quiet"):
         assert contrast(theme[look], theme["card"]) >= 3, look
 
 

@@ -22,6 +22,7 @@ from deploykit.measure.report import (
 )
 from deploykit.measure.scenarios import Point
 from deploykit.measure.stats import Interval, ratio
+from deploykit.measure.tables import best_by_batch
 from deploykit.measure.verdict import verdict
 
 NAMES = ("report.html", "report.json", "report.md")
@@ -227,9 +228,10 @@ def test_markdown_holds_the_verdict_the_tables_and_the_command(
     write(report, tmp_path)
     text = plain((tmp_path / "report.md").read_text())
     headings = [line for line in text.splitlines() if line.startswith("#")]
-    assert headings[:5] == [
+    assert headings[:6] == [
         "# mnist-cnn on this machine",
         "## In short",
+        "## Best at each batch",
         "## What the measurements show",
         "## How it was measured",
         "## Machine and versions",
@@ -247,3 +249,30 @@ def test_markdown_shows_hostile_names_as_they_are(report: Report, tmp_path: Path
     text = (tmp_path / "report.md").read_text()
     assert "<script>" not in text
     assert text.startswith("# &lt;script&gt;a\\|b\\`c\\*d\\[e\\] f\n")
+
+
+def test_each_batch_shows_the_baseline_and_the_best_cpu_whichever_setup_it_was() -> None:
+    points = [
+        {
+            "label": label,
+            "batch": batch,
+            "device": device,
+            "latency": {"p50_ms": {"value": ms, "low": ms, "high": ms}},
+            "throughput_per_s": {"value": rate, "low": rate, "high": rate},
+        }
+        for label, batch, device, ms, rate in [
+            ("fp32 CPU", 1, "cpu", 2.0, 500.0),
+            ("int8", 1, "cpu", 1.0, 900.0),
+            ("int8, 2 sessions", 1, "cpu", 1.5, 1300.0),
+            ("fp16, GPU", 1, "cuda:0", 0.5, 2000.0),
+            ("fp32 CPU", 8, "cpu", 9.0, 800.0),
+        ]
+    ]
+    table = best_by_batch({"points": points, "baseline": "fp32 CPU"})
+    cells = dict(zip(table.columns, table.rows[0], strict=True))
+    assert "fp32 CPU" in cells["baseline, p50 (ms)"]
+    assert cells["best CPU, p50 (ms)"].endswith("int8")
+    assert cells["best CPU, inferences/s"].endswith("int8, 2 sessions")
+    assert cells["best GPU, inferences/s"].endswith("fp16, GPU")
+    assert table.rows[1][0] == "8"
+    assert table.rows[1][-1] == "not measured"

@@ -278,12 +278,17 @@ def test_a_bad_tensor_is_refused(change: dict, message: str) -> None:
 @pytest.mark.parametrize("shape", [[16, HUGE], [4, HUGE], [2**63, 2], [HUGE, HUGE]], ids=str)
 def test_a_shape_that_overflows_64_bits_is_refused(shape: list[int]) -> None:
     free = model("float32", "H", "W", max_batch=0)
-    with pytest.raises(BadInput, match="elements, 'data' has 4"):
-        oip.decode(one(shape=shape), None, free)
-    item = {"name": "x", "datatype": "FP32", "shape": shape, "parameters": {"binary_data_size": 32}}
+    with pytest.raises(BadInput, match="elements, 'data' has 32"):
+        oip.decode(one(shape=shape, data=[1.0] * 32), None, free)
+    item = {
+        "name": "x",
+        "datatype": "FP32",
+        "shape": shape,
+        "parameters": {"binary_data_size": 128},
+    }
     head = json.dumps({"inputs": [item]}).encode()
-    with pytest.raises(BadInput, match="but binary_data_size is 32"):
-        oip.decode(head + bytes(32), len(head), free)
+    with pytest.raises(BadInput, match="but binary_data_size is 128"):
+        oip.decode(head + bytes(128), len(head), free)
 
 
 @pytest.mark.parametrize("shape", [[0, 2**63], [2**62, 0]], ids=str)

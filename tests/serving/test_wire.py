@@ -88,6 +88,19 @@ def test_many_pipelined_requests_pause_the_reading_and_all_are_answered(server: 
     assert firsts == [2 * i + 1 for i in range(500)]
 
 
+def test_a_client_that_pipelines_too_much_is_read_no_further() -> None:
+    engine = GatedEngine()
+    with running({"m": engine}) as server:
+        engine.warm = True
+        raw = server.connect()
+        padded = request("POST", INFER, infer_json([0] * 4, [1, 4]) + b" " * 100_000)
+        raw.socket.settimeout(0.5)
+        with pytest.raises(TimeoutError):  # 40 MB do not fit into the buffers between us
+            raw.send(padded * 400)
+        engine.gate.set()
+        assert status(raw) == 200
+
+
 def test_connection_close_is_honoured(server: Running) -> None:
     raw = server.connect()
     raw.send(request("GET", "/v2/health/live", Connection="close") + LIVE)
@@ -269,9 +282,7 @@ def test_an_idle_connection_is_let_go() -> None:
         assert raw.ended()
 
 
-def test_waiting_for_the_engine_is_not_idling(
-    eventually: Callable[[Callable[[], bool]], None],
-) -> None:
+def test_waiting_for_the_engine_is_not_idling() -> None:
     engine = GatedEngine()
     with running({"m": engine}, Limits(idle_s=0.01, header_s=0.01, body_s=0.01)) as server:
         engine.warm = True

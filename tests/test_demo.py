@@ -1,0 +1,125 @@
+"""The whole main job end to end: the demo at a small size, in a process of its own."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deploykit.core.artefact import read_manifest
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+for module in ("torch", "onnxscript", "sklearn", "onnxruntime"):
+    pytest.importorskip(module)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """`deploykit demo --quick` in a fresh folder: where it wrote, and what it said."""
+    place = tmp_path_factory.mktemp("demo")
+    command = [sys.executable, "-m", "deploykit", "demo", "--quick", "-o", "out"]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return place / "out", done
+
+
+@pytest.fixture(scope="module")
+def report(demo: tuple[Path, object]) -> dict:
+    return json.loads((demo[0] / "report.json").read_text())
+
+
+ARTEFACTS = ("model.pt", "model.onnx", "model.fp16.onnx", "model.int8.onnx", "model.int8.cpu.onnx")
+
+
+@pytest.mark.parametrize("name", ARTEFACTS)
+def test_every_artefact_has_a_manifest_that_fits_it(demo: tuple[Path, object], name: str) -> None:
+    manifest = read_manifest(demo[0] / name)
+    assert manifest is not None
+    assert manifest.inputs[0].shape == ("N", 1, 28, 28)
+
+
+def test_the_lineage_leads_back_to_the_weights(demo: tuple[Path, object]) -> None:
+    chain = [
+        read_manifest(demo[0] / name) for name in ("model.pt", "model.onnx", "model.int8.onnx")
+    ]
+    for source, made in itertools.pairwise(chain):
+        assert source is not None
+        assert made is not None
+        assert source.sha256 in made.made_from
+
+
+def test_the_int8_engine_computes_in_int8(demo: tuple[Path, object]) -> None:
+    manifest = read_manifest(demo[0] / "model.int8.cpu.onnx")
+    assert manifest is not None
+    assert manifest.precision.get("float32", 0) == 0
+    assert manifest.precision["int8"] >= 5  # three convolutions, two dense layers
+
+
+def test_accuracy_is_told_for_each_precision_with_its_interval(report: dict) -> None:
+    rows = {row["precision"]: row for row in report["accuracy"]}
+    assert set(rows) == {"fp32", "fp16", "int8"}
+    for row in rows.values():
+        assert row["n"] == 540
+        assert 0.9 < row["value"]["low"] < row["value"]["value"] < row["value"]["high"] <= 1
+    assert rows["int8"]["drop"]["high"] <= 0.02
+
+
+def test_latency_and_throughput_stand_beside_the_baseline(report: dict) -> None:
+    labels = {point["label"] for point in report["points"]}
+    assert report["baseline"] in labels
+    assert any("int8" in label for label in labels)
+    for point in report["points"]:
+        assert point["throughput_per_s"]["value"] > 0
+        assert point["device"] == "cpu"
+
+
+def test_what_was_not_measured_is_said(report: dict) -> None:
+    if not report["machine"]["gpus"]:
+        assert "GPU" in {gap["what"] for gap in report["not_measured"]}
+
+
+def test_it_was_served_and_nothing_failed(report: dict) -> None:
+    closed, opened = report["serving"]
+    assert (closed["mode"], opened["mode"]) == ("closed", "open")
+    assert closed["ok"] > 100
+    assert closed["failed"] == opened["failed"] == 0
+
+
+def test_every_gate_passed(report: dict) -> None:
+    assert len(report["gates"]) >= 6
+    assert all(gate["passed"] for gate in report["gates"])
+
+
+def test_it_ends_with_the_table_and_the_reports_path(
+    demo: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    out, done = demo
+    lines = done.stdout.rstrip().splitlines()
+    assert lines[-1] == "report: out/report.html"
+    for row in ("fp32 CPU", "model.fp16", "model.int8.cpu", "best CPU", "served, 32 connections"):
+        assert any(line.startswith(row) for line in lines), row
+    assert (out / "report.html").stat().st_size < 1_000_000
+
+
+def test_the_predictions_are_the_test_splits(demo: tuple[Path, object]) -> None:
+    with (
+        np.load(demo[0] / "predictions.npz") as answers,
+        np.load(demo[0] / "data/test.npz") as test,
+    ):
+        agree = answers["logits"].argmax(1) == test["labels"]
+    assert agree.shape == (540,)
+    assert agree.mean() > 0.9
+
+
+def test_it_leaves_no_process_behind(demo: tuple[Path, object]) -> None:
+    here = demo[0].parent.resolve()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            assert (folder / "cwd").resolve() != here, (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
