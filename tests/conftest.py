@@ -123,3 +123,9 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
     """The model y = 2x + 1 on x float32[N,4], in each runtime."""
     with OPENERS[request.param](tmp_path) as opened:
         yield opened
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="write the golden files anew, for review"
+    )

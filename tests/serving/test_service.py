@@ -9,6 +9,7 @@ from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.metrics import Histogram
 from deploykit.serving.oip import Request
 from deploykit.serving.service import ServeOptions, Service
+from tests.serving.conftest import WAIT_S, GatedEngine
 
 
 def ask(rows: int = 1) -> Request:
@@ -105,6 +106,27 @@ def test_statistics_of_one_batch() -> None:
     assert times["success"]["ns"] == sum(
         times[part]["ns"] for part in ("queue", "compute_input", "compute_infer", "compute_output")
     )
+
+
+def test_every_request_of_a_batch_is_counted_and_charged_its_whole_time() -> None:
+    engine = GatedEngine()
+    engine.warm = True
+    service = Service({"m": engine}, ServeOptions())
+    model = service.find("m")
+    service.infer(model, ask(), lambda _: None)
+    assert engine.entered.acquire(timeout=WAIT_S)
+    for _ in range(3):
+        service.infer(model, ask(2), lambda _: None)
+    engine.gate.set()
+    service.close()
+    stats = service.statistics(model)["model_stats"][0]
+    assert (stats["inference_count"], stats["execution_count"]) == (7, 2)
+    ran = ("success", "queue", "compute_input", "compute_infer", "compute_output")
+    assert {stats["inference_stats"][part]["count"] for part in ran} == {4}
+    by_rows = {batch["batch_size"]: batch["compute_infer"] for batch in stats["batch_stats"]}
+    assert {rows: batch["count"] for rows, batch in by_rows.items()} == {1: 1, 6: 1}
+    charged_ns = by_rows[1]["ns"] + 3 * by_rows[6]["ns"]
+    assert stats["inference_stats"]["compute_infer"]["ns"] == charged_ns
 
 
 def test_failures_are_told_apart() -> None:

@@ -70,8 +70,12 @@ def test_a_signal_lets_every_accepted_request_end(
 
     served.process.send_signal(number)
     eventually(lambda: status(served, READY) == 503)
-    assert status(served, LIVE) == 200
     assert status(served, INFER) == 503
+    raw = served.ask(LIVE)
+    live = raw.reply()
+    assert live is not None
+    assert (live.status, live.headers["connection"]) == (200, "close")
+    raw.close()
     assert served.process.poll() is None
 
     served.release.touch()

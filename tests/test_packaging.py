@@ -1,0 +1,164 @@
+"""The wheel that users install: what is in it, and what works with and without extras."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.onnx_zoo import mnist_like, save
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    # without isolation: hatchling is installed here, and a test needs no second download of it
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--wheel-dir", folder, ROOT], check=True)
+    return next(folder.glob("deploykit-*.whl"))
+
+
+def clean() -> dict[str, str]:
+    """The environment without what would let the checkout or this venv shine through."""
+    return {
+        k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")
+    }
+
+
+class Installed:
+    """deploykit in a venv of its own, run from a folder that is not the checkout."""
+
+    def __init__(self, folder: Path, requirement: str) -> None:
+        self.folder = folder
+        subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+        self.add(requirement)
+
+    def add(self, requirement: str) -> None:
+        pip = [self.folder / "venv/bin/python", "-m", "pip", "install", "--quiet", requirement]
+        done = subprocess.run(pip, capture_output=True, text=True, env=clean(), check=False)
+        assert done.returncode == 0, done.stderr
+
+    def run(self, *words: object) -> subprocess.CompletedProcess[str]:
+        command = [str(self.folder / "venv/bin/deploykit"), *map(str, words)]
+        return subprocess.run(
+            command, cwd=self.folder, capture_output=True, text=True, env=clean(), check=False
+        )
+
+
+@pytest.fixture(scope="module")
+def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """The wheel with its base dependencies and no extra."""
+    installed = Installed(tmp_path_factory.mktemp("bare"), str(wheel))
+    save(mnist_like(), installed.folder / "model.onnx")
+    images = np.random.default_rng(0).random((40, 1, 28, 28), dtype=np.float32)
+    np.savez(installed.folder / "data.npz", image=images)
+    return installed
+
+
+@pytest.fixture(scope="module")
+def light(wheel: Path, tmp_path_factory: pytest.TempPathFactory, bare: Installed) -> Installed:
+    """The light runtime: the wheel with [cpu]."""
+    installed = Installed(tmp_path_factory.mktemp("light"), f"{wheel}[cpu]")
+    for name in ("model.onnx", "data.npz"):
+        (installed.folder / name).write_bytes((bare.folder / name).read_bytes())
+    return installed
+
+
+def test_the_wheel_holds_the_package_the_profiles_and_the_recipes(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for path in (ROOT / "deploykit").rglob("*.py"):
+        assert path.relative_to(ROOT).as_posix() in names
+    for kind in ("profiles/*.toml", "models/*.py"):
+        found = list(ROOT.glob(kind))
+        assert found
+        for path in found:
+            assert f"deploykit/_data/{path.relative_to(ROOT).as_posix()}" in names
+    assert "deploykit/py.typed" in names
+    assert {name.split("/")[0] for name in names} == {
+        "deploykit",
+        next(iter(d for d in names if ".dist-info" in d)).split("/")[0],
+    }
+
+
+def test_the_metadata_names_license_python_and_extras(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        text = archive.read(name).decode()
+    assert "License-Expression: Apache-2.0" in text
+    assert "Requires-Python: >=3.10" in text
+    extras = {
+        line.split(": ")[1] for line in text.splitlines() if line.startswith("Provides-Extra")
+    }
+    assert extras == {"cpu", "gpu", "tensorrt", "export", "train", "quantize", "ray", "dev"}
+
+
+@pytest.mark.parametrize(
+    "words", [("--help",), ("profiles",), ("profiles", "h200"), ("doctor",)], ids=str
+)
+def test_the_bare_install_informs(bare: Installed, words: tuple[str, ...]) -> None:
+    done = bare.run(*words)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_bare_install_inspects(bare: Installed) -> None:
+    done = bare.run("inspect", "model.onnx", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["precision"]["float32"] > 0
+
+
+NEEDS = {
+    "export": (("export", "m.pt"), "deploykit[export]"),
+    "train": (("train", "mnist-cnn", "-o", "m.pt"), "deploykit[export]"),
+    "quantize": (("quantize", "model.onnx", "--to", "fp16"), "deploykit[cpu]"),
+    "build": (("build", "model.onnx", "--profile", "cpu"), "deploykit[cpu]"),
+    "predict": (("predict", "model.onnx", "data.npz", "-o", "out.npz"), "deploykit[cpu]"),
+    "bench": (("bench", "model.onnx"), "deploykit[cpu]"),
+    "compare": (("compare", "model.onnx", "model.onnx"), "deploykit[cpu]"),
+    "serve": (("serve", "--engine", "model.onnx"), "deploykit[cpu]"),
+    "demo": (("demo",), "deploykit[export]"),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_a_missing_extra_is_exit_3_with_the_install_line(bare: Installed, name: str) -> None:
+    words, extra = NEEDS[name]
+    (bare.folder / "m.pt").write_bytes(b"PK\x03\x04")
+    if name == "export":
+        import torch
+
+        torch.save({"w": torch.zeros(1)}, bare.folder / "m.pt")
+    done = bare.run(*words)
+    assert done.returncode == 3, done.stderr
+    assert extra in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (bare.folder / "out.npz").exists()
+
+
+def test_the_light_runtime_quantises_builds_predicts_and_measures_without_torch(
+    light: Installed,
+) -> None:
+    for words in (
+        ("quantize", "model.onnx", "--to", "int8", "--calib", "data.npz", "-o", "q.onnx"),
+        ("build", "model.onnx", "--profile", "cpu", "-o", "built.onnx"),
+        ("predict", "built.onnx", "data.npz", "-o", "out.npz"),
+        ("compare", "model.onnx", "built.onnx"),
+        ("bench", "model.onnx", "--batches", "1", "--seconds", "0.05", "--warmup", "0"),
+    ):
+        done = light.run(*words)
+        assert done.returncode == 0, (words, done.stderr)
+    listed = light.folder / "venv/bin/python"
+    names = subprocess.run(
+        [listed, "-m", "pip", "list"], capture_output=True, text=True, check=True
+    )
+    assert "torch" not in names.stdout
+    with np.load(light.folder / "out.npz") as answers:
+        assert [array.shape for array in answers.values()] == [(40, 10)]
