@@ -47,7 +47,7 @@ def main() -> int:
     install_torch(python, gpu, options.torch_index)
     print(f"installing deploykit[{','.join(extras)}]", flush=True)
     # the torch that is there satisfies the extras, so that pip leaves it as it is
-    pip(python, "install", "--quiet", "--editable", f"{ROOT}[{','.join(extras)}]")
+    pip(python, "install", "-qq", "--editable", f"{ROOT}[{','.join(extras)}]")
     stamp.write_text(state.hexdigest())
     return 0
 
@@ -97,7 +97,7 @@ def install_torch(python: Path, gpu: bool, index: str) -> None:
     elif not gpu and (version := newest_cpu_build(python)):
         wanted, source = [f"torch=={version}"], "the CPU build that pip finds"
     announce(python, wanted, source, gpu or bool(index) or "+cpu" in wanted[-1])
-    pip(python, "install", "--quiet", *wanted)
+    pip(python, "install", "-qq", *wanted)
 
 
 def newest_cpu_build(python: Path) -> str | None:
@@ -113,7 +113,7 @@ def release(version: str) -> tuple[int, ...]:
 
 def announce(python: Path, wanted: list[str], source: str, as_wished: bool) -> None:
     """Say what will be downloaded, and how large it is, before it is."""
-    arguments = ["install", "--dry-run", "--quiet", "--report", "-", *wanted]
+    arguments = ["install", "--dry-run", "-qq", "--report", "-", *wanted]
     answer = pip(python, *arguments, capture=True)
     if answer.returncode != 0:
         raise SystemExit(
