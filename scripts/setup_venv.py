@@ -77,9 +77,18 @@ def make_venv(venv: Path) -> Path:
     return python
 
 
-def pip(python: Path, *arguments: str, capture: bool = False) -> subprocess.CompletedProcess[str]:
+def pip(
+    python: Path, *arguments: str, capture: bool = False, alone: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run pip; `alone`: with the places named in the arguments and no others."""
     command = [str(python), "-m", "pip", "--disable-pip-version-check", *arguments]
-    done = subprocess.run(command, text=True, capture_output=capture, check=False)
+    place = dict(os.environ)
+    if alone:
+        places = ("PIP_FIND_LINKS", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")
+        place = {k: v for k, v in place.items() if k not in places} | {
+            "PIP_CONFIG_FILE": os.devnull
+        }
+    done = subprocess.run(command, text=True, capture_output=capture, check=False, env=place)
     if done.returncode != 0 and not capture:
         raise SystemExit(f"error: failed: {' '.join(command)}")
     return done
@@ -93,25 +102,34 @@ def install_torch(python: Path, gpu: bool, index: str) -> None:
         return
     wanted, source = ["torch"], "the package index"
     if index:
-        wanted, source = ["--index-url", index, "torch"], index
-    elif not gpu and (version := newest_cpu_build(python)):
-        wanted, source = [f"torch=={version}"], "the CPU build that pip finds"
-    announce(python, wanted, source, gpu or bool(index) or "+cpu" in wanted[-1])
+        versions = versions_of_torch(python, index)
+        if not versions:
+            raise SystemExit(f"error: {index}: no torch for Python {sys.version.split()[0]} there")
+        wanted, source = [f"torch=={max(versions, key=release)}", "--extra-index-url", index], index
+    elif not gpu:
+        builds = [v for v in versions_of_torch(python) if v.endswith("+cpu")]
+        if builds:
+            wanted, source = [f"torch=={max(builds, key=release)}"], "the CPU build that pip finds"
+    announce(python, wanted, source, as_wished=gpu or len(wanted) > 1 or "==" in wanted[0])
     pip(python, "install", "-qq", *wanted)
 
 
-def newest_cpu_build(python: Path) -> str | None:
-    """The newest `X.Y.Z+cpu` that pip finds for this interpreter in its configured places."""
-    listed = pip(python, "index", "versions", "torch", capture=True).stdout
-    builds = [v for v in re.findall(r"[0-9][^,\s()]*\+cpu", listed) if release(v) >= TORCH_OLDEST]
-    return max(builds, key=release, default=None)
+def versions_of_torch(python: Path, index: str = "") -> list[str]:
+    """The versions that pip finds for this interpreter: in its configured places, or in `index`."""
+    where = ["--index-url", index] if index else []
+    listed = pip(
+        python, "index", "versions", "torch", *where, capture=True, alone=bool(index)
+    ).stdout
+    _, _, versions = listed.partition("Available versions:")
+    found = [version.strip() for version in versions.partition("\n")[0].split(",")]
+    return [version for version in found if release(version) >= TORCH_OLDEST]
 
 
 def release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
-def announce(python: Path, wanted: list[str], source: str, as_wished: bool) -> None:
+def announce(python: Path, wanted: list[str], source: str, *, as_wished: bool) -> None:
     """Say what will be downloaded, and how large it is, before it is."""
     arguments = ["install", "--dry-run", "-qq", "--report", "-", *wanted]
     answer = pip(python, *arguments, capture=True)

@@ -74,6 +74,7 @@ class Server:
         )
         self._stopped = asyncio.Event()
         self._signals = 0
+        self._interrupted = False
 
     def run(self, on_ready: Callable[[str, int], None]) -> int:
         """As the function `run`; outside the main thread signals are left alone."""
@@ -95,7 +96,7 @@ class Server:
         loop = self._loop
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, self._signalled)
+                loop.add_signal_handler(number, self._signalled, number)
         server = await loop.create_server(
             partial(Connection, self._listener), sock=self._socket, backlog=BACKLOG
         )
@@ -115,7 +116,9 @@ class Server:
             server.close()
             for connection in list(self._listener.connections):
                 connection.abort()
-        if self._signals > 1:
+        if self._signals > 1 or self._interrupted:
+            if dropped:
+                log.warning("%d accepted requests were not answered", dropped)
             raise KeyboardInterrupt
         return dropped
 
@@ -137,8 +140,9 @@ class Server:
         except RuntimeError:  # the loop is closed: the engine hung past the shutdown
             log.error("%d requests finished after the shutdown", len(requests))
 
-    def _signalled(self) -> None:
+    def _signalled(self, number: int) -> None:
         self._signals += 1
+        self._interrupted = self._interrupted or number == signal.SIGINT
         self._begin_drain()
 
     def _begin_drain(self) -> None:

@@ -148,7 +148,7 @@ def test_ctrl_c_ends_a_server_and_a_load_on_it(place: Path) -> None:
         )
         assert (code, "Traceback" in said) == (130, False), said
         server.send_signal(signal.SIGINT)
-        assert server.wait(timeout=LIMIT_S) == 0  # asked to stop, and it drained
+        assert server.wait(timeout=LIMIT_S) == 130
     finally:
         server.kill()
         server.communicate()

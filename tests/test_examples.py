@@ -1,0 +1,55 @@
+"""The examples, run as their first lines say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.onnx_zoo import mnist_like, save
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(place: Path, *words: object) -> str:
+    done = subprocess.run(
+        [sys.executable, *map(str, words)], cwd=place, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_a_recipe_of_ones_own_is_trained_and_exported(tmp_path: Path) -> None:
+    for module in ("torch", "onnxscript", "sklearn"):
+        pytest.importorskip(module)
+    recipe = ROOT / "examples/own_recipe.py"
+    out = run(tmp_path, "-m", "deploykit", "train", recipe, "-o", "d.pt", "--json")
+    assert json.loads(out)["accuracy"]["value"] > 0.85
+    run(tmp_path, "-m", "deploykit", "export", "d.pt", "--arch", f"{recipe}:build")
+    assert (tmp_path / "d.onnx").is_file()
+    refused = subprocess.run(
+        [sys.executable, "-m", "deploykit", "export", "d.pt"], cwd=tmp_path, capture_output=True
+    )
+    assert refused.returncode == 2
+    assert b"--arch" in refused.stderr
+
+
+def test_the_client_asks_a_server(tmp_path: Path) -> None:
+    save(mnist_like(), tmp_path / "model.onnx")
+    command = ["-m", "deploykit", "serve", "--engine", "mnist=model.onnx", "--http-port", "0"]
+    server = subprocess.Popen([sys.executable, *command], cwd=tmp_path, stdout=subprocess.PIPE)
+    try:
+        assert server.stdout is not None
+        url = "http://" + json.loads(server.stdout.readline())["http"]
+        out = run(tmp_path, ROOT / "examples/client.py", url, "mnist")
+    finally:
+        server.kill()
+        server.communicate()
+    name, _, values = out.partition(": ")
+    assert name == mnist_like().graph.output[0].name
+    assert len(json.loads(values)[0]) == 10

@@ -1,0 +1,61 @@
+"""How the venv's torch is chosen: by real pip, in a small index of its own, without the network."""
+
+from __future__ import annotations
+
+import sys
+from importlib import util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "setup_venv.py"
+
+
+@pytest.fixture(scope="module")
+def setup() -> ModuleType:
+    spec = util.spec_from_file_location("setup_venv", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> str:
+    """An index of torch wheels that are names only: pip reads the versions off them."""
+    folder = tmp_path / "torch"
+    folder.mkdir()
+    names = [f"torch-{v}-py3-none-any.whl" for v in ("2.9.0+cpu", "2.13.0+cpu", "2.12.1+cpu")]
+    links = "".join(f'<a href="{name.replace("+", "%2B")}">{name}</a>' for name in names)
+    (folder / "index.html").write_text(f"<!DOCTYPE html><html><body>{links}</body></html>")
+    return tmp_path.as_uri()
+
+
+def test_versions_come_from_the_index_alone_and_old_ones_are_left_out(
+    setup: ModuleType, index: str
+) -> None:
+    found = setup.versions_of_torch(Path(sys.executable), index)
+    assert sorted(found, key=setup.release) == ["2.12.1+cpu", "2.13.0+cpu"]
+
+
+def test_an_index_without_torch_has_no_versions(setup: ModuleType, tmp_path: Path) -> None:
+    assert setup.versions_of_torch(Path(sys.executable), (tmp_path / "nowhere").as_uri()) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "parts"),
+    [("2.13.0+cpu", (2, 13, 0)), ("2.9.1", (2, 9, 1)), ("2.14.0rc1+cu130", (2, 14, 0)), ("", ())],
+)
+def test_versions_compare_by_their_numbers(
+    setup: ModuleType, version: str, parts: tuple[int, ...]
+) -> None:
+    assert setup.release(version) == parts
+
+
+def test_a_local_wheel_has_its_files_size(setup: ModuleType, tmp_path: Path) -> None:
+    wheel = tmp_path / "a+b.whl"
+    wheel.write_bytes(b"x" * 123)
+    assert setup.size_of(wheel.as_uri().replace("+", "%2B")) == 123
+    assert setup.size_of((tmp_path / "none.whl").as_uri()) is None
