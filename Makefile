@@ -26,6 +26,7 @@ test: lint
 	$(BIN)/pytest --cov --cov-report=term:skip-covered
 
 bench: venv
+	$(BIN)/pip install -qq uvicorn granian  # only for the comparison of HTTP stacks
 	$(BIN)/python benchmarks/run.py
 
 clean:

@@ -66,7 +66,7 @@ def compare(model: str, counts: list[int], seconds: float, rounds: int, request:
     packages = ("uvicorn", "granian", "httptools", "uvloop", "onnxruntime")
     print(", ".join(f"{name} {version(name)}" for name in packages), end="; ")
     print(
-        f"{os.cpu_count()} cores, {'an engine that costs nothing' if model == 'fake' else model}, "
+        f"{os.cpu_count()} cores, {'an engine that costs nothing' if model == 'fake' else Path(model).name}, "
     )
     print(f"median of {rounds} alternating rounds of {seconds:g} s, batches up to {MAX_BATCH}.\n")
     print("| stack | connections | requests/s | lowest–highest | p50 ms | p99 ms | errors |")

@@ -1,4 +1,4 @@
-"""Ask a served model with the standard library and NumPy alone: one binary request, no client package.
+"""Ask a served model with the standard library and NumPy alone: one binary request.
 
     deploykit serve --engine mnist=model.int8.onnx
     python examples/client.py http://127.0.0.1:8000 mnist
