@@ -65,9 +65,8 @@ def compare(model: str, counts: list[int], seconds: float, rounds: int, request:
                     results.setdefault((name, count), []).append(result)
     packages = ("uvicorn", "granian", "httptools", "uvloop", "onnxruntime")
     print(", ".join(f"{name} {version(name)}" for name in packages), end="; ")
-    print(
-        f"{os.cpu_count()} cores, {'an engine that costs nothing' if model == 'fake' else Path(model).name}, "
-    )
+    what = "an engine that costs nothing" if model == "fake" else Path(model).name
+    print(f"{os.cpu_count()} cores, {what}, ")
     print(f"median of {rounds} alternating rounds of {seconds:g} s, batches up to {MAX_BATCH}.\n")
     print("| stack | connections | requests/s | lowest–highest | p50 ms | p99 ms | errors |")
     print("|---|--:|--:|--:|--:|--:|--:|")

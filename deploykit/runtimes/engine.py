@@ -7,11 +7,12 @@ content decides which runtime opens it; the import of that runtime happens here,
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -59,6 +60,27 @@ class Engine(Protocol):
         exc: BaseException | None,
         trace: TracebackType | None,
     ) -> None: ...
+
+
+_Self = TypeVar("_Self", bound="Closing")
+
+
+class Closing(ABC):
+    """What is closed at the end of a `with` block."""
+
+    @abstractmethod
+    def close(self) -> object: ...
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
 
 OpenEngine = Callable[[Path, str, "int | None"], Engine]

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
 
 import numpy as np
 
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.engine import Arrays, check_feeds
+from deploykit.runtimes.engine import Arrays, Closing, check_feeds
 
 
-class FakeEngine:
+class FakeEngine(Closing):
     """y = 2x + 1 over float32 rows of `width` numbers.
 
     A call takes `latency_s`, and `per_row_s` more for each row.
@@ -52,14 +51,3 @@ class FakeEngine:
 
     def close(self) -> None:
         self.closed = True
-
-    def __enter__(self) -> FakeEngine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -11,7 +11,6 @@ import mmap
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from deploykit.core.errors import BadInput, DeploykitError, Unsupported, first_l
 from deploykit.core.extras import require
 from deploykit.core.machine import default_threads
 from deploykit.core.tensors import BATCH, TensorSpec
-from deploykit.runtimes.engine import Arrays, check_feeds
+from deploykit.runtimes.engine import Arrays, Closing, check_feeds
 
 ort = require("onnxruntime")
 ort_state = require("onnxruntime.capi.onnxruntime_pybind11_state")
@@ -51,7 +50,7 @@ def open_engine(path: Path, device: str = "auto", threads: int | None = None) ->
     return OnnxRuntimeEngine(path, device, threads)
 
 
-class OnnxRuntimeEngine:
+class OnnxRuntimeEngine(Closing):
     """One InferenceSession. `session` is open to builders and benchmarks."""
 
     max_batch: int | None = None
@@ -75,17 +74,6 @@ class OnnxRuntimeEngine:
 
     def close(self) -> None:
         self.session = None
-
-    def __enter__(self) -> OnnxRuntimeEngine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def session_options(threads: int | None, *, half: bool = False) -> Any:

@@ -11,7 +11,6 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from deploykit.core.files import atomic_write, check_readable
 from deploykit.core.recipe import bundled, load_recipe
 from deploykit.core.resources import import_object
 from deploykit.core.tensors import TensorSpec, concrete, parse_spec
-from deploykit.runtimes.engine import Arrays, check_feeds
+from deploykit.runtimes.engine import Arrays, Closing, check_feeds
 
 torch = require("torch")
 
@@ -238,7 +237,7 @@ def open_engine(path: Path, device: str = "auto", threads: int | None = None) ->
     return TorchEngine(load_module(path), path.name, device, threads)
 
 
-class TorchEngine:
+class TorchEngine(Closing):
     """The reference: PyTorch eager, float32."""
 
     max_batch: int | None = None
@@ -272,17 +271,6 @@ class TorchEngine:
 
     def close(self) -> None:
         self._module = None
-
-    def __enter__(self) -> TorchEngine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def parameters(module: Any) -> dict[str, int]:

@@ -14,12 +14,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 
 import numpy as np
 
 from deploykit.core.errors import DeploykitError, Expired, Overloaded, first_line
-from deploykit.runtimes.engine import Arrays, Engine
+from deploykit.runtimes.engine import Arrays, Closing, Engine
 from deploykit.serving.policy import BatchPolicy, BatchRun, Key, Pending, Watcher, due
 
 log = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ def deliver_here(requests: Sequence[Pending]) -> None:
         request.done(request)
 
 
-class Batcher:
+class Batcher(Closing):
     """A bounded queue in front of one Engine, and the thread that empties it.
 
     `deliver` gets the requests that were finished together, once per batch: an event loop needs
@@ -151,17 +150,6 @@ class Batcher:
             self._deliver(refused)
         self._thread.join(timeout_s)
         return self.unanswered
-
-    def __enter__(self) -> Batcher:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # -- the engine's thread -------------------------------------------------------------------
 
