@@ -177,6 +177,7 @@ def build(
                 max_drop=max_drop,
                 runtime=target.runtime,
             )
+        asked = graph.summarise(graph.load_graph(typed)).precision  # checked before it is run
         facts = builder.build(typed, tmp)
         with load(typed, "cpu") as reference, load(tmp, "cpu") as built:
             feeds = [random_feeds(built.inputs, {BATCH: n}, n) for n in PARITY_BATCHES]
@@ -191,7 +192,7 @@ def build(
             built_on={**facts, "profile": target.name},
         )
         notes: tuple[str, ...] = (f"profile auto: {target.name} ({why})",) if why else ()
-        notes += _changed(graph.summarise(graph.load_graph(typed)).precision, manifest.precision)
+        notes += _changed(asked, manifest.precision)
         made = Made(out, manifest, parity=parity, notes=notes)
         return keep_if_equal(tmp, made, parity)
 

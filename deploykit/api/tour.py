@@ -72,12 +72,12 @@ def demo(
     on_step: Callable[[str], None] = lambda _: None,
 ) -> Toured:
     """Run the main job into the folder `out`. Raises GateFailed when parity or accuracy fail."""
+    make_folder(out)
     for module in ("torch", "onnxscript", "sklearn", "onnxruntime"):
         require(module)
     from deploykit.measure import report as reports
     from deploykit.measure.verdict import verdict
 
-    make_folder(out)
     steps = _Steps(on_step)
     checkpoint, fp32 = out / "model.pt", out / "model.onnx"
     calib, test = out / "data" / "calibration.npz", out / "data" / "test.npz"

@@ -13,7 +13,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from deploykit.core.errors import BadInput, NotFound, Unsupported, os_reason
 
@@ -115,3 +115,30 @@ def cache_folder() -> Path:
         return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "deploykit"
+
+
+def check_inside(folder: Path, location: str, where: str) -> os.stat_result:
+    """Raise BadInput unless `location` is a regular file of one name below `folder`.
+
+    A model may name files for its weights; without this it could read any file of the user's.
+    `where` opens the error. Returns what the file system says of the file.
+    """
+    parts = PurePosixPath(location).parts
+    if not parts or location.startswith("/") or "\\" in location or ".." in parts:
+        raise BadInput(f"{where}: its data lie outside the model's folder: '{location}'")
+    file = folder
+    try:
+        for part in parts:
+            file = file / part
+            info = file.lstat()
+            if stat.S_ISLNK(info.st_mode):
+                raise BadInput(f"{where}: its data are reached through a symbolic link, {file}")
+    except (OSError, ValueError) as exc:
+        raise BadInput(f"{where}: its data file {location} cannot be read: {exc}") from exc
+    if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1:
+        raise BadInput(
+            f"{where}: its data file {file} is not a regular file of one name (hard links: "
+            f"{info.st_nlink})",
+            hint="copy it: a file with several names may be one that the model must not read",
+        )
+    return info

@@ -7,9 +7,8 @@ CUDA asked and CPU given is an error, since ONNX Runtime itself only logs it.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,11 @@ import numpy as np
 
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported, first_line
 from deploykit.core.extras import require
+from deploykit.core.files import check_inside
 from deploykit.core.machine import default_threads
 from deploykit.core.tensors import BATCH, TensorSpec
 from deploykit.runtimes.engine import Arrays, Closing, check_feeds
+from deploykit.runtimes.onnxfile import external_files, holds_half
 
 ort = require("onnxruntime")
 ort_state = require("onnxruntime.capi.onnxruntime_pybind11_state")
@@ -93,6 +94,8 @@ def session_options(threads: int | None, *, half: bool = False) -> Any:
 
 
 def _session(path: Path, device: str, threads: int | None) -> Any:
+    for location in external_files(path):  # ONNX Runtime 1.23 reads any, later ones hard links
+        check_inside(path.parent, location, f"{path}: its weights")
     options = session_options(threads, half=holds_half(path))
     providers: list[Any] = ["CPUExecutionProvider"]
     if device != "cpu":
@@ -105,90 +108,6 @@ def _session(path: Path, device: str, threads: int | None) -> Any:
         return ort.InferenceSession(
             str(path), sess_options=options, providers=providers, enable_fallback=0
         )
-
-
-def holds_half(path: Path) -> bool:
-    """Whether the graph holds float16: in a tensor, an input or output, or the type of a Cast.
-
-    Reads the protobuf's field headers only, as the onnx package is slow to import and loads the
-    weights. False for a file that cannot be read: loading it then says what is wrong.
-    """
-    try:
-        with (
-            path.open("rb") as handle,
-            mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data,
-        ):
-            return _half_in(data, "model", 0, len(data))
-    except (OSError, ValueError, IndexError, RecursionError):
-        return False
-
-
-# Where float16 can stand, by the field numbers of onnx.proto: message -> {field: its message}.
-_MEMBERS: Mapping[str, Mapping[int, str]] = {
-    "model": {7: "graph", 25: "function"},
-    "graph": {1: "node", 5: "tensor", 11: "value", 12: "value", 13: "value"},
-    "function": {7: "node"},
-    "node": {5: "attribute"},
-    "attribute": {5: "tensor", 6: "graph"},
-    "value": {2: "type"},
-    "type": {1: "tensor_type"},
-}
-_DATA_TYPE = {"tensor": 2, "tensor_type": 1}  # the field that holds a TensorProto.DataType
-_TYPE_NAMES = (b"to", b"dtype")  # attributes whose number is one: of Cast, and of generators
-_FLOAT16 = 10
-
-
-def _half_in(data: mmap.mmap, message: str, begin: int, end: int) -> bool:
-    """Whether the protobuf `message` in data[begin:end] speaks of float16."""
-    members = _MEMBERS.get(message, {})
-    name = b""
-    for number, at, stop in _fields(data, begin, end):
-        if stop == -1:
-            if at == _FLOAT16 and number == _DATA_TYPE.get(message):
-                return True
-            if at == _FLOAT16 and message == "attribute" and number == 3 and name in _TYPE_NAMES:
-                return True
-        elif message == "attribute" and number == 1:
-            name = data[at:stop]
-        elif number in members and _half_in(data, members[number], at, stop):
-            return True
-    return False
-
-
-def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Protobuf fields in data[at:end]: (number, begin, end), or (number, value, -1) of a varint.
-
-    Raises ValueError, or IndexError at the end of the file, for what is no protobuf.
-    """
-    while at < end:
-        key, at = _varint(data, at)
-        number, wire = key >> 3, key & 7
-        if wire == 0:
-            value, at = _varint(data, at)
-            yield number, value, -1
-        elif wire == 2:
-            size, at = _varint(data, at)
-            if at + size > end:
-                raise ValueError("not a protobuf")
-            yield number, at, at + size
-            at += size
-        elif wire in (1, 5):
-            at += 8 if wire == 1 else 4
-        else:
-            raise ValueError("not a protobuf")
-
-
-def _varint(data: mmap.mmap, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
-        if shift > 63:
-            raise ValueError("not a protobuf")
 
 
 def _device_in_use(path: Path, session: Any, asked: str) -> str:

@@ -6,9 +6,8 @@ data files that are hard links to what lies outside the model's folder.
 
 from __future__ import annotations
 
-import stat
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import onnx
 from onnx import TensorProto, defs, helper
@@ -16,7 +15,7 @@ from onnx import TensorProto, defs, helper
 from deploykit.core.artefact import sniff
 from deploykit.core.errors import BadInput, os_reason
 from deploykit.core.extras import require
-from deploykit.core.files import check_readable
+from deploykit.core.files import check_inside, check_readable
 
 protobuf = require("google.protobuf.message")
 
@@ -175,24 +174,7 @@ def _check_external(tensor: onnx.TensorProto, path: Path, where: str) -> None:
     """Its data must be in a regular file of one name, below the model's folder, and long enough."""
     values = {entry.key: entry.value for entry in tensor.external_data}
     location = values.get("location", "")
-    parts = PurePosixPath(location).parts
-    if not parts or location.startswith("/") or "\\" in location or ".." in parts:
-        raise BadInput(f"{where}: its data lie outside the model's folder: '{location}'")
-    file = path.parent
-    try:
-        for part in parts:
-            file = file / part
-            info = file.lstat()
-            if stat.S_ISLNK(info.st_mode):
-                raise BadInput(f"{where}: its data are reached through a symbolic link, {file}")
-    except (OSError, ValueError) as exc:
-        raise BadInput(f"{where}: its data file {location} cannot be read: {exc}") from exc
-    if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1:
-        raise BadInput(
-            f"{where}: its data file {file} is not a regular file of one name (hard links: "
-            f"{info.st_nlink})",
-            hint="copy it: a file with several names may be one that the model must not read",
-        )
+    info = check_inside(path.parent, location, where)
     try:
         offset = int(values.get("offset", "0"))
         length = int(values.get("length", str(stored_bytes(tensor))))
@@ -201,5 +183,5 @@ def _check_external(tensor: onnx.TensorProto, path: Path, where: str) -> None:
     if length != stored_bytes(tensor) or offset < 0 or offset + length > info.st_size:
         raise BadInput(
             f"{where}: needs {stored_bytes(tensor)} bytes, but is said to lie at {offset} with "
-            f"length {length} in {file.name} of {info.st_size} bytes"
+            f"length {length} in {location} of {info.st_size} bytes"
         )

@@ -13,7 +13,8 @@ from deploykit.core.errors import BadInput, Unsupported
 
 ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
-from deploykit.runtimes.onnxruntime import holds_half, open_engine, session_options  # noqa: E402 - after the skip
+from deploykit.runtimes.onnxfile import external_files, holds_half  # noqa: E402
+from deploykit.runtimes.onnxruntime import open_engine, session_options  # noqa: E402
 
 FLOAT, HALF = TensorProto.FLOAT, TensorProto.FLOAT16
 Value = onnx.ValueInfoProto
@@ -216,7 +217,8 @@ def test_weights_outside_the_models_folder_are_not_read(tmp_path: Path) -> None:
     tensor.data_location = TensorProto.EXTERNAL
     tensor.external_data.add(key="location", value="../secret.bin")
     path.write_bytes(model.SerializeToString())
-    with pytest.raises(BadInput, match=r"m\.onnx"):
+    assert external_files(path) == ["../secret.bin"]
+    with pytest.raises(BadInput, match=r"m\.onnx: its weights: .* outside the model's folder"):
         open_engine(path, "cpu")
 
 

@@ -1,0 +1,118 @@
+"""Facts about an `.onnx` file from its protobuf's field headers, without the onnx package.
+
+In: a path. Out: whether it holds float16, and which other files hold its weights. The onnx package
+is slow to import and loads the weights; a server needs neither. A file that cannot be read gives no
+facts: loading it then says what is wrong.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+
+def holds_half(path: Path) -> bool:
+    """Whether the graph holds float16: in a tensor, an input or output, or the type of a Cast."""
+    try:
+        with _mapped(path) as data:
+            return _half_in(data, "model", 0, len(data))
+    except (OSError, ValueError, IndexError, RecursionError):
+        return False
+
+
+def external_files(path: Path) -> list[str]:
+    """The locations, relative to the model's folder, that its tensors name for their data."""
+    try:
+        with _mapped(path) as data:
+            return sorted(set(_locations(data, "model", 0, len(data))))
+    except (OSError, ValueError, IndexError, RecursionError):
+        return []
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    with path.open("rb") as handle:
+        return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _locations(data: mmap.mmap, message: str, begin: int, end: int) -> Iterator[str]:
+    """The `location` entries (key 1, value 2) of TensorProto.external_data (13), at any depth."""
+    members = _MEMBERS.get(message, {})
+    for number, at, stop in _fields(data, begin, end):
+        if stop == -1:
+            continue
+        if message == "tensor" and number == 13:
+            entry = {n: bytes(data[a:b]) for n, a, b in _fields(data, at, stop) if b != -1}
+            if entry.get(1) == b"location":
+                yield entry.get(2, b"").decode(errors="replace")
+        elif number in members:
+            yield from _locations(data, members[number], at, stop)
+
+
+# Where tensors and types stand, by the field numbers of onnx.proto: message -> {field: message}.
+_MEMBERS: Mapping[str, Mapping[int, str]] = {
+    "model": {7: "graph", 25: "function"},
+    "graph": {1: "node", 5: "tensor", 11: "value", 12: "value", 13: "value", 15: "sparse"},
+    "function": {7: "node"},
+    "node": {5: "attribute"},
+    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"},
+    "sparse": {1: "tensor", 2: "tensor"},
+    "value": {2: "type"},
+    "type": {1: "tensor_type"},
+}
+_DATA_TYPE = {"tensor": 2, "tensor_type": 1}  # the field that holds a TensorProto.DataType
+_TYPE_NAMES = (b"to", b"dtype")  # attributes whose number is one: of Cast, and of generators
+_FLOAT16 = 10
+
+
+def _half_in(data: mmap.mmap, message: str, begin: int, end: int) -> bool:
+    """Whether the protobuf `message` in data[begin:end] speaks of float16."""
+    members = _MEMBERS.get(message, {})
+    name = b""
+    for number, at, stop in _fields(data, begin, end):
+        if stop == -1:
+            if at == _FLOAT16 and number == _DATA_TYPE.get(message):
+                return True
+            if at == _FLOAT16 and message == "attribute" and number == 3 and name in _TYPE_NAMES:
+                return True
+        elif message == "attribute" and number == 1:
+            name = data[at:stop]
+        elif number in members and _half_in(data, members[number], at, stop):
+            return True
+    return False
+
+
+def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Protobuf fields in data[at:end]: (number, begin, end), or (number, value, -1) of a varint.
+
+    Raises ValueError, or IndexError at the end of the file, for what is no protobuf.
+    """
+    while at < end:
+        key, at = _varint(data, at)
+        number, wire = key >> 3, key & 7
+        if wire == 0:
+            value, at = _varint(data, at)
+            yield number, value, -1
+        elif wire == 2:
+            size, at = _varint(data, at)
+            if at + size > end:
+                raise ValueError("not a protobuf")
+            yield number, at, at + size
+            at += size
+        elif wire in (1, 5):
+            at += 8 if wire == 1 else 4
+        else:
+            raise ValueError("not a protobuf")
+
+
+def _varint(data: mmap.mmap, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise ValueError("not a protobuf")
