@@ -20,6 +20,8 @@ from deploykit.runtimes.engine import Arrays, Engine
 
 Clock = Callable[[], int]  # nanoseconds, monotonic
 
+_LOOK_S = 0.5  # between two looks for Ctrl-C
+
 
 @dataclass(frozen=True)
 class Block:
@@ -132,7 +134,8 @@ def _run_together(
     with ThreadPoolExecutor(len(engines), thread_name_prefix="deploykit-session") as pool:
         try:
             futures = [pool.submit(session, engine) for engine in engines]
-            wait(futures)
+            while wait(futures, timeout=_LOOK_S).not_done:
+                pass  # a signal that comes just before a wait without end would not be seen
         except BaseException:
             give_up()
             raise

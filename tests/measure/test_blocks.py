@@ -145,13 +145,17 @@ def test_one_failing_session_stops_the_others() -> None:
 
 
 def test_ctrl_c_stops_the_sessions_and_waits_for_them() -> None:
+    sent = []
+
     def latency_s(call: int) -> float:
-        if call == 100:
+        if not sent and len(engines[1].batches) > 100:  # both are at work
+            sent.append(call)
             os.kill(os.getpid(), signal.SIGINT)
         return 0.005
 
     clock = VirtualTime()
-    engines = [Timed(clock, latency_s), Timed(clock, five_ms)]
+    engines: list[Timed] = []
+    engines += [Timed(clock, latency_s), Timed(clock, five_ms)]
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
         run_block(engines, FEEDS, 4, LONG_S, clock)
