@@ -95,6 +95,9 @@ def _failed(exc: Exception) -> NoReturn:
         output.error(exc)
         sys.exit(exc.exit_code)
     message = getattr(exc, "format_message", None)
+    if type(exc).__name__ == "NoArgsIsHelpError" and message is not None:
+        output.note(message())
+        sys.exit(BadInput.exit_code)
     if message is not None:
         context = getattr(exc, "ctx", None)
         command = context.command_path if context is not None else "deploykit"

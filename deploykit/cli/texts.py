@@ -37,13 +37,14 @@ def made(result: Made) -> str:
         lines.append(f"  {test['metric']}  {percent(result.accuracy)}, n = {test['n']}")
     if result.drop:
         drop = result.drop
+        names = (result.parity.a, result.parity.b) if result.parity else ("reference", "this file")
         rows = [
-            ("float32", percent(drop.reference), ""),
-            ("this file", percent(drop.candidate), drop.describe()),
+            (names[0], percent(drop.reference), ""),
+            (names[1], percent(drop.candidate), drop.describe()),
         ]
         lines += [
             "",
-            table((f"{drop.metric}, n = {drop.n}", "value (95 %)", "against float32"), rows),
+            table((f"{drop.metric}, n = {drop.n}", "value (95 %)", f"against {names[0]}"), rows),
         ]
     if result.parity:
         lines += ["", parity(result.parity, gated="max_drop" not in manifest.checks)]

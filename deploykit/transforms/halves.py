@@ -48,11 +48,13 @@ def to_fp16(
     would become 0 as a whole (an epsilon of 1e-12); without `ranges` only weights are looked at.
     So do, without being named, operators that ONNX does not define for float16, bodies of If and
     Loop, and arithmetic that ends in integers. `model` is left as it is. Raises BadInput if it
-    computes nothing in float32.
+    computes nothing in float32, or something in float16 already.
     """
     model = onnx.inliner.inline_local_functions(model) if model.functions else _copy(model)
     _name_nodes(model.graph)
     types = element_types(model)
+    if _HALF in types.values():
+        raise BadInput("the model holds float16 already", hint="quantize the float32 model")
     writer = _Writer(model, types)
     guarded = _guarded(model.graph, writer.constants, ranges or {}, types)
     wide = guarded | _indexing(model.graph, types)

@@ -33,6 +33,13 @@ def test_help_lists_every_command(run: Run) -> None:
         assert f"\n  {name} " in ran.out
 
 
+def test_no_command_shows_the_help_and_is_exit_2(run: Run) -> None:
+    ran = run()
+    assert ran.code == 2
+    assert "error:" not in ran.err
+    assert "\n  quantize " in ran.err
+
+
 def test_quantize_to_int8_writes_file_manifest_and_accuracy(
     run: Run, model: Path, samples: Path, tmp_path: Path
 ) -> None:

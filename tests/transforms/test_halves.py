@@ -262,3 +262,9 @@ def test_an_exported_transformer_layer_becomes_half(tmp_path: Path) -> None:
         got = engine(inputs)["y"]
     # the last node normalises: values up to 4, where an ulp is 2^-8
     np.testing.assert_allclose(got, layer(x).detach().numpy(), atol=4 * 2.0**-8, rtol=0)
+
+
+def test_a_model_that_is_half_already_is_refused() -> None:
+    half, _ = to_fp16(linear(), None)
+    with pytest.raises(BadInput, match="float16 already"):
+        to_fp16(half, None)
