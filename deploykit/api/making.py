@@ -88,8 +88,12 @@ def export(
     batch: str = "dynamic",
     opset: int | None = None,
     allow_pickle: bool = False,
+    max_error: float = EXPORT_MAX_ERROR,
 ) -> Made:
-    """Export a PyTorch file to ONNX and prove that it computes the same at several batch sizes."""
+    """Export a PyTorch file to ONNX and prove that it computes the same at several batch sizes.
+
+    `inputs`: specs as text, where the file does not hold them. Raises GateFailed past `max_error`.
+    """
     out = out or model.with_suffix(".onnx")
     check_writable(out)
     wanted = tuple(parse_spec(text) for text in inputs)
@@ -118,7 +122,7 @@ def export(
         torch_engine = runtime.TorchEngine(loaded, model.name, "cpu", None)
         with torch_engine as reference, load(tmp, "cpu") as exported:
             parity = compare_engines(
-                reference, exported, feeds, max_error=EXPORT_MAX_ERROR, names=(model.name, out.name)
+                reference, exported, feeds, max_error=max_error, names=(model.name, out.name)
             )
         manifest = onnx_manifest(
             tmp,
@@ -138,9 +142,14 @@ def build(
     calib: Path | None = None,
     data: Path | None = None,
     max_drop: float = 0.01,
+    max_error: float = BUILD_MAX_ERROR,
     out: Path | None = None,
 ) -> Made:
-    """Build `model` for a hardware profile; with `precision`, quantise first."""
+    """Build `model` for a hardware profile; with `precision`, quantise first.
+
+    Raises GateFailed when the built file differs from its source by more than `max_error`, or the
+    accuracy drops by more than `max_drop`; Unsupported for a target that cannot be built for here.
+    """
     target, why = choose_profile() if profile == "auto" else (load_profile(profile), "")
     source_format = sniff(model)
     if source_format != "onnx":
@@ -182,7 +191,7 @@ def build(
         with load(typed, "cpu") as reference, load(tmp, "cpu") as built:
             feeds = [random_feeds(built.inputs, {BATCH: n}, n) for n in PARITY_BATCHES]
             parity = compare_engines(
-                reference, built, feeds, max_error=BUILD_MAX_ERROR, names=(typed.name, out.name)
+                reference, built, feeds, max_error=max_error, names=(typed.name, out.name)
             )
         manifest = onnx_manifest(
             tmp,

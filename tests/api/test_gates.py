@@ -1,0 +1,84 @@
+"""Gates of the Python API: what a failed one leaves behind, and what it carries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import deploykit as dk
+from deploykit.api.making import build
+from deploykit.api.precision import quantize
+from deploykit.core.artefact import read_manifest
+from tests.onnx_zoo import mnist_like, save
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save(mnist_like(), tmp_path / "model.onnx")
+
+
+def test_a_build_that_differs_is_kept_beside_its_place(model: Path, tmp_path: Path) -> None:
+    """A float16 graph, computed in float32 by ONNX Runtime's CPU, is not equal to the last bit."""
+    half = quantize(model, "fp16").path
+    out = tmp_path / "built.onnx"
+    out.write_bytes(b"the one before")
+    with pytest.raises(dk.GateFailed, match=r"built\.onnx .*is above 1e-12; .*rejected") as caught:
+        build(half, "cpu", out=out, max_error=1e-12)
+    assert out.read_bytes() == b"the one before"
+    rejected = tmp_path / "built.rejected.onnx"
+    assert caught.value.result.path == rejected
+    manifest = read_manifest(rejected)
+    assert manifest is not None
+    assert not manifest.checks["parity"]["passed"]
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.torch
+def test_an_export_that_differs_is_kept_beside_its_place(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("onnxscript")
+    from deploykit.core.recipe import load_recipe
+    from deploykit.runtimes.torch import save_checkpoint
+
+    recipe = load_recipe("mnist-cnn")
+    path = tmp_path / "m.pt"
+    save_checkpoint(path, recipe.build(), "mnist-cnn", recipe.inputs, recipe.outputs)
+    with pytest.raises(dk.GateFailed, match="is above 1e-12"):
+        dk.export(path, max_error=1e-12)
+    assert not (tmp_path / "m.onnx").exists()
+    assert (tmp_path / "m.rejected.onnx").is_file()
+    assert dk.export(path).parity.passed
+
+
+def test_the_gate_looks_at_the_intervals_end_not_at_the_value(model: Path, tmp_path: Path) -> None:
+    """No sample flips, so the drop is 0, but 20 samples cannot prove a drop under 1 %."""
+    images = np.random.default_rng(0).random((300, 1, 28, 28), dtype=np.float32)
+    with dk.load(model, "cpu") as engine:
+        logits = engine({"image": images})[engine.outputs[0].name]
+    first, second = np.sort(logits, 1)[:, ::-1][:, :2].T
+    clear = np.argsort(first - second)[-20:]  # rounding cannot flip these
+    images, labels = images[clear], logits[clear].argmax(1)
+    data = tmp_path / "d.npz"
+    np.savez(data, image=images, labels=labels)
+    with pytest.raises(dk.GateFailed) as caught:
+        quantize(model, "fp16", data=data, max_drop=0.01)
+    drop = caught.value.result.drop
+    assert (drop.drop.value, drop.lost, drop.gained) == (0.0, 0, 0)
+    assert drop.drop.high > 0.01
+    assert quantize(model, "fp16", data=data, max_drop=0.5).drop.drop.high < 0.5
+
+
+def test_a_manifest_that_does_not_fit_its_file_is_refused(model: Path) -> None:
+    half = quantize(model, "fp16").path
+    half.write_bytes(model.read_bytes())
+    with pytest.raises(dk.BadInput, match="SHA-256 differs"):
+        dk.inspect(half)
+
+
+def test_serve_names_models_after_their_files(model: Path) -> None:
+    from deploykit.api.service import _named
+
+    named = _named(["a=x/y.onnx", "dir/model.int8.onnx"])
+    assert named == {"a": Path("x/y.onnx"), "model.int8": Path("dir/model.int8.onnx")}
