@@ -109,6 +109,15 @@ def test_the_bare_install_informs(bare: Installed, words: tuple[str, ...]) -> No
     assert done.returncode == 0, done.stderr
 
 
+def test_the_bare_installs_doctor_says_what_is_missing(bare: Installed) -> None:
+    seen = json.loads(bare.run("doctor", "--json").stdout)
+    checks = {check["command"]: check for check in seen["checks"]}
+    assert checks["inspect, profiles, load"]["works"]
+    assert not checks["export"]["works"]
+    assert "deploykit[export]" in checks["export"]["why"]
+    assert seen["providers"] == []
+
+
 def test_the_bare_install_inspects(bare: Installed) -> None:
     done = bare.run("inspect", "model.onnx", "--json")
     assert done.returncode == 0, done.stderr

@@ -27,7 +27,7 @@ require("onnxscript")
 
 DEFAULT_OPSET = 20  # what torch's exporter writes itself; NVIDIA's parsers take it
 OPSETS = range(18, 24)
-_EXAMPLE_SIZE = 2  # not 1: torch would take a size of 1 for a constant
+_EXAMPLE_SIZE = 2  # torch.export may take a size of 0 or 1 for a constant
 
 
 def export_module(

@@ -137,6 +137,18 @@ def test_inspect_shows_tensors_operators_and_provenance(run: Run, model: Path) -
     assert len(seen["manifest"]["made_from"]) == 1
 
 
+def test_inspect_names_the_targets_that_offer_the_precision(
+    run: Run, model: Path, samples: Path, tmp_path: Path
+) -> None:
+    """A V100 has no INT8; a graph with ONNX Runtime's own operators runs nowhere else."""
+    run("quantize", model, "--to", "int8", "--calib", samples, "-o", tmp_path / "q.onnx")
+    fits = document(run("inspect", tmp_path / "q.onnx", "--json").out)["fits"]
+    assert "t4" in fits
+    assert "v100" not in fits
+    run("build", model, "--profile", "cpu", "-o", tmp_path / "built.onnx")
+    assert document(run("inspect", tmp_path / "built.onnx", "--json").out)["fits"] == ["cpu"]
+
+
 def test_compare_passes_and_fails_by_the_bound(run: Run, model: Path) -> None:
     run("quantize", model, "--to", "fp16")
     half = model.with_suffix(".fp16.onnx")
