@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from deploykit.api.staging import PARITY_BATCHES, Progress
 from deploykit.core.artefact import sniff
-from deploykit.core.errors import BadInput
+from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.files import make_folder, sha256
 from deploykit.core.machine import Machine, default_threads, this_machine
 from deploykit.core.tensors import BATCH
@@ -210,27 +210,42 @@ def _setups(
 ) -> tuple[list[Setup], list[NotMeasured]]:
     """The columns: the baseline, each artefact on the CPU in two ways, and on the GPU there is."""
     from deploykit.measure.report import NotMeasured
-    from deploykit.runtimes.onnxruntime import providers
 
     cores = default_threads()
-    cuda = "CUDAExecutionProvider" in providers()
-    gaps = []
-    if device == "cpu":
-        gaps.append(NotMeasured("GPU", "--device cpu was asked for"))
-    elif not machine.gpus:
-        gaps.append(NotMeasured("GPU", "no NVIDIA GPU on this machine"))
-    elif not cuda:
-        gaps.append(NotMeasured("GPU", "the installed onnxruntime has no CUDA provider"))
+    gpu, why = _gpu(reference, machine, device)
     setups = []
     for item in every:
         label = BASELINE if item is reference else item.path.stem
         setups.append(_setup(item, label, "cpu", 1, cores))
         if cores > 1:
             setups.append(_setup(item, f"{label}, {cores} sessions", "cpu", cores, 1))
-        if device != "cpu" and (cuda or device != "auto"):
-            on = "cuda" if device == "auto" else device
-            setups.append(_setup(item, f"{item.path.stem}, GPU", on, 1, None))
-    return setups, gaps
+        if gpu:
+            setups.append(_setup(item, f"{item.path.stem}, GPU", gpu, 1, None))
+    return setups, [] if gpu else [NotMeasured("GPU", why)]
+
+
+def _gpu(reference: _Artefact, machine: Machine, device: str) -> tuple[str, str]:
+    """The GPU to measure on, or "" and why there is none.
+
+    With "auto" one that cannot be used is left out and the report says why; one that was asked for
+    by name raises Unsupported.
+    """
+    from deploykit.runtimes.onnxruntime import providers
+
+    if device == "cpu":
+        return "", "--device cpu was asked for"
+    if device == "auto" and not machine.gpus:
+        return "", "no NVIDIA GPU on this machine"
+    if device == "auto" and "CUDAExecutionProvider" not in providers():
+        return "", "the installed onnxruntime has no CUDA provider"
+    chosen = "cuda" if device == "auto" else device
+    try:
+        _opened(reference, chosen).close()
+    except Unsupported as exc:
+        if device != "auto":
+            raise
+        return "", exc.message
+    return chosen, ""
 
 
 def _setup(item: _Artefact, label: str, device: str, sessions: int, threads: int | None) -> Setup:
