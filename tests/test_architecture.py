@@ -38,7 +38,7 @@ CEILINGS = {  # lines, docstrings included: what a room may grow to
     "builders": 500,
     "measure": 3700,
     "serving": 2600,
-    "api": 1300,
+    "api": 1400,
     "cli": 900,
 }
 
