@@ -6,6 +6,7 @@ A runtime that this machine lacks is skipped with its reason; `pytest -ra` (our 
 from __future__ import annotations
 
 import importlib.util
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +18,10 @@ from onnx import helper
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.engine import Engine
 from deploykit.runtimes.fake import FakeEngine
+
+# A shell starts background jobs with SIGINT ignored, and children inherit that; here it must work.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WIDTH = 4
 AFFINE_INPUT = TensorSpec("x", "float32", ("N", WIDTH))

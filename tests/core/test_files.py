@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -141,13 +143,19 @@ def test_folder_that_may_not_be_searched_is_refused(tmp_path: Path) -> None:
         check_writable(folder / "out.bin")
 
 
-def run(code: str, out: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+@contextlib.contextmanager
+def run(code: str, out: Path) -> Iterator[subprocess.Popen[str]]:
+    """A program of its own; killed at the end if it has not ended by then."""
+    with subprocess.Popen(
         [sys.executable, "-c", code, str(out)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 FULL = """
