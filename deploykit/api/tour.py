@@ -10,6 +10,8 @@ import contextlib
 import json
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -169,23 +171,30 @@ def _server(engine: Path) -> Iterator[str]:
     """`deploykit serve` as a process; its URL. Raises Unsupported if it does not start."""
     command = [sys.executable, "-m", "deploykit", "serve", "--engine", f"{RECIPE}={engine}"]
     command += ["--http-port", "0", "--device", "cpu"]
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        ready = process.stdout.readline() if process.stdout else ""
-        if not ready:
-            _, said = process.communicate(timeout=STOP_S)
-            raise Unsupported(f"the server did not start: {said.strip() or process.returncode}")
-        yield f"http://{json.loads(ready)['http']}"
-        process.terminate()
-        code = process.wait(timeout=STOP_S)
-        if code != 0:
-            raise GateFailed(f"the server ended with exit code {code} on SIGTERM, 0 is expected")
-    finally:
-        if process.poll() is None:
+    with tempfile.TemporaryFile() as log:  # a file: a pipe that nobody reads would fill up
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+        limit = threading.Timer(READY_S, process.kill)
+        limit.start()
+        try:
+            ready = process.stdout.readline() if process.stdout else ""
+            limit.cancel()
+            if not ready:
+                log.seek(0)
+                said = log.read().decode(errors="replace").strip()
+                raise Unsupported(
+                    f"the server did not start: {said or f'not within {READY_S:g} s'}"
+                )
+            yield f"http://{json.loads(ready)['http']}"
+            process.terminate()
+            code = process.wait(timeout=STOP_S)
+            if code != 0:
+                raise GateFailed(f"the server ended with exit code {code} on SIGTERM, not 0")
+        finally:
+            limit.cancel()
             process.kill()
-        process.communicate()
+            process.communicate()
 
 
 def _fastest(report: Report, files: Mapping[str, Path]) -> Path:
