@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deploykit.core.errors import BadInput, NotFound, Unsupported, os_reason
-from deploykit.core.files import check_readable, sha256, write_json
+from deploykit.core.files import check_inside, check_readable, sha256, write_json
 from deploykit.core.tensors import TensorSpec, spec_from_dict
 
 MANIFEST_VERSION = 1
@@ -37,6 +37,11 @@ _ITEM_KINDS: Mapping[str, type] = {
     "made_with": str,
     "built_on": str,
 }
+_ZIP = b"PK\x03\x04"
+_EXPORTED = {"archive_format", "serialized_exported_program.json"}  # newer and older .pt2
+_UNPACKED_TEXT_BYTES = (
+    256 << 20
+)  # torch stores weights as they are and packs only text: code, graph
 _WORDS: Mapping[type, str] = {str: "text", int: "whole number", list: "list", dict: "object"}
 
 
@@ -93,11 +98,17 @@ def read_manifest(artefact: Path) -> Manifest | None:
     except (ValueError, RecursionError) as exc:
         raise BadInput(f"{path}: is not valid JSON: {exc}") from exc
     manifest = _from_dict(values, str(path))
-    if manifest.sha256 and manifest.sha256 != sha256(artefact):
-        raise BadInput(
-            f"{artefact}: is not the file that {path.name} describes (SHA-256 differs)",
-            hint=f"make the artefact again, or remove {path} if you changed the file on purpose",
-        )
+    hashes = {artefact: manifest.sha256}
+    data = manifest.checks.get("data")
+    if isinstance(data, dict):  # weights beside the model
+        check_inside(artefact.parent, str(data.get("file")), f"{path}: its weights")
+        hashes[artefact.with_name(str(data["file"]))] = str(data.get("sha256"))
+    for file, digest in hashes.items():
+        if digest and digest != sha256(file):
+            raise BadInput(
+                f"{file}: is not the file that {path.name} describes (SHA-256 differs)",
+                hint=f"make it again, or remove {path} if you changed the file on purpose",
+            )
     return manifest
 
 
@@ -134,29 +145,50 @@ def sniff(path: Path) -> str:
         )
     if head[1:4] == b"trt":
         return "tensorrt"
-    if head[:4] == b"PK\x03\x04":
-        return _sniff_zip(path)
+    # a header's length, then the header: asked before pickle, as a length may begin with 80 02
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= path.stat().st_size - 8:
+        return "safetensors"
+    if head[:4] == _ZIP:
+        _torch_members(path)
+        return "torch"
     if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         return "torch"
-    if len(head) > 8 and head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= 1 << 40:
-        return "safetensors"
     if head[:1] == b"\x08" and len(head) > 2 and head[1] < 0x80:
         return "onnx"
     raise BadInput(
-        f"{path}: {_unknown(head)}", hint="deploykit reads .pt, .pth, .onnx and .trt files"
+        f"{path}: {_unknown(head)}",
+        hint="deploykit reads .pt, .pth, .pt2, .safetensors, .onnx and .trt files",
     )
 
 
-def _sniff_zip(path: Path) -> str:
-    """A zip file is torch's if it holds what a checkpoint, TorchScript or a `.pt2` holds."""
+def torch_kind(path: Path) -> str:
+    """What a file that `sniff` calls "torch" is: "torch.export", "TorchScript" or "pickle".
+
+    A "pickle" may be weights alone, a deploykit checkpoint or a whole module: that shows only when
+    it is read. Raises BadInput.
+    """
+    with path.open("rb") as handle:
+        if handle.read(4) != _ZIP:
+            return "pickle"  # as torch wrote it before 1.6
+    members = _torch_members(path)
+    if members & _EXPORTED:
+        return "torch.export"
+    return "TorchScript" if "constants.pkl" in members else "pickle"  # torch.load asks the same
+
+
+def _torch_members(path: Path) -> set[str]:
+    """Names, without folders, in a zip file that PyTorch wrote; BadInput for any other zip file."""
     try:
         with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
+            infos = archive.infolist()
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as exc:
         raise BadInput(f"{path}: is a truncated or damaged PyTorch file: {exc}") from exc
-    bases = {name.rsplit("/", 1)[-1] for name in names}
-    if bases & {"data.pkl", "archive_format", "serialized_exported_program.json"}:
-        return "torch"
+    names = {info.filename.rsplit("/", 1)[-1] for info in infos}
+    if names & (_EXPORTED | {"data.pkl"}):
+        unpacked = sum(info.file_size for info in infos)
+        if unpacked > path.stat().st_size + _UNPACKED_TEXT_BYTES:
+            raise BadInput(f"{path}: would unpack to {unpacked} bytes, which no PyTorch file does")
+        return names
     if any(name.endswith(".npy") for name in names):
         raise BadInput(f"{path}: holds NumPy arrays (.npz), a model is needed")
     raise BadInput(f"{path}: is a zip archive, but not one that PyTorch wrote")
@@ -168,4 +200,7 @@ def _unknown(head: bytes) -> str:
         return "is a web page, not a model (the download probably failed)"
     if start.startswith(b"version https://git-lfs"):
         return "is a Git LFS pointer, not the model itself (run: git lfs pull)"
+    if head[8:9] == b"{" and b"\0" in head[:8]:
+        claimed = int.from_bytes(head[:8], "little")
+        return f"is a truncated or damaged .safetensors file (a header of {claimed} bytes)"
     return "is not a model file of a known format"

@@ -12,9 +12,13 @@ from deploykit.core.errors import MissingExtra, Unsupported, first_line
 EXTRAS: Mapping[str, str] = {
     "onnxruntime": "cpu",
     "tensorrt": "tensorrt",
+    "cuda": "tensorrt",
+    "tensorrt_rtx": "tensorrt",
     "torch": "export",
     "onnxscript": "export",
+    "safetensors": "export",
     "sklearn": "train",
+    "PIL": "images",
 }
 _NOTES: Mapping[str, str] = {
     "onnxruntime": "; with an NVIDIA GPU: pip install 'deploykit[gpu]'",

@@ -19,6 +19,7 @@ from typing import Any
 
 from deploykit.core import resources
 from deploykit.core.errors import BadInput, NotFound, os_reason
+from deploykit.core.extras import installed
 from deploykit.core.files import check_readable
 from deploykit.core.machine import this_machine
 
@@ -103,12 +104,24 @@ def load_profile(reference: str) -> Profile:
 
 
 def choose_profile() -> tuple[Profile, str]:
-    """The profile that fits this machine, and in words why it was chosen."""
-    gpus = this_machine().gpus
-    why = "no NVIDIA GPU here"
-    if gpus:
-        why = f"{gpus[0].name} is here, but this version builds for ONNX Runtime only"
-    return load_profile("cpu"), why
+    """The profile that fits this machine, and in words why it was chosen.
+
+    On a Jetson the board decides, as the modules of a family share one GPU name.
+    """
+    machine = this_machine()
+    if not machine.gpus:
+        return load_profile("cpu"), "no NVIDIA GPU here"
+    gpu = machine.gpus[0].name
+    if not installed("tensorrt"):
+        return load_profile("cpu"), f"{gpu} is here, but TensorRT is not installed"
+    every = [load_profile(name) for name in profile_names()]
+    for profile in every:
+        if any(board in each for board in profile.boards for each in machine.board_ids):
+            return profile, f"this is a {profile.summary}"
+    for profile in every:
+        if gpu in profile.gpu_names and not profile.boards:
+            return profile, f"{gpu} is here"
+    return load_profile("cpu"), f"{gpu} is here, but no profile names it"
 
 
 def _with_mode(profile: Profile, mode: str) -> Profile:

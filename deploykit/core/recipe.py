@@ -14,6 +14,7 @@ from typing import Any
 
 from deploykit.core import resources
 from deploykit.core.errors import BadInput, NotFound
+from deploykit.core.preprocess import Preprocess
 from deploykit.core.tensors import TensorSpec
 
 
@@ -42,7 +43,9 @@ class Recipe:
     `build()` gives a torch module with fresh weights; `data(path or None)` the splits;
     `inputs`/`outputs` the specs that `export` uses; `metric(outputs, labels)` one value per sample
     in 0..1 (for top-1: right or wrong), `metric_name` its name. `epochs`, `batch_size` and
-    `learning_rate` are the defaults of `train`.
+    `learning_rate` are the defaults of `train`. `preprocess`: where the data and `inputs` are
+    bytes, uint8 (N, H, W, C), and `build()` takes normalised float32 (N, C, H, W); training, export
+    and what is made from it all do the same then.
     """
 
     build: Callable[[], Any]
@@ -55,6 +58,7 @@ class Recipe:
     epochs: int
     batch_size: int
     learning_rate: float
+    preprocess: Preprocess | None = None
 
 
 @dataclass(frozen=True)

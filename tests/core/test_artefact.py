@@ -15,6 +15,7 @@ from deploykit.core.artefact import (
     manifest_path,
     read_manifest,
     sniff,
+    torch_kind,
     write_manifest,
 )
 from deploykit.core.errors import BadInput, NotFound, Unsupported
@@ -138,7 +139,7 @@ def zipped(path: Path, *names: str) -> bytes:
         (b"ptrt" + bytes(50), "tensorrt"),
         (b"\x08\x0a\x12\x07pytorch", "onnx"),
         (pickle.dumps({"a": 1}, protocol=2), "torch"),
-        ((60).to_bytes(8, "little") + b'{"w": {}}' + bytes(50), "safetensors"),
+        ((9).to_bytes(8, "little") + b'{"w": {}}' + bytes(50), "safetensors"),
     ],
     ids=["plan", "plan-2", "onnx", "legacy-torch", "safetensors"],
 )
@@ -161,6 +162,29 @@ def test_content_tells_the_format(tmp_path: Path, content: bytes, kind: str) -> 
 def test_zip_that_pytorch_wrote_is_torch(tmp_path: Path, members: tuple[str, ...]) -> None:
     zipped(tmp_path / "f", *members)
     assert sniff(tmp_path / "f") == "torch"
+
+
+@pytest.mark.parametrize(
+    ("members", "kind"),
+    [
+        (("model/data.pkl", "model/data/0"), "pickle"),
+        (("model/data.pkl", "model/constants.pkl"), "TorchScript"),
+        (("m/archive_format", "m/models/model.json"), "torch.export"),
+        (("serialized_exported_program.json",), "torch.export"),
+        (("m/archive_format", "m/data.pkl", "m/constants.pkl"), "torch.export"),
+    ],
+    ids=["checkpoint", "torchscript", "pt2", "older-pt2", "both"],
+)
+def test_kinds_of_torch_files_are_told_by_their_members(
+    tmp_path: Path, members: tuple[str, ...], kind: str
+) -> None:
+    zipped(tmp_path / "f", *members)
+    assert torch_kind(tmp_path / "f") == kind
+
+
+def test_a_torch_file_of_before_the_zip_format_is_a_pickle(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(pickle.dumps({"a": 1}, protocol=2))
+    assert torch_kind(tmp_path / "f") == "pickle"
 
 
 def test_saved_onnx_file_is_onnx(affine_onnx: Path) -> None:
@@ -187,7 +211,7 @@ def test_files_that_torch_saves_are_torch(tmp_path: Path) -> None:
         (b"P", "not a model file"),
         (bytes(1000), "not a model file"),
         (b"name: weights\n", "not a model file"),
-        ((1 << 63).to_bytes(8, "little") + b"{}", "not a model file"),
+        ((1 << 63).to_bytes(8, "little") + b"{}", "damaged .safetensors file"),
         (b"PK\x03\x04" + bytes(40), "truncated or damaged PyTorch file"),
     ],
     ids=lambda value: repr(value[:12]) if isinstance(value, bytes) else None,

@@ -1,0 +1,115 @@
+"""How pixels become a model's floats, as part of the model.
+
+In: `imagenet` or a TOML file. Out: `Preprocess`. It goes into the graph, so that a client sends
+bytes and training, ONNX Runtime, an engine and a server all compute the same. Nothing is resized.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from deploykit.core.errors import BadInput, os_reason
+from deploykit.core.files import check_readable
+from deploykit.core.tensors import TensorSpec
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """value = (byte * scale - mean) / std, channel by channel, in the order of the bytes.
+
+    A uint8 image (N, H, W, C) comes in, float32 (N, C, H, W) goes on to the model.
+    """
+
+    name: str
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    scale: float = 1 / 255
+
+    @property
+    def channels(self) -> int:
+        return len(self.mean)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "mean": list(self.mean),
+            "std": list(self.std),
+            "scale": self.scale,
+        }
+
+
+# https://docs.pytorch.org/vision/stable/models.html: what its ImageNet weights were trained with.
+IMAGENET = Preprocess("imagenet", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+def load_preprocess(reference: str) -> Preprocess:
+    """Read `imagenet` or a TOML file with `mean`, `std` and perhaps `scale` (1/255 without it).
+
+    Raises NotFound, or BadInput naming the file and the key at fault.
+    """
+    if reference == IMAGENET.name:
+        return IMAGENET
+    if not reference.endswith(".toml"):
+        raise BadInput(
+            f"--preprocess {reference}: is neither 'imagenet' nor a .toml file",
+            hint="a file holds: mean = [0.5, 0.5, 0.5] and std = [0.5, 0.5, 0.5]",
+        )
+    path = check_readable(Path(reference))
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise BadInput(f"{path}: is not valid TOML: {exc}") from exc
+    except OSError as exc:
+        raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
+    unknown = set(values) - {"mean", "std", "scale"}
+    if unknown:
+        raise BadInput(f"{path}: unknown key '{sorted(unknown)[0]}'", hint="mean, std, scale")
+    mean, std = (_numbers(values.get(key), f"{path}: {key}") for key in ("mean", "std"))
+    (scale,) = _numbers([values.get("scale", 1 / 255)], f"{path}: scale")
+    if len(mean) != len(std):
+        raise BadInput(f"{path}: {len(mean)} values of mean, {len(std)} of std")
+    if min(std) <= 0 or scale <= 0:
+        raise BadInput(f"{path}: std and scale must be above 0")
+    return Preprocess(path.stem, mean, std, scale)
+
+
+def from_bytes(inputs: Sequence[TensorSpec], preprocess: Preprocess) -> tuple[int, TensorSpec]:
+    """Which input is the image, and its spec as bytes: uint8, channels last.
+
+    Raises BadInput unless exactly one input is float32 (N, C, H, W) with the channels of
+    `preprocess`.
+    """
+    found = [
+        (place, spec)
+        for place, spec in enumerate(inputs)
+        if spec.dtype == "float32" and len(spec.shape) == 4 and spec.shape[1] == preprocess.channels
+    ]
+    if len(found) != 1:
+        raise BadInput(
+            f"--preprocess {preprocess.name}: {len(found)} inputs are "
+            f"float32[N,{preprocess.channels},H,W], exactly one is needed",
+            hint="the inputs are: " + ", ".join(map(str, inputs)),
+        )
+    place, spec = found[0]
+    batch, channels, height, width = spec.shape
+    return place, replace(spec, dtype="uint8", shape=(batch, height, width, channels))
+
+
+def _numbers(values: object, where: str) -> tuple[float, ...]:
+    good = isinstance(values, list) and all(
+        isinstance(item, (int, float)) and not isinstance(item, bool) and math.isfinite(item)
+        for item in values
+    )
+    if not isinstance(values, list) or not values or not good:
+        raise BadInput(f"{where}: must be a list of numbers, one a channel")
+    return tuple(float(item) for item in values)
