@@ -1,43 +1,61 @@
 """Open a PyTorch file: as a module for `export`, and as the reference Engine for `compare`.
 
-In: a deploykit checkpoint, or a bare `state_dict` together with the user's own architecture. Out: a
-module in eval mode and its specs. Nothing in a file runs as code unless `allow_pickle` says so: a
-checkpoint names a recipe that comes with deploykit, and no other Python object.
+In: a deploykit checkpoint, bare weights together with the user's own architecture, a `.pt2`,
+TorchScript or a pickled module. Out: a module in eval mode and its specs. Nothing in a file runs as
+code unless `allow_pickle` says so: a checkpoint names a recipe that comes with deploykit, and no
+other Python object.
 """
 
 from __future__ import annotations
 
-import pickle
+import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, DeploykitError, NotFound, Unsupported, first_line
+from deploykit.core.artefact import sniff, torch_kind
+from deploykit.core.errors import BadInput, DeploykitError, NotFound, Unsupported
 from deploykit.core.extras import require
-from deploykit.core.files import atomic_write, check_readable
+from deploykit.core.files import atomic_write
+from deploykit.core.preprocess import Preprocess, from_bytes
 from deploykit.core.recipe import bundled, load_recipe
-from deploykit.core.resources import import_object
-from deploykit.core.tensors import TensorSpec, concrete, parse_spec
+from deploykit.core.tensors import TensorSpec, parse_spec
 from deploykit.runtimes.engine import Arrays, Closing, check_feeds
+from deploykit.runtimes.torch_describe import describe
+from deploykit.runtimes.torch_files import Content, is_state_dict, read, users_code
+from deploykit.runtimes.torch_outputs import adapted, binding
+from deploykit.runtimes.torch_preprocess import FromBytes, before
+from deploykit.runtimes.torch_programs import open_program
+from deploykit.runtimes.torch_weights import build, fill
 
 torch = require("torch")
 
 CHECKPOINT_VERSION = 1
-_LISTED_KEYS = 10
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A torch module in eval mode on the CPU, its specs, and whether the file ran as a pickle."""
+    """A torch module in eval mode on the CPU, its specs, and how it came out of its file.
+
+    `module`: takes the inputs by position in the order of `inputs`, returns a tuple in the order of
+    `outputs`; the names of its weights begin with "module.". `source`: "checkpoint", "state_dict",
+    "safetensors", "torch.export", "TorchScript" or "pickle". `ran_pickle`: code in the file could
+    run. `notes`: what was picked, dropped or converted on the way, a sentence each. `limits`: the
+    smallest and largest size (None: any) of the dynamic axes of which the file says so.
+    """
 
     module: Any
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     recipe: str | None
+    source: str
     ran_pickle: bool
+    notes: tuple[str, ...] = ()
+    limits: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
 
 
 def save_checkpoint(
@@ -60,14 +78,9 @@ def save_checkpoint(
 
 
 def load_weights(path: Path) -> dict[str, Any]:
-    """The state dict in a checkpoint or in a bare `state_dict` file. Raises BadInput."""
-    content = _read(path, allow_pickle=False)
-    if isinstance(content, dict) and "deploykit_checkpoint" in content:
-        content = content.get("state_dict")
-    if not _is_state_dict(content):
-        raise BadInput(f"{path}: holds no state_dict")
-    weights: dict[str, Any] = content
-    return weights
+    """The tensors by name in a checkpoint or in a file of bare weights. Raises BadInput."""
+    content = read(path, allow_pickle=False)
+    return dict(_weights_of(path, content))
 
 
 def load_module(
@@ -79,40 +92,71 @@ def load_module(
 ) -> Loaded:
     """Open `path` as a module.
 
-    `arch`: `pkg.mod:callable` that builds the module of a bare `state_dict`; `inputs`: its specs,
-    needed where the file does not hold them. Raises NotFound, BadInput.
+    `arch`: `pkg.mod:callable` that builds the module of bare weights; `inputs`: its specs, needed
+    where the file does not hold them. Raises NotFound, BadInput, MissingExtra.
     """
-    content = _read(path, allow_pickle=allow_pickle)
-    if isinstance(content, torch.nn.Module):
-        return _described(path, content.cpu().eval(), inputs, ran_pickle=True)
-    if isinstance(content, dict) and "deploykit_checkpoint" in content:
-        return _from_checkpoint(path, content, arch)
-    if not _is_state_dict(content):
-        raise BadInput(
-            f"{path}: holds a {type(content).__name__}, neither a checkpoint nor a state_dict",
-            hint="save it with: torch.save(model.state_dict(), path)",
+    content = read(path, allow_pickle=allow_pickle)
+    if arch is not None and content.source in ("torch.export", "TorchScript", "pickle"):
+        raise BadInput(f"{path}: holds a whole model, so --arch {arch} has nothing to build")
+    if content.source == "checkpoint":
+        return _from_checkpoint(path, content, arch, inputs)
+    if content.source == "torch.export":
+        with users_code(path):
+            program = open_program(str(path), content.value, inputs)
+        return Loaded(
+            program.module,
+            program.inputs,
+            program.outputs,
+            None,
+            content.source,
+            content.ran_pickle,
+            program.notes,
+            program.limits,
         )
+    if content.source in ("TorchScript", "pickle"):
+        with users_code(path):
+            return _described(path, content.value.cpu(), inputs, content)
     if arch is None:
         raise BadInput(
             f"{path}: is a bare state_dict, which does not say what the model is",
             hint="name what builds it: --arch pkg.mod:callable or --arch ./file.py:callable",
         )
-    module = _build(arch)
-    _fill(path, module, content)
-    return _described(path, module.eval(), inputs, ran_pickle=False)
+    module = build(arch)
+    notes = fill(path, module, content.value)
+    with users_code(path):
+        return _described(path, module, inputs, content, notes)
 
 
-def _from_checkpoint(path: Path, content: dict[str, Any], arch: str | None) -> Loaded:
-    name, version = content.get("recipe"), content["deploykit_checkpoint"]
-    texts = [content.get("inputs"), content.get("outputs")]
+def _weights_of(path: Path, content: Content) -> Mapping[str, Any]:
+    held = content.value
+    weights: Any = held.get("state_dict") if content.source == "checkpoint" else held
+    if not is_state_dict(weights):
+        raise BadInput(f"{path}: holds no state_dict")
+    found: Mapping[str, Any] = weights
+    return found
+
+
+def _from_checkpoint(
+    path: Path, content: Content, arch: str | None, wanted: Sequence[TensorSpec]
+) -> Loaded:
+    document = content.value
+    name, version = document.get("recipe"), document["deploykit_checkpoint"]
+    texts = [document.get("inputs"), document.get("outputs")]
     if version != CHECKPOINT_VERSION:
         raise BadInput(
             f"{path}: is a checkpoint of version {version}, this is {CHECKPOINT_VERSION}"
         )
     if not isinstance(name, str) or not all(isinstance(item, list) for item in texts):
         raise BadInput(f"{path}: is a damaged deploykit checkpoint")
+    inputs, outputs = (tuple(parse_spec(str(text)) for text in item or []) for item in texts)
+    if wanted and tuple(wanted) != inputs:
+        raise BadInput(
+            f"{path}: its inputs are {', '.join(map(str, inputs))}",
+            hint="a checkpoint of deploykit says so itself: leave --input out",
+        )
+    preprocess = None
     if arch is not None:
-        module = _build(arch)
+        module = build(arch)
     else:
         try:
             bundled(name)  # a recipe of ours by its name: never a path or module out of a file
@@ -121,120 +165,93 @@ def _from_checkpoint(path: Path, content: dict[str, Any], arch: str | None) -> L
                 f"{path}: was trained with the recipe '{name}', which does not come with deploykit",
                 hint="name what builds the model: --arch ./mine.py:callable",
             ) from None
-        module = load_recipe(name).build()
-    _fill(path, module, content.get("state_dict"))
-    inputs, outputs = (tuple(parse_spec(str(text)) for text in item or []) for item in texts)
-    return Loaded(module.eval(), inputs, outputs, name, ran_pickle=False)
+        recipe = load_recipe(name)
+        module, preprocess = recipe.build(), recipe.preprocess
+    notes = fill(path, module, _weights_of(path, content))
+    bind, more = binding(module, [spec.name for spec in inputs])
+    if preprocess is not None:
+        module, bind, more = before(module, inputs, preprocess), _by_position, notes[:0]
+    module = adapted(module.eval(), bind, len(inputs))
+    kind = (content.source, content.ran_pickle)
+    return Loaded(module, inputs, outputs, name, *kind, notes=(*notes, *more))
 
 
-def _read(path: Path, *, allow_pickle: bool) -> Any:
-    check_readable(path)
-    try:
-        return torch.load(path, map_location="cpu", weights_only=not allow_pickle)
-    except pickle.UnpicklingError as exc:
-        if allow_pickle:
-            raise BadInput(f"{path}: cannot be unpickled: {first_line(exc)}") from exc
+def with_preprocess(loaded: Loaded, preprocess: Preprocess) -> Loaded:
+    """`loaded` taking bytes. Raises BadInput unless one input is an image of these channels."""
+    if loaded.source == "TorchScript":
         raise BadInput(
-            f"{path}: loading it would run Python code stored in the file, so it was not loaded",
-            hint="save the weights alone: torch.save(model.state_dict(), path); or, if you trust "
-            "whoever made the file: --allow-pickle",
-        ) from exc
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError) as exc:
-        raise BadInput(
-            f"{path}: is not a readable PyTorch file (truncated or damaged?): {first_line(exc)}"
-        ) from exc
-
-
-def _is_state_dict(content: Any) -> bool:
-    return (
-        isinstance(content, Mapping)
-        and len(content) > 0
-        and all(isinstance(key, str) for key in content)
-        and all(isinstance(value, torch.Tensor) for value in content.values())
-    )
-
-
-def _build(arch: str) -> Any:
-    build = import_object(arch)
-    if not callable(build):
-        raise BadInput(f"--arch {arch}: is a {type(build).__name__}, a callable is needed")
-    module = build()
-    if not isinstance(module, torch.nn.Module):
-        raise BadInput(f"--arch {arch}: returned a {type(module).__name__}, not a torch.nn.Module")
-    return module.cpu()
-
-
-def _fill(path: Path, module: Any, weights: Any) -> None:
-    """Load `weights` into `module`; an error lists what is missing and what is not expected."""
-    if not _is_state_dict(weights):
-        raise BadInput(f"{path}: holds no state_dict")
-    try:
-        missing, unexpected = module.load_state_dict(weights, strict=False)
-    except RuntimeError as exc:
-        reason = " ".join(line.strip() for line in str(exc).splitlines()[1:3])
-        raise BadInput(f"{path}: weights do not fit the model: {reason}") from exc
-    if missing or unexpected:
-        raise BadInput(
-            f"{path}: weights do not fit the model: "
-            f"missing {_listed(missing)}; unexpected {_listed(unexpected)}"
+            "--preprocess does not go with TorchScript, whose graph is fixed",
+            hint="export the state_dict with --arch instead",
         )
+    place, spec = from_bytes(loaded.inputs, preprocess)
+    inputs = (*loaded.inputs[:place], spec, *loaded.inputs[place + 1 :])
+    module = FromBytes(loaded.module, preprocess, place).eval()
+    return replace(loaded, module=adapted(module, _by_position, len(inputs)), inputs=inputs)
 
 
-def _listed(keys: Sequence[str]) -> str:
-    more = f" and {len(keys) - _LISTED_KEYS} more" if len(keys) > _LISTED_KEYS else ""
-    return ", ".join(keys[:_LISTED_KEYS]) + more if keys else "none"
+def _by_position(inputs: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    return inputs, {}
 
 
 def _described(
-    path: Path, module: Any, inputs: Sequence[TensorSpec], *, ran_pickle: bool
+    path: Path,
+    module: Any,
+    inputs: Sequence[TensorSpec],
+    content: Content,
+    notes: Sequence[str] = (),
 ) -> Loaded:
-    """Find the outputs of a module that came without specs, by running it on zeros."""
+    """Find the outputs of a module that came without specs, by running it."""
     if not inputs:
         raise BadInput(
             f"{path}: the file does not say what the model's inputs are",
             hint="name each: --input 'x:float32[N,3,224,224]'",
         )
-    axes = {axis for spec in inputs for axis in spec.shape if isinstance(axis, str)}
-    shapes = []
-    for size in (2, 3):  # two sizes of every dynamic axis: an output axis that moves is dynamic
-        feeds = [_zeros(spec, dict.fromkeys(axes, size)) for spec in inputs]
-        try:
-            with torch.inference_mode():
-                values = _as_tuple(module(*feeds))
-        except (RuntimeError, TypeError, ValueError, IndexError) as exc:
-            raise BadInput(
-                f"{path}: the model does not take {', '.join(map(str, inputs))}: {first_line(exc)}"
-            ) from exc
-        shapes.append([(_dtype_name(value), tuple(value.shape)) for value in values])
-    outputs = []
-    for number, ((dtype, small), (_, large)) in enumerate(zip(*shapes, strict=True)):
-        name = "output" if len(shapes[0]) == 1 else f"output_{number}"
-        axes_out: list[int | str] = [
-            low if low == high else ("N" if at == 0 else f"{name}_{at}")
-            for at, (low, high) in enumerate(zip(small, large, strict=True))
-        ]
-        outputs.append(TensorSpec(name, dtype, tuple(axes_out)))
-    return Loaded(module, tuple(inputs), tuple(outputs), None, ran_pickle)
+    cached = _without_cache(module)
+    bind, more = binding(module, [spec.name for spec in inputs])
+    adapter = adapted(module.eval(), bind, len(inputs))
+    outputs, feeds = describe(str(path), adapter, inputs)
+    if content.source == "TorchScript":
+        adapter = _traced(path, adapter, feeds)
+    return Loaded(
+        adapter,
+        tuple(inputs),
+        outputs,
+        None,
+        content.source,
+        content.ran_pickle,
+        notes=(*content.notes, *notes, *cached, *more),
+    )
 
 
-def _zeros(spec: TensorSpec, sizes: Mapping[str, int]) -> Any:
-    return torch.zeros(concrete(spec, sizes), dtype=getattr(torch, spec.dtype))
+def _without_cache(module: Any) -> tuple[str, ...]:
+    """Switch off transformers' key/value cache: an object that no graph can return."""
+    configs: list[Any] = [getattr(part, "config", None) for part in module.modules()]
+    using = [config for config in configs if getattr(config, "use_cache", None) is True]
+    for config in using:
+        config.use_cache = False
+    return ("switched use_cache off in the model's config",) if using else ()
 
 
-def _dtype_name(tensor: Any) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _traced(path: Path, adapter: Any, feeds: Sequence[Any]) -> Any:
+    """The adapter as TorchScript too: an exporter cannot follow from Python into TorchScript.
 
-
-def _as_tuple(values: Any) -> tuple[Any, ...]:
-    values = values if isinstance(values, (tuple, list)) else (values,)
-    if not all(isinstance(value, torch.Tensor) for value in values):
-        raise BadInput("the model's outputs are not tensors; this version reads tensors and tuples")
-    return tuple(values)
+    The control flow inside is kept; only the adapter's own picking of outputs is traced.
+    """
+    with users_code(path), warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # deprecated, and the only way into this format
+        return torch.jit.trace(adapter, tuple(feeds), check_trace=False, strict=False)
 
 
 def open_engine(path: Path, device: str = "auto", threads: int | None = None) -> TorchEngine:
-    """A deploykit checkpoint as an Engine; raises BadInput for a file without specs."""
-    return TorchEngine(load_module(path), path.name, device, threads)
+    """A deploykit checkpoint as an Engine. Raises BadInput for a file that does not say enough."""
+    content = read(path, allow_pickle=False)
+    if content.source != "checkpoint":
+        raise BadInput(
+            f"{path}: is a bare state_dict, which does not say what the model is",
+            hint="export it first: deploykit export FILE --arch pkg.mod:callable --input SPEC",
+        )
+    loaded = _from_checkpoint(path, content, None, ())
+    return TorchEngine(loaded, path.name, device, threads)
 
 
 class TorchEngine(Closing):
@@ -254,7 +271,8 @@ class TorchEngine(Closing):
         self.runtime = f"torch {torch.__version__}"
         self.device = chosen
         self._where = where
-        self._module = loaded.module.to(chosen)
+        with users_code(f"{where}: moving it to {chosen}"):
+            self._module = loaded.module.to(chosen)
         if threads is not None:
             torch.set_num_threads(threads)  # torch keeps one number for the whole process
 
@@ -263,21 +281,45 @@ class TorchEngine(Closing):
             raise DeploykitError(f"{self._where}: the engine is closed")
         check_feeds(self.inputs, feeds, self._where)
         arrays = [np.require(feeds[spec.name], requirements=["C", "W"]) for spec in self.inputs]
-        with torch.inference_mode():
+        with users_code(f"{self._where}: the model failed"), torch.inference_mode():
             tensors = [torch.from_numpy(array).to(self.device) for array in arrays]
-            values = _as_tuple(self._module(*tensors))
-        pairs = zip(self.outputs, values, strict=True)
-        return {spec.name: value.cpu().numpy().copy() for spec, value in pairs}
+            values = [_array(value) for value in self._module(*tensors)]
+        if len(values) != len(self.outputs):
+            raise BadInput(
+                f"{self._where}: the model returned {len(values)} tensors, "
+                f"{len(self.outputs)} were announced: {', '.join(map(str, self.outputs))}"
+            )
+        return {spec.name: value for spec, value in zip(self.outputs, values, strict=True)}
 
     def close(self) -> None:
         self._module = None
 
 
-def parameters(module: Any) -> dict[str, int]:
-    """Parameters of a module: how many, how many of them train, and their bytes."""
-    every = list(module.parameters())
-    return {
-        "parameters": sum(p.numel() for p in every),
-        "trainable": sum(p.numel() for p in every if p.requires_grad),
-        "weight_bytes": sum(p.numel() * p.element_size() for p in every),
+def _array(tensor: Any) -> np.ndarray:
+    """A copy of the caller's own; bfloat16, which numpy does not have, as float32."""
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.float()
+    array: np.ndarray = tensor.cpu().numpy().copy()
+    return array
+
+
+def look(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], dict[str, Any]]:
+    """Inputs and outputs, as far as the file says, and what it holds; no code of it runs.
+
+    Raises NotFound, BadInput, MissingExtra.
+    """
+    if sniff(path) == "torch" and (form := torch_kind(path)) != "pickle":
+        return (), (), {"kind": form, "contents": "not opened, as that may run code of the file"}
+    content = read(path, allow_pickle=False)
+    weights = _weights_of(path, content)
+    details: dict[str, Any] = {
+        "kind": content.source,
+        "tensors": len(weights),
+        "parameters": sum(tensor.numel() for tensor in weights.values()),
+        "weight_bytes": sum(t.numel() * t.element_size() for t in weights.values()),
+        "types": dict(Counter(str(t.dtype).removeprefix("torch.") for t in weights.values())),
     }
+    if content.source != "checkpoint":
+        return (), (), details
+    loaded = load_module(path)
+    return loaded.inputs, loaded.outputs, {**details, "recipe": loaded.recipe}

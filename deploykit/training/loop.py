@@ -17,6 +17,7 @@ import torch
 
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.recipe import Recipe, Split, Splits
+from deploykit.runtimes.torch_preprocess import before
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ def train(
     module = recipe.build().to(device)
     if weights is not None:
         module.load_state_dict(weights)
+    run = before(module, recipe.inputs, recipe.preprocess).to(device)
     inputs, labels = _tensors(splits.train, device)
     names = list(inputs)
     optimiser = torch.optim.Adam(module.parameters(), lr=recipe.learning_rate)
@@ -81,7 +83,7 @@ def train(
             index = index.to(device)
             optimiser.zero_grad(set_to_none=True)
             with torch.autocast(device.type, dtype=half, enabled=amp):
-                loss = recipe.loss(module(*(inputs[name][index] for name in names)), labels[index])
+                loss = recipe.loss(run(*(inputs[name][index] for name in names)), labels[index])
             scaler.scale(loss).backward()
             scaler.step(optimiser)
             scaler.update()
@@ -120,12 +122,13 @@ def score(
     module: torch.nn.Module, recipe: Recipe, split: Split, batch_size: int = 256
 ) -> np.ndarray:
     """The recipe's metric for each sample of `split`, shape (samples,), on the CPU in float32."""
+    run = before(module, recipe.inputs, recipe.preprocess)
     inputs, _ = _tensors(split, torch.device("cpu"))
     scores = []
     with torch.inference_mode():
         for start in range(0, len(split.labels), batch_size):
             part = slice(start, start + batch_size)
-            values = module(*(tensor[part] for tensor in inputs.values()))
+            values = run(*(tensor[part] for tensor in inputs.values()))
             values = values if isinstance(values, tuple) else (values,)
             named = {spec.name: v.numpy() for spec, v in zip(recipe.outputs, values, strict=True)}
             scores.append(recipe.metric(named, split.labels[part]))

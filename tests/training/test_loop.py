@@ -12,7 +12,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from deploykit.core.errors import BadInput, NotFound, Unsupported  # noqa: E402
+from deploykit.core.preprocess import IMAGENET, load_preprocess  # noqa: E402
 from deploykit.core.recipe import Recipe, Split, Splits, load_recipe  # noqa: E402
+from deploykit.core.resources import import_object  # noqa: E402
 from deploykit.core.tensors import TensorSpec  # noqa: E402
 from deploykit.training.loop import Options, choose_device, score, train  # noqa: E402
 
@@ -173,3 +175,41 @@ def test_damaged_idx_files_are_refused(
 def test_a_data_folder_that_is_not_there(mnist_cnn: Recipe, tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="nowhere"):
         mnist_cnn.data(tmp_path / "nowhere")
+
+
+def test_training_on_bytes_and_export_normalise_alike(tmp_path: Path) -> None:
+    """The recipe's preprocess, and `export --preprocess` of the same weights: the same answers."""
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    import deploykit as dk
+
+    text = "import torch\n\ndef build():\n    return torch.nn.Sequential("
+    text += "torch.nn.Flatten(), torch.nn.Linear(48, 2))\n"
+    (tmp_path / "net.py").write_text(text)
+    (tmp_path / "p.toml").write_text("mean = [0.4, 0.5, 0.6]\nstd = [0.2, 0.3, 0.1]\n")
+    build = import_object(f"{tmp_path / 'net.py'}:build")
+    images = np.random.default_rng(0).integers(0, 256, (120, 4, 4, 3), dtype=np.uint8)
+    part = Split({"image": images}, (images[..., 0].mean((1, 2)) > 127).astype(np.int64))
+    recipe = replace(
+        LINE,
+        build=build,
+        inputs=(TensorSpec("image", "uint8", ("N", 4, 4, 3)),),
+        preprocess=load_preprocess(str(tmp_path / "p.toml")),
+    )
+    trained = train(recipe, Splits(part, part, part, "bytes"), Options(device="cpu", epochs=40))
+    assert trained.scores.mean() > 0.9
+    torch.save(trained.module.state_dict(), tmp_path / "w.pt")
+    made = dk.export(
+        tmp_path / "w.pt",
+        arch=f"{tmp_path / 'net.py'}:build",
+        inputs=["image:float32[N,3,4,4]"],
+        preprocess=str(tmp_path / "p.toml"),
+    )
+    with dk.load(made.path, "cpu") as engine:
+        answers = engine({"image": images})[engine.outputs[0].name].argmax(1)
+    assert (answers == part.labels).mean() == trained.scores.mean()
+
+
+def test_a_preprocess_without_an_input_of_bytes_is_refused() -> None:
+    with pytest.raises(BadInput, match="no input uint8"):
+        train(replace(LINE, preprocess=IMAGENET), SPLITS, Options(device="cpu"))

@@ -1,0 +1,139 @@
+"""What a module answers, as a flat list of tensors with names.
+
+In: whatever a `forward` returns: a tensor, or tuples, lists, dicts, named tuples and dataclasses of
+them, one inside the other. Out: the tensors in order with a name each; None is left out. `Adapter`
+makes of any module one that takes its inputs by position and returns such a tuple.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from deploykit.core.errors import BadInput
+from deploykit.core.extras import require
+
+torch = require("torch")
+
+Place = tuple[str, ...]  # the keys and positions that lead to a tensor
+Binding = Callable[[Sequence[Any]], tuple[Sequence[Any], Mapping[str, Any]]]
+
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.\-]+")
+
+
+def flatten(value: Any, place: Place = ()) -> list[tuple[Place, Any]]:
+    """Each tensor in `value` and its place. Raises BadInput for anything that is not a tensor."""
+    if value is None:
+        return []
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        return [(place, value)]
+    items = _items(value)
+    if items is None:
+        where = f"output '{'.'.join(place)}'" if place else "output"
+        raise BadInput(
+            f"the model's {where} is a {type(value).__name__}, not a tensor",
+            hint="wrap the model in a module that returns tensors only, alone or in a tuple, list "
+            "or dict",
+        )
+    return [leaf for key, item in items for leaf in flatten(item, (*place, str(key)))]
+
+
+def _items(value: Any) -> list[tuple[Any, Any]] | None:
+    """What `value` holds, by key, field or position; None if it is nothing of that kind."""
+    if isinstance(value, Mapping):  # also the output classes of transformers, without their Nones
+        return list(value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if isinstance(value, (tuple, list)):
+        # a named tuple's fields; also those of torch's own, as max(x, 1) returns
+        fields: Sequence[str] = getattr(type(value), "__match_args__", ())
+        named = len(fields) == len(value)
+        return [(fields[at] if named else at, item) for at, item in enumerate(value)]
+    return None
+
+
+def output_names(places: Sequence[Place], taken: Collection[str]) -> list[str]:
+    """A name for each place: keys joined by "_", positions after "output".
+
+    No name is given twice, and none that is in `taken`.
+    """
+    alone = len(places) == 1 and all(key.isdigit() for key in places[0])
+    used, names = set(taken), []
+    for place in places:
+        keys = [] if alone else [_NOT_IN_NAMES.sub("_", key) for key in place]
+        if not keys or keys[0].isdigit():
+            keys.insert(0, "output")
+        wanted = name = "_".join(keys).strip("_") or "output"
+        number = 2
+        while name in used:
+            name, number = f"{wanted}_{number}", number + 1
+        used.add(name)
+        names.append(name)
+    return names
+
+
+class Adapter(torch.nn.Module):  # type: ignore[misc, name-defined] # torch is imported through require
+    """`module`, in eval mode, taking its inputs by position and returning a tuple of tensors."""
+
+    def __init__(self, module: Any, bind: Binding) -> None:
+        super().__init__()
+        self.module = module
+        self.bind = bind
+        self.training = False
+
+    def train(self, mode: bool = True) -> Adapter:
+        """Nothing: `module` was put into eval mode, and some modules cannot be asked again."""
+        del mode
+        return self
+
+    def leaves(self, inputs: Sequence[Any]) -> list[tuple[Place, Any]]:
+        """The outputs for `inputs` with the place of each. Raises what the module raises."""
+        args, kwargs = self.bind(inputs)
+        return flatten(self.module(*args, **kwargs))
+
+    def forward(self, *inputs: Any) -> tuple[Any, ...]:
+        return tuple(tensor for _, tensor in self.leaves(inputs))
+
+
+def adapted(module: Any, bind: Binding, count: int) -> Adapter:
+    """An Adapter whose `forward` has `count` parameters: exporters ask for its signature."""
+
+    def forward(self: Adapter, *inputs: Any) -> tuple[Any, ...]:
+        return Adapter.forward(self, *inputs)
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    names = ["self", *(f"input_{number}" for number in range(count))]
+    signature = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+    setattr(forward, "__signature__", signature)  # noqa: B010 - unknown to the type of functions
+    fixed: type[Adapter] = type("Adapter", (Adapter,), {"forward": forward})
+    return fixed(module, bind)
+
+
+def binding(module: Any, names: Sequence[str]) -> tuple[Binding, tuple[str, ...]]:
+    """How inputs of these names reach `module.forward`, and a note if that may surprise.
+
+    By keyword if `forward` has a parameter of each name, else by position.
+    """
+    parameters = _parameter_names(module)
+    known = [name for name in names if name in parameters]
+    if names and len(known) == len(names):
+        keywords = tuple(names)
+        return (lambda inputs: ((), dict(zip(keywords, inputs, strict=True)))), ()
+    note = f"inputs go in by position: {', '.join(names)} as {', '.join(parameters[: len(names)])}"
+    return (lambda inputs: (inputs, {})), (note,) if known else ()
+
+
+def _parameter_names(module: Any) -> list[str]:
+    """The parameters of `forward` that can be given by keyword; none if it does not say."""
+    schema = getattr(module.forward, "schema", None)
+    if schema is not None:  # TorchScript has no Python signature
+        return [argument.name for argument in schema.arguments[1:]]
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [parameter.name for parameter in parameters if parameter.kind in named]
