@@ -14,23 +14,32 @@ from pathlib import Path
 
 def holds_half(path: Path) -> bool:
     """Whether the graph holds float16: in a tensor, an input or output, or the type of a Cast."""
-    try:
-        with _mapped(path) as data:
-            return _half_in(data, "model", 0, len(data))
-    except (OSError, ValueError, IndexError, RecursionError):
-        return False
+    return _holds(path, _FLOAT16)
+
+
+def holds_float8(path: Path) -> bool:
+    """Whether the graph holds the 8-bit float E4M3."""
+    return _holds(path, _FLOAT8)
 
 
 def external_files(path: Path) -> list[str]:
     """The locations, relative to the model's folder, that its tensors name for their data."""
     try:
-        with _mapped(path) as data:
+        with mapped(path) as data:
             return sorted(set(_locations(data, "model", 0, len(data))))
     except (OSError, ValueError, IndexError, RecursionError):
         return []
 
 
-def _mapped(path: Path) -> mmap.mmap:
+def _holds(path: Path, kind: int) -> bool:
+    try:
+        with mapped(path) as data:
+            return _type_in(data, "model", 0, len(data), kind)
+    except (OSError, ValueError, IndexError, RecursionError):
+        return False
+
+
+def mapped(path: Path) -> mmap.mmap:
     with path.open("rb") as handle:
         return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
 
@@ -38,11 +47,11 @@ def _mapped(path: Path) -> mmap.mmap:
 def _locations(data: mmap.mmap, message: str, begin: int, end: int) -> Iterator[str]:
     """The `location` entries (key 1, value 2) of TensorProto.external_data (13), at any depth."""
     members = _MEMBERS.get(message, {})
-    for number, at, stop in _fields(data, begin, end):
+    for number, at, stop in fields(data, begin, end):
         if stop == -1:
             continue
         if message == "tensor" and number == 13:
-            entry = {n: bytes(data[a:b]) for n, a, b in _fields(data, at, stop) if b != -1}
+            entry = {n: bytes(data[a:b]) for n, a, b in fields(data, at, stop) if b != -1}
             if entry.get(1) == b"location":
                 yield entry.get(2, b"").decode(errors="replace")
         elif number in members:
@@ -62,27 +71,27 @@ _MEMBERS: Mapping[str, Mapping[int, str]] = {
 }
 _DATA_TYPE = {"tensor": 2, "tensor_type": 1}  # the field that holds a TensorProto.DataType
 _TYPE_NAMES = (b"to", b"dtype")  # attributes whose number is one: of Cast, and of generators
-_FLOAT16 = 10
+_FLOAT16, _FLOAT8 = 10, 17
 
 
-def _half_in(data: mmap.mmap, message: str, begin: int, end: int) -> bool:
-    """Whether the protobuf `message` in data[begin:end] speaks of float16."""
+def _type_in(data: mmap.mmap, message: str, begin: int, end: int, kind: int) -> bool:
+    """Whether the protobuf `message` in data[begin:end] speaks of the element type `kind`."""
     members = _MEMBERS.get(message, {})
     name = b""
-    for number, at, stop in _fields(data, begin, end):
+    for number, at, stop in fields(data, begin, end):
         if stop == -1:
-            if at == _FLOAT16 and number == _DATA_TYPE.get(message):
+            if at == kind and number == _DATA_TYPE.get(message):
                 return True
-            if at == _FLOAT16 and message == "attribute" and number == 3 and name in _TYPE_NAMES:
+            if at == kind and message == "attribute" and number == 3 and name in _TYPE_NAMES:
                 return True
         elif message == "attribute" and number == 1:
             name = data[at:stop]
-        elif number in members and _half_in(data, members[number], at, stop):
+        elif number in members and _type_in(data, members[number], at, stop, kind):
             return True
     return False
 
 
-def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+def fields(data: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Protobuf fields in data[at:end]: (number, begin, end), or (number, value, -1) of a varint.
 
     Raises ValueError, or IndexError at the end of the file, for what is no protobuf.
