@@ -1,33 +1,65 @@
-"""Export a torch module to ONNX through torch's current exporter (`dynamo=True`).
+"""Export a torch module to ONNX: torch's current exporter first, the older one only by name.
 
 In: a module in eval mode and its specs. Out: a float32 ONNX file whose tensors are named as the
-specs say and whose dynamic axes are dynamic. The exporter's notes on where each node came from are
-left out: they hold paths of the machine, and the same model should give the same bytes.
+specs say and whose dynamic axes are dynamic, and an `Exported` that says which exporter wrote it
+and why. A graph that would silently be wrong is refused: one that keeps a single branch of an `if`
+on the data, or a single size of a dynamic axis.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
-import warnings
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import onnx
-
-from deploykit.core.errors import BadInput, first_line
+from deploykit.core.errors import BadInput
 from deploykit.core.extras import require
-from deploykit.core.files import atomic_write
-from deploykit.core.tensors import TensorSpec, concrete
+from deploykit.core.profile import Profile
+from deploykit.core.tensors import TensorSpec
+from deploykit.exporters.capture import by_dynamo, by_torchscript, example_sizes, is_scripted
+from deploykit.exporters.finish import finish, save
+from deploykit.exporters.reasons import NotExported, TooSmall
 
-torch = require("torch")
-require("onnxscript")
+torch: ModuleType = require("torch")
 
 DEFAULT_OPSET = 20  # what torch's exporter writes itself; NVIDIA's parsers take it
-OPSETS = range(18, 24)
-_EXAMPLE_SIZE = 2  # torch.export may take a size of 0 or 1 for a constant
+ORIN_OPSET = 18
+OPSETS = range(18, 24)  # older ones torch's current exporter does not write
+TORCHSCRIPT_OPSETS = range(18, 21)  # the older exporter stopped at 20
+EXPORTERS = ("auto", "dynamo", "torchscript")
+MAX_BYTES = (1 << 31) - (1 << 25)  # protobuf's 2 GiB, less room for the graph itself
+
+_ORIN = "8.7"  # compute capability; JetPack 6 comes with TensorRT 10.3
+_OLD_TENSORRT = (10, 8)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What wrote the file: "dynamo" or "torchscript", and the opset that is in it.
+
+    `fallback`: why it was not torch's current exporter; empty if it was.
+    """
+
+    exporter: str
+    opset: int
+    fallback: str
+
+
+def opset_for(profile: Profile) -> int:
+    """The opset to export with for a target: 20, or 18 where TensorRT is older than 10.8.
+
+    What the parsers take: 9 to 24 in TensorRT 10.15
+    (https://github.com/onnx/onnx-tensorrt/blob/main/docs/operators.md), up to 19 in 9.2. Opset 20
+    brings Gelu, which the older tables do not list.
+    """
+    if profile.runtime != "tensorrt":
+        return DEFAULT_OPSET
+    newest = profile.tensorrt_max
+    old = newest is not None and tuple(map(int, newest.split("."))) < _OLD_TENSORRT
+    return ORIN_OPSET if old or profile.compute_capability == _ORIN else DEFAULT_OPSET
 
 
 def export_module(
@@ -37,81 +69,101 @@ def export_module(
     out: Path,
     *,
     opset: int = DEFAULT_OPSET,
-) -> None:
-    """Write `module` to `out`. Raises BadInput when torch cannot export it, naming the reason."""
-    if opset not in OPSETS:
-        raise BadInput(f"opset {opset} is not offered", hint=f"{OPSETS[0]} to {OPSETS[-1]}")
-    axes = sorted({axis for spec in inputs for axis in spec.shape if isinstance(axis, str)})
-    dims = {axis: torch.export.Dim(axis) for axis in axes}
-    sizes = {axis: _EXAMPLE_SIZE + number for number, axis in enumerate(axes)}
-    example = tuple(
-        torch.zeros(concrete(spec, sizes), dtype=getattr(torch, spec.dtype)) for spec in inputs
-    )
-    dynamic = tuple(
-        {at: dims[axis] for at, axis in enumerate(spec.shape) if isinstance(axis, str)}
-        for spec in inputs
-    )
-    with atomic_write(out) as tmp:
+    exporter: str = "auto",
+    sizes: Mapping[str, int] | None = None,
+    max_bytes: int = MAX_BYTES,
+) -> Exported:
+    """Write `module` to `out`; past `max_bytes` of weights, these to OUT.data beside it.
+
+    `module.forward` takes one tensor for each of `inputs`, by position, and returns a tuple in the
+    order of `outputs`. `exporter`: "auto" takes torch's current exporter, and the older one where
+    that fails for a reason that does not make the older one's graph wrong. `sizes`: the size to
+    export at, by axis, where the model does not run at small ones.
+
+    Raises BadInput when torch cannot export the model, naming the reason and the line of the user's
+    code that it comes from.
+    """
+    if exporter not in EXPORTERS:
+        raise BadInput(f"exporter {exporter}: unknown", hint="one of: " + ", ".join(EXPORTERS))
+    scripted = is_scripted(module)
+    if exporter == "dynamo" and scripted:
+        raise BadInput(
+            "a TorchScript module goes through torch's older exporter only",
+            hint="leave the exporter to be chosen, or export the original module",
+        )
+    older = scripted or exporter == "torchscript"
+    offered = TORCHSCRIPT_OPSETS if older else OPSETS
+    if opset not in offered:
+        which = " by torch's older exporter" if older else ""
+        raise BadInput(
+            f"opset {opset} is not offered{which}", hint=f"{offered[0]} to {offered[-1]}"
+        )
+    at = example_sizes(inputs, sizes)
+    why = "the file is TorchScript" if scripted else "it was asked for" if older else ""
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as folder:
+        if not older:
+            try:
+                model = _at_size_taken(module, inputs, outputs, opset, at)
+            except NotExported as first:
+                if exporter == "dynamo" or first.final:
+                    raise
+                model, why = _fall_back(module, inputs, outputs, opset, at, Path(folder), first)
+        else:
+            model, frozen = by_torchscript(module, inputs, outputs, opset, at, Path(folder))
+            if frozen:
+                why += f"; it keeps what the example decided at {', '.join(frozen)}"
+        finish(model, inputs, outputs, _parameters(module), at)
+        save(model, out, max_bytes)
+    written = model.opset_imports[""]
+    if written > opset:
+        raise BadInput(f"torch wrote opset {written}, {opset} was asked for")
+    return Exported("torchscript" if why else "dynamo", written, why)
+
+
+def _at_size_taken(
+    module: Any,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    opset: int,
+    sizes: dict[str, int],
+) -> Any:
+    """The current exporter's graph, exported at larger `sizes` where the model needs them."""
+    while True:
         try:
-            with _quiet():
-                torch.onnx.export(
-                    module,
-                    example,
-                    str(tmp),
-                    dynamo=True,
-                    dynamic_shapes=dynamic,
-                    input_names=[spec.name for spec in inputs],
-                    output_names=[spec.name for spec in outputs],
-                    opset_version=opset,
-                    external_data=False,
-                    verbose=False,
-                )
-        except (torch.onnx.OnnxExporterError, RuntimeError, ValueError, TypeError) as exc:
-            raise BadInput(f"torch cannot export the model: {_cause(exc)}") from exc
-        model = onnx.load(tmp)
-        _strip(model, outputs)
-        onnx.save(model, tmp)
+            return by_dynamo(module, inputs, outputs, opset, sizes)
+        except TooSmall as exc:
+            if sizes[exc.axis] >= exc.least:
+                raise
+            sizes[exc.axis] = 2 * exc.least  # at the least itself what is left of it may be 1
 
 
-def _strip(model: onnx.ModelProto, outputs: Sequence[TensorSpec]) -> None:
-    """Remove notes of origin; name the outputs' dynamic axes as the specs do."""
-    graph = model.graph
-    del model.metadata_props[:]
-    del graph.metadata_props[:]
-    graph.ClearField("doc_string")
-    for part in (graph.node, graph.input, graph.output, graph.value_info, graph.initializer):
-        for item in part:
-            del item.metadata_props[:]
-            item.ClearField("doc_string")
-    for value, spec in zip(graph.output, outputs, strict=True):
-        dims = value.type.tensor_type.shape.dim
-        for at, (dim, axis) in enumerate(zip(dims, spec.shape, strict=True)):
-            if isinstance(axis, str) and dim.HasField("dim_value"):
-                raise BadInput(
-                    f"the exporter fixed axis {at} ({axis}) of output '{spec.name}' at "
-                    f"{dim.dim_value}: something in the model reads that size as a constant",
-                    hint="export with a fixed size for that axis, or change the model",
-                )
-            if isinstance(axis, str):
-                dim.dim_param = axis
-
-
-def _cause(exc: BaseException) -> str:
-    """The innermost reason: torch wraps it in pages of advice."""
-    while exc.__cause__ is not None:
-        exc = exc.__cause__
-    return first_line(exc)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch's progress lines and its remarks on torchvision off the user's terminal."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+def _fall_back(
+    module: Any,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    opset: int,
+    sizes: Mapping[str, int],
+    folder: Path,
+    first: NotExported,
+) -> tuple[Any, str]:
+    """The older exporter's graph and why it was used; raises `first` where that fails as well."""
+    if opset not in TORCHSCRIPT_OPSETS:
+        raise first
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
+        model, frozen = by_torchscript(module, inputs, outputs, opset, sizes, folder)
+    except NotExported:
+        raise first from None
+    if frozen and not first.captured:
+        raise NotExported(
+            f"{first.message}; and torch's older exporter would keep one branch at {frozen[0]}",
+            hint=first.hint,
+            final=True,
+        )
+    return model, first.message
+
+
+def _parameters(module: Any) -> list[str]:
+    """Names of its parameters; a TorchScript function has none."""
+    if not isinstance(module, torch.nn.Module):
+        return []
+    return [name for name, _ in module.named_parameters()]

@@ -1,0 +1,272 @@
+"""Run torch's two ONNX exporters: the current one (`dynamo`) and the older one (`torchscript`).
+
+In: a module in eval mode and its inputs' specs. Out: a graph in memory, in onnxscript's form, whose
+weights still are the module's own tensors: nothing is copied. Neither exporter writes a line to the
+terminal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from deploykit.core.extras import require
+from deploykit.core.tensors import TensorSpec, concrete
+from deploykit.exporters.reasons import SizeWatch, baked, describe, explain, is_users
+
+torch: ModuleType = require("torch")
+onnxscript: ModuleType = require("onnxscript")
+optimizer: ModuleType = require("onnxscript.optimizer")
+
+# Distinct, so that a constant in the graph tells which axis it was; none is 0 or 1, which
+# torch.export takes for constants.
+_SMALL, _LARGE, _STEP = 2, 64, 32
+_FOLDED_ELEMENTS = 1 << 24  # torch folds to 8192 only, and leaves an LSTM's weights in slices
+
+_SCRIPTED = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
+_FROZEN = "might cause the trace to be incorrect"  # of the older exporter's warnings
+
+# What the user's own code, run by torch, may raise besides torch's errors.
+_RAISED = (
+    *(RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError),
+    *(AssertionError, ImportError, OSError),
+)
+
+
+def example_sizes(
+    inputs: Sequence[TensorSpec], sizes: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """A size for every dynamic axis; `sizes` goes first.
+
+    Axes of pictures and signals (the third or later of an input) get 64, 96, ...: several times
+    halved they must still hold a kernel. The others get 2, 3, ...
+    """
+    given = dict(sizes or {})
+    axes = sorted({axis for spec in inputs for axis in spec.shape if isinstance(axis, str)})
+    long = {axis for spec in inputs for axis in spec.shape[2:] if isinstance(axis, str)}
+    taken = {size for spec in inputs for size in spec.shape if isinstance(size, int)}
+    taken |= set(given.values())
+    found: dict[str, int] = {}
+    for axis in axes:
+        size, step = (_LARGE, _STEP) if axis in long else (_SMALL, 1)
+        while size in taken:
+            size += step
+        found[axis] = given.get(axis, size)
+        taken.add(found[axis])
+    return found
+
+
+def by_dynamo(
+    module: Any,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    opset: int,
+    sizes: Mapping[str, int],
+) -> Any:
+    """The graph that torch's current exporter makes. Raises NotExported."""
+    example, shapes = _example(inputs, sizes), _dynamic_shapes(module, inputs)
+    with _exporting():
+        try:
+            program = torch.onnx.export(
+                module,
+                example,
+                dynamo=True,
+                dynamic_shapes=shapes,
+                input_names=[spec.name for spec in inputs],
+                output_names=[spec.name for spec in outputs],
+                opset_version=opset,
+                verbose=False,
+            )
+            graph = program.model
+            _check_inputs(graph, module, inputs, sizes)
+            return _simplified(graph)
+        except (torch.onnx.OnnxExporterError, *_RAISED) as exc:
+            raise explain(exc, inputs, sizes) from exc
+
+
+def by_torchscript(
+    module: Any,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    opset: int,
+    sizes: Mapping[str, int],
+    folder: Path,
+) -> tuple[Any, tuple[str, ...]]:
+    """The graph that torch's older exporter makes, and the lines whose decision it froze.
+
+    `folder`: where its file and, past 2 GiB, one file for each weight may lie as long as the graph
+    is used. Raises NotExported.
+    """
+    axes = {
+        spec.name: {at: axis for at, axis in enumerate(spec.shape) if isinstance(axis, str)}
+        for spec in (*inputs, *outputs)
+    }
+    file = Path(tempfile.mkdtemp(dir=folder)) / "model.onnx"
+    with _exporting() as told, _no_output():
+        try:
+            example = _example(inputs, sizes)
+            if is_scripted(module) and not isinstance(module, _SCRIPTED):
+                module = torch.jit.trace(module, example, check_trace=False)  # keeps what is inside
+            torch.onnx.export(
+                module,
+                example,
+                str(file),
+                dynamo=False,
+                dynamic_axes=axes,
+                input_names=[spec.name for spec in inputs],
+                output_names=[spec.name for spec in outputs],
+                opset_version=opset,
+                verbose=False,
+            )
+            graph = _simplified(onnxscript.ir.load(file))
+        except (torch.onnx.OnnxExporterError, *_RAISED) as exc:
+            raise explain(exc, inputs, sizes) from exc
+    frozen = [
+        describe(item.filename, item.lineno)
+        for item in told
+        if issubclass(item.category, torch.jit.TracerWarning)
+        and _FROZEN in str(item.message)
+        and is_users(item.filename)
+    ]
+    return graph, tuple(dict.fromkeys(frozen))
+
+
+def is_scripted(module: Any) -> bool:
+    """Whether `module` is TorchScript, or a wrapper of some."""
+    while module is not None:
+        if isinstance(module, _SCRIPTED):
+            return True
+        module = getattr(module, "module", None)
+    return False
+
+
+def _simplified(graph: Any) -> Any:
+    return optimizer.optimize(graph, input_size_limit=_FOLDED_ELEMENTS)
+
+
+def _check_inputs(
+    graph: Any, module: Any, inputs: Sequence[TensorSpec], sizes: Mapping[str, int]
+) -> None:
+    """Raise NotExported if torch made an axis of an input a constant, or tied it to another.
+
+    torch does so of itself, without a word, where the model works at no other size.
+    """
+    for value, spec in zip(graph.graph.inputs, inputs, strict=True):
+        for at, (axis, dim) in enumerate(zip(spec.shape, value.shape, strict=True)):
+            if not isinstance(axis, str):
+                continue
+            size = dim if isinstance(dim, int) else str(dim.value)
+            if size != axis:
+                place = _where_fixed(module, inputs, sizes, sizes[axis])
+                raise baked(spec, at, size, place)
+
+
+def _where_fixed(
+    module: Any, inputs: Sequence[TensorSpec], sizes: Mapping[str, int], size: int
+) -> str:
+    """The line of the user's code that fixed an axis at `size`; "" if torch does not tell."""
+    with SizeWatch() as watch:
+        try:
+            torch.export.export(
+                module,
+                _example(inputs, sizes),
+                dynamic_shapes=_dynamic_shapes(module, inputs),
+                strict=False,
+            )
+        except (torch.onnx.OnnxExporterError, *_RAISED):
+            pass  # it fails, as it did the first time: the watch has seen why
+    return watch.places.get(size, "")
+
+
+def _example(inputs: Sequence[TensorSpec], sizes: Mapping[str, int]) -> tuple[Any, ...]:
+    """Zeros, which are valid ids of any vocabulary; masks are ones: nothing is left out."""
+    return tuple(
+        (torch.ones if spec.dtype == "bool" or "mask" in spec.name.lower() else torch.zeros)(
+            concrete(spec, sizes), dtype=getattr(torch, spec.dtype)
+        )
+        for spec in inputs
+    )
+
+
+def _dynamic_shapes(module: Any, inputs: Sequence[TensorSpec]) -> tuple[Any, ...]:
+    """One Dim for each name, so that inputs share their axes."""
+    dims: dict[str, Any] = {}
+    shapes = tuple(
+        {
+            at: dims.setdefault(axis, torch.export.Dim(axis))
+            for at, axis in enumerate(spec.shape)
+            if isinstance(axis, str)
+        }
+        for spec in inputs
+    )
+    kinds = [p.kind for p in inspect.signature(module.forward).parameters.values()]
+    return (shapes,) if kinds[:1] == [inspect.Parameter.VAR_POSITIONAL] else shapes
+
+
+@contextlib.contextmanager
+def _exporting() -> Iterator[list[warnings.WarningMessage]]:
+    """Torch set up for export, and kept off the user's terminal; gives the warnings it had.
+
+    The fast path of torch's transformer layers is one operator that ONNX does not have.
+    """
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    silent = io.StringIO()
+    try:
+        with (
+            torch.no_grad(),
+            warnings.catch_warnings(record=True) as told,
+            contextlib.redirect_stdout(silent),
+            contextlib.redirect_stderr(silent),
+            _unlogged("torch", "onnxscript", "onnx_ir"),
+        ):
+            warnings.simplefilter("always")
+            yield told
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@contextlib.contextmanager
+def _no_output() -> Iterator[None]:
+    """Keep this process's standard output silent, below Python's too.
+
+    Where the older exporter fails it writes the whole graph there, from C++.
+    """
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with Path(os.devnull).open("wb") as sink:
+        os.dup2(sink.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextlib.contextmanager
+def _unlogged(*names: str) -> Iterator[None]:
+    """Keep what these libraries log from reaching a handler."""
+    known = [
+        logging.getLogger(name)
+        for name in (*names, *logging.root.manager.loggerDict)
+        if name.partition(".")[0] in names
+    ]
+    before = [(logger, logger.handlers, logger.propagate) for logger in known]
+    for logger in known:
+        logger.handlers = [logging.NullHandler()]
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, handlers, propagate in before:
+            logger.handlers, logger.propagate = handlers, propagate

@@ -1,0 +1,141 @@
+"""From the graph that torch made to the file that deploykit writes.
+
+In: a graph in onnxscript's form and the specs. Out: a file whose tensors and axes are named as the
+specs say, without notes on where a node came from: they hold paths of the machine, and the same
+model is to give the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from deploykit.core.errors import BadInput
+from deploykit.core.extras import require
+from deploykit.core.tensors import TensorSpec
+
+onnxscript: ModuleType = require("onnxscript")
+common: ModuleType = require("onnxscript.ir.passes.common")
+
+_ONNX_NAMES = {"float32": "FLOAT", "float64": "DOUBLE"}
+_WRAPPER = "module."  # attribute of a wrapper that gives the user's module the signature we need
+
+
+def finish(
+    model: Any,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    parameters: Sequence[str],
+    sizes: Mapping[str, int],
+) -> None:
+    """Name and clean `model` in place. Raises BadInput where it is not what the specs say.
+
+    `parameters`: names of the exported module's parameters; `sizes`: what the dynamic axes were
+    exported at.
+    """
+    _infer_doubtful(model, sizes)
+    graph = model.graph
+    _add_unread(graph.inputs, inputs)
+    _fit("inputs", graph.inputs, inputs)
+    _fit("outputs", graph.outputs, outputs)
+    for part in (model, *_graphs(graph)):
+        part.metadata_props.clear()
+        part.doc_string = None
+    for node in graph.all_nodes():
+        node.metadata_props.clear()
+        node.doc_string = None
+        for value in node.outputs:
+            _forget(value)
+    for value in (*graph.inputs, *graph.initializers.values()):
+        _forget(value)
+    _unwrap(graph, parameters)
+    used = {node.domain for node in graph.all_nodes()} | {""}
+    for domain in set(model.opset_imports) - used:
+        del model.opset_imports[domain]
+
+
+def save(model: Any, out: Path, max_bytes: int) -> None:
+    """Write `model`; past `max_bytes` its weights go to OUT.data, in the same folder."""
+    stored = sum(tensor.nbytes for tensor in _weights(model.graph))
+    data = f"{out.name}.data" if stored > max_bytes else None
+    onnxscript.ir.save(model, out, external_data=data)
+
+
+def _infer_doubtful(model: Any, sizes: Mapping[str, int]) -> None:
+    """Work the shapes out anew that hold the size of an example.
+
+    torch writes the example's length into the shape of an LSTM's output, which takes any length.
+    """
+    doubtful = [
+        value
+        for node in model.graph.all_nodes()
+        for value in node.outputs
+        if value.shape is not None and any(dim in sizes.values() for dim in value.shape)
+    ]
+    for value in doubtful:
+        value.shape = None
+    if doubtful:
+        common.ShapeInferencePass()(model)
+
+
+def _add_unread(values: Any, specs: Sequence[TensorSpec]) -> None:
+    """Put back the inputs that the model does not read: the older exporter leaves them out."""
+    names = [value.name for value in values]
+    if len(names) < len(specs) and set(names) <= {spec.name for spec in specs}:
+        for at, spec in enumerate(specs):
+            if spec.name not in names:
+                kind = onnxscript.ir.DataType[_ONNX_NAMES.get(spec.dtype, spec.dtype.upper())]
+                value = onnxscript.ir.Value(name=spec.name, type=onnxscript.ir.TensorType(kind))
+                values.insert(at, value)
+
+
+def _fit(what: str, values: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
+    """Give the graph's inputs or outputs the names and axes of `specs`."""
+    if len(values) != len(specs):
+        raise BadInput(
+            f"torch exported {len(values)} {what}, the model has {len(specs)}: "
+            + ", ".join(spec.name for spec in specs)
+        )
+    for value, spec in zip(values, specs, strict=True):
+        value.name = spec.name
+        known = value.shape if value.shape is not None else ()  # torch may not have inferred it
+        for at, (dim, axis) in enumerate(zip(known, spec.shape, strict=False)):
+            if isinstance(axis, str) and isinstance(dim, int):
+                raise BadInput(
+                    f"the exporter fixed axis {at} ({axis}) of {what[:-1]} '{spec.name}' at {dim}: "
+                    "something in the model reads that size as a constant",
+                    hint="export with a fixed size for that axis, or change the model",
+                )
+        value.shape = onnxscript.ir.Shape(spec.shape)
+
+
+def _unwrap(graph: Any, parameters: Sequence[str]) -> None:
+    """Take a wrapper's attribute off the weights' names: 'module.fc.weight' -> 'fc.weight'."""
+    names = list(parameters)
+    while names and all(name.startswith(_WRAPPER) for name in names):
+        names = [name.removeprefix(_WRAPPER) for name in names]
+        for old in [name for name in graph.initializers if name.startswith(_WRAPPER)]:
+            new = old.removeprefix(_WRAPPER)
+            if new not in graph.initializers:
+                value = graph.initializers.pop(old)
+                value.name = new
+                graph.initializers[new] = value
+
+
+def _forget(value: Any) -> None:
+    value.metadata_props.clear()
+    value.doc_string = None
+
+
+def _graphs(graph: Any) -> Iterator[Any]:
+    yield graph
+    yield from graph.subgraphs()
+
+
+def _weights(graph: Any) -> Iterator[Any]:
+    for part in _graphs(graph):
+        for value in part.initializers.values():
+            if value.const_value is not None:
+                yield value.const_value

@@ -1,0 +1,193 @@
+"""Why torch could not export a model: the line of the user's own code, and one sentence.
+
+In: what torch raised, or the axis that came out as a constant. Out: a `NotExported` that names the
+file and line, and says whether torch's other exporter may be tried: a graph that silently keeps one
+branch of an `if`, or one size of an axis, is worse than none.
+"""
+
+from __future__ import annotations
+
+import linecache
+import logging
+import re
+import sys
+import sysconfig
+import textwrap
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, ModuleType
+
+from deploykit.core.errors import BadInput, first_line
+from deploykit.core.extras import require
+from deploykit.core.tensors import TensorSpec
+
+torch: ModuleType = require("torch")
+
+_SHAPES_LOGGER = "torch.fx.experimental.symbolic_shapes"  # tells of each size that it fixes
+_FIXES = re.compile(r"\bEq\(s\w+, (\d+)\) \[guard added\]")
+_OWN = (Path(__file__).resolve().parents[1], Path(str(torch.__file__)).resolve().parent)
+_LIBRARY = Path(sysconfig.get_paths()["stdlib"]).resolve()
+
+
+_SIZE_TAKEN = re.compile(r"^(\d+) not in VR\[(\d+), (\w+)\]")
+_SOURCE = re.compile(r" = L\[.*?\]\.size\(\)\[\d+\]")
+_NO_OPERATOR = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)'")
+_LONGEST = 200  # characters of torch's own words
+_FREE_HINT = "export with a fixed size for that axis, or change the model to work at any size"
+
+
+class NotExported(BadInput):
+    """`final`: the other exporter would write a graph that is wrong, so it is not to be tried.
+
+    `captured`: torch.export itself succeeded, so that nothing in the model depends on the data.
+    """
+
+    def __init__(
+        self, message: str, *, hint: str | None = None, final: bool = False, captured: bool = False
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.final = final
+        self.captured = captured
+
+
+class TooSmall(NotExported):
+    """The model takes axis `axis` from size `least` on, and was exported at a smaller one."""
+
+    def __init__(self, spec: TensorSpec, at: int, least: int) -> None:
+        self.axis, self.least = str(spec.shape[at]), least
+        super().__init__(
+            f"the model takes axis {self.axis} (axis {at} of input '{spec.name}') from {least} on",
+            final=True,
+        )
+
+
+def explain(
+    exc: BaseException, inputs: Sequence[TensorSpec], sizes: Mapping[str, int]
+) -> NotExported:
+    """What went wrong in a sentence, with the innermost line of the user's own code.
+
+    `sizes`: what the dynamic axes of `inputs` were exported at.
+    """
+    chain = list(_causes(exc))
+    place = next((found for item in reversed(chain) if (found := _raised_at(item))), "")
+    if any(_data_dependent(item) for item in chain):
+        return NotExported(
+            f"{place or 'the model'} decides by the data, which a graph cannot hold",
+            hint="write it with torch.where or torch.cond, or compute it outside the model",
+            final=True,
+        )
+    told = first_line(chain[-1])
+    if match := _SIZE_TAKEN.search(told):  # one that must equal another, or be no smaller
+        for spec in inputs:
+            for at, axis in enumerate(spec.shape):
+                if sizes.get(str(axis)) == int(match[1]) and match[2] == match[3]:
+                    return baked(spec, at, int(match[2]), place)
+                if sizes.get(str(axis)) == int(match[1]) < int(match[2]):
+                    return TooSmall(spec, at, int(match[2]))
+    if "Constraints violated" in told:
+        lines = [line.strip(" -") for line in str(chain[-1]).splitlines()[1:] if line.strip()]
+        return NotExported(
+            f"the inputs' axes are not free: {_SOURCE.sub('', lines[0] if lines else told)}",
+            hint=_FREE_HINT,
+            final=True,
+        )
+    if match := _NO_OPERATOR.search(told):
+        told = f"ONNX has no operator for {match[1]}"
+    told = textwrap.shorten(told, _LONGEST, placeholder=" ...")
+    where = f" ({place})" if place else ""
+    return NotExported(
+        f"torch cannot export the model: {told}{where}",
+        captured=any(type(item).__name__ == "ConversionError" for item in chain),
+    )
+
+
+def baked(spec: TensorSpec, at: int, size: object, place: str) -> NotExported:
+    """Refuse a graph in which axis `at` of input `spec` is not free.
+
+    `size`: what it became, a number or an expression in other axes. `place`: the line of the user's
+    code that did it, if it is known.
+    """
+    kind = "at" if isinstance(size, int) else "to"
+    return NotExported(
+        f"the model fixes axis {spec.shape[at]} (axis {at} of input '{spec.name}') {kind} {size}: "
+        + (place or "something in it reads that size as a constant"),
+        hint=_FREE_HINT,
+        final=True,
+    )
+
+
+class SizeWatch(logging.Handler):
+    """While attached to torch's log: which line of the user's code fixed which size, the first one.
+
+    torch names a line of its own where a library function compares the sizes; the Python stack is
+    still there when it logs that, and holds the user's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.places: dict[int, str] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        match = _FIXES.search(record.getMessage())
+        if match:
+            self.places.setdefault(int(match[1]), _innermost(sys._getframe()))
+
+    def __enter__(self) -> SizeWatch:
+        logger = logging.getLogger(_SHAPES_LOGGER)
+        self._before = (logger.level, logger.propagate, logger.handlers)
+        logger.setLevel(logging.INFO)
+        logger.propagate, logger.handlers = False, [self]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logger = logging.getLogger(_SHAPES_LOGGER)
+        level, logger.propagate, logger.handlers = self._before
+        logger.setLevel(level)
+
+
+def is_users(file: str) -> bool:
+    """Whether `file` is the user's code or a library of models, not torch, deploykit or Python."""
+    if file.startswith("<"):
+        return False
+    parents = Path(file).resolve().parents
+    installed = any(parent.name == "site-packages" for parent in parents)
+    return not any(own in parents for own in _OWN) and (installed or _LIBRARY not in parents)
+
+
+def describe(file: str, line: int, function: str = "") -> str:
+    """A place in a source file: "mine.py:14, in forward: `if x.sum() > 0:`"."""
+    code = linecache.getline(file, line).strip()
+    inside = f", in {function}" if function else ""
+    return f"{Path(file).name}:{line}{inside}" + (f": `{code}`" if code else "")
+
+
+def _innermost(frame: FrameType | None) -> str:
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            return describe(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back
+    return ""
+
+
+def _raised_at(exc: BaseException) -> str:
+    """The innermost line of the user's code that `exc` passed through."""
+    for frame in reversed(traceback.extract_tb(exc.__traceback__)):
+        if is_users(frame.filename):
+            return describe(frame.filename, frame.lineno or 0, frame.name)
+    return ""
+
+
+def _causes(exc: BaseException) -> Iterator[BaseException]:
+    """From the outermost inwards; torch wraps its reasons in pages of advice."""
+    current: BaseException | None = exc
+    while current is not None:
+        yield current
+        current = current.__cause__
+
+
+def _data_dependent(exc: BaseException) -> bool:
+    if type(exc).__name__ == "GuardOnDataDependentSymNode":
+        return True
+    dynamo = type(exc).__module__.startswith("torch._dynamo")
+    return dynamo and "data-dependent" in str(exc).lower()
