@@ -1,8 +1,8 @@
 """Fold what is constant, and batch normalisation into the convolution before it.
 
-In: a float32 model, changed in place. Quantization needs weights that are constants, and a
-convolution whose output is the normalised one. No tensor that is still there afterwards changes its
-name or meaning, so that ranges seen before stay true.
+In: a draft of a float32 model, changed in place. Quantization needs weights that are constants, and
+a convolution whose output is the normalised one. No tensor that is still there afterwards changes
+its name or meaning, so that ranges seen before stay true.
 """
 
 from __future__ import annotations
@@ -14,48 +14,23 @@ import onnx
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from deploykit.transforms.draft import Draft, replace
+from deploykit.transforms.light import read_names
+
 # Cheap operators between stored weights and the node that uses them.
 _FOLDED = frozenset(
     ("Constant", "Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Cast")
 )
 
 
-def fold(model: onnx.ModelProto) -> None:
-    """Fold constants, then batch normalisations; unused constants are dropped."""
-    graph = model.graph
-    fed = {value.name for value in graph.input}
-    constants = {t.name: t for t in graph.initializer if t.name not in fed}
-    _fold_constants(model, constants)
-    _fold_batch_norms(graph, constants)
-    drop_unused(graph)
+def fold(draft: Draft) -> None:
+    """Fold constants, then batch normalisations."""
+    _fold_constants(draft)
+    _fold_batch_norms(draft)
 
 
-def drop_unused(graph: onnx.GraphProto) -> None:
-    """Remove initializers that nothing reads, and notes on tensors that nothing makes."""
-    used = {value.name for value in (*graph.output, *graph.input)} | set(_read_names(graph))
-    keep = [tensor for tensor in graph.initializer if tensor.name in used]
-    del graph.initializer[:]
-    graph.initializer.extend(keep)
-    made = {name for node in graph.node for name in node.output}
-    known = [value for value in graph.value_info if value.name in made]
-    del graph.value_info[:]
-    graph.value_info.extend(known)
-
-
-def _read_names(graph: onnx.GraphProto) -> list[str]:
-    """Every name that a node reads, in the bodies of If, Loop and Scan too."""
-    names = []
-    for node in graph.node:
-        names += node.input
-        for attribute in node.attribute:
-            for body in (attribute.g, *attribute.graphs):
-                names += _read_names(body)
-                names += [value.name for value in body.output]
-    return names
-
-
-def _fold_constants(model: onnx.ModelProto, constants: dict[str, onnx.TensorProto]) -> None:
-    graph = model.graph
+def _fold_constants(draft: Draft) -> None:
+    graph, constants = draft.graph, draft.constants
     outputs = {value.name for value in graph.output}
     kept = []
     for node in graph.node:
@@ -63,31 +38,27 @@ def _fold_constants(model: onnx.ModelProto, constants: dict[str, onnx.TensorProt
         if node.op_type not in _FOLDED or not known or outputs.intersection(node.output):
             kept.append(node)
             continue
-        values = _evaluate(model, node, constants)
-        tensor = numpy_helper.from_array(values, node.output[0])
-        constants[tensor.name] = tensor
-        graph.initializer.append(tensor)
-    del graph.node[:]
-    graph.node.extend(kept)
+        values = _evaluate(draft, node)
+        constants[node.output[0]] = numpy_helper.from_array(values, node.output[0])
+    replace(graph.node, kept)
 
 
-def _evaluate(
-    model: onnx.ModelProto, node: onnx.NodeProto, constants: dict[str, onnx.TensorProto]
-) -> np.ndarray:
-    empty = [onnx.ValueInfoProto(name=name) for name in node.output]
-    weights = [constants[name] for name in sorted(set(node.input)) if name]
+def _evaluate(draft: Draft, node: onnx.NodeProto) -> np.ndarray:
+    names = sorted({name for name in node.input if name})
+    values = [onnx.ValueInfoProto(name=name) for name in (*names, *node.output)]
     alone = helper.make_model(
-        helper.make_graph([node], "constant", [], empty, weights),
-        opset_imports=model.opset_import,
-        ir_version=model.ir_version,
+        helper.make_graph([node], "constant", values[: len(names)], values[len(names) :]),
+        opset_imports=draft.model.opset_import,
+        ir_version=draft.model.ir_version,
     )
-    (values,) = ReferenceEvaluator(alone).run(None, {})
-    return np.asarray(values)
+    (found,) = ReferenceEvaluator(alone).run(None, {name: draft.array(name) for name in names})
+    return np.asarray(found)
 
 
-def _fold_batch_norms(graph: onnx.GraphProto, constants: dict[str, onnx.TensorProto]) -> None:
+def _fold_batch_norms(draft: Draft) -> None:
     """Conv -> BatchNormalization becomes one Conv, where nothing else reads what lies between."""
-    reads = Counter(_read_names(graph) + [value.name for value in graph.output])
+    graph, constants = draft.graph, draft.constants
+    reads = Counter([*read_names(graph), *(value.name for value in graph.output)])
     producers = {name: node for node in graph.node for name in node.output}
     kept = []
     for node in graph.node:
@@ -102,36 +73,26 @@ def _fold_batch_norms(graph: onnx.GraphProto, constants: dict[str, onnx.TensorPr
         ):
             kept.append(node)
             continue
-        for tensor in _merged(conv, node, constants):
-            constants[tensor.name] = tensor
-            graph.initializer.append(tensor)
-        conv.output[0] = node.output[0]
-    del graph.node[:]
-    graph.node.extend(kept)
+        _merge(draft, conv, node)
+    replace(graph.node, kept)
 
 
-def _merged(
-    conv: onnx.NodeProto, norm: onnx.NodeProto, constants: dict[str, onnx.TensorProto]
-) -> list[onnx.TensorProto]:
-    """Weights and bias of both in one, computed in float64; `conv` reads them afterwards."""
-    weight = numpy_helper.to_array(constants[conv.input[1]]).astype(np.float64)
+def _merge(draft: Draft, conv: onnx.NodeProto, norm: onnx.NodeProto) -> None:
+    """Let `conv` do the work of both; its new weights and bias are computed in float64."""
+    weight = draft.array(conv.input[1]).astype(np.float64)
     scale, shift, mean, variance = (
-        numpy_helper.to_array(constants[name]).astype(np.float64) for name in norm.input[1:5]
+        draft.array(name).astype(np.float64) for name in norm.input[1:5]
     )
-    old = (
-        numpy_helper.to_array(constants[conv.input[2]]).astype(np.float64)
-        if len(conv.input) > 2 and conv.input[2]
-        else np.zeros_like(mean)
-    )
+    biased = len(conv.input) > 2 and conv.input[2]
+    old = draft.array(conv.input[2]) if biased else np.zeros_like(mean)
     epsilon = next((a.f for a in norm.attribute if a.name == "epsilon"), 1e-5)
     factor = scale / np.sqrt(variance + epsilon)
     weight *= factor.reshape(-1, *[1] * (weight.ndim - 1))
-    names = f"{norm.output[0]}_folded_weight", f"{norm.output[0]}_folded_bias"
-    source = conv.input[0]
-    del conv.input[:]
-    conv.input.extend([source, *names])
     bias = (old - mean) * factor + shift
-    return [
-        numpy_helper.from_array(array.astype(np.float32), name)
-        for array, name in zip((weight, bias), names, strict=True)
+    out = norm.output[0]
+    names = [
+        draft.store(f"{out}_folded_{kind}", array.astype(np.float32))
+        for kind, array in (("weight", weight), ("bias", bias))
     ]
+    replace(conv.input, [conv.input[0], *names])
+    conv.output[0] = out

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-from onnx import TensorProto, external_data_helper, helper
+from onnx import TensorProto, external_data_helper
 
 from deploykit.core.errors import BadInput, Unsupported, first_line
-from deploykit.core.files import atomic_write
 from deploykit.core.tensors import BATCH, DTYPE_BYTES, TensorSpec
 from deploykit.transforms.checks import (
     MAX_BYTES,
@@ -27,6 +26,8 @@ from deploykit.transforms.checks import (
     stored_bytes,
     stored_elements,
 )
+from deploykit.transforms.light import light_model
+from deploykit.transforms.write import write_model
 
 # Nodes that hold, describe, convert or rename data and compute nothing.
 _CONVERT = frozenset(("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast"))
@@ -81,22 +82,39 @@ def load_graph(path: Path) -> onnx.ModelProto:
     model = parse(path)
     try:
         external_data_helper.load_external_data_for_model(model, str(path.parent))
-        if model.ByteSize() <= MAX_BYTES:
-            onnx.checker.check_model(model)
+        onnx.checker.check_model(light_model(model))  # would copy the weights twice
+        for tensor in model.graph.initializer:
+            if not tensor.HasField("raw_data"):  # bytes were counted by `parse`, numbers were not
+                onnx.checker.check_tensor(tensor)
     except (onnx.checker.ValidationError, ValueError, OSError) as exc:
         raise BadInput(f"{path}: is not a valid ONNX graph: {first_line(exc)}") from exc
     return model
 
 
-def save_graph(model: onnx.ModelProto, out: Path) -> None:
+def save_graph(model: onnx.ModelProto, out: Path, *, limit_bytes: int = MAX_BYTES) -> None:
     """Write `model` whole or not at all; the same model gives the same bytes.
 
-    Raises Unsupported above 2 GiB, which one file cannot hold, BadInput if `out` is not writable.
+    Above `limit_bytes`, which one file cannot exceed, the weights go to OUT.data beside it: move
+    the two together. Raises BadInput if `out` is not writable.
     """
-    if model.ByteSize() > MAX_BYTES:
-        raise Unsupported(f"{out}: the model is larger than 2 GiB, which one ONNX file cannot hold")
-    with atomic_write(out) as tmp:
-        tmp.write_bytes(model.SerializeToString(deterministic=True))
+    write_model(model, out, limit_bytes)
+
+
+def name_nodes(model: onnx.ModelProto) -> None:
+    """Give each node of the main graph that has no name of its own one, in place.
+
+    The same graph gets the same names, so reports and options can go by them.
+    """
+    taken = {node.name for node in model.graph.node}
+    seen: set[str] = set()
+    for number, node in enumerate(model.graph.node):
+        if not node.name or node.name in seen:
+            name = f"{node.op_type}_{number}"
+            while name in taken:
+                name += "_"
+            node.name = name
+            taken.add(name)
+        seen.add(node.name)
 
 
 def specs(model: onnx.ModelProto) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
@@ -156,33 +174,12 @@ def element_types(model: onnx.ModelProto) -> dict[str, int]:
     known = [*graph.input, *graph.output, *graph.value_info]
     names = {value.name for value in known} | set(types)
     if any(name and name not in names for node in graph.node for name in node.output):
-        inferred = onnx.shape_inference.infer_shapes(_without_weights(model)).graph
+        inferred = onnx.shape_inference.infer_shapes(light_model(model)).graph
         known += [*inferred.value_info, *inferred.output]
     for value in known:
         if value.type.tensor_type.elem_type:
             types.setdefault(value.name, value.type.tensor_type.elem_type)
     return types
-
-
-def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy whose large weights are inputs: shape inference needs only their types."""
-    graph = model.graph
-    light = onnx.ModelProto(ir_version=model.ir_version)
-    light.opset_import.extend(model.opset_import)
-    light.functions.extend(model.functions)
-    light.graph.name = graph.name
-    light.graph.node.extend(graph.node)
-    light.graph.output.extend(graph.output)
-    light.graph.value_info.extend(graph.value_info)
-    light.graph.input.extend(graph.input)
-    fed = {value.name for value in graph.input}
-    for tensor in graph.initializer:
-        if stored_bytes(tensor) <= 1024:  # may be a shape, whose value inference does need
-            light.graph.initializer.append(tensor)
-        elif tensor.name not in fed:
-            value = helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
-            light.graph.input.append(value)
-    return light
 
 
 def _precision(model: onnx.ModelProto) -> dict[str, int]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +66,7 @@ def test_two_calibrations_are_equal(tmp_path: Path) -> None:
 def test_a_calibration_is_json(tmp_path: Path) -> None:
     path = save(two_inputs(), tmp_path / "m.onnx")
     document = json.loads(json.dumps(calibrate(path, samples(two_inputs())).to_dict()))
-    assert (document["method"], document["samples"]) == ("minmax", 16)
+    assert (document["method"], document["samples"]) == ("percentile", 16)
     assert set(document["ranges"]) == {"a", "b", "sum", "product"}
 
 
@@ -73,12 +74,13 @@ def test_the_percentile_leaves_an_outlier_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = save(mnist_like(), tmp_path / "m.onnx")
-    image = feeds(mnist_like(), 64)["image"]
-    image[3, 0, 5, 5] = 1000.0
+    image = feeds(mnist_like(), 512)["image"]
+    image[3, 0, 5, 5] = 50.0
     data = Samples({"image": image}, None, "data.npz")
-    assert calibrate(path, data).ranges["image"].high == 1000.0
-    clipped = calibrate(path, data, method="percentile").ranges["image"]
-    assert 3.0 < clipped.high < 10.0  # 50 000 normal values: the outermost are near 4
+    found = calibrate(path, data, method="percentile")
+    assert found.ranges["image"].high == 50.0
+    clipped = found.clipped["image"]
+    assert 4.0 < clipped.high < 5.5  # of 400 000 normal values two are left out: 4.4 and above
     assert capsys.readouterr().out == ""
 
 
@@ -94,6 +96,60 @@ def test_a_mask_of_minus_infinity_keeps_its_range(tmp_path: Path, method: str) -
     data = samples(model)
     found = calibrate(save(model, tmp_path / "m.onnx"), data, method=method).ranges["y"]
     assert found == Range(-math.inf, float(data.inputs["x"][:, :3].max()))
+
+
+def test_minmax_scales_cover_every_value(tmp_path: Path) -> None:
+    path = save(mnist_like(), tmp_path / "m.onnx")
+    found = calibrate(path, samples(mnist_like()), method="minmax")
+    assert found.clipped == found.ranges
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ranges_hold_every_value_whatever_the_method(tmp_path: Path, method: str) -> None:
+    path = save(mnist_like(), tmp_path / "m.onnx")
+    data = samples(mnist_like(), 64)
+    every = calibrate(path, data, method="minmax").ranges
+    found = calibrate(path, data, method=method)
+    assert found.ranges == every
+    assert found.clipped.keys() == every.keys()
+    for name, seen in found.clipped.items():
+        assert every[name].low <= seen.low <= seen.high <= every[name].high
+
+
+def test_only_tensors_that_get_a_scale_are_clipped(tmp_path: Path) -> None:
+    path = save(mnist_like(), tmp_path / "m.onnx")
+    found = calibrate(path, samples(mnist_like(), 64), method="entropy")
+    cut = {name for name, seen in found.clipped.items() if seen != found.ranges[name]}
+    assert {"image", "p1"} <= cut  # p1 has a scale of its own for TensorRT alone
+    assert cut <= {"image", "r1", "p1", "r2", "flat"}  # not what lies before a Relu, nor logits
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_weights_are_seen_whatever_their_size(tmp_path: Path, method: str) -> None:
+    weights = {"W": np.eye(64, dtype=np.float32) * 3}  # 16 KiB: fed to the session, not built in
+    node = helper.make_node("MatMul", ["x", "W"], ["y"], name="matmul")
+    model = make([node], {"x": ("N", 64)}, {"y": ("N", 64)}, weights)
+    data = samples(model)
+    found = calibrate(save(model, tmp_path / "m.onnx"), data, method=method).ranges
+    assert found["y"].high == pytest.approx(3 * float(data.inputs["x"].max()), rel=1e-6)
+
+
+def test_batches_are_smaller_where_activations_are_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 1 x 28 x 28 in, 8 and 16 channels of 28 x 28 and 14 x 14 after it: 91 KB a sample
+    path = save(mnist_like(), tmp_path / "m.onnx")
+    seen = []
+    data = samples(mnist_like(), 16)
+
+    class Watched(Samples):
+        def batches(self, size: int) -> Iterator[dict[str, np.ndarray]]:
+            seen.append(size)
+            return super().batches(size)
+
+    monkeypatch.setattr("deploykit.transforms.calibrate.MOST_BYTES", 300_000)
+    calibrate(path, Watched(data.inputs, None, "data.npz"))
+    assert seen == [3]
 
 
 def test_a_fixed_batch_is_kept_and_the_rest_left_out(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.engine import load
 from deploykit.transforms.calibrate import calibrate
-from deploykit.transforms.graph import load_graph, save_graph, specs, summarise
+from deploykit.transforms.graph import load_graph, name_nodes, save_graph, specs, summarise
 from deploykit.transforms.halves import to_fp16
 from deploykit.transforms.qdq import to_int8
 from tests.onnx_zoo import conv_relu, int64_ids, linear, make, mnist_like, save, two_inputs
-from tests.transforms.data import samples
+from tests.transforms.data import feeds, samples
 
 
 def test_a_saved_graph_loads_back_equal(tmp_path: Path) -> None:
@@ -152,3 +152,84 @@ def test_an_external_weight_is_loaded_with_its_values(tmp_path: Path) -> None:
         np.testing.assert_array_equal(
             numpy_helper.to_array(ours), numpy_helper.to_array(theirs), strict=True
         )
+
+
+LIMIT = 20_000  # of the 31 KB of mnist_like's head, say: one file "cannot hold" it
+
+
+def test_above_the_limit_weights_lie_beside_the_file_aligned_and_exact(tmp_path: Path) -> None:
+    out = tmp_path / "m.onnx"
+    save_graph(mnist_like(), out, limit_bytes=LIMIT)
+    light = onnx.load(out, load_external_data=False)
+    outside = {t.name: t for t in light.graph.initializer if t.external_data}
+    assert set(outside) == {"w2", "w3"}  # the others are below 1 KiB
+    for tensor in outside.values():
+        told = {entry.key: entry.value for entry in tensor.external_data}
+        assert told["location"] == "m.onnx.data"
+        assert int(told["offset"]) % 4096 == 0
+    assert out.stat().st_size < LIMIT
+    wanted = {t.name: numpy_helper.to_array(t) for t in mnist_like().graph.initializer}
+    for tensor in load_graph(out).graph.initializer:  # which checks external data
+        np.testing.assert_array_equal(numpy_helper.to_array(tensor), wanted[tensor.name])
+
+
+def test_a_file_with_its_weights_beside_it_runs(tmp_path: Path) -> None:
+    save_graph(mnist_like(), tmp_path / "whole.onnx")
+    save_graph(mnist_like(), tmp_path / "parts.onnx", limit_bytes=LIMIT)
+    inputs = feeds(mnist_like())
+    with (
+        load(tmp_path / "whole.onnx", "cpu") as whole,
+        load(tmp_path / "parts.onnx", "cpu") as parts,
+    ):
+        np.testing.assert_array_equal(parts(inputs)["logits"], whole(inputs)["logits"])
+
+
+def test_saving_beside_twice_gives_the_same_bytes(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        save_graph(mnist_like(), tmp_path / folder / "m.onnx", limit_bytes=LIMIT)
+    for name in ("m.onnx", "m.onnx.data"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_below_the_limit_one_file_holds_all(tmp_path: Path) -> None:
+    save_graph(mnist_like(), tmp_path / "m.onnx")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
+
+
+def test_weights_stored_as_numbers_are_written_as_bytes(tmp_path: Path) -> None:
+    model = linear()
+    weight = np.random.default_rng(0).standard_normal((4, 300)).astype(np.float32)
+    tensor = helper.make_tensor("W", TensorProto.FLOAT, (4, 300), weight.ravel().tolist())
+    model = make(
+        [helper.make_node("MatMul", ["x", "W"], ["y"], name="m")],
+        {"x": ("N", 4)},
+        {"y": ("N", 300)},
+        {"W": weight},
+    )
+    model.graph.initializer[0].CopyFrom(tensor)
+    save_graph(model, tmp_path / "m.onnx", limit_bytes=1000)
+    (read,) = load_graph(tmp_path / "m.onnx").graph.initializer
+    np.testing.assert_array_equal(numpy_helper.to_array(read), weight)
+
+
+def test_a_model_with_weights_beside_it_calibrates_and_is_quantized(tmp_path: Path) -> None:
+    save_graph(mnist_like(), tmp_path / "m.onnx", limit_bytes=LIMIT)
+    whole = save(mnist_like(), tmp_path / "whole.onnx")
+    found = calibrate(tmp_path / "m.onnx", samples(mnist_like()))
+    assert found == calibrate(whole, samples(mnist_like()))
+    int8 = to_int8(load_graph(tmp_path / "m.onnx"), found)
+    assert int8 == to_int8(mnist_like(), found)
+
+
+def test_nodes_without_a_name_or_with_anothers_get_one_of_their_own() -> None:
+    model = mnist_like()
+    model.graph.node[0].name = ""
+    model.graph.node[3].name = "relu1"
+    model.graph.node[4].name = "Conv_0"  # what the first would be called
+    names = [node.name for node in model.graph.node]
+    name_nodes(model)
+    renamed = [node.name for node in model.graph.node]
+    assert renamed == ["Conv_0_", *names[1:3], "Conv_3", "Conv_0", *names[5:]]
+    name_nodes(model)
+    assert [node.name for node in model.graph.node] == renamed

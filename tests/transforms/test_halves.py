@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from deploykit.runtimes.data import Samples
 from deploykit.runtimes.engine import load
 from deploykit.transforms.calibrate import Calibration, Range, calibrate
 from deploykit.transforms.graph import load_graph, specs, summarise
-from deploykit.transforms.halves import to_fp16
+from deploykit.transforms.halves import to_fp16, to_half
 from deploykit.transforms.qdq import to_int8
 from tests.onnx_zoo import (
     conv_relu,
@@ -27,20 +26,13 @@ from tests.onnx_zoo import (
     save,
     two_inputs,
 )
-from tests.transforms.data import feeds, samples
+from tests.transforms.data import calibration, feeds, in_true_halves, samples, sqnr_db
 
 ZOO = [linear, conv_relu, two_inputs, overflow, int64_ids, mnist_like]
 # 11 bits a value, and outputs of the zoo are below 16: 8 ulp at 8 cover its deepest graph, 8 nodes
 ATOL_FP16 = 8 * 2.0**-8
 
 Make = Callable[[], onnx.ModelProto]
-
-
-def in_true_halves(model: onnx.ModelProto, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """Outputs by numpy's float16, which overflows as a GPU does; ONNX Runtime on a CPU hides it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        return [np.asarray(value) for value in ReferenceEvaluator(model).run(None, inputs)]
 
 
 @pytest.mark.parametrize("graph", ZOO)
@@ -210,16 +202,124 @@ def test_a_cast_to_float_in_the_graph_becomes_a_cast_to_half() -> None:
 
 
 def test_operators_without_a_half_form_stay_float32() -> None:
-    data = samples(linear())
-    model = to_int8(linear(), _calibration(data.inputs["x"]))
-    half, _ = to_fp16(model, None)  # opset 18: QuantizeLinear takes float32 only
+    node = helper.make_node("CumSum", ["x", "axis"], ["y"], name="sum")
+    row = ("N", 4)
+    model = make([node], {"x": row}, {"y": row}, {"axis": np.array(1)})
+    assert summarise(to_half(model, "fp16")[0]).precision == {"float32": 1}
+
+
+def int8_linear() -> onnx.ModelProto:
+    return to_int8(linear(), _calibration(feeds(linear())["x"]))
+
+
+NAMES = {"fp16": "float16", "bf16": "bfloat16"}
+HALVES = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
+
+
+@pytest.mark.parametrize("to", HALVES)
+def test_scales_of_int8_pairs_become_half_and_nothing_is_cast_between(to: str) -> None:
+    half, kept = to_half(int8_linear(), to)
     onnx.checker.check_model(half, full_check=True)
-    quantize = next(n for n in half.graph.node if n.op_type == "QuantizeLinear")
-    assert quantize.input[0] == "x"
+    assert kept == ()
+    types = {t.name: t.data_type for t in half.graph.initializer}
+    pairs = [node for node in half.graph.node if "Linear" in node.op_type]
+    assert {types[node.input[1]] for node in pairs} == {HALVES[to]}
+    assert [n.op_type for n in half.graph.node] == [
+        "Cast",
+        "QuantizeLinear",
+        "DequantizeLinear",
+        "DequantizeLinear",
+        "Gemm",
+        "Cast",
+    ]
+
+
+def test_pairs_raise_the_opset_to_one_whose_scales_may_be_half() -> None:
+    assert summarise(int8_linear()).opset == {"ai.onnx": 18}
+    assert summarise(to_half(int8_linear(), "fp16")[0]).opset == {"ai.onnx": 19}
+    assert summarise(to_half(linear(), "fp16")[0]).opset == {"ai.onnx": 18}
+
+
+def test_a_scale_that_float16_holds_badly_keeps_its_pair_in_float32(tmp_path: Path) -> None:
+    model = linear()
+    weight = numpy_helper.to_array(model.graph.initializer[0]) * np.float32(1e-5)
+    model.graph.initializer[0].CopyFrom(numpy_helper.from_array(weight, "W"))
+    int8 = to_int8(model, _calibration(feeds(linear())["x"]))
+    half, kept = to_half(int8, "fp16")
+    assert kept == ("DequantizeLinear_W_dequantized",)
+    inputs = feeds(linear())
+    with load(save(int8, tmp_path / "m.onnx"), "cpu") as engine:
+        wanted = engine(inputs)["y"]
+    np.testing.assert_allclose(in_true_halves(half, inputs)[0], wanted, atol=1e-3)
+    assert to_half(int8, "bf16")[1] == ()
+
+
+def test_int8_in_float16_computes_what_int8_in_float32_does(tmp_path: Path) -> None:
+    inputs = feeds(mnist_like())
+    found = calibrate(save(mnist_like(), tmp_path / "m.onnx"), samples(mnist_like()))
+    int8 = to_int8(mnist_like(), found)
+    half, kept = to_half(int8, "fp16", found.ranges)
+    assert kept == ()
+    assert summarise(half).precision == {"float16": 4, "int8": 3}
+    with load(save(int8, tmp_path / "m.onnx"), "cpu") as engine:
+        wanted = engine(inputs)["logits"]
+    assert sqnr_db(wanted, in_true_halves(half, inputs)[0]) > 30  # INT8's own noise is at 33
+
+
+def test_bfloat16_has_no_range_guard() -> None:
+    half, kept = to_half(overflow(), "bf16", {"product": Range(0.0, 3.2e5)})
+    assert kept == ()
+    assert summarise(half).precision == {"bfloat16": 3}
+
+
+def test_a_bfloat16_conv_is_made_below_the_opset_that_defines_it() -> None:
+    half, _ = to_half(conv_relu(), "bf16")  # TensorRT takes it; ONNX has it from opset 22 on
+    assert summarise(half).precision == {"bfloat16": 2}
+    assert summarise(half).opset == {"ai.onnx": 18}
+
+
+def test_bfloat16_weights_are_rounded_to_nearest_even() -> None:
+    values = np.array([1 + 2**-9, 1 + 2**-8, 1 + 3 * 2**-8, -1e-40, np.inf, 3.3e38], np.float32)
+    model = make(
+        [helper.make_node("Add", ["x", "w"], ["y"], name="add")],
+        {"x": ("N", 6)},
+        {"y": ("N", 6)},
+        {"w": values},
+    )
+    half, _ = to_half(model, "bf16")
+    stored = next(t for t in half.graph.initializer if t.name == "w_bfloat16")
+    bits = np.frombuffer(stored.raw_data, np.uint16).astype(np.uint32) << 16
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    wanted = values.astype(ml_dtypes.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(bits.view(np.float32), wanted)
+
+
+@pytest.mark.parametrize("to", HALVES)
+def test_nodes_named_as_wide_stay_float32_and_are_not_reported(to: str) -> None:
+    half, kept = to_half(mnist_like(), to, wide=("conv1", "head"))
+    assert kept == ()
+    assert summarise(half).precision == {NAMES[to]: 5, "float32": 2}
+
+
+def test_a_wide_name_that_no_node_has_is_refused() -> None:
+    with pytest.raises(BadInput, match="'conv9'"):
+        to_half(mnist_like(), "fp16", wide=("conv9",))
+
+
+def test_an_unknown_half_is_refused() -> None:
+    with pytest.raises(BadInput, match="'fp17'"):
+        to_half(linear(), "fp17")
+
+
+def test_node_names_of_the_source_are_kept() -> None:
+    half, _ = to_half(mnist_like(), "fp16")
+    names = [node.name for node in half.graph.node]
+    assert {node.name for node in mnist_like().graph.node} <= set(names)
+    assert len(set(names)) == len(names)
 
 
 def _calibration(x: np.ndarray) -> Calibration:
-    return Calibration({"x": Range(float(x.min()), float(x.max()))}, len(x), "minmax")
+    return calibration({"x": Range(float(x.min()), float(x.max()))})
 
 
 def test_names_that_clash_are_avoided() -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,39 +10,17 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploykit.core.errors import BadInput
 from deploykit.runtimes.data import Samples
-from deploykit.runtimes.engine import load
 from deploykit.transforms.calibrate import Calibration, Range, calibrate
 from deploykit.transforms.graph import specs, summarise
-from deploykit.transforms.qdq import RUNTIMES, to_int8
-from tests.onnx_zoo import conv_relu, int64_ids, linear, make, mnist_like, save, two_inputs
-from tests.transforms.data import feeds, samples, sqnr_db
+from deploykit.transforms.layout import RUNTIMES
+from deploykit.transforms.qdq import quantizable, to_fp8, to_int8
+from tests.onnx_zoo import conv_relu, linear, make, mnist_like, save, two_inputs
+from tests.transforms.data import calibration, feeds, samples, sqnr_db
+from tests.transforms.qdq_graphs import ZOO, Make, dequantize_of, pairs, quantized, run, stored
 
-ZOO = [linear, conv_relu, int64_ids, mnist_like]
 # A normal signal with its peak at 4 sigma in steps of peak/127: 10 log10(12 * 127**2 / 16) = 41 dB.
 # Input and weight each: 38 dB for a layer; three layers, their noise added: 33 dB.
 LEAST_SQNR_DB = 32.0
-
-Make = Callable[[], onnx.ModelProto]
-
-
-def quantized(
-    model: onnx.ModelProto, tmp_path: Path, runtime: str = "tensorrt"
-) -> tuple[onnx.ModelProto, Calibration]:
-    calibration = calibrate(save(model, tmp_path / "float.onnx"), samples(model, 256))
-    return to_int8(model, calibration, runtime=runtime), calibration
-
-
-def stored(model: onnx.ModelProto) -> dict[str, np.ndarray]:
-    return {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
-
-
-def pairs(model: onnx.ModelProto, kind: str) -> list[onnx.NodeProto]:
-    return [node for node in model.graph.node if node.op_type == kind]
-
-
-def run(model: onnx.ModelProto, inputs: dict[str, np.ndarray], path: Path) -> np.ndarray:
-    with load(save(model, path), "cpu") as engine:
-        return next(iter(engine(inputs).values()))
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
@@ -82,10 +59,6 @@ def test_the_bias_stays_float(tmp_path: Path) -> None:
     np.testing.assert_array_equal(stored(model)[conv.input[2]], stored(conv_relu())["b"])
 
 
-def dequantize_of(model: onnx.ModelProto, name: str) -> onnx.NodeProto:
-    return next(node for node in model.graph.node if name in node.output)
-
-
 def test_conv_weights_have_a_scale_per_output_channel(tmp_path: Path) -> None:
     model, _ = quantized(conv_relu(), tmp_path)
     dequantize = dequantize_of(model, pairs(model, "Conv")[0].input[1])
@@ -116,39 +89,13 @@ def test_gemm_weights_have_a_scale_per_output(transposed: int, axis: int, tmp_pa
 
 
 def test_activation_scales_are_the_calibrated_peak(tmp_path: Path) -> None:
-    model, calibration = quantized(mnist_like(), tmp_path)
+    model, found = quantized(mnist_like(), tmp_path)
     seen = {}
     for node in pairs(model, "QuantizeLinear"):
         seen[node.input[0]] = float(stored(model)[node.input[1]])
     assert list(seen) == ["image", "p1", "flat"]
     for name, scale in seen.items():
-        assert scale == pytest.approx(calibration.ranges[name].peak / 127, rel=1e-6)
-
-
-def test_onnxruntime_scales_cover_the_range_with_a_zero_point(tmp_path: Path) -> None:
-    model, calibration = quantized(mnist_like(), tmp_path, "onnxruntime")
-    node = next(n for n in pairs(model, "QuantizeLinear") if n.input[0] == "r1")
-    scale, zero = stored(model)[node.input[1]], stored(model)[node.input[2]]
-    assert calibration.ranges["r1"].low == 0
-    assert int(zero) == -128  # after Relu, all 255 steps lie above zero
-    assert float(scale) == pytest.approx(calibration.ranges["r1"].high / 255, rel=1e-6)
-
-
-def test_onnxruntime_pairs_stand_after_the_relu_and_the_pool(tmp_path: Path) -> None:
-    model, _ = quantized(mnist_like(), tmp_path, "onnxruntime")
-    after = {node.input[0] for node in pairs(model, "QuantizeLinear")}
-    assert after == {"image", "r1", "p1", "r2", "p2", "flat"}
-
-
-def test_onnxruntime_gets_an_int32_bias_of_the_product_scale(tmp_path: Path) -> None:
-    model, _ = quantized(linear(), tmp_path, "onnxruntime")
-    values, gemm = stored(model), pairs(model, "Gemm")[0]
-    x, weight, bias = (dequantize_of(model, name) for name in gemm.input)
-    product = values[x.input[1]] * values[weight.input[1]]
-    np.testing.assert_allclose(values[bias.input[1]], product, rtol=1e-6)
-    assert values[bias.input[0]].dtype == np.int32
-    restored = values[bias.input[0]] * values[bias.input[1]]
-    np.testing.assert_allclose(restored, stored(linear())["b"], atol=product.max() / 2)
+        assert scale == pytest.approx(found.ranges[name].peak / 127, rel=1e-6)
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
@@ -267,9 +214,9 @@ def test_a_graph_without_weights_to_quantize_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_quantized_graph_is_refused(tmp_path: Path) -> None:
-    int8, calibration = quantized(linear(), tmp_path)
+    int8, found = quantized(linear(), tmp_path)
     with pytest.raises(BadInput, match="quantized already"):
-        to_int8(int8, calibration)
+        to_int8(int8, found)
 
 
 def test_an_old_opset_is_refused(tmp_path: Path) -> None:
@@ -280,7 +227,7 @@ def test_an_old_opset_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_calibration_of_another_model_is_refused() -> None:
-    other = Calibration({"other": Range(0.0, 1.0)}, 8, "minmax")
+    other = calibration({"other": Range(0.0, 1.0)})
     with pytest.raises(BadInput, match="no range for tensor 'x'"):
         to_int8(linear(), other)
 
@@ -294,5 +241,64 @@ def test_a_node_whose_input_was_infinite_stays_float(tmp_path: Path) -> None:
     data = Samples(feeds(mnist_like()), None, "data.npz")
     ranges = dict(calibrate(save(mnist_like(), tmp_path / "m.onnx"), data).ranges)
     ranges["p1"] = Range(-np.inf, 1.0)
-    int8 = to_int8(mnist_like(), Calibration(ranges, 16, "minmax"))
+    int8 = to_int8(mnist_like(), calibration(ranges))
     assert summarise(int8).precision == {"float32": 5, "int8": 2}
+
+
+def int8_names(model: onnx.ModelProto) -> set[str]:
+    """Nodes whose first two inputs are both dequantized."""
+    made = {name for node in pairs(model, "DequantizeLinear") for name in node.output}
+    return {n.name for n in model.graph.node if len(n.input) > 1 and made.issuperset(n.input[:2])}
+
+
+def test_quantizable_names_what_to_int8_quantizes(tmp_path: Path) -> None:
+    int8, _ = quantized(mnist_like(), tmp_path)
+    assert quantizable(mnist_like()) == ("conv1", "conv2", "head")
+    assert int8_names(int8) == {"conv1", "conv2", "head"}
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_skipped_nodes_read_what_they_read_before(runtime: str, tmp_path: Path) -> None:
+    found = calibrate(save(mnist_like(), tmp_path / "m.onnx"), samples(mnist_like()))
+    int8 = to_int8(mnist_like(), found, runtime=runtime, skip=("conv2", "relu2"))
+    conv = next(node for node in int8.graph.node if node.name == "conv2")
+    assert list(conv.input) == ["p1", "w2", "b2"]
+    assert int8_names(int8) == {"conv1", "head"}
+
+
+def test_a_skipped_name_that_no_node_has_is_refused(tmp_path: Path) -> None:
+    found = calibrate(save(linear(), tmp_path / "m.onnx"), samples(linear()))
+    with pytest.raises(BadInput, match="'conv9'"):
+        to_int8(linear(), found, skip=("conv9",))
+
+
+def test_skipping_every_node_is_refused(tmp_path: Path) -> None:
+    found = calibrate(save(linear(), tmp_path / "m.onnx"), samples(linear()))
+    with pytest.raises(BadInput, match="beside those to skip"):
+        to_int8(linear(), found, skip=("gemm",))
+
+
+def test_scales_come_from_the_clipped_range() -> None:
+    found = Calibration({"x": Range(-50.0, 50.0)}, {"x": Range(-2.0, 1.27)}, 16, "percentile")
+    int8 = to_int8(linear(), found)
+    scale = stored(int8)[pairs(int8, "QuantizeLinear")[0].input[1]]
+    assert float(scale) == pytest.approx(2.0 / 127, rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite_are_named(value: float) -> None:
+    model = linear()
+    weight = numpy_helper.to_array(model.graph.initializer[0]).copy()
+    weight[1, 2] = value
+    model.graph.initializer[0].CopyFrom(numpy_helper.from_array(weight, "W"))
+    for quantize in (to_int8, to_fp8):
+        with pytest.raises(BadInput, match="weight 'W' holds NaN or infinity"):
+            quantize(model, calibration({"x": Range(-1.0, 1.0)}))
+
+
+def test_node_names_of_the_source_are_kept_and_new_ones_are_unique(tmp_path: Path) -> None:
+    for runtime in RUNTIMES:
+        int8, _ = quantized(mnist_like(), tmp_path, runtime)
+        names = [node.name for node in int8.graph.node]
+        assert {node.name for node in mnist_like().graph.node} <= set(names)
+        assert len(set(names)) == len(names)

@@ -1,0 +1,91 @@
+"""Histograms that grow with their data, and the range to keep of each.
+
+In: arrays of one tensor, batch after batch. Out: the range that a percentile keeps, or the one
+whose INT8 steps lose the least information. A histogram holds 64 KiB, however much it has seen.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+PERCENTILE = 99.999  # measured best of 99.9 to 99.9999: benchmarks/quantizers.py
+TINY = 1e-30  # a tensor below it is dead: any scale stores its zeros
+_SIDE = 4096  # bins on either side of zero
+_CHUNK = 1 << 16  # values at a time: what fits into a core's cache
+_LEVELS = 128  # of an INT8 magnitude
+_COARSE = 2048  # bins that the search for the least divergence looks at, and its stride
+_STRIDE = 8
+
+
+class Histogram:
+    """Counts of finite values in equal bins over [-limit, limit]; the limit doubles at need."""
+
+    def __init__(self) -> None:
+        self.limit = 0.0
+        self.counts = np.zeros(2 * _SIDE, np.int64)
+
+    def add(self, values: np.ndarray) -> None:
+        """Count the finite float32 `values`, of any shape."""
+        flat = values.reshape(-1)
+        with np.errstate(invalid="ignore"):  # infinity less infinity
+            finite = np.isfinite(flat.sum(dtype=np.float64))
+        if not finite:
+            flat = flat[np.isfinite(flat)]
+        peak = float(max(flat.max(), -flat.min())) if flat.size else 0.0
+        if peak > TINY:
+            self._reach(peak)
+        if not self.limit:  # nothing but zeros so far
+            self.counts[_SIDE] += flat.size
+            return
+        per_bin = np.float32(_SIDE / self.limit)
+        for start in range(0, flat.size, _CHUNK):
+            places = (flat[start : start + _CHUNK] * per_bin + np.float32(_SIDE)).astype(np.int32)
+            np.minimum(places, 2 * _SIDE - 1, out=places)  # the peak itself
+            self.counts += np.bincount(places, minlength=2 * _SIDE)
+
+    def percentile(self, share: float = PERCENTILE) -> tuple[float, float]:
+        """Ends of the middle `share` per cent, to a bin."""
+        tail = self.counts.sum() * (100 - share) / 200
+        edges = np.linspace(-self.limit, self.limit, 2 * _SIDE + 1)
+        low = int(np.argmax(np.cumsum(self.counts) > tail))
+        high = 2 * _SIDE - int(np.argmax(np.cumsum(self.counts[::-1]) > tail))
+        return min(float(edges[low]), 0.0), max(float(edges[high]), 0.0)
+
+    def least_divergence(self) -> float:
+        """The peak at which INT8's steps keep most of the distribution's information.
+
+        The threshold whose 128 levels have the least Kullback-Leibler divergence from the clipped
+        distribution: S. Migacz, "8-bit Inference with TensorRT", GTC 2017.
+        """
+        magnitudes = self.counts[_SIDE:] + self.counts[_SIDE - 1 :: -1]
+        bins = magnitudes.reshape(_COARSE, -1).sum(axis=1).astype(np.float64)
+        bins[0] = bins[1]  # zeros, of Relu or padding, are exact at any scale
+        last = int(np.flatnonzero(bins).max(initial=0)) + 1
+        places = range(_LEVELS, last + _STRIDE, _STRIDE)
+        best = min(places, key=lambda kept: _divergence(bins, kept), default=_LEVELS)
+        return self.limit * min(max(best, 1), last) / _COARSE
+
+    def _reach(self, peak: float) -> None:
+        if not self.limit:
+            self.limit = peak
+        while peak > self.limit:
+            merged = self.counts.reshape(-1, 2).sum(axis=1)
+            self.counts = np.pad(merged, _SIDE // 2)
+            self.limit *= 2
+
+
+def _divergence(bins: np.ndarray, kept: int) -> float:
+    """KL divergence of the first `kept` bins, the rest clipped into the last, from 128 levels."""
+    wanted = bins[:kept].copy()
+    wanted[-1] += bins[kept:].sum()
+    starts = np.arange(_LEVELS) * len(wanted) // _LEVELS
+    there = wanted > 0
+    filled = np.add.reduceat(there, starts)
+    level = np.add.reduceat(bins[:kept], starts) / np.maximum(filled, 1)
+    got = np.repeat(level, np.diff([*starts, len(wanted)])) * there
+    if not got.sum():
+        return np.inf
+    p, q = wanted / wanted.sum(), got / got.sum()
+    # what was clipped into a level that held nothing: as if a tenth of a value had been there
+    q = np.maximum(q, 0.1 / wanted.sum())
+    return float((p[there] * np.log(p[there] / q[there])).sum())
