@@ -40,7 +40,9 @@ def top1_scores(engine: Engine, samples: Samples, batch_size: int = 64) -> np.nd
     """`top1` of an engine's first output over labelled samples. Raises BadInput."""
     if samples.labels is None:
         raise BadInput(f"{samples.where}: no array 'labels'")
-    size = batch_size if engine.inputs[0].batched else 1
-    name = engine.outputs[0].name
-    values = np.concatenate([engine(feeds)[name] for feeds in samples.batches(size)])
-    return top1(values, samples.labels, samples.where)
+    size, used = samples.batching(batch_size, engine.inputs)
+    name, scores = engine.outputs[0].name, []
+    for number, feeds in enumerate(samples.first(used).batches(size)):
+        labels = samples.labels[number * size : number * size + size]
+        scores.append(top1(engine(feeds)[name], labels, samples.where))
+    return np.concatenate(scores)

@@ -109,7 +109,8 @@ def _run_together(
     engines: Sequence[Engine], feeds: Arrays, settle_ns: int, length_ns: int, clock: Clock
 ) -> list[array[int]]:
     """One thread per engine; they start together. The first failure stops all and is raised."""
-    ready, done, stop = _Gate(len(engines)), _Gate(len(engines)), threading.Event()
+    # this thread arrives last: Ctrl-C inside `submit` would leave a session that nobody waits for
+    ready, done, stop = _Gate(len(engines) + 1), _Gate(len(engines)), threading.Event()
 
     def give_up() -> None:
         stop.set()
@@ -134,6 +135,7 @@ def _run_together(
     with ThreadPoolExecutor(len(engines), thread_name_prefix="deploykit-session") as pool:
         try:
             futures = [pool.submit(session, engine) for engine in engines]
+            ready.arrive()
             while wait(futures, timeout=_LOOK_S).not_done:
                 pass  # a signal that comes just before a wait without end would not be seen
         except BaseException:

@@ -8,7 +8,7 @@ dtypes or shapes are an error that says what differs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.engine import Arrays, Engine
 
 MAX_ERROR = 1e-3
+BLOCK = 1 << 20  # values that are looked at in float64 at a time, whatever the outputs' size
 REL_FLOOR = 1e-6  # below it a reference value counts as this large in max_rel
 
 
@@ -31,6 +32,8 @@ class ParityRow:
     `max_rel`: max |a-b| / max(|a|, 1e-6). `sqnr_db`: signal to noise, infinite when equal.
     `agreement`: share of equal argmax over the last axis, for floating outputs of two or three axes
     with two columns or more, else None. `finite`: every value of both sides is finite.
+    `places_match`: NaN and the infinities stand at the same places on both sides. `floating`: not
+    whole numbers or booleans.
     """
 
     output: str
@@ -44,6 +47,8 @@ class ParityRow:
     finite: bool
     error: float
     problem: str = ""
+    places_match: bool = True
+    floating: bool = True
 
     def to_dict(self) -> dict[str, object]:
         """For JSON, which has no infinity: a figure that is infinite is null."""
@@ -109,30 +114,37 @@ class Parity:
 def compare_engines(
     a: Engine,
     b: Engine,
-    feeds_list: Sequence[Mapping[str, np.ndarray]],
+    feeds_list: Iterable[Mapping[str, np.ndarray]],
     *,
     names: tuple[str, str] = ("a", "b"),
     max_error: float = MAX_ERROR,
+    each: Callable[[int, Arrays, Arrays], None] | None = None,
 ) -> Parity:
     """Run both engines on each of the feeds and compare all outputs.
 
-    Feeds of one batch size share their rows. `names` stand in the table and in errors. Raises
-    BadInput when inputs, outputs or their shapes differ, or when there is nothing to compare. Does
-    not raise when the bound is passed: `Parity.raise_if_over` does.
+    Feeds of one batch size share their rows. `names` stand in the table and in errors. `each` gets
+    the number of the feeds and the outputs of a and b, in the order of a's specs, until NaN or
+    infinity stands on one side only: of such outputs nothing more is to be learned. Raises BadInput
+    when inputs, outputs or their shapes differ, or when there is nothing to compare. Does not raise
+    when the bound is passed: `Parity.raise_if_over` does.
     """
     check_bound(max_error)
-    if not feeds_list:
-        raise BadInput(f"{names[0]} and {names[1]}: no inputs to compare on")
     _check_same("input", a.inputs, b.inputs, names)
     _check_same("output", a.outputs, b.outputs, names)
     tallies: dict[tuple[str, int], _Tally] = {}
-    for feeds in feeds_list:
+    for number, feeds in enumerate(feeds_list):
         batch = _batch(a.inputs, feeds)
-        left, right = _run(a, feeds, names[0]), _run(b, feeds, names[1])
+        left, right = (
+            _run(engine, feeds, a.outputs, name) for engine, name in zip((a, b), names, strict=True)
+        )
         for spec in a.outputs:
             x, y = left[spec.name], right[spec.name]
             _check_arrays(spec.name, batch, x, y, names)
             tallies.setdefault((spec.name, batch), _Tally()).add(x, y)
+        if each is not None and all(tally.places_match for tally in tallies.values()):
+            each(number, left, right)
+    if not tallies:
+        raise BadInput(f"{names[0]} and {names[1]}: no inputs to compare on")
     rows = tuple(tally.row(output, batch) for (output, batch), tally in tallies.items())
     return Parity(names[0], names[1], rows, max_error)
 
@@ -180,12 +192,15 @@ def _check_arrays(
         )
 
 
-def _run(engine: Engine, feeds: Arrays, name: str) -> dict[str, np.ndarray]:
-    outputs = engine(feeds)
-    for spec in engine.outputs:
-        if spec.name not in outputs:
+def _run(
+    engine: Engine, feeds: Arrays, outputs: Sequence[TensorSpec], name: str
+) -> dict[str, np.ndarray]:
+    """The engine's outputs in the order of `outputs`."""
+    values = engine(feeds)
+    for spec in outputs:
+        if spec.name not in values:
             raise BadInput(f"{name}: gave no output '{spec.name}'")
-    return outputs
+    return {spec.name: values[spec.name] for spec in outputs}
 
 
 def _batch(specs: Sequence[TensorSpec], feeds: Arrays) -> int:
@@ -213,16 +228,24 @@ class _Tally:
         """Arrays of one shape and dtype."""
         self.values += a.size
         self.floating = a.dtype.kind not in "biu"
+        classes = a.shape[-1] if self.floating and a.ndim in (2, 3) else 1
+        if a.size == 0:
+            return
+        rows_a, rows_b = a.reshape(-1, classes), b.reshape(-1, classes)
+        step = max(1, BLOCK // classes)
+        for start in range(0, len(rows_a), step):
+            self._add_rows(rows_a[start : start + step], rows_b[start : start + step])
+
+    def _add_rows(self, a: np.ndarray, b: np.ndarray) -> None:
         if not self.floating:
             self.differing += int((a != b).sum())
         x, y = a.astype(np.float64), b.astype(np.float64)
         both = np.isfinite(x) & np.isfinite(y)
         self.finite &= bool(both.all())
         self.places_match &= np.array_equal(x[~both], y[~both], equal_nan=True)
-        if self.floating and x.ndim in (2, 3) and x.shape[-1] >= 2:
-            same = x.argmax(-1) == y.argmax(-1)
-            self.rows += same.size
-            self.agreeing += int(same.sum())
+        if x.shape[1] >= 2:
+            self.rows += len(x)
+            self.agreeing += int((x.argmax(1) == y.argmax(1)).sum())
         x, y = x[both], y[both]
         self.compared += x.size
         if x.size == 0:
@@ -249,6 +272,8 @@ class _Tally:
             finite=self.finite,
             error=math.inf if problem else self.max_abs / max(1.0, self.scale),
             problem=problem,
+            places_match=self.places_match,
+            floating=self.floating,
         )
 
     def _problem(self) -> str:

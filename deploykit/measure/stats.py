@@ -9,12 +9,16 @@ over interleaved rounds, never by two percentile intervals of one round.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from deploykit.core.errors import BadInput
+
+ADJUSTED_WALD = "adjusted Wald for paired proportions"
+PAIRED_T = "paired t"
+FEWEST_EQUAL = 6  # equal differences: 0.5**6 is the first power within the 2.5 % on each side
 
 _TAIL = 0.025  # probability left out on each side
 _Z = 1.959963984540054  # the normal distribution's 97.5 % point
@@ -66,8 +70,10 @@ class Latency:
 class Drop:
     """How much worse a candidate scores than a reference on the same `n` samples.
 
-    All intervals are fractions; `drop` is positive when the candidate is worse. `lost` and
-    `gained`: the samples on which the candidate's score is lower, and higher.
+    `drop` is positive when the candidate is worse. `unit` says what it is: "pp", a difference of
+    shares (0.01 is one percentage point); "%", perplexity's relative rise (0.01 is one per cent);
+    "", the score's own unit. `lost` and `gained`: the samples on which the candidate's score is
+    lower, and higher. `method`: how the interval of `drop` was made.
     """
 
     metric: str
@@ -77,15 +83,21 @@ class Drop:
     drop: Interval
     lost: int
     gained: int
+    unit: str = "pp"
+    method: str = ADJUSTED_WALD
 
     def describe(self) -> str:
         """For people: "drop 0.4 pp, 0.1 to 0.7, n = 540" (pp: percentage points)."""
-        digits = 1 if self.n < 1000 else 2
+        digits, scale = (1 if self.n < 1000 else 2), (100 if self.unit else 1)
         value, low, high = (
             f"{round(part * 100, digits) + 0.0:.{digits}f}"  # + 0.0 turns -0.0 into 0.0
+            if self.unit and abs(part) < 1000  # a perplexity can rise without bound
+            else f"{part * scale:.3g}"
             for part in (self.drop.value, self.drop.low, self.drop.high)
         )
-        return f"drop {value} pp, {low} to {high}, n = {self.n}"
+        what = f"{self.metric} rise" if self.unit == "%" else "drop"
+        unit = f" {self.unit}" if self.unit else ""
+        return f"{what} {value}{unit}, {low} to {high}, n = {self.n}"
 
     def to_dict(self) -> dict[str, object]:
         return {
@@ -96,6 +108,8 @@ class Drop:
             "drop": self.drop.to_dict(),
             "lost": self.lost,
             "gained": self.gained,
+            "unit": self.unit,
+            "method": self.method,
         }
 
 
@@ -139,8 +153,12 @@ def throughput(rows_per_block: Sequence[float], seconds_per_block: Sequence[floa
     return Interval(rate, max(0.0, rate - half), rate + half)
 
 
-def proportion(successes: int, n: int) -> Interval:
-    """A share of `n` trials with its Wilson score interval (Wilson, JASA 22, 1927)."""
+def proportion(successes: float, n: int) -> Interval:
+    """A share of `n` trials with its Wilson score interval (Wilson, JASA 22, 1927).
+
+    Trials that each succeed by a share of their own may be given by the sum of these: the interval
+    is then too wide rather than too narrow, as no other value in 0..1 varies as much as 0 and 1.
+    """
     if n < 1 or not 0 <= successes <= n:
         raise BadInput(f"{successes} of {n} is not a proportion")
     share = successes / n
@@ -155,29 +173,80 @@ def paired_drop(
     reference_scores: np.ndarray | Sequence[float],
     candidate_scores: np.ndarray | Sequence[float],
     metric: str,
+    *,
+    unit: str = "pp",
 ) -> Drop:
     """Compare scores of the same samples in the same order; shape (samples,), higher is better.
 
     Scores of 0 and 1 only: the adjusted Wald interval for a difference of paired proportions
     (Bonett and Price, J. Educational and Behavioral Statistics 37(4), 2012: one is added to each of
     the two discordant counts), which keeps a width when nothing or everything changed. Any other
-    scores: the paired t interval, which needs two samples. Raises BadInput on scores that cannot be
+    scores: the paired t interval, see `_difference`. Raises BadInput on scores that cannot be
     paired.
     """
-    reference = _finite(reference_scores, f"{metric} of the reference")
-    candidate = _finite(candidate_scores, f"{metric} of the candidate")
+    reference, candidate = _paired(reference_scores, candidate_scores, metric)
     n = len(reference)
-    if len(candidate) != n:
-        raise BadInput(f"{metric}: {n} scores of the reference, {len(candidate)} of the candidate")
     lost = int((candidate < reference).sum())
     gained = int((candidate > reference).sum())
     if bool(np.isin(reference, (0, 1)).all() and np.isin(candidate, (0, 1)).all()):
-        drop = _paired_proportions(lost, gained, n)
+        drop, method = _paired_proportions(lost, gained, n), ADJUSTED_WALD
         before, after = (proportion(int(scores.sum()), n) for scores in (reference, candidate))
     else:
-        drop = _mean(reference - candidate)
+        drop, method = _difference(reference - candidate, metric), PAIRED_T
         before, after = _mean(reference), _mean(candidate)
-    return Drop(metric, n, before, after, drop, lost, gained)
+    return Drop(metric, n, before, after, drop, lost, gained, unit, method)
+
+
+def relative_rise(
+    reference_scores: np.ndarray | Sequence[float],
+    candidate_scores: np.ndarray | Sequence[float],
+    weights: np.ndarray | Sequence[float],
+    metric: str,
+) -> Drop:
+    """Compare log-likelihoods of the same samples: how much perplexity rises, as a fraction.
+
+    Scores: each sample's mean log-likelihood per token, shape (samples,); `weights`: its tokens, so
+    that long samples count as in the perplexity of the whole text; samples of weight 0 are left
+    out. The rise is exp(mean difference) - 1, its interval the paired one carried through exp,
+    which keeps its coverage. Samples are the clusters, as the tokens of one are not independent
+    (Miller, "Adding Error Bars to Evals", arXiv:2411.00640); the weighted mean has the ratio
+    estimator's variance, as in `throughput`. Raises BadInput on scores that cannot be paired.
+    """
+    reference, candidate = _paired(reference_scores, candidate_scores, metric)
+    tokens = _finite(weights, f"{metric}: weights")
+    if tokens.shape != reference.shape or (tokens < 0).any() or not (tokens > 0).any():
+        raise BadInput(f"{metric}: no sample has a label that counts")
+    used = tokens > 0
+    reference, candidate, tokens = reference[used], candidate[used], tokens[used]
+    rise = _difference(reference - candidate, metric, tokens)
+    before, after = (_mean(-scores, tokens) for scores in (reference, candidate))
+    return Drop(
+        metric,
+        len(reference),
+        _through(_exp, before),
+        _through(_exp, after),
+        _through(lambda value: _exp(value) - 1, rise),
+        int((candidate < reference).sum()),
+        int((candidate > reference).sum()),
+        "%",
+        PAIRED_T,
+    )
+
+
+def samples_to_show_no_drop(max_drop: float) -> int:
+    """The fewest samples on which unchanged scores of 0 and 1 show a drop <= max_drop.
+
+    Where nothing changed the upper end of `paired_drop` is z * sqrt(2) / (n + 2).
+    """
+    return max(1, math.ceil(_Z * math.sqrt(2) / max_drop - 2))
+
+
+def samples_to_show_agreement(max_share: float) -> int:
+    """The fewest samples, all of which agree, that show a share of others <= max_share.
+
+    Where none differs the upper end of `proportion` is z^2 / (n + z^2).
+    """
+    return max(1, math.ceil(_Z**2 * (1 - max_share) / max_share))
 
 
 def ratio(a: Sequence[float], b: Sequence[float]) -> Interval:
@@ -190,7 +259,7 @@ def ratio(a: Sequence[float], b: Sequence[float]) -> Interval:
     if over.shape != under.shape or (over <= 0).any() or (under <= 0).any():
         raise BadInput("a ratio needs as many rates above 0 on either side, paired by round")
     logs = _mean(np.log(over) - np.log(under))
-    return Interval(math.exp(logs.value), math.exp(logs.low), math.exp(logs.high))
+    return _through(_exp, logs)
 
 
 def t_quantile(freedom: int) -> float:
@@ -232,9 +301,52 @@ def _paired_proportions(lost: int, gained: int, n: int) -> Interval:
     return Interval((lost - gained) / n, max(-1.0, up - down - half), min(1.0, up - down + half))
 
 
-def _mean(values: np.ndarray) -> Interval:
-    mean, half = float(values.mean()), _half_width(values)
+def _paired(
+    reference_scores: np.ndarray | Sequence[float],
+    candidate_scores: np.ndarray | Sequence[float],
+    metric: str,
+) -> tuple[np.ndarray, np.ndarray]:
+    reference = _finite(reference_scores, f"{metric} of the reference")
+    candidate = _finite(candidate_scores, f"{metric} of the candidate")
+    if len(candidate) != len(reference):
+        raise BadInput(
+            f"{metric}: {len(reference)} scores of the reference, {len(candidate)} of the candidate"
+        )
+    return reference, candidate
+
+
+def _difference(
+    differences: np.ndarray, metric: str, weights: np.ndarray | None = None
+) -> Interval:
+    """The mean of paired differences with its t interval; needs two samples.
+
+    Differences that are all equal have no spread to make a width of. From 6 on the interval is
+    that one value, as the sign test's on the median would be; fewer raise BadInput.
+    """
+    n = len(differences)
+    if 2 <= n < FEWEST_EQUAL and bool((differences == differences[0]).all()):
+        raise BadInput(
+            f"{metric}: all {n} differences are equal, so they tell nothing of their spread",
+            hint=f"{FEWEST_EQUAL} samples or more are needed, some hundred serve best",
+        )
+    return _mean(differences, weights)
+
+
+def _mean(values: np.ndarray, weights: np.ndarray | None = None) -> Interval:
+    if weights is None:
+        weights = np.ones(len(values))
+    mean = float((weights * values).sum() / weights.sum())
+    half = _half_width(weights * (values - mean) / weights.mean())
     return Interval(mean, mean - half, mean + half)
+
+
+def _through(function: Callable[[float], float], interval: Interval) -> Interval:
+    """The interval of a growing function of the value."""
+    return Interval(function(interval.value), function(interval.low), function(interval.high))
+
+
+def _exp(value: float) -> float:
+    return math.exp(min(value, 700.0))  # beyond, a float has no number for it, nor has JSON
 
 
 def _half_width(values: np.ndarray) -> float:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput
+from deploykit.core.tensors import TensorSpec
 from deploykit.measure.accuracy import top1, top1_scores
 from deploykit.runtimes.data import Samples
 from deploykit.runtimes.fake import FakeEngine
@@ -47,3 +48,11 @@ def test_samples_without_labels_are_refused() -> None:
     samples = Samples({"x": np.zeros((1, 4), np.float32)}, None, "data.npz")
     with pytest.raises(BadInput, match=r"data\.npz: no array 'labels'"):
         top1_scores(FakeEngine(width=4), samples)
+
+
+def test_a_model_of_a_fixed_batch_is_scored_at_its_size() -> None:
+    rows = np.eye(4, dtype=np.float32)[[0, 1, 2, 3, 0]]
+    engine = FakeEngine(width=4)
+    engine.inputs = (TensorSpec("x", "float32", (2, 4)),)
+    samples = Samples({"x": rows}, np.array([0, 1, 2, 0, 0]), "d")
+    np.testing.assert_array_equal(top1_scores(engine, samples), [1, 1, 1, 0])

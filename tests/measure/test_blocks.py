@@ -146,20 +146,22 @@ def test_one_failing_session_stops_the_others() -> None:
 
 def test_ctrl_c_stops_the_sessions_and_waits_for_them() -> None:
     sent = []
+    workers = set()
 
     def latency_s(call: int) -> float:
-        if not sent and len(engines[1].batches) > 100:  # both are at work
+        workers.add(threading.current_thread())
+        if not sent and all(len(engine.batches) > 100 for engine in engines):  # both are at work
             sent.append(call)
             os.kill(os.getpid(), signal.SIGINT)
         return 0.005
 
     clock = VirtualTime()
     engines: list[Timed] = []
-    engines += [Timed(clock, latency_s), Timed(clock, five_ms)]
-    before = threading.active_count()
+    engines += [Timed(clock, latency_s), Timed(clock, latency_s)]
     with pytest.raises(KeyboardInterrupt):
         run_block(engines, FEEDS, 4, LONG_S, clock)
-    assert threading.active_count() == before
+    assert len(workers) == 2
+    assert not any(worker.is_alive() for worker in workers - {threading.current_thread()})
     assert max(len(engine.batches) for engine in engines) < 1_000_000
 
 

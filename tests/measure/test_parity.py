@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -89,6 +90,67 @@ def test_feeds_of_one_batch_size_share_their_row() -> None:
     (row,) = parity.rows
     assert (row.max_abs, row.values) == (0.25, 6)
     assert row.rms == pytest.approx(math.sqrt(0.0625 / 6))
+
+
+def test_large_outputs_are_compared_in_parts_with_the_same_figures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    random = np.random.default_rng(0)
+    for shape, axes in (((6, 5), "[A,B]"), ((2, 3, 5), "[A,B,C]"), ((30,), "[A]")):
+        a = constant(random.standard_normal(shape), shape=axes)
+        b = constant(random.standard_normal(shape), shape=axes)
+        whole = compare(a, b).worst
+        with monkeypatch.context() as patch:
+            patch.setattr("deploykit.measure.parity.BLOCK", 11)
+            parts = compare(a, b).worst
+        for name in ("max_abs", "max_rel", "rms", "sqnr_db", "agreement", "error", "values"):
+            assert getattr(parts, name) == pytest.approx(getattr(whole, name)), name
+
+
+def test_large_outputs_are_compared_in_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploykit.measure.parity.BLOCK", 4000)
+    engine = constant(np.zeros((200, 1000)))
+    tracemalloc.start()
+    try:
+        compare(engine, engine)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 200 * 1000 * 8 / 4  # a quarter of one copy in float64
+
+
+def test_a_watcher_gets_both_outputs_in_the_references_order() -> None:
+    a = Function(lambda f: {"z": -f["x"], "y": f["x"]}, "x:float32[N,4]", *Z_AND_Y)
+    b = Function(lambda f: {"y": f["x"], "z": -f["x"]}, "x:float32[N,4]", *Z_AND_Y[::-1])
+    seen: list[object] = []
+    compare_engines(
+        a,
+        b,
+        feeds_of(1, 3),
+        each=lambda *args: seen.append((args[0], list(args[1]), list(args[2]))),
+    )
+    assert seen == [(0, ["y", "z"], ["y", "z"]), (1, ["y", "z"], ["y", "z"])]
+
+
+def test_a_watcher_is_not_called_once_nan_stands_on_one_side() -> None:
+    answers = iter([1.0, math.nan, 1.0])
+    b = Function(lambda f: {"y": f["x"] * np.float32(next(answers))})
+    seen: list[int] = []
+    a = Function(lambda f: {"y": f["x"]})
+    compare_engines(a, b, feeds_of(2, 2, 2), each=lambda number, *_: seen.append(number))
+    assert seen == [0]
+
+
+def test_feeds_may_come_one_by_one() -> None:
+    parity = compare_engines(FakeEngine(), FakeEngine(), iter(feeds_of(1, 2)))
+    assert [row.batch for row in parity.rows] == [1, 2]
+
+
+def test_rows_say_whether_they_are_floating_and_finite_at_the_same_places() -> None:
+    whole = compare(constant([[1, 2]], "int64"), constant([[1, 2]], "int64")).worst
+    broken = compare(constant([[1.0, 2.0]]), constant([[1.0, math.nan]])).worst
+    assert (whole.floating, whole.places_match) == (False, True)
+    assert (broken.floating, broken.places_match) == (True, False)
 
 
 def test_batch_is_axis_0_of_the_input_that_has_a_dynamic_one() -> None:

@@ -8,10 +8,8 @@ import pytest
 
 from deploykit.core.errors import BadInput
 from deploykit.measure.stats import (
-    Drop,
     Interval,
     Latency,
-    paired_drop,
     percentile_interval_ms,
     percentile_ms,
     proportion,
@@ -19,14 +17,7 @@ from deploykit.measure.stats import (
     t_quantile,
     throughput,
 )
-
-RUNS = 1000
-# 95 % nominal; a share of 1000 runs varies by 0.7 %, and whole ranks and counts may add a little
-COVERED = (0.93, 0.975)
-
-
-def holds(interval: Interval | None, truth: float) -> bool:
-    return interval is not None and interval.low <= truth <= interval.high
+from tests.measure.stats_coverage import COVERED, RUNS, holds
 
 
 @pytest.mark.parametrize(
@@ -191,108 +182,6 @@ def test_proportion_is_wilsons_interval(successes: int, n: int, low: float, high
 def test_proportion_refuses_what_is_none(successes: int, n: int) -> None:
     with pytest.raises(BadInput, match="not a proportion"):
         proportion(successes, n)
-
-
-def scores(both: int, lost: int, gained: int, neither: int) -> tuple[np.ndarray, np.ndarray]:
-    """Reference and candidate, right (1) or wrong (0), in an order that keeps the pairs."""
-    pairs = [(1, 1)] * both + [(1, 0)] * lost + [(0, 1)] * gained + [(0, 0)] * neither
-    reference, candidate = np.array(pairs).T
-    return reference, candidate
-
-
-def test_drop_of_right_and_wrong_is_bonett_and_prices_interval() -> None:
-    drop = paired_drop(*scores(both=12, lost=7, gained=1, neither=1), "top-1")
-    # by hand: (7+1)/23 - (1+1)/23 = 0.26087, its variance (10/23 - 0.26087**2)/23 = 0.015945
-    assert drop.drop.value == pytest.approx(6 / 21)
-    assert (drop.drop.low, drop.drop.high) == pytest.approx((0.0134, 0.5084), abs=1e-4)
-    assert (drop.lost, drop.gained, drop.n) == (7, 1, 21)
-    assert drop.reference == proportion(19, 21)
-    assert drop.candidate == proportion(13, 21)
-
-
-def test_drop_keeps_a_width_when_nothing_changed() -> None:
-    drop = paired_drop(*scores(both=500, lost=0, gained=0, neither=40), "top-1").drop
-    assert drop.value == 0
-    assert drop.low == -drop.high
-    assert 0.003 < drop.high < 0.008  # the rule of three gives 3/540 = 0.0056
-
-
-def test_drop_stays_within_one() -> None:
-    drop = paired_drop(*scores(both=0, lost=30, gained=0, neither=0), "top-1").drop
-    assert (drop.value, drop.high) == (1.0, 1.0)
-
-
-def test_drop_is_negative_when_the_candidate_is_better() -> None:
-    assert paired_drop([0, 0, 1, 1], [1, 1, 1, 1], "top-1").drop.value == -0.5
-
-
-def test_drop_of_other_scores_is_the_paired_t_interval() -> None:
-    reference, differences = np.array([0.5, 0.7, 0.9]), np.array([0.1, 0.2, 0.3])
-    drop = paired_drop(reference, reference - differences, "IoU")
-    half = 4.3026527 * 0.1 / math.sqrt(3)
-    assert (drop.drop.low, drop.drop.high) == pytest.approx((0.2 - half, 0.2 + half))
-    assert (drop.lost, drop.gained) == (3, 0)
-    assert drop.reference.value == pytest.approx(0.7)
-
-
-@pytest.mark.parametrize(("lost", "gained"), [(0.03, 0.01), (0.02, 0.02), (0.1, 0.02)], ids=str)
-def test_drop_covers_the_truth_as_often_as_it_says(lost: float, gained: float) -> None:
-    random = np.random.default_rng(22)
-    covered = 0
-    for _ in range(RUNS):
-        fate = random.random(540)
-        reference = np.where(fate < lost, 1, np.where(fate < lost + gained, 0, 1))
-        candidate = np.where(fate < lost, 0, 1)
-        covered += holds(paired_drop(reference, candidate, "top-1").drop, lost - gained)
-    assert COVERED[0] <= covered / RUNS <= COVERED[1]
-
-
-def test_drop_of_other_scores_covers_the_truth_as_often_as_it_says() -> None:
-    random = np.random.default_rng(23)
-    covered = 0
-    for _ in range(RUNS):
-        reference = random.beta(8, 2, 100)
-        candidate = reference - random.normal(0.01, 0.03, 100)
-        covered += holds(paired_drop(reference, candidate, "IoU").drop, 0.01)
-    assert COVERED[0] <= covered / RUNS <= COVERED[1]
-
-
-@pytest.mark.parametrize(
-    ("reference", "candidate", "problem"),
-    [
-        ([1, 0], [1], "2 scores of the reference, 1 of the candidate"),
-        ([], [], "top-1 of the reference"),
-        ([1, 0.5], [1, math.nan], "top-1 of the candidate"),
-        ([0.5], [0.4], "2 values or more"),
-    ],
-)
-def test_drop_refuses_scores_that_cannot_be_paired(
-    reference: list[float], candidate: list[float], problem: str
-) -> None:
-    with pytest.raises(BadInput, match=problem):
-        paired_drop(reference, candidate, "top-1")
-
-
-@pytest.mark.parametrize(
-    ("n", "drop", "text"),
-    [
-        (540, Interval(0.0037, 0.0008, 0.0071), "drop 0.4 pp, 0.1 to 0.7, n = 540"),
-        (540, Interval(-0.0002, -0.02, 0.0003), "drop 0.0 pp, -2.0 to 0.0, n = 540"),
-        (10_000, Interval(0.0004, -0.0001, 0.0009), "drop 0.04 pp, -0.01 to 0.09, n = 10000"),
-    ],
-)
-def test_drop_describes_itself(n: int, drop: Interval, text: str) -> None:
-    share = Interval(0.9, 0.8, 1.0)
-    assert Drop("top-1", n, share, share, drop, 0, 0).describe() == text
-
-
-def test_drop_as_json_is_whole() -> None:
-    document = json.loads(json.dumps(paired_drop([1, 1, 0], [1, 0, 0], "top-1").to_dict()))
-    assert document["metric"] == "top-1"
-    assert (document["n"], document["lost"], document["gained"]) == (3, 1, 0)
-    assert document["drop"]["value"] == pytest.approx(1 / 3)
-    assert document["reference"]["value"] == pytest.approx(2 / 3)
-    assert set(document["candidate"]) == {"value", "low", "high"}
 
 
 def test_ratio_is_the_geometric_mean_of_the_rounds() -> None:
