@@ -26,6 +26,8 @@ Arrays = Mapping[str, np.ndarray]
 RUNTIMES: Mapping[str, str] = {
     "onnx": "deploykit.runtimes.onnxruntime:open_engine",
     "torch": "deploykit.runtimes.torch:open_engine",
+    "safetensors": "deploykit.runtimes.torch:open_engine",
+    "tensorrt": "deploykit.runtimes.tensorrt:open_engine",
 }
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 

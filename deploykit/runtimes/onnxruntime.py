@@ -1,14 +1,17 @@
 """Run an `.onnx` file with ONNX Runtime, on its CPU or CUDA provider.
 
 In: a path and a device. Out: an `Engine`. The provider that really runs is read back after loading:
-CUDA asked and CPU given is an error, since ONNX Runtime itself only logs it.
+CUDA asked and CPU given is an error, since ONNX Runtime itself only logs it; single nodes that stay
+on the CPU are a note. On CUDA, inputs and outputs keep their buffers, and batches may be captured
+as CUDA graphs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,10 @@ from deploykit.core.extras import require
 from deploykit.core.files import check_inside
 from deploykit.core.machine import default_threads
 from deploykit.core.tensors import BATCH, TensorSpec
+from deploykit.runtimes.cuda_errors import CODES, OutOfMemory, cuda_error
 from deploykit.runtimes.engine import Arrays, Closing, check_feeds
-from deploykit.runtimes.onnxfile import external_files, holds_half
+from deploykit.runtimes.onnxfile import external_files, holds_float8, holds_half
+from deploykit.runtimes.onnxruntime_binding import Binding, check_placement
 
 ort = require("onnxruntime")
 ort_state = require("onnxruntime.capi.onnxruntime_pybind11_state")
@@ -36,10 +41,24 @@ _DTYPES = {
         for bits in (8, 16, 32, 64)
     },
 }
+_OF_CUDA = (
+    ort_state.Fail,
+    ort_state.InvalidArgument,
+    ort_state.RuntimeException,
+    ort_state.EPFail,
+    RuntimeError,
+)
+_CUDA_SAID = re.compile(r"CUDA failure (\d+): ([^;\n]*)")
+_NO_MEMORY = re.compile(r"(?:requested buffer of size|smaller than requested bytes of) (\d+)")
 
 
-def open_engine(path: Path, device: str = "auto", threads: int | None = None) -> OnnxRuntimeEngine:
-    """Open `path`; raises BadInput for what is no valid graph, Unsupported for the device."""
+def open_engine(
+    path: Path, device: str = "auto", threads: int | None = None, *, graphs: Sequence[int] = ()
+) -> OnnxRuntimeEngine:
+    """Open `path`; raises BadInput for what is no valid graph, Unsupported for the device.
+
+    `graphs`: batch sizes to run as CUDA graphs, on CUDA; what cannot be is a note of the engine.
+    """
     cuda = "CUDAExecutionProvider" in ort.get_available_providers()
     if device == "auto":
         device = "cuda" if cuda else "cpu"
@@ -48,32 +67,68 @@ def open_engine(path: Path, device: str = "auto", threads: int | None = None) ->
             f"{path}: device '{device}' was asked for, but this onnxruntime has no CUDA provider",
             hint="pip uninstall onnxruntime; pip install 'deploykit[gpu]'; see: deploykit doctor",
         )
-    return OnnxRuntimeEngine(path, device, threads)
+    return OnnxRuntimeEngine(path, device, threads, graphs=graphs)
+
+
+def open_as_written(path: Path, threads: int | None = None) -> OnnxRuntimeEngine:
+    """Open `path` on the CPU, each node run as it stands: nothing is fused, no cast is dropped."""
+    return OnnxRuntimeEngine(path, "cpu", threads, optimise=False)
 
 
 class OnnxRuntimeEngine(Closing):
-    """One InferenceSession. `session` is open to builders and benchmarks."""
+    """One InferenceSession. `session` is open to builders and benchmarks.
+
+    `notes`: what runs otherwise than asked: nodes left on the CPU, CUDA graphs that were refused.
+    """
 
     max_batch: int | None = None
 
-    def __init__(self, path: Path, device: str, threads: int | None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        device: str,
+        threads: int | None,
+        *,
+        optimise: bool = True,
+        graphs: Sequence[int] = (),
+    ) -> None:
         self.path = path
         self.runtime = f"onnxruntime {ort.__version__}"
-        self.session = _session(path, device, threads)
+        self.notes: tuple[str, ...] = ()
+        graphs = graphs if device != "cpu" else ()
+        try:
+            self.session = _session(path, device, threads, optimise=optimise, graphs=bool(graphs))
+        except DeploykitError as exc:
+            if not graphs:
+                raise
+            self.notes = (f"{path}: no CUDA graphs: {exc.message}",)
+            graphs = ()
+            self.session = _session(path, device, threads, optimise=optimise)
         self.inputs = tuple(_spec(path, node) for node in self.session.get_inputs())
         self.outputs = tuple(_spec(path, node) for node in self.session.get_outputs())
         self._names = [spec.name for spec in self.outputs]
         self.device = _device_in_use(path, self.session, device)
+        self._binding: Binding | None = None
+        if self.device != "cpu":
+            kind, _, number = self.device.partition(":")
+            placed = (kind, int(number))
+            self.notes += check_placement(path, self.session, ort.__version__)
+            self._binding = Binding(ort, self.session, self.inputs, self.outputs, placed, graphs)
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         if self.session is None:
             raise DeploykitError(f"{self.path.name}: the engine is closed")
         check_feeds(self.inputs, feeds, self.path.name)
-        with onnxruntime_errors(self.path):
+        with onnxruntime_errors(self.path, self.device):
+            if self._binding is not None:
+                return self._binding(feeds)
             values = self.session.run(self._names, dict(feeds))
         return dict(zip(self._names, values, strict=True))
 
     def close(self) -> None:
+        if self._binding is not None:
+            self._binding.close()
+        self._binding = None
         self.session = None
 
 
@@ -93,18 +148,25 @@ def session_options(threads: int | None, *, half: bool = False) -> Any:
     return options
 
 
-def _session(path: Path, device: str, threads: int | None) -> Any:
+def _session(
+    path: Path, device: str, threads: int | None, *, optimise: bool, graphs: bool = False
+) -> Any:
     for location in external_files(path):  # ONNX Runtime 1.23 reads any, later ones hard links
         check_inside(path.parent, location, f"{path}: its weights")
     options = session_options(threads, half=holds_half(path))
+    # optimised, 1.31.1 answers wrongly where there is float8 (98.5 % became 75 % on a small CNN)
+    if not optimise or holds_float8(path):
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     providers: list[Any] = ["CPUExecutionProvider"]
     if device != "cpu":
         number = int(device.partition(":")[2] or 0)
-        providers.insert(0, ("CUDAExecutionProvider", {"device_id": number}))
+        chosen = {"device_id": str(number), **({"enable_cuda_graph": "1"} if graphs else {})}
+        providers.insert(0, ("CUDAExecutionProvider", chosen))
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         if hasattr(ort, "preload_dlls"):
             with contextlib.redirect_stdout(sys.stderr):  # it prints what it cannot load
                 ort.preload_dlls()  # finds CUDA and cuDNN in pip's nvidia-* wheels
-    with onnxruntime_errors(path):
+    with onnxruntime_errors(path, device):
         return ort.InferenceSession(
             str(path), sess_options=options, providers=providers, enable_fallback=0
         )
@@ -135,10 +197,11 @@ def _spec(path: Path, node: Any) -> TensorSpec:
 
 
 @contextlib.contextmanager
-def onnxruntime_errors(path: Path) -> Iterator[None]:
-    """Turn ONNX Runtime's exceptions into ours, naming the file."""
+def onnxruntime_errors(path: Path, device: str = "cpu") -> Iterator[None]:
+    """Turn ONNX Runtime's exceptions into ours, naming the file; on CUDA also CUDA's own."""
     try:
-        yield
+        with _cuda_failures(path, device):
+            yield
     except (ort_state.InvalidProtobuf, ort_state.NoModel) as exc:
         raise BadInput(f"{path}: is a truncated or damaged ONNX file") from exc
     except ort_state.NoSuchFile as exc:
@@ -149,6 +212,27 @@ def onnxruntime_errors(path: Path) -> Iterator[None]:
         raise BadInput(f"{path}: ONNX Runtime refused it: {first_line(exc)}") from exc
     except (ort_state.RuntimeException, ort_state.EPFail, RuntimeError, ValueError) as exc:
         raise Unsupported(f"{path}: ONNX Runtime failed: {first_line(exc)}") from exc
+
+
+@contextlib.contextmanager
+def _cuda_failures(path: Path, device: str) -> Iterator[None]:
+    """What CUDA answered, by its code: it comes as an exception of almost any class."""
+    try:
+        yield
+    except _OF_CUDA as exc:
+        text = str(exc)
+        memory, said = _NO_MEMORY.search(text), _CUDA_SAID.search(text)
+        if device == "cpu" or not (memory or said):
+            raise
+        if memory:
+            need = int(memory[1]) / 2**20
+            raise OutOfMemory(
+                f"{path}: {device}: out of memory: {need:,.1f} MiB needed at once",
+                hint="use a smaller batch, or end what else uses the GPU (nvidia-smi)",
+            ) from exc
+        number, words = (said[1], said[2].strip()) if said else ("0", "")
+        name = CODES.get(int(number), f"error {number}")
+        raise cuda_error(f"{path}: {device}", "ONNX Runtime", f"cudaError{name}", words) from exc
 
 
 def providers() -> tuple[str, ...]:

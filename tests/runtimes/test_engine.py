@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -44,11 +45,24 @@ def test_missing_file_is_not_found(tmp_path: Path) -> None:
         load(tmp_path / "nothing.onnx")
 
 
-def test_format_without_a_runtime_is_the_machines_lack(tmp_path: Path) -> None:
+@pytest.mark.torch
+def test_bare_weights_are_no_engine(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("safetensors")
     path = tmp_path / "weights.safetensors"
     header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    with pytest.raises(Unsupported, match=r"weights\.safetensors.*safetensors") as caught:
+    with pytest.raises(BadInput, match=r"weights\.safetensors.*bare state_dict") as caught:
+        load(path)
+    assert caught.value.exit_code == 2
+
+
+def test_a_runtime_that_is_not_installed_is_the_machines_lack(tmp_path: Path) -> None:
+    if importlib.util.find_spec("tensorrt") is not None:
+        pytest.skip("tensorrt is installed")
+    path = tmp_path / "m.trt"
+    path.write_bytes(b"ftrt" + bytes(60))
+    with pytest.raises(Unsupported, match="tensorrt is not installed") as caught:
         load(path)
     assert caught.value.exit_code == 3
 

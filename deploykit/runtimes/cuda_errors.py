@@ -1,0 +1,184 @@
+"""What CUDA's error codes mean to us.
+
+In: the name of a code, as "cudaErrorIllegalAddress", and where it came up. Out: the error to raise.
+CUDA itself is not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from deploykit.core.errors import DeploykitError, Unsupported
+
+
+class OutOfMemory(Unsupported):
+    """The device has not enough memory now. The call failed; the next, smaller one may not."""
+
+    http_status = 503
+    grpc_status = "UNAVAILABLE"
+
+
+class DeviceLost(Unsupported):
+    """The CUDA context is gone and every later call in this process fails: end the process."""
+
+    http_status = 503
+    grpc_status = "UNAVAILABLE"
+
+
+class CaptureRefused(Unsupported):
+    """The work cannot be captured as a CUDA graph; it can still be run without one."""
+
+
+# CUDA Runtime API, "Data types used by CUDA Runtime", enum cudaError: whose text says that the
+# process must be ended, that hardware failed or that the context is gone
+_STICKY = {
+    "CudartUnloading",
+    "PriorLaunchFailure",
+    "ECCUncorrectable",
+    "NvlinkUncorrectable",
+    "Contained",
+    "IllegalAddress",
+    "LaunchTimeout",
+    "ContextIsDestroyed",
+    "Assert",
+    "HardwareStackError",
+    "IllegalInstruction",
+    "MisalignedAddress",
+    "InvalidAddressSpace",
+    "InvalidPc",
+    "LaunchFailure",
+    "TensorMemoryLeak",
+    "MpsConnectionFailed",
+    "MpsRpcFailure",
+    "MpsClientTerminated",
+    "ExternalDevice",
+    "Unknown",
+}
+_UNUSABLE = {  # the driver, the GPU or a permission
+    "InitializationError",
+    "StubLibrary",
+    "InsufficientDriver",
+    "CallRequiresNewerDriver",
+    "DevicesUnavailable",
+    "IncompatibleDriverContext",
+    "NoDevice",
+    "DeviceNotLicensed",
+    "SoftwareValidityNotEstablished",
+    "StartupFailure",
+    "DeviceUninitialized",
+    "DeviceAlreadyInUse",
+    "InsufficientLoaderVersion",
+    "SharedObjectInitFailed",
+    "OperatingSystem",
+    "NotPermitted",
+    "SystemNotReady",
+    "SystemDriverMismatch",
+    "CompatNotSupportedOnDevice",
+    "MpsServerNotReady",
+    "MpsMaxClientsReached",
+    "MpsMaxConnectionsReached",
+    "FabricNotReady",
+}
+_OTHER_GPU = {  # machine code for another GPU, or for a newer driver
+    "InvalidDeviceFunction",
+    "InvalidKernelImage",
+    "NoKernelImageForDevice",
+    "InvalidPtx",
+    "UnsupportedPtxVersion",
+    "JitCompilerNotFound",
+    "JitCompilationDisabled",
+}
+_CAPTURE = {
+    "StreamCaptureUnsupported",
+    "StreamCaptureInvalidated",
+    "StreamCaptureMerge",
+    "StreamCaptureUnmatched",
+    "StreamCaptureUnjoined",
+    "StreamCaptureIsolation",
+    "StreamCaptureImplicit",
+    "StreamCaptureWrongThread",
+    "CapturedEvent",
+    "GraphExecUpdateFailure",
+    "GraphRecaptureFailure",
+    "StreamDetached",
+}
+_LACKING = {
+    "NotYetImplemented",
+    "NotSupported",
+    "UnsupportedLimit",
+    "UnsupportedExecAffinity",
+    "LaunchOutOfResources",
+    "CdpNotSupported",
+}
+CODES: Mapping[int, str] = {  # for libraries that report a code by its number
+    1: "InvalidValue",
+    2: "MemoryAllocation",
+    3: "InitializationError",
+    35: "InsufficientDriver",
+    46: "DevicesUnavailable",
+    100: "NoDevice",
+    101: "InvalidDevice",
+    209: "NoKernelImageForDevice",
+    214: "ECCUncorrectable",
+    220: "NvlinkUncorrectable",
+    222: "UnsupportedPtxVersion",
+    700: "IllegalAddress",
+    702: "LaunchTimeout",
+    709: "ContextIsDestroyed",
+    710: "Assert",
+    714: "HardwareStackError",
+    715: "IllegalInstruction",
+    716: "MisalignedAddress",
+    717: "InvalidAddressSpace",
+    718: "InvalidPc",
+    719: "LaunchFailure",
+    801: "NotSupported",
+    900: "StreamCaptureUnsupported",
+    901: "StreamCaptureInvalidated",
+    906: "StreamCaptureImplicit",
+    999: "Unknown",
+}
+
+
+def cuda_error(device: str, call: str, name: str, text: str) -> DeploykitError:
+    """The error for a `call` of CUDA that answered `name`; memory has `out_of_memory`.
+
+    A code that means that we called CUDA wrongly is a plain DeploykitError: a bug of ours.
+    """
+    code = name.removeprefix("cudaError")
+    said = f"{device}: {call}: {name}: {text}"
+    if code == "MemoryAllocation":
+        return OutOfMemory(f"{device}: out of memory in {call}", hint=_LESS)
+    if code in _STICKY:
+        return DeviceLost(
+            f"{device}: the GPU is lost to this process ({name} in {call}: {text})",
+            hint="start the process again; if it comes back: dmesg | grep Xid, deploykit doctor",
+        )
+    if code in _UNUSABLE:
+        return Unsupported(f"{device}: no usable GPU: {name}: {text}", hint="see: deploykit doctor")
+    if code == "InvalidDevice":
+        return Unsupported(f"{device}: there is no such GPU here", hint="see: deploykit doctor")
+    if code in _OTHER_GPU:
+        return Unsupported(
+            said, hint="the file or package was built for another GPU: build it here"
+        )
+    if code in _CAPTURE:
+        return CaptureRefused(said)
+    if code in _LACKING:
+        return Unsupported(said)
+    return DeploykitError(said)
+
+
+def out_of_memory(device: str, need_bytes: int, free_bytes: int, total_bytes: int) -> OutOfMemory:
+    return OutOfMemory(
+        f"{device}: out of memory: {_size(need_bytes)} needed, {_size(free_bytes)} free of "
+        f"{_size(total_bytes)}",
+        hint=_LESS,
+    )
+
+
+_LESS = "use a smaller batch, or end what else uses the GPU (nvidia-smi)"
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB"

@@ -1,0 +1,249 @@
+"""Decide whether a TensorRT plan may be loaded here, before TensorRT sees a byte of it.
+
+In: a plan, its manifest, and what is `Here`. Out: its bytes, or an error that says in words what
+differs and how to build it again. TensorRT itself crashes on some damaged plans and calls others
+valid, and a plan is a program: only the one that its manifest describes is let through.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+from deploykit.core.artefact import Manifest, manifest_path, read_manifest, sniff
+from deploykit.core.errors import BadInput, Unsupported, os_reason
+from deploykit.core.files import check_inside
+
+# keys of `Manifest.built_on`, beside those of `Here.facts`
+VERSION_COMPATIBLE = "version_compatible"  # "yes": runs on later TensorRT of the same major too
+HARDWARE_COMPATIBLE = "hardware_compatible"  # "ampere_plus" or "same_compute_capability"
+_NO = ("", "no", "false", "none")
+# the oldest driver branch of each CUDA major: CUDA Compatibility, "Minor Version Compatibility"
+_DRIVERS: Mapping[int, int] = {12: 525, 13: 580}
+_PRECISIONS: Mapping[str, str] = {  # as a manifest counts them -> --precision; first found wins
+    "float8e4m3fn": "fp8",
+    "int8": "int8",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+}
+
+
+@dataclass(frozen=True)
+class Here:
+    """What a plan is bound to. An empty text or 0 is not known, and not compared."""
+
+    tensorrt: str  # "10.13.3.9"
+    gpu: str  # "NVIDIA H200"
+    compute_capability: str  # "9.0"
+    sm_count: int  # those in use: a power mode or a MIG slice leaves some out
+    driver: str  # "580.65.06"
+    cuda: str  # the newest CUDA that this driver runs, "13.0"
+
+    def facts(self) -> dict[str, str]:
+        """For the `built_on` of a manifest."""
+        return {key: str(value) for key, value in vars(self).items() if value}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The bytes of a plan that may be loaded; `notes` are warnings, one sentence each."""
+
+    content: bytes
+    notes: tuple[str, ...]
+    host_code: bool  # version compatible: it brings the code of its own runtime along
+
+
+def open_plan(path: Path, here: Here, trust: bool = False) -> tuple[Plan, Manifest | None]:
+    """Read the manifest beside `path`, then `check_plan`. Raises as both do."""
+    kind(path)
+    manifest = read_manifest(path)
+    return check_plan(path, manifest, here, trust), manifest
+
+
+def check_plan(path: Path, manifest: Manifest | None, here: Here, trust: bool = False) -> Plan:
+    """The plan at `path`, if it is the one that `manifest` describes and this machine can run it.
+
+    `trust`: load one without a manifest too, with a note. Raises BadInput for what is damaged, not
+    described or no plan, Unsupported for a plan of another TensorRT, GPU or driver.
+    """
+    kind(path)
+    try:
+        content = path.read_bytes()  # once: what was hashed is what is loaded
+    except OSError as exc:
+        raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
+    if manifest is None:
+        return _unknown(path, content, trust)
+    _check_content(path, content, manifest)
+    manifest = replace(manifest, built_on=_printable(manifest.built_on))
+    wrong = tuple(differences(manifest.built_on, here))
+    if wrong:
+        raise Unsupported(
+            f"{path}: was not built for this machine: {'; '.join(wrong)}",
+            hint=f"build it here: {rebuild(path, manifest, here)}",
+        )
+    return Plan(content, _notes(path, manifest, here), _yes(manifest.built_on, VERSION_COMPATIBLE))
+
+
+def kind(path: Path) -> None:
+    """Raise NotFound, BadInput or, for TensorRT for RTX, Unsupported unless `path` may be a plan.
+
+    Says what the file is instead: an ONNX model by another name, a web page, an empty file.
+    """
+    found = sniff(path)
+    if found != "tensorrt":
+        raise BadInput(
+            f"{path}: is not a TensorRT engine but a file of the format {found}",
+            hint=f"deploykit build {_word(path)} -o engine.trt" if found == "onnx" else None,
+        )
+
+
+def _unknown(path: Path, content: bytes, trust: bool) -> Plan:
+    beside = manifest_path(path).name
+    if not trust:
+        raise BadInput(
+            f"{path}: has no manifest ({beside}), so nothing tells what it is or where it runs",
+            hint="an engine is a program: build it here, or load one that you built with --trust",
+        )
+    note = f"{path}: loaded without a manifest, on trust: neither its origin nor its GPU is checked"
+    return Plan(content, (note,), host_code=False)
+
+
+def _check_content(path: Path, content: bytes, manifest: Manifest) -> None:
+    beside = manifest_path(path).name
+    if manifest.format != "tensorrt":
+        raise BadInput(f"{path}: {beside} describes a file of the format {manifest.format}")
+    data = manifest.checks.get("data")
+    if data is not None:  # no plan has data beside it
+        file = data.get("file") if isinstance(data, dict) else data
+        check_inside(path.parent, str(file), f"{path}: {beside}")
+        raise BadInput(f"{path}: {beside} names a data file, which an engine does not have")
+    if not manifest.sha256:
+        raise BadInput(f"{path}: {beside} holds no SHA-256 of it", hint="build it again")
+    if hashlib.sha256(content).hexdigest() != manifest.sha256.lower():
+        raise BadInput(
+            f"{path}: is not the file that {beside} describes (SHA-256 differs): cut, damaged or "
+            "changed",
+            hint="copy it again, or build it again",
+        )
+
+
+def differences(built: Mapping[str, str], here: Here) -> Iterator[str]:
+    """What keeps a plan that was `built` on such a machine from running here, in words."""
+    yield from _tensorrt(built, here)
+    level = built.get(HARDWARE_COMPATIBLE, "").lower()
+    capability = built.get("compute_capability", "")
+    same = not (capability and here.compute_capability) or capability == here.compute_capability
+    if level not in _NO and level != "same_compute_capability":  # Ampere and later
+        if _numbers(here.compute_capability) < (8, 0) and here.compute_capability:
+            yield (
+                f"compute capability {here.compute_capability}, where the engine needs 8.0 or later"
+            )
+    elif not same:
+        yield (
+            f"compute capability {here.compute_capability} here ({here.gpu}), {capability} there "
+            f"({built.get('gpu', 'unknown GPU')})"
+        )
+    elif level in _NO:
+        yield from _silicon(built, here)
+    yield from _cuda(built, here)
+
+
+def _tensorrt(built: Mapping[str, str], here: Here) -> Iterator[str]:
+    version = built.get("tensorrt", "")
+    there, now = _numbers(version), _numbers(here.tensorrt)
+    known = min(len(there), len(now))  # a Jetson's package says 10.3.0, PyPI's 10.3.0.26
+    if known == 0 or there[:known] == now[:known]:
+        return
+    text = f"TensorRT {here.tensorrt} here, {version} there"
+    if not _yes(built, VERSION_COMPATIBLE):
+        yield text
+    elif there[0] != now[0]:
+        yield f"{text} (a version compatible engine runs within one major version)"
+    elif now[:known] < there[:known]:
+        yield f"{text} (a version compatible engine runs on later versions, not on earlier ones)"
+
+
+def _silicon(built: Mapping[str, str], here: Here) -> Iterator[str]:
+    """GPUs of one compute capability still differ in what was tuned: memory, multiprocessors."""
+    gpu, count = built.get("gpu", ""), built.get("sm_count", "")
+    if gpu and here.gpu and gpu != here.gpu:
+        yield f"{here.gpu} here, {gpu} there"
+    elif count and here.sm_count and count != str(here.sm_count):
+        yield (
+            f"{here.sm_count} multiprocessors in use here, {count} there (another power mode, or "
+            "a part of the GPU)"
+        )
+
+
+def _cuda(built: Mapping[str, str], here: Here) -> Iterator[str]:
+    """The driver must know the CUDA major of the plan's kernels."""
+    there, now = _numbers(built.get("cuda", "")), _numbers(here.cuda)
+    if there and now and now[0] < there[0]:
+        needed = _DRIVERS.get(there[0])
+        yield (
+            f"the driver{f' {here.driver}' if here.driver else ''} runs CUDA {here.cuda}, the "
+            f"engine needs CUDA {there[0]}{f': driver {needed} or later' if needed else ''}"
+        )
+
+
+def _notes(path: Path, manifest: Manifest, here: Here) -> tuple[str, ...]:
+    built = manifest.built_on
+    missing = [key for key in ("tensorrt", "gpu", "compute_capability") if not built.get(key)]
+    notes = []
+    if missing:
+        notes.append(f"{path}: its manifest does not say its {' and '.join(missing)}")
+    driver = built.get("driver", "")
+    if driver and here.driver and _numbers(here.driver) < _numbers(driver):
+        notes.append(
+            f"{path}: was built with driver {driver}, here is the older {here.driver}: not tested"
+        )
+    return tuple(notes)
+
+
+def rebuild(path: Path, manifest: Manifest, here: Here) -> str:
+    """The command that builds the plan for this machine, from what its manifest says."""
+    built = manifest.built_on
+    source = PurePosixPath(built.get("model", "")).name  # a name only: no path out of a file
+    model = shlex.quote(source) if source else "MODEL.onnx"
+    other = built.get("gpu") not in (None, here.gpu)
+    words = ["deploykit build", model, "--profile"]
+    words.append("auto" if other else shlex.quote(built.get("profile", "auto")))
+    precision = built.get("precision") or next(
+        (name for kind, name in _PRECISIONS.items() if manifest.precision.get(kind)), ""
+    )
+    for option, value in (("--precision", precision), ("--batch", built.get("batch", ""))):
+        if value:
+            words += [option, shlex.quote(value)]
+    if precision in ("int8", "fp8"):
+        words.append("--calib DATA")
+    words += [f"--axis {shlex.quote(axis)}" for axis in built.get("axes", "").split()]
+    for key in (VERSION_COMPATIBLE, HARDWARE_COMPATIBLE):
+        words += [f"--{key.replace('_', '-')}"] * _yes(built, key)
+    words += ["-o", _word(path)]
+    if manifest.made_from and not source:
+        words.append(f"(MODEL.onnx: SHA-256 {manifest.made_from[0][:12]}...)")
+    return " ".join(words)
+
+
+def _printable(built: Mapping[str, str]) -> dict[str, str]:
+    """Words out of a file: nothing that moves a terminal's cursor, and no endless ones."""
+    return {key: "".join(c for c in text if c.isprintable())[:80] for key, text in built.items()}
+
+
+def _yes(built: Mapping[str, str], key: str) -> bool:
+    return built.get(key, "").lower() not in _NO
+
+
+def _word(path: Path) -> str:
+    return shlex.quote(str(path))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(10, 13, 3) of "10.13.3.post1"; empty for what does not begin with a number."""
+    match = re.match(r"\d{1,6}(\.\d{1,6})*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()

@@ -1,0 +1,89 @@
+"""CUDA's own bindings, as far as they go without a driver, and a pipeline on the real GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import Unsupported
+from deploykit.runtimes.cuda import Pipeline
+from deploykit.runtimes.cuda_memory import Shape, byte_count
+from tests.runtimes.cuda_runs import CODES, X, Y, rows
+
+
+def bindings() -> Any:
+    pytest.importorskip("cuda.bindings.runtime", reason="cuda-bindings is not installed")
+    from deploykit.runtimes import cuda_driver
+
+    return cuda_driver
+
+
+def test_codes_are_those_of_the_bindings() -> None:
+    codes = bindings().cudart.cudaError_t
+    assert {code.name.removeprefix("cudaError") for code in codes} - {"cudaSuccess"} <= set(CODES)
+
+
+def test_versions_are_read() -> None:
+    assert bindings().cuda_version(12060) == "12.6"
+
+
+def test_driver_version_is_read_from_the_kernel(tmp_path: Path) -> None:
+    file = tmp_path / "version"
+    file.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n"
+        "GCC version:  gcc version 12.2.0\n"
+    )
+    assert bindings().driver_version(file) == "580.65.06"
+    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\n")
+    assert bindings().driver_version(file) == "535.104.05"
+    assert bindings().driver_version(tmp_path / "none") == ""
+
+
+def test_machine_without_a_driver_is_told_so() -> None:
+    driver = bindings()
+    if driver.cudart.cudaDriverGetVersion()[1]:
+        pytest.skip("this machine has a driver")
+    with pytest.raises(Unsupported, match="cuda:0: no NVIDIA driver is loaded") as caught:
+        driver.Cudart(0)
+    assert "deploykit doctor" in (caught.value.hint or "")
+
+
+@pytest.mark.gpu
+def test_affine_on_the_real_gpu() -> None:
+    """Memory, streams, events, graphs of the real driver; the work is a copy on the device."""
+    driver = bindings()
+    if not driver.cudart.cudaDriverGetVersion()[1]:
+        pytest.skip("no NVIDIA driver")
+    cuda = driver.Cudart(0)
+    free = cuda.memory()[0]
+
+    class Copy:
+        def __init__(self, _stream: int, _scratch: int) -> None: ...
+
+        def shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape | None]:
+            self.nbytes = byte_count("float32", inputs["x"])
+            return {"y": inputs["x"]}
+
+        def bind(self, addresses: Mapping[str, int]) -> None:
+            self.addresses = dict(addresses)
+
+        def enqueue(self, stream: int) -> None:
+            kind = driver.cudart.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+            y, x = self.addresses["y"], self.addresses["x"]
+            cuda._all("cudaMemcpyAsync", y, x, self.nbytes, kind, stream)
+
+        def late(self, name: str) -> tuple[int, Shape]:
+            raise AssertionError(name)
+
+        def close(self) -> None: ...
+
+    with Pipeline(cuda, Copy, [X], [Y], graphs=[2], slots=2) as run:
+        batches = [{"x": rows(1 + n % 3, start=n)} for n in range(200)]
+        for feeds, answer in zip(batches, run.map(batches), strict=True):
+            np.testing.assert_array_equal(answer["y"], feeds["x"])
+        assert run.notes == ()
+    assert abs(cuda.memory()[0] - free) < 64 << 20

@@ -1,0 +1,134 @@
+"""What the TensorRT runtime refuses, at load and in a call, and what it says of it."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import MissingExtra, Unsupported
+from deploykit.core.extras import installed
+from deploykit.runtimes.cuda_errors import CaptureRefused, DeviceLost, OutOfMemory
+from tests.runtimes.fake_cuda import FakeCuda
+from tests.runtimes.tensorrt_opened import Opened, opened_fixture, rows  # noqa: F401
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        ("deserialize_cuda_engine", "deserialize_cuda_engine"),
+        ("Runtime", "Runtime"),
+    ],
+)
+def test_refusal_at_load_gives_the_reason_from_the_log(call: str, says: str) -> None:
+    line = "[runtime.cpp::deserialize::1] IRuntime: Error Code 1: the reason"
+    with pytest.raises(Unsupported, match=rf"m\.trt: .*{says}.*: the reason") as caught:
+        Opened(fail={call: line})
+    assert "runtime.cpp" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "create_execution_context",
+        "set_optimization_profile_async",
+        "set_input_shape",
+        "set_tensor_address",
+        "execute_async_v3",
+    ],
+)
+def test_refusal_in_a_call_is_ours_and_the_next_call_answers(opened: Opened, call: str) -> None:
+    opened.nv.fail = {call: "the reason"}
+    with pytest.raises(Unsupported, match="the reason"):
+        opened.engine({"x": rows(2)})
+    np.testing.assert_array_equal(opened.engine({"x": rows(2)})["y"], 2 * rows(2) + 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("out of memory", OutOfMemory),
+        ("an illegal memory access was encountered", DeviceLost),
+        ("operation not permitted when stream is capturing", CaptureRefused),
+    ],
+)
+def test_cuda_errors_in_the_log_keep_their_meaning(
+    opened: Opened, text: str, kind: type[Unsupported]
+) -> None:
+    line = f"[executionContext.cpp::enqueue::1] Error Code 1: Cuda Runtime ({text})"
+    opened.nv.fail = {"execute_async_v3": line}
+    with pytest.raises(kind, match=r"m\.trt: cuda:0"):
+        opened.engine({"x": rows(2)})
+
+
+def test_lost_device_stays_lost(opened: Opened) -> None:
+    opened.cuda.fail = {"record": "LaunchFailure"}
+    for _ in range(2):
+        with pytest.raises(DeviceLost):
+            opened.engine({"x": rows(2)})
+
+
+def test_failure_without_a_log_line_says_that(opened: Opened) -> None:
+    opened.nv.fail = {"execute_async_v3": " "}
+    opened.nv.logger.log = lambda *_: None
+    with pytest.raises(Unsupported, match="it gave no reason"):
+        opened.engine({"x": rows(2)})
+
+
+def test_plan_larger_than_the_free_memory_is_told_before_it_is_loaded() -> None:
+    with pytest.raises(OutOfMemory, match=r"m\.trt: cuda:0: out of memory: .*needed.*free") as e:
+        Opened(cuda=FakeCuda(total_bytes=10))
+    assert e.value.exit_code == 3
+
+
+def test_scratch_memory_that_does_not_fit_is_told_at_load_and_leaves_nothing() -> None:
+    cuda = FakeCuda(total_bytes=5000)
+    with pytest.raises(OutOfMemory, match="needed"):
+        Opened(cuda=cuda, scratch=50_000)
+    assert cuda.held() == {}
+
+
+# the module that owns TensorRT
+
+
+def module() -> Any:
+    if not installed("tensorrt"):
+        pytest.skip("tensorrt is not installed")
+    return importlib.import_module("deploykit.runtimes.tensorrt")
+
+
+def test_without_tensorrt_the_way_to_get_it_is_told() -> None:
+    if installed("tensorrt") or installed("tensorrt_lean"):
+        pytest.skip("tensorrt is installed")
+    with pytest.raises(MissingExtra, match="tensorrt is not installed"):
+        importlib.import_module("deploykit.runtimes.tensorrt")
+
+
+@pytest.mark.nvidia
+def test_tensorrt_before_10_and_the_lean_runtime_are_refused_with_words() -> None:
+    check_version = module().check_version
+    with pytest.raises(Unsupported, match=r"TensorRT 8\.6\.1 is here"):
+        check_version("8.6.1", full=True)
+    with pytest.raises(Unsupported, match="lean runtime"):
+        check_version("10.3.0", full=False)
+    for version in ("10.3.0", "10.13.3.9.post1", "11.4.0.106"):
+        check_version(version, full=True)
+
+
+@pytest.mark.nvidia
+def test_cpu_is_no_device_for_an_engine(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="runs on a GPU only"):
+        module().open_engine(tmp_path / "m.trt", "cpu")
+
+
+@pytest.mark.nvidia
+def test_machine_without_a_driver_is_told_so_before_the_plan_is_read(tmp_path: Path) -> None:
+    runtime = module()
+    driver = pytest.importorskip("cuda.bindings.runtime", reason="cuda-bindings is not installed")
+    if driver.cudaDriverGetVersion()[1]:
+        pytest.skip("this machine has a driver")
+    with pytest.raises(Unsupported, match="no NVIDIA driver"):
+        runtime.open_engine(tmp_path / "m.trt")
