@@ -1,0 +1,127 @@
+"""Follow a build: how far it is, and stop it on a signal.
+
+In: TensorRT's phases, which nest and each have a number of steps. Out: calls of
+`on_progress(text, share)`, the share from 0 to 1 and never falling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+OnProgress = Callable[[str, float], None]
+
+
+@dataclass
+class _Phase:
+    parent: str | None
+    steps: int
+    done: int = 0
+
+
+class Progress:
+    """The open phases of one build; `stop`: the signal that came, `failure`: a callback's error.
+
+    TensorRT prints and forgets an exception in a callback: so it is kept, and raised by
+    `raise_if_stopped` once the build has ended.
+    """
+
+    def __init__(self, on_progress: OnProgress | None) -> None:
+        self.on_progress = on_progress
+        self.stop: int | None = None
+        self.failure: BaseException | None = None
+        self.share = 0.0
+        self._phases: dict[str, _Phase] = {}
+
+    def start(self, name: str, parent: str | None, steps: int) -> None:
+        self._phases[name] = _Phase(parent, max(1, steps))
+        self.tell(name)
+
+    def step(self, name: str, number: int) -> bool:
+        """Step `number`, from 0, of phase `name` is done; False asks TensorRT to stop."""
+        if name in self._phases:
+            self._phases[name].done = number + 1
+            self.tell(name)
+        return self.stop is None and self.failure is None
+
+    def finish(self, name: str) -> None:
+        self._phases.pop(name, None)
+
+    def tell(self, text: str) -> None:
+        """Call `on_progress` with the share of all open phases."""
+        self.share = min(1.0, max(self.share, self._share(None)))
+        if self.on_progress is None or self.failure is not None:
+            return
+        try:
+            self.on_progress(text, self.share)
+        except BaseException as exc:  # noqa: BLE001 - raised after the build, which would drop it
+            self.failure = exc
+
+    def done(self, text: str) -> None:
+        """Tell that all is done; what the callback raises comes through."""
+        if self.on_progress is not None:
+            self.on_progress(text, 1.0)
+
+    def raise_if_stopped(self) -> None:
+        """Raise what a callback raised; after a signal what its own handler raises."""
+        if self.failure is not None:
+            raise self.failure
+        if self.stop is not None:
+            signal.raise_signal(self.stop)
+            raise KeyboardInterrupt
+
+    def _share(self, parent: str | None) -> float:
+        """How far the newest phase below `parent` is, its step under way counted in part."""
+        for name, phase in reversed(self._phases.items()):
+            if phase.parent == parent:
+                inner = self._share(name) if phase.done < phase.steps else 0.0
+                return min(1.0, (phase.done + inner) / phase.steps)
+        return 0.0
+
+
+def monitor(nv: Any, progress: Progress) -> Any:
+    """An IProgressMonitor that tells `progress`; keep it alive until the build has ended."""
+    base: Any = nv.IProgressMonitor
+
+    class Monitor(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            base.__init__(self)
+
+        def phase_start(self, name: str, parent: str | None, steps: int) -> None:
+            progress.start(name, parent, steps)
+
+        def step_complete(self, name: str, number: int) -> bool:
+            return progress.step(name, number)
+
+        def phase_finish(self, name: str) -> None:
+            progress.finish(name)
+
+    return Monitor()
+
+
+@contextlib.contextmanager
+def interruptible(progress: Progress) -> Iterator[None]:
+    """Keep Ctrl-C and SIGTERM in `progress.stop` during the block, in the thread that gets them.
+
+    Their handlers would raise inside TensorRT's callback, where the exception is lost. Signals that
+    the process ignores or leaves to the system stay so.
+    """
+
+    def keep(number: int, _frame: FrameType | None) -> None:
+        progress.stop = number
+
+    kept = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if callable(signal.getsignal(number)):
+                kept[number] = signal.signal(number, keep)
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)

@@ -1,0 +1,166 @@
+"""What the engine inspector says a plan really computes in, compared with what the graph asked.
+
+In: the inspector's JSON at detailed verbosity (NVIDIA: "Engine Inspector" in the TensorRT guide;
+"Migrating IEngineInspector Usage from TensorRT 10.x to 11.x" for the newer field names). Out: a
+`Layer` each, shares by precision, and the nodes that run wider than asked. A layer of a plan is
+often several fused nodes, and a node can be named by several layers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# Bits by precision, in deploykit's names; what is not here is an index, a shape or a truth value.
+BITS: Mapping[str, int] = {
+    "float32": 32,
+    "float16": 16,
+    "bfloat16": 16,
+    "float8": 8,
+    "int8": 8,
+    "int4": 4,
+    "float4": 4,
+}
+_FLOATS = ("float32", "float16", "bfloat16")
+# The inspector writes a bare type ("Half") or, given an execution context, a sentence that holds
+# one ("Channel major FP16 format where channel % 8 == 0").
+_NAMES: Mapping[str, str] = {
+    "float": "float32",
+    "fp32": "float32",
+    "half": "float16",
+    "fp16": "float16",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "fp8": "float8",
+    "int8": "int8",
+    "int4": "int4",
+    "fp4": "float4",
+    "int32": "int32",
+    "int64": "int64",
+    "uint8": "uint8",
+    "bool": "bool",
+}
+_TYPE_KEYS = ("Format/Datatype", "Datatype", "DataType")  # TensorRT 10; 11
+_MOVES = frozenset(("reformat", "noop", "constant", "shuffle", "slice", "concatenation", "shape"))
+_SEPARATOR = re.compile(r"\x1f|(?<=\])(?=\[ONNX Layer: )")
+_ONNX_LAYER = re.compile(r"\[ONNX Layer: (.*)\]", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a plan. `precision`: what it computes in, None where the inspector is silent."""
+
+    name: str
+    kind: str  # "CaskConvolution", "gemm", "kgen", "Reformat", ...
+    precision: str | None
+    onnx_nodes: tuple[str, ...]
+
+    @property
+    def computes(self) -> bool:
+        """False for a layer that only moves, converts or describes data."""
+        return self.kind.lower() not in _MOVES and self.precision in BITS
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "onnx_nodes": list(self.onnx_nodes)}
+
+
+def read_layers(text: str) -> tuple[Layer, ...]:
+    """The layers in the inspector's JSON, in order. Raises ValueError for what is not its JSON."""
+    document = json.loads(text, strict=False)  # names may hold the separator 0x1F as it is
+    if not isinstance(document, dict) or not isinstance(document.get("Layers"), list):
+        raise ValueError("no list of layers")
+    return tuple(_layer(item) for item in document["Layers"])
+
+
+def mismatches(asked: Mapping[str, str], layers: Sequence[Layer]) -> tuple[str, ...]:
+    """Nodes that no layer runs as narrow as `asked`, each in words; empty when all is as asked.
+
+    `asked`: node of the graph -> precision. Layers that only move data prove nothing and are left
+    out; so is a node that no layer names, as it was folded away (`unseen` lists those).
+    """
+    found: dict[str, set[str]] = defaultdict(set)
+    for layer in layers:
+        if layer.computes and layer.precision:
+            for node in layer.onnx_nodes:
+                found[node].add(layer.precision)
+    problems = []
+    for node, precision in asked.items():
+        seen = found.get(node)
+        narrowest = min(seen, key=lambda name: (BITS[name], name)) if seen else None
+        if narrowest and BITS[narrowest] > BITS.get(precision, 64):
+            problems.append(f"'{node}' was asked in {precision} and runs in {narrowest}")
+    return tuple(problems)
+
+
+def unseen(asked: Iterable[str], layers: Sequence[Layer]) -> tuple[str, ...]:
+    """The nodes of `asked` that no computing layer names: folded, or not told by the inspector."""
+    named = {node for layer in layers if layer.computes for node in layer.onnx_nodes}
+    return tuple(node for node in asked if node not in named)
+
+
+def shares(layers: Sequence[Layer], time_ms: Mapping[str, float] | None = None) -> dict[str, float]:
+    """Share, 0 to 1, of the computing layers by precision; of their time where `time_ms` is given.
+
+    `time_ms`: layer name -> milliseconds, as a profiler reports it; a layer not there counts 0.
+    """
+    sums: dict[str, float] = defaultdict(float)
+    for layer in layers:
+        if layer.computes and layer.precision:
+            sums[layer.precision] += time_ms.get(layer.name, 0.0) if time_ms is not None else 1.0
+    whole = sum(sums.values())
+    return {name: part / whole for name, part in sorted(sums.items())} if whole else {}
+
+
+def _layer(item: object) -> Layer:
+    if isinstance(item, str):  # names only: the plan was not built at detailed verbosity
+        return Layer(item, "", None, _nodes(item, ""))
+    if not isinstance(item, dict):
+        raise ValueError("a layer is neither a name nor an object")
+    name, kind = str(item.get("Name", "")), str(item.get("LayerType", ""))
+    nodes = _nodes(name, str(item.get("Metadata") or ""))
+    return Layer(name, kind, _computed_in(item), nodes)
+
+
+def _nodes(name: str, metadata: str) -> tuple[str, ...]:
+    """The ONNX nodes in a layer: from its metadata, else from its name ("Conv_0 + Relu_1")."""
+    found = [_ONNX_LAYER.fullmatch(part.strip()) for part in _SEPARATOR.split(metadata)]
+    named = [match[1] for match in found if match]
+    if not named:
+        named = [part.strip().removeprefix("PWN(").rstrip(")") for part in name.split(" + ")]
+    return tuple(dict.fromkeys(named))
+
+
+def _computed_in(item: Mapping[str, Any]) -> str | None:
+    """The narrowest type that flows through, but not narrower than the weights.
+
+    A fused Quantize makes an output narrow, a fused Cast an input wide: neither is what the layer
+    computes in. Weights stored narrow beside wide activations (weight-only) are computed wide.
+    """
+    inputs, outputs = _types(item.get("Inputs")), _types(item.get("Outputs"))
+    flowing = [name for name in inputs if name in BITS]
+    flowing += [name for name in outputs if name in (_FLOATS if inputs else BITS)]
+    if not flowing:
+        return next(iter([*outputs, *inputs]), None)
+    narrowest = min(flowing, key=lambda name: BITS[name])
+    weights = item.get("Weights")
+    stored = _type(str(weights.get("Type", ""))) if isinstance(weights, dict) else None
+    return stored if stored and BITS.get(stored, 0) > BITS[narrowest] else narrowest
+
+
+def _types(tensors: object) -> list[str]:
+    found = []
+    for tensor in tensors if isinstance(tensors, list) else []:
+        if isinstance(tensor, dict):
+            text = next((str(tensor[key]) for key in _TYPE_KEYS if key in tensor), "")
+            kind = _type(text)
+            if kind is not None:
+                found.append(kind)
+    return found
+
+
+def _type(text: str) -> str | None:
+    return next((_NAMES[word] for word in re.findall(r"\w+", text.lower()) if word in _NAMES), None)

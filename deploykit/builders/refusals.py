@@ -1,0 +1,164 @@
+"""What TensorRT's parser and builder say, in words that name the culprit and the cure.
+
+In: the parser's errors, the lines of the log. Out: a `Refusal` each. TensorRT answers with the
+condition that failed in its source ("false") or only in its log; the texts matched here were
+collected by giving it files that it refuses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deploykit.core.errors import BadInput, DeploykitError, Unsupported
+
+NO_DRIVER = "cudaError 35"  # follows every other error of a machine without a driver
+NO_REASON = "TensorRT gave no reason in its log"
+_QUANTIZE = "quantize it with: deploykit quantize MODEL --to int8 --calib DATA"
+_QOPERATORS = re.compile(r"QLinear|QGemm|QAttention|MatMulInteger|ConvInteger")
+
+
+@dataclass(frozen=True)
+class ParserError:
+    """One error of `OnnxParser.get_error`. `code` is the name of its ErrorCode."""
+
+    code: str
+    operator: str
+    node: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a file or a build is refused. `damaged`: the file is wrong, not merely out of reach."""
+
+    text: str
+    hint: str | None = None
+    damaged: bool = False
+
+
+# text of the error -> what it means; the first that is found wins
+_PARSER: Sequence[tuple[str, Refusal]] = (
+    (
+        "Failed to parse the ONNX model",
+        Refusal("is a truncated or damaged ONNX file", damaged=True),
+    ),
+    (
+        "Failed to import initializer",
+        Refusal("its weights cannot be read: {file}", "keep model and data together", damaged=True),
+    ),
+    (
+        "type Int32 but must have type",
+        Refusal("{node} dequantizes an int32 bias, which TensorRT does not take", _QUANTIZE),
+    ),
+    (
+        "Non-zero zero point",
+        Refusal("{node} has a zero point that is not 0: only symmetric INT8 is taken", _QUANTIZE),
+    ),
+    (
+        "unsupported input type of UINT8",
+        Refusal("{node} quantizes to uint8: only symmetric INT8 is taken", _QUANTIZE),
+    ),
+    (
+        "Failed to convert ONNX date type",
+        Refusal("an input or a tensor is of a type that TensorRT has not, such as text"),
+    ),
+    (
+        "must have same input types|must be of same type",
+        Refusal(
+            "{node} mixes the types {types}",
+            "put the precision in with: deploykit quantize MODEL --to fp16",
+            damaged=True,
+        ),
+    ),
+    (
+        "Plugin not found|plugin creator|plugin registry",
+        Refusal("{node} needs a plugin that this TensorRT does not have"),
+    ),
+)
+_BUILDER: Sequence[tuple[str, Refusal]] = (
+    (
+        "workspace limit|insufficient workspace|increase the .*workspace",
+        Refusal("no kernel fits into the workspace", "allow a larger workspace"),
+    ),
+    (
+        r"libnvinfer_lean|libnvinfer_builder|libnvinfer_dispatch",
+        Refusal("TensorRT's lean runtime is not installed, which a version compatible plan needs"),
+    ),
+    (
+        "out of memory|OutOfMemory|Requested amount of GPU memory",
+        Refusal(
+            "the GPU ran out of memory while building",
+            "close what else uses the GPU, or ask for a smaller workspace or batch",
+        ),
+    ),
+    (
+        "Compute capability is invalid|compute capability is not supported|not support SM",
+        Refusal("this TensorRT does not build for this GPU's compute capability"),
+    ),
+)
+_TYPES = re.compile(r"types? (?:is )?(\w+) (?:and|but kernel is of type) (\w+)")
+_CAN_FAIL = re.compile(r"strongly[ _-]?typed|any supported formats consistent with", re.IGNORECASE)
+
+
+def parser_refusal(error: ParserError, log: Sequence[str] = ()) -> Refusal:
+    """One parser error in words; `log`: the error lines, which name a missing data file."""
+    node = f"{error.operator or 'a node'} '{error.node}'" if error.node else error.operator
+    for pattern, refusal in _PARSER:
+        if re.search(pattern, error.text):
+            types = _TYPES.search(error.text)
+            file = re.search(r"Failed to open file: (\S.*)", "\n".join(log))
+            text = refusal.text.format(
+                node=node or "a node",
+                types=f"{types[1]} and {types[2]}" if types else first_sentence(error.text),
+                file=file[1] if file else first_sentence(error.text),
+            )
+            return Refusal(text, refusal.hint, refusal.damaged)
+    if _QOPERATORS.match(error.operator):
+        return Refusal(
+            f"{node} is of ONNX Runtime's integer operators: TensorRT wants Q/DQ pairs", _QUANTIZE
+        )
+    if error.code == "UNSUPPORTED_NODE" or error.text.strip() in ("", "false"):
+        return Refusal(f"operator {node or 'unknown'} is not supported by TensorRT")
+    return Refusal(f"{node + ': ' if node else ''}{first_sentence(error.text)}")
+
+
+def build_refusal(errors: Sequence[str]) -> Refusal:
+    """Why a build gave no plan, from the error lines of its log, oldest first."""
+    told = [line for line in errors if NO_DRIVER not in line]
+    for line in told:
+        for pattern, refusal in _BUILDER:
+            if re.search(pattern, line, re.IGNORECASE):
+                return refusal
+    if told:
+        return Refusal(first_sentence(told[0]))
+    if errors:
+        return Refusal("no NVIDIA driver on this machine", "see: deploykit doctor")
+    return Refusal(NO_REASON)
+
+
+def error_of(where: str, refusals: Sequence[Refusal]) -> DeploykitError:
+    """BadInput or Unsupported that names the first refusal and every other in the same line."""
+    first = refusals[0]
+    text = "; ".join(refusal.text for refusal in refusals)
+    kind = BadInput if first.damaged else Unsupported
+    return kind(f"{where}: {text}", hint=first.hint)
+
+
+def refuses_strong_typing(errors: Sequence[str]) -> bool:
+    """Whether the log blames strong typing itself, or kernels that its types leave none for.
+
+    TensorRT 10.0 to 10.11 has strongly typed networks for which it has no implementation, though
+    the same types without the flag build.
+    """
+    return any(_CAN_FAIL.search(line) for line in errors)
+
+
+def first_sentence(text: str) -> str:
+    """A line of the log without TensorRT's own function, error code and source position."""
+    line = next((line.strip() for line in text.splitlines() if line.strip()), NO_REASON)
+    line = re.sub(r"^(\[\S+?\]|\w+::\w+:)\s*", "", line)
+    line = re.sub(r"^Error Code \d+: [\w ]+ \((.*)\)$", r"\1", line)
+    line = re.sub(r"\.? In \w+ at \S+:\d+\)?$", "", line)
+    return re.sub(r"^Assertion failed: ", "", line)

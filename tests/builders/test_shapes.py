@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from onnx import TensorProto, helper
+
+from deploykit.builders.inputs import axis_names, spec
+from deploykit.builders.memory import Need, activation_bytes, check_memory, weight_bytes
+from deploykit.builders.shapes import AxisRange, parse_axis, parse_batch, ranges
+from deploykit.core.errors import BadInput, Unsupported
+from deploykit.core.tensors import parse_spec
+from tests.onnx_zoo import linear, save
+
+BATCH = AxisRange(1, 8, 32)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1,8,32", (1, 8, 32)), ("4", (4, 4, 4)), (" 1 , 2,3 ", (1, 2, 3)), ("0,1,2", (0, 1, 2))],
+)
+def test_a_range_of_sizes_is_read(text: str, expected: tuple[int, int, int]) -> None:
+    assert parse_batch(text) == AxisRange(*expected)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "1,8", "1,2,3,4", "a", "1,,3", "-1,2,3", "1.5", "8,4,2", "1,9,8", "0,0,0", "9" * 11],
+)
+def test_what_is_no_range_is_bad_input_naming_the_option(text: str) -> None:
+    with pytest.raises(BadInput, match="--batch"):
+        parse_batch(text)
+
+
+def test_sizes_beyond_32_bits_are_bad_input() -> None:
+    with pytest.raises(BadInput, match="at most 2147483647"):
+        parse_batch("1,1,2147483648")
+
+
+def test_an_axis_is_read_with_its_name() -> None:
+    assert parse_axis("T=16,128,512") == ("T", AxisRange(16, 128, 512))
+
+
+@pytest.mark.parametrize("text", ["16,128,512", "=1,2,3", "T", "T=", "T=5,4,3"])
+def test_an_axis_without_name_or_range_is_bad_input(text: str) -> None:
+    with pytest.raises(BadInput, match="--axis"):
+        parse_axis(text)
+
+
+def test_the_batch_and_named_axes_become_three_shapes() -> None:
+    inputs = [parse_spec("ids:int64[N,T]"), parse_spec("image:float32[N,3,H,224]")]
+    axes = {"T": AxisRange(1, 16, 64), "H": AxisRange(224, 224, 448)}
+    assert ranges(inputs, BATCH, axes) == {
+        "ids": ((1, 1), (8, 16), (32, 64)),
+        "image": ((1, 3, 224, 224), (8, 3, 224, 224), (32, 3, 448, 224)),
+    }
+
+
+def test_axis_0_is_the_batch_whatever_its_name() -> None:
+    inputs = [parse_spec("x:float32[batch,4]"), parse_spec("mask:bool[4,batch]")]
+    found = ranges(inputs, BATCH, {})
+    assert found["x"] == ((1, 4), (8, 4), (32, 4))
+    assert found["mask"] == ((4, 1), (4, 8), (4, 32))
+
+
+def test_axis_0_takes_a_range_of_its_own_if_it_is_given_one() -> None:
+    inputs = [parse_spec("points:float32[P,3]"), parse_spec("x:float32[N,4]")]
+    found = ranges(inputs, BATCH, {"P": AxisRange(1, 500, 1000)})
+    assert found["points"][2] == (1000, 3)
+    assert found["x"][2] == (32, 4)
+
+
+def test_a_scalar_input_has_empty_shapes() -> None:
+    assert ranges([parse_spec("s:float32[]")], AxisRange(1, 1, 1), {}) == {"s": ((), (), ())}
+
+
+def test_an_axis_without_a_range_names_input_axis_and_option() -> None:
+    with pytest.raises(BadInput, match="input 'ids': axis 1, 'T'") as caught:
+        ranges([parse_spec("ids:int64[N,T]")], BATCH, {})
+    assert caught.value.hint == "--axis T=MIN,OPT,MAX"
+
+
+def test_an_unknown_axis_is_bad_input_listing_those_there_are() -> None:
+    with pytest.raises(BadInput, match="--axis W: no input") as caught:
+        ranges([parse_spec("x:float32[N,T,4]")], BATCH, {"W": BATCH})
+    assert caught.value.hint == "dynamic axes: T"
+
+
+def test_the_batch_is_not_an_axis_option() -> None:
+    with pytest.raises(BadInput, match="--axis N: is the batch") as caught:
+        ranges([parse_spec("x:float32[N,4]")], BATCH, {"N": AxisRange(1, 2, 3)})
+    assert caught.value.hint == "--batch 1,2,3"
+
+
+@pytest.mark.parametrize(
+    ("batch", "axes", "option"),
+    [
+        (AxisRange(8, 4, 32), {}, "--batch"),
+        (BATCH, {"T": AxisRange(5, 1, 9)}, "--axis T"),
+        (BATCH, {"T": AxisRange(-1, 1, 9)}, "--axis T"),
+    ],
+)
+def test_ranges_made_in_python_are_checked_too(
+    batch: AxisRange, axes: dict[str, AxisRange], option: str
+) -> None:
+    with pytest.raises(BadInput, match=option):
+        ranges([parse_spec("x:float32[N,T]")], batch, axes)
+
+
+def test_a_fixed_batch_cannot_be_given_a_range() -> None:
+    with pytest.raises(BadInput, match="axis 0 of input 'x' is fixed at 4") as caught:
+        ranges([parse_spec("x:float32[4,3]")], BATCH, {})
+    assert "--batch 4" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("size", [1, 4], ids=["nothing asked", "the same size"])
+def test_a_fixed_batch_takes_its_own_size_or_none(size: int) -> None:
+    found = ranges([parse_spec("x:float32[4,3]")], AxisRange(size, size, size), {})
+    assert found == {"x": ((4, 3), (4, 3), (4, 3))}
+
+
+def test_a_batch_that_sets_nothing_is_bad_input() -> None:
+    points = {"P": AxisRange(1, 500, 1000)}
+    with pytest.raises(BadInput, match="--batch 1,8,32: no input has a batch"):
+        ranges([parse_spec("points:float32[P,3]")], BATCH, points)
+    assert ranges([parse_spec("points:float32[P,3]")], AxisRange(1, 1, 1), points)
+
+
+# names of axes, from the file
+
+
+def test_axis_names_are_read_off_the_file(tmp_path: Path) -> None:
+    assert axis_names(save(linear(), tmp_path / "m.onnx"))["x"] == ("N", None)
+
+
+def test_an_axis_without_a_name_is_named_by_its_place() -> None:
+    assert str(spec("x", "float32", (-1, -1, 4), ())) == "x:float32[N,x_1,4]"
+    assert str(spec("x", "float32", (-1, -1, 4), ("B", "T", None))) == "x:float32[B,T,4]"
+
+
+@pytest.mark.parametrize("content", [b"", b"\x08", b"\xff" * 50, b"\x3a\xff\xff\xff\xff\x0f"])
+def test_a_damaged_file_names_no_axes(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "bad.onnx"
+    path.write_bytes(content)
+    assert axis_names(path) == {}
+
+
+def test_a_name_that_is_no_text_does_not_stop_the_reading(tmp_path: Path) -> None:
+    content = linear().SerializeToString()
+    path = tmp_path / "m.onnx"
+    path.write_bytes(content.replace(b"\x12\x01N", b"\x12\x01\xff"))
+    assert axis_names(path)["x"][0] == "\N{REPLACEMENT CHARACTER}"
+
+
+# memory
+
+
+def test_activations_are_two_of_the_largest_tensor() -> None:
+    shapes = [(-1, 10), (-1, 3, -1), (7,), ()]
+    assert activation_bytes(shapes, batch=8, others=50) == 2 * 4 * (8 * 3 * 50)
+
+
+def test_weights_beside_the_model_count(tmp_path: Path) -> None:
+    model = helper.make_model(helper.make_graph([], "g", [], []))
+    tensor = model.graph.initializer.add(name="w", data_type=TensorProto.FLOAT, dims=[100])
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="w.bin")
+    (tmp_path / "w.bin").write_bytes(bytes(400))
+    path = save(model, tmp_path / "m.onnx")
+    assert weight_bytes(path) == 400 + path.stat().st_size
+
+
+def test_too_little_memory_names_what_is_needed_and_what_is_free() -> None:
+    need = Need(weights=100 << 20, workspace=200 << 20, activations=50 << 20)
+    check_memory(need, need.total, "m.onnx")
+    check_memory(need, None, "m.onnx")
+    with pytest.raises(Unsupported, match=r"m\.onnx.* 350 MiB .*349 MiB are free"):
+        check_memory(need, need.total - (1 << 20), "m.onnx")

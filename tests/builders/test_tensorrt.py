@@ -1,0 +1,270 @@
+"""Builds with a TensorRT made of Python: what reaches it, and what is told of the plan."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deploykit.builders import nvidia, tensorrt
+from deploykit.builders.network import precision_flags
+from deploykit.builders.tensorrt import Options, build, check
+from deploykit.core.errors import MissingExtra, Unsupported
+from deploykit.core.profile import load_profile
+from tests.builders.fake_tensorrt import Severity
+from tests.builders.tensorrt_fixtures import (  # noqa: F401
+    BATCH,
+    NO_FORMATS,
+    Use,
+    cache_fixture,
+    model_fixture,
+    options,
+    out_fixture,
+    use_fixture,
+)
+
+
+def test_the_plan_is_written_as_it_came(use: Use, model: Path, out: Path) -> None:
+    does = use()
+    build(model, out, options())
+    assert out.read_bytes() == does.plan
+
+
+def test_the_facts_say_what_a_plan_is_bound_to(use: Use, model: Path, out: Path) -> None:
+    use(version="10.3.0.26")
+    facts = build(model, out, options(version_compatible=True, hardware_compatible=True))
+    built_on = facts.built_on
+    assert built_on["tensorrt"] == "10.3.0.26"
+    assert (built_on["model"], built_on["profile"], built_on["batch"]) == ("m.onnx", "l4", "1,4,8")
+    assert built_on["version_compatible"] == "yes"
+    assert built_on["hardware_compatible"] == "ampere_plus"
+    assert built_on["typing"] == "strong"
+    assert all(isinstance(value, str) for value in built_on.values())
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["TensorRT 11", "TensorRT 10"])
+def test_strong_typing_is_asked_for_by_name(use: Use, model: Path, out: Path, number: int) -> None:
+    does = use(strong_number=number)
+    facts = build(model, out, options())
+    assert does.seen["strong"] == [True]
+    assert facts.flags_used == ("STRONGLY_TYPED",)
+
+
+def test_profile_and_options_reach_the_builder(use: Use, model: Path, out: Path) -> None:
+    does = use()
+    build(model, out, options(level=4, version_compatible=True))
+    config = does.seen["config"]
+    assert does.seen["shapes"] == {"x": ((1, 4), (4, 4), (8, 4))}
+    assert does.seen["WORKSPACE"] == load_profile("l4").workspace_bytes
+    assert config.builder_optimization_level == 4
+    assert config.profiling_verbosity == "DETAILED"
+    assert config.flags == ["VERSION_COMPATIBLE"]
+
+
+def test_a_workspace_that_was_asked_for_replaces_the_profiles(
+    use: Use, model: Path, out: Path
+) -> None:
+    does = use()
+    build(model, out, options(workspace_bytes=1 << 20))
+    assert does.seen["WORKSPACE"] == 1 << 20
+
+
+@pytest.mark.parametrize("version", ["8.6.2", "8.5.2.2", "7.1"])
+def test_tensorrt_before_10_is_refused_with_the_reason(
+    use: Use, model: Path, out: Path, version: str
+) -> None:
+    use(version=version)
+    with pytest.raises(Unsupported, match=rf"TensorRT {re.escape(version)} is here.*no types"):
+        build(model, out, options())
+
+
+def test_without_tensorrt_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, model: Path, out: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    with pytest.raises(MissingExtra) as caught:
+        build(model, out, options())
+    assert "deploykit[tensorrt]" in (caught.value.hint or "")
+
+
+def test_a_machine_without_a_driver_is_told_so(use: Use, model: Path, out: Path) -> None:
+    use(driver=False)
+    with pytest.raises(Unsupported, match="cannot start: no NVIDIA driver"):
+        build(model, out, options())
+
+
+def test_a_profile_that_ends_before_this_tensorrt_is_refused(
+    use: Use, model: Path, out: Path
+) -> None:
+    use(version="11.4.0")
+    old = replace(load_profile("l4"), tensorrt_max="10.16")
+    with pytest.raises(Unsupported, match=r"profile l4: runs TensorRT 10.3 to 10.16, here is 11"):
+        build(model, out, Options(old, BATCH))
+
+
+# weak typing, where strong typing has gaps
+
+
+def test_older_flags_are_used_where_strong_typing_is_refused_and_said(
+    use: Use, model: Path, out: Path
+) -> None:
+    does = use(version="10.3.0", strong_error=NO_FORMATS, dtypes=("FLOAT", "HALF", "INT8", "FP8"))
+    facts = build(model, out, options())
+    assert does.seen["strong"] == [True, False]
+    assert facts.flags_used == ("FP16", "INT8", "FP8")
+    assert does.seen["config"].flags == ["FP16", "INT8", "FP8"]
+    assert facts.built_on["typing"] == "weak"
+    assert "refused the strongly typed network" in facts.notes[0]
+    assert "could not find any supported formats" in facts.notes[0]
+
+
+@pytest.mark.parametrize("version", ["10.12.0", "10.13.3", "11.4.0"])
+def test_later_tensorrt_is_never_given_the_older_flags(
+    use: Use, model: Path, out: Path, version: str
+) -> None:
+    does = use(version=version, strong_error=NO_FORMATS)
+    with pytest.raises(Unsupported, match="could not find any supported formats"):
+        build(model, out, options())
+    assert does.seen["strong"] == [True]
+
+
+def test_another_error_is_not_answered_with_the_older_flags(
+    use: Use, model: Path, out: Path
+) -> None:
+    does = use(version="10.3.0", strong_error="no tactics within workspace limit")
+    with pytest.raises(Unsupported, match="workspace"):
+        build(model, out, options())
+    assert does.seen["strong"] == [True]
+
+
+def test_when_both_fail_the_first_reason_is_told(use: Use, model: Path, out: Path) -> None:
+    use(version="10.3.0", strong_error=NO_FORMATS, weak_error="something else")
+    with pytest.raises(Unsupported, match="could not find any supported formats"):
+        build(model, out, options())
+
+
+# DLA
+
+
+def test_dla_falls_back_to_the_gpu(use: Use, model: Path, out: Path) -> None:
+    does = use(dla_cores=2)
+    facts = build(model, out, options(dla=1))
+    config = does.seen["config"]
+    assert (config.default_device_type, config.DLA_core) == ("DLA", 1)
+    assert facts.flags_used == ("STRONGLY_TYPED", "GPU_FALLBACK")
+    assert facts.built_on["dla"] == "1"
+
+
+def test_a_dla_core_that_is_not_there_is_refused(use: Use, model: Path, out: Path) -> None:
+    use(dla_cores=1)
+    with pytest.raises(Unsupported, match="DLA core 1: TensorRT finds 1"):
+        build(model, out, options(dla=1))
+
+
+def test_a_check_elsewhere_leaves_the_dla_out_and_says_so(use: Use, model: Path) -> None:
+    use(dla_cores=0)
+    found = check(model, options(dla=0))
+    assert found.accepted
+    assert "checked for the GPU alone" in found.notes[0]
+
+
+# reading back
+
+
+def test_layers_are_read_back_where_the_plan_can_be_loaded(
+    use: Use, model: Path, out: Path
+) -> None:
+    layer = {"Name": "gemm", "LayerType": "gemm", "Inputs": [{"Format/Datatype": "Half"}]}
+    use(layers=json.dumps({"Layers": [layer]}))
+    facts = build(model, out, options())
+    assert facts.layers is not None
+    assert [(found.name, found.precision) for found in facts.layers] == [("gemm", "float16")]
+
+
+def test_the_facts_become_json(use: Use, model: Path, out: Path) -> None:
+    use(layers='{"Layers": ["a + b"]}')
+    document = json.loads(json.dumps(build(model, out, options()).to_dict()))
+    assert document["layers"][0]["onnx_nodes"] == ["a", "b"]
+    assert document["flags_used"] == ["STRONGLY_TYPED"]
+
+
+def test_a_version_compatible_plan_may_bring_its_own_code(use: Use, model: Path, out: Path) -> None:
+    does = use(layers='{"Layers": []}')
+    build(model, out, options(version_compatible=True))
+    assert does.seen["host_code"] is True
+    build(model, out, options())
+    assert does.seen["host_code"] is False
+
+
+@pytest.mark.parametrize(
+    ("layers", "why"), [(None, "was not read back"), ("{broken", "cannot be read")]
+)
+def test_without_layers_the_plan_is_kept_and_the_reason_noted(
+    use: Use, model: Path, out: Path, layers: str | None, why: str
+) -> None:
+    does = use(layers=layers)
+    facts = build(model, out, options())
+    assert facts.layers is None
+    assert why in facts.notes[-1]
+    assert out.read_bytes() == does.plan
+
+
+# log lines, types, TensorRT for RTX
+
+
+def test_lines_are_collected_within_the_block_only(use: Use) -> None:
+    use()
+    nv = nvidia.module()
+    log, error = nvidia.logger(nv), Severity.ERROR
+    with nvidia.collected(nv) as outer:
+        with nvidia.collected(nv) as inner:
+            log.log(error, "first")
+        log.log(error, "second")
+    log.log(error, "third")
+    assert (inner.errors, outer.errors) == (["first"], ["second"])
+    assert nvidia.logger(nv) is log
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "flags"),
+    [
+        (["FLOAT", "INT64", "BOOL"], ()),
+        (["HALF", "FLOAT"], ("FP16",)),
+        (["BF16"], ("BF16",)),
+        (["INT4", "HALF"], ("FP16", "INT4")),
+    ],
+)
+def test_weak_typing_takes_its_flags_from_the_types(
+    dtypes: list[str], flags: tuple[str, ...]
+) -> None:
+    assert precision_flags(dtypes) == flags
+
+
+def test_a_plan_of_rtx_is_known_by_its_first_bytes() -> None:
+    assert tensorrt.flavour_of(b"vtrt\0\0") == "rtx"
+    assert tensorrt.flavour_of(b"ftrt\0\0") == "tensorrt"
+
+
+def test_rtx_that_turns_out_to_be_tensorrt_is_not_kept(use: Use, model: Path, out: Path) -> None:
+    use()
+    with pytest.raises(Unsupported, match="rtx was asked for, the library here is tensorrt"):
+        build(model, out.with_suffix(".rtx"), options(flavour="rtx"))
+    assert not out.with_suffix(".rtx").exists()
+
+
+def test_tensorrt_for_rtx_is_taken_by_its_own_name(use: Use, model: Path, out: Path) -> None:
+    does = use("tensorrt_rtx", version="1.7.1.116", plan=b"vtrt" + bytes(8))
+    facts = build(model, out.with_suffix(".rtx"), options(flavour="rtx"))
+    assert out.with_suffix(".rtx").read_bytes() == does.plan
+    assert (facts.built_on["flavour"], facts.built_on["tensorrt"]) == ("rtx", "1.7.1.116")
+
+
+def test_tensorrt_for_rtx_is_never_given_the_older_flags(use: Use, model: Path, out: Path) -> None:
+    does = use("tensorrt_rtx", version="1.7.1.116", strong_error=NO_FORMATS)
+    with pytest.raises(Unsupported, match="could not find any supported formats"):
+        build(model, out.with_suffix(".rtx"), options(flavour="rtx"))
+    assert does.seen["strong"] == [True]
