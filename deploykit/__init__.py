@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "train": "deploykit.api.making:train",
-    "export": "deploykit.api.making:export",
+    "export": "deploykit.api.exporting:export",
     "quantize": "deploykit.api.precision:quantize",
     "build": "deploykit.api.making:build",
     "load": "deploykit.runtimes.engine:load",

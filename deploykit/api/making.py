@@ -1,30 +1,28 @@
-"""Make artefacts: train a recipe, export it, build it for a hardware profile."""
+"""Make artefacts: train a recipe, build a model for a hardware profile."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 
+from deploykit.api import engines, golden
+from deploykit.api.engines import CheckResult, Shapes, build_plan, check_here
 from deploykit.api.precision import PRECISIONS, quantize
 from deploykit.api.staging import (
-    PARITY_BATCHES,
     Made,
     Progress,
     keep_if_equal,
     onnx_manifest,
+    parity_sizes,
     staged,
 )
 from deploykit.core.artefact import Manifest, sniff, write_manifest
-from deploykit.core.errors import BadInput, Unsupported
-from deploykit.core.extras import installed
+from deploykit.core.errors import BadInput
 from deploykit.core.files import check_writable, make_folder, sha256
-from deploykit.core.machine import this_machine, tool_versions
-from deploykit.core.profile import Profile, choose_profile, load_profile
+from deploykit.core.machine import tool_versions
+from deploykit.core.profile import choose_profile, load_profile
 from deploykit.core.recipe import load_recipe
-from deploykit.core.tensors import BATCH, TensorSpec, parse_spec
 
-EXPORT_MAX_ERROR = 1e-4  # float32 on both sides: only the order of additions differs
 BUILD_MAX_ERROR = 1e-3  # fused float16 and INT8 kernels round at other places than the typed graph
 
 
@@ -79,61 +77,6 @@ def train(
     return Made(out, manifest, accuracy=accuracy)
 
 
-def export(
-    model: Path,
-    out: Path | None = None,
-    *,
-    arch: str | None = None,
-    inputs: Sequence[str] = (),
-    batch: str = "dynamic",
-    opset: int | None = None,
-    allow_pickle: bool = False,
-    max_error: float = EXPORT_MAX_ERROR,
-) -> Made:
-    """Export a PyTorch file to ONNX and prove that it computes the same at several batch sizes.
-
-    `inputs`: specs as text, where the file does not hold them. Raises GateFailed past `max_error`.
-    """
-    out = out or model.with_suffix(".onnx")
-    check_writable(out)
-    wanted = tuple(parse_spec(text) for text in inputs)
-    if sniff(model) != "torch":
-        raise BadInput(f"{model}: is not a PyTorch file", hint="export takes .pt and .pth files")
-    from deploykit.exporters import onnx as exporter
-    from deploykit.measure.parity import compare_engines
-    from deploykit.runtimes import torch as runtime
-    from deploykit.runtimes.data import random_feeds
-    from deploykit.runtimes.engine import load
-
-    loaded = runtime.load_module(model, arch=arch, inputs=wanted, allow_pickle=allow_pickle)
-    size = _batch_size(batch)
-    loaded = replace(
-        loaded, inputs=_fixed(loaded.inputs, size), outputs=_fixed(loaded.outputs, size)
-    )
-    with staged(out) as tmp:
-        exporter.export_module(
-            loaded.module, loaded.inputs, loaded.outputs, tmp, opset=opset or exporter.DEFAULT_OPSET
-        )
-        axes = {axis for spec in loaded.inputs for axis in spec.shape if isinstance(axis, str)}
-        feeds = [
-            random_feeds(loaded.inputs, {axis: n if axis == BATCH else 2 + n for axis in axes}, n)
-            for n in ((size,) if size else PARITY_BATCHES)
-        ]
-        torch_engine = runtime.TorchEngine(loaded, model.name, "cpu", None)
-        with torch_engine as reference, load(tmp, "cpu") as exported:
-            parity = compare_engines(
-                reference, exported, feeds, max_error=max_error, names=(model.name, out.name)
-            )
-        manifest = onnx_manifest(
-            tmp,
-            (sha256(model),),
-            tools=("torch", "onnx", "onnxscript"),
-            checks={"parity": parity.to_dict(), "ran_pickle": loaded.ran_pickle, "arch": arch},
-        )
-        made = Made(out, manifest, parity=parity)
-        return keep_if_equal(tmp, made, parity)
-
-
 def build(
     model: Path,
     profile: str = "auto",
@@ -141,29 +84,36 @@ def build(
     precision: str | None = None,
     calib: Path | None = None,
     data: Path | None = None,
-    max_drop: float = 0.01,
+    metric: str = "top1",
+    max_drop: float | None = None,
     max_error: float = BUILD_MAX_ERROR,
+    shapes: Shapes | None = None,
     out: Path | None = None,
+    on_progress: Progress | None = None,
 ) -> Made:
     """Build `model` for a hardware profile; with `precision`, quantise first.
 
-    Raises GateFailed when the built file differs from its source by more than `max_error`, or the
-    accuracy drops by more than `max_drop`; Unsupported for a target that cannot be built for here.
+    `calib`, `data`, `metric`, `max_drop`: as in `quantize`. `shapes`: what a TensorRT engine is
+    built for. Raises GateFailed when the built file differs from its source by more than
+    `max_error` (an engine: see `engines`) or has layers wider than asked, or the quantised one
+    fails its gate; Unsupported for a target that cannot be built for here.
     """
     target, why = choose_profile() if profile == "auto" else (load_profile(profile), "")
-    source_format = sniff(model)
-    if source_format != "onnx":
+    _check_model(model)
+    engine = target.runtime == "tensorrt"
+    if engine:
+        check_here(target, model)
+    elif shapes is not None and shapes != Shapes():
         raise BadInput(
-            f"{model}: is a {source_format} file, build takes .onnx", hint="deploykit export"
+            f"profile '{target.name}' runs ONNX Runtime, which takes any batch and needs no shapes",
+            hint="--batch, --axis, --level, --dla and the compatibility options are for TensorRT",
         )
-    if target.runtime != "onnxruntime":
-        raise _no_tensorrt(target, model)
     if precision not in (None, "fp32", *PRECISIONS):
         raise BadInput(
             f"--precision {precision}: is not offered",
             hint="one of: fp32, " + ", ".join(PRECISIONS),
         )
-    out = out or model.with_suffix(f".{target.name}.onnx")
+    out = out or model.with_suffix(".trt" if engine else f".{target.name}.onnx")
     check_writable(out)
     if out.resolve() == model.resolve():
         raise BadInput(f"{out}: is the model itself", hint="choose another -o")
@@ -183,13 +133,18 @@ def build(
                 typed,
                 calib=calib,
                 data=data,
+                metric=metric,
                 max_drop=max_drop,
                 runtime=target.runtime,
+                profile=profile if engine and profile != "auto" else None,
             )
+        if engine:
+            return build_plan(model, typed, tmp, out, target, shapes or Shapes(), on_progress)
         asked = graph.summarise(graph.load_graph(typed)).precision  # checked before it is run
         facts = builder.build(typed, tmp)
         with load(typed, "cpu") as reference, load(tmp, "cpu") as built:
-            feeds = [random_feeds(built.inputs, {BATCH: n}, n) for n in PARITY_BATCHES]
+            sizes = parity_sizes(built.inputs)
+            feeds = [random_feeds(built.inputs, each, seed) for seed, each in enumerate(sizes)]
             parity = compare_engines(
                 reference, built, feeds, max_error=max_error, names=(typed.name, out.name)
             )
@@ -199,6 +154,7 @@ def build(
             tools=("onnxruntime",),
             checks={"parity": parity.to_dict()},
             built_on={**facts, "profile": target.name},
+            golden=golden.carry(typed, tmp),
         )
         notes: tuple[str, ...] = (f"profile auto: {target.name} ({why})",) if why else ()
         notes += _changed(asked, manifest.precision)
@@ -216,32 +172,27 @@ def _changed(asked: Mapping[str, int], built: Mapping[str, int]) -> tuple[str, .
     )
 
 
-def _batch_size(batch: str) -> int | None:
-    """None for "dynamic", else the fixed size."""
-    if batch == "dynamic":
-        return None
-    if not batch.isascii() or not batch.isdigit() or int(batch) < 1:
-        raise BadInput(f"--batch {batch}: 'dynamic' or a size of 1 or more is needed")
-    return int(batch)
+def check(
+    model: Path,
+    profile: str,
+    *,
+    shapes: Shapes | None = None,
+    on_progress: Progress | None = None,
+) -> CheckResult:
+    """Parse and build `model` for a target with whatever NVIDIA builder is here; keep nothing.
+
+    Raises MissingExtra where there is none, BadInput for a profile that needs none.
+    """
+    target = load_profile(profile)
+    _check_model(model)
+    if target.runtime != "tensorrt":
+        raise BadInput(
+            f"--check: profile '{target.name}' does not run TensorRT: there is nothing to check"
+        )
+    return engines.check(model, target, shapes or Shapes(), on_progress)
 
 
-def _fixed(specs: tuple[TensorSpec, ...], size: int | None) -> tuple[TensorSpec, ...]:
-    """The specs with the batch axis fixed at `size`; as they are for None."""
-    if size is None:
-        return specs
-    return tuple(
-        replace(spec, shape=tuple(size if axis == BATCH else axis for axis in spec.shape))
-        for spec in specs
-    )
-
-
-def _no_tensorrt(target: Profile, model: Path) -> Unsupported:
-    """Why a TensorRT target cannot be built here, and what would work."""
-    machine = this_machine()
-    gpu = machine.gpus[0].name if machine.gpus else "no NVIDIA GPU"
-    lacks = "TensorRT is installed" if installed("tensorrt") else "TensorRT is not installed"
-    return Unsupported(
-        f"profile '{target.name}' needs a TensorRT engine, which this version of deploykit cannot "
-        f"build; here: {gpu}, {lacks}",
-        hint=f"what works here: deploykit build {model} --profile cpu",
-    )
+def _check_model(model: Path) -> None:
+    found = sniff(model)
+    if found != "onnx":
+        raise BadInput(f"{model}: is a {found} file, build takes .onnx", hint="deploykit export")

@@ -2,43 +2,127 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.api.staging import PARITY_BATCHES, Progress
+from deploykit.api import golden
+from deploykit.api.staging import Progress, parity_sizes
 from deploykit.core.artefact import Manifest, read_manifest, sniff
-from deploykit.core.errors import BadInput, Unsupported
+from deploykit.core.errors import BadInput, GateFailed
 from deploykit.core.files import check_writable, sha256
 from deploykit.core.profile import load_profile, profile_names
-from deploykit.core.tensors import BATCH, TensorSpec
+from deploykit.core.tensors import TensorSpec
 
 if TYPE_CHECKING:
+    import numpy as np
+    import onnx
+
+    from deploykit.measure.divergence import Divergence, Run, Tap
     from deploykit.measure.parity import Parity
     from deploykit.measure.stats import Interval
+    from deploykit.runtimes.engine import Arrays
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Parity of two artefacts, and where two ONNX graphs that differ first do so."""
+
+    parity: Parity
+    divergence: Divergence | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        found = self.divergence
+        return {**self.parity.to_dict(), "divergence": found.to_dict() if found else None}
+
+    def raise_if_over(self) -> None:
+        """Raise GateFailed naming the worst row, and the first node that differs."""
+        try:
+            self.parity.raise_if_over()
+        except GateFailed as exc:
+            if self.divergence is None:
+                raise
+            raise GateFailed(exc.message, hint=self.divergence.text) from None
 
 
 def compare(
     a: Path,
-    b: Path,
+    b: Path | None = None,
     *,
     data: Path | None = None,
-    max_error: float = 1e-3,
+    max_error: float | None = None,
     device: str = "cpu",
-) -> Parity:
-    """Run two artefacts on the same inputs, the samples of `data` or seeded random ones."""
+) -> Compared:
+    """Run two artefacts on the same inputs, the samples of `data` or seeded random ones.
+
+    Without `b`, `a` runs on the golden samples beside it and is held to what PyTorch answered;
+    the bound is then the manifest's, else 0.001.
+    """
     from deploykit.measure.parity import compare_engines
     from deploykit.runtimes.data import random_feeds, read_samples
     from deploykit.runtimes.engine import load
 
+    if b is None:
+        if data is not None:
+            raise BadInput("--data goes with two files; one alone replays its golden samples")
+        with load(a, device) as engine:
+            recorded, golden_feeds, found = golden.open_recorded(a, engine.inputs, engine.outputs)
+            bound = found.max_error if max_error is None else max_error
+            names = (f"{found.reference}, recorded", a.name)
+            return Compared(
+                compare_engines(recorded, engine, [golden_feeds], max_error=bound, names=names)
+            )
+    bound = golden.MAX_ERROR if max_error is None else max_error
     with load(a, device) as first, load(b, device) as second:
         if data is not None:
-            feeds = list(read_samples(data, first.inputs).batches(32))
+            samples = read_samples(data, first.inputs)
+            size, used = samples.batching(32, (*first.inputs, *second.inputs))
+            feeds = list(samples.first(used).batches(size))
         else:
-            feeds = [random_feeds(first.inputs, {BATCH: n}, n) for n in PARITY_BATCHES]
-        return compare_engines(first, second, feeds, max_error=max_error, names=(a.name, b.name))
+            sizes = parity_sizes(first.inputs)
+            feeds = [random_feeds(first.inputs, each, seed) for seed, each in enumerate(sizes)]
+        parity = compare_engines(first, second, feeds, max_error=bound, names=(a.name, b.name))
+    both = sniff(a) == sniff(b) == "onnx"
+    return Compared(parity, None if parity.passed or not both else _diverging(a, b, feeds, bound))
+
+
+def _diverging(
+    a: Path, b: Path, feeds: Sequence[Mapping[str, np.ndarray]], max_error: float
+) -> Divergence | None:
+    """The first node whose tensor differs; None where the graphs share no names to go by."""
+    from deploykit.measure.divergence import first_divergence
+    from deploykit.transforms import graph, taps
+
+    graphs = graph.load_graph(a), graph.load_graph(b)
+    pairs = taps.shared(*graphs)
+    with tempfile.TemporaryDirectory() as folder:
+        left, right = (_tap(model, Path(folder) / f"{n}.onnx") for n, model in enumerate(graphs))
+        try:
+            return first_divergence(left, right, pairs, feeds[:1], max_error=max_error)
+        except BadInput:
+            return None
+
+
+def _tap(model: onnx.ModelProto, path: Path) -> Tap:
+    """Run a graph as it is written and give the tensors asked for, however they are shown."""
+    from deploykit.runtimes.onnxruntime import open_as_written
+    from deploykit.transforms import graph, taps
+
+    def tap(names: Sequence[str]) -> Run:
+        tapped, shown = taps.expose(model, names)
+        graph.save_graph(tapped, path)
+        engine = open_as_written(path)
+
+        def run(feeds: Arrays) -> list[np.ndarray]:
+            values = engine(feeds)
+            return [values[name] for name in shown]
+
+        return run
+
+    return tap
 
 
 @dataclass(frozen=True)
@@ -136,12 +220,14 @@ def inspect(path: Path) -> Inspection:
     manifest = read_manifest(path)
     digest, size = sha256(path), path.stat().st_size
     if kind == "onnx":
-        from deploykit.transforms import graph
+        from deploykit.transforms import cost, graph
 
-        summary = graph.summarise(graph.load_graph(path))
+        model = graph.load_graph(path)
+        summary = graph.summarise(model)
         details = summary.to_dict()
         for key in ("inputs", "outputs", "precision"):
             details.pop(key)
+        details["mix"] = cost.mix(model, {}).to_dict()
         return Inspection(
             path,
             kind,
@@ -154,27 +240,33 @@ def inspect(path: Path) -> Inspection:
             _targets(summary.precision, summary.opset),
             manifest,
         )
-    if kind == "torch":
-        from deploykit.runtimes.torch import load_module, parameters
+    if kind in ("torch", "safetensors"):
+        from deploykit.runtimes.torch import look
 
-        loaded = load_module(path)
-        details = {"recipe": loaded.recipe, **parameters(loaded.module)}
-        return Inspection(
-            path,
-            kind,
-            size,
-            digest,
-            loaded.inputs,
-            loaded.outputs,
-            {},
-            details,
-            ("torch",),
-            manifest,
+        inputs, outputs, details = look(path)
+        fits = ("torch",)
+        return Inspection(path, kind, size, digest, inputs, outputs, {}, details, fits, manifest)
+    if manifest is None:
+        raise BadInput(
+            f"{path}: is a TensorRT engine without a manifest, so nothing tells what it is",
+            hint="deploykit build writes one beside every engine",
         )
-    raise Unsupported(f"{path}: {kind} files are not read by this version of deploykit")
+    shown = {key: manifest.checks.get(key) for key in ("verified", "flags", "shares")}
+    return Inspection(
+        path,
+        kind,
+        size,
+        digest,
+        manifest.inputs,
+        manifest.outputs,
+        manifest.precision,
+        {key: value for key, value in shown.items() if value is not None},
+        tuple(filter(None, [manifest.built_on.get("profile")])),
+        manifest,
+    )
 
 
-_NEEDS = {"float16": "fp16", "bfloat16": "bf16", "int8": "int8", "float8e4m3fn": "fp8"}
+_NEEDS = {"float16": "fp16", "bfloat16": "bf16", "int8": "int8", "float8": "fp8"}
 
 
 def _targets(precision: Mapping[str, int], opset: Mapping[str, int]) -> tuple[str, ...]:

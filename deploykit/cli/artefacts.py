@@ -12,9 +12,18 @@ from deploykit.cli.types import Device, Json
 
 Model = Annotated[Path, typer.Argument(help="The .onnx file.")]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="The file to write.")]
-Calib = Annotated[Path | None, typer.Option(help="Calibration data: .npz of the inputs.")]
-Labelled = Annotated[Path | None, typer.Option(help="Labelled .npz to measure accuracy on.")]
-MaxDrop = Annotated[float, typer.Option(help="Largest accuracy drop; 0.01 is one point.")]
+Calib = Annotated[
+    Path | None, typer.Option(help="Calibration data: .npz of the inputs, or a folder.")
+]
+Labelled = Annotated[
+    Path | None, typer.Option(help="Labelled data to measure accuracy on: .npz or a folder.")
+]
+MetricOption = Annotated[
+    str, typer.Option(help="top1, perplexity, pkg.mod:callable or ./file.py:callable.")
+]
+MaxDrop = Annotated[
+    float | None, typer.Option(help="Largest accuracy drop; 0.01, the default, is one point.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -23,7 +32,9 @@ def register(app: typer.Typer) -> None:
 
 
 def export(
-    model: Annotated[Path, typer.Argument(help="A .pt or .pth file.")],
+    model: Annotated[
+        Path, typer.Argument(help="A .pt, .pth, .pt2, .safetensors or TorchScript file.")
+    ],
     out: Out = None,
     arch: Annotated[
         str | None, typer.Option(help="pkg.mod:callable or ./file.py:callable.")
@@ -34,22 +45,38 @@ def export(
     ] = None,
     batch: Annotated[str, typer.Option(help="'dynamic', or a fixed size.")] = "dynamic",
     opset: Annotated[int | None, typer.Option(help="ONNX operator set.")] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="The target: its opset, and a preflight of the operators.")
+    ] = None,
+    exporter: Annotated[
+        str, typer.Option(help="auto, dynamo, or torchscript, the older one.")
+    ] = "auto",
+    preprocess: Annotated[
+        str | None, typer.Option(help="imagenet or FILE.toml: the graph takes uint8 images.")
+    ] = None,
+    samples: Annotated[
+        Path | None, typer.Option(help="Real inputs to compare and record; else seeded random.")
+    ] = None,
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Run code in the file: only if you trust it.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Export a PyTorch model to ONNX and prove that both compute the same."""
-    from deploykit.api import making
+    from deploykit.api import exporting
 
     with output.shown_on_failure(as_json, texts.made):
-        result = making.export(
+        result = exporting.export(
             model,
             out,
             arch=arch,
             inputs=input_ or (),
             batch=batch,
             opset=opset,
+            profile=profile,
+            exporter=exporter,
+            preprocess=preprocess,
+            samples=samples,
             allow_pickle=allow_pickle,
         )
     output.show(result, texts.made(result), as_json=as_json)
@@ -57,42 +84,118 @@ def export(
 
 def quantize(
     model: Model,
-    to: Annotated[str, typer.Option(help="fp16 or int8.")],
+    to: Annotated[
+        str,
+        typer.Option(help="fp16, bf16, int8, fp8, int8-weight-only, int4-weight-only or auto."),
+    ],
     out: Out = None,
     calib: Calib = None,
     data: Labelled = None,
-    max_drop: MaxDrop = 0.01,
+    metric: MetricOption = "top1",
+    max_drop: MaxDrop = None,
+    min_sqnr: Annotated[
+        float | None,
+        typer.Option(help="dB that every output must keep where there are no labels; 15 without."),
+    ] = None,
+    rest: Annotated[
+        str, typer.Option(help="fp32 or fp16: the nodes around int8, fp8 or stored weights.")
+    ] = "fp32",
+    calibrator: Annotated[
+        str | None, typer.Option(help="minmax, percentile or entropy: how scales are chosen.")
+    ] = None,
     runtime: Annotated[
         str, typer.Option(help="tensorrt or onnxruntime: where INT8's Q/DQ pairs go.")
     ] = "tensorrt",
+    profile: Annotated[
+        str | None, typer.Option(help="The target: its precisions, and auto's predicted cost.")
+    ] = None,
+    budget: Annotated[float, typer.Option(help="Seconds that auto may search.")] = 600.0,
     as_json: Json = False,
 ) -> None:
-    """Put FP16 or INT8 into an ONNX graph and gate what it costs in accuracy."""
+    """Put a lower precision into an ONNX graph and gate what it costs."""
     from deploykit.api import precision
 
-    with output.shown_on_failure(as_json, texts.made):
+    with (
+        output.shown_on_failure(as_json, texts.made),
+        output.Progress(f"quantize --to {to}") as progress,
+    ):
         result = precision.quantize(
-            model, to, out, calib=calib, data=data, max_drop=max_drop, runtime=runtime
+            model,
+            to,
+            out,
+            calib=calib,
+            data=data,
+            metric=metric,
+            max_drop=max_drop,
+            min_sqnr_db=min_sqnr,
+            rest=rest,
+            calibrator=calibrator,
+            runtime=runtime,
+            profile=profile,
+            budget_s=budget,
+            on_progress=progress,
         )
     output.show(result, texts.made(result), as_json=as_json)
+    if result.search is not None and result.search.stopped == "interrupted":
+        raise KeyboardInterrupt  # what had passed is kept, but the search was cut short
 
 
 def build(
     model: Model,
     profile: Annotated[str, typer.Option(help="A name, NAME@MODE, ./mine.toml or auto.")] = "auto",
-    precision: Annotated[str | None, typer.Option(help="fp32, fp16 or int8.")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="fp32, or what quantize --to takes.")
+    ] = None,
     calib: Calib = None,
     data: Labelled = None,
-    max_drop: MaxDrop = 0.01,
+    metric: MetricOption = "top1",
+    max_drop: MaxDrop = None,
+    batch: Annotated[
+        str | None, typer.Option(help="MIN,OPT,MAX of a TensorRT engine; 1,8,32 without.")
+    ] = None,
+    axis: Annotated[
+        list[str] | None, typer.Option(help="NAME=MIN,OPT,MAX, for each other dynamic axis.")
+    ] = None,
+    level: Annotated[int | None, typer.Option(help="TensorRT's builder optimisation, 0-5.")] = None,
+    dla: Annotated[int | None, typer.Option(help="A DLA core, with the GPU as fallback.")] = None,
+    version_compatible: Annotated[
+        bool, typer.Option("--version-compatible", help="For later TensorRT of the same major.")
+    ] = False,
+    hardware_compatible: Annotated[
+        bool, typer.Option("--hardware-compatible", help="For Ampere and later GPUs.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Parse and build with the builder here; keep nothing.")
+    ] = False,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
     """Build a model for a hardware profile."""
-    from deploykit.api import making
+    from deploykit.api import engines, making
 
-    with output.shown_on_failure(as_json, texts.made):
+    shapes = engines.Shapes(
+        batch, tuple(axis or ()), level, version_compatible, hardware_compatible, dla
+    )
+    with (
+        output.shown_on_failure(as_json, texts.built),
+        output.Progress(f"build for {profile}") as progress,
+    ):
+        if check:
+            checked = making.check(model, profile, shapes=shapes, on_progress=progress)
+            checked.raise_if_refused()
+            output.show(checked, texts.checked(checked), as_json=as_json)
+            return
         result = making.build(
-            model, profile, precision=precision, calib=calib, data=data, max_drop=max_drop, out=out
+            model,
+            profile,
+            precision=precision,
+            calib=calib,
+            data=data,
+            metric=metric,
+            max_drop=max_drop,
+            shapes=shapes,
+            out=out,
+            on_progress=progress,
         )
     output.show(result, texts.made(result), as_json=as_json)
 
@@ -109,19 +212,26 @@ def inspect(
 
 
 def compare(
-    a: Annotated[Path, typer.Argument(help="The reference.")],
-    b: Annotated[Path, typer.Argument(help="What is compared with it.")],
-    data: Annotated[Path | None, typer.Option(help=".npz of inputs; else seeded random.")] = None,
-    max_error: Annotated[float, typer.Option(help="Of max |a-b| / max(1, max |a|).")] = 1e-3,
+    a: Annotated[Path, typer.Argument(help="The reference, or the one whose samples to replay.")],
+    b: Annotated[
+        Path | None, typer.Argument(help="What is compared with it; without: A's golden samples.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help=".npz of inputs or a folder; else seeded random.")
+    ] = None,
+    max_error: Annotated[
+        float | None,
+        typer.Option(help="Of max |a-b| / max(1, max |a|); 0.001, or as the samples say."),
+    ] = None,
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Compare the outputs of two artefacts on the same inputs; exit 1 past the bound."""
+    """Compare two artefacts on the same inputs, or one with its golden samples; exit 1 past it."""
     from deploykit.api import proof
 
     result = proof.compare(a, b, data=data, max_error=max_error, device=device)
-    output.show(result, texts.parity(result), as_json=as_json)
-    result.raise_if_over(max_error)
+    output.show(result, texts.compared(result), as_json=as_json)
+    result.raise_if_over()
 
 
 def predict(

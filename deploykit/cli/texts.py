@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from deploykit.cli.output import table
 
 if TYPE_CHECKING:
+    from deploykit.api.engines import CheckResult
     from deploykit.api.health import Health
-    from deploykit.api.proof import Inspection, Predicted
+    from deploykit.api.proof import Compared, Inspection, Predicted
     from deploykit.api.staging import Made
     from deploykit.api.tour import Toured
     from deploykit.core.profile import Profile
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from deploykit.measure.parity import Parity
     from deploykit.measure.report import Report
     from deploykit.measure.stats import Interval, Latency
+    from deploykit.transforms.search import Outcome
 
 UNKNOWN = "not known"
 
@@ -46,9 +49,58 @@ def made(result: Made) -> str:
             "",
             table((f"{drop.metric}, n = {drop.n}", "value (95 %)", f"against {names[0]}"), rows),
         ]
+    if result.judgement and not result.drop:
+        lines += ["", f"judged by {result.judgement.describe()}: {result.judgement.reason}"]
+    if result.search:
+        lines += ["", steps(result.search)]
     if result.parity:
-        lines += ["", parity(result.parity, gated="max_drop" not in manifest.checks)]
+        lines += ["", parity(result.parity, gated=result.judgement is None)]
     lines += [f"note: {text}" for text in result.notes]
+    return "\n".join(lines)
+
+
+def built(result: Made | CheckResult) -> str:
+    """What a build that failed its gate left."""
+    from deploykit.api.staging import Made
+
+    return made(result) if isinstance(result, Made) else checked(result)
+
+
+def checked(result: CheckResult) -> str:
+    """What NVIDIA's builder said of a file."""
+    found = result.checked
+    word = "accepted" if found.accepted else "refused"
+    library = "TensorRT for RTX" if found.flavour == "rtx" else "TensorRT"
+    lines = [f"{result.path} for {result.profile}: {word} by {library}; no engine was kept"]
+    if found.accepted:
+        size_text = f"{found.layers} layers, a plan of {size(found.plan_bytes)}"
+        lines.append(f"  built      {size_text} in {found.build_s:.1f} s")
+    lines += [f"  refused    {text}" for text in found.problems]
+    lines += [f"note: {text}" for text in found.notes]
+    return "\n".join(lines)
+
+
+def steps(result: Outcome[Any]) -> str:
+    """What `--to auto` tried, in order."""
+    rows = [
+        (
+            step.precision,
+            str(len(step.wide)),
+            "-" if math.isinf(step.cost_s) else f"{step.cost_s * 1e3:.3g}",
+            f"{step.elapsed_s:.1f}",
+            "pass" if step.passed else "fail",
+            step.text,
+        )
+        for step in result.steps
+    ]
+    header = ("tried", "left wide", "cost ms", "after s", "gate", "result")
+    return "\n".join([f"search: {result.text}", table(header, rows)])
+
+
+def compared(result: Compared) -> str:
+    lines = [parity(result.parity)]
+    if result.divergence:
+        lines.append(result.divergence.text)
     return "\n".join(lines)
 
 
@@ -78,12 +130,15 @@ def inspection(result: Inspection) -> str:
     lines = [
         f"{result.path}: {result.format}, {size(result.size_bytes)}",
         f"  sha256     {result.sha256}",
-        "  inputs     " + ", ".join(map(str, result.inputs)),
-        "  outputs    " + ", ".join(map(str, result.outputs)),
+        "  inputs     " + (", ".join(map(str, result.inputs)) or UNKNOWN),
+        "  outputs    " + (", ".join(map(str, result.outputs)) or UNKNOWN),
     ]
     if result.precision:
         lines.append("  precision  " + mix(result.precision))
     for key, value in result.details.items():
+        if key == "mix":
+            lines += [f"  {what:<10} {text}" for what, text in shares(value)]
+            continue
         shown = mix(value) if isinstance(value, dict) else str(value)
         lines.append(f"  {key.replace('_', ' '):<10} {shown}")
     if result.fits:
@@ -97,6 +152,20 @@ def inspection(result: Inspection) -> str:
         if manifest.built_on:
             lines.append("  built on   " + versions(manifest.built_on))
     return "\n".join(lines)
+
+
+def shares(value: dict[str, Any]) -> list[tuple[str, str]]:
+    """How operations, weights and their bytes divide by precision."""
+    rows = []
+    for key, what in (("flops", "operations"), ("weights", "weights"), ("weight_bytes", "bytes")):
+        parts = value["shares"][key]
+        if parts:
+            text = ", ".join(f"{name} {share * 100:.1f} %" for name, share in parts.items())
+            total = sum(value[key].values())
+            rows.append((what, f"{total:,}: {text}" + (" (batch 1)" if key == "flops" else "")))
+    if value["unknown"]:
+        rows.append(("not counted", ", ".join(value["unknown"][:10])))
+    return rows
 
 
 def predicted(result: Predicted) -> str:

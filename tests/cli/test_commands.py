@@ -77,7 +77,7 @@ def test_an_accuracy_gate_that_fails_keeps_the_file_under_another_name(
     )
     assert ran.code == 1
     assert "n = 60" in ran.error()
-    assert "--max-drop 0.01 pp" in ran.error()
+    assert "above 0.01 pp" in ran.error()
     assert "drop" in ran.out  # the table is shown before the error
     assert out.read_text() == "what was there before"
     assert (tmp_path / "q.rejected.onnx").is_file()

@@ -1,0 +1,144 @@
+"""Golden samples: inputs and PyTorch's answers, kept beside an artefact to be replayed anywhere.
+
+`FILE.golden.npz` holds arrays `inputs/NAME` and `outputs/NAME`; the manifest names it with its hash
+and the largest error that a replay may have. What is made from an artefact carries its samples on.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploykit.core.artefact import Manifest, read_manifest
+from deploykit.core.errors import BadInput, NotFound
+from deploykit.core.files import check_inside, sha256
+from deploykit.core.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from deploykit.measure.parity import Parity
+    from deploykit.runtimes.engine import Engine
+    from deploykit.runtimes.recorded import RecordedEngine
+
+SAMPLES = 4
+MAX_ERROR = 1e-3  # of a replay in float32 on another runtime
+_INPUTS, _OUTPUTS = "inputs/", "outputs/"
+_LARGEST_BYTES = 64 << 20
+# A typed graph may differ on another runtime by as much again as it did where it was made.
+_MARGIN = 2.0
+
+
+@dataclass(frozen=True)
+class Golden:
+    """Golden samples as the manifest names them. `reference`: the runtime that answered."""
+
+    file: str
+    sha256: str
+    reference: str
+    max_error: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def beside(artefact: Path) -> Path:
+    return artefact.with_name(f"{artefact.name}.golden.npz")
+
+
+def record(engine: Engine, feeds: Mapping[str, np.ndarray], artefact: Path) -> Golden | None:
+    """Run `engine` once and write feeds and outputs beside `artefact`; None where that is large."""
+    from deploykit.runtimes.data import write_npz
+
+    outputs = engine(feeds)
+    arrays = {f"{_INPUTS}{name}": array for name, array in feeds.items()}
+    arrays |= {f"{_OUTPUTS}{name}": array for name, array in outputs.items()}
+    if sum(array.nbytes for array in arrays.values()) > _LARGEST_BYTES:
+        return None
+    out = beside(artefact)
+    write_npz(out, arrays)
+    return Golden(out.name, sha256(out), engine.runtime, MAX_ERROR)
+
+
+def carry(source: Path, to: Path) -> Golden | None:
+    """Copy the samples of `source` beside `to`; None where it has none."""
+    manifest = read_manifest(source)
+    found = _named(source, manifest) if manifest else None
+    if found is None:
+        return None
+    shutil.copyfile(source.with_name(found.file), beside(to))
+    return Golden(beside(to).name, found.sha256, found.reference, found.max_error)
+
+
+def loosened(golden: Golden, parity: Parity) -> Golden:
+    """The same samples with a bound that fits a typed graph: twice the error measured here."""
+    worst = parity.worst.error
+    bound = max(golden.max_error, _MARGIN * worst) if worst < float("inf") else golden.max_error
+    return Golden(golden.file, golden.sha256, golden.reference, bound)
+
+
+def open_recorded(
+    artefact: Path, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]
+) -> tuple[RecordedEngine, dict[str, np.ndarray], Golden]:
+    """What was recorded, as an engine, its feeds, and the entry of the manifest.
+
+    Raises NotFound where `artefact` has no samples, BadInput where they are not what it says.
+    """
+    manifest = read_manifest(artefact)
+    golden = _named(artefact, manifest) if manifest else None
+    if golden is None:
+        raise NotFound(
+            f"{artefact}: has no golden samples beside it",
+            hint="name a second file to compare with; `deploykit export` records samples",
+        )
+    return *recorded(golden, artefact, inputs, outputs), golden
+
+
+def recorded(
+    golden: Golden,
+    artefact: Path,
+    inputs: tuple[TensorSpec, ...],
+    outputs: tuple[TensorSpec, ...],
+) -> tuple[RecordedEngine, dict[str, np.ndarray]]:
+    """The samples beside `artefact` as an engine, and its feeds. Raises BadInput."""
+    from deploykit.runtimes.data import read_npz
+    from deploykit.runtimes.recorded import RecordedEngine
+
+    path = artefact.with_name(golden.file)
+    arrays = read_npz(path)
+    feeds = {n.removeprefix(_INPUTS): a for n, a in arrays.items() if n.startswith(_INPUTS)}
+    values = {n.removeprefix(_OUTPUTS): a for n, a in arrays.items() if n.startswith(_OUTPUTS)}
+    for kind, there, specs in (("input", feeds, inputs), ("output", values, outputs)):
+        names = {spec.name for spec in specs}
+        if set(there) != names:
+            raise BadInput(
+                f"{path}: holds the {kind}s {', '.join(sorted(there))}, "
+                f"the model's are {', '.join(sorted(names))}"
+            )
+    return RecordedEngine(inputs, outputs, (feeds, values), golden.reference), feeds
+
+
+def _named(artefact: Path, manifest: Manifest) -> Golden | None:
+    """The samples that a manifest names, once the file is there and is the one it describes."""
+    entry = manifest.checks.get("golden")
+    if entry is None:
+        return None
+    try:
+        found = Golden(
+            str(entry["file"]), str(entry["sha256"]), str(entry["reference"]), entry["max_error"]
+        )
+        sound = 0 <= float(found.max_error) < float("inf")
+    except (TypeError, KeyError, ValueError):
+        sound = False
+    if not sound or "/" in found.file:
+        raise BadInput(f"{artefact}: its manifest's 'golden' entry is damaged")
+    check_inside(artefact.parent, found.file, f"{artefact}: its golden samples")
+    if sha256(artefact.with_name(found.file)) != found.sha256:
+        raise BadInput(
+            f"{artefact.with_name(found.file)}: is not the file that the manifest of "
+            f"{artefact.name} describes (SHA-256 differs)"
+        )
+    return found

@@ -1,0 +1,22 @@
+"""A refusal as the commands owe it to a file made to do harm."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.cli.conftest import Run
+
+LIMIT_S = 5.0  # in which any of these must be refused
+
+Maker = Callable[[Path], Path]
+
+
+def refused(run: Run, *arguments: object, naming: str) -> str:
+    began = time.monotonic()
+    ran = run(*arguments)
+    assert ran.code == 2, (ran.out, ran.err)
+    assert naming in ran.error()
+    assert time.monotonic() - began < LIMIT_S
+    return ran.err

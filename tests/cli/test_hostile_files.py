@@ -1,0 +1,237 @@
+"""Model files that were made to do harm, given to the commands that open them.
+
+Each is refused with exit 2, one `error:` line that names it, and nothing of it run or left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from tests.cli.conftest import Run
+from tests.cli.refusals import Maker, refused
+from tests.cli.test_bad_input import Bomb
+from tests.onnx_zoo import linear, save
+
+# PyTorch files
+
+
+def exported(folder: Path, marker: Path) -> Path:
+    """A .pt2 in which a pickle that writes `marker` stands where constants are kept."""
+    torch = pytest.importorskip("torch")
+
+    program = torch.export.export(torch.nn.Linear(2, 2), (torch.zeros(2, 2),))
+    clean, path = folder / "clean.pt2", folder / "program.pt2"
+    torch.export.save(program, clean)
+    with zipfile.ZipFile(clean) as source, zipfile.ZipFile(path, "w") as target:
+        for name in source.namelist():
+            content = source.read(name)
+            if "pickle" in name or name.endswith(".pt"):
+                content = pickle.dumps(Bomb(marker))
+            target.writestr(name, content)
+    return path
+
+
+def legacy(folder: Path, marker: Path) -> Path:
+    path = folder / "legacy.pt"
+    path.write_bytes(pickle.dumps(Bomb(marker), protocol=2))
+    return path
+
+
+def scripted(folder: Path, marker: Path) -> Path:
+    torch = pytest.importorskip("torch")
+
+    path = folder / "scripted.pt"
+    torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.zeros(2, 2)), path)
+    return path
+
+
+def module(folder: Path, marker: Path) -> Path:
+    torch = pytest.importorskip("torch")
+
+    path = folder / "module.pt"
+    torch.save({"model": Bomb(marker)}, path)
+    return path
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore")  # torch deprecates TorchScript while it writes it
+@pytest.mark.parametrize("make", [exported, legacy, scripted, module])
+def test_code_in_a_torch_file_does_not_run_without_leave(
+    run: Run, tmp_path: Path, make: Callable[[Path, Path], Path]
+) -> None:
+    pytest.importorskip("torch")
+    marker = tmp_path / "ran"
+    path = make(tmp_path, marker)
+    out = tmp_path / "out.onnx"
+    err = refused(run, "export", path, "--input", "x:float32[N,2]", "-o", out, naming=path.name)
+    assert "hint:" in err
+    assert "--allow-pickle" in err
+    assert not marker.exists()
+    assert not out.exists()
+
+
+HEADER = {"w": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
+
+
+def tensors(header: object, data: bytes = bytes(16)) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {"w": {**HEADER["w"], **changes}}
+
+
+SAFETENSORS = {
+    "a header of 2^63 bytes": struct.pack("<Q", 1 << 63) + b"{}",
+    "a header of 200 MB": struct.pack("<Q", 200 << 20) + b"{" + bytes(1000),
+    "overlapping tensors": tensors({**HEADER, "v": HEADER["w"]}),
+    "an unknown dtype": tensors(entry(dtype="F99")),
+    "a shape that is too large": tensors(entry(shape=[1 << 40, 1 << 40])),
+    "a negative size": tensors(entry(shape=[-4])),
+    "offsets beyond the end": tensors(entry(data_offsets=[0, 1 << 50], shape=[1 << 48])),
+    "offsets backwards": tensors(entry(data_offsets=[16, 0])),
+    "no data": tensors(HEADER, b""),
+    "a header that is no JSON": tensors(b"{" * 64),
+    "nothing but its length": struct.pack("<Q", 8),
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("case", SAFETENSORS)
+def test_a_hostile_safetensors_file_is_exit_2(run: Run, tmp_path: Path, case: str) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("safetensors")
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(SAFETENSORS[case])
+    arch = tmp_path / "arch.py"
+    arch.write_text("import torch\n\ndef build():\n    return torch.nn.Linear(2, 2)\n")
+    refused(
+        *(run, "export", path, "--arch", f"{arch}:build", "--input", "x:float32[N,2]"),
+        *("-o", tmp_path / "out.onnx"),
+        naming=path.name,
+    )
+    assert not (tmp_path / "out.onnx").exists()
+
+
+# ONNX files
+
+
+def external(folder: Path, location: str, **more: object) -> Path:
+    """`linear` with its weights in another file, said to be at `location`."""
+    model = linear()
+    tensor = model.graph.initializer[0]
+    size = len(tensor.raw_data)
+    tensor.ClearField("raw_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    entries = {"location": location, "offset": 0, "length": size, **more}
+    for key, value in entries.items():
+        tensor.external_data.add(key=key, value=str(value))
+    path = folder / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def beside(folder: Path, size: int = 48) -> str:
+    (folder / "w.bin").write_bytes(bytes(size))
+    return "w.bin"
+
+
+def linked(folder: Path, link: Callable[[Path, Path], None]) -> Path:
+    secret = folder.parent / f"{folder.name}-secret.bin"
+    secret.write_bytes(bytes(48))
+    link(secret, folder / "w.bin")
+    return external(folder, "w.bin")
+
+
+def dims(folder: Path, *sizes: int) -> Path:
+    path = external(folder, beside(folder))
+    model = onnx.load(path, load_external_data=False)
+    del model.graph.initializer[0].dims[:]
+    model.graph.initializer[0].dims.extend(sizes)
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def changed(folder: Path, change: Callable[[onnx.ModelProto], None]) -> Path:
+    model = linear()
+    change(model)
+    path = folder / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def operator(model: onnx.ModelProto) -> None:
+    model.graph.node[0].op_type = "Gemmm"
+
+
+def domain(model: onnx.ModelProto) -> None:
+    model.graph.node[0].domain = "their.own"
+    model.opset_import.append(helper.make_opsetid("their.own", 1))
+
+
+def new_opset(model: onnx.ModelProto) -> None:
+    model.opset_import[0].version = 999
+
+
+def new_ir(model: onnx.ModelProto) -> None:
+    model.ir_version = 99
+
+
+ONNX: dict[str, Maker] = {
+    "weights in the folder above": lambda f: external(f, "../secret.bin"),
+    "weights in /etc/passwd": lambda f: external(f, "/etc/passwd"),
+    "weights through a symlink": lambda f: linked(f, lambda a, b: b.symlink_to(a)),
+    "weights through a hard link": lambda f: linked(f, lambda a, b: os.link(a, b)),
+    "weights in a FIFO": lambda f: (os.mkfifo(f / "w.bin"), external(f, "w.bin"))[1],
+    "weights missing": lambda f: external(f, "w.bin"),
+    "weights too short": lambda f: external(f, beside(f, 8)),
+    "offset of 10^12": lambda f: external(f, beside(f), offset=10**12),
+    "offset of -8": lambda f: external(f, beside(f), offset=-8),
+    "length of 10^15": lambda f: external(f, beside(f), length=10**15),
+    "dims of 2^62": lambda f: dims(f, 1 << 62, 8),
+    "dims of -4": lambda f: dims(f, -4),
+    "an unknown operator": lambda f: changed(f, operator),
+    "an unknown domain": lambda f: changed(f, domain),
+    "opset 999": lambda f: changed(f, new_opset),
+    "IR version 99": lambda f: changed(f, new_ir),
+}
+ONNX_COMMANDS = {
+    "inspect": ("inspect", "FILE"),
+    "quantize": ("quantize", "FILE", "--to", "int8", "--calib", "DATA", "-o", "OUT"),
+    "build": ("build", "FILE", "--profile", "cpu", "-o", "OUT"),
+    "compare": ("compare", "FILE", "GOOD"),
+    "predict": ("predict", "FILE", "DATA", "-o", "OUT"),
+}
+
+
+@pytest.mark.parametrize("command", ONNX_COMMANDS)
+@pytest.mark.parametrize("case", ONNX)
+def test_a_hostile_onnx_file_is_exit_2(run: Run, tmp_path: Path, case: str, command: str) -> None:
+    folder = tmp_path / "given"
+    folder.mkdir()
+    path = ONNX[case](folder)
+    data = tmp_path / "x.npz"
+    np.savez(data, x=np.random.default_rng(0).random((40, 4), dtype=np.float32))
+    places = {
+        "FILE": path,
+        "DATA": data,
+        "GOOD": save(linear(), tmp_path / "good.onnx"),
+        "OUT": tmp_path / "out",
+    }
+    before = sorted(tmp_path.iterdir())
+    arguments = [places.get(word, word) for word in ONNX_COMMANDS[command]]
+    refused(run, *arguments, naming=path.name)
+    assert sorted(tmp_path.iterdir()) == before
