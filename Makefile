@@ -1,5 +1,6 @@
 # make demo    the whole main job on real data, into out/
 # make test    lint, types and every test that this machine can run
+# make gpu-test  the same and more for a machine with an NVIDIA GPU
 # make bench   the project's own speed and memory figures, into benchmarks/
 # PYTHON=python3.12 picks an interpreter, TORCH_INDEX=URL an index of CPU wheels of torch.
 
@@ -8,7 +9,7 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 SETUP := $(PYTHON) scripts/setup_venv.py --torch-index "$(TORCH_INDEX)"
 
-.PHONY: demo test lint bench venv clean
+.PHONY: demo test gpu-test lint bench venv clean
 
 demo:
 	@$(SETUP)
@@ -24,11 +25,15 @@ lint: venv
 
 test: lint
 	$(BIN)/pytest --cov --cov-report=term:skip-covered
+	$(BIN)/python -m tests.nvidia.run -- -q
+
+gpu-test: venv
+	$(BIN)/python -m tests.gpu.run
 
 bench: venv
 	$(BIN)/pip install -qq uvicorn granian  # only for the comparison of HTTP stacks
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf .venv out dist build .mypy_cache .ruff_cache .pytest_cache .coverage
+	rm -rf .venv .rig out dist build .mypy_cache .ruff_cache .pytest_cache .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

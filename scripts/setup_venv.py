@@ -2,7 +2,8 @@
 
 Standard library only, and idempotent: with the same `pyproject.toml` and the same choice of torch
 it does nothing. On a machine without an NVIDIA GPU it takes a CPU build of torch where one can be
-had: from `--torch-index` if given, else the newest that this machine's own pip finds.
+had: from `--torch-index` if given, else the newest that this machine's own pip finds. `--dev` adds
+the torchvision of that torch; where there is none, the tests that need it are skipped.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def main() -> int:
         return 2
     gpu = has_gpu()
     extras = ["gpu" if gpu else "cpu", "export", "train", "quantize"] + ["dev"] * options.dev
-    state = hashlib.sha256((ROOT / "pyproject.toml").read_bytes())
+    state = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes())
     state.update(json.dumps([extras, options.torch_index, sys.version, str(ROOT)]).encode())
     stamp = options.venv / f".deploykit-{'dev' if options.dev else 'demo'}"
     if stamp.is_file() and stamp.read_text() == state.hexdigest():
@@ -48,6 +49,8 @@ def main() -> int:
     print(f"installing deploykit[{','.join(extras)}]", flush=True)
     # the torch that is there satisfies the extras, so that pip leaves it as it is
     pip(python, "install", "-qq", "--editable", f"{ROOT}[{','.join(extras)}]")
+    if options.dev:
+        install_torchvision(python, options.torch_index)
     stamp.write_text(state.hexdigest())
     return 0
 
@@ -114,15 +117,60 @@ def install_torch(python: Path, gpu: bool, index: str) -> None:
     pip(python, "install", "-qq", *wanted)
 
 
+def install_torchvision(python: Path, index: str) -> None:
+    """The torchvision that was made for the torch that is there; a note where pip has none.
+
+    Without what it asks for: torch is there, numpy and Pillow come with the extras, and pip would
+    take the torch with CUDA for a torchvision that was built for it.
+    """
+    torch, there = version_in(python, "torch"), version_in(python, "torchvision")
+    if matching_torchvision([there], torch):
+        return
+    version, where = None, []
+    if index:
+        version = matching_torchvision(versions_of(python, "torchvision", index), torch)
+        where = ["--extra-index-url", index] if version else []
+    version = version or matching_torchvision(versions_of(python, "torchvision"), torch)
+    if version is None:
+        print(f"note: no torchvision for torch {torch}: tests that need it are skipped", flush=True)
+        return
+    print(f"installing torchvision {version}", flush=True)
+    pip(python, "install", "-qq", "--no-deps", *where, f"torchvision=={version}")
+
+
+def matching_torchvision(versions: list[str], torch: str) -> str | None:
+    """The newest of `versions` that belongs to this torch, of the same build if there is one.
+
+    torchvision 0.(n+15) is made for torch 2.n (the table in torchvision's README).
+    """
+    torch_release, build = release(torch), torch.partition("+")[2]
+    if torch_release[:1] != (2,):
+        return None
+    wanted = (0, torch_release[1] + 15)
+    fitting = [version for version in versions if release(version)[:2] == wanted]
+    return max(fitting, key=lambda v: (v.partition("+")[2] == build, release(v)), default=None)
+
+
+def version_in(python: Path, package: str) -> str:
+    """The installed version of `package`, empty if it is not there; it is not imported."""
+    code = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
+    done = subprocess.run([python, "-c", code, package], capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
 def versions_of_torch(python: Path, index: str = "") -> list[str]:
+    """The versions of torch that pip finds and that are not too old."""
+    return [v for v in versions_of(python, "torch", index) if release(v) >= TORCH_OLDEST]
+
+
+def versions_of(python: Path, package: str, index: str = "") -> list[str]:
     """The versions that pip finds for this interpreter: in its configured places, or in `index`."""
     where = ["--index-url", index] if index else []
     listed = pip(
-        python, "index", "versions", "torch", *where, capture=True, alone=bool(index)
+        python, "index", "versions", package, *where, capture=True, alone=bool(index)
     ).stdout
-    _, _, versions = listed.partition("Available versions:")
-    found = [version.strip() for version in versions.partition("\n")[0].split(",")]
-    return [version for version in found if release(version) >= TORCH_OLDEST]
+    _, found, versions = listed.partition("Available versions:")
+    return [v.strip() for v in versions.partition("\n")[0].split(",")] if found else []
 
 
 def release(version: str) -> tuple[int, ...]:

@@ -15,7 +15,9 @@ FLOORS = {"core": 1, "runtimes": 2, "api": 4, "cli": 5}
 ROOMS = {"training", "exporters", "transforms", "builders", "measure", "serving", "targets"}
 # import -> files and folders that may hold it; see docs/architecture.md
 OWNERS = {
-    "torch": {"runtimes/torch.py", "training/", "exporters/"},
+    "torch": {"runtimes/torch*", "training/", "exporters/"},
+    "safetensors": {"runtimes/torch*"},
+    "PIL": {"runtimes/images.py"},
     "onnx": {"transforms/", "exporters/"},
     "onnxruntime": {
         "runtimes/onnxruntime.py",
@@ -23,23 +25,25 @@ OWNERS = {
         "transforms/calibrate.py",
     },
     "sklearn": set(),
-    "tensorrt": {"runtimes/tensorrt.py", "builders/tensorrt.py"},
+    "tensorrt": {"runtimes/tensorrt*", "builders/nvidia.py", "builders/tensorrt.py"},
+    "tensorrt_rtx": {"builders/nvidia.py"},
+    "cuda": {"runtimes/cuda_driver.py"},
     "httptools": {"serving/http.py", "serving/wire.py", "measure/client.py"},
     "uvloop": {"serving/http.py", "measure/client.py"},
     "orjson": {"serving/", "measure/remote.py"},
     "typer": {"cli/"},
 }
 CEILINGS = {  # lines, docstrings included: what a room may grow to
-    "core": 1600,
-    "runtimes": 1300,
+    "core": 1700,
+    "runtimes": 4500,
     "training": 400,
-    "exporters": 400,
-    "transforms": 1800,
-    "builders": 500,
-    "measure": 3700,
+    "exporters": 800,
+    "transforms": 3800,
+    "builders": 1700,
+    "measure": 4700,
     "serving": 2600,
-    "api": 1400,
-    "cli": 900,
+    "api": 2700,
+    "cli": 1100,
 }
 
 
@@ -113,7 +117,7 @@ def test_heavy_imports_stay_with_their_owners(path: Path) -> None:
         if top in OWNERS:
             name = name_of(path)
             allowed = any(
-                name == owner or (owner.endswith("/") and name.startswith(owner))
+                name == owner or (owner[-1] in "/*" and name.startswith(owner.rstrip("*")))
                 for owner in OWNERS[top]
             )
             assert allowed, f"{name} imports {module}, which belongs to {OWNERS[top]}"

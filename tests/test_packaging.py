@@ -98,7 +98,17 @@ def test_the_metadata_names_license_python_and_extras(wheel: Path) -> None:
     extras = {
         line.split(": ")[1] for line in text.splitlines() if line.startswith("Provides-Extra")
     }
-    assert extras == {"cpu", "gpu", "tensorrt", "export", "train", "quantize", "ray", "dev"}
+    assert extras == {
+        "cpu",
+        "gpu",
+        "tensorrt",
+        "export",
+        "images",
+        "train",
+        "quantize",
+        "ray",
+        "dev",
+    }
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,34 @@ def test_versions_come_from_the_index_alone_and_old_ones_are_left_out(
     assert sorted(found, key=setup.release) == ["2.12.1+cpu", "2.13.0+cpu"]
 
 
+def test_only_the_package_that_was_asked_for_is_listed(setup: ModuleType, index: str) -> None:
+    assert len(setup.versions_of(Path(sys.executable), "torch", index)) == 3
+    assert setup.versions_of(Path(sys.executable), "torchvision", index) == []
+
+
+@pytest.mark.parametrize(
+    ("torch", "torchvision"),
+    [
+        ("2.13.0+cpu", "0.28.1+cpu"),
+        ("2.13.1", "0.28.2"),
+        ("2.10.0+cu128", "0.25.0"),
+        ("2.11.0", None),
+        ("3.13.0", None),
+        ("", None),
+    ],
+)
+def test_torchvision_is_of_its_torch_and_of_the_same_build_if_there_is_one(
+    setup: ModuleType, torch: str, torchvision: str | None
+) -> None:
+    versions = ["0.29.0", "0.28.2", "0.28.1+cpu", "0.28.0+cpu", "0.25.0"]
+    assert setup.matching_torchvision(versions, torch) == torchvision
+
+
+def test_an_installed_version_is_read_without_importing(setup: ModuleType) -> None:
+    assert setup.version_in(Path(sys.executable), "pytest") == pytest.__version__
+    assert setup.version_in(Path(sys.executable), "no-such-package") == ""
+
+
 def test_an_index_without_torch_has_no_versions(setup: ModuleType, tmp_path: Path) -> None:
     assert setup.versions_of_torch(Path(sys.executable), (tmp_path / "nowhere").as_uri()) == []
 

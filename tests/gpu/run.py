@@ -1,0 +1,139 @@
+"""`make gpu-test`: everything that needs an NVIDIA GPU, in one command.
+
+    python -m tests.gpu.run [--only conformance,zoo,leak,path] [--members NAME,...] [--out DIR]
+
+In: this machine's GPU and whatever of TensorRT, ONNX Runtime and torch is installed for it. Out:
+`summary.json`, `summary.md` and a log of each step in DIR, written anew after every step. Each step
+is a process of its own with a time limit: one that fails, hangs or crashes is recorded, and the
+rest goes on. What this machine lacks is recorded as skipped, with the reason. Exit 1 if a step
+failed, 3 without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from deploykit.core.machine import this_machine
+from tests.gpu import zoo
+from tests.gpu.steps import PYTHON, ROOT, Result, Step, run_step
+from tests.runtimes.cases import OPENERS, absent
+
+NOTHING = "no NVIDIA GPU here: nothing was run"
+RUNTIMES = tuple(name for name in OPENERS if name.endswith("-cuda") or name == "tensorrt")
+PARTS = ("conformance", "leak", "path", "zoo")
+PATH = ROOT / "benchmarks" / "cuda_path.py"  # graphs and overlap, on and off
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default=",".join(PARTS))
+    parser.add_argument("--members", default="", help="of the zoo; all but the large ones")
+    parser.add_argument("--precisions", default=",".join(zoo.PRECISIONS))
+    parser.add_argument("--calls", type=int, default=10_000, help="of the leak check")
+    parser.add_argument("--limit-s", type=float, default=7200, help="for all of it")
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu-test")
+    options = parser.parse_args()
+    if not this_machine().gpus:
+        sys.stderr.write(f"{NOTHING}\n")
+        return 3
+    parts = options.only.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"no part {sorted(unknown)[0]}; one of: {', '.join(PARTS)}")
+    options.out = options.out.resolve()
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="gpu-test-") as folder:
+        members, precisions = (
+            list(filter(None, options.members.split(","))),
+            options.precisions.split(","),
+        )
+        steps = planned(parts, members, precisions, options.calls, Path(folder), options.out)
+        results = run_all(steps, options.limit_s, options.out)
+    return int(any(result.status == "failed" for result in results))
+
+
+def planned(
+    parts: Sequence[str],
+    members: Sequence[str],
+    precisions: Sequence[str],
+    calls: int,
+    folder: Path,
+    out: Path,
+) -> Iterator[Step]:
+    """Every step in its order; `folder` holds the zoo's files, `out` gets what steps write."""
+    if "conformance" in parts:
+        words = ["-m", "pytest", "-m", "gpu or conformance", "-p", "no:cacheprovider", "tests"]
+        yield Step("conformance", "pytest -m 'gpu or conformance'", [PYTHON, *words], 1200)
+    if "leak" in parts:
+        for runtime in RUNTIMES:
+            command = [PYTHON, "-m", "tests.gpu.leak", runtime, "--calls", str(calls)]
+            yield Step("leak", runtime, command, 600, skip=absent(runtime))
+    if "path" in parts:
+        skip = "" if PATH.is_file() else f"{PATH.relative_to(ROOT)} is not there"
+        command = [PYTHON, str(PATH), "--out", str(out), "--calls", str(10 * calls)]
+        yield Step("path", "graphs and overlap, on and off", command, 900, skip=skip)
+    if "zoo" in parts:
+        skips = absent("tensorrt"), absent("onnxruntime-cuda")
+        yield from zoo.steps(members, precisions, folder, skips)
+
+
+def run_all(steps: Iterator[Step], limit_s: float, out: Path) -> list[Result]:
+    """Run the steps that `limit_s` leaves time for, and write the summary after each."""
+    results: list[Result] = []
+    end = time.monotonic() + limit_s
+    passed: set[str] = set()
+    for step in steps:
+        left_s = end - time.monotonic()
+        if not step.skip and left_s <= 0:
+            result = Result(step, "skipped", why="the time for all of it was up")
+        elif not step.skip and step.after and step.after not in passed:
+            result = Result(step, "skipped", why=f"{step.after} did not pass")
+        else:
+            result = run_step(step, min(step.limit_s, left_s), out)
+        if result.status == "passed":
+            passed.add(step.title)
+        results.append(result)
+        sys.stdout.write(f"{result.line}\n")
+        sys.stdout.flush()
+        write_summary(results, out)
+    return results
+
+
+def write_summary(results: Sequence[Result], out: Path) -> None:
+    machine = this_machine()
+    counts = {
+        status: sum(result.status == status for result in results)
+        for status in ("passed", "failed", "refused", "skipped")
+    }
+    document = {
+        "date": datetime.date.today().isoformat(),
+        "machine": machine.to_dict(),
+        "counts": counts,
+        "steps": [result.to_dict() for result in results],
+    }
+    text = json.dumps(document, indent=1)
+    (out / "summary.json").write_text(f"{text}\n", encoding="utf-8")
+    gpus = ", ".join(f"{gpu.name} (driver {gpu.driver})" for gpu in machine.gpus)
+    packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
+    lines = [
+        "# GPU test",
+        "",
+        f"{document['date']}; {gpus}; {machine.cpu}; Python {machine.python}; {packages}",
+        "",
+        ", ".join(f"{count} {status}" for status, count in counts.items()),
+        "",
+        "| part | step | result | s | figures |",
+        "| --- | --- | --- | --: | --- |",
+        *(result.row for result in results),
+    ]
+    (out / "summary.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""The GPU test's own machinery, on any machine: how a step's end is called, what is planned."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploykit.core.machine import this_machine
+from tests.gpu import leak, run, zoo
+from tests.gpu.steps import PYTHON, ROOT, Step, figures, reason, run_step
+
+MIB = leak.MIB
+
+
+def step(code: str, *, limit_s: float = 60, title: str = "x", after: str = "") -> Step:
+    return Step("part", title, [PYTHON, "-c", code], limit_s, after=after, refusal=1)
+
+
+@pytest.mark.skipif(bool(this_machine().gpus), reason="there is a GPU here")
+def test_without_a_gpu_nothing_is_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.gpu.run", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert done.stderr == "no NVIDIA GPU here: nothing was run\n"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "why"),
+    [
+        ("print('{\"ms\": 1.5}')", "passed", ""),
+        ("raise SystemExit('error: it broke')", "refused", "it broke"),
+        ("import sys; print('error: no'); sys.exit(2)", "failed", "no"),
+        ("import sys; print('first'); print('last'); sys.exit(4)", "failed", "last"),
+        ("import os; os.kill(os.getpid(), 11)", "failed", "killed by SIGSEGV"),
+    ],
+)
+def test_end_of_a_step_has_a_name(code: str, status: str, why: str, tmp_path: Path) -> None:
+    result = run_step(step(code), 60, tmp_path)
+    assert (result.status, result.why) == (status, why)
+    assert result.figures == ({"ms": 1.5} if status == "passed" else {})
+    assert (tmp_path / "part-x.log").is_file()
+
+
+def test_step_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
+    """The grandchild holds the pipes open: were it alive, reading them would take its minute."""
+    code = (
+        "import subprocess, sys, time\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "time.sleep(60)"
+    )
+    result = run_step(step(code), 1, tmp_path)
+    assert (result.status, result.why) == ("failed", "killed after 1 s")
+    assert result.seconds < 50
+
+
+def test_failure_is_recorded_and_the_rest_goes_on(tmp_path: Path) -> None:
+    steps = [
+        step("raise SystemExit(2)", title="a"),
+        step("pass", title="b", after="a"),
+        step("pass", title="c"),
+        Step("part", "d", [], 1, skip="not here"),
+    ]
+    results = run.run_all(iter(steps), 60, tmp_path)
+    assert [result.status for result in results] == ["failed", "skipped", "passed", "skipped"]
+    assert results[1].why == "a did not pass"
+    document = json.loads((tmp_path / "summary.json").read_text())
+    assert document["counts"] == {"passed": 1, "failed": 1, "refused": 0, "skipped": 2}
+    assert "| part | d | skipped | 0 | not here |" in (tmp_path / "summary.md").read_text()
+
+
+def test_steps_past_the_time_are_skipped(tmp_path: Path) -> None:
+    results = run.run_all(iter([step("pass")]), 0, tmp_path)
+    assert (results[0].status, results[0].why) == ("skipped", "the time for all of it was up")
+
+
+def test_figures_are_those_that_prove_something() -> None:
+    rows = [{"sqnr_db": 40.0, "error": 1e-4}, {"sqnr_db": None, "error": 2e-4}]
+    document = {"path": "x", "parity": {"max_error": 1, "rows": rows}, "accuracy": {"value": 0.9}}
+    assert figures(json.dumps(document)) == {"error": 2e-4, "sqnr_db": 40.0, "accuracy": 0.9}
+    assert figures("....\n3 passed, 1 failed in 2 s") == {"passed": 3, "failed": 1}
+    assert figures("") == {}
+
+
+def test_reason_of_an_empty_end_is_the_code() -> None:
+    assert reason("", "", 7) == "exit 7"
+
+
+@pytest.mark.torch
+def test_every_precision_is_built_and_compared(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    found = list(zoo.steps(["lstm"], ["fp32", "int8"], tmp_path, ("", "")))
+    assert [each.title for each in found] == [
+        "lstm: make",
+        "lstm: export",
+        "lstm: build fp32",
+        "lstm: fp32: TensorRT against the CPU",
+        "lstm: fp32: ONNX Runtime CUDA against the CPU",
+        "lstm: quantize to int8",
+        "lstm: build int8",
+        "lstm: int8: TensorRT against the CPU",
+    ]
+    titles = {each.title for each in found}
+    assert {each.after for each in found} <= titles | {""}
+    build = next(each for each in found if each.title == "lstm: build fp32")
+    assert "T=1,24,64" in build.command
+    assert not any(each.skip for each in found)
+
+
+def test_every_part_has_its_steps(tmp_path: Path) -> None:
+    found = list(run.planned(["conformance", "leak", "path"], [], [], 10, tmp_path, tmp_path))
+    assert [each.part for each in found] == ["conformance", "leak", "leak", "leak", "path"]
+    assert found[0].command[2:5] == ["pytest", "-m", "gpu or conformance"]
+    assert run.RUNTIMES == ("onnxruntime-cuda", "torch-cuda", "tensorrt")
+    assert run.PATH.is_file()
+
+
+def test_zoo_is_left_out_where_nothing_can_run_it(tmp_path: Path) -> None:
+    (only,) = zoo.steps([], ["fp32"], tmp_path, ("not installed", "no provider"))
+    assert only.skip == "TensorRT: not installed; ONNX Runtime: no provider"
+
+
+def test_zoo_skips_what_one_library_lacks(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    found = list(zoo.steps(["encoder"], ["fp32"], tmp_path, ("not installed", "")))
+    assert [each.title for each in found if each.skip] == [
+        "encoder: build fp32",
+        "encoder: fp32: TensorRT against the CPU",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("looks", "grown"),
+    [
+        ([5, 6, 7, 7, 7], 0),
+        ([5, 6, 7, 8, 9], 2),
+        ([9, 5, 5, 5, 5], 0),
+        ([5, 6, 7], None),
+        ([5, None, 7, 8], None),
+    ],
+)
+def test_growth_counts_from_the_top_of_the_warm_up(
+    looks: list[int | None], grown: int | None
+) -> None:
+    assert leak.growth(looks) == grown
+
+
+def test_a_lost_buffer_a_call_is_found() -> None:
+    """Each of 256 KiB, which no freed memory of this process, however large, can take in."""
+    lost: list[bytearray] = []
+    part = leak.watch(lambda _: lost.append(bytearray(os.urandom(1 << 18))), 200)
+    assert "this process grew by" in leak.grew(part)
+    assert len(lost) == 200
+
+
+def test_growth_on_the_gpu_is_told() -> None:
+    part = {"rss_growth_bytes": 0, "gpu_growth_bytes": 8 * MIB}
+    assert leak.grew(part) == "memory in use on the GPU grew by 8 MiB"
+    assert leak.grew({"rss_growth_bytes": None, "gpu_growth_bytes": None}) == ""
+
+
+def test_engine_on_the_cpu_does_not_leak() -> None:
+    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    found = leak.measure("onnxruntime-cpu", 2000, 10)
+    assert found["grew"] == ""
+    assert len(found["calls"]["rss_bytes"]) == 10

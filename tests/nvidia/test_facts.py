@@ -1,0 +1,86 @@
+"""The rig itself: what works on it does, and what would go wrong in silence raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+trt = pytest.importorskip("tensorrt", reason="tensorrt is not installed", exc_type=ImportError)
+if not getattr(trt, "IS_RTX_RIG", False):
+    pytest.skip("this is TensorRT itself, not the rig", allow_module_level=True)
+
+pytestmark = pytest.mark.nvidia
+
+
+class _Log(trt.ILogger):  # type: ignore[misc,name-defined]
+    def __init__(self) -> None:
+        trt.ILogger.__init__(self)
+        self.lines: list[str] = []
+
+    def log(self, severity: Any, msg: str) -> None:
+        self.lines.append(f"{severity} {msg}")
+
+
+_LOG = _Log()  # alive to the end: TensorRT may have kept it
+
+
+@pytest.fixture
+def network() -> Any:
+    """One layer, y = -x on float32[1,8]; its builder stays alive with it."""
+    builder = trt.Builder(_LOG)
+    typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    network = builder.create_network(typed)
+    x = network.add_input("x", trt.float32, (1, 8))
+    network.mark_output(network.add_unary(x, trt.UnaryOperation.NEG).get_output(0))
+    return network
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        lambda network: network.flags,
+        lambda network: network.add_loop(),
+        lambda network: setattr(network, "name", "x"),
+        lambda network: network.get_input(0).get_dimension_name(0),
+        lambda network: network.builder.build_engine_with_config(network, None),
+    ],
+    ids=["flags", "add_loop", "name", "get_dimension_name", "build_engine_with_config"],
+)
+def test_member_that_would_call_another_raises(
+    network: Any, member: Callable[[Any], object]
+) -> None:
+    with pytest.raises(NotImplementedError, match="would call another method"):
+        member(network)
+
+
+def test_member_that_works_is_let_through(network: Any) -> None:
+    given = network.get_input(0)
+    assert (network.num_inputs, network.num_layers) == (1, 1)
+    assert (given.name, tuple(given.shape), given.dtype) == ("x", (1, 8), trt.float32)
+    assert given.is_network_input
+    assert not given.is_shape_tensor
+
+
+def test_plan_of_the_rig_is_one_of_tensorrt_for_rtx(network: Any) -> None:
+    builder = network.builder
+    plan = builder.build_serialized_network(network, builder.create_builder_config())
+    assert bytes(memoryview(plan)[:4]) == b"vtrt"
+
+
+def test_second_logger_of_a_process_is_warned_of(network: Any) -> None:
+    """Which of the two then hears what is TensorRT's affair: ours is one for the whole module."""
+    second = _Log()
+    trt.Builder(second)
+    heard = [*_LOG.lines, *second.lines]
+    assert any("differs from one already registered" in line for line in heard)
+
+
+def test_builder_answers_none_and_tells_the_log_why(network: Any) -> None:
+    _LOG.lines.clear()
+    builder = network.builder
+    profile = builder.create_optimization_profile()
+    profile.set_shape("x", (8, 8), (4, 8), (2, 8))
+    assert not profile
+    assert builder.create_builder_config().add_optimization_profile(profile) == -1

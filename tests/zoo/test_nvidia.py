@@ -1,0 +1,30 @@
+"""NVIDIA's ONNX parser and builder, where they are installed, take every file of the small zoo."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+pytest.importorskip("tensorrt", reason="tensorrt is not installed", exc_type=ImportError)
+
+from deploykit.core.errors import GateFailed
+from tests.zoo.keeper import SMALL, Keeper
+from tests.zoo.nvidia import verdict
+
+pytestmark = [pytest.mark.torch, pytest.mark.nvidia]
+
+
+LARGE_LAYERS = ("bert-tiny", "resnet18")  # of 65,536 weights: smaller ones are not worth storing
+PAIRS = [(name, to) for name in SMALL for to in ("fp32", "fp16", "bf16", "int8", "fp8")]
+PAIRS += [(name, "int8-weight-only") for name in LARGE_LAYERS]
+
+
+@pytest.mark.parametrize(("name", "to"), PAIRS)
+def test_nvidia_takes_every_accepted_file(keeper: Keeper, name: str, to: str) -> None:
+    try:
+        made = keeper.quantized(name, to)
+    except GateFailed as exc:
+        pytest.skip(f"not an accepted file: {exc.message}")
+    found = verdict(made.path)
+    assert found.accepted, found.why
