@@ -22,9 +22,10 @@ import uvloop
 from deploykit.core.errors import BadInput, os_reason
 from deploykit.runtimes.engine import Engine
 from deploykit.serving.batcher import deliver_here
+from deploykit.serving.options import ServeOptions
 from deploykit.serving.policy import Pending
 from deploykit.serving.routes import Routes
-from deploykit.serving.service import ServeOptions, Service
+from deploykit.serving.service import Service
 from deploykit.serving.wire import Connection, Limits, Listener
 
 log = logging.getLogger(__name__)

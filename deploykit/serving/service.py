@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from deploykit.runtimes.engine import Engine
 from deploykit.serving.batcher import Batcher, deliver_here, monotonic_us
 from deploykit.serving.metrics import ModelMetrics, prometheus
 from deploykit.serving.oip import Request, Signature, signature
+from deploykit.serving.options import ServeOptions
 from deploykit.serving.payload import Slot, show
 from deploykit.serving.policy import BatchPolicy, Pending
 
@@ -35,34 +35,6 @@ _PLATFORMS: Mapping[str, tuple[str, str]] = {  # Triton's (platform, backend), w
     "tensorrt": ("tensorrt_plan", "tensorrt"),
     "torch": ("pytorch_libtorch", "pytorch"),
 }
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """How to serve. `max_batch` in rows, `queue` in requests per model. Raises BadInput."""
-
-    host: str = "127.0.0.1"
-    http_port: int = 8000
-    max_batch: int = 32
-    max_delay_us: int = 0
-    queue: int = 1024
-    timeout_ms: int = 30_000
-    max_body_bytes: int = 64 << 20
-
-    def __post_init__(self) -> None:
-        limits = {
-            "http_port": (0, 65535),
-            "max_batch": (1, 1 << 20),
-            "max_delay_us": (0, 60_000_000),
-            "queue": (1, 1 << 20),
-            "timeout_ms": (1, 86_400_000),
-            "max_body_bytes": (1, 1 << 40),
-        }
-        for name, (low, high) in limits.items():
-            value = getattr(self, name)
-            if not low <= value <= high:
-                option = "--" + name.replace("_", "-")
-                raise BadInput(f"{option} must be between {low} and {high}, got {value}")
 
 
 class ServedModel:

@@ -1,0 +1,75 @@
+"""How to serve: every option of the server, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deploykit.core.errors import BadInput
+
+_BOUNDS: Mapping[str, tuple[float, float]] = {
+    "http_port": (0, 65535),
+    "grpc_port": (0, 65535),
+    "max_batch": (1, 1 << 20),
+    "max_delay_us": (0, 60_000_000),
+    "slo_ms": (0.1, 3_600_000),
+    "queue": (1, 1 << 20),
+    "timeout_ms": (1, 86_400_000),
+    "max_body_bytes": (1, 1 << 40),
+    "shadow_rate": (0, 1),
+    "shadow_alarm": (0, 1),
+}
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """How to serve. `max_batch` in rows, `queue` in requests per model. Raises BadInput.
+
+    `grpc_port` None: HTTP alone. `slo_ms`: the latency that batch and delay are steered by, None
+    for fixed ones. `token`: what a client must send as `Authorization: Bearer`. `buckets`: lengths
+    that a dynamic axis is padded to, `pad` the value for each input that has such an axis.
+    """
+
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int | None = None
+    max_batch: int = 32
+    max_delay_us: int = 0
+    preferred: tuple[int, ...] = ()  # batch sizes in rows that are worth waiting for
+    slo_ms: float | None = None
+    buckets: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    pad: Mapping[str, float] = field(default_factory=dict)
+    queue: int = 1024
+    timeout_ms: int = 30_000
+    max_body_bytes: int = 64 << 20
+    token: str | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    origins: tuple[str, ...] = ()  # of pages that may call a server that is not on loopback
+    shared_memory: bool = False
+    shadow_rate: float = 0.0  # share of live requests that the shadow engine runs again
+    shadow_alarm: float = 0.01  # share of disagreeing rows from which /metrics shows an alarm
+    otlp: str | None = None  # where traces go, http(s)://host:port
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise BadInput(f"{option(name)} must be between {low} and {high}, got {value}")
+        for size in self.preferred:
+            if not 1 <= size <= self.max_batch:
+                raise BadInput(
+                    f"--preferred {size} must be between 1 and --max-batch {self.max_batch}"
+                )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise BadInput("--tls-cert and --tls-key go together")
+        if self.token is not None and (len(self.token) < 16 or not self.token.isprintable()):
+            raise BadInput("the token must have at least 16 printable characters")
+        if self.http_port and self.http_port == self.grpc_port:
+            raise BadInput(f"--http-port and --grpc-port are both {self.http_port}")
+
+
+def option(name: str) -> str:
+    """`max_batch` as it is typed: `--max-batch`."""
+    return "--" + name.replace("_", "-")
