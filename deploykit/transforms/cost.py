@@ -16,17 +16,10 @@ from typing import Any
 import onnx
 
 from deploykit.core.errors import BadInput
-from deploykit.transforms.checks import RUNTIME_DOMAINS, stored_bytes, subgraphs
-from deploykit.transforms.flops import (
-    CONVERTS,
-    DESCRIBES,
-    ELEMENTWISE,
-    GATHERS,
-    GENERATES,
-    VIEWS,
-    flops,
-)
+from deploykit.transforms.checks import stored_bytes, subgraphs
+from deploykit.transforms.flops import ELEMENTWISE, GATHERS, flops
 from deploykit.transforms.graph import dtype_name
+from deploykit.transforms.kinds import CONVERTS, DESCRIBES, VIEWS, Kinds
 from deploykit.transforms.shapes import Shapes, elements_of, fixed_shapes
 
 # precision of a node -> the key of its peak in a hardware profile
@@ -38,7 +31,6 @@ PEAKS: Mapping[str, str] = {
     "float8": "fp8",
 }
 
-_FLOATS = frozenset(("float16", "bfloat16", "float32", "float64"))
 _FUSED = ELEMENTWISE | {"QuantizeLinear", "Cast", "BatchNormalization"}
 _THROUGH = VIEWS | {"DequantizeLinear"}  # the half of a Q/DQ pair that a kernel reads through
 
@@ -183,14 +175,13 @@ class _Graph:
     def __init__(self, known: Shapes) -> None:
         self.known = known
         self.nodes = known.nodes
-        self.types = {name: dtype_name(kind) for name, kind in known.types.items()}
+        types = {name: dtype_name(kind) for name, kind in known.types.items()}
         self.makers = {name: node for node in self.nodes for name in node.output if name}
         self.roots = self._roots()
         self.inside: set[str] = set()  # tensors that never reach memory
         self.firsts: dict[int, int] = {}  # node inside another's kernel -> the first node of it
         self._fuse()
-        # what ONNX Runtime could run in integers it has already replaced: a pair left over is float
-        self.final = any(node.domain.startswith(RUNTIME_DOMAINS) for node in self.nodes)
+        self.kinds = Kinds(self.nodes, types, known.constants)
 
     def costs(self) -> tuple[NodeCost, ...]:
         traffic = [self._traffic(node) for node in self.nodes]
@@ -250,7 +241,7 @@ class _Graph:
         return NodeCost(
             name=node.name,
             operator=node.op_type,
-            precision=self._precision(node),
+            precision=self.kinds.precision(node),
             flops=0 if self._folded(node) else flops(node, self.known),
             read_bytes=read,
             weight_bytes=sum(stored_bytes(self.known.constants[name]) for name in weights),
@@ -265,41 +256,6 @@ class _Graph:
         read = [self.known.bytes(name) for name in sources if name not in self.inside]
         made = [name for name in node.output if name and name not in self.inside]
         return _total(read), _total([self.known.bytes(name) for name in made])
-
-    def _precision(self, node: onnx.NodeProto) -> str | None:
-        """As `graph.summarise` counts it."""
-        if node.op_type in CONVERTS | DESCRIBES | GENERATES | VIEWS:
-            return None
-        if _integers(node):
-            return "int8"
-        kind = None if self.final else self._fed_kind(node)
-        names = [*node.output, *node.input]
-        kinds = (self.types[name] for name in names if self.types.get(name) in _FLOATS)
-        return kind or next(kinds, None)
-
-    def _fed_kind(self, node: onnx.NodeProto) -> str | None:
-        """'int8' or 'float8' if all its inputs but constants are dequantized activations."""
-        constants = self.known.constants
-        stored = set()
-        for name in node.input:
-            if not name or (name in constants and name not in self.makers):
-                continue
-            maker = self.makers.get(name)
-            if maker is None or maker.op_type != "DequantizeLinear":
-                return None
-            if maker.input[0] not in constants:
-                stored.add(self.types.get(maker.input[0], "int8"))
-        kind = min(stored, default=None)
-        if kind is None:
-            return None
-        return "float8" if kind.startswith("float8") else kind.removeprefix("u")
-
-
-def _integers(node: onnx.NodeProto) -> bool:
-    """Whether the operator computes in integers by definition: QLinearConv, MatMulInteger."""
-    name = node.op_type
-    fused = node.domain.startswith(RUNTIME_DOMAINS) and name in ("QGemm", "QAttention")
-    return fused or name.startswith("QLinear") or "Integer" in name
 
 
 def _reads(node: onnx.NodeProto) -> list[str]:

@@ -15,13 +15,9 @@ import onnx
 from onnx import helper
 
 from deploykit.transforms.checks import STANDARD_DOMAINS, subgraphs
+from deploykit.transforms.kinds import CONVERTS, DESCRIBES, GENERATES, VIEWS
 from deploykit.transforms.shapes import Shapes
 
-# Another name for the same memory.
-VIEWS = frozenset(("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze"))
-DESCRIBES = frozenset(("Constant", "Shape", "Size"))
-CONVERTS = frozenset(("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast"))
-GENERATES = frozenset(("ConstantOfShape", "Range", "CastLike"))
 GATHERS = frozenset(("Gather", "GatherElements", "GatherND"))
 _MOVING = """
     Transpose Concat Slice Split Pad Expand Tile DepthToSpace SpaceToDepth ScatterElements ScatterND

@@ -20,21 +20,15 @@ from deploykit.core.errors import BadInput, Unsupported, first_line
 from deploykit.core.tensors import BATCH, DTYPE_BYTES, TensorSpec
 from deploykit.transforms.checks import (
     MAX_BYTES,
-    RUNTIME_DOMAINS,
     all_nodes,
     parse,
     stored_bytes,
     stored_elements,
 )
+from deploykit.transforms.kinds import Kinds
 from deploykit.transforms.light import light_model
 from deploykit.transforms.write import write_model
 
-# Nodes that hold, describe, convert or rename data and compute nothing.
-_CONVERT = frozenset(("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast"))
-_DESCRIBE = frozenset(("Constant", "ConstantOfShape", "Shape", "Size", "Range", "CastLike"))
-_RENAME = frozenset(("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze"))
-_SILENT = _CONVERT | _DESCRIBE | _RENAME
-_FLOATS = frozenset(("float16", "bfloat16", "float32", "float64"))
 _NO_WEIGHTS = frozenset(("string", "bool", "int64", "int32"))  # shapes, indices and int32 biases
 
 
@@ -184,56 +178,11 @@ def element_types(model: onnx.ModelProto) -> dict[str, int]:
 
 def _precision(model: onnx.ModelProto) -> dict[str, int]:
     """Nodes of the main graph by the type they compute in; see `Summary.precision`."""
+    nodes = model.graph.node
     types = {name: dtype_name(kind) for name, kind in element_types(model).items()}
-    constants = {tensor.name for tensor in model.graph.initializer}
-    sources = {name: node for node in model.graph.node for name in node.output}
-    counts: Counter[str] = Counter()
-    # what ONNX Runtime could run in integers it has already replaced: a pair left over is float
-    final = any(node.domain.startswith(RUNTIME_DOMAINS) for node in model.graph.node)
-    for node in model.graph.node:
-        if node.op_type in _SILENT:
-            continue
-        kind = _integer_kind(node)
-        if kind is None and not final:
-            kind = _fed_kind(node, types, constants, sources)
-        if kind is None:
-            names = [*node.output, *node.input]  # an input's where ONNX has no schema for the node
-            kind = next((types[name] for name in names if types.get(name) in _FLOATS), None)
-        if kind is not None:
-            counts[kind] += 1
+    kinds = Kinds(nodes, types, {tensor.name for tensor in model.graph.initializer})
+    counts = Counter(kind for kind in map(kinds.precision, nodes) if kind is not None)
     return dict(sorted(counts.items()))
-
-
-def _integer_kind(node: onnx.NodeProto) -> str | None:
-    """'int8' for operators that compute in integers by definition: QLinearConv, MatMulInteger."""
-    name = node.op_type
-    runtime = node.domain.startswith(RUNTIME_DOMAINS)
-    quantized = name.startswith("QLinear") or "Integer" in name
-    return "int8" if quantized or (runtime and name in ("QGemm", "QAttention")) else None
-
-
-def _fed_kind(
-    node: onnx.NodeProto,
-    types: Mapping[str, str],
-    constants: set[str],
-    sources: Mapping[str, onnx.NodeProto],
-) -> str | None:
-    """'int8' or 'float8' if all its inputs but constants (a float bias) are dequantized.
-
-    A node with quantized weights and float activations computes in float: not counted here.
-    """
-    kinds = []
-    for name in node.input:
-        if not name or name in constants:
-            continue
-        source = sources.get(name)
-        if source is None or source.op_type != "DequantizeLinear":
-            return None
-        if source.input[0] not in constants:
-            kinds.append(types.get(source.input[0], "int8"))
-    if not kinds:
-        return None
-    return "float8" if kinds[0].startswith("float8") else kinds[0].removeprefix("u")
 
 
 def _quantizes(node: onnx.NodeProto) -> bool:
