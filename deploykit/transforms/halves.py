@@ -79,13 +79,6 @@ _HALVES = {
 }
 
 
-def to_fp16(
-    model: onnx.ModelProto, ranges: Mapping[str, Range] | None
-) -> tuple[onnx.ModelProto, tuple[str, ...]]:
-    """`to_half` in float16."""
-    return to_half(model, "fp16", ranges)
-
-
 def to_half(
     model: onnx.ModelProto,
     to: str = "fp16",

@@ -14,7 +14,7 @@ from deploykit.runtimes.data import Samples, random_feeds
 from deploykit.runtimes.engine import load
 from deploykit.transforms.calibrate import calibrate
 from deploykit.transforms.graph import load_graph, specs, summarise
-from deploykit.transforms.halves import to_fp16
+from deploykit.transforms.halves import to_half
 from deploykit.transforms.qdq import to_int8
 from tests.onnx_zoo import (
     conv_relu,
@@ -62,7 +62,7 @@ def test_a_built_file_answers_as_its_source(graph: Make, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("graph", ZOO)
 def test_a_built_half_file_answers_as_its_source(graph: Make, tmp_path: Path) -> None:
-    source = save(to_fp16(graph(), None)[0], tmp_path / "half.onnx")
+    source = save(to_half(graph())[0], tmp_path / "half.onnx")
     build(source, tmp_path / "built.onnx")
     check_same_outputs(source, tmp_path / "built.onnx", 2.0**-7)  # outputs below 16: 1 ulp at 8
 

@@ -12,7 +12,7 @@ from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.engine import load
 from deploykit.transforms.calibrate import calibrate
 from deploykit.transforms.graph import load_graph, name_nodes, save_graph, specs, summarise
-from deploykit.transforms.halves import to_fp16
+from deploykit.transforms.halves import to_half
 from deploykit.transforms.qdq import to_int8
 from tests.onnx_zoo import conv_relu, int64_ids, linear, make, mnist_like, save, two_inputs
 from tests.transforms.data import feeds, samples
@@ -77,7 +77,7 @@ def test_precision_of_a_float32_graph_leaves_data_movement_out() -> None:
 
 
 def test_precision_of_a_half_graph_leaves_casts_out() -> None:
-    half, _ = to_fp16(two_inputs(), None)
+    half, _ = to_half(two_inputs())
     assert summarise(half).operators["Cast"] == 4
     assert summarise(half).precision == {"float16": 2}
 
@@ -114,7 +114,7 @@ def test_a_sum_with_one_float_input_computes_in_float() -> None:
 
 
 def test_types_are_inferred_where_the_file_does_not_tell_them() -> None:
-    half, _ = to_fp16(mnist_like(), None)
+    half, _ = to_half(mnist_like())
     del half.graph.value_info[:]
     assert summarise(half).precision == {"float16": 7}
 

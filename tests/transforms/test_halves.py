@@ -14,7 +14,7 @@ from deploykit.runtimes.data import Samples
 from deploykit.runtimes.engine import load
 from deploykit.transforms.calibrate import Calibration, Range, calibrate
 from deploykit.transforms.graph import load_graph, specs, summarise
-from deploykit.transforms.halves import to_fp16, to_half
+from deploykit.transforms.halves import to_half
 from deploykit.transforms.qdq import to_int8
 from tests.onnx_zoo import (
     conv_relu,
@@ -39,7 +39,7 @@ Make = Callable[[], onnx.ModelProto]
 def test_a_half_graph_computes_what_the_float_graph_does(graph: Make, tmp_path: Path) -> None:
     inputs = feeds(graph())
     ranges = calibrate(save(graph(), tmp_path / "m.onnx"), samples(graph())).ranges
-    half, _ = to_fp16(graph(), ranges)
+    half, _ = to_half(graph(), ranges=ranges)
     onnx.checker.check_model(half, full_check=True)
     wanted = ReferenceEvaluator(graph()).run(None, inputs)
     for want, got in zip(wanted, in_true_halves(half, inputs), strict=True):
@@ -52,23 +52,23 @@ def test_a_half_graph_computes_what_the_float_graph_does(graph: Make, tmp_path: 
 
 @pytest.mark.parametrize("graph", ZOO)
 def test_inputs_and_outputs_stay_as_they_were(graph: Make) -> None:
-    assert specs(to_fp16(graph(), None)[0]) == specs(graph())
+    assert specs(to_half(graph())[0]) == specs(graph())
 
 
 @pytest.mark.parametrize("graph", ZOO)
 def test_the_same_model_gives_the_same_bytes(graph: Make) -> None:
-    once, again = to_fp16(graph(), None)[0], to_fp16(graph(), None)[0]
+    once, again = to_half(graph())[0], to_half(graph())[0]
     assert once.SerializeToString() == again.SerializeToString()
 
 
 def test_the_source_is_left_alone() -> None:
     model = mnist_like()
-    to_fp16(model, None)
+    to_half(model)
     assert model == mnist_like()
 
 
 def test_weights_take_half_the_bytes() -> None:
-    half, kept = to_fp16(mnist_like(), None)
+    half, kept = to_half(mnist_like())
     assert kept == ()
     assert summarise(half).weight_bytes * 2 == summarise(mnist_like()).weight_bytes
     assert summarise(half).precision == {"float16": 7}
@@ -78,13 +78,13 @@ BIG = {"x": np.full((1, 4), 32.0, np.float32)}  # 32 * 1e4 is five times the lar
 
 
 def test_without_ranges_the_product_overflows() -> None:
-    half, kept = to_fp16(overflow(), None)
+    half, kept = to_half(overflow())
     assert kept == ()
     assert np.isinf(in_true_halves(half, BIG)[0]).all()
 
 
 def test_with_ranges_the_overflowing_nodes_stay_float32() -> None:
-    half, kept = to_fp16(overflow(), {"product": Range(0.0, 3.2e5)})
+    half, kept = to_half(overflow(), ranges={"product": Range(0.0, 3.2e5)})
     assert kept == ("scale_up", "scale_down")
     assert summarise(half).precision == {"float16": 1, "float32": 2}
     np.testing.assert_allclose(in_true_halves(half, BIG)[0], 33.0, atol=0.04)  # 1 ulp at 33
@@ -92,7 +92,7 @@ def test_with_ranges_the_overflowing_nodes_stay_float32() -> None:
 
 @pytest.mark.parametrize(("peak", "stays"), [(32752.0, False), (32753.0, True)])
 def test_the_guard_begins_at_half_the_largest_float16(peak: float, stays: bool) -> None:
-    _, kept = to_fp16(linear(), {"y": Range(-peak, 0.0)})
+    _, kept = to_half(linear(), ranges={"y": Range(-peak, 0.0)})
     assert bool(kept) == stays
 
 
@@ -110,7 +110,7 @@ def scaled(factor: float, name: str = "factor") -> onnx.ModelProto:
     [(1e5, True), (-3.4e38, True), (1e-12, True), (0.0, False), (1e-6, False), (-np.inf, False)],
 )
 def test_a_weight_that_half_cannot_hold_keeps_its_node(factor: float, stays: bool) -> None:
-    half, kept = to_fp16(scaled(factor), None)
+    half, kept = to_half(scaled(factor))
     assert kept == (("add",) if stays else ())
     assert summarise(half).precision == ({"float32": 1} if stays else {"float16": 1})
 
@@ -122,16 +122,16 @@ def test_a_constant_node_that_half_cannot_hold_keeps_its_readers() -> None:
         helper.make_node("Add", ["x", "epsilon"], ["y"], name="add"),
     ]
     model = make(nodes, {"x": ("N", 4)}, {"y": ("N", 4)}, {})
-    assert to_fp16(model, None)[1] == ("constant", "add")
+    assert to_half(model)[1] == ("constant", "add")
 
 
 def test_a_tensor_that_would_vanish_keeps_its_nodes() -> None:
-    assert to_fp16(linear(), {"x": Range(-1e-9, 1e-9)})[1] == ("gemm",)
+    assert to_half(linear(), ranges={"x": Range(-1e-9, 1e-9)})[1] == ("gemm",)
 
 
 def test_a_mask_of_minus_infinity_is_no_overflow() -> None:
-    assert to_fp16(linear(), {"y": Range(-np.inf, 3.0)})[1] == ()
-    assert to_fp16(linear(), {"y": Range(-3.0, np.inf)})[1] == ("gemm",)
+    assert to_half(linear(), ranges={"y": Range(-np.inf, 3.0)})[1] == ()
+    assert to_half(linear(), ranges={"y": Range(-3.0, np.inf)})[1] == ("gemm",)
 
 
 def test_a_weight_shared_by_both_worlds_is_stored_in_both(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_weight_shared_by_both_worlds_is_stored_in_both(tmp_path: Path) -> Non
     row = ("N", 4)
     weights = {"w": np.arange(4, dtype=np.float32)}
     model = make(nodes, {"x": row}, {"big": row, "y": row}, weights)
-    half, kept = to_fp16(model, {"big": Range(0.0, 1e6)})
+    half, kept = to_half(model, ranges={"big": Range(0.0, 1e6)})
     assert kept == ("wide",)
     assert {(t.name, t.data_type) for t in half.graph.initializer} == {
         ("w", TensorProto.FLOAT),
@@ -154,7 +154,7 @@ def test_a_weight_shared_by_both_worlds_is_stored_in_both(tmp_path: Path) -> Non
 def test_a_tensor_is_cast_once_for_all_its_readers() -> None:
     nodes = [helper.make_node("Relu", ["x"], [f"y{i}"], name=f"relu{i}") for i in range(3)]
     model = make(nodes, {"x": ("N", 4)}, {f"y{i}": ("N", 4) for i in range(3)}, {})
-    half, _ = to_fp16(model, None)
+    half, _ = to_half(model)
     assert summarise(half).operators == {"Cast": 1 + 3, "Relu": 3}
 
 
@@ -167,7 +167,7 @@ def test_a_body_finds_the_float32_tensor_that_it_names(tmp_path: Path) -> None:
         helper.make_node("If", ["c"], ["y"], name="if", then_branch=body, else_branch=body),
     ]
     model = make(nodes, {"x": ("N", 4)}, {"y": ("N", 4)}, {"c": np.array(True)})
-    half, _ = to_fp16(model, None)
+    half, _ = to_half(model)
     x = np.array([[1, 2, -3, 4]], np.float32)
     with load(save(half, tmp_path / "m.onnx"), "cpu") as engine:
         np.testing.assert_array_equal(engine({"x": x})["y"], -np.maximum(x, 0))
@@ -184,7 +184,7 @@ def test_arithmetic_that_ends_in_an_index_stays_float32(tmp_path: Path) -> None:
     weights = {"one": np.array(1, np.float32)}
     row = ("N", 4)
     model = make(nodes, {"i": row, "x": row}, {"y": row, "z": row}, weights, integers=("i", "y"))
-    half, _ = to_fp16(model, None)
+    half, _ = to_half(model)
     ids = np.array([[1, 2048, 4095, 4097]])  # float16 counts in twos above 2048
     inputs = {"i": ids, "x": np.ones((1, 4), np.float32)}
     np.testing.assert_array_equal(in_true_halves(half, inputs)[0], ids + 1)
@@ -197,7 +197,7 @@ def test_a_cast_to_float_in_the_graph_becomes_a_cast_to_half() -> None:
         helper.make_node("Relu", ["f"], ["y"], name="relu"),
     ]
     model = make(nodes, {"i": ("N", 4)}, {"y": ("N", 4)}, {}, integers=("i",))
-    half, _ = to_fp16(model, None)
+    half, _ = to_half(model)
     assert [node.op_type for node in half.graph.node] == ["Cast", "Relu", "Cast"]
 
 
@@ -323,7 +323,7 @@ def _calibration(x: np.ndarray) -> Calibration:
 
 
 def test_names_that_clash_are_avoided() -> None:
-    half, _ = to_fp16(scaled(2.0, name="x_float16"), None)
+    half, _ = to_half(scaled(2.0, name="x_float16"))
     onnx.checker.check_model(half, full_check=True)
     assert in_true_halves(half, {"x": np.ones((1, 4), np.float32)})[0].tolist() == [[3.0] * 4]
 
@@ -332,14 +332,14 @@ def test_nodes_without_names_get_one() -> None:
     model = overflow()
     for node in model.graph.node:
         node.name = ""
-    assert to_fp16(model, {"product": Range(0.0, 3.2e5)})[1] == ("Mul_0", "Mul_1")
+    assert to_half(model, ranges={"product": Range(0.0, 3.2e5)})[1] == ("Mul_0", "Mul_1")
 
 
 def test_a_graph_without_float32_is_refused() -> None:
     node = helper.make_node("Abs", ["i"], ["y"], name="abs")
     model = make([node], {"i": ("N", 4)}, {"y": ("N", 4)}, {}, integers=("i", "y"))
     with pytest.raises(BadInput, match="nothing in float32"):
-        to_fp16(model, None)
+        to_half(model)
 
 
 @pytest.mark.torch
@@ -355,7 +355,7 @@ def test_an_exported_transformer_layer_becomes_half(tmp_path: Path) -> None:
     )
     model = load_graph(path)
     inputs = {"x": x.numpy()}
-    half, kept = to_fp16(model, calibrate(path, Samples(inputs, None, "x")).ranges)
+    half, kept = to_half(model, ranges=calibrate(path, Samples(inputs, None, "x")).ranges)
     assert kept == ()
     assert summarise(half).precision.keys() == {"float16"}
     with load(save(half, tmp_path / "half.onnx"), "cpu") as engine:
@@ -365,6 +365,6 @@ def test_an_exported_transformer_layer_becomes_half(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_half_already_is_refused() -> None:
-    half, _ = to_fp16(linear(), None)
+    half, _ = to_half(linear())
     with pytest.raises(BadInput, match="float16 already"):
-        to_fp16(half, None)
+        to_half(half)
