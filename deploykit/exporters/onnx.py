@@ -26,13 +26,12 @@ from deploykit.exporters.reasons import NotExported, TooSmall
 torch: ModuleType = require("torch")
 
 DEFAULT_OPSET = 20  # what torch's exporter writes itself; NVIDIA's parsers take it
-ORIN_OPSET = 18
+JETSON_OPSET = 18
 OPSETS = range(18, 24)  # older ones torch's current exporter does not write
 TORCHSCRIPT_OPSETS = range(18, 21)  # the older exporter stopped at 20
 EXPORTERS = ("auto", "dynamo", "torchscript")
 MAX_BYTES = (1 << 31) - (1 << 25)  # protobuf's 2 GiB, less room for the graph itself
 
-_ORIN = "8.7"  # compute capability; JetPack 6 comes with TensorRT 10.3
 _OLD_TENSORRT = (10, 8)
 
 
@@ -49,7 +48,7 @@ class Exported:
 
 
 def opset_for(profile: Profile) -> int:
-    """The opset to export with for a target: 20, or 18 where TensorRT is older than 10.8.
+    """The opset to export with for a target: 20; 18 on a Jetson or where TensorRT is before 10.8.
 
     What the parsers take: 9 to 24 in TensorRT 10.15
     (https://github.com/onnx/onnx-tensorrt/blob/main/docs/operators.md), up to 19 in 9.2. Opset 20
@@ -59,7 +58,8 @@ def opset_for(profile: Profile) -> int:
         return DEFAULT_OPSET
     newest = profile.tensorrt_max
     old = newest is not None and tuple(map(int, newest.split("."))) < _OLD_TENSORRT
-    return ORIN_OPSET if old or profile.compute_capability == _ORIN else DEFAULT_OPSET
+    jetson = profile.name.startswith("jetson-")  # JetPack 6 comes with TensorRT 10.3
+    return JETSON_OPSET if old or jetson else DEFAULT_OPSET
 
 
 def export_module(
