@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deploykit.core.errors import Unsupported
-from deploykit.core.extras import EXTRAS, install_hint, installed
+from deploykit.core.extras import install_hint, installed
 from deploykit.core.machine import Machine, this_machine
 
 # command -> modules that it needs beyond the base
@@ -15,7 +15,8 @@ _NEEDS = {
     "quantize, predict, bench, serve, build --profile cpu": ("onnxruntime",),
     "export": ("torch", "onnxscript", "onnxruntime"),
     "train": ("torch", "sklearn"),
-    "demo": tuple(name for name in EXTRAS if name != "tensorrt"),
+    "demo": ("torch", "onnxscript", "onnxruntime", "sklearn"),
+    "build --check": ("tensorrt",),
 }
 
 
@@ -71,10 +72,16 @@ def doctor() -> Health:
             "a GPU is here, but onnxruntime is the CPU build: pip install 'deploykit[gpu]'"
         )
     checks = [_check(command, needs) for command, needs in _NEEDS.items()]
-    checks.append(
-        Check("build for a TensorRT profile", False, "not in this version; --profile cpu works")
-    )
+    checks.append(_engines(machine))
     return Health(machine, providers, tuple(checks), tuple(warnings))
+
+
+def _engines(machine: Machine) -> Check:
+    """Whether a TensorRT engine can be built and run here."""
+    command = "build, bench, serve of TensorRT engines"
+    if not machine.gpus:
+        return Check(command, False, "no NVIDIA GPU here; --profile cpu and --check work")
+    return _check(command, ("tensorrt", "cuda"))
 
 
 def _check(command: str, needs: tuple[str, ...]) -> Check:

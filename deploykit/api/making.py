@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from deploykit.api import engines, golden
 from deploykit.api.engines import CheckResult, Shapes, build_plan, check_here
-from deploykit.api.precision import PRECISIONS, quantize
+from deploykit.api.precision import TARGETS, quantize
 from deploykit.api.staging import (
     Made,
     Progress,
@@ -84,7 +85,7 @@ def build(
     precision: str | None = None,
     calib: Path | None = None,
     data: Path | None = None,
-    metric: str = "top1",
+    metric: str | None = None,
     max_drop: float | None = None,
     max_error: float = BUILD_MAX_ERROR,
     shapes: Shapes | None = None,
@@ -108,10 +109,9 @@ def build(
             f"profile '{target.name}' runs ONNX Runtime, which takes any batch and needs no shapes",
             hint="--batch, --axis, --level, --dla and the compatibility options are for TensorRT",
         )
-    if precision not in (None, "fp32", *PRECISIONS):
+    if precision not in (None, "fp32", *TARGETS):
         raise BadInput(
-            f"--precision {precision}: is not offered",
-            hint="one of: fp32, " + ", ".join(PRECISIONS),
+            f"--precision {precision}: is not offered", hint="one of: fp32, " + ", ".join(TARGETS)
         )
     out = out or model.with_suffix(".trt" if engine else f".{target.name}.onnx")
     check_writable(out)
@@ -124,10 +124,10 @@ def build(
     from deploykit.transforms import graph
 
     with staged(out) as tmp:
-        typed = model
-        if precision in PRECISIONS:
+        typed, quantized = model, None
+        if precision in TARGETS:
             typed = tmp.with_name("typed.onnx")
-            quantize(
+            quantized = quantize(
                 model,
                 precision,
                 typed,
@@ -136,10 +136,15 @@ def build(
                 metric=metric,
                 max_drop=max_drop,
                 runtime=target.runtime,
-                profile=profile if engine and profile != "auto" else None,
+                profile=target.name if profile == "auto" else profile,
+                on_progress=on_progress,
             )
+            if quantized.search is not None and quantized.search.interrupted:
+                raise KeyboardInterrupt
+        notes = _quantized(quantized)
         if engine:
-            return build_plan(model, typed, tmp, out, target, shapes or Shapes(), on_progress)
+            made = build_plan(model, typed, tmp, out, target, shapes or Shapes(), on_progress)
+            return replace(made, notes=(*notes, *made.notes))
         asked = graph.summarise(graph.load_graph(typed)).precision  # checked before it is run
         facts = builder.build(typed, tmp)
         with load(typed, "cpu") as reference, load(tmp, "cpu") as built:
@@ -152,14 +157,27 @@ def build(
             tmp,
             (sha256(model),),
             tools=("onnxruntime",),
-            checks={"parity": parity.to_dict()},
+            checks={
+                "parity": parity.to_dict(),
+                "quantized": dict(quantized.manifest.checks) if quantized else None,
+            },
             built_on={**facts, "profile": target.name},
             golden=golden.carry(typed, tmp),
         )
-        notes: tuple[str, ...] = (f"profile auto: {target.name} ({why})",) if why else ()
+        if why:
+            notes += (f"profile auto: {target.name} ({why})",)
         notes += _changed(asked, manifest.precision)
         made = Made(out, manifest, parity=parity, notes=notes)
         return keep_if_equal(tmp, made, parity)
+
+
+def _quantized(made: Made | None) -> tuple[str, ...]:
+    """What putting the precision into the graph cost, in words."""
+    if made is None:
+        return ()
+    found = (made.search.text,) if made.search else ()
+    judged = made.judgement
+    return (*found, *((judged.describe(),) if judged else ()), *made.notes)
 
 
 def _changed(asked: Mapping[str, int], built: Mapping[str, int]) -> tuple[str, ...]:

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 CALIBRATED = ("int8", "fp8")  # need data; fp16 uses them for its range guard
 PRECISIONS = ("fp16", "bf16", *CALIBRATED, "int8-weight-only", "int4-weight-only")
+TARGETS = (*PRECISIONS, "auto")
 RESTS = ("fp32", "fp16")
 RUNTIMES = ("tensorrt", "onnxruntime")
-CALIBRATOR = "minmax"
+DEFAULT_METRIC = "top1"
 _FEW_AGREE = 0.9
 
 
@@ -40,7 +41,7 @@ def quantize(
     *,
     calib: Path | None = None,
     data: Path | None = None,
-    metric: str = "top1",
+    metric: str | None = None,
     max_drop: float | None = None,
     min_sqnr_db: float | None = None,
     rest: str = "fp32",
@@ -54,14 +55,14 @@ def quantize(
 
     `calib`: inputs, an .npz or a folder; needed for int8, fp8 and auto, and used by fp16's range
     guard. `data`: labelled inputs; then the upper end of the 95 % interval of the drop in `metric`
-    ("top1", "perplexity" or `pkg.mod:callable`) must stay within `max_drop` (a fraction: 0.01, the
-    default, is one percentage point). Without labels every output must keep a signal-to-noise ratio
-    of `min_sqnr_db` (15 where None), and with `max_drop` the share of samples whose largest output
-    moves is gated. `rest`: what the nodes around int8, fp8 or stored weights compute in.
-    `runtime`: what will run the file, "tensorrt" or "onnxruntime": they want INT8's Q/DQ pairs at
-    other places. `profile`: the target; its precisions are checked and `auto` predicts costs for
-    it. `budget_s`: seconds that `auto` may search. Raises GateFailed; the file is then kept as
-    NAME.rejected.onnx.
+    ("top1" where None, "perplexity" or `pkg.mod:callable`) must stay within `max_drop` (a fraction:
+    0.01, the default, is one percentage point). Without labels a `metric` is BadInput, every output
+    must keep a signal-to-noise ratio of `min_sqnr_db` (15 where None), and with `max_drop` the
+    share of samples whose largest output moves is gated. `rest`: what the nodes around int8,
+    fp8 or stored weights compute in. `runtime`: what will run the file, "tensorrt" or
+    "onnxruntime": they want INT8's Q/DQ pairs at other places. `profile`: the target; its
+    precisions are checked and `auto` predicts costs for it. `budget_s`: seconds that `auto` may
+    search. Raises GateFailed; the file is then kept as NAME.rejected.onnx.
     """
     target = _checked(to, rest, runtime, max_drop, calib, profile)
     out = out or model.with_suffix(f".{to}.onnx")
@@ -78,6 +79,12 @@ def quantize(
     calibration_set = read_samples(calib, inputs) if calib else None
     test_set = read_samples(data, inputs) if data else None
     labelled = test_set is not None and test_set.labels is not None
+    score = find_metric(metric or DEFAULT_METRIC)
+    if metric is not None and not labelled:
+        raise BadInput(
+            f"--metric {metric}: needs labels" + (f", {data} has none" if data else ""),
+            hint="--data FILE.npz with an array named 'labels'",
+        )
     notes = list(check_calibration(calibration_set, inputs)) if calibration_set else []
     if calibration_set and test_set and (shared := overlap(calibration_set, test_set)):
         notes.append(
@@ -85,14 +92,14 @@ def quantize(
             "samples that set the scales flatter"
         )
     if to == "auto" and labelled and test_set is not None:
-        _check_enough(test_set, metric, max_drop)
+        _check_enough(test_set, score.name, max_drop)
     # scales want outliers left out, the range guard of float16 wants them in: it reads `ranges`
     method = calibrator or (calibrate.DEFAULT_METHOD if to in (*CALIBRATED, "auto") else "minmax")
     job = Job(
         model,
         calibration_set,
         test_set,
-        find_metric(metric) if labelled else None,
+        score if labelled else None,
         max_drop,
         min_sqnr_db,
         runtime,
@@ -188,7 +195,7 @@ def _check_enough(test_set: Samples, metric: str, max_drop: float | None) -> Non
 
     max_drop = MAX_DROP if max_drop is None else max_drop
     fewest = samples_to_show_no_drop(max_drop)
-    if metric == "top1" and len(test_set) < fewest:
+    if metric == DEFAULT_METRIC and len(test_set) < fewest:
         raise BadInput(
             f"{test_set.where}: {len(test_set)} samples cannot show a drop within "
             f"{max_drop * 100:g} pp even where there is none, {fewest} are needed",
@@ -223,10 +230,8 @@ def _checked(
     profile: str | None,
 ) -> Profile | None:
     """Raise BadInput for options that contradict each other, before any work."""
-    if to not in (*PRECISIONS, "auto"):
-        raise BadInput(
-            f"--to {to}: is not offered", hint="one of: " + ", ".join((*PRECISIONS, "auto"))
-        )
+    if to not in TARGETS:
+        raise BadInput(f"--to {to}: is not offered", hint="one of: " + ", ".join(TARGETS))
     if rest not in RESTS:
         raise BadInput(f"--rest {rest}: is not offered", hint="one of: " + ", ".join(RESTS))
     if runtime not in RUNTIMES:

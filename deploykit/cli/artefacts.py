@@ -19,7 +19,7 @@ Labelled = Annotated[
     Path | None, typer.Option(help="Labelled data to measure accuracy on: .npz or a folder.")
 ]
 MetricOption = Annotated[
-    str, typer.Option(help="top1, perplexity, pkg.mod:callable or ./file.py:callable.")
+    str | None, typer.Option(help="top1, perplexity, pkg.mod:callable or ./file.py:callable.")
 ]
 MaxDrop = Annotated[
     float | None, typer.Option(help="Largest accuracy drop; 0.01, the default, is one point.")
@@ -91,7 +91,7 @@ def quantize(
     out: Out = None,
     calib: Calib = None,
     data: Labelled = None,
-    metric: MetricOption = "top1",
+    metric: MetricOption = None,
     max_drop: MaxDrop = None,
     min_sqnr: Annotated[
         float | None,
@@ -136,7 +136,7 @@ def quantize(
             on_progress=progress,
         )
     output.show(result, texts.made(result), as_json=as_json)
-    if result.search is not None and result.search.stopped == "interrupted":
+    if result.search is not None and result.search.interrupted:
         raise KeyboardInterrupt  # what had passed is kept, but the search was cut short
 
 
@@ -148,7 +148,7 @@ def build(
     ] = None,
     calib: Calib = None,
     data: Labelled = None,
-    metric: MetricOption = "top1",
+    metric: MetricOption = None,
     max_drop: MaxDrop = None,
     batch: Annotated[
         str | None, typer.Option(help="MIN,OPT,MAX of a TensorRT engine; 1,8,32 without.")

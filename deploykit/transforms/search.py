@@ -113,6 +113,10 @@ class Outcome(Generic[Model]):
     stopped: str
 
     @property
+    def interrupted(self) -> bool:
+        return self.stopped == INTERRUPTED
+
+    @property
     def text(self) -> str:
         """The result in one sentence."""
         kept = "float32 stays: no narrower precision passed"

@@ -179,6 +179,15 @@ OPTIONS = {
     "a recipe's name is no path": (("train", "../mnist_cnn", "-o", "OUT"), "../mnist_cnn"),
     "unknown precision": (("quantize", "MODEL", "--to", "fp12"), "fp12"),
     "unknown build precision": (("build", "MODEL", "--profile", "cpu", "--precision", "x"), "x"),
+    "build precision of another target": (
+        ("build", "MODEL", "--profile", "cpu", "--precision", "bf16"),
+        "profile 'cpu' does not run it",
+    ),
+    "metric without labels": (
+        ("quantize", "MODEL", "--to", "fp16", "--metric", "perplexity"),
+        "--metric perplexity",
+    ),
+    "no such metric": (("quantize", "MODEL", "--to", "fp16", "--metric", "top7"), "top7"),
     "unknown runtime": (
         ("quantize", "MODEL", "--to", "int8", "--calib", "DATA", "--runtime", "x"),
         "'x'",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from deploykit import __version__
 from deploykit.core.artefact import read_manifest
+from deploykit.core.machine import Gpu, this_machine
 from deploykit.core.profile import profile_names
 from tests.cli.conftest import Run
 
@@ -223,6 +225,25 @@ def test_doctor_says_what_works(run: Run) -> None:
     assert run("doctor").code == 0
 
 
+def test_doctor_says_what_the_demo_and_an_engine_need(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A demo needs neither TensorRT nor a GPU; an engine needs both."""
+    from deploykit.api import health
+
+    here = replace(this_machine(), gpus=())
+    monkeypatch.setattr(health, "this_machine", lambda: here)
+    monkeypatch.setattr(health, "installed", lambda name: name not in ("tensorrt", "cuda", "PIL"))
+    checks = {each.command: each for each in health.doctor().checks}
+    assert checks["demo"].works
+    assert "deploykit[tensorrt]" in checks["build --check"].why
+    assert "no NVIDIA GPU" in checks["build, bench, serve of TensorRT engines"].why
+    gpu = Gpu("NVIDIA L4", 24_000_000_000, "580.0", "8.9")
+    monkeypatch.setattr(health, "this_machine", lambda: replace(here, gpus=(gpu,)))
+    checks = {each.command: each for each in health.doctor().checks}
+    assert "tensorrt: pip install" in checks["build, bench, serve of TensorRT engines"].why
+
+
 @pytest.mark.parametrize("name", ["cpu", "h200", "l4", "t4", "jetson-agx-orin-64gb@MODE_30W"])
 def test_profiles_shows_one_in_full(run: Run, name: str) -> None:
     ran = run("profiles", name)
@@ -234,3 +255,28 @@ def test_profiles_lists_all(run: Run) -> None:
     ran = run("profiles", "--json")
     assert [profile["name"] for profile in json.loads(ran.out)] == profile_names()
     assert run("profiles").out.count("\n") > len(profile_names())
+
+
+def test_build_takes_auto_for_the_precision(
+    run: Run, model: Path, samples: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "built.onnx"
+    ran = run(
+        *("build", model, "--profile", "cpu", "--precision", "auto", "--calib", samples),
+        *("-o", out, "--json"),
+    )
+    assert ran.code == 0, ran.err
+    made = document(ran.out)
+    assert made["manifest"]["checks"]["quantized"]["quantize"]["to"] == "auto"
+    assert any("float32 stays" in note or "INT8" in note for note in made["notes"])
+
+
+def test_build_says_what_the_quantised_graph_lost(
+    run: Run, model: Path, samples: Path, tmp_path: Path
+) -> None:
+    ran = run(
+        *("build", model, "--profile", "cpu", "--precision", "int8", "--calib", samples),
+        *("--data", samples, "--max-drop", 1, "-o", tmp_path / "built.onnx"),
+    )
+    assert ran.code == 0, ran.err
+    assert "n = 60" in ran.out
