@@ -92,7 +92,7 @@ def quantize(
             "samples that set the scales flatter"
         )
     if to == "auto" and labelled and test_set is not None:
-        _check_enough(test_set, score.name, max_drop)
+        _check_enough(test_set, metric or DEFAULT_METRIC, max_drop)
     # scales want outliers left out, the range guard of float16 wants them in: it reads `ranges`
     method = calibrator or (calibrate.DEFAULT_METHOD if to in (*CALIBRATED, "auto") else "minmax")
     job = Job(
