@@ -40,22 +40,20 @@ class _Candidate:
 
 def searched(
     job: Job,
-    source: onnx.ModelProto,
     out: Path,
     target: Profile | None,
     budget_s: float,
     on_progress: Progress | None,
 ) -> tuple[Outcome[Any], Judgement, list[str]]:
-    """Write the cheapest graph that passes to `out`, `source` itself where float32 stays.
+    """Write the cheapest graph that passes to `out`, the model itself where float32 stays.
 
     For ONNX Runtime a price is measured on this machine's CPU, for TensorRT it is predicted from
     the peaks of `target`. Gives the search's outcome, the judgement of what was kept, and notes.
     """
     from deploykit.transforms import graph, search, write
 
-    graph.name_nodes(source)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".auto.") as folder:
-        bench = _Bench(job, source, Path(folder), target, out.name)
+        bench = _Bench(job, Path(folder), target, out.name)
         began = time.monotonic()
 
         def tell(step: Step) -> None:
@@ -68,13 +66,14 @@ def searched(
         outcome = search.search(
             bench.levels(),
             bench.verdict,
-            float32_cost_s=bench.cost_s(source),
+            float32_cost_s=bench.cost_s(bench.source),
             budget_s=budget_s,
             on_step=tell,
         )
         notes = [outcome.text, *outcome.notes, bench.pricing]
         if outcome.best is None:
-            graph.save_graph(source, out)
+            graph.save_graph(bench.source, out)
+            bench.forget()
             return outcome, judged(job, out, out.name), notes
         kept, wide = outcome.best.model, outcome.best.wide
         if wide:
@@ -93,22 +92,21 @@ class _Bench:
     def __init__(
         self,
         job: Job,
-        source: onnx.ModelProto,
         folder: Path,
         target: Profile | None,
         name: str,
     ) -> None:
         self.job = job
-        self.source = source
         self.folder = folder
         self.measured = job.runtime == "onnxruntime"
         self.target = target or load_profile(GENERIC_PROFILE)
         from deploykit.transforms import graph
 
+        self._source: onnx.ModelProto | None = None
         if job.calib is None:
             raise BadInput("--to auto needs calibration data", hint="--calib FILE.npz or a folder")
         self.calib = job.calib
-        self.inputs, _ = graph.specs(source)
+        self.inputs, _ = graph.specs(self.source)
         self.sizes = axis_sizes(self.calib, self.inputs, PRICED_BATCH)
         batch = f"batch {PRICED_BATCH}"
         self.pricing = (
@@ -121,6 +119,20 @@ class _Bench:
         self.judgements: dict[Path, Judgement] = {}  # of what passed
         self.made = 0
         self.wanted: dict[str, Any] = {}
+
+    @property
+    def source(self) -> onnx.ModelProto:
+        """The float32 graph, its nodes named; read again after `forget`."""
+        from deploykit.transforms import graph
+
+        if self._source is None:
+            self._source = graph.load_graph(self.job.model)
+            graph.name_nodes(self._source)
+        return self._source
+
+    def forget(self) -> None:
+        """Give the graph's memory to the engines that judge a candidate."""
+        self._source = None
 
     def levels(self) -> list[Level[Any]]:
         """Precisions to try, the narrowest first."""
@@ -169,6 +181,7 @@ class _Bench:
     def verdict(self, candidate: _Candidate) -> Verdict:
         from deploykit.transforms import search
 
+        self.forget()
         found = judged(self.job, candidate.path, self.name)
         if found.passed:
             self.judgements[candidate.path] = found

@@ -110,10 +110,8 @@ def quantize(
         sizes = axis_sizes(test_set or calibration_set, inputs, 1)
         job = replace(job, batch_size=batch_that_fits(source, sizes))
         if to == "auto":
-            search, judgement, more = automatic.searched(
-                job, source, tmp, target, budget_s, on_progress
-            )
             del source
+            search, judgement, more = automatic.searched(job, tmp, target, budget_s, on_progress)
         else:
             typed, more = typed_graph(job, source, to, rest)
             del source
