@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from tests.runtimes.fake_tensorrt import ILogger, Severity
+
 
 @dataclass
 class Behaviour:
@@ -27,6 +29,7 @@ class Behaviour:
     weak_error: str | None = None
     dtypes: tuple[str, ...] = ("FLOAT",)
     dla_cores: int = 0
+    hardware: str = "NONE AMPERE_PLUS"  # compatibility levels; TensorRT 10.13 has one more
     layers: str | None = None  # the inspector's answer; None: the plan cannot be read back
     strong_number: int = 1  # STRONGLY_TYPED is 1 in TensorRT 10, 0 in 11
     cache_refused: bool = False
@@ -34,14 +37,6 @@ class Behaviour:
     driver: bool = True
     during_build: Callable[[], None] = lambda: None
     seen: dict[str, Any] = field(default_factory=dict)
-
-
-class Severity(enum.Enum):
-    INTERNAL_ERROR, ERROR, WARNING, INFO, VERBOSE = range(5)
-
-
-class ILogger:
-    Severity = Severity
 
 
 class IProgressMonitor:
@@ -62,7 +57,7 @@ def make(does: Behaviour) -> ModuleType:
         "BuilderFlag": _names("FP16 BF16 INT8 FP8 INT4 GPU_FALLBACK VERSION_COMPATIBLE"),
         "MemoryPoolType": _names("WORKSPACE"),
         "ProfilingVerbosity": _names("DETAILED"),
-        "HardwareCompatibilityLevel": _names("NONE AMPERE_PLUS"),
+        "HardwareCompatibilityLevel": _names(does.hardware),
         "DeviceType": _names("GPU DLA"),
         "LayerInformationFormat": _names("ONELINE JSON"),
         "Builder": lambda log: _Builder(does, log),

@@ -5,18 +5,19 @@ Each is imported by its function's name and asked for by its own.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deploykit.builders.options import Options
 from deploykit.builders.shapes import AxisRange
-from deploykit.builders.tensorrt import Options
 from deploykit.core.profile import load_profile
 from tests.builders.fake_tensorrt import Behaviour, make
 from tests.onnx_zoo import linear, save
+from tests.runtimes.modules import replaced
 
 BATCH = AxisRange(1, 4, 8)
 NO_FORMATS = (
@@ -45,16 +46,17 @@ Use = Callable[..., Behaviour]
 
 
 @pytest.fixture(name="use")
-def use_fixture(monkeypatch: pytest.MonkeyPatch) -> Use:
+def use_fixture() -> Iterator[Use]:
     """Put a TensorRT that behaves as told in place of the installed one."""
+    with ExitStack() as stack:
 
-    def install(name: str = "tensorrt", **behaviour: Any) -> Behaviour:
-        does = Behaviour(**behaviour)
-        monkeypatch.setitem(sys.modules, name, make(does))
-        return does
+        def install(name: str = "tensorrt", **behaviour: Any) -> Behaviour:
+            does = Behaviour(**behaviour)
+            stack.enter_context(replaced(name, make(does)))
+            return does
 
-    return install
+        yield install
 
 
-def options(**more: Any) -> Options:
-    return Options(load_profile("l4"), BATCH, **more)
+def options(profile: str = "l4", **more: Any) -> Options:
+    return Options(load_profile(profile), BATCH, **more)
