@@ -58,6 +58,12 @@ class TooLarge(BadInput):
     grpc_status = "RESOURCE_EXHAUSTED"
 
 
+class UnknownEncoding(BadInput):
+    """A request's body is compressed in a way that is not offered."""
+
+    http_status = 415
+
+
 class Unsupported(DeploykitError):
     """This machine, runtime or version of deploykit cannot do what was asked."""
 

@@ -1,7 +1,8 @@
 """Names, dtypes and shapes of a model's inputs and outputs.
 
 In: text such as `x:float32[N,3,224,224]`. Out: `TensorSpec`. Dtypes are numpy's names as strings,
-so nothing here needs numpy; an axis that is a name is dynamic, and axis 0 named `N` is the batch.
+so nothing here needs numpy, and two that numpy has not: `carrier` says which arrays hold those. An
+axis that is a name is dynamic, and axis 0 named `N` is the batch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ DTYPE_BYTES: Mapping[str, int] = {
     "float64": 8,
 }
 
-# Open Inference Protocol, "Tensor Data Types"; BYTES is not here, as its elements have no one size.
+# Open Inference Protocol, "Tensor Data Types": all dtypes, also text, whose elements differ in size
 PROTOCOL_NAMES: Mapping[str, str] = {
     "bool": "BOOL",
     "uint8": "UINT8",
@@ -45,7 +46,9 @@ PROTOCOL_NAMES: Mapping[str, str] = {
     "bfloat16": "BF16",
     "float32": "FP32",
     "float64": "FP64",
+    "string": "BYTES",
 }
+_CARRIERS: Mapping[str, str] = {"bfloat16": "float32", "string": "object"}
 
 # A name may hold colons, as TensorFlow's do ("x:0"): the last one before the bracket divides.
 _SPEC = re.compile(r"(?P<name>\S(?:.*\S)?)\s*:\s*(?P<dtype>\w+)\[(?P<axes>[^\[\]]*)\]")
@@ -73,6 +76,14 @@ class TensorSpec:
         return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
 
 
+def carrier(dtype: str) -> str:
+    """The numpy dtype of the arrays that hold `dtype`, where numpy itself has no such thing.
+
+    bfloat16 is held by float32, which has every value of it; text by objects that are each a `str`.
+    """
+    return _CARRIERS.get(dtype, dtype)
+
+
 def parse_spec(text: str) -> TensorSpec:
     """Read `name:dtype[axis,axis,...]`; an empty bracket is a scalar. Raises BadInput."""
     match = _SPEC.fullmatch(text.strip())
@@ -81,6 +92,8 @@ def parse_spec(text: str) -> TensorSpec:
             f"'{text}' is not an input specification",
             hint="write it as NAME:DTYPE[AXES], for example 'x:float32[N,3,224,224]'",
         )
+    if match["dtype"] == "string":
+        raise BadInput(f"'{text}': PyTorch, whose inputs are given so, has no tensors of text")
     axes_text = match["axes"].strip()
     axes = [axis.strip() for axis in axes_text.split(",")] if axes_text else []
     return make_spec(match["name"], match["dtype"], [_axis(axis, text) for axis in axes])
@@ -99,8 +112,9 @@ def _axis(axis: str, text: str) -> int | str:
 
 def make_spec(name: str, dtype: str, shape: Sequence[int | str]) -> TensorSpec:
     """Build a TensorSpec; raises BadInput on an unknown dtype or a negative size."""
-    if dtype not in DTYPE_BYTES:
-        raise BadInput(f"{name}: unknown dtype '{dtype}'", hint="one of: " + ", ".join(DTYPE_BYTES))
+    if dtype not in PROTOCOL_NAMES:
+        names = ", ".join(PROTOCOL_NAMES)
+        raise BadInput(f"{name}: unknown dtype '{dtype}'", hint=f"one of: {names}")
     for axis in shape:
         if isinstance(axis, int) and axis < 0:
             raise BadInput(f"{name}: axis size {axis} is negative")
@@ -118,14 +132,14 @@ def spec_from_dict(values: Mapping[str, object], where: str) -> TensorSpec:
 
 
 def mismatch(spec: TensorSpec, dtype: str, shape: Sequence[int]) -> str | None:
-    """Why an array of `dtype` and `shape` cannot be fed to `spec`, or None if it can.
+    """Why an array of numpy's `dtype` and `shape` cannot be fed to `spec`, or None if it can.
 
     Says the whole of both sides, so that a reader sees which axis differs.
     """
     fits = len(shape) == len(spec.shape) and all(
         isinstance(want, str) or want == got for want, got in zip(spec.shape, shape, strict=True)
     )
-    if dtype == spec.dtype and fits:
+    if dtype == carrier(spec.dtype) and fits:
         return None
     got = f"{dtype}[{','.join(str(size) for size in shape)}]"
     want = str(spec)[len(spec.name) + 1 :]

@@ -24,7 +24,7 @@ from numpy.lib import format as npy
 from deploykit.core.errors import BadInput, first_line, os_reason
 from deploykit.core.files import atomic_write, check_readable
 from deploykit.core.machine import memory_bytes
-from deploykit.core.tensors import BATCH, TensorSpec, concrete, mismatch
+from deploykit.core.tensors import BATCH, TensorSpec, carrier, concrete, mismatch
 
 LABELS = "labels"
 PICTURES = (".png", ".jpg", ".jpeg")
@@ -339,17 +339,19 @@ def random_feeds(
 ) -> dict[str, np.ndarray]:
     """Seeded inputs for timing and parity.
 
-    Standard normal floats, bytes from 0 to 255, other whole numbers from 0 to 9, booleans; for a
-    mask, by its name, zeros and ones of which the first of each row is a one: over a row that is
-    masked altogether attention is not defined. `sizes`: the size of each dynamic axis; one that is
-    not there is 1.
+    Standard normal floats, bytes from 0 to 255, other whole numbers from 0 to 9, the same as texts,
+    booleans; for a mask, by its name, zeros and ones of which the first of each row is a one: over
+    a row that is masked altogether attention is not defined. `sizes`: the size of each dynamic
+    axis; one that is not there is 1.
     """
     random = np.random.default_rng(seed)
     feeds = {}
     for spec in specs:
         shape = concrete(spec, sizes)
-        if spec.dtype.startswith("float"):
-            feeds[spec.name] = random.standard_normal(shape).astype(spec.dtype)
+        if "float" in spec.dtype:
+            feeds[spec.name] = random.standard_normal(shape).astype(carrier(spec.dtype))
+        elif spec.dtype == "string":
+            feeds[spec.name] = random.integers(0, 10, shape).astype(str).astype(object)
         elif "mask" in spec.name.lower():
             feeds[spec.name] = random.integers(0, 2, shape).astype(spec.dtype)
             feeds[spec.name][..., :1] = 1

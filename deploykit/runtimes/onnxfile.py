@@ -7,9 +7,12 @@ facts: loading it then says what is wrong.
 
 from __future__ import annotations
 
-import mmap
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import overload
+
+from deploykit.runtimes.engine import Closing
 
 
 def holds_half(path: Path) -> bool:
@@ -25,7 +28,7 @@ def holds_float8(path: Path) -> bool:
 def external_files(path: Path) -> list[str]:
     """The locations, relative to the model's folder, that its tensors name for their data."""
     try:
-        with mapped(path) as data:
+        with Pages(path) as data:
             return sorted(set(_locations(data, "model", 0, len(data))))
     except (OSError, ValueError, IndexError, RecursionError):
         return []
@@ -33,25 +36,54 @@ def external_files(path: Path) -> list[str]:
 
 def _holds(path: Path, kind: int) -> bool:
     try:
-        with mapped(path) as data:
+        with Pages(path) as data:
             return _type_in(data, "model", 0, len(data), kind)
     except (OSError, ValueError, IndexError, RecursionError):
         return False
 
 
-def mapped(path: Path) -> mmap.mmap:
-    with path.open("rb") as handle:
-        return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+class Pages(Closing):
+    """A file's bytes by position, read where they are asked for. Raises IndexError past the end.
+
+    Not mapped: a server looks at files that somebody may be truncating, which ends a process that
+    has them mapped (SIGBUS).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDONLY)
+        self._size = os.fstat(self._file).st_size
+        self._at, self._page = 0, b""
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, key: int) -> int: ...
+    @overload
+    def __getitem__(self, key: slice) -> bytes: ...
+    def __getitem__(self, key: int | slice) -> int | bytes:
+        if isinstance(key, slice):
+            begin, end, _ = key.indices(self._size)
+            return os.pread(self._file, max(0, end - begin), begin)
+        if not 0 <= key - self._at < len(self._page):
+            self._at, self._page = key, os.pread(self._file, _PAGE_BYTES, key)
+        return self._page[key - self._at]
+
+    def close(self) -> None:
+        os.close(self._file)
 
 
-def _locations(data: mmap.mmap, message: str, begin: int, end: int) -> Iterator[str]:
+_PAGE_BYTES = 1 << 14
+
+
+def _locations(data: Pages, message: str, begin: int, end: int) -> Iterator[str]:
     """The `location` entries (key 1, value 2) of TensorProto.external_data (13), at any depth."""
     members = _MEMBERS.get(message, {})
     for number, at, stop in fields(data, begin, end):
         if stop == -1:
             continue
         if message == "tensor" and number == 13:
-            entry = {n: bytes(data[a:b]) for n, a, b in fields(data, at, stop) if b != -1}
+            entry = {n: data[a:b] for n, a, b in fields(data, at, stop) if b != -1}
             if entry.get(1) == b"location":
                 yield entry.get(2, b"").decode(errors="replace")
         elif number in members:
@@ -74,7 +106,7 @@ _TYPE_NAMES = (b"to", b"dtype")  # attributes whose number is one: of Cast, and 
 _FLOAT16, _FLOAT8 = 10, 17
 
 
-def _type_in(data: mmap.mmap, message: str, begin: int, end: int, kind: int) -> bool:
+def _type_in(data: Pages, message: str, begin: int, end: int, kind: int) -> bool:
     """Whether the protobuf `message` in data[begin:end] speaks of the element type `kind`."""
     members = _MEMBERS.get(message, {})
     name = b""
@@ -91,7 +123,7 @@ def _type_in(data: mmap.mmap, message: str, begin: int, end: int, kind: int) -> 
     return False
 
 
-def fields(data: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+def fields(data: Pages, at: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Protobuf fields in data[at:end]: (number, begin, end), or (number, value, -1) of a varint.
 
     Raises ValueError, or IndexError at the end of the file, for what is no protobuf.
@@ -114,7 +146,7 @@ def fields(data: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, int, int]]
             raise ValueError("not a protobuf")
 
 
-def _varint(data: mmap.mmap, at: int) -> tuple[int, int]:
+def _varint(data: Pages, at: int) -> tuple[int, int]:
     value = shift = 0
     while True:
         byte = data[at]

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, DeploykitError, Unsupported, first_line
+from deploykit.core.errors import BadInput, DeploykitError, Unsupported, first_line, os_reason
 from deploykit.core.extras import require
 from deploykit.core.files import check_inside
 from deploykit.core.machine import default_threads
@@ -35,6 +35,7 @@ _DTYPES = {
     "tensor(float)": "float32",
     "tensor(double)": "float64",
     "tensor(float16)": "float16",
+    "tensor(string)": "string",
     **{
         f"tensor({kind}{bits})": f"{kind}{bits}"
         for kind in ("int", "uint")
@@ -109,7 +110,8 @@ class OnnxRuntimeEngine(Closing):
         self._names = [spec.name for spec in self.outputs]
         self.device = _device_in_use(path, self.session, device)
         self._binding: Binding | None = None
-        if self.device != "cpu":
+        held = {spec.dtype for spec in (*self.inputs, *self.outputs)}
+        if self.device != "cpu" and "string" not in held:  # text never lies in a GPU's memory
             kind, _, number = self.device.partition(":")
             placed = (kind, int(number))
             self.notes += check_placement(path, self.session, ort.__version__)
@@ -124,6 +126,11 @@ class OnnxRuntimeEngine(Closing):
                 return self._binding(feeds)
             values = self.session.run(self._names, dict(feeds))
         return dict(zip(self._names, values, strict=True))
+
+    @property
+    def last_copies_us(self) -> tuple[int, int]:
+        """Of the last call, to the GPU and back; (0, 0) on the CPU, where nothing is copied."""
+        return self._binding.last_copies_us if self._binding is not None else (0, 0)
 
     def close(self) -> None:
         if self._binding is not None:
@@ -151,9 +158,13 @@ def session_options(threads: int | None, *, half: bool = False) -> Any:
 def _session(
     path: Path, device: str, threads: int | None, *, optimise: bool, graphs: bool = False
 ) -> Any:
-    for location in external_files(path):  # ONNX Runtime 1.23 reads any, later ones hard links
-        check_inside(path.parent, location, f"{path}: its weights")
     options = session_options(threads, half=holds_half(path))
+    weights = _weights_beside(path)  # alive until the session has copied them
+    if weights and hasattr(options, "add_external_initializers_from_files_in_memory"):  # 1.23
+        sizes = [data.nbytes for data in weights.values()]
+        options.add_external_initializers_from_files_in_memory(
+            [*weights], [*weights.values()], sizes
+        )
     # optimised, 1.31.1 answers wrongly where there is float8 (98.5 % became 75 % on a small CNN)
     if not optimise or holds_float8(path):
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -172,6 +183,21 @@ def _session(
         )
 
 
+def _weights_beside(path: Path) -> dict[str, np.ndarray]:
+    """The bytes of each file that holds weights, by the location the model names.
+
+    Left to itself ONNX Runtime maps such a file, and who truncates it ends the process (SIGBUS).
+    """
+    found = {}
+    for location in external_files(path):  # ONNX Runtime 1.23 reads any, later ones hard links
+        check_inside(path.parent, location, f"{path}: its weights")
+        try:
+            found[location] = np.fromfile(path.parent / location, np.uint8)
+        except OSError as exc:
+            raise BadInput(f"{path}: its weights: {location}: {os_reason(exc)}") from exc
+    return found
+
+
 def _device_in_use(path: Path, session: Any, asked: str) -> str:
     first = session.get_providers()[0]
     if asked == "cpu" and first == "CPUExecutionProvider":
@@ -188,7 +214,10 @@ def _spec(path: Path, node: Any) -> TensorSpec:
     """ONNX Runtime gives an unnamed dynamic axis as None; it gets a name of its own here."""
     dtype = _DTYPES.get(node.type)
     if dtype is None:
-        raise Unsupported(f"{path}: tensor '{node.name}' is a {node.type}, which is not offered")
+        raise Unsupported(
+            f"{path}: tensor '{node.name}' is a {node.type}, which is not offered",
+            hint="export the model with float32 inputs and outputs",
+        )
     shape: list[int | str] = []
     for number, axis in enumerate(node.shape):
         unnamed = BATCH if number == 0 else f"{node.name}_{number}"

@@ -282,7 +282,10 @@ class TorchEngine(Closing):
         check_feeds(self.inputs, feeds, self._where)
         arrays = [np.require(feeds[spec.name], requirements=["C", "W"]) for spec in self.inputs]
         with users_code(f"{self._where}: the model failed"), torch.inference_mode():
-            tensors = [torch.from_numpy(array).to(self.device) for array in arrays]
+            tensors = [
+                torch.from_numpy(array).to(self.device, getattr(torch, spec.dtype))  # bfloat16
+                for array, spec in zip(arrays, self.inputs, strict=True)
+            ]
             values = [_array(value) for value in self._module(*tensors)]
         if len(values) != len(self.outputs):
             raise BadInput(

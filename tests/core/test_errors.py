@@ -14,6 +14,7 @@ from deploykit.core import errors
         ("BadInput", 2, 400, "INVALID_ARGUMENT"),
         ("NotFound", 2, 404, "NOT_FOUND"),
         ("TooLarge", 2, 413, "RESOURCE_EXHAUSTED"),
+        ("UnknownEncoding", 2, 415, "INVALID_ARGUMENT"),
         ("Unsupported", 3, 501, "UNIMPLEMENTED"),
         ("MissingExtra", 3, 501, "UNIMPLEMENTED"),
         ("Overloaded", 3, 503, "UNAVAILABLE"),

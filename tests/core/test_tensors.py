@@ -8,6 +8,7 @@ from deploykit.core.tensors import (
     DTYPE_BYTES,
     PROTOCOL_NAMES,
     TensorSpec,
+    carrier,
     concrete,
     mismatch,
     parse_spec,
@@ -151,5 +152,21 @@ def test_sizes_are_numpys() -> None:
 
 
 def test_every_dtype_has_a_name_in_the_protocol() -> None:
-    assert set(PROTOCOL_NAMES) == set(DTYPE_BYTES)
+    assert set(PROTOCOL_NAMES) == {*DTYPE_BYTES, "string"}
     assert len(set(PROTOCOL_NAMES.values())) == len(PROTOCOL_NAMES)
+
+
+def test_what_numpy_has_not_is_held_by_arrays_that_it_has() -> None:
+    held = {name: carrier(name) for name in PROTOCOL_NAMES if carrier(name) != name}
+    assert held == {"bfloat16": "float32", "string": "object"}
+    assert mismatch(TensorSpec("x", "string", ("N",)), "object", (2,)) is None
+    assert mismatch(TensorSpec("x", "bfloat16", ("N",)), "float32", (2,)) is None
+    assert mismatch(TensorSpec("x", "object", ("N",)), "float32", (2,)) is not None
+
+
+def test_a_typed_specification_cannot_be_of_text() -> None:
+    with pytest.raises(BadInput, match="PyTorch"):
+        parse_spec("x:string[N]")
+    assert (
+        spec_from_dict({"name": "x", "dtype": "string", "shape": ["N"]}, "m.json").dtype == "string"
+    )

@@ -196,6 +196,7 @@ def open_torch(folder: Path, case: Case, device: str = "cpu") -> Engine:
 def open_tensorrt(folder: Path, case: Case) -> Engine:
     """Build a plan for batches of 1 to `LARGEST_BATCH` with the builder itself, and load it."""
     from deploykit.builders import tensorrt as builder
+    from deploykit.builders.options import Options
     from deploykit.builders.shapes import AxisRange
     from deploykit.core.artefact import Manifest, write_manifest
     from deploykit.core.files import sha256
@@ -203,7 +204,7 @@ def open_tensorrt(folder: Path, case: Case) -> Engine:
     from deploykit.runtimes.engine import load
 
     dynamic = any("T" in spec.shape for spec in case.input_specs)
-    options = builder.Options(
+    options = Options(
         profile=choose_profile()[0],
         batch=AxisRange(1, 8, LARGEST_BATCH),
         axes={"T": AxisRange(1, 3, LARGEST_STEPS)} if dynamic else {},
