@@ -21,7 +21,7 @@ from deploykit.core import resources
 from deploykit.core.errors import BadInput, NotFound, os_reason
 from deploykit.core.extras import installed
 from deploykit.core.files import check_readable
-from deploykit.core.machine import this_machine
+from deploykit.core.machine import Machine, this_machine
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -68,6 +68,7 @@ class Profile:
     tensorrt_max: str | None
     gpu_names: tuple[str, ...]  # as the driver spells them; `auto` compares with these
     boards: tuple[str, ...]  # device tree ids: Jetson modules of a family share one GPU name
+    dla_cores: int  # deep learning accelerators beside the GPU, on some Jetson modules
     power_modes: tuple[PowerMode, ...]
     power_mode: str | None  # the mode chosen with NAME@MODE
     notes: tuple[str, ...]
@@ -104,24 +105,29 @@ def load_profile(reference: str) -> Profile:
 
 
 def choose_profile() -> tuple[Profile, str]:
-    """The profile that fits this machine, and in words why it was chosen.
-
-    On a Jetson the board decides, as the modules of a family share one GPU name.
-    """
+    """The profile that fits this machine, and in words why it was chosen."""
     machine = this_machine()
-    if not machine.gpus:
+    every = sorted(map(load_profile, profile_names()), key=lambda profile: not profile.boards)
+    found = next((profile for profile in every if fits(profile, machine)), None)
+    if not machine.gpus and found is None:
         return load_profile("cpu"), "no NVIDIA GPU here"
-    gpu = machine.gpus[0].name
+    what = machine.gpus[0].name if machine.gpus else str(machine.board)
     if not installed("tensorrt"):
-        return load_profile("cpu"), f"{gpu} is here, but TensorRT is not installed"
-    every = [load_profile(name) for name in profile_names()]
-    for profile in every:
-        if any(board in each for board in profile.boards for each in machine.board_ids):
-            return profile, f"this is a {profile.summary}"
-    for profile in every:
-        if gpu in profile.gpu_names and not profile.boards:
-            return profile, f"{gpu} is here"
-    return load_profile("cpu"), f"{gpu} is here, but no profile names it"
+        return load_profile("cpu"), f"{what} is here, but TensorRT is not installed"
+    if found is None:
+        return load_profile("cpu"), f"{what} is here, but no profile names it"
+    return found, f"this is a {found.summary}" if found.boards else f"{what} is here"
+
+
+def fits(profile: Profile, machine: Machine) -> bool:
+    """Whether `machine` is what `profile` describes; never where it names neither board nor GPU.
+
+    On a Jetson the board decides, as the modules of a family share one GPU name, and as not every
+    one has `nvidia-smi`.
+    """
+    if profile.boards:
+        return any(board in each for board in profile.boards for each in machine.board_ids)
+    return any(gpu.name in profile.gpu_names for gpu in machine.gpus)
 
 
 def _with_mode(profile: Profile, mode: str) -> Profile:
@@ -167,6 +173,7 @@ def _read(path: Path) -> Profile:
         tensorrt_max=fields.version("tensorrt_max"),
         gpu_names=fields.texts("gpu_names"),
         boards=fields.texts("boards"),
+        dla_cores=fields.count("dla_cores") or 0,
         power_modes=fields.modes("power_modes"),
         power_mode=None,
         notes=fields.texts("notes"),

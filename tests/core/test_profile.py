@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from deploykit.core import profile
 from deploykit.core.errors import BadInput, NotFound
-from deploykit.core.profile import load_profile, profile_names
+from deploykit.core.machine import Gpu, Machine, this_machine
+from deploykit.core.profile import choose_profile, fits, load_profile, profile_names
 
 NAMES = [
     "cpu",
@@ -252,3 +255,57 @@ def test_file_that_is_no_profile_is_refused(tmp_path: Path) -> None:
     (tmp_path / "folder.toml").mkdir()
     with pytest.raises(BadInput, match="is a folder"):
         load_profile(str(tmp_path / "folder.toml"))
+
+
+# which profile a machine is
+
+ORIN = Gpu("Orin (nvgpu)", None, "540.4.0", "8.7")
+
+
+def machine(*gpus: Gpu, boards: tuple[str, ...] = (), board: str | None = None) -> Machine:
+    return replace(this_machine(), gpus=gpus, board_ids=boards, board=board)
+
+
+def test_a_jetson_is_told_by_its_board_with_and_without_nvidia_smi() -> None:
+    for gpus in ((ORIN,), ()):
+        nano = machine(*gpus, boards=("nvidia,p3767-0005", "nvidia,tegra234"))
+        fitting = [name for name in NAMES if fits(load_profile(name), nano)]
+        assert fitting == ["jetson-orin-nano-8gb"]
+
+
+def test_a_board_that_no_profile_names_fits_none_by_its_gpus_name() -> None:
+    unknown = machine(ORIN, boards=("acme,orin-carrier",))
+    assert not any(fits(load_profile(name), unknown) for name in NAMES)
+
+
+def test_any_of_several_gpus_may_be_the_target() -> None:
+    two = machine(Gpu("NVIDIA L4", 1, "580", "8.9"), Gpu("NVIDIA H200", 1, "580", "9.0"))
+    assert [name for name in NAMES if fits(load_profile(name), two)] == ["l4", "h200"]
+
+
+def test_a_profile_that_names_nothing_is_no_machine() -> None:
+    assert not fits(load_profile("cpu"), machine())
+
+
+def test_auto_chooses_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "installed", lambda _name: True)
+    nano = machine(boards=("nvidia,p3767-0005",), board="NVIDIA Jetson Orin Nano")
+    thor = machine(Gpu("NVIDIA Thor", None, "580", "11.0"), boards=("nvidia,p3834-0008",))
+    for here, name in ((nano, "jetson-orin-nano-8gb"), (thor, "jetson-thor-t5000")):
+        monkeypatch.setattr(profile, "this_machine", lambda here=here: here)
+        chosen, why = choose_profile()
+        assert chosen.name == name
+        assert why.startswith("this is a NVIDIA Jetson")
+    monkeypatch.setattr(profile, "installed", lambda _name: False)
+    assert choose_profile()[0].name == "cpu"
+    assert "TensorRT is not installed" in choose_profile()[1]
+
+
+def test_dla_cores_are_those_of_the_module() -> None:
+    cores = {name: load_profile(name).dla_cores for name in NAMES}
+    assert {name: count for name, count in cores.items() if count} == {
+        "jetson-agx-orin-32gb": 2,
+        "jetson-agx-orin-64gb": 2,
+        "jetson-orin-nx-16gb": 2,
+        "jetson-orin-nx-8gb": 1,
+    }
