@@ -8,11 +8,10 @@ Names in the file are the field numbers of onnx.proto.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from mmap import mmap
 from pathlib import Path
 
 from deploykit.core.tensors import BATCH, TensorSpec
-from deploykit.runtimes.onnxfile import fields, mapped
+from deploykit.runtimes.onnxfile import Pages, fields
 
 _GRAPH, _INPUT = 7, 11  # of ModelProto, of GraphProto
 _NAME, _TYPE = 1, 2  # of ValueInfoProto
@@ -23,7 +22,7 @@ _DIM, _DIM_PARAM = 1, 2  # of TensorShapeProto, of its Dimension
 def axis_names(path: Path) -> dict[str, tuple[str | None, ...]]:
     """Empty for a file that cannot be read: parsing it then says what is wrong."""
     try:
-        with mapped(path) as data:
+        with Pages(path) as data:
             values = _inside(data, [(0, len(data))], _GRAPH, _INPUT)
             return {_text(data, value, _NAME) or "": _axes(data, value) for value in values}
     except (OSError, ValueError, IndexError):
@@ -49,12 +48,12 @@ def spec(name: str, dtype: str, shape: Sequence[int], names: Sequence[str | None
 Span = tuple[int, int]
 
 
-def _axes(data: mmap, value: Span) -> tuple[str | None, ...]:
+def _axes(data: Pages, value: Span) -> tuple[str | None, ...]:
     dims = _inside(data, [value], _TYPE, _TENSOR_TYPE, _SHAPE, _DIM)
     return tuple(_text(data, dim, _DIM_PARAM) for dim in dims)
 
 
-def _inside(data: mmap, spans: list[Span], *numbers: int) -> list[Span]:
+def _inside(data: Pages, spans: list[Span], *numbers: int) -> list[Span]:
     """The spans of the messages reached by following `numbers`, field by field."""
     for number in numbers:
         spans = [
@@ -66,6 +65,6 @@ def _inside(data: mmap, spans: list[Span], *numbers: int) -> list[Span]:
     return spans
 
 
-def _text(data: mmap, span: Span, number: int) -> str | None:
+def _text(data: Pages, span: Span, number: int) -> str | None:
     found = _inside(data, [span], number)
     return data[slice(*found[-1])].decode(errors="replace") or None if found else None

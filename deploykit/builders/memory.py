@@ -15,6 +15,7 @@ from pathlib import Path
 from deploykit.core.errors import Unsupported
 from deploykit.runtimes.onnxfile import external_files
 
+LEAST_WORKSPACE = 64 << 20  # with less, kernels of a common size are left out or none is found
 _ELEMENT_BYTES = 4  # no tensor between layers is wider than float32 but indices, which are small
 
 
@@ -54,17 +55,25 @@ def activation_bytes(shapes: Iterable[Sequence[int]], batch: int, others: int) -
     return 2 * largest * _ELEMENT_BYTES
 
 
-def check_memory(need: Need, free_bytes: int | None, where: str) -> None:
-    """Raise Unsupported if `need` is more than the device's `free_bytes`; None is not known."""
+def workspace_that_fits(need: Need, free_bytes: int | None, where: str) -> int:
+    """The workspace of `need`, or what the device's `free_bytes` leave of it; None is not known.
+
+    TensorRT takes a limit, not an amount: with less it chooses among fewer kernels. Raises
+    Unsupported where weights and activations leave less than LEAST_WORKSPACE.
+    """
     if free_bytes is None or need.total <= free_bytes:
-        return
+        return need.workspace
+    left = free_bytes - need.weights - need.activations
+    if left >= min(need.workspace, LEAST_WORKSPACE):
+        return left
     raise Unsupported(
-        f"{where}: building needs about {_mib(need.total)} of GPU memory (weights "
-        f"{_mib(need.weights)}, workspace {_mib(need.workspace)}, activations "
-        f"{_mib(need.activations)}), {_mib(free_bytes)} are free",
-        hint="close what else uses the GPU, or ask for a smaller workspace or batch",
+        f"{where}: building needs {mib(need.weights)} of GPU memory for weights, "
+        f"{mib(need.activations)} for activations and {mib(LEAST_WORKSPACE)} to work in, "
+        f"{mib(free_bytes)} are free",
+        hint="close what else uses the GPU, or ask for a smaller batch",
     )
 
 
-def _mib(size: int) -> str:
+def mib(size: int) -> str:
+    """A size for people."""
     return f"{size / (1 << 20):,.0f} MiB"

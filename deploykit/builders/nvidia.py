@@ -71,8 +71,8 @@ def member(owner: Any, name: str, what: str) -> Any:
     """`owner.name`, for what came after 10.3. Raises Unsupported saying that `what` needs more."""
     try:
         return getattr(owner, name)
-    except (AttributeError, NotImplementedError) as exc:
-        raise Unsupported(f"{what} needs a newer TensorRT: this one has no {name}") from exc
+    except AttributeError as exc:
+        raise Unsupported(f"{what}: needs a newer TensorRT, this one has no {name}") from exc
 
 
 @dataclass

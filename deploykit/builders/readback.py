@@ -52,12 +52,16 @@ _ONNX_LAYER = re.compile(r"\[ONNX Layer: (.*)\]", re.DOTALL)
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a plan. `precision`: what it computes in, None where the inspector is silent."""
+    """One layer of a plan. `precision`: what it computes in, None where the inspector is silent.
+
+    `tactic`: the kernel that was chosen, by the name or the number that the inspector gives it.
+    """
 
     name: str
     kind: str  # "CaskConvolution", "gemm", "kgen", "Reformat", ...
     precision: str | None
     onnx_nodes: tuple[str, ...]
+    tactic: str = ""
 
     @property
     def computes(self) -> bool:
@@ -122,7 +126,8 @@ def _layer(item: object) -> Layer:
         raise ValueError("a layer is neither a name nor an object")
     name, kind = str(item.get("Name", "")), str(item.get("LayerType", ""))
     nodes = _nodes(name, str(item.get("Metadata") or ""))
-    return Layer(name, kind, _computed_in(item), nodes)
+    tactic = str(item.get("TacticName") or item.get("TacticValue") or "")
+    return Layer(name, kind, _computed_in(item), nodes, tactic)
 
 
 def _nodes(name: str, metadata: str) -> tuple[str, ...]:

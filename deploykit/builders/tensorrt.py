@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.builders.memory import check_memory
+from deploykit.builders.memory import mib, workspace_that_fits
 from deploykit.builders.network import (
     add_profile,
     element_types,
@@ -27,28 +27,26 @@ from deploykit.builders.nvidia import (
     collected,
     maybe,
     module,
-    numbers,
     refusals,
     start,
     version,
 )
+from deploykit.builders.options import Options, check_options, check_target, hardware_level
 from deploykit.builders.progress import OnProgress, Progress, interruptible, monitor
 from deploykit.builders.readback import Layer, read_layers
 from deploykit.builders.refusals import Refusal, error_of, refuses_strong_typing
-from deploykit.builders.shapes import AxisRange, ranges
+from deploykit.builders.shapes import ranges
 from deploykit.builders.timing import cache_path, keep_cache, use_cache
 from deploykit.core.artefact import sniff
 from deploykit.core.errors import BadInput, Unsupported
-from deploykit.core.files import atomic_write, check_inside, check_writable
+from deploykit.core.files import atomic_write, check_inside, check_writable, sha256
 from deploykit.core.machine import Machine, this_machine
-from deploykit.core.profile import Profile
 from deploykit.runtimes.onnxfile import external_files
 from deploykit.runtimes.tensorrt_log import logger
 
 if TYPE_CHECKING:
     import tensorrt as trt
 
-LEVELS = range(6)  # builder optimisation levels; TensorRT's own default is 3
 STRONG = "STRONGLY_TYPED"
 _WEAK_ALLOWED = ((10, 0), (10, 11))  # first and last TensorRT whose strong typing has gaps
 _NOT_PROVEN: Mapping[str, str] = {
@@ -57,34 +55,6 @@ _NOT_PROVEN: Mapping[str, str] = {
     "rtx": "built with TensorRT for RTX: operators, types and shapes are taken; which kernels "
     "TensorRT has for the target, INT8 ones above all, their speed and accuracy is not proven",
 }
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to build for. `axes`: dynamic axes other than the batch, by name.
-
-    `workspace_bytes` and `level` (0 to 5): the profile's and TensorRT's own where None.
-    `timing_cache`: a file to use instead of the one in the cache folder. `version_compatible`: for
-    later TensorRT of the same major. `hardware_compatible`: for Ampere and later. `dla`: the number
-    of a DLA core; layers that it does not take fall back to the GPU. `flavour`: "tensorrt" or
-    "rtx". `free_bytes` of GPU memory: checked against the prediction where given.
-    """
-
-    profile: Profile
-    batch: AxisRange
-    axes: Mapping[str, AxisRange] = field(default_factory=dict)
-    workspace_bytes: int | None = None
-    level: int | None = None
-    timing_cache: Path | None = None
-    version_compatible: bool = False
-    hardware_compatible: bool = False
-    dla: int | None = None
-    flavour: str = "tensorrt"
-    free_bytes: int | None = None
-
-    @property
-    def workspace(self) -> int | None:
-        return self.workspace_bytes or self.profile.workspace_bytes
 
 
 @dataclass(frozen=True)
@@ -137,6 +107,7 @@ class _Made:
     layers: int = 0
     notes: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
+    timing_read_sha256: str = ""
     timing_sha256: str = ""
 
 
@@ -153,7 +124,7 @@ def build(model: Path, out: Path, options: Options, on_progress: OnProgress | No
         raise BadInput(f"{out}: is the model itself", hint="choose another -o")
     here = this_machine()
     nv = module(options.flavour)
-    _check_target(nv, options)
+    check_target(nv, options)
     progress = Progress(on_progress)
     made = _made(nv, model, options, progress, here, checking=False)
     if made.plan is None:
@@ -161,7 +132,7 @@ def build(model: Path, out: Path, options: Options, on_progress: OnProgress | No
     _check_flavour(made.plan, out, options)
     with atomic_write(out) as tmp:
         tmp.write_bytes(made.plan)
-    layers, notes = _read_back(nv, made.plan, options)
+    layers, notes = read_back(made.plan, options.flavour, host_code=options.version_compatible)
     progress.done("built")
     return Facts(
         _built_on(nv, model, options, here, made),
@@ -196,6 +167,33 @@ def check(model: Path, options: Options, on_progress: OnProgress | None = None) 
     )
 
 
+def read_back(
+    plan: bytes, flavour: str = "tensorrt", *, host_code: bool = False
+) -> tuple[tuple[Layer, ...] | None, tuple[str, ...]]:
+    """The layers of a plan as its inspector tells them, or None and why not.
+
+    Loads the plan: only one that was built here, or that its manifest describes. `host_code`: it is
+    version compatible, and brings the code of its runtime along.
+    """
+    nv = module(flavour)
+    with collected(nv) as lines:
+        try:
+            runtime: trt.Runtime = nv.Runtime(logger(nv))
+            runtime.engine_host_code_allowed = host_code
+            engine = maybe(runtime.deserialize_cuda_engine(plan))
+        except (TypeError, RuntimeError):  # pybind11: the factory returned nullptr
+            engine = None
+        if engine is None:
+            why = refusals(lines)[0].text
+            return None, (f"the plan was not read back: {why}",)
+        inspector = engine.create_engine_inspector()
+        text = inspector.get_engine_information(nv.LayerInformationFormat.JSON)
+    try:
+        return read_layers(text), ()
+    except ValueError as exc:
+        return None, (f"the engine inspector's answer cannot be read: {exc}",)
+
+
 def flavour_of(plan: bytes) -> str:
     """Which library wrote a plan, whatever the module was called: "tensorrt" or "rtx"."""
     return "rtx" if plan.startswith(RTX_MAGIC) else "tensorrt"
@@ -206,8 +204,7 @@ def _made(
 ) -> _Made:
     """Strongly typed; weakly only where this TensorRT may and its log blames strong typing."""
     _check_model(model)
-    if options.level is not None and options.level not in LEVELS:
-        raise BadInput(f"the optimisation level is 0 to {LEVELS[-1]}, got {options.level}")
+    check_options(options)
     progress.tell("parsing")
     progress.raise_if_stopped()
     job = _Job(nv, start(nv), model, options, progress, here, checking)
@@ -246,20 +243,22 @@ class _Job:
             return _Made(None, refusals(lines, parser), tuple(lines.errors))
         inputs = inputs_of(network, self.model)
         sizes = ranges(inputs, options.batch, options.axes)
-        if options.free_bytes is not None:
-            space = options.workspace or 0
-            need = memory_need(network, self.model, space, options.batch, options.axes)
-            check_memory(need, options.free_bytes, str(self.model))
+        asked = space = options.workspace
+        if asked is not None:
+            need = memory_need(network, self.model, asked, options.batch, options.axes)
+            space = workspace_that_fits(need, options.free_bytes, str(self.model))
         config = self.builder.create_builder_config()
-        flags, notes = self._configure(config)
+        flags, notes = self._configure(config, space)
+        if asked is not None and space is not None and space < asked:
+            notes.append(f"workspace: {mib(space)} for want of free memory, {mib(asked)} asked for")
         precision = () if strong else precision_flags(element_types(network))
         for name in precision:
             config.set_flag(getattr(nv.BuilderFlag, name))
         flags = [STRONG, *flags] if strong else [*precision, *flags]
         cache = options.timing_cache or cache_path(f"{options.flavour}-{nv.__version__}", self.here)
-        keep = False
+        keep, read = False, ""
         if cache is not None:
-            keep, more = use_cache(nv, config, cache)
+            keep, read, more = use_cache(nv, config, cache)
             notes += more
         with collected(nv) as lines:
             add_profile(self.builder, config, inputs, sizes)
@@ -275,21 +274,24 @@ class _Job:
         if cache is not None and keep and not self.checking:
             digest, more = keep_cache(config, cache)
             notes += more
-        return _Made(content, (), (), layers, tuple(notes), tuple(flags), digest)
+        return _Made(content, (), (), layers, tuple(notes), tuple(flags), read, digest)
 
-    def _configure(self, config: trt.IBuilderConfig) -> tuple[list[str], list[str]]:
+    def _configure(
+        self, config: trt.IBuilderConfig, workspace: int | None
+    ) -> tuple[list[str], list[str]]:
         """Set what the options ask for; returns the flags by name, and notes."""
         nv, options = self.nv, self.options
         names = []
         config.profiling_verbosity = nv.ProfilingVerbosity.DETAILED  # or no layer can be read back
-        if options.workspace is not None:
-            config.set_memory_pool_limit(nv.MemoryPoolType.WORKSPACE, options.workspace)
+        if workspace is not None:
+            config.set_memory_pool_limit(nv.MemoryPoolType.WORKSPACE, workspace)
         if options.level is not None:
             config.builder_optimization_level = options.level
         if options.version_compatible:
             names.append("VERSION_COMPATIBLE")
         if options.hardware_compatible:
-            config.hardware_compatibility_level = nv.HardwareCompatibilityLevel.AMPERE_PLUS
+            level = hardware_level(nv, options.hardware_compatible)
+            config.hardware_compatibility_level = level
         on_dla, notes = self._dla(config)
         names += on_dla
         for name in names:
@@ -307,7 +309,7 @@ class _Job:
         text = f"DLA core {wanted}: TensorRT finds {cores} of them on this machine"
         if self.checking:
             return [], [f"{text}: checked for the GPU alone"]
-        raise Unsupported(text, hint="AGX Orin and Orin NX have them: see their data sheets")
+        raise Unsupported(text)
 
 
 def _check_model(model: Path) -> None:
@@ -317,18 +319,6 @@ def _check_model(model: Path) -> None:
         raise BadInput(f"{model}: is a {kind} file, an ONNX file is needed")
     for location in external_files(model):
         check_inside(model.parent, location, str(model))
-
-
-def _check_target(nv: Any, options: Options) -> None:
-    """Raise Unsupported when the profile's target does not run this TensorRT."""
-    low, high = options.profile.tensorrt_min, options.profile.tensorrt_max
-    before = low is not None and version(nv) < numbers(low)
-    after = high is not None and version(nv) > numbers(high)
-    if options.flavour == "tensorrt" and (before or after):
-        raise Unsupported(
-            f"profile {options.profile.name}: runs TensorRT {low or '10.3'} to {high or 'newer'}, "
-            f"here is {nv.__version__}"
-        )
 
 
 def _check_flavour(plan: bytes, out: Path, options: Options) -> None:
@@ -345,48 +335,24 @@ def _check_flavour(plan: bytes, out: Path, options: Options) -> None:
         )
 
 
-def _read_back(
-    nv: Any, plan: bytes, options: Options
-) -> tuple[tuple[Layer, ...] | None, tuple[str, ...]]:
-    """The layers of a plan as its inspector tells them, or None and why not."""
-    with collected(nv) as lines:
-        try:
-            runtime: trt.Runtime = nv.Runtime(logger(nv))
-            runtime.engine_host_code_allowed = options.version_compatible
-            engine = maybe(runtime.deserialize_cuda_engine(plan))
-        except (TypeError, RuntimeError):  # pybind11: the factory returned nullptr
-            engine = None
-        if engine is None:
-            why = refusals(lines)[0].text
-            return None, (f"the plan was not read back: {why}",)
-        inspector = engine.create_engine_inspector()
-        text = inspector.get_engine_information(nv.LayerInformationFormat.JSON)
-    try:
-        return read_layers(text), ()
-    except ValueError as exc:
-        return None, (f"the engine inspector's answer cannot be read: {exc}",)
-
-
 def _built_on(nv: Any, model: Path, options: Options, here: Machine, made: _Made) -> dict[str, str]:
-    """For the manifest. Compared on loading: the keys of `runtimes.plan`."""
+    """For the manifest.
+
+    `timing_cache_read_sha256` is of the cache as the build found it: where it is also the one that
+    it left, every kernel was chosen by times that were already there.
+    """
     gpu = here.gpus[0] if here.gpus else None
     facts: dict[str, object] = {
         "tensorrt": nv.__version__,
-        "flavour": options.flavour,
         "gpu": gpu.name if gpu else None,
         "compute_capability": gpu.compute_capability if gpu else None,
         "driver": gpu.driver if gpu else None,
         "power_mode": here.power_mode,
         "model": model.name,
-        "profile": options.profile.name,
-        "batch": options.batch,
-        "axes": " ".join(f"{name}={axis}" for name, axis in sorted(options.axes.items())),
-        "workspace_bytes": options.workspace,
-        "optimization_level": options.level,
-        "version_compatible": "yes" if options.version_compatible else None,
-        "hardware_compatible": "ampere_plus" if options.hardware_compatible else None,
-        "dla": options.dla,
+        "onnx_sha256": sha256(model),
+        **options.built_on(),
         "typing": "strong" if STRONG in made.flags else "weak",
+        "timing_cache_read_sha256": made.timing_read_sha256,
         "timing_cache_sha256": made.timing_sha256,
     }
     return {key: str(value) for key, value in facts.items() if value not in (None, "")}

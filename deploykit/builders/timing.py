@@ -35,12 +35,12 @@ def cache_path(tensorrt: str, here: Machine) -> Path | None:
     return cache_folder() / "timing" / f"{file}.cache"
 
 
-def use_cache(nv: Any, config: trt.IBuilderConfig, path: Path) -> tuple[bool, tuple[str, ...]]:
+def use_cache(nv: Any, config: trt.IBuilderConfig, path: Path) -> tuple[bool, str, tuple[str, ...]]:
     """Give `config` the cache at `path`, an empty one if there is none.
 
-    Returns whether what it holds after the build is to be kept, and what to note: a file that was
-    refused is replaced, unless it was refused for want of a driver. Raises BadInput when the file
-    is there and cannot be read.
+    Returns whether what it holds after the build is to be kept, the SHA-256 of what was taken
+    (empty if nothing was), and what to note: a file that was refused is replaced, unless it was
+    refused for want of a driver. Raises BadInput when the file is there and cannot be read.
     """
     try:
         content = path.read_bytes() if path.exists() else b""
@@ -52,11 +52,15 @@ def use_cache(nv: Any, config: trt.IBuilderConfig, path: Path) -> tuple[bool, tu
         if not taken and content:
             config.set_timing_cache(config.create_timing_cache(b""), False)
     if not content or (taken and not told_of_cache(lines.errors + lines.warnings)):
-        return True, ()
+        return True, hashlib.sha256(content).hexdigest() if content else "", ()
     if any(NO_DRIVER in line for line in lines.errors):
-        return False, (f"{path}: the timing cache is not used: no NVIDIA driver on this machine",)
+        return (
+            False,
+            "",
+            (f"{path}: the timing cache is not used: no NVIDIA driver on this machine",),
+        )
     why = "damaged, or of another TensorRT or GPU"
-    return True, (f"{path}: the timing cache was refused ({why}), started with an empty one",)
+    return True, "", (f"{path}: the timing cache was refused ({why}), started with an empty one",)
 
 
 def told_of_cache(log: Sequence[str]) -> bool:

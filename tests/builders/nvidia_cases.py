@@ -11,8 +11,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from deploykit.builders.options import Options
 from deploykit.builders.shapes import AxisRange
-from deploykit.builders.tensorrt import Checked, Options, check
+from deploykit.builders.tensorrt import Checked, check
 from deploykit.core.profile import load_profile
 from tests.onnx_zoo import save
 

@@ -105,5 +105,5 @@ def test_a_version_is_read(text: str, numbers: tuple[int, int]) -> None:
 
 
 def test_a_member_that_is_not_there_names_what_needs_it() -> None:
-    with pytest.raises(Unsupported, match=r"statistics needs a newer TensorRT.*get_engine_stat"):
+    with pytest.raises(Unsupported, match=r"statistics: needs a newer TensorRT.*get_engine_stat"):
         nvidia.member(object(), "get_engine_stat", "statistics")

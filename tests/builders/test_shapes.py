@@ -6,7 +6,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from deploykit.builders.inputs import axis_names, spec
-from deploykit.builders.memory import Need, activation_bytes, check_memory, weight_bytes
+from deploykit.builders.memory import Need, activation_bytes, weight_bytes, workspace_that_fits
 from deploykit.builders.shapes import AxisRange, parse_axis, parse_batch, ranges
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.tensors import parse_spec
@@ -170,9 +170,11 @@ def test_weights_beside_the_model_count(tmp_path: Path) -> None:
     assert weight_bytes(path) == 400 + path.stat().st_size
 
 
-def test_too_little_memory_names_what_is_needed_and_what_is_free() -> None:
+def test_the_workspace_gives_way_before_a_build_is_refused() -> None:
     need = Need(weights=100 << 20, workspace=200 << 20, activations=50 << 20)
-    check_memory(need, need.total, "m.onnx")
-    check_memory(need, None, "m.onnx")
-    with pytest.raises(Unsupported, match=r"m\.onnx.* 350 MiB .*349 MiB are free"):
-        check_memory(need, need.total - (1 << 20), "m.onnx")
+    assert workspace_that_fits(need, need.total, "m.onnx") == 200 << 20
+    assert workspace_that_fits(need, None, "m.onnx") == 200 << 20
+    assert workspace_that_fits(need, 250 << 20, "m.onnx") == 100 << 20
+    assert workspace_that_fits(need, 214 << 20, "m.onnx") == 64 << 20
+    with pytest.raises(Unsupported, match=r"m\.onnx: .* 100 MiB .* 50 MiB .* 213 MiB are free"):
+        workspace_that_fits(need, 213 << 20, "m.onnx")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,8 @@ import pytest
 
 from deploykit.builders import nvidia, tensorrt
 from deploykit.builders.network import precision_flags
-from deploykit.builders.tensorrt import Options, build, check
+from deploykit.builders.options import Options
+from deploykit.builders.tensorrt import build, check
 from deploykit.core.errors import MissingExtra, Unsupported
 from deploykit.core.profile import load_profile
 from tests.builders.fake_tensorrt import Severity
@@ -26,6 +26,7 @@ from tests.builders.tensorrt_fixtures import (  # noqa: F401
     out_fixture,
     use_fixture,
 )
+from tests.runtimes.modules import replaced
 
 
 def test_the_plan_is_written_as_it_came(use: Use, model: Path, out: Path) -> None:
@@ -36,12 +37,12 @@ def test_the_plan_is_written_as_it_came(use: Use, model: Path, out: Path) -> Non
 
 def test_the_facts_say_what_a_plan_is_bound_to(use: Use, model: Path, out: Path) -> None:
     use(version="10.3.0.26")
-    facts = build(model, out, options(version_compatible=True, hardware_compatible=True))
+    facts = build(model, out, options(version_compatible=True, hardware_compatible="ampere-plus"))
     built_on = facts.built_on
     assert built_on["tensorrt"] == "10.3.0.26"
     assert (built_on["model"], built_on["profile"], built_on["batch"]) == ("m.onnx", "l4", "1,4,8")
     assert built_on["version_compatible"] == "yes"
-    assert built_on["hardware_compatible"] == "ampere_plus"
+    assert built_on["hardware_compatible"] == "ampere-plus"
     assert built_on["typing"] == "strong"
     assert all(isinstance(value, str) for value in built_on.values())
 
@@ -82,11 +83,8 @@ def test_tensorrt_before_10_is_refused_with_the_reason(
         build(model, out, options())
 
 
-def test_without_tensorrt_the_extra_is_named(
-    monkeypatch: pytest.MonkeyPatch, model: Path, out: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "tensorrt", None)
-    with pytest.raises(MissingExtra) as caught:
+def test_without_tensorrt_the_extra_is_named(model: Path, out: Path) -> None:
+    with replaced("tensorrt", None), pytest.raises(MissingExtra) as caught:
         build(model, out, options())
     assert "deploykit[tensorrt]" in (caught.value.hint or "")
 
@@ -149,10 +147,12 @@ def test_when_both_fail_the_first_reason_is_told(use: Use, model: Path, out: Pat
 
 # DLA
 
+WITH_DLA = "jetson-orin-nx-16gb"
+
 
 def test_dla_falls_back_to_the_gpu(use: Use, model: Path, out: Path) -> None:
     does = use(dla_cores=2)
-    facts = build(model, out, options(dla=1))
+    facts = build(model, out, options(WITH_DLA, dla=1))
     config = does.seen["config"]
     assert (config.default_device_type, config.DLA_core) == ("DLA", 1)
     assert facts.flags_used == ("STRONGLY_TYPED", "GPU_FALLBACK")
@@ -162,12 +162,12 @@ def test_dla_falls_back_to_the_gpu(use: Use, model: Path, out: Path) -> None:
 def test_a_dla_core_that_is_not_there_is_refused(use: Use, model: Path, out: Path) -> None:
     use(dla_cores=1)
     with pytest.raises(Unsupported, match="DLA core 1: TensorRT finds 1"):
-        build(model, out, options(dla=1))
+        build(model, out, options(WITH_DLA, dla=1))
 
 
 def test_a_check_elsewhere_leaves_the_dla_out_and_says_so(use: Use, model: Path) -> None:
     use(dla_cores=0)
-    found = check(model, options(dla=0))
+    found = check(model, options(WITH_DLA, dla=0))
     assert found.accepted
     assert "checked for the GPU alone" in found.notes[0]
 

@@ -26,10 +26,20 @@ def test_too_little_free_memory_is_refused_before_the_build(
     use: Use, model: Path, out: Path
 ) -> None:
     does = use()
-    with pytest.raises(Unsupported, match=r"workspace 6,144 MiB.*1,024 MiB are free"):
-        build(model, out, options(free_bytes=1 << 30))
+    with pytest.raises(Unsupported, match=r"64 MiB to work in, 10 MiB are free"):
+        build(model, out, options(free_bytes=10 << 20))
     assert "strong" not in does.seen
-    build(model, out, options(free_bytes=8 << 30))
+
+
+def test_a_workspace_is_cut_to_what_is_free_and_that_is_said(
+    use: Use, model: Path, out: Path
+) -> None:
+    does = use()
+    facts = build(model, out, options(free_bytes=1 << 30))
+    assert 1000 << 20 < does.seen["WORKSPACE"] < 1 << 30
+    assert "6,144 MiB asked for" in facts.notes[0]
+    assert build(model, out, options(free_bytes=8 << 30)).notes == facts.notes[1:]
+    assert does.seen["WORKSPACE"] == 6 << 30
 
 
 def test_ctrl_c_stops_the_build_and_leaves_the_previous_plan(
