@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.api.staging import Made, Progress, keep, parity_sizes, reject
-from deploykit.core.artefact import Manifest, write_manifest
+from deploykit.api import golden, proving
+from deploykit.api.proving import Proof
+from deploykit.api.staging import Made, Progress, keep, reject
+from deploykit.core.artefact import Manifest, read_manifest, write_manifest
 from deploykit.core.errors import DeploykitError, GateFailed, Unsupported
 from deploykit.core.extras import installed
 from deploykit.core.files import sha256
 from deploykit.core.machine import Machine, this_machine, tool_versions
-from deploykit.core.profile import Profile
+from deploykit.core.profile import Profile, fits
+from deploykit.core.tensors import TensorSpec
 
 if TYPE_CHECKING:
+    from deploykit.builders.options import Options
     from deploykit.builders.readback import Layer
-    from deploykit.builders.tensorrt import Checked, Facts, Options
-    from deploykit.measure.parity import Parity
+    from deploykit.builders.tensorrt import Checked, Facts
+    from deploykit.runtimes.cuda_driver import Cudart
 
 DEFAULT_BATCH = "1,8,32"
-# Kernels on a GPU round elsewhere than the typed graph that ONNX Runtime runs, TF32 included.
-ENGINE_MAX_ERROR = 1e-2
-LOW_PRECISION_MAX_ERROR = 1e-1
+_FROM_TYPING = ("quantize", "judgement", "accuracy", "quantized")  # of the typed graph's manifest
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,17 @@ class Shapes:
     axes: Sequence[str] = ()
     level: int | None = None
     version_compatible: bool = False
-    hardware_compatible: bool = False
+    hardware_compatible: str | None = None  # "ampere-plus" or "same-compute-capability"
     dla: int | None = None
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """What the engine's own accuracy is judged on, as for `quantize`."""
+
+    data: Path
+    metric: str | None = None
+    max_drop: float | None = None
 
 
 @dataclass(frozen=True)
@@ -76,22 +88,32 @@ def build_plan(
     target: Profile,
     shapes: Shapes,
     on_progress: Progress | None = None,
+    *,
+    calib: Path | None = None,
+    labelled: Labelled | None = None,
 ) -> Made:
     """Build `typed` (made from `source`) into `tmp`, prove it, and keep it as `out`.
 
-    Raises GateFailed when a layer runs wider than the graph asks, or the outputs differ; the engine
-    is then kept as NAME.rejected.trt.
+    `calib`: what `typed` was calibrated with, for the command that builds it again. Raises
+    GateFailed when a layer runs wider than the graph asks, the outputs differ, or the accuracy on
+    `labelled` drops; the engine is then kept as NAME.rejected.trt.
     """
     from deploykit.builders import readback, tensorrt
-    from deploykit.transforms import cost, graph
+    from deploykit.transforms import graph
 
-    model = graph.load_graph(typed)
-    graph.name_nodes(model)
-    summary = graph.summarise(model)
-    asked = {c.name: c.precision for c in cost.node_costs(model, {}) if c.precision is not None}
-    del model
-    facts = tensorrt.build(typed, tmp, _options(target, shapes, typed), on_progress)
+    summary = graph.summarise(graph.load_graph(typed))
+    device = _device()
+    options = _options(target, shapes, typed)
+    if device is not None:
+        options = replace(options, free_bytes=device.memory()[0])
+    facts = tensorrt.build(typed, tmp, options, on_progress)
+    before = read_manifest(typed)
+    typing = dict(before.checks) if before else {}
     layers = facts.layers
+    wider = readback.mismatches(proving.asked(typed), layers) if layers is not None else ()
+    samples = golden.carry(typed, tmp) or proving.record(
+        typed, tmp, _sizes(options, summary.inputs)
+    )
     manifest = Manifest(
         format="tensorrt",
         inputs=summary.inputs,
@@ -100,53 +122,93 @@ def build_plan(
         sha256=sha256(tmp),
         made_from=tuple(dict.fromkeys(sha256(path) for path in (source, typed))),
         made_with=tool_versions("tensorrt", "onnx"),
-        built_on=_built_on(facts, typed),
+        built_on={
+            **_built_on(facts, device),
+            "model": source.name,
+            "precision": _label(typing, summary.precision),
+            **({"calib": calib.name} if calib else {}),
+        },
         checks={
             "flags": list(facts.flags_used),
-            "layers": [layer.to_dict() for layer in layers] if layers is not None else None,
-            "shares": readback.shares(layers) if layers is not None else None,
-            "verified": False,
+            "typing": {key: typing[key] for key in _FROM_TYPING if typing.get(key) is not None},
         },
     )
-    wider = readback.mismatches(asked, layers) if layers is not None else ()
-    parity, note = _parity(typed, tmp, manifest, out.name)
-    proven = layers is not None and not wider and parity is not None and parity.passed
-    manifest = replace(
-        manifest,
-        checks={
-            **manifest.checks,
-            "mismatches": list(wider),
-            "parity": parity.to_dict() if parity else None,
-            "verified": proven,
-        },
-    )
-    notes = (*facts.notes, *([note] if note else []))
-    made = Made(out, manifest, parity=parity, notes=notes)
-    if wider or (parity is not None and not parity.passed):
+    if samples is not None:
+        bound = max(samples.max_error, proving.bound_of(manifest))
+        samples = replace(samples, max_error=bound)
+        manifest = replace(manifest, checks={**manifest.checks, "golden": samples.to_dict()})
+    proof = _prove(tmp, manifest, typed, Proof(layers, wider), labelled, source, out.name)
+    manifest = replace(manifest, checks={**manifest.checks, **proof.checks()})
+    notes = (*facts.notes, *([proof.why] if proof.why else []))
+    made = Made(out, manifest, parity=proof.parity, judgement=proof.judgement, notes=notes)
+    if proof.wrong:
         made = reject(tmp, made)
-        reason = (
-            "; ".join(wider[:3]) if wider else f"error {parity.worst.error:.3g}" if parity else ""
-        )
         raise GateFailed(
-            f"{out.name}: {reason}; the engine is kept as {made.path}",
+            f"{out.name}: {proof.wrong}; the engine is kept as {made.path}",
             hint="other kernels: --level 5; or find the node that differs: deploykit compare",
             result=made,
         )
     return keep(tmp, made)
 
 
+def _prove(
+    tmp: Path,
+    manifest: Manifest,
+    typed: Path,
+    proof: Proof,
+    labelled: Labelled | None,
+    source: Path,
+    name: str,
+) -> Proof:
+    """`proof` and what running the staged engine shows, where it runs here."""
+    from deploykit.runtimes.engine import load
+
+    write_manifest(tmp, manifest)  # an engine is opened with its manifest only
+    try:
+        with load(tmp, "auto") as opened:
+            engine: Any = opened
+            parity, why = proving.prove(engine, tmp, manifest, typed, name)
+            proof = replace(proof, parity=parity, why=why)
+            with contextlib.suppress(DeploykitError):  # a figure to read: no reason to fail
+                times = engine.layer_times_ms(proving.feeds_for(engine)[-1])
+                proof = replace(proof, times_ms=times)
+            if labelled is not None and parity is not None and parity.passed:
+                judgement = proving.judge(
+                    engine,
+                    source,
+                    labelled.data,
+                    metric=labelled.metric,
+                    max_drop=labelled.max_drop,
+                    name=name,
+                )
+                proof = replace(proof, judgement=judgement)
+    except Unsupported as exc:
+        proof = replace(proof, why=exc.message)
+    if proof.parity is None:
+        why = f"the engine was not run here, so it is not verified: {proof.why}"
+        proof = replace(proof, why=why)
+    return proof
+
+
+def _sizes(options: Options, inputs: Sequence[TensorSpec]) -> dict[str, int]:
+    """Sizes of the dynamic axes to record samples at: few rows, the others at their best."""
+    rows = max(1, min(golden.SAMPLES, options.batch.maximum))
+    dynamic = {axis for spec in inputs for axis in spec.shape if isinstance(axis, str)}
+    return {axis: options.axes[axis].optimum if axis in options.axes else rows for axis in dynamic}
+
+
 def check_here(target: Profile, model: Path) -> None:
     """Raise Unsupported unless this machine is the target and has what it takes to build there."""
     machine = this_machine()
-    gpu = machine.gpus[0].name if machine.gpus else None
+    here = machine.gpus[0].name if machine.gpus else machine.l4t and machine.board
     hint = (
         f"see whether it could be built: deploykit build {model} --profile {target.name} --check; "
         f"for this machine's CPU: deploykit build {model} --profile cpu"
     )
-    if gpu is None or not _is_target(machine, target):
+    if not here or not _is_target(machine, target):
         raise Unsupported(
             f"profile '{target.name}' is not this machine, which has "
-            f"{gpu or 'no NVIDIA GPU'}: a TensorRT engine is built on its target",
+            f"{here or 'no NVIDIA GPU'}: a TensorRT engine is built on its target",
             hint=hint,
         )
     if not installed("tensorrt"):
@@ -157,13 +219,13 @@ def check_here(target: Profile, model: Path) -> None:
 
 
 def _is_target(machine: Machine, target: Profile) -> bool:
-    """Whether the driver's name of a GPU is the profile's; a profile without names fits any."""
-    return not target.gpu_names or any(gpu.name in target.gpu_names for gpu in machine.gpus)
+    """As `choose_profile` tells it; a profile that names neither board nor GPU fits any."""
+    return fits(target, machine) or not (target.boards or target.gpu_names)
 
 
 def _options(target: Profile, shapes: Shapes, model: Path) -> Options:
+    from deploykit.builders.options import Options
     from deploykit.builders.shapes import AxisRange, parse_axis, parse_batch
-    from deploykit.builders.tensorrt import Options
     from deploykit.transforms import checks, graph
 
     inputs, _ = graph.specs(checks.parse(model))
@@ -180,16 +242,26 @@ def _options(target: Profile, shapes: Shapes, model: Path) -> Options:
     )
 
 
-def _built_on(facts: Facts, typed: Path) -> Mapping[str, str]:
-    """What the builder knows, and what the device itself says where there is one."""
-    known = {**facts.built_on, "model": typed.name}
+def _device() -> Cudart | None:
+    """The GPU that TensorRT builds on, asked through CUDA; None where that cannot be."""
     try:
         from deploykit.runtimes.cuda_driver import Cudart
-        from deploykit.runtimes.tensorrt import here
 
-        return {**here(Cudart(0)).facts(), **known}
+        return Cudart(0)
     except DeploykitError:
-        return known
+        return None
+
+
+def _built_on(facts: Facts, device: Cudart | None) -> Mapping[str, str]:
+    """What the builder knows, but first what the device that it used says of itself.
+
+    `nvidia-smi` counts GPUs that CUDA_VISIBLE_DEVICES hides, and knows no multiprocessors.
+    """
+    if device is None:
+        return facts.built_on
+    from deploykit.runtimes.tensorrt import here
+
+    return {**facts.built_on, **here(device).facts()}
 
 
 def _counted(layers: Sequence[Layer]) -> dict[str, int]:
@@ -200,22 +272,9 @@ def _counted(layers: Sequence[Layer]) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def _parity(typed: Path, tmp: Path, manifest: Manifest, name: str) -> tuple[Parity | None, str]:
-    """The engine against the typed graph on ONNX Runtime; None and why where it cannot run here."""
-    from deploykit.measure.parity import compare_engines
-    from deploykit.runtimes.data import random_feeds
-    from deploykit.runtimes.engine import load
-
-    write_manifest(tmp, manifest)  # an engine is opened with its manifest only
-    low = set(manifest.precision) - {"float32"}
-    bound = LOW_PRECISION_MAX_ERROR if low else ENGINE_MAX_ERROR
-    try:
-        with load(typed, "cpu") as reference, load(tmp, "auto") as engine:
-            limits = {"N": (1, engine.max_batch)}
-            sizes = parity_sizes(engine.inputs, limits)
-            feeds = [random_feeds(engine.inputs, each, seed) for seed, each in enumerate(sizes)]
-            return compare_engines(
-                reference, engine, feeds, max_error=bound, names=(typed.name, name)
-            ), ""
-    except Unsupported as exc:
-        return None, f"the engine was not run here, so it is not verified: {exc.message}"
+def _label(typing: Mapping[str, Any], precision: Mapping[str, int]) -> str:
+    """What the graph was quantised to, as `--precision` has it; else what its nodes compute in."""
+    quantized = typing.get("quantize")
+    if isinstance(quantized, dict) and quantized.get("to"):
+        return str(quantized["to"])
+    return proving.label(precision)

@@ -66,7 +66,7 @@ def record(engine: Engine, feeds: Mapping[str, np.ndarray], artefact: Path) -> G
 def carry(source: Path, to: Path) -> Golden | None:
     """Copy the samples of `source` beside `to`; None where it has none."""
     manifest = read_manifest(source)
-    found = _named(source, manifest) if manifest else None
+    found = named(source, manifest) if manifest else None
     if found is None:
         return None
     shutil.copyfile(source.with_name(found.file), beside(to))
@@ -88,7 +88,7 @@ def open_recorded(
     Raises NotFound where `artefact` has no samples, BadInput where they are not what it says.
     """
     manifest = read_manifest(artefact)
-    golden = _named(artefact, manifest) if manifest else None
+    golden = named(artefact, manifest) if manifest else None
     if golden is None:
         raise NotFound(
             f"{artefact}: has no golden samples beside it",
@@ -121,7 +121,7 @@ def recorded(
     return RecordedEngine(inputs, outputs, (feeds, values), golden.reference), feeds
 
 
-def _named(artefact: Path, manifest: Manifest) -> Golden | None:
+def named(artefact: Path, manifest: Manifest) -> Golden | None:
     """The samples that a manifest names, once the file is there and is the one it describes."""
     entry = manifest.checks.get("golden")
     if entry is None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from deploykit.api import engines, golden
-from deploykit.api.engines import CheckResult, Shapes, build_plan, check_here
+from deploykit.api.engines import CheckResult, Labelled, Shapes, build_plan, check_here
 from deploykit.api.precision import TARGETS, quantize
 from deploykit.api.staging import (
     Made,
@@ -143,7 +143,17 @@ def build(
                 raise KeyboardInterrupt
         notes = _quantized(quantized)
         if engine:
-            made = build_plan(model, typed, tmp, out, target, shapes or Shapes(), on_progress)
+            made = build_plan(
+                model,
+                typed,
+                tmp,
+                out,
+                target,
+                shapes or Shapes(),
+                on_progress,
+                calib=calib,
+                labelled=Labelled(data, metric, max_drop) if data else None,
+            )
             return replace(made, notes=(*notes, *made.notes))
         asked = graph.summarise(graph.load_graph(typed)).precision  # checked before it is run
         facts = builder.build(typed, tmp)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.api import golden
+from deploykit.api.builds import Builds, compare_builds
 from deploykit.api.staging import Progress, parity_sizes
 from deploykit.core.artefact import Manifest, read_manifest, sniff
 from deploykit.core.errors import BadInput, GateFailed
@@ -29,14 +30,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Compared:
-    """Parity of two artefacts, and where two ONNX graphs that differ first do so."""
+    """Parity of two artefacts, and where two ONNX graphs that differ first do so.
+
+    `builds`: of two TensorRT engines, whether they are the same build.
+    """
 
     parity: Parity
     divergence: Divergence | None = None
+    builds: Builds | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        found = self.divergence
-        return {**self.parity.to_dict(), "divergence": found.to_dict() if found else None}
+        more = {"divergence": self.divergence, "builds": self.builds}
+        found = {key: value.to_dict() if value else None for key, value in more.items()}
+        return {**self.parity.to_dict(), **found}
 
     def raise_if_over(self) -> None:
         """Raise GateFailed naming the worst row, and the first node that differs."""
@@ -59,7 +65,8 @@ def compare(
     """Run two artefacts on the same inputs, the samples of `data` or seeded random ones.
 
     Without `b`, `a` runs on the golden samples beside it and is held to what PyTorch answered;
-    the bound is then the manifest's, else 0.001.
+    the bound is then the manifest's, else 0.001. A TensorRT engine runs on its GPU, even where
+    `device` is "cpu", and random inputs are of sizes that it takes.
     """
     from deploykit.measure.parity import compare_engines
     from deploykit.runtimes.data import random_feeds, read_samples
@@ -68,7 +75,7 @@ def compare(
     if b is None:
         if data is not None:
             raise BadInput("--data goes with two files; one alone replays its golden samples")
-        with load(a, device) as engine:
+        with load(a, _place(a, device)) as engine:
             recorded, golden_feeds, found = golden.open_recorded(a, engine.inputs, engine.outputs)
             bound = found.max_error if max_error is None else max_error
             names = (f"{found.reference}, recorded", a.name)
@@ -76,17 +83,28 @@ def compare(
                 compare_engines(recorded, engine, [golden_feeds], max_error=bound, names=names)
             )
     bound = golden.MAX_ERROR if max_error is None else max_error
-    with load(a, device) as first, load(b, device) as second:
+    with load(a, _place(a, device)) as first, load(b, _place(b, device)) as second:
         if data is not None:
             samples = read_samples(data, first.inputs)
             size, used = samples.batching(32, (*first.inputs, *second.inputs))
             feeds = list(samples.first(used).batches(size))
         else:
-            sizes = parity_sizes(first.inputs)
+            limits = {**getattr(first, "limits", {}), **getattr(second, "limits", {})}
+            sizes = parity_sizes(first.inputs, limits)
             feeds = [random_feeds(first.inputs, each, seed) for seed, each in enumerate(sizes)]
         parity = compare_engines(first, second, feeds, max_error=bound, names=(a.name, b.name))
-    both = sniff(a) == sniff(b) == "onnx"
-    return Compared(parity, None if parity.passed or not both else _diverging(a, b, feeds, bound))
+    kinds = {sniff(a), sniff(b)}
+    diverging = None
+    if kinds == {"onnx"} and not parity.passed:
+        diverging = _diverging(a, b, feeds, bound)
+    builds = None
+    if kinds == {"tensorrt"} and (left := read_manifest(a)) and (right := read_manifest(b)):
+        builds = compare_builds(left, right)
+    return Compared(parity, diverging, builds)
+
+
+def _place(path: Path, device: str) -> str:
+    return "auto" if device == "cpu" and sniff(path) == "tensorrt" else device
 
 
 def _diverging(
@@ -251,7 +269,9 @@ def inspect(path: Path) -> Inspection:
             f"{path}: is a TensorRT engine without a manifest, so nothing tells what it is",
             hint="deploykit build writes one beside every engine",
         )
-    shown = {key: manifest.checks.get(key) for key in ("verified", "flags", "shares")}
+    shown = {
+        key: manifest.checks.get(key) for key in ("verified", "flags", "shares", "time_shares")
+    }
     return Inspection(
         path,
         kind,

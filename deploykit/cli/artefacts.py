@@ -162,8 +162,9 @@ def build(
         bool, typer.Option("--version-compatible", help="For later TensorRT of the same major.")
     ] = False,
     hardware_compatible: Annotated[
-        bool, typer.Option("--hardware-compatible", help="For Ampere and later GPUs.")
-    ] = False,
+        str | None,
+        typer.Option(help="For other GPUs too: ampere-plus or same-compute-capability."),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Parse and build with the builder here; keep nothing.")
     ] = False,

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from deploykit.cli import output, texts
-from deploykit.cli.types import Device, Json
+from deploykit.cli.types import Device, Json, Trust
 from deploykit.core.errors import BadInput
 
 
@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
 
 
 def bench(
-    engine: Annotated[list[Path], typer.Argument(help="One or more .onnx files.")],
+    engine: Annotated[list[Path], typer.Argument(help="One or more .onnx or .trt files.")],
     baseline: Annotated[
         Path | None, typer.Option(help="The float32 .onnx that all are compared with.")
     ] = None,
@@ -33,6 +33,7 @@ def bench(
     warmup: Annotated[float | None, typer.Option(help="Seconds of warm-up a point.")] = None,
     seconds: Annotated[float | None, typer.Option(help="Seconds timed a point.")] = None,
     device: Device = "auto",
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Measure latency and throughput against the CPU baseline, into a report."""
@@ -49,8 +50,10 @@ def bench(
             quick=quick,
             warmup_s=warmup,
             seconds=seconds,
+            trust=trust,
             command=shlex.join(["deploykit", *sys.argv[1:]]),
             on_progress=progress,
+            on_note=lambda text: output.note(f"warning: {output.one_line(text)}"),
         )
     output.show(result, texts.report(result, out), as_json=as_json)
 

@@ -99,6 +99,8 @@ def steps(result: Outcome[Any]) -> str:
 
 def compared(result: Compared) -> str:
     lines = [parity(result.parity)]
+    if result.builds:
+        lines.append(result.builds.text)
     if result.divergence:
         lines.append(result.divergence.text)
     return "\n".join(lines)

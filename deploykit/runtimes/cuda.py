@@ -67,6 +67,7 @@ class Pipeline(Closing):
         self.scratch_bytes = scratch_bytes
         self._batched = next((n for n, spec in enumerate(self.inputs) if spec.batched), None)
         self.slots = slots
+        self.last_copies_us = (0, 0)  # of the call that was finished last, see `Slot.copies_us`
         self._all: list[Slot] = []
         self._free: list[Slot] = []
         self._busy: dict[Slot, Ticket] = {}  # in the order in which they were started
@@ -112,6 +113,7 @@ class Pipeline(Closing):
     def finish(self, slot: Slot) -> None:
         """Wait for the call under way in `slot` and keep its answer with its ticket."""
         answer = slot.finish()
+        self.last_copies_us = slot.copies_us
         self._busy.pop(slot).answer = answer
         self._free.append(slot)
         if isinstance(answer, DeviceLost):
@@ -166,9 +168,3 @@ def in_turn(
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()
-
-
-def powers(most: int) -> tuple[int, ...]:
-    """1, 2, 4 ... up to `most`, and `most`: batch sizes worth a graph."""
-    sizes = {1 << n for n in range(most.bit_length()) if 1 << n <= most}
-    return tuple(sorted(sizes | {most})) if most > 0 else ()

@@ -26,6 +26,7 @@ _SUCCESS = cudart.cudaError_t.cudaSuccess
 _IN = cudart.cudaMemcpyKind.cudaMemcpyHostToDevice
 _OUT = cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_MEMORY_FILE = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,13 @@ class Cudart:
         )
 
     def memory(self) -> tuple[int, int]:
-        """(free, total) bytes of the device."""
+        """(free, total) bytes of the device.
+
+        Where CPU and GPU share their memory CUDA counts the system's caches as used (CUDA for
+        Tegra, "Estimating Total Allocatable Device Memory"): there the system is asked, too.
+        """
         free, total = self._all("cudaMemGetInfo")
-        return free, total
+        return max(free, available_bytes()) if self.integrated else free, total
 
     def use(self) -> None:
         self._all("cudaSetDevice", self.number)
@@ -192,6 +197,15 @@ def _check_driver(device: str) -> None:
 def names_by_text() -> dict[str, str]:
     """CUDA's error texts, which is how other libraries report them, and their codes' names."""
     return {cudart.cudaGetErrorString(code)[1].decode(): code.name for code in cudart.cudaError_t}
+
+
+def available_bytes(file: Path = _MEMORY_FILE) -> int:
+    """What the system could give a program without swapping; 0 where it does not say."""
+    try:
+        match = re.search(r"^MemAvailable:\s*(\d+) kB", file.read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(match[1]) * 1024 if match else 0
 
 
 def cuda_version(number: int) -> str:

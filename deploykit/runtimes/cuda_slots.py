@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -76,6 +77,7 @@ class Slot:
     ) -> None:
         self.driver, self.make, self.inputs, self.outputs = driver, make, inputs, outputs
         self.notes: list[str] = []  # why a graph was refused
+        self.copies_us = (0, 0)  # of the last call, on the host: into and out of pinned memory
         self.stream = self.event = self.scratch = 0
         self._rows: int | None = None
         self._running: _Layout | None = None
@@ -103,10 +105,12 @@ class Slot:
         else:
             key = tuple((rows, *array.shape[1:]) for array in arrays)
         layout = self._layouts.get(key) or self._lay_out(key, capture)
+        before_ns = time.perf_counter_ns()
         for view, array in zip(layout.feeds, arrays, strict=True):
             np.copyto(view if rows is None else view[: len(array)], array)
             if rows is not None:
                 view[len(array) :] = 0
+        self.copies_us = ((time.perf_counter_ns() - before_ns) // 1000, 0)
         self._rows = None if rows is None else len(arrays[0])
         self._running = layout
         if layout.capture and not layout.graph and layout.runs:
@@ -126,10 +130,14 @@ class Slot:
             self.driver.wait(self.event)
         except DeploykitError as exc:
             return exc
-        answers = self._running.answers.items()
-        if self._rows is None:
-            return {name: view.copy() for name, view in answers}
-        return {name: view[: self._rows].copy() for name, view in answers}
+        before_ns = time.perf_counter_ns()
+        rows = self._rows
+        answers = {
+            name: (view if rows is None else view[:rows]).copy()
+            for name, view in self._running.answers.items()
+        }
+        self.copies_us = (self.copies_us[0], (time.perf_counter_ns() - before_ns) // 1000)
+        return answers
 
     def quiet(self) -> None:
         """Wait, after a failure, until nothing reads or writes the buffers."""

@@ -85,11 +85,15 @@ class Closing(ABC):
         self.close()
 
 
-OpenEngine = Callable[[Path, str, "int | None"], Engine]
+OpenEngine = Callable[..., Engine]  # (path, device, threads)
 
 
-def load(path: Path | str, device: str = "auto", *, threads: int | None = None) -> Engine:
+def load(
+    path: Path | str, device: str = "auto", *, threads: int | None = None, trust: bool = False
+) -> Engine:
     """Open the artefact at `path`. `threads`: CPU threads of one call, None for one a core.
+
+    `trust`: also a TensorRT engine that has no manifest, with a note of the engine's.
 
     `device`: "cpu", "cuda", "cuda:N", or "auto" for a GPU where the runtime has one. A device that
     was asked for and cannot be had raises Unsupported; nothing falls back in silence.
@@ -104,7 +108,8 @@ def load(path: Path | str, device: str = "auto", *, threads: int | None = None) 
         raise Unsupported(f"{path}: no runtime for {kind} files in this version of deploykit")
     module, _, function = RUNTIMES[kind].partition(":")
     open_engine: OpenEngine = getattr(import_module(module), function)
-    return open_engine(path, device, threads)
+    more = {"trust": True} if trust and kind == "tensorrt" else {}
+    return open_engine(path, device, threads, **more)
 
 
 def check_feeds(specs: tuple[TensorSpec, ...], feeds: Arrays, where: str) -> int | None:

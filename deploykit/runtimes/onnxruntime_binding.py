@@ -7,6 +7,7 @@ The module is passed in, so that a session on the CPU can be bound in the same w
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,18 +54,24 @@ class Binding:
         self._batched = next((n for n, spec in enumerate(inputs) if spec.batched), None)
         self._bound: dict[Key, _Bound] = {}
         self._captured = 0
+        self.last_copies_us = (0, 0)  # of the last call: to the device, and back
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Run once; `feeds` fit the inputs. ONNX Runtime's own exceptions come through."""
         key = tuple(feeds[spec.name].shape for spec in self._inputs)
         bound = self._bound.get(key) or self._bind(key)
+        started_ns = time.perf_counter_ns()
         for spec, value in zip(self._inputs, bound.values, strict=True):
             value.update_inplace(np.ascontiguousarray(feeds[spec.name]))
+        copied_ns = time.perf_counter_ns()
         self._session.run_with_iobinding(bound.io, bound.options)
+        ran_ns = time.perf_counter_ns()
         values = bound.outputs or bound.io.get_outputs()
         answers = {
             spec.name: value.numpy() for spec, value in zip(self._outputs, values, strict=True)
         }
+        ended_ns = time.perf_counter_ns()
+        self.last_copies_us = ((copied_ns - started_ns) // 1000, (ended_ns - ran_ns) // 1000)
         if bound.graph is not None and not bound.outputs:
             self._keep_outputs(bound, answers)
         return answers

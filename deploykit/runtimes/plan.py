@@ -20,17 +20,11 @@ from deploykit.core.files import check_inside
 
 # keys of `Manifest.built_on`, beside those of `Here.facts`
 VERSION_COMPATIBLE = "version_compatible"  # "yes": runs on later TensorRT of the same major too
-HARDWARE_COMPATIBLE = "hardware_compatible"  # "ampere_plus" or "same_compute_capability"
+HARDWARE_COMPATIBLE = "hardware_compatible"  # "ampere-plus" or "same-compute-capability"
 _NO = ("", "no", "false", "none")
 # the oldest driver branch of each CUDA major: CUDA Compatibility, "Minor Version Compatibility"
 _DRIVERS: Mapping[int, int] = {12: 525, 13: 580}
-_PRECISIONS: Mapping[str, str] = {  # as a manifest counts them -> --precision; first found wins
-    "float8e4m3fn": "fp8",
-    "int8": "int8",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "float32": "fp32",
-}
+_CALIBRATED = ("int8", "fp8", "auto")
 
 
 @dataclass(frozen=True)
@@ -138,7 +132,7 @@ def differences(built: Mapping[str, str], here: Here) -> Iterator[str]:
     level = built.get(HARDWARE_COMPATIBLE, "").lower()
     capability = built.get("compute_capability", "")
     same = not (capability and here.compute_capability) or capability == here.compute_capability
-    if level not in _NO and level != "same_compute_capability":  # Ampere and later
+    if level not in _NO and level != "same-compute-capability":  # Ampere and later
         if _numbers(here.compute_capability) < (8, 0) and here.compute_capability:
             yield (
                 f"compute capability {here.compute_capability}, where the engine needs 8.0 or later"
@@ -206,28 +200,35 @@ def _notes(path: Path, manifest: Manifest, here: Here) -> tuple[str, ...]:
 
 
 def rebuild(path: Path, manifest: Manifest, here: Here) -> str:
-    """The command that builds the plan for this machine, from what its manifest says."""
+    """The command that builds the plan for this machine, from what its manifest says.
+
+    Made from two files, it was typed while it was built; else its model is typed already.
+    """
     built = manifest.built_on
-    source = PurePosixPath(built.get("model", "")).name  # a name only: no path out of a file
-    model = shlex.quote(source) if source else "MODEL.onnx"
+    source = _name(built, "model")
+    words = ["deploykit build", source or "MODEL.onnx", "--profile"]
     other = built.get("gpu") not in (None, here.gpu)
-    words = ["deploykit build", model, "--profile"]
     words.append("auto" if other else shlex.quote(built.get("profile", "auto")))
-    precision = built.get("precision") or next(
-        (name for kind, name in _PRECISIONS.items() if manifest.precision.get(kind)), ""
-    )
-    for option, value in (("--precision", precision), ("--batch", built.get("batch", ""))):
-        if value:
-            words += [option, shlex.quote(value)]
-    if precision in ("int8", "fp8"):
-        words.append("--calib DATA")
+    precision = built.get("precision", "") if len(manifest.made_from) > 1 else ""
+    options = {"--precision": precision, "--batch": built.get("batch", "")}
+    options["--level"] = built.get("optimization_level", "")
+    options["--dla"] = "" if other else built.get("dla", "")
+    options["--hardware-compatible"] = built.get(HARDWARE_COMPATIBLE, "")
+    words += [f"{option} {shlex.quote(value)}" for option, value in options.items() if value]
+    if precision in _CALIBRATED:
+        words.append(f"--calib {_name(built, 'calib') or 'DATA'}")
     words += [f"--axis {shlex.quote(axis)}" for axis in built.get("axes", "").split()]
-    for key in (VERSION_COMPATIBLE, HARDWARE_COMPATIBLE):
-        words += [f"--{key.replace('_', '-')}"] * _yes(built, key)
+    words += ["--version-compatible"] * _yes(built, VERSION_COMPATIBLE)
     words += ["-o", _word(path)]
     if manifest.made_from and not source:
         words.append(f"(MODEL.onnx: SHA-256 {manifest.made_from[0][:12]}...)")
     return " ".join(words)
+
+
+def _name(built: Mapping[str, str], key: str) -> str:
+    """A file as a word of the command: its name only, as no path out of a manifest is followed."""
+    name = PurePosixPath(built.get(key, "")).name
+    return shlex.quote(name) if name else ""
 
 
 def _printable(built: Mapping[str, str]) -> dict[str, str]:

@@ -27,6 +27,7 @@ from deploykit.runtimes.plan import Plan
 from deploykit.runtimes.tensorrt_log import logger
 from deploykit.runtimes.tensorrt_tensors import (
     Ranges,
+    axis_limits,
     choose_profile,
     max_batch,
     misfit,
@@ -45,8 +46,9 @@ class TensorRtEngine(Closing):
     """One plan on one GPU. `submit` and `map` keep up to `slots` calls under way.
 
     `graphs`: batch sizes to capture as CUDA graphs; each has a context of its own, as a graph holds
-    only while its context is left as it was. `notes`: warnings about the plan, and why a graph was
-    refused. Raises BadInput, Unsupported, OutOfMemory.
+    only while its context is left as it was. `limits`: smallest and largest size by dynamic axis.
+    `notes`: warnings about the plan, and why a graph was refused. Raises BadInput, Unsupported,
+    OutOfMemory.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class TensorRtEngine(Closing):
         self.runtime = f"tensorrt {nv.__version__}"
         driver.use()
         free, total = driver.memory()
-        if len(plan.content) > free and not driver.integrated:  # there, caches count as used
+        if len(plan.content) > free:
             raise out_of_memory(f"{path}: {driver.device}", len(plan.content), free, total)
         self._says = Says(nv, path, driver.device, cuda_texts or {})
         self._engine: trt.ICudaEngine | None
@@ -73,6 +75,7 @@ class TensorRtEngine(Closing):
         self.inputs, self.outputs = specs(self._engine, path, manifest)
         self.profiles = optimisation_profiles(self._engine, self.inputs)
         self.max_batch = max_batch(self.profiles, self.inputs)
+        self.limits = axis_limits(self.profiles, self.inputs)
         self._plan_notes = plan.notes
         self._pipeline = Pipeline(
             driver,
@@ -105,12 +108,44 @@ class TensorRtEngine(Closing):
         """The answers in order; copies of one call run while another one computes."""
         return in_turn(self.submit, batches, self._pipeline.slots)
 
+    def layer_times_ms(self, feeds: Arrays) -> dict[str, float]:
+        """Milliseconds of each layer in one call, as TensorRT's profiler tells them by name.
+
+        In a context of its own, after a first call whose times are dropped. Raises as a call does.
+        """
+        times: dict[str, float] = {}
+        profiler = _profiler(self._nv)(times)
+
+        def profiled(stream: int, scratch: int) -> Context:
+            context = self._context(stream, scratch)
+            context.watch(profiler)
+            return context
+
+        pipeline = Pipeline(
+            self._driver,
+            profiled,
+            self.inputs,
+            self.outputs,
+            slots=1,
+            scratch_bytes=self._pipeline.scratch_bytes,
+        )
+        with pipeline:
+            pipeline(feeds)
+            times.clear()
+            pipeline(feeds)
+        return times
+
     def _context(self, stream: int, scratch: int) -> Context:
         if self._engine is None:
             raise DeploykitError(f"{self.path.name}: the engine is closed")
         return Context(
             self._nv, self._engine, self._driver, self.profiles, self._says, stream, scratch
         )
+
+    @property
+    def last_copies_us(self) -> tuple[int, int]:
+        """Of the last call, on the host: inputs staged, outputs fetched; the GPU's run beside."""
+        return self._pipeline.last_copies_us
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -189,6 +224,10 @@ class Context:
                     raise memory.error
             raise self._says.refusal("execute_async_v3")
 
+    def watch(self, profiler: Any) -> None:
+        """Have `profiler`, an IProfiler, told of every layer; slows each call down."""
+        self._context.profiler = profiler
+
     def late(self, name: str) -> tuple[int, Shape]:
         """TensorRT tells the shape before `execute_async_v3` returns (IOutputAllocator's text)."""
         memory = self._late[name]
@@ -200,6 +239,22 @@ class Context:
         del self._context  # TensorRT ends it with its last reference
         for memory in self._late.values():
             memory.release()
+
+
+@functools.cache
+def _profiler(nv: Any) -> Any:
+    """The class of a profiler that adds each layer's milliseconds to a dictionary."""
+    base: Any = nv.IProfiler
+
+    class Profiler(base):  # type: ignore[misc]
+        def __init__(self, times_ms: dict[str, float]) -> None:
+            base.__init__(self)
+            self.times_ms = times_ms
+
+        def report_layer_time(self, name: str, ms: float) -> None:
+            self.times_ms[name] = self.times_ms.get(name, 0.0) + ms
+
+    return Profiler
 
 
 @functools.cache

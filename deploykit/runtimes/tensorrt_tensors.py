@@ -88,6 +88,20 @@ def max_batch(profiles: Sequence[Ranges], inputs: Sequence[TensorSpec]) -> int |
     return max(min(ranges[name][2][0] for name in batched) for ranges in profiles)
 
 
+def axis_limits(
+    profiles: Sequence[Ranges], inputs: Sequence[TensorSpec]
+) -> dict[str, tuple[int, int]]:
+    """Smallest and largest size of each dynamic axis in the first optimisation profile."""
+    return {
+        axis: (low, high)
+        for spec in inputs
+        for axis, low, high in zip(
+            spec.shape, profiles[0][spec.name][0], profiles[0][spec.name][2], strict=True
+        )
+        if isinstance(axis, str)
+    }
+
+
 def choose_profile(profiles: Sequence[Ranges], shapes: Mapping[str, Shape]) -> int | None:
     """The profile that takes `shapes`; of several, the one that was tuned for the nearest sizes."""
     fitting = [

@@ -43,6 +43,25 @@ def test_driver_version_is_read_from_the_kernel(tmp_path: Path) -> None:
     assert bindings().driver_version(tmp_path / "none") == ""
 
 
+def test_memory_that_a_system_can_give_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "meminfo"
+    file.write_text("MemTotal:  100 kB\nMemFree:    5 kB\nMemAvailable:      62 kB\n")
+    assert bindings().available_bytes(file) == 62 * 1024
+    assert bindings().available_bytes(tmp_path / "none") == 0
+
+
+def test_memory_that_caches_hold_is_free_where_cpu_and_gpu_share_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = bindings()
+    cuda = object.__new__(driver.Cudart)  # without a device
+    monkeypatch.setattr(cuda, "_all", lambda _call: (10, 1 << 50), raising=False)
+    cuda.integrated = False
+    assert cuda.memory() == (10, 1 << 50)
+    cuda.integrated = True
+    assert cuda.memory()[0] > 1 << 20
+
+
 def test_machine_without_a_driver_is_told_so() -> None:
     driver = bindings()
     if driver.cudart.cudaDriverGetVersion()[1]:

@@ -9,7 +9,7 @@ import pytest
 
 from deploykit.core.errors import Unsupported
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.cuda import Pipeline, powers
+from deploykit.runtimes.cuda import Pipeline
 from tests.runtimes.cuda_runs import ONE_CALL, X, pipeline, right, rows
 from tests.runtimes.fake_cuda import Affine, FakeCuda
 
@@ -138,9 +138,3 @@ def test_rows_are_not_padded_where_an_output_is_not_one_per_row() -> None:
         FakeCuda(), functools.partial(Affine, FakeCuda()), [X], [total], graphs=[4], pad=True
     )
     assert run.bucket(3) == (3, False)
-
-
-def test_powers_of_two_and_the_largest() -> None:
-    assert powers(8) == (1, 2, 4, 8)
-    assert powers(12) == (1, 2, 4, 8, 12)
-    assert powers(0) == ()

@@ -206,12 +206,12 @@ def test_only_a_version_compatible_plan_may_bring_code_along(plan: Path) -> None
 @pytest.mark.parametrize(
     ("level", "here", "fits"),
     [
-        ("ampere_plus", "9.0", True),
-        ("ampere_plus", "8.0", True),
-        ("ampere_plus", "12.0", True),
-        ("ampere_plus", "7.5", False),
-        ("same_compute_capability", "8.6", True),
-        ("same_compute_capability", "8.9", False),
+        ("ampere-plus", "9.0", True),
+        ("ampere-plus", "8.0", True),
+        ("ampere-plus", "12.0", True),
+        ("ampere-plus", "7.5", False),
+        ("same-compute-capability", "8.6", True),
+        ("same-compute-capability", "8.9", False),
         ("none", "8.6", False),
         ("", "8.6", False),
     ],
@@ -303,10 +303,10 @@ def test_manifest_with_nonsense_versions_raises_ours_only(plan: Path) -> None:
 # how to build it again
 
 
-def test_another_tensorrt_is_rebuilt_with_the_same_profile_precision_and_batch(plan: Path) -> None:
-    assert rebuilt(plan, tensorrt="10.3.0") == (
-        "build it here: deploykit build resnet.onnx --profile h200 --precision fp16 "
-        f"--batch 1,8,32 -o {plan}"
+def test_another_tensorrt_is_rebuilt_with_the_same_profile_and_sizes(plan: Path) -> None:
+    assert rebuilt(plan, tensorrt="10.3.0", optimization_level="5", dla="1") == (
+        "build it here: deploykit build resnet.onnx --profile h200 --batch 1,8,32 --level 5 "
+        f"--dla 1 -o {plan}"
     )
 
 
@@ -315,23 +315,24 @@ def test_another_gpu_is_rebuilt_for_the_one_that_is_here(plan: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("counts", "precision"),
+    ("precision", "calib", "says"),
     [
-        ({"float32": 5}, "fp32"),
-        ({"float16": 5, "float32": 1}, "fp16"),
-        ({"int8": 9, "float16": 3}, "int8 --calib DATA"),
-        ({"float8e4m3fn": 2, "float32": 3}, "fp8 --calib DATA"),
-        ({"bfloat16": 2}, "bf16"),
+        ("fp16", "", "--precision fp16 --batch 1,8,32"),
+        ("int8", "samples/calib.npz", "--precision int8 --batch 1,8,32 --calib calib.npz"),
+        ("fp8", "", "--precision fp8 --batch 1,8,32 --calib DATA"),
+        ("auto", "c.npz", "--precision auto --batch 1,8,32 --calib c.npz"),
     ],
 )
-def test_precision_is_read_off_the_manifest(
-    plan: Path, counts: dict[str, int], precision: str
+def test_what_was_typed_in_the_build_is_typed_again(
+    plan: Path, precision: str, calib: str, says: str
 ) -> None:
-    manifest = replace(described(), precision=counts)
-    words = rebuild(plan, manifest, HERE).replace(f" -o {plan}", "")
-    calib = " --calib DATA" if "--calib" in precision else ""
-    assert f"--precision {precision.removesuffix(' --calib DATA')} --batch" in words
-    assert words.endswith(calib)
+    built = described(precision=precision, calib=calib)
+    words = rebuild(plan, replace(built, made_from=("ab" * 32, "cd" * 32)), HERE)
+    assert words == f"deploykit build resnet.onnx --profile h200 {says} -o {plan}"
+
+
+def test_a_model_that_was_typed_before_is_not_typed_twice(plan: Path) -> None:
+    assert "--precision" not in rebuild(plan, described(precision="int8"), HERE)
 
 
 def test_options_that_widen_it_and_axes_are_kept(plan: Path) -> None:
@@ -339,11 +340,12 @@ def test_options_that_widen_it_and_axes_are_kept(plan: Path) -> None:
         plan,
         tensorrt="11.0.0",
         version_compatible="yes",
-        hardware_compatible="ampere_plus",
+        hardware_compatible="ampere-plus",
         axes="T=1,64,128 W=8,8,8",
     )
     assert "--axis T=1,64,128 --axis W=8,8,8" in words
-    assert words.count("--version-compatible --hardware-compatible") == 1
+    assert words.count("--hardware-compatible ampere-plus") == 1
+    assert words.count("--version-compatible") == 1
 
 
 @pytest.mark.parametrize("name", ["../../secret.onnx", "/etc/x.onnx", "a/b.onnx"])
