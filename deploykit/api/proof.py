@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploykit.api import golden
 from deploykit.api.builds import Builds, compare_builds
+from deploykit.api.opening import open_proven
 from deploykit.api.staging import Progress, parity_sizes
 from deploykit.core.artefact import Manifest, read_manifest, sniff
 from deploykit.core.errors import BadInput, GateFailed
@@ -165,20 +166,24 @@ def predict(
     *,
     batch: int = 32,
     device: str = "auto",
+    trust: bool = False,
     on_progress: Progress | None = None,
 ) -> Predicted:
-    """Run every sample of an .npz through `engine` into an .npz of outputs by name."""
+    """Run every sample of an .npz or a folder through `engine` into an .npz of outputs by name.
+
+    `trust`: see `open_proven`.
+    """
     import numpy as np
 
     from deploykit.measure.accuracy import top1
     from deploykit.measure.stats import proportion
     from deploykit.runtimes.data import read_samples, write_npz
-    from deploykit.runtimes.engine import load
 
     if batch < 1:
         raise BadInput(f"--batch {batch}: 1 or more is needed")
     check_writable(out)
-    with load(engine, device) as opened:
+    (proven,) = open_proven(engine, device, trust=trust)
+    with proven as opened:
         samples = read_samples(data, opened.inputs)
         size = batch if opened.inputs[0].batched else 1
         parts: dict[str, list[Any]] = {spec.name: [] for spec in opened.outputs}

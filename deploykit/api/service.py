@@ -1,73 +1,226 @@
-"""Serve engines over HTTP."""
+"""Serve engines over HTTP and gRPC: open and prove them, watch their files, shadow them."""
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from deploykit.core.errors import BadInput
+from deploykit.api.opening import open_proven
+from deploykit.core.artefact import sniff
+from deploykit.core.errors import BadInput, Unsupported, os_reason
+from deploykit.core.files import check_readable
+from deploykit.core.machine import usable_cores
+
+if TYPE_CHECKING:
+    from deploykit.runtimes.engine import Engine
+    from deploykit.serving.http import Server
+
+log = logging.getLogger(__name__)
 
 _NAMED = re.compile(r"(?P<name>[A-Za-z0-9._-]{1,128})=(?P<file>.+)")
+_SIZES = re.compile(r"(?P<axis>[^=]+)=(?P<sizes>\d{1,9}(,\d{1,9})*)")
+_PAD = re.compile(r"(?P<name>[^=]+)=(?P<value>[^=]+)")
+_SHADOW_THREADS = 1  # of the reference: it must not take the cores from what serves
+
+OnReady = Callable[[str, int, "int | None", list[str]], None]  # host, HTTP port, gRPC port, names
 
 
 def serve(
     engines: Sequence[str],
     *,
-    host: str = "127.0.0.1",
-    http_port: int = 8000,
-    max_batch: int = 32,
-    max_delay_us: int = 0,
-    queue: int = 1024,
-    timeout_ms: int = 30_000,
-    max_body_bytes: int = 64 << 20,
     device: str = "auto",
     threads: int | None = None,
-    on_ready: Callable[[str, int, list[str]], None] | None = None,
+    instances: int = 1,
+    trust: bool = False,
+    cpu_fallback: bool = False,
+    reload: bool = True,
+    shadows: Sequence[str] = (),
+    token_file: Path | None = None,
+    buckets: Sequence[str] = (),
+    pads: Sequence[str] = (),
+    log_format: str = "text",
+    on_ready: OnReady | None = None,
+    **options: Any,
 ) -> int:
     """Serve until SIGTERM or Ctrl-C; returns how many accepted requests were left unanswered.
 
-    `engines`: `FILE` or `NAME=FILE`; a name left out is the file's, without its extension.
-    `on_ready(host, port, names)` is called when requests are taken.
+    `engines`, `shadows`: `FILE` or `NAME=FILE`; a name left out is the file's, without its
+    extension, and for a shadow the only model's. `instances`: engines a model, which share its
+    queue. `trust`: see `open_proven`. `cpu_fallback`: an ONNX model whose `device` is not to be had
+    runs on the CPU, and says so wherever it is shown. `reload`: take over a file that is replaced.
+    `token_file`: its first line is what a client must send. `buckets`: `AXIS=16,32`, `pads`:
+    `INPUT=0`. `log_format`: text or json lines on stderr. `options`: those of `ServeOptions`.
+    `on_ready(host, http_port, grpc_port, names)` is called when requests are taken; without gRPC
+    its port is None.
     """
-    from deploykit.runtimes.engine import load
-    from deploykit.serving import http
+    from deploykit.serving import http, logs
+    from deploykit.serving.reload import Source
 
-    options = http.ServeOptions(
-        host=host,
-        http_port=http_port,
-        max_batch=max_batch,
-        max_delay_us=max_delay_us,
-        queue=queue,
-        timeout_ms=timeout_ms,
-        max_body_bytes=max_body_bytes,
+    settings = http.ServeOptions(
+        token=_token(token_file), buckets=_buckets(buckets), pad=_pads(pads), **options
     )
-    files = _named(engines)
-    with contextlib.ExitStack() as stack:
-        models = {
-            name: stack.enter_context(load(file, device, threads=threads))
-            for name, file in files.items()
-        }
+    files = _named("--engine", engines)
+    if not files:
+        raise BadInput("no engine to serve", hint="--engine FILE or --engine NAME=FILE")
+    references = _references(shadows, list(files))
+    if references and not settings.shadow_rate:
+        raise BadInput("--shadow: needs a --shadow-rate above 0")
+    with ExitStack() as stack:
+        stack.enter_context(logs.configure(log_format))
+        opening = partial(
+            _open,
+            device=device,
+            threads=threads,
+            instances=instances,
+            trust=trust,
+            cpu_fallback=cpu_fallback,
+        )
+        sources = {name: Source(file, partial(opening, file)) for name, file in files.items()}
+        models: dict[str, Sequence[Engine]] = {}
+        for name, source in sources.items():
+            models[name] = source.load()
+            for engine in models[name]:
+                stack.callback(engine.close)
+        server = http.Server(models, settings)
+        server.service.show(logs.samples)
+        _shadowed(server, references, stack)
+        _traced(server, stack)
+        if reload:
+            from deploykit.serving.reload import TEXTS, Reloader
 
-        def ready(at_host: str, at_port: int) -> None:
+            reloader = stack.enter_context(Reloader(server.service, sources))
+            server.service.show(reloader.samples, TEXTS)
+
+        def ready(at_host: str, at_port: int, at_grpc_port: int | None) -> None:
             if on_ready is not None:
-                on_ready(at_host, at_port, list(models))
+                on_ready(at_host, at_port, at_grpc_port, list(models))
 
-        return http.run(models, options, ready)
+        return server.run(ready)
 
 
-def _named(engines: Sequence[str]) -> dict[str, Path]:
+def _open(
+    file: Path,
+    *,
+    device: str,
+    threads: int | None,
+    instances: int,
+    trust: bool,
+    cpu_fallback: bool,
+) -> Sequence[Engine]:
+    if threads is None and instances > 1:
+        threads = max(1, usable_cores() // instances)
+    try:
+        return open_proven(file, device, threads=threads, trust=trust, instances=instances)
+    except Unsupported as exc:
+        if not (cpu_fallback and device.startswith("cuda") and sniff(file) == "onnx"):
+            raise
+        engines: list[Any] = open_proven(file, "cpu", threads=threads, instances=instances)
+        for engine in engines:
+            engine.notes = (*engine.notes, f"runs on the CPU, not on {device}: {exc.message}")
+        log.warning("%s: %s", file, engines[0].notes[-1])
+        return engines
+
+
+def _shadowed(server: Server, references: Mapping[str, Path], stack: ExitStack) -> None:
+    """Run a share of the live requests again on what they should agree with."""
+    from deploykit.serving.shadow import TEXTS, Shadow, check_reference
+
+    for name, file in references.items():
+        (reference,) = open_proven(file, "cpu", threads=_SHADOW_THREADS)
+        stack.callback(reference.close)
+        model = server.service.find(name)
+        check_reference(model.engines[0], reference)
+        options = server.service.options
+        shadow = Shadow(name, reference, rate=options.shadow_rate, alarm=options.shadow_alarm)
+        stack.enter_context(shadow)
+        model.watch(shadow)
+        server.service.show(shadow.samples, TEXTS)
+
+
+def _traced(server: Server, stack: ExitStack) -> None:
+    """Send a span for each request where `--otlp` says."""
+    endpoint = server.service.options.otlp
+    if endpoint is None:
+        return
+    from deploykit.serving.tracing import Tracer
+
+    tracer = stack.enter_context(Tracer(endpoint))
+    for name, model in server.service.models.items():
+        model.watch(tracer.watch(name))
+    server.service.show(tracer.samples)
+
+
+def _named(option: str, texts: Sequence[str]) -> dict[str, Path]:
     files: dict[str, Path] = {}
-    for text in engines:
+    for text in texts:
         match = _NAMED.fullmatch(text)
         path = Path(match["file"] if match else text)
         name = match["name"] if match else path.stem
         if name in files:
             raise BadInput(
-                f"--engine {text}: the name '{name}' is taken", hint="give it another: NAME=FILE"
+                f"{option} {text}: the name '{name}' is taken", hint="give it another: NAME=FILE"
             )
         files[name] = path
-    if not files:
-        raise BadInput("no engine to serve", hint="--engine FILE or --engine NAME=FILE")
     return files
+
+
+def _references(shadows: Sequence[str], models: Sequence[str]) -> dict[str, Path]:
+    """Shadows by the model that they belong to."""
+    found: dict[str, Path] = {}
+    for text in shadows:
+        match = _NAMED.fullmatch(text)
+        if not match and len(models) > 1:
+            raise BadInput(f"--shadow {text}: of which model?", hint="--shadow NAME=FILE")
+        name = match["name"] if match else models[0]
+        if name not in models or name in found:
+            raise BadInput(
+                f"--shadow {text}: " + ("is given twice" if name in found else "no such model"),
+                hint="served here: " + ", ".join(models),
+            )
+        found[name] = Path(match["file"] if match else text)
+    return found
+
+
+def _token(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        first = check_readable(file).read_text("utf-8").partition("\n")[0].strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = os_reason(exc) if isinstance(exc, OSError) else "is not text"
+        raise BadInput(f"--token-file {file}: {reason}") from exc
+    if not first:
+        raise BadInput(f"--token-file {file}: its first line is empty")
+    return first
+
+
+def _buckets(texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for text in texts:
+        match = _SIZES.fullmatch(text)
+        if not match or match["axis"] in found:
+            raise BadInput(
+                f"--buckets {text}: AXIS=16,32,64 is needed, each axis once",
+                hint="deploykit inspect shows the names of the axes",
+            )
+        found[match["axis"]] = tuple(map(int, match["sizes"].split(",")))
+    return found
+
+
+def _pads(texts: Sequence[str]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for text in texts:
+        match = _PAD.fullmatch(text)
+        try:
+            value = float(match["value"]) if match else None
+        except ValueError:
+            value = None
+        if match is None or value is None or match["name"] in found:
+            raise BadInput(f"--pad {text}: INPUT=VALUE is needed, each input once")
+        found[match["name"]] = value
+    return found

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from deploykit.cli import output, texts
-from deploykit.cli.types import Device, Json
+from deploykit.cli.types import Device, Json, Trust
 
 Model = Annotated[Path, typer.Argument(help="The .onnx file.")]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="The file to write.")]
@@ -236,16 +236,19 @@ def compare(
 
 
 def predict(
-    engine: Annotated[Path, typer.Argument(help="A .onnx or .pt file.")],
-    data: Annotated[Path, typer.Argument(help=".npz of the inputs.")],
+    engine: Annotated[Path, typer.Argument(help="A .onnx, .trt or .pt file.")],
+    data: Annotated[Path, typer.Argument(help=".npz of the inputs, or a folder.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The .npz of outputs to write.")],
     batch: Annotated[int, typer.Option(help="Samples per call.")] = 32,
     device: Device = "auto",
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Run every sample of a file through an engine."""
     from deploykit.api import proof
 
     with output.Progress("predict") as progress:
-        result = proof.predict(engine, data, out, batch=batch, device=device, on_progress=progress)
+        result = proof.predict(
+            engine, data, out, batch=batch, device=device, trust=trust, on_progress=progress
+        )
     output.show(result, texts.predicted(result), as_json=as_json)

@@ -275,3 +275,15 @@ def test_without_cuda_bindings_what_is_missing_is_named(unproven: Path, machine:
     machine(has_cuda=False)
     with pytest.raises(dk.Unsupported, match="cuda is"):
         open_proven(unproven)
+
+
+def test_predict_proves_the_engine_before_it_writes_answers(unproven: Path, tmp_path: Path) -> None:
+    data, out = tmp_path / "x.npz", tmp_path / "y.npz"
+    np.savez(data, x=X)
+    wrong(unproven, 1.0)
+    with pytest.raises(dk.GateFailed, match="error"):
+        dk.predict(unproven, data, out)
+    assert not out.exists()
+    wrong(unproven, 0.0)
+    assert dk.predict(unproven, data, out).samples == len(X)
+    assert verified(unproven) is True
