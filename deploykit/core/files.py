@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -63,10 +64,10 @@ def check_writable(out: Path) -> None:
             raise BadInput(f"{out}: is a folder, a file name is needed")
         if out.exists() and not out.is_file():  # renaming over /dev/null would replace it
             raise BadInput(f"{out}: is not a regular file, so it is not replaced")
+        with tempfile.TemporaryFile(dir=folder):  # /proc says that it may be written to
+            pass
     except OSError as exc:
         raise BadInput(f"{out}: cannot be written: {os_reason(exc)}") from exc
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise BadInput(f"{out}: the folder {folder} cannot be written to")
 
 
 def make_folder(folder: Path) -> Path:

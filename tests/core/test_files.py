@@ -101,6 +101,12 @@ def test_file_in_place_of_the_folder_is_refused(out: Path) -> None:
         check_writable(out / "deeper")
 
 
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="there is no /proc")
+def test_a_folder_that_only_says_it_can_be_written_to_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"/proc/x\.bin: cannot be written"):
+        check_writable(Path("/proc/x.bin"))
+
+
 def test_device_or_pipe_is_never_replaced(tmp_path: Path) -> None:
     """Renaming onto /dev/null would take it away from the whole machine."""
     pipe = tmp_path / "pipe"
@@ -130,7 +136,7 @@ def test_folder_without_permission_is_refused(tmp_path: Path) -> None:
     folder.chmod(0o500)
     if os.access(folder, os.W_OK):
         pytest.skip("root may write anywhere")
-    with pytest.raises(BadInput, match="cannot be written to"):
+    with pytest.raises(BadInput, match="cannot be written"):
         check_writable(folder / "out.bin")
 
 
