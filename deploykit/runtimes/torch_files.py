@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from deploykit.core.artefact import sniff, torch_kind
-from deploykit.core.errors import BadInput, DeploykitError, Unsupported, first_line
+from deploykit.core.errors import BadInput, DeploykitError, first_line
 from deploykit.core.extras import require
+from deploykit.runtimes.cuda_errors import OutOfMemory
 
 torch = require("torch")
 
@@ -81,14 +82,14 @@ def read(path: Path, *, allow_pickle: bool) -> Content:
 def users_code(where: object) -> Iterator[None]:
     """Any exception of the user's own code becomes a BadInput that begins with `where`.
 
-    A GPU without room for it is Unsupported: there the code is not at fault.
+    A GPU without room for it is OutOfMemory: there the code is not at fault.
     """
     try:
         yield
     except DeploykitError:
         raise
     except torch.OutOfMemoryError as exc:
-        raise Unsupported(f"{where}: the GPU's memory is full: {first_line(exc)}") from exc
+        raise OutOfMemory(f"{where}: the GPU's memory is full: {first_line(exc)}") from exc
     except Exception as exc:  # it may raise anything
         raise BadInput(f"{where}: {type(exc).__name__}: {first_line(exc)}") from exc
 
