@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from deploykit.core.errors import BadInput, Unsupported  # noqa: E402
 from deploykit.core.tensors import TensorSpec, parse_spec  # noqa: E402
+from deploykit.runtimes.cuda_errors import OutOfMemory  # noqa: E402
 from deploykit.runtimes.torch import (  # noqa: E402
     TorchEngine,
     load_module,
@@ -20,6 +21,7 @@ from deploykit.runtimes.torch import (  # noqa: E402
     open_engine,
     save_checkpoint,
 )
+from deploykit.runtimes.torch_files import users_code  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -215,3 +217,8 @@ def test_a_look_counts_tensors_and_runs_no_code(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         torch.jit.save(torch.jit.trace(torch.nn.Linear(4, 2), torch.zeros(1, 4)), whole)
     assert "not opened" in look(whole)[2]["contents"]
+
+
+def test_a_full_gpu_is_not_the_users_fault() -> None:
+    with pytest.raises(OutOfMemory, match="the GPU's memory is full"), users_code("m"):
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")

@@ -22,9 +22,8 @@ safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is no
 from deploykit.core.artefact import sniff, torch_kind  # noqa: E402
 from deploykit.core.errors import BadInput, NotFound  # noqa: E402
 from deploykit.core.tensors import TensorSpec, parse_spec  # noqa: E402
-from deploykit.runtimes.cuda_errors import OutOfMemory  # noqa: E402
 from deploykit.runtimes.torch import load_module, load_weights  # noqa: E402
-from deploykit.runtimes.torch_files import read, users_code  # noqa: E402
+from deploykit.runtimes.torch_files import read  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -397,9 +396,3 @@ def test_the_kind_of_a_torch_file_is_told_without_opening_it(
     assert sniff(tmp_path / "m") == "torch"
     expected = kind if kind in ("TorchScript", "torch.export") else "pickle"
     assert torch_kind(tmp_path / "m") == expected
-
-
-def test_a_full_gpu_is_not_the_users_fault() -> None:
-    with pytest.raises(OutOfMemory, match="m: the GPU's memory is full: tried to allocate"):
-        with users_code("m"):
-            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
