@@ -35,5 +35,5 @@ bench: venv
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf .venv .rig out dist build .mypy_cache .ruff_cache .pytest_cache .coverage
+	rm -rf .venv .rig out dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -19,14 +19,14 @@ from urllib.parse import quote, urlsplit
 import numpy as np
 
 from deploykit.core.errors import BadInput, NotFound, first_line
-from deploykit.core.tensors import BATCH, PROTOCOL_NAMES, TensorSpec
+from deploykit.core.tensors import BATCH, DTYPE_BYTES, PROTOCOL_NAMES, TensorSpec
 from deploykit.runtimes.data import random_feeds
 
 TIMEOUT_S = 10.0
 VARIANTS = 8  # different inputs, so that a cache in the server does not answer
 VARIANTS_BYTES = 64 << 20  # what they may take together; one is always made
 _MOST_BYTES = 16 << 20  # of an answer before the run
-_DTYPES = {protocol: dtype for dtype, protocol in PROTOCOL_NAMES.items() if dtype != "bfloat16"}
+_DTYPES = {PROTOCOL_NAMES[dtype]: dtype for dtype in DTYPE_BYTES if dtype != "bfloat16"}
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,40 @@
-"""One tensor of a request: its JSON `data` or its bytes, as an array of the model's dtype.
+"""One tensor of the protocol: its list or its bytes to an array of the model's dtype, and back.
 
 In: what the client sent and the shape, checked already. Out: a numpy array; BadInput where numpy
 would change a value in silence: 1.5 to an integer, "1" to a number, 300 to int8, 1e300 to inf.
+Text is held by arrays of `str`, bfloat16 by float32, as `core.tensors.carrier` says.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, TooLarge
-from deploykit.core.tensors import TensorSpec
+from deploykit.core.errors import BadInput
+from deploykit.core.tensors import DTYPE_BYTES, PROTOCOL_NAMES, TensorSpec, carrier
 
 BINARY_ONLY = ("FP16", "BF16")  # the protocol gives them no JSON form
+TEXT_BYTES = 64  # what Python needs for a short text and its place in an array
+LENGTH_BYTES = 4  # in front of every element of BYTES
+
+# the field of gRPC's InferTensorContents for each datatype; FP16 and BF16 have none
+CONTENTS: Mapping[str, str] = {
+    "BOOL": "bool_contents",
+    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
+    "INT64": "int64_contents",
+    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+
+Bytes = bytes | memoryview
 
 
 @dataclass(frozen=True)
@@ -25,12 +43,46 @@ class Slot:
 
     spec: TensorSpec
     datatype: str
-    dtype: np.dtype[Any]
+    dtype: np.dtype[Any]  # of the arrays that hold it
+    item_bytes: int  # of one element as it is sent; 0 for BYTES, which have no one size
 
 
-def from_bytes(body: bytes, at: int, count: int, shape: tuple[int, ...], slot: Slot) -> np.ndarray:
+def slot_for(spec: TensorSpec) -> Slot:
+    item_bytes = DTYPE_BYTES.get(spec.dtype, 0)
+    return Slot(spec, PROTOCOL_NAMES[spec.dtype], np.dtype(carrier(spec.dtype)), item_bytes)
+
+
+def shape_of(shape: object, slot: Slot, max_batch: int) -> tuple[int, ...]:
+    """A shape that fits the model; `max_batch` 0: axis 0 is no batch. Raises BadInput."""
+    spec = slot.spec
+    if type(shape) is not list or not all(type(n) is int and n >= 0 for n in shape):
+        raise BadInput(
+            f"input '{spec.name}': 'shape' must be a list of whole numbers, got {show(shape)}"
+        )
+    fits = len(shape) == len(spec.shape) and all(
+        want == got or isinstance(want, str) for want, got in zip(spec.shape, shape, strict=True)
+    )
+    if not fits:
+        raise BadInput(f"input '{spec.name}' is {spec}, got shape {show(shape)}")
+    if max_batch and shape[0] > max_batch:
+        raise BadInput(
+            f"input '{spec.name}': batch {show(shape[0])} is above {max_batch}",
+            hint="send smaller requests, or start the server with a larger --max-batch",
+        )
+    return tuple(shape)
+
+
+def from_bytes(
+    body: Bytes, at: int, size: int, count: int, shape: tuple[int, ...], slot: Slot
+) -> np.ndarray:
+    """`count` elements in the `size` bytes of `body` from `at` on; numbers are not copied."""
+    if not slot.item_bytes:
+        return _as_texts(_elements(body, at, size, count, slot), shape, slot)
     if count == 0:
         return np.empty(_allocatable(shape, slot), slot.dtype)
+    if slot.datatype == "BF16":
+        halves = np.frombuffer(body, np.uint16, count, at)
+        return (halves.astype(np.uint32) << 16).view(np.float32).reshape(shape)
     array = np.frombuffer(body, slot.dtype, count, at)
     if slot.datatype == "BOOL" and array.view(np.uint8).max() > 1:
         raise BadInput(f"input '{slot.spec.name}': a BOOL byte is neither 0 nor 1")
@@ -39,10 +91,56 @@ def from_bytes(body: bytes, at: int, count: int, shape: tuple[int, ...], slot: S
     return array.reshape(shape)
 
 
-def from_json(
-    data: object, count: int, size: int, shape: tuple[int, ...], slot: Slot, max_bytes: int
-) -> np.ndarray:
-    """`data` is flat or nested like `shape`."""
+def _elements(body: Bytes, at: int, size: int, count: int, slot: Slot) -> list[bytes]:
+    """The elements of BYTES: each its length in 4 bytes, then itself."""
+    name, end = slot.spec.name, at + size
+    elements = []
+    for number in range(count):
+        start = at + LENGTH_BYTES
+        if start > end:
+            raise BadInput(f"input '{name}': the bytes end before element {number} of {count}")
+        at = start + int.from_bytes(body[at:start], "little")
+        if at > end:
+            raise BadInput(
+                f"input '{name}': element {number} is said to have {at - start} bytes, "
+                f"{end - start} are left"
+            )
+        elements.append(bytes(body[start:at]))
+    if at != end:
+        raise BadInput(f"input '{name}': {end - at} bytes follow the last of {count} elements")
+    return elements
+
+
+def _as_texts(elements: Sequence[object], shape: tuple[int, ...], slot: Slot) -> np.ndarray:
+    """An array of `str`, as engines take it; bytes among the elements must be UTF-8."""
+    name = slot.spec.name
+    array = np.empty(_allocatable(shape, slot), object)
+    flat = array.reshape(-1)
+    for number, element in enumerate(elements):
+        if type(element) is bytes:
+            try:
+                element = element.decode()
+            except UnicodeDecodeError:
+                text = f"input '{name}': element {number} is not UTF-8, which this model needs"
+                raise BadInput(text) from None
+        elif type(element) is not str:
+            raise BadInput(f"input '{name}' is BYTES, 'data' holds {show(element)}")
+        flat[number] = element
+    return array
+
+
+def typed(name: object, datatype: object, contents: Mapping[str, Sequence[Any]]) -> list[Any]:
+    """The values of gRPC's typed contents; `contents`: each field's values. Raises BadInput."""
+    right = CONTENTS.get(datatype) if type(datatype) is str else None
+    for key, values in contents.items():
+        if key != right and len(values):
+            of = "has no typed contents, use raw" if right is None else f"goes into {right}"
+            raise BadInput(f"input {show(name)}: {show(datatype)} {of}, got {key}")
+    return list(contents.get(right, ())) if right else []
+
+
+def flatten(data: object, count: int, shape: tuple[int, ...], slot: Slot) -> list[Any]:
+    """The `count` elements of a list that is flat or nested like `shape`."""
     name = slot.spec.name
     if type(data) is not list:
         raise BadInput(f"input '{name}': 'data' must be a list")
@@ -62,25 +160,15 @@ def from_json(
             f"input '{name}': shape {show(list(shape))} has {show(count)} elements, "
             f"'data' has {len(flat)}"
         )
-    if size > max_bytes:
-        raise TooLarge(
-            f"input '{name}' is {size} bytes, above the limit of {max_bytes}",
-            hint="send smaller requests, or start the server with a larger --max-body-bytes",
-        )
-    if count == 0:
+    return flat
+
+
+def from_list(flat: list[Any], shape: tuple[int, ...], slot: Slot) -> np.ndarray:
+    """A list of scalars as an array, each value unchanged but for a float's rounding."""
+    if not slot.item_bytes:
+        return _as_texts(flat, shape, slot)
+    if not flat:
         return np.empty(_allocatable(shape, slot), slot.dtype)
-    return _convert(flat, slot).reshape(shape)
-
-
-def _allocatable(shape: tuple[int, ...], slot: Slot) -> tuple[int, ...]:
-    """A shape with no elements that numpy can still represent: it multiplies the other sizes."""
-    if math.prod(max(1, n) for n in shape) * slot.dtype.itemsize > 1 << 62:
-        raise BadInput(f"input '{slot.spec.name}': shape {show(list(shape))} is too large")
-    return shape
-
-
-def _convert(flat: list[Any], slot: Slot) -> np.ndarray:
-    """A list of JSON scalars as an array, each value unchanged but for a float's rounding."""
     name, datatype, dtype = slot.spec.name, slot.datatype, slot.dtype
     kinds: dict[str, set[type]] = {"b": {bool}, "f": {int, float}}
     allowed = kinds.get(dtype.kind, {int})
@@ -96,8 +184,53 @@ def _convert(flat: list[Any], slot: Slot) -> np.ndarray:
     with np.errstate(over="ignore"):
         array = np.array(flat, dtype)
     if dtype.kind == "f" and not np.isfinite(array).all():
-        raise BadInput(f"input '{name}': 'data' holds a number out of range for {datatype}")
-    return array
+        for place in np.flatnonzero(~np.isfinite(array)):
+            if math.isfinite(flat[place]):  # gRPC may carry infinity, but nothing becomes it
+                raise BadInput(f"input '{name}': 'data' holds a number out of range for {datatype}")
+    return array.reshape(shape)
+
+
+def _allocatable(shape: tuple[int, ...], slot: Slot) -> tuple[int, ...]:
+    """The shape, if numpy can represent it: it multiplies even the sizes beside a 0."""
+    if math.prod(max(1, n) for n in shape) * slot.dtype.itemsize > 1 << 62:
+        raise BadInput(f"input '{slot.spec.name}': shape {show(list(shape))} is too large")
+    return shape
+
+
+def to_bytes(array: np.ndarray, datatype: str) -> bytes:
+    """An output as it is sent binary; bfloat16 is rounded to nearest, ties to even."""
+    if datatype == "BYTES":
+        return b"".join(
+            part
+            for element in array.flat
+            for text in (element if type(element) is bytes else str(element).encode(),)
+            for part in (len(text).to_bytes(LENGTH_BYTES, "little"), text)
+        )
+    if datatype == "BF16":
+        bits = np.ascontiguousarray(array, np.float32).reshape(-1).view(np.uint32)
+        halves = (bits + (0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        lost = np.isnan(array.reshape(-1))  # rounding would turn some into infinity
+        halves[lost] = (bits[lost] >> 16) | 0x40
+        return halves.tobytes()
+    return array.tobytes()
+
+
+def to_json(array: np.ndarray, datatype: str, name: str) -> object:
+    """An output as orjson takes it, flat. Raises BadInput for what JSON cannot carry."""
+    if datatype == "BYTES":
+        try:
+            return [x.decode() if type(x) is bytes else str(x) for x in array.flat]
+        except UnicodeDecodeError:
+            raise BadInput(
+                f"output '{name}' holds bytes that are not UTF-8, which JSON cannot carry",
+                hint="ask for it with 'binary_data': true",
+            ) from None
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise BadInput(
+            f"output '{name}' holds NaN or infinity, which JSON cannot carry",
+            hint="ask for it with 'binary_data': true",
+        )
+    return np.ascontiguousarray(array).reshape(-1)
 
 
 def show(value: object) -> str:

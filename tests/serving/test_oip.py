@@ -8,9 +8,20 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput
-from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec
+from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec, carrier
 from deploykit.serving import oip
-from tests.serving.requests import DTYPES, LIMIT, binary, model, two_inputs, values
+from deploykit.serving.request import signature as signature_of
+from tests.serving.requests import (
+    DTYPES,
+    JSON_DTYPES,
+    LIMIT,
+    binary,
+    model,
+    one,
+    two_inputs,
+    values,
+    wire,
+)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 8])
@@ -18,21 +29,22 @@ from tests.serving.requests import DTYPES, LIMIT, binary, model, two_inputs, val
 def test_bytes_in_bytes_out(dtype: str, rows: int) -> None:
     array = values(dtype, rows, 4)
     signature = model(dtype)
-    body, json_bytes = binary({"x": array}, parameters={"binary_data_output": True})
+    body, json_bytes = one(dtype, array, parameters={"binary_data_output": True})
     request = oip.decode(body, json_bytes, signature)
     np.testing.assert_array_equal(request.feeds["x"], array, strict=True)
     assert request.rows == rows
 
     parts, header = oip.encode("m", "1", request, {"y": request.feeds["x"]}, signature)
     output = json.loads(parts[0])["outputs"][0]
-    assert output["parameters"] == {"binary_data_size": array.nbytes}
+    assert output["parameters"] == {"binary_data_size": len(wire(dtype, array))}
     assert output["shape"] == [rows, 4]
-    assert b"".join(parts[1:]) == array.tobytes()
+    assert output["datatype"] == PROTOCOL_NAMES[dtype]
+    assert b"".join(parts[1:]) == wire(dtype, array)
     assert header == (len(parts[0]) if rows else None)
 
 
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
-@pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "float16"])
+@pytest.mark.parametrize("dtype", JSON_DTYPES)
 def test_json_in_json_out(dtype: str, nested: bool) -> None:
     array = values(dtype, 3, 2, 2)
     signature = model(dtype, "N", 2, 2)
@@ -43,7 +55,7 @@ def test_json_in_json_out(dtype: str, nested: bool) -> None:
 
     parts, header = oip.encode("m", "1", request, {"y": array}, signature)
     output = json.loads(parts[0])["outputs"][0]
-    back = np.array(output["data"], dtype).reshape(output["shape"])
+    back = np.array(output["data"], carrier(dtype)).reshape(output["shape"])
     np.testing.assert_array_equal(back, array, strict=True)
     assert header is None
     assert "parameters" not in output  # a C++ client would look for binary data
@@ -104,6 +116,18 @@ def test_the_same_json_part_again_reads_the_new_bytes() -> None:
         np.testing.assert_array_equal(oip.decode(body, json_bytes, signature).feeds["x"], array)
 
 
+@pytest.mark.parametrize("dtype", JSON_DTYPES)
+def test_values_that_came_as_json_cannot_be_written_to(dtype: str) -> None:
+    """A small JSON part is read once: the next request that is equal gets the same array."""
+    array, signature = values(dtype, 1, 4), model(dtype)
+    item = {"name": "x", "datatype": PROTOCOL_NAMES[dtype], "shape": [1, 4]}
+    body = json.dumps({"inputs": [{**item, "data": array.tolist()}]}).encode()
+    first, second = (oip.decode(body, None, signature).feeds["x"] for _ in range(2))
+    assert first is second
+    with pytest.raises(ValueError, match="read-only"):
+        first[0] = first[0]
+
+
 def test_two_models_do_not_share_what_was_read_for_one() -> None:
     body, json_bytes = binary({"x": values("float32", 2, 4)})
     oip.decode(body, json_bytes, model())
@@ -113,7 +137,7 @@ def test_two_models_do_not_share_what_was_read_for_one() -> None:
 
 def test_a_scalar_has_one_element() -> None:
     item = {"name": "x", "datatype": "FP64", "shape": [], "data": [2.5]}
-    scalar = oip.signature([TensorSpec("x", "float64", ())], [], 0, LIMIT)
+    scalar = signature_of([TensorSpec("x", "float64", ())], [], 0, LIMIT)
     request = oip.decode(json.dumps({"inputs": [item]}).encode(), None, scalar)
     assert request.feeds["x"].shape == ()
     assert request.feeds["x"] == 2.5
@@ -127,6 +151,36 @@ def test_the_timeout_is_in_microseconds(parameters: dict, expected: int | None) 
     assert oip.decode(body, json_bytes, model()).timeout_us == expected
 
 
-def test_unknown_fields_are_ignored() -> None:
-    body, json_bytes = binary({"x": values("float32", 1, 4)}, extra={"a": [1]}, parameters={"z": 1})
+@pytest.mark.parametrize(
+    ("parameters", "expected"), [({}, 0), ({"priority": 0}, 0), ({"priority": 3}, 3)]
+)
+def test_the_priority_is_kept(parameters: dict, expected: int) -> None:
+    body, json_bytes = binary({"x": values("float32", 1, 4)}, parameters=parameters)
+    assert oip.decode(body, json_bytes, model()).priority == expected
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"z": 1, "headers": "x", "nested": {"a": [1]}},
+        {"sequence_id": 0, "sequence_start": True},
+        {"sequence_id": ""},
+    ],
+    ids=str,
+)
+def test_unknown_fields_and_parameters_are_ignored(parameters: dict) -> None:
+    body, json_bytes = binary(
+        {"x": values("float32", 1, 4)},
+        extra={"a": [1]},
+        parameters=parameters,
+        outputs=[{"name": "y", "extra": 1, "parameters": {"mine": "x"}}],
+    )
     assert oip.decode(body, json_bytes, model()).rows == 1
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\rb", "\x1b[2J", "é" * 512, ""], ids=ascii)
+def test_the_id_is_echoed_exactly(name: str) -> None:
+    body, json_bytes = binary({"x": values("float32", 1, 4)}, id=name)
+    request = oip.decode(body, json_bytes, model())
+    parts, _ = oip.encode("m", "1", request, {"y": request.feeds["x"]}, model())
+    assert json.loads(parts[0])["id"] == name

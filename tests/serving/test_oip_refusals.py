@@ -8,9 +8,10 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from deploykit.core.errors import BadInput, DeploykitError, TooLarge
+from deploykit.core.errors import BadInput, TooLarge
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec
 from deploykit.serving import oip
+from deploykit.serving.request import signature as signature_of
 from tests.serving.requests import LIMIT, binary, model, two_inputs, values
 
 
@@ -54,9 +55,20 @@ BAD_DOCUMENTS = {
         one()[:-1] + b', "outputs": [' + b'{"name":"y"},' * 10**6 + b'{"name":"y"}]}',
         "1000001 outputs",
     ),
-    "classification": (
-        one()[:-1] + b', "outputs": [{"name": "y", "parameters": {"classification": 3}}]}',
-        "not offered",
+    **{
+        f"classification {asked}": (
+            one()[:-1]
+            + b', "outputs": [{"name": "y", "parameters": {"classification": %s}}]}' % asked,
+            "from 1 to 10000, got",
+        )
+        for asked in (b"0", b"-1", b"2.0", b'"3"', b"true", b"10001", b"[]")
+    },
+    "a priority below 0": (one()[:-1] + b', "parameters": {"priority": -1}}', "'priority'"),
+    "a priority in words": (one()[:-1] + b', "parameters": {"priority": "1"}}', "'priority'"),
+    "a sequence in words": (one()[:-1] + b', "parameters": {"sequence_id": "s"}}', "sequence_id"),
+    "a sequence that is false": (
+        one()[:-1] + b', "parameters": {"sequence_id": false}}',
+        "sequence_id",
     ),
 }
 
@@ -97,8 +109,11 @@ BAD_TENSORS = {
     "null for a number": ({"data": [1, 2, 3, None]}, "holds None"),
     "true for a number": ({"data": [1, 2, 3, True]}, "holds True"),
     "above float32": ({"data": [1, 2, 3, 1e300]}, "out of range for FP32"),
-    "data and bytes": ({"parameters": {"binary_data_size": 16}}, "not both"),
-    "shared memory": ({"parameters": {"shared_memory_region": "r"}}, "shared memory"),
+    "data and bytes": ({"parameters": {"binary_data_size": 16}}, "exactly one of"),
+    "shared memory and data": (
+        {"parameters": {"shared_memory_region": "r", "shared_memory_byte_size": 16}},
+        "exactly one of",
+    ),
     "parameters a number": ({"parameters": 5}, "must be an object"),
 }
 
@@ -121,7 +136,7 @@ def test_a_shape_that_overflows_64_bits_is_refused(shape: list[int]) -> None:
         "parameters": {"binary_data_size": 128},
     }
     head = json.dumps({"inputs": [item]}).encode()
-    with pytest.raises(BadInput, match="but binary_data_size is 128"):
+    with pytest.raises(BadInput, match="bytes, got 128"):
         oip.decode(head + bytes(128), len(head), free)
 
 
@@ -147,7 +162,7 @@ def test_an_empty_tensor_of_impossible_sizes_is_refused(shape: list[int]) -> Non
 )
 def test_no_value_changes_its_type(dtype: str, data: list, message: str) -> None:
     item = {"name": "x", "datatype": PROTOCOL_NAMES[dtype], "shape": [1], "data": data}
-    signature = oip.signature([TensorSpec("x", dtype, (1,))], [], 0, LIMIT)
+    signature = signature_of([TensorSpec("x", dtype, (1,))], [], 0, LIMIT)
     with pytest.raises(BadInput, match=message):
         oip.decode(json.dumps({"inputs": [item]}).encode(), None, signature)
 
@@ -172,7 +187,7 @@ def test_a_lying_binary_size_is_refused(size: object) -> None:
         "parameters": {"binary_data_size": size},
     }
     head = json.dumps({"inputs": [item]}).encode()
-    with pytest.raises(BadInput, match="is 16 bytes, but binary_data_size is"):
+    with pytest.raises(BadInput, match="is 16 bytes, got"):
         oip.decode(head + bytes(16), len(head), model())
 
 
@@ -233,7 +248,7 @@ def test_the_header_length_is_digits(text: bytes) -> None:
         oip.header_length(text)
 
 
-@pytest.mark.parametrize("json_bytes", [0, 10**11])
+@pytest.mark.parametrize("json_bytes", [len(one()) + 1, 10**11])
 def test_a_header_length_that_cannot_be_is_refused(json_bytes: int) -> None:
     with pytest.raises(BadInput, match="Inference-Header-Content-Length"):
         oip.decode(one(), json_bytes, model())
@@ -244,7 +259,7 @@ def test_a_header_length_of_the_whole_body_is_all_json() -> None:
 
 
 def test_the_limit_counts_the_decoded_tensor() -> None:
-    free = oip.signature([TensorSpec("x", "float64", ("W",))], [], 0, 1000)
+    free = signature_of([TensorSpec("x", "float64", ("W",))], [], 0, 1000)
     item = {"name": "x", "datatype": "FP64", "shape": [200], "data": [0] * 200}
     with pytest.raises(TooLarge, match="1600 bytes, above the limit of 1000"):
         oip.decode(json.dumps({"inputs": [item]}).encode(), None, free)
@@ -269,11 +284,6 @@ def test_a_claimed_size_allocates_nothing() -> None:
         tracemalloc.stop()
 
 
-def test_a_bfloat16_model_is_refused_at_the_start() -> None:
-    with pytest.raises(BadInput, match="'x' is bfloat16"):
-        oip.signature([TensorSpec("x", "bfloat16", ("N",))], [], 0, LIMIT)
-
-
 def test_a_clients_text_is_shown_short_and_printable() -> None:
     item = {"name": "x\n\x1b[2J" + "é" * 1000, "datatype": "FP32", "shape": [1, 4], "data": []}
     with pytest.raises(BadInput) as caught:
@@ -281,49 +291,3 @@ def test_a_clients_text_is_shown_short_and_printable() -> None:
     assert caught.value.message.isascii()
     assert caught.value.message.isprintable()
     assert len(caught.value.message) < 200
-
-
-# -- any bytes at all
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_any_bytes_give_a_request_or_one_of_our_errors(seed: int) -> None:
-    """Good requests, damaged at random: bytes flipped, cut, repeated, tokens swapped."""
-    rng = np.random.default_rng(seed)
-    signature = two_inputs()
-    tokens = [b"null", b"-1", b"1e5", b"[]", b"{}", b'"x"', b"true", b"9223372036854775808", b"\0"]
-    for _ in range(200):
-        body, json_bytes = binary(
-            {"a": values("float32", 2, 2), "b": values("int64", 2)},
-            outputs=[{"name": "p", "parameters": {"binary_data": True}}],
-            parameters={"timeout": 5},
-        )
-        damaged = bytearray(body)
-        for _ in range(rng.integers(1, 4)):
-            at, kind = int(rng.integers(0, json_bytes)), rng.integers(0, 4)
-            if kind == 0:
-                damaged[at] = int(rng.integers(0, 256))
-            elif kind == 1:
-                del damaged[at : at + int(rng.integers(1, 20))]
-            elif kind == 2:
-                damaged[at:at] = damaged[at : at + 10]
-            else:
-                damaged[at : at + 1] = tokens[rng.integers(0, len(tokens))]
-        length = [None, json_bytes, json_bytes + len(damaged) - len(body), 1][rng.integers(0, 4)]
-        try:
-            request = oip.decode(bytes(damaged), length, signature)
-        except DeploykitError:
-            continue
-        assert request.feeds["a"].shape == (request.rows, 2)
-
-
-def test_every_single_byte_of_the_json_part_may_be_damaged() -> None:
-    signature = model()
-    body, json_bytes = binary({"x": values("float32", 1, 4)}, id="abc")
-    for at in range(json_bytes):
-        for byte in (0, 0x22, 0x30, 0x5D, 0x7D, 0xFF):
-            damaged = body[:at] + bytes([byte]) + body[at + 1 :]
-            try:
-                oip.decode(damaged, json_bytes, signature)
-            except BadInput:
-                continue
