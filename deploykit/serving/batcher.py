@@ -1,31 +1,35 @@
-"""Join requests into batches and run them, one thread per Engine.
+"""One queue in front of one or more Engines of a model, and the thread of each Engine.
 
 In: requests (arrays by input name, rows along axis 0) from any thread. Out: each request's own
-rows, or its error, handed to `deliver` once per batch. The policy, `due`, is pure; the thread, the
-clock and the condition variable stand round it. An idle engine never waits unless `max_delay_us`
-says so.
+rows, or its error, handed to `deliver` once per batch. Which requests run together is decided in
+`lanes`, how a batch is run in `runner`; here are the lock, the threads and the clock. An idle
+engine never waits unless the policy's delay says so.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from deploykit.core.errors import DeploykitError, Expired, Overloaded, first_line
+from deploykit.core.errors import DeploykitError, Expired, Overloaded
 from deploykit.runtimes.engine import Arrays, Closing, Engine
-from deploykit.serving.policy import BatchPolicy, BatchRun, Key, Pending, Watcher, due
+from deploykit.serving.buckets import Buckets
+from deploykit.serving.lanes import Lanes
+from deploykit.serving.policy import BatchPolicy, Key, Pending, Watcher
+from deploykit.serving.rows import Splitter, stack
+from deploykit.serving.runner import Runner, gone
+from deploykit.serving.slo import Steering
 
 log = logging.getLogger(__name__)
 
+_NEVER_US = 1 << 60
+_LONGEST_SLEEP_S = 3600.0
 
-class EngineFailed(DeploykitError):  # noqa: N818 - named as its siblings in core/errors.py
-    """The engine raised, or returned something else than it promised; the log says what."""
+
+class Retired(Overloaded):
+    """These engines were replaced: another Batcher has the model's queue now."""
 
 
 def monotonic_us() -> int:
@@ -33,52 +37,116 @@ def monotonic_us() -> int:
 
 
 def deliver_here(requests: Sequence[Pending]) -> None:
-    """Call each request's `done` on the thread that finished it."""
+    """Call each request's `done` on this thread; one that fails is no other's trouble."""
     for request in requests:
-        request.done(request)
+        try:
+            request.done(request)
+        except Exception:
+            log.exception("the answer to a request failed")
+
+
+class _Worker:
+    """An Engine's thread and what it is at."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.running: Sequence[Pending] = ()
+        self.wake = threading.Lock()  # held; released once to end one sleep
+        self.wake.acquire()
+        self.free_us = 0  # since when it sleeps, if it does
 
 
 class Batcher(Closing):
-    """A bounded queue in front of one Engine, and the thread that empties it.
+    """A bounded queue, and the threads that empty it.
 
     `deliver` gets the requests that were finished together, once per batch: an event loop needs
     one wake-up for them all. What `submit` took is delivered once, unless it is cancelled.
+    `hung_us`: a call of an engine that takes longer is taken for one that never ends.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engines: Sequence[Engine],
         policy: BatchPolicy,
         *,
         deliver: Callable[[Sequence[Pending]], None] = deliver_here,
         clock_us: Callable[[], int] = monotonic_us,
         watcher: Watcher | None = None,
         name: str = "engine",
+        buckets: Buckets | None = None,
+        steering: Steering | None = None,
+        hung_us: int = _NEVER_US,
+        close_engines: bool = False,
     ) -> None:
-        self._engine = engine
-        self._policy = policy
+        self.watcher = watcher or Watcher()
+        self.lost = False  # an engine's GPU is gone; nothing is taken any more
+        self._lanes = Lanes(policy)
         self._deliver = deliver
         self._clock_us = clock_us
-        self._watcher = watcher or Watcher()
         self._name = name
-        self._outputs = {spec.name: spec.dtype for spec in engine.outputs}
-        self._queue: deque[Pending] = deque()
-        self._running: Sequence[Pending] = ()
+        self._steering = steering
+        self._hung_us = hung_us
+        self._close_engines = close_engines
         self._closing = False
-        self._changed = threading.Condition(threading.Lock())
-        self._thread = threading.Thread(target=self._loop, name=f"engine {name}", daemon=True)
-        self._thread.start()
+        self._retired = False
+        self._lock = threading.Lock()
+        self._idle: list[_Worker] = []  # asleep, and nobody woke them yet
+        split = Splitter(
+            engines[0].outputs,
+            joined=policy.max_batch > 0,
+            cut=buckets.cut if buckets else None,
+        )
+        self._workers = [
+            _Worker(
+                Runner(
+                    engine,
+                    name,
+                    stack=buckets.stack if buckets else stack,
+                    split=split,
+                    clock_us=clock_us,
+                    instance=number,
+                )
+            )
+            for number, engine in enumerate(engines)
+        ]
+        self._threads = [
+            threading.Thread(
+                target=self._loop, args=(worker,), name=f"engine {name} {number}", daemon=True
+            )
+            for number, worker in enumerate(self._workers)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue, not yet with the engine."""
-        return len(self._queue)
+        """Requests in the queue, not yet with an engine."""
+        return self._lanes.count
 
     @property
     def unanswered(self) -> int:
-        """Requests taken and not yet delivered: waiting or with the engine."""
-        with self._changed:
-            return len(self._queue) + sum(not request.finished for request in self._running)
+        """Requests taken and not yet delivered: waiting or with an engine."""
+        with self._lock:
+            return self._lanes.count + sum(
+                not request.finished for worker in self._workers for request in worker.running
+            )
+
+    @property
+    def policy(self) -> BatchPolicy:
+        """As it is now: with an SLO its batch, delay and queue change all the time."""
+        return self._lanes.policy
+
+    @property
+    def hung(self) -> int:
+        """How many engines are in a call for so long that they are not expected back."""
+        limit_us = self._clock_us() - self._hung_us
+        since = [worker.runner.since_us for worker in self._workers]
+        return sum(each is not None and each <= limit_us for each in since)
+
+    @property
+    def ended(self) -> bool:
+        """Whether every thread is through: after `close` or `retire`, unless an engine hangs."""
+        return not any(thread.is_alive() for thread in self._threads)
 
     def submit(
         self,
@@ -87,195 +155,188 @@ class Batcher(Closing):
         key: Key,
         done: Callable[[Pending], None],
         *,
-        wait_us: int = 1 << 60,
-        give_up_us: int = 1 << 60,
+        wait_us: int = _NEVER_US,
+        give_up_us: int = _NEVER_US,
+        priority: int = 0,
+        trace: str | None = None,
+        decode_us: int = 0,
     ) -> Pending:
         """Queue one request, checked already; `done` is called later, exactly once, by `deliver`.
 
-        It may wait `wait_us` for the engine, and is answered within `give_up_us` whatever the
+        It may wait `wait_us` for an engine, and is answered within `give_up_us` whatever the
         engine does. Raises Overloaded when the queue is full or closed.
         """
         now_us = self._clock_us()
         last_us = now_us + give_up_us
-        request = Pending(feeds, rows, key, done, now_us, min(now_us + wait_us, last_us), last_us)
-        with self._changed:
-            if not self._closing and len(self._queue) < self._policy.queue:
-                self._queue.append(request)
-                self._changed.notify()
+        deadline_us = now_us + wait_us
+        if deadline_us > last_us:
+            deadline_us = last_us
+        request = Pending(
+            feeds, rows, key, done, now_us, deadline_us, last_us, priority, trace, decode_us
+        )
+        lanes = self._lanes
+        with self._lock:
+            if not self._closing and lanes.fits(rows):
+                if lanes.add(request) and self._idle:
+                    self._idle.pop().wake.release()
                 return request
-        self._watcher.refused()
+        raise self._refusal()
+
+    def _refusal(self) -> Overloaded:
+        if self._retired:
+            return Retired("the engine was replaced")
+        self.watcher.refused()
+        if self.lost:
+            return gone(self._name)
         if self._closing:
-            raise Overloaded("the server is shutting down", hint="send the request elsewhere")
-        raise Overloaded(
-            f"the queue of model '{self._name}' is full ({self._policy.queue} requests)",
+            return Overloaded("the server is shutting down", hint="send the request elsewhere")
+        policy = self.policy
+        if self.waiting < policy.queue:
+            return Overloaded(
+                f"model '{self._name}' could not answer within --slo-ms",
+                hint="try again later, or allow more time with a larger --slo-ms",
+            )
+        return Overloaded(
+            f"the queue of model '{self._name}' is full ({policy.queue} requests)",
             hint="try again later, or start the server with a larger --queue",
         )
 
     def cancel(self, request: Pending) -> bool:
-        """Take back a request that nobody waits for. False when the engine has it or had it."""
-        with self._changed:
-            if request not in self._queue:
+        """Take back a request that nobody waits for. False when an engine has it or had it."""
+        with self._lock:
+            if not self._lanes.remove(request):
                 return False
-            self._queue.remove(request)
             request.finished = True
-        self._watcher.cancelled()
+        self.watcher.cancelled()
         return True
 
     def expire(self) -> None:
-        """Answer what is past its deadline, even while the engine is busy; called now and then."""
+        """Answer what is past its deadline, even while all engines are busy; called now and then.
+
+        With an SLO it is also when batch and delay are set anew.
+        """
         now_us = self._clock_us()
-        with self._changed:
-            late = self._take_late(now_us)
-            hung = [r for r in self._running if not r.finished and r.give_up_us <= now_us]
-            self._expired(hung, now_us)
-        if late or hung:
-            self._deliver(late + hung)
+        with self._lock:
+            late = self._lanes.take_late(now_us)
+            for worker in self._workers:
+                late += [r for r in worker.running if not r.finished and r.give_up_us <= now_us]
+            _expired(late, now_us)
+            if self._steering is not None:
+                self._lanes.policy = self._steering.step(now_us, self._lanes.added_rows)
+        self._end(late, now_us)
 
     def close(self, *, drain: bool = True, timeout_s: float | None = None) -> int:
-        """Take no more; answer what is queued (or refuse it, without `drain`); end the thread.
+        """Take no more; answer what is queued (or refuse it, without `drain`); end the threads.
 
-        Returns how many requests are still unanswered after `timeout_s`: 0 unless the engine hangs.
+        Returns how many requests are still unanswered after `timeout_s`: 0 unless an engine hangs.
         """
-        refused: list[Pending] = []
-        with self._changed:
-            self._closing = True
-            if not drain:
-                refused.extend(self._queue)
-                self._queue.clear()
-            for request in refused:
-                request.finished = True
-                request.error = Overloaded("the server is shutting down")
-            self._changed.notify_all()
-        if refused:
-            self._deliver(refused)
-        self._thread.join(timeout_s)
+        self._shut(None if drain else Overloaded("the server is shutting down"))
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(None if end_s is None else max(0.0, end_s - time.monotonic()))
         return self.unanswered
 
-    # -- the engine's thread -------------------------------------------------------------------
+    def retire(self) -> None:
+        """Take no more; answer what is queued, then close the engines. Does not wait for it."""
+        self._retired = self._close_engines = True
+        self._shut(None)
 
-    def _loop(self) -> None:
+    def _shut(self, error: DeploykitError | None) -> None:
+        """Take no more; with an `error` that is also the answer to what waits."""
+        with self._lock:
+            self._closing = True
+            refused = self._lanes.take_all() if error is not None else []
+            for request in refused:
+                request.finished = True
+                request.error = error
+            for worker in self._idle:
+                worker.wake.release()
+            self._idle.clear()
+        self._end(refused, self._clock_us())
+
+    def _end(self, requests: Sequence[Pending], now_us: int) -> None:
+        """Hand back requests that are marked as finished."""
+        for request in requests:
+            if request.error is not None:
+                self.watcher.failed(request, now_us)
+        if requests:
+            self._deliver(requests)
+
+    # -- an engine's thread --------------------------------------------------------------------
+
+    def _loop(self, worker: _Worker) -> None:
         while True:
-            batch, late = self._take()
-            if late:
-                self._deliver(late)
+            batch, late, now_us = self._take(worker)
+            self._end(late, now_us)
             if batch:
-                self._run(batch)
+                self._run(worker, batch, now_us)
             elif not late:
-                return
+                break
+        if self._close_engines:
+            worker.runner.engine.close()
 
-    def _take(self) -> tuple[list[Pending], list[Pending]]:
+    def _take(self, worker: _Worker) -> tuple[list[Pending], list[Pending], int]:
         """Wait for the next batch. Also the expired ones met on the way; both empty: closed."""
-        with self._changed:
+        lanes = self._lanes
+        worker.free_us = _NEVER_US
+        with self._lock:
             while True:
                 now_us = self._clock_us()
-                late = self._take_late(now_us)
-                take = due(self._queue, self._policy, now_us)
-                if self._closing and self._queue:
-                    take = take or len(self._queue)  # what is there is one batch: it only waited
-                batch = [self._queue.popleft() for _ in range(take)]
-                self._running = batch
-                if batch or late or (self._closing and not self._queue):
-                    return batch, late
-                self._changed.wait(self._wait_s(now_us))
+                late = lanes.take_late(now_us)
+                _expired(late, now_us)
+                batch: list[Pending] = []
+                if not worker.runner.lost:
+                    batch = worker.running = lanes.take(now_us, hurry=self._closing)
+                if batch and lanes.count and self._idle:
+                    self._idle.pop().wake.release()  # what is left may be due for another engine
+                if batch or late or worker.runner.lost or (self._closing and not lanes.count):
+                    return batch, late, now_us
+                self._sleep(worker, now_us)
 
-    def _take_late(self, now_us: int) -> list[Pending]:
-        """Take what is past its deadline out of the queue, wherever it stands there."""
-        late = [request for request in self._queue if request.deadline_us <= now_us]
-        for request in late:
-            self._queue.remove(request)
-        self._expired(late, now_us)
-        return late
+    def _sleep(self, worker: _Worker, now_us: int) -> None:
+        """Give the lock away until something is to do, or something that waits is due."""
+        wait_s = -1.0
+        if self._lanes.count:
+            wait_s = max(1, self._lanes.next_us() - now_us) / 1e6
+            wait_s = min(wait_s, _LONGEST_SLEEP_S)
+        worker.free_us = min(worker.free_us, now_us)
+        self._idle.append(worker)
+        self._lock.release()
+        woken = worker.wake.acquire(timeout=wait_s)
+        self._lock.acquire()
+        if not woken:
+            if worker in self._idle:
+                self._idle.remove(worker)
+            else:
+                worker.wake.acquire()  # somebody woke it after the time had passed
 
-    def _wait_s(self, now_us: int) -> float | None:
-        """Until the oldest waiting request is late or expired; None when nothing waits."""
-        if not self._queue:
-            return None
-        oldest = self._queue[0]
-        at_us = min(oldest.arrived_us + self._policy.max_delay_us, oldest.deadline_us)
-        return max(1, at_us - now_us) / 1e6
-
-    def _expired(self, requests: Sequence[Pending], now_us: int) -> None:
-        for request in requests:
-            request.finished = True
-            waited_ms = (now_us - request.arrived_us) / 1e3
-            request.error = Expired(
-                f"the request waited {waited_ms:.0f} ms, past its time limit",
-                hint="send fewer requests at once, or allow more time ('timeout', --timeout-ms)",
-            )
-            self._watcher.failed(request, now_us)
-
-    def _run(self, batch: Sequence[Pending]) -> None:
-        """Run a batch; if it fails, its requests one by one, so that none fails its neighbours."""
-        error = self._try(batch)
-        if error is not None and len(batch) > 1:
-            errors = [self._try([request]) for request in batch]
-        else:
-            errors = [error] * len(batch)
-        now_us = self._clock_us()
+    def _run(self, worker: _Worker, batch: Sequence[Pending], now_us: int) -> None:
+        idle_us = 0
+        if worker.free_us < now_us:
+            idle_us = sum(now_us - max(r.arrived_us, worker.free_us) for r in batch)
+        errors = worker.runner.run(batch, self.watcher, idle_us)
+        ended_us = self._clock_us()
         finished = []
-        with self._changed:
+        with self._lock:
             for request, error in zip(batch, errors, strict=True):
                 if not request.finished:
                     request.finished = True
                     request.error = error
                     finished.append(request)
-            self._running = ()
-        for request in finished:
-            if request.error is not None:
-                self._watcher.failed(request, now_us)
-        self._deliver(finished)
+            worker.running = ()
+            if self._steering is not None and not any(errors):
+                self._steering.ran(batch, now_us, ended_us)
+        if worker.runner.lost:
+            self.lost = True
+            self._shut(gone(self._name))
+        self._end(finished, ended_us)
 
-    def _try(self, batch: Sequence[Pending]) -> DeploykitError | None:
-        """One call of the engine. Sets each request's outputs, or returns why it could not."""
-        started_us = self._clock_us()
-        try:
-            feeds = _stack(batch)
-            stacked_us = self._clock_us()
-            outputs = self._engine(feeds)
-            ran_us = self._clock_us()
-            self._split(batch, outputs)
-        except EngineFailed as exc:
-            log.error("model '%s': %s", self._name, exc.message)
-            return exc
-        except Exception as exc:  # noqa: BLE001 - whatever an engine raises, this thread must live on
-            log.error("model '%s': %s: %s", self._name, type(exc).__name__, first_line(exc))
-            return EngineFailed(
-                f"model '{self._name}': the engine failed on this request",
-                hint="the server's log says why",
-            )
-        ended_us = self._clock_us()
-        in_time = [request for request in batch if not request.finished]
-        stack_us, engine_us, split_us = (
-            stacked_us - started_us,
-            ran_us - stacked_us,
-            ended_us - ran_us,
+
+def _expired(requests: Sequence[Pending], now_us: int) -> None:
+    for request in requests:
+        request.finished = True
+        waited_ms = (now_us - request.arrived_us) / 1e3
+        request.error = Expired(
+            f"the request waited {waited_ms:.0f} ms, past its time limit",
+            hint="send fewer requests at once, or allow more time ('timeout', --timeout-ms)",
         )
-        self._watcher.ran(BatchRun(in_time, started_us, stack_us, engine_us, split_us))
-        return None
-
-    def _split(self, batch: Sequence[Pending], outputs: Mapping[str, np.ndarray]) -> None:
-        rows = sum(request.rows for request in batch) if self._policy.max_batch else None
-        for name, dtype in self._outputs.items():
-            array = outputs.get(name)
-            if array is None or array.dtype.name != dtype:
-                got = "nothing" if array is None else array.dtype.name
-                raise EngineFailed(f"the engine returned {got} for output '{name}' ({dtype})")
-            if rows is not None and (array.ndim == 0 or array.shape[0] != rows):
-                raise EngineFailed(
-                    f"the engine returned shape {list(array.shape)} for output '{name}', "
-                    f"{rows} rows were expected"
-                )
-        if rows is None or len(batch) == 1:
-            batch[0].outputs = dict(outputs)
-            return
-        ends = itertools.accumulate(request.rows for request in batch)
-        for request, end in zip(batch, ends, strict=True):
-            start = end - request.rows
-            request.outputs = {name: outputs[name][start:end] for name in self._outputs}
-
-
-def _stack(batch: Sequence[Pending]) -> Arrays:
-    if len(batch) == 1:
-        return batch[0].feeds
-    names = batch[0].feeds
-    return {name: np.concatenate([request.feeds[name] for request in batch]) for name in names}

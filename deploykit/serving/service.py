@@ -1,149 +1,52 @@
 """The served models by name: what they are, how they do, and the way to their engines.
 
-In: engines and `ServeOptions`. Out: metadata, configuration and statistics as the Open Inference
+In: engines and `ServeOptions`. Out: metadata, readiness and statistics as the Open Inference
 Protocol's JSON values, and `infer`, which queues a decoded request. No transport is known here.
 """
 
 from __future__ import annotations
 
-import logging
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from deploykit import __version__
-from deploykit.core.errors import BadInput, NotFound, Overloaded, Unsupported
-from deploykit.core.tensors import TensorSpec, concrete
+from deploykit.core.errors import BadInput, NotFound, Overloaded
 from deploykit.runtimes.engine import Engine
-from deploykit.serving.batcher import Batcher, deliver_here, monotonic_us
-from deploykit.serving.metrics import ModelMetrics, prometheus
-from deploykit.serving.oip import Request, Signature, signature
+from deploykit.serving.batcher import deliver_here, monotonic_us
+from deploykit.serving.exposition import Samples, prometheus
+from deploykit.serving.models import TEXTS, VERSION, ServedModel
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.payload import Slot, show
-from deploykit.serving.policy import BatchPolicy, Pending
+from deploykit.serving.payload import show
+from deploykit.serving.policy import Pending
+from deploykit.serving.request import Request
+from deploykit.serving.sampler import Sampler
+from deploykit.serving.shm import SharedMemory
 
-log = logging.getLogger(__name__)
+__all__ = ["VERSION", "ServeOptions", "ServedModel", "Service"]
 
-VERSION = "1"  # of every model: one file is served under one name
-EXTENSIONS = ("binary_tensor_data", "model_configuration", "statistics", "parameters")
+EXTENSIONS = (
+    "binary_tensor_data",
+    "classification",
+    "model_configuration",
+    "parameters",
+    "schedule_policy",
+    "statistics",
+)
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _RESERVED = (".", "..", "stats")
-_PLATFORMS: Mapping[str, tuple[str, str]] = {  # Triton's (platform, backend), which clients know
-    "onnxruntime": ("onnxruntime_onnx", "onnxruntime"),
-    "tensorrt": ("tensorrt_plan", "tensorrt"),
-    "torch": ("pytorch_libtorch", "pytorch"),
-}
-
-
-class ServedModel:
-    """One engine under one name, with its batcher and counters."""
-
-    def __init__(
-        self,
-        name: str,
-        engine: Engine,
-        options: ServeOptions,
-        deliver: Callable[[Sequence[Pending]], None],
-        clock_us: Callable[[], int],
-    ) -> None:
-        self.name = name
-        self.engine = engine
-        self.max_batch = _max_batch(engine, options.max_batch)
-        self.signature: Signature = signature(
-            engine.inputs, engine.outputs, self.max_batch, options.max_body_bytes
-        )
-        self.metrics = ModelMetrics(name, VERSION)
-        self._max_delay_us = options.max_delay_us
-        self.batcher = Batcher(
-            engine,
-            BatchPolicy(self.max_batch, options.max_delay_us, options.queue),
-            deliver=deliver,
-            clock_us=clock_us,
-            watcher=self.metrics,
-            name=name,
-        )
-
-    def warm_up(self) -> None:
-        """Run the engine on zeros at batch 1 and `max_batch`, so that the first user need not wait.
-
-        Skipped when an axis other than the batch is dynamic: no size of it is known to be right.
-        """
-        free = {axis for spec in self.engine.inputs for axis in spec.shape if isinstance(axis, str)}
-        batch_axis = self.engine.inputs[0].shape[0] if self.max_batch else None
-        if free - {batch_axis}:
-            log.info("model '%s': not warmed up, it has dynamic axes %s", self.name, sorted(free))
-            return
-        for rows in sorted({1, self.max_batch or 1}):
-            self.engine(
-                {
-                    spec.name: np.zeros(concrete(spec, {str(batch_axis): rows}), spec.dtype)
-                    for spec in self.engine.inputs
-                }
-            )
-
-    def metadata(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "versions": [VERSION],
-            "platform": self._platform()[0],
-            "inputs": [_described(slot) for slot in self.signature.inputs.values()],
-            "outputs": [_described(slot) for slot in self.signature.outputs.values()],
-        }
-
-    def config(self) -> dict[str, Any]:
-        """Triton's ModelConfig; with batching, `dims` leave the batch out."""
-        platform, backend = self._platform()
-        config: dict[str, Any] = {
-            "name": self.name,
-            "platform": platform,
-            "backend": backend,
-            "max_batch_size": self.max_batch,
-            "input": [self._configured(slot) for slot in self.signature.inputs.values()],
-            "output": [self._configured(slot) for slot in self.signature.outputs.values()],
-            "model_transaction_policy": {"decoupled": False},
-        }
-        if self.max_batch:
-            config["dynamic_batching"] = {"max_queue_delay_microseconds": self._max_delay_us}
-        return config
-
-    def _platform(self) -> tuple[str, str]:
-        runtime = self.engine.runtime.partition(" ")[0]
-        return _PLATFORMS.get(runtime, (f"deploykit_{runtime}", runtime))
-
-    def _configured(self, slot: Slot) -> dict[str, Any]:
-        dims = _shape(slot.spec)[1 if self.max_batch else 0 :]
-        return {"name": slot.spec.name, "data_type": f"TYPE_{slot.datatype}", "dims": dims}
-
-
-def _max_batch(engine: Engine, asked: int) -> int:
-    """Rows per batch; 0 unless every input and output has the same dynamic axis 0."""
-    if not engine.inputs or not engine.outputs:
-        raise Unsupported("a model without inputs or without outputs cannot be served")
-    specs = [*engine.inputs, *engine.outputs]
-    if not all(spec.batched for spec in specs) or len({spec.shape[0] for spec in specs}) != 1:
-        return 0
-    return min(asked, engine.max_batch or asked)
-
-
-def _shape(spec: TensorSpec) -> list[int]:
-    return [-1 if isinstance(axis, str) else axis for axis in spec.shape]
-
-
-def _described(slot: Slot) -> dict[str, Any]:
-    return {"name": slot.spec.name, "datatype": slot.datatype, "shape": _shape(slot.spec)}
 
 
 class Service:
     """Models by name. `deliver` hands finished requests back, once per batch: see Batcher.
 
-    The engines stay the caller's to close, after `close`.
+    The engines stay the caller's to close, after `close`; those given to `replace` do not.
     """
 
     def __init__(
         self,
-        models: Mapping[str, Engine],
+        models: Mapping[str, Engine | Sequence[Engine]],
         options: ServeOptions,
         *,
         deliver: Callable[[Sequence[Pending]], None] = deliver_here,
@@ -160,17 +63,38 @@ class Service:
         self.options = options
         self.draining = False
         self.models: dict[str, ServedModel] = {}
+        self.memory = SharedMemory(options.max_body_bytes) if options.shared_memory else None
+        self.sampler = Sampler()
+        self._samples: list[Callable[[], Samples]] = [self.sampler.samples]
+        self._texts = dict(TEXTS)
+        self._limit_us = options.timeout_ms * 1000
         try:
-            for name, engine in models.items():
-                self.models[name] = ServedModel(name, engine, options, deliver, clock_us)
+            for name, engines in models.items():
+                several = engines if isinstance(engines, Sequence) else [engines]
+                self.models[name] = ServedModel(name, several, options, deliver, clock_us)
+            self._check_buckets()
         except BaseException:
             self.close(drain=False)
             raise
 
+    def _check_buckets(self) -> None:
+        """An axis that no model has is a slip of the pen."""
+        served = [model.buckets.lengths for model in self.models.values() if model.buckets]
+        for axis in self.options.buckets:
+            if not any(axis in lengths for lengths in served):
+                raise BadInput(
+                    f"--buckets {axis}: no served model has an input with that axis, and a batch",
+                    hint="deploykit inspect shows the names of the axes",
+                )
+
     def warm_up(self) -> None:
-        """Run each engine once or twice; before the first request, as an engine has one caller."""
+        """Run each engine at every foreseen shape; before the first request.
+
+        Raises what does not work: an engine that fails, or answers otherwise in a bucket.
+        """
         for model in self.models.values():
             model.warm_up()
+        self.sampler.latest()  # so that the first scrape finds the process and the GPUs
 
     def find(self, name: str, version: str = VERSION) -> ServedModel:
         """Raises NotFound."""
@@ -183,26 +107,54 @@ class Service:
         return model
 
     def infer(
-        self, model: ServedModel, request: Request, done: Callable[[Pending], None]
+        self,
+        model: ServedModel,
+        request: Request,
+        done: Callable[[Pending], None],
+        *,
+        trace: str | None = None,
+        decode_us: int = 0,
+        admitted: bool = False,
     ) -> Pending:
-        """Queue a request; `done` gets it with its outputs or its error. Raises Overloaded."""
-        if self.draining:
+        """Queue a request; `done` gets it with its outputs or its error.
+
+        `admitted`: it came before the shutdown began, and is still to be answered. Raises
+        Overloaded, and BadInput for an input longer than its buckets.
+        """
+        if self.draining and not admitted:
             model.metrics.refused()
             raise Overloaded("the server is shutting down", hint="send the request elsewhere")
-        limit_us = self.options.timeout_ms * 1000
-        wait_us = min(request.timeout_us or limit_us, limit_us)
-        return model.batcher.submit(
-            request.feeds, request.rows, request.key, done, wait_us=wait_us, give_up_us=limit_us
+        return model.submit(
+            request, done, limit_us=self._limit_us, trace=trace, decode_us=decode_us
         )
+
+    def replace(self, name: str, engines: Sequence[Engine]) -> None:
+        """Let `engines` serve model `name` from now on: see `ServedModel.replace`."""
+        self.find(name).replace(engines)
 
     def expire(self) -> None:
         """Answer requests past their deadline; to be called every so often."""
         for model in self.models.values():
-            model.batcher.expire()
+            model.expire()
+
+    @property
+    def fatal(self) -> str | None:
+        """Why this process cannot go on serving, and must end; None while it can."""
+        for model in self.models.values():
+            if model.batcher.lost:
+                return f"model '{model.name}': the GPU is lost to this process"
+        return None
+
+    def why_not_ready(self, model: ServedModel | None = None) -> str | None:
+        """Why requests should go elsewhere, of one model or of all; None when they need not."""
+        if self.draining:
+            return "the server is shutting down"
+        reasons = (each.why_not_ready() for each in ([model] if model else self.models.values()))
+        return self.fatal or next((reason for reason in reasons if reason), None)
 
     @property
     def unanswered(self) -> int:
-        return sum(model.batcher.unanswered for model in self.models.values())
+        return sum(model.unanswered for model in self.models.values())
 
     def drain(self) -> None:
         """Take no more requests; those taken are still answered. Not ready from now on."""
@@ -211,12 +163,22 @@ class Service:
     def close(self, *, drain: bool = True, timeout_s: float | None = None) -> int:
         """End the engines' threads. Returns the requests that stay unanswered: 0 but for a hang."""
         self.draining = True
-        return sum(
-            model.batcher.close(drain=drain, timeout_s=timeout_s) for model in self.models.values()
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        left = sum(
+            model.close(
+                drain=drain,
+                timeout_s=None if end_s is None else max(0.0, end_s - time.monotonic()),
+            )
+            for model in self.models.values()
         )
+        self.sampler.close()
+        if self.memory is not None:
+            self.memory.close()
+        return left
 
     def metadata(self) -> dict[str, Any]:
-        return {"name": "deploykit", "version": __version__, "extensions": list(EXTENSIONS)}
+        offered = [*EXTENSIONS, *(["system_shared_memory"] if self.memory is not None else [])]
+        return {"name": "deploykit", "version": __version__, "extensions": offered}
 
     def statistics(self, model: ServedModel | None = None) -> dict[str, Any]:
         chosen = [model] if model else self.models.values()
@@ -224,17 +186,29 @@ class Service:
 
     def index(self) -> list[dict[str, str]]:
         """The repository index: every model, and whether it takes requests."""
-        state = "UNAVAILABLE" if self.draining else "READY"
-        reason = "the server is shutting down" if self.draining else ""
+        reasons = {name: self.why_not_ready(model) for name, model in self.models.items()}
         return [
-            {"name": name, "version": VERSION, "state": state, "reason": reason}
-            for name in self.models
+            {
+                "name": name,
+                "version": VERSION,
+                "state": "UNAVAILABLE" if reason else "READY",
+                "reason": reason or "",
+            }
+            for name, reason in reasons.items()
         ]
+
+    def show(
+        self, samples: Callable[[], Samples], texts: Mapping[str, tuple[str, str]] | None = None
+    ) -> None:
+        """Let /metrics show what `samples` returns too; `texts`: type and help of its metrics."""
+        self._samples.append(samples)
+        self._texts.update(texts or {})
 
     def prometheus(self) -> str:
         return prometheus(
             [
-                model.metrics.samples(model.batcher.waiting, model.batcher.unanswered)
-                for model in self.models.values()
-            ]
+                *(model.samples() for model in self.models.values()),
+                *(samples() for samples in self._samples),
+            ],
+            self._texts,
         )

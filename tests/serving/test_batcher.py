@@ -9,8 +9,9 @@ import pytest
 from deploykit.core.errors import Expired, Overloaded
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.fake import FakeEngine
-from deploykit.serving.batcher import Batcher, BatchPolicy, EngineFailed, deliver_here
-from deploykit.serving.policy import Pending
+from deploykit.serving.batcher import Batcher, deliver_here
+from deploykit.serving.policy import BatchPolicy, Pending
+from deploykit.serving.rows import EngineFailed
 from tests.serving.conftest import WAIT_S, GatedEngine
 
 KEY = (("x", "FP32", (4,)),)
@@ -68,7 +69,7 @@ def busy(batcher: Batcher, engine: GatedEngine, answers: Answers) -> None:
 
 
 def test_an_idle_engine_runs_a_lone_request_at_once(answers: Answers) -> None:
-    with Batcher(FakeEngine(), BatchPolicy(), clock_us=Clock()) as batcher:
+    with Batcher([FakeEngine()], BatchPolicy(), clock_us=Clock()) as batcher:
         batcher.submit(rows(5), 1, KEY, answers.done)
         answers.wait(1)  # the clock stands still: it did not wait for time to pass
 
@@ -77,7 +78,7 @@ def test_an_idle_engine_runs_a_lone_request_at_once(answers: Answers) -> None:
 def test_every_request_gets_its_own_rows(
     engine: GatedEngine, answers: Answers, sizes: list[int]
 ) -> None:
-    with Batcher(engine, BatchPolicy(max_batch=8)) as batcher:
+    with Batcher([engine], BatchPolicy(max_batch=8)) as batcher:
         busy(batcher, engine, answers)
         sent = [batcher.submit(rows(i * 100, n), n, KEY, answers.done) for i, n in enumerate(sizes)]
         engine.gate.set()
@@ -89,7 +90,7 @@ def test_every_request_gets_its_own_rows(
 def test_what_queued_while_the_engine_was_busy_runs_together(
     engine: GatedEngine, answers: Answers
 ) -> None:
-    with Batcher(engine, BatchPolicy(max_batch=4)) as batcher:
+    with Batcher([engine], BatchPolicy(max_batch=4)) as batcher:
         busy(batcher, engine, answers)
         for i in range(6):
             batcher.submit(rows(i), 1, KEY, answers.done)
@@ -100,7 +101,7 @@ def test_what_queued_while_the_engine_was_busy_runs_together(
 
 
 def test_requests_are_delivered_once_per_batch(engine: GatedEngine, answers: Answers) -> None:
-    with Batcher(engine, BatchPolicy(max_batch=8), deliver=answers.deliver) as batcher:
+    with Batcher([engine], BatchPolicy(max_batch=8), deliver=answers.deliver) as batcher:
         busy(batcher, engine, answers)
         for i in range(5):
             batcher.submit(rows(i), 1, KEY, answers.done)
@@ -114,21 +115,22 @@ def test_requests_of_other_shapes_are_not_joined(answers: Answers) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.inputs = (TensorSpec("x", "float32", ("N", "W")),)
+            self.outputs = (TensorSpec("y", "float32", ("N", "W")),)
             self.warm = True
 
     engine = AnyWidth()
-    with Batcher(engine, BatchPolicy(max_batch=8)) as batcher:
+    with Batcher([engine], BatchPolicy(max_batch=8)) as batcher:
         busy(batcher, engine, answers)
         for width in (2, 2, 3, 2):
             feeds = {"x": np.ones((1, width), np.float32)}
             batcher.submit(feeds, 1, (("x", "FP32", (width,)),), answers.done)
         engine.gate.set()
         answers.wait(5)
-    assert engine.batches == [1, 2, 1, 1]
+    assert engine.batches == [1, 3, 1]  # nor do they break up a batch of others
 
 
 def test_a_full_queue_refuses_at_once(engine: GatedEngine, answers: Answers) -> None:
-    with Batcher(engine, BatchPolicy(queue=2), name="m") as batcher:
+    with Batcher([engine], BatchPolicy(queue=2), name="m") as batcher:
         busy(batcher, engine, answers)
         for i in range(2):
             batcher.submit(rows(i), 1, KEY, answers.done)
@@ -142,7 +144,7 @@ def test_a_full_queue_refuses_at_once(engine: GatedEngine, answers: Answers) -> 
 
 def test_an_expired_request_never_reaches_the_engine(engine: GatedEngine, answers: Answers) -> None:
     clock = Clock()
-    with Batcher(engine, BatchPolicy(), clock_us=clock) as batcher:
+    with Batcher([engine], BatchPolicy(), clock_us=clock) as batcher:
         busy(batcher, engine, answers)
         late = batcher.submit(rows(7), 1, KEY, answers.done, wait_us=1000)
         good = batcher.submit(rows(8), 1, KEY, answers.done, wait_us=5000)
@@ -156,7 +158,7 @@ def test_an_expired_request_never_reaches_the_engine(engine: GatedEngine, answer
 
 def test_expire_answers_while_the_engine_is_busy(engine: GatedEngine, answers: Answers) -> None:
     clock = Clock()
-    with Batcher(engine, BatchPolicy(), clock_us=clock) as batcher:
+    with Batcher([engine], BatchPolicy(), clock_us=clock) as batcher:
         busy(batcher, engine, answers)
         late = batcher.submit(rows(7), 1, KEY, answers.done, wait_us=1000)
         clock.us = 1000
@@ -169,7 +171,7 @@ def test_expire_answers_while_the_engine_is_busy(engine: GatedEngine, answers: A
 
 def test_a_request_in_a_hung_engine_is_answered_once(engine: GatedEngine, answers: Answers) -> None:
     clock = Clock()
-    with Batcher(engine, BatchPolicy(), clock_us=clock) as batcher:
+    with Batcher([engine], BatchPolicy(), clock_us=clock) as batcher:
         stuck = batcher.submit(rows(3), 1, KEY, answers.done, give_up_us=1000)
         assert engine.entered.acquire(timeout=WAIT_S)
         clock.us = 1000
@@ -182,7 +184,7 @@ def test_a_request_in_a_hung_engine_is_answered_once(engine: GatedEngine, answer
 def test_a_cancelled_request_never_reaches_the_engine(
     engine: GatedEngine, answers: Answers
 ) -> None:
-    with Batcher(engine, BatchPolicy()) as batcher:
+    with Batcher([engine], BatchPolicy()) as batcher:
         busy(batcher, engine, answers)
         gone = batcher.submit(rows(7), 1, KEY, answers.done)
         batcher.submit(rows(8), 1, KEY, answers.done)
@@ -210,7 +212,7 @@ class Fragile(GatedEngine):
 
 def test_a_failing_request_does_not_fail_its_neighbours(answers: Answers) -> None:
     engine = Fragile()
-    with Batcher(engine, BatchPolicy(max_batch=8), name="m") as batcher:
+    with Batcher([engine], BatchPolicy(max_batch=8), name="m") as batcher:
         busy(batcher, engine, answers)
         sent = [batcher.submit(rows(i), 1, KEY, answers.done) for i in (12, 13, 14)]
         engine.gate.set()
@@ -223,7 +225,7 @@ def test_a_failing_request_does_not_fail_its_neighbours(answers: Answers) -> Non
 def test_an_engine_error_shows_no_path_to_the_client(answers: Answers) -> None:
     engine = Fragile()
     engine.gate.set()
-    with Batcher(engine, BatchPolicy(), name="m") as batcher:
+    with Batcher([engine], BatchPolicy(), name="m") as batcher:
         request = batcher.submit(rows(13), 1, KEY, answers.done)
         answers.wait(1)
     assert request.error is not None
@@ -245,7 +247,7 @@ class Short(GatedEngine):
 
 def test_missing_rows_are_never_filled_with_a_neighbours(answers: Answers) -> None:
     engine = Short()
-    with Batcher(engine, BatchPolicy(max_batch=8)) as batcher:
+    with Batcher([engine], BatchPolicy(max_batch=8)) as batcher:
         busy(batcher, engine, answers)
         two = batcher.submit(rows(0, 2), 2, KEY, answers.done)
         one = batcher.submit(rows(50), 1, KEY, answers.done)
@@ -263,14 +265,14 @@ def test_an_output_that_breaks_the_promise_is_an_error(answers: Answers, wrong) 
         def __call__(self, _feeds):
             return wrong
 
-    with Batcher(Wrong(), BatchPolicy()) as batcher:
+    with Batcher([Wrong()], BatchPolicy()) as batcher:
         request = batcher.submit(rows(1), 1, KEY, answers.done)
         answers.wait(1)
     assert isinstance(request.error, EngineFailed)
 
 
 def test_close_answers_all_that_is_queued(engine: GatedEngine, answers: Answers) -> None:
-    batcher = Batcher(engine, BatchPolicy(max_batch=2, max_delay_us=10**9))
+    batcher = Batcher([engine], BatchPolicy(max_batch=2, max_delay_us=10**9))
     for i in range(2):
         batcher.submit(rows(i), 1, KEY, answers.done)
     assert engine.entered.acquire(timeout=WAIT_S)
@@ -284,7 +286,7 @@ def test_close_answers_all_that_is_queued(engine: GatedEngine, answers: Answers)
 
 
 def test_close_without_drain_refuses_what_is_queued(engine: GatedEngine, answers: Answers) -> None:
-    batcher = Batcher(engine, BatchPolicy())
+    batcher = Batcher([engine], BatchPolicy())
     busy(batcher, engine, answers)
     waiting = batcher.submit(rows(1), 1, KEY, answers.done)
     assert batcher.close(drain=False, timeout_s=0) == 1  # the one in the engine
