@@ -19,6 +19,7 @@ EXTRAS: Mapping[str, str] = {
     "safetensors": "export",
     "sklearn": "train",
     "PIL": "images",
+    "opentelemetry": "trace",
 }
 _NOTES: Mapping[str, str] = {
     "onnxruntime": "; with an NVIDIA GPU: pip install 'deploykit[gpu]'",

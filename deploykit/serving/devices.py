@@ -1,0 +1,252 @@
+"""What the GPUs of this machine do now: NVML where it answers, a Jetson's sysfs where it does not.
+
+In: nothing, or a `root` that stands for `/` in tests. Out: one `Gpu` each. Reading never raises:
+what cannot be found out is None. On a Jetson NVML is absent or answers a part only (Thor: load, but
+neither memory nor power), so each value comes from the first source that has it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from deploykit.core.extras import installed
+from deploykit.serving.exposition import label
+
+# bits of nvmlDeviceGetCurrentClocksEventReasons that mean: slower than it could be
+THROTTLES: Mapping[str, int] = {
+    "power_cap": 0x04,
+    "hw_slowdown": 0x08,
+    "sw_thermal": 0x20,
+    "hw_thermal": 0x40,
+    "power_brake": 0x80,
+}
+TOTAL_RAILS = ("VDD_IN", "POM_5V_IN", "VIN")  # those that hold all others
+_LOADS = ("sys/devices/platform/gpu.0/load", "sys/devices/gpu.0/load")  # per mille
+_TEGRA_GPU = re.compile(r"(^|[.])(gpu|ga10b|gv11b|gp10b|gm20b)$|^gpu-gpc")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU now; None is what neither source tells. `rails`: watts by name, of a Jetson."""
+
+    uuid: str
+    name: str
+    index: int
+    source: str  # nvml, sysfs or nvml+sysfs
+    utilization: float | None = None  # 0 to 1
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    energy_j: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    clock_hz: int | None = None
+    memory_clock_hz: int | None = None
+    temperature_c: float | None = None
+    throttled: tuple[str, ...] | None = None
+    rails: tuple[tuple[str, float], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "rails": dict(self.rails)}
+
+
+class Devices:
+    """The GPUs of this machine; NVML is opened once and kept."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._nvml: Any = import_module("pynvml") if installed("pynvml") else None
+        self._open = False
+
+    def read(self) -> tuple[Gpu, ...]:
+        """Every GPU as it is now. Takes about a millisecond each; never raises."""
+        gpus = self._from_nvml()
+        try:
+            tegra = jetson(self._root)
+        except OSError:  # no file descriptor is left to look with
+            tegra = None
+        if tegra is None:
+            return gpus
+        if not gpus:
+            return (tegra,)
+        known = {name: value for name, value in vars(gpus[0]).items() if value is not None}
+        more = {name: value for name, value in vars(tegra).items() if name not in known}
+        merged = replace(gpus[0], **more, rails=tegra.rails, source="nvml+sysfs")
+        return (merged, *gpus[1:])
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            self._ask("nvmlShutdown")
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        """One call of NVML, None when this GPU or this driver does not answer it."""
+        try:
+            return getattr(self._nvml, name)(*args)
+        except (self._nvml.NVMLError, AttributeError):  # AttributeError: an older nvidia-ml-py
+            return None
+
+    def _from_nvml(self) -> tuple[Gpu, ...]:
+        if self._nvml is None:
+            return ()
+        try:
+            if not self._open:  # again each time until it works: the driver may come up later
+                self._nvml.nvmlInit()
+                self._open = True
+            count = self._nvml.nvmlDeviceGetCount()
+        except self._nvml.NVMLError as exc:
+            if self._open and exc.value == self._nvml.NVML_ERROR_UNINITIALIZED:
+                self._open = False
+            return ()
+        handles = [(i, self._ask("nvmlDeviceGetHandleByIndex", i)) for i in range(count)]
+        return tuple(self._gpu(index, handle) for index, handle in handles if handle is not None)
+
+    def _gpu(self, index: int, handle: Any) -> Gpu:
+        nvml = self._nvml
+        busy = self._ask("nvmlDeviceGetUtilizationRates", handle)
+        memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
+        reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
+        if reasons is None:  # drivers before 535 know it by this name
+            reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+        held = tuple(name for name, bit in THROTTLES.items() if (reasons or 0) & bit)
+        return Gpu(
+            uuid=str(self._ask("nvmlDeviceGetUUID", handle) or f"gpu-{index}"),
+            name=str(self._ask("nvmlDeviceGetName", handle) or "NVIDIA GPU"),
+            index=index,
+            source="nvml",
+            utilization=None if busy is None else busy.gpu / 100,
+            power_w=_scaled(self._ask("nvmlDeviceGetPowerUsage", handle), 1e-3),
+            power_limit_w=_scaled(self._ask("nvmlDeviceGetEnforcedPowerLimit", handle), 1e-3),
+            energy_j=_scaled(self._ask("nvmlDeviceGetTotalEnergyConsumption", handle), 1e-3),
+            memory_used_bytes=None if memory is None else int(memory.used),
+            memory_total_bytes=None if memory is None else int(memory.total),
+            clock_hz=_hertz(self._ask("nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_SM)),
+            memory_clock_hz=_hertz(
+                self._ask("nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_MEM)
+            ),
+            temperature_c=self._ask("nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),
+            throttled=None if reasons is None else held,
+        )
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+def _hertz(mhz: int | None) -> int | None:
+    return None if mhz is None else mhz * 1_000_000
+
+
+# -- a Jetson, from files that every process may read ---------------------------------------------
+
+
+def jetson(root: Path) -> Gpu | None:
+    """A Jetson's GPU; None on another machine. Memory is shared: used is what the GPU holds."""
+    found = sorted(root.glob("sys/class/devfreq/*"))
+    clocks = [entry for entry in found if _TEGRA_GPU.search(entry.name)]
+    loads = [*(entry / "device/load" for entry in clocks), *(root / path for path in _LOADS)]
+    load = next((value for path in loads if (value := _number(path)) is not None), None)
+    if load is None and not clocks:
+        return None
+    rails = dict(_rails(root))
+    total = next((rails[name] for name in TOTAL_RAILS if name in rails), None)
+    if total is None and rails:
+        total = sum(rails.values())  # AGX Orin has no rail of all
+    memory = _meminfo(root)
+    model = _text(root / "proc/device-tree/model").strip("\0 \n")
+    return Gpu(
+        uuid="jetson-gpu.0",
+        name=model or "NVIDIA Jetson",
+        index=0,
+        source="sysfs",
+        utilization=None if load is None else load / 1000,
+        power_w=total,
+        memory_used_bytes=memory.get("NvMapMemUsed"),
+        memory_total_bytes=memory.get("MemTotal"),
+        clock_hz=next((hz for e in clocks if (hz := _number(e / "cur_freq")) is not None), None),
+        temperature_c=_temperature(root),
+        rails=tuple(sorted(rails.items())),
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(_text(path))
+    except ValueError:
+        return None
+
+
+def _rails(root: Path) -> dict[str, float]:
+    """Watts by rail, from every INA3221: millivolts times milliamperes."""
+    rails = {}
+    for chip in root.glob("sys/bus/i2c/devices/*"):
+        if "ina3221" not in _text(chip / "name"):
+            continue
+        for entry in chip.glob("hwmon/hwmon*/in[1-3]_label"):  # in7 is the sum of the shunts
+            number = entry.name[2]
+            name = _text(entry).strip()
+            mv, ma = (_number(entry.with_name(f"{kind}{number}_input")) for kind in ("in", "curr"))
+            if name and name != "NC" and mv is not None and ma is not None:
+                rails[name] = mv * ma / 1e6
+    return rails
+
+
+def _meminfo(root: Path) -> dict[str, int]:
+    found = re.findall(r"^(\w+):\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
+    return {name: int(kib) * 1024 for name, kib in found}
+
+
+def _temperature(root: Path) -> float | None:
+    for zone in sorted(root.glob("sys/class/thermal/thermal_zone*")):
+        if _text(zone / "type").strip().lower().startswith("gpu"):  # GPU-therm, gpu-thermal
+            milli = _number(zone / "temp")
+            return None if milli is None else milli / 1000
+    return None
+
+
+# -- for Prometheus -------------------------------------------------------------------------------
+
+_GAUGES: Mapping[str, Callable[[Gpu], float | None]] = {
+    "nv_gpu_utilization": lambda gpu: gpu.utilization,
+    "nv_gpu_power_usage": lambda gpu: gpu.power_w,
+    "nv_gpu_power_limit": lambda gpu: gpu.power_limit_w,
+    "nv_energy_consumption": lambda gpu: gpu.energy_j,
+    "nv_gpu_memory_total_bytes": lambda gpu: gpu.memory_total_bytes,
+    "nv_gpu_memory_used_bytes": lambda gpu: gpu.memory_used_bytes,
+    "deploykit_gpu_temperature_celsius": lambda gpu: gpu.temperature_c,
+}
+
+
+def gpu_samples(gpu: Gpu) -> dict[str, list[str]]:
+    """Prometheus samples of one GPU, without those that its source does not tell."""
+    uuid = f'gpu_uuid="{label(gpu.uuid)}"'
+    shown: dict[str, list[str]] = {}
+
+    def add(name: str, value: float | None, more: str = "") -> None:
+        if value is not None:
+            shown.setdefault(name, []).append(f"{name}{{{uuid}{more}}} {value}")
+
+    name = f',name="{label(gpu.name)}",index="{gpu.index}",source="{gpu.source}"'
+    add("deploykit_gpu_info", 1, name)
+    for metric, value in _GAUGES.items():
+        add(metric, value(gpu))
+    add("deploykit_gpu_clock_hertz", gpu.clock_hz, ',domain="compute"')
+    add("deploykit_gpu_clock_hertz", gpu.memory_clock_hz, ',domain="memory"')
+    if gpu.throttled is not None:
+        for reason in THROTTLES:
+            held = int(reason in gpu.throttled)
+            add("deploykit_gpu_throttled", held, f',reason="{reason}"')
+    for rail, watts in gpu.rails:
+        add("deploykit_board_power_watts", watts, f',rail="{label(rail)}"')
+    return shown

@@ -1,0 +1,147 @@
+"""The dashboard in examples/: it asks for what the server emits, and leaves nothing of it out."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploykit.runtimes.fake import FakeEngine
+from deploykit.serving import logs, models, reload, shadow
+from deploykit.serving.devices import Devices, Gpu
+from deploykit.serving.exposition import TEXTS
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.sampler import Sampler
+from deploykit.serving.service import Service
+
+FILE = Path(__file__).resolve().parent.parent / "examples" / "grafana-dashboard.json"
+DASHBOARD = json.loads(FILE.read_text(encoding="utf-8"))
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+EXPRESSIONS = [target["expr"] for panel in PANELS for target in panel["targets"]]
+FUNCTIONS = {"sum", "by", "rate", "increase", "histogram_quantile", "scalar", "changes"}
+ADDED = {"job", "instance"}  # labels that Prometheus itself adds to what it collects
+ELSEWHERE = {"deploykit_gpu_info", "deploykit_model_info"}  # for joins, not to be drawn
+
+
+class OneGpu(Devices):
+    """Every value that a GPU can report."""
+
+    def __init__(self) -> None:
+        pass
+
+    def read(self) -> tuple[Gpu, ...]:
+        return (Gpu("G", "n", 0, "nvml", 0.5, 1.0, 2.0, 3.0, 4, 5, 6, 7, 8.0, (), (("VIN", 9.0),)),)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def emitted() -> Iterator[dict[str, set[str]]]:
+    """Metric names as they stand in /metrics, with their labels."""
+    service = Service({"m": FakeEngine()}, ServeOptions(slo_ms=50))
+    service.warm_up()
+    service.expire()  # steers by what the warm-up took
+    sampler = Sampler(OneGpu())
+    watching = shadow.Shadow("m", FakeEngine(), rate=1.0, alarm=0.01)
+    reloading = reload.Reloader(service, {"m": reload.Source(FILE, list)}, poll_s=60)
+    log = logs.configure("text")
+    for samples, texts in (
+        (sampler.samples, None),
+        (watching.samples, shadow.TEXTS),
+        (reloading.samples, reload.TEXTS),
+        (logs.samples, None),
+        (lambda: {"deploykit_spans_dropped_total": ["deploykit_spans_dropped_total 0"]}, None),
+    ):
+        service.show(samples, texts)
+    while sampler.latest() is None:
+        pass
+    found: dict[str, set[str]] = {}
+    for line in service.prometheus().splitlines():
+        if not line.startswith("#"):
+            name, _, rest = line.rpartition(" ")[0].partition("{")
+            labels = set(re.findall(r'([a-z_]+)="', rest))
+            found.setdefault(name, set()).update(labels)
+    yield found
+    for each in (log, reloading, watching, sampler):
+        each.close()
+    service.close()
+
+
+def names_in(expression: str) -> set[str]:
+    """The metrics of an expression: its words that are no label, text, function or variable."""
+    bare = re.sub(r'"[^"]*"|\[[^]]*\]|\{[^}]*\}|\bby \([^)]*\)', " ", expression)
+    return set(re.findall(r"[a-zA-Z_][a-zA-Z0-9_]*", bare)) - FUNCTIONS
+
+
+def all_expressions() -> list[str]:
+    variables = [each["query"]["query"] for each in DASHBOARD["templating"]["list"]
+                 if each["type"] == "query"]  # fmt: skip
+    inner = [re.sub(r"label_values\((\w+), \w+\)", r"\1", query) for query in variables]
+    return [*EXPRESSIONS, *inner, *(each["expr"] for each in DASHBOARD["annotations"]["list"])]
+
+
+@pytest.mark.parametrize("expression", all_expressions())
+def test_what_is_asked_for_is_emitted(emitted: dict[str, set[str]], expression: str) -> None:
+    names = names_in(expression)
+    assert names
+    for name in names:
+        assert name in emitted
+    for name, selector in re.findall(r"([a-z_]+)\{([^}]*)\}", expression):
+        for used in re.findall(r"([a-z_]+)=~?\"", selector):
+            assert used in emitted[name] | ADDED, f"{name} has no label {used}"
+    for grouped in re.findall(r"\bby \(([^)]*)\)", expression):
+        labels = set().union(*(emitted[name] for name in names))
+        assert set(re.split(r",\s*", grouped)) <= labels
+
+
+def test_every_metric_of_ours_is_drawn() -> None:
+    drawn = {name for expression in EXPRESSIONS for name in names_in(expression)}
+    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in drawn} | drawn
+    ours = {
+        name
+        for texts in (TEXTS, models.TEXTS, shadow.TEXTS, reload.TEXTS)
+        for name in texts
+        if name.startswith("deploykit_")
+    }
+    assert ours - families == ELSEWHERE & ours
+
+
+def test_every_name_with_a_text_is_emitted_and_every_name_emitted_has_one(
+    emitted: dict[str, set[str]],
+) -> None:
+    described = {*TEXTS, *models.TEXTS, *shadow.TEXTS, *reload.TEXTS}
+    families = {
+        name if name in described else re.sub(r"_(bucket|sum|count)$", "", name) for name in emitted
+    }
+    assert families == described
+
+
+def test_the_legends_use_labels_that_are_there(emitted: dict[str, set[str]]) -> None:
+    for panel in PANELS:
+        for target in panel["targets"]:
+            labels = set().union(*(emitted[name] for name in names_in(target["expr"])))
+            used = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+            assert used <= labels | ADDED, panel["title"]
+
+
+def test_panels_stand_beside_each_other_and_have_ids() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        place: dict[str, Any] = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, panel["title"]
+        assert place["x"] + place["w"] <= 24
+        taken |= cells
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+    sources = {panel["datasource"]["uid"] for panel in PANELS}
+    assert sources == {"${datasource}"}  # of whoever imports it
