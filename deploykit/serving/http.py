@@ -1,54 +1,67 @@
-"""Serve models over HTTP/1.1: one process, one event loop, no task or thread per request.
+"""Serve models over HTTP/1.1, and gRPC beside it: one event loop, no task or thread per request.
 
 In: engines by name and `ServeOptions`. Out: a listening server, until SIGTERM or SIGINT; then every
 request taken is answered and `run` returns. `benchmarks/http_stacks.py` holds the measurement that
-chose uvloop with a parser of our own wiring; the limits that such a parser lacks are in wire.py.
+chose uvloop with a parser of our own wiring; the limits that such a parser lacks are in wire.py and
+connection.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
 
 import uvloop
 
-from deploykit.core.errors import BadInput, os_reason
+from deploykit.runtimes.cuda_errors import DeviceLost
 from deploykit.runtimes.engine import Engine
+from deploykit.serving.accept import Acceptor, bind, is_loopback
 from deploykit.serving.batcher import deliver_here
+from deploykit.serving.connection import Listener
 from deploykit.serving.options import ServeOptions
+from deploykit.serving.page import FILES
 from deploykit.serving.policy import Pending
+from deploykit.serving.reader import Reader
 from deploykit.serving.routes import Routes
+from deploykit.serving.security import Door, Guard, tls_context
 from deploykit.serving.service import Service
-from deploykit.serving.wire import Connection, Limits, Listener
+from deploykit.serving.wire import Limits
+
+if TYPE_CHECKING:
+    from deploykit.serving.grpc import GrpcServer
 
 log = logging.getLogger(__name__)
 
 __all__ = ["Limits", "ServeOptions", "Server", "run"]
 
-BACKLOG = 1024
 TICK_S = 0.1  # how late a deadline may be noticed
 DRAIN_S = 30.0  # how long a shutdown waits for an engine
 CLOSE_S = 5.0  # how long it then waits for clients to read their answers
+FATAL_S = 1.0  # the same three, once the device is lost: a supervisor is to start us anew
+READERS = 2  # threads that read large and compressed bodies
+
+T = TypeVar("T")
+OnReady = Callable[[str, int, "int | None"], None]  # host, HTTP port, gRPC port
 
 
 def run(
-    models: Mapping[str, Engine],
+    models: Mapping[str, Engine | Sequence[Engine]],
     options: ServeOptions,
-    on_ready: Callable[[str, int], None],
+    on_ready: OnReady,
     *,
     limits: Limits | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT; call `on_ready(host, port)` when requests can come.
+    """Serve until SIGTERM or SIGINT; call `on_ready(host, http_port, grpc_port)` when ready.
 
     Returns how many accepted requests were not answered: 0 unless an engine hangs. A second signal
-    raises KeyboardInterrupt at once. Raises BadInput when the host or the port cannot be had.
+    raises KeyboardInterrupt at once. Raises BadInput when the host or a port cannot be had or a
+    certificate is wrong, DeviceLost when the device is gone and only a new process can have it.
     """
     return Server(models, options, limits).run(on_ready)
 
@@ -57,27 +70,43 @@ class Server:
     """A server that has its address already; `run` blocks, `stop` may be called from any thread."""
 
     def __init__(
-        self, models: Mapping[str, Engine], options: ServeOptions, limits: Limits | None = None
+        self,
+        models: Mapping[str, Engine | Sequence[Engine]],
+        options: ServeOptions,
+        limits: Limits | None = None,
     ) -> None:
-        self._socket = _bind(options.host, options.http_port)
+        limits = limits or Limits()
+        guard = Guard(options.token)
+        tls = None
+        if options.tls_cert is not None and options.tls_key is not None:
+            tls = tls_context(options.tls_cert, options.tls_key)
+        self._options = options
+        self._socket = bind(options.host, options.http_port)
         self._loop = uvloop.new_event_loop()
         try:
+            self.host, self.port = self._socket.getsockname()[:2]
+            loopback = is_loopback(self.host)
+            door = Door(guard, loopback=loopback, origins=options.origins, public=FILES)
             self.service = Service(models, options, deliver=self._deliver)
         except BaseException:
             self._release()
             raise
-        self.host, self.port = self._socket.getsockname()[:2]
-        self._listener = Listener(
-            Routes(self.service),
-            limits or Limits(),
-            max_body_bytes=options.max_body_bytes,
-            loopback=_is_loopback(self.host),
-        )
+        self._readers = ThreadPoolExecutor(READERS, "deploykit reader")
+        self._reader = Reader()
+        scheme = "https" if tls else "http"
+        self._routes = Routes(self.service, self._aside, self._reader, scheme=scheme)
+        self._listener = Listener(self._routes.handle, limits, door, options.max_body_bytes)
+        self._acceptor = Acceptor(self._loop, self._socket, self._listener, tls)
+        self._grpc: GrpcServer | None = None
+        if options.grpc_port is not None:
+            from deploykit.serving.grpc import GrpcServer
+
+            self._grpc = GrpcServer(self.service, options, guard)
         self._stopped = asyncio.Event()
         self._signals = 0
         self._interrupted = False
 
-    def run(self, on_ready: Callable[[str, int], None]) -> int:
+    def run(self, on_ready: OnReady) -> int:
         """As the function `run`; outside the main thread signals are left alone."""
         aborted = True
         try:
@@ -85,36 +114,48 @@ class Server:
             dropped = self._loop.run_until_complete(self._serve(on_ready))
             aborted = False
         finally:
-            self.service.close(drain=False, timeout_s=0 if aborted else CLOSE_S)
+            self._readers.shutdown(wait=False, cancel_futures=True)
+            self._reader.close()
+            self.service.close(drain=False, timeout_s=0 if aborted else self._limit_s(CLOSE_S))
             self._release()
+        if self.service.fatal:
+            raise DeviceLost(self.service.fatal, hint="start the server again")
         return dropped
 
     def stop(self) -> None:
         """Begin the shutdown that a first signal begins."""
         self._loop.call_soon_threadsafe(self._begin_drain)
 
-    async def _serve(self, on_ready: Callable[[str, int], None]) -> int:
+    @property
+    def _unanswered(self) -> int:
+        return self._listener.unanswered + (self._grpc.unanswered if self._grpc else 0)
+
+    def _limit_s(self, usual_s: float) -> float:
+        return FATAL_S if self.service.fatal else usual_s
+
+    async def _serve(self, on_ready: OnReady) -> int:
         loop = self._loop
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._signalled, number)
-        server = await loop.create_server(
-            partial(Connection, self._listener), sock=self._socket, backlog=BACKLOG
-        )
-        if not _is_loopback(self.host):
-            log.warning("listening on %s: whoever reaches it may use the models", self.host)
+        grpc_port = await self._grpc.start() if self._grpc else None
+        self._routes.grpc_port = grpc_port
+        self._acceptor.open()
+        self._warn()
         ticking = asyncio.ensure_future(self._tick())
         try:
-            on_ready(self.host, self.port)
+            on_ready(self.host, self.port, grpc_port)
             await self._stopped.wait()
-            await self._until(lambda: self._signals > 1 or not self._listener.unanswered, DRAIN_S)
-            dropped = self._listener.unanswered
-            server.close()
+            await self._until(lambda: not self._unanswered, DRAIN_S)
+            self._acceptor.close()
+            self._socket.close()  # from here on a client is refused, not left waiting
+            dropped = self._unanswered
             self._listener.close_all()
-            await self._until(lambda: self._signals > 1 or not self._listener.connections, CLOSE_S)
+            if self._grpc:
+                await self._grpc.stop(self._limit_s(CLOSE_S) if self._signals < 2 else 0.0)
+            await self._until(lambda: not self._listener.connections, CLOSE_S)
         finally:
             ticking.cancel()
-            server.close()
             for connection in list(self._listener.connections):
                 connection.abort()
         if self._signals > 1 or self._interrupted:
@@ -123,15 +164,30 @@ class Server:
             raise KeyboardInterrupt
         return dropped
 
+    def _warn(self) -> None:
+        options = self._options
+        if is_loopback(self.host):
+            return
+        if options.token is None:
+            log.warning("listening on %s: whoever reaches it may use the models", self.host)
+        elif options.tls_cert is None:
+            log.warning("listening on %s without TLS: the token can be read on its way", self.host)
+
     async def _until(self, reached: Callable[[], bool], limit_s: float) -> None:
-        end_s = self._loop.time() + limit_s
-        while not reached() and self._loop.time() < end_s:
+        """Wait; not after a second signal, nor longer than is left once the device is lost."""
+        begin_s = self._loop.time()
+        while not reached() and self._signals < 2:
+            if self._loop.time() - begin_s > self._limit_s(limit_s):
+                return
             await asyncio.sleep(TICK_S / 5)
 
     async def _tick(self) -> None:
         while True:
             self.service.expire()
             self._listener.tick(time.monotonic())
+            if self.service.fatal and not self._stopped.is_set():
+                log.error("%s; the server ends", self.service.fatal)
+                self._begin_drain()
             await asyncio.sleep(TICK_S)
 
     def _deliver(self, requests: Sequence[Pending]) -> None:
@@ -140,6 +196,11 @@ class Server:
             self._loop.call_soon_threadsafe(deliver_here, requests)
         except RuntimeError:  # the loop is closed: the engine hung past the shutdown
             log.error("%d requests finished after the shutdown", len(requests))
+
+    def _aside(self, work: Callable[[], T], then: Callable[[Callable[[], T]], None]) -> None:
+        """Do `work` on another thread, and `then` on the loop's; see inference.Aside."""
+        future = self._readers.submit(work)
+        future.add_done_callback(lambda done: self._loop.call_soon_threadsafe(then, done.result))
 
     def _signalled(self, number: int) -> None:
         self._signals += 1
@@ -154,33 +215,3 @@ class Server:
     def _release(self) -> None:
         self._socket.close()
         self._loop.close()
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """A listening socket; who connects early waits. Raises BadInput naming host or port."""
-    try:
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as exc:
-        reason = os_reason(exc) if isinstance(exc, OSError) else "not a host name"
-        raise BadInput(f"--host {host}: {reason}") from exc
-    problem: OSError | None = None
-    for family, kind, protocol, _, address in sorted(found, key=lambda item: item[0]):
-        listening = socket.socket(family, kind, protocol)
-        try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(address)
-            listening.listen(BACKLOG)  # now: only this finds a port that another server has
-        except OSError as exc:
-            listening.close()
-            problem = exc
-        else:
-            return listening
-    reason = os_reason(problem) if problem else "no address"
-    if problem is not None and problem.errno == errno.EADDRINUSE:
-        hint = "stop what uses it, or choose another with --http-port (0 picks a free one)"
-        raise BadInput(f"--http-port {port}: already in use on {host}", hint=hint) from problem
-    raise BadInput(f"--host {host}, --http-port {port}: {reason}") from problem
-
-
-def _is_loopback(host: str) -> bool:
-    return host == "::1" or host.startswith("127.")

@@ -1,31 +1,43 @@
-"""The routes of the Open Inference Protocol over a Service: a call in, one reply out.
+"""The routes of the server over a Service: a call in, one reply out.
 
-In: a `Call` (verb, target, body) that the transport has read whole and bounded. Out: exactly one
-`reply`, at once or, for inference, when the engine is done. Routes stand in a table made at start:
-no name in a target ever becomes a path, and an unknown one is a plain 404.
+In: a `Call` that the transport has read whole and bounded. Out: exactly one `reply`, at once or,
+for inference, when the engine is done. Routes stand in a table made at start: no name in a target
+ever becomes a path, and an unknown one is a plain 404.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import orjson
 
-from deploykit.core.errors import BadInput, DeploykitError, NotFound, Overloaded
-from deploykit.serving import oip
+from deploykit.core.errors import BadInput, DeploykitError, NotFound, Overloaded, Unsupported
+from deploykit.serving import guide, openapi
+from deploykit.serving.call import JSON, Call, reply_bug, reply_error, reply_exception
+from deploykit.serving.inference import Aside, Inference, at_once
+from deploykit.serving.oip import parse_json
+from deploykit.serving.page import FILES
 from deploykit.serving.payload import show
-from deploykit.serving.policy import Pending
+from deploykit.serving.reader import Reader
+from deploykit.serving.security import PREFLIGHT
 from deploykit.serving.service import VERSION, ServedModel, Service
+from deploykit.serving.shm import SharedMemory
+from deploykit.serving.status import status
 
 log = logging.getLogger(__name__)
 
-JSON = b"Content-Type: application/json\r\n"
-_BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
-_PROMETHEUS = b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
-_RETRY = b"Retry-After: 1\r\n"
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+_SHOWN = (  # a page loads nothing from elsewhere, and nobody shows it inside another
+    b"Content-Security-Policy: default-src 'self'; frame-ancestors 'none'\r\n"
+    b"X-Content-Type-Options: nosniff\r\nReferrer-Policy: no-referrer\r\nContent-Type: %s\r\n"
+)
+_REGION = re.compile(
+    r"/v2/systemsharedmemory(/region/(?P<name>[^/]+))?/(?P<what>status|register|unregister)"
+)
 _NOT_OFFERED = (
     "/v2/systemsharedmemory",
     "/v2/cudasharedmemory",
@@ -34,141 +46,136 @@ _NOT_OFFERED = (
     "/v2/repository/models",
 )
 
-
-class Call(Protocol):
-    """One request as the transport read it, and the way back to who sent it."""
-
-    method: str
-    target: str
-    body: bytes
-    json_bytes: bytes | None  # the header Inference-Header-Content-Length
-    encoding: bytes | None  # the header Content-Encoding
-    cancel: Callable[[], object] | None  # what to do if the client goes before the reply
-
-    def reply(self, status: int, headers: bytes, parts: list[bytes]) -> None: ...
-
-
 Route = Callable[[Call], None]
 
 
 class Routes:
-    """The table: target -> (verb, what answers it). HEAD is GET without a body."""
+    """The table: path -> (verb, what answers it). HEAD is GET without a body."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(
+        self,
+        service: Service,
+        aside: Aside = at_once,
+        reader: Reader | None = None,
+        *,
+        scheme: str = "http",
+    ) -> None:
         self._service = service
+        self._scheme = scheme
+        self.grpc_port: int | None = None  # to be told to people
         self._table: dict[str, tuple[str, Route]] = {
-            "/v2": ("GET", self._value(service.metadata)),
-            "/v2/": ("GET", self._value(service.metadata)),
-            "/v2/health/live": ("GET", self._value(lambda: {"live": True})),
-            "/v2/health/ready": ("GET", self._ready("the server", {"ready": True})),
-            "/v2/models/stats": ("GET", self._value(service.statistics)),
-            "/v2/repository/index": ("POST", self._value(service.index)),
-            "/metrics": ("GET", self._metrics),
+            "/v2": ("GET", _value(service.metadata)),
+            "/v2/": ("GET", _value(service.metadata)),
+            "/v2/health/live": ("GET", _value(lambda: {"live": True})),
+            "/v2/health/ready": ("GET", self._ready(None, {"ready": True})),
+            "/v2/models/stats": ("GET", _value(service.statistics)),
+            "/v2/repository/index": ("POST", self._index),
+            "/metrics": ("GET", _text(_PROMETHEUS, lambda: service.prometheus().encode())),
+            "/status": ("GET", _value(partial(status, service))),
+            "/openapi.json": ("GET", _value(partial(openapi.document, service))),
+            "/docs": ("GET", self._guide),
         }
+        for path, (content_type, body) in FILES.items():
+            self._table[path] = ("GET", _text(content_type, partial(bytes, body)))
         for name, model in service.models.items():
             ready = {"name": name, "ready": True}
             for base in (f"/v2/models/{name}", f"/v2/models/{name}/versions/{VERSION}"):
-                self._table[base] = ("GET", self._value(model.metadata))
-                self._table[f"{base}/ready"] = ("GET", self._ready(f"model '{name}'", ready))
-                self._table[f"{base}/config"] = ("GET", self._value(model.config))
+                self._table[base] = ("GET", _value(model.metadata))
+                self._table[f"{base}/ready"] = ("GET", self._ready(model, ready))
+                self._table[f"{base}/config"] = ("GET", _value(model.config))
                 statistics = partial(service.statistics, model)
-                self._table[f"{base}/stats"] = ("GET", self._value(statistics))
-                self._table[f"{base}/infer"] = ("POST", partial(self._infer, model))
+                self._table[f"{base}/stats"] = ("GET", _value(statistics))
+                self._table[f"{base}/infer"] = ("POST", Inference(service, model, aside, reader))
 
     def handle(self, call: Call) -> None:
         """Answer one call, now or later. Never raises: a bug is a 500, not a lost connection."""
         try:
-            found = self._table.get(call.target)
-            if found is None:
-                found = self._table.get(call.target.partition("?")[0])
-            if found is None:
-                self._unknown(call)
+            head = call.head
+            if head.method == "OPTIONS" and head.cors:  # a browser asks for its page
+                call.reply(200, PREFLIGHT, [])
                 return
-            verb, route = found
-            if call.method != verb and not (verb == "GET" and call.method == "HEAD"):
-                allow = "GET, HEAD" if verb == "GET" else verb
-                text = f"{show(call.method)} is not allowed here, use {verb}"
-                reply_error(call, 405, text, f"Allow: {allow}\r\n".encode())
+            verb, route = self._table.get(head.path) or self._find(head.path)
+            if head.method == verb or (head.method == "HEAD" and verb == "GET"):
+                route(call)
                 return
-            route(call)
+            allow = "GET, HEAD" if verb == "GET" else verb
+            text = f"{show(head.method)} is not allowed here, use {verb}"
+            reply_error(call, 405, text, f"Allow: {allow}\r\n".encode())
         except DeploykitError as exc:
             reply_exception(call, exc)
         except Exception:
-            log.exception("a request to %s failed", show(call.target))
-            reply_error(call, 500, "an error inside the server; its log says more")
+            log.exception("a request to %s failed", show(call.head.target))
+            reply_bug(call)
 
-    def _unknown(self, call: Call) -> None:
-        path = call.target.partition("?")[0]
-        parts = path.split("/")
+    def _find(self, path: str) -> tuple[str, Route]:
+        """What is not in the table. Raises NotFound, Unsupported."""
+        region = _REGION.fullmatch(path)
+        if region and self._service.memory is not None:
+            verb, make = _REGION_ROUTES[region["what"]]
+            return verb, partial(make, self._service.memory, region["name"])
         if path.startswith(_NOT_OFFERED) or path.endswith("/trace/setting"):
-            reply_error(call, 501, "this extension is not offered by this server")
-            return
+            raise Unsupported("this extension is not offered by this server")
         if path.startswith("/v2/models/"):
+            parts = path.split("/")
             version = parts[5] if len(parts) > 5 and parts[4] == "versions" else VERSION
             self._service.find(parts[3], version)
         raise NotFound(f"there is no route {show(path)}")
 
-    def _value(self, make: Callable[[], object]) -> Route:
-        def route(call: Call) -> None:
-            call.reply(200, JSON, [orjson.dumps(make())])
-
-        return route
-
-    def _ready(self, what: str, value: object) -> Route:
+    def _ready(self, model: ServedModel | None, value: Mapping[str, Any]) -> Route:
         body = orjson.dumps(value)
 
         def route(call: Call) -> None:
-            if self._service.draining:
-                raise Overloaded(f"{what} is shutting down")
+            reason = self._service.why_not_ready(model)
+            if reason is not None:
+                raise Overloaded(reason)
             call.reply(200, JSON, [body])
 
         return route
 
-    def _metrics(self, call: Call) -> None:
-        call.reply(200, _PROMETHEUS, [self._service.prometheus().encode()])
+    def _guide(self, call: Call) -> None:
+        host = (call.head.host or b"localhost").decode("latin-1")
+        address = guide.Address(self._scheme, host, self.grpc_port)
+        page = guide.page(self._service, address)
+        call.reply(200, _SHOWN % guide.CONTENT_TYPE.encode(), [page])
 
-    def _infer(self, model: ServedModel, call: Call) -> None:
-        if call.encoding is not None and call.encoding.lower() != b"identity":
-            model.metrics.bad_request()
-            text = "compressed requests are not offered; send the body uncompressed"
-            reply_error(call, 415, text)
-            return
-        try:
-            json_bytes = oip.header_length(call.json_bytes)
-            request = oip.decode(call.body, json_bytes, model.signature)
-        except BadInput:
-            model.metrics.bad_request()
-            raise
-        call.body = b""  # the arrays hold what they need of it
-        done = partial(self._answer, model, call, request)
-        pending = self._service.infer(model, request, done)
-        call.cancel = partial(model.batcher.cancel, pending)
-
-    def _answer(
-        self, model: ServedModel, call: Call, request: oip.Request, pending: Pending
-    ) -> None:
-        call.cancel = None
-        try:
-            if pending.error is not None:
-                raise pending.error
-            parts, json_bytes = oip.encode(
-                model.name, VERSION, request, pending.outputs, model.signature
-            )
-            call.reply(200, JSON if json_bytes is None else _BINARY % json_bytes, parts)
-        except DeploykitError as exc:
-            reply_exception(call, exc)
-        except Exception:
-            log.exception("an answer of model '%s' could not be sent", model.name)
-            reply_error(call, 500, "an error inside the server; its log says more")
+    def _index(self, call: Call) -> None:
+        wanted = parse_json(bytes(call.body)).get("ready", False) if call.body else False
+        if type(wanted) is not bool:
+            raise BadInput(f"'ready' must be true or false, got {show(wanted)}")
+        found = self._service.index()
+        chosen = [each for each in found if each["state"] == "READY" or not wanted]
+        call.reply(200, JSON, [orjson.dumps(chosen)])
 
 
-def reply_exception(call: Call, exc: DeploykitError) -> None:
-    text = f"{exc.message}; {exc.hint}" if exc.hint else exc.message
-    reply_error(call, exc.http_status, text, _RETRY if exc.http_status == 503 else b"")
+def _value(make: Callable[[], object]) -> Route:
+    return lambda call: call.reply(200, JSON, [orjson.dumps(make())])
 
 
-def reply_error(call: Call, status: int, text: str, headers: bytes = b"") -> None:
-    """The protocol's error body, `{"error": "one sentence"}`, and one line in the log."""
-    if log.isEnabledFor(logging.INFO):
-        log.info("%s %s: %d %s", show(call.method), show(call.target), status, show(text))
-    call.reply(status, JSON + headers, [orjson.dumps({"error": text})])
+def _text(content_type: str, make: Callable[[], bytes]) -> Route:
+    headers = _SHOWN % content_type.encode()
+    return lambda call: call.reply(200, headers, [make()])
+
+
+# -- system shared memory: a client's region, never a file's name in an answer
+
+
+def _regions(memory: SharedMemory, name: str | None, call: Call) -> None:
+    call.reply(200, JSON, [orjson.dumps(memory.status(name))])
+
+
+def _register(memory: SharedMemory, name: str | None, call: Call) -> None:
+    body = parse_json(bytes(call.body))
+    memory.register(name, body.get("key"), body.get("offset", 0), body.get("byte_size"))
+    call.reply(200, JSON, [])
+
+
+def _unregister(memory: SharedMemory, name: str | None, call: Call) -> None:
+    memory.unregister(name)
+    call.reply(200, JSON, [])
+
+
+_REGION_ROUTES: Mapping[str, tuple[str, Callable[[SharedMemory, str | None, Call], None]]] = {
+    "status": ("GET", _regions),
+    "register": ("POST", _register),
+    "unregister": ("POST", _unregister),
+}

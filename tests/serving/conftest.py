@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,7 +77,7 @@ class Running:
         assert ready.wait(WAIT_S)
 
     def _run(self, ready: threading.Event) -> None:
-        self.dropped = self.server.run(lambda _host, _port: ready.set())
+        self.dropped = self.server.run(lambda *_: ready.set())
 
     def connect(self) -> Raw:
         raw = Raw(self.port)
@@ -152,6 +154,23 @@ def server() -> Iterator[Running]:
     """One server with a FakeEngine called `m`, for tests that leave it as it was."""
     with running(max_body_bytes=100_000) as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def pem(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate for localhost, signed by itself, and its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
+            *("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"),
+            *("-keyout", str(key), "-out", str(cert)),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return cert, key
 
 
 @pytest.fixture

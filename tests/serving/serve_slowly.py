@@ -31,7 +31,7 @@ class Held(FakeEngine):
         return super().__call__(feeds)
 
 
-def ready(_host: str, port: int) -> None:
+def ready(_host: str, port: int, _grpc_port: int | None) -> None:
     engine.warm = True
     say(port)
 

@@ -45,7 +45,7 @@ def test_metadata_and_config_differ_by_the_batch_axis(server: Running, base: str
     assert metadata["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}]
     assert config["max_batch_size"] == 32
     assert config["input"] == [{"name": "x", "data_type": "TYPE_FP32", "dims": [4]}]
-    assert config["dynamic_batching"] == {"max_queue_delay_microseconds": 0}
+    assert config["dynamic_batching"]["max_queue_delay_microseconds"] == 0
 
 
 def test_a_fixed_first_axis_is_not_batched() -> None:
@@ -79,7 +79,7 @@ def test_max_batch_is_that_of_the_engine_when_it_is_smaller() -> None:
 def test_the_engine_is_warmed_up_before_the_first_request() -> None:
     engine = FakeEngine()
     with running({"m": engine}, max_batch=8):
-        assert engine.batches == [1, 8]
+        assert {1, 8} <= set(engine.batches)
 
 
 def test_infer_answers_with_the_id_and_the_numbers(server: Running) -> None:
@@ -147,7 +147,9 @@ def test_an_unknown_version_is_not_found(server: Running, version: str) -> None:
     assert f"'m' has no version '{version}'; served here: m (version 1)" in reply.json["error"]
 
 
-@pytest.mark.parametrize("target", ["/", "/v3", "/v2/health", "/docs", "*", "/v2/models/m/x"])
+@pytest.mark.parametrize(
+    "target", ["/v3", "/v2/health", "/docs/", "*", "/v2/models/m/x", "//", "/page.py"]
+)
 def test_an_unknown_route_is_not_found(server: Running, target: str) -> None:
     reply = server.ask("GET", target)
     assert reply.status == 404
@@ -203,13 +205,6 @@ def test_head_has_the_headers_of_get_and_no_body(server: Running, target: str) -
     assert get is not None
     assert head.status == get.status == 200
     assert int(head.headers["content-length"]) == len(get.body)
-
-
-@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "gzip, gzip"])
-def test_a_compressed_body_is_refused_by_name(server: Running, encoding: str) -> None:
-    reply = server.ask("POST", INFER, b"\x1f\x8b", Content_Encoding=encoding)
-    assert reply.status == 415
-    assert "uncompressed" in reply.json["error"]
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff" * 50, b'{"inputs": [5]}'])

@@ -1,0 +1,137 @@
+"""The listening socket: an address, and the connections that come to it.
+
+In: host and port, or the socket bound to them. Out: accepted connections with a `Connection` each,
+their TLS handshake done. When the process is out of file descriptors nothing is accepted for a
+while: those who wait are not lost, and the loop does not spin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+
+from deploykit.core.errors import BadInput, first_line, os_reason
+from deploykit.serving.connection import Connection, Listener
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 1024
+PAUSE_S = 0.2  # without file descriptors
+_BURST = 64  # connections accepted before others get their turn
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+def bind(host: str, port: int, option: str = "--http-port") -> socket.socket:
+    """A listening socket; who connects early waits. Raises BadInput naming host or `option`."""
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as exc:
+        reason = os_reason(exc) if isinstance(exc, OSError) else "not a host name"
+        raise BadInput(f"--host {host}: {reason}") from exc
+    problem: OSError | None = None
+    for family, kind, protocol, _, address in sorted(found, key=lambda item: item[0]):
+        listening = socket.socket(family, kind, protocol)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(BACKLOG)  # now: only this finds a port that another server has
+        except OSError as exc:
+            listening.close()
+            problem = exc
+        else:
+            listening.setblocking(False)
+            return listening
+    reason = os_reason(problem) if problem else "no address"
+    if problem is not None and problem.errno == errno.EADDRINUSE:
+        hint = f"stop what uses it, or choose another with {option} (0 picks a free one)"
+        raise BadInput(f"{option} {port}: already in use on {host}", hint=hint) from problem
+    raise BadInput(f"--host {host}, {option} {port}: {reason}") from problem
+
+
+def is_loopback(host: str) -> bool:
+    return host == "::1" or host.startswith("127.")
+
+
+class Acceptor:
+    """Accepts until `close`. The socket stays the caller's."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        listening: socket.socket,
+        listener: Listener,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        self._loop = loop
+        self._socket = listening
+        self._listener = listener
+        self._tls = tls
+        self._greeting: set[asyncio.Task[None]] = set()
+        self._paused: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    def open(self) -> None:
+        self._paused = None
+        self._loop.add_reader(self._socket, self._accept)
+
+    def close(self) -> None:
+        """Accept who waits already, and no one after that."""
+        self._closed = True
+        if self._paused is not None:
+            self._paused.cancel()
+        else:
+            self._loop.remove_reader(self._socket)
+            self._accept()
+        for task in self._greeting if self._tls else ():
+            task.cancel()
+
+    def _accept(self) -> None:
+        for _ in range(_BURST):
+            try:
+                client, _ = self._socket.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as exc:
+                if exc.errno not in _EXHAUSTED:
+                    raise
+                self._pause(exc)
+                return
+            client.setblocking(False)
+            limit = self._listener.limits.connections
+            if self._tls and len(self._greeting) + len(self._listener.connections) >= limit:
+                client.close()  # without TLS it is told; see Connection
+                log.info("a connection was closed: there are %d already", limit)
+                continue
+            task = self._loop.create_task(self._greet(client))
+            self._greeting.add(task)
+            task.add_done_callback(self._greeting.discard)
+
+    def _pause(self, exc: OSError) -> None:
+        log.warning("no connection can be accepted for now: %s", os_reason(exc))
+        if not self._closed:
+            self._loop.remove_reader(self._socket)
+            self._paused = self._loop.call_later(PAUSE_S, self.open)
+
+    async def _greet(self, client: socket.socket) -> None:
+        make: Callable[[], Connection] = lambda: Connection(self._listener)  # noqa: E731
+        try:
+            await self._loop.connect_accepted_socket(
+                make,
+                client,
+                ssl=self._tls,
+                ssl_handshake_timeout=self._listener.limits.header_s if self._tls else None,
+            )
+        except OSError as exc:  # ssl.SSLError is one
+            client.close()
+            if self._tls:
+                log.info("a connection was closed in its TLS handshake: %s", _reason(exc))
+
+
+def _reason(exc: OSError) -> str:
+    if isinstance(exc, ssl.SSLError) and exc.reason:
+        return exc.reason.replace("_", " ").lower()
+    return first_line(exc) if exc.errno is None else os_reason(exc)

@@ -1,0 +1,129 @@
+"""A process beside the server for work that would hold everybody up.
+
+In: a function of a module and its arguments. Out: what it returned or raised. Reading 30 MB of JSON
+keeps Python's lock for a second or two, on whatever thread it is done, and no other request would
+be looked at meanwhile. The process starts with the first such work, and ends when the server does.
+Arrays and bodies travel as they are; what comes through the pipe is our own, so it is unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pickle
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import IO, Any, TypeVar
+
+import numpy as np
+
+from deploykit.core.errors import DeploykitError, Overloaded
+from deploykit.runtimes.engine import Closing
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_COUNT, _SIZE = struct.Struct("<I"), struct.Struct("<Q")
+CLOSE_S = 1.0
+
+
+class Reader(Closing):
+    """One such process. Safe from any thread; one piece of work at a time."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def run(self, function: Callable[..., T], *args: Any) -> T:
+        """`function(*args)`, done there. Raises what it raised, Overloaded if the process ended."""
+        with self._lock:
+            process = self._start()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                _send(process.stdin, (function, args))
+                result: T | DeploykitError = _receive(process.stdout)
+            except (OSError, EOFError) as exc:
+                self._end(process)
+                log.error("the process that reads large requests ended (%s)", process.returncode)
+                raise Overloaded("a large request could not be read; try again later") from exc
+        if isinstance(result, DeploykitError):
+            raise result
+        return result
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        self._closed = True
+        if self._process is not None:
+            self._end(self._process)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        if self._closed:
+            raise Overloaded("the server is shutting down", hint="send the request elsewhere")
+        if self._process is None:
+            command = [sys.executable, "-m", __name__]
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe)
+        return self._process
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = None
+        process.kill()
+        process.wait(CLOSE_S)
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                stream.close()
+
+
+def _send(stream: IO[bytes], value: object) -> None:
+    buffers: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(value, 5, buffer_callback=buffers.append)
+    parts = [memoryview(head), *(buffer.raw() for buffer in buffers)]
+    sizes = _COUNT.pack(len(parts)) + b"".join(_SIZE.pack(len(part)) for part in parts)
+    for part in (memoryview(sizes), *parts):
+        left = part
+        while left:
+            left = left[stream.write(left) :]
+    stream.flush()
+
+
+def _receive(stream: IO[bytes]) -> Any:
+    (count,) = _COUNT.unpack(_read(stream, _COUNT.size))
+    sizes = [_SIZE.unpack(_read(stream, _SIZE.size))[0] for _ in range(count)]
+    head, *buffers = [_read(stream, size) for size in sizes]
+    return pickle.loads(head, buffers=buffers)  # noqa: S301 - our own process wrote it
+
+
+def _read(stream: IO[bytes], size: int) -> memoryview:
+    whole = np.empty(size, np.uint8).data
+    left = whole
+    while left:
+        count = stream.readinto(left)  # type: ignore[attr-defined]
+        if not count:
+            raise EOFError
+        left = left[count:]
+    return whole
+
+
+def main() -> None:
+    """The process: work from standard input, results to standard output, until it is closed."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the server decides when it ends
+        signal.signal(number, signal.SIG_IGN)
+    work, results = sys.stdin.buffer, sys.stdout.buffer
+    with contextlib.suppress(EOFError, BrokenPipeError):  # the server has gone
+        while True:
+            function, args = _receive(work)
+            try:
+                result = function(*args)
+            except DeploykitError as exc:
+                result = exc
+            _send(results, result)
+
+
+if __name__ == "__main__":
+    main()

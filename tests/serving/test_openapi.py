@@ -1,0 +1,86 @@
+"""The OpenAPI document, put to the test by schemathesis against a real server."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deploykit.core.tensors import TensorSpec
+from deploykit.runtimes.fake import FakeEngine
+from tests.serving.conftest import Running, running
+
+pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+
+AXES: dict[str, tuple[str, tuple[int | str, ...]]] = {
+    "x": ("float32", ("N", 2)),
+    "text": ("string", ("N",)),
+    "n": ("int8", ("N", 1)),
+    "flag": ("bool", ("N", 1)),
+}
+
+
+class Several(FakeEngine):
+    """Inputs of different kinds, given back as they came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = tuple(TensorSpec(name, *found) for name, found in AXES.items())
+        self.outputs = tuple(TensorSpec(f"{name}_", *found) for name, found in AXES.items())
+
+    def __call__(self, feeds):
+        return {f"{name}_": np.array(array) for name, array in feeds.items()}
+
+
+# A request may ask for a deadline of a microsecond, and is then told that it has passed.
+CONFIG = """
+[checks.not_a_server_error]
+expected-statuses = ["2xx", "3xx", "4xx", 504]
+"""
+# To JSON Schema 1.0 is an integer; the server refuses it as the float that it is.
+HOOKS = """
+import schemathesis
+
+def whole(value):
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
+        return int(value)
+    if isinstance(value, list):
+        return [whole(each) for each in value]
+    if isinstance(value, dict):
+        return {key: whole(each) for key, each in value.items()}
+    return value
+
+@schemathesis.hook
+def map_body(context, body):
+    return whole(body)
+"""
+
+
+def fuzz(server: Running, folder: Path, *more: str) -> None:
+    """Run schemathesis as anyone would; it exits 1 on any failure."""
+    config = folder / "schemathesis.toml"
+    hooks = folder / "hooks.py"
+    hooks.write_text(HOOKS)
+    config.write_text(f'hooks = "{hooks}"\n{CONFIG}')
+    program = Path(sys.executable).with_name("schemathesis")
+    command = [
+        str(program),
+        f"--config-file={config}",
+        "run",
+        f"http://127.0.0.1:{server.port}/openapi.json",
+        "--seed=1",
+        "--max-examples=15",
+        "--phases=examples,coverage,fuzzing",
+        "--no-color",
+        *more,
+    ]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert answer.returncode == 0, answer.stdout[-6000:] + answer.stderr[-2000:]
+
+
+def test_schemathesis_finds_nothing_to_say(tmp_path: Path) -> None:
+    with running({"several": Several()}) as server:
+        fuzz(server, tmp_path)

@@ -1,0 +1,220 @@
+"""The real tritonclient.http, sync and aio: every datatype, compression, classification, errors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deploykit.core.tensors import TensorSpec
+from deploykit.runtimes.fake import FakeEngine
+from tests.serving.conftest import Running, running
+
+triton = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
+aio = pytest.importorskip("tritonclient.http.aio")
+ml_dtypes = pytest.importorskip("ml_dtypes")
+
+KINDS: dict[str, tuple[str, Any]] = {
+    "BOOL": ("bool", np.array([[True, False, True]])),
+    "UINT8": ("uint8", np.array([[0, 7, 255]], np.uint8)),
+    "UINT16": ("uint16", np.array([[0, 7, 65535]], np.uint16)),
+    "UINT32": ("uint32", np.array([[0, 7, 2**32 - 1]], np.uint32)),
+    "UINT64": ("uint64", np.array([[0, 7, 2**64 - 1]], np.uint64)),
+    "INT8": ("int8", np.array([[-128, 7, 127]], np.int8)),
+    "INT16": ("int16", np.array([[-(2**15), 7, 2**15 - 1]], np.int16)),
+    "INT32": ("int32", np.array([[-(2**31), 7, 2**31 - 1]], np.int32)),
+    "INT64": ("int64", np.array([[-(2**63), 7, 2**63 - 1]], np.int64)),
+    "FP16": ("float16", np.array([[-65504, 0.5, 1e-3]], np.float16)),
+    "BF16": ("bfloat16", np.array([[-3, 0.5, 1e30]], ml_dtypes.bfloat16)),
+    "FP32": ("float32", np.array([[-1e38, 0.1, 1e-38]], np.float32)),
+    "FP64": ("float64", np.array([[-1e308, 0.1, 5e-324]], np.float64)),
+    "BYTES": ("string", np.array([["", "nul \0 inside", "größe 漢字"]], object)),
+}
+JSON_KINDS = [kind for kind in KINDS if kind not in ("FP16", "BF16")]
+
+
+class Echo(FakeEngine):
+    """Gives its input back."""
+
+    def __init__(self, dtype: str) -> None:
+        super().__init__()
+        self.inputs = (TensorSpec("x", dtype, ("N", 3)),)
+        self.outputs = (TensorSpec("y", dtype, ("N", 3)),)
+
+    def __call__(self, feeds):
+        return {"y": np.array(feeds["x"])}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Running]:
+    models = {kind.lower(): Echo(dtype) for kind, (dtype, _) in KINDS.items()}
+    with running(models) as server:
+        yield server
+
+
+@pytest.fixture
+def client(served: Running) -> Iterator[Any]:
+    client = triton.InferenceServerClient(f"127.0.0.1:{served.port}")
+    yield client
+    client.close()
+
+
+def given(kind: str, *, binary: bool = True, rows: int = 1, module: Any = triton) -> Any:
+    array = np.repeat(KINDS[kind][1], rows, axis=0)
+    tensor = module.InferInput("x", list(array.shape), kind)
+    tensor.set_data_from_numpy(array, binary_data=binary)
+    return tensor
+
+
+def check(kind: str, found: Any, rows: int = 1) -> None:
+    expected = np.repeat(KINDS[kind][1], rows, axis=0)
+    if kind == "BYTES":
+        texts = [t.decode() if isinstance(t, bytes) else t for t in found.reshape(-1)]
+        assert texts == list(expected.reshape(-1))
+        assert found.shape == expected.shape
+    else:
+        np.testing.assert_array_equal(found.astype(np.float64), expected.astype(np.float64))
+        assert found.dtype.itemsize == expected.dtype.itemsize or kind == "BF16"
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_datatype_as_bytes(client: Any, kind: str, rows: int) -> None:
+    answer = client.infer(kind.lower(), [given(kind, rows=rows)])
+    check(kind, answer.as_numpy("y"), rows)
+
+
+@pytest.mark.parametrize("kind", JSON_KINDS)
+def test_every_datatype_that_json_has(client: Any, kind: str) -> None:
+    for binary_in, binary_out in ((False, False), (True, False), (False, True)):
+        outputs = [triton.InferRequestedOutput("y", binary_data=binary_out)]
+        answer = client.infer(kind.lower(), [given(kind, binary=binary_in)], outputs=outputs)
+        check(kind, answer.as_numpy("y"))
+
+
+@pytest.mark.parametrize("kind", ["FP16", "BF16"])
+def test_a_half_has_no_json(client: Any, kind: str) -> None:
+    outputs = [triton.InferRequestedOutput("y", binary_data=False)]
+    with pytest.raises(triton.InferenceServerException, match="no JSON form"):
+        client.infer(kind.lower(), [given(kind)], outputs=outputs)
+
+
+@pytest.mark.parametrize("response", [None, "gzip", "deflate"])
+@pytest.mark.parametrize("request_", [None, "gzip", "deflate"])
+@pytest.mark.parametrize("kind", ["FP32", "BYTES"])
+def test_compression_both_ways(
+    client: Any, kind: str, request_: str | None, response: str | None
+) -> None:
+    for binary in (True, False):
+        answer = client.infer(
+            kind.lower(),
+            [given(kind, binary=binary, rows=32)],
+            outputs=[triton.InferRequestedOutput("y", binary_data=binary)],
+            request_compression_algorithm=request_,
+            response_compression_algorithm=response,
+        )
+        check(kind, answer.as_numpy("y"), 32)
+
+
+def test_an_answer_is_compressed_only_when_asked(served: Running) -> None:
+    from tests.serving.conftest import infer_json
+
+    body = infer_json([0.5] * 96, [32, 3])
+    target = "/v2/models/fp32/infer"
+    plain = served.ask("POST", target, body)
+    assert "content-encoding" not in plain.headers
+    small = served.ask("POST", target, body, Accept_Encoding="gzip")
+    assert small.headers["content-encoding"] == "gzip"
+    assert len(small.body) < len(plain.body)
+    assert "content-encoding" not in served.ask("POST", target, body, Accept_Encoding="br").headers
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_classification(client: Any, binary: bool) -> None:
+    outputs = [triton.InferRequestedOutput("y", binary_data=binary, class_count=2)]
+    answer = client.infer("int32", [given("INT32", rows=2)], outputs=outputs)
+    texts = answer.as_numpy("y")
+    assert texts.shape == (2, 2)
+    first = texts[0][0]
+    assert (first.decode() if isinstance(first, bytes) else first) == f"{2**31 - 1}:2"
+
+
+def test_errors_have_their_status_and_their_words(client: Any) -> None:
+    cases = [
+        (lambda: client.infer("absent", [given("FP32")]), "404", "there is no model"),
+        (lambda: client.infer("fp32", [given("FP64")]), "400", "FP32"),
+        (lambda: client.infer("fp32", [given("FP32")], "7"), "404", "no version"),
+        (lambda: client.infer("fp32", [given("FP32")], sequence_id=3), "400", "sequence_id"),
+        (lambda: client.get_model_config("absent"), "404", "there is no model"),
+        (lambda: client.load_model("fp32"), "501", "not offered"),
+        (lambda: client.unload_model("fp32"), "501", "not offered"),
+        (lambda: client.get_trace_settings("fp32"), "501", "not offered"),
+        (lambda: client.get_log_settings(), "501", "not offered"),
+        (lambda: client.get_system_shared_memory_status(), "501", "not offered"),
+        (lambda: client.get_cuda_shared_memory_status(), "501", "not offered"),
+    ]
+    for call, status, words in cases:
+        with pytest.raises(triton.InferenceServerException, match=words) as caught:
+            call()
+        assert caught.value.status() == status
+
+
+def test_a_deadline_that_passes_is_a_504(served: Running, client: Any) -> None:
+    with pytest.raises(triton.InferenceServerException) as caught:
+        client.infer("fp32", [given("FP32")], timeout=1)
+    assert caught.value.status() == "504"
+
+
+def test_aio(served: Running) -> None:
+    async def talk() -> None:
+        client = aio.InferenceServerClient(f"127.0.0.1:{served.port}")
+        try:
+            assert await client.is_server_live()
+            assert await client.is_server_ready()
+            assert await client.is_model_ready("fp32")
+            assert (await client.get_server_metadata())["name"] == "deploykit"
+            assert (await client.get_model_metadata("fp32"))["inputs"][0]["datatype"] == "FP32"
+            assert (await client.get_model_config("fp32"))["max_batch_size"] == 32
+            assert len(await client.get_model_repository_index()) == len(KINDS)
+            names = [kind for kind in KINDS for _ in range(3)]
+            answers = await asyncio.gather(
+                *(client.infer(kind.lower(), [given(kind, module=aio)]) for kind in names)
+            )
+            for kind, answer in zip(names, answers, strict=True):
+                check(kind, answer.as_numpy("y"))
+            for name in ("gzip", "deflate"):
+                answer = await client.infer(
+                    "fp32",
+                    [given("FP32", rows=8, module=aio)],
+                    request_compression_algorithm=name,
+                    response_compression_algorithm=name,
+                )
+                check("FP32", answer.as_numpy("y"), 8)
+            statistics = await client.get_inference_statistics("fp32")
+            assert statistics["model_stats"][0]["inference_count"] > 0
+            with pytest.raises(triton.InferenceServerException, match="there is no model"):
+                await client.infer("absent", [given("FP32", module=aio)])
+        finally:
+            await client.close()
+
+    asyncio.run(talk())
+
+
+def test_tls_and_a_token(pem: tuple[Path, Path]) -> None:
+    cert, key = pem
+    token = "correct horse battery"
+    with running({"fp32": Echo("float32")}, token=token, tls_cert=cert, tls_key=key) as server:
+        client = triton.InferenceServerClient(
+            f"localhost:{server.port}", ssl=True, ssl_options={"ca_certs": str(cert)}
+        )
+        assert client.is_server_ready()
+        with pytest.raises(triton.InferenceServerException, match="token"):
+            client.infer("fp32", [given("FP32")])
+        headers = {"Authorization": f"Bearer {token}"}
+        answer = client.infer("fp32", [given("FP32")], headers=headers)
+        check("FP32", answer.as_numpy("y"))
+        client.close()
