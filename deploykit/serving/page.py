@@ -1,0 +1,28 @@
+"""The page at `/`: its files, read once. They ask for nothing but this server's own routes.
+
+Out: `FILES`, by target: content type and body. The page gets its figures from GET /status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+_TYPES: Mapping[str, str] = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_FOLDER = Path(__file__).with_suffix("")
+
+
+def _files() -> dict[str, tuple[str, bytes]]:
+    found = {
+        f"/{path.name}": (_TYPES[path.suffix], path.read_bytes())
+        for path in sorted(_FOLDER.iterdir())
+    }
+    return {"/": found.pop("/index.html"), **found}
+
+
+FILES: Mapping[str, tuple[str, bytes]] = _files()

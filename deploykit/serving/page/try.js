@@ -1,0 +1,93 @@
+// The form that sends one request to a model, and what came back.
+
+import { byId, el, meter, setText, show } from "./dom.js";
+import { short } from "./figures.js";
+import { arrays, json, pad, photo, pictureOf } from "./inputs.js";
+import { infer, inferJson, size } from "./tensors.js";
+
+const SHOWN = 48; // values of a tensor that are written out
+const TOP = 5;
+
+/** Make the form for `model`; `headers()` gives what each request must carry. */
+export function tryIt(model, headers) {
+  const picture = pictureOf(model.inputs);
+  const clear = () => { setText(byId("took"), ""); show(byId("answer")); };
+  const ways = {};
+  if (picture?.channels === 1 && picture.height <= 64 && picture.width <= 64) ways.Draw = () => pad(model.inputs[0], picture, clear);
+  if (picture) ways.Picture = () => photo(model.inputs[0], picture, clear);
+  if (model.inputs.every((input) => input.datatype !== "BYTES" && input.datatype !== "BF16")) ways[".npy"] = () => arrays(model.inputs);
+  if (model.inputs.every((input) => input.datatype !== "FP16" && input.datatype !== "BF16")) ways.JSON = () => json(model.inputs);
+
+  let way = null;
+  const made = {};
+  const choose = (name) => {
+    way = made[name] ??= ways[name]();
+    byId("panel").replaceChildren(way.node);
+    clear();
+  };
+  const radios = Object.keys(ways).map((name, i) => {
+    const radio = el("input", { type: "radio", name: "kind", value: name, checked: i === 0 });
+    radio.addEventListener("change", () => choose(name));
+    return el("label", {}, radio, name);
+  });
+  byId("kinds").replaceChildren(...radios);
+  setText(byId("try-title"), `Try ${model.name}`);
+  if (!radios.length) {
+    byId("panel").replaceChildren(el("p", { class: "empty" }, "This page cannot make this model's inputs."));
+    byId("run").disabled = true;
+    return;
+  }
+  byId("run").disabled = false;
+  choose(Object.keys(ways)[0]);
+
+  byId("try").onsubmit = async (event) => {
+    event.preventDefault();
+    byId("run").disabled = true;
+    setText(byId("took"), "running");
+    try {
+      const { outputs, took } = way.text
+        ? await inferJson(model.name, headers(), way.text())
+        : await infer(model.name, headers(), await way.tensors());
+      setText(byId("took"), `${short(took)} ms, there and back`);
+      show(byId("answer"), ...outputs.map(outputNode));
+    } catch (problem) {
+      setText(byId("took"), "");
+      show(byId("answer"), el("p", { class: "bad", role: "alert" }, problem.message));
+    }
+    byId("run").disabled = false;
+  };
+}
+
+function outputNode(output) {
+  const title = el("p", {}, el("b", {}, output.name), " ",
+    el("span", { class: "quiet" }, `${output.datatype} [${output.shape.join(", ")}]`));
+  const width = output.shape.at(-1) ?? 1;
+  const numeric = output.datatype !== "BYTES" && output.datatype !== "BOOL";
+  const oneRow = numeric && width >= 2 && size(output.shape) === width && output.values.every(Number.isFinite);
+  return el("div", { class: "output" }, title, oneRow ? topOf(output.values, output.datatype) : null, valuesOf(output, numeric));
+}
+
+/** The largest values with their indices; of scores that are no shares yet, the softmax too. */
+function topOf(values, datatype) {
+  const total = values.reduce((a, b) => a + b, 0);
+  const shares = values.every((value) => value >= 0) && Math.abs(total - 1) < 0.02;
+  const most = values.reduce((a, b) => Math.max(a, b), -Infinity);
+  const spread = values.map((value) => Math.exp(value - most));
+  const sum = spread.reduce((a, b) => a + b, 0);
+  const share = shares ? values : datatype.startsWith("FP") || datatype === "BF16" ? spread.map((value) => value / sum) : null;
+  const best = values.map((_, i) => i).sort((a, b) => values[b] - values[a]).slice(0, TOP);
+  const rows = best.map((i) => el("li", {}, el("span", {}, String(i)), meter(share ? share[i] : values[i] / most),
+    el("span", {}, plain(values[i], 4)), el("span", { class: "quiet" }, share ? `${(100 * share[i]).toFixed(1)} %` : "")));
+  const what = shares || !share ? "Largest values, by index" : "Largest values, by index, and their softmax";
+  return el("div", {}, el("p", { class: "hint" }, what), el("ol", { class: "top" }, ...rows));
+}
+
+function valuesOf(output, numeric) {
+  const written = output.values.slice(0, SHOWN).map((value) => (numeric ? plain(value) : String(value)));
+  const more = output.values.length > SHOWN ? ` … ${output.values.length} in all` : "";
+  const summary = output.values.length > TOP ? el("summary", {}, "Values") : null;
+  const text = el("p", { class: "values" }, written.join("  ") + more);
+  return summary ? el("details", {}, summary, text) : text;
+}
+
+const plain = (value, digits = 5) => (Number.isInteger(value) ? String(value) : Number(value.toPrecision(digits)).toString());
