@@ -1,0 +1,91 @@
+"""Faults of the disk (F6, F7), with the real `build`.
+
+The write that all files go through is in tests/core/test_files.py, Ctrl-C in cli/test_interrupt.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from deploykit.core.artefact import read_manifest
+from deploykit.runtimes.engine import load
+from tests.serving.faults import LIMIT_S, REAL, ROOT, until
+
+BUILD = ("build", "m.onnx", "--profile", "cpu", "-o", "out/m.onnx")
+FULL = "mount -t tmpfs -o size=1m none out && cp before out/m.onnx && "
+KEPT = "cat out/m.onnx > after; ls -A out > left; exit $code"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with a model of 2 MiB."""
+    weights = np.random.default_rng(0).standard_normal((512, 1024), dtype=np.float32)
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 512])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 1024])],
+        [numpy_helper.from_array(weights, "w")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    onnx.save(model, tmp_path / "m.onnx")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "before").write_bytes(b"what was there before")
+    return tmp_path
+
+
+def start(place: Path, words: Sequence[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        words,
+        cwd=place,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_f6_a_full_disk_is_exit_3_and_nothing_is_lost(place: Path) -> None:
+    alone = ["unshare", "--mount", "sh", "-c"]
+    if subprocess.run([*alone, FULL + "true"], cwd=place, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    script = f'{FULL} {{ "$@"; code=$?; {KEPT}; }}'
+    with start(place, [*alone, script, "sh", *REAL, *BUILD]) as process:
+        _, said = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 3, said
+    assert "no space left" in said
+    assert "Traceback" not in said
+    assert (place / "after").read_bytes() == b"what was there before"
+    assert (place / "left").read_text().split() == ["m.onnx"]
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.02, 0.1])
+def test_f7_kill_9_while_building_leaves_no_file_that_does_not_verify(
+    place: Path, wait_s: float
+) -> None:
+    out = place / "out"
+    with start(place, [*REAL, *BUILD]) as process:
+        until(lambda: any(out.iterdir()) or process.poll() is not None)  # it has begun to write
+        threading.Event().wait(wait_s)
+        process.kill()
+        process.communicate()
+    whole = out / "m.onnx"
+    if whole.exists():
+        with load(whole, "cpu") as engine:
+            engine({"x": np.ones((1, 512), np.float32)})
+        manifest = read_manifest(whole)  # raises when it describes another file
+        assert manifest is None or manifest.sha256 == hashlib.sha256(whole.read_bytes()).hexdigest()
+    with start(place, [*REAL, *BUILD]) as process:
+        process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0
+    assert read_manifest(whole) is not None

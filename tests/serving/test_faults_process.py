@@ -1,0 +1,225 @@
+"""Faults of the process and its machine (F1, F4, F5, F14, F18, F20), with the real command.
+
+F2 is in test_shutdown_load.py and test_shutdown.py, F15 in test_http_faults.py.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from tests.onnx_zoo import linear, save
+from tests.serving.faults import BROKEN, LIMIT_S, REAL, REFUSED, ROOT, Clients, Process, until
+from tests.serving.serve_faulty import POISON
+
+BATCHED = {"FAULT_LATENCY_S": "0.05", "FAULT_ROWS": "8"}
+
+
+def engine(folder: Path) -> Path:
+    return save(linear(), folder / "m.onnx")
+
+
+def held_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port: int = taken.getsockname()[1]
+        return port
+
+
+def test_f1_kill_9_leaves_nothing_and_the_port_is_free(tmp_path: Path) -> None:
+    scratch = tmp_path / "tmp"
+    scratch.mkdir()
+    port = held_port()
+    for wait_s in (0.0, 0.03, 0.11):  # within a batch, and between two
+        env = {**BATCHED, "TMPDIR": str(scratch), "HOME": str(scratch)}
+        with Process(tmp_path, port=port, env=env) as server, Clients(port, 8) as clients:
+            until(lambda clients=clients: len(clients.outcomes) > 8)
+            threading.Event().wait(wait_s)
+            assert server.shared() == []
+            server.popen.kill()
+            server.wait()
+            counts = clients.stop()  # no wrong 200
+        assert counts.keys() <= {200, BROKEN, REFUSED}
+        assert sorted(path.name for path in tmp_path.rglob("*")) == ["stderr.txt", "tmp"]
+    with Process(tmp_path, port=port) as server:
+        assert server.infer(1) == (200, [3.0])
+
+
+@pytest.mark.parametrize("fault", ["truncated", "replaced by noise", "deleted", "moved away"])
+def test_f4_an_engine_file_that_goes_does_not_take_the_server_along(
+    tmp_path: Path, fault: str
+) -> None:
+    path = engine(tmp_path)
+    with Process(tmp_path, command=REAL, engine="m=m.onnx") as server:
+        before = server.infer(1, 2, 3)
+        assert before[0] == 200
+        if fault == "truncated":
+            os.truncate(path, 0)
+        elif fault == "replaced by noise":
+            (tmp_path / "noise").write_bytes(bytes(range(256)))
+            (tmp_path / "noise").replace(path)
+        elif fault == "deleted":
+            path.unlink()
+        else:
+            path.rename(tmp_path / "elsewhere")
+        until(lambda: server.infer(1, 2, 3) == before and server.gauge("deploykit_reload_failed"))
+        until(lambda: [line for line in server.said() if "the engine in use stays" in line])
+        assert server.infer(1, 2, 3) == before
+        assert server.status("/v2/health/ready") == 200
+
+
+def test_f5_a_new_version_is_taken_over_without_a_failed_request(tmp_path: Path) -> None:
+    path = engine(tmp_path)
+    model = linear()
+    weights = model.graph.initializer[0]
+    new = save(scaled(model, weights.name), tmp_path / "new.onnx")
+    with Process(tmp_path, command=REAL, engine="m=m.onnx") as server:
+        before = server.infer(1)
+        new.replace(path)
+        answers = [before]
+        until(lambda: answers.append(server.infer(1)) or answers[-1] != before)
+        assert {status for status, _ in answers} == {200}
+        assert server.infer(1) == answers[-1]
+        assert server.gauge("deploykit_reloads_total") == 1
+
+
+def scaled(model: onnx.ModelProto, name: str) -> onnx.ModelProto:
+    """`model` with one of its weights doubled."""
+    for number, tensor in enumerate(model.graph.initializer):
+        if tensor.name == name:
+            doubled = numpy_helper.from_array(2 * numpy_helper.to_array(tensor), name)
+            model.graph.initializer[number].CopyFrom(doubled)
+    return model
+
+
+CLOCK = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <sys/time.h>
+#include <time.h>
+
+static long shift(void) {  /* seconds: an hour on or back, while the file FAULT_CLOCK says so */
+    struct stat found;
+    const char *path = getenv("FAULT_CLOCK");
+    if (!path || stat(path, &found)) return 0;
+    return found.st_size == 1 ? 3600 : -3600;
+}
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+    int code = real(clock, now);
+    if (clock == CLOCK_REALTIME) now->tv_sec += shift();
+    return code;
+}
+int gettimeofday(struct timeval *restrict now, void *restrict zone) {
+    struct timespec found;
+    clock_gettime(CLOCK_REALTIME, &found);
+    now->tv_sec = found.tv_sec;
+    now->tv_usec = found.tv_nsec / 1000;
+    return 0;
+}
+time_t time(time_t *now) {
+    struct timespec found;
+    clock_gettime(CLOCK_REALTIME, &found);
+    if (now) *now = found.tv_sec;
+    return found.tv_sec;
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler to move the clock")
+def test_f14_a_jump_of_the_wall_clock_changes_nothing(tmp_path: Path) -> None:
+    source, library, jump = tmp_path / "clock.c", tmp_path / "clock.so", tmp_path / "jump"
+    source.write_text(CLOCK)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    env = {**BATCHED, "LD_PRELOAD": str(library), "FAULT_CLOCK": str(jump)}
+    with Process(tmp_path, env=env) as server, Clients(server.port, 4) as clients:
+        idle = socket.create_connection(("127.0.0.1", server.port), LIMIT_S)
+        hours = {}
+        for content in (b"", b"+", b"--", b"+"):  # now, an hour on, an hour back, on again
+            if content:
+                jump.write_bytes(content)
+            done = len(clients.outcomes)
+            until(lambda done=done: len(clients.outcomes) > done + 20)
+            hours[content] = server.ask("GET", "/v2/health/live")[1]["date"]
+            text = server.ask("GET", "/metrics")[2].decode()
+            numbers = [line.rpartition(" ")[2] for line in text.splitlines() if line[0] != "#"]
+            assert not [number for number in numbers if number.startswith("-")]
+        assert hours[b"+"] != hours[b"--"]  # the clock did move
+        assert set(clients.stop()) == {200}
+        idle.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert idle.recv(12) == b"HTTP/1.1 200"
+        idle.close()
+
+
+def run(
+    tmp_path: Path, *words: str, before: Sequence[str] = (), **env: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*before, *REAL, *words],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], **env},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def test_f18_a_port_in_use_is_exit_2(tmp_path: Path) -> None:
+    engine(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        found = run(tmp_path, "serve", "--engine", "m.onnx", "--http-port", port, "--no-grpc")
+    assert found.returncode == 2
+    assert f"--http-port {port}: already in use" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_f18_a_read_only_output_folder_is_exit_2(tmp_path: Path) -> None:
+    engine(tmp_path)
+    (tmp_path / "out").mkdir()
+    mount = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro none out && exec "$@"', "sh"]
+    if subprocess.run([*mount, "true"], cwd=tmp_path, capture_output=True, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    build = ("build", "m.onnx", "--profile", "cpu", "-o", "out/m.onnx")
+    found = run(tmp_path, *build, before=mount, HOME="/")
+    assert found.returncode == 2, found.stderr
+    assert "out: " in found.stderr or "out/m.onnx" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_f18_without_home_and_shared_memory_it_serves(tmp_path: Path) -> None:
+    engine(tmp_path)
+    bare = ["env", "-u", "HOME"]
+    alone = ["unshare", "--mount", "sh", "-c", 'umount -l /dev/shm && exec "$@"', "sh"]
+    if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode == 0:
+        bare = [*alone, *bare]
+    with Process(tmp_path, command=[*bare, *REAL], engine="m=m.onnx") as server:
+        assert server.infer(1)[0] == 200
+
+
+def test_f20_a_log_that_nobody_reads_stops_nobody(tmp_path: Path) -> None:
+    """Each poisoned row is a line of the log: far more than a pipe holds, read by no one."""
+    read, write = os.pipe()
+    try:
+        with Process(tmp_path, stderr=write) as server:
+            for _ in range(2000):
+                assert server.infer(POISON)[0] == 500
+            assert server.infer(1) == (200, [3.0])
+            server.popen.send_signal(signal.SIGTERM)
+            assert server.wait() == 0
+    finally:
+        os.close(read)
+        os.close(write)
