@@ -209,7 +209,7 @@ def serve_protocol(model: str, port: int) -> None:
     from deploykit.serving.http import ServeOptions, run
 
     options = ServeOptions(http_port=port, max_batch=MAX_BATCH)
-    run({"m": engine_for(model)}, options, lambda _host, _port: None)
+    run({"m": engine_for(model)}, options, lambda *_: None)
 
 
 SERVE = {"uvicorn": serve_uvicorn, "granian": serve_granian, "protocol": serve_protocol}

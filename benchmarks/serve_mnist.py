@@ -50,7 +50,7 @@ def serve(model: Path, max_batch: int) -> None:
 
     with open_engine(model, "cpu") as engine:
         options = ServeOptions(http_port=0, max_batch=max_batch)
-        run({"m": engine}, options, lambda _, port: print(port, flush=True))
+        run({"m": engine}, options, lambda _, port, __: print(port, flush=True))
 
 
 def measure(model: Path, counts: list[int], seconds: float, max_batch: int, folder: Path) -> None:
@@ -143,19 +143,20 @@ def images_per_s(engine, batch: int, seconds: float) -> float:
 def step_costs_us(engine, rows: np.ndarray, max_batch: int) -> dict[str, float]:
     """The product's own functions, each timed alone: a request's cost without contention."""
     from deploykit.serving import oip
-    from deploykit.serving.batcher import _stack
     from deploykit.serving.policy import Pending
+    from deploykit.serving.request import signature
+    from deploykit.serving.rows import stack
 
     raw = infer_request("127.0.0.1", 80, "m", engine.inputs[0].name, rows)
     body = raw[raw.index(b"\r\n\r\n") + 4 :]
     json_bytes = len(body) - rows.nbytes
-    model = oip.signature(engine.inputs, engine.outputs, max_batch, 64 << 20)
+    model = signature(engine.inputs, engine.outputs, max_batch, 64 << 20)
     request = oip.decode(body, json_bytes, model)
     outputs = engine(request.feeds)
     batch = [Pending(request.feeds, 1, request.key, print, 0, 0, 0) for _ in range(max_batch)]
     return {
         "decode": each_us(lambda: oip.decode(body, json_bytes, model)),
-        f"stack, batch {max_batch}": each_us(lambda: _stack(batch)) / max_batch,
+        f"stack, batch {max_batch}": each_us(lambda: stack(batch)) / max_batch,
         "encode": each_us(lambda: oip.encode("m", "1", request, outputs, model)),
     }
 

@@ -1,0 +1,19 @@
+"""A server whose engine has a known capacity: it takes a set time for each batch, on no core.
+
+python engine_server.py PORT MAX_BATCH LATENCY_MS QUEUE
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from deploykit.runtimes.fake import FakeEngine
+from deploykit.serving.http import ServeOptions, run
+
+port, max_batch, latency_ms, queue = (int(word) for word in sys.argv[1:5])
+options = ServeOptions(http_port=port, max_batch=max_batch, queue=queue)
+engine = FakeEngine(width=64, latency_s=latency_ms / 1e3)
+run({"m": engine}, options, lambda *_: None)

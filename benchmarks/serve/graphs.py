@@ -1,0 +1,105 @@
+"""The models that are served, and what they do without a server.
+
+`tiny`: a CNN of MNIST's size. `resnet18`: ResNet-18 with seeded weights, batch norms folded in.
+Both float32, input "x", output "y", dynamic batch axis; only their size matters.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from mnist_graph import write_mnist
+
+
+@dataclass(frozen=True)
+class Model:
+    """`batches` and `ceiling_s`: the sizes that the ceiling is taken at, and the time of each."""
+
+    name: str
+    shape: tuple[int, ...]
+    write: Callable[[Path], Path]
+    connections: tuple[int, ...]
+    batches: tuple[int, ...]
+    ceiling_s: float
+    slow: bool  # some dozen requests a second: the edges of a run count
+
+    def rows(self, batch: int = 1) -> np.ndarray:
+        """Seeded values with three decimals, so that JSON is as short as it can be."""
+        rows = np.random.default_rng(0).random((batch, *self.shape), dtype=np.float32)
+        return np.round(rows, 3)
+
+
+def write_resnet18(path: Path) -> Path:
+    """Write the graph (opset 17, 11.7 million weights) to `path`."""
+    rng = np.random.default_rng(0)
+    weights, nodes = [], []
+
+    def weight(name: str, *shape: int) -> str:
+        scale = np.sqrt(2 / np.prod(shape[1:])) if len(shape) > 1 else 0.1
+        values = (rng.standard_normal(shape) * scale).astype(np.float32)
+        weights.append(numpy_helper.from_array(values, name))
+        return name
+
+    def node(kind: str, inputs: Sequence[str], **attributes: object) -> str:
+        out = f"t{len(nodes)}"
+        nodes.append(helper.make_node(kind, inputs, [out], **attributes))
+        return out
+
+    def conv(source: str, fan_in: int, fan_out: int, size: int, stride: int) -> str:
+        name = f"{len(nodes)}"
+        kernel = weight(f"w{name}", fan_out, fan_in, size, size)
+        bias = weight(f"b{name}", fan_out)
+        pads = [size // 2] * 4
+        return node("Conv", [source, kernel, bias], strides=[stride, stride], pads=pads)
+
+    top = node("Relu", [conv("x", 3, 64, 7, 2)])
+    top = node("MaxPool", [top], kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1])
+    wide = 64
+    for planes in (64, 128, 256, 512):
+        for block in range(2):
+            stride = 2 if block == 0 and planes > 64 else 1
+            path_in = top if wide == planes else conv(top, wide, planes, 1, stride)
+            top = node("Relu", [conv(top, wide, planes, 3, stride)])
+            top = node("Relu", [node("Add", [conv(top, planes, planes, 3, 1), path_in])])
+            wide = planes
+    top = node("Flatten", [node("GlobalAveragePool", [top])])
+    last = [top, weight("w", 1000, 512), weight("b", 1000)]
+    nodes.append(helper.make_node("Gemm", last, ["y"], transB=1))
+    image = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 3, 224, 224])
+    logits = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 1000])
+    graph = helper.make_graph(nodes, "resnet18", [image], [logits], weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.checker.check_model(model, full_check=True)
+    onnx.save(model, path)
+    return path
+
+
+MODELS = {
+    "tiny": Model("tiny", (1, 28, 28), write_mnist, (1, 32, 128), (1, 8, 32, 64), 0.5, False),
+    "resnet18": Model(
+        "resnet18", (3, 224, 224), write_resnet18, (8, 32), (1, 8, 16, 32), 2.0, True
+    ),
+}
+
+
+def ceiling(session: object, model: Model) -> dict[int, float]:
+    """Images per second of `session` alone at each batch size, one caller, a warm-up call each."""
+    found = {}
+    for batch in model.batches:
+        feeds = {"x": model.rows(batch)}
+        session.run(["y"], feeds)
+        begin_s, runs = time.perf_counter(), 0
+        while (now_s := time.perf_counter()) < begin_s + model.ceiling_s:
+            session.run(["y"], feeds)
+            runs += 1
+        found[batch] = runs * batch / (now_s - begin_s)
+    return found

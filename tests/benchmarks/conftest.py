@@ -1,0 +1,9 @@
+"""The serving benchmarks import each other by bare names, as scripts in one folder do."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "serve"
+sys.path.insert(0, str(FOLDER))

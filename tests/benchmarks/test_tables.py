@@ -1,0 +1,165 @@
+"""The comparison's Markdown, memory from /proc, and what an overload's requests add up to."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import overload
+import pytest
+from clients import Sample
+from memory import file_pages_kib, held_mib
+from processes import started
+from reasons import NotMeasuredError
+from tables import Cell, Results, markdown, share_of_ceiling, times_of
+
+TITLES = {"deploykit": "deploykit 1", "slow": "Slow 2", "fast": "Fast 3", "gone": "Gone 4"}
+
+
+def sample(per_s: float) -> Sample:
+    return Sample(per_s, 1.0, 2.0, 0)
+
+
+def results() -> Results:
+    found = Results("tiny", TITLES, reasons={"gone": "not installed: no wheel"})
+    rates = {"deploykit": (1000, 2000, 1100), "slow": (100, 200, 110), "fast": (500, 1000, 500)}
+    for name, values in rates.items():
+        found.samples[Cell(name, "HTTP", 32)] = [sample(value) for value in values]
+        found.ready_s[name] = found.ready_mib[name] = found.loaded_mib[name] = [1.0]
+    found.samples[Cell("fast", "HTTP", 32)][1] = None
+    found.ceilings = [{1: 1500.0, 8: 2000.0}, {1: 1500.0, 8: 4000.0}, {1: 1500.0, 8: 2200.0}]
+    return found
+
+
+def test_ratios_are_paired_by_round() -> None:
+    times = times_of(results(), "slow", "HTTP", 32)
+    assert times is not None
+    assert (times.low, times.value, times.high) == pytest.approx((10, 10, 10))
+
+
+def test_a_round_without_a_figure_is_left_out_on_both_sides() -> None:
+    times = times_of(results(), "fast", "HTTP", 32)
+    assert times is not None
+    assert times.value == pytest.approx((2.0 * 2.2) ** 0.5)
+
+
+def test_the_share_is_of_the_best_batch_in_the_same_round() -> None:
+    share = share_of_ceiling(results(), Cell("deploykit", "HTTP", 32))
+    assert share is not None
+    assert share.value == pytest.approx(0.5)
+
+
+def test_the_table_says_who_is_best_and_why_one_is_missing() -> None:
+    text = markdown(results())
+    assert "2,000 at 8" not in text.splitlines()[0]
+    assert "2,200 at 8" in text  # the median round's
+    assert "| Gone 4 | not measured |" in text
+    assert "Gone 4: not installed: no wheel" in text
+    assert "as many requests as the best of the others, Fast 3" in text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    head = next(line for line in rows if "p99" in line)
+    widths = {line.count("|") for line in rows[rows.index(head) : rows.index(head) + 6]}
+    assert widths == {head.count("|")}
+
+
+def test_one_round_has_a_ratio_without_an_interval() -> None:
+    found = results()
+    found.samples = {cell: samples[:1] for cell, samples in found.samples.items()}
+    assert "| 10.00x |" in markdown(found)
+
+
+SMAPS = """\
+7f00-7f10 r-xp 00000000 08:01 42                 /usr/lib/libx.so
+Size:                100 kB
+Rss:                  80 kB
+Anonymous:            10 kB
+VmFlags: rd ex mr mw me
+7f10-7f20 rw-p 00000000 00:00 0
+Rss:                  50 kB
+Anonymous:            50 kB
+7f20-7f30 rw-s 00000000 00:01 7                  /dev/shm/tensor
+Rss:                  30 kB
+Anonymous:             0 kB
+"""
+
+
+def write_process(proc: Path, pid: int, *, smaps: str) -> None:
+    folder = proc / str(pid)
+    folder.mkdir(parents=True)
+    (folder / "smaps").write_text(smaps)
+    own = "Rss: 160 kB\nPss_Anon: 60 kB\nPss_File: 35 kB\nPss_Shmem: 15 kB\n"
+    (folder / "smaps_rollup").write_text(own)
+
+
+def test_file_pages_leave_out_memory_that_is_not_a_file() -> None:
+    assert file_pages_kib(SMAPS) == {("/usr/lib/libx.so", "00000000"): 70}
+
+
+def test_a_library_counts_whole_and_once(tmp_path: Path) -> None:
+    for pid in (7, 8):
+        write_process(tmp_path, pid, smaps=SMAPS)
+    assert held_mib([7, 8, 9], tmp_path) * 1024 == pytest.approx(2 * (60 + 15) + 70)
+
+
+def test_memory_of_this_process_is_about_its_resident_set() -> None:
+    status = Path("/proc/self/status").read_text().split("VmRSS:")[1]
+    rss_mib = int(status.split()[0]) / 1024
+    assert held_mib([os.getpid()]) == pytest.approx(rss_mib, rel=0.2)
+
+
+def test_a_server_that_ends_says_its_last_error() -> None:
+    words = [sys.executable, "-c", "raise SystemExit('ImportError: no such thing')"]
+    failing = started(words, lambda: False)
+    with pytest.raises(NotMeasuredError, match="ended with 1: ImportError"), failing:
+        pass
+
+
+def test_a_server_ends_with_all_that_it_started(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    code = (
+        "import pathlib, subprocess, sys, time\n"
+        "kid = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
+        " start_new_session=True)\n"
+        f"pathlib.Path({str(child)!r}).write_text(str(kid.pid))\n"
+        "time.sleep(600)\n"
+    )
+    with started(
+        [sys.executable, "-c", code], lambda: child.exists() and bool(child.read_text())
+    ) as server:
+        pid = int(child.read_text())
+        assert Path(f"/proc/{pid}").exists()
+        assert server.held_mib() > 5
+    state = Path(f"/proc/{pid}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_an_overload_counts_good_answers_and_the_time_to_recover() -> None:
+    start_s = np.arange(0, 10, 0.01)
+    status = np.full(len(start_s), 200)
+    taken_s = np.full(len(start_s), 0.04)
+    during = (start_s >= 2) & (start_s < 5)
+    refused = during & (np.arange(len(start_s)) % 2 == 0)
+    status[refused], taken_s[refused] = 503, 0.001
+    taken_s[(start_s >= 5) & (start_s < 5.65)] = 0.3  # what the overload left in the queue
+    found = overload.summary(start_s, start_s + taken_s, status, 2.0, 5.0, 0.0)
+    assert found.goodput_per_s == pytest.approx(50, rel=0.05)
+    assert found.refused_share == pytest.approx(0.5, abs=0.01)
+    assert found.refused_p99_ms == pytest.approx(1.0)
+    assert found.recovery_s == pytest.approx(0.75)
+    assert found.failed == 0
+
+
+def test_an_answer_after_the_limit_is_not_good() -> None:
+    start_s = np.arange(0, 4, 0.01)
+    taken_s = np.where(start_s < 1, 0.04, overload.LIMIT_MS / 1e3 + 0.1)
+    found = overload.summary(start_s, start_s + taken_s, np.full(len(start_s), 200), 1.0, 4.0, 0.0)
+    assert found.goodput_per_s < 2  # what was due just before ends just after
+    assert found.refused_p99_ms is None
+
+
+@pytest.mark.parametrize(("lag_ms", "marked"), [(2.0, False), (30.0, True)])
+def test_a_late_generator_gives_no_verdict(lag_ms: float, marked: bool) -> None:
+    run = overload.Overload(390.0, 400.0, 0.5, 1.0, 9.0, 0, 0.25, lag_ms)
+    assert ("no verdict" in overload.row(2, [run], [0.98])) == marked
