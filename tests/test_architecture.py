@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from pathlib import Path
 
 import pytest
@@ -31,6 +30,10 @@ OWNERS = {
     "httptools": {"serving/http.py", "serving/wire.py", "measure/client.py"},
     "uvloop": {"serving/http.py", "measure/client.py"},
     "orjson": {"serving/", "measure/remote.py"},
+    "hpack": {"serving/grpc_heads.py", "serving/grpc_wire.py"},
+    "google": {"serving/grpc_messages.py", "transforms/checks.py"},
+    "pynvml": {"serving/devices.py"},
+    "opentelemetry": {"serving/tracing.py"},
     "typer": {"cli/"},
 }
 CEILINGS = {  # lines, docstrings included: what a room may grow to
@@ -41,9 +44,9 @@ CEILINGS = {  # lines, docstrings included: what a room may grow to
     "transforms": 3800,
     "builders": 1700,
     "measure": 4700,
-    "serving": 2600,
-    "api": 2700,
-    "cli": 1100,
+    "serving": 9200,
+    "api": 3500,
+    "cli": 1250,
 }
 
 
@@ -192,8 +195,14 @@ def test_every_file_opens_with_what_it_is_for(path: Path) -> None:
 
 
 def test_only_output_prints() -> None:
-    printing = [name_of(p) for p in FILES if re.search(r"(?<![\w.])print\(", p.read_text())]
-    assert printing == ["cli/output.py"]
+    def prints(path: Path) -> bool:
+        called = (node.func for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
+        return any(isinstance(name, ast.Name) and name.id == "print" for name in called)
+
+    def tree(path: Path) -> ast.Module:
+        return ast.parse(path.read_text(encoding="utf-8"))
+
+    assert [name_of(path) for path in FILES if prints(path)] == ["cli/output.py"]
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE.parent / "models").glob("*.py")), ids=str)

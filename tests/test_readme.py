@@ -46,7 +46,8 @@ def test_the_readmes_blocks_run(tmp_path: Path, server_of: list[subprocess.Popen
             commands = [shlex.split(line) for line in text.splitlines() if line.strip()]
         for command in commands:
             if command[:2] == ["deploykit", "serve"]:
-                command[command.index("8000")] = "0"  # any free port
+                for port in ("8000", "8001"):
+                    command[command.index(port)] = "0"  # any free one
                 server = subprocess.Popen(
                     command, cwd=tmp_path, env=place, stdout=subprocess.PIPE, text=True
                 )

@@ -15,7 +15,8 @@ HEAVY = {
     "onnxruntime",
     "sklearn",
     "starlette",
-    "grpc",
+    "google",
+    "hpack",
     "httptools",
     "rich",
 }

@@ -18,7 +18,9 @@ from deploykit.core.machine import usable_cores
 
 if TYPE_CHECKING:
     from deploykit.runtimes.engine import Engine
-    from deploykit.serving.http import Server
+    from deploykit.serving.options import ServeOptions
+    from deploykit.serving.shadow import Shadow
+    from deploykit.serving.tracing import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +61,8 @@ def serve(
     its port is None.
     """
     from deploykit.serving import http, logs
-    from deploykit.serving.reload import Source
+    from deploykit.serving.reload import TEXTS, Reloader, Source
+    from deploykit.serving.shadow import TEXTS as SHADOW_TEXTS
 
     settings = http.ServeOptions(
         token=_token(token_file), buckets=_buckets(buckets), pad=_pads(pads), **options
@@ -86,15 +89,22 @@ def serve(
             models[name] = source.load()
             for engine in models[name]:
                 stack.callback(engine.close)
+        shadowing = _shadows(references, models, settings, stack)
+        tracer = _tracer(settings.otlp, stack)
         server = http.Server(models, settings)
         server.service.show(logs.samples)
-        _shadowed(server, references, stack)
-        _traced(server, stack)
+        for name, shadow in shadowing.items():
+            server.service.find(name).watch(shadow)
+            server.service.show(shadow.samples, SHADOW_TEXTS)
+        if tracer is not None:
+            server.service.show(tracer.samples)
+            for name, model in server.service.models.items():
+                model.watch(tracer.watch(name))
         if reload:
-            from deploykit.serving.reload import TEXTS, Reloader
-
             reloader = stack.enter_context(Reloader(server.service, sources))
             server.service.show(reloader.samples, TEXTS)
+            for name, model in server.service.models.items():
+                model.remark = partial(reloader.error, name)
 
         def ready(at_host: str, at_port: int, at_grpc_port: int | None) -> None:
             if on_ready is not None:
@@ -112,6 +122,8 @@ def _open(
     trust: bool,
     cpu_fallback: bool,
 ) -> Sequence[Engine]:
+    if instances < 1:
+        raise BadInput(f"--instances {instances}: 1 or more is needed")
     if threads is None and instances > 1:
         threads = max(1, usable_cores() // instances)
     try:
@@ -126,33 +138,31 @@ def _open(
         return engines
 
 
-def _shadowed(server: Server, references: Mapping[str, Path], stack: ExitStack) -> None:
-    """Run a share of the live requests again on what they should agree with."""
-    from deploykit.serving.shadow import TEXTS, Shadow, check_reference
+def _shadows(
+    references: Mapping[str, Path],
+    models: Mapping[str, Sequence[Engine]],
+    options: ServeOptions,
+    stack: ExitStack,
+) -> dict[str, Shadow]:
+    """By model, what runs a share of its live requests again on what they should agree with."""
+    from deploykit.serving.shadow import Shadow, check_reference
 
+    found = {}
     for name, file in references.items():
         (reference,) = open_proven(file, "cpu", threads=_SHADOW_THREADS)
         stack.callback(reference.close)
-        model = server.service.find(name)
-        check_reference(model.engines[0], reference)
-        options = server.service.options
+        check_reference(models[name][0], reference)
         shadow = Shadow(name, reference, rate=options.shadow_rate, alarm=options.shadow_alarm)
-        stack.enter_context(shadow)
-        model.watch(shadow)
-        server.service.show(shadow.samples, TEXTS)
+        found[name] = stack.enter_context(shadow)
+    return found
 
 
-def _traced(server: Server, stack: ExitStack) -> None:
-    """Send a span for each request where `--otlp` says."""
-    endpoint = server.service.options.otlp
+def _tracer(endpoint: str | None, stack: ExitStack) -> Tracer | None:
     if endpoint is None:
-        return
+        return None
     from deploykit.serving.tracing import Tracer
 
-    tracer = stack.enter_context(Tracer(endpoint))
-    for name, model in server.service.models.items():
-        model.watch(tracer.watch(name))
-    server.service.show(tracer.samples)
+    return stack.enter_context(Tracer(endpoint))
 
 
 def _named(option: str, texts: Sequence[str]) -> dict[str, Path]:
