@@ -228,12 +228,14 @@ class ServedModel:
     # -- description ---------------------------------------------------------------------------
 
     def metadata(self) -> dict[str, Any]:
+        """The protocol's, and `parameters`: what it runs on and the notes on that."""
         return {
             "name": self.name,
             "versions": [VERSION],
             "platform": self._platform()[0],
             "inputs": [_described(slot) for slot in self.signature.inputs.values()],
             "outputs": [_described(slot) for slot in self.signature.outputs.values()],
+            "parameters": {"device": self.device, "notes": "; ".join(self.notes)},
         }
 
     def config(self) -> dict[str, Any]:
