@@ -102,6 +102,7 @@ def test_the_metadata_names_license_python_and_extras(wheel: Path) -> None:
         "cpu",
         "gpu",
         "tensorrt",
+        "trace",
         "export",
         "images",
         "train",

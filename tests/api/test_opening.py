@@ -5,9 +5,9 @@ The machine is made of Python below our runtime; see `tests.runtimes.gpu_machine
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +18,7 @@ import pytest
 
 import deploykit as dk
 from deploykit.api.opening import open_proven
+from deploykit.core import files
 from deploykit.core.artefact import manifest_path, read_manifest
 from tests.runtimes.gpu_machine import LAYERS, gpu_machine, plan
 
@@ -207,10 +208,11 @@ def test_a_folder_that_cannot_be_written_to_is_a_note(
     unproven: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = manifest_path(unproven).read_bytes()
-    access = os.access
-    monkeypatch.setattr(  # root may write anywhere
-        os, "access", lambda path, mode: not mode & os.W_OK and access(path, mode)
-    )
+
+    def refuse(**_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(files.tempfile, "TemporaryFile", refuse)  # root may write anywhere
     (note,) = opened(unproven)
     assert "was not kept" in note
     assert manifest_path(unproven).read_bytes() == before
