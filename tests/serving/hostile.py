@@ -16,7 +16,7 @@ INFER = "/v2/models/m/infer"
 GOOD = request("POST", INFER, infer_json([1, 2, 3, 4], [1, 4]))
 REPEATS = 100
 SLACK_BYTES = 32 << 20  # growth of the memory over the repeats, if a body is read; 1 MiB if not
-_LEAKS = re.compile(r"Traceback|\.py\b|/work/|/tmp/|/home/|0x[0-9a-f]{6,}|Thread|object at")
+_LEAKS = re.compile(r"Traceback|\.py\b|/tmp/|/home/|/root/|0x[0-9a-f]{6,}|Thread|object at")
 
 
 class Lines(logging.Handler):
