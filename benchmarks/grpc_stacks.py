@@ -19,18 +19,18 @@ import concurrent.futures
 import contextlib
 import os
 import re
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+from child import listening
 from mnist_graph import write_mnist
 
 STACKS = ("grpcio.aio", "grpcio threads", "h2", "ours", "http")
@@ -140,24 +140,9 @@ def check(port: int, shape: tuple[int, ...]) -> None:
         raise SystemExit("a wrong answer")
 
 
-@contextlib.contextmanager
-def started(name: str, model: str) -> Iterator[int]:
-    """A server process of that stack; yields its port once it accepts."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, __file__, "--serve", name, "--model", model, "--port", str(port)]
-    server = subprocess.Popen(command)
-    try:
-        for _ in range(200):
-            try:
-                socket.create_connection(("127.0.0.1", port)).close()
-                break
-            except ConnectionRefusedError:
-                time.sleep(0.05)
-        yield port
-    finally:
-        server.kill()
-        server.wait(30)
+def started(name: str, model: str) -> AbstractContextManager[int]:
+    """A server process of that stack, and its port."""
+    return listening([sys.executable, __file__, "--serve", name, "--model", model])
 
 
 def service_for(model: str, deliver: Callable) -> object:

@@ -15,17 +15,15 @@ import argparse
 import asyncio
 import contextlib
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+from child import listening
 from http_client import infer_request, load
 from mnist_graph import write_mnist
 
@@ -84,24 +82,9 @@ def compare(model: str, counts: list[int], seconds: float, rounds: int, request:
             )
 
 
-@contextlib.contextmanager
-def started(name: str, model: str) -> Iterator[int]:
-    """A server process of that stack; yields its port once it accepts."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, __file__, "--serve", name, "--model", model, "--port", str(port)]
-    server = subprocess.Popen(command)
-    try:
-        for _ in range(200):
-            try:
-                socket.create_connection(("127.0.0.1", port)).close()
-                break
-            except ConnectionRefusedError:
-                time.sleep(0.05)
-        yield port
-    finally:
-        server.terminate()
-        server.wait(30)
+def started(name: str, model: str) -> AbstractContextManager[int]:
+    """A server process of that stack, and its port."""
+    return listening([sys.executable, __file__, "--serve", name, "--model", model])
 
 
 def engine_for(model: str):

@@ -18,6 +18,7 @@ from deploykit.measure.charts import LOOKS
 from deploykit.measure.html import page
 from deploykit.measure.report import Gate, Report, write
 from deploykit.measure.style import CSS, DARK, LIGHT
+from tests.contrast import contrast
 
 VOID = {"meta", "circle", "path", "br", "link", "img"}
 HOSTILE = "</script><script>alert('x')</script>\"'&\0\x1b"
@@ -53,20 +54,6 @@ class Page(HTMLParser):
 
     def all(self, *tags: str) -> list[dict[str, str | None]]:
         return [attrs for tag, attrs in self.elements if tag in tags]
-
-
-def contrast(a: str, b: str) -> float:
-    """WCAG 2.2, "contrast ratio"."""
-
-    def luminance(colour: str) -> float:
-        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        red, green, blue = (
-            p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts
-        )
-        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-    high, low = sorted((luminance(a), luminance(b)), reverse=True)
-    return (high + 0.05) / (low + 0.05)
 
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])

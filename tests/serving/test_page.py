@@ -7,6 +7,7 @@ import re
 import pytest
 
 from deploykit.serving.page import FILES
+from tests.contrast import contrast
 from tests.serving.conftest import Running
 
 TEXTS = {name: body.decode() for name, (_, body) in FILES.items()}
@@ -19,20 +20,6 @@ def themes() -> dict[str, dict[str, str]]:
         "light": dict(THEME.findall(light)),
         "dark": dict(THEME.findall(dark.split("* {")[0])),
     }
-
-
-def contrast(a: str, b: str) -> float:
-    """WCAG 2.2, "contrast ratio"."""
-
-    def luminance(colour: str) -> float:
-        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        red, green, blue = (
-            p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts
-        )
-        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-    high, low = sorted((luminance(a), luminance(b)), reverse=True)
-    return (high + 0.05) / (low + 0.05)
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
