@@ -32,19 +32,19 @@ OWNERS = {
     "orjson": {"serving/", "measure/remote.py"},
     "hpack": {"serving/grpc_heads.py", "serving/grpc_wire.py"},
     "google": {"serving/grpc_messages.py", "transforms/checks.py"},
-    "pynvml": {"serving/devices.py"},
+    "pynvml": {"runtimes/devices.py"},
     "opentelemetry": {"serving/tracing.py"},
     "typer": {"cli/"},
 }
 CEILINGS = {  # lines, docstrings included: what a room may grow to
     "core": 1700,
-    "runtimes": 4500,
+    "runtimes": 4800,
     "training": 400,
     "exporters": 800,
     "transforms": 3800,
     "builders": 1700,
     "measure": 4700,
-    "serving": 9200,
+    "serving": 9000,
     "api": 3500,
     "cli": 1250,
 }

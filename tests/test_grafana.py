@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from deploykit.runtimes.devices import Devices, Gpu
 from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving import logs, models, reload, shadow
-from deploykit.serving.devices import Devices, Gpu
 from deploykit.serving.exposition import TEXTS
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.sampler import Sampler

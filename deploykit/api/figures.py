@@ -79,6 +79,7 @@ def bench(
     from deploykit.measure.scenarios import Timing, sweep
     from deploykit.measure.verdict import verdict
     from deploykit.runtimes.data import random_feeds, read_samples
+    from deploykit.runtimes.devices import ThrottleWatch
 
     make_folder(out)
     told: set[str] = set()
@@ -109,7 +110,10 @@ def bench(
     setups, gaps = _setups(reference, every, machine, device)
     if samples is None:
         gaps.append(reports.NotMeasured("accuracy", "no labelled data were given (--data)"))
-    points = sweep(setups, batches, timing, lambda n: random_feeds(inputs, {BATCH: n}), on_progress)
+    with ThrottleWatch() as watch:
+        points = sweep(
+            setups, batches, timing, lambda n: random_feeds(inputs, {BATCH: n}), on_progress
+        )
     report = reports.Report(
         title=f"{reference.path.stem}: latency and throughput",
         created=now(),
@@ -122,6 +126,7 @@ def bench(
         parity=tuple(item.to_dict() for item in parity),
         points=tuple(points),
         notes=(_method(timing), *sorted(told)),
+        throttled=watch.reasons if any(point.device != "cpu" for point in points) else (),
         not_measured=tuple(gaps),
     )
     report = replace(report, verdict=verdict(report))

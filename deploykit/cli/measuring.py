@@ -11,7 +11,7 @@ import typer
 
 from deploykit.cli import output, texts
 from deploykit.cli.types import Device, Json, Trust
-from deploykit.core.errors import BadInput
+from deploykit.core.errors import BadInput, GateFailed
 
 
 def register(app: typer.Typer) -> None:
@@ -34,6 +34,9 @@ def bench(
     seconds: Annotated[float | None, typer.Option(help="Seconds timed a point.")] = None,
     device: Device = "auto",
     trust: Trust = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit 1 if the GPU was held back meanwhile.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Measure latency and throughput against the CPU baseline, into a report."""
@@ -56,6 +59,11 @@ def bench(
             on_note=lambda text: output.note(f"warning: {output.one_line(text)}"),
         )
     output.show(result, texts.report(result, out), as_json=as_json)
+    if result.throttled:
+        held = f"the GPU was held back while it was timed: {', '.join(result.throttled)}"
+        if strict:
+            raise GateFailed(held, hint="the report is written, without a speed-up")
+        output.note(f"warning: {held}")
 
 
 def load(

@@ -61,6 +61,7 @@ class Report:
 
     `machine`: Machine.to_dict(). `artefacts`: {"file", "sha256", "precision", "format"}. `parity`:
     Parity.to_dict() of each comparison. `verdict`: sentences, the most important first.
+    `throttled`: why the GPU was held back meanwhile; then nothing is derived from the points.
     """
 
     title: str
@@ -78,6 +79,7 @@ class Report:
     serving: tuple[LoadResult, ...] = ()
     steps: tuple[Step, ...] = ()
     notes: tuple[str, ...] = ()
+    throttled: tuple[str, ...] = ()
     not_measured: tuple[NotMeasured, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -99,8 +101,9 @@ class Report:
             ],
             "parity": [dict(item) for item in self.parity],
             "points": [point.to_dict() for point in self.points],
-            "speedups": speedups(self.points, self.baseline),
-            "crossovers": crossovers(self.points, self.baseline),
+            "throttled": list(self.throttled),
+            "speedups": [] if self.throttled else speedups(self.points, self.baseline),
+            "crossovers": [] if self.throttled else crossovers(self.points, self.baseline),
             "serving": [result.to_dict() for result in self.serving],
             "steps": [step._asdict() for step in self.steps],
             "notes": list(self.notes),
@@ -221,6 +224,7 @@ def _report(values: Mapping[str, Any]) -> Report:
         serving=_each(values["serving"], _load_result),
         steps=_each(values["steps"], lambda item: Step(**item)),
         notes=tuple(map(str, values["notes"])),
+        throttled=tuple(map(str, values.get("throttled", ()))),
         not_measured=_each(values["not_measured"], lambda item: NotMeasured(**item)),
     )
 

@@ -22,7 +22,13 @@ def verdict(report: Report) -> tuple[str, ...]:
     if unmet:
         named = "; ".join(f"{gate.name}: {gate.detail}" for gate in unmet)
         sentences.append(f"{len(unmet)} of {len(report.gates)} gates NOT met: {named}.")
-    sentences += _headline(report)
+    if report.throttled:
+        sentences.append(
+            f"The GPU was held back ({', '.join(report.throttled)}): no speed-up is stated. "
+            "Cool it, or lower its clocks to what it can hold, and measure again."
+        )
+    else:
+        sentences += _headline(report)
     sentences += [_served(result) for result in report.serving]
     if report.quick:
         sentences.append("This was a quick run: short timings, so wider intervals than a full one.")

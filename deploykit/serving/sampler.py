@@ -10,13 +10,14 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from deploykit.serving.devices import Devices, Gpu, gpu_samples
+from deploykit.runtimes.devices import THROTTLES, Devices, Gpu
+from deploykit.serving.exposition import label
 
 INTERVAL_S = 1.0
 KEEP_ON_S = 90.0  # after the last question; more than the usual pause between two scrapes
@@ -140,3 +141,38 @@ def this_process(root: Path = Path("/proc/self")) -> Process:
 def _since_1970_s(since_boot_s: float) -> float:
     """Kept, as it must not move when the wall clock is set."""
     return round(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot_s, 2)
+
+
+_GAUGES: Mapping[str, Callable[[Gpu], float | None]] = {
+    "nv_gpu_utilization": lambda gpu: gpu.utilization,
+    "nv_gpu_power_usage": lambda gpu: gpu.power_w,
+    "nv_gpu_power_limit": lambda gpu: gpu.power_limit_w,
+    "nv_energy_consumption": lambda gpu: gpu.energy_j,
+    "nv_gpu_memory_total_bytes": lambda gpu: gpu.memory_total_bytes,
+    "nv_gpu_memory_used_bytes": lambda gpu: gpu.memory_used_bytes,
+    "deploykit_gpu_temperature_celsius": lambda gpu: gpu.temperature_c,
+}
+
+
+def gpu_samples(gpu: Gpu) -> dict[str, list[str]]:
+    """Prometheus samples of one GPU, without those that its source does not tell."""
+    uuid = f'gpu_uuid="{label(gpu.uuid)}"'
+    shown: dict[str, list[str]] = {}
+
+    def add(name: str, value: float | None, more: str = "") -> None:
+        if value is not None:
+            shown.setdefault(name, []).append(f"{name}{{{uuid}{more}}} {value}")
+
+    name = f',name="{label(gpu.name)}",index="{gpu.index}",source="{gpu.source}"'
+    add("deploykit_gpu_info", 1, name)
+    for metric, value in _GAUGES.items():
+        add(metric, value(gpu))
+    add("deploykit_gpu_clock_hertz", gpu.clock_hz, ',domain="compute"')
+    add("deploykit_gpu_clock_hertz", gpu.memory_clock_hz, ',domain="memory"')
+    if gpu.throttled is not None:
+        for reason in THROTTLES:
+            held = int(reason in gpu.throttled)
+            add("deploykit_gpu_throttled", held, f',reason="{reason}"')
+    for rail, watts in gpu.rails:
+        add("deploykit_board_power_watts", watts, f',rail="{label(rail)}"')
+    return shown

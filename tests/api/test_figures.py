@@ -163,3 +163,30 @@ def test_the_command_warns_once_of_what_it_takes_on_trust(
     warnings = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
     assert len(warnings) == 1
     assert warnings[0].startswith(f"warning: {engine}: loaded without a manifest, on trust")
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_throttled_gpu_is_a_warning_or_with_strict_a_failure(
+    machine: Machine,
+    affine_onnx: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    strict: bool,
+) -> None:
+    from deploykit.runtimes import devices
+
+    machine()
+    engine = dk.build(affine_onnx, "l4").path
+    hot = (devices.Gpu("GPU-1", "NVIDIA L4", 0, "nvml", throttled=("hw_thermal",)),)
+    monkeypatch.setattr(devices.Devices, "read", lambda _self: hot)
+    out = affine_onnx.parent / "report"
+    words = ["deploykit", "bench", engine, "--batches", "1", "--seconds", "0.05", "--warmup", "0"]
+    words += ["-o", out, *(["--strict"] if strict else [])]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(main())
+    assert bool(ended.value.code) is strict
+    said = capfd.readouterr()
+    assert "the GPU was held back while it was timed: hw_thermal" in said.err
+    assert "no speed-up is stated" in said.out
+    assert (out / "report.json").exists()

@@ -276,3 +276,16 @@ def test_each_batch_shows_the_baseline_and_the_best_cpu_whichever_setup_it_was()
     assert cells["best GPU, inferences/s"].endswith("fp16, GPU")
     assert table.rows[1][0] == "8"
     assert table.rows[1][-1] == "not measured"
+
+
+def test_nothing_is_derived_from_a_run_whose_gpu_was_held_back(
+    report: Report, tmp_path: Path
+) -> None:
+    held = replace(report, throttled=("sw_thermal",))
+    held = replace(held, verdict=verdict(held))
+    assert "The GPU was held back (sw_thermal): no speed-up is stated." in held.verdict[0]
+    assert "×" not in " ".join(held.verdict)
+    assert held.to_dict()["speedups"] == held.to_dict()["crossovers"] == []
+    write(held, tmp_path)
+    assert read(tmp_path / "report.json") == held
+    assert "no speed-up is stated" in (tmp_path / "report.md").read_text()

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from deploykit.serving.devices import Devices, Gpu
+from deploykit.runtimes.devices import Devices, Gpu
 from deploykit.serving.sampler import KEEP_ON_S, STALE_S, Sampler, this_process
 from tests.serving.conftest import WAIT_S
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from deploykit.serving.devices import Devices, Gpu, gpu_samples, jetson
+from deploykit.runtimes.devices import Devices, Gpu, ThrottleWatch, jetson
+from deploykit.serving.sampler import gpu_samples
 
 GCC = shutil.which("gcc")
 HERE = Path(__file__).parent
@@ -127,7 +128,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def seen(library: Path, kind: str, root: Path) -> list[dict[str, Any]]:
     """What a fresh process reads with this stand-in, as dictionaries."""
     program = (
-        "import json, sys; from pathlib import Path; from deploykit.serving.devices import Devices;"
+        "import json, sys; from pathlib import Path;"
+        "from deploykit.runtimes.devices import Devices;"
         "devices = Devices(Path(sys.argv[1])); devices.read();"
         "print(json.dumps([gpu.to_dict() for gpu in devices.read()])); devices.close()"
     )
@@ -217,3 +219,17 @@ def test_each_throttle_reason_is_a_series_of_its_own() -> None:
     assert [line for line in shown if line.endswith(" 1")] == [
         'deploykit_gpu_throttled{gpu_uuid="G",reason="sw_thermal"} 1'
     ]
+
+
+def test_a_gpu_that_was_held_back_at_any_time_is_remembered() -> None:
+    held = iter([(), ("sw_thermal",), None])
+
+    class Found(Devices):
+        def read(self) -> tuple[Gpu, ...]:
+            return (Gpu("GPU-1", "H200", 0, "nvml", throttled=next(held)),)
+
+    with ThrottleWatch(Found(), every_s=3600) as watch:
+        assert watch.reasons == ()
+        watch._look()
+        assert watch.reasons == ("sw_thermal",)
+    assert watch.reasons == ("sw_thermal",)

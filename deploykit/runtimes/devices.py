@@ -8,14 +8,15 @@ neither memory nor power), so each value comes from the first source that has it
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from deploykit.core.extras import installed
-from deploykit.serving.exposition import label
+from deploykit.runtimes.engine import Closing
 
 # bits of nvmlDeviceGetCurrentClocksEventReasons that mean: slower than it could be
 THROTTLES: Mapping[str, int] = {
@@ -215,38 +216,37 @@ def _temperature(root: Path) -> float | None:
     return None
 
 
-# -- for Prometheus -------------------------------------------------------------------------------
+class ThrottleWatch(Closing):
+    """Looks at the GPUs each `every_s` on a thread of its own, from now on to `close`.
 
-_GAUGES: Mapping[str, Callable[[Gpu], float | None]] = {
-    "nv_gpu_utilization": lambda gpu: gpu.utilization,
-    "nv_gpu_power_usage": lambda gpu: gpu.power_w,
-    "nv_gpu_power_limit": lambda gpu: gpu.power_limit_w,
-    "nv_energy_consumption": lambda gpu: gpu.energy_j,
-    "nv_gpu_memory_total_bytes": lambda gpu: gpu.memory_total_bytes,
-    "nv_gpu_memory_used_bytes": lambda gpu: gpu.memory_used_bytes,
-    "deploykit_gpu_temperature_celsius": lambda gpu: gpu.temperature_c,
-}
+    `reasons`: why one of them ran slower than it could, as far as was seen.
+    """
 
+    def __init__(self, devices: Devices | None = None, *, every_s: float = 0.5) -> None:
+        self._devices = devices or Devices()
+        self._every_s = every_s
+        self._seen: set[str] = set()
+        self._ended = threading.Event()
+        self._look()
+        self._thread = threading.Thread(target=self._loop, name="throttle", daemon=True)
+        self._thread.start()
 
-def gpu_samples(gpu: Gpu) -> dict[str, list[str]]:
-    """Prometheus samples of one GPU, without those that its source does not tell."""
-    uuid = f'gpu_uuid="{label(gpu.uuid)}"'
-    shown: dict[str, list[str]] = {}
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Names of THROTTLES, in their order there."""
+        return tuple(name for name in THROTTLES if name in self._seen)
 
-    def add(name: str, value: float | None, more: str = "") -> None:
-        if value is not None:
-            shown.setdefault(name, []).append(f"{name}{{{uuid}{more}}} {value}")
+    def close(self) -> None:
+        if not self._ended.is_set():
+            self._ended.set()
+            self._thread.join()
+            self._look()
+            self._devices.close()
 
-    name = f',name="{label(gpu.name)}",index="{gpu.index}",source="{gpu.source}"'
-    add("deploykit_gpu_info", 1, name)
-    for metric, value in _GAUGES.items():
-        add(metric, value(gpu))
-    add("deploykit_gpu_clock_hertz", gpu.clock_hz, ',domain="compute"')
-    add("deploykit_gpu_clock_hertz", gpu.memory_clock_hz, ',domain="memory"')
-    if gpu.throttled is not None:
-        for reason in THROTTLES:
-            held = int(reason in gpu.throttled)
-            add("deploykit_gpu_throttled", held, f',reason="{reason}"')
-    for rail, watts in gpu.rails:
-        add("deploykit_board_power_watts", watts, f',rail="{label(rail)}"')
-    return shown
+    def _loop(self) -> None:
+        while not self._ended.wait(self._every_s):
+            self._look()
+
+    def _look(self) -> None:
+        for gpu in self._devices.read():
+            self._seen.update(gpu.throttled or ())
