@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec
 from deploykit.runtimes.data import random_feeds
-from deploykit.runtimes.torch import Loaded, TorchEngine
 from deploykit.serving import oip
 from deploykit.serving.payload import to_bytes
 from deploykit.serving.request import Binary, Given, build
@@ -76,14 +75,16 @@ def test_bfloat16_of_a_slice_that_is_not_contiguous() -> None:
     np.testing.assert_array_equal(back.view(np.float32).reshape(2, 4), array)
 
 
-class Half(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-        assert x.dtype == torch.bfloat16
-        return (x * 2,)
-
-
 def test_a_bfloat16_model_in_pytorch_is_served_as_bf16() -> None:
     """bfloat16 in and out on the wire, float32 in between, bfloat16 in the model itself."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from deploykit.runtimes.torch import Loaded, TorchEngine
+
+    class Half(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def forward(self, x: Any) -> tuple[Any]:
+            assert x.dtype == torch.bfloat16
+            return (x * 2,)
+
     x, y = (TensorSpec(name, "bfloat16", ("N", 4)) for name in "xy")
     engine = TorchEngine(Loaded(Half(), (x,), (y,), None, "checkpoint", False), "half", "cpu", None)
     signature = signature_of([x], [y], 8, LIMIT)
