@@ -160,7 +160,8 @@ def _session(
 ) -> Any:
     options = session_options(threads, half=holds_half(path))
     weights = _weights_beside(path)  # alive until the session has copied them
-    if weights and hasattr(options, "add_external_initializers_from_files_in_memory"):  # 1.23
+    if weights and hasattr(options, "add_external_initializers_from_files_in_memory"):
+        # 1.23 cannot: it maps the files, and ends with SIGBUS if one is truncated meanwhile
         sizes = [data.nbytes for data in weights.values()]
         options.add_external_initializers_from_files_in_memory(
             [*weights], [*weights.values()], sizes
