@@ -1,5 +1,6 @@
 # make demo    the whole main job on real data, into out/
 # make test    lint, types and every test that this machine can run
+# make coverage  the tests once more, and what they reach
 # make gpu-test  the same and more for a machine with an NVIDIA GPU
 # make bench   the project's own speed and memory figures, into benchmarks/
 # PYTHON=python3.12 picks an interpreter, TORCH_INDEX=URL an index of CPU wheels of torch.
@@ -9,7 +10,7 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 SETUP := $(PYTHON) scripts/setup_venv.py --torch-index "$(TORCH_INDEX)"
 
-.PHONY: demo test gpu-test lint bench venv clean
+.PHONY: demo test coverage gpu-test lint bench venv clean
 
 demo:
 	@$(SETUP)
@@ -24,8 +25,11 @@ lint: venv
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/pytest --cov --cov-report=term:skip-covered
+	$(BIN)/pytest
 	$(BIN)/python -m tests.nvidia.run -- -q
+
+coverage: venv
+	$(BIN)/pytest --cov --cov-report=term:skip-covered
 
 gpu-test: venv
 	$(BIN)/python -m tests.gpu.run
