@@ -80,7 +80,7 @@ def _engines(machine: Machine) -> Check:
     """Whether a TensorRT engine can be built and run here."""
     command = "build, bench, serve of TensorRT engines"
     if not machine.gpus:
-        return Check(command, False, "no NVIDIA GPU here; --profile cpu and --check work")
+        return Check(command, False, "no NVIDIA GPU here; --profile cpu works")
     return _check(command, ("tensorrt", "cuda"))
 
 
