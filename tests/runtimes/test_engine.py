@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, NotFound, Unsupported
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.engine import check_feeds, load
+from deploykit.runtimes.engine import FeedCheck, check_feeds, load
 
 ROW = TensorSpec("a", "float32", ("N", 4))
 FIXED = TensorSpec("c", "float32", (2, 4))
@@ -87,3 +88,38 @@ def test_error_lists_the_inputs_there_are() -> None:
         check_feeds((ROW,), {}, "m")
     assert caught.value.hint is not None
     assert "a:float32[N,4]" in caught.value.hint
+
+
+def test_shapes_that_were_right_are_known_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+
+    def counting(*arguments: Any) -> int | None:
+        looked.append(1)
+        return check_feeds(*arguments)
+
+    monkeypatch.setattr("deploykit.runtimes.engine.check_feeds", counting)
+    check = FeedCheck((ROW,), "m")
+    for rows in (3, 3, 5, 3, 5):
+        check({"a": np.zeros((rows, 4), np.float32)})
+    assert len(looked) == 2
+
+
+@pytest.mark.parametrize(
+    "feeds",
+    [
+        {"a": np.zeros((3, 5), np.float32)},
+        {"a": np.zeros((3, 4), np.float64)},
+        {"a": np.zeros((3, 4), np.float32).astype(">f4")},
+        {"a": [[0.0] * 4] * 3},
+        {"b": np.zeros((3, 4), np.float32)},
+        {"a": np.zeros((3, 4), np.float32), "b": np.zeros((3, 4), np.float32)},
+        {},
+    ],
+    ids=["shape", "dtype", "byte order", "list", "name", "one more", "none"],
+)
+def test_what_is_wrong_is_refused_each_time_also_after_what_was_right(feeds: Any) -> None:
+    check = FeedCheck((ROW,), "m")
+    check({"a": np.zeros((3, 4), np.float32)})
+    for _ in range(2):
+        with pytest.raises(BadInput):
+            check(feeds)
