@@ -1,8 +1,8 @@
 """Facts about an `.onnx` file from its protobuf's field headers, without the onnx package.
 
-In: a path. Out: whether it holds float16, and which other files hold its weights. The onnx package
-is slow to import and loads the weights; a server needs neither. A file that cannot be read gives no
-facts: loading it then says what is wrong.
+In: a path. Out: whether it holds float16 or a loop, and which other files hold its weights. The
+onnx package is slow to import and loads the weights; a server needs neither. A file that cannot be
+read gives no facts: loading it then says what is wrong.
 """
 
 from __future__ import annotations
@@ -23,6 +23,15 @@ def holds_half(path: Path) -> bool:
 def holds_float8(path: Path) -> bool:
     """Whether the graph holds the 8-bit float E4M3."""
     return _holds(path, _FLOAT8)
+
+
+def has_loop(path: Path) -> bool:
+    """Whether a node may run for as long as its inputs say: `Loop`. True where that is unknown."""
+    try:
+        with Pages(path) as data:
+            return _loop_in(data, "model", 0, len(data))
+    except (OSError, ValueError, IndexError, RecursionError):
+        return True
 
 
 def external_files(path: Path) -> list[str]:
@@ -101,9 +110,22 @@ _MEMBERS: Mapping[str, Mapping[int, str]] = {
     "value": {2: "type"},
     "type": {1: "tensor_type"},
 }
+_HOLD_NODES = ("graph", "function", "node", "attribute")
 _DATA_TYPE = {"tensor": 2, "tensor_type": 1}  # the field that holds a TensorProto.DataType
 _TYPE_NAMES = (b"to", b"dtype")  # attributes whose number is one: of Cast, and of generators
 _FLOAT16, _FLOAT8 = 10, 17
+
+
+def _loop_in(data: Pages, message: str, begin: int, end: int) -> bool:
+    members = _MEMBERS.get(message, {})
+    for number, at, stop in fields(data, begin, end):
+        if stop == -1:
+            continue
+        if message == "node" and number == 4 and data[at:stop] == b"Loop":
+            return True
+        if members.get(number) in _HOLD_NODES and _loop_in(data, members[number], at, stop):
+            return True
+    return False
 
 
 def _type_in(data: Pages, message: str, begin: int, end: int, kind: int) -> bool:

@@ -23,8 +23,8 @@ from deploykit.core.files import check_inside
 from deploykit.core.machine import default_threads
 from deploykit.core.tensors import BATCH, TensorSpec
 from deploykit.runtimes.cuda_errors import CODES, OutOfMemory, cuda_error
-from deploykit.runtimes.engine import Arrays, Closing, check_feeds
-from deploykit.runtimes.onnxfile import external_files, holds_float8, holds_half
+from deploykit.runtimes.engine import Arrays, Closing, FeedCheck
+from deploykit.runtimes.onnxfile import external_files, has_loop, holds_float8, holds_half
 from deploykit.runtimes.onnxruntime_binding import Binding, check_placement
 
 ort = require("onnxruntime")
@@ -80,6 +80,7 @@ class OnnxRuntimeEngine(Closing):
     """One InferenceSession. `session` is open to builders and benchmarks.
 
     `notes`: what runs otherwise than asked: nodes left on the CPU, CUDA graphs that were refused.
+    `steady`: a call's time follows from its inputs' shapes, so that no values make it hang.
     """
 
     max_batch: int | None = None
@@ -108,7 +109,9 @@ class OnnxRuntimeEngine(Closing):
         self.inputs = tuple(_spec(path, node) for node in self.session.get_inputs())
         self.outputs = tuple(_spec(path, node) for node in self.session.get_outputs())
         self._names = [spec.name for spec in self.outputs]
+        self._check = FeedCheck(self.inputs, path.name)
         self.device = _device_in_use(path, self.session, device)
+        self.steady = self.device == "cpu" and not has_loop(path)
         self._binding: Binding | None = None
         held = {spec.dtype for spec in (*self.inputs, *self.outputs)}
         if self.device != "cpu" and "string" not in held:  # text never lies in a GPU's memory
@@ -120,12 +123,14 @@ class OnnxRuntimeEngine(Closing):
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         if self.session is None:
             raise DeploykitError(f"{self.path.name}: the engine is closed")
-        check_feeds(self.inputs, feeds, self.path.name)
-        with onnxruntime_errors(self.path, self.device):
+        self._check(feeds)
+        try:
             if self._binding is not None:
                 return self._binding(feeds)
-            values = self.session.run(self._names, dict(feeds))
-        return dict(zip(self._names, values, strict=True))
+            return dict(zip(self._names, self.session.run(self._names, dict(feeds)), strict=True))
+        except Exception:
+            with onnxruntime_errors(self.path, self.device):
+                raise
 
     @property
     def last_copies_us(self) -> tuple[int, int]:

@@ -3,7 +3,8 @@
 In: requests (arrays by input name, rows along axis 0) from any thread. Out: each request's own
 rows, or its error, handed to `deliver` once per batch. Which requests run together is decided in
 `lanes`, how a batch is run in `runner`; here are the lock, the threads and the clock. An idle
-engine never waits unless the policy's delay says so.
+engine never waits unless the policy's delay says so. A short batch need not change threads at all:
+two threads that hand Python's lock to and fro cost more than a small model's run.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 _NEVER_US = 1 << 60
 _LONGEST_SLEEP_S = 3600.0
+
+Later = Callable[[Callable[[], None]], object]
 
 
 class Retired(Overloaded):
@@ -61,7 +64,9 @@ class Batcher(Closing):
 
     `deliver` gets the requests that were finished together, once per batch: an event loop needs
     one wake-up for them all. What `submit` took is delivered once, unless it is cancelled.
-    `hung_us`: a call of an engine that takes longer is taken for one that never ends.
+    `hung_us`: a call of an engine that takes longer is taken for one that never ends. `later` is
+    for callers with an event loop on whose thread alone they submit: it runs a function there once
+    what has been received is read. Then batches of up to `here_rows` rows run on that thread.
     """
 
     def __init__(
@@ -77,7 +82,9 @@ class Batcher(Closing):
         steering: Steering | None = None,
         hung_us: int = _NEVER_US,
         close_engines: bool = False,
+        later: Later | None = None,
     ) -> None:
+        self.here_rows: float = 0
         self.watcher = watcher or Watcher()
         self.lost = False  # an engine's GPU is gone; nothing is taken any more
         self._lanes = Lanes(policy)
@@ -87,6 +94,8 @@ class Batcher(Closing):
         self._steering = steering
         self._hung_us = hung_us
         self._close_engines = close_engines
+        self._later = later
+        self._looking = False  # `later` has been asked to `_look`
         self._closing = False
         self._retired = False
         self._lock = threading.Lock()
@@ -178,7 +187,11 @@ class Batcher(Closing):
         with self._lock:
             if not self._closing and lanes.fits(rows):
                 if lanes.add(request) and self._idle:
-                    self._idle.pop().wake.release()
+                    if self._later is None:
+                        self._idle.pop().wake.release()
+                    elif not self._looking:
+                        self._looking = True
+                        self._later(self._look)
                 return request
         raise self._refusal()
 
@@ -254,13 +267,44 @@ class Batcher(Closing):
             self._idle.clear()
         self._end(refused, self._clock_us())
 
-    def _end(self, requests: Sequence[Pending], now_us: int) -> None:
+    def _end(
+        self,
+        requests: Sequence[Pending],
+        now_us: int,
+        deliver: Callable[[Sequence[Pending]], None] | None = None,
+    ) -> None:
         """Hand back requests that are marked as finished."""
         for request in requests:
             if request.error is not None:
                 self.watcher.failed(request, now_us)
         if requests:
-            self._deliver(requests)
+            (deliver or self._deliver)(requests)
+
+    # -- the event loop's thread ---------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Give what waits to an idle engine: run it here if that is short, else wake its thread."""
+        self._looking = False
+        with self._lock:
+            if not self._idle or not self._lanes.count:
+                return
+            worker = self._idle.pop()
+            if self._lanes.rows > self.here_rows:
+                worker.wake.release()
+                return
+            batch, late, now_us = self._next(worker)
+        self._end(late, now_us)
+        if batch:
+            self._run(worker, batch, now_us, deliver_here)
+        with self._lock:
+            worker.free_us = self._clock_us()
+            if self._closing:
+                worker.wake.release()
+                return
+            self._idle.append(worker)
+            if self._lanes.count and self._later is not None:
+                self._looking = True
+                self._later(self._look)  # after reading what has come meanwhile
 
     # -- an engine's thread --------------------------------------------------------------------
 
@@ -269,7 +313,7 @@ class Batcher(Closing):
             batch, late, now_us = self._take(worker)
             self._end(late, now_us)
             if batch:
-                self._run(worker, batch, now_us)
+                self._run(worker, batch, now_us, self._deliver)
             elif not late:
                 break
         if self._close_engines:
@@ -277,21 +321,26 @@ class Batcher(Closing):
 
     def _take(self, worker: _Worker) -> tuple[list[Pending], list[Pending], int]:
         """Wait for the next batch. Also the expired ones met on the way; both empty: closed."""
-        lanes = self._lanes
         worker.free_us = _NEVER_US
         with self._lock:
             while True:
-                now_us = self._clock_us()
-                late = lanes.take_late(now_us)
-                _expired(late, now_us)
-                batch: list[Pending] = []
-                if not worker.runner.lost:
-                    batch = worker.running = lanes.take(now_us, hurry=self._closing)
-                if batch and lanes.count and self._idle:
-                    self._idle.pop().wake.release()  # what is left may be due for another engine
-                if batch or late or worker.runner.lost or (self._closing and not lanes.count):
+                batch, late, now_us = self._next(worker)
+                ended = worker.runner.lost or (self._closing and not self._lanes.count)
+                if batch or late or ended:
                     return batch, late, now_us
                 self._sleep(worker, now_us)
+
+    def _next(self, worker: _Worker) -> tuple[list[Pending], list[Pending], int]:
+        """The batch that is due, what has expired, and the time; under the lock."""
+        lanes, now_us = self._lanes, self._clock_us()
+        late = lanes.take_late(now_us)
+        _expired(late, now_us)
+        batch: list[Pending] = []
+        if not worker.runner.lost:
+            batch = worker.running = lanes.take(now_us, hurry=self._closing)
+        if batch and lanes.count and self._idle:
+            self._idle.pop().wake.release()  # what is left may be due for another engine
+        return batch, late, now_us
 
     def _sleep(self, worker: _Worker, now_us: int) -> None:
         """Give the lock away until something is to do, or something that waits is due."""
@@ -310,7 +359,13 @@ class Batcher(Closing):
             else:
                 worker.wake.acquire()  # somebody woke it after the time had passed
 
-    def _run(self, worker: _Worker, batch: Sequence[Pending], now_us: int) -> None:
+    def _run(
+        self,
+        worker: _Worker,
+        batch: Sequence[Pending],
+        now_us: int,
+        deliver: Callable[[Sequence[Pending]], None],
+    ) -> None:
         idle_us = 0
         if worker.free_us < now_us:
             idle_us = sum(now_us - max(r.arrived_us, worker.free_us) for r in batch)
@@ -329,7 +384,7 @@ class Batcher(Closing):
         if worker.runner.lost:
             self.lost = True
             self._shut(gone(self._name))
-        self._end(finished, ended_us)
+        self._end(finished, ended_us, deliver)
 
 
 def _expired(requests: Sequence[Pending], now_us: int) -> None:

@@ -9,6 +9,7 @@ connection.py.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import threading
@@ -63,7 +64,17 @@ def run(
     raises KeyboardInterrupt at once. Raises BadInput when the host or a port cannot be had or a
     certificate is wrong, DeviceLost when the device is gone and only a new process can have it.
     """
-    return Server(models, options, limits).run(on_ready)
+    server = Server(models, options, limits)
+
+    def ready(host: str, port: int, grpc_port: int | None) -> None:
+        gc.collect()
+        gc.freeze()  # else a full collection looks at all modules: 20 ms without an answer
+        on_ready(host, port, grpc_port)
+
+    try:
+        return server.run(ready)
+    finally:
+        gc.unfreeze()
 
 
 class Server:
@@ -87,7 +98,9 @@ class Server:
             self.host, self.port = self._socket.getsockname()[:2]
             loopback = is_loopback(self.host)
             door = Door(guard, loopback=loopback, origins=options.origins, public=FILES)
-            self.service = Service(models, options, deliver=self._deliver)
+            self.service = Service(
+                models, options, deliver=self._deliver, later=self._loop.call_soon
+            )
         except BaseException:
             self._release()
             raise

@@ -86,12 +86,15 @@ class Lanes:
         policy = self.policy
         if not self.count:
             return []
+        plain = not (policy.max_delay_us or policy.preferred)
         for lane in self._in_order(now_us):
             requests = lane.requests
-            if self.count == 1 and not policy.max_delay_us:
-                count = 1
-            else:
-                count = due(requests, policy, now_us)
+            if plain and lane.rows <= policy.max_batch:
+                batch = list(requests)
+                requests.clear()
+                self._left(lane, batch)
+                return batch
+            count = due(requests, policy, now_us)
             if not count and hurry:
                 count = len(requests)  # it would have run already, had it been too much
             if count:
@@ -149,7 +152,7 @@ class Lanes:
 
     def _left(self, lane: _Lane, requests: list[Pending]) -> None:
         """`requests` left `lane`."""
-        rows = sum([request.rows for request in requests])
+        rows = sum([request.rows for request in requests]) if lane.requests else lane.rows
         lane.rows -= rows
         self.rows -= rows
         self.count -= len(requests)

@@ -8,15 +8,17 @@ are served: what was taken before is finished by those that took it.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from deploykit.core.errors import BadInput, Overloaded, Unsupported
+from deploykit.core.errors import BadInput, Overloaded
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.engine import Engine
-from deploykit.serving.batcher import Batcher, Retired
+from deploykit.serving.alike import check_alike, largest_batch
+from deploykit.serving.batcher import Batcher, Later, Retired
 from deploykit.serving.buckets import Buckets
 from deploykit.serving.exposition import label
 from deploykit.serving.metrics import ModelMetrics
@@ -32,7 +34,7 @@ from deploykit.serving.policy import (
 )
 from deploykit.serving.request import Request, Signature, signature
 from deploykit.serving.slo import Steering
-from deploykit.serving.warm import WarmUp
+from deploykit.serving.warm import AGAIN_US, SHORT_US, WarmUp, short_rows
 
 log = logging.getLogger(__name__)
 
@@ -64,14 +66,15 @@ class ServedModel:
         options: ServeOptions,
         deliver: Callable[[Sequence[Pending]], None],
         clock_us: Callable[[], int],
+        later: Later | None = None,
     ) -> None:
         self.name = name
         self.engines = tuple(engines)
         if not engines:
             raise BadInput(f"model '{name}' has no engine")
         for engine in engines[1:]:
-            _check_same(name, engines[0], engine)
-        self.max_batch = _max_batch(engines[0], options.max_batch)
+            check_alike(name, engines[0], engine)
+        self.max_batch = largest_batch(engines[0], options.max_batch)
         self.signature: Signature = signature(
             engines[0].inputs, engines[0].outputs, self.max_batch, options.max_body_bytes
         )
@@ -81,6 +84,7 @@ class ServedModel:
         self._options = options
         self._deliver = deliver
         self._clock_us = clock_us
+        self._later = later
         self._preferred = tuple(n for n in sorted(set(options.preferred)) if n <= self.max_batch)
         self._warm_notes: tuple[str, ...] = ()
         self.remark: Callable[[], str | None] = lambda: None  # one more of `notes`, when it has one
@@ -97,7 +101,7 @@ class ServedModel:
 
         Also checks that buckets change no answer. Raises what does not work, naming the shape.
         """
-        self._warm_notes = self._warm(self.engines, self._steering)
+        self._warm_notes, self.batcher.here_rows = self._warm(self.engines, self._steering)
 
     def replace(self, engines: Sequence[Engine]) -> None:
         """Warm up `engines` and let them serve from now on; those before end after their last run.
@@ -109,20 +113,21 @@ class ServedModel:
         if not engines:
             raise BadInput(f"model '{self.name}': there is no engine to replace it")
         for engine in engines:
-            _check_same(self.name, self.engines[0], engine)
+            check_alike(self.name, self.engines[0], engine)
             if engine.max_batch is not None and engine.max_batch < self.max_batch:
                 raise BadInput(
                     f"model '{self.name}': the new engine takes batches of {engine.max_batch} "
                     f"at most, the one in use takes {self.max_batch}"
                 )
         steering = self._new_steering(len(engines))
-        notes = self._warm(engines, steering)
+        notes, here_rows = self._warm(engines, steering)
         with self._swap:
             if self._closed:
                 raise Overloaded("the server is shutting down")
             before = self.batcher
             self._before = [each for each in self._before if not each.ended] + [before]
             self.batcher = self._new_batcher(engines, steering, close_engines=True)
+            self.batcher.here_rows = here_rows
             self.engines, self._steering, self._warm_notes = tuple(engines), steering, notes
         before.retire()
 
@@ -317,11 +322,17 @@ class ServedModel:
             steering=steering,
             hung_us=2000 * self._options.timeout_ms,
             close_engines=close_engines,
+            later=self._later,
         )
 
-    def _warm(self, engines: Sequence[Engine], steering: Steering | None) -> tuple[str, ...]:
+    def _warm(
+        self, engines: Sequence[Engine], steering: Steering | None
+    ) -> tuple[tuple[str, ...], float]:
+        """Notes, and up to how many rows a batch may be run on the event loop's thread."""
         lengths = self.buckets.sizes() if self.buckets else [{}]
         notes: tuple[str, ...] = ()
+        here = self._later is not None and steering is None and not self._options.max_delay_us
+        here_rows = math.inf
         for engine in engines:
             if self.buckets is not None:
                 self.buckets.check(engine, self.max_batch)
@@ -333,13 +344,16 @@ class ServedModel:
                 preferred=self._preferred,
                 lengths=lengths,
             )
-            times, notes = warm_up.run(timed=steering is not None)
+            steady = here and getattr(engine, "steady", False)
+            again_us = 10 * SHORT_US if steady else AGAIN_US if steering else 0
+            times, notes = warm_up.run(again_us=again_us)
+            here_rows = min(here_rows, short_rows(times)) if steady else 0
             if steering is not None:
                 for rows, taken_us in times.items():
                     steering.measured(rows, taken_us, self._clock_us())
         for note in notes:
             log.info("model '%s': %s", self.name, note)
-        return notes
+        return notes, here_rows
 
 
 def _buckets(name: str, engine: Engine, options: ServeOptions) -> Buckets | None:
@@ -349,34 +363,6 @@ def _buckets(name: str, engine: Engine, options: ServeOptions) -> Buckets | None
     if not lengths:
         return None
     return Buckets(name, engine.inputs, engine.outputs, lengths, options.pad)
-
-
-def _max_batch(engine: Engine, asked: int) -> int:
-    """Rows per batch; 0 unless every input and output has the same dynamic axis 0."""
-    if not engine.inputs or not engine.outputs:
-        raise Unsupported("a model without inputs or without outputs cannot be served")
-    specs = [*engine.inputs, *engine.outputs]
-    if not all(spec.batched for spec in specs) or len({spec.shape[0] for spec in specs}) != 1:
-        return 0
-    return min(asked, engine.max_batch or asked)
-
-
-def _check_same(name: str, served: Engine, other: Engine) -> None:
-    """Raise BadInput unless `other` takes and gives what `served` does."""
-    for kind, have, got in (
-        ("input", served.inputs, other.inputs),
-        ("output", served.outputs, other.outputs),
-    ):
-        if tuple(have) != tuple(got):
-            raise BadInput(
-                f"model '{name}': the {kind}s of one engine are {_listed(have)}, "
-                f"those of another {_listed(got)}",
-                hint="serve another model under a name of its own",
-            )
-
-
-def _listed(specs: Sequence[TensorSpec]) -> str:
-    return ", ".join(map(str, specs)) or "none"
 
 
 def _instances(name: str, engines: Sequence[Engine]) -> dict[str, Any]:

@@ -83,12 +83,10 @@ def from_bytes(
     if slot.datatype == "BF16":
         halves = np.frombuffer(body, np.uint16, count, at)
         return (halves.astype(np.uint32) << 16).view(np.float32).reshape(shape)
-    array = np.frombuffer(body, slot.dtype, count, at)
+    array: np.ndarray = np.ndarray(shape, slot.dtype, body, at)
     if slot.datatype == "BOOL" and array.view(np.uint8).max() > 1:
         raise BadInput(f"input '{slot.spec.name}': a BOOL byte is neither 0 nor 1")
-    if not array.flags.aligned:
-        array = array.copy()  # native libraries may demand alignment
-    return array.reshape(shape)
+    return array if array.flags.aligned else array.copy()  # native libraries may demand alignment
 
 
 def _elements(body: Bytes, at: int, size: int, count: int, slot: Slot) -> list[bytes]:

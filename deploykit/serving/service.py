@@ -14,7 +14,7 @@ from typing import Any
 from deploykit import __version__
 from deploykit.core.errors import BadInput, NotFound, Overloaded
 from deploykit.runtimes.engine import Engine
-from deploykit.serving.batcher import deliver_here, monotonic_us
+from deploykit.serving.batcher import Later, deliver_here, monotonic_us
 from deploykit.serving.exposition import Samples, prometheus
 from deploykit.serving.models import TEXTS, VERSION, ServedModel
 from deploykit.serving.options import ServeOptions
@@ -39,7 +39,7 @@ _RESERVED = (".", "..", "stats")
 
 
 class Service:
-    """Models by name. `deliver` hands finished requests back, once per batch: see Batcher.
+    """Models by name. `deliver` and `later`: see Batcher.
 
     The engines stay the caller's to close, after `close`; those given to `replace` do not.
     """
@@ -51,6 +51,7 @@ class Service:
         *,
         deliver: Callable[[Sequence[Pending]], None] = deliver_here,
         clock_us: Callable[[], int] = monotonic_us,
+        later: Later | None = None,
     ) -> None:
         if not models:
             raise BadInput("there is no model to serve")
@@ -71,7 +72,7 @@ class Service:
         try:
             for name, engines in models.items():
                 several = engines if isinstance(engines, Sequence) else [engines]
-                self.models[name] = ServedModel(name, several, options, deliver, clock_us)
+                self.models[name] = ServedModel(name, several, options, deliver, clock_us, later)
             self._check_buckets()
         except BaseException:
             self.close(drain=False)

@@ -7,6 +7,7 @@ than the engine promises, would fail every user: it is an error that names it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import takewhile
 
@@ -20,6 +21,7 @@ from deploykit.serving.rows import Splitter
 
 BETWEEN_US = 200_000  # what the sizes may take together that nobody asked for
 AGAIN_US = 50_000  # what took less is run again where times count: a first run takes longer
+SHORT_US = 2000
 _RUNS = 3
 _GUESSES = (1, 2, 4, 8, 16, 32, 64, 128, 224, 256, 512)  # of an axis of which nothing is known
 
@@ -53,8 +55,8 @@ class WarmUp:
             if rows not in self._asked
         ]
 
-    def run(self, *, timed: bool) -> tuple[dict[int, int], tuple[str, ...]]:
-        """µs by rows, at the greatest lengths, and notes. `timed`: the least of some runs.
+    def run(self, *, again_us: int = 0) -> tuple[dict[int, int], tuple[str, ...]]:
+        """µs by rows, at the greatest lengths, and notes; the least of some runs below `again_us`.
 
         Raises what the engine raises, naming model and shape; else Unsupported.
         """
@@ -69,14 +71,14 @@ class WarmUp:
             return {}, self._guess(sorted(free))
         times: dict[int, int] = {}
         for lengths in self._lengths:
-            times = {rows: self._time(rows, lengths, timed) for rows in self._asked}
+            times = {rows: self._time(rows, lengths, again_us) for rows in self._asked}
         spent_us = 0
         for rows in self._between:
             spent_us += 2 * max([us for size, us in times.items() if size < rows])
             if spent_us > BETWEEN_US:
                 break
             for lengths in self._lengths:
-                times[rows] = self._time(rows, lengths, timed)
+                times[rows] = self._time(rows, lengths, again_us)
         return times, ()
 
     def _guess(self, axes: Sequence[str]) -> tuple[str, ...]:
@@ -91,10 +93,10 @@ class WarmUp:
             return ()
         return (f"not warmed up: no size of {', '.join(axes)} is known to work",)
 
-    def _time(self, rows: int, lengths: Mapping[str, int], again: bool) -> int:
+    def _time(self, rows: int, lengths: Mapping[str, int], again_us: int) -> int:
         feeds = self._zeros(rows, lengths)
         found: list[int] = []
-        while not found or (again and len(found) < _RUNS and found[-1] < AGAIN_US):
+        while not found or (len(found) < _RUNS and found[-1] < again_us):
             began_us = self._clock_us()
             try:
                 self._splitter.check(self._engine(feeds), rows)
@@ -118,6 +120,12 @@ class WarmUp:
             else np.zeros(concrete(spec, sizes), carrier(spec.dtype))
             for spec in self._engine.inputs
         }
+
+
+def short_rows(times: Mapping[int, int]) -> float:
+    """Up to how many rows a batch is short by the times of `WarmUp.run`; inf if all are."""
+    short = [rows for rows, us in times.items() if us <= SHORT_US]
+    return math.inf if times and len(short) == len(times) else max(short, default=0)
 
 
 def _powers() -> Iterator[int]:

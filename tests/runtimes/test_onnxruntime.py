@@ -13,7 +13,7 @@ from deploykit.core.errors import BadInput, Unsupported
 
 ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
-from deploykit.runtimes.onnxfile import external_files, holds_half  # noqa: E402
+from deploykit.runtimes.onnxfile import external_files, has_loop, holds_half  # noqa: E402
 from deploykit.runtimes.onnxruntime import open_engine, session_options  # noqa: E402
 
 FLOAT, HALF = TensorProto.FLOAT, TensorProto.FLOAT16
@@ -93,6 +93,57 @@ def test_half_inside_a_function_is_seen(tmp_path: Path) -> None:
     call = node("Halve", ["x"], ["y"], domain="local")
     path = write(tmp_path / "m", [call], [value("x")], [value("y")], functions=[function])
     assert holds_half(path)
+
+
+def looping() -> onnx.NodeProto:
+    """Answers y = x, taken over as many times as the input `count` says."""
+    body = helper.make_graph(
+        [node("Identity", ["go"], ["go_on"]), node("Identity", ["before"], ["after"])],
+        "body",
+        [value("i", TensorProto.INT64, []), value("go", TensorProto.BOOL, []), value("before")],
+        [value("go_on", TensorProto.BOOL, []), value("after")],
+    )
+    return node("Loop", ["count", "", "x"], ["y"], body=body)
+
+
+def test_engine_that_values_can_make_hang_is_not_steady(tmp_path: Path) -> None:
+    count = value("count", TensorProto.INT64, [])
+    looped = write(tmp_path / "a.onnx", [looping()], [value("x"), count], [value("y")])
+    plain = write(tmp_path / "b.onnx", [IDENTITY], [value("x")], [value("y")])
+    with open_engine(looped, "cpu") as engine:
+        found = engine({"x": np.ones((1, 4), np.float32), "count": np.array(3)})
+        assert found["y"].tolist() == [[1] * 4]
+        assert not engine.steady
+    with open_engine(plain, "cpu") as engine:
+        assert engine.steady
+
+
+def test_loop_inside_a_branch_or_a_function_is_seen(tmp_path: Path) -> None:
+    branch = helper.make_graph([looping()], "branch", [], [value("y")])
+    choose = node("If", ["flag"], ["y"], then_branch=branch, else_branch=branch)
+    inputs = [
+        value("x"),
+        value("count", TensorProto.INT64, []),
+        value("flag", TensorProto.BOOL, []),
+    ]
+    assert has_loop(write(tmp_path / "m", [choose], inputs, [value("y")]))
+    opsets = [helper.make_opsetid("", 18)]
+    names = ["x", "count"]
+    function = helper.make_function("local", "Repeat", names, ["y"], [looping()], opsets)
+    call = node("Repeat", names, ["y"], domain="local")
+    assert has_loop(write(tmp_path / "m", [call], inputs, [value("y")], functions=[function]))
+
+
+def test_name_loop_elsewhere_is_no_loop(tmp_path: Path) -> None:
+    named = node("Identity", ["x"], ["Loop"], name="Loop", doc_string="Loop")
+    out = node("Identity", ["Loop"], ["y"])
+    assert not has_loop(write(tmp_path / "m", [named, out], [value("x")], [value("y")]))
+
+
+def test_file_that_cannot_be_read_may_hold_a_loop(tmp_path: Path) -> None:
+    assert has_loop(tmp_path / "nothing")
+    (tmp_path / "m").write_bytes(b"\x3a\xff\xff\xff\xff\x0f")
+    assert has_loop(tmp_path / "m")
 
 
 def test_number_ten_elsewhere_is_not_half(tmp_path: Path) -> None:

@@ -76,6 +76,11 @@ class Running:
         self._thread.start()
         assert ready.wait(WAIT_S)
 
+    @property
+    def thread_id(self) -> int | None:
+        """Of the thread that runs the event loop."""
+        return self._thread.ident
+
     def _run(self, ready: threading.Event) -> None:
         self.dropped = self.server.run(lambda *_: ready.set())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
@@ -16,7 +17,7 @@ from deploykit.serving.models import ServedModel
 from deploykit.serving.policy import Pending, Watcher
 from deploykit.serving.request import Request, Wanted
 from deploykit.serving.service import ServeOptions, Service
-from deploykit.serving.warm import BETWEEN_US, WarmUp
+from deploykit.serving.warm import BETWEEN_US, SHORT_US, WarmUp, short_rows
 from tests.serving.conftest import WAIT_S, GatedEngine
 
 
@@ -96,7 +97,7 @@ def test_sizes_nobody_asked_for_are_warmed_up_only_while_that_is_quick() -> None
     clock = Clock()
     row_us = BETWEEN_US // 8
     warm = WarmUp("m", TimedEngine(clock, 0, row_us), clock, max_batch=64)
-    times, notes = warm.run(timed=False)
+    times, notes = warm.run()
     assert list(times) == [1, 64, 2, 4]
     assert times[64] == 64 * row_us
     assert notes == ()
@@ -114,8 +115,60 @@ def test_times_that_count_are_taken_from_a_second_run() -> None:
             self.us = 5000
             return outputs
 
-    assert first.run(timed=False)[0] == {1: 40_000}
-    assert WarmUp("m", Slower(clock, 40_000, 0), clock, max_batch=1).run(timed=True)[0] == {1: 5000}
+    assert first.run()[0] == {1: 40_000}
+    again = WarmUp("m", Slower(clock, 40_000, 0), clock, max_batch=1)
+    assert again.run(again_us=50_000)[0] == {1: 5000}
+    late = WarmUp("m", Slower(clock, 40_000, 0), clock, max_batch=1)
+    assert late.run(again_us=40_000)[0] == {1: 40_000}
+
+
+@pytest.mark.parametrize(
+    ("times", "rows"),
+    [
+        ({}, 0),
+        ({1: SHORT_US + 1}, 0),
+        ({1: 10, 4: SHORT_US, 16: SHORT_US + 1}, 4),
+        ({1: 10, 16: SHORT_US}, math.inf),
+    ],
+    ids=["unknown", "none", "some", "all"],
+)
+def test_short_batches_are_known_by_their_rows(times: dict[int, int], rows: float) -> None:
+    assert short_rows(times) == rows
+
+
+class Steady(TimedEngine):
+    """`us` for a row, `steady` as an engine on a CPU whose graph has no loop."""
+
+    steady = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "rows"),
+    [
+        (Steady, {}, 8),
+        (Steady, {"max_batch": 8}, math.inf),
+        (Steady, {"max_delay_us": 100}, 0),
+        (Steady, {"slo_ms": 50}, 0),
+        (TimedEngine, {}, 0),
+    ],
+    ids=["some", "all", "a delay", "an SLO", "an engine that may hang"],
+)
+def test_short_batches_of_a_steady_engine_are_run_by_the_event_loop(
+    kind: type[TimedEngine], options: dict[str, Any], rows: float
+) -> None:
+    clock = Clock()
+    engine = kind(clock, 0, SHORT_US // 8)
+    service = Service({"m": engine}, ServeOptions(**options), clock_us=clock, later=lambda _: None)
+    service.warm_up()
+    assert service.find("m").batcher.here_rows == rows
+    service.replace("m", [kind(clock, 0, SHORT_US // 4)])
+    assert service.find("m").batcher.here_rows == (4 if rows == 8 else rows and 4)
+    service.close()
+
+
+def test_without_an_event_loop_nothing_is_run_by_it() -> None:
+    model = warmed(Steady(Clock(), 0, 1))
+    assert model.batcher.here_rows == 0
 
 
 def test_every_bucket_is_warmed_up() -> None:

@@ -1,0 +1,40 @@
+"""What an engine must be to be served, and to take the place of another.
+
+In: engines. Out: the rows of a batch; BadInput or Unsupported where clients would notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from deploykit.core.errors import BadInput, Unsupported
+from deploykit.core.tensors import TensorSpec
+from deploykit.runtimes.engine import Engine
+
+
+def largest_batch(engine: Engine, asked: int) -> int:
+    """Rows per batch; 0 unless every input and output has the same dynamic axis 0."""
+    if not engine.inputs or not engine.outputs:
+        raise Unsupported("a model without inputs or without outputs cannot be served")
+    specs = [*engine.inputs, *engine.outputs]
+    if not all(spec.batched for spec in specs) or len({spec.shape[0] for spec in specs}) != 1:
+        return 0
+    return min(asked, engine.max_batch or asked)
+
+
+def check_alike(name: str, served: Engine, other: Engine) -> None:
+    """Raise BadInput unless `other` takes and gives what `served` does."""
+    for kind, have, got in (
+        ("input", served.inputs, other.inputs),
+        ("output", served.outputs, other.outputs),
+    ):
+        if tuple(have) != tuple(got):
+            raise BadInput(
+                f"model '{name}': the {kind}s of one engine are {_listed(have)}, "
+                f"those of another {_listed(got)}",
+                hint="serve another model under a name of its own",
+            )
+
+
+def _listed(specs: Sequence[TensorSpec]) -> str:
+    return ", ".join(map(str, specs)) or "none"
