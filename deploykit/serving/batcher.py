@@ -9,7 +9,6 @@ two threads that hand Python's lock to and fro cost more than a small model's ru
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,35 +16,19 @@ from collections.abc import Callable, Sequence
 from deploykit.core.errors import DeploykitError, Expired, Overloaded
 from deploykit.runtimes.engine import Arrays, Closing, Engine
 from deploykit.serving.buckets import Buckets
+from deploykit.serving.handover import Deliver, Later, deliver_here, monotonic_us
 from deploykit.serving.lanes import Lanes
 from deploykit.serving.policy import BatchPolicy, Key, Pending, Watcher
 from deploykit.serving.rows import Splitter, stack
 from deploykit.serving.runner import Runner, gone
 from deploykit.serving.slo import Steering
 
-log = logging.getLogger(__name__)
-
 _NEVER_US = 1 << 60
 _LONGEST_SLEEP_S = 3600.0
-
-Later = Callable[[Callable[[], None]], object]
 
 
 class Retired(Overloaded):
     """These engines were replaced: another Batcher has the model's queue now."""
-
-
-def monotonic_us() -> int:
-    return time.monotonic_ns() // 1000
-
-
-def deliver_here(requests: Sequence[Pending]) -> None:
-    """Call each request's `done` on this thread; one that fails is no other's trouble."""
-    for request in requests:
-        try:
-            request.done(request)
-        except Exception:
-            log.exception("the answer to a request failed")
 
 
 class _Worker:
@@ -66,7 +49,8 @@ class Batcher(Closing):
     one wake-up for them all. What `submit` took is delivered once, unless it is cancelled.
     `hung_us`: a call of an engine that takes longer is taken for one that never ends. `later` is
     for callers with an event loop on whose thread alone they submit: it runs a function there once
-    what has been received is read. Then batches of up to `here_rows` rows run on that thread.
+    what has been received is read. Then batches of up to `here_rows` rows run on that thread, which
+    for `spin_us` after one does not sleep: who asks again at once is answered sooner.
     """
 
     def __init__(
@@ -74,7 +58,7 @@ class Batcher(Closing):
         engines: Sequence[Engine],
         policy: BatchPolicy,
         *,
-        deliver: Callable[[Sequence[Pending]], None] = deliver_here,
+        deliver: Deliver = deliver_here,
         clock_us: Callable[[], int] = monotonic_us,
         watcher: Watcher | None = None,
         name: str = "engine",
@@ -83,6 +67,7 @@ class Batcher(Closing):
         hung_us: int = _NEVER_US,
         close_engines: bool = False,
         later: Later | None = None,
+        spin_us: int = 0,
     ) -> None:
         self.here_rows: float = 0
         self.watcher = watcher or Watcher()
@@ -96,6 +81,9 @@ class Batcher(Closing):
         self._close_engines = close_engines
         self._later = later
         self._looking = False  # `later` has been asked to `_look`
+        self._spin_us = spin_us
+        self._spinning = False
+        self._awake_us = 0
         self._closing = False
         self._retired = False
         self._lock = threading.Lock()
@@ -271,7 +259,7 @@ class Batcher(Closing):
         self,
         requests: Sequence[Pending],
         now_us: int,
-        deliver: Callable[[Sequence[Pending]], None] | None = None,
+        deliver: Deliver | None = None,
     ) -> None:
         """Hand back requests that are marked as finished."""
         for request in requests:
@@ -302,9 +290,21 @@ class Batcher(Closing):
                 worker.wake.release()
                 return
             self._idle.append(worker)
-            if self._lanes.count and self._later is not None:
+            self._awake_us = worker.free_us + self._spin_us
+            if self._later is None:
+                return
+            if self._lanes.count:
                 self._looking = True
                 self._later(self._look)  # after reading what has come meanwhile
+            elif self._spin_us and not self._spinning:
+                self._spinning = True
+                self._later(self._spin)
+
+    def _spin(self) -> None:
+        """Keep the loop awake, by asking for a turn, until something comes or it is time."""
+        self._spinning = not self._looking and self._clock_us() < self._awake_us
+        if self._spinning and self._later is not None:
+            self._later(self._spin)
 
     # -- an engine's thread --------------------------------------------------------------------
 
@@ -364,7 +364,7 @@ class Batcher(Closing):
         worker: _Worker,
         batch: Sequence[Pending],
         now_us: int,
-        deliver: Callable[[Sequence[Pending]], None],
+        deliver: Deliver,
     ) -> None:
         idle_us = 0
         if worker.free_us < now_us:

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from deploykit.core.errors import BadInput, DeploykitError, NotFound, Unsupported
 from deploykit.serving import grpc_infer as infer
-from deploykit.serving.batcher import monotonic_us
 from deploykit.serving.grpc_heads import Method
 from deploykit.serving.grpc_messages import MESSAGES, Message, filled
 from deploykit.serving.grpc_streams import Call
+from deploykit.serving.handover import monotonic_us
 from deploykit.serving.payload import show
 from deploykit.serving.policy import Pending
 from deploykit.serving.request import Request, fill

@@ -23,8 +23,8 @@ import uvloop
 from deploykit.runtimes.cuda_errors import DeviceLost
 from deploykit.runtimes.engine import Engine
 from deploykit.serving.accept import Acceptor, bind, is_loopback
-from deploykit.serving.batcher import deliver_here
 from deploykit.serving.connection import Listener
+from deploykit.serving.handover import deliver_here
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.page import FILES
 from deploykit.serving.policy import Pending

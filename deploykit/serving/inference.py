@@ -17,8 +17,8 @@ import numpy as np
 
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.serving import compress, oip
-from deploykit.serving.batcher import monotonic_us
 from deploykit.serving.call import JSON, Call, reply_bug, reply_exception
+from deploykit.serving.handover import monotonic_us
 from deploykit.serving.payload import Bytes
 from deploykit.serving.policy import Pending
 from deploykit.serving.reader import Reader

@@ -14,8 +14,8 @@ from typing import Any
 from deploykit import __version__
 from deploykit.core.errors import BadInput, NotFound, Overloaded
 from deploykit.runtimes.engine import Engine
-from deploykit.serving.batcher import Later, deliver_here, monotonic_us
 from deploykit.serving.exposition import Samples, prometheus
+from deploykit.serving.handover import Later, deliver_here, monotonic_us
 from deploykit.serving.models import TEXTS, VERSION, ServedModel
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.payload import show

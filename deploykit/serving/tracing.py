@@ -22,7 +22,7 @@ from deploykit import __version__
 from deploykit.core.errors import BadInput, first_line
 from deploykit.core.extras import require
 from deploykit.runtimes.engine import Closing
-from deploykit.serving.batcher import monotonic_us
+from deploykit.serving.handover import monotonic_us
 from deploykit.serving.policy import BatchRun, Pending, Watcher
 
 log = logging.getLogger(__name__)

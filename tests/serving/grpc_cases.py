@@ -18,9 +18,9 @@ from hpack import Decoder, Encoder
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.engine import Closing
 from deploykit.runtimes.fake import FakeEngine
-from deploykit.serving.batcher import deliver_here
 from deploykit.serving.grpc import GrpcServer
 from deploykit.serving.grpc_heads import Limits
+from deploykit.serving.handover import deliver_here
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.security import Guard
 from deploykit.serving.service import Service

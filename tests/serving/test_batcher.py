@@ -9,7 +9,8 @@ import pytest
 from deploykit.core.errors import Expired, Overloaded
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.fake import FakeEngine
-from deploykit.serving.batcher import Batcher, deliver_here
+from deploykit.serving.batcher import Batcher
+from deploykit.serving.handover import deliver_here
 from deploykit.serving.policy import BatchPolicy, Pending
 from deploykit.serving.rows import EngineFailed
 from tests.serving.conftest import WAIT_S, GatedEngine

@@ -309,3 +309,21 @@ def test_what_was_made_before_readiness_is_kept_from_the_collector_until_the_end
         assert http.run({"m": FakeEngine()}, ServeOptions(http_port=0), ready) == 0
     assert frozen[0] > 1000
     assert gc.get_freeze_count() == 0
+
+
+def test_the_loop_is_kept_awake_for_a_while_after_a_batch(
+    engine: Threads, loop: Loop, answers: Answers
+) -> None:
+    clock = Clock()
+    with Batcher([engine], BatchPolicy(), clock_us=clock, later=loop.later, spin_us=100) as batcher:
+        batcher.here_rows = math.inf
+        asleep(batcher)
+        batcher.submit(row(0), 1, KEY, answers.done)
+        loop.turn()
+        clock.us = 99
+        assert [loop.turn(), loop.turn()] == [1, 1]
+        batcher.submit(row(1), 1, KEY, answers.done)
+        assert loop.turn() == 2  # the last turn that was only kept awake, and the batch
+        assert answers.order == [0, 1]
+        clock.us += 100
+        assert [loop.turn(), loop.turn()] == [1, 0]
