@@ -158,7 +158,7 @@ def service_for(model: str, deliver: Callable) -> object:
 
 
 def deliver_on(loop: asyncio.AbstractEventLoop) -> Callable:
-    from deploykit.serving.batcher import deliver_here
+    from deploykit.serving.handover import deliver_here
 
     return lambda requests: loop.call_soon_threadsafe(deliver_here, requests)
 
@@ -215,7 +215,7 @@ def serve_aio(model: str, port: int) -> None:
 def serve_threads(model: str, port: int) -> None:
     import grpc
 
-    from deploykit.serving.batcher import deliver_here
+    from deploykit.serving.handover import deliver_here
 
     service = service_for(model, deliver_here)
 

@@ -96,7 +96,7 @@ def engine_for(model: str):
 
 def routes_for(model: str, loop: asyncio.AbstractEventLoop):
     """The application, with answers handed to `loop` once per batch: as in serving/http.py."""
-    from deploykit.serving.batcher import deliver_here
+    from deploykit.serving.handover import deliver_here
     from deploykit.serving.routes import Routes
     from deploykit.serving.service import ServeOptions, Service
 

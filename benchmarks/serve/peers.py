@@ -4,7 +4,7 @@ In: nothing; the peers are installed from PyPI, each into a venv of its own. Out
 rates, latencies, ratios with 95 % intervals, memory and seconds to readiness.
 
     python benchmarks/serve/peers.py [--only NAME,...] [--rounds 5] [--seconds 3]
-        [--connections 1,32,128] [--models tiny,resnet18] [--out FILE] [--cache FOLDER]
+        [--connections 1,32,128] [--models tiny,mnist,resnet18] [--out FILE] [--cache FOLDER]
 
 Each round starts every server in turn, asks it for one answer that must equal the session's own,
 loads it, and ends it before the next one starts: an idle server's threads and memory disturb
@@ -239,7 +239,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=int, default=3, help="of each load; whole ones")
     parser.add_argument("--connections", type=_counts, help="default: 1,32,128, resnet18 8,32")
-    parser.add_argument("--models", default="tiny,resnet18")
+    parser.add_argument("--models", default="tiny,mnist,resnet18")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every session")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "deploykit-peers")
     parser.add_argument("--out", type=Path, help="write the Markdown here too")
