@@ -281,12 +281,14 @@ def serve_ours(model: str, port: int) -> None:
     import uvloop
 
     from deploykit.serving.grpc import GrpcServer
+    from deploykit.serving.held import Held
     from deploykit.serving.options import ServeOptions
     from deploykit.serving.security import Guard
 
     loop = uvloop.new_event_loop()
     service = service_for(model, deliver_on(loop))
-    server = GrpcServer(service, ServeOptions(grpc_port=port), Guard(None))
+    options = ServeOptions(grpc_port=port)
+    server = GrpcServer(service, options, Guard(None), Held(None, options.max_body_bytes))
     loop.run_until_complete(server.start())
     loop.run_forever()
 

@@ -42,6 +42,10 @@ def serve(
     queue: Annotated[int, typer.Option(help="Requests that may wait, per model.")] = 1024,
     timeout_ms: Annotated[int, typer.Option(help="Longest wait of a request.")] = 30_000,
     max_body_bytes: Annotated[int, typer.Option(help="Largest request.")] = 64 << 20,
+    max_held_bytes: Annotated[
+        int | None,
+        typer.Option(help="All large requests at once.", show_default="a quarter of the memory"),
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of one call.")] = None,
     device: Device = "auto",
     cpu_fallback: Annotated[
@@ -90,6 +94,7 @@ def serve(
         queue=queue,
         timeout_ms=timeout_ms,
         max_body_bytes=max_body_bytes,
+        max_held_bytes=max_held_bytes,
         threads=threads,
         device=device,
         cpu_fallback=cpu_fallback,

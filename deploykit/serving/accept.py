@@ -1,6 +1,6 @@
 """The listening socket: an address, and the connections that come to it.
 
-In: host and port, or the socket bound to them. Out: accepted connections with a `Connection` each,
+In: host and port, or the socket bound to them. Out: accepted connections with a protocol each, and
 their TLS handshake done. When the process is out of file descriptors nothing is accepted for a
 while: those who wait are not lost, and the loop does not spin.
 """
@@ -12,10 +12,10 @@ import errno
 import logging
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sized
+from typing import Protocol
 
 from deploykit.core.errors import BadInput, first_line, os_reason
-from deploykit.serving.connection import Connection, Listener
 
 log = logging.getLogger(__name__)
 
@@ -56,19 +56,39 @@ def is_loopback(host: str) -> bool:
     return host == "::1" or host.startswith("127.")
 
 
+class Limits(Protocol):
+    """Of connections: how many at once, and how long one may take for its handshake."""
+
+    @property
+    def connections(self) -> int: ...
+    @property
+    def header_s(self) -> float: ...
+
+
+class Crowd(Protocol):
+    """Who is connected already, and what is allowed."""
+
+    @property
+    def limits(self) -> Limits: ...
+    @property
+    def connections(self) -> Sized: ...
+
+
 class Acceptor:
-    """Accepts until `close`. The socket stays the caller's."""
+    """Accepts until `close`, a protocol from `make` for each. The socket stays the caller's."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         listening: socket.socket,
-        listener: Listener,
+        crowd: Crowd,
+        make: Callable[[], asyncio.BaseProtocol],
         tls: ssl.SSLContext | None,
     ) -> None:
         self._loop = loop
         self._socket = listening
-        self._listener = listener
+        self._crowd = crowd
+        self._make = make
         self._tls = tls
         self._greeting: set[asyncio.Task[None]] = set()
         self._paused: asyncio.TimerHandle | None = None
@@ -80,6 +100,8 @@ class Acceptor:
 
     def close(self) -> None:
         """Accept who waits already, and no one after that."""
+        if self._closed:
+            return
         self._closed = True
         if self._paused is not None:
             self._paused.cancel()
@@ -101,9 +123,9 @@ class Acceptor:
                 self._pause(exc)
                 return
             client.setblocking(False)
-            limit = self._listener.limits.connections
-            if self._tls and len(self._greeting) + len(self._listener.connections) >= limit:
-                client.close()  # without TLS it is told; see Connection
+            limit = self._crowd.limits.connections
+            if self._tls and len(self._greeting) + len(self._crowd.connections) >= limit:
+                client.close()  # without TLS it is told, by what `make` made
                 log.info("a connection was closed: there are %d already", limit)
                 continue
             task = self._loop.create_task(self._greet(client))
@@ -117,13 +139,12 @@ class Acceptor:
             self._paused = self._loop.call_later(PAUSE_S, self.open)
 
     async def _greet(self, client: socket.socket) -> None:
-        make: Callable[[], Connection] = lambda: Connection(self._listener)  # noqa: E731
         try:
             await self._loop.connect_accepted_socket(
-                make,
+                self._make,
                 client,
                 ssl=self._tls,
-                ssl_handshake_timeout=self._listener.limits.header_s if self._tls else None,
+                ssl_handshake_timeout=self._crowd.limits.header_s if self._tls else None,
             )
         except OSError as exc:  # ssl.SSLError is one
             client.close()

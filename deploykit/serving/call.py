@@ -63,6 +63,9 @@ class Call(Protocol):
     def gone(self) -> bool:
         """Whether the client has left: no reply would reach it."""
 
+    def hold(self, size: int) -> bool:
+        """Count `size` bytes more until the reply; whether the server has room for them."""
+
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None: ...
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import cast
@@ -20,6 +20,8 @@ import numpy as np
 from deploykit.core.errors import DeploykitError
 from deploykit.serving.call import RETRY, Head, reply_error
 from deploykit.serving.chunks import Chunks
+from deploykit.serving.exchange import Exchange
+from deploykit.serving.held import Held
 from deploykit.serving.payload import Bytes
 from deploykit.serving.security import Door
 from deploykit.serving.wire import END, HeadReader, Limits
@@ -28,7 +30,6 @@ _IDLE, _HEAD, _BODY = range(3)
 _READ_BYTES = 64 << 10
 _KNOWN_HEADS = 1024
 _KNOWN_HEAD_BYTES = 1024
-_JOINED_BYTES = 64 << 10  # a larger reply is written in parts rather than copied together
 _UNREAD = Head()
 
 
@@ -36,9 +37,15 @@ class Listener:
     """What all connections of one server share. `handle` gets each request once it is whole."""
 
     def __init__(
-        self, handle: Callable[[Exchange], None], limits: Limits, door: Door, max_body_bytes: int
+        self,
+        handle: Callable[[Exchange], None],
+        limits: Limits,
+        door: Door,
+        max_body_bytes: int,
+        held: Held,
     ) -> None:
         self.handle = handle
+        self.held = held
         self.limits = limits
         self.door = door
         self.max_body_bytes = max_body_bytes
@@ -90,48 +97,6 @@ class Listener:
             connection.close()
 
 
-class Exchange:
-    """One request and its reply; see call.Call."""
-
-    __slots__ = ("answer", "body", "cancel", "connection", "head", "keep_alive")
-
-    def __init__(self, connection: Connection, head: Head) -> None:
-        self.connection = connection
-        self.head = head
-        self.body: Bytes = b""
-        self.cancel: Callable[[], object] | None = None
-        self.keep_alive = head.keep_alive
-        self.answer: list[Bytes] | None = None
-
-    @property
-    def gone(self) -> bool:
-        return self.connection.gone
-
-    def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:
-        """Send, or keep until the replies before it were sent; nothing if the client has gone."""
-        connection, head = self.connection, self.head
-        if connection.gone:
-            return
-        listener = connection.listener
-        length = sum(map(len, parts))
-        if listener.draining and connection.is_last(self):
-            self.keep_alive = False
-        if self.keep_alive:
-            state = b"Connection: keep-alive\r\n" if head.old else b""
-        else:
-            state = b"Connection: close\r\n"
-        size = b"Content-Length: %d\r\n" % length
-        if head.method == "HEAD":
-            parts = ()
-        if length <= _JOINED_BYTES:
-            line = listener.line(status)
-            self.answer = [b"".join((line, headers, head.cors, size, state, b"\r\n", *parts))]
-        else:
-            first = (listener.line(status), headers, head.cors, size, state, b"\r\n")
-            self.answer = [b"".join(first), *parts]
-        connection.flush()
-
-
 class Connection(asyncio.BufferedProtocol):
     """One client."""
 
@@ -171,10 +136,12 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         self._deaf = self.gone = True
         self._forget()
+        self._exchange.release()
         del self._exchange  # it holds us: without this only the collector would free either
         self.listener.connections.discard(self)
         exchanges, self._exchanges = self._exchanges, deque()
         for exchange in exchanges:
+            exchange.release()
             if exchange.cancel is not None:
                 exchange.cancel()
                 exchange.cancel = None
@@ -185,6 +152,8 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         room = self._room
         if room is not None:
+            if not self._hold(nbytes):
+                return
             if nbytes < len(room):
                 self._room = room[nbytes:]
                 return
@@ -275,10 +244,18 @@ class Connection(asyncio.BufferedProtocol):
         except DeploykitError as exc:
             self._refuse(exc.http_status, f"{exc.message}; {exc.hint}" if exc.hint else exc.message)
             return len(data)
+        if not self._hold(used):
+            return len(data)
         if chunks.done:
             self._chunks = None
             self._complete(self._exchange, chunks.body)
         return used
+
+    def _hold(self, size: int) -> bool:
+        if self._exchange.hold(size):
+            return True
+        self._refuse(503, self.listener.held.text, RETRY)
+        return False
 
     def _complete(self, exchange: Exchange, body: Bytes) -> None:
         exchange.body = body
@@ -296,6 +273,8 @@ class Connection(asyncio.BufferedProtocol):
         full = len(exchanges) >= self._limits.pipelined
         while exchanges and (answer := exchanges[0].answer) is not None:
             exchange = exchanges.popleft()
+            if exchange.held:
+                exchange.release()
             if len(answer) == 1:
                 self._transport.write(answer[0])
             else:
@@ -323,6 +302,8 @@ class Connection(asyncio.BufferedProtocol):
     def _finish(self) -> None:
         """The last reply is on its way. A client that still sends gets time to read it."""
         self._deaf = True
+        for exchange in self._exchanges:
+            exchange.release()
         self._exchanges.clear()
         if self._lingering and self._transport.can_write_eof():
             self._transport.write_eof()

@@ -14,11 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from deploykit.serving.accept import BACKLOG, bind
+from deploykit.serving.accept import Acceptor, bind
 from deploykit.serving.grpc_calls import Calls
 from deploykit.serving.grpc_flow import Shared
 from deploykit.serving.grpc_heads import Limits
 from deploykit.serving.grpc_wire import Connection
+from deploykit.serving.held import Held
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.security import Guard, tls_context
 from deploykit.serving.service import Service
@@ -35,13 +36,20 @@ class GrpcServer:
     """Serves `service` on `options.grpc_port`. All methods are for the event loop's thread."""
 
     def __init__(
-        self, service: Service, options: ServeOptions, guard: Guard, limits: Limits | None = None
+        self,
+        service: Service,
+        options: ServeOptions,
+        guard: Guard,
+        held: Held,
+        limits: Limits | None = None,
     ) -> None:
         self._options = options
         self._aside_threads = ThreadPoolExecutor(1, thread_name_prefix="grpc messages")
         self._calls = Calls(service, self._aside)
         limits = limits or Limits()
-        self._shared = Shared(self._calls.methods, guard.allows, limits, options.max_body_bytes)
+        self._shared = Shared(
+            self._calls.methods, guard.allows, limits, options.max_body_bytes, held
+        )
         self._tls: ssl.SSLContext | None = None
         if options.tls_cert is not None and options.tls_key is not None:
             self._tls = tls_context(options.tls_cert, options.tls_key)
@@ -57,20 +65,18 @@ class GrpcServer:
         self._loop = asyncio.get_running_loop()
         listening = bind(self._options.host, self._options.grpc_port or 0, "--grpc-port")
         port: int = listening.getsockname()[1]
-        self._server = await self._loop.create_server(
-            partial(Connection, self._shared),
-            sock=listening,
-            backlog=BACKLOG,
-            ssl=self._tls,
-            ssl_handshake_timeout=self._shared.limits.header_s if self._tls else None,
-        )
+        make = partial(Connection, self._shared)
+        self._socket = listening
+        self._acceptor = Acceptor(self._loop, listening, self._shared, make, self._tls)
+        self._acceptor.open()
         self._ticking = asyncio.ensure_future(self._tick())
         return port
 
     async def stop(self, grace_s: float) -> None:
         """Wait up to `grace_s` for what was taken, then close. The service was told to drain."""
         await self._until(lambda: not self._shared.unanswered, grace_s)
-        self._server.close()
+        self._acceptor.close()
+        self._socket.close()
         for connection in list(self._shared.connections):
             connection.close()
         await self._until(lambda: not self._shared.connections, min(grace_s, CLOSE_S))

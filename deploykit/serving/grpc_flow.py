@@ -24,6 +24,7 @@ from deploykit.serving.grpc_streams import (
     Call,
     frame,
 )
+from deploykit.serving.held import Held
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +46,10 @@ class Shared:
         allows: Callable[[bytes | None], bool],
         limits: Limits,
         max_body_bytes: int,
+        held: Held,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.held = held
         self.methods = methods
         self.allows = allows
         self.limits = limits
@@ -207,6 +210,7 @@ class Flow(asyncio.Protocol):
     def drop(self, call: Call) -> None:
         """The call is over."""
         self.calls.pop(call.id, None)
+        call.release(call.held)
         self.release(call)
         if not self.calls:
             self.since_s = self.shared.now_s

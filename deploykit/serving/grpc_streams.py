@@ -80,6 +80,7 @@ class Call:
         "have",
         "head",
         "heard",
+        "held",
         "id",
         "need",
         "opened",
@@ -87,6 +88,7 @@ class Call:
         "pieces",
         "room",
         "since_s",
+        "sizes",
         "slots",
         "trailers",
         "window",
@@ -103,6 +105,8 @@ class Call:
         self.pieces: list[bytes] = []
         self.begin = 0  # of what was not handed over, in the first piece
         self.have = 0
+        self.held = 0  # bytes that are counted in the server's
+        self.sizes: deque[int] = deque()  # of them, for each message of several not yet answered
         self.need = 0  # bytes of the message being read, prefix included; 0 while not known
         self.busy = False
         self.heard = False  # a message was handed over
@@ -139,6 +143,8 @@ class Call:
                 self.since_s = self.connection.shared.now_s
             self.pieces.append(piece)
             self.have += len(piece)
+            if not self._hold(len(piece)):
+                return
         if ended:
             self.ended = True
         self.read()
@@ -217,12 +223,28 @@ class Call:
         at = PREFIX_BYTES
         if data[0]:
             plain = self._decompressed(data)
-            if plain is None:
+            if plain is None or not self._hold(len(plain)):
                 return
             data, at = plain, 0
+            need += len(plain)
+        if method.ended is not None:
+            self.sizes.append(need)
         self.heard = True
         self.answering += 1
         method.message(self, data, at)
+
+    def _hold(self, size: int) -> bool:
+        self.held += size
+        held = self.connection.shared.held
+        if held.add(size, self.held):
+            return True
+        self.fail("UNAVAILABLE", held.text)
+        return False
+
+    def release(self, size: int) -> None:
+        """Bytes of it are held no more."""
+        self.held -= size
+        self.connection.shared.held.bytes -= size
 
     def _too_large(self) -> None:
         limit = self.connection.shared.max_body_bytes
@@ -286,6 +308,8 @@ class Call:
         length = sum(map(len, parts))
         self.out.extend(map(memoryview, (b"\0" + length.to_bytes(4, "big"), *parts)))
         self.answering -= 1
+        if self.sizes:
+            self.release(self.sizes.popleft())
         self.push()
 
     def finish(self) -> None:

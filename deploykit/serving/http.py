@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import uvloop
@@ -23,8 +24,10 @@ import uvloop
 from deploykit.runtimes.cuda_errors import DeviceLost
 from deploykit.runtimes.engine import Engine
 from deploykit.serving.accept import Acceptor, bind, is_loopback
-from deploykit.serving.connection import Listener
+from deploykit.serving.connection import Connection, Listener
+from deploykit.serving.exposition import Samples
 from deploykit.serving.handover import deliver_here
+from deploykit.serving.held import Held
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.page import FILES
 from deploykit.serving.policy import Pending
@@ -46,6 +49,11 @@ DRAIN_S = 30.0  # how long a shutdown waits for an engine
 CLOSE_S = 5.0  # how long it then waits for clients to read their answers
 FATAL_S = 1.0  # the same three, once the device is lost: a supervisor is to start us anew
 READERS = 2  # threads that read large and compressed bodies
+
+_HELD = {
+    "deploykit_held_bytes": ("gauge", "Bytes of large requests that were read and not answered."),
+    "deploykit_held_limit_bytes": ("gauge", "How many there may be; more are refused."),
+}
 
 T = TypeVar("T")
 OnReady = Callable[[str, int, "int | None"], None]  # host, HTTP port, gRPC port
@@ -108,13 +116,16 @@ class Server:
         self._reader = Reader()
         scheme = "https" if tls else "http"
         self._routes = Routes(self.service, self._aside, self._reader, scheme=scheme)
-        self._listener = Listener(self._routes.handle, limits, door, options.max_body_bytes)
-        self._acceptor = Acceptor(self._loop, self._socket, self._listener, tls)
+        held = Held(options.max_held_bytes, options.max_body_bytes)
+        self.service.show(partial(_held, held), _HELD)
+        self._listener = Listener(self._routes.handle, limits, door, options.max_body_bytes, held)
+        make = partial(Connection, self._listener)
+        self._acceptor = Acceptor(self._loop, self._socket, self._listener, make, tls)
         self._grpc: GrpcServer | None = None
         if options.grpc_port is not None:
             from deploykit.serving.grpc import GrpcServer
 
-            self._grpc = GrpcServer(self.service, options, guard)
+            self._grpc = GrpcServer(self.service, options, guard, held)
         self._stopped = asyncio.Event()
         self._signals = 0
         self._interrupted = False
@@ -228,3 +239,8 @@ class Server:
     def _release(self) -> None:
         self._socket.close()
         self._loop.close()
+
+
+def _held(held: Held) -> Samples:
+    values = (held.bytes, held.limit)
+    return {name: [f"{name} {value}"] for name, value in zip(_HELD, values, strict=True)}

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, DeploykitError
+from deploykit.core.errors import BadInput, DeploykitError, Overloaded
 from deploykit.serving import compress, oip
 from deploykit.serving.call import JSON, Call, reply_bug, reply_exception
 from deploykit.serving.handover import monotonic_us
@@ -31,6 +31,7 @@ _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-L
 _COMPRESSED = b"Content-Encoding: %s\r\nVary: Accept-Encoding\r\n"
 LARGE_BYTES = 256 << 10  # of JSON, in or out
 _LONG_BYTES = 1 << 20  # some 20 ms of it
+_REGION = b"shared_memory_region"
 
 T = TypeVar("T")
 Then = Callable[[Callable[[], T]], None]
@@ -50,7 +51,7 @@ class Inference:
         self, service: Service, model: ServedModel, aside: Aside, reader: Reader | None
     ) -> None:
         self._service = service
-        self._reader = reader if service.memory is None else None
+        self._reader = reader
         self._model = model
         self._aside = aside
         self._large = _may_be_large(model)
@@ -79,11 +80,15 @@ class Inference:
         if encoding is not None:
             body = compress.decompress(body, encoding, self._service.options.max_body_bytes)
         signature, size = self._model.signature, len(body) if json_bytes is None else json_bytes
-        if self._reader is not None and size > _LONG_BYTES:
+        memory = self._service.memory
+        elsewhere = self._reader is not None and size > _LONG_BYTES
+        if elsewhere and memory is not None:  # which only this process has
+            elsewhere = _REGION not in bytes(body[:size])
+        if self._reader is not None and elsewhere:
             # as an array: Python 3.11's collector crashes on a memoryview that others hold
             array = np.frombuffer(body, np.uint8)
             return self._reader.run(oip.decode, array, json_bytes, signature)
-        return oip.decode(body, json_bytes, signature, self._service.memory)
+        return oip.decode(body, json_bytes, signature, memory)
 
     def _was_read(
         self, call: Call, begun_us: int, admitted: bool, result: Callable[[], Request]
@@ -96,6 +101,8 @@ class Inference:
             except BadInput:
                 self._model.metrics.bad_request()
                 raise
+            if not call.hold(sum(array.nbytes for array in request.feeds.values())):
+                raise Overloaded("the server holds too many bytes of requests already")
             self._queue(call, request, begun_us, admitted=admitted)
         except DeploykitError as exc:
             reply_exception(call, exc)
@@ -141,7 +148,13 @@ class Inference:
     def _encode(self, request: Request, pending: Pending, accept: bytes | None) -> Reply:
         model, outputs, memory = self._model, pending.outputs, self._service.memory
         name, signature = model.name, model.signature
-        if self._large and self._reader and self._is_large(request, pending, _LONG_BYTES):
+        here = any(wanted.region for wanted in request.outputs)
+        if (
+            self._reader is not None
+            and self._large
+            and not here
+            and self._is_large(request, pending, _LONG_BYTES)
+        ):
             asked = request._replace(feeds={})
             parts, json_bytes = self._reader.run(
                 oip.encode, name, VERSION, asked, outputs, signature

@@ -17,6 +17,7 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
     "queue": (1, 1 << 20),
     "timeout_ms": (1, 86_400_000),
     "max_body_bytes": (1, 1 << 40),
+    "max_held_bytes": (1, 1 << 50),
     "shadow_rate": (0, 1),
     "shadow_alarm": (0, 1),
 }
@@ -43,6 +44,7 @@ class ServeOptions:
     queue: int = 1024
     timeout_ms: int = 30_000
     max_body_bytes: int = 64 << 20
+    max_held_bytes: int | None = None  # of all large requests at once; None: a quarter of memory
     token: str | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None

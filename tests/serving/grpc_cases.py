@@ -21,6 +21,7 @@ from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.grpc import GrpcServer
 from deploykit.serving.grpc_heads import Limits
 from deploykit.serving.handover import deliver_here
+from deploykit.serving.held import Held
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.security import Guard
 from deploykit.serving.service import Service
@@ -56,7 +57,8 @@ class Serving:
     ) -> None:
         self.loop = uvloop.new_event_loop()
         self.service = Service(models, options, deliver=self._deliver)
-        self.server = GrpcServer(self.service, options, Guard(options.token), limits)
+        held = Held(options.max_held_bytes, options.max_body_bytes)
+        self.server = GrpcServer(self.service, options, Guard(options.token), held, limits)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         try:
