@@ -45,11 +45,13 @@ class Slot:
     datatype: str
     dtype: np.dtype[Any]  # of the arrays that hold it
     item_bytes: int  # of one element as it is sent; 0 for BYTES, which have no one size
+    plain: bool  # whether any bytes are an array as they are
 
 
 def slot_for(spec: TensorSpec) -> Slot:
-    item_bytes = DTYPE_BYTES.get(spec.dtype, 0)
-    return Slot(spec, PROTOCOL_NAMES[spec.dtype], np.dtype(carrier(spec.dtype)), item_bytes)
+    datatype, item_bytes = PROTOCOL_NAMES[spec.dtype], DTYPE_BYTES.get(spec.dtype, 0)
+    plain = datatype not in ("BYTES", "BF16", "BOOL")
+    return Slot(spec, datatype, np.dtype(carrier(spec.dtype)), item_bytes, plain)
 
 
 def shape_of(shape: object, slot: Slot, max_batch: int) -> tuple[int, ...]:
@@ -76,6 +78,8 @@ def from_bytes(
     body: Bytes, at: int, size: int, count: int, shape: tuple[int, ...], slot: Slot
 ) -> np.ndarray:
     """`count` elements in the `size` bytes of `body` from `at` on; numbers are not copied."""
+    if slot.plain and count:
+        return _aligned(np.ndarray(shape, slot.dtype, body, at))
     if not slot.item_bytes:
         return _as_texts(_elements(body, at, size, count, slot), shape, slot)
     if count == 0:
@@ -83,10 +87,15 @@ def from_bytes(
     if slot.datatype == "BF16":
         halves = np.frombuffer(body, np.uint16, count, at)
         return (halves.astype(np.uint32) << 16).view(np.float32).reshape(shape)
-    array: np.ndarray = np.ndarray(shape, slot.dtype, body, at)
-    if slot.datatype == "BOOL" and array.view(np.uint8).max() > 1:
+    if np.frombuffer(body, np.uint8, count, at).max() > 1:
         raise BadInput(f"input '{slot.spec.name}': a BOOL byte is neither 0 nor 1")
-    return array if array.flags.aligned else array.copy()  # native libraries may demand alignment
+    flags: np.ndarray = np.ndarray(shape, slot.dtype, body, at)
+    return flags
+
+
+def _aligned(array: np.ndarray) -> np.ndarray:
+    """Native libraries may demand that numbers begin at multiples of their size."""
+    return array if array.flags.aligned else array.copy()
 
 
 def _elements(body: Bytes, at: int, size: int, count: int, slot: Slot) -> list[bytes]:
