@@ -1,8 +1,9 @@
 """The models that are served, and what they do without a server.
 
-`tiny`: two small convolutions on 28x28, so that the server is most of what is measured. `mnist`: the
-MNIST CNN of models/, three times as much to compute. `resnet18`: batch norms folded in. All with
-seeded weights, float32, input "x", output "y", dynamic batch axis; only their size matters.
+`tiny`: two small convolutions on 28x28, so that the server is most of what is measured. `mnist`:
+the MNIST CNN of models/, with three times as much to compute. `resnet18`: batch norms folded in.
+All with seeded weights, float32, input "x", output "y", dynamic batch axis; only their size
+matters.
 """
 
 from __future__ import annotations
