@@ -14,7 +14,7 @@ from deploykit.api.opening import open_proven
 from deploykit.core.artefact import sniff
 from deploykit.core.errors import BadInput, Unsupported, os_reason
 from deploykit.core.files import check_readable
-from deploykit.core.machine import usable_cores
+from deploykit.core.machine import return_large_blocks, usable_cores
 
 if TYPE_CHECKING:
     from deploykit.runtimes.engine import Engine
@@ -73,6 +73,7 @@ def serve(
     references = _references(shadows, list(files))
     if references and not settings.shadow_rate:
         raise BadInput("--shadow: needs a --shadow-rate above 0")
+    return_large_blocks()
     with ExitStack() as stack:
         stack.enter_context(logs.configure(log_format))
         opening = partial(

@@ -38,6 +38,7 @@ _CPU_FLAGS = (
     "asimddp",
     "i8mm",
 )
+_M_MMAP_THRESHOLD = -3  # of mallopt(3)
 _QUERY = "name,memory.total,driver_version,compute_cap"
 
 
@@ -144,6 +145,21 @@ def usable_cores(root: Path = Path("/")) -> int:
 def default_threads(root: Path = Path("/")) -> int:
     """CPU threads for one call: a core each, as two hyper-threads share one core's arithmetic."""
     return min(usable_cores(root), _physical_cores(_text(root / "proc/cpuinfo")))
+
+
+def return_large_blocks(nbytes: int = 1 << 20) -> None:
+    """Have blocks of `nbytes` or more go back to the system when they are freed, for good.
+
+    glibc's own threshold rises with each such block that is freed, up to 32 MiB (mallopt(3)), and
+    what lies below it stays with the process: a server then keeps its largest batches. Does nothing
+    with another C library.
+    """
+    import ctypes  # costs more than the rest of this file
+
+    try:
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, nbytes)
+    except (AttributeError, OSError):
+        return
 
 
 def memory_bytes(root: Path = Path("/")) -> int | None:

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,36 @@ def jetson(tmp_path: Path) -> Path:
     write(tmp_path, "proc/cpuinfo", ARM_CPU)
     write(tmp_path, "proc/meminfo", "MemTotal:        7802164 kB\nMemFree: 1 kB\n")
     return tmp_path
+
+
+BATCHES = """
+import sys
+from pathlib import Path
+from deploykit.core.machine import return_large_blocks
+
+def resident_mib():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+
+if sys.argv[1] == "return":
+    return_large_blocks()
+del [bytearray(16 << 20)][0]
+bytearray(16 << 20)
+before = resident_mib()
+blocks = [bytearray(8 << 20) for _ in range(16)]
+small = bytearray(4000)
+del blocks[:-1]
+print(resident_mib() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="no glibc here")
+def test_large_blocks_go_back_to_the_system() -> None:
+    kept = {
+        how: int(subprocess.check_output([sys.executable, "-c", BATCHES, how]))
+        for how in ("keep", "return")
+    }
+    assert kept["keep"] > 64  # what this is for: 120 MiB were freed
+    assert kept["return"] < 24
 
 
 def test_jetson_is_recognised(jetson: Path) -> None:
