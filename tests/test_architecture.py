@@ -38,13 +38,13 @@ OWNERS = {
 }
 CEILINGS = {  # lines, docstrings included: what a room may grow to
     "core": 1700,
-    "runtimes": 4800,
+    "runtimes": 5000,
     "training": 400,
     "exporters": 800,
     "transforms": 3800,
     "builders": 1700,
     "measure": 4700,
-    "serving": 9000,
+    "serving": 9700,
     "api": 3500,
     "cli": 1250,
 }

@@ -14,6 +14,7 @@ from typing import Any
 from deploykit import __version__
 from deploykit.core.errors import BadInput, NotFound, Overloaded
 from deploykit.runtimes.engine import Engine
+from deploykit.serving.cuda_shm import find_gpus
 from deploykit.serving.exposition import Samples, prometheus
 from deploykit.serving.handover import Later, deliver_here, monotonic_us
 from deploykit.serving.models import TEXTS, VERSION, ServedModel
@@ -64,7 +65,9 @@ class Service:
         self.options = options
         self.draining = False
         self.models: dict[str, ServedModel] = {}
-        self.memory = SharedMemory(options.max_body_bytes) if options.shared_memory else None
+        self.memory: SharedMemory | None = None
+        if options.shared_memory:
+            self.memory = SharedMemory(options.max_body_bytes, find_gpus())
         self.sampler = Sampler()
         self._samples: list[Callable[[], Samples]] = [self.sampler.samples]
         self._texts = dict(TEXTS)
@@ -144,6 +147,8 @@ class Service:
         for model in self.models.values():
             if model.batcher.lost:
                 return f"model '{model.name}': the GPU is lost to this process"
+        if self.memory is not None and self.memory.gpus.lost:
+            return "CUDA shared memory: the GPU is lost to this process"
         return None
 
     def why_not_ready(self, model: ServedModel | None = None) -> str | None:
@@ -178,7 +183,11 @@ class Service:
         return left
 
     def metadata(self) -> dict[str, Any]:
-        offered = [*EXTENSIONS, *(["system_shared_memory"] if self.memory is not None else [])]
+        offered = list(EXTENSIONS)
+        if self.memory is not None:
+            offered.append("system_shared_memory")
+            if self.memory.gpus.offered:
+                offered.append("cuda_shared_memory")
         return {"name": "deploykit", "version": __version__, "extensions": offered}
 
     def statistics(self, model: ServedModel | None = None) -> dict[str, Any]:

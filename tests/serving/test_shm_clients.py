@@ -28,7 +28,8 @@ ROWS = np.arange(12, dtype=np.float32).reshape(3, 4)
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     folder = tmp_path_factory.mktemp("served")
-    with Process(folder, "--shared-memory", "--grpc", "--grpc-port", "0") as server:
+    options = ("--shared-memory", "--grpc", "--grpc-port", "0")
+    with Process(folder, *options, env={"CUDA_VISIBLE_DEVICES": ""}) as server:
         yield server
 
 
@@ -196,9 +197,9 @@ def test_a_client_that_truncates_its_region_ends_nobody(
     assert server.shared() == []
 
 
-def test_cuda_shared_memory_is_not_offered(kit: tuple[ModuleType, Any]) -> None:
+def test_cuda_shared_memory_is_not_offered_without_a_gpu(kit: tuple[ModuleType, Any]) -> None:
     _, client = kit
-    with pytest.raises(InferenceServerException) as caught:
+    with pytest.raises(InferenceServerException, match="CUDA shared memory is not") as caught:
         client.register_cuda_shared_memory("r", b"aGFuZGxl", 0, 64)
     assert caught.value.status() in ("501", "StatusCode.UNIMPLEMENTED")
 
