@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
-from collections.abc import Mapping
-from types import ModuleType
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType, ModuleType
 
 from deploykit.core.errors import MissingExtra, Unsupported, first_line
 
@@ -31,10 +34,12 @@ def require(module: str) -> ModuleType:
     """Import `module`, one of EXTRAS or a module inside it.
 
     Raises MissingExtra when its package is not installed, Unsupported when it is but does not load.
+    Ctrl-C and SIGTERM take effect when the import is over, a second one at once.
     """
     top = module.partition(".")[0]
     try:
-        return importlib.import_module(module)
+        with _signals_afterwards():
+            return importlib.import_module(module)
     except (ImportError, OSError) as exc:
         if isinstance(exc, ModuleNotFoundError) and exc.name == top:
             raise missing(top) from exc
@@ -55,3 +60,35 @@ def install_hint(module: str) -> str:
 def installed(module: str) -> bool:
     """Whether `module` could be imported, without importing it."""
     return importlib.util.find_spec(module) is not None
+
+
+@contextlib.contextmanager
+def _signals_afterwards() -> Iterator[None]:
+    """Hold the first Ctrl-C or SIGTERM of the block back until its end.
+
+    A native module that is loading loses what their handlers raise, or makes an ImportError of it.
+    Signals that the process ignores or leaves to the system stay so.
+    """
+    came: list[int] = []
+    held: dict[int, Callable[[int, FrameType | None], object]] = {}
+
+    def restore() -> None:
+        for number, handler in held.items():
+            signal.signal(number, handler)
+
+    def hold(number: int, _frame: FrameType | None) -> None:
+        came.append(number)
+        restore()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handler = signal.getsignal(number)
+            if callable(handler):
+                held[number] = handler
+                signal.signal(number, hold)
+    try:
+        yield
+    finally:
+        restore()
+        if came:
+            held[came[0]](came[0], None)

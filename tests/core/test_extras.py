@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,3 +80,57 @@ def test_installed_imports_nothing(broken: Install) -> None:
     broken("raise RuntimeError")
     assert installed("onnxscript")
     assert not installed("a_module_nobody_has")
+
+
+LOSES = """
+import signal
+try:
+    signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    pass
+"""
+RENAMES = LOSES.replace("pass", "raise ImportError('no numpy') from None")
+
+
+@pytest.mark.parametrize("code", [LOSES, RENAMES], ids=["lost", "renamed"])
+def test_ctrl_c_while_a_package_loads_is_not_lost(broken: Install, code: str) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    broken(code)
+    with pytest.raises(KeyboardInterrupt):
+        require("onnxscript")
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_second_ctrl_c_does_not_wait_for_a_package_to_load(broken: Install, tmp_path: Path) -> None:
+    end = tmp_path / "end"
+    twice = 2 * "signal.raise_signal(signal.SIGINT)\n"
+    broken(f"import pathlib, signal\n{twice}pathlib.Path({str(end)!r}).touch()")
+    with pytest.raises(KeyboardInterrupt):
+        require("onnxscript")
+    assert not end.exists()
+
+
+def test_handlers_are_as_before_when_no_signal_came(broken: Install) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    broken("")
+    require("onnxscript")
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_ignored_signal_stays_ignored_while_a_package_loads(broken: Install) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        broken(LOSES)
+        require("onnxscript")
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_thread_imports_without_touching_signals(broken: Install) -> None:
+    broken("")
+    loaded = []
+    thread = threading.Thread(target=lambda: loaded.append(require("onnxscript")))
+    thread.start()
+    thread.join()
+    assert [module.__name__ for module in loaded] == ["onnxscript"]
