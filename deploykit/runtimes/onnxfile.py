@@ -1,14 +1,14 @@
 """Facts about an `.onnx` file from its protobuf's field headers, without the onnx package.
 
-In: a path. Out: whether it holds float16 or a loop, and which other files hold its weights. The
-onnx package is slow to import and loads the weights; a server needs neither. A file that cannot be
-read gives no facts: loading it then says what is wrong.
+In: a path. Out: whether it holds float16 or an operator, and which other files hold its weights.
+The onnx package is slow to import and loads the weights; a server needs neither. A file that cannot
+be read gives no facts: loading it then says what is wrong.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import overload
 
@@ -25,11 +25,11 @@ def holds_float8(path: Path) -> bool:
     return _holds(path, _FLOAT8)
 
 
-def has_loop(path: Path) -> bool:
-    """Whether a node may run for as long as its inputs say: `Loop`. True where that is unknown."""
+def holds_operator(path: Path, kinds: Collection[str]) -> bool:
+    """Whether a node, at any depth, is one of these operators. True where that is unknown."""
     try:
         with Pages(path) as data:
-            return _loop_in(data, "model", 0, len(data))
+            return _operator_in(data, "model", 0, len(data), {kind.encode() for kind in kinds})
     except (OSError, ValueError, IndexError, RecursionError):
         return True
 
@@ -116,14 +116,15 @@ _TYPE_NAMES = (b"to", b"dtype")  # attributes whose number is one: of Cast, and 
 _FLOAT16, _FLOAT8 = 10, 17
 
 
-def _loop_in(data: Pages, message: str, begin: int, end: int) -> bool:
+def _operator_in(data: Pages, message: str, begin: int, end: int, kinds: Collection[bytes]) -> bool:
     members = _MEMBERS.get(message, {})
     for number, at, stop in fields(data, begin, end):
         if stop == -1:
             continue
-        if message == "node" and number == 4 and data[at:stop] == b"Loop":
+        if message == "node" and number == 4 and data[at:stop] in kinds:
             return True
-        if members.get(number) in _HOLD_NODES and _loop_in(data, members[number], at, stop):
+        inner = members.get(number)
+        if inner in _HOLD_NODES and _operator_in(data, inner, at, stop, kinds):
             return True
     return False
 

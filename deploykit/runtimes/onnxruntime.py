@@ -24,7 +24,7 @@ from deploykit.core.machine import default_threads
 from deploykit.core.tensors import BATCH, TensorSpec
 from deploykit.runtimes.cuda_errors import CODES, OutOfMemory, cuda_error
 from deploykit.runtimes.engine import Arrays, Closing, FeedCheck
-from deploykit.runtimes.onnxfile import external_files, has_loop, holds_float8, holds_half
+from deploykit.runtimes.onnxfile import external_files, holds_float8, holds_half, holds_operator
 from deploykit.runtimes.onnxruntime_binding import Binding, check_placement
 
 ort = require("onnxruntime")
@@ -48,6 +48,10 @@ _OF_CUDA = (
     ort_state.RuntimeException,
     ort_state.EPFail,
     RuntimeError,
+)
+# operators that can take the size of what they make from an input's values, which are whole numbers
+_SIZED = frozenset(
+    {"ConstantOfShape", "Expand", "OneHot", "Pad", "Range", "Resize", "Tile", "Upsample"}
 )
 _CUDA_SAID = re.compile(r"CUDA failure (\d+): ([^;\n]*)")
 _NO_MEMORY = re.compile(r"(?:requested buffer of size|smaller than requested bytes of) (\d+)")
@@ -111,7 +115,7 @@ class OnnxRuntimeEngine(Closing):
         self._names = [spec.name for spec in self.outputs]
         self._check = FeedCheck(self.inputs, path.name)
         self.device = _device_in_use(path, self.session, device)
-        self.steady = self.device == "cpu" and not has_loop(path)
+        self.steady = self.device == "cpu" and _is_steady(path, self.inputs)
         self._binding: Binding | None = None
         held = {spec.dtype for spec in (*self.inputs, *self.outputs)}
         if self.device != "cpu" and "string" not in held:  # text never lies in a GPU's memory
@@ -142,6 +146,15 @@ class OnnxRuntimeEngine(Closing):
             self._binding.close()
         self._binding = None
         self.session = None
+
+
+def _is_steady(path: Path, inputs: Sequence[TensorSpec]) -> bool:
+    """Whether no values in an input can make a call long: by a loop, a size or a text."""
+    kinds = {spec.dtype for spec in inputs}
+    if "string" in kinds:
+        return False
+    sizes = any(kind.startswith("int") or kind == "uint64" for kind in kinds)
+    return not holds_operator(path, _SIZED | {"Loop"} if sizes else {"Loop"})
 
 
 def session_options(threads: int | None, *, half: bool = False) -> Any:

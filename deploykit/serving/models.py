@@ -349,7 +349,7 @@ class ServedModel:
                 lengths=lengths,
             )
             steady = here and getattr(engine, "steady", False)
-            again_us = 10 * SHORT_US if steady else AGAIN_US if steering else 0
+            again_us = 5 * SHORT_US if steady else AGAIN_US if steering else 0
             times, notes = warm_up.run(again_us=again_us)
             here_rows = min(here_rows, short_rows(times)) if steady else 0
             if steering is not None:

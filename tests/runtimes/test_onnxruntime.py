@@ -13,7 +13,7 @@ from deploykit.core.errors import BadInput, Unsupported
 
 ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
-from deploykit.runtimes.onnxfile import external_files, has_loop, holds_half  # noqa: E402
+from deploykit.runtimes.onnxfile import external_files, holds_half, holds_operator  # noqa: E402
 from deploykit.runtimes.onnxruntime import open_engine, session_options  # noqa: E402
 
 FLOAT, HALF = TensorProto.FLOAT, TensorProto.FLOAT16
@@ -95,6 +95,9 @@ def test_half_inside_a_function_is_seen(tmp_path: Path) -> None:
     assert holds_half(path)
 
 
+LOOP = ("Loop",)
+
+
 def looping() -> onnx.NodeProto:
     """Answers y = x, taken over as many times as the input `count` says."""
     body = helper.make_graph(
@@ -118,6 +121,29 @@ def test_engine_that_values_can_make_hang_is_not_steady(tmp_path: Path) -> None:
         assert engine.steady
 
 
+@pytest.mark.parametrize(
+    ("dtype", "operator", "steady"),
+    [
+        (TensorProto.INT64, "Range", False),
+        (TensorProto.INT64, "Identity", True),
+        (TensorProto.UINT8, "Identity", True),
+        (TensorProto.STRING, "Identity", False),
+    ],
+    ids=["a size from values", "numbers", "bytes", "texts of any length"],
+)
+def test_engine_whose_values_set_a_size_is_not_steady(
+    tmp_path: Path, dtype: int, operator: str, steady: bool
+) -> None:
+    inputs = [value("n", dtype, [])]
+    if operator == "Range":
+        names = ["n", "n", "n"]
+        nodes, out = [node("Range", names, ["y"])], value("y", dtype, ["M"])
+    else:
+        nodes, out = [node("Identity", ["n"], ["y"])], value("y", dtype, [])
+    with open_engine(write(tmp_path / "m.onnx", nodes, inputs, [out]), "cpu") as engine:
+        assert engine.steady is steady
+
+
 def test_loop_inside_a_branch_or_a_function_is_seen(tmp_path: Path) -> None:
     branch = helper.make_graph([looping()], "branch", [], [value("y")])
     choose = node("If", ["flag"], ["y"], then_branch=branch, else_branch=branch)
@@ -126,24 +152,26 @@ def test_loop_inside_a_branch_or_a_function_is_seen(tmp_path: Path) -> None:
         value("count", TensorProto.INT64, []),
         value("flag", TensorProto.BOOL, []),
     ]
-    assert has_loop(write(tmp_path / "m", [choose], inputs, [value("y")]))
+    assert holds_operator(write(tmp_path / "m", [choose], inputs, [value("y")]), LOOP)
     opsets = [helper.make_opsetid("", 18)]
     names = ["x", "count"]
     function = helper.make_function("local", "Repeat", names, ["y"], [looping()], opsets)
     call = node("Repeat", names, ["y"], domain="local")
-    assert has_loop(write(tmp_path / "m", [call], inputs, [value("y")], functions=[function]))
+    path = write(tmp_path / "m", [call], inputs, [value("y")], functions=[function])
+    assert holds_operator(path, LOOP)
 
 
 def test_name_loop_elsewhere_is_no_loop(tmp_path: Path) -> None:
     named = node("Identity", ["x"], ["Loop"], name="Loop", doc_string="Loop")
     out = node("Identity", ["Loop"], ["y"])
-    assert not has_loop(write(tmp_path / "m", [named, out], [value("x")], [value("y")]))
+    path = write(tmp_path / "m", [named, out], [value("x")], [value("y")])
+    assert not holds_operator(path, LOOP)
 
 
 def test_file_that_cannot_be_read_may_hold_a_loop(tmp_path: Path) -> None:
-    assert has_loop(tmp_path / "nothing")
+    assert holds_operator(tmp_path / "nothing", LOOP)
     (tmp_path / "m").write_bytes(b"\x3a\xff\xff\xff\xff\x0f")
-    assert has_loop(tmp_path / "m")
+    assert holds_operator(tmp_path / "m", LOOP)
 
 
 def test_number_ten_elsewhere_is_not_half(tmp_path: Path) -> None:
