@@ -94,6 +94,11 @@ class Acceptor:
         self._paused: asyncio.TimerHandle | None = None
         self._closed = False
 
+    @property
+    def greeting(self) -> int:
+        """Connections accepted that have no protocol yet."""
+        return len(self._greeting)
+
     def open(self) -> None:
         self._paused = None
         self._loop.add_reader(self._socket, self._accept)

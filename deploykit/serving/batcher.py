@@ -9,19 +9,22 @@ two threads that hand Python's lock to and fro cost more than a small model's ru
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 
-from deploykit.core.errors import DeploykitError, Expired, Overloaded
+from deploykit.core.errors import DeploykitError, Overloaded
 from deploykit.runtimes.engine import Arrays, Closing, Engine
 from deploykit.serving.buckets import Buckets
-from deploykit.serving.handover import Deliver, Later, deliver_here, monotonic_us
+from deploykit.serving.handover import Deliver, Later, deliver_here, expired, monotonic_us
 from deploykit.serving.lanes import Lanes
 from deploykit.serving.policy import BatchPolicy, Key, Pending, Watcher
 from deploykit.serving.rows import Splitter, stack
 from deploykit.serving.runner import Runner, gone
 from deploykit.serving.slo import Steering
+
+log = logging.getLogger(__name__)
 
 _NEVER_US = 1 << 60
 _LONGEST_SLEEP_S = 3600.0
@@ -221,7 +224,7 @@ class Batcher(Closing):
             late = self._lanes.take_late(now_us)
             for worker in self._workers:
                 late += [r for r in worker.running if not r.finished and r.give_up_us <= now_us]
-            _expired(late, now_us)
+            expired(late, now_us)
             if self._steering is not None:
                 self._lanes.policy = self._steering.step(now_us, self._lanes.added_rows)
         self._end(late, now_us)
@@ -256,15 +259,15 @@ class Batcher(Closing):
         self._end(refused, self._clock_us())
 
     def _end(
-        self,
-        requests: Sequence[Pending],
-        now_us: int,
-        deliver: Deliver | None = None,
+        self, requests: Sequence[Pending], now_us: int, deliver: Deliver | None = None
     ) -> None:
         """Hand back requests that are marked as finished."""
         for request in requests:
             if request.error is not None:
-                self.watcher.failed(request, now_us)
+                try:
+                    self.watcher.failed(request, now_us)
+                except Exception:  # whoever watches must not keep the answers
+                    log.exception("model '%s': watching a failure failed", self._name)
         if requests:
             (deliver or self._deliver)(requests)
 
@@ -277,13 +280,20 @@ class Batcher(Closing):
             if not self._idle or not self._lanes.count:
                 return
             worker = self._idle.pop()
-            if self._lanes.rows > self.here_rows:
+            waits = self.policy.max_delay_us  # its thread can, until the delay has passed
+            if waits or not self.here_rows or self._lanes.rows > self.here_rows:
                 worker.wake.release()
                 return
             batch, late, now_us = self._next(worker)
-        self._end(late, now_us)
-        if batch:
-            self._run(worker, batch, now_us, deliver_here)
+        try:
+            self._end(late, now_us)
+            if batch:
+                self._run(worker, batch, now_us, deliver_here)
+        finally:
+            self._rest(worker)
+
+    def _rest(self, worker: _Worker) -> None:
+        """An engine has run here: its thread sleeps on, unless it is to end."""
         with self._lock:
             worker.free_us = self._clock_us()
             if self._closing:
@@ -292,6 +302,8 @@ class Batcher(Closing):
             self._idle.append(worker)
             self._awake_us = worker.free_us + self._spin_us
             if self._later is None:
+                return
+            if self._looking:
                 return
             if self._lanes.count:
                 self._looking = True
@@ -334,7 +346,7 @@ class Batcher(Closing):
         """The batch that is due, what has expired, and the time; under the lock."""
         lanes, now_us = self._lanes, self._clock_us()
         late = lanes.take_late(now_us)
-        _expired(late, now_us)
+        expired(late, now_us)
         batch: list[Pending] = []
         if not worker.runner.lost:
             batch = worker.running = lanes.take(now_us, hurry=self._closing)
@@ -357,14 +369,12 @@ class Batcher(Closing):
             if worker in self._idle:
                 self._idle.remove(worker)
             else:
-                worker.wake.acquire()  # somebody woke it after the time had passed
+                self._lock.release()  # somebody wakes it, or runs its engine: see `_look`
+                worker.wake.acquire()
+                self._lock.acquire()
 
     def _run(
-        self,
-        worker: _Worker,
-        batch: Sequence[Pending],
-        now_us: int,
-        deliver: Deliver,
+        self, worker: _Worker, batch: Sequence[Pending], now_us: int, deliver: Deliver
     ) -> None:
         idle_us = 0
         if worker.free_us < now_us:
@@ -385,13 +395,3 @@ class Batcher(Closing):
             self.lost = True
             self._shut(gone(self._name))
         self._end(finished, ended_us, deliver)
-
-
-def _expired(requests: Sequence[Pending], now_us: int) -> None:
-    for request in requests:
-        request.finished = True
-        waited_ms = (now_us - request.arrived_us) / 1e3
-        request.error = Expired(
-            f"the request waited {waited_ms:.0f} ms, past its time limit",
-            hint="send fewer requests at once, or allow more time ('timeout', --timeout-ms)",
-        )

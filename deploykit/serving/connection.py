@@ -273,8 +273,6 @@ class Connection(asyncio.BufferedProtocol):
         full = len(exchanges) >= self._limits.pipelined
         while exchanges and (answer := exchanges[0].answer) is not None:
             exchange = exchanges.popleft()
-            if exchange.held:
-                exchange.release()
             if len(answer) == 1:
                 self._transport.write(answer[0])
             else:

@@ -50,6 +50,8 @@ class Exchange:
         connection, head = self.connection, self.head
         if connection.gone:
             return
+        if self.held:  # what was asked is not needed any more, whenever the reply can go
+            self.release()
         listener = connection.listener
         length = sum(map(len, parts))
         if listener.draining and connection.is_last(self):

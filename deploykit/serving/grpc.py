@@ -79,7 +79,8 @@ class GrpcServer:
         self._socket.close()
         for connection in list(self._shared.connections):
             connection.close()
-        await self._until(lambda: not self._shared.connections, min(grace_s, CLOSE_S))
+        left, acceptor = self._shared.connections, self._acceptor
+        await self._until(lambda: not (left or acceptor.greeting), min(grace_s, CLOSE_S))
         self._ticking.cancel()
         for connection in list(self._shared.connections):
             connection.abort()

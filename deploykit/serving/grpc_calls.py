@@ -7,7 +7,7 @@ call's in the order of its messages. Errors are in the words of HTTP's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Then = Callable[[Callable[[], T]], None]
 Aside = Callable[[Callable[[], T], Then[T]], None]
+Cancel = Callable[[], object]
 Answer = Callable[[Callable[[], list[bytes]]], None]  # gets a function that gives it, or raises
 
 SERVICE = "inference.GRPCInferenceService"
@@ -152,8 +153,8 @@ class Calls:
     # -- inference -------------------------------------------------------------------------------
 
     def _infer(self, call: Call, data: bytes, at: int) -> None:
-        def running(model: ServedModel, pending: Pending) -> None:
-            call.cancel = partial(model.cancel, pending)
+        def running(cancel: Cancel) -> None:
+            call.cancel = cancel
 
         def answer(make: Callable[[], list[bytes]]) -> None:
             call.cancel = None
@@ -167,8 +168,8 @@ class Calls:
         if call.cancel is None:
             call.cancel = partial(_cancel_all, call)
 
-        def running(model: ServedModel, pending: Pending) -> None:
-            slot.cancel = partial(model.cancel, pending)
+        def running(cancel: Cancel) -> None:
+            slot.cancel = cancel
 
         def answer(make: Callable[[], list[bytes]]) -> None:
             slot.cancel = None
@@ -202,25 +203,27 @@ class Calls:
         call: Call,
         data: bytes,
         at: int,
-        running: Callable[[ServedModel, Pending], None],
+        running: Callable[[Cancel], None],
         answer: Answer,
     ) -> None:
+        """`running` gets what is to be done if the client gives up, as that changes."""
         started_us = monotonic_us()
         model: ServedModel | None = None
         try:
             head, start, spans = infer.split(data, at)
             message = infer.header(head)
             model = self._find(message.model_name, message.model_version)
-            decode = partial(self._decode, head, start, spans, data, model)
+            held = [head, data]  # emptied when the client gives up: a thread may yet wait for it
+            decode = partial(self._decode, held, start, spans, model)
         except Exception as exc:  # noqa: BLE001 - raised again where it is answered
             answer(partial(_raise, exc))
             return
 
         def submit(decoded: Callable[[], Request]) -> None:
+            if call.finished:
+                return
             try:
                 request = decoded()
-                if call.finished:
-                    return
                 limit_us = self._left_us(call)
                 if limit_us is not None:
                     asked_us = request.timeout_us or limit_us
@@ -237,21 +240,23 @@ class Calls:
             except Exception as exc:  # noqa: BLE001 - the same
                 answer(partial(_raise, exc))
             else:
-                running(model, pending)
+                running(partial(model.cancel, pending))
 
         if len(head) > LARGE_BYTES:
+            del head, data
+            running(held.clear)
             self._aside(decode, submit)
         else:
             submit(decode)
 
     def _decode(
         self,
-        head: bytes,
+        held: Sequence[bytes],
         start: int,
         spans: tuple[infer.Span, ...],
-        data: bytes,
         model: ServedModel,
     ) -> Request:
+        head, data = held
         return fill(infer.planned(head, spans, model.signature), data, start, self._service.memory)
 
     def _left_us(self, call: Call) -> int | None:

@@ -31,6 +31,7 @@ NO_ERROR, CANCEL = 0, 8
 FRAME = struct.Struct(">BHBBI")  # length (8 + 16 bits), type, flags, stream
 PREFIX_BYTES = 5  # of a gRPC message: compressed or not, length
 ROOM = 1 << 20  # bytes that a client may send on a stream unasked
+_QUESTION_BYTES = 1024  # of a message, at most: "are you ready?"
 _MESSAGES_A_TURN = 64  # of one streaming call, before other calls get their turn
 
 STATUS = {
@@ -138,6 +139,7 @@ class Call:
 
     def received(self, piece: bytes, ended: bool) -> None:
         """A DATA frame's content. Hands over what it completes."""
+        self.ended = self.ended or ended
         if piece:
             if not self.have:
                 self.since_s = self.connection.shared.now_s
@@ -145,8 +147,6 @@ class Call:
             self.have += len(piece)
             if not self._hold(len(piece)):
                 return
-        if ended:
-            self.ended = True
         self.read()
 
     def read(self) -> None:
@@ -234,9 +234,11 @@ class Call:
         method.message(self, data, at)
 
     def _hold(self, size: int) -> bool:
+        """Count bytes; without room the call fails, unless it only asks how the server is."""
         self.held += size
-        held = self.connection.shared.held
-        if held.add(size, self.held):
+        held, method = self.connection.shared.held, self.head.method
+        asks = method is not None and method.open and self.held <= _QUESTION_BYTES
+        if held.add(size, self.held) or asks:
             return True
         self.fail("UNAVAILABLE", held.text)
         return False
@@ -307,9 +309,11 @@ class Call:
             self.connection.write(frame(HEADERS, END_HEADERS, self.id, _OPENING))
         length = sum(map(len, parts))
         self.out.extend(map(memoryview, (b"\0" + length.to_bytes(4, "big"), *parts)))
-        self.answering -= 1
+        self.answering = max(0, self.answering - 1)  # of the health there is always one more
         if self.sizes:
             self.release(self.sizes.popleft())
+        elif self.ended:
+            self.release(self.held)
         self.push()
 
     def finish(self) -> None:

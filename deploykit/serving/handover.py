@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from deploykit.core.errors import Expired
 from deploykit.serving.policy import Pending
 
 log = logging.getLogger(__name__)
@@ -16,6 +17,17 @@ Later = Callable[[Callable[[], None]], object]  # calls it on the event loop's t
 
 def monotonic_us() -> int:
     return time.monotonic_ns() // 1000
+
+
+def expired(requests: Sequence[Pending], now_us: int) -> None:
+    """Mark requests as finished, past their deadline."""
+    for request in requests:
+        request.finished = True
+        waited_ms = (now_us - request.arrived_us) / 1e3
+        request.error = Expired(
+            f"the request waited {waited_ms:.0f} ms, past its time limit",
+            hint="send fewer requests at once, or allow more time ('timeout', --timeout-ms)",
+        )
 
 
 def deliver_here(requests: Sequence[Pending]) -> None:

@@ -177,7 +177,8 @@ class Server:
             self._listener.close_all()
             if self._grpc:
                 await self._grpc.stop(self._limit_s(CLOSE_S) if self._signals < 2 else 0.0)
-            await self._until(lambda: not self._listener.connections, CLOSE_S)
+            left, acceptor = self._listener.connections, self._acceptor
+            await self._until(lambda: not (left or acceptor.greeting), CLOSE_S)
         finally:
             ticking.cancel()
             for connection in list(self._listener.connections):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -66,7 +67,9 @@ class Inference:
             slow = len(body) if json_bytes is None or self._texts else json_bytes
             if head.encoding is not None or slow > LARGE_BYTES:
                 call.body = b""
-                work = partial(self._read, body, json_bytes, head.encoding)
+                unread = [body]
+                call.cancel = unread.clear  # else bodies nobody waits for could pile up there
+                work = partial(self._read, unread, json_bytes, head.encoding)
                 admitted = not self._service.draining
                 self._aside(work, partial(self._was_read, call, begun_us, admitted))
                 return
@@ -76,7 +79,18 @@ class Inference:
             raise
         self._queue(call, request, begun_us)
 
-    def _read(self, body: Bytes, json_bytes: int | None, encoding: bytes | None) -> Request:
+    def _read(
+        self, unread: list[Bytes], json_bytes: int | None, encoding: bytes | None
+    ) -> tuple[Request, int]:
+        """The request and how many bytes it takes."""
+        try:
+            body = unread.pop()
+        except IndexError:
+            raise Overloaded("the client has gone") from None
+        request = self._decoded(body, json_bytes, encoding)
+        return request, sum(map(_size, request.feeds.values()))
+
+    def _decoded(self, body: Bytes, json_bytes: int | None, encoding: bytes | None) -> Request:
         if encoding is not None:
             body = compress.decompress(body, encoding, self._service.options.max_body_bytes)
         signature, size = self._model.signature, len(body) if json_bytes is None else json_bytes
@@ -87,21 +101,23 @@ class Inference:
         if self._reader is not None and elsewhere:
             # as an array: Python 3.11's collector crashes on a memoryview that others hold
             array = np.frombuffer(body, np.uint8)
-            return self._reader.run(oip.decode, array, json_bytes, signature)
+            found: Request = self._reader.run(oip.decode, array, json_bytes, signature)
+            return found
         return oip.decode(body, json_bytes, signature, memory)
 
     def _was_read(
-        self, call: Call, begun_us: int, admitted: bool, result: Callable[[], Request]
+        self, call: Call, begun_us: int, admitted: bool, result: Callable[[], tuple[Request, int]]
     ) -> None:
+        call.cancel = None
         if call.gone:
             return
         try:
             try:
-                request = result()
+                request, size = result()
             except BadInput:
                 self._model.metrics.bad_request()
                 raise
-            if not call.hold(sum(array.nbytes for array in request.feeds.values())):
+            if not call.hold(size):
                 raise Overloaded("the server holds too many bytes of requests already")
             self._queue(call, request, begun_us, admitted=admitted)
         except DeploykitError as exc:
@@ -192,6 +208,12 @@ class Inference:
             if array.nbytes > limit_bytes and not plain:
                 return True
         return False
+
+
+def _size(array: np.ndarray) -> int:
+    """Bytes of memory, those of its texts too."""
+    texts = sum(map(sys.getsizeof, array.flat)) if array.dtype.kind == "O" else 0
+    return array.nbytes + texts
 
 
 def _may_be_large(model: ServedModel) -> bool:

@@ -19,7 +19,7 @@ from deploykit.runtimes.cuda_errors import DeviceLost, OutOfMemory
 from deploykit.runtimes.engine import Arrays, Engine
 from deploykit.serving.rows import Splitter
 
-BETWEEN_US = 200_000  # what the sizes may take together that nobody asked for
+BETWEEN_US = 100_000  # what the sizes may take together that nobody asked for
 AGAIN_US = 50_000  # what took less is run again where times count: a first run takes longer
 SHORT_US = 2000
 _RUNS = 3

@@ -59,7 +59,7 @@ class Serving:
         self.service = Service(models, options, deliver=self._deliver)
         held = Held(options.max_held_bytes, options.max_body_bytes)
         self.server = GrpcServer(self.service, options, Guard(options.token), held, limits)
-        self._thread = threading.Thread(target=self._run)
+        self._thread = threading.Thread(target=self._run, daemon=True)  # else no exit
         self._thread.start()
         try:
             self.port = self.do(self.server.start())
@@ -112,8 +112,10 @@ def serving(
     try:
         yield running
     finally:
-        running.stop(1)
-        running.close()
+        try:
+            running.stop(1)
+        finally:
+            running.close()
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -190,3 +191,27 @@ def test_each_message_of_a_grpc_stream_is_held_until_its_answer(eventually: Even
         answer = client.until(lambda: messages(client.answers.get(1, Answer()).data) == 3, 1)
         eventually(lambda: held.bytes == 0)
         assert not answer.ended
+
+
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
+def test_a_large_grpc_message_that_waits_to_be_read_goes_with_its_client(
+    eventually: Eventually, method: str
+) -> None:
+    from deploykit.serving.grpc_messages import MESSAGES
+
+    asked = MESSAGES["ModelInferRequest"](model_name="m")
+    asked.inputs.add(name="x", datatype="FP32", shape=[1, WIDE])
+    asked.inputs[0].contents.fp32_contents.extend([1.0] * WIDE)
+    waiting: list[Any] = []
+    with serving() as server, frames(server.port) as client:
+        server.server._calls._aside = lambda work, then: waiting.append((work, then))
+        client.open(1, INFER.replace("ModelInfer", method))
+        client.message(1, asked.SerializeToString(), end=method == "ModelInfer")
+        eventually(lambda: len(waiting) == 1)
+        ((work, then),) = waiting
+        held = work.args[0]
+        assert sum(map(len, held)) > WIDE * 4
+        client.send(3, 0, 1, (8).to_bytes(4, "big"))  # RST_STREAM: CANCEL
+        eventually(lambda: held == [])
+        server.see(lambda: then(work))
+        assert client.call(3, infer_bytes(value=2)).status == 0
