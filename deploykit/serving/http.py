@@ -48,6 +48,7 @@ TICK_S = 0.1  # how late a deadline may be noticed
 DRAIN_S = 30.0  # how long a shutdown waits for an engine
 CLOSE_S = 5.0  # how long it then waits for clients to read their answers
 FATAL_S = 1.0  # the same three, once the device is lost: a supervisor is to start us anew
+ECHO_S = 1.0  # within it a second SIGTERM is the first one again
 READERS = 2  # threads that read large and compressed bodies
 
 _HELD = {
@@ -69,8 +70,9 @@ def run(
     """Serve until SIGTERM or SIGINT; call `on_ready(host, http_port, grpc_port)` when ready.
 
     Returns how many accepted requests were not answered: 0 unless an engine hangs. A second signal
-    raises KeyboardInterrupt at once. Raises BadInput when the host or a port cannot be had or a
-    certificate is wrong, DeviceLost when the device is gone and only a new process can have it.
+    raises KeyboardInterrupt at once, but for a SIGTERM within a second of another. Raises BadInput
+    when the host or a port cannot be had or a certificate is wrong, DeviceLost when the device is
+    gone and only a new process can have it.
     """
     server = Server(models, options, limits)
 
@@ -128,6 +130,7 @@ class Server:
             self._grpc = GrpcServer(self.service, options, guard, held)
         self._stopped = asyncio.Event()
         self._signals = 0
+        self._signalled_s = -ECHO_S
         self._interrupted = False
 
     def run(self, on_ready: OnReady) -> int:
@@ -228,6 +231,11 @@ class Server:
         future.add_done_callback(lambda done: self._loop.call_soon_threadsafe(then, done.result))
 
     def _signalled(self, number: int) -> None:
+        now_s = self._loop.time()
+        echo = number == signal.SIGTERM and now_s - self._signalled_s < ECHO_S
+        self._signalled_s = now_s
+        if echo:  # `timeout` and others send it to a process and to its group
+            return
         self._signals += 1
         self._interrupted = self._interrupted or number == signal.SIGINT
         self._begin_drain()

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from deploykit.serving.http import ServeOptions, Server
 from tests.serving.conftest import WAIT_S, GatedEngine, Raw, infer_json, request, running
 
 INFER = request("POST", "/v2/models/m/infer", infer_json([1, 2, 3, 4], [1, 4]))
+Eventually = Callable[[Callable[[], bool]], None]
 READY, LIVE = request("GET", "/v2/health/ready"), request("GET", "/v2/health/live")
 
 
@@ -92,14 +94,35 @@ def test_a_signal_lets_every_accepted_request_end(
         raw.close()
 
 
-def test_a_second_signal_ends_at_once(served: Served, eventually) -> None:
+@pytest.mark.parametrize(
+    ("number", "pause_s"), [(signal.SIGINT, 0), (signal.SIGTERM, 1.1)], ids=["Ctrl-C", "SIGTERM"]
+)
+def test_a_second_signal_ends_at_once(
+    served: Served, eventually: Eventually, number: signal.Signals, pause_s: float
+) -> None:
     accepted = served.ask(INFER)
     assert served.line() == "busy"
     served.process.send_signal(signal.SIGTERM)
     eventually(lambda: status(served, READY) == 503)
-    served.process.send_signal(signal.SIGTERM)
+    time.sleep(pause_s)
+    served.process.send_signal(number)
     assert served.process.wait(WAIT_S) == 130
     accepted.close()
+
+
+def test_a_sigterm_that_comes_twice_is_one(served: Served, eventually: Eventually) -> None:
+    """As `timeout` sends it: to its child, and to the group that the child is in."""
+    accepted = served.ask(INFER)
+    assert served.line() == "busy"
+    for _ in range(2):
+        served.process.send_signal(signal.SIGTERM)
+        eventually(lambda: status(served, READY) == 503)
+    served.release.touch()
+    reply = accepted.reply()
+    assert reply is not None
+    assert reply.status == 200
+    accepted.close()
+    assert served.process.wait(WAIT_S) == 0
 
 
 def metrics(served: Served) -> str:
