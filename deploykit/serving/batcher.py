@@ -326,6 +326,7 @@ class Batcher(Closing):
             self._end(late, now_us)
             if batch:
                 self._run(worker, batch, now_us, self._deliver)
+                del batch  # its inputs, before the next ones come
             elif not late:
                 break
         if self._close_engines:
