@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvloop
 
@@ -102,6 +102,7 @@ class Server:
         if options.tls_cert is not None and options.tls_key is not None:
             tls = tls_context(options.tls_cert, options.tls_key)
         self._options = options
+        self._handlers: dict[int, Any] = {}  # whose the signals were before
         self._socket = bind(options.host, options.http_port)
         self._loop = uvloop.new_event_loop()
         try:
@@ -164,6 +165,7 @@ class Server:
         loop = self._loop
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
+                self._handlers[number] = signal.getsignal(number)
                 loop.add_signal_handler(number, self._signalled, number)
         grpc_port = await self._grpc.start() if self._grpc else None
         self._routes.grpc_port = grpc_port
@@ -247,7 +249,10 @@ class Server:
 
     def _release(self) -> None:
         self._socket.close()
-        self._loop.close()
+        self._loop.close()  # uvloop leaves its handlers behind: Ctrl-C would do nothing any more
+        for number, handler in self._handlers.items():
+            if handler is not None:  # it was not Python's
+                signal.signal(number, handler)
 
 
 def _held(held: Held) -> Samples:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -290,7 +291,8 @@ def test_a_server_runs_short_batches_on_its_loops_thread(engine: Threads) -> Non
         served.close()
 
 
-def test_what_was_made_before_readiness_is_kept_from_the_collector_until_the_end() -> None:
+def test_a_server_leaves_the_collector_and_the_signals_as_they_were() -> None:
+    """While it serves, what was made before readiness is kept from the collector."""
     frozen: list[int] = []
 
     def ready(*_: object) -> None:
@@ -304,11 +306,14 @@ def test_what_was_made_before_readiness_is_kept_from_the_collector_until_the_end
         servers.append(original(*arguments))
         return servers[0]
 
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(http, "Server", make)
         assert http.run({"m": FakeEngine()}, ServeOptions(http_port=0), ready) == 0
     assert frozen[0] > 1000
     assert gc.get_freeze_count() == 0
+    after = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert after == handlers
 
 
 def test_the_loop_is_kept_awake_for_a_while_after_a_batch(
