@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -191,3 +192,12 @@ def eventually() -> Callable[[Callable[[], bool]], None]:
         pytest.fail("it never happened")
 
     return wait
+
+
+@pytest.fixture
+def shared() -> Iterator[str]:
+    """The key of 64 bytes of system shared memory."""
+    path = Path("/dev/shm") / f"test-{uuid4().hex}"
+    path.write_bytes(bytes(64))
+    yield f"/{path.name}"
+    path.unlink()

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -115,15 +114,6 @@ def kit(request: pytest.FixtureRequest, cuda: FakeCuda) -> Iterator[Kit]:
     with machine(cuda), kit_of(request.param, shared_memory=True) as kit:
         yield kit
     assert cuda.held() == {}  # whatever a test left registered
-
-
-@pytest.fixture
-def shared() -> Iterator[str]:
-    """The key of 64 bytes of system shared memory."""
-    path = Path("/dev/shm") / f"test-{uuid4().hex}"
-    path.write_bytes(bytes(64))
-    yield f"/{path.name}"
-    path.unlink()
 
 
 # -- through servers and clients

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from pathlib import Path
-from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -36,15 +34,6 @@ def block() -> np.ndarray:
 def memory(cuda: FakeCuda) -> Iterator[SharedMemory]:
     with SharedMemory(1 << 20, Gpus((0,), {0: cuda}.__getitem__)) as memory:
         yield memory
-
-
-@pytest.fixture
-def shared() -> Iterator[str]:
-    """The key of 64 bytes of system shared memory."""
-    path = Path("/dev/shm") / f"test-{uuid4().hex}"
-    path.write_bytes(bytes(64))
-    yield f"/{path.name}"
-    path.unlink()
 
 
 def test_what_was_read_does_not_change_with_the_clients_memory(
