@@ -6,6 +6,7 @@ matters to the serving benchmarks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,16 +14,41 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 
+class Weights:
+    """Makes seeded weights of a graph by name, and keeps them."""
+
+    def __init__(self) -> None:
+        self.tensors: list[TensorProto] = []
+        self._rng = np.random.default_rng(0)
+
+    def __call__(self, name: str, *shape: int) -> str:
+        scale = np.sqrt(2 / np.prod(shape[1:])) if len(shape) > 1 else 0.1
+        values = (self._rng.standard_normal(shape) * scale).astype(np.float32)
+        self.tensors.append(numpy_helper.from_array(values, name))
+        return name
+
+
+def save_graph(
+    name: str,
+    nodes: Sequence[onnx.NodeProto],
+    image: Sequence[int],
+    classes: int,
+    weight: Weights,
+    path: Path,
+) -> Path:
+    """Write float32 x [N, *image] to y [N, classes] (opset 17) to `path`."""
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", *image])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", classes])
+    graph = helper.make_graph(nodes, name, [x], [y], weight.tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.checker.check_model(model, full_check=True)
+    onnx.save(model, path)
+    return path
+
+
 def write_mnist(path: Path) -> Path:
     """Write the graph (opset 17, dynamic batch axis N, 93 322 weights) to `path`."""
-    rng = np.random.default_rng(0)
-    weights = []
-
-    def weight(name: str, *shape: int) -> str:
-        scale = np.sqrt(2 / np.prod(shape[1:])) if len(shape) > 1 else 0.1
-        values = (rng.standard_normal(shape) * scale).astype(np.float32)
-        weights.append(numpy_helper.from_array(values, name))
-        return name
+    weight = Weights()
 
     def conv(number: int, source: str, fan_in: int, fan_out: int) -> list[onnx.NodeProto]:
         kernel = weight(f"w{number}", fan_out, fan_in, 3, 3)
@@ -43,10 +69,4 @@ def write_mnist(path: Path) -> Path:
         helper.make_node("Relu", ["d"], ["e"]),
         helper.make_node("Gemm", ["e", weight("w5", 10, 64), weight("b5", 10)], ["y"], transB=1),
     ]
-    image = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 1, 28, 28])
-    logits = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 10])
-    graph = helper.make_graph(nodes, "mnist", [image], [logits], weights)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    onnx.checker.check_model(model, full_check=True)
-    onnx.save(model, path)
-    return path
+    return save_graph("mnist", nodes, [1, 28, 28], 10, weight, path)

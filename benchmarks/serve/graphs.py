@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from mnist_graph import write_mnist
+from mnist_graph import Weights, save_graph, write_mnist
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,7 @@ class Model:
 
 def write_tiny(path: Path) -> Path:
     """Write the graph (opset 17, 9,098 weights) to `path`."""
-    rng = np.random.default_rng(0)
-    weights = []
-
-    def weight(name: str, *shape: int) -> str:
-        scale = np.sqrt(2 / np.prod(shape[1:])) if len(shape) > 1 else 0.1
-        values = (rng.standard_normal(shape) * scale).astype(np.float32)
-        weights.append(numpy_helper.from_array(values, name))
-        return name
+    weight = Weights()
 
     def layer(number: int, source: str, fan_in: int, fan_out: int) -> list[onnx.NodeProto]:
         kernel = weight(f"w{number}", fan_out, fan_in, 3, 3)
@@ -67,19 +60,13 @@ def write_tiny(path: Path) -> Path:
         helper.make_node("Flatten", ["p2"], ["f"]),
         helper.make_node("Gemm", ["f", weight("w3", 10, 784), weight("b3", 10)], ["y"], transB=1),
     ]
-    return _save("tiny", nodes, [1, 28, 28], 10, weights, path)
+    return save_graph("tiny", nodes, [1, 28, 28], 10, weight, path)
 
 
 def write_resnet18(path: Path) -> Path:
     """Write the graph (opset 17, 11.7 million weights) to `path`."""
-    rng = np.random.default_rng(0)
-    weights, nodes = [], []
-
-    def weight(name: str, *shape: int) -> str:
-        scale = np.sqrt(2 / np.prod(shape[1:])) if len(shape) > 1 else 0.1
-        values = (rng.standard_normal(shape) * scale).astype(np.float32)
-        weights.append(numpy_helper.from_array(values, name))
-        return name
+    weight = Weights()
+    nodes: list[onnx.NodeProto] = []
 
     def node(kind: str, inputs: Sequence[str], **attributes: object) -> str:
         out = f"t{len(nodes)}"
@@ -106,24 +93,7 @@ def write_resnet18(path: Path) -> Path:
     top = node("Flatten", [node("GlobalAveragePool", [top])])
     last = [top, weight("w", 1000, 512), weight("b", 1000)]
     nodes.append(helper.make_node("Gemm", last, ["y"], transB=1))
-    return _save("resnet18", nodes, [3, 224, 224], 1000, weights, path)
-
-
-def _save(
-    name: str,
-    nodes: Sequence[onnx.NodeProto],
-    image: Sequence[int],
-    classes: int,
-    weights: Sequence[TensorProto],
-    path: Path,
-) -> Path:
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", *image])
-    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", classes])
-    graph = helper.make_graph(nodes, name, [x], [y], weights)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    onnx.checker.check_model(model, full_check=True)
-    onnx.save(model, path)
-    return path
+    return save_graph("resnet18", nodes, [3, 224, 224], 1000, weight, path)
 
 
 _SMALL = (1, 28, 28), (1, 32, 128), (1, 8, 32, 64)
