@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from deploykit.core.tensors import TensorSpec
-from deploykit.measure.stats import Interval, ratio
-from deploykit.runtimes.cuda import Pipeline
+from deploykit.measure.statistics import Interval, ratio
+from deploykit.runtimes.cuda.execution import Pipeline
 
 Shape = tuple[int, ...]
 WARM_UP = 2000  # calls after which everything has its memory

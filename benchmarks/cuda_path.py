@@ -41,7 +41,7 @@ def onnxruntime_rows(bench: Bench) -> list[dict[str, Any]]:
     import onnx
     from onnx import helper, numpy_helper
 
-    from deploykit.runtimes.onnxruntime import open_engine
+    from deploykit.runtimes.onnxruntime.engine import open_engine
 
     model = Model("50 small layers", 256, 50, True, (1, 8, 32))
     weights = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32) / 16
@@ -126,7 +126,7 @@ def measure(calls: int, rounds: int) -> dict[str, Any]:
         "not run": {},
     }
     try:
-        from deploykit.runtimes.cuda_driver import Cudart
+        from deploykit.runtimes.cuda.driver import Cudart
 
         cuda = Cudart(0)
     except (DeploykitError, KeyError) as exc:  # KeyError: no extra of ours brings it yet

@@ -19,7 +19,7 @@ import onnxruntime as ort
 import torch
 
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.onnxruntime import OnnxRuntimeEngine, open_engine
+from deploykit.runtimes.onnxruntime.engine import OnnxRuntimeEngine, open_engine
 
 Arrays = Mapping[str, np.ndarray]
 Call = Callable[[Arrays], dict[str, np.ndarray]]

@@ -36,13 +36,13 @@ from gpu_columns import Arrays, Column, all_columns  # noqa: E402
 import deploykit as dk  # noqa: E402
 from deploykit.core.errors import DeploykitError, GateFailed, first_line  # noqa: E402
 from deploykit.core.machine import this_machine  # noqa: E402
-from deploykit.measure.parity import compare_engines  # noqa: E402
-from deploykit.measure.scenarios import Point, Setup, Timing, crossover, sweep  # noqa: E402
-from deploykit.measure.stats import Interval, ratio, throughput  # noqa: E402
-from deploykit.transforms.cost import node_costs  # noqa: E402
-from deploykit.transforms.graph import load_graph  # noqa: E402
-from tests.zoo import models  # noqa: E402
-from tests.zoo.members import STEPS, ZOO, Member, prepare  # noqa: E402
+from deploykit.measure.evaluate.parity import compare_engines  # noqa: E402
+from deploykit.measure.statistics import Interval, ratio, throughput  # noqa: E402
+from deploykit.measure.timing.sweep import Point, Setup, Timing, crossover, sweep  # noqa: E402
+from deploykit.onnx_graph.graph import load_graph  # noqa: E402
+from deploykit.quantization.cost import node_costs  # noqa: E402
+from tests.support.zoo import models  # noqa: E402
+from tests.support.zoo.members import STEPS, ZOO, Member, prepare  # noqa: E402
 
 MODELS = ("resnet50", "resnet18", "vit-b-16", "bert-tiny", "lstm", "mnist-cnn")
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -3,7 +3,7 @@
 The application is deploykit's own: cut the message, decode the Open Inference Protocol, queue in
 the batcher, answer. Only the bytes' way in and out differs: (a) grpcio's asyncio server, (b)
 grpcio's server with a pool of threads that wait for their answers, (c) the `h2` package on uvloop,
-(d) our own HTTP/2 on uvloop with `hpack`, which is deploykit.serving.grpc. The client is h2load,
+(d) our own HTTP/2 on uvloop with `hpack`: deploykit.serving.grpc.server. The client is h2load,
 native, on the same cores; the rounds of the stacks alternate. A row "http" is the HTTP/1.1 server
 of the same package with the same tensor, by the same client, for scale.
 
@@ -112,7 +112,7 @@ def bodies(shape: tuple[int, ...]) -> tuple[bytes, bytes, int]:
     """A gRPC message with its prefix; an HTTP body, and the length of its JSON part."""
     import orjson
 
-    from deploykit.serving.grpc_messages import MESSAGES
+    from deploykit.serving.oip.protobuf import MESSAGES
 
     rows = np.random.default_rng(0).random(shape, dtype=np.float32)
     request = MESSAGES["ModelInferRequest"](model_name="m")
@@ -148,8 +148,8 @@ def started(name: str, model: str) -> AbstractContextManager[int]:
 def service_for(model: str, deliver: Callable) -> object:
     from deploykit.runtimes.engine import load as open_engine
     from deploykit.runtimes.fake import FakeEngine
+    from deploykit.serving.models.repository import Service
     from deploykit.serving.options import ServeOptions
-    from deploykit.serving.service import Service
 
     engine = FakeEngine(width=784) if model == "fake" else open_engine(Path(model), "cpu")
     service = Service({"m": engine}, ServeOptions(max_batch=MAX_BATCH), deliver=deliver)
@@ -158,25 +158,25 @@ def service_for(model: str, deliver: Callable) -> object:
 
 
 def deliver_on(loop: asyncio.AbstractEventLoop) -> Callable:
-    from deploykit.serving.handover import deliver_here
+    from deploykit.serving.batching.delivery import deliver_here
 
     return lambda requests: loop.call_soon_threadsafe(deliver_here, requests)
 
 
 def infer(service, data: bytes, at: int, answer: Callable[[bytes], None]) -> None:
-    """What deploykit.serving.grpc_calls does with a message, for the other stacks."""
-    from deploykit.serving import grpc_infer
-    from deploykit.serving.request import fill
-    from deploykit.serving.result import results
+    """What deploykit.serving.grpc.methods does with a message, for the other stacks."""
+    from deploykit.serving.oip import messages
+    from deploykit.serving.oip.request import fill
+    from deploykit.serving.oip.response import results
 
-    head, start, spans = grpc_infer.split(data, at)
-    message = grpc_infer.header(head)
+    head, start, spans = messages.split(data, at)
+    message = messages.header(head)
     model = service.find(message.model_name, message.model_version or "1")
-    request = fill(grpc_infer.planned(head, spans, model.signature), data, start)
+    request = fill(messages.planned(head, spans, model.signature), data, start)
 
     def done(pending) -> None:
         found = results(request, pending.outputs, model.signature)
-        answer(b"".join(grpc_infer.encode("m", "1", request.id, found)))
+        answer(b"".join(messages.encode("m", "1", request.id, found)))
 
     service.infer(model, request, done)
 
@@ -215,7 +215,7 @@ def serve_aio(model: str, port: int) -> None:
 def serve_threads(model: str, port: int) -> None:
     import grpc
 
-    from deploykit.serving.handover import deliver_here
+    from deploykit.serving.batching.delivery import deliver_here
 
     service = service_for(model, deliver_here)
 
@@ -280,10 +280,10 @@ def serve_h2(model: str, port: int) -> None:
 def serve_ours(model: str, port: int) -> None:
     import uvloop
 
-    from deploykit.serving.grpc import GrpcServer
-    from deploykit.serving.held import Held
+    from deploykit.serving.grpc.server import GrpcServer
     from deploykit.serving.options import ServeOptions
-    from deploykit.serving.security import Guard
+    from deploykit.serving.transport.memory import Held
+    from deploykit.serving.transport.security import Guard
 
     loop = uvloop.new_event_loop()
     service = service_for(model, deliver_on(loop))
@@ -296,7 +296,7 @@ def serve_ours(model: str, port: int) -> None:
 def serve_http(model: str, port: int) -> None:
     from deploykit.runtimes.engine import load as open_engine
     from deploykit.runtimes.fake import FakeEngine
-    from deploykit.serving.http import ServeOptions, run
+    from deploykit.serving.server import ServeOptions, run
 
     engine = FakeEngine(width=784) if model == "fake" else open_engine(Path(model), "cpu")
     options = ServeOptions(http_port=port, max_batch=MAX_BATCH)

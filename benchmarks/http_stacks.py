@@ -3,7 +3,7 @@
 The application is deploykit's own: read the body, decode the Open Inference Protocol, queue in the
 batcher, answer. Only the bytes' way in and out differs: (a) uvicorn with httptools and uvloop and a
 raw ASGI application, (b) granian's RSGI, (c) an asyncio protocol on httptools and uvloop, which is
-deploykit.serving.http. The rounds of the stacks alternate in one run, with the same client process.
+deploykit.serving.server. The rounds of the stacks alternate in one run, by the same client process.
 
     pip install uvicorn granian
     python benchmarks/http_stacks.py [--model FILE|fake] [--seconds 3] [--rounds 3]
@@ -96,9 +96,9 @@ def engine_for(model: str):
 
 def routes_for(model: str, loop: asyncio.AbstractEventLoop):
     """The application, with answers handed to `loop` once per batch: as in serving/http.py."""
-    from deploykit.serving.handover import deliver_here
-    from deploykit.serving.routes import Routes
-    from deploykit.serving.service import ServeOptions, Service
+    from deploykit.serving.batching.delivery import deliver_here
+    from deploykit.serving.http.routes import Routes
+    from deploykit.serving.models.repository import ServeOptions, Service
 
     service = Service(
         {"m": engine_for(model)},
@@ -189,7 +189,7 @@ granian_routes = None
 
 
 def serve_protocol(model: str, port: int) -> None:
-    from deploykit.serving.http import ServeOptions, run
+    from deploykit.serving.server import ServeOptions, run
 
     options = ServeOptions(http_port=port, max_batch=MAX_BATCH)
     run({"m": engine_for(model)}, options, lambda *_: None)

@@ -34,13 +34,13 @@ import onnxruntime as ort
 import torch
 from torch import nn
 
-from deploykit.runtimes.data import Samples
-from deploykit.runtimes.onnxruntime import session_options
-from deploykit.transforms.calibrate import METHODS, calibrate
-from deploykit.transforms.graph import load_graph, save_graph
-from deploykit.transforms.halves import to_half
-from deploykit.transforms.qdq import to_int8
-from deploykit.transforms.simulate import simulate
+from deploykit.onnx_graph.graph import load_graph, save_graph
+from deploykit.quantization.calibrate import METHODS, calibrate
+from deploykit.quantization.half_precision import to_half
+from deploykit.quantization.qdq import to_int8
+from deploykit.quantization.simulate import simulate
+from deploykit.runtimes.data.samples import Samples
+from deploykit.runtimes.onnxruntime.engine import session_options
 
 CALIBRATED, JUDGED = 64, 128
 ORT_METHODS = {"minmax": "MinMax", "percentile": "Percentile", "entropy": "Entropy"}

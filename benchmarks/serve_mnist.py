@@ -46,7 +46,7 @@ def main() -> None:
 def serve(model: Path, max_batch: int) -> None:
     """The server's process: prints its port when ready."""
     from deploykit.runtimes.engine import load as open_engine
-    from deploykit.serving.http import ServeOptions, run
+    from deploykit.serving.server import ServeOptions, run
 
     with open_engine(model, "cpu") as engine:
         options = ServeOptions(http_port=0, max_batch=max_batch)
@@ -142,10 +142,10 @@ def images_per_s(engine, batch: int, seconds: float) -> float:
 
 def step_costs_us(engine, rows: np.ndarray, max_batch: int) -> dict[str, float]:
     """The product's own functions, each timed alone: a request's cost without contention."""
-    from deploykit.serving import oip
-    from deploykit.serving.policy import Pending
-    from deploykit.serving.request import signature
-    from deploykit.serving.rows import stack
+    from deploykit.serving.batching.policy import Pending
+    from deploykit.serving.batching.stacking import stack
+    from deploykit.serving.oip import json as oip
+    from deploykit.serving.oip.request import signature
 
     raw = infer_request("127.0.0.1", 80, "m", engine.inputs[0].name, rows)
     body = raw[raw.index(b"\r\n\r\n") + 4 :]

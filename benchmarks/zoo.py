@@ -158,7 +158,9 @@ def one_model(name: str, folder: Path, options: argparse.Namespace, tables: Tabl
 
 def prepare(name: str, folder: Path, samples: int) -> Ran:
     """The model's weights and data, made by a process of its own: its memory is not ours."""
-    return run([sys.executable, "-m", "tests.zoo.members", name, folder, "--samples", samples])
+    return run(
+        [sys.executable, "-m", "tests.support.zoo.members", name, folder, "--samples", samples]
+    )
 
 
 def export(files: dict[str, Any], out: Path) -> Ran:
@@ -220,7 +222,7 @@ def nvidia(path: Path) -> list[str]:
     """What NVIDIA's parser and builder say of a file; nothing where they are not installed."""
     if not NVIDIA:
         return []
-    ran = run([sys.executable, "-m", "tests.zoo.nvidia", path])
+    ran = run([sys.executable, "-m", "tests.support.zoo.nvidia", path])
     document = {}
     for line in ran.out.splitlines():  # the native library writes on stdout too
         if line.startswith("{"):

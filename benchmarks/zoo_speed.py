@@ -189,7 +189,15 @@ def _memory(source: Path, calib: str, folder: Path, precisions: tuple[str, ...])
 
 
 def _prepared(name: str, folder: Path, *, samples: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.zoo.members", name, folder, "--samples", samples]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.zoo.members",
+        name,
+        folder,
+        "--samples",
+        samples,
+    ]
     files = _passed(run(command), f"making {name}").document
     if "model" not in files:
         raise Failed(f"{name}: {files.get('missing', 'no files')}")
@@ -215,7 +223,7 @@ def _passed(ran: Ran, what: str) -> Ran:
 
 
 def _times(over: Any, under: Any) -> str:
-    from deploykit.measure.stats import ratio
+    from deploykit.measure.statistics import ratio
 
     found = ratio(over, under)
     return f"{found.value:.2f}x ({found.low:.2f} to {found.high:.2f})"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from deploykit.runtimes.engine import Engine
-from tests.runtimes.cases import AFFINE, OPENERS, PRESENT, onnx_model
+from tests.support.runtimes.cases import AFFINE, OPENERS, PRESENT, onnx_model
 
 # A shell starts background jobs with SIGINT ignored, and children inherit that; here it must work.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -10,30 +10,30 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "deploykit"
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "_data" not in path.parts)
 
-FLOORS = {"core": 1, "runtimes": 2, "api": 4, "cli": 5}
-ROOMS = {"training", "exporters", "transforms", "builders", "measure", "serving", "targets"}
+FLOORS = {"core": 1, "runtimes": 2, "onnx_graph": 2, "api": 4, "cli": 5}
+ROOMS = {"training", "exporters", "quantization", "builders", "measure", "serving", "targets"}
 # import -> files and folders that may hold it; see docs/architecture.md
 OWNERS = {
-    "torch": {"runtimes/torch*", "training/", "exporters/"},
-    "safetensors": {"runtimes/torch*"},
-    "PIL": {"runtimes/images.py"},
-    "onnx": {"transforms/", "exporters/"},
+    "torch": {"runtimes/torch/", "training/", "exporters/"},
+    "safetensors": {"runtimes/torch/safetensors.py"},
+    "PIL": {"runtimes/data/images.py"},
+    "onnx": {"onnx_graph/", "quantization/", "exporters/"},
     "onnxruntime": {
-        "runtimes/onnxruntime.py",
+        "runtimes/onnxruntime/engine.py",
         "builders/onnxruntime.py",
-        "transforms/calibrate.py",
+        "quantization/calibrate.py",
     },
     "sklearn": set(),
-    "tensorrt": {"runtimes/tensorrt*", "builders/nvidia.py", "builders/tensorrt.py"},
-    "tensorrt_rtx": {"builders/nvidia.py"},
-    "cuda": {"runtimes/cuda_driver.py"},
-    "httptools": {"serving/http.py", "serving/wire.py", "measure/client.py"},
-    "uvloop": {"serving/http.py", "measure/client.py"},
-    "orjson": {"serving/", "measure/remote.py"},
-    "hpack": {"serving/grpc_heads.py", "serving/grpc_wire.py"},
-    "google": {"serving/grpc_messages.py", "transforms/checks.py"},
+    "tensorrt": {"runtimes/tensorrt/", "builders/tensorrt/module.py", "builders/tensorrt/build.py"},
+    "tensorrt_rtx": {"builders/tensorrt/module.py"},
+    "cuda": {"runtimes/cuda/driver.py"},
+    "httptools": {"serving/server.py", "serving/http/head.py", "measure/load/client.py"},
+    "uvloop": {"serving/server.py", "measure/load/client.py"},
+    "orjson": {"serving/", "measure/load/target.py"},
+    "hpack": {"serving/http2/headers.py", "serving/http2/connection.py"},
+    "google": {"serving/oip/protobuf.py", "onnx_graph/validate.py"},
     "pynvml": {"runtimes/devices.py"},
-    "opentelemetry": {"serving/tracing.py"},
+    "opentelemetry": {"serving/observe/tracing.py"},
     "typer": {"cli/"},
 }
 CEILINGS = {  # lines, docstrings included: what a room may grow to
@@ -41,7 +41,8 @@ CEILINGS = {  # lines, docstrings included: what a room may grow to
     "runtimes": 5000,
     "training": 400,
     "exporters": 800,
-    "transforms": 3800,
+    "onnx_graph": 1800,
+    "quantization": 2600,
     "builders": 1700,
     "measure": 4700,
     "serving": 9700,
@@ -173,7 +174,7 @@ def test_no_file_is_over_400_lines(path: Path) -> None:
 @pytest.mark.parametrize("room", sorted(CEILINGS))
 def test_no_room_is_over_its_ceiling(room: str) -> None:
     lines = sum(
-        len(p.read_text(encoding="utf-8").splitlines()) for p in (PACKAGE / room).glob("*.py")
+        len(p.read_text(encoding="utf-8").splitlines()) for p in (PACKAGE / room).rglob("*.py")
     )
     assert lines <= CEILINGS[room]
 

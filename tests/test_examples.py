@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.onnx_zoo import mnist_like, save
+from tests.support.onnx_zoo import mnist_like, save
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -12,11 +12,12 @@ import pytest
 
 from deploykit.runtimes.devices import Devices, Gpu
 from deploykit.runtimes.fake import FakeEngine
-from deploykit.serving import logs, models, reload, shadow
-from deploykit.serving.exposition import TEXTS
+from deploykit.serving.models import model, reload, shadow
+from deploykit.serving.models.repository import Service
+from deploykit.serving.observe import logs
+from deploykit.serving.observe.process import Sampler
+from deploykit.serving.observe.prometheus import TEXTS
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.sampler import Sampler
-from deploykit.serving.service import Service
 
 FILE = Path(__file__).resolve().parent.parent / "examples" / "grafana-dashboard.json"
 DASHBOARD = json.loads(FILE.read_text(encoding="utf-8"))
@@ -104,7 +105,7 @@ def test_every_metric_of_ours_is_drawn() -> None:
     families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in drawn} | drawn
     ours = {
         name
-        for texts in (TEXTS, models.TEXTS, shadow.TEXTS, reload.TEXTS)
+        for texts in (TEXTS, model.TEXTS, shadow.TEXTS, reload.TEXTS)
         for name in texts
         if name.startswith("deploykit_")
     }
@@ -114,7 +115,7 @@ def test_every_metric_of_ours_is_drawn() -> None:
 def test_every_name_with_a_text_is_emitted_and_every_name_emitted_has_one(
     emitted: dict[str, set[str]],
 ) -> None:
-    described = {*TEXTS, *models.TEXTS, *shadow.TEXTS, *reload.TEXTS}
+    described = {*TEXTS, *model.TEXTS, *shadow.TEXTS, *reload.TEXTS}
     families = {
         name if name in described else re.sub(r"_(bucket|sum|count)$", "", name) for name in emitted
     }

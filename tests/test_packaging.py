@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.onnx_zoo import mnist_like, save
+from tests.support.onnx_zoo import mnist_like, save
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from deploykit.runtimes.fake import FakeEngine
-from deploykit.serving.http import ServeOptions, run
+from deploykit.serving.server import ServeOptions, run
 
 port, max_batch, latency_ms, queue = (int(word) for word in sys.argv[1:5])
 options = ServeOptions(http_port=port, max_batch=max_batch, queue=queue)

@@ -31,9 +31,9 @@ from child import header
 from processes import free_port, started
 
 from deploykit.core.errors import DeploykitError
-from deploykit.measure.client import Client, event_loop
-from deploykit.measure.load import run_load
-from deploykit.measure.remote import RemoteModel, find_model, make_requests
+from deploykit.measure.load.client import Client, event_loop
+from deploykit.measure.load.generator import run_load
+from deploykit.measure.load.target import RemoteModel, find_model, make_requests
 
 HERE = Path(__file__).resolve().parent
 MAX_BATCH, LATENCY_MS, QUEUE = 16, 40, 128

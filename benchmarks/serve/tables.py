@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from clients import Sample
 
-from deploykit.measure.stats import Interval, ratio
+from deploykit.measure.statistics import Interval, ratio
 
 OURS = "deploykit"
 

@@ -20,7 +20,7 @@ from deploykit.core.tensors import TensorSpec
 if TYPE_CHECKING:
     import numpy as np
 
-    from deploykit.measure.parity import Parity
+    from deploykit.measure.evaluate.parity import Parity
     from deploykit.runtimes.engine import Engine
     from deploykit.runtimes.recorded import RecordedEngine
 
@@ -51,7 +51,7 @@ def beside(artefact: Path) -> Path:
 
 def record(engine: Engine, feeds: Mapping[str, np.ndarray], artefact: Path) -> Golden | None:
     """Run `engine` once and write feeds and outputs beside `artefact`; None where that is large."""
-    from deploykit.runtimes.data import write_npz
+    from deploykit.runtimes.data.samples import write_npz
 
     outputs = engine(feeds)
     arrays = {f"{_INPUTS}{name}": array for name, array in feeds.items()}
@@ -104,7 +104,7 @@ def recorded(
     outputs: tuple[TensorSpec, ...],
 ) -> tuple[RecordedEngine, dict[str, np.ndarray]]:
     """The samples beside `artefact` as an engine, and its feeds. Raises BadInput."""
-    from deploykit.runtimes.data import read_npz
+    from deploykit.runtimes.data.samples import read_npz
     from deploykit.runtimes.recorded import RecordedEngine
 
     path = artefact.with_name(golden.file)

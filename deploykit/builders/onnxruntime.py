@@ -11,7 +11,7 @@ from pathlib import Path
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.extras import require
 from deploykit.core.files import atomic_write, check_readable
-from deploykit.runtimes.onnxruntime import onnxruntime_errors, session_options
+from deploykit.runtimes.onnxruntime.engine import onnxruntime_errors, session_options
 
 ort = require("onnxruntime")
 

@@ -63,7 +63,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Export a PyTorch model to ONNX and prove that both compute the same."""
-    from deploykit.api import exporting
+    from deploykit.api import export as exporting
 
     with output.shown_on_failure(as_json, texts.made):
         result = exporting.export(
@@ -113,7 +113,7 @@ def quantize(
     as_json: Json = False,
 ) -> None:
     """Put a lower precision into an ONNX graph and gate what it costs."""
-    from deploykit.api import precision
+    from deploykit.api import quantize as precision
 
     with (
         output.shown_on_failure(as_json, texts.made),
@@ -172,9 +172,10 @@ def build(
     as_json: Json = False,
 ) -> None:
     """Build a model for a hardware profile."""
-    from deploykit.api import engines, making
+    from deploykit.api import build as making
+    from deploykit.api import build_tensorrt
 
-    shapes = engines.Shapes(
+    shapes = build_tensorrt.Shapes(
         batch, tuple(axis or ()), level, version_compatible, hardware_compatible, dla
     )
     with (
@@ -206,7 +207,7 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Show an artefact's tensors, precision mix, operators and provenance."""
-    from deploykit.api import proof
+    from deploykit.api import compare as proof
 
     result = proof.inspect(path)
     output.show(result, texts.inspection(result), as_json=as_json)
@@ -228,7 +229,7 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare two artefacts on the same inputs, or one with its golden samples; exit 1 past it."""
-    from deploykit.api import proof
+    from deploykit.api import compare as proof
 
     result = proof.compare(a, b, data=data, max_error=max_error, device=device)
     output.show(result, texts.compared(result), as_json=as_json)
@@ -245,7 +246,7 @@ def predict(
     as_json: Json = False,
 ) -> None:
     """Run every sample of a file through an engine."""
-    from deploykit.api import proof
+    from deploykit.api import compare as proof
 
     with output.Progress("predict") as progress:
         result = proof.predict(

@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
 
 def doctor(as_json: Json = False) -> None:
     """Show what this machine has, and which commands will therefore work."""
-    from deploykit.api import health
+    from deploykit.api import doctor as health
 
     result = health.doctor()
     output.show(result, texts.health(result), as_json=as_json)
@@ -48,7 +48,7 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Train, export, quantise, build, compare, measure and serve a small model on real data."""
-    from deploykit.api import tour
+    from deploykit.api import demo as tour
 
     with output.Progress("demo") as progress:
         result = tour.demo(out, quick=quick, on_progress=progress, on_step=output.note)

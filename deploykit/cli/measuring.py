@@ -40,7 +40,7 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Measure latency and throughput against the CPU baseline, into a report."""
-    from deploykit.api import figures
+    from deploykit.api import bench as figures
 
     with output.Progress("bench") as progress:
         result = figures.bench(
@@ -77,7 +77,7 @@ def load(
     as_json: Json = False,
 ) -> None:
     """Load a running server, open or closed loop."""
-    from deploykit.api import figures
+    from deploykit.api import bench as figures
 
     result = figures.load_test(
         url,

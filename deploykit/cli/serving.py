@@ -77,7 +77,7 @@ def serve(
     ] = None,
 ) -> None:
     """Serve engines over HTTP and gRPC with dynamic batching (Open Inference Protocol)."""
-    from deploykit.api import service
+    from deploykit.api import serve as service
 
     dropped = service.serve(
         engine,

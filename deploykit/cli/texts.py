@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 from deploykit.cli.output import table
 
 if TYPE_CHECKING:
-    from deploykit.api.engines import CheckResult
-    from deploykit.api.health import Health
-    from deploykit.api.proof import Compared, Inspection, Predicted
-    from deploykit.api.staging import Made
-    from deploykit.api.tour import Toured
+    from deploykit.api.artefacts import Made
+    from deploykit.api.build_tensorrt import CheckResult
+    from deploykit.api.compare import Compared, Inspection, Predicted
+    from deploykit.api.demo import Toured
+    from deploykit.api.doctor import Health
     from deploykit.core.profile import Profile
-    from deploykit.measure.load import LoadResult
-    from deploykit.measure.parity import Parity
-    from deploykit.measure.report import Report
-    from deploykit.measure.stats import Interval, Latency
-    from deploykit.transforms.search import Outcome
+    from deploykit.measure.evaluate.parity import Parity
+    from deploykit.measure.load.generator import LoadResult
+    from deploykit.measure.report.report import Report
+    from deploykit.measure.statistics import Interval, Latency
+    from deploykit.quantization.search import Outcome
 
 UNKNOWN = "not known"
 
@@ -61,7 +61,7 @@ def made(result: Made) -> str:
 
 def built(result: Made | CheckResult) -> str:
     """What a build that failed its gate left."""
-    from deploykit.api.staging import Made
+    from deploykit.api.artefacts import Made
 
     return made(result) if isinstance(result, Made) else checked(result)
 

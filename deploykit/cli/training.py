@@ -36,10 +36,10 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a recipe into a checkpoint that export understands."""
-    from deploykit.api import making
+    from deploykit.api import build
 
     with output.Progress("train") as progress:
-        result = making.train(
+        result = build.train(
             recipe,
             out,
             data=data,

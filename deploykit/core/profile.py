@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deploykit.core import resources
+from deploykit.core import paths
 from deploykit.core.errors import BadInput, NotFound, os_reason
 from deploykit.core.extras import installed
 from deploykit.core.files import check_readable
@@ -85,7 +85,7 @@ class Profile:
 
 
 def profile_names() -> list[str]:
-    return sorted(path.stem for path in resources.folder("profiles").glob("*.toml"))
+    return sorted(path.stem for path in paths.folder("profiles").glob("*.toml"))
 
 
 def load_profile(reference: str) -> Profile:
@@ -94,7 +94,7 @@ def load_profile(reference: str) -> Profile:
     if name.endswith(".toml"):
         path = check_readable(Path(name))
     elif name in profile_names():
-        path = resources.folder("profiles") / f"{name}.toml"
+        path = paths.folder("profiles") / f"{name}.toml"
     else:
         raise NotFound(
             f"no profile '{name}'",

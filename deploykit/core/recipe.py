@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploykit.core import resources
+from deploykit.core import paths as resources
 from deploykit.core.errors import BadInput, NotFound
 from deploykit.core.preprocess import Preprocess
 from deploykit.core.tensors import TensorSpec

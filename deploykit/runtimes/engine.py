@@ -24,10 +24,10 @@ Arrays = Mapping[str, np.ndarray]
 
 # format -> "module:function"; the function is (path, device, threads) -> Engine
 RUNTIMES: Mapping[str, str] = {
-    "onnx": "deploykit.runtimes.onnxruntime:open_engine",
-    "torch": "deploykit.runtimes.torch:open_engine",
-    "safetensors": "deploykit.runtimes.torch:open_engine",
-    "tensorrt": "deploykit.runtimes.tensorrt:open_engine",
+    "onnx": "deploykit.runtimes.onnxruntime.engine:open_engine",
+    "torch": "deploykit.runtimes.torch.engine:open_engine",
+    "safetensors": "deploykit.runtimes.torch.engine:open_engine",
+    "tensorrt": "deploykit.runtimes.tensorrt.open:open_engine",
 }
 _MOST_SEEN = 1024
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")

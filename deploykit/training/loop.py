@@ -17,7 +17,7 @@ import torch
 
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.recipe import Recipe, Split, Splits
-from deploykit.runtimes.torch_preprocess import before
+from deploykit.runtimes.torch.preprocess import before
 
 
 @dataclass(frozen=True)

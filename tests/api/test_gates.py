@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import deploykit as dk
-from deploykit.api.making import build
-from deploykit.api.precision import quantize
+from deploykit.api.build import build
+from deploykit.api.quantize import quantize
 from deploykit.core.artefact import read_manifest
-from tests.onnx_zoo import mnist_like, save
+from tests.support.onnx_zoo import mnist_like, save
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_an_export_that_differs_is_kept_beside_its_place(tmp_path: Path) -> None
     pytest.importorskip("torch")
     pytest.importorskip("onnxscript")
     from deploykit.core.recipe import load_recipe
-    from deploykit.runtimes.torch import save_checkpoint
+    from deploykit.runtimes.torch.engine import save_checkpoint
 
     recipe = load_recipe("mnist-cnn")
     path = tmp_path / "m.pt"
@@ -78,7 +78,7 @@ def test_a_manifest_that_does_not_fit_its_file_is_refused(model: Path) -> None:
 
 
 def test_serve_names_models_after_their_files(model: Path) -> None:
-    from deploykit.api.service import _named
+    from deploykit.api.serve import _named
 
     named = _named("--engine", ["a=x/y.onnx", "dir/model.int8.onnx"])
     assert named == {"a": Path("x/y.onnx"), "model.int8": Path("dir/model.int8.onnx")}

@@ -17,13 +17,21 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from deploykit.builders import nvidia
-from deploykit.builders.network import element_types, precision_flags
-from deploykit.builders.shapes import AxisRange
-from deploykit.builders.tensorrt import build, check
+from deploykit.builders.tensorrt import module
+from deploykit.builders.tensorrt.build import build, check
+from deploykit.builders.tensorrt.network import element_types, precision_flags
+from deploykit.builders.tensorrt.shapes import AxisRange
 from deploykit.core.errors import BadInput, Unsupported
-from tests.builders.nvidia_cases import INT8, ask, checked, needs, options, raw
-from tests.onnx_zoo import conv_relu, int64_ids, linear, make, mnist_like, save, two_inputs
+from tests.support.builders.nvidia_cases import INT8, ask, checked, needs, options, raw
+from tests.support.onnx_zoo import (
+    conv_relu,
+    int64_ids,
+    linear,
+    make,
+    mnist_like,
+    save,
+    two_inputs,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -75,10 +83,10 @@ def _typed(kinds: list[int]) -> onnx.ModelProto:
 def test_the_types_of_a_parsed_network_give_the_older_flags(
     kinds: list[int], flags: tuple[str, ...], tmp_path: Path
 ) -> None:
-    nv = nvidia.module()
-    builder = nvidia.start(nv)
+    nv = module.module()
+    builder = module.start(nv)
     network = builder.create_network(1 << int(nv.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    parser = nv.OnnxParser(network, nvidia.logger(nv))
+    parser = nv.OnnxParser(network, module.logger(nv))
     assert parser.parse_from_file(str(save(_typed(kinds), tmp_path / "m.onnx")))
     assert precision_flags(element_types(network)) == flags
 

@@ -10,13 +10,13 @@ import pytest
 
 from deploykit.builders.onnxruntime import build
 from deploykit.core.errors import BadInput, NotFound
-from deploykit.runtimes.data import Samples, random_feeds
+from deploykit.onnx_graph.graph import load_graph, specs, summarise
+from deploykit.quantization.calibrate import calibrate
+from deploykit.quantization.half_precision import to_half
+from deploykit.quantization.qdq import to_int8
+from deploykit.runtimes.data.samples import Samples, random_feeds
 from deploykit.runtimes.engine import load
-from deploykit.transforms.calibrate import calibrate
-from deploykit.transforms.graph import load_graph, specs, summarise
-from deploykit.transforms.halves import to_half
-from deploykit.transforms.qdq import to_int8
-from tests.onnx_zoo import (
+from tests.support.onnx_zoo import (
     conv_relu,
     int64_ids,
     linear,

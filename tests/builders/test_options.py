@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from deploykit.builders.options import HARDWARE
-from deploykit.builders.tensorrt import build, check
+from deploykit.builders.tensorrt.build import build, check
+from deploykit.builders.tensorrt.options import HARDWARE
 from deploykit.core.errors import BadInput, Unsupported
-from tests.builders.tensorrt_fixtures import (  # noqa: F401
+from tests.support.builders.tensorrt_fixtures import (  # noqa: F401
     Use,
     cache_fixture,
     model_fixture,

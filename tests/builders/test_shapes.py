@@ -5,12 +5,17 @@ from pathlib import Path
 import pytest
 from onnx import TensorProto, helper
 
-from deploykit.builders.inputs import axis_names, spec
-from deploykit.builders.memory import Need, activation_bytes, weight_bytes, workspace_that_fits
-from deploykit.builders.shapes import AxisRange, parse_axis, parse_batch, ranges
+from deploykit.builders.tensorrt.inputs import axis_names, spec
+from deploykit.builders.tensorrt.memory import (
+    Need,
+    activation_bytes,
+    weight_bytes,
+    workspace_that_fits,
+)
+from deploykit.builders.tensorrt.shapes import AxisRange, parse_axis, parse_batch, ranges
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.tensors import parse_spec
-from tests.onnx_zoo import linear, save
+from tests.support.onnx_zoo import linear, save
 
 BATCH = AxisRange(1, 8, 32)
 

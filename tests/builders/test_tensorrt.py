@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from deploykit.builders import nvidia, tensorrt
-from deploykit.builders.network import precision_flags
-from deploykit.builders.options import Options
-from deploykit.builders.tensorrt import build, check
+from deploykit.builders.tensorrt import build as tensorrt
+from deploykit.builders.tensorrt import module
+from deploykit.builders.tensorrt.build import build, check
+from deploykit.builders.tensorrt.network import precision_flags
+from deploykit.builders.tensorrt.options import Options
 from deploykit.core.errors import MissingExtra, Unsupported
 from deploykit.core.profile import load_profile
-from tests.builders.fake_tensorrt import Severity
-from tests.builders.tensorrt_fixtures import (  # noqa: F401
+from tests.support.builders.fake_tensorrt import Severity
+from tests.support.builders.tensorrt_fixtures import (  # noqa: F401
     BATCH,
     NO_FORMATS,
     Use,
@@ -26,7 +27,7 @@ from tests.builders.tensorrt_fixtures import (  # noqa: F401
     out_fixture,
     use_fixture,
 )
-from tests.runtimes.modules import replaced
+from tests.support.runtimes.modules import replaced
 
 
 def test_the_plan_is_written_as_it_came(use: Use, model: Path, out: Path) -> None:
@@ -218,15 +219,15 @@ def test_without_layers_the_plan_is_kept_and_the_reason_noted(
 
 def test_lines_are_collected_within_the_block_only(use: Use) -> None:
     use()
-    nv = nvidia.module()
-    log, error = nvidia.logger(nv), Severity.ERROR
-    with nvidia.collected(nv) as outer:
-        with nvidia.collected(nv) as inner:
+    nv = module.module()
+    log, error = module.logger(nv), Severity.ERROR
+    with module.collected(nv) as outer:
+        with module.collected(nv) as inner:
             log.log(error, "first")
         log.log(error, "second")
     log.log(error, "third")
     assert (inner.errors, outer.errors) == (["first"], ["second"])
-    assert nvidia.logger(nv) is log
+    assert module.logger(nv) is log
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.onnx_zoo import mnist_like, save
+from tests.support.onnx_zoo import mnist_like, save
 
 
 @dataclass(frozen=True)

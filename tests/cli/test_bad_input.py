@@ -273,7 +273,7 @@ def test_a_bug_is_exit_70_with_one_line(
     def broken(*_: object) -> None:
         raise RuntimeError("first\nsecond")
 
-    monkeypatch.setattr("deploykit.api.proof.inspect", broken)
+    monkeypatch.setattr("deploykit.api.compare.inspect", broken)
     assert artefacts.inspect is not None
     ran = run("inspect", model)
     assert ran.code == 70

@@ -207,7 +207,7 @@ def test_bench_refuses_a_baseline_that_is_not_float32(run: Run, model: Path) -> 
 def test_bench_refuses_to_compare_models_of_other_inputs(
     run: Run, model: Path, tmp_path: Path
 ) -> None:
-    from tests.onnx_zoo import linear, save
+    from tests.support.onnx_zoo import linear, save
 
     other = save(linear(), tmp_path / "other.onnx")
     ran = run("bench", other, "--baseline", model, "--seconds", 0.05, "-o", tmp_path / "r")
@@ -229,18 +229,18 @@ def test_doctor_says_what_the_demo_and_an_engine_need(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A demo needs neither TensorRT nor a GPU; an engine needs both."""
-    from deploykit.api import health
+    from deploykit.api import doctor
 
     here = replace(this_machine(), gpus=())
-    monkeypatch.setattr(health, "this_machine", lambda: here)
-    monkeypatch.setattr(health, "installed", lambda name: name not in ("tensorrt", "cuda", "PIL"))
-    checks = {each.command: each for each in health.doctor().checks}
+    monkeypatch.setattr(doctor, "this_machine", lambda: here)
+    monkeypatch.setattr(doctor, "installed", lambda name: name not in ("tensorrt", "cuda", "PIL"))
+    checks = {each.command: each for each in doctor.doctor().checks}
     assert checks["demo"].works
     assert "deploykit[tensorrt]" in checks["build --check"].why
     assert "no NVIDIA GPU" in checks["build, bench, serve of TensorRT engines"].why
     gpu = Gpu("NVIDIA L4", 24_000_000_000, "580.0", "8.9")
-    monkeypatch.setattr(health, "this_machine", lambda: replace(here, gpus=(gpu,)))
-    checks = {each.command: each for each in health.doctor().checks}
+    monkeypatch.setattr(doctor, "this_machine", lambda: replace(here, gpus=(gpu,)))
+    checks = {each.command: each for each in doctor.doctor().checks}
     assert "tensorrt: pip install" in checks["build, bench, serve of TensorRT engines"].why
 
 

@@ -17,9 +17,9 @@ import pytest
 from onnx import TensorProto, helper
 
 from tests.cli.conftest import Run
-from tests.cli.refusals import LIMIT_S, Maker, refused
 from tests.cli.test_bad_input import Bomb, damaged
-from tests.onnx_zoo import mnist_like, save
+from tests.support.cli.refusals import LIMIT_S, Maker, refused
+from tests.support.onnx_zoo import mnist_like, save
 
 # Data
 

@@ -20,9 +20,9 @@ import pytest
 from onnx import TensorProto, helper
 
 from tests.cli.conftest import Run
-from tests.cli.refusals import Maker, refused
 from tests.cli.test_bad_input import Bomb
-from tests.onnx_zoo import linear, save
+from tests.support.cli.refusals import Maker, refused
+from tests.support.onnx_zoo import linear, save
 
 # PyTorch files
 

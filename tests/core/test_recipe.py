@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploykit.core import resources
+from deploykit.core import paths
 from deploykit.core.errors import BadInput, NotFound
 from deploykit.core.recipe import Recipe, bundled, list_recipes, load_recipe
 
@@ -45,7 +45,7 @@ def test_list_holds_the_shipped_recipes_with_their_first_line() -> None:
     for info in found.values():
         assert info.summary
         assert "\n" not in info.summary
-        assert info.path.parent == resources.folder("models")
+        assert info.path.parent == paths.folder("models")
         assert info.to_dict() == {
             "name": info.name,
             "summary": info.summary,
@@ -64,7 +64,7 @@ def test_listing_imports_no_recipe() -> None:
 
 
 def test_bundled_recipe_is_a_file_of_ours() -> None:
-    assert bundled("mnist-cnn") == resources.folder("models") / "mnist_cnn.py"
+    assert bundled("mnist-cnn") == paths.folder("models") / "mnist_cnn.py"
 
 
 @pytest.mark.parametrize(

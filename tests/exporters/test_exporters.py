@@ -18,7 +18,7 @@ from deploykit.core.profile import load_profile  # noqa: E402
 from deploykit.core.tensors import parse_spec  # noqa: E402
 from deploykit.exporters.onnx import export_module, opset_for  # noqa: E402
 from deploykit.runtimes.engine import load  # noqa: E402
-from tests.exporters import models  # noqa: E402
+from tests.support.exporters import models  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

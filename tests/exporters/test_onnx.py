@@ -11,12 +11,12 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 
-from deploykit.api.exporting import export  # noqa: E402
+from deploykit.api.export import export  # noqa: E402
 from deploykit.core.errors import BadInput  # noqa: E402
 from deploykit.core.tensors import parse_spec  # noqa: E402
 from deploykit.exporters.onnx import export_module  # noqa: E402
 from deploykit.runtimes.engine import load  # noqa: E402
-from deploykit.runtimes.torch import save_checkpoint  # noqa: E402
+from deploykit.runtimes.torch.engine import save_checkpoint  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -12,7 +12,7 @@ pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 from deploykit.core.errors import BadInput  # noqa: E402
 from deploykit.core.tensors import TensorSpec, parse_spec  # noqa: E402
 from deploykit.exporters.onnx import export_module  # noqa: E402
-from tests.exporters import models  # noqa: E402
+from tests.support.exporters import models  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

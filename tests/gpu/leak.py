@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.runtimes.cases import AFFINE, LARGEST_BATCH, MASK, OPENERS, Case, absent
+from tests.support.runtimes.cases import AFFINE, LARGEST_BATCH, MASK, OPENERS, Case, absent
 
 MIB = 1 << 20
 # Growth that is none: the allocators of C and Python settle within these after the warm-up, while

@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 from deploykit.core.errors import DeploykitError
-from deploykit.measure.parity import compare_engines
-from deploykit.runtimes.data import random_feeds
+from deploykit.measure.evaluate.parity import compare_engines
+from deploykit.runtimes.data.samples import random_feeds
 from deploykit.runtimes.engine import load
 
 # What a GPU must keep of the same graph's answer on a CPU. One rounding leaves 6 dB a bit of the

@@ -23,7 +23,7 @@ from pathlib import Path
 from deploykit.core.machine import this_machine
 from tests.gpu import zoo
 from tests.gpu.steps import PYTHON, ROOT, Result, Step, run_step
-from tests.runtimes.cases import OPENERS, absent
+from tests.support.runtimes.cases import OPENERS, absent
 
 NOTHING = "no NVIDIA GPU here: nothing was run"
 RUNTIMES = tuple(name for name in OPENERS if name.endswith("-cuda") or name == "tensorrt")

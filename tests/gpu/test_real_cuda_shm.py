@@ -43,7 +43,7 @@ HALF = 4 << 20
 def test_another_process_shares_its_gpu_memory() -> None:
     pytest.importorskip("cuda.bindings.runtime", reason="cuda-bindings is not installed")
     from deploykit.core.errors import Unsupported
-    from deploykit.runtimes.cuda_driver import ipc_devices
+    from deploykit.runtimes.cuda.driver import ipc_devices
 
     try:
         devices = ipc_devices()

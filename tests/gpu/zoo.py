@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from tests.gpu.steps import PYTHON, Step
 
 if TYPE_CHECKING:
-    from tests.zoo.members import Member
+    from tests.support.zoo.members import Member
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "fp8")
 _DEPLOYKIT = [PYTHON, "-m", "deploykit"]
@@ -36,7 +36,7 @@ def steps(
     if why:
         yield Step("zoo", "all of it", [], 0, skip=why)
         return
-    from tests.zoo.members import ZOO
+    from tests.support.zoo.members import ZOO
 
     chosen = names or [name for name, member in ZOO.items() if not member.large]
     for name in chosen:
@@ -45,7 +45,7 @@ def steps(
             continue
         member, source = ZOO[name], folder / f"{name}.onnx"
         made, exported = f"{name}: make", f"{name}: export"
-        words = [PYTHON, "-m", "tests.zoo.members", name, str(folder), "--samples", "64"]
+        words = [PYTHON, "-m", "tests.support.zoo.members", name, str(folder), "--samples", "64"]
         yield Step("zoo", made, words, 600, skip=member.missing)
         words = [*_DEPLOYKIT, "export", str(folder / f"{name}.safetensors"), "-o", str(source)]
         words += ["--arch", member.arch, "--json"]

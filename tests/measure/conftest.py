@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from deploykit.measure.load import LoadResult
-from deploykit.measure.report import Accuracy, Gate, NotMeasured, Report, Step
-from deploykit.measure.scenarios import CLOSED_LOOP, Point
-from deploykit.measure.stats import Interval, Latency
-from deploykit.measure.verdict import verdict
+from deploykit.measure.load.generator import LoadResult
+from deploykit.measure.report.report import Accuracy, Gate, NotMeasured, Report, Step
+from deploykit.measure.report.verdict import verdict
+from deploykit.measure.statistics import Interval, Latency
+from deploykit.measure.timing.sweep import CLOSED_LOOP, Point
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 SETUPS = {  # label: precision, sessions, threads, ms of a call, ms of each row in it

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from deploykit.core.tensors import parse_spec
-from deploykit.runtimes.checks import check_calibration, overlap
-from deploykit.runtimes.data import Samples
+from deploykit.runtimes.data.checks import check_calibration, overlap
+from deploykit.runtimes.data.samples import Samples
 
 NCHW = (parse_spec("x:float32[N,3,4,4]"),)
 NHWC = (parse_spec("x:uint8[N,4,4,3]"),)

@@ -17,8 +17,8 @@ import pytest
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.engine import Arrays, Engine
-from tests.runtimes import cases
-from tests.runtimes.cases import CASES, OPENERS, PRESENT, Case, absent, param
+from tests.support.runtimes import cases
+from tests.support.runtimes.cases import CASES, OPENERS, PRESENT, Case, absent, param
 
 pytestmark = pytest.mark.conformance
 DYNAMIC = [case for case in CASES if case is not cases.FIXED]

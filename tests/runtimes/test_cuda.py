@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 
-from deploykit.runtimes.cuda import Pipeline
-from deploykit.runtimes.cuda_errors import OutOfMemory
-from deploykit.runtimes.cuda_memory import Buffer, Shape, byte_count, rounded
-from tests.runtimes.cuda_runs import ONE_CALL, X, Y, pipeline, right, rows
-from tests.runtimes.fake_cuda import Affine, FakeCuda
+from deploykit.runtimes.cuda.errors import OutOfMemory
+from deploykit.runtimes.cuda.execution import Pipeline
+from deploykit.runtimes.cuda.memory import Buffer, Shape, byte_count, rounded
+from tests.support.runtimes.cuda_runs import ONE_CALL, X, Y, pipeline, right, rows
+from tests.support.runtimes.fake_cuda import Affine, FakeCuda
 
 # one call
 

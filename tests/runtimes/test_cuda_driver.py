@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported
-from deploykit.runtimes.cuda import Pipeline
-from deploykit.runtimes.cuda_errors import DeviceLost
-from deploykit.runtimes.cuda_memory import Shape, byte_count
-from tests.runtimes.cuda_runs import CODES, X, Y, rows
-from tests.runtimes.modules import replaced
+from deploykit.runtimes.cuda.errors import DeviceLost
+from deploykit.runtimes.cuda.execution import Pipeline
+from deploykit.runtimes.cuda.memory import Shape, byte_count
+from tests.support.runtimes.cuda_runs import CODES, X, Y, rows
+from tests.support.runtimes.modules import replaced
 
 
 def bindings() -> Any:
     pytest.importorskip("cuda.bindings.runtime", reason="cuda-bindings is not installed")
-    from deploykit.runtimes import cuda_driver
+    from deploykit.runtimes.cuda import driver as cuda_driver
 
     return cuda_driver
 
@@ -181,7 +181,7 @@ def runtime() -> Iterator[Runtime]:
 
 
 def cudart(number: int = 0) -> Any:
-    from deploykit.runtimes.cuda_driver import Cudart
+    from deploykit.runtimes.cuda.driver import Cudart
 
     return Cudart(number)
 
@@ -258,7 +258,7 @@ def test_handle_of_another_size_is_never_read(runtime: Runtime, size: int) -> No
 
 def test_bindings_that_raise_without_a_driver_are_understood(runtime: Runtime) -> None:
     """As those of CUDA 12.8 do; later ones answer with a code."""
-    from deploykit.runtimes.cuda_driver import ipc_devices
+    from deploykit.runtimes.cuda.driver import ipc_devices
 
     def no_driver() -> tuple[int, int]:
         raise RuntimeError('Function "cuInit" not found')
@@ -270,7 +270,7 @@ def test_bindings_that_raise_without_a_driver_are_understood(runtime: Runtime) -
 
 
 def test_devices_that_open_handles_are_found_without_a_context(runtime: Runtime) -> None:
-    from deploykit.runtimes.cuda_driver import ipc_devices
+    from deploykit.runtimes.cuda.driver import ipc_devices
 
     runtime.supports = [1, 0, 1]
     assert ipc_devices() == (0, 2)

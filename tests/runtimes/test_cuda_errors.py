@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from deploykit.core.errors import DeploykitError, Unsupported
-from deploykit.runtimes.cuda_errors import CaptureRefused, DeviceLost, OutOfMemory, cuda_error
-from tests.runtimes.cuda_runs import CODES, pipeline, right, rows
-from tests.runtimes.fake_cuda import Affine, FakeCuda
+from deploykit.runtimes.cuda.errors import CaptureRefused, DeviceLost, OutOfMemory, cuda_error
+from tests.support.runtimes.cuda_runs import CODES, pipeline, right, rows
+from tests.support.runtimes.fake_cuda import Affine, FakeCuda
 
 
 def test_out_of_memory_says_need_and_free_and_a_smaller_call_still_runs() -> None:
@@ -137,9 +137,9 @@ def test_code_means(names: Sequence[str], kind: type[DeploykitError]) -> None:
 
 
 def test_no_code_means_two_things() -> None:
-    from deploykit.runtimes import cuda_errors
+    from deploykit.runtimes.cuda import errors
 
-    groups = [value for key, value in vars(cuda_errors).items() if isinstance(value, set)]
+    groups = [value for key, value in vars(errors).items() if isinstance(value, set)]
     assert len(groups) == 5
     assert sum(map(len, groups)) == len(set().union(*groups))
     assert set().union(*groups) <= set(CODES)

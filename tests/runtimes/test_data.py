@@ -9,8 +9,8 @@ import pytest
 
 from deploykit.core.errors import BadInput
 from deploykit.core.tensors import TensorSpec, parse_spec
-from deploykit.runtimes.data import Samples, random_feeds, read_samples, write_npz
-from tests.runtimes.data_files import B, X, rows
+from deploykit.runtimes.data.samples import Samples, random_feeds, read_samples, write_npz
+from tests.support.runtimes.data_files import B, X, rows
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, NotFound
-from deploykit.runtimes.data import read_npz, read_samples, write_npz
-from tests.runtimes.data_files import Payload, X, header, peak_memory_grows_by_at_most, rows
+from deploykit.runtimes.data.samples import read_npz, read_samples, write_npz
+from tests.support.runtimes.data_files import Payload, X, header, peak_memory_grows_by_at_most, rows
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from deploykit.runtimes.devices import Devices, Gpu, ThrottleWatch, jetson
-from deploykit.serving.sampler import gpu_samples
+from deploykit.serving.observe.process import gpu_samples
 
 GCC = shutil.which("gcc")
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent.parent / "support" / "runtimes"
 
 
 def write(root: Path, files: dict[str, object]) -> Path:

@@ -12,7 +12,7 @@ import pytest
 
 from deploykit.core.errors import BadInput
 from deploykit.core.tensors import TensorSpec, parse_spec
-from deploykit.runtimes.data import Samples, read_samples
+from deploykit.runtimes.data.samples import Samples, read_samples
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 
@@ -226,7 +226,7 @@ def test_a_picture_that_claims_too_many_pixels_is_refused_before_it_is_decoded(
 def test_more_pixels_than_memory_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         picture(folder / f"{number}.png")
-    monkeypatch.setattr("deploykit.runtimes.images.memory_bytes", lambda: 3 * 4 * 6 * 3 - 1)
+    monkeypatch.setattr("deploykit.runtimes.data.images.memory_bytes", lambda: 3 * 4 * 6 * 3 - 1)
     with pytest.raises(BadInput, match="pictures: holds 0 GB of pixels, this machine's memory"):
         read_samples(folder, COLOUR)
 

@@ -13,8 +13,8 @@ from deploykit.core.errors import BadInput, Unsupported
 
 ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
-from deploykit.runtimes.onnxfile import external_files, holds_half, holds_operator  # noqa: E402
-from deploykit.runtimes.onnxruntime import open_engine, session_options  # noqa: E402
+from deploykit.runtimes.onnxruntime.engine import open_engine, session_options  # noqa: E402
+from deploykit.runtimes.onnxruntime.file import external_files, holds_half, holds_operator  # noqa: E402
 
 FLOAT, HALF = TensorProto.FLOAT, TensorProto.FLOAT16
 Value = onnx.ValueInfoProto
@@ -335,11 +335,11 @@ def test_half_graphs_are_not_optimised_to_the_last_level() -> None:
 
 def test_float8_answers_as_the_graph_says(tmp_path: Path) -> None:
     """Optimised, ONNX Runtime 1.31 refuses such a graph, or answers otherwise."""
-    from deploykit.runtimes.data import Samples
-    from deploykit.runtimes.onnxruntime import open_as_written
-    from deploykit.transforms.calibrate import calibrate
-    from deploykit.transforms.qdq import to_fp8
-    from tests.onnx_zoo import mnist_like, save
+    from deploykit.quantization.calibrate import calibrate
+    from deploykit.quantization.qdq import to_fp8
+    from deploykit.runtimes.data.samples import Samples
+    from deploykit.runtimes.onnxruntime.engine import open_as_written
+    from tests.support.onnx_zoo import mnist_like, save
 
     images = np.random.default_rng(0).random((64, 1, 28, 28), dtype=np.float32)
     source = save(mnist_like(), tmp_path / "m.onnx")

@@ -9,23 +9,23 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import Unsupported
-from deploykit.runtimes.cuda_errors import CaptureRefused, DeviceLost, OutOfMemory
-from tests.runtimes import cases
+from deploykit.runtimes.cuda.errors import CaptureRefused, DeviceLost, OutOfMemory
+from tests.support.runtimes import cases
 
 ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
-from deploykit.runtimes.onnxruntime import (  # noqa: E402
+from deploykit.runtimes.onnxruntime.binding import (  # noqa: E402
+    Binding,
+    check_placement,
+    placement,
+    placement_note,
+)
+from deploykit.runtimes.onnxruntime.engine import (  # noqa: E402
     OnnxRuntimeEngine,
     onnxruntime_errors,
     open_engine,
     ort_state,
     session_options,
-)
-from deploykit.runtimes.onnxruntime_binding import (  # noqa: E402
-    Binding,
-    check_placement,
-    placement,
-    placement_note,
 )
 
 
@@ -216,7 +216,7 @@ def test_the_same_text_on_the_cpu_is_what_it_was() -> None:
 def test_cuda_answers_as_the_cpu_does(tmp_path: Path, graphs: tuple[int, ...]) -> None:
     if "CUDAExecutionProvider" not in ort.get_available_providers():
         pytest.skip("this onnxruntime has no CUDA provider")
-    from tests.onnx_zoo import mnist_like, save
+    from tests.support.onnx_zoo import mnist_like, save
 
     path = save(mnist_like(), tmp_path / "m.onnx")
     random = np.random.default_rng(0)

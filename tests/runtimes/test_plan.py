@@ -13,8 +13,14 @@ import pytest
 from deploykit.core.artefact import Manifest, manifest_path, write_manifest
 from deploykit.core.errors import BadInput, DeploykitError, NotFound, Unsupported
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.plan import Here, check_plan, differences, open_plan, rebuild
-from tests.onnx_zoo import linear, save
+from deploykit.runtimes.tensorrt.compatibility import (
+    Here,
+    check_plan,
+    differences,
+    open_plan,
+    rebuild,
+)
+from tests.support.onnx_zoo import linear, save
 
 HERE = Here("10.13.3.9", "NVIDIA H200", "9.0", 132, "580.65.06", "13.0")
 CONTENT = b"ptrt" + bytes(range(256)) * 40

@@ -15,12 +15,12 @@ import pytest
 from deploykit.core.artefact import Manifest
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.cuda_errors import OutOfMemory
-from deploykit.runtimes.tensorrt_engine import logger
-from deploykit.runtimes.tensorrt_tensors import choose_profile
-from tests.runtimes.fake_cuda import FakeCuda
-from tests.runtimes.fake_tensorrt import FakeTensorRt, tensor
-from tests.runtimes.tensorrt_opened import (  # noqa: F401
+from deploykit.runtimes.cuda.errors import OutOfMemory
+from deploykit.runtimes.tensorrt.engine import logger
+from deploykit.runtimes.tensorrt.tensors import choose_profile
+from tests.support.runtimes.fake_cuda import FakeCuda
+from tests.support.runtimes.fake_tensorrt import FakeTensorRt, tensor
+from tests.support.runtimes.tensorrt_opened import (  # noqa: F401
     PROFILE,
     Opened,
     X,

@@ -11,9 +11,9 @@ import pytest
 
 from deploykit.core.errors import MissingExtra, Unsupported
 from deploykit.core.extras import installed
-from deploykit.runtimes.cuda_errors import CaptureRefused, DeviceLost, OutOfMemory
-from tests.runtimes.fake_cuda import FakeCuda
-from tests.runtimes.tensorrt_opened import Opened, opened_fixture, rows  # noqa: F401
+from deploykit.runtimes.cuda.errors import CaptureRefused, DeviceLost, OutOfMemory
+from tests.support.runtimes.fake_cuda import FakeCuda
+from tests.support.runtimes.tensorrt_opened import Opened, opened_fixture, rows  # noqa: F401
 
 
 @pytest.mark.parametrize(
@@ -97,14 +97,14 @@ def test_scratch_memory_that_does_not_fit_is_told_at_load_and_leaves_nothing() -
 def module() -> Any:
     if not installed("tensorrt"):
         pytest.skip("tensorrt is not installed")
-    return importlib.import_module("deploykit.runtimes.tensorrt")
+    return importlib.import_module("deploykit.runtimes.tensorrt.open")
 
 
 def test_without_tensorrt_the_way_to_get_it_is_told() -> None:
     if installed("tensorrt") or installed("tensorrt_lean"):
         pytest.skip("tensorrt is installed")
     with pytest.raises(MissingExtra, match="tensorrt is not installed"):
-        importlib.import_module("deploykit.runtimes.tensorrt")
+        importlib.import_module("deploykit.runtimes.tensorrt.open")
 
 
 @pytest.mark.nvidia

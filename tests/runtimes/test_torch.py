@@ -13,15 +13,15 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from deploykit.core.errors import BadInput, Unsupported  # noqa: E402
 from deploykit.core.tensors import TensorSpec, parse_spec  # noqa: E402
-from deploykit.runtimes.cuda_errors import OutOfMemory  # noqa: E402
-from deploykit.runtimes.torch import (  # noqa: E402
+from deploykit.runtimes.cuda.errors import OutOfMemory  # noqa: E402
+from deploykit.runtimes.torch.engine import (  # noqa: E402
     TorchEngine,
     load_module,
     load_weights,
     open_engine,
     save_checkpoint,
 )
-from deploykit.runtimes.torch_files import users_code  # noqa: E402
+from deploykit.runtimes.torch.files import users_code  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -205,7 +205,7 @@ def test_the_engine_takes_arrays_that_may_not_be_written_to(weights: Path, arch:
 
 
 def test_a_look_counts_tensors_and_runs_no_code(tmp_path: Path) -> None:
-    from deploykit.runtimes.torch import look
+    from deploykit.runtimes.torch.engine import look
 
     weights, whole = tmp_path / "w.pt", tmp_path / "s.pt"
     torch.save(torch.nn.Linear(4, 2).state_dict(), weights)

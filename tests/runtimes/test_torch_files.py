@@ -22,8 +22,8 @@ safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is no
 from deploykit.core.artefact import sniff, torch_kind  # noqa: E402
 from deploykit.core.errors import BadInput, NotFound  # noqa: E402
 from deploykit.core.tensors import TensorSpec, parse_spec  # noqa: E402
-from deploykit.runtimes.torch import load_module, load_weights  # noqa: E402
-from deploykit.runtimes.torch_files import read  # noqa: E402
+from deploykit.runtimes.torch.engine import load_module, load_weights  # noqa: E402
+from deploykit.runtimes.torch.files import read  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

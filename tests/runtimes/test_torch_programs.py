@@ -16,7 +16,7 @@ from torch.export import Dim  # noqa: E402
 
 from deploykit.core.errors import BadInput  # noqa: E402
 from deploykit.core.tensors import parse_spec  # noqa: E402
-from deploykit.runtimes.torch import Loaded, TorchEngine, load_module  # noqa: E402
+from deploykit.runtimes.torch.engine import Loaded, TorchEngine, load_module  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from deploykit.core.errors import BadInput, NotFound  # noqa: E402
-from deploykit.runtimes.torch_weights import build, fill  # noqa: E402
+from deploykit.runtimes.torch.weights import build, fill  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -71,7 +71,7 @@ def test_a_torchvision_made_for_another_torch_is_imported_all_the_same() -> None
     if importlib.util.find_spec("torchvision") is None:
         pytest.skip("torchvision is not installed")
     code = (
-        "from deploykit.runtimes.torch_weights import build\n"
+        "from deploykit.runtimes.torch.weights import build\n"
         "print(type(build('torchvision.models:squeezenet1_1')).__name__)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

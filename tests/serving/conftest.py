@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from deploykit.runtimes.fake import FakeEngine
-from deploykit.serving.http import Limits, ServeOptions, Server
+from deploykit.serving.server import Limits, ServeOptions, Server
 
 WAIT_S = 20  # a limit against hanging, not a measure
 

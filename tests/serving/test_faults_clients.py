@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving.faults import LIMIT_S, REAL, ROOT, Clients, Process, binary, request, until
+from tests.support.serving.faults import (
+    LIMIT_S,
+    REAL,
+    ROOT,
+    Clients,
+    Process,
+    binary,
+    request,
+    until,
+)
 
 BATCHED = {"FAULT_LATENCY_S": "0.05", "FAULT_ROWS": "8"}
 CAPACITY_PER_S = 160.0  # eight rows each 50 ms

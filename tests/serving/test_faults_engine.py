@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from deploykit.core.errors import Unsupported
-from tests.serving.faults import (
+from tests.support.serving.faults import (
     BROKEN,
     LIMIT_S,
     REFUSED,
@@ -23,7 +23,7 @@ from tests.serving.faults import (
     request,
     until,
 )
-from tests.serving.serve_faulty import DTYPE, FEWER, HANG, LOST, MEMORY, POISON, SHAPE
+from tests.support.serving.serve_faulty import DTYPE, FEWER, HANG, LOST, MEMORY, POISON, SHAPE
 
 BATCHED = {"FAULT_LATENCY_S": "0.05", "FAULT_ROWS": "8"}
 

@@ -19,7 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploykit.core.artefact import read_manifest
 from deploykit.runtimes.engine import load
-from tests.serving.faults import LIMIT_S, REAL, ROOT, until
+from tests.support.serving.faults import LIMIT_S, REAL, ROOT, until
 
 BUILD = ("build", "m.onnx", "--profile", "cpu", "-o", "out/m.onnx")
 FULL = "mount -t tmpfs -o size=1m none out && cp before out/m.onnx && "

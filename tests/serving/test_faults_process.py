@@ -18,9 +18,18 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from tests.onnx_zoo import linear, save
-from tests.serving.faults import BROKEN, LIMIT_S, REAL, REFUSED, ROOT, Clients, Process, until
-from tests.serving.serve_faulty import POISON
+from tests.support.onnx_zoo import linear, save
+from tests.support.serving.faults import (
+    BROKEN,
+    LIMIT_S,
+    REAL,
+    REFUSED,
+    ROOT,
+    Clients,
+    Process,
+    until,
+)
+from tests.support.serving.serve_faulty import POISON
 
 BATCHED = {"FAULT_LATENCY_S": "0.05", "FAULT_ROWS": "8"}
 

@@ -14,7 +14,7 @@ import pytest
 
 from deploykit.core.errors import BadInput
 from deploykit.runtimes.fake import FakeEngine
-from deploykit.serving.http import ServeOptions, Server
+from deploykit.serving.server import ServeOptions, Server
 from tests.serving.conftest import WAIT_S, GatedEngine, Raw, infer_json, request, running
 
 INFER = request("POST", "/v2/models/m/infer", infer_json([1, 2, 3, 4], [1, 4]))
@@ -25,7 +25,7 @@ READY, LIVE = request("GET", "/v2/health/ready"), request("GET", "/v2/health/liv
 class Served:
     def __init__(self, release: Path) -> None:
         self.release = release
-        script = Path(__file__).with_name("serve_slowly.py")
+        script = Path(__file__).resolve().parents[1] / "support" / "serving" / "serve_slowly.py"
         self.process = subprocess.Popen(
             [sys.executable, str(script), str(release)], stdout=subprocess.PIPE, text=True
         )

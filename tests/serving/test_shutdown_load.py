@@ -94,7 +94,7 @@ def over_grpc(port: int) -> Any:
 
 def one_round(seed: int) -> int:
     """Signal a loaded server at a moment that `seed` chooses; how many requests it answered."""
-    script = Path(__file__).with_name("serve_busily.py")
+    script = Path(__file__).resolve().parents[1] / "support" / "serving" / "serve_busily.py"
     process = subprocess.Popen(
         [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.zoo.keeper import Keeper
+    from tests.support.zoo.keeper import Keeper
 
 
 @pytest.fixture(scope="session")
 def keeper(tmp_path_factory: pytest.TempPathFactory) -> Keeper:
-    from tests.zoo.keeper import Keeper
+    from tests.support.zoo.keeper import Keeper
 
     return Keeper(tmp_path_factory.mktemp("zoo"))

@@ -9,8 +9,8 @@ pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 pytest.importorskip("tensorrt", reason="tensorrt is not installed", exc_type=ImportError)
 
 from deploykit.core.errors import GateFailed
-from tests.zoo.keeper import SMALL, Keeper
-from tests.zoo.nvidia import verdict
+from tests.support.zoo.keeper import SMALL, Keeper
+from tests.support.zoo.nvidia import verdict
 
 pytestmark = [pytest.mark.torch, pytest.mark.nvidia]
 

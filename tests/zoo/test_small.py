@@ -15,9 +15,9 @@ pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 
 import deploykit as dk  # noqa: E402
 from deploykit.core.errors import GateFailed  # noqa: E402
-from tests.zoo import data  # noqa: E402
-from tests.zoo.keeper import MAX_DROP, SMALL, Keeper  # noqa: E402
-from tests.zoo.members import SEED_TEST, ZOO  # noqa: E402
+from tests.support.zoo import data  # noqa: E402
+from tests.support.zoo.keeper import MAX_DROP, SMALL, Keeper  # noqa: E402
+from tests.support.zoo.members import SEED_TEST, ZOO  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

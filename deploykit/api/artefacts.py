@@ -1,0 +1,173 @@
+"""An artefact on its way to its place: staged, judged, then kept or rejected.
+
+In: where it shall stand. Out: `Made`. What fails its gate stands beside it as `NAME.rejected.EXT`,
+and what stood at the place before is as it was. Files whose names begin with the artefact's own
+(weights in `NAME.data`, `NAME.golden.npz`) move with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploykit.api.golden import Golden
+from deploykit.core.artefact import Manifest, write_manifest
+from deploykit.core.errors import GateFailed
+from deploykit.core.files import sha256
+from deploykit.core.machine import tool_versions
+from deploykit.core.tensors import BATCH, TensorSpec
+
+if TYPE_CHECKING:
+    from deploykit.measure.evaluate.gate import Judgement
+    from deploykit.measure.evaluate.parity import Parity
+    from deploykit.measure.statistics import Drop, Interval
+    from deploykit.quantization.search import Outcome
+
+Progress = Callable[[str, float], None]  # what happens now, share done 0..1
+
+PARITY_BATCHES = (1, 2, 7, 32)
+_LENGTHS = (5, 12, 1, 33)  # of sequences, one for each of the batches
+_SIDES = (64, 96, 64, 128)  # of images whose height or width is dynamic
+_SIDECARS = {"data": ".data", "golden": ".golden.npz"}  # entry in the manifest -> end of the name
+
+
+@dataclass(frozen=True)
+class Made:
+    """An artefact that a verb wrote, and what was checked on the way.
+
+    `judgement`: what a lower precision costs; `search`: the steps of `--to auto`.
+    """
+
+    path: Path
+    manifest: Manifest
+    parity: Parity | None = None
+    accuracy: Interval | None = None
+    judgement: Judgement | None = None
+    search: Outcome[Any] | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def drop(self) -> Drop | None:
+        """What a lower precision costs on labelled data."""
+        return self.judgement.drop if self.judgement else None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "path": str(self.path),
+            "manifest": self.manifest.to_dict(),
+            "parity": self.parity.to_dict() if self.parity else None,
+            "accuracy": self.accuracy.to_dict() if self.accuracy else None,
+            "drop": self.drop.to_dict() if self.drop else None,
+            "judgement": self.judgement.to_dict() if self.judgement else None,
+            "search": self.search.to_dict() if self.search else None,
+            "notes": list(self.notes),
+        }
+
+
+@contextlib.contextmanager
+def staged(out: Path) -> Iterator[Path]:
+    """A path in a temporary folder beside `out`, on the same disk: keeping it is a rename."""
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
+        yield Path(folder) / out.name
+
+
+def keep(tmp: Path, made: Made) -> Made:
+    """Put the staged file at `made.path`, its manifest after it; what lies beside it goes first."""
+    for suffix in _SIDECARS.values():
+        source = tmp.with_name(tmp.name + suffix)
+        target = made.path.with_name(made.path.name + suffix)
+        if source.exists():
+            source.replace(target)
+        else:
+            target.unlink(missing_ok=True)  # of the file that stood here before
+    tmp.replace(made.path)
+    write_manifest(made.path, made.manifest)
+    return made
+
+
+def reject(tmp: Path, made: Made) -> Made:
+    """Put the staged file beside `made.path` under a name that says it was rejected."""
+    beside = made.path.with_name(f"{made.path.stem}.rejected{made.path.suffix}")
+    if tmp.with_name(f"{tmp.name}.data").exists():
+        from deploykit.onnx_graph.storage import point_to
+
+        point_to(tmp, f"{beside.name}.data")
+        made = replace(made, manifest=replace(made.manifest, sha256=sha256(tmp)))
+    checks = dict(made.manifest.checks)
+    for key, suffix in _SIDECARS.items():
+        if checks.get(key) is not None:
+            checks[key] = {**checks[key], "file": beside.name + suffix}
+    made = replace(made, manifest=replace(made.manifest, checks=checks))
+    return keep(tmp, replace(made, path=beside))
+
+
+def keep_if_equal(tmp: Path, made: Made, parity: Parity) -> Made:
+    if parity.passed:
+        return keep(tmp, made)
+    made = reject(tmp, made)
+    try:
+        parity.raise_if_over()
+    except GateFailed as exc:
+        raise GateFailed(
+            f"{exc.message}; the file is kept as {made.path}", hint=exc.hint, result=made
+        ) from None
+    return made
+
+
+def parity_sizes(
+    inputs: Sequence[TensorSpec], limits: Mapping[str, tuple[int, int | None]] | None = None
+) -> list[dict[str, int]]:
+    """Sizes of the dynamic axes to compare at: batches 1, 2, odd and large, several lengths.
+
+    `limits`: least and largest size by axis, where the model has them.
+    """
+    images = {
+        axis for spec in inputs if len(spec.shape) == 4 for axis in spec.shape[1:]
+    }  # their sides must survive the pooling of a CNN
+    axes = {axis for spec in inputs for axis in spec.shape if isinstance(axis, str)}
+    if not axes:
+        return [{}]
+
+    def within(axis: str, size: int) -> int:
+        low, high = (limits or {}).get(axis, (1, None))
+        return min(max(size, low), high or size)
+
+    found = [
+        {
+            axis: within(axis, batch if axis == BATCH else side if axis in images else length)
+            for axis in sorted(axes)
+        }
+        for batch, length, side in zip(PARITY_BATCHES, _LENGTHS, _SIDES, strict=True)
+    ]
+    return [sizes for n, sizes in enumerate(found) if sizes not in found[:n]]
+
+
+def onnx_manifest(
+    path: Path,
+    sources: Sequence[str],
+    *,
+    tools: Sequence[str],
+    checks: dict[str, Any],
+    built_on: dict[str, str] | None = None,
+    golden: Golden | None = None,
+) -> Manifest:
+    from deploykit.onnx_graph import graph
+
+    summary = graph.summarise(graph.load_graph(path))
+    data = path.with_name(f"{path.name}.data")
+    outside = {"file": data.name, "sha256": sha256(data)} if data.exists() else None
+    return Manifest(
+        format="onnx",
+        inputs=summary.inputs,
+        outputs=summary.outputs,
+        precision=summary.precision,
+        sha256=sha256(path),
+        made_from=tuple(sources),
+        made_with=tool_versions(*tools),
+        built_on=built_on or {},
+        checks={**checks, "golden": golden.to_dict() if golden else None, "data": outside},
+    )

@@ -1,0 +1,269 @@
+"""`quantize --to auto`: the levels of a runtime, priced and judged, handed to the search."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploykit.api.evaluate import Job, axis_sizes, judged, opened, typed_graph
+from deploykit.core.errors import BadInput
+from deploykit.core.profile import Profile, load_profile
+
+if TYPE_CHECKING:
+    import onnx
+
+    from deploykit.api.artefacts import Progress
+    from deploykit.measure.evaluate.gate import Judgement
+    from deploykit.quantization.cost import NodeCost
+    from deploykit.quantization.search import Level, Outcome, Step, Verdict
+
+GENERIC_PROFILE = "l4"  # whose peaks price a search that no profile was named for
+PRICED_BATCH = 8
+_HARM_SAMPLES = 16
+_RUNS = 7  # of which the median is taken, where a price is measured
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A typed graph on disk: large models would not fit into memory several times."""
+
+    path: Path
+    cost_s: float
+    notes: tuple[str, ...]
+
+
+def searched(
+    job: Job,
+    out: Path,
+    target: Profile | None,
+    budget_s: float,
+    on_progress: Progress | None,
+) -> tuple[Outcome[Any], Judgement, list[str]]:
+    """Write the cheapest graph that passes to `out`, the model itself where float32 stays.
+
+    For ONNX Runtime a price is measured on this machine's CPU, for TensorRT it is predicted from
+    the peaks of `target`. Gives the search's outcome, the judgement of what was kept, and notes.
+    """
+    from deploykit.onnx_graph import graph, storage
+    from deploykit.quantization import search
+
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".auto.") as folder:
+        bench = _Bench(job, Path(folder), target, out.name)
+        began = time.monotonic()
+
+        def tell(step: Step) -> None:
+            if on_progress is not None:
+                word = "passes" if step.passed else "fails"
+                left = f", {len(step.wide)} nodes wide" if step.wide else ""
+                share = min((time.monotonic() - began) / budget_s, 1.0)
+                on_progress(f"{step.precision}{left} {word}: {step.text}", share)
+
+        outcome = search.search(
+            bench.levels(),
+            bench.verdict,
+            float32_cost_s=bench.cost_s(bench.source),
+            budget_s=budget_s,
+            on_step=tell,
+        )
+        notes = [outcome.text, *outcome.notes, bench.pricing]
+        if outcome.best is None:
+            graph.save_graph(bench.source, out)
+            bench.forget()
+            return outcome, judged(job, out, out.name), notes
+        kept, wide = outcome.best.model, outcome.best.wide
+        if wide:
+            notes.append(f"left wide by the search: {', '.join(wide)}")
+        data = kept.path.with_name(f"{kept.path.name}.data")
+        if data.exists():
+            storage.point_to(kept.path, f"{out.name}.data")
+            data.replace(out.with_name(f"{out.name}.data"))
+        kept.path.replace(out)
+        return outcome, bench.judgements[kept.path], [*notes, *kept.notes]
+
+
+class _Bench:
+    """Makes, prices and judges the candidates of one search."""
+
+    def __init__(
+        self,
+        job: Job,
+        folder: Path,
+        target: Profile | None,
+        name: str,
+    ) -> None:
+        self.job = job
+        self.folder = folder
+        self.measured = job.runtime == "onnxruntime"
+        self.target = target or load_profile(GENERIC_PROFILE)
+        from deploykit.onnx_graph import graph
+
+        self._source: onnx.ModelProto | None = None
+        if job.calib is None:
+            raise BadInput("--to auto needs calibration data", hint="--calib FILE.npz or a folder")
+        self.calib = job.calib
+        self.inputs, _ = graph.specs(self.source)
+        self.sizes = axis_sizes(self.calib, self.inputs, PRICED_BATCH)
+        batch = f"batch {PRICED_BATCH}"
+        self.pricing = (
+            f"costs are measured on this machine, {batch}"
+            if self.measured
+            else f"costs are predicted for {self.target.name}, {batch}"
+            + ("" if target else " (no --profile was named)")
+        )
+        self.name = name  # of what is made, for tables and errors
+        self.judgements: dict[Path, Judgement] = {}  # of what passed
+        self.made = 0
+        self.wanted: dict[str, Any] = {}
+
+    @property
+    def source(self) -> onnx.ModelProto:
+        """The float32 graph, its nodes named; read again after `forget`."""
+        from deploykit.onnx_graph import graph
+
+        if self._source is None:
+            self._source = graph.load_graph(self.job.model)
+            graph.name_nodes(self._source)
+        return self._source
+
+    def forget(self) -> None:
+        """Give the graph's memory to the engines that judge a candidate."""
+        self._source = None
+
+    def levels(self) -> list[Level[Any]]:
+        """Precisions to try, the narrowest first."""
+        from deploykit.quantization import qdq
+
+        scaled = qdq.quantizable(self.source)
+        if self.measured:
+            return [self._level("int8", scaled)]
+        names = ["int8+fp16"]
+        names += ["fp8+fp16"] * ("fp8" in self.target.precisions)
+        names += ["fp16"]
+        names += ["bf16"] * ("bf16" in self.target.precisions)
+        computing = tuple(cost.name for cost in self._costs(self.source) if cost.flops)
+        return [self._level(name, scaled if "+" in name else computing) for name in names]
+
+    def candidate(self, precision: str, wide: Collection[str]) -> _Candidate:
+        """The model with the nodes named in `wide` left as they are, on disk and priced."""
+        from deploykit.onnx_graph import graph
+
+        typed, notes = self._typed(precision, wide)
+        self.made += 1
+        path = self.folder / f"{self.made}.onnx"
+        graph.save_graph(typed, path)
+        return _Candidate(path, self.cost_s(typed), tuple(notes))
+
+    def _typed(self, precision: str, wide: Collection[str]) -> tuple[onnx.ModelProto, list[str]]:
+        to, _, rest = precision.partition("+")
+        return typed_graph(self.job, self.source, to, rest or "fp32", wide)
+
+    def cost_s(self, model: onnx.ModelProto) -> float:
+        """Seconds of one call at PRICED_BATCH: measured, or the sum of its nodes' rooflines."""
+        from deploykit.quantization import cost
+
+        if not self.measured:
+            return cost.predicted_s(self._costs(model), **self._peaks())
+        feeds = self._feeds(PRICED_BATCH)
+        with self._opened(model) as engine:
+            engine(feeds)
+            times_s = []
+            for _ in range(_RUNS):
+                began = time.perf_counter()
+                engine(feeds)
+                times_s.append(time.perf_counter() - began)
+        return statistics.median(times_s)
+
+    def verdict(self, candidate: _Candidate) -> Verdict:
+        from deploykit.quantization import search
+
+        self.forget()
+        found = judged(self.job, candidate.path, self.name)
+        if found.passed:
+            self.judgements[candidate.path] = found
+        else:
+            candidate.path.unlink()
+            candidate.path.with_name(f"{candidate.path.name}.data").unlink(missing_ok=True)
+        if found.drop is not None:
+            figure = found.drop.drop.high
+        elif found.agreement is not None:
+            figure = 1 - found.agreement.low
+        else:
+            figure = math.inf if found.sqnr_db is None else 10 ** (-found.sqnr_db / 10)
+        return search.Verdict(found.passed, figure, found.describe())
+
+    def _level(self, precision: str, nodes: tuple[str, ...]) -> Level[Any]:
+        from deploykit.quantization import search
+
+        every = frozenset(nodes)
+        savings: dict[str, float] = {}
+
+        def harm(name: str) -> float:
+            model, _ = self._typed(precision, every - {name})
+            wanted, got = self._reference(), self._outputs(model)
+            return search.noise_share(wanted, got)
+
+        def saving_s(name: str) -> float:
+            if not savings:
+                savings.update(self._savings(precision))
+            return savings.get(name, 0.0)
+
+        return search.Level(
+            precision,
+            8 if "8" in precision else 16,
+            nodes,
+            make=lambda wide: self.candidate(precision, wide),
+            cost_s=lambda candidate: candidate.cost_s,
+            harm=harm,
+            saving_s=saving_s,
+        )
+
+    def _savings(self, precision: str) -> Mapping[str, float]:
+        """Predicted seconds that each node saves; where prices are measured, by its operations."""
+        from deploykit.quantization import cost
+
+        wide = self._costs(self.source)
+        if self.measured:
+            return {each.name: float(each.flops or 0) for each in wide}
+        return cost.savings_s(wide, self._costs(self._typed(precision, ())[0]), **self._peaks())
+
+    def _costs(self, model: onnx.ModelProto) -> tuple[NodeCost, ...]:
+        from deploykit.quantization import cost
+
+        return cost.node_costs(model, self.sizes)
+
+    def _peaks(self) -> dict[str, Any]:
+        return {
+            "peaks": self.target.peak_ops_per_s,
+            "bytes_per_s": self.target.bandwidth_bytes_per_s or 0.0,
+        }
+
+    def _feeds(self, samples: int) -> dict[str, Any]:
+        """The first calibration samples; a graph with a fixed batch gets that many."""
+        calib = self.calib
+        size, _ = calib.batching(samples, self.inputs)
+        return next(calib.batches(size))
+
+    def _reference(self) -> list[Any]:
+        if not self.wanted:
+            from deploykit.runtimes.engine import load
+
+            with load(self.job.model, "cpu") as engine:
+                self.wanted = engine(self._feeds(_HARM_SAMPLES))
+        return list(self.wanted.values())
+
+    def _outputs(self, model: onnx.ModelProto) -> list[Any]:
+        with self._opened(model) as engine:
+            return list(engine(self._feeds(_HARM_SAMPLES)).values())
+
+    def _opened(self, model: onnx.ModelProto) -> Any:
+        from deploykit.onnx_graph import graph
+
+        path = self.folder / "part.onnx"
+        graph.save_graph(model, path)
+        return opened(self.job, path, self.folder)

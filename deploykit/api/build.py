@@ -1,0 +1,226 @@
+"""Make artefacts: train a recipe, build a model for a hardware profile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from deploykit.api import build_tensorrt, golden
+from deploykit.api.artefacts import (
+    Made,
+    Progress,
+    keep_if_equal,
+    onnx_manifest,
+    parity_sizes,
+    staged,
+)
+from deploykit.api.build_tensorrt import CheckResult, Labelled, Shapes, build_plan, check_here
+from deploykit.api.quantize import TARGETS, quantize
+from deploykit.core.artefact import Manifest, sniff, write_manifest
+from deploykit.core.errors import BadInput
+from deploykit.core.files import check_writable, make_folder, sha256
+from deploykit.core.machine import tool_versions
+from deploykit.core.profile import choose_profile, load_profile
+from deploykit.core.recipe import load_recipe
+
+BUILD_MAX_ERROR = 1e-3  # fused float16 and INT8 kernels round at other places than the typed graph
+
+
+def train(
+    recipe: str,
+    out: Path,
+    *,
+    data: Path | None = None,
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    device: str = "auto",
+    amp: bool | None = None,
+    weights: Path | None = None,
+    seed: int = 0,
+    save_splits: Path | None = None,
+    on_progress: Progress | None = None,
+) -> Made:
+    """Train a recipe into a checkpoint.
+
+    `save_splits`: a folder that gets calibration.npz and test.npz, for `quantize` and `predict`.
+    """
+    check_writable(out)
+    chosen = load_recipe(recipe)
+    from deploykit.measure.statistics import proportion
+    from deploykit.runtimes.torch import engine as runtime
+    from deploykit.training import loop
+
+    initial = runtime.load_weights(weights) if weights else None
+    splits = chosen.data(data)
+    options = loop.Options(epochs, batch_size, device, amp, seed)
+    trained = loop.train(chosen, splits, options, weights=initial, on_progress=on_progress)
+    runtime.save_checkpoint(out, trained.module, recipe, chosen.inputs, chosen.outputs)
+    accuracy = proportion(round(trained.scores.sum()), len(trained.scores))
+    test = {"metric": chosen.metric_name, "n": len(trained.scores), **accuracy.to_dict()}
+    manifest = Manifest(
+        format="torch",
+        inputs=chosen.inputs,
+        outputs=chosen.outputs,
+        precision={"float32": sum(1 for _ in trained.module.parameters())},
+        sha256=sha256(out),
+        made_from=(sha256(weights),) if weights else (),
+        made_with=tool_versions("torch"),
+        checks={"recipe": recipe, "training": trained.figures, "test": test},
+    )
+    write_manifest(out, manifest)
+    if save_splits is not None:
+        from deploykit.runtimes.data.samples import LABELS, write_npz
+
+        make_folder(save_splits)
+        for name, split in (("calibration", splits.calibration), ("test", splits.test)):
+            write_npz(save_splits / f"{name}.npz", {**split.inputs, LABELS: split.labels})
+    return Made(out, manifest, accuracy=accuracy)
+
+
+def build(
+    model: Path,
+    profile: str = "auto",
+    *,
+    precision: str | None = None,
+    calib: Path | None = None,
+    data: Path | None = None,
+    metric: str | None = None,
+    max_drop: float | None = None,
+    max_error: float = BUILD_MAX_ERROR,
+    shapes: Shapes | None = None,
+    out: Path | None = None,
+    on_progress: Progress | None = None,
+) -> Made:
+    """Build `model` for a hardware profile; with `precision`, quantise first.
+
+    `calib`, `data`, `metric`, `max_drop`: as in `quantize`. `shapes`: what a TensorRT engine is
+    built for. Raises GateFailed when the built file differs from its source by more than
+    `max_error` (an engine: see `engines`) or has layers wider than asked, or the quantised one
+    fails its gate; Unsupported for a target that cannot be built for here.
+    """
+    target, why = choose_profile() if profile == "auto" else (load_profile(profile), "")
+    _check_model(model)
+    engine = target.runtime == "tensorrt"
+    if engine:
+        check_here(target, model)
+    elif shapes is not None and shapes != Shapes():
+        raise BadInput(
+            f"profile '{target.name}' runs ONNX Runtime, which takes any batch and needs no shapes",
+            hint="--batch, --axis, --level, --dla and the compatibility options are for TensorRT",
+        )
+    if precision not in (None, "fp32", *TARGETS):
+        raise BadInput(
+            f"--precision {precision}: is not offered", hint="one of: fp32, " + ", ".join(TARGETS)
+        )
+    out = out or model.with_suffix(".trt" if engine else f".{target.name}.onnx")
+    check_writable(out)
+    if out.resolve() == model.resolve():
+        raise BadInput(f"{out}: is the model itself", hint="choose another -o")
+    from deploykit.builders import onnxruntime as builder
+    from deploykit.measure.evaluate.parity import compare_engines
+    from deploykit.onnx_graph import graph
+    from deploykit.runtimes.data.samples import random_feeds
+    from deploykit.runtimes.engine import load
+
+    with staged(out) as tmp:
+        typed, quantized = model, None
+        if precision in TARGETS:
+            typed = tmp.with_name("typed.onnx")
+            quantized = quantize(
+                model,
+                precision,
+                typed,
+                calib=calib,
+                data=data,
+                metric=metric,
+                max_drop=max_drop,
+                runtime=target.runtime,
+                profile=target.name if profile == "auto" else profile,
+                on_progress=on_progress,
+            )
+            if quantized.search is not None and quantized.search.interrupted:
+                raise KeyboardInterrupt
+        notes = _quantized(quantized)
+        if engine:
+            made = build_plan(
+                model,
+                typed,
+                tmp,
+                out,
+                target,
+                shapes or Shapes(),
+                on_progress,
+                calib=calib,
+                labelled=Labelled(data, metric, max_drop) if data else None,
+            )
+            return replace(made, notes=(*notes, *made.notes))
+        asked = graph.summarise(graph.load_graph(typed)).precision  # checked before it is run
+        facts = builder.build(typed, tmp)
+        with load(typed, "cpu") as reference, load(tmp, "cpu") as built:
+            sizes = parity_sizes(built.inputs)
+            feeds = [random_feeds(built.inputs, each, seed) for seed, each in enumerate(sizes)]
+            parity = compare_engines(
+                reference, built, feeds, max_error=max_error, names=(typed.name, out.name)
+            )
+        manifest = onnx_manifest(
+            tmp,
+            (sha256(model),),
+            tools=("onnxruntime",),
+            checks={
+                "parity": parity.to_dict(),
+                "quantized": dict(quantized.manifest.checks) if quantized else None,
+            },
+            built_on={**facts, "profile": target.name},
+            golden=golden.carry(typed, tmp),
+        )
+        if why:
+            notes += (f"profile auto: {target.name} ({why})",)
+        notes += _changed(asked, manifest.precision)
+        made = Made(out, manifest, parity=parity, notes=notes)
+        return keep_if_equal(tmp, made, parity)
+
+
+def _quantized(made: Made | None) -> tuple[str, ...]:
+    """What putting the precision into the graph cost, in words."""
+    if made is None:
+        return ()
+    found = (made.search.text,) if made.search else ()
+    judged = made.judgement
+    return (*found, *((judged.describe(),) if judged else ()), *made.notes)
+
+
+def _changed(asked: Mapping[str, int], built: Mapping[str, int]) -> tuple[str, ...]:
+    """A note for each precision of the graph that the built engine, read back, has less of."""
+    return tuple(
+        f"{name}: {count} nodes in the graph, {built.get(name, 0)} in the built engine: the rest "
+        f"runs in float32 here (INT8 for this target: build --precision int8 --calib FILE.npz)"
+        for name, count in asked.items()
+        if name != "float32" and "float32" in built and built.get(name, 0) < count
+    )
+
+
+def check(
+    model: Path,
+    profile: str,
+    *,
+    shapes: Shapes | None = None,
+    on_progress: Progress | None = None,
+) -> CheckResult:
+    """Parse and build `model` for a target with whatever NVIDIA builder is here; keep nothing.
+
+    Raises MissingExtra where there is none, BadInput for a profile that needs none.
+    """
+    target = load_profile(profile)
+    _check_model(model)
+    if target.runtime != "tensorrt":
+        raise BadInput(
+            f"--check: profile '{target.name}' does not run TensorRT: there is nothing to check"
+        )
+    return build_tensorrt.check(model, target, shapes or Shapes(), on_progress)
+
+
+def _check_model(model: Path) -> None:
+    found = sniff(model)
+    if found != "onnx":
+        raise BadInput(f"{model}: is a {found} file, build takes .onnx", hint="deploykit export")

@@ -1,0 +1,240 @@
+"""The demo: the whole main job on real data, from training to a report, in one go.
+
+Everything it makes stands in one folder. The server it starts is a process of its own, as a user's
+would be, and is ended whatever happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploykit.api import bench, build, compare, export, quantize
+from deploykit.api.artefacts import Made, Progress
+from deploykit.core.errors import GateFailed, Unsupported
+from deploykit.core.extras import require
+from deploykit.core.files import make_folder
+
+if TYPE_CHECKING:
+    from deploykit.measure.load.generator import LoadResult
+    from deploykit.measure.report.report import Report
+    from deploykit.measure.timing.sweep import Point
+
+RECIPE = "mnist-cnn"
+MAX_DROP = (
+    0.02  # 540 test samples cannot prove less: one flipped answer alone moves the bound 0.6 pp
+)
+CONNECTIONS = 32
+READY_S = 60.0
+STOP_S = 30.0
+
+
+@dataclass(frozen=True)
+class Toured:
+    """The demo's report, where it is, and the rows of its closing table."""
+
+    page: Path
+    report: Report
+    rows: tuple[tuple[str, ...], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"page": str(self.page), "report": self.report.to_dict()}
+
+
+class _Steps:
+    """Names each step as it begins and keeps how long it took."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self.tell = tell
+        self.taken: list[tuple[str, float]] = []
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - started
+        self.taken.append((name, round(seconds, 3)))
+        self.tell(f"  {seconds:6.1f} s  {name}")
+
+
+def demo(
+    out: Path = Path("out"),
+    *,
+    quick: bool = False,
+    on_progress: Progress | None = None,
+    on_step: Callable[[str], None] = lambda _: None,
+) -> Toured:
+    """Run the main job into the folder `out`. Raises GateFailed when parity or accuracy fail."""
+    make_folder(out)
+    for module in ("torch", "onnxscript", "sklearn", "onnxruntime"):
+        require(module)
+    from deploykit.measure.report import report as reports
+    from deploykit.measure.report.verdict import verdict
+
+    steps = _Steps(on_step)
+    checkpoint, fp32 = out / "model.pt", out / "model.onnx"
+    calib, test = out / "data" / "calibration.npz", out / "data" / "test.npz"
+
+    with steps(f"train {RECIPE}"):
+        build.train(
+            RECIPE,
+            checkpoint,
+            device="auto",
+            epochs=8 if quick else None,
+            save_splits=out / "data",
+            on_progress=on_progress,
+        )
+    with steps("export to ONNX, parity with PyTorch"):
+        exported = export.export(checkpoint, fp32)
+    gates = [reports.Gate("export", True, f"error {_worst(exported)}")]
+    typed = {"fp32": fp32}
+    for name in ("fp16", "int8"):
+        with steps(f"quantise to {name}, accuracy gate"):
+            typed[name] = out / f"model.{name}.onnx"
+            made = quantize.quantize(
+                fp32,
+                name,
+                typed[name],
+                calib=calib,
+                data=test,
+                max_drop=MAX_DROP,
+                runtime="onnxruntime",
+            )
+        gates.append(reports.Gate(f"{name} accuracy", True, _cost(made)))
+    built: dict[str, Path] = {}
+    built = {}
+    with steps("build for this machine's CPU"):
+        for name in ("fp32", "int8"):  # ONNX Runtime's CPU kernels compute float16 in float32
+            result = build.build(typed[name], "cpu", out=out / f"model.{name}.cpu.onnx")
+            built[name] = result.path
+            gates.append(reports.Gate(f"build {name}", True, f"error {_worst(result)}"))
+    with steps("compare the built engine with PyTorch"):
+        compared = compare.compare(checkpoint, built["fp32"], data=test)
+        compared.raise_if_over()
+        detail = f"error {compared.parity.worst.error:.2g}"
+        gates.append(reports.Gate("built engine against PyTorch", True, detail))
+    with steps("predict the test split"):
+        compare.predict(built["int8"], test, out / "predictions.npz", device="cpu")
+    with steps("measure against the CPU baseline"):
+        report = bench.bench(
+            [typed["fp16"], built["int8"]],
+            baseline=fp32,
+            batches=(1, 32) if quick else (1, 4, 16, 64),
+            out=out,
+            data=test,
+            quick=True,
+            warmup_s=0.2 if quick else 1.0,
+            seconds=0.5 if quick else 3.0,
+            on_progress=on_progress,
+        )
+    served = _fastest(report, {bench.BASELINE: built["fp32"], built["int8"].stem: built["int8"]})
+    with steps(f"serve {served.name} over HTTP, under load"):
+        serving = _served(served, 1.0 if quick else 5.0)
+    report = replace(
+        report,
+        title=f"deploykit demo: {RECIPE} on handwritten digits",
+        command=f"deploykit demo -o {out}" + (" --quick" if quick else ""),
+        gates=tuple(gates),
+        serving=serving,
+        steps=tuple(reports.Step(*step) for step in steps.taken),
+    )
+    report = replace(report, verdict=verdict(report))
+    return Toured(reports.write(report, out), report, _rows(report))
+
+
+def _cost(made: Made) -> str:
+    return made.judgement.describe() if made.judgement else ""
+
+
+def _worst(made: Made) -> str:
+    return f"{made.parity.worst.error:.2g}" if made.parity else "not compared"
+
+
+def _served(engine: Path, seconds: float) -> tuple[LoadResult, ...]:
+    """Start a server for `engine`, load it closed, then open at a quarter of that rate, stop it."""
+    with _server(engine) as url:
+        closed = bench.load_test(url, concurrency=CONNECTIONS, duration_s=seconds)
+        quarter = max(1.0, closed.achieved_per_s.value / 4)
+        opened = bench.load_test(url, rate=quarter, duration_s=seconds)
+    return closed, opened
+
+
+@contextlib.contextmanager
+def _server(engine: Path) -> Iterator[str]:
+    """`deploykit serve` as a process; its URL. Raises Unsupported if it does not start."""
+    command = [sys.executable, "-m", "deploykit", "serve", "--engine", f"{RECIPE}={engine}"]
+    command += ["--http-port", "0", "--device", "cpu"]
+    with tempfile.TemporaryFile() as log:  # a file: a pipe that nobody reads would fill up
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+        limit = threading.Timer(READY_S, process.kill)
+        limit.start()
+        try:
+            ready = process.stdout.readline() if process.stdout else ""
+            limit.cancel()
+            if not ready:
+                log.seek(0)
+                said = log.read().decode(errors="replace").strip()
+                raise Unsupported(
+                    f"the server did not start: {said or f'not within {READY_S:g} s'}"
+                )
+            yield f"http://{json.loads(ready)['http']}"
+            process.terminate()
+            code = process.wait(timeout=STOP_S)
+            if code != 0:
+                raise GateFailed(f"the server ended with exit code {code} on SIGTERM, not 0")
+        finally:
+            limit.cancel()
+            process.kill()
+            process.communicate()
+
+
+def _fastest(report: Report, files: Mapping[str, Path]) -> Path:
+    """The file behind the highest throughput; `files` by the label of its points."""
+    rates = {point.label: point.throughput_per_s.value for point in report.points}
+    names = {
+        label: label.partition(", ")[0] for label in rates
+    }  # "..., 2 sessions" is the same file
+    known = [label for label in rates if names[label] in files]
+    return files[names[max(known, key=lambda label: rates[label])]]
+
+
+def _rows(report: Report) -> tuple[tuple[str, ...], ...]:
+    """Setup, accuracy, latency at batch 1, throughput at its best batch."""
+    scores = {row.precision: f"{row.value.value * 100:.2f} %" for row in report.accuracy}
+    rows = []
+    for label in dict.fromkeys(point.label for point in report.points):
+        points = [point for point in report.points if point.label == label]
+        rows.append(_row(label, scores.get(points[0].precision, "-"), points))
+    cpu = [point for point in report.points if point.device == "cpu"]
+    best = max(cpu, key=lambda point: point.throughput_per_s.value)
+    quickest = bench.best_cpu(cpu, min(point.batch for point in cpu), "p50")
+    rows.append(_row("best CPU", scores.get(best.precision, "-"), [quickest, best]))
+    for gap in report.not_measured:
+        if gap.what == "GPU":
+            rows.append(("GPU", "-", "not measured", gap.why))
+    for result in report.serving:
+        p50 = result.latency.p50_ms if result.latency else None
+        shown = "-" if p50 is None else f"{p50.value:.3g} ms"
+        how = f"{result.concurrency} connections" if result.mode == "closed" else "open loop"
+        rate = f"{result.achieved_per_s.value:,.0f} requests/s"
+        rows.append((f"served, {how}", "", shown, rate))
+    return tuple(rows)
+
+
+def _row(label: str, score: str, points: list[Point]) -> tuple[str, ...]:
+    smallest = min(points, key=lambda point: point.batch)
+    best = max(points, key=lambda point: point.throughput_per_s.value)
+    p50 = smallest.latency.p50_ms
+    shown = "too few" if p50 is None else f"{p50.value:.3g} ms"
+    return (label, score, shown, f"{best.throughput_per_s.value:,.0f}/s at {best.batch}")

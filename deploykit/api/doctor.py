@@ -1,0 +1,90 @@
+"""What this machine has, and which commands will therefore work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from deploykit.core.errors import Unsupported
+from deploykit.core.extras import install_hint, installed
+from deploykit.core.machine import Machine, this_machine
+
+# command -> modules that it needs beyond the base
+_NEEDS = {
+    "inspect, profiles, load": (),
+    "quantize, predict, bench, serve, build --profile cpu": ("onnxruntime",),
+    "export": ("torch", "onnxscript", "onnxruntime"),
+    "train": ("torch", "sklearn"),
+    "demo": ("torch", "onnxscript", "onnxruntime", "sklearn"),
+    "build --check": ("tensorrt",),
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """Whether a command works here; `why` says what is missing."""
+
+    command: str
+    works: bool
+    why: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Health:
+    """The machine, ONNX Runtime's providers, the checks and warnings."""
+
+    machine: Machine
+    providers: tuple[str, ...]
+    checks: tuple[Check, ...]
+    warnings: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "machine": self.machine.to_dict(),
+            "providers": list(self.providers),
+            "checks": [check.to_dict() for check in self.checks],
+            "warnings": list(self.warnings),
+        }
+
+
+def doctor() -> Health:
+    """Look at this machine. Imports onnxruntime where it is installed, to ask for its providers."""
+    machine = this_machine()
+    providers: tuple[str, ...] = ()
+    warnings = []
+    if installed("onnxruntime"):
+        try:
+            from deploykit.runtimes.onnxruntime.engine import providers as ask
+
+            providers = ask()
+        except Unsupported as exc:
+            warnings.append(exc.message)
+    if {"onnxruntime", "onnxruntime-gpu"} <= set(machine.packages):
+        warnings.append(
+            "onnxruntime and onnxruntime-gpu are both installed and overwrite each other; "
+            "uninstall both, then install one"
+        )
+    if machine.gpus and providers and "CUDAExecutionProvider" not in providers:
+        warnings.append(
+            "a GPU is here, but onnxruntime is the CPU build: pip install 'deploykit[gpu]'"
+        )
+    checks = [_check(command, needs) for command, needs in _NEEDS.items()]
+    checks.append(_engines(machine))
+    return Health(machine, providers, tuple(checks), tuple(warnings))
+
+
+def _engines(machine: Machine) -> Check:
+    """Whether a TensorRT engine can be built and run here."""
+    command = "build, bench, serve of TensorRT engines"
+    if not machine.gpus:
+        return Check(command, False, "no NVIDIA GPU here; --profile cpu works")
+    return _check(command, ("tensorrt", "cuda"))
+
+
+def _check(command: str, needs: tuple[str, ...]) -> Check:
+    missing = [name for name in needs if not installed(name)]
+    why = "; ".join(f"{name}: {install_hint(name)}" for name in missing)
+    return Check(command, not missing, why)

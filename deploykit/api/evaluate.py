@@ -1,0 +1,150 @@
+"""Make a typed graph and judge it: what `quantize` does once and `--to auto` often."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploykit.core.errors import BadInput
+from deploykit.core.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    import onnx
+
+    from deploykit.measure.evaluate.gate import Judgement
+    from deploykit.measure.evaluate.metrics import Metric
+    from deploykit.quantization.calibrate import Calibration
+    from deploykit.runtimes.data.samples import Samples
+
+
+MOST_SAMPLES, MOST_BYTES = 32, 64 << 20
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model on its way to a lower precision: what it is judged on, and by what."""
+
+    model: Path
+    calib: Samples | None
+    test: Samples | None
+    metric: Metric | None
+    max_drop: float | None
+    min_sqnr_db: float | None
+    runtime: str
+    calibration: Calibration | None
+    batch_size: int = MOST_SAMPLES  # of one call
+
+
+def typed_graph(
+    job: Job,
+    source: onnx.ModelProto,
+    to: str,
+    rest: str = "fp32",
+    wide: Collection[str] = (),
+) -> tuple[onnx.ModelProto, list[str]]:
+    """`source` in precision `to` but for the nodes named in `wide`, and notes on what is not."""
+    from deploykit.quantization import half_precision, qdq, weights
+
+    ranges = job.calibration.ranges if job.calibration else None
+    notes: list[str] = []
+    if to in ("fp16", "bf16"):
+        typed, kept = half_precision.to_half(source, to, ranges, wide=wide)
+        return typed, _half_notes(job, to, kept)
+    if to == "int8-weight-only":
+        typed = weights.to_weight_only(source, 8)
+    elif to == "int4-weight-only":
+        typed = weights.to_weight_only(source, 4)
+    elif job.calibration is None:
+        raise BadInput(
+            f"--to {to} needs calibration data", hint="--calib FILE.npz, some 100 samples"
+        )
+    elif to == "int8":
+        typed = qdq.to_int8(source, job.calibration, runtime=job.runtime, skip=wide)
+    else:
+        typed = qdq.to_fp8(source, job.calibration, skip=wide)
+    if rest == "fp16":
+        typed, kept = half_precision.to_half(typed, "fp16", ranges)
+        notes += _half_notes(job, "fp16", kept)
+    return typed, notes
+
+
+def judged(job: Job, typed: Path, name: str) -> Judgement:
+    """`typed` against the float32 model, on labelled, calibration or random samples.
+
+    A graph for TensorRT is run with every float16 and bfloat16 tensor rounded through its type, as
+    half arithmetic does; one for ONNX Runtime is run as it will be.
+    """
+    from deploykit.measure.evaluate.gate import judge
+    from deploykit.runtimes.engine import load
+
+    with (
+        tempfile.TemporaryDirectory(dir=typed.parent, prefix=".judged.") as folder,
+        opened(job, typed, Path(folder)) as candidate,  # first: it needs the most memory to open
+        load(job.model, "cpu") as reference,
+    ):
+        return judge(
+            reference,
+            candidate,
+            samples=job.test or job.calib,
+            metric=job.metric,
+            max_drop=job.max_drop,
+            min_sqnr_db=job.min_sqnr_db,
+            names=(job.model.name, name),
+            batch_size=job.batch_size,
+        )
+
+
+def opened(job: Job, typed: Path, folder: Path) -> Any:
+    from deploykit.onnx_graph import graph
+    from deploykit.quantization import simulate
+    from deploykit.runtimes.engine import load
+    from deploykit.runtimes.onnxruntime.engine import open_as_written
+
+    if job.runtime == "onnxruntime":
+        return load(typed, "cpu")
+    model = graph.load_graph(typed)
+    types = {graph.dtype_name(kind) for kind in graph.element_types(model).values()}
+    if not types & {"float16", "bfloat16"}:
+        return load(typed, "cpu")
+    rounded = folder / "rounded.onnx"
+    graph.save_graph(simulate.simulate(model), rounded)
+    return open_as_written(rounded)
+
+
+def _half_notes(job: Job, to: str, kept: Collection[str]) -> list[str]:
+    notes = []
+    if kept:
+        notes.append(f"kept in float32, too close to float16's limit: {', '.join(kept)}")
+    if to == "fp16" and job.calibration is None:
+        notes.append("activations not checked for float16 overflow: no calibration data (--calib)")
+    if to == "bf16":
+        notes.append("ONNX Runtime's CPU provider does not run bfloat16: judged by rounding")
+    return notes
+
+
+def axis_sizes(samples: Samples | None, inputs: Sequence[TensorSpec], batch: int) -> dict[str, int]:
+    """The sizes of the dynamic axes in `samples`, with `batch` at axis 0."""
+    if samples is None:
+        return {str(spec.shape[0]): batch for spec in inputs if spec.batched}
+    return {
+        axis: batch if place == 0 else size
+        for spec in inputs
+        for place, (axis, size) in enumerate(
+            zip(spec.shape, samples.inputs[spec.name].shape, strict=True)
+        )
+        if isinstance(axis, str)
+    }
+
+
+def batch_that_fits(source: onnx.ModelProto, sizes: Mapping[str, int]) -> int:
+    """Samples for one call: 32, fewer where the largest tensor of one sample is large.
+
+    `sizes`: of the dynamic axes at batch 1. Two engines run, each holding some such tensors.
+    """
+    from deploykit.quantization import cost
+
+    largest = max((each.write_bytes or 0 for each in cost.node_costs(source, sizes)), default=0)
+    return max(1, min(MOST_SAMPLES, MOST_BYTES // max(largest, 1)))

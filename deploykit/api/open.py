@@ -1,0 +1,128 @@
+"""Open an artefact for serving or timing; a TensorRT engine only once it is proven on its device.
+
+In: a path and a device. Out: engines. An engine that was built where it could not be run says so in
+its manifest ("verified": false): here it is run first, against the graph it was built from or the
+golden samples beside it, and what that showed is written into the manifest.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploykit.api import verify
+from deploykit.api.verify import Proof
+from deploykit.core.artefact import Manifest, read_manifest, sniff, write_manifest
+from deploykit.core.errors import BadInput, DeploykitError, GateFailed
+
+if TYPE_CHECKING:
+    from deploykit.builders.tensorrt.inspector import Layer
+    from deploykit.runtimes.engine import Engine
+
+log = logging.getLogger(__name__)
+
+
+def open_proven(
+    path: Path,
+    device: str = "auto",
+    *,
+    threads: int | None = None,
+    trust: bool = False,
+    instances: int = 1,
+    on_note: Callable[[str], None] = log.warning,
+) -> list[Engine]:
+    """Open `path` `instances` times; who opens them closes them.
+
+    `trust`: also a TensorRT engine without a manifest, or one that nothing here can prove; what
+    answers wrongly is never opened. `on_note` is told, once each, what a reader must know. Raises
+    GateFailed for an engine that answers otherwise than its graph, BadInput for one that cannot be
+    proven, and as `load` does.
+    """
+    from deploykit.runtimes.engine import load
+
+    if instances < 1:
+        raise BadInput(f"1 instance or more is needed, got {instances}")
+    manifest = read_manifest(path) if sniff(path) == "tensorrt" else None
+    engines: list[Engine] = []
+    with ExitStack() as stack:
+        for _ in range(instances):
+            engines.append(load(path, device, threads=threads, trust=trust))
+            stack.callback(engines[-1].close)
+            if len(engines) == 1 and manifest is not None:
+                _check(engines[0], path, manifest, trust, on_note)
+        stack.pop_all()
+    for note in getattr(engines[0], "notes", ()):
+        on_note(note)
+    return engines
+
+
+def _check(
+    engine: Any, path: Path, manifest: Manifest, trust: bool, on_note: Callable[[str], None]
+) -> None:
+    """Let pass what was proven, or is now. Raises GateFailed, BadInput."""
+    if manifest.checks.get("verified") is True:
+        return
+    typed = verify.typed_of(path, manifest)
+    parity, why = verify.prove(engine, path, manifest, typed, path.name)
+    if parity is None:
+        if not trust:
+            raise BadInput(
+                f"{path}: was never run on its device, and cannot be proven here: {why}",
+                hint=f"put {manifest.built_on.get('model', 'its graph')} beside it, build it here, "
+                "or take it as it is with --trust",
+            )
+        on_note(f"{path}: taken on trust: it was never proven, as {why}")
+        return
+    checks = manifest.checks
+    read = checks.get("layers") is not None  # when it was built
+    if read:
+        layers, wider = None, tuple(map(str, checks.get("mismatches") or ()))
+    else:
+        layers, wider = _layers(path, manifest, typed)
+    proof = Proof(layers, wider, parity)
+    wrong = proof.wrong or _judged(checks.get("judgement"))
+    found: dict[str, Any] = {"parity": parity.to_dict()} if read else proof.checks()
+    found["verified"] = (read or layers is not None) and not wrong
+    _write(path, manifest, found, on_note)
+    if wrong:
+        raise GateFailed(
+            f"{path}: {wrong}",
+            hint="it does not answer as the graph it was built from: build it again on this device",
+        )
+    if not found["verified"]:
+        on_note(f"{path}: answers as its graph; which types its layers run in is not known")
+
+
+def _judged(entry: object) -> str:
+    """Why its accuracy was refused when it was built; empty if it was not."""
+    if not isinstance(entry, dict) or entry.get("passed") is not False:
+        return ""
+    return f"when it was built: {entry.get('reason')}"
+
+
+def _layers(
+    path: Path, manifest: Manifest, typed: Path | None
+) -> tuple[tuple[Layer, ...] | None, tuple[str, ...]]:
+    """The layers of a plan that was not read back when it was built, and those wider than asked."""
+    from deploykit.builders.tensorrt import build, inspector
+
+    if typed is None:
+        return None, ()
+    host_code = manifest.built_on.get("version_compatible") == "yes"
+    layers, _ = build.read_back(path.read_bytes(), host_code=host_code)
+    return layers, inspector.mismatches(verify.asked(typed), layers) if layers else ()
+
+
+def _write(
+    path: Path, manifest: Manifest, found: dict[str, Any], on_note: Callable[[str], None]
+) -> None:
+    """Into the manifest, whole or not at all; a folder that cannot be written to is a note."""
+    try:
+        if read_manifest(path) == manifest:  # not of an engine that was built meanwhile
+            write_manifest(path, replace(manifest, checks={**manifest.checks, **found}))
+    except DeploykitError as exc:
+        on_note(f"the proof was not kept, so it will be made again: {exc.message}")

@@ -1,0 +1,253 @@
+"""Prove an engine on the device it is for: against the graph it was built from, or its samples.
+
+In: an opened TensorRT engine, its manifest, and what lies beside it. Out: `Parity`, or in words why
+nothing could be compared. The graph is the better witness, as it answers at every size; the golden
+samples need no second file and no ONNX Runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploykit.api import golden
+from deploykit.api.artefacts import parity_sizes
+from deploykit.core.artefact import Manifest, read_manifest
+from deploykit.core.errors import BadInput, DeploykitError, Unsupported
+from deploykit.core.files import sha256
+from deploykit.core.tensors import BATCH
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from deploykit.builders.tensorrt.inspector import Layer
+    from deploykit.measure.evaluate.gate import Judgement
+    from deploykit.measure.evaluate.parity import Parity
+    from deploykit.runtimes.tensorrt.engine import TensorRtEngine
+
+# Kernels on a GPU round elsewhere than the typed graph that ONNX Runtime runs, TF32 included.
+ENGINE_MAX_ERROR = 1e-2
+LOW_PRECISION_MAX_ERROR = 1e-1
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What is known of an engine. `layers` and `parity` are None where that could not be had.
+
+    `wider`: nodes that run wider than the graph asks, in words. `times_ms`: of the layers, by name.
+    `judgement`: on labelled data. `why`: what could not be found out, in words.
+    """
+
+    layers: Sequence[Layer] | None
+    wider: tuple[str, ...] = ()
+    parity: Parity | None = None
+    judgement: Judgement | None = None
+    times_ms: Mapping[str, float] | None = None
+    why: str = ""
+
+    @property
+    def wrong(self) -> str:
+        """Why the engine may not be used, in one line; empty if nothing speaks against it."""
+        if self.wider:
+            return "; ".join(self.wider[:3])
+        if self.parity is not None and not self.parity.passed:
+            worst = self.parity.worst
+            said = worst.problem or f"error {worst.error:.3g} is above {self.parity.max_error:g}"
+            return f"against {self.parity.a}: output '{worst.output}': {said}"
+        if self.judgement is not None and not self.judgement.passed:
+            return self.judgement.reason
+        return ""
+
+    @property
+    def verified(self) -> bool:
+        """It was read back, it ran, and nothing speaks against it."""
+        return self.layers is not None and self.parity is not None and not self.wrong
+
+    def checks(self) -> dict[str, Any]:
+        """For the manifest."""
+        from deploykit.builders.tensorrt.inspector import shares
+
+        layers, times = self.layers, self.times_ms
+        return {
+            "layers": [layer.to_dict() for layer in layers] if layers is not None else None,
+            "shares": shares(layers) if layers is not None else None,
+            "time_shares": shares(layers, times) if layers is not None and times else None,
+            "mismatches": list(self.wider),
+            "parity": self.parity.to_dict() if self.parity else None,
+            "judgement": self.judgement.to_dict() if self.judgement else None,
+            "verified": self.verified,
+        }
+
+
+def asked(typed: Path) -> dict[str, str]:
+    """Node -> the precision that the graph asks for it."""
+    from deploykit.onnx_graph import graph
+    from deploykit.quantization import cost
+
+    model = graph.load_graph(typed)
+    graph.name_nodes(model)
+    costs = cost.node_costs(model, {})
+    return {each.name: each.precision for each in costs if each.precision is not None}
+
+
+def bound_of(manifest: Manifest) -> float:
+    """The largest error that an engine of these types may have against its graph."""
+    low = set(manifest.precision) - {"float32"}
+    return LOW_PRECISION_MAX_ERROR if low else ENGINE_MAX_ERROR
+
+
+LABELS: Mapping[str, str] = {  # types in a graph -> --precision; the first that is there wins
+    "float8e4m3fn": "fp8",
+    "float8": "fp8",
+    "int8": "int8",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+}
+
+
+def label(precision: Mapping[str, int]) -> str:
+    """The precision of a graph in one word: the narrowest that any of its nodes computes in."""
+    return next((label for kind, label in LABELS.items() if precision.get(kind)), "fp32")
+
+
+def typed_of(path: Path, manifest: Manifest) -> Path | None:
+    """The very graph that `path` was built from, if it lies beside it; whatever its name."""
+    return _beside(path).get(manifest.made_from[-1]) if manifest.made_from else None
+
+
+def sources(path: Path, manifest: Manifest) -> Iterator[Path]:
+    """The ONNX files beside `path` that it was made from, then theirs, as their manifests tell."""
+    hashes, wanted = _beside(path), list(manifest.made_from)
+    while wanted:
+        found = hashes.pop(wanted.pop(0), None)
+        if found is not None:
+            yield found
+            before = read_manifest(found)
+            wanted += before.made_from if before else ()
+
+
+def _beside(path: Path) -> dict[str, Path]:
+    """The files in the folder of `path` that are called .onnx, by their hash."""
+    return {sha256(file): file for file in sorted(path.parent.glob("*.onnx")) if file.is_file()}
+
+
+def prove(
+    engine: TensorRtEngine, path: Path, manifest: Manifest, typed: Path | None, name: str
+) -> tuple[Parity | None, str]:
+    """Run `engine` against `typed` on the CPU, else against the golden samples beside `path`.
+
+    `name` stands for the engine in what is told. None and the reason where neither is there, or
+    can be run here.
+    """
+    why = "the graph it was built from is not beside it"
+    if typed is not None:
+        try:
+            return _against(typed, engine, name, bound_of(manifest)), ""
+        except Unsupported as exc:  # no ONNX Runtime, or a type that its CPU provider has not
+            why = exc.message
+    try:
+        found = golden.named(path, manifest)
+        if found is None:
+            return None, f"{why}, and it has no golden samples"
+        return _replayed(found, engine, path, name), ""
+    except (BadInput, Unsupported) as exc:
+        return None, f"{why}, and its golden samples cannot be replayed: {exc.message}"
+
+
+def record(typed: Path, path: Path, sizes: Mapping[str, int]) -> golden.Golden | None:
+    """What `typed` answers on the CPU, kept beside `path`, so that it can be proven without it.
+
+    `sizes`: of the dynamic axes. None where the graph does not run here, or its tensors are large.
+    """
+    from deploykit.runtimes.data.samples import random_feeds
+    from deploykit.runtimes.engine import load
+
+    try:
+        with load(typed, "cpu") as reference:
+            return golden.record(reference, random_feeds(reference.inputs, sizes), path)
+    except DeploykitError:
+        return None
+
+
+def feeds_for(engine: TensorRtEngine) -> list[dict[str, np.ndarray]]:
+    """Seeded inputs at several sizes, all within what the engine was built for."""
+    from deploykit.runtimes.data.samples import random_feeds
+
+    sizes = parity_sizes(engine.inputs, engine.limits)
+    return [random_feeds(engine.inputs, each, seed) for seed, each in enumerate(sizes)]
+
+
+def _against(typed: Path, engine: TensorRtEngine, name: str, max_error: float) -> Parity:
+    from deploykit.measure.evaluate.parity import compare_engines
+    from deploykit.runtimes.engine import load
+
+    with load(typed, "cpu") as reference:
+        return compare_engines(
+            reference, engine, feeds_for(engine), max_error=max_error, names=(typed.name, name)
+        )
+
+
+def _replayed(found: golden.Golden, engine: TensorRtEngine, path: Path, name: str) -> Parity:
+    """The recorded rows, as many of them as the engine takes at once."""
+    from deploykit.measure.evaluate.parity import compare_engines
+    from deploykit.runtimes.recorded import RecordedEngine
+
+    inputs, outputs = engine.inputs, engine.outputs
+    recorded, feeds = golden.recorded(found, path, inputs, outputs)
+    values = recorded(feeds)
+    low, high = engine.limits.get(BATCH, (1, None))
+    rows = min(max(golden.SAMPLES, low), high or golden.SAMPLES)
+
+    def fitting(arrays: Mapping[str, np.ndarray], batched: set[str]) -> dict[str, np.ndarray]:
+        return {
+            name: array.take(range(rows), axis=0, mode="wrap") if name in batched else array
+            for name, array in arrays.items()
+        }
+
+    batched = {spec.name for spec in (*inputs, *outputs) if spec.batched}
+    feeds, values = fitting(feeds, batched), fitting(values, batched)
+    reference = RecordedEngine(inputs, outputs, (feeds, values), found.reference)
+    names = (f"{found.reference}, recorded", name)
+    return compare_engines(reference, engine, [feeds], max_error=found.max_error, names=names)
+
+
+def judge(
+    engine: TensorRtEngine,
+    source: Path,
+    data: Path,
+    *,
+    metric: str | None,
+    max_drop: float | None,
+    name: str,
+) -> Judgement | None:
+    """The accuracy of `engine` against the model that was built; None where `data` has no labels.
+
+    Samples that do not fill the smallest batch it takes are left out. Raises BadInput.
+    """
+    from deploykit.measure.evaluate import gate
+    from deploykit.measure.evaluate.metrics import find_metric
+    from deploykit.runtimes.data.samples import read_samples
+    from deploykit.runtimes.engine import load
+
+    samples = read_samples(data, engine.inputs)
+    if samples.labels is None:
+        return None
+    low, high = engine.limits.get(BATCH, (1, None))
+    low = max(low, 1)
+    size = min(32, high or 32) // low * low or low
+    if low > 1:
+        if len(samples) < low:
+            raise BadInput(f"{data}: {len(samples)} samples, the engine takes {low} at the least")
+        samples = samples.first(len(samples) // low * low)
+    with load(source, "cpu") as reference:
+        return gate.judge(
+            reference,
+            engine,
+            samples=samples,
+            metric=find_metric(metric or "top1"),
+            max_drop=max_drop,
+            names=(source.name, name),
+            batch_size=size,
+        )

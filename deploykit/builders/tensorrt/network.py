@@ -1,0 +1,111 @@
+"""What is read off a parsed network, and the sizes that it is to be built for.
+
+In: TensorRT's network and the file it was parsed from. Out: its inputs with named axes, its element
+types, a prediction of the memory a build needs, an optimisation profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploykit.builders.tensorrt.inputs import axis_names, spec
+from deploykit.builders.tensorrt.memory import Need, activation_bytes, weight_bytes
+from deploykit.builders.tensorrt.module import maybe
+from deploykit.builders.tensorrt.shapes import AxisRange, ShapeRange
+from deploykit.core.errors import Unsupported
+from deploykit.core.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    import tensorrt as trt
+
+_DTYPES: Mapping[str, str] = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16"}
+
+# element type in the network -> the builder flag that allowed it before strong typing
+_FLAGS: Mapping[str, str] = {
+    "HALF": "FP16",
+    "BF16": "BF16",
+    "INT8": "INT8",
+    "FP8": "FP8",
+    "INT4": "INT4",
+}
+
+
+def inputs_of(network: trt.INetworkDefinition, model: Path) -> list[TensorSpec]:
+    """The network's inputs, dynamic axes by their names in the file.
+
+    Raises Unsupported for an input whose values set a shape: it would need ranges of values.
+    """
+    names = axis_names(model)
+    found: list[TensorSpec] = []
+    for number in range(network.num_inputs):
+        tensor = network.get_input(number)
+        if tensor.is_shape_tensor:
+            raise Unsupported(
+                f"{model}: input '{tensor.name}' sets a shape inside the graph by its values",
+                hint="export it with that value as a constant",
+            )
+        dtype = _DTYPES.get(tensor.dtype.name, tensor.dtype.name.lower())
+        found.append(spec(tensor.name, dtype, _shape(tensor), names.get(tensor.name, ())))
+    return found
+
+
+def element_types(network: trt.INetworkDefinition) -> set[str]:
+    """Names of TensorRT's DataType that any tensor of the network has: {"FLOAT", "HALF"}."""
+    inputs = (network.get_input(number) for number in range(network.num_inputs))
+    return {tensor.dtype.name for tensor in (*inputs, *_tensors(network))}
+
+
+def precision_flags(dtypes: Iterable[str]) -> tuple[str, ...]:
+    """The builder flags, by name, that a weakly typed network of these element types needs."""
+    present = set(dtypes)
+    return tuple(flag for dtype, flag in _FLAGS.items() if dtype in present)
+
+
+def memory_need(
+    network: trt.INetworkDefinition,
+    model: Path,
+    workspace_bytes: int,
+    batch: AxisRange,
+    axes: Mapping[str, AxisRange],
+) -> Need:
+    """A prediction from below, at the largest sizes asked for."""
+    others = max((axis.maximum for axis in axes.values()), default=1)
+    shapes = (_shape(tensor) for tensor in _tensors(network))
+    activations = activation_bytes(shapes, batch.maximum, others)
+    return Need(weight_bytes(model), workspace_bytes, activations)
+
+
+def add_profile(
+    builder: trt.Builder,
+    config: trt.IBuilderConfig,
+    inputs: Sequence[TensorSpec],
+    sizes: Mapping[str, ShapeRange],
+) -> None:
+    """Tell `config` the sizes of the inputs that have a dynamic axis."""
+    dynamic = [given for given in inputs if any(isinstance(axis, str) for axis in given.shape)]
+    if not dynamic:
+        return
+    profile = builder.create_optimization_profile()
+    for given in dynamic:
+        profile.set_shape(given.name, *sizes[given.name])
+    config.add_optimization_profile(profile)  # one that is refused makes the build say why
+
+
+def _tensors(network: trt.INetworkDefinition) -> Iterator[trt.ITensor]:
+    """Outputs of every layer; one that is not used is None."""
+    for number in range(network.num_layers):
+        layer = network.get_layer(number)
+        for place in range(layer.num_outputs):
+            tensor = maybe(layer.get_output(place))
+            if tensor is not None:
+                yield tensor
+
+
+def _shape(tensor: trt.ITensor) -> tuple[int, ...]:
+    """-1 where dynamic; empty for a tensor whose rank is not known before the build."""
+    try:
+        return tuple(int(size) for size in tensor.shape)
+    except ValueError:  # the bindings raise it for a rank of -1
+        return ()

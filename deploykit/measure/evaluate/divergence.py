@@ -1,0 +1,208 @@
+"""Find the first node at which two graphs differ.
+
+In: pairs of tensors in the order in which they are computed, and a way to run each graph that
+returns them. Out: `Divergence`, naming the node. Errors are those of `parity`. It goes in chunks of
+tensors: the activations of a whole model need not fit into memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from deploykit.core.errors import BadInput
+from deploykit.measure.evaluate.parity import check_bound
+from deploykit.runtimes.engine import Arrays
+
+CHUNK = 64
+# An attention mask: float16 cannot hold -3.4e38, and what replaces it masks as well.
+_MASK, _HALF_MASK = -1e30, -65504.0
+
+Run = Callable[[Arrays], Sequence[np.ndarray]]  # feeds -> the tensors that were asked for, in order
+Tap = Callable[[Sequence[str]], Run]  # names of tensors -> a way to run the graph that returns them
+
+
+class Pair(Protocol):
+    """A tensor of a and its twin in b, and the node of a that makes it."""
+
+    @property
+    def a_name(self) -> str: ...
+    @property
+    def b_name(self) -> str: ...
+    @property
+    def node(self) -> str: ...
+    @property
+    def operator(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Rise:
+    """The error before a node, and after it."""
+
+    node: str
+    operator: str
+    tensor: str
+    before: float
+    error: float
+
+    def to_dict(self) -> dict[str, object]:
+        return {**vars(self), "before": _finite(self.before), "error": _finite(self.error)}
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first tensor whose error is above the bound, and the node that makes it.
+
+    `error`: infinite where `problem` says why. `before`: of the tensor compared just before it; 0
+    for the first. `steepest`: where the error rose most, up to and with this node: another node
+    where an error built up little by little. `batch`: size at which it was seen. `compared`:
+    tensors looked at up to this one.
+    """
+
+    node: str
+    operator: str
+    tensor: str
+    error: float
+    before: float
+    batch: int
+    problem: str
+    steepest: Rise
+    compared: int
+    max_error: float
+
+    @property
+    def text(self) -> str:
+        """One sentence."""
+        what = self.problem or f"error {self.error:.3g} is above {self.max_error:g}"
+        parts = [f"the first node that differs is {_named(self)}: {what} in '{self.tensor}'"]
+        if self.before > 0:
+            parts.append(f"{self.before:.3g} just before it")
+        if self.steepest.tensor != self.tensor:
+            rise = self.steepest
+            parts.append(
+                f"the largest rise was at {_named(rise)}, {rise.before:.3g} to {rise.error:.3g}"
+            )
+        return "; ".join(parts)
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON, which has no infinity: null."""
+        return {
+            **vars(self),
+            "error": _finite(self.error),
+            "before": _finite(self.before),
+            "steepest": self.steepest.to_dict(),
+            "text": self.text,
+        }
+
+
+def first_divergence(
+    a: Tap,
+    b: Tap,
+    pairs: Sequence[Pair],
+    feeds_list: Sequence[Arrays],
+    *,
+    max_error: float,
+    chunk: int = CHUNK,
+) -> Divergence | None:
+    """The first of `pairs` whose error exceeds `max_error` on any of the feeds; None if none does.
+
+    `a` is the reference. Its tensors may be of another float type than those of `b`; a pair whose
+    shapes differ does not mean the same after all and is left out. Stops at the chunk that holds
+    the answer. Raises BadInput without feeds, for a bound that is none, and where no pair could be
+    compared.
+    """
+    check_bound(max_error)
+    if not feeds_list:
+        raise BadInput("no inputs to compare on")
+    compared = 0
+    before = highest = 0.0
+    steepest: Rise | None = None
+    for first in range(0, len(pairs), chunk):
+        part = pairs[first : first + chunk]
+        for pair, found in zip(part, _errors(a, b, part, feeds_list), strict=True):
+            if found is None:
+                continue
+            error, batch, problem = found
+            compared += 1
+            rise = Rise(pair.node, pair.operator, pair.a_name, highest, error)
+            if steepest is None or error - highest > steepest.error - steepest.before:
+                steepest = rise
+            if error > max_error:
+                return Divergence(
+                    pair.node,
+                    pair.operator,
+                    pair.a_name,
+                    error,
+                    before,
+                    batch,
+                    problem,
+                    steepest,
+                    compared,
+                    max_error,
+                )
+            before, highest = error, max(highest, error)
+    if not compared:
+        raise BadInput(
+            "no tensor inside the two graphs can be compared: they share no names",
+            hint="compare a model with what was made from it, not with another export",
+        )
+    return None
+
+
+def tensor_error(a: np.ndarray, b: np.ndarray) -> tuple[float, str]:
+    """The error as `ParityRow.error` defines it, and "", or infinity and the reason.
+
+    Max |a-b| / max(1, max |a|) over the finite places, for arrays of one shape. Values below -1e30
+    are masks: any value that masks in float16 equals them.
+    """
+    if a.dtype.kind in "biu" and b.dtype.kind in "biu":
+        differing = int(np.count_nonzero(a != b))
+        if differing:
+            return math.inf, f"{differing} of {a.size} whole numbers or booleans differ"
+        return 0.0, ""
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    masked = (x <= _MASK) & (y <= _HALF_MASK)
+    x, y = x[~masked], y[~masked]
+    both = np.isfinite(x) & np.isfinite(y)
+    if not np.array_equal(x[~both], y[~both], equal_nan=True):
+        return math.inf, "NaN or infinity in one of the two where the other has something else"
+    x, y = x[both], y[both]
+    if not x.size:
+        return 0.0, ""
+    with np.errstate(over="ignore"):  # float64 near its end: an infinite error is right
+        return float(np.abs(x - y).max() / max(1.0, np.abs(x).max())), ""
+
+
+def _errors(
+    a: Tap, b: Tap, pairs: Sequence[Pair], feeds_list: Sequence[Arrays]
+) -> Iterator[tuple[float, int, str] | None]:
+    """Of each pair the largest error, the batch it was seen at and the problem; None: not alike."""
+    run_a, run_b = a([pair.a_name for pair in pairs]), b([pair.b_name for pair in pairs])
+    found: list[tuple[float, int, str] | None] = [None] * len(pairs)
+    for feeds in feeds_list:
+        batch = _batch(feeds)
+        for place, (x, y) in enumerate(zip(run_a(feeds), run_b(feeds), strict=True)):
+            if x.shape != y.shape:
+                continue
+            error, problem = tensor_error(x, y)
+            worst = found[place]
+            if worst is None or error > worst[0]:
+                found[place] = error, batch, problem
+    return iter(found)
+
+
+def _batch(feeds: Arrays) -> int:
+    array = next(iter(feeds.values()), None)
+    return int(array.shape[0]) if array is not None and array.ndim else 1
+
+
+def _named(at: Divergence | Rise) -> str:
+    return f"'{at.node}' ({at.operator})" if at.node else f"the {at.operator} of '{at.tensor}'"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

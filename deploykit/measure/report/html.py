@@ -1,0 +1,170 @@
+"""Write a report as one HTML file that needs nothing else: no network, no script, no second file.
+
+In: the document of `report.json`. Out: the page as text, the document embedded in it. Every text
+of the document is escaped; the page forbids itself all loading. Same document, same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from deploykit.measure.report.charts import Chart, draw
+from deploykit.measure.report.figures import charts
+from deploykit.measure.report.style import CSS
+from deploykit.measure.report.tables import Table, best_by_batch, details, machine, summary
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
+
+
+def page(document: Mapping[str, Any]) -> str:
+    """The whole page. Order: verdict, short table, charts, method and machine, everything else."""
+    document = _printable(document)
+    drawn, missing = charts(document)
+    sections = [
+        _verdict(document),
+        _section("In short", "short", _table(summary(document), caption=False)),
+        *(
+            _section(table.title, "best", _table(table, caption=False))
+            for table in (best_by_batch(document),)
+            if table.rows
+        ),
+        _section(
+            "What the measurements show",
+            "charts",
+            "".join(map(_figure, drawn)) + "".join(f"<p>{_e(text)}</p>" for text in missing),
+        ),
+        _section("How it was measured", "method", _method(document)),
+        _section(
+            "Everything",
+            "everything",
+            "".join(map(_folded, details(document))) + _raw(document),
+        ),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{_e(document['title'])}</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(sections)
+        + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _verdict(document: Mapping[str, Any]) -> str:
+    first, *others = document["verdict"] or ["No verdict."]
+    quick = ' <span class="tag">quick run</span>' if document["quick"] else ""
+    return (
+        f'<header><p class="over">deploykit report · {_e(document["created"])}{quick}</p>'
+        f'<h1>{_e(document["title"])}</h1><p class="verdict">{_e(first)}</p>'
+        + "".join(f"<p>{_e(sentence)}</p>" for sentence in others)
+        + _gates(document)
+        + "</header>"
+    )
+
+
+def _gates(document: Mapping[str, Any]) -> str:
+    items = [
+        f'<li class="{"met" if gate["passed"] else "unmet"}">'
+        f"<strong>{'✓ met' if gate['passed'] else '✗ NOT met'}</strong> "
+        f"{_e(gate['name'])} <span>{_e(gate['detail'])}</span></li>"
+        for gate in document["gates"]
+    ]
+    return f'<ul class="gates">{"".join(items)}</ul>' if items else ""
+
+
+def _section(title: str, name: str, content: str) -> str:
+    return f'<section aria-labelledby="{name}"><h2 id="{name}">{_e(title)}</h2>{content}</section>'
+
+
+def _figure(chart: Chart) -> str:
+    table = Table(chart.title, chart.columns, chart.rows, _words(chart))
+    return (
+        f'<figure><h3>{_e(chart.title)}</h3><div class="plot">{draw(chart)}</div>'
+        f"<figcaption>{_e(chart.finding)}</figcaption>"
+        f"<details><summary>The figures of this chart</summary>{_table(table)}</details></figure>"
+    )
+
+
+def _words(chart: Chart) -> tuple[int, ...]:
+    """The columns of a chart's table that hold words."""
+    return tuple(
+        i for i, name in enumerate(chart.columns) if name in ("setup", "precision", "load")
+    )
+
+
+def _method(document: Mapping[str, Any]) -> str:
+    notes = "".join(f"<li>{_e(note)}</li>" for note in document["notes"])
+    return (
+        "<p>To repeat it:</p>"
+        f'<pre tabindex="0"><code>{_e(document["command"] or "not recorded")}</code></pre>'
+        + (f"<ul>{notes}</ul>" if notes else "")
+        + _titled(machine(document))
+    )
+
+
+def _titled(table: Table) -> str:
+    return f"<h3>{_e(table.title)}</h3>{_table(table, caption=False)}" if table.rows else ""
+
+
+def _folded(table: Table) -> str:
+    return f"<details><summary>{_e(table.title)}</summary>{_table(table)}</details>"
+
+
+def _table(table: Table, *, caption: bool = True) -> str:
+    """A table that scrolls by itself when the page is narrow. The first column names the row."""
+    if not table.rows:
+        return ""
+    kinds = ["" if i in table.text else ' class="n"' for i in range(len(table.columns))]
+    head = "".join(
+        f'<th scope="col"{kind}>{_e(name)}</th>'
+        for kind, name in zip(kinds, table.columns, strict=True)
+    )
+    rows = "".join(
+        f'<tr><th scope="row">{_e(row[0])}</th>'
+        + "".join(
+            f"<td{kind}>{_cell(cell) if kind else _e(cell)}</td>"
+            for kind, cell in zip(kinds[1:], row[1:], strict=True)
+        )
+        + "</tr>"
+        for row in table.rows
+    )
+    title = f"<caption>{_e(table.title)}</caption>" if caption else ""
+    note = f'<p class="note">{_e(table.note)}</p>' if table.note else ""
+    return (
+        f'<div class="wide" tabindex="0" role="region" aria-label="{_e(table.title)}">'
+        f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{note}"
+    )
+
+
+def _cell(text: str) -> str:
+    """A figure with its interval on a line of its own, so that tables stay narrow."""
+    value, bracket, interval = text.partition(" [")
+    return f"{_e(value)} <small>[{_e(interval)}</small>" if bracket else _e(text)
+
+
+def _raw(document: Mapping[str, Any]) -> str:
+    """The document itself. `<` is written \\u003c, so that no text in it can end the element."""
+    data = json.dumps(document, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    return (
+        '<p class="note">The whole of report.json is embedded in this page, in the element '
+        f'"report-data".</p><script type="application/json" id="report-data">{data}</script>'
+    )
+
+
+def _printable(value: Any) -> Any:
+    """The same document without the control characters that HTML does not allow."""
+    if isinstance(value, str):
+        return "".join(c if c.isprintable() or c in "\n\t\u202f" else "�" for c in value)
+    if isinstance(value, Mapping):
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_printable(item) for item in value]
+    return value
+
+
+def _e(text: object) -> str:
+    return escape(str(text))

@@ -1,0 +1,322 @@
+"""The tables of a report, for every format that it is written in.
+
+In: the document of `report.json`. Out: `Table`s of finished text. What was not measured says so; it
+is never a 0 or an empty cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deploykit.measure.report.figures import by_label, load_label
+from deploykit.measure.report.formatting import (
+    MISSING,
+    SPACE,
+    count,
+    number,
+    percent,
+    points,
+    spread,
+)
+
+Json = Mapping[str, Any]
+NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True)
+class Table:
+    """The first column names the row. `text`: the columns (from 0) that hold no figures."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    text: tuple[int, ...] = (0,)
+    note: str = ""
+
+
+def summary(document: Json) -> Table:
+    """One row for each setup at its best batch, one for each load level; then what is missing."""
+    accuracy = {str(row["precision"]): row for row in document["accuracy"]}
+    rows = []
+    for label, of_one in by_label(document["points"]).items():
+        best = max(of_one, key=lambda point: float(point["throughput_per_s"]["value"]))
+        first, scored = of_one[0], accuracy.get(str(best["precision"]))
+        rows.append(
+            (
+                label,
+                str(best["device"]) or MISSING,
+                NOT_MEASURED if scored is None else percent(scored["value"], scored["n"]),
+                _ms(first, "p50_ms"),
+                _ms(first, "p99_ms"),
+                f"{spread(best['throughput_per_s'])} batch {best['batch']}",
+                _against(document, label, best),
+            )
+        )
+    for result in document["serving"]:
+        latency = result["latency"] or {"p50_ms": None, "p99_ms": None}
+        limited = " (generator-limited)" if result["generator_limited"] else ""
+        rows.append(
+            (
+                f"over HTTP, {load_label(result)}",
+                MISSING,
+                MISSING,
+                spread(latency["p50_ms"]),
+                spread(latency["p99_ms"]),
+                f"{_rows_per_s(result)} batch {result['batch']}{limited}",
+                MISSING,
+            )
+        )
+    rows += [(gap["what"], NOT_MEASURED, *[MISSING] * 5) for gap in document["not_measured"]]
+    missing = [f"{gap['what']} not measured: {gap['why']}." for gap in document["not_measured"]]
+    return Table(
+        "In short",
+        (
+            "setup",
+            "device",
+            "accuracy",
+            f"p50 at batch {_first_batch(document)} (ms)",
+            f"p99 at batch {_first_batch(document)} (ms)",
+            "best throughput (inferences/s)",
+            "× baseline, same batch",
+        ),
+        tuple(rows),
+        (0, 1),
+        " ".join(["Brackets hold 95 % intervals.", *missing]),
+    )
+
+
+def best_by_batch(document: Json) -> Table:
+    """The baseline beside the best that a CPU and a GPU did at each batch, whichever setup."""
+    rows = []
+    for batch in sorted({int(point["batch"]) for point in document["points"]}):
+        here = [point for point in document["points"] if int(point["batch"]) == batch]
+        base = [point for point in here if point["label"] == document["baseline"]]
+        cpu = [point for point in here if point["device"] == "cpu"]
+        gpu = [point for point in here if point["device"] != "cpu"]
+        cells = [f(group) for f in (_quickest, _fastest) for group in (base, cpu, gpu)]
+        rows.append((str(batch), *cells))
+    names = ("baseline", "best CPU", "best GPU")
+    columns = [f"{name}, {what}" for what in ("p50 (ms)", "inferences/s") for name in names]
+    return Table("Best at each batch", ("batch", *columns), tuple(rows))
+
+
+def _quickest(found: Sequence[Json]) -> str:
+    timed = [point for point in found if point["latency"]["p50_ms"] is not None]
+    if not timed:
+        return NOT_MEASURED
+    best = min(timed, key=lambda point: float(point["latency"]["p50_ms"]["value"]))
+    return f"{spread(best['latency']['p50_ms'])} {best['label']}"
+
+
+def _fastest(found: Sequence[Json]) -> str:
+    if not found:
+        return NOT_MEASURED
+    best = max(found, key=lambda point: float(point["throughput_per_s"]["value"]))
+    return f"{spread(best['throughput_per_s'])} {best['label']}"
+
+
+def _first_batch(document: Json) -> str:
+    return str(min((int(point["batch"]) for point in document["points"]), default=1))
+
+
+def _ms(point: Json, key: str) -> str:
+    parts = point["latency"][key]
+    return f"too few: n = {count(point['samples'])}" if parts is None else spread(parts)
+
+
+def _rows_per_s(result: Json) -> str:
+    return spread(result["achieved_per_s"], float(result["batch"]))
+
+
+def _against(document: Json, label: str, point: Json) -> str:
+    if label == document["baseline"]:
+        return "baseline"
+    for found in document["speedups"]:
+        if (found["label"], found["batch"], found["scenario"]) == (
+            label,
+            point["batch"],
+            point["scenario"],
+        ):
+            return spread(found["ratio"])
+    return NOT_MEASURED
+
+
+def details(document: Json) -> list[Table]:
+    """Everything else, in the order of the line from the weights to the served model."""
+    tables = [
+        _gates(document),
+        _accuracy(document),
+        *(_parity(parity) for parity in document["parity"]),
+        _points(document),
+        _serving(document),
+        _artefacts(document),
+        _steps(document),
+    ]
+    return [table for table in tables if table.rows]
+
+
+def _gates(document: Json) -> Table:
+    rows = tuple(
+        (gate["name"], "met" if gate["passed"] else "NOT met", gate["detail"])
+        for gate in document["gates"]
+    )
+    return Table("Gates", ("gate", "result", "detail"), rows, (0, 1, 2))
+
+
+def _accuracy(document: Json) -> Table:
+    rows = tuple(
+        (
+            row["precision"],
+            row["metric"],
+            count(row["n"]),
+            percent(row["value"], row["n"]),
+            "reference" if row["drop"] is None else points(row["drop"], row["n"]),
+        )
+        for row in document["accuracy"]
+    )
+    columns = ("precision", "metric", "samples", "value", "drop")
+    return Table("Accuracy", columns, rows, (0, 1), "A drop is paired: the same samples on both.")
+
+
+def _parity(parity: Json) -> Table:
+    rows = tuple(
+        (
+            row["output"],
+            count(row["batch"]),
+            count(row["values"]),
+            *(_or_infinite(row[key]) for key in ("error", "max_abs", "rms", "sqnr_db")),
+            MISSING if row["agreement"] is None else number(row["agreement"] * 100),
+        )
+        for row in parity["rows"]
+    )
+    columns = ("output", "batch", "values", "error", "max abs", "rms", "SQNR (dB)", "argmax (%)")
+    word = "within" if parity["passed"] else "NOT within"
+    note = f"{word} the bound of {number(parity['max_error'])} on max |a−b| / max(1, max |a|)."
+    return Table(f"Parity of {parity['b']} with {parity['a']}", columns, rows, (0,), note)
+
+
+def _or_infinite(value: float | None) -> str:
+    return "∞" if value is None else number(value)
+
+
+def _points(document: Json) -> Table:
+    rows = tuple(
+        (
+            str(point["label"]),
+            str(point["runtime"]),
+            count(point["batch"]),
+            count(point["sessions"])
+            + (f" × {point['threads']}" if point["threads"] is not None else ""),
+            count(point["samples"]),
+            *(_ms(point, key) for key in ("p50_ms", "p90_ms", "p99_ms")),
+            number(point["latency"]["max_ms"]),
+            spread(point["throughput_per_s"]),
+            _against(document, str(point["label"]), point),
+            _how(point),
+        )
+        for of_one in by_label(document["points"]).values()
+        for point in of_one
+    )
+    columns = (
+        "setup",
+        "runtime",
+        "batch",
+        "sessions × threads",
+        "calls",
+        "p50 (ms)",
+        "p90 (ms)",
+        "p99 (ms)",
+        "max (ms)",
+        "inferences/s",
+        "× baseline",
+        "load",
+    )
+    note = "From host memory to host memory, after the warm-up; calls are never averaged."
+    return Table("Every point", columns, rows, (0, 1, 11), note)
+
+
+def _how(point: Json) -> str:
+    how = f"{point['scenario']}, {number(point['duration_s'])}{SPACE}s in {point['rounds']} rounds"
+    return f"{how}; {point['note']}" if point["note"] else how
+
+
+def _serving(document: Json) -> Table:
+    rows = []
+    for result in document["serving"]:
+        latency = result["latency"] or {}
+        lag_ms = result["lag_p99_ms"]
+        rows.append(
+            (
+                load_label(result),
+                result["mode"],
+                *(count(result[key]) for key in ("sent", "ok", "refused", "expired", "failed")),
+                spread(result["achieved_per_s"]),
+                *(spread(latency.get(key)) for key in ("p50_ms", "p90_ms", "p99_ms")),
+                number(latency["max_ms"]) if latency else MISSING,
+                MISSING if lag_ms is None else number(lag_ms),
+                _load_notes(result),
+            )
+        )
+    columns = (
+        "load",
+        "loop",
+        "sent",
+        "ok",
+        "refused",
+        "expired",
+        "failed",
+        "ok/s",
+        "p50 (ms)",
+        "p90 (ms)",
+        "p99 (ms)",
+        "max (ms)",
+        "generator lag p99 (ms)",
+        "notes",
+    )
+    note = "Latency is of successes: from the intended time in the open loop, from the sending in "
+    return Table("Load over HTTP", columns, tuple(rows), (0, 1, 13), note + "the closed one.")
+
+
+def _load_notes(result: Json) -> str:
+    notes = [f"{result['model']}, batch {result['batch']}, {number(result['duration_s'])}{SPACE}s"]
+    if result["same_machine"]:
+        notes.append("client and server on one machine")
+    if result["generator_limited"]:
+        notes.append("generator-limited: no verdict")
+    if result["first_error"]:
+        notes.append(str(result["first_error"]))
+    return "; ".join(notes)
+
+
+def _artefacts(document: Json) -> Table:
+    keys = ("file", "format", "precision", "sha256")
+    rows = tuple(
+        tuple(str(item.get(key) or MISSING) for key in keys) for item in document["artefacts"]
+    )
+    return Table("Artefacts", ("file", "format", "precision", "SHA-256"), rows, (0, 1, 2, 3))
+
+
+def _steps(document: Json) -> Table:
+    rows = tuple((step["name"], number(step["seconds"])) for step in document["steps"])
+    return Table("Steps", ("step", "seconds"), rows)
+
+
+def machine(document: Json) -> Table:
+    """What it ran on: one row for each thing that is known, packages last."""
+    values: Json = document["machine"]
+    rows = []
+    for key, value in values.items():
+        if key in ("packages", "gpus", "memory_bytes") or value in (None, "", []):
+            continue
+        text = ", ".join(map(str, value)) if isinstance(value, Sequence) else str(value)
+        rows.append((key.replace("_", " "), str(value) if isinstance(value, str) else text))
+    if values.get("memory_bytes"):
+        rows.append(("memory", f"{number(values['memory_bytes'] / 2**30)}{SPACE}GiB"))
+    gpus = values.get("gpus") or []
+    rows += [("GPU", f"{gpu['name']}, driver {gpu['driver']}") for gpu in gpus]
+    if "gpus" in values and not gpus:
+        rows.append(("GPU", "none"))
+    rows += [(name, str(version)) for name, version in (values.get("packages") or {}).items()]
+    return Table("Machine and versions", ("what", "value"), tuple(rows), (0, 1))

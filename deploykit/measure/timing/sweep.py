@@ -1,0 +1,336 @@
+"""Time engines against each other in a closed loop, over batch sizes.
+
+In: `Setup`s (how to open an engine, how many at once), batch sizes and how long. Out: one `Point`
+per setup and batch. Per batch the setups take turns in rounds, A B C, C B A, …, so that drift of
+clocks and neighbours hits all alike and `stats.ratio` of two points' `round_rates` is paired. A
+closed loop sends the next call when the last has been answered: right for throughput, blind to
+stalls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from deploykit.core.errors import BadInput
+from deploykit.measure.statistics import Interval, Latency, throughput
+from deploykit.measure.timing.closed_loop import Block, Clock, run_block
+from deploykit.runtimes.engine import Arrays, Engine, check_feeds
+
+CLOSED_LOOP = "closed-loop"
+_WARMUP_WINDOWS = 10  # windows in `warmup_s`; the last three must agree, as perf_analyzer asks
+_STABLE = 1.10
+_SETTLE_SHARE, _SETTLE_MAX_S = 0.1, 0.5  # of a block
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One column of a comparison. `engines` opens one Engine; `sessions` of them run at once.
+
+    `threads`: CPU threads of each engine, None where that means nothing. `device`: "" for what the
+    engine says of itself. `file` and `sha256` name the artefact for the report.
+    """
+
+    label: str
+    engines: Callable[[], Engine]
+    sessions: int = 1
+    threads: int | None = None
+    precision: str = ""
+    device: str = ""
+    file: str = ""
+    sha256: str = ""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """`seconds` are timed per point, over all `rounds`; `warmup_s` bounds the warm-up before."""
+
+    warmup_s: float = 10.0
+    seconds: float = 60.0
+    rounds: int = 5
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.seconds) and self.seconds > 0):
+            raise BadInput(f"the time per point must be above 0 s, got {self.seconds}")
+        if not (math.isfinite(self.warmup_s) and self.warmup_s >= 0):
+            raise BadInput(f"the warm-up must be 0 s or more, got {self.warmup_s}")
+        if self.rounds < 2:
+            raise BadInput(f"an interval needs 2 rounds or more, got {self.rounds}")
+
+
+@dataclass(frozen=True)
+class Point:
+    """What was measured of one setup at one batch size.
+
+    `latency` is of single calls over all rounds (`samples` of them), `throughput_per_s` rows per
+    second with its interval over the rounds, `round_rates` the rows per second of each round in
+    order. `duration_s`: the timed seconds. `note`: what a reader must know, or "".
+    """
+
+    label: str
+    precision: str
+    device: str
+    runtime: str
+    scenario: str
+    batch: int
+    sessions: int
+    threads: int | None
+    samples: int
+    rounds: int
+    duration_s: float
+    latency: Latency
+    throughput_per_s: Interval
+    round_rates: tuple[float, ...]
+    note: str = ""
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "label": self.label,
+            "precision": self.precision,
+            "device": self.device,
+            "runtime": self.runtime,
+            "scenario": self.scenario,
+            "batch": self.batch,
+            "sessions": self.sessions,
+            "threads": self.threads,
+            "samples": self.samples,
+            "rounds": self.rounds,
+            "duration_s": self.duration_s,
+            "latency": self.latency.to_dict(),
+            "throughput_per_s": self.throughput_per_s.to_dict(),
+            "round_rates": list(self.round_rates),
+            "note": self.note,
+        }
+
+
+def sweep(
+    setups: Sequence[Setup],
+    batches: Sequence[int],
+    timing: Timing,
+    feeds: Callable[[int], Arrays],
+    on_progress: Progress | None = None,
+    *,
+    clock: Clock = time.perf_counter_ns,
+) -> list[Point]:
+    """Time every setup at every batch size; the points come by batch, then in the setups' order.
+
+    `feeds(batch)` gives the inputs of one call, `batch` rows; all setups get the same arrays, made
+    before it is timed. A setup is left out at batches above its engine's `max_batch`.
+    `on_progress(what, share)` is told before each step, and 1.0 at the end. `clock`: nanoseconds,
+    monotonic. All engines are open at once and closed at the end, whatever happens.
+
+    Raises BadInput on options that make no sense, or when no engine takes any of the batches.
+    """
+    _check_options(setups, batches)
+    with contextlib.ExitStack() as stack:
+        columns = [_open(setup, stack) for setup in setups]
+        plan = [(batch, [column for column in columns if column.takes(batch)]) for batch in batches]
+        if not any(fitting for _, fitting in plan):
+            raise BadInput(
+                f"no engine takes a batch of {min(batches)}",
+                hint=f"the largest is {max(column.max_batch or 0 for column in columns)}",
+            )
+        steps = sum(len(fitting) for _, fitting in plan)
+        progress = _Steps(on_progress, total_s=steps * (timing.warmup_s + timing.seconds))
+        points = []
+        for batch, fitting in plan:
+            if fitting:
+                inputs = _checked_feeds(feeds(batch), batch, fitting)
+                points += _time_batch(fitting, batch, inputs, timing, progress, clock)
+        if on_progress is not None:
+            on_progress("done", 1.0)
+    return points
+
+
+def crossover(
+    points_a: Sequence[Point], points_b: Sequence[Point], by: str = "throughput"
+) -> int | None:
+    """The smallest batch measured on both from which a is ahead of b and stays ahead; None: never.
+
+    Ahead: the 95 % intervals do not touch, by "throughput" or by "p50" latency. Nothing is
+    interpolated. Raises BadInput when no batch was measured on both, or one twice on one side.
+    """
+    side_a, side_b = _by_batch(points_a), _by_batch(points_b)
+    common = sorted(side_a.keys() & side_b.keys(), reverse=True)
+    if not common:
+        raise BadInput("no batch size was measured on both sides, so there is no crossover")
+    found = None
+    for batch in common:
+        if not _ahead(side_a[batch], side_b[batch], by):
+            break
+        found = batch
+    return found
+
+
+def best(points: Sequence[Point], by: str = "throughput") -> Point:
+    """The point of highest throughput, or by "p50" of lowest median latency; the first of equals.
+
+    Raises BadInput when there is none, or none with enough samples for a median.
+    """
+    figures = [(figure.value, point) for point in points if (figure := _figure(point, by))]
+    if not figures:
+        raise BadInput(f"no point has a {by} figure")
+    choose = min if by == "p50" else max
+    return choose(figures, key=lambda pair: pair[0])[1]
+
+
+def _figure(point: Point, by: str) -> Interval | None:
+    if by not in ("throughput", "p50"):
+        raise BadInput(f"points compare by 'throughput' or 'p50', not by '{by}'")
+    return point.throughput_per_s if by == "throughput" else point.latency.p50_ms
+
+
+def _ahead(a: Point, b: Point, by: str) -> bool:
+    ours, theirs = _figure(a, by), _figure(b, by)
+    if ours is None or theirs is None:
+        return False
+    return ours.low > theirs.high if by == "throughput" else ours.high < theirs.low
+
+
+def _by_batch(points: Sequence[Point]) -> dict[int, Point]:
+    found: dict[int, Point] = {}
+    for point in points:
+        if point.batch in found:
+            raise BadInput(f"batch {point.batch} stands twice on one side of a crossover")
+        found[point.batch] = point
+    return found
+
+
+def _check_options(setups: Sequence[Setup], batches: Sequence[int]) -> None:
+    labels = [setup.label for setup in setups]
+    if not labels or len(set(labels)) != len(labels):
+        raise BadInput(f"one or more setups of different names are needed, got {labels}")
+    if not batches or min(batches) < 1 or len(set(batches)) != len(batches):
+        raise BadInput(f"batch sizes must be 1 or more and different, got {list(batches)}")
+    for setup in setups:
+        if setup.sessions < 1:
+            raise BadInput(f"{setup.label}: sessions must be 1 or more, got {setup.sessions}")
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A setup whose engines are open."""
+
+    setup: Setup
+    engines: list[Engine]
+
+    @property
+    def max_batch(self) -> int | None:
+        return self.engines[0].max_batch
+
+    def takes(self, batch: int) -> bool:
+        return self.max_batch is None or batch <= self.max_batch
+
+
+def _open(setup: Setup, stack: contextlib.ExitStack) -> _Column:
+    return _Column(setup, [stack.enter_context(setup.engines()) for _ in range(setup.sessions)])
+
+
+def _checked_feeds(feeds: Arrays, batch: int, columns: Sequence[_Column]) -> Arrays:
+    for column in columns:
+        label, inputs = column.setup.label, column.engines[0].inputs
+        rows = check_feeds(inputs, feeds, label)
+        if rows is None and inputs and inputs[0].shape and inputs[0].shape[0] != batch:
+            raise BadInput(
+                f"{label}: cannot run batch {batch}: its input is fixed, {inputs[0]}",
+                hint=f"time it at batch {inputs[0].shape[0]}, or export with a dynamic batch",
+            )
+        if rows not in (None, batch):
+            raise BadInput(f"the inputs made for batch {batch} hold {rows} rows")
+    return feeds
+
+
+@dataclass
+class _Steps:
+    """Turns steps of known length into a share of the whole."""
+
+    on_progress: Progress | None
+    total_s: float
+    done_s: float = 0.0
+
+    def tell(self, what: str, length_s: float) -> None:
+        """Called before a step of `length_s`."""
+        if self.on_progress is not None:
+            self.on_progress(what, min(1.0, self.done_s / self.total_s))
+        self.done_s += length_s
+
+
+@dataclass
+class _Record:
+    """The blocks of one column at one batch size."""
+
+    note: str = ""
+    blocks: list[Block] = field(default_factory=list)
+
+
+def _time_batch(
+    columns: Sequence[_Column],
+    batch: int,
+    feeds: Arrays,
+    timing: Timing,
+    progress: _Steps,
+    clock: Clock,
+) -> list[Point]:
+    records = {column.setup.label: _Record() for column in columns}
+    for column in columns:
+        label = column.setup.label
+        progress.tell(f"{label}, batch {batch}: warm-up", timing.warmup_s)
+        records[label].note = _warm_up(column, batch, feeds, timing.warmup_s, clock)
+    block_s = timing.seconds / timing.rounds
+    settle_s = min(block_s * _SETTLE_SHARE, _SETTLE_MAX_S)  # caches and clocks that the others cost
+    for number in range(timing.rounds):
+        for column in columns if number % 2 == 0 else reversed(columns):
+            label = column.setup.label
+            progress.tell(f"{label}, batch {batch}: round {number + 1}", block_s)
+            block = run_block(column.engines, feeds, batch, block_s, clock, settle_s=settle_s)
+            records[label].blocks.append(block)
+    return [_point(column, batch, records[column.setup.label]) for column in columns]
+
+
+def _point(column: _Column, batch: int, record: _Record) -> Point:
+    setup, blocks = column.setup, record.blocks
+    calls_s = np.concatenate([block.calls_ns for block in blocks]) / 1e9
+    return Point(
+        label=setup.label,
+        precision=setup.precision,
+        device=setup.device or column.engines[0].device,
+        runtime=column.engines[0].runtime,
+        scenario=CLOSED_LOOP,
+        batch=batch,
+        sessions=setup.sessions,
+        threads=setup.threads,
+        samples=len(calls_s),
+        rounds=len(blocks),
+        duration_s=sum(block.seconds for block in blocks),
+        latency=Latency.of(calls_s),
+        throughput_per_s=throughput(
+            [block.rows for block in blocks], [block.seconds for block in blocks]
+        ),
+        round_rates=tuple(block.rate for block in blocks),
+        note=record.note,
+    )
+
+
+def _warm_up(column: _Column, batch: int, feeds: Arrays, limit_s: float, clock: Clock) -> str:
+    """Run until the last three windows agree within 10 %, or `limit_s` is over; returns a note.
+
+    The first calls pay for lazy loading, page faults and rising clocks.
+    """
+    if limit_s == 0:
+        return "no warm-up"
+    rates: list[float] = []
+    spent_s = 0.0
+    while spent_s < limit_s:
+        block = run_block(column.engines, feeds, batch, limit_s / _WARMUP_WINDOWS, clock)
+        spent_s += block.seconds
+        rates.append(block.rate)
+        if len(rates) >= 3 and max(rates[-3:]) <= _STABLE * min(rates[-3:]):
+            return ""
+    return f"not yet steady after {limit_s:g} s of warm-up"

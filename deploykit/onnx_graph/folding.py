@@ -1,0 +1,98 @@
+"""Fold what is constant, and batch normalisation into the convolution before it.
+
+In: a draft of a float32 model, changed in place. Quantization needs weights that are constants, and
+a convolution whose output is the normalised one. No tensor that is still there afterwards changes
+its name or meaning, so that ranges seen before stay true.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from deploykit.onnx_graph.editor import Draft, replace
+from deploykit.onnx_graph.skeleton import read_names
+
+# Cheap operators between stored weights and the node that uses them.
+_FOLDED = frozenset(
+    ("Constant", "Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Cast")
+)
+
+
+def fold(draft: Draft) -> None:
+    """Fold constants, then batch normalisations."""
+    _fold_constants(draft)
+    _fold_batch_norms(draft)
+
+
+def _fold_constants(draft: Draft) -> None:
+    graph, constants = draft.graph, draft.constants
+    outputs = {value.name for value in graph.output}
+    kept = []
+    for node in graph.node:
+        known = all(not name or name in constants for name in node.input)
+        if node.op_type not in _FOLDED or not known or outputs.intersection(node.output):
+            kept.append(node)
+            continue
+        values = _evaluate(draft, node)
+        constants[node.output[0]] = numpy_helper.from_array(values, node.output[0])
+    replace(graph.node, kept)
+
+
+def _evaluate(draft: Draft, node: onnx.NodeProto) -> np.ndarray:
+    names = sorted({name for name in node.input if name})
+    values = [onnx.ValueInfoProto(name=name) for name in (*names, *node.output)]
+    alone = helper.make_model(
+        helper.make_graph([node], "constant", values[: len(names)], values[len(names) :]),
+        opset_imports=draft.model.opset_import,
+        ir_version=draft.model.ir_version,
+    )
+    (found,) = ReferenceEvaluator(alone).run(None, {name: draft.array(name) for name in names})
+    return np.asarray(found)
+
+
+def _fold_batch_norms(draft: Draft) -> None:
+    """Conv -> BatchNormalization becomes one Conv, where nothing else reads what lies between."""
+    graph, constants = draft.graph, draft.constants
+    reads = Counter([*read_names(graph), *(value.name for value in graph.output)])
+    producers = {name: node for node in graph.node for name in node.output}
+    kept = []
+    for node in graph.node:
+        conv = producers.get(node.input[0]) if node.input else None
+        if (
+            node.op_type != "BatchNormalization"
+            or conv is None
+            or conv.op_type != "Conv"
+            or reads[conv.output[0]] != 1
+            or any(name not in constants for name in (*node.input[1:], *conv.input[1:]))
+            or len([name for name in node.output if name]) != 1
+        ):
+            kept.append(node)
+            continue
+        _merge(draft, conv, node)
+    replace(graph.node, kept)
+
+
+def _merge(draft: Draft, conv: onnx.NodeProto, norm: onnx.NodeProto) -> None:
+    """Let `conv` do the work of both; its new weights and bias are computed in float64."""
+    weight = draft.array(conv.input[1]).astype(np.float64)
+    scale, shift, mean, variance = (
+        draft.array(name).astype(np.float64) for name in norm.input[1:5]
+    )
+    biased = len(conv.input) > 2 and conv.input[2]
+    old = draft.array(conv.input[2]) if biased else np.zeros_like(mean)
+    epsilon = next((a.f for a in norm.attribute if a.name == "epsilon"), 1e-5)
+    factor = scale / np.sqrt(variance + epsilon)
+    weight *= factor.reshape(-1, *[1] * (weight.ndim - 1))
+    bias = (old - mean) * factor + shift
+    out = norm.output[0]
+    names = [
+        draft.store(f"{out}_folded_{kind}", array.astype(np.float32))
+        for kind, array in (("weight", weight), ("bias", bias))
+    ]
+    replace(conv.input, [conv.input[0], *names])
+    conv.output[0] = out

@@ -1,0 +1,76 @@
+"""What kind of work a node does, and the type that it computes in: one answer for all who ask.
+
+In: the nodes of a main graph, the types of its tensors and its constants. Out: for each node the
+precision that a summary counts and a cost is priced at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import onnx
+
+from deploykit.onnx_graph.validate import RUNTIME_DOMAINS
+
+# Another name for the same memory.
+VIEWS = frozenset(("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze"))
+DESCRIBES = frozenset(("Constant", "Shape", "Size"))
+CONVERTS = frozenset(("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast"))
+GENERATES = frozenset(("ConstantOfShape", "Range", "CastLike"))
+_SILENT = CONVERTS | DESCRIBES | GENERATES | VIEWS
+_FLOATS = frozenset(("float16", "bfloat16", "float32", "float64"))
+
+
+class Kinds:
+    """`types`: tensor name to dtype name; `constants`: names of initializers."""
+
+    def __init__(
+        self,
+        nodes: Sequence[onnx.NodeProto],
+        types: Mapping[str, str],
+        constants: Collection[str],
+    ) -> None:
+        self._types = types
+        self._constants = constants
+        self._makers = {name: node for node in nodes for name in node.output if name}
+        # what ONNX Runtime could run in integers it has already replaced: a pair left over is float
+        self._final = any(node.domain.startswith(RUNTIME_DOMAINS) for node in nodes)
+
+    def precision(self, node: onnx.NodeProto) -> str | None:
+        """'float32', 'float16', 'bfloat16', 'float64', 'int8' or 'float8'.
+
+        None for a node that computes nothing in these: it moves, converts or describes data.
+        """
+        if node.op_type in _SILENT:
+            return None
+        if _in_integers(node):
+            return "int8"
+        names = [*node.output, *node.input]  # an input's where ONNX has no schema for the node
+        kinds = (self._types[name] for name in names if self._types.get(name) in _FLOATS)
+        return (None if self._final else self._fed(node)) or next(kinds, None)
+
+    def _fed(self, node: onnx.NodeProto) -> str | None:
+        """'int8' or 'float8' if all its inputs but constants (a float bias) are dequantized.
+
+        A node with quantized weights and float activations computes in float: not counted here.
+        """
+        stored = set()
+        for name in node.input:
+            maker = self._makers.get(name)
+            if not name or (name in self._constants and maker is None):
+                continue
+            if maker is None or maker.op_type != "DequantizeLinear":
+                return None
+            if maker.input[0] not in self._constants:
+                stored.add(self._types.get(maker.input[0], "int8"))
+        kind = min(stored, default=None)
+        if kind is None:
+            return None
+        return "float8" if kind.startswith("float8") else kind.removeprefix("u")
+
+
+def _in_integers(node: onnx.NodeProto) -> bool:
+    """Whether the operator computes in integers by definition: QLinearConv, MatMulInteger."""
+    name = node.op_type
+    fused = node.domain.startswith(RUNTIME_DOMAINS) and name in ("QGemm", "QAttention")
+    return fused or name.startswith("QLinear") or "Integer" in name

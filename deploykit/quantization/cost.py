@@ -1,0 +1,274 @@
+"""What each node of a graph computes and moves, and the time that a roofline gives it.
+
+In: a model and the sizes of its dynamic axes. Out: a `NodeCost` for each node of the main graph,
+the graph's precision mix, and a predicted time. It is a model, there to rank nodes and candidates;
+what it leaves out stands at `predicted_s`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx
+
+from deploykit.core.errors import BadInput
+from deploykit.onnx_graph.flops import ELEMENTWISE, GATHERS, flops
+from deploykit.onnx_graph.graph import dtype_name
+from deploykit.onnx_graph.node_precision import CONVERTS, DESCRIBES, VIEWS, Kinds
+from deploykit.onnx_graph.shapes import Shapes, elements_of, fixed_shapes
+from deploykit.onnx_graph.validate import stored_bytes, subgraphs
+
+# precision of a node -> the key of its peak in a hardware profile
+PEAKS: Mapping[str, str] = {
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "int8": "int8",
+    "float8": "fp8",
+}
+
+_FUSED = ELEMENTWISE | {"QuantizeLinear", "Cast", "BatchNormalization"}
+_THROUGH = VIEWS | {"DequantizeLinear"}  # the half of a Q/DQ pair that a kernel reads through
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """What a node does in one call. None: not known, as its shapes or its operator are not.
+
+    `precision`: the type it computes in, None for one that computes nothing in floating point or
+    INT8. `read_bytes`, `write_bytes`: activations that go through memory. An elementwise node is
+    taken to run inside the node before it where nothing else reads the tensor between: what both
+    move stands at the first.
+    `weight_bytes`: constants as they are stored, scales left out; `weights`: their elements.
+    """
+
+    name: str
+    operator: str
+    precision: str | None
+    flops: int | None
+    read_bytes: int | None
+    weight_bytes: int
+    write_bytes: int | None
+    weights: int = 0
+
+    @property
+    def known(self) -> bool:
+        return None not in (self.flops, self.read_bytes, self.write_bytes)
+
+    @property
+    def traffic_bytes(self) -> int:
+        """Everything read and written; of a table that is looked up, the rows only."""
+        written = self.write_bytes or 0
+        weights = min(self.weight_bytes, written if self.operator in GATHERS else math.inf)
+        return (self.read_bytes or 0) + int(weights) + written
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Mix:
+    """How a graph divides by precision: nodes, operations, weights (elements) and their bytes.
+
+    Nodes and operations stand under the type computed in, weights under the type stored. `unknown`
+    names the nodes whose operations are not known and in no figure.
+    """
+
+    nodes: Mapping[str, int]
+    flops: Mapping[str, int]
+    weights: Mapping[str, int]
+    weight_bytes: Mapping[str, int]
+    unknown: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Each figure by precision, and its share of the whole under `shares`."""
+        figures = {k: dict(sorted(v.items())) for k, v in vars(self).items() if k != "unknown"}
+        shares = {k: _shares(v) for k, v in figures.items()}
+        return {**figures, "shares": shares, "unknown": list(self.unknown)}
+
+
+def node_costs(model: onnx.ModelProto, sizes: Mapping[str, int]) -> tuple[NodeCost, ...]:
+    """One for each node of the main graph, in order; functions are inlined first.
+
+    `sizes`: of dynamic axes by name, {"N": 8}; an axis not named is 1. Nodes without a
+    name get theirs from `name_nodes`. A node that reads constants only costs nothing, as builders
+    fold it. Raises BadInput for a size below 1.
+    """
+    return _Graph(fixed_shapes(model, sizes)).costs()
+
+
+def unknown(costs: Iterable[NodeCost]) -> tuple[str, ...]:
+    """Names of the nodes that a prediction leaves out, in part or as a whole."""
+    return tuple(cost.name for cost in costs if not cost.known)
+
+
+def mix(model: onnx.ModelProto, sizes: Mapping[str, int]) -> Mix:
+    """Nodes, operations and weights of the main graph by precision; for `sizes` see `node_costs`.
+
+    A weight that several nodes share counts once. Raises BadInput for a size below 1.
+    """
+    graph = _Graph(fixed_shapes(model, sizes))
+    costs = graph.costs()
+    nodes, operations = Counter[str](), Counter[str]()
+    for cost in costs:
+        if cost.precision is not None:
+            nodes[cost.precision] += 1
+            operations[cost.precision] += cost.flops or 0
+    weights, weight_bytes = Counter[str](), Counter[str]()
+    for name in {name for node in graph.nodes for name in graph.weights(node)}:
+        tensor = graph.known.constants[name]
+        kind = dtype_name(tensor.data_type)
+        weights[kind] += elements_of(tensor)
+        weight_bytes[kind] += stored_bytes(tensor)
+    lost = tuple(cost.name for cost in costs if cost.flops is None)
+    return Mix(nodes, operations, weights, weight_bytes, lost)
+
+
+def node_s(cost: NodeCost, *, peaks: Mapping[str, float], bytes_per_s: float) -> float:
+    """Seconds of one node: the longer of its arithmetic and its memory traffic; see `predicted_s`.
+
+    Raises BadInput where `peaks` holds no operations/s for "fp32", which stands in for others.
+    """
+    key = PEAKS.get(cost.precision or "float32", "fp32")
+    peak = peaks.get(key, peaks.get("fp32", 0.0))
+    if not (peak > 0 and bytes_per_s > 0):
+        raise BadInput(
+            "a predicted time needs the peaks of fp32 and of the memory bandwidth, above 0",
+            hint="both stand in a profile: peak_ops_per_s and bandwidth_bytes_per_s",
+        )
+    return max((cost.flops or 0) / peak, cost.traffic_bytes / bytes_per_s)
+
+
+def predicted_s(
+    costs: Iterable[NodeCost], *, peaks: Mapping[str, float], bytes_per_s: float
+) -> float:
+    """Seconds of one call: each node at the roofline, one after the other.
+
+    `peaks`: operations/s by "fp32", "fp16", "bf16", "int8", "fp8", as in a hardware profile; a
+    precision that has none is taken to run at "fp32". A lower bound, whose use is to compare: it
+    leaves out the start of kernels, tiles that do not fill, caches, conversions between layouts and
+    nodes that are `unknown`. Roofline: Williams, Waterman and Patterson, CACM 52(4), 2009.
+    """
+    return math.fsum(node_s(cost, peaks=peaks, bytes_per_s=bytes_per_s) for cost in costs)
+
+
+def savings_s(
+    wide: Iterable[NodeCost],
+    narrow: Iterable[NodeCost],
+    *,
+    peaks: Mapping[str, float],
+    bytes_per_s: float,
+) -> dict[str, float]:
+    """Seconds that each node of `narrow` takes less than the node of that name in `wide`."""
+    before = {c.name: node_s(c, peaks=peaks, bytes_per_s=bytes_per_s) for c in wide}
+    after = {c.name: node_s(c, peaks=peaks, bytes_per_s=bytes_per_s) for c in narrow}
+    return {name: before[name] - after[name] for name in after if name in before}
+
+
+class _Graph:
+    """Who makes and who reads each tensor, views and dequantized twins seen through."""
+
+    def __init__(self, known: Shapes) -> None:
+        self.known = known
+        self.nodes = known.nodes
+        types = {name: dtype_name(kind) for name, kind in known.types.items()}
+        self.makers = {name: node for node in self.nodes for name in node.output if name}
+        self.roots = self._roots()
+        self.inside: set[str] = set()  # tensors that never reach memory
+        self.firsts: dict[int, int] = {}  # node inside another's kernel -> the first node of it
+        self._fuse()
+        self.kinds = Kinds(self.nodes, types, known.constants)
+
+    def costs(self) -> tuple[NodeCost, ...]:
+        traffic = [self._traffic(node) for node in self.nodes]
+        for number, first in self.firsts.items():
+            moved = [_total(parts) for parts in zip(traffic[first], traffic[number], strict=True)]
+            if None not in moved:
+                traffic[first], traffic[number] = (moved[0], moved[1]), (0, 0)
+        parts = zip(self.nodes, traffic, strict=True)
+        return tuple(self._cost(node, *moved) for node, moved in parts)
+
+    def weights(self, node: onnx.NodeProto) -> list[str]:
+        """The constants behind its inputs, if it is no link of the chain from them to a user."""
+        if self._folded(node) or node.op_type in CONVERTS:
+            return []
+        names = {root for name in node.input for root in self.roots.get(name, ())}
+        return [name for name in names if elements_of(self.known.constants[name])]
+
+    def _roots(self) -> dict[str, tuple[str, ...]]:
+        """The constants that a tensor is made of, for tensors that are made of nothing else."""
+        roots: dict[str, tuple[str, ...]] = {name: (name,) for name in self.known.constants}
+        for node in self.nodes:
+            names = [name for name in node.input if name]
+            if names and all(name in roots for name in names) and not any(subgraphs(node)):
+                values = names[:1] if node.op_type in CONVERTS else names  # scales are no weights
+                found = tuple(dict.fromkeys(root for name in values for root in roots[name]))
+                roots |= {name: found for name in node.output if name}
+        return roots
+
+    def _folded(self, node: onnx.NodeProto) -> bool:
+        return all(name in self.roots for name in node.output if name)
+
+    def _source(self, name: str) -> str:
+        while name in self.makers and self.makers[name].op_type in _THROUGH:
+            name = self.makers[name].input[0]
+        return name
+
+    def _fuse(self) -> None:
+        """Let elementwise nodes run where their input is made, if nothing else reads it."""
+        readers: defaultdict[str, list[int]] = defaultdict(list)
+        for number, node in enumerate(self.nodes):
+            if node.op_type not in _THROUGH | DESCRIBES:
+                for name in {self._source(name) for name in _reads(node)}:
+                    readers[name].append(number)
+        outputs = {self._source(name) for name in self.known.outputs}
+        before: dict[int, tuple[str, int]] = {}  # its last computed input: others wait in memory
+        for number, node in enumerate(self.nodes):
+            for name in node.output:
+                alone = name not in outputs and name not in self.roots and len(readers[name]) == 1
+                if alone and self.nodes[readers[name][0]].op_type in _FUSED:
+                    before[readers[name][0]] = name, number
+        for number, (name, maker) in sorted(before.items()):
+            self.inside.add(name)
+            self.firsts[number] = self.firsts.get(maker, maker)
+
+    def _cost(self, node: onnx.NodeProto, read: int | None, written: int | None) -> NodeCost:
+        weights = self.weights(node)
+        return NodeCost(
+            name=node.name,
+            operator=node.op_type,
+            precision=self.kinds.precision(node),
+            flops=0 if self._folded(node) else flops(node, self.known),
+            read_bytes=read,
+            weight_bytes=sum(stored_bytes(self.known.constants[name]) for name in weights),
+            write_bytes=written,
+            weights=sum(elements_of(self.known.constants[name]) for name in weights),
+        )
+
+    def _traffic(self, node: onnx.NodeProto) -> tuple[int | None, int | None]:
+        if self._folded(node) or node.op_type in _THROUGH | DESCRIBES:
+            return 0, 0
+        sources = {self._source(name) for name in _reads(node) if name not in self.roots}
+        read = [self.known.bytes(name) for name in sources if name not in self.inside]
+        made = [name for name in node.output if name and name not in self.inside]
+        return _total(read), _total([self.known.bytes(name) for name in made])
+
+
+def _reads(node: onnx.NodeProto) -> list[str]:
+    """Its inputs, and what bodies of If and Loop name from outside."""
+    inner = [name for body in subgraphs(node) for n in body.node for name in n.input]
+    return [name for name in (*node.input, *inner) if name]
+
+
+def _total(parts: Sequence[int | None]) -> int | None:
+    known = [part for part in parts if part is not None]
+    return sum(known) if len(known) == len(parts) else None
+
+
+def _shares(parts: Mapping[str, int]) -> dict[str, float]:
+    whole = sum(parts.values())
+    return {name: part / whole for name, part in parts.items()} if whole else {}

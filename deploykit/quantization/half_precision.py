@@ -1,0 +1,342 @@
+"""Cast a float32 ONNX graph to half precision: float16 or bfloat16.
+
+In: a float32 model and the ranges seen by `calibrate`; pairs of INT8 or FP8 may be in it. Out: a
+model whose inputs and outputs are still float32. Nodes whose activations come near 65504, the
+largest float16, stay float32: a CPU would not show the overflow, a GPU would. bfloat16 has the
+range of float32 and needs no guard.
+
+A tensor keeps its name where it is float32; its half twin is `NAME_float16` (`NAME_bfloat16`). So
+bodies of If and Loop, which stay float32, still find the outer tensors that they name, and casts
+stand only where the two worlds meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx
+from onnx import TensorProto, defs, helper, numpy_helper
+
+from deploykit.core.errors import BadInput
+from deploykit.onnx_graph.editor import Draft
+from deploykit.onnx_graph.graph import element_types, opset
+from deploykit.onnx_graph.opsets import raise_opset
+from deploykit.onnx_graph.validate import all_nodes, subgraphs
+from deploykit.quantization.formats import bfloat16_bytes, bfloat16_values
+from deploykit.quantization.qdq_placement import check_names
+
+if TYPE_CHECKING:  # so that a cast needs no onnxruntime
+    from deploykit.quantization.calibrate import Range
+
+LARGEST = 65504.0
+# Calibration sees a sample: what a model meets later may well be twice as large.
+GUARD = LARGEST / 2
+SMALLEST = 2.0**-25  # what lies below is rounded to 0
+
+_FLOAT = TensorProto.FLOAT
+_PAIR = ("QuantizeLinear", "DequantizeLinear")
+_PAIR_OPSET = 19  # the first whose pairs take half scales
+# A scale may be off by what INT8 itself rounds away: half a step of 127.
+_SCALE_ERROR = 1 / 254
+# Sums over a whole axis, and coordinates in pixels: 11 bits are too few whatever the range.
+_WIDE_OPERATORS = frozenset(("CumSum", "RoiAlign"))
+_ARITHMETIC = frozenset(("Add", "Sub", "Mul", "Div", "Floor", "Ceil", "Round", "Sqrt", "Cast"))
+_INTEGERS = frozenset((TensorProto.INT32, TensorProto.INT64))
+
+
+@dataclass(frozen=True)
+class _Half:
+    """A type of 16 bits: its names in messages and in schemas, and ONNX's number."""
+
+    name: str
+    kind: int
+
+    @property
+    def schema_name(self) -> str:
+        return f"tensor({self.name})"
+
+    def data(self, values: np.ndarray) -> bytes:
+        """Rounded to nearest, ties to even."""
+        if self.kind == TensorProto.FLOAT16:
+            return values.astype(np.float16).tobytes()
+        return bfloat16_bytes(values)
+
+    def rounded(self, values: np.ndarray) -> np.ndarray:
+        """The same shape in float32, as this type holds it."""
+        with np.errstate(over="ignore"):
+            data = self.data(values)
+        if self.kind == TensorProto.FLOAT16:
+            return np.frombuffer(data, np.float16).astype(np.float32).reshape(values.shape)
+        return bfloat16_values(data).reshape(values.shape)
+
+
+_HALVES = {
+    "fp16": _Half("float16", TensorProto.FLOAT16),
+    "bf16": _Half("bfloat16", TensorProto.BFLOAT16),
+}
+
+
+def to_half(
+    model: onnx.ModelProto,
+    to: str = "fp16",
+    ranges: Mapping[str, Range] | None = None,
+    *,
+    wide: Collection[str] = (),
+) -> tuple[onnx.ModelProto, tuple[str, ...]]:
+    """The model in `to`, "fp16" or "bf16", and the names of nodes that the guard kept in float32.
+
+    In float16 a node stays float32 if a tensor or weight that it reads or writes came above half of
+    65504, or would become 0 as a whole (an epsilon of 1e-12); without `ranges` only weights are
+    looked at. A Q/DQ node stays float32 if its scale loses more than an INT8 step does.
+    So do, without being named, nodes in `wide`, operators that ONNX does not define for the type,
+    bodies of If and Loop, and arithmetic that ends in integers. For bfloat16 the newest definition
+    counts: TensorRT takes a bfloat16 Conv in any opset, ONNX defines it from 22 on. A model with
+    pairs is raised to opset 19 for their scales. `model` is left as it is.
+    Raises BadInput if it computes nothing in float32, something in a half type already, or cannot
+    be raised, for a type that is not offered and a name in `wide` that no node has.
+    """
+    if to not in _HALVES:
+        raise BadInput(f"unknown half precision '{to}'", hint="one of: " + ", ".join(_HALVES))
+    half = _HALVES[to]
+    draft = Draft(model)
+    check_names(draft, wide)
+    types = element_types(draft.model)
+    for other in _HALVES.values():
+        if other.kind in types.values():
+            raise BadInput(
+                f"the model holds {other.name} already", hint="quantize the float32 model"
+            )
+    if not any(types.get(name) == _FLOAT for node in draft.graph.node for name in node.output):
+        raise BadInput(
+            f"the model computes nothing in float32: there is nothing to cast to {half.name}"
+        )
+    if any(node.op_type in _PAIR for node in draft.graph.node):
+        raise_opset(draft.model, _PAIR_OPSET)
+    guarded = _coarse_scales(draft, half)
+    if to == "fp16":
+        guarded |= _guarded(draft, ranges or {}, types)
+    stay = guarded | _indexing(draft.graph, types) | set(wide)
+    kept = tuple(node.name for node in draft.graph.node if node.name in guarded)
+    writer = _Writer(draft, types, half)
+    for node in draft.graph.node:
+        inputs, outputs = _half_places(node, draft.model, types, half)
+        if node.name in stay or not (inputs or outputs):
+            writer.add_wide(node)
+        else:
+            writer.add_half(node, inputs, outputs)
+    return writer.finish(), kept
+
+
+class _Writer:
+    """Emits nodes in order, and a Cast just before the first one that needs the other type."""
+
+    def __init__(self, draft: Draft, types: Mapping[str, int], half: _Half) -> None:
+        self.draft = draft
+        self.types = types
+        self.half = half
+        self.suffix = f"_{half.name}"
+        while any(name.endswith(self.suffix) for name in types):
+            self.suffix += "_"
+        self.nodes: list[onnx.NodeProto] = []
+        self.ready = draft.inputs | set(draft.constants)
+
+    def add_wide(self, node: onnx.NodeProto) -> None:
+        for name in _reads(node):
+            self._need_float(name)
+        self.nodes.append(node)
+        self.ready.update(node.output)
+
+    def add_half(self, node: onnx.NodeProto, inputs: set[int], outputs: set[int]) -> None:
+        for place, name in enumerate(node.input):
+            if place in inputs:
+                node.input[place] = self._half(name)
+            else:
+                self._need_float(name)
+        for place in outputs:
+            node.output[place] += self.suffix
+        for attribute in node.attribute:
+            _retype(node, attribute, self.half)
+        self.nodes.append(node)
+        self.ready.update(node.output)
+
+    def finish(self) -> onnx.ModelProto:
+        for value in self.draft.graph.output:
+            self._need_float(value.name)
+        self._write_value_info()
+        return self.draft.finish(self.nodes)
+
+    def _half(self, name: str) -> str:
+        twin = name + self.suffix
+        if twin in self.ready:
+            return twin
+        if name in self.draft.constants:
+            values = self.draft.array(name)
+            self.draft.store_bytes(twin, self.half.kind, values.shape, self.half.data(values))
+        else:
+            self._cast(name, twin, self.half.kind)
+        self.ready.add(twin)
+        return twin
+
+    def _need_float(self, name: str) -> None:
+        if name not in self.ready and name + self.suffix in self.ready:
+            self._cast(name + self.suffix, name, _FLOAT)
+            self.ready.add(name)
+
+    def _cast(self, source: str, target: str, to: int) -> None:
+        self.nodes.append(self.draft.node("Cast", [source], target, to=to))
+
+    def _write_value_info(self) -> None:
+        """Types and shapes of the half tensors, from those of their twins."""
+        graph = self.draft.graph
+        known = {value.name: value for value in (*graph.value_info, *graph.input, *graph.output)}
+        for name in [name for node in self.nodes for name in node.output]:
+            source = known.get(name.removesuffix(self.suffix))
+            if name in self.types or name in known or source is None:
+                continue
+            value = graph.value_info.add()
+            value.CopyFrom(source)
+            value.name = name
+            value.type.tensor_type.elem_type = self.half.kind
+
+
+def _half_places(
+    node: onnx.NodeProto, model: onnx.ModelProto, types: Mapping[str, int], half: _Half
+) -> tuple[set[int], set[int]]:
+    """The float32 inputs and outputs of `node`, by place, that its schema allows to be half."""
+    nothing: tuple[set[int], set[int]] = set(), set()
+    if node.op_type in _WIDE_OPERATORS or node.domain not in ("", "ai.onnx"):
+        return nothing
+    if any(True for _ in subgraphs(node)) or any(
+        name and name not in types for name in (*node.input, *node.output)
+    ):
+        return nothing
+    if node.op_type == "Cast" and helper.get_node_attr_value(node, "to") != _FLOAT:
+        return nothing
+    newest = half.kind == TensorProto.BFLOAT16
+    version = defs.onnx_opset_version() if newest and node.op_type not in _PAIR else opset(model)
+    schema = defs.get_schema(node.op_type, version, "")
+    fit = {
+        c.type_param_str for c in schema.type_constraints if half.schema_name in c.allowed_type_strs
+    }
+
+    def places(names: Iterable[str], formal: Sequence[defs.OpSchema.FormalParameter]) -> set[int]:
+        return {
+            place
+            for place, name in enumerate(names)
+            if types.get(name) == _FLOAT
+            and formal[min(place, len(formal) - 1)].type_str in fit  # the last one may repeat
+        }
+
+    found = places(node.input, schema.inputs), places(node.output, schema.outputs)
+    generates = not found[0] and node.op_type not in ("Cast", "Constant")
+    return nothing if generates else found  # the type of what is generated has its own defaults
+
+
+def _coarse_scales(draft: Draft, half: _Half) -> set[str]:
+    """Names of the Q/DQ nodes one of whose scales `half` cannot hold well."""
+    return {
+        node.name
+        for node in draft.graph.node
+        if node.op_type in _PAIR
+        and node.input[1] in draft.constants
+        and not _precise(draft.array(node.input[1]), half)
+    }
+
+
+def _precise(scale: np.ndarray, half: _Half) -> bool:
+    off = np.abs(half.rounded(scale) - scale)
+    return scale.dtype == np.float32 and bool((off <= _SCALE_ERROR * np.abs(scale)).all())
+
+
+def _guarded(draft: Draft, ranges: Mapping[str, Range], types: Mapping[str, int]) -> set[str]:
+    """Names of nodes that float16 cannot hold."""
+    graph = draft.graph
+    unfit = {name for name, seen in ranges.items() if not _holds(_finite_peak(seen))}
+    for name in draft.constants:
+        if types.get(name) == _FLOAT and not _holds(_peak(draft, name)):
+            unfit.add(name)
+    for node in graph.node:
+        if not all(_holds(peak) for peak in _attribute_peaks(node)):
+            unfit.update(node.output)
+    return {node.name for node in graph.node if unfit.intersection((*node.input, *node.output))}
+
+
+def _holds(peak: float) -> bool:
+    """Whether float16 holds values up to `peak`, and more than zeros of them."""
+    return peak == 0 or SMALLEST < peak <= GUARD
+
+
+def _finite_peak(seen: Range) -> float:
+    """A low end of -infinity is a mask, which float16 holds as well: the high end decides."""
+    return abs(seen.high) if seen.low == -np.inf else seen.peak
+
+
+def _attribute_peaks(node: onnx.NodeProto) -> Iterator[float]:
+    """The largest values of the float constants that a Constant or ConstantOfShape holds."""
+    for attribute in node.attribute:
+        if attribute.t.data_type == _FLOAT:
+            yield _largest(numpy_helper.to_array(attribute.t))
+        elif attribute.name in ("value_float", "value_floats"):
+            yield max((abs(value) for value in (attribute.f, *attribute.floats)), default=0.0)
+
+
+def _peak(draft: Draft, name: str) -> float:
+    return _largest(draft.array(name))
+
+
+def _largest(array: np.ndarray) -> float:
+    """The largest absolute value, -infinity left out: it masks."""
+    low, high = float(array.min(initial=0.0)), float(array.max(initial=0.0))
+    if low == -np.inf:
+        low = float(array.min(initial=0.0, where=array != -np.inf))
+    return max(high, -low) if low == low else low  # NaN comes back as NaN
+
+
+def _indexing(graph: onnx.GraphProto, types: Mapping[str, int]) -> set[str]:
+    """Names of nodes whose floats only become integers: sizes above 2048 need more bits."""
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for node in graph.node:
+        for name in _reads(node):
+            readers.setdefault(name, []).append(node)
+    outputs = {value.name for value in graph.output}
+    found: set[str] = set()
+    for node in reversed(graph.node):
+        if node.op_type not in _ARITHMETIC or outputs.intersection(node.output):
+            continue
+        floats = [name for name in node.output if types.get(name) == _FLOAT]
+        ends = [reader for name in floats for reader in readers.get(name, [])]
+        if ends and all(reader.name in found or _to_integer(reader) for reader in ends):
+            found.add(node.name)
+    return found
+
+
+def _to_integer(node: onnx.NodeProto) -> bool:
+    return node.op_type == "Cast" and helper.get_node_attr_value(node, "to") in _INTEGERS
+
+
+def _reads(node: onnx.NodeProto) -> list[str]:
+    """The tensors that a node reads, by name; for If and Loop also those that their bodies name."""
+    inner = [name for body in subgraphs(node) for n in all_nodes(body) for name in n.input]
+    inner += [value.name for body in subgraphs(node) for value in body.output]
+    return [*node.input, *inner]
+
+
+def _retype(node: onnx.NodeProto, attribute: onnx.AttributeProto, half: _Half) -> None:
+    """Attributes that name or hold float32: Cast's `to`, `dtype`, the value of a Constant."""
+
+    def tensor(values: np.ndarray, name: str = "") -> onnx.TensorProto:
+        return TensorProto(
+            name=name, data_type=half.kind, dims=values.shape, raw_data=half.data(values)
+        )
+
+    if attribute.name in ("to", "dtype", "output_dtype") and attribute.i == _FLOAT:
+        attribute.i = half.kind
+    elif attribute.HasField("t") and attribute.t.data_type == _FLOAT:
+        attribute.t.CopyFrom(tensor(numpy_helper.to_array(attribute.t), attribute.t.name))
+    elif node.op_type == "Constant" and attribute.name in ("value_float", "value_floats"):
+        floats = attribute.f if attribute.name == "value_float" else list(attribute.floats)
+        value = tensor(np.array(floats, np.float32))
+        attribute.CopyFrom(helper.make_attribute("value", value))

@@ -1,0 +1,238 @@
+"""Put INT8 or FP8 into a float32 ONNX graph as QuantizeLinear/DequantizeLinear pairs.
+
+In: a float32 model and its `Calibration`. Out: a model in which the inputs and weights of Conv,
+Gemm and MatMul pass through 8 bits. The runtimes want the pairs in different places. TensorRT: zero
+points of 0, a float bias and nothing between Conv and Relu (`Q DQ Conv Relu`); it refuses the rest.
+ONNX Runtime's integer kernels need the outputs quantized too; given TensorRT's graph it computes in
+float between the pairs, slower than without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+
+from deploykit.core.errors import BadInput
+from deploykit.onnx_graph.editor import Draft
+from deploykit.onnx_graph.folding import fold
+from deploykit.onnx_graph.graph import opset
+from deploykit.onnx_graph.opsets import raise_opset
+from deploykit.onnx_graph.validate import all_nodes
+from deploykit.quantization.calibrate import Calibration, Range
+from deploykit.quantization.formats import (
+    FP8_PEAK,
+    channel_axis,
+    fp8_bytes,
+    int8_steps,
+    weight_scale,
+)
+from deploykit.quantization.histograms import TINY
+from deploykit.quantization.qdq_placement import Layout, plan, quantizable_nodes
+
+INT8_OPSET = 13  # the first with a scale per channel
+FP8_OPSET = 19  # the first with 8-bit floats
+
+_FP8 = TensorProto.FLOAT8E4M3FN
+
+
+@dataclass(frozen=True)
+class Scale:
+    """real = (stored - zero) * scale, stored being INT8, UINT8 or FP8."""
+
+    scale: float
+    zero: int = 0
+
+
+def to_int8(
+    model: onnx.ModelProto,
+    calibration: Calibration,
+    *,
+    runtime: str = "tensorrt",
+    skip: Collection[str] = (),
+) -> onnx.ModelProto:
+    """The model with Q/DQ pairs for `runtime`, "tensorrt" or "onnxruntime".
+
+    Weights: symmetric, one scale per output channel, max|w| / 127. Inputs: one scale per tensor,
+    peak / 127 of the calibration's `clipped`; for ONNX Runtime the whole range over 255 steps, with
+    a zero point, and pairs on the outputs as well. A MatMul of two activations stays float, as do a
+    node whose input was infinite and those named in `skip`. Batch normalisation is folded into its
+    convolution first; `model` is left as it is.
+    Raises BadInput for a model with no Conv, Gemm or MatMul with constant weights (or with none
+    left), one that is quantized already, one below opset 13, one that is not what `calibration`
+    saw, weights that are NaN or infinite, and a name in `skip` that no node has.
+    """
+    draft = _draft(model)
+    if opset(draft.model) < INT8_OPSET:
+        raise BadInput(
+            f"the model is of opset {opset(model)}; INT8 needs {INT8_OPSET} or newer",
+            hint="export it again with a newer opset",
+        )
+    layout = _layout(draft, calibration, runtime, skip)
+    chained = runtime == "onnxruntime"
+    return _Writer(draft, calibration, "int8").write(layout, chained=chained, skip=skip)
+
+
+def to_fp8(
+    model: onnx.ModelProto, calibration: Calibration, *, skip: Collection[str] = ()
+) -> onnx.ModelProto:
+    """The model with FP8 (E4M3) pairs where `to_int8` puts its own for TensorRT.
+
+    Inputs and weights: one scale per tensor, peak / 448. A model below opset 19 is raised to it.
+    Raises BadInput as `to_int8` does, and for a graph that cannot be raised.
+    """
+    draft = _draft(model)
+    raise_opset(draft.model, FP8_OPSET)
+    layout = _layout(draft, calibration, "tensorrt", skip)
+    return _Writer(draft, calibration, "fp8").write(layout)
+
+
+def quantizable(model: onnx.ModelProto) -> tuple[str, ...]:
+    """Names of the nodes that `to_int8` and `to_fp8` quantize if no value is infinite."""
+    draft = _draft(model)
+    return tuple(draft.graph.node[n].name for n in quantizable_nodes(draft))
+
+
+def _draft(model: onnx.ModelProto) -> Draft:
+    if any(node.op_type == "DequantizeLinear" for node in all_nodes(model.graph)):
+        raise BadInput("the model is quantized already", hint="quantize the float32 model")
+    draft = Draft(model)
+    fold(draft)
+    return draft
+
+
+def _layout(draft: Draft, calibration: Calibration, runtime: str, skip: Collection[str]) -> Layout:
+    layout = plan(
+        draft,
+        runtime,
+        skip=skip,
+        holds=lambda name: bool(np.isfinite(_range(calibration, name).peak)),
+    )
+    if not layout.chosen:
+        raise BadInput(
+            "the model has no Conv, Gemm or MatMul with constant float32 weights to quantize"
+            + (" beside those to skip" if skip else ""),
+            hint="8 bits cannot speed it up; fp16 may: --to fp16",
+        )
+    return layout
+
+
+def _range(calibration: Calibration, name: str) -> Range:
+    seen = calibration.clipped.get(name)
+    if seen is None:
+        raise BadInput(
+            f"the calibration holds no range for tensor '{name}'",
+            hint="calibrate the same file that is quantized",
+        )
+    return seen
+
+
+class _Writer:
+    """Emits the nodes in order, each pair once, just before the first node that reads it."""
+
+    def __init__(self, draft: Draft, calibration: Calibration, kind: str) -> None:
+        self.draft = draft
+        self.calibration = calibration
+        self.fp8 = kind == "fp8"
+        self.nodes: list[onnx.NodeProto] = []
+        self.done: dict[tuple[str, int | None], str] = {}  # (tensor, axis) -> its dequantized twin
+        self.scales: dict[str, Scale] = {}
+        self.stored: type[np.int8 | np.uint8] = np.int8
+
+    def write(
+        self, layout: Layout, *, chained: bool = False, skip: Collection[str] = ()
+    ) -> onnx.ModelProto:
+        """Rewire what the chosen nodes read.
+
+        `chained`: what any node but those in `skip` reads, so that ONNX Runtime sees `DQ op Q`;
+        with zero points, and the bias in integers.
+        """
+        # ONNX Runtime's x86 kernels take UINT8: it converts INT8, but not a tensor read twice
+        self.stored = np.uint8 if chained else np.int8
+        for name in set(layout.scaled.values()):
+            self.scales[name] = self._scale(name, asymmetric=chained)
+        for number, node in enumerate(self.draft.graph.node):
+            names = list(node.input)
+            chosen = number in layout.chosen
+            for place, name in enumerate(names):
+                if chosen and place == 1:
+                    node.input[1] = self._weight(node)
+                elif name in layout.scaled and (
+                    (chained and node.name not in skip) or (chosen and place == 0)
+                ):
+                    node.input[place] = self._activation(name, self.scales[layout.scaled[name]])
+            if chained and chosen and len(names) > 2 and names[2] in self.draft.constants:
+                self._bias(node, names, self.scales[layout.scaled[names[0]]])
+            self.nodes.append(node)
+        return self.draft.finish(self.nodes)
+
+    def _scale(self, name: str, *, asymmetric: bool) -> Scale:
+        seen = _range(self.calibration, name)
+        if not asymmetric:
+            return Scale(_step(seen.peak, FP8_PEAK if self.fp8 else 127))
+        low, high = min(seen.low, 0.0), max(seen.high, 0.0)
+        scale = _step(high - low, 255)
+        return Scale(scale, int(np.clip(round(-low / scale), 0, 255)))
+
+    def _activation(self, name: str, at: Scale) -> str:
+        key = (name, None)
+        if key not in self.done:
+            draft, kind = self.draft, "float8" if self.fp8 else np.dtype(self.stored).name
+            scale = draft.store(f"{name}_scale", np.float32(at.scale))
+            zero = self._zero(name, self.stored(at.zero))
+            stored, out = draft.fresh(f"{name}_{kind}"), draft.fresh(f"{name}_dequantized")
+            self.done[key] = out
+            self.nodes.append(draft.node("QuantizeLinear", [name, scale, zero], stored))
+            self.nodes.append(draft.node("DequantizeLinear", [stored, scale, zero], out))
+        return self.done[key]
+
+    def _zero(self, name: str, values: np.ndarray | np.generic) -> str:
+        name = f"{name}_zero_point"
+        if not self.fp8:
+            return self.draft.store(name, values)
+        zeros = np.zeros_like(values, np.uint8)
+        return self.draft.store_bytes(name, _FP8, zeros.shape, zeros.tobytes())
+
+    def _weight(self, node: onnx.NodeProto) -> str:
+        name = node.input[1]
+        axis = None if self.fp8 else channel_axis(node, len(self.draft.constants[name].dims))
+        if (name, axis) not in self.done:
+            values = self.draft.array(name)
+            scale = weight_scale(values, axis, name, FP8_PEAK if self.fp8 else 127)
+            if self.fp8:
+                data = fp8_bytes(values, scale)
+                stored = self.draft.store_bytes(f"{name}_float8", _FP8, values.shape, data)
+            else:
+                stored = self.draft.store(f"{name}_int8", int8_steps(values, scale, axis))
+            self.done[name, axis] = self._dequantized(name, stored, np.int8, scale, axis)
+        return self.done[name, axis]
+
+    def _bias(self, node: onnx.NodeProto, names: list[str], at: Scale) -> None:
+        """ONNX Runtime's QLinearConv adds an INT32 bias in steps of input times weight scale."""
+        bias, weight = self.draft.array(names[2]), self.draft.array(names[1])
+        axis = channel_axis(node, weight.ndim)
+        scale = weight_scale(weight, axis, names[1]) * np.float32(at.scale)
+        scaled = any(a.name in ("alpha", "beta") and a.f != 1 for a in node.attribute)
+        if scaled or bias.ndim != 1 or bias.shape != scale.shape:
+            return
+        steps = np.rint(bias.astype(np.float64) / scale)
+        if np.abs(steps).max(initial=0) < 2**31:
+            stored = self.draft.store(f"{names[2]}_int32", steps.astype(np.int32))
+            node.input[2] = self._dequantized(names[2], stored, np.int32, scale, 0)
+
+    def _dequantized(
+        self, name: str, stored: str, dtype: type, scale: np.ndarray, axis: int | None
+    ) -> str:
+        """Emit the DequantizeLinear that gives the constant `stored` its scale back."""
+        at = self.draft.store(f"{name}_scale", scale)
+        zero = self._zero(name, np.zeros(scale.shape, dtype))
+        out = self.draft.fresh(f"{name}_dequantized")
+        self.nodes.append(self.draft.node("DequantizeLinear", [stored, at, zero], out, axis=axis))
+        return out
+
+
+def _step(width: float, steps: float) -> float:
+    return float(np.float32(width / steps)) if width > TINY else 1.0

@@ -1,0 +1,98 @@
+"""Let a CPU feel half precision: round every half tensor, compute in float32 between.
+
+In: a graph that computes in float16 or bfloat16. Out: one that does the same on a CPU as on a GPU
+whose matrix units take half inputs and add up in float32: each result is rounded to its type, and
+overflows to infinity as it would there. ONNX Runtime's own CPU kernels for float16 hide both: what
+they lack they compute in float32, through a whole chain of nodes without rounding. For bfloat16 it
+has hardly any kernels at all.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+from onnx import TensorProto, numpy_helper
+
+from deploykit.onnx_graph.editor import Draft
+from deploykit.onnx_graph.graph import element_types
+from deploykit.onnx_graph.validate import subgraphs
+from deploykit.quantization.formats import bfloat16_values
+
+_FLOAT = TensorProto.FLOAT
+_HALVES = frozenset((TensorProto.FLOAT16, TensorProto.BFLOAT16))
+
+
+def simulate(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The graph with a Cast to the half type and one back after each node that makes a half tensor.
+
+    Inputs and outputs keep their names and types, and so do half tensors between, which hold the
+    rounded values. Nodes with bodies (If, Loop, Scan) stay as they are. ONNX Runtime 1.20 and newer
+    keep these pairs of casts at every level of optimisation; run it at ORT_DISABLE_ALL all the
+    same, since a fused node rounds less often. `model` is left as it is.
+    """
+    draft = Draft(model)
+    return _Writer(draft, element_types(draft.model)).write()
+
+
+class _Writer:
+    """A half tensor keeps its name; its float32 twin is `NAME_float32`, which all nodes read."""
+
+    def __init__(self, draft: Draft, types: dict[str, int]) -> None:
+        self.draft = draft
+        self.types = types
+        self.twins: dict[str, str] = {}
+        self.nodes: list[onnx.NodeProto] = []
+
+    def write(self) -> onnx.ModelProto:
+        for node in self.draft.graph.node:
+            if any(True for _ in subgraphs(node)):
+                self.nodes.append(node)
+            else:
+                self._add(node)
+        return self.draft.finish(self.nodes)
+
+    def _add(self, node: onnx.NodeProto) -> None:
+        for place, name in enumerate(node.input):
+            if self._half(name):
+                node.input[place] = self._twin(name)
+        made = {place: name for place, name in enumerate(node.output) if self._half(name)}
+        for place, name in made.items():
+            node.output[place] = self.draft.fresh(f"{name}_unrounded")
+        for attribute in node.attribute:
+            _widen(attribute)
+        self.nodes.append(node)
+        for place, name in made.items():
+            kind = self.types[name]
+            self.nodes.append(self.draft.node("Cast", [node.output[place]], name, to=kind))
+
+    def _half(self, name: str) -> bool:
+        return self.types.get(name) in _HALVES
+
+    def _twin(self, name: str) -> str:
+        if name not in self.twins:
+            if name in self.draft.constants:
+                values = _values(self.draft.constants[name])
+                self.twins[name] = self.draft.store(f"{name}_float32", values)
+            else:
+                self.twins[name] = self.draft.fresh(f"{name}_float32")
+                cast = self.draft.node("Cast", [name], self.twins[name], to=_FLOAT)
+                self.nodes.append(cast)
+        return self.twins[name]
+
+
+def _widen(attribute: onnx.AttributeProto) -> None:
+    """Attributes that name or hold a half type: Cast's `to`, `dtype`, the value of a Constant."""
+    if attribute.name in ("to", "dtype", "output_dtype") and attribute.i in _HALVES:
+        attribute.i = _FLOAT
+    elif attribute.HasField("t") and attribute.t.data_type in _HALVES:
+        values = _values(attribute.t)
+        attribute.t.CopyFrom(numpy_helper.from_array(values, attribute.t.name))
+
+
+def _values(tensor: onnx.TensorProto) -> np.ndarray:
+    """A stored half tensor in float32; `to_array` of older onnx gives bfloat16 as raw bits."""
+    if tensor.data_type != TensorProto.BFLOAT16:
+        return numpy_helper.to_array(tensor).astype(np.float32)
+    listed = np.array(tensor.int32_data, np.uint16).tobytes()
+    data = tensor.raw_data if tensor.HasField("raw_data") else listed
+    return bfloat16_values(data).reshape(tuple(tensor.dims))

@@ -1,0 +1,305 @@
+"""CUDA itself, through NVIDIA's cuda-bindings: the `Driver` of a real GPU.
+
+In: the number of a device. Out: `Cudart`, and what the device is. cuda-bindings rather than
+cuda-core: it has every call used here (pinned and mapped memory, capture) from 12.6 to 13, its
+import is cheaper, and it answers with CUDA's own codes. It brings CUDA's runtime along, so what is
+needed beside it is a driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deploykit.core.errors import BadInput, DeploykitError, Unsupported
+from deploykit.core.extras import require
+from deploykit.runtimes.cuda.errors import cuda_error, out_of_memory
+
+cudart = require("cuda.bindings.runtime")
+
+_SUCCESS = cudart.cudaError_t.cudaSuccess
+_IN = cudart.cudaMemcpyKind.cudaMemcpyHostToDevice
+_OUT = cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost
+_OWN_STREAM = cudart.cudaStreamPerThread  # of the calling thread; nobody opens or closes it
+IPC_HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
+_IPC_REFUSALS = {  # no handle, our own, or of memory that is gone
+    "cudaErrorInvalidValue",
+    "cudaErrorInvalidResourceHandle",
+    "cudaErrorMapBufferObjectFailed",
+    "cudaErrorDeviceUninitialized",
+    "cudaErrorAlreadyMapped",
+    "cudaErrorTooManyPeers",
+}
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_MEMORY_FILE = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU as CUDA describes it."""
+
+    name: str
+    compute_capability: str  # "9.0"
+    sm_count: int
+    integrated: bool
+    driver: str  # "580.65.06"; empty where the kernel does not say
+    cuda: str  # the newest CUDA that the driver runs, "13.0"
+
+
+class Cudart:
+    """CUDA on device `number`; `spin`: wait on a busy core (fast), else asleep (spares it)."""
+
+    def __init__(self, number: int, *, spin: bool = True) -> None:
+        self.number, self.device = number, f"cuda:{number}"
+        _check_driver(self.device)
+        self.use()
+        attribute = cudart.cudaDeviceAttr.cudaDevAttrIntegrated
+        self.integrated = bool(self._of("cudaDeviceGetAttribute", attribute, number))
+        flags = cudart.cudaEventDisableTiming
+        self._event_flags = flags if spin else flags | cudart.cudaEventBlockingSync
+        mapped = cudart.cudaHostAllocMapped if self.integrated else cudart.cudaHostAllocDefault
+        self._host_flags = cudart.cudaHostAllocPortable | mapped
+
+    def describe(self) -> Device:
+        found = self._of("cudaGetDeviceProperties", self.number)
+        version = self._of("cudaDriverGetVersion")
+        name = found.name.decode(errors="replace") if isinstance(found.name, bytes) else found.name
+        return Device(
+            name.strip("\0"),
+            f"{found.major}.{found.minor}",
+            found.multiProcessorCount,
+            self.integrated,
+            driver_version(),
+            cuda_version(version),
+        )
+
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes of the device.
+
+        Where CPU and GPU share their memory CUDA counts the system's caches as used (CUDA for
+        Tegra, "Estimating Total Allocatable Device Memory"): there the system is asked, too.
+        """
+        free, total = self._all("cudaMemGetInfo")
+        return max(free, available_bytes()) if self.integrated else free, total
+
+    def use(self) -> None:
+        self._all("cudaSetDevice", self.number)
+
+    def allocate(self, nbytes: int) -> int:
+        return self._memory("cudaMalloc", nbytes)
+
+    def free(self, address: int) -> None:
+        self._all("cudaFree", address)
+
+    def pin(self, nbytes: int) -> int:
+        return self._memory("cudaHostAlloc", nbytes, self._host_flags)
+
+    def unpin(self, address: int) -> None:
+        self._all("cudaFreeHost", address)
+
+    def mapped(self, address: int) -> int:
+        return int(self._of("cudaHostGetDevicePointer", address, 0))
+
+    def array(self, address: int, nbytes: int) -> np.ndarray:
+        return np.frombuffer(memoryview((ctypes.c_uint8 * nbytes).from_address(address)), np.uint8)
+
+    def open_stream(self) -> int:
+        flags = cudart.cudaStreamNonBlocking  # does not wait for the default stream
+        return int(self._of("cudaStreamCreateWithFlags", flags))
+
+    def close_stream(self, stream: int) -> None:
+        self._all("cudaStreamDestroy", stream)
+
+    def wait_stream(self, stream: int) -> None:
+        self._all("cudaStreamSynchronize", stream)
+
+    def open_event(self) -> int:
+        return int(self._of("cudaEventCreateWithFlags", self._event_flags))
+
+    def close_event(self, event: int) -> None:
+        self._all("cudaEventDestroy", event)
+
+    def record(self, event: int, stream: int) -> None:
+        self._all("cudaEventRecord", event, stream)
+
+    def wait(self, event: int) -> None:
+        self._all("cudaEventSynchronize", event)
+
+    def copy_in(self, device: int, host: int, nbytes: int, stream: int) -> None:
+        self._all("cudaMemcpyAsync", device, host, nbytes, _IN, stream)
+
+    def copy_out(self, host: int, device: int, nbytes: int, stream: int) -> None:
+        self._all("cudaMemcpyAsync", host, device, nbytes, _OUT, stream)
+
+    def begin_capture(self, stream: int) -> None:
+        # other threads of the process may allocate meanwhile: only this one's calls are watched
+        mode = cudart.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+        self._all("cudaStreamBeginCapture", stream, mode)
+
+    def end_capture(self, stream: int) -> int:
+        graph = self._of("cudaStreamEndCapture", stream)
+        try:
+            return int(self._of("cudaGraphInstantiate", graph, 0))
+        finally:
+            self._all("cudaGraphDestroy", graph)
+
+    def launch(self, graph: int, stream: int) -> None:
+        self._all("cudaGraphLaunch", graph, stream)
+
+    def drop_graph(self, graph: int) -> None:
+        self._all("cudaGraphExecDestroy", graph)
+
+    def open_ipc(self, handle: bytes) -> int:
+        """Map memory of another process, by the bytes of its cudaIpcMemHandle_t; its address here.
+
+        CUDA counts: each opening needs its `close_ipc`. Raises BadInput for a handle that CUDA
+        does not take.
+        """
+        if len(handle) != IPC_HANDLE_BYTES:
+            raise BadInput(f"a handle is {IPC_HANDLE_BYTES} bytes, got {len(handle)}")
+        self.use()
+        made = cudart.cudaIpcMemHandle_t()
+        # newer bindings show no field of it to set
+        ctypes.memmove(made.getPtr(), handle, IPC_HANDLE_BYTES)
+        call, flags = "cudaIpcOpenMemHandle", cudart.cudaIpcMemLazyEnablePeerAccess
+        code, address = getattr(cudart, call)(made, flags)
+        if code != _SUCCESS:
+            error = _error(self.device, call, code)
+            if code.name in _IPC_REFUSALS:
+                raise BadInput(f"{self.device}: {code.name}") from error
+            raise error
+        return int(address)
+
+    def close_ipc(self, address: int) -> None:
+        self.use()
+        self._all("cudaIpcCloseMemHandle", address)
+
+    def bytes_from(self, address: int) -> int | None:
+        """From `address` to the end of what is mapped there; None where CUDA does not tell.
+
+        It may be more than was allocated: small allocations share a block, and CUDA maps all of
+        it. So this keeps copies inside mapped memory, not inside one allocation.
+        """
+        self.use()
+        driver = require("cuda.bindings.driver")  # the runtime has no such call
+        code, base, size = driver.cuMemGetAddressRange(address)
+        if code != driver.CUresult.CUDA_SUCCESS:
+            return None
+        return int(base) + int(size) - address
+
+    def copy_to_host(self, host: np.ndarray, address: int) -> None:
+        """Fill `host`, contiguous, from the device; from any thread.
+
+        Not cudaMemcpy: it waits for the work of all blocking streams, and may return before what
+        it takes from pageable memory has arrived on the device.
+        """
+        self.use()
+        self.copy_out(host.ctypes.data, address, host.nbytes, _OWN_STREAM)
+        self.wait_stream(_OWN_STREAM)
+
+    def copy_to_device(self, address: int, host: np.ndarray) -> None:
+        """Put `host`, contiguous, on the device, where it is when this returns."""
+        self.use()
+        self.copy_in(address, host.ctypes.data, host.nbytes, _OWN_STREAM)
+        self.wait_stream(_OWN_STREAM)
+
+    def _all(self, call: str, *arguments: Any) -> tuple[Any, ...]:
+        """The values that `call` answers with. Raises what its code means."""
+        code, *values = getattr(cudart, call)(*arguments)
+        if code != _SUCCESS:
+            raise _error(self.device, call, code)
+        return tuple(values)
+
+    def _of(self, call: str, *arguments: Any) -> Any:
+        return self._all(call, *arguments)[0]
+
+    def _memory(self, call: str, nbytes: int, *flags: int) -> int:
+        code, address = getattr(cudart, call)(nbytes, *flags)
+        if code == cudart.cudaError_t.cudaErrorMemoryAllocation:
+            error = _error(self.device, call, code)
+            if call != "cudaMalloc" and not self.integrated:
+                raise error  # the host's memory, of which the device knows nothing
+            raise out_of_memory(self.device, nbytes, *self.memory()) from error
+        if code != _SUCCESS:
+            raise _error(self.device, call, code)
+        return int(address)
+
+
+def _error(device: str, call: str, code: Any) -> DeploykitError:
+    text = cudart.cudaGetErrorString(code)[1]
+    cudart.cudaGetLastError()  # takes it out of the thread's state, where a library would find it
+    said = text.decode(errors="replace") if isinstance(text, bytes) else str(text)
+    return cuda_error(device, call, getattr(code, "name", f"error {code}"), said)
+
+
+def _check_driver(device: str) -> None:
+    """Raise Unsupported where there is no driver, or one too old for these bindings."""
+    none = Unsupported(
+        f"{device}: no NVIDIA driver is loaded",
+        hint="in a container: is it started with the GPU (--gpus all)? see: deploykit doctor",
+    )
+    try:
+        code, count = cudart.cudaGetDeviceCount()
+    except RuntimeError as exc:  # bindings of CUDA 12 raise it where there is no libcuda
+        raise none from exc
+    if code == _SUCCESS and count:
+        return
+    known = cudart.cudaDriverGetVersion()[1] or 0
+    needed = cudart.cudaRuntimeGetVersion()[1]
+    if known and known // 1000 < needed // 1000:
+        raise Unsupported(
+            f"{device}: the driver runs CUDA {cuda_version(known)}, the installed cuda-bindings "
+            f"needs CUDA {needed // 1000}",
+            hint=f"pip install 'cuda-bindings=={known // 1000}.*', or update the driver",
+        )
+    if not known:
+        raise none
+    raise _error(device, "cudaGetDeviceCount", code)
+
+
+def ipc_devices() -> tuple[int, ...]:
+    """The devices that can open memory of other processes. Costs none of their memory.
+
+    Raises Unsupported where there is none.
+    """
+    _check_driver("cuda")
+    attribute = cudart.cudaDeviceAttr.cudaDevAttrIpcEventSupport
+    devices = range(cudart.cudaGetDeviceCount()[1])
+    found = tuple(n for n in devices if cudart.cudaDeviceGetAttribute(attribute, n)[1])
+    if not found:
+        raise Unsupported("cuda: no GPU here can open memory of other processes")
+    return found
+
+
+def names_by_text() -> dict[str, str]:
+    """CUDA's error texts, which is how other libraries report them, and their codes' names."""
+    return {cudart.cudaGetErrorString(code)[1].decode(): code.name for code in cudart.cudaError_t}
+
+
+def available_bytes(file: Path = _MEMORY_FILE) -> int:
+    """What the system could give a program without swapping; 0 where it does not say."""
+    try:
+        match = re.search(r"^MemAvailable:\s*(\d+) kB", file.read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(match[1]) * 1024 if match else 0
+
+
+def cuda_version(number: int) -> str:
+    """CUDA's 12060 is 12.6."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def driver_version(file: Path = _DRIVER_FILE) -> str:
+    """The kernel module's version, as 580.65.06; empty where it has no such file (Orin)."""
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    match = re.search(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    return match[1] if match else ""

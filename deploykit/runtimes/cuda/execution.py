@@ -1,0 +1,170 @@
+"""Feed a GPU: pinned staging memory, device buffers, streams, graphs, and copies beside compute.
+
+In: a `Driver`, which is CUDA or a stand-in for it, and a function that makes `Work`. Out: a
+`Pipeline`, called with arrays. Nothing here knows TensorRT: whatever can be enqueued on a stream
+can be run. Each slot has a stream, buffers and work of its own, so that while one slot computes
+another one's inputs and outputs are copied; who has no second call ready only ever uses one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+
+from deploykit.core.errors import DeploykitError
+from deploykit.core.tensors import TensorSpec
+from deploykit.runtimes.cuda.errors import DeviceLost
+from deploykit.runtimes.cuda.memory import Driver
+from deploykit.runtimes.cuda.slots import MakeWork, Slot
+from deploykit.runtimes.engine import Arrays, Closing
+
+
+class Ticket:
+    """One call under way."""
+
+    def __init__(self, pipeline: Pipeline, slot: Slot) -> None:
+        self.pipeline, self.slot = pipeline, slot
+        self.answer: dict[str, np.ndarray] | DeploykitError | None = None
+
+    def result(self) -> dict[str, np.ndarray]:
+        """Wait for it: arrays of the caller's own. Raises DeviceLost and other CUDA errors."""
+        if self.answer is None:
+            self.pipeline.finish(self.slot)
+        if isinstance(self.answer, dict):
+            return self.answer
+        raise self.answer or DeploykitError("the call has no answer")
+
+
+class Pipeline(Closing):
+    """Calls of one model, up to `slots` of them under way at once; for one thread at a time.
+
+    `graphs`: batch sizes whose whole sequence, copies included, is captured as a CUDA graph the
+    second time it is run; every other size is enqueued step by step. `pad`: a call is filled with
+    zero rows up to the next size of `graphs`; only for a model whose rows do not depend on each
+    other. `scratch_bytes`: device memory that each slot's work shares.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        make: MakeWork,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        *,
+        slots: int = 2,
+        graphs: Sequence[int] = (),
+        pad: bool = False,
+        scratch_bytes: int = 0,
+    ) -> None:
+        self.driver, self.make = driver, make
+        self.inputs, self.outputs = tuple(inputs), tuple(outputs)
+        self.graphs = tuple(sorted(graphs))
+        first = {spec.shape[:1] for spec in (*inputs, *outputs)}
+        self.pad = pad and len(first) == 1 and self.inputs[0].batched
+        self.scratch_bytes = scratch_bytes
+        self._batched = next((n for n, spec in enumerate(self.inputs) if spec.batched), None)
+        self.slots = slots
+        self.last_copies_us = (0, 0)  # of the call that was finished last, see `Slot.copies_us`
+        self._all: list[Slot] = []
+        self._free: list[Slot] = []
+        self._busy: dict[Slot, Ticket] = {}  # in the order in which they were started
+        self._lost: DeviceLost | None = None
+        self._closed = False
+
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        return self.submit(feeds).result()
+
+    def prepare(self) -> None:
+        """Make the first slot now. Raises OutOfMemory."""
+        self._free.append(self._idle())
+
+    def map(self, batches: Iterable[Arrays]) -> Iterator[dict[str, np.ndarray]]:
+        """The answers in order, with all slots kept busy."""
+        return in_turn(self.submit, batches, self.slots)
+
+    def submit(self, feeds: Arrays) -> Ticket:
+        """Copy `feeds`, which fit `inputs`, and start the call; waits only for a slot.
+
+        Raises OutOfMemory, after which a smaller call may do, DeviceLost, or what `Work` raises.
+        """
+        if self._closed:
+            raise DeploykitError(f"{self.driver.device}: the pipeline is closed")
+        if self._lost is not None:
+            raise self._lost
+        self.driver.use()
+        arrays = [feeds[spec.name] for spec in self.inputs]
+        rows = None if self._batched is None else len(arrays[self._batched])
+        run, capture = self.bucket(rows)
+        slot = self._idle()
+        try:
+            slot.start(arrays, None if run == rows else run, capture)
+        except BaseException as exc:
+            slot.quiet()  # its copies may still be reading the staging memory
+            self._free.append(slot)
+            if isinstance(exc, DeviceLost):
+                self._lost = exc
+            raise
+        ticket = self._busy[slot] = Ticket(self, slot)
+        return ticket
+
+    def finish(self, slot: Slot) -> None:
+        """Wait for the call under way in `slot` and keep its answer with its ticket."""
+        answer = slot.finish()
+        self.last_copies_us = slot.copies_us
+        self._busy.pop(slot).answer = answer
+        self._free.append(slot)
+        if isinstance(answer, DeviceLost):
+            self._lost = answer
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Why a graph that was asked for was not made."""
+        return tuple(note for slot in self._all for note in slot.notes)
+
+    def bucket(self, rows: int | None) -> tuple[int | None, bool]:
+        """(rows to run, whether as a graph) for a call of `rows`, None for a fixed shape."""
+        if rows is None or rows in self.graphs:
+            return rows, bool(self.graphs)
+        larger = [size for size in self.graphs if size >= rows] if self.pad and rows else []
+        return (larger[0], True) if larger else (rows, False)
+
+    def close(self) -> None:
+        """End what is under way and give everything back."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(DeploykitError):
+            self.driver.use()
+        for slot in list(self._busy):
+            self.finish(slot)
+        for slot in self._all:
+            slot.release()
+
+    def _idle(self) -> Slot:
+        """A slot at rest: one that was used, else a new one, else the one that was started first.
+
+        So memory goes into a second slot only when two calls are under way.
+        """
+        if not self._free and len(self._all) < self.slots:
+            slot = Slot(self.driver, self.make, self.inputs, self.outputs, self.scratch_bytes)
+            self._all.append(slot)
+            return slot
+        if not self._free:
+            self.finish(next(iter(self._busy)))
+        return self._free.pop()
+
+
+def in_turn(
+    submit: Callable[[Arrays], Ticket], batches: Iterable[Arrays], slots: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Each answer in order, while up to `slots` calls are under way."""
+    waiting: deque[Ticket] = deque()
+    for feeds in batches:
+        waiting.append(submit(feeds))
+        if len(waiting) == slots:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()

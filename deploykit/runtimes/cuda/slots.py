@@ -1,0 +1,281 @@
+"""One call on a GPU: its stream, its buffers, its work, and the CUDA graphs made of them.
+
+In: arrays. Out: arrays. A slot stages its inputs in pinned memory, enqueues copies and work on its
+own stream and returns at once; `finish` waits. What was laid out for certain shapes is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from deploykit.core.errors import DeploykitError
+from deploykit.core.tensors import TensorSpec
+from deploykit.runtimes.cuda.errors import DeviceLost
+from deploykit.runtimes.cuda.memory import Buffer, Driver, Shape, byte_count
+
+_MOST_LAYOUTS = 64  # shapes whose views a slot keeps
+_MOST_GRAPHS = 16  # each holds a work of its own, and memory on the GPU
+
+log = logging.getLogger(__name__)
+
+
+class Work(Protocol):
+    """What runs on a slot's stream, as a TensorRT context does. Raises DeploykitError only."""
+
+    def shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape | None]:
+        """Set the inputs' shapes; the outputs', None where only running it tells."""
+        ...
+
+    def bind(self, addresses: Mapping[str, int]) -> None:
+        """Set the device addresses of inputs and outputs, but for those of unknown shape."""
+        ...
+
+    def enqueue(self, stream: int) -> None: ...
+
+    def late(self, name: str) -> tuple[int, Shape]:
+        """After `enqueue`: device address and shape of an output that `shapes` did not know."""
+        ...
+
+    def close(self) -> None: ...
+
+
+MakeWork = Callable[[int, int], Work]  # (stream, address of its scratch memory) -> Work
+
+
+class _Layout:
+    """How a call of certain shapes is run: views into the staging memory, and the copies."""
+
+    def __init__(self, work: Work, shapes: Mapping[str, Shape], capture: bool) -> None:
+        self.work, self.shapes, self.capture = work, shapes, capture
+        self.feeds: list[np.ndarray] = []
+        self.answers: dict[str, np.ndarray] = {}
+        self.addresses: dict[str, int] = {}
+        self.copies_in: list[tuple[int, int, int]] = []  # (device, host, bytes)
+        self.copies_out: list[tuple[int, int, int]] = []
+        self.late: list[TensorSpec] = []
+        self.shared = False  # its work runs other shapes too
+        self.graph = 0
+        self.runs = 0
+
+
+class Slot:
+    """A stream, its buffers and its work; at rest, or with one call under way."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        make: MakeWork,
+        inputs: tuple[TensorSpec, ...],
+        outputs: tuple[TensorSpec, ...],
+        scratch_bytes: int,
+    ) -> None:
+        self.driver, self.make, self.inputs, self.outputs = driver, make, inputs, outputs
+        self.notes: list[str] = []  # why a graph was refused
+        self.copies_us = (0, 0)  # of the last call, on the host: into and out of pinned memory
+        self.stream = self.event = self.scratch = 0
+        self._rows: int | None = None
+        self._running: _Layout | None = None
+        self._buffers: dict[str, Buffer] = {}
+        self._works: dict[tuple[Shape, ...] | None, Work] = {}
+        self._layouts: dict[tuple[Shape, ...], _Layout] = {}
+        self._bound: _Layout | None = None  # whose shapes and addresses the shared work has
+        self._late: dict[str, Buffer] = {}
+        try:
+            self.stream = driver.open_stream()
+            self.event = driver.open_event()
+            if scratch_bytes:
+                self.scratch = driver.allocate(scratch_bytes)
+        except DeploykitError:
+            self.release()
+            raise
+
+    def start(self, arrays: Sequence[np.ndarray], rows: int | None, capture: bool) -> None:
+        """Enqueue a call, as a graph once it ran before if `capture`.
+
+        `rows`: fill axis 0 of every array with zeros up to so many; None to take them as they are.
+        """
+        if rows is None:
+            key = tuple(array.shape for array in arrays)
+        else:
+            key = tuple((rows, *array.shape[1:]) for array in arrays)
+        layout = self._layouts.get(key) or self._lay_out(key, capture)
+        before_ns = time.perf_counter_ns()
+        for view, array in zip(layout.feeds, arrays, strict=True):
+            np.copyto(view if rows is None else view[: len(array)], array)
+            if rows is not None:
+                view[len(array) :] = 0
+        self.copies_us = ((time.perf_counter_ns() - before_ns) // 1000, 0)
+        self._rows = None if rows is None else len(arrays[0])
+        self._running = layout
+        if layout.capture and not layout.graph and layout.runs:
+            self._capture(layout)
+        if layout.graph:
+            self.driver.launch(layout.graph, self.stream)
+        else:
+            self._enqueue(layout)
+        layout.runs += 1
+        self.driver.record(self.event, self.stream)
+
+    def finish(self) -> dict[str, np.ndarray] | DeploykitError:
+        """Wait for the call under way: its answer in fresh arrays, or why there is none."""
+        if self._running is None:
+            return DeploykitError(f"{self.driver.device}: no call is under way")
+        try:
+            self.driver.wait(self.event)
+        except DeploykitError as exc:
+            return exc
+        before_ns = time.perf_counter_ns()
+        rows = self._rows
+        answers = {
+            name: (view if rows is None else view[:rows]).copy()
+            for name, view in self._running.answers.items()
+        }
+        self.copies_us = (self.copies_us[0], (time.perf_counter_ns() - before_ns) // 1000)
+        return answers
+
+    def quiet(self) -> None:
+        """Wait, after a failure, until nothing reads or writes the buffers."""
+        with contextlib.suppress(DeploykitError):
+            self.driver.wait_stream(self.stream)
+
+    def release(self) -> None:
+        self._forget()
+        for work in self._works.values():
+            work.close()
+        self._works.clear()
+        for buffer in (*self._buffers.values(), *self._late.values()):
+            buffer.release()
+        with contextlib.suppress(DeploykitError):
+            if self.scratch:
+                self.driver.free(self.scratch)
+        with contextlib.suppress(DeploykitError):
+            if self.event:
+                self.driver.close_event(self.event)
+        with contextlib.suppress(DeploykitError):
+            if self.stream:
+                self.driver.close_stream(self.stream)
+        self.stream = self.event = self.scratch = 0
+
+    def _lay_out(self, key: tuple[Shape, ...], capture: bool) -> _Layout:
+        if len(self._layouts) >= _MOST_LAYOUTS:
+            self._layouts = {k: v for k, v in self._layouts.items() if v.graph}
+        inputs, outputs = self.inputs, self.outputs
+        capture = capture and (key in self._works or len(self._works) <= _MOST_GRAPHS)
+        shapes = {spec.name: shape for spec, shape in zip(inputs, key, strict=True)}
+        # TensorRT: a graph holds as long as its context is left as it was. So one for each.
+        work = self._work(key if capture else None)
+        layout = _Layout(work, shapes, capture)
+        layout.shared = not capture
+        if layout.shared:
+            self._bound = None
+        found = work.shapes(shapes)
+        sizes = {}
+        for spec in (*inputs, *outputs):
+            shape = shapes.get(spec.name, found.get(spec.name))
+            if shape is None:
+                layout.late.append(spec)
+            else:
+                sizes[spec.name] = (spec, shape, byte_count(spec.dtype, shape))
+        layout.capture = capture and not layout.late
+        self._reserve({name: nbytes for name, (_, _, nbytes) in sizes.items()})
+        layout.answers = {spec.name: np.empty(0) for spec in outputs}  # in their order
+        for name, (spec, shape, nbytes) in sizes.items():
+            buffer = self._buffers[name]
+            view = buffer.view(spec.dtype, shape)
+            layout.addresses[name] = buffer.device
+            copied = nbytes > 0 and not self.driver.integrated
+            if name in shapes:
+                layout.feeds.append(view)
+                layout.copies_in += [(buffer.device, buffer.host, nbytes)] * copied
+            else:
+                layout.answers[name] = view
+                layout.copies_out += [(buffer.host, buffer.device, nbytes)] * copied
+        work.bind(layout.addresses)
+        self._layouts[key] = layout
+        if layout.shared:
+            self._bound = layout
+        return layout
+
+    def _work(self, key: tuple[Shape, ...] | None) -> Work:
+        if key not in self._works:
+            self._works[key] = self.make(self.stream, self.scratch)
+        return self._works[key]
+
+    def _reserve(self, sizes: Mapping[str, int]) -> None:
+        for name in sizes:
+            self._buffers.setdefault(name, Buffer(self.driver))
+        if all(self._buffers[name].fits(nbytes) for name, nbytes in sizes.items()):
+            return
+        self._forget()  # before a buffer moves: views and graphs point into it
+        for name, nbytes in sizes.items():
+            self._buffers[name].reserve(nbytes)
+
+    def _forget(self) -> None:
+        for layout in self._layouts.values():
+            with contextlib.suppress(DeploykitError):
+                if layout.graph:
+                    self.driver.drop_graph(layout.graph)
+        self._layouts.clear()
+        self._bound = None
+
+    def _enqueue(self, layout: _Layout) -> None:
+        driver, stream = self.driver, self.stream
+        if layout.shared and self._bound is not layout:
+            layout.work.shapes(layout.shapes)
+            layout.work.bind(layout.addresses)
+            self._bound = layout
+        for device, host, nbytes in layout.copies_in:
+            driver.copy_in(device, host, nbytes, stream)
+        layout.work.enqueue(stream)
+        for host, device, nbytes in layout.copies_out:
+            driver.copy_out(host, device, nbytes, stream)
+        if layout.late:
+            self._fetch_late(layout)
+
+    def _fetch_late(self, layout: _Layout) -> None:
+        """Copy out what only now has a shape, into memory that no other layout points to."""
+        for spec in layout.late:
+            address, shape = layout.work.late(spec.name)
+            buffer = self._late.setdefault(spec.name, Buffer(self.driver, host_only=True))
+            nbytes = byte_count(spec.dtype, shape)
+            buffer.reserve(nbytes)
+            if nbytes:
+                self.driver.copy_out(buffer.host, address, nbytes, self.stream)
+            layout.answers[spec.name] = buffer.view(spec.dtype, shape)
+
+    def _capture(self, layout: _Layout) -> None:
+        """Record the whole sequence as a graph, or note why not and go on without."""
+        refused: DeploykitError | None = None
+        self.driver.begin_capture(self.stream)
+        try:
+            self._enqueue(layout)
+        except DeploykitError as exc:
+            refused = exc
+        finally:  # whatever happened: a stream left capturing would run nothing, in silence
+            graph = self._end_capture()
+        if isinstance(graph, DeploykitError):
+            refused = refused or graph
+            graph = 0
+        if refused is None:
+            layout.graph = graph
+            return
+        if graph:
+            self.driver.drop_graph(graph)
+        if isinstance(refused, DeviceLost):
+            raise refused
+        layout.capture = False
+        shapes = ", ".join(str(list(shape)) for shape in layout.shapes.values())
+        self.notes.append(f"{self.driver.device}: no CUDA graph for {shapes}: {refused}")
+        log.warning(self.notes[-1])
+
+    def _end_capture(self) -> int | DeploykitError:
+        try:
+            return self.driver.end_capture(self.stream)
+        except DeploykitError as exc:
+            return exc

@@ -1,0 +1,293 @@
+"""Run an `.onnx` file with ONNX Runtime, on its CPU or CUDA provider.
+
+In: a path and a device. Out: an `Engine`. The provider that really runs is read back after loading:
+CUDA asked and CPU given is an error, since ONNX Runtime itself only logs it; single nodes that stay
+on the CPU are a note. On CUDA, inputs and outputs keep their buffers, and batches may be captured
+as CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deploykit.core.errors import BadInput, DeploykitError, Unsupported, first_line, os_reason
+from deploykit.core.extras import require
+from deploykit.core.files import check_inside
+from deploykit.core.machine import default_threads
+from deploykit.core.tensors import BATCH, TensorSpec
+from deploykit.runtimes.cuda.errors import CODES, OutOfMemory, cuda_error
+from deploykit.runtimes.engine import Arrays, Closing, FeedCheck
+from deploykit.runtimes.onnxruntime.binding import Binding, check_placement
+from deploykit.runtimes.onnxruntime.file import (
+    external_files,
+    holds_float8,
+    holds_half,
+    holds_operator,
+)
+
+ort = require("onnxruntime")
+ort_state = require("onnxruntime.capi.onnxruntime_pybind11_state")
+
+_DTYPES = {
+    "tensor(bool)": "bool",
+    "tensor(float)": "float32",
+    "tensor(double)": "float64",
+    "tensor(float16)": "float16",
+    "tensor(string)": "string",
+    **{
+        f"tensor({kind}{bits})": f"{kind}{bits}"
+        for kind in ("int", "uint")
+        for bits in (8, 16, 32, 64)
+    },
+}
+_OF_CUDA = (
+    ort_state.Fail,
+    ort_state.InvalidArgument,
+    ort_state.RuntimeException,
+    ort_state.EPFail,
+    RuntimeError,
+)
+# operators that can take the size of what they make from an input's values, which are whole numbers
+_SIZED = frozenset(
+    {"ConstantOfShape", "Expand", "OneHot", "Pad", "Range", "Resize", "Tile", "Upsample"}
+)
+_CUDA_SAID = re.compile(r"CUDA failure (\d+): ([^;\n]*)")
+_NO_MEMORY = re.compile(r"(?:requested buffer of size|smaller than requested bytes of) (\d+)")
+
+
+def open_engine(
+    path: Path, device: str = "auto", threads: int | None = None, *, graphs: Sequence[int] = ()
+) -> OnnxRuntimeEngine:
+    """Open `path`; raises BadInput for what is no valid graph, Unsupported for the device.
+
+    `graphs`: batch sizes to run as CUDA graphs, on CUDA; what cannot be is a note of the engine.
+    """
+    cuda = "CUDAExecutionProvider" in ort.get_available_providers()
+    if device == "auto":
+        device = "cuda" if cuda else "cpu"
+    if device != "cpu" and not cuda:
+        raise Unsupported(
+            f"{path}: device '{device}' was asked for, but this onnxruntime has no CUDA provider",
+            hint="pip uninstall onnxruntime; pip install 'deploykit[gpu]'; see: deploykit doctor",
+        )
+    return OnnxRuntimeEngine(path, device, threads, graphs=graphs)
+
+
+def open_as_written(path: Path, threads: int | None = None) -> OnnxRuntimeEngine:
+    """Open `path` on the CPU, each node run as it stands: nothing is fused, no cast is dropped."""
+    return OnnxRuntimeEngine(path, "cpu", threads, optimise=False)
+
+
+class OnnxRuntimeEngine(Closing):
+    """One InferenceSession. `session` is open to builders and benchmarks.
+
+    `notes`: what runs otherwise than asked: nodes left on the CPU, CUDA graphs that were refused.
+    `steady`: a call's time follows from its inputs' shapes, so that no values make it hang.
+    """
+
+    max_batch: int | None = None
+
+    def __init__(
+        self,
+        path: Path,
+        device: str,
+        threads: int | None,
+        *,
+        optimise: bool = True,
+        graphs: Sequence[int] = (),
+    ) -> None:
+        self.path = path
+        self.runtime = f"onnxruntime {ort.__version__}"
+        self.notes: tuple[str, ...] = ()
+        graphs = graphs if device != "cpu" else ()
+        try:
+            self.session = _session(path, device, threads, optimise=optimise, graphs=bool(graphs))
+        except DeploykitError as exc:
+            if not graphs:
+                raise
+            self.notes = (f"{path}: no CUDA graphs: {exc.message}",)
+            graphs = ()
+            self.session = _session(path, device, threads, optimise=optimise)
+        self.inputs = tuple(_spec(path, node) for node in self.session.get_inputs())
+        self.outputs = tuple(_spec(path, node) for node in self.session.get_outputs())
+        self._names = [spec.name for spec in self.outputs]
+        self._check = FeedCheck(self.inputs, path.name)
+        self.device = _device_in_use(path, self.session, device)
+        self.steady = self.device == "cpu" and _is_steady(path, self.inputs)
+        self._binding: Binding | None = None
+        held = {spec.dtype for spec in (*self.inputs, *self.outputs)}
+        if self.device != "cpu" and "string" not in held:  # text never lies in a GPU's memory
+            kind, _, number = self.device.partition(":")
+            placed = (kind, int(number))
+            self.notes += check_placement(path, self.session, ort.__version__)
+            self._binding = Binding(ort, self.session, self.inputs, self.outputs, placed, graphs)
+
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        if self.session is None:
+            raise DeploykitError(f"{self.path.name}: the engine is closed")
+        self._check(feeds)
+        try:
+            if self._binding is not None:
+                return self._binding(feeds)
+            return dict(zip(self._names, self.session.run(self._names, dict(feeds)), strict=True))
+        except Exception:
+            with onnxruntime_errors(self.path, self.device):
+                raise
+
+    @property
+    def last_copies_us(self) -> tuple[int, int]:
+        """Of the last call, to the GPU and back; (0, 0) on the CPU, where nothing is copied."""
+        return self._binding.last_copies_us if self._binding is not None else (0, 0)
+
+    def close(self) -> None:
+        if self._binding is not None:
+            self._binding.close()
+        self._binding = None
+        self.session = None
+
+
+def _is_steady(path: Path, inputs: Sequence[TensorSpec]) -> bool:
+    """Whether no values in an input can make a call long: by a loop, a size or a text."""
+    kinds = {spec.dtype for spec in inputs}
+    if "string" in kinds:
+        return False
+    sizes = any(kind.startswith("int") or kind == "uint64" for kind in kinds)
+    return not holds_operator(path, _SIZED | {"Loop"} if sizes else {"Loop"})
+
+
+def session_options(threads: int | None, *, half: bool = False) -> Any:
+    """Options of every session we open: no spinning threads, and no output but errors.
+
+    `half`: the graph holds float16. At its default level ONNX Runtime's CPU provider crashes on
+    some float16 graphs (seen with a transformer encoder, 1.31.1), so the level below is used.
+    """
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads or default_threads()
+    options.inter_op_num_threads = 1
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.log_severity_level = 3
+    level = ort.GraphOptimizationLevel
+    options.graph_optimization_level = level.ORT_ENABLE_EXTENDED if half else level.ORT_ENABLE_ALL
+    return options
+
+
+def _session(
+    path: Path, device: str, threads: int | None, *, optimise: bool, graphs: bool = False
+) -> Any:
+    options = session_options(threads, half=holds_half(path))
+    weights = _weights_beside(path)  # alive until the session has copied them
+    if weights and hasattr(options, "add_external_initializers_from_files_in_memory"):
+        # 1.23 cannot: it maps the files, and ends with SIGBUS if one is truncated meanwhile
+        sizes = [data.nbytes for data in weights.values()]
+        options.add_external_initializers_from_files_in_memory(
+            [*weights], [*weights.values()], sizes
+        )
+    # optimised, 1.31.1 answers wrongly where there is float8 (98.5 % became 75 % on a small CNN)
+    if not optimise or holds_float8(path):
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    providers: list[Any] = ["CPUExecutionProvider"]
+    if device != "cpu":
+        number = int(device.partition(":")[2] or 0)
+        chosen = {"device_id": str(number), **({"enable_cuda_graph": "1"} if graphs else {})}
+        providers.insert(0, ("CUDAExecutionProvider", chosen))
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        if hasattr(ort, "preload_dlls"):
+            with contextlib.redirect_stdout(sys.stderr):  # it prints what it cannot load
+                ort.preload_dlls()  # finds CUDA and cuDNN in pip's nvidia-* wheels
+    with onnxruntime_errors(path, device):
+        return ort.InferenceSession(
+            str(path), sess_options=options, providers=providers, enable_fallback=0
+        )
+
+
+def _weights_beside(path: Path) -> dict[str, np.ndarray]:
+    """The bytes of each file that holds weights, by the location the model names.
+
+    Left to itself ONNX Runtime maps such a file, and who truncates it ends the process (SIGBUS).
+    """
+    found = {}
+    for location in external_files(path):  # ONNX Runtime 1.23 reads any, later ones hard links
+        check_inside(path.parent, location, f"{path}: its weights")
+        try:
+            found[location] = np.fromfile(path.parent / location, np.uint8)
+        except OSError as exc:
+            raise BadInput(f"{path}: its weights: {location}: {os_reason(exc)}") from exc
+    return found
+
+
+def _device_in_use(path: Path, session: Any, asked: str) -> str:
+    first = session.get_providers()[0]
+    if asked == "cpu" and first == "CPUExecutionProvider":
+        return "cpu"
+    if asked != "cpu" and first == "CUDAExecutionProvider":
+        return asked if ":" in asked else "cuda:0"
+    raise Unsupported(
+        f"{path}: device '{asked}' was asked for, but ONNX Runtime chose {first}",
+        hint="its CUDA and cuDNN libraries did not load; see: deploykit doctor",
+    )
+
+
+def _spec(path: Path, node: Any) -> TensorSpec:
+    """ONNX Runtime gives an unnamed dynamic axis as None; it gets a name of its own here."""
+    dtype = _DTYPES.get(node.type)
+    if dtype is None:
+        raise Unsupported(
+            f"{path}: tensor '{node.name}' is a {node.type}, which is not offered",
+            hint="export the model with float32 inputs and outputs",
+        )
+    shape: list[int | str] = []
+    for number, axis in enumerate(node.shape):
+        unnamed = BATCH if number == 0 else f"{node.name}_{number}"
+        shape.append(axis if isinstance(axis, (int, str)) and axis != "" else unnamed)
+    return TensorSpec(node.name, dtype, tuple(shape))
+
+
+@contextlib.contextmanager
+def onnxruntime_errors(path: Path, device: str = "cpu") -> Iterator[None]:
+    """Turn ONNX Runtime's exceptions into ours, naming the file; on CUDA also CUDA's own."""
+    try:
+        with _cuda_failures(path, device):
+            yield
+    except (ort_state.InvalidProtobuf, ort_state.NoModel) as exc:
+        raise BadInput(f"{path}: is a truncated or damaged ONNX file") from exc
+    except ort_state.NoSuchFile as exc:
+        raise BadInput(f"{path}: {first_line(exc)}") from exc
+    except ort_state.NotImplemented as exc:
+        raise Unsupported(f"{path}: {first_line(exc)}", hint="see: deploykit doctor") from exc
+    except (ort_state.InvalidGraph, ort_state.InvalidArgument, ort_state.Fail) as exc:
+        raise BadInput(f"{path}: ONNX Runtime refused it: {first_line(exc)}") from exc
+    except (ort_state.RuntimeException, ort_state.EPFail, RuntimeError, ValueError) as exc:
+        raise Unsupported(f"{path}: ONNX Runtime failed: {first_line(exc)}") from exc
+
+
+@contextlib.contextmanager
+def _cuda_failures(path: Path, device: str) -> Iterator[None]:
+    """What CUDA answered, by its code: it comes as an exception of almost any class."""
+    try:
+        yield
+    except _OF_CUDA as exc:
+        text = str(exc)
+        memory, said = _NO_MEMORY.search(text), _CUDA_SAID.search(text)
+        if device == "cpu" or not (memory or said):
+            raise
+        if memory:
+            need = int(memory[1]) / 2**20
+            raise OutOfMemory(
+                f"{path}: {device}: out of memory: {need:,.1f} MiB needed at once",
+                hint="use a smaller batch, or end what else uses the GPU (nvidia-smi)",
+            ) from exc
+        number, words = (said[1], said[2].strip()) if said else ("0", "")
+        name = CODES.get(int(number), f"error {number}")
+        raise cuda_error(f"{path}: {device}", "ONNX Runtime", f"cudaError{name}", words) from exc
+
+
+def providers() -> tuple[str, ...]:
+    """The execution providers of the installed ONNX Runtime, most specific first."""
+    return tuple(ort.get_available_providers())

@@ -1,0 +1,86 @@
+"""Run a `.trt` plan with TensorRT.
+
+In: a path and a device. Out: an `Engine`. The plan is checked against its manifest and this machine
+before TensorRT sees a byte of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploykit.core.errors import Unsupported
+from deploykit.core.extras import installed, require
+from deploykit.runtimes.tensorrt.compatibility import Here, open_plan
+from deploykit.runtimes.tensorrt.engine import TensorRtEngine
+
+if TYPE_CHECKING:
+    from deploykit.runtimes.cuda.driver import Cudart
+
+if installed("tensorrt_lean") and not installed("tensorrt"):
+    raise Unsupported(
+        "tensorrt_lean is installed, which only runs version compatible engines; the full TensorRT "
+        "is needed",
+        hint="pip install 'deploykit[tensorrt]'; on a Jetson it comes with JetPack",
+    )
+trt = require("tensorrt")
+
+OLDEST = (10, 0)  # the first with the calls used here; tested from 10.3
+
+
+def open_engine(
+    path: Path,
+    device: str = "auto",
+    threads: int | None = None,  # noqa: ARG001 - of the CPU, which has nothing to do here
+    *,
+    trust: bool = False,
+    slots: int = 2,
+    graphs: Sequence[int] = (),
+) -> TensorRtEngine:
+    """Open the plan at `path` on "cuda:N" ("auto" and "cuda": the first GPU).
+
+    `trust`: also without a manifest. `slots`, `graphs`: see `Pipeline`. Raises BadInput for a plan
+    that is damaged or not described, Unsupported for one of another machine, and for no GPU.
+    """
+    if device == "cpu":
+        raise Unsupported(
+            f"{path}: a TensorRT engine runs on a GPU only",
+            hint="deploykit build MODEL.onnx --profile cpu makes a file for the CPU",
+        )
+    check_version(str(trt.__version__), full=hasattr(trt, "Builder"))
+    from deploykit.runtimes.cuda.driver import Cudart, names_by_text  # after TensorRT is found
+
+    driver = Cudart(int(device.partition(":")[2] or 0))
+    plan, manifest = open_plan(path, here(driver), trust)
+    return TensorRtEngine(
+        trt, driver, path, plan, manifest, slots=slots, graphs=graphs, cuda_texts=names_by_text()
+    )
+
+
+def here(driver: Cudart) -> Here:
+    """What a plan must have been built for to run on this device."""
+    found = driver.describe()
+    return Here(
+        str(trt.__version__),
+        found.name,
+        found.compute_capability,
+        found.sm_count,
+        found.driver,
+        found.cuda,
+    )
+
+
+def check_version(version: str, *, full: bool) -> None:
+    """Raise Unsupported for a TensorRT before 10, or one without its builder."""
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if numbers < OLDEST:
+        raise Unsupported(
+            f"TensorRT {version} is here, 10.3 or later is needed",
+            hint="JetPack 6.1 brings TensorRT 10.3; elsewhere: pip install 'deploykit[tensorrt]'",
+        )
+    if not full:
+        raise Unsupported(
+            f"the tensorrt module here is the lean runtime of {version}; the full one is needed",
+            hint="pip install 'deploykit[tensorrt]'",
+        )

@@ -1,0 +1,155 @@
+"""Find what a module's outputs are by running it: their names, dtypes and dynamic axes.
+
+In: an `Adapter` and the inputs' specs. Out: the outputs' specs. The module runs on zeros at one set
+of sizes, then again with one dynamic axis larger: an output axis that follows one input axis gets
+that axis's name; one that moves in any other way gets a name of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from deploykit.core.errors import BadInput, DeploykitError, first_line
+from deploykit.core.extras import require
+from deploykit.core.tensors import TensorSpec, concrete, make_spec
+from deploykit.runtimes.torch.outputs import Adapter, Place, output_names
+
+torch = require("torch")
+
+Leaves = list[tuple[Place, Any]]
+
+_SMALL = 2
+# sizes of an axis that is not the batch; an image wants more than its strides take away
+_SEQUENCE_SIZES = (_SMALL, 32, 64, 224, 1024)
+_IMAGE_SIZES = (64, 224, _SMALL)
+
+
+class _NotTaken(BadInput):
+    """The module raised an exception at these sizes; others may do."""
+
+
+def describe(
+    where: str, adapter: Adapter, inputs: Sequence[TensorSpec]
+) -> tuple[tuple[TensorSpec, ...], list[Any]]:
+    """The outputs' specs, and inputs that the module takes. Raises BadInput naming the reason."""
+    sizes, fill, base = _first_that_runs(where, adapter, inputs)
+    places = [place for place, _ in base]
+    names = output_names(places, {spec.name for spec in inputs})
+    axes: list[list[int | str]] = [list(tensor.shape) for _, tensor in base]
+    for number, shape in enumerate(axes):  # an axis of 0 depends on the data, as nonzero(x) does
+        axes[number] = [size or f"{names[number]}_{at}" for at, size in enumerate(shape)]
+    movers: dict[tuple[int, int], set[str]] = {}
+    for axis in sizes:
+        for size, larger in _larger(where, adapter, inputs, sizes, fill, axis):
+            if [(place, tensor.ndim) for place, tensor in larger] != [
+                (place, tensor.ndim) for place, tensor in base
+            ]:
+                raise BadInput(f"{where}: the outputs' number or rank depends on axis {axis}")
+            for number, ((_, before), (_, after)) in enumerate(zip(base, larger, strict=True)):
+                for at, (old, new) in enumerate(zip(before.shape, after.shape, strict=True)):
+                    if old != new:
+                        follows = (old, new) == (sizes[axis], size)
+                        name = axis if follows else f"{names[number]}_{at}"
+                        movers.setdefault((number, at), set()).add(name)
+    for (number, at), found in movers.items():
+        axes[number][at] = found.pop() if len(found) == 1 else f"{names[number]}_{at}"
+    specs = [
+        make_spec(name, str(tensor.dtype).removeprefix("torch."), shape)
+        for name, (_, tensor), shape in zip(names, base, axes, strict=True)
+    ]
+    if not specs:
+        raise BadInput(f"{where}: the model returns no tensor")
+    return tuple(specs), _feeds(inputs, sizes, fill)
+
+
+def _first_that_runs(
+    where: str, adapter: Adapter, inputs: Sequence[TensorSpec]
+) -> tuple[dict[str, int], int, Leaves]:
+    """Sizes and a value of whole numbers at which the module runs; else the first failure."""
+    whole = any("float" not in spec.dtype for spec in inputs)
+    failure: BadInput | None = None
+    for sizes in _size_choices(inputs):
+        for fill in (0, 1) if whole else (0,):  # a length of 0 is refused, an id of 0 is not
+            try:
+                return sizes, fill, _run(where, adapter, inputs, sizes, fill)
+            except _NotTaken as exc:
+                failure = failure or exc
+    raise failure or BadInput(f"{where}: no size to try")
+
+
+def _size_choices(inputs: Sequence[TensorSpec]) -> Iterator[dict[str, int]]:
+    """Sizes by axis, no two alike; the batch stays small, the others grow from choice to choice."""
+    axes = list(dict.fromkeys(a for spec in inputs for a in spec.shape if isinstance(a, str)))
+    batch = _batch_axes(inputs)
+    others = [axis for axis in axes if axis not in batch]
+    images = any(isinstance(a, str) for s in inputs if len(s.shape) >= 4 for a in s.shape[2:])
+    choices = _IMAGE_SIZES if images else _SEQUENCE_SIZES
+    for base in choices if others else (_SMALL,):
+        first, step = (_SMALL + len(batch), 1) if base == _SMALL else (base, 32)
+        sizes = {axis: first + step * number for number, axis in enumerate(others)}
+        yield {axis: sizes.get(axis, _SMALL + at) for at, axis in enumerate([*batch, *others])}
+
+
+def _batch_axes(inputs: Sequence[TensorSpec]) -> list[str]:
+    return list(dict.fromkeys(str(spec.shape[0]) for spec in inputs if spec.batched))
+
+
+def _larger(
+    where: str,
+    adapter: Adapter,
+    inputs: Sequence[TensorSpec],
+    sizes: Mapping[str, int],
+    fill: int,
+    axis: str,
+) -> list[tuple[int, Leaves]]:
+    """Runs with `axis` larger: twice shows a stride, 16 times a longer one, where it is taken."""
+    size = sizes[axis]
+    batch = axis in _batch_axes(inputs)
+    candidates = [size + 1, 2 * size] if batch else [2 * size, size + 1]
+    if not batch and size < _SEQUENCE_SIZES[1]:
+        candidates.append(16 * size)
+    found: list[tuple[int, Leaves]] = []
+    failure: BadInput | None = None
+    for larger in candidates:
+        if batch and found:
+            break
+        try:
+            found.append((larger, _run(where, adapter, inputs, {**sizes, axis: larger}, fill)))
+        except _NotTaken as exc:
+            failure = failure or exc
+    if not found:
+        raise BadInput(
+            f"{where}: axis {axis} is not dynamic in this model, which takes a size of {size}: "
+            f"{failure}",
+            hint=f"give axis {axis} a fixed size in --input, or change the model",
+        )
+    return found
+
+
+def _run(
+    where: str, adapter: Adapter, inputs: Sequence[TensorSpec], sizes: Mapping[str, int], fill: int
+) -> Leaves:
+    try:
+        with torch.inference_mode():
+            return adapter.leaves(_feeds(inputs, sizes, fill))
+    except DeploykitError:
+        raise
+    except Exception as exc:  # the user's module may raise anything
+        tried = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+        raise _NotTaken(
+            f"{where}: the model does not take {', '.join(map(str, inputs))}"
+            f"{f' (tried {tried})' if tried else ''}: {type(exc).__name__}: {first_line(exc)}"
+        ) from exc
+
+
+def _feeds(inputs: Sequence[TensorSpec], sizes: Mapping[str, int], fill: int) -> list[Any]:
+    """Zeros for real numbers, `fill` for whole ones and truth values."""
+    return [
+        torch.full(
+            concrete(spec, sizes),
+            0 if "float" in spec.dtype else fill,
+            dtype=getattr(torch, spec.dtype),
+        )
+        for spec in inputs
+    ]

@@ -1,0 +1,187 @@
+"""Read a PyTorch file of any kind, without running code in it unless that is allowed.
+
+In: a path. Out: `Content`: what kind of file it is, what it holds, and whether its code could run.
+Weights are read by torch's restricted unpickler, which knows tensors and plain values only; `.pt2`,
+TorchScript and everything else that a pickle can hold is opened when `allow_pickle` says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import re
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deploykit.core.artefact import sniff, torch_kind
+from deploykit.core.errors import BadInput, DeploykitError, first_line
+from deploykit.core.extras import require
+from deploykit.runtimes.cuda.errors import OutOfMemory
+
+torch = require("torch")
+
+# where training scripts put the weights beside epoch, optimizer and so on; the first found is taken
+_WEIGHT_KEYS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
+_REFUSED = re.compile(r"GLOBAL (\S+)")  # in torch's message: the object that the pickle asks for
+_TALKATIVE = (  # they log a traceback for a damaged .pt2 before they raise it
+    "torch.export",
+    "torch.export.pt2_archive._package",
+    "torch._export.serde.serialize",
+)
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a file holds.
+
+    `source` is "checkpoint" (`value`: its dict), "state_dict" or "safetensors" (tensors by name),
+    "torch.export" (an ExportedProgram), "TorchScript" or "pickle" (a module). `notes`: what was
+    picked out of the file or done to it, one sentence each.
+    """
+
+    source: str
+    value: Any
+    ran_pickle: bool
+    notes: tuple[str, ...] = ()
+
+
+def read(path: Path, *, allow_pickle: bool) -> Content:
+    """Open `path` by its content. Raises NotFound, BadInput; MissingExtra for `.safetensors`."""
+    kind = sniff(path)
+    if kind == "safetensors":
+        from deploykit.runtimes.torch import safetensors
+
+        return Content(kind, safetensors.read(path), ran_pickle=False)
+    if kind != "torch":
+        raise BadInput(f"{path}: is a file for {kind}, a PyTorch file is needed")
+    form = torch_kind(path)
+    if form == "pickle":
+        return _sorted_out(path, *_unpickled(path, allow_pickle=allow_pickle))
+    if not allow_pickle:
+        raise BadInput(
+            f"{path}: is a {form} file, and loading it may run code stored in it, so it was not "
+            "loaded",
+            hint="if you trust whoever made the file: --allow-pickle; else ask for the weights "
+            "alone and name what builds the model: --arch pkg.mod:callable",
+        )
+    with users_code(f"{path}: cannot be loaded as {form}"), _quiet():
+        if form == "torch.export":
+            with path.open("rb") as handle:  # by its path, it insists on a name ending in .pt2
+                value = torch.export.load(handle)
+        else:
+            value = torch.jit.load(str(path), map_location="cpu")
+    return Content(form, value, ran_pickle=True)
+
+
+@contextmanager
+def users_code(where: object) -> Iterator[None]:
+    """Any exception of the user's own code becomes a BadInput that begins with `where`.
+
+    A GPU without room for it is OutOfMemory: there the code is not at fault.
+    """
+    try:
+        yield
+    except DeploykitError:
+        raise
+    except torch.OutOfMemoryError as exc:
+        raise OutOfMemory(f"{where}: the GPU's memory is full: {first_line(exc)}") from exc
+    except Exception as exc:  # it may raise anything
+        raise BadInput(f"{where}: {type(exc).__name__}: {first_line(exc)}") from exc
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch's remarks on its own formats, their age and their future, off the terminal."""
+    loggers = [logging.getLogger(name) for name in _TALKATIVE]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def is_state_dict(content: Any) -> bool:
+    """Whether `content` is tensors by name; a module may add `_extra_state` of any type."""
+    return (
+        isinstance(content, Mapping)
+        and all(isinstance(key, str) for key in content)
+        and any(isinstance(value, torch.Tensor) for value in content.values())
+        and all(
+            isinstance(value, torch.Tensor) or key.endswith("_extra_state")
+            for key, value in content.items()
+        )
+    )
+
+
+def _sorted_out(path: Path, value: Any, ran_pickle: bool) -> Content:
+    """Tell a checkpoint, weights and a module apart; look one level down for the last two."""
+    if isinstance(value, Mapping) and "deploykit_checkpoint" in value:
+        return Content("checkpoint", value, ran_pickle)
+    found, notes = value, []
+    if isinstance(value, Mapping) and not is_state_dict(value):
+        for key in _WEIGHT_KEYS:
+            if is_state_dict(value.get(key)) or isinstance(value.get(key), torch.nn.Module):
+                left = ", ".join(str(other) for other in list(value)[:10] if other != key)
+                notes.append(f"took '{key}' out of the file; not used: {left or 'nothing else'}")
+                found = value[key]
+                break
+    if isinstance(found, torch.nn.Module):
+        return Content("pickle", found, ran_pickle, tuple(notes))
+    if is_state_dict(found):
+        return Content("state_dict", found, ran_pickle, tuple(notes))
+    raise BadInput(
+        f"{path}: holds a {type(value).__name__}, neither a checkpoint nor a state_dict",
+        hint="save it with: torch.save(model.state_dict(), path)",
+    )
+
+
+def _unpickled(path: Path, *, allow_pickle: bool) -> tuple[Any, bool]:
+    """What the pickle at `path` holds, and whether it was allowed to run code for that."""
+    mmap = zipfile.is_zipfile(path)  # weights are then copied into the module straight from disk
+    try:
+        with _quiet():
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap), False
+    except pickle.UnpicklingError as exc:
+        refusal = exc
+    except Exception as exc:  # torch trips over a damaged file in any of its lines
+        raise _damaged(path, exc) from exc
+    if not allow_pickle:
+        asked = _REFUSED.search(str(refusal))
+        what = f" ({asked[1]})" if asked else ""
+        raise BadInput(
+            f"{path}: loading it would run Python code stored in the file{what}, so it was not "
+            "loaded",
+            hint="save the weights alone: torch.save(model.state_dict(), path); or, if you trust "
+            "whoever made the file: --allow-pickle",
+        ) from refusal
+    try:
+        with _quiet():
+            return torch.load(path, map_location="cpu", weights_only=False, mmap=mmap), True
+    except (ImportError, AttributeError) as exc:  # a pickle holds the names of classes, not classes
+        raise BadInput(
+            f"{path}: cannot be unpickled: {_reason(exc)}",
+            hint="it needs the code that it was saved with: put that on PYTHONPATH, or save the "
+            "weights alone and use --arch",
+        ) from exc
+    except Exception as exc:  # code of the file may raise anything
+        raise _damaged(path, exc) from exc
+
+
+def _damaged(path: Path, exc: Exception) -> BadInput:
+    return BadInput(
+        f"{path}: is not a readable PyTorch file (truncated or damaged?): {_reason(exc)}"
+    )
+
+
+def _reason(exc: Exception) -> str:
+    return f"{type(exc).__name__}: {first_line(exc)}"

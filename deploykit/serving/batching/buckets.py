@@ -1,0 +1,225 @@
+"""Let requests of different lengths share a batch: lengthen a dynamic axis to the next bucket.
+
+In: for an axis the lengths of its buckets, and what each input is filled up with. Out: a key that
+requests of one bucket have in common, their rows joined at the bucket's length, and outputs cut
+back to each request's own. A model without a mask answers otherwise when its input is lengthened:
+so `check` runs the engine both ways, and refuses what does not agree.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+
+import numpy as np
+
+from deploykit.core.errors import BadInput, DeploykitError
+from deploykit.core.tensors import TensorSpec, carrier
+from deploykit.runtimes.cuda.errors import DeviceLost
+from deploykit.runtimes.data.samples import random_feeds
+from deploykit.runtimes.engine import Arrays, Engine
+from deploykit.serving.batching.policy import Key, Pending
+
+TOLERANCE = 1e-3  # relative to the largest value of the output
+_CACHED = 4096
+_CHECKED = 64  # combinations of lengths
+
+
+class Buckets:
+    """The buckets of one model, whose axis 0 is the batch. Raises BadInput for what cannot be.
+
+    `lengths`: by the name of an axis, those that its inputs have. `pad`: by the name of an input
+    what it is filled up with, 0 where nothing is said.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        lengths: Mapping[str, Sequence[int]],
+        pad: Mapping[str, float],
+    ) -> None:
+        self.lengths = {axis: tuple(sorted(set(found))) for axis, found in lengths.items()}
+        self._name = name
+        self._where: dict[str, tuple[str, int]] = {}  # axis -> an input and its axis that have it
+        self._inputs: dict[str, dict[int, str]] = {}
+        self._fill: dict[str, np.ndarray] = {}
+        self._carried = tuple(
+            TensorSpec(spec.name, carrier(spec.dtype), spec.shape) for spec in inputs
+        )
+        self._keys: dict[Key, Key] = {}
+        for spec in inputs:
+            named = self._inputs[spec.name] = self._axes(spec)
+            for number, axis in named.items():
+                self._where.setdefault(axis, (spec.name, number))
+            if named:
+                self._fill[spec.name] = _fill(spec, pad.get(spec.name, 0))
+        self._outputs = {spec.name: self._axes(spec) for spec in outputs}
+        for axis, found in self.lengths.items():
+            if axis not in self._where:
+                raise BadInput(f"model '{name}': no input has an axis '{axis}' beside the batch")
+            if not found or found[0] < 1:
+                raise BadInput(f"--buckets {axis}: lengths are 1 or more, got {list(found)}")
+
+    def _axes(self, spec: TensorSpec) -> dict[int, str]:
+        return {
+            number: axis
+            for number, axis in enumerate(spec.shape)
+            if number and isinstance(axis, str) and axis in self.lengths
+        }
+
+    def key(self, key: Key) -> Key:
+        """The key with each bucketed axis at its bucket. Raises BadInput above the largest."""
+        found = self._keys.get(key)
+        if found is None:
+            found = tuple(
+                (name, datatype, self._lengthened(name, shape)) for name, datatype, shape in key
+            )
+            if len(self._keys) >= _CACHED:
+                self._keys.clear()
+            self._keys[key] = found
+        return found
+
+    def _lengthened(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        longer = list(shape)
+        for number, axis in self._inputs[name].items():
+            length, lengths = shape[number - 1], self.lengths[axis]
+            if length > lengths[-1]:
+                raise BadInput(
+                    f"input '{name}': axis {axis} is {length}, this server takes at most "
+                    f"{lengths[-1]}",
+                    hint="send shorter inputs, or start the server with a larger bucket",
+                )
+            if length:  # nothing at all is left alone: no check could say what it becomes
+                longer[number - 1] = lengths[bisect_left(lengths, length)]
+        return tuple(longer)
+
+    def stack(self, batch: Sequence[Pending]) -> Arrays:
+        """The rows of requests with one key along axis 0, each at the key's lengths."""
+        rows = sum([request.rows for request in batch])
+        joined: dict[str, np.ndarray] = {}
+        for name, _, shape in batch[0].key:
+            arrays = [request.feeds[name] for request in batch]
+            if all(array.shape[1:] == shape for array in arrays):
+                joined[name] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+                continue
+            whole = joined[name] = np.empty((rows, *shape), arrays[0].dtype)
+            whole[...] = self._fill[name]
+            start = 0
+            for array in arrays:
+                end = start + len(array)
+                there = (slice(start, end), *map(slice, array.shape[1:]))
+                whole[there] = array
+                start = end
+        return joined
+
+    def cut(self, request: Pending, outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Outputs of `request` with each bucketed axis at the length of its own inputs."""
+        return {name: self._shortened(name, array, request) for name, array in outputs.items()}
+
+    def _shortened(self, name: str, array: np.ndarray, request: Pending) -> np.ndarray:
+        axes = self._outputs.get(name)
+        if not axes:
+            return array
+        parts = [slice(None)] * array.ndim
+        for number, axis in axes.items():
+            given, at = self._where[axis]
+            parts[number] = slice(request.feeds[given].shape[at])
+        return array[tuple(parts)]
+
+    def sizes(self) -> list[dict[str, int]]:
+        """Every combination of buckets, shortest first."""
+        return [
+            dict(zip(self.lengths, chosen, strict=True))
+            for chosen in product(*self.lengths.values())
+        ]
+
+    def check(self, engine: Engine, most_rows: int) -> None:
+        """Run random inputs of some lengths alone and lengthened; raise BadInput if they differ.
+
+        The lengthened ones run together, as in service, so a row that leaks into another shows.
+        A length that the engine refuses alone is left out, as long as another one is there.
+        """
+        for batch in self._samples(most_rows):
+            together = engine(self.stack(batch))
+            compared = 0
+            for row, request in enumerate(batch):
+                mine = {name: array[row : row + 1] for name, array in together.items()}
+                try:
+                    alone = engine(request.feeds)
+                except DeviceLost:
+                    raise
+                except DeploykitError:
+                    continue
+                compared += 1
+                for name, got in self.cut(request, mine).items():
+                    self._compare(name, got, alone[name], request)
+            if not compared:
+                raise BadInput(
+                    f"model '{self._name}': it runs at no length below the bucket of "
+                    f"{self._lengths(batch[-1])}, so what the bucket changes cannot be checked"
+                )
+
+    def _samples(self, most_rows: int) -> Iterator[list[Pending]]:
+        """Requests of one row, those of one bucket together: its shortest, middle and longest."""
+        lows = {axis: (0, *found[:-1]) for axis, found in self.lengths.items()}
+        for seed, sizes in enumerate(self.sizes()[:_CHECKED]):
+            batch = []
+            for part in (0.0, 0.5, 1.0)[: max(1, most_rows)]:
+                lengths = {}
+                for axis, high in sizes.items():
+                    low = lows[axis][self.lengths[axis].index(high)] + 1
+                    lengths[axis] = low + round(part * (high - low))
+                feeds = random_feeds(self._carried, lengths, seed)
+                key = tuple((name, "", array.shape[1:]) for name, array in feeds.items())
+                batch.append(Pending(feeds, 1, self.key(key), _nobody, 0, 0, 0))
+            yield batch
+
+    def _compare(self, name: str, got: np.ndarray, want: np.ndarray, request: Pending) -> None:
+        where = f"model '{self._name}': output '{name}' at {self._lengths(request)}"
+        if got.shape != want.shape:
+            raise BadInput(
+                f"{where}: shape {list(got.shape)} where lengthened, {list(want.shape)} alone",
+                hint="serve it without --buckets",
+            )
+        error = relative_error(got, want)
+        if not error <= TOLERANCE:
+            raise BadInput(
+                f"{where} changes by {error:.2g} (relative) when its input is filled up to the "
+                f"bucket; at most {TOLERANCE:g} is allowed",
+                hint="give it a mask, the right --pad values, or serve it without --buckets",
+            )
+
+    def _lengths(self, request: Pending) -> str:
+        return ", ".join(
+            f"{axis}={request.feeds[name].shape[at]}" for axis, (name, at) in self._where.items()
+        )
+
+
+def relative_error(got: np.ndarray, want: np.ndarray) -> float:
+    """The largest difference, relative to the largest value wanted; inf where one is no number."""
+    if want.dtype.kind not in "fiub":
+        return 0.0 if np.array_equal(got, want) else math.inf
+    got, want = got.astype(np.float64), want.astype(np.float64)
+    if not (np.isfinite(got).all() and np.isfinite(want).all()):
+        return 0.0 if np.array_equal(got, want, equal_nan=True) else math.inf
+    off = float(np.abs(got - want).max(initial=0.0))
+    return off / max(float(np.abs(want).max(initial=0.0)), 1e-6) if off else 0.0
+
+
+def _fill(spec: TensorSpec, value: float) -> np.ndarray:
+    """`value` in the dtype of an input. Raises BadInput where it does not fit."""
+    if spec.dtype == "string":
+        raise BadInput(f"input '{spec.name}' is text, which cannot be filled up to a bucket")
+    with np.errstate(all="ignore"):
+        filled = np.asarray(value).astype(carrier(spec.dtype))
+    if spec.dtype[0] in "biu" and spec.dtype != "bfloat16" and float(filled) != value:
+        raise BadInput(f"--pad {spec.name}={value:g}: the input is {spec.dtype}")
+    return filled
+
+
+def _nobody(_: Pending) -> None:
+    """What is checked is answered to nobody."""

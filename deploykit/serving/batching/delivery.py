@@ -1,0 +1,39 @@
+"""How a finished request goes back to who sent it, and how an event loop is asked for a turn."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from deploykit.core.errors import Expired
+from deploykit.serving.batching.policy import Pending
+
+log = logging.getLogger(__name__)
+
+Deliver = Callable[[Sequence[Pending]], None]
+Later = Callable[[Callable[[], None]], object]  # calls it on the event loop's thread, soon
+
+
+def monotonic_us() -> int:
+    return time.monotonic_ns() // 1000
+
+
+def expired(requests: Sequence[Pending], now_us: int) -> None:
+    """Mark requests as finished, past their deadline."""
+    for request in requests:
+        request.finished = True
+        waited_ms = (now_us - request.arrived_us) / 1e3
+        request.error = Expired(
+            f"the request waited {waited_ms:.0f} ms, past its time limit",
+            hint="send fewer requests at once, or allow more time ('timeout', --timeout-ms)",
+        )
+
+
+def deliver_here(requests: Sequence[Pending]) -> None:
+    """Call each request's `done` on this thread; one that fails is no other's trouble."""
+    for request in requests:
+        try:
+            request.done(request)
+        except Exception:
+            log.exception("the answer to a request failed")

@@ -1,0 +1,128 @@
+"""Run one batch on one Engine and say for each request what came of it.
+
+In: requests that run together. Out: their outputs set, or an error for each. A batch that fails is
+run again request by request, once, so that none fails its neighbours; one that ran out of memory is
+not, as more runs would only keep the memory full, and after a lost GPU nothing is run any more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from deploykit.core.errors import BadInput, DeploykitError, Overloaded, first_line
+from deploykit.runtimes.cuda.errors import DeviceLost, OutOfMemory
+from deploykit.runtimes.engine import Engine
+from deploykit.serving.batching.policy import BatchRun, Pending, Watcher
+from deploykit.serving.batching.stacking import EngineFailed, Splitter, Stack
+
+log = logging.getLogger(__name__)
+
+
+class Runner:
+    """One Engine, called by one thread. `since_us`: when the call began that it is in, or None."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        *,
+        stack: Stack,
+        split: Splitter,
+        clock_us: Callable[[], int],
+        instance: int = 0,
+    ) -> None:
+        self.engine = engine
+        self.since_us: int | None = None
+        self.lost = False
+        self._name = name
+        self._stack = stack
+        self._split = split
+        self._clock_us = clock_us
+        self._instance = instance
+
+    def run(
+        self, batch: Sequence[Pending], watcher: Watcher, idle_us: int = 0
+    ) -> list[DeploykitError | None]:
+        """An error for each request, None where its outputs are set; tells `watcher` of the runs.
+
+        `idle_us`: see BatchRun. Sets `lost` when the GPU is gone.
+        """
+        error = self._try(batch, watcher, idle_us)
+        retried = len(batch) > 1 and error is not None and not isinstance(error, Overloaded)
+        if not retried:
+            return [error] * len(batch)
+        errors: list[DeploykitError | None] = []
+        for request in batch:
+            if self.lost:
+                errors += [gone(self._name)] * (len(batch) - len(errors))
+                break
+            errors.append(self._try([request], watcher, 0))
+        return errors
+
+    def _try(
+        self, batch: Sequence[Pending], watcher: Watcher, idle_us: int
+    ) -> DeploykitError | None:
+        """One call of the engine. Sets each request's outputs, or returns why it could not."""
+        started_us = self.since_us = self._clock_us()
+        try:
+            feeds = self._stack(batch)
+            stacked_us = self._clock_us()
+            outputs = self.engine(feeds)
+            ran_us = self._clock_us()
+            self._split(batch, outputs)
+        except Exception as exc:  # noqa: BLE001 - whatever an engine raises, its thread must live on
+            return self._error(exc, len(batch))
+        finally:
+            self.since_us = None
+        ended_us = self._clock_us()
+        in_us, out_us = getattr(self.engine, "last_copies_us", (0, 0))
+        run = BatchRun(
+            [request for request in batch if not request.finished],
+            started_us,
+            stacked_us - started_us,
+            in_us,
+            max(0, ran_us - stacked_us - in_us - out_us),
+            out_us,
+            ended_us - ran_us,
+            idle_us,
+            self._instance,
+        )
+        try:
+            watcher.ran(run)
+        except Exception:  # whoever watches must not end the engine's thread
+            log.exception("model '%s': watching a batch failed", self._name)
+        return None
+
+    def _error(self, exc: Exception, size: int) -> DeploykitError:
+        """What the client is told: no path, no address; the log has the rest."""
+        name = self._name
+        if isinstance(exc, EngineFailed):
+            log.error("model '%s': %s", name, exc.message)
+            return exc
+        log.error("model '%s': %s: %s", name, type(exc).__name__, first_line(exc))
+        if isinstance(exc, DeviceLost):
+            self.lost = True
+            return gone(name)
+        if isinstance(exc, (OutOfMemory, MemoryError)):
+            return Overloaded(
+                f"model '{name}': out of memory in a batch of {size} requests",
+                hint="try again later, with fewer rows, or start the server with less --max-batch",
+            )
+        if isinstance(exc, BadInput):  # it passed our checks; with others, whose fault is unknown
+            return BadInput(
+                f"model '{name}': the engine refused the values or the shape of this request",
+                hint="the server's log says why",
+            )
+        return EngineFailed(
+            f"model '{name}': the engine failed on this request",
+            hint="the server's log says why",
+        )
+
+
+def gone(name: str) -> Overloaded:
+    """The answer to everybody once a GPU is lost."""
+    return Overloaded(
+        f"model '{name}': the GPU is lost to this server, which will stop",
+        hint="send the request elsewhere, or try again when the server was started again",
+    )

@@ -1,0 +1,106 @@
+"""Join the rows of requests into one feed, and give each request its own rows of the outputs.
+
+In: requests with equal keys; outputs of the engine. Out: arrays by input name; each request's
+`outputs`. What the engine returns is held against what it promised first: no request ever gets
+another's row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from deploykit.core.errors import DeploykitError
+from deploykit.core.tensors import TensorSpec, carrier
+from deploykit.runtimes.engine import Arrays
+from deploykit.serving.batching.policy import Pending
+
+Stack = Callable[[Sequence[Pending]], Arrays]
+Cut = Callable[[Pending, dict[str, np.ndarray]], dict[str, np.ndarray]]
+
+
+class EngineFailed(DeploykitError):  # noqa: N818 - named as its siblings in core/errors.py
+    """The engine raised, or returned something else than it promised; the log says what."""
+
+
+def stack(batch: Sequence[Pending]) -> Arrays:
+    """The requests' rows along axis 0, in order; one request's arrays are not copied."""
+    if len(batch) == 1:
+        return batch[0].feeds
+    names = batch[0].feeds
+    return {name: np.concatenate([request.feeds[name] for request in batch]) for name in names}
+
+
+class Splitter:
+    """Checks and splits the outputs of one engine. `joined`: axis 0 of every output is the batch.
+
+    `cut` shortens what a request's inputs were lengthened by; None for nothing.
+    """
+
+    def __init__(
+        self, outputs: Sequence[TensorSpec], *, joined: bool, cut: Cut | None = None
+    ) -> None:
+        self._promised = tuple(
+            _Promise(spec.name, np.dtype(carrier(spec.dtype)), spec.shape) for spec in outputs
+        )
+        self._joined = joined
+        self._cut = cut
+
+    def __call__(self, batch: Sequence[Pending], outputs: Mapping[str, np.ndarray]) -> None:
+        """Set each request's `outputs`. Raises EngineFailed, then having set none."""
+        self.check(outputs, sum([request.rows for request in batch]))
+        if len(batch) == 1:
+            batch[0].outputs = self._own(batch[0], dict(outputs))
+            return
+        start = 0
+        arrays = [(promise.name, outputs[promise.name]) for promise in self._promised]
+        for request in batch:
+            end = start + request.rows
+            request.outputs = self._own(request, {name: a[start:end] for name, a in arrays})
+            start = end
+
+    def _own(self, request: Pending, outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return outputs if self._cut is None else self._cut(request, outputs)
+
+    def check(self, outputs: Mapping[str, np.ndarray], rows: int) -> None:
+        """Raise EngineFailed unless these can be the outputs of `rows` rows."""
+        for promise in self._promised:
+            array = outputs.get(promise.name)
+            if array is None or array.dtype != promise.dtype:
+                got = "nothing" if array is None else array.dtype.name
+                raise EngineFailed(
+                    f"the engine returned {got} for output '{promise.name}' ({promise.dtype})"
+                )
+            shape = array.shape
+            if self._joined and (not shape or shape[0] != rows):
+                raise EngineFailed(
+                    f"the engine returned shape {list(shape)} for output '{promise.name}', "
+                    f"{rows} rows were expected"
+                )
+            if shape != promise.seen:
+                promise.see(shape)
+
+
+class _Promise:
+    """What the engine says of one output. `seen`: the last shape that was found to keep it."""
+
+    __slots__ = ("axes", "dtype", "name", "seen")
+
+    def __init__(self, name: str, dtype: np.dtype[Any], axes: tuple[int | str, ...]) -> None:
+        self.name = name
+        self.dtype = dtype
+        self.axes = axes
+        self.seen: tuple[int, ...] | None = None
+
+    def see(self, shape: tuple[int, ...]) -> None:
+        fits = len(shape) == len(self.axes) and all(
+            isinstance(want, str) or want == got for want, got in zip(self.axes, shape, strict=True)
+        )
+        if not fits:
+            raise EngineFailed(
+                f"the engine returned shape {list(shape)} for output '{self.name}', which is "
+                f"[{', '.join(map(str, self.axes))}]"
+            )
+        self.seen = shape

@@ -1,0 +1,109 @@
+"""The gRPC server: its port, its clock and its end, on the event loop of the HTTP server.
+
+In: a Service, the options and the guard of the token. Out: a listening port; `stop` answers what
+was taken, as far as its time goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from deploykit.serving.grpc.methods import Calls
+from deploykit.serving.http2.connection import Connection
+from deploykit.serving.http2.flow import Shared
+from deploykit.serving.http2.headers import Limits
+from deploykit.serving.models.repository import Service
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.transport.listener import Acceptor, bind
+from deploykit.serving.transport.memory import Held
+from deploykit.serving.transport.security import Guard, tls_context
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1  # how late a deadline may be noticed
+CLOSE_S = 5.0  # how long clients may take to read their last answers
+
+T = TypeVar("T")
+
+
+class GrpcServer:
+    """Serves `service` on `options.grpc_port`. All methods are for the event loop's thread."""
+
+    def __init__(
+        self,
+        service: Service,
+        options: ServeOptions,
+        guard: Guard,
+        held: Held,
+        limits: Limits | None = None,
+    ) -> None:
+        self._options = options
+        self._aside_threads = ThreadPoolExecutor(1, thread_name_prefix="grpc messages")
+        self._calls = Calls(service, self._aside)
+        limits = limits or Limits()
+        self._shared = Shared(
+            self._calls.methods, guard.allows, limits, options.max_body_bytes, held
+        )
+        self._tls: ssl.SSLContext | None = None
+        if options.tls_cert is not None and options.tls_key is not None:
+            self._tls = tls_context(options.tls_cert, options.tls_key)
+            self._tls.set_alpn_protocols(["h2"])
+
+    @property
+    def unanswered(self) -> int:
+        """Calls that came whole and whose answers have not been written."""
+        return self._shared.unanswered
+
+    async def start(self) -> int:
+        """Listen; returns the port. Raises BadInput when it cannot be had."""
+        self._loop = asyncio.get_running_loop()
+        listening = bind(self._options.host, self._options.grpc_port or 0, "--grpc-port")
+        port: int = listening.getsockname()[1]
+        make = partial(Connection, self._shared)
+        self._socket = listening
+        self._acceptor = Acceptor(self._loop, listening, self._shared, make, self._tls)
+        self._acceptor.open()
+        self._ticking = asyncio.ensure_future(self._tick())
+        return port
+
+    async def stop(self, grace_s: float) -> None:
+        """Wait up to `grace_s` for what was taken, then close. The service was told to drain."""
+        await self._until(lambda: not self._shared.unanswered, grace_s)
+        self._acceptor.close()
+        self._socket.close()
+        for connection in list(self._shared.connections):
+            connection.close()
+        left, acceptor = self._shared.connections, self._acceptor
+        await self._until(lambda: not (left or acceptor.greeting), min(grace_s, CLOSE_S))
+        self._ticking.cancel()
+        for connection in list(self._shared.connections):
+            connection.abort()
+        self._aside_threads.shutdown(wait=False)
+
+    async def _until(self, reached: Callable[[], bool], limit_s: float) -> None:
+        end_s = self._loop.time() + limit_s
+        while not reached() and self._loop.time() < end_s:
+            await asyncio.sleep(TICK_S / 5)
+
+    async def _tick(self) -> None:
+        while True:
+            self._calls.tick()
+            self._shared.tick()
+            await asyncio.sleep(TICK_S)
+
+    def _aside(self, work: Callable[[], T], then: Callable[[Callable[[], T]], None]) -> None:
+        """Run `work` on a thread of our own; `then` gets its outcome back here."""
+
+        def done(future: Future[T]) -> None:
+            try:
+                self._loop.call_soon_threadsafe(then, future.result)
+            except RuntimeError:  # the loop is closed
+                log.error("a message was read after the shutdown")
+
+        self._aside_threads.submit(work).add_done_callback(done)

@@ -1,0 +1,359 @@
+"""One client's connection: read requests, hand them to the routes, answer in their order.
+
+In: bytes. Out: `Exchange`s for the routes, and their replies in the order of the requests. Every
+wait has a limit here. A head that came before, byte for byte, is not parsed again: a client repeats
+its own. A body that does not come with its head is received straight into the memory it stays in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import cast
+
+import numpy as np
+
+from deploykit.core.errors import DeploykitError
+from deploykit.serving.http.chunked import Chunks
+from deploykit.serving.http.exchange import Exchange
+from deploykit.serving.http.head import END, HeadReader, Limits
+from deploykit.serving.oip.tensors import Bytes
+from deploykit.serving.transport.call import RETRY, Head, reply_error
+from deploykit.serving.transport.memory import Held
+from deploykit.serving.transport.security import Door
+
+_IDLE, _HEAD, _BODY = range(3)
+_READ_BYTES = 64 << 10
+_KNOWN_HEADS = 1024
+_KNOWN_HEAD_BYTES = 1024
+_UNREAD = Head()
+
+
+class Listener:
+    """What all connections of one server share. `handle` gets each request once it is whole."""
+
+    def __init__(
+        self,
+        handle: Callable[[Exchange], None],
+        limits: Limits,
+        door: Door,
+        max_body_bytes: int,
+        held: Held,
+    ) -> None:
+        self.handle = handle
+        self.held = held
+        self.limits = limits
+        self.door = door
+        self.max_body_bytes = max_body_bytes
+        self.draining = False
+        self.connections: set[Connection] = set()
+        self.read_into = bytearray(_READ_BYTES)  # by whichever connection has something to read
+        self.view = memoryview(self.read_into)
+        self._known: dict[bytes, Head] = {}
+        self._lines: dict[int, bytes] = {}
+        self._date = ""
+        self.tick(time.monotonic())
+
+    def tick(self, now_s: float) -> None:
+        """Close what took too long."""
+        self.now_s = now_s
+        date = formatdate(usegmt=True)
+        if date != self._date:
+            self._date = date
+            self._lines.clear()
+        for connection in list(self.connections):
+            connection.check(now_s)
+
+    def known(self, raw: bytes) -> Head | None:
+        """What these bytes said the last time."""
+        return self._known.get(raw)
+
+    def keep(self, raw: bytes, head: Head) -> None:
+        """Remember a head; not one that names its trace, as each request's is another."""
+        if len(raw) <= _KNOWN_HEAD_BYTES and head.trace is None:
+            if len(self._known) >= _KNOWN_HEADS:
+                self._known.clear()
+            self._known[raw] = head
+
+    def line(self, status: int) -> bytes:
+        """The status line and the Date of a reply, made once a second."""
+        found = self._lines.get(status)
+        if found is None:
+            text = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nDate: {self._date}\r\n"
+            self._lines[status] = found = text.encode()
+        return found
+
+    @property
+    def unanswered(self) -> int:
+        """Requests that were read whole and whose reply has not been written."""
+        return sum(connection.unanswered for connection in self.connections)
+
+    def close_all(self) -> None:
+        for connection in list(self.connections):
+            connection.close()
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One client."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener = listener
+        self._limits = listener.limits
+        self._exchanges: deque[Exchange] = deque()  # read whole, not yet answered
+        self._exchange = Exchange(self, _UNREAD)  # the one being read
+        self._reader: HeadReader | None = None  # of a head that came in pieces, or is new
+        self._room: memoryview | None = None  # what is still to come of a body of known length
+        self._body: memoryview = self.listener.view
+        self._chunks: Chunks | None = None
+        self._stage = _IDLE
+        self._served = False
+        self._since_s = listener.now_s
+        self._deaf = False  # nothing more is read: refused, or the last request has come
+        self._lingering = False
+        self._stalled_s: float | None = None  # since when the client does not read
+        self.gone = False
+
+    @property
+    def unanswered(self) -> int:
+        return len(self._exchanges)
+
+    def is_last(self, exchange: Exchange) -> bool:
+        """Whether no request came after this one, so that the connection may end with its reply."""
+        return bool(self._exchanges) and self._exchanges[-1] is exchange
+
+    # -- asyncio ---------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self.listener.connections.add(self)
+        if len(self.listener.connections) > self._limits.connections:
+            self._refuse(503, f"there are {self._limits.connections} connections already")
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
+        self._deaf = self.gone = True
+        self._forget()
+        self._exchange.release()
+        del self._exchange  # it holds us: without this only the collector would free either
+        self.listener.connections.discard(self)
+        exchanges, self._exchanges = self._exchanges, deque()
+        for exchange in exchanges:
+            exchange.release()
+            if exchange.cancel is not None:
+                exchange.cancel()
+                exchange.cancel = None
+
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
+        return self.listener.view if self._room is None else self._room
+
+    def buffer_updated(self, nbytes: int) -> None:
+        room = self._room
+        if room is not None:
+            if not self._hold(nbytes):
+                return
+            if nbytes < len(room):
+                self._room = room[nbytes:]
+                return
+            self._room = None
+            body, self._body = self._body, self.listener.view  # an idle client's takes no memory
+            self._complete(self._exchange, body)
+        elif not self._deaf:
+            self._read(nbytes)
+        if len(self._exchanges) >= self._limits.pipelined:
+            self._transport.pause_reading()
+
+    def pause_writing(self) -> None:
+        self._stalled_s = self.listener.now_s
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self._stalled_s = None
+        self._transport.resume_reading()
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def _read(self, end: int) -> None:
+        """Take what has just been received: the first `end` bytes of the shared buffer."""
+        listener = self.listener
+        data, view = listener.read_into, listener.view
+        at = 0
+        while at < end and not self._deaf:
+            if self._chunks is not None:
+                at += self._read_chunks(self._chunks, bytes(view[at:end]))
+                continue
+            if self._stage == _IDLE:
+                stop = data.find(END, at, end) + len(END)
+                if stop >= len(END):
+                    head = listener.known(bytes(view[at:stop]))
+                    if head is not None:
+                        at = self._begin(head, stop, end)
+                        continue
+                if data.startswith(b"\r\n", at, end):
+                    at += 2  # some clients send an empty line after a body
+                    continue
+                self._enter(_HEAD)
+                self._reader = HeadReader(self._limits, listener.door, listener.max_body_bytes)
+            at = self._read_head(cast("HeadReader", self._reader), at, end)
+
+    def _read_head(self, reader: HeadReader, at: int, end: int) -> int:
+        raw = bytes(self.listener.view[at:end])
+        used, head = reader.feed(raw)
+        if head is None:
+            return end
+        self._reader = None
+        if head.refusal is None and reader.bytes == used:  # it came in one piece
+            self.listener.keep(raw[:used], head)
+        return self._begin(head, at + used, end)
+
+    def _begin(self, head: Head, at: int, end: int) -> int:
+        """A head is read: take its body, from `at` on, as far as it is here."""
+        exchange = self._exchange = Exchange(self, head)
+        if head.refusal is not None:
+            self._enter(_BODY)
+            self._refuse(head.refusal.status, head.refusal.text, head.refusal.headers)
+            return end
+        here, length, view = end - at, head.length, self.listener.view
+        if length is not None and here >= length:
+            self._complete(exchange, bytes(view[at : at + length]) if length else b"")
+            return at + length
+        self._enter(_BODY)
+        if head.expect and not here and not self._exchanges:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if length is None:
+            self._chunks = Chunks(
+                max_body_bytes=self.listener.max_body_bytes,
+                max_chunks=self._limits.chunks,
+                max_trailer_bytes=self._limits.header_bytes,
+            )
+            return at
+        try:
+            self._body = _room(length, head.json_bytes)
+        except MemoryError:
+            self._refuse(503, f"there is no memory for a body of {length} bytes", RETRY)
+            return end
+        self._body[:here] = view[at:end]
+        self._room = self._body[here:]
+        return end
+
+    def _read_chunks(self, chunks: Chunks, data: bytes) -> int:
+        try:
+            used = chunks.feed(data)
+        except DeploykitError as exc:
+            self._refuse(exc.http_status, f"{exc.message}; {exc.hint}" if exc.hint else exc.message)
+            return len(data)
+        if not self._hold(used):
+            return len(data)
+        if chunks.done:
+            self._chunks = None
+            self._complete(self._exchange, chunks.body)
+        return used
+
+    def _hold(self, size: int) -> bool:
+        if self._exchange.hold(size):
+            return True
+        self._refuse(503, self.listener.held.text, RETRY)
+        return False
+
+    def _complete(self, exchange: Exchange, body: Bytes) -> None:
+        exchange.body = body
+        self._stage = _IDLE
+        self._served = True
+        self._deaf = not exchange.keep_alive
+        self._exchanges.append(exchange)
+        self.listener.handle(exchange)
+
+    # -- answers ---------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Send the replies that are next in order."""
+        exchanges = self._exchanges
+        full = len(exchanges) >= self._limits.pipelined
+        while exchanges and (answer := exchanges[0].answer) is not None:
+            exchange = exchanges.popleft()
+            if len(answer) == 1:
+                self._transport.write(answer[0])
+            else:
+                self._transport.writelines(answer)
+            exchange.answer = None
+            if not exchange.keep_alive:
+                self._finish()
+                return
+        if full and len(exchanges) < self._limits.pipelined and self._stalled_s is None:
+            self._transport.resume_reading()
+        if not exchanges and self._stage == _IDLE:
+            self._since_s = self.listener.now_s
+
+    def _refuse(self, status: int, text: str, headers: bytes = b"") -> None:
+        """Answer, after what is still to be answered, and read no more."""
+        if self._deaf:
+            return
+        self._deaf = self._lingering = True
+        self._forget()
+        exchange = self._exchange if self._stage == _BODY else Exchange(self, _UNREAD)
+        exchange.keep_alive = False
+        self._exchanges.append(exchange)
+        reply_error(exchange, status, text, headers)
+
+    def _finish(self) -> None:
+        """The last reply is on its way. A client that still sends gets time to read it."""
+        self._deaf = True
+        for exchange in self._exchanges:
+            exchange.release()
+        self._exchanges.clear()
+        if self._lingering and self._transport.can_write_eof():
+            self._transport.write_eof()
+            self._since_s = self.listener.now_s
+        else:
+            self._transport.close()
+
+    def _forget(self) -> None:
+        """Let go of what was read of a request that will not be answered."""
+        self._room = self._chunks = self._reader = None
+        self._body = self.listener.view
+
+    # -- deadlines and the end -------------------------------------------------------------------
+
+    def _enter(self, stage: int) -> None:
+        self._stage = stage
+        self._since_s = self.listener.now_s
+
+    def check(self, now_s: float) -> None:
+        """Close the connection if it is past a limit."""
+        limits, waited_s = self._limits, now_s - self._since_s
+        if self._stalled_s is not None:
+            if now_s - self._stalled_s > limits.write_s:
+                self._transport.abort()
+        elif self._lingering and not self._exchanges:
+            if waited_s > limits.linger_s:
+                self._transport.abort()
+        elif self._deaf or self._exchanges:
+            return  # a reply is being made
+        elif self._stage == _IDLE:
+            if waited_s > (limits.idle_s if self._served else limits.header_s):
+                self._transport.close()
+        elif waited_s > (limits.header_s if self._stage == _HEAD else limits.body_s):
+            part = "headers" if self._stage == _HEAD else "body"
+            self._refuse(408, f"the request's {part} took too long")
+
+    def close(self) -> None:
+        """Close once what was written has gone out."""
+        self._deaf = True
+        self._forget()
+        self._transport.close()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+
+def _room(length: int, json_bytes: bytes | None) -> memoryview:
+    """`length` bytes, unwritten; what follows the JSON part begins where numbers may begin.
+
+    The operating system lends the memory as it is written to: a length that a client only claims
+    costs nothing.
+    """
+    json = int(json_bytes) if json_bytes is not None and json_bytes[:18].isdigit() else 0
+    pad = -json % 16
+    return np.empty(pad + length, np.uint8).data[pad:]

@@ -1,0 +1,164 @@
+"""The head of an HTTP/1.1 message: bytes to a checked `Head`, within limits.
+
+In: bytes as they arrive. Out: a Head, or the Refusal that ends the connection. The parser,
+llhttp, has no limits of its own and sees heads only: bodies are read by the connection, straight to
+where they stay. A message that can be read in two ways is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import httptools
+
+from deploykit.serving.oip.tensors import show
+from deploykit.serving.transport.call import Head, Refusal
+from deploykit.serving.transport.security import Door, allow_origin
+
+_KEPT = frozenset(
+    {
+        b"host",
+        b"origin",
+        b"expect",
+        b"content-length",
+        b"content-encoding",
+        b"transfer-encoding",
+        b"inference-header-content-length",
+        b"accept-encoding",
+        b"authorization",
+        b"traceparent",
+    }
+)
+END = b"\r\n\r\n"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one connection may send and how long it may take."""
+
+    header_bytes: int = 64 << 10
+    headers: int = 100
+    target_bytes: int = 8 << 10
+    chunks: int = 65_536
+    pipelined: int = 16
+    connections: int = 4096
+    header_s: float = 10.0  # from the connection, or from a message's first byte; TLS too
+    body_s: float = 30.0
+    idle_s: float = 75.0
+    write_s: float = 30.0  # a client that does not read its answer
+    linger_s: float = 2.0  # to let it read why it was refused
+
+
+class HeadReader:
+    """Reads the head of one message, in as many pieces as it takes."""
+
+    def __init__(self, limits: Limits, door: Door, max_body_bytes: int) -> None:
+        self._limits = limits
+        self._door = door
+        self._max_body_bytes = max_body_bytes
+        self._parser = httptools.HttpRequestParser(self)
+        self._target = b""
+        self._headers: dict[bytes, bytes] = {}
+        self._count = self._header_bytes = 0
+        self.bytes = 0  # fed so far
+        self._seam = b""  # the last bytes fed, where the end of the head may have begun
+        self._complete = self._old = self._keep_alive = False
+        self._refused: Refusal | None = None
+
+    def feed(self, data: bytes) -> tuple[int, Head | None]:
+        """How many bytes of `data` belong to the head, and the Head once it is whole.
+
+        A Head with a `refusal` ends the connection; it may come before the head is whole.
+        """
+        seam = self._seam + data
+        stop = seam.find(END)
+        used = len(data) if stop < 0 else stop + len(END) - len(self._seam)
+        self._seam = seam[-3:]
+        self.bytes += used
+        try:
+            self._parser.feed_data(data[:used])
+        except httptools.HttpParserUpgrade:
+            pass  # an offer to speak something else, which a server may leave unanswered
+        except httptools.HttpParserError as exc:
+            self._refuse(400, f"the request is not valid HTTP/1.1: {show(str(exc))}")
+        if self.bytes > self._limits.header_bytes:
+            self._refuse(431, f"the headers are above {self._limits.header_bytes} bytes")
+        if self._refused is None and self._complete != (stop >= 0):
+            self._refuse(400, "the request's head does not end where it should")
+        if self._refused is None and not self._complete:
+            return used, None
+        head = self._head() if self._refused is None else self._refused_head()
+        del self._parser  # it holds us: without this only the collector would free either
+        return used, head
+
+    def _refused_head(self) -> Head:
+        return Head(target=self._target.decode("latin-1"), refusal=self._refused)
+
+    def _refuse(self, status: int, text: str) -> None:
+        if self._refused is None:
+            self._refused = Refusal(status, text)
+
+    # -- httptools -------------------------------------------------------------------------------
+
+    def on_url(self, url: bytes) -> None:
+        # Long targets come in pieces when they come in several packets.
+        self._target += url
+        if len(self._target) > self._limits.target_bytes:
+            self._refuse(414, f"the target is above {self._limits.target_bytes} bytes")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count += 1
+        self._header_bytes += len(name) + len(value) + 4
+        if self._count > self._limits.headers:
+            self._refuse(431, f"there are more than {self._limits.headers} headers")
+        elif self._header_bytes > self._limits.header_bytes:
+            self._refuse(431, f"the headers are above {self._limits.header_bytes} bytes")
+        name = name.lower()
+        if name in _KEPT:
+            if name in self._headers:
+                self._refuse(400, f"the header {show(name.decode())} is given twice")
+            self._headers[name] = value
+
+    def on_headers_complete(self) -> None:
+        # The parser forgets these with the end of the message, which may be here too.
+        self._complete = True
+        self._old = self._parser.get_http_version() == "1.0"
+        self._keep_alive = self._parser.should_keep_alive()
+
+    # -- what the head says ----------------------------------------------------------------------
+
+    def _head(self) -> Head:
+        headers, old = self._headers, self._old
+        method = self._parser.get_method().decode("latin-1")
+        target = self._target.decode("latin-1")
+        path = target.partition("?")[0]
+        host, origin = headers.get(b"host"), headers.get(b"origin")
+        coding = headers.get(b"transfer-encoding")
+        length = int(headers.get(b"content-length", b"0")) if coding is None else None
+        authorization = headers.get(b"authorization")
+        if host is None and not old:
+            self._refuse(400, "the header Host is missing")
+        elif coding is not None and (old or coding.strip().lower() != b"chunked"):
+            self._refuse(400, f"Transfer-Encoding {show(coding)} is not offered, only chunked")
+        elif refusal := self._door.refusal(method, path, host, origin, authorization):
+            self._refused = refusal
+        elif length is not None and length > self._max_body_bytes:
+            limit = f"the body is above {self._max_body_bytes} bytes"
+            self._refuse(413, f"{limit}; start the server with a larger --max-body-bytes")
+        return Head(
+            method=method,
+            target=target,
+            path=path,
+            host=host,
+            keep_alive=self._keep_alive,
+            old=old,
+            length=length,
+            expect=not old and headers.get(b"expect", b"").lower() == b"100-continue",
+            json_bytes=headers.get(b"inference-header-content-length"),
+            encoding=headers.get(b"content-encoding"),
+            accept_encoding=headers.get(b"accept-encoding"),
+            authorization=authorization,
+            trace=headers.get(b"traceparent"),
+            cors=allow_origin(origin) if origin is not None and self._refused is None else b"",
+            refusal=self._refused,
+        )

@@ -1,0 +1,186 @@
+"""The routes of the server over a Service: a call in, one reply out.
+
+In: a `Call` that the transport has read whole and bounded. Out: exactly one `reply`, at once or,
+for inference, when the engine is done. Routes stand in a table made at start: no name in a target
+ever becomes a path, and an unknown one is a plain 404.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import orjson
+
+from deploykit.core.errors import BadInput, DeploykitError, NotFound, Overloaded, Unsupported
+from deploykit.serving.http.infer import Aside, Inference, at_once
+from deploykit.serving.http.json_worker import Reader
+from deploykit.serving.models.repository import VERSION, ServedModel, Service
+from deploykit.serving.oip.json import parse_json
+from deploykit.serving.oip.tensors import show
+from deploykit.serving.shared_memory.system import SharedMemory
+from deploykit.serving.transport.call import JSON, Call, reply_bug, reply_error, reply_exception
+from deploykit.serving.transport.security import PREFLIGHT
+from deploykit.serving.web import guide, openapi
+from deploykit.serving.web.page import FILES
+from deploykit.serving.web.status import status
+
+log = logging.getLogger(__name__)
+
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+_SHOWN = (  # a page loads nothing from elsewhere, and nobody shows it inside another
+    b"Content-Security-Policy: default-src 'self'; frame-ancestors 'none'\r\n"
+    b"X-Content-Type-Options: nosniff\r\nReferrer-Policy: no-referrer\r\nContent-Type: %s\r\n"
+)
+_REGION = re.compile(
+    r"/v2/(?P<kind>system|cuda)sharedmemory(/region/(?P<name>[^/]+))?"
+    r"/(?P<what>status|register|unregister)"
+)
+_NOT_OFFERED = (
+    "/v2/systemsharedmemory",
+    "/v2/cudasharedmemory",
+    "/v2/trace",
+    "/v2/logging",
+    "/v2/repository/models",
+)
+
+Route = Callable[[Call], None]
+
+
+class Routes:
+    """The table: path -> (verb, what answers it). HEAD is GET without a body."""
+
+    def __init__(
+        self,
+        service: Service,
+        aside: Aside = at_once,
+        reader: Reader | None = None,
+        *,
+        scheme: str = "http",
+    ) -> None:
+        self._service = service
+        self._scheme = scheme
+        self.grpc_port: int | None = None  # to be told to people
+        self._table: dict[str, tuple[str, Route]] = {
+            "/v2": ("GET", _value(service.metadata)),
+            "/v2/": ("GET", _value(service.metadata)),
+            "/v2/health/live": ("GET", _value(lambda: {"live": True})),
+            "/v2/health/ready": ("GET", self._ready(None, {"ready": True})),
+            "/v2/models/stats": ("GET", _value(service.statistics)),
+            "/v2/repository/index": ("POST", self._index),
+            "/metrics": ("GET", _text(_PROMETHEUS, lambda: service.prometheus().encode())),
+            "/status": ("GET", _value(partial(status, service))),
+            "/openapi.json": ("GET", _value(partial(openapi.document, service))),
+            "/docs": ("GET", self._guide),
+        }
+        for path, (content_type, body) in FILES.items():
+            self._table[path] = ("GET", _text(content_type, partial(bytes, body)))
+        for name, model in service.models.items():
+            ready = {"name": name, "ready": True}
+            for base in (f"/v2/models/{name}", f"/v2/models/{name}/versions/{VERSION}"):
+                self._table[base] = ("GET", _value(model.metadata))
+                self._table[f"{base}/ready"] = ("GET", self._ready(model, ready))
+                self._table[f"{base}/config"] = ("GET", _value(model.config))
+                statistics = partial(service.statistics, model)
+                self._table[f"{base}/stats"] = ("GET", _value(statistics))
+                self._table[f"{base}/infer"] = ("POST", Inference(service, model, aside, reader))
+
+    def handle(self, call: Call) -> None:
+        """Answer one call, now or later. Never raises: a bug is a 500, not a lost connection."""
+        try:
+            head = call.head
+            if head.method == "OPTIONS" and head.cors:  # a browser asks for its page
+                call.reply(200, PREFLIGHT, [])
+                return
+            verb, route = self._table.get(head.path) or self._find(head.path)
+            if head.method == verb or (head.method == "HEAD" and verb == "GET"):
+                route(call)
+                return
+            allow = "GET, HEAD" if verb == "GET" else verb
+            text = f"{show(head.method)} is not allowed here, use {verb}"
+            reply_error(call, 405, text, f"Allow: {allow}\r\n".encode())
+        except DeploykitError as exc:
+            reply_exception(call, exc)
+        except Exception:
+            log.exception("a request to %s failed", show(call.head.target))
+            reply_bug(call)
+
+    def _find(self, path: str) -> tuple[str, Route]:
+        """What is not in the table. Raises NotFound, Unsupported."""
+        region = _REGION.fullmatch(path)
+        if region and self._service.memory is not None:
+            verb, make = _REGION_ROUTES[region["what"]]
+            return verb, partial(make, self._service.memory, region["kind"], region["name"])
+        if path.startswith(_NOT_OFFERED) or path.endswith("/trace/setting"):
+            raise Unsupported("this extension is not offered by this server")
+        if path.startswith("/v2/models/"):
+            parts = path.split("/")
+            version = parts[5] if len(parts) > 5 and parts[4] == "versions" else VERSION
+            self._service.find(parts[3], version)
+        raise NotFound(f"there is no route {show(path)}")
+
+    def _ready(self, model: ServedModel | None, value: Mapping[str, Any]) -> Route:
+        body = orjson.dumps(value)
+
+        def route(call: Call) -> None:
+            reason = self._service.why_not_ready(model)
+            if reason is not None:
+                raise Overloaded(reason)
+            call.reply(200, JSON, [body])
+
+        return route
+
+    def _guide(self, call: Call) -> None:
+        host = (call.head.host or b"localhost").decode("latin-1")
+        address = guide.Address(self._scheme, host, self.grpc_port)
+        page = guide.page(self._service, address)
+        call.reply(200, _SHOWN % guide.CONTENT_TYPE.encode(), [page])
+
+    def _index(self, call: Call) -> None:
+        wanted = parse_json(bytes(call.body)).get("ready", False) if call.body else False
+        if type(wanted) is not bool:
+            raise BadInput(f"'ready' must be true or false, got {show(wanted)}")
+        found = self._service.index()
+        chosen = [each for each in found if each["state"] == "READY" or not wanted]
+        call.reply(200, JSON, [orjson.dumps(chosen)])
+
+
+def _value(make: Callable[[], object]) -> Route:
+    return lambda call: call.reply(200, JSON, [orjson.dumps(make())])
+
+
+def _text(content_type: str, make: Callable[[], bytes]) -> Route:
+    headers = _SHOWN % content_type.encode()
+    return lambda call: call.reply(200, headers, [make()])
+
+
+# -- shared memory of both kinds: a client's region, never a file's name in an answer
+
+
+def _regions(memory: SharedMemory, kind: str, name: str | None, call: Call) -> None:
+    call.reply(200, JSON, [orjson.dumps(memory.status(name, kind=kind))])
+
+
+def _register(memory: SharedMemory, kind: str, name: str | None, call: Call) -> None:
+    body = parse_json(bytes(call.body))
+    size = body.get("byte_size")
+    if kind == "cuda":
+        memory.register_cuda(name, body.get("raw_handle"), body.get("device_id"), size)
+    else:
+        memory.register(name, body.get("key"), body.get("offset", 0), size)
+    call.reply(200, JSON, [])
+
+
+def _unregister(memory: SharedMemory, kind: str, name: str | None, call: Call) -> None:
+    memory.unregister(name, kind=kind)
+    call.reply(200, JSON, [])
+
+
+_REGION_ROUTES: Mapping[str, tuple[str, Callable[[SharedMemory, str, str | None, Call], None]]] = {
+    "status": ("GET", _regions),
+    "register": ("POST", _register),
+    "unregister": ("POST", _unregister),
+}

@@ -1,0 +1,389 @@
+"""One served model: its engines under one name, with its queue, its counters and its description.
+
+In: engines that are alike and `ServeOptions`. Out: metadata and configuration as the Open Inference
+Protocol's JSON values, and the way of a request to an engine. Engines can be replaced while others
+are served: what was taken before is finished by those that took it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from deploykit.core.errors import BadInput, Overloaded
+from deploykit.core.machine import usable_cores
+from deploykit.core.tensors import TensorSpec
+from deploykit.runtimes.engine import Engine
+from deploykit.serving.batching.batcher import Batcher, Retired
+from deploykit.serving.batching.buckets import Buckets
+from deploykit.serving.batching.delivery import Later
+from deploykit.serving.batching.policy import (
+    DEFAULT_LEVEL,
+    LEVELS,
+    BatchPolicy,
+    Pending,
+    Watcher,
+    Watchers,
+)
+from deploykit.serving.batching.slo import Steering
+from deploykit.serving.models.compatibility import check_alike, largest_batch
+from deploykit.serving.models.warmup import AGAIN_US, SHORT_US, WarmUp, short_rows
+from deploykit.serving.observe.metrics import ModelMetrics
+from deploykit.serving.observe.prometheus import label
+from deploykit.serving.oip.request import Request, Signature, signature
+from deploykit.serving.oip.tensors import Slot
+from deploykit.serving.options import ServeOptions
+
+log = logging.getLogger(__name__)
+
+TEXTS: Mapping[str, tuple[str, str]] = {
+    "deploykit_model_ready": ("gauge", "1 while the model can be expected to answer."),
+    "deploykit_model_info": ("gauge", "Always 1; the labels tell what runs it, and where."),
+    "deploykit_model_notes": ("gauge", "What runs otherwise than asked; the page / says what."),
+    "deploykit_engines": ("gauge", "Engines (instances) of the model."),
+    "deploykit_engines_hung": ("gauge", "Engines that do not return from a request."),
+    "deploykit_batch_limit_rows": ("gauge", "Rows that a batch may have; --slo-ms steers it."),
+    "deploykit_queue_limit_rows": ("gauge", "Rows that may wait, where --slo-ms bounds them."),
+    "deploykit_batch_delay_seconds": ("gauge", "How long an idle engine waits for more rows."),
+}
+SPIN_US = 100  # of a core after a batch; a lone client got 10 to 20 % more answers, on 2 cores
+VERSION = "1"  # of every model: one file is served under one name
+_PLATFORMS: Mapping[str, tuple[str, str]] = {  # Triton's (platform, backend), which clients know
+    "onnxruntime": ("onnxruntime_onnx", "onnxruntime"),
+    "tensorrt": ("tensorrt_plan", "tensorrt"),
+    "torch": ("pytorch_libtorch", "pytorch"),
+}
+
+
+class ServedModel:
+    """Engines under one name, with their queue and counters. Raises BadInput and Unsupported."""
+
+    def __init__(
+        self,
+        name: str,
+        engines: Sequence[Engine],
+        options: ServeOptions,
+        deliver: Callable[[Sequence[Pending]], None],
+        clock_us: Callable[[], int],
+        later: Later | None = None,
+    ) -> None:
+        self.name = name
+        self.engines = tuple(engines)
+        if not engines:
+            raise BadInput(f"model '{name}' has no engine")
+        for engine in engines[1:]:
+            check_alike(name, engines[0], engine)
+        self.max_batch = largest_batch(engines[0], options.max_batch)
+        self.signature: Signature = signature(
+            engines[0].inputs, engines[0].outputs, self.max_batch, options.max_body_bytes
+        )
+        self.buckets = _buckets(name, engines[0], options) if self.max_batch else None
+        self.metrics = ModelMetrics(name, VERSION)
+        self._watcher: Watcher = self.metrics
+        self._options = options
+        self._deliver = deliver
+        self._clock_us = clock_us
+        self._later = later
+        self._preferred = tuple(n for n in sorted(set(options.preferred)) if n <= self.max_batch)
+        self._warm_notes: tuple[str, ...] = ()
+        self.remark: Callable[[], str | None] = lambda: None  # one more of `notes`, when it has one
+        self._swap = threading.Lock()  # one replacement, or the end, at a time
+        self._closed = False
+        self._before: list[Batcher] = []  # whose engines were replaced, and may still be at it
+        self._steering = self._new_steering(len(engines))
+        self.batcher = self._new_batcher(self.engines, self._steering)
+
+    # -- life ----------------------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """Run every engine at every foreseen shape; before the first request.
+
+        Also checks that buckets change no answer. Raises what does not work, naming the shape.
+        """
+        self._warm_notes, self.batcher.here_rows = self._warm(self.engines, self._steering)
+
+    def replace(self, engines: Sequence[Engine]) -> None:
+        """Warm up `engines` and let them serve from now on; those before end after their last run.
+
+        They are closed then, and the new ones after `close`. Raises BadInput for engines that
+        clients would notice, and what a warm-up raises: then nothing has changed, and the new
+        engines are still the caller's.
+        """
+        if not engines:
+            raise BadInput(f"model '{self.name}': there is no engine to replace it")
+        for engine in engines:
+            check_alike(self.name, self.engines[0], engine)
+            if engine.max_batch is not None and engine.max_batch < self.max_batch:
+                raise BadInput(
+                    f"model '{self.name}': the new engine takes batches of {engine.max_batch} "
+                    f"at most, the one in use takes {self.max_batch}"
+                )
+        steering = self._new_steering(len(engines))
+        notes, here_rows = self._warm(engines, steering)
+        with self._swap:
+            if self._closed:
+                raise Overloaded("the server is shutting down")
+            before = self.batcher
+            self._before = [each for each in self._before if not each.ended] + [before]
+            self.batcher = self._new_batcher(engines, steering, close_engines=True)
+            self.batcher.here_rows = here_rows
+            self.engines, self._steering, self._warm_notes = tuple(engines), steering, notes
+        before.retire()
+
+    def close(self, *, drain: bool = True, timeout_s: float | None = None) -> int:
+        """End the engines' threads. Returns the requests that stay unanswered."""
+        with self._swap:
+            self._closed = True
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        return sum(
+            batcher.close(
+                drain=drain,
+                timeout_s=None if end_s is None else max(0.0, end_s - time.monotonic()),
+            )
+            for batcher in (self.batcher, *self._before)
+        )
+
+    def why_not_ready(self) -> str | None:
+        """One sentence; None when it takes requests and can be expected to answer them."""
+        batcher = self.batcher
+        if batcher.lost:
+            return f"model '{self.name}': the GPU is lost to this server, which will stop"
+        if batcher.hung == len(self.engines):
+            return f"model '{self.name}': the engine does not return from a request"
+        return None
+
+    @property
+    def device(self) -> str:
+        """What runs it: "cpu", "cuda:0"."""
+        return self.engines[0].device
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What people should know: what runs otherwise than asked, and engines that hang."""
+        found = [note for engine in self.engines for note in getattr(engine, "notes", ())]
+        hung = self.batcher.hung
+        if hung:
+            found.append(f"{hung} of {len(self.engines)} engines do not return from a request")
+        remark = self.remark()
+        return tuple(dict.fromkeys([*found, *self._warm_notes, *([remark] if remark else [])]))
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        request: Request,
+        done: Callable[[Pending], None],
+        *,
+        limit_us: int,
+        trace: str | None = None,
+        decode_us: int = 0,
+    ) -> Pending:
+        """Queue a request. Raises Overloaded, and BadInput for one longer than the buckets."""
+        key = request.key
+        if self.buckets is not None:
+            try:
+                key = self.buckets.key(key)
+            except BadInput:
+                self.metrics.bad_request()
+                raise
+        wait_us = request.timeout_us
+        if wait_us is None or wait_us > limit_us:
+            wait_us = limit_us
+        while True:
+            batcher = self.batcher
+            try:
+                return batcher.submit(
+                    request.feeds,
+                    request.rows,
+                    key,
+                    done,
+                    wait_us=wait_us,
+                    give_up_us=limit_us,
+                    priority=request.priority,
+                    trace=trace,
+                    decode_us=decode_us,
+                )
+            except Retired:  # replaced this very moment: the new one is there already
+                continue
+
+    def cancel(self, pending: Pending) -> bool:
+        """Take back a waiting request. False when an engine has it or had it."""
+        return any(batcher.cancel(pending) for batcher in (self.batcher, *self._before))
+
+    def expire(self) -> None:
+        """Answer requests past their deadline; called every so often."""
+        for batcher in (*self._before, self.batcher):
+            batcher.expire()
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return sum(batcher.waiting for batcher in (self.batcher, *self._before))
+
+    @property
+    def unanswered(self) -> int:
+        """Requests taken and not yet delivered."""
+        return sum(batcher.unanswered for batcher in (self.batcher, *self._before))
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell `watcher` too, from now on."""
+        self._watcher = self.batcher.watcher = Watchers(self._watcher, watcher)
+
+    # -- description ---------------------------------------------------------------------------
+
+    def metadata(self) -> dict[str, Any]:
+        """The protocol's, and `parameters`: what it runs on and the notes on that."""
+        return {
+            "name": self.name,
+            "versions": [VERSION],
+            "platform": self._platform()[0],
+            "inputs": [_described(slot) for slot in self.signature.inputs.values()],
+            "outputs": [_described(slot) for slot in self.signature.outputs.values()],
+            "parameters": {"device": self.device, "notes": "; ".join(self.notes)},
+        }
+
+    def config(self) -> dict[str, Any]:
+        """Triton's ModelConfig; with batching, `dims` leave the batch out."""
+        platform, backend = self._platform()
+        config: dict[str, Any] = {
+            "name": self.name,
+            "platform": platform,
+            "backend": backend,
+            "max_batch_size": self.max_batch,
+            "input": [self._configured(slot) for slot in self.signature.inputs.values()],
+            "output": [self._configured(slot) for slot in self.signature.outputs.values()],
+            "instance_group": [_instances(self.name, self.engines)],
+            "model_transaction_policy": {"decoupled": False},
+        }
+        if self.max_batch:
+            config["dynamic_batching"] = {
+                "preferred_batch_size": list(self._preferred),
+                "max_queue_delay_microseconds": self._options.max_delay_us,
+                "priority_levels": LEVELS,
+                "default_priority_level": DEFAULT_LEVEL,
+            }
+        return config
+
+    def _platform(self) -> tuple[str, str]:
+        runtime = self.engines[0].runtime.partition(" ")[0]
+        return _PLATFORMS.get(runtime, (f"deploykit_{runtime}", runtime))
+
+    def _configured(self, slot: Slot) -> dict[str, Any]:
+        dims = _shape(slot.spec)[1 if self.max_batch else 0 :]
+        return {"name": slot.spec.name, "data_type": _data_type(slot), "dims": dims}
+
+    def samples(self) -> dict[str, list[str]]:
+        """Prometheus lines by metric name: the counters, and what is set now."""
+        batcher = self.batcher
+        policy, labels = batcher.policy, f'{{model="{self.name}",version="{VERSION}"}}'
+        engine = self.engines[0]
+        about = f'runtime="{label(engine.runtime)}",device="{label(engine.device)}"'
+        values: dict[str, float | None] = {
+            "deploykit_model_notes": len(self.notes),
+            "deploykit_model_ready": int(self.why_not_ready() is None),
+            "deploykit_engines": len(self.engines),
+            "deploykit_engines_hung": batcher.hung,
+            "deploykit_batch_limit_rows": max(1, policy.max_batch),
+            "deploykit_queue_limit_rows": policy.queue_rows,
+            "deploykit_batch_delay_seconds": policy.max_delay_us / 1e6,
+        }
+        return {
+            **self.metrics.samples(self.waiting, self.unanswered),
+            "deploykit_model_info": [f"deploykit_model_info{labels[:-1]},{about}}} 1"],
+            **{
+                name: [f"{name}{labels} {value}"]
+                for name, value in values.items()
+                if value is not None
+            },
+        }
+
+    # -- making --------------------------------------------------------------------------------
+
+    def _policy(self) -> BatchPolicy:
+        options = self._options
+        return BatchPolicy(self.max_batch, options.max_delay_us, options.queue, self._preferred)
+
+    def _new_steering(self, engines: int) -> Steering | None:
+        slo_ms = self._options.slo_ms
+        return Steering(round(slo_ms * 1000), self._policy(), engines) if slo_ms else None
+
+    def _new_batcher(
+        self, engines: Sequence[Engine], steering: Steering | None, *, close_engines: bool = False
+    ) -> Batcher:
+        return Batcher(
+            engines,
+            self._policy(),
+            deliver=self._deliver,
+            clock_us=self._clock_us,
+            watcher=self._watcher,
+            name=self.name,
+            buckets=self.buckets,
+            steering=steering,
+            hung_us=2000 * self._options.timeout_ms,
+            close_engines=close_engines,
+            later=self._later,
+            spin_us=SPIN_US if usable_cores() > 1 else 0,
+        )
+
+    def _warm(
+        self, engines: Sequence[Engine], steering: Steering | None
+    ) -> tuple[tuple[str, ...], float]:
+        """Notes, and up to how many rows a batch may be run on the event loop's thread."""
+        lengths = self.buckets.sizes() if self.buckets else [{}]
+        notes: tuple[str, ...] = ()
+        here = self._later is not None and steering is None and not self._options.max_delay_us
+        here_rows = math.inf
+        for engine in engines:
+            if self.buckets is not None:
+                self.buckets.check(engine, self.max_batch)
+            warm_up = WarmUp(
+                self.name,
+                engine,
+                self._clock_us,
+                max_batch=self.max_batch,
+                preferred=self._preferred,
+                lengths=lengths,
+            )
+            steady = here and getattr(engine, "steady", False)
+            again_us = 5 * SHORT_US if steady else AGAIN_US if steering else 0
+            times, notes = warm_up.run(again_us=again_us)
+            here_rows = min(here_rows, short_rows(times)) if steady else 0
+            if steering is not None:
+                for rows, taken_us in times.items():
+                    steering.measured(rows, taken_us, self._clock_us())
+        for note in notes:
+            log.info("model '%s': %s", self.name, note)
+        return notes, here_rows
+
+
+def _buckets(name: str, engine: Engine, options: ServeOptions) -> Buckets | None:
+    """Those of the options' buckets whose axes this model has."""
+    axes = {axis for spec in engine.inputs for axis in spec.shape[1:]}
+    lengths = {axis: found for axis, found in options.buckets.items() if axis in axes}
+    if not lengths:
+        return None
+    return Buckets(name, engine.inputs, engine.outputs, lengths, options.pad)
+
+
+def _instances(name: str, engines: Sequence[Engine]) -> dict[str, Any]:
+    kind, _, number = engines[0].device.partition(":")
+    group: dict[str, Any] = {"name": f"{name}_0", "count": len(engines)}
+    if kind == "cuda":
+        return {**group, "kind": "KIND_GPU", "gpus": [int(number or 0)]}
+    return {**group, "kind": "KIND_CPU"}
+
+
+def _shape(spec: TensorSpec) -> list[int]:
+    return [-1 if isinstance(axis, str) else axis for axis in spec.shape]
+
+
+def _data_type(slot: Slot) -> str:
+    return "TYPE_STRING" if slot.datatype == "BYTES" else f"TYPE_{slot.datatype}"
+
+
+def _described(slot: Slot) -> dict[str, Any]:
+    return {"name": slot.spec.name, "datatype": slot.datatype, "shape": _shape(slot.spec)}

@@ -1,0 +1,161 @@
+"""Notice that an engine's file was replaced, load it beside the old engine, and swap.
+
+In: for each model its file and what loads it. Out: calls of the service's `replace`, from a thread
+of its own; a file that cannot be loaded, or is another model, leaves the old engine serving, and
+says why in the log and in `error`. It is tried again when the file changes again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from deploykit.core.artefact import manifest_path
+from deploykit.core.errors import DeploykitError, NotFound, first_line
+from deploykit.runtimes.engine import Closing, Engine
+from deploykit.runtimes.onnxruntime.file import external_files
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+CLOSE_S = 2.0
+TEXTS: Mapping[str, tuple[str, str]] = {
+    "deploykit_reloads_total": ("counter", "Replaced engine files that serve since."),
+    "deploykit_reload_failed": ("gauge", "1 while an engine's file cannot replace what serves."),
+}
+
+File = tuple[str, int, int, int]  # name, inode, bytes, modified in ns; zeros where there is none
+Load = Callable[[], Sequence[Engine]]
+
+
+class Replaces(Protocol):
+    """What of the service is needed here."""
+
+    def replace(self, name: str, engines: Sequence[Engine]) -> None: ...
+
+
+class Source:
+    """The file of one model and how it is loaded. Make it before the first `load`.
+
+    What changed since then is noticed, so nothing that is written during the start is missed.
+    """
+
+    def __init__(self, path: Path, load: Load) -> None:
+        self.path = path
+        self.load = load
+        self._beside: tuple[File, list[str]] | None = None
+        self.settled = self.seen = self.files()
+
+    def files(self) -> tuple[File, ...]:
+        """The file, the files of weights that it names, and last its manifest, as they are now."""
+        model = _file(self.path)
+        if self._beside is None or self._beside[0] != model:
+            self._beside = model, external_files(self.path)
+        beside = [self.path.parent / location for location in self._beside[1]]
+        return (model, *map(_file, beside), _file(manifest_path(self.path)))
+
+
+class Reloader(Closing):
+    """Looks at every source each `poll_s`; what stayed the same for two looks is loaded."""
+
+    def __init__(
+        self, service: Replaces, sources: Mapping[str, Source], *, poll_s: float = POLL_S
+    ) -> None:
+        self._service = service
+        self._sources = dict(sources)
+        self._poll_s = poll_s
+        self._errors: dict[str, str] = {}
+        self._reloads = dict.fromkeys(self._sources, 0)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="reload", daemon=True)
+        self._thread.start()
+
+    def error(self, name: str) -> str | None:
+        """Why the file of model `name` does not serve, though it is newer; None if all is well."""
+        return self._errors.get(name)
+
+    def samples(self) -> dict[str, list[str]]:
+        """Prometheus lines by metric name."""
+        return {
+            "deploykit_reloads_total": [
+                f'deploykit_reloads_total{{model="{name}",version="1"}} {count}'
+                for name, count in self._reloads.items()
+            ],
+            "deploykit_reload_failed": [
+                f'deploykit_reload_failed{{model="{name}",version="1"}} {int(name in self._errors)}'
+                for name in self._sources
+            ],
+        }
+
+    def look(self) -> None:
+        """One look at every source; loads what changed and has been left alone since the last."""
+        for name, source in self._sources.items():
+            files = source.files()
+            stable, source.seen = files == source.seen, files
+            # a manifest alone is only of interest to a file that was refused: opening one may
+            # write into it, that the file was proven
+            end = None if name in self._errors else -1
+            if stable and files[:end] != source.settled[:end]:
+                self._reload(name, source)
+
+    def close(self) -> None:
+        """End the thread; one that is loading a large file is left behind after a while."""
+        self._closing.set()
+        self._thread.join(CLOSE_S)
+
+    def _loop(self) -> None:
+        while not self._closing.wait(self._poll_s):
+            try:
+                self.look()
+            except Exception:
+                log.exception("looking for replaced engine files failed")
+
+    def _reload(self, name: str, source: Source) -> None:
+        files = source.seen
+        problem = None
+        try:
+            if not files[0][1]:  # no inode
+                raise NotFound("the file is gone")
+            if not self._swap(name, source):
+                return  # written to while it was read: the next looks see to it
+        except DeploykitError as exc:
+            text = exc.message.replace(f"{source.path.parent}/", "")
+            problem = text.removeprefix(f"model '{name}': ")
+        except Exception as exc:  # noqa: BLE001 - whatever a loader raises, the old engine serves on
+            problem = f"{type(exc).__name__}: {first_line(exc)}"
+        source.settled = files
+        if problem is None:
+            self._reloads[name] += 1
+            self._errors.pop(name, None)
+            log.info("model '%s': %s was replaced and serves now", name, source.path.name)
+        else:
+            self._errors[name] = problem
+            log.error("model '%s': the engine in use stays, as its file fails: %s", name, problem)
+
+    def _swap(self, name: str, source: Source) -> bool:
+        """Load, and let it be checked and swapped in. False when the file changed meanwhile.
+
+        Raises what is wrong with it.
+        """
+        engines = source.load()
+        swapped = False
+        try:
+            if source.files()[:-1] == source.seen[:-1]:
+                self._service.replace(name, engines)
+                swapped = True
+        finally:
+            if not swapped:
+                for engine in engines:
+                    engine.close()
+        return swapped
+
+
+def _file(path: Path) -> File:
+    try:
+        info = path.stat()
+    except (OSError, ValueError):
+        return path.name, 0, 0, 0
+    return path.name, info.st_ino, info.st_size, info.st_mtime_ns

@@ -1,0 +1,224 @@
+"""The served models by name: what they are, how they do, and the way to their engines.
+
+In: engines and `ServeOptions`. Out: metadata, readiness and statistics as the Open Inference
+Protocol's JSON values, and `infer`, which queues a decoded request. No transport is known here.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from deploykit import __version__
+from deploykit.core.errors import BadInput, NotFound, Overloaded
+from deploykit.runtimes.engine import Engine
+from deploykit.serving.batching.delivery import Later, deliver_here, monotonic_us
+from deploykit.serving.batching.policy import Pending
+from deploykit.serving.models.model import TEXTS, VERSION, ServedModel
+from deploykit.serving.observe.process import Sampler
+from deploykit.serving.observe.prometheus import Samples, prometheus
+from deploykit.serving.oip.request import Request
+from deploykit.serving.oip.tensors import show
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.shared_memory.cuda import find_gpus
+from deploykit.serving.shared_memory.system import SharedMemory
+
+__all__ = ["VERSION", "ServeOptions", "ServedModel", "Service"]
+
+EXTENSIONS = (
+    "binary_tensor_data",
+    "classification",
+    "model_configuration",
+    "parameters",
+    "schedule_policy",
+    "statistics",
+)
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_RESERVED = (".", "..", "stats")
+
+
+class Service:
+    """Models by name. `deliver` and `later`: see Batcher.
+
+    The engines stay the caller's to close, after `close`; those given to `replace` do not.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, Engine | Sequence[Engine]],
+        options: ServeOptions,
+        *,
+        deliver: Callable[[Sequence[Pending]], None] = deliver_here,
+        clock_us: Callable[[], int] = monotonic_us,
+        later: Later | None = None,
+    ) -> None:
+        if not models:
+            raise BadInput("there is no model to serve")
+        for name in models:
+            if not _NAME.fullmatch(name) or name in _RESERVED:
+                raise BadInput(
+                    f"'{name}' cannot be the name of a model",
+                    hint="1 to 128 letters, digits, '.', '_' or '-'; not '.', '..' or 'stats'",
+                )
+        self.options = options
+        self.draining = False
+        self.models: dict[str, ServedModel] = {}
+        self.memory: SharedMemory | None = None
+        if options.shared_memory:
+            self.memory = SharedMemory(options.max_body_bytes, find_gpus())
+        self.sampler = Sampler()
+        self._samples: list[Callable[[], Samples]] = [self.sampler.samples]
+        self._texts = dict(TEXTS)
+        self._limit_us = options.timeout_ms * 1000
+        try:
+            for name, engines in models.items():
+                several = engines if isinstance(engines, Sequence) else [engines]
+                self.models[name] = ServedModel(name, several, options, deliver, clock_us, later)
+            self._check_buckets()
+        except BaseException:
+            self.close(drain=False)
+            raise
+
+    def _check_buckets(self) -> None:
+        """An axis that no model has is a slip of the pen."""
+        served = [model.buckets.lengths for model in self.models.values() if model.buckets]
+        for axis in self.options.buckets:
+            if not any(axis in lengths for lengths in served):
+                raise BadInput(
+                    f"--buckets {axis}: no served model has an input with that axis, and a batch",
+                    hint="deploykit inspect shows the names of the axes",
+                )
+
+    def warm_up(self) -> None:
+        """Run each engine at every foreseen shape; before the first request.
+
+        Raises what does not work: an engine that fails, or answers otherwise in a bucket.
+        """
+        for model in self.models.values():
+            model.warm_up()
+        self.sampler.latest()  # so that the first scrape finds the process and the GPUs
+
+    def find(self, name: str, version: str = VERSION) -> ServedModel:
+        """Raises NotFound."""
+        hint = f"served here: {', '.join(self.models)} (version {VERSION})"
+        model = self.models.get(name)
+        if model is None:
+            raise NotFound(f"there is no model {show(name)}", hint=hint)
+        if version != VERSION:
+            raise NotFound(f"model '{name}' has no version {show(version)}", hint=hint)
+        return model
+
+    def infer(
+        self,
+        model: ServedModel,
+        request: Request,
+        done: Callable[[Pending], None],
+        *,
+        trace: str | None = None,
+        decode_us: int = 0,
+        admitted: bool = False,
+    ) -> Pending:
+        """Queue a request; `done` gets it with its outputs or its error.
+
+        `admitted`: it came before the shutdown began, and is still to be answered. Raises
+        Overloaded, and BadInput for an input longer than its buckets.
+        """
+        if self.draining and not admitted:
+            model.metrics.refused()
+            raise Overloaded("the server is shutting down", hint="send the request elsewhere")
+        return model.submit(
+            request, done, limit_us=self._limit_us, trace=trace, decode_us=decode_us
+        )
+
+    def replace(self, name: str, engines: Sequence[Engine]) -> None:
+        """Let `engines` serve model `name` from now on: see `ServedModel.replace`."""
+        self.find(name).replace(engines)
+
+    def expire(self) -> None:
+        """Answer requests past their deadline; to be called every so often."""
+        for model in self.models.values():
+            model.expire()
+
+    @property
+    def fatal(self) -> str | None:
+        """Why this process cannot go on serving, and must end; None while it can."""
+        for model in self.models.values():
+            if model.batcher.lost:
+                return f"model '{model.name}': the GPU is lost to this process"
+        if self.memory is not None and self.memory.gpus.lost:
+            return "CUDA shared memory: the GPU is lost to this process"
+        return None
+
+    def why_not_ready(self, model: ServedModel | None = None) -> str | None:
+        """Why requests should go elsewhere, of one model or of all; None when they need not."""
+        if self.draining:
+            return "the server is shutting down"
+        reasons = (each.why_not_ready() for each in ([model] if model else self.models.values()))
+        return self.fatal or next((reason for reason in reasons if reason), None)
+
+    @property
+    def unanswered(self) -> int:
+        return sum(model.unanswered for model in self.models.values())
+
+    def drain(self) -> None:
+        """Take no more requests; those taken are still answered. Not ready from now on."""
+        self.draining = True
+
+    def close(self, *, drain: bool = True, timeout_s: float | None = None) -> int:
+        """End the engines' threads. Returns the requests that stay unanswered: 0 but for a hang."""
+        self.draining = True
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        left = sum(
+            model.close(
+                drain=drain,
+                timeout_s=None if end_s is None else max(0.0, end_s - time.monotonic()),
+            )
+            for model in self.models.values()
+        )
+        self.sampler.close()
+        if self.memory is not None:
+            self.memory.close()
+        return left
+
+    def metadata(self) -> dict[str, Any]:
+        offered = list(EXTENSIONS)
+        if self.memory is not None:
+            offered.append("system_shared_memory")
+            if self.memory.gpus.offered:
+                offered.append("cuda_shared_memory")
+        return {"name": "deploykit", "version": __version__, "extensions": offered}
+
+    def statistics(self, model: ServedModel | None = None) -> dict[str, Any]:
+        chosen = [model] if model else self.models.values()
+        return {"model_stats": [each.metrics.statistics() for each in chosen]}
+
+    def index(self) -> list[dict[str, str]]:
+        """The repository index: every model, and whether it takes requests."""
+        reasons = {name: self.why_not_ready(model) for name, model in self.models.items()}
+        return [
+            {
+                "name": name,
+                "version": VERSION,
+                "state": "UNAVAILABLE" if reason else "READY",
+                "reason": reason or "",
+            }
+            for name, reason in reasons.items()
+        ]
+
+    def show(
+        self, samples: Callable[[], Samples], texts: Mapping[str, tuple[str, str]] | None = None
+    ) -> None:
+        """Let /metrics show what `samples` returns too; `texts`: type and help of its metrics."""
+        self._samples.append(samples)
+        self._texts.update(texts or {})
+
+    def prometheus(self) -> str:
+        return prometheus(
+            [
+                *(model.samples() for model in self.models.values()),
+                *(samples() for samples in self._samples),
+            ],
+            self._texts,
+        )

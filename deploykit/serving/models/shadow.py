@@ -1,0 +1,256 @@
+"""Run a share of the live requests again on a reference engine, and count where the two disagree.
+
+In: batches that ended well, as a `Watcher`. Out: counters and an alarm for /metrics. Serving never
+waits for it: what is sampled is copied into a short bounded queue, and dropped when that is full.
+
+A row disagrees when, in any output,
+- class scores (floats of two axes, at least two wide) have their largest value elsewhere, or are
+  off by more than ten times `max_error`: quantised scores wander by a few per cent unharmed;
+- other floats are off by more than `max_error`, relative to the largest reference value of the row;
+- anything else differs at all.
+The alarm looks at the last rows only, and asks for enough of them: see `alarming`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from deploykit.core.errors import BadInput, first_line
+from deploykit.runtimes.engine import Arrays, Closing, Engine
+from deploykit.serving.batching.policy import BatchRun, Watcher
+
+log = logging.getLogger(__name__)
+
+TEXTS: Mapping[str, tuple[str, str]] = {
+    "deploykit_shadow_total": ("counter", "Rows compared with the reference engine."),
+    "deploykit_shadow_disagreements_total": ("counter", "Compared rows that disagreed."),
+    "deploykit_shadow_dropped_total": ("counter", "Sampled requests that were not compared."),
+    "deploykit_shadow_max_error": ("gauge", "Largest relative error of the compared rows."),
+    "deploykit_shadow_alarm": ("gauge", "1 while more rows disagree than --shadow-alarm allows."),
+}
+QUEUE = 64  # sampled requests that may wait for the reference engine
+QUEUE_BYTES = 64 << 20
+WINDOW_ROWS = 2000  # what the alarm looks back on
+LEAST = 3  # disagreeing rows before there is an alarm: one alone is no share
+# Share of the time in which the reference may run. Not a low priority of its thread: preempted with
+# the interpreter's lock it would stall the server (p99 of 10 to 365 ms was seen with nice 19).
+DUTY = 0.25
+_TURN = 0.6180339887498949  # of a circle: the steps between samples that repeat latest
+_Z = 1.96  # 95 % of a normal distribution lie within
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How `rows` rows of one request compared."""
+
+    rows: int
+    disagreements: int
+    max_error: float  # relative; inf where only one side is finite
+
+
+@dataclass(frozen=True)
+class _Sample:
+    feeds: Arrays
+    outputs: Arrays
+    size_bytes: int
+
+
+class Shadow(Watcher, Closing):
+    """Samples a `rate` of the requests of one model. `reference` stays the caller's to close."""
+
+    def __init__(
+        self, name: str, reference: Engine, *, rate: float, alarm: float, max_error: float = 1e-2
+    ) -> None:
+        self._name = name
+        self._reference = reference
+        self._rate = rate
+        self._alarm = alarm
+        self._max_error = max_error
+        self._batched = all(spec.batched for spec in (*reference.inputs, *reference.outputs))
+        self._count = 0  # requests seen, for the sampling
+        self._queue: deque[_Sample] = deque()
+        self._queued_bytes = 0
+        self._closing = False
+        self._changed = threading.Condition(threading.Lock())
+        self._recent: deque[Comparison] = deque()
+        self._rows = self._disagreements = self._dropped = 0
+        self._worst = 0.0
+        self.alarming = False
+        self._thread = threading.Thread(target=self._loop, name=f"shadow {name}", daemon=True)
+        self._thread.start()
+
+    def ran(self, run: BatchRun) -> None:
+        """Take copies of the sampled requests; called on an engine's thread."""
+        for request in run.requests:
+            self._count += 1  # of several engines' threads: one lost now and then does not matter
+            if self._count * _TURN % 1.0 < self._rate:
+                self._take(request.feeds, request.outputs)
+
+    def _take(self, feeds: Arrays, outputs: Arrays) -> None:
+        size = sum(array.nbytes for array in (*feeds.values(), *outputs.values()))
+        with self._changed:
+            if (
+                self._closing
+                or len(self._queue) >= QUEUE
+                or self._queued_bytes + size > QUEUE_BYTES
+            ):
+                self._dropped += 1
+                return
+            self._queued_bytes += size
+        sample = _Sample(
+            {name: array.copy() for name, array in feeds.items()},
+            {name: array.copy() for name, array in outputs.items()},
+            size,
+        )
+        with self._changed:
+            self._queue.append(sample)
+            self._changed.notify_all()
+
+    def samples(self) -> dict[str, list[str]]:
+        """Prometheus lines by metric name."""
+        labels = f'{{model="{self._name}",version="1"}}'
+        with self._changed:
+            values: dict[str, float] = {
+                "deploykit_shadow_total": self._rows,
+                "deploykit_shadow_disagreements_total": self._disagreements,
+                "deploykit_shadow_dropped_total": self._dropped,
+                "deploykit_shadow_max_error": self._worst,
+                "deploykit_shadow_alarm": int(self.alarming),
+            }
+        return {
+            name: [f"{name}{labels} {'+Inf' if value == math.inf else value}"]
+            for name, value in values.items()
+        }
+
+    def close(self) -> None:
+        """End the thread, after the sample it is at; what is queued is forgotten."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    # -- the thread of the reference engine ----------------------------------------------------
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue and not self._closing:
+                    self._changed.wait()
+                if self._closing:
+                    return
+                sample = self._queue.popleft()
+                self._queued_bytes -= sample.size_bytes
+            began_s = time.monotonic()
+            try:
+                found = compare(
+                    sample.outputs,
+                    self._reference(sample.feeds),
+                    self._max_error,
+                    batched=self._batched,
+                )
+            except Exception as exc:  # noqa: BLE001 - the reference's trouble is not the server's
+                text = f"{type(exc).__name__}: {first_line(exc)}"
+                log.warning("shadow of model '%s': the reference failed: %s", self._name, text)
+                with self._changed:
+                    self._dropped += 1
+            else:
+                self._note(found)
+            rest_s = (time.monotonic() - began_s) * (1 / DUTY - 1)
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing, rest_s)
+
+    def _note(self, found: Comparison) -> None:
+        self._recent.append(found)
+        rows = sum(each.rows for each in self._recent)
+        while rows > WINDOW_ROWS and len(self._recent) > 1:
+            rows -= self._recent.popleft().rows
+        wrong = sum(each.disagreements for each in self._recent)
+        alarm = alarming(wrong, rows, self._alarm)
+        with self._changed:
+            self._rows += found.rows
+            self._disagreements += found.disagreements
+            self._worst = max(self._worst, found.max_error)
+            began, self.alarming = alarm and not self.alarming, alarm
+        if began:
+            log.warning(
+                "shadow of model '%s': %d of the last %d rows disagree with the reference, more "
+                "than --shadow-alarm %g allows",
+                self._name,
+                wrong,
+                rows,
+                self._alarm,
+            )
+
+
+def alarming(disagreements: int, rows: int, threshold: float) -> bool:
+    """Whether more than `threshold` of all rows disagree, as far as this many rows can tell.
+
+    The lower bound of Wilson's 95 % interval of the share must be above it.
+    """
+    if disagreements < LEAST:
+        return False
+    share, spread = disagreements / rows, _Z * _Z / rows
+    middle = share + spread / 2
+    half = math.sqrt(spread * (share * (1 - share) + spread / 4))
+    return (middle - half) / (1 + spread) > threshold
+
+
+def compare(live: Arrays, reference: Arrays, max_error: float, *, batched: bool) -> Comparison:
+    """Outputs of one request, row by row along axis 0; one row in all unless `batched`."""
+    rows = len(next(iter(reference.values()))) if batched else 1
+    wrong = np.zeros(rows, bool)
+    worst = 0.0
+    for name, want in reference.items():
+        got = live.get(name)
+        if got is None or got.shape != want.shape:
+            return Comparison(rows, rows, math.inf)
+        got_RK, want_RK = got.reshape(rows, -1), want.reshape(rows, -1)
+        if want.dtype.kind != "f":
+            wrong |= (got_RK != want_RK).any(axis=1)
+            continue
+        errors = _relative_errors(got_RK, want_RK)
+        worst = max(worst, float(errors.max(initial=0.0)))
+        if batched and want.ndim == 2 and want.shape[1] > 1:
+            wrong |= errors > 10 * max_error
+            wrong |= got_RK.argmax(axis=1) != want_RK.argmax(axis=1)
+        else:
+            wrong |= errors > max_error
+    return Comparison(rows, int(wrong.sum()), worst)
+
+
+def _relative_errors(got_RK: np.ndarray, want_RK: np.ndarray) -> np.ndarray:
+    """Per row, the largest difference over the largest reference value (at least 1e-6).
+
+    Infinite where only one is finite; two NaN agree, as do two equal infinities.
+    """
+    got, want = got_RK.astype(np.float64), want_RK.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        off = np.abs(got - want)
+    off[(got == want) | (np.isnan(got) & np.isnan(want))] = 0.0
+    off[np.isnan(off)] = np.inf
+    scale = np.where(np.isfinite(want), np.abs(want), 0.0).max(axis=1, initial=1e-6)
+    return np.asarray((off / scale[:, None]).max(axis=1, initial=0.0))
+
+
+def check_reference(served: Engine, reference: Engine) -> None:
+    """Raise BadInput unless `reference` takes what `served` takes and answers under its names."""
+    takes = [(spec.name, spec.dtype, len(spec.shape)) for spec in served.inputs]
+    if [(spec.name, spec.dtype, len(spec.shape)) for spec in reference.inputs] != takes:
+        raise BadInput(
+            f"the shadow's inputs are {_list(reference)}, those of the engine {_list(served)}"
+        )
+    missing = {spec.name for spec in served.outputs} ^ {spec.name for spec in reference.outputs}
+    if missing:
+        raise BadInput(f"only one of the shadow and the engine has the output '{min(missing)}'")
+
+
+def _list(engine: Engine) -> str:
+    return ", ".join(map(str, engine.inputs))

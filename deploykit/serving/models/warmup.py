@@ -1,0 +1,139 @@
+"""Run an engine at every shape that is foreseen, before the first user would have to wait for it.
+
+In: an Engine and what it will be asked for. Out: how long batches took by their rows, and notes on
+what could not be run. The inputs are zeros. A batch size that fails here, or returns something else
+than the engine promises, would fail every user: it is an error that names it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import takewhile
+
+import numpy as np
+
+from deploykit.core.errors import DeploykitError, Unsupported, first_line
+from deploykit.core.tensors import carrier, concrete
+from deploykit.runtimes.cuda.errors import DeviceLost, OutOfMemory
+from deploykit.runtimes.engine import Arrays, Engine
+from deploykit.serving.batching.stacking import Splitter
+
+BETWEEN_US = 100_000  # what the sizes may take together that nobody asked for
+AGAIN_US = 50_000  # what took less is run again where times count: a first run takes longer
+SHORT_US = 2000
+_RUNS = 3
+_GUESSES = (1, 2, 4, 8, 16, 32, 64, 128, 224, 256, 512)  # of an axis of which nothing is known
+
+
+class WarmUp:
+    """One engine under the name of its model. `max_batch` 0: axis 0 is no batch.
+
+    `lengths`: combinations of sizes of the axes that have buckets.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        clock_us: Callable[[], int],
+        *,
+        max_batch: int,
+        preferred: Collection[int] = (),
+        lengths: Sequence[Mapping[str, int]] = ({},),
+    ) -> None:
+        self._name = name
+        self._engine = engine
+        self._clock_us = clock_us
+        self._splitter = Splitter(engine.outputs, joined=max_batch > 0)
+        self._batch_axis = str(engine.inputs[0].shape[0]) if max_batch else None
+        self._lengths = lengths
+        self._asked = sorted({1, *preferred, max_batch}) if max_batch else [1]
+        self._between = [
+            rows
+            for rows in takewhile(lambda rows: rows < max_batch, _powers())
+            if rows not in self._asked
+        ]
+
+    def run(self, *, again_us: int = 0) -> tuple[dict[int, int], tuple[str, ...]]:
+        """µs by rows, at the greatest lengths, and notes; the least of some runs below `again_us`.
+
+        Raises what the engine raises, naming model and shape; else Unsupported.
+        """
+        known = {self._batch_axis, *self._lengths[0]}
+        free = {
+            axis
+            for spec in self._engine.inputs
+            for axis in spec.shape
+            if isinstance(axis, str) and axis not in known
+        }
+        if free:
+            return {}, self._guess(sorted(free))
+        times: dict[int, int] = {}
+        for lengths in self._lengths:
+            times = {rows: self._time(rows, lengths, again_us) for rows in self._asked}
+        spent_us = 0
+        for rows in self._between:
+            spent_us += 2 * max([us for size, us in times.items() if size < rows])
+            if spent_us > BETWEEN_US:
+                break
+            for lengths in self._lengths:
+                times[rows] = self._time(rows, lengths, again_us)
+        return times, ()
+
+    def _guess(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Run once at the smallest size of unknown axes that works; a note if none does."""
+        for size in _GUESSES:
+            try:
+                self._engine(self._zeros(1, {**self._lengths[-1], **dict.fromkeys(axes, size)}))
+            except (DeviceLost, OutOfMemory):
+                raise
+            except Exception:  # noqa: BLE001, S112 - another size may do
+                continue
+            return ()
+        return (f"not warmed up: no size of {', '.join(axes)} is known to work",)
+
+    def _time(self, rows: int, lengths: Mapping[str, int], again_us: int) -> int:
+        feeds = self._zeros(rows, lengths)
+        found: list[int] = []
+        while not found or (len(found) < _RUNS and found[-1] < again_us):
+            began_us = self._clock_us()
+            try:
+                self._splitter.check(self._engine(feeds), rows)
+            except DeploykitError as exc:
+                raise type(exc)(
+                    f"model '{self._name}' cannot run {_shown(feeds)}: {exc.message}", hint=exc.hint
+                ) from exc
+            except Exception as exc:
+                raise Unsupported(
+                    f"model '{self._name}' cannot run {_shown(feeds)}: {first_line(exc)}",
+                    hint="a smaller --max-batch may do",
+                ) from exc
+            found.append(self._clock_us() - began_us)
+        return min(found)
+
+    def _zeros(self, rows: int, lengths: Mapping[str, int]) -> Arrays:
+        sizes = {**lengths, str(self._batch_axis): rows}
+        return {
+            spec.name: np.full(concrete(spec, sizes), "", object)
+            if spec.dtype == "string"
+            else np.zeros(concrete(spec, sizes), carrier(spec.dtype))
+            for spec in self._engine.inputs
+        }
+
+
+def short_rows(times: Mapping[int, int]) -> float:
+    """Up to how many rows a batch is short by the times of `WarmUp.run`; inf if all are."""
+    short = [rows for rows, us in times.items() if us <= SHORT_US]
+    return math.inf if times and len(short) == len(times) else max(short, default=0)
+
+
+def _powers() -> Iterator[int]:
+    rows = 2
+    while True:
+        yield rows
+        rows *= 2
+
+
+def _shown(feeds: Arrays) -> str:
+    return ", ".join(f"{name} {list(array.shape)}" for name, array in feeds.items())

@@ -1,0 +1,237 @@
+"""What one served model did, counted since the start: for `/stats` and for Prometheus.
+
+In: finished batches and requests, from the engine's thread and the transport's. Out: the statistics
+of the Open Inference Protocol and samples for Prometheus, under our names and Triton's. Counts
+never fall. A request costs about 1 µs in all: everything is counted in whole microseconds, a batch
+under one lock.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deploykit.core.errors import Expired
+from deploykit.serving.batching.policy import BatchRun, Pending, Watcher
+from deploykit.serving.observe.prometheus import Histogram, prometheus
+
+__all__ = ["Histogram", "ModelMetrics", "prometheus"]
+
+OUTCOMES = ("success", "rejected", "expired", "bad_request", "failed", "cancelled")
+TRITON_REASONS: Mapping[str, tuple[str, ...]] = {
+    "REJECTED": ("rejected", "expired"),
+    "CANCELED": ("cancelled",),
+    "BACKEND": ("failed",),
+    "OTHER": ("bad_request",),
+}
+STAGES = ("decode", "queue", "join", "copy_in", "compute", "copy_out", "split", "encode")
+US = 1_000_000  # to a second
+_DECADES = (10, 100, 1000, 10_000, 100_000, 1_000_000)
+STAGE_US = (*(step * decade for decade in _DECADES for step in (1, 2, 5)), 10 * US)
+_FINE = (1, 1.5, 2, 3, 4, 5, 6, 8)  # as p50 and p99 are read from it
+REQUEST_US = (50, *(int(step * decade) for decade in _DECADES[1:] for step in _FINE), 10 * US)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+@dataclass(slots=True)
+class _Computed:
+    """Time before, in and after the engine; each request is charged all of its batch's."""
+
+    count: int = 0
+    input_us: int = 0
+    infer_us: int = 0
+    output_us: int = 0
+
+    def add(self, input_us: int, infer_us: int, output_us: int, times: int) -> None:
+        self.count += times
+        self.input_us += input_us * times
+        self.infer_us += infer_us * times
+        self.output_us += output_us * times
+
+    def to_dict(self) -> dict[str, dict[str, int]]:
+        return {
+            "compute_input": _duration(self.count, self.input_us),
+            "compute_infer": _duration(self.count, self.infer_us),
+            "compute_output": _duration(self.count, self.output_us),
+        }
+
+
+def _duration(count: int, us: int) -> dict[str, int]:
+    return {"count": count, "ns": us * 1000}
+
+
+class ModelMetrics(Watcher):
+    """The counters of one model. Safe from any thread, but for `answered`: the loop's alone."""
+
+    def __init__(self, name: str, version: str) -> None:
+        self.name = name
+        self.version = version
+        self._lock = threading.Lock()
+        self._outcomes = dict.fromkeys(OUTCOMES, 0)
+        self._queue_us = 0
+        self._fail_us = 0
+        self._compute = _Computed()
+        self._by_rows: dict[int, _Computed] = {}
+        self._rows = 0
+        self._runs = 0
+        self._last_ms = 0
+        self._idle_us = 0
+        self._stages = {stage: Histogram(STAGE_US, US) for stage in STAGES}
+        self._compute_s = Histogram(STAGE_US, US)
+        self._request_s = Histogram(REQUEST_US, US)
+        self._batch_rows = Histogram(ROWS)
+
+    def ran(self, run: BatchRun) -> None:
+        """A batch ended well; called on the engine's thread."""
+        input_us = run.stack_us + run.copy_in_us
+        output_us = run.copy_out_us + run.split_us
+        busy_us = input_us + run.engine_us + output_us
+        started_us = run.started_us
+        stages = self._stages
+        queued, decoded = stages["queue"], stages["decode"]
+        queue_counts, decode_counts, bounds = queued.counts, decoded.counts, queued.bounds
+        count = len(run.requests)
+        rows = queue_us = decode_us = 0
+        with self._lock:
+            for request in run.requests:
+                waited_us = started_us - request.arrived_us
+                queue_counts[bisect_left(bounds, waited_us)] += 1
+                decode_counts[bisect_left(bounds, request.decode_us)] += 1
+                queue_us += waited_us
+                decode_us += request.decode_us
+                rows += request.rows
+            queued.total += queue_us
+            decoded.total += decode_us
+            self._queue_us += queue_us
+            self._idle_us += run.idle_us
+            stages["join"].add(run.stack_us, count)
+            if run.copy_in_us or run.copy_out_us:
+                stages["copy_in"].add(run.copy_in_us, count)
+                stages["copy_out"].add(run.copy_out_us, count)
+            stages["compute"].add(run.engine_us, count)
+            stages["split"].add(run.split_us, count)
+            self._outcomes["success"] += count
+            self._compute.add(input_us, run.engine_us, output_us, count)
+            self._compute_s.add(busy_us, count)
+            by_rows = self._by_rows.get(rows)
+            if by_rows is None:
+                by_rows = self._by_rows[rows] = _Computed()
+            by_rows.add(input_us, run.engine_us, output_us, 1)
+            self._batch_rows.add(rows)
+            self._rows += rows
+            self._runs += 1
+            self._last_ms = int(time.time() * 1000)
+
+    def answered(self, request: Pending, encode_us: int, now_us: int) -> None:
+        """A request's answer is ready to be sent; called on the event loop's thread only."""
+        self._stages["encode"].add(encode_us)
+        self._request_s.add(request.decode_us + now_us - request.arrived_us)
+
+    def failed(self, request: Pending, now_us: int) -> None:
+        outcome = "expired" if isinstance(request.error, Expired) else "failed"
+        self._count(outcome, now_us - request.arrived_us)
+
+    def refused(self) -> None:
+        self._count("rejected")
+
+    def cancelled(self) -> None:
+        self._count("cancelled")
+
+    def bad_request(self) -> None:
+        """A request for this model was refused before it reached the queue."""
+        self._count("bad_request")
+
+    def _count(self, outcome: str, us: int = 0) -> None:
+        with self._lock:
+            self._outcomes[outcome] += 1
+            self._fail_us += us
+
+    def _success_us(self) -> int:
+        done = self._compute
+        return self._queue_us + done.input_us + done.infer_us + done.output_us
+
+    def statistics(self) -> dict[str, Any]:
+        """One entry of `model_stats`: cumulative, with all eight members of `inference_stats`."""
+        with self._lock:
+            count = self._compute.count
+            failures = sum(self._outcomes.values()) - self._outcomes["success"]
+            return {
+                "name": self.name,
+                "version": self.version,
+                "last_inference": self._last_ms,
+                "inference_count": self._rows,
+                "execution_count": self._runs,
+                "inference_stats": {
+                    "success": _duration(count, self._success_us()),
+                    "fail": _duration(failures, self._fail_us),
+                    "queue": _duration(count, self._queue_us),
+                    **self._compute.to_dict(),
+                    "cache_hit": _duration(0, 0),
+                    "cache_miss": _duration(0, 0),
+                },
+                "batch_stats": [
+                    {"batch_size": rows, **computed.to_dict()}
+                    for rows, computed in sorted(self._by_rows.items())
+                ],
+            }
+
+    def status(self) -> dict[str, Any]:
+        """The same counts for the page: plain numbers since the start, times in µs."""
+        with self._lock:
+            return {
+                "outcomes": dict(self._outcomes),
+                "rows": self._rows,
+                "runs": self._runs,
+                "idle_us": self._idle_us,
+                "last_ms": self._last_ms,
+                "request": {"counts": list(self._request_s.counts), "us": self._request_s.total},
+                "stages_us": {stage: found.total for stage, found in self._stages.items()},
+                "batches": {str(rows): found.count for rows, found in self._by_rows.items()},
+            }
+
+    def samples(self, waiting: int, unanswered: int) -> dict[str, list[str]]:
+        """Prometheus samples by metric name; `waiting` and `unanswered` as they are now."""
+        labels = f'model="{self.name}",version="{self.version}"'
+        with self._lock:
+            counts = dict(self._outcomes)
+            simple = {
+                "deploykit_queue_depth": waiting,
+                "deploykit_requests_in_flight": unanswered,
+                "deploykit_batch_wait_seconds_total": self._idle_us / US,
+                "nv_inference_request_success": counts["success"],
+                "nv_inference_count": self._rows,
+                "nv_inference_exec_count": self._runs,
+                "nv_inference_pending_request_count": waiting,
+                "nv_inference_request_duration_us": self._success_us(),
+                "nv_inference_queue_duration_us": self._queue_us,
+                "nv_inference_compute_input_duration_us": self._compute.input_us,
+                "nv_inference_compute_infer_duration_us": self._compute.infer_us,
+                "nv_inference_compute_output_duration_us": self._compute.output_us,
+            }
+            histograms = {
+                "deploykit_request_seconds": self._request_s,
+                "deploykit_queue_seconds": self._stages["queue"],
+                "deploykit_compute_seconds": self._compute_s,
+                "deploykit_batch_rows": self._batch_rows,
+            }
+            shown = {name: [f"{name}{{{labels}}} {value}"] for name, value in simple.items()}
+            shown.update({name: h.lines(name, labels) for name, h in histograms.items()})
+            shown["deploykit_stage_seconds"] = [
+                line
+                for stage, found in self._stages.items()
+                for line in found.lines("deploykit_stage_seconds", f'{labels},stage="{stage}"')
+            ]
+        shown["deploykit_requests_total"] = [
+            f'deploykit_requests_total{{{labels},outcome="{outcome}"}} {count}'
+            for outcome, count in counts.items()
+        ]
+        shown["nv_inference_request_failure"] = [
+            f'nv_inference_request_failure{{{labels},reason="{reason}"}} '
+            f"{sum(counts[outcome] for outcome in outcomes)}"
+            for reason, outcomes in TRITON_REASONS.items()
+        ]
+        return shown

@@ -1,0 +1,178 @@
+"""Look at the process and the GPUs in the background, so that no scrape waits for a driver.
+
+In: someone who asks. Out: the newest `Sample`, at once, at most a second old while it is asked for;
+nobody has asked for a while: nothing is looked at, and what is old is not shown.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from deploykit.runtimes.devices import THROTTLES, Devices, Gpu
+from deploykit.serving.observe.prometheus import label
+
+INTERVAL_S = 1.0
+KEEP_ON_S = 90.0  # after the last question; more than the usual pause between two scrapes
+STALE_S = 5.0
+_PROCESS = {
+    "process_resident_memory_bytes": "resident_bytes",
+    "process_cpu_seconds_total": "cpu_s",
+    "process_start_time_seconds": "started_s",
+    "process_open_fds": "open_fds",
+    "process_max_fds": "max_fds",
+    "process_threads": "threads",
+}
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process now. `started_s`: seconds since 1970."""
+
+    resident_bytes: int
+    cpu_s: float
+    started_s: float
+    open_fds: int
+    max_fds: int
+    threads: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What was seen at `at_s` of the monotonic clock. No process: it could not be read."""
+
+    at_s: float
+    process: Process | None
+    gpus: tuple[Gpu, ...]
+
+
+class Sampler:
+    """The thread starts at the first question. Safe from any thread."""
+
+    def __init__(
+        self, devices: Devices | None = None, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._devices = devices
+        self._clock_s = clock_s
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._sample: Sample | None = None
+        self._asked_s = clock_s()
+        self._closing = False
+
+    def latest(self) -> Sample | None:
+        """The newest sample, None when there is none of the last seconds. Never waits."""
+        with self._changed:
+            now_s = self._asked_s = self._clock_s()
+            if self._thread is None and not self._closing:
+                self._thread = threading.Thread(target=self._loop, name="sampler", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+            fresh = self._sample is not None and now_s - self._sample.at_s <= STALE_S
+            return self._sample if fresh else None
+
+    def samples(self) -> dict[str, list[str]]:
+        """Prometheus samples of the process and the GPUs."""
+        sample = self.latest()
+        shown: dict[str, list[str]] = {}
+        if sample is None:
+            return shown
+        if sample.process:
+            for name, field in _PROCESS.items():
+                shown[name] = [f"{name} {getattr(sample.process, field)}"]
+        for gpu in sample.gpus:
+            for name, lines in gpu_samples(gpu).items():
+                shown.setdefault(name, []).extend(lines)
+        return shown
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(INTERVAL_S)  # a driver that hangs is left behind: a daemon
+
+    def _loop(self) -> None:
+        devices = self._devices or Devices()
+        try:
+            while True:
+                at_s = self._clock_s()
+                try:
+                    process = this_process()
+                except OSError:  # no file descriptor is left to look with
+                    process = None
+                sample = Sample(at_s, process, devices.read())
+                with self._changed:
+                    self._sample = sample
+                    self._changed.wait_for(lambda: self._closing, INTERVAL_S)
+                    while not self._closing and self._clock_s() - self._asked_s > KEEP_ON_S:
+                        self._changed.wait()
+                    if self._closing:
+                        return
+        finally:
+            devices.close()
+
+
+def this_process(root: Path = Path("/proc/self")) -> Process:
+    """Read this process, on Linux. Raises OSError. Many open files take a while to list."""
+    fields = (root / "stat").read_text().rpartition(")")[2].split()
+    ticks = os.sysconf("SC_CLK_TCK")
+    return Process(
+        resident_bytes=int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
+        cpu_s=(int(fields[11]) + int(fields[12])) / ticks,
+        started_s=_since_1970_s(int(fields[19]) / ticks),
+        open_fds=sum(1 for _ in (root / "fd").iterdir()),
+        max_fds=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        threads=int(fields[17]),
+    )
+
+
+@lru_cache(maxsize=1)
+def _since_1970_s(since_boot_s: float) -> float:
+    """Kept, as it must not move when the wall clock is set."""
+    return round(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot_s, 2)
+
+
+_GAUGES: Mapping[str, Callable[[Gpu], float | None]] = {
+    "nv_gpu_utilization": lambda gpu: gpu.utilization,
+    "nv_gpu_power_usage": lambda gpu: gpu.power_w,
+    "nv_gpu_power_limit": lambda gpu: gpu.power_limit_w,
+    "nv_energy_consumption": lambda gpu: gpu.energy_j,
+    "nv_gpu_memory_total_bytes": lambda gpu: gpu.memory_total_bytes,
+    "nv_gpu_memory_used_bytes": lambda gpu: gpu.memory_used_bytes,
+    "deploykit_gpu_temperature_celsius": lambda gpu: gpu.temperature_c,
+}
+
+
+def gpu_samples(gpu: Gpu) -> dict[str, list[str]]:
+    """Prometheus samples of one GPU, without those that its source does not tell."""
+    uuid = f'gpu_uuid="{label(gpu.uuid)}"'
+    shown: dict[str, list[str]] = {}
+
+    def add(name: str, value: float | None, more: str = "") -> None:
+        if value is not None:
+            shown.setdefault(name, []).append(f"{name}{{{uuid}{more}}} {value}")
+
+    name = f',name="{label(gpu.name)}",index="{gpu.index}",source="{gpu.source}"'
+    add("deploykit_gpu_info", 1, name)
+    for metric, value in _GAUGES.items():
+        add(metric, value(gpu))
+    add("deploykit_gpu_clock_hertz", gpu.clock_hz, ',domain="compute"')
+    add("deploykit_gpu_clock_hertz", gpu.memory_clock_hz, ',domain="memory"')
+    if gpu.throttled is not None:
+        for reason in THROTTLES:
+            held = int(reason in gpu.throttled)
+            add("deploykit_gpu_throttled", held, f',reason="{reason}"')
+    for rail, watts in gpu.rails:
+        add("deploykit_board_power_watts", watts, f',rail="{label(rail)}"')
+    return shown

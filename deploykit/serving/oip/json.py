@@ -1,0 +1,245 @@
+"""Open Inference Protocol v2 over HTTP: request bytes to arrays, arrays to response bytes.
+
+Pure functions. In: a body, the length of its JSON part, and the model's `Signature`. Out: a
+`Request` whose arrays fit the model, or BadInput that names the field; and a response's JSON part
+with its binary tails. What a request means is for `request.py` to say.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import orjson
+
+from deploykit.core.errors import BadInput
+from deploykit.serving.oip.request import (
+    Binary,
+    Given,
+    Memory,
+    Plan,
+    Request,
+    Signature,
+    Wanted,
+    checked,
+    fill,
+    plan,
+    region_of,
+)
+from deploykit.serving.oip.response import best
+from deploykit.serving.oip.tensors import Bytes, show, to_bytes, to_json
+
+MAX_NESTING = 100
+_CACHED_HEAD_BYTES = 2048  # most clients send the same JSON part again and again
+
+
+def header_length(text: bytes | None) -> int | None:
+    """The value of Inference-Header-Content-Length; None when it was not sent. Raises BadInput."""
+    if text is None:
+        return None
+    if not text.isdigit() or len(text) > 18:
+        raise BadInput(f"Inference-Header-Content-Length is {show(text)}, not a number of bytes")
+    return int(text)
+
+
+def decode(
+    body: Bytes, json_bytes: int | None, model: Signature, memory: Memory | None = None
+) -> Request:
+    """Read one request. `json_bytes`: how much of `body` is JSON, None for all of it, 0 for none.
+
+    `memory`: the shared memory that may be referred to, None where that is not offered. Raises
+    BadInput for whatever does not fit the protocol or the model, TooLarge for tensors above
+    `model.max_bytes`.
+    """
+    size = len(body)
+    if json_bytes is None:
+        json_bytes = size
+    elif json_bytes == 0:
+        return _raw(body, model)
+    elif json_bytes > size:
+        raise BadInput(
+            f"Inference-Header-Content-Length is {json_bytes}, but the body has {size} bytes"
+        )
+    head = bytes(body[:json_bytes])
+    read = _read_again if json_bytes <= _CACHED_HEAD_BYTES else _read
+    planned, binary_bytes = read(head, model)
+    if size != json_bytes + binary_bytes:
+        raise BadInput(
+            f"the inputs' binary_data_size add up to {binary_bytes} bytes, "
+            f"but {size - json_bytes} follow the JSON part"
+        )
+    return fill(planned, body, json_bytes, memory)
+
+
+def _read(head: bytes, model: Signature) -> tuple[Plan, int]:
+    """What the JSON part says, and how many bytes should follow it."""
+    document = parse_json(head)
+    parameters = checked(document.get("parameters"), "the request")
+    items, asked = document.get("inputs"), document.get("outputs")
+    if type(items) is not list or not items:
+        raise BadInput("'inputs' must be a list of at least one input")
+    at = 0
+    inputs = []
+    for item in items:
+        if type(item) is not dict:
+            raise BadInput("each of 'inputs' must be an object")
+        data = _data(item, at)
+        if isinstance(data, Binary) and type(data.size) is int:
+            at += data.size
+        inputs.append(Given(item.get("name"), item.get("datatype"), item.get("shape"), data))
+    if asked is not None and type(asked) is not list:
+        raise BadInput("'outputs' must be a list")
+    outputs = [_asked(item) for item in asked or ()]
+    return plan(inputs, outputs, parameters, document.get("id"), model), at
+
+
+_read_again = lru_cache(maxsize=256)(_read)
+
+
+def _data(item: Mapping[str, Any], at: int) -> object:
+    """An input's one of the three: a list, the bytes `at` which it should be, or shared memory."""
+    where = f"input {show(item.get('name'))}"
+    parameters = checked(item.get("parameters"), where)
+    size, region = parameters.get("binary_data_size"), region_of(parameters, where)
+    if ("data" in item) + (size is not None) + (region is not None) != 1:
+        raise BadInput(
+            f"{where} needs exactly one of 'data', 'binary_data_size' and 'shared_memory_region'"
+        )
+    if size is not None:
+        return Binary(None, at, size)
+    return item["data"] if region is None else region
+
+
+def _asked(item: object) -> tuple[object, object]:
+    if type(item) is not dict:
+        raise BadInput("each of 'outputs' must be an object with a 'name'")
+    return item.get("name"), item.get("parameters")
+
+
+def parse_json(text: bytes) -> dict[str, Any]:
+    """A JSON object, strictly: UTF-8, no NaN, nothing after it, nested at most 100 deep."""
+    try:
+        document = orjson.loads(text)
+    except orjson.JSONDecodeError as exc:
+        raise BadInput(f"the request is not valid JSON: {show(exc.msg)}") from exc
+    if type(document) is not dict:
+        raise BadInput("the request must be a JSON object")
+    if text.count(b"[") + text.count(b"{") > MAX_NESTING:
+        _check_nesting(document)
+    return document
+
+
+def _check_nesting(document: object) -> None:
+    level = [document]
+    for _ in range(MAX_NESTING):
+        values = (v if type(v) is list else v.values() for v in level)  # type: ignore[attr-defined]
+        level = [v for v in itertools.chain.from_iterable(values) if type(v) in (list, dict)]
+        if not level:
+            return
+    raise BadInput(f"the request's JSON is nested more than {MAX_NESTING} deep")
+
+
+def _raw(body: Bytes, model: Signature) -> Request:
+    """A request that is nothing but one tensor's bytes: batch 1, all outputs binary.
+
+    A single variable axis follows from the number of bytes; for BYTES, all of them are one element.
+    """
+    why = "a raw binary request (Inference-Header-Content-Length: 0)"
+    if len(model.inputs) != 1:
+        raise BadInput(f"{why} needs a model with one input, this one has {len(model.inputs)}")
+    if not body:
+        raise BadInput(f"{why} has no bytes")
+    slot = next(iter(model.inputs.values()))
+    text = not slot.item_bytes
+    axes = [1 if text and isinstance(axis, str) else axis for axis in slot.spec.shape]
+    if model.max_batch:
+        axes[0] = 1
+    free = [place for place, axis in enumerate(axes) if isinstance(axis, str)]
+    if len(free) > 1:
+        raise BadInput(f"{why} needs an input with one variable axis at most, it is {slot.spec}")
+    sizes = [axis for axis in axes if isinstance(axis, int)]
+    fixed_bytes = math.prod(sizes) * slot.item_bytes
+    for place in free:
+        axes[place] = len(body) // fixed_bytes if fixed_bytes else 0
+    if text:
+        if math.prod(sizes) != 1:
+            raise BadInput(f"{why} is one text, the input is {slot.spec}")
+        body = len(body).to_bytes(4, "little") + body
+    given = Given(slot.spec.name, slot.datatype, axes, Binary(body, 0, len(body)))
+    return fill(plan([given], None, {"binary_data_output": True}, None, model))
+
+
+def encode(
+    name: str,
+    version: str,
+    request: Request,
+    outputs: Mapping[str, np.ndarray],
+    model: Signature,
+    memory: Memory | None = None,
+) -> tuple[list[bytes], int | None]:
+    """The JSON part and the binary tails, and the JSON part's length when anything follows it.
+
+    `memory` is what the request was decoded with. Raises what its `write` raises, and BadInput when
+    an output asked for as JSON holds what JSON cannot carry.
+    """
+    if request.id is None:
+        arrays = [outputs[wanted.name] for wanted in request.outputs]
+        shapes = tuple([array.shape for array in arrays])
+        known = _known_head(name, version, request.outputs, shapes, model)
+        if known is not None:
+            return [known, *[array.tobytes() for array in arrays]], len(known)
+    items: list[dict[str, Any]] = []
+    tails: list[bytes] = []
+    for wanted in request.outputs:
+        output, binary, classes, region = wanted
+        array, datatype = outputs[output], model.outputs[output].datatype
+        if classes:
+            array, datatype = best(wanted, array, model), "BYTES"
+        item: dict[str, Any] = {"name": output, "datatype": datatype, "shape": array.shape}
+        if memory is not None and region is not None:
+            # no 'parameters' here: with them the C++ client would look for a tail
+            memory.write(region, to_bytes(array, datatype))
+        elif binary:
+            tail = to_bytes(array, datatype)
+            item["parameters"] = {"binary_data_size": len(tail)}
+            tails.append(tail)
+        else:
+            item["data"] = to_json(array, datatype, output)
+        items.append(item)
+    head = _head(name, version, request.id, items)
+    return [head, *tails], len(head) if any(tails) else None
+
+
+def _head(name: str, version: str, request_id: str | None, items: list[dict[str, Any]]) -> bytes:
+    document: dict[str, Any] = {"model_name": name, "model_version": version}
+    if request_id is not None:
+        document["id"] = request_id
+    document["outputs"] = items
+    return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+@lru_cache(maxsize=256)
+def _known_head(
+    name: str,
+    version: str,
+    wanted: tuple[Wanted, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    model: Signature,
+) -> bytes | None:
+    """The JSON part where all that follows are numbers as they are; None where it is not so."""
+    items = []
+    for each, shape in zip(wanted, shapes, strict=True):
+        slot = model.outputs[each.name]
+        size = math.prod(shape) * slot.item_bytes
+        if not (each.binary and slot.item_bytes and size) or slot.datatype == "BF16":
+            return None
+        if each.classes or each.region is not None:
+            return None
+        parameters = {"binary_data_size": size}
+        item = {"name": each.name, "datatype": slot.datatype, "shape": shape}
+        items.append({**item, "parameters": parameters})
+    return _head(name, version, None, items)

@@ -1,0 +1,260 @@
+"""Serve models over HTTP/1.1, and gRPC beside it: one event loop, no task or thread per request.
+
+In: engines by name and `ServeOptions`. Out: a listening server, until SIGTERM or SIGINT; then every
+request taken is answered and `run` returns. `benchmarks/http_stacks.py` holds the measurement that
+chose uvloop with a parser of our own wiring; the limits that such a parser lacks are in wire.py and
+connection.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import uvloop
+
+from deploykit.runtimes.cuda.errors import DeviceLost
+from deploykit.runtimes.engine import Engine
+from deploykit.serving.batching.delivery import deliver_here
+from deploykit.serving.batching.policy import Pending
+from deploykit.serving.http.connection import Connection, Listener
+from deploykit.serving.http.head import Limits
+from deploykit.serving.http.json_worker import Reader
+from deploykit.serving.http.routes import Routes
+from deploykit.serving.models.repository import Service
+from deploykit.serving.observe.prometheus import Samples
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.transport.listener import Acceptor, bind, is_loopback
+from deploykit.serving.transport.memory import Held
+from deploykit.serving.transport.security import Door, Guard, tls_context
+from deploykit.serving.web.page import FILES
+
+if TYPE_CHECKING:
+    from deploykit.serving.grpc.server import GrpcServer
+
+log = logging.getLogger(__name__)
+
+__all__ = ["Limits", "ServeOptions", "Server", "run"]
+
+TICK_S = 0.1  # how late a deadline may be noticed
+DRAIN_S = 30.0  # how long a shutdown waits for an engine
+CLOSE_S = 5.0  # how long it then waits for clients to read their answers
+FATAL_S = 1.0  # the same three, once the device is lost: a supervisor is to start us anew
+ECHO_S = 1.0  # within it a second SIGTERM is the first one again
+READERS = 2  # threads that read large and compressed bodies
+
+_HELD = {
+    "deploykit_held_bytes": ("gauge", "Bytes of large requests that were read and not answered."),
+    "deploykit_held_limit_bytes": ("gauge", "How many there may be; more are refused."),
+}
+
+T = TypeVar("T")
+OnReady = Callable[[str, int, "int | None"], None]  # host, HTTP port, gRPC port
+
+
+def run(
+    models: Mapping[str, Engine | Sequence[Engine]],
+    options: ServeOptions,
+    on_ready: OnReady,
+    *,
+    limits: Limits | None = None,
+) -> int:
+    """Serve until SIGTERM or SIGINT; call `on_ready(host, http_port, grpc_port)` when ready.
+
+    Returns how many accepted requests were not answered: 0 unless an engine hangs. A second signal
+    raises KeyboardInterrupt at once, but for a SIGTERM within a second of another. Raises BadInput
+    when the host or a port cannot be had or a certificate is wrong, DeviceLost when the device is
+    gone and only a new process can have it.
+    """
+    server = Server(models, options, limits)
+
+    def ready(host: str, port: int, grpc_port: int | None) -> None:
+        gc.collect()
+        gc.freeze()  # else a full collection looks at all modules: 20 ms without an answer
+        on_ready(host, port, grpc_port)
+
+    try:
+        return server.run(ready)
+    finally:
+        gc.unfreeze()
+
+
+class Server:
+    """A server that has its address already; `run` blocks, `stop` may be called from any thread."""
+
+    def __init__(
+        self,
+        models: Mapping[str, Engine | Sequence[Engine]],
+        options: ServeOptions,
+        limits: Limits | None = None,
+    ) -> None:
+        limits = limits or Limits()
+        guard = Guard(options.token)
+        tls = None
+        if options.tls_cert is not None and options.tls_key is not None:
+            tls = tls_context(options.tls_cert, options.tls_key)
+        self._options = options
+        self._handlers: dict[int, Any] = {}  # whose the signals were before
+        self._socket = bind(options.host, options.http_port)
+        self._loop = uvloop.new_event_loop()
+        try:
+            self.host, self.port = self._socket.getsockname()[:2]
+            loopback = is_loopback(self.host)
+            door = Door(guard, loopback=loopback, origins=options.origins, public=FILES)
+            self.service = Service(
+                models, options, deliver=self._deliver, later=self._loop.call_soon
+            )
+        except BaseException:
+            self._release()
+            raise
+        self._readers = ThreadPoolExecutor(READERS, "deploykit reader")
+        self._reader = Reader()
+        scheme = "https" if tls else "http"
+        self._routes = Routes(self.service, self._aside, self._reader, scheme=scheme)
+        held = Held(options.max_held_bytes, options.max_body_bytes)
+        self.service.show(partial(_held, held), _HELD)
+        self._listener = Listener(self._routes.handle, limits, door, options.max_body_bytes, held)
+        make = partial(Connection, self._listener)
+        self._acceptor = Acceptor(self._loop, self._socket, self._listener, make, tls)
+        self._grpc: GrpcServer | None = None
+        if options.grpc_port is not None:
+            from deploykit.serving.grpc.server import GrpcServer
+
+            self._grpc = GrpcServer(self.service, options, guard, held)
+        self._stopped = asyncio.Event()
+        self._signals = 0
+        self._signalled_s = -ECHO_S
+        self._interrupted = False
+
+    def run(self, on_ready: OnReady) -> int:
+        """As the function `run`; outside the main thread signals are left alone."""
+        aborted = True
+        try:
+            self.service.warm_up()
+            dropped = self._loop.run_until_complete(self._serve(on_ready))
+            aborted = False
+        finally:
+            self._readers.shutdown(wait=False, cancel_futures=True)
+            self._reader.close()
+            self.service.close(drain=False, timeout_s=0 if aborted else self._limit_s(CLOSE_S))
+            self._release()
+        if self.service.fatal:
+            raise DeviceLost(self.service.fatal, hint="start the server again")
+        return dropped
+
+    def stop(self) -> None:
+        """Begin the shutdown that a first signal begins."""
+        self._loop.call_soon_threadsafe(self._begin_drain)
+
+    @property
+    def _unanswered(self) -> int:
+        return self._listener.unanswered + (self._grpc.unanswered if self._grpc else 0)
+
+    def _limit_s(self, usual_s: float) -> float:
+        return FATAL_S if self.service.fatal else usual_s
+
+    async def _serve(self, on_ready: OnReady) -> int:
+        loop = self._loop
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._handlers[number] = signal.getsignal(number)
+                loop.add_signal_handler(number, self._signalled, number)
+        grpc_port = await self._grpc.start() if self._grpc else None
+        self._routes.grpc_port = grpc_port
+        self._acceptor.open()
+        self._warn()
+        ticking = asyncio.ensure_future(self._tick())
+        try:
+            on_ready(self.host, self.port, grpc_port)
+            await self._stopped.wait()
+            await self._until(lambda: not self._unanswered, DRAIN_S)
+            self._acceptor.close()
+            self._socket.close()  # from here on a client is refused, not left waiting
+            dropped = self._unanswered
+            self._listener.close_all()
+            if self._grpc:
+                await self._grpc.stop(self._limit_s(CLOSE_S) if self._signals < 2 else 0.0)
+            left, acceptor = self._listener.connections, self._acceptor
+            await self._until(lambda: not (left or acceptor.greeting), CLOSE_S)
+        finally:
+            ticking.cancel()
+            for connection in list(self._listener.connections):
+                connection.abort()
+        if self._signals > 1 or self._interrupted:
+            if dropped:
+                log.warning("%d accepted requests were not answered", dropped)
+            raise KeyboardInterrupt
+        return dropped
+
+    def _warn(self) -> None:
+        options = self._options
+        if is_loopback(self.host):
+            return
+        if options.token is None:
+            log.warning("listening on %s: whoever reaches it may use the models", self.host)
+        elif options.tls_cert is None:
+            log.warning("listening on %s without TLS: the token can be read on its way", self.host)
+
+    async def _until(self, reached: Callable[[], bool], limit_s: float) -> None:
+        """Wait; not after a second signal, nor longer than is left once the device is lost."""
+        begin_s = self._loop.time()
+        while not reached() and self._signals < 2:
+            if self._loop.time() - begin_s > self._limit_s(limit_s):
+                return
+            await asyncio.sleep(TICK_S / 5)
+
+    async def _tick(self) -> None:
+        while True:
+            self.service.expire()
+            self._listener.tick(time.monotonic())
+            if self.service.fatal and not self._stopped.is_set():
+                log.error("%s; the server ends", self.service.fatal)
+                self._begin_drain()
+            await asyncio.sleep(TICK_S)
+
+    def _deliver(self, requests: Sequence[Pending]) -> None:
+        """Called on an engine's thread: one wake-up of the loop for the whole batch."""
+        try:
+            self._loop.call_soon_threadsafe(deliver_here, requests)
+        except RuntimeError:  # the loop is closed: the engine hung past the shutdown
+            log.error("%d requests finished after the shutdown", len(requests))
+
+    def _aside(self, work: Callable[[], T], then: Callable[[Callable[[], T]], None]) -> None:
+        """Do `work` on another thread, and `then` on the loop's; see inference.Aside."""
+        future = self._readers.submit(work)
+        future.add_done_callback(lambda done: self._loop.call_soon_threadsafe(then, done.result))
+
+    def _signalled(self, number: int) -> None:
+        now_s = self._loop.time()
+        echo = number == signal.SIGTERM and now_s - self._signalled_s < ECHO_S
+        self._signalled_s = now_s
+        if echo:  # `timeout` and others send it to a process and to its group
+            return
+        self._signals += 1
+        self._interrupted = self._interrupted or number == signal.SIGINT
+        self._begin_drain()
+
+    def _begin_drain(self) -> None:
+        self.service.drain()
+        self._listener.draining = True
+        self._stopped.set()
+
+    def _release(self) -> None:
+        self._socket.close()
+        self._loop.close()  # uvloop leaves its handlers behind: Ctrl-C would do nothing any more
+        for number, handler in self._handlers.items():
+            if handler is not None:  # it was not Python's
+                signal.signal(number, handler)
+
+
+def _held(held: Held) -> Samples:
+    values = (held.bytes, held.limit)
+    return {name: [f"{name} {value}"] for name, value in zip(_HELD, values, strict=True)}

@@ -1,0 +1,86 @@
+"""One request as the transport hands it to a route, and the replies that every route shares.
+
+In: a `Head` that was checked and a body that was read whole. Out: exactly one `reply`. Nothing here
+knows sockets: a test's call is as good as a connection's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import orjson
+
+from deploykit.core.errors import DeploykitError
+from deploykit.serving.oip.tensors import Bytes, show
+
+log = logging.getLogger(__name__)
+
+JSON = b"Content-Type: application/json\r\n"
+RETRY = b"Retry-After: 1\r\n"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a request is not even read; `headers` belong to the reply."""
+
+    status: int
+    text: str
+    headers: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A request's line and the headers that mean something here. Equal bytes give an equal Head."""
+
+    method: str = ""
+    target: str = ""
+    path: str = ""  # the target without its query
+    host: bytes | None = None
+    keep_alive: bool = False
+    old: bool = False  # HTTP/1.0
+    length: int | None = 0  # of the body, bytes; None: it comes in chunks
+    expect: bool = False  # the client waits for "100 Continue"
+    json_bytes: bytes | None = None  # the header Inference-Header-Content-Length
+    encoding: bytes | None = None  # Content-Encoding
+    accept_encoding: bytes | None = None
+    authorization: bytes | None = None
+    trace: bytes | None = None  # traceparent
+    cors: bytes = b""  # headers of every reply, for a page of another, allowed origin
+    refusal: Refusal | None = None
+
+
+class Call(Protocol):
+    """One request, and the way back to who sent it."""
+
+    head: Head
+    body: Bytes
+    cancel: Callable[[], object] | None  # what to do if the client goes before the reply
+
+    @property
+    def gone(self) -> bool:
+        """Whether the client has left: no reply would reach it."""
+
+    def hold(self, size: int) -> bool:
+        """Count `size` bytes more until the reply; whether the server has room for them."""
+
+    def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None: ...
+
+
+def reply_exception(call: Call, exc: DeploykitError) -> None:
+    text = f"{exc.message}; {exc.hint}" if exc.hint else exc.message
+    reply_error(call, exc.http_status, text, RETRY if exc.http_status == 503 else b"")
+
+
+def reply_bug(call: Call) -> None:
+    """Say that it is our fault; the caller has logged what happened."""
+    reply_error(call, 500, "an error inside the server; its log says more")
+
+
+def reply_error(call: Call, status: int, text: str, headers: bytes = b"") -> None:
+    """The protocol's error body, `{"error": "one sentence"}`, and one line in the log."""
+    if log.isEnabledFor(logging.INFO):
+        log.info("%s %s: %d %s", show(call.head.method), show(call.head.target), status, show(text))
+    call.reply(status, JSON + headers, [orjson.dumps({"error": text})])

@@ -1,0 +1,131 @@
+"""Who may call the server: token, Host and Origin, and the TLS that carries them.
+
+In: the options, and of a request the headers that say who sends it. Out: yes or the refusal. A
+browser runs pages of strangers, so a server that answers on localhost only must not answer a page
+from elsewhere (DNS rebinding, foreign forms), whatever the method.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import ssl
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from deploykit.core.errors import BadInput, first_line, os_reason
+from deploykit.serving.transport.call import Refusal
+
+_LOCAL = re.compile(rb"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
+_ORIGIN = re.compile(r"https?://[^/\s@]+", re.IGNORECASE)
+HEALTH = "/v2/health/"  # what a supervisor asks without a token
+
+
+class Guard:
+    """Checks `Authorization: Bearer TOKEN` in a time that does not depend on what is wrong."""
+
+    def __init__(self, token: str | None) -> None:
+        self._digest = None if token is None else hashlib.sha256(token.encode()).digest()
+
+    def allows(self, authorization: bytes | None) -> bool:
+        if self._digest is None:
+            return True
+        scheme, _, token = (authorization or b"").partition(b" ")
+        same = hmac.compare_digest(hashlib.sha256(token.strip()).digest(), self._digest)
+        return same and scheme.lower() == b"bearer"
+
+
+class Door:
+    """The rules for one server: its token, and where the pages that call it may come from."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        *,
+        loopback: bool,
+        origins: Sequence[str] = (),
+        public: Collection[str] = (),
+    ) -> None:
+        """`public`: paths that need no token, as the page that asks people for it."""
+        for origin in origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise BadInput(
+                    f"--origin {origin}: not an origin",
+                    hint="scheme, host and port as a browser sends them: https://example.org:8080",
+                )
+        self._guard = guard
+        self._public = frozenset(public)
+        self._loopback = loopback
+        self._origins = {origin.lower().encode() for origin in origins}
+
+    def refusal(
+        self,
+        method: str,
+        path: str,
+        host: bytes | None,
+        origin: bytes | None,
+        authorization: bytes | None,
+    ) -> Refusal | None:
+        """Why a request is not to be answered, None if it is."""
+        if self._loopback and host is not None and not _LOCAL.fullmatch(host):
+            return Refusal(403, "this server answers on localhost only; see --host")
+        if origin is not None and not self._is_known(origin, host):
+            text = f"pages of {ascii(origin.decode('latin-1'))[:80]} may not call this server"
+            return Refusal(403, f"{text}; see --origin")
+        open_ = path.startswith(HEALTH) or path in self._public
+        # what a browser asks before it lets a page ask: it sends no token with it
+        open_ = open_ or (method == "OPTIONS" and origin is not None)
+        if not open_ and not self._guard.allows(authorization):
+            text = "a token is needed: send the header 'Authorization: Bearer TOKEN'"
+            return Refusal(401, text, b"WWW-Authenticate: Bearer\r\n")
+        return None
+
+    def _is_known(self, origin: bytes, host: bytes | None) -> bool:
+        if origin.lower() in self._origins:
+            return True
+        place = origin.partition(b"://")[2]
+        return bool(_LOCAL.fullmatch(place)) if self._loopback else bool(place) and place == host
+
+
+def allow_origin(origin: bytes) -> bytes:
+    """The headers with which a browser lets a page of `origin`, known already, read a reply."""
+    return (
+        b"Access-Control-Allow-Origin: " + origin + b"\r\nVary: Origin\r\n"
+        b"Access-Control-Expose-Headers: Inference-Header-Content-Length\r\n"
+    )
+
+
+PREFLIGHT = (
+    b"Access-Control-Allow-Methods: GET, HEAD, POST\r\n"
+    b"Access-Control-Allow-Headers: Authorization, Content-Type, Content-Encoding, "
+    b"Inference-Header-Content-Length, Traceparent\r\n"
+    b"Access-Control-Max-Age: 600\r\n"
+)
+
+
+def tls_context(cert: Path, key: Path) -> ssl.SSLContext:
+    """TLS 1.2 or newer with this certificate. Raises BadInput naming the file that is wrong."""
+    for option, path in (("--tls-cert", cert), ("--tls-key", key)):
+        try:
+            text = path.read_bytes()
+        except OSError as exc:
+            raise BadInput(f"{option} {path}: {os_reason(exc)}") from exc
+        if b"-----BEGIN " not in text:
+            raise BadInput(f"{option} {path}: not a PEM file", hint="it begins with -----BEGIN")
+        if option == "--tls-key" and b"ENCRYPTED" in text:
+            raise BadInput(
+                f"{option} {path}: the key is encrypted",
+                hint="openssl pkey -in KEY -out PLAIN writes it without its password",
+            )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(cert, key)
+    except ssl.SSLError as exc:
+        if exc.reason == "KEY_VALUES_MISMATCH":
+            raise BadInput(f"--tls-key {key} does not belong to --tls-cert {cert}") from exc
+        reason = exc.reason or first_line(exc)
+        raise BadInput(f"--tls-cert {cert}, --tls-key {key}: {reason}") from exc
+    return context

@@ -1,0 +1,92 @@
+"""Artefacts of several files: weights beside the model move, are hashed and rejected with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import deploykit as dk
+from deploykit.api.artefacts import Made, keep, onnx_manifest, parity_sizes, reject, staged
+from deploykit.core.artefact import read_manifest
+from deploykit.core.tensors import parse_spec
+from deploykit.onnx_graph.graph import save_graph
+from tests.support.onnx_zoo import linear, make
+
+X = np.ones((1, 256), np.float32)
+
+
+def large(value: float) -> bytes:
+    from onnx import helper
+
+    weights = {"W": np.full((256, 8), value, np.float32)}
+    node = helper.make_node("MatMul", ["x", "W"], ["y"], name="large")
+    return make([node], {"x": ("N", 256)}, {"y": ("N", 8)}, weights)
+
+
+def write(out: Path, value: float, *, good: bool = True) -> Made:
+    with staged(out) as tmp:
+        save_graph(large(value), tmp, limit_bytes=1024)
+        assert tmp.with_name(f"{tmp.name}.data").is_file()
+        made = Made(out, onnx_manifest(tmp, (), tools=("onnx",), checks={}))
+        return keep(tmp, made) if good else reject(tmp, made)
+
+
+def answer(path: Path) -> float:
+    with dk.load(path, "cpu") as engine:
+        return float(engine({"x": X})["y"][0, 0])
+
+
+def test_weights_beside_the_model_are_kept_with_it(tmp_path: Path) -> None:
+    out = tmp_path / "m.onnx"
+    write(out, 1.0)
+    assert answer(out) == 256.0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "m.onnx",
+        "m.onnx.data",
+        "m.onnx.json",
+    ]
+
+
+def test_a_rejected_model_leaves_the_weights_of_the_accepted_one(tmp_path: Path) -> None:
+    out = tmp_path / "m.onnx"
+    write(out, 1.0)
+    rejected = write(out, 2.0, good=False)
+    assert rejected.path.name == "m.rejected.onnx"
+    assert answer(out) == 256.0
+    assert answer(rejected.path) == 512.0
+    for path in (out, rejected.path):
+        assert read_manifest(path) is not None
+
+
+def test_weights_that_were_changed_are_refused(tmp_path: Path) -> None:
+    out = tmp_path / "m.onnx"
+    write(out, 1.0)
+    data = tmp_path / "m.onnx.data"
+    data.write_bytes(data.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(dk.BadInput, match=r"m\.onnx\.data: is not the file"):
+        dk.inspect(out)
+
+
+def test_a_model_in_one_file_takes_the_weights_of_the_last_one_away(tmp_path: Path) -> None:
+    out = tmp_path / "m.onnx"
+    write(out, 1.0)
+    with staged(out) as tmp:
+        save_graph(linear(), tmp)
+        keep(tmp, Made(out, onnx_manifest(tmp, (), tools=("onnx",), checks={})))
+    assert not (tmp_path / "m.onnx.data").exists()
+
+
+def test_parity_sizes_cover_batches_lengths_and_pictures() -> None:
+    specs = [parse_spec("ids:int64[N,T]"), parse_spec("image:float32[N,3,H,64]")]
+    sizes = parity_sizes(specs)
+    assert [each["N"] for each in sizes] == [1, 2, 7, 32]
+    assert len({each["T"] for each in sizes}) == 4
+    assert all(each["H"] >= 64 for each in sizes)
+    assert parity_sizes([parse_spec("x:float32[2,3]")]) == [{}]
+
+
+def test_parity_sizes_stay_within_limits() -> None:
+    sizes = parity_sizes([parse_spec("x:float32[N,3]")], {"N": (2, 8)})
+    assert [each["N"] for each in sizes] == [2, 7, 8]

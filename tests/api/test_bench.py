@@ -1,0 +1,192 @@
+"""`bench` with TensorRT engines, on a machine made of Python below our runtime."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import deploykit as dk
+from deploykit.api.bench import bench
+from deploykit.cli.main import main
+from deploykit.core.artefact import manifest_path, read_manifest
+from tests.support.runtimes.gpu_machine import LAYERS, gpu_machine, plan
+
+Machine = Callable[..., Any]
+
+
+@pytest.fixture(name="machine")
+def machine_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    folder = tmp_path / "machine"
+    folder.mkdir()
+    with ExitStack() as stack:
+        yield lambda **more: stack.enter_context(gpu_machine(folder, monkeypatch, **more))
+
+
+def timed(*engines: Path, **options: Any) -> Any:
+    short = {"warmup_s": 0.0, "seconds": 0.05, "batches": (1, 8), **options}
+    return bench(engines, out=engines[0].parent / "report", **short)
+
+
+def test_an_engine_is_timed_against_the_model_it_was_built_from(
+    machine: Machine, affine_onnx: Path
+) -> None:
+    machine()
+    engine = dk.build(affine_onnx, "l4").path
+    report = timed(engine)
+    columns = {point.label: point for point in report.points if point.batch == 8}
+    assert columns["affine, TensorRT"].device == "cuda:0"
+    assert columns["affine, TensorRT"].runtime == "tensorrt 10.13.3.9"
+    assert columns["fp32 CPU"].runtime.startswith("onnxruntime")
+    first, second = report.artefacts
+    assert (first["file"], first["format"], first["precision"]) == ("affine.onnx", "onnx", "fp32")
+    assert (second["file"], second["format"]) == ("affine.trt", "tensorrt")
+    assert second["built_on"]["gpu"] == "NVIDIA L4"
+    assert [(found["a"], found["b"]) for found in report.parity] == [("affine.onnx", "affine.trt")]
+    assert (affine_onnx.parent / "report" / "report.json").exists()
+
+
+def test_its_precision_is_the_manifests_and_its_baseline_the_float32_model_before_it(
+    machine: Machine, affine_onnx: Path
+) -> None:
+    machine(content=plan(layers=LAYERS.replace("Float", "Half")))
+    half = dk.quantize(affine_onnx, "fp16").path
+    report = timed(dk.build(half, "l4").path)
+    assert [(item["file"], item["precision"]) for item in report.artefacts] == [
+        ("affine.onnx", "fp32"),
+        ("affine.fp16.trt", "fp16"),
+    ]
+
+
+def test_without_the_float32_model_a_baseline_is_asked_for(
+    machine: Machine, affine_onnx: Path, tmp_path: Path
+) -> None:
+    machine()
+    engine = dk.build(affine_onnx, "l4").path
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    moved = affine_onnx.rename(elsewhere / "model.onnx")
+    with pytest.raises(dk.BadInput, match="is not beside it") as caught:
+        timed(engine)
+    assert "--baseline" in (caught.value.hint or "")
+    assert timed(engine, baseline=moved).artefacts[0]["file"] == "model.onnx"
+
+
+def test_an_engine_is_no_baseline(machine: Machine, affine_onnx: Path) -> None:
+    machine()
+    engine = dk.build(affine_onnx, "l4").path
+    with pytest.raises(dk.BadInput, match="the baseline is a float32 model in ONNX"):
+        timed(affine_onnx, baseline=engine)
+
+
+def test_an_engine_that_was_never_run_is_proven_before_it_is_timed(
+    machine: Machine, affine_onnx: Path
+) -> None:
+    machine(has_cuda=False)
+    engine = dk.build(affine_onnx, "l4").path
+    machine()
+    timed(engine)
+    manifest = read_manifest(engine)
+    assert manifest is not None
+    assert manifest.checks["verified"] is True
+
+
+def test_an_engine_without_a_manifest_is_timed_on_trust_and_the_report_says_so(
+    machine: Machine, affine_onnx: Path
+) -> None:
+    machine()
+    engine = dk.build(affine_onnx, "l4").path
+    manifest_path(engine).unlink()
+    with pytest.raises(dk.BadInput, match="has no manifest"):
+        timed(engine, baseline=affine_onnx)
+    told: list[str] = []
+    report = timed(engine, baseline=affine_onnx, trust=True, on_note=told.append)
+    assert len(told) == 1
+    assert told[0] in report.notes
+    assert report.artefacts[1]["precision"] == "unknown"
+
+
+def test_batches_and_accuracy_keep_within_what_an_engine_takes(
+    machine: Machine, affine_onnx: Path, tmp_path: Path
+) -> None:
+    machine(content=plan((1, 4, 8), layers=LAYERS))
+    from deploykit.api.build_tensorrt import Shapes
+
+    engine = dk.build(affine_onnx, "l4", shapes=Shapes(batch="1,4,8")).path
+    data = tmp_path / "test.npz"
+    np.savez(data, x=np.eye(4, dtype=np.float32).repeat(5, 0), labels=np.arange(4).repeat(5))
+    report = timed(engine, batches=(4, 64), data=data)
+    ours = [point.batch for point in report.points if "TensorRT" in point.label]
+    assert ours == [4]
+    assert [row.value.value for row in report.accuracy] == [1.0, 1.0]
+    assert max(row["batch"] for row in report.parity[0]["rows"]) == 8
+
+
+def test_without_a_gpu_an_engine_is_refused(affine_onnx: Path, machine: Machine) -> None:
+    machine()
+    engine = dk.build(affine_onnx, "l4").path
+    with pytest.raises(dk.Unsupported, match="runs on a GPU only"):
+        timed(engine, device="cpu")
+
+
+def test_other_files_are_refused_by_their_kind(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    import torch
+
+    path = tmp_path / "m.pt"
+    torch.save({"w": torch.zeros(1)}, path)
+    with pytest.raises(dk.BadInput, match=r"m\.pt: is a torch file; bench takes \.onnx and \.trt"):
+        timed(path)
+
+
+def test_the_command_warns_once_of_what_it_takes_on_trust(
+    machine: Machine,
+    affine_onnx: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    machine()
+    engine = dk.build(affine_onnx, "l4").path
+    manifest_path(engine).unlink()
+    short = ("--warmup", "0", "--seconds", "0.05", "--batches", "1")
+    out = ("-o", affine_onnx.parent / "report", "--baseline", affine_onnx)
+    words = ["deploykit", "bench", engine, "--trust", *short, *out]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(main())
+    assert not ended.value.code
+    warnings = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"warning: {engine}: loaded without a manifest, on trust")
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_throttled_gpu_is_a_warning_or_with_strict_a_failure(
+    machine: Machine,
+    affine_onnx: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    strict: bool,
+) -> None:
+    from deploykit.runtimes import devices
+
+    machine()
+    engine = dk.build(affine_onnx, "l4").path
+    hot = (devices.Gpu("GPU-1", "NVIDIA L4", 0, "nvml", throttled=("hw_thermal",)),)
+    monkeypatch.setattr(devices.Devices, "read", lambda _self: hot)
+    out = affine_onnx.parent / "report"
+    words = ["deploykit", "bench", engine, "--batches", "1", "--seconds", "0.05", "--warmup", "0"]
+    words += ["-o", out, *(["--strict"] if strict else [])]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(main())
+    assert bool(ended.value.code) is strict
+    said = capfd.readouterr()
+    assert "the GPU was held back while it was timed: hw_thermal" in said.err
+    assert "no speed-up is stated" in said.out
+    assert (out / "report.json").exists()

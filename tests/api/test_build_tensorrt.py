@@ -1,0 +1,341 @@
+"""`build` for TensorRT: what is proven of an engine, and what is said where nothing can be.
+
+A stand-in for TensorRT takes the builder's place: no machine here has a GPU. With NVIDIA's own
+parser and builder (`nvidia`) `--check` is run for real.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import deploykit as dk
+from deploykit.api import build as making
+from deploykit.api import build_tensorrt
+from deploykit.api.build_tensorrt import Labelled, Shapes, build_plan
+from deploykit.core.artefact import read_manifest
+from deploykit.core.files import sha256
+from deploykit.core.machine import Gpu, this_machine
+from deploykit.core.profile import load_profile
+from deploykit.runtimes.tensorrt.compatibility import Here, rebuild
+from tests.support.builders.fake_tensorrt import Behaviour
+from tests.support.builders.fake_tensorrt import make as fake_module
+from tests.support.builders.tensorrt_fixtures import (  # noqa: F401
+    Use,
+    cache_fixture,
+    model_fixture,
+    use_fixture,
+)
+from tests.support.onnx_zoo import mnist_like, save
+from tests.support.runtimes.gpu_machine import LAYERS, gpu_machine, plan
+from tests.support.runtimes.modules import replaced
+
+Machine = Callable[..., Any]
+
+
+def layers(kind: str) -> str:
+    """One layer of the node `gemm` that computes in `kind`, as the engine inspector tells it."""
+    tensor = {"Name": "t", "Location": "Device", "Dimensions": [1, 4], "Format/Datatype": kind}
+    layer = {
+        "Name": "gemm",
+        "LayerType": "MatrixMultiply",
+        "Inputs": [tensor],
+        "Outputs": [tensor],
+        "Metadata": "[ONNX Layer: gemm]",
+    }
+    return json.dumps({"Layers": [layer], "Bindings": ["x", "y"]})
+
+
+def built(model: Path, folder: Path, labelled: Labelled | None = None, **shapes: Any) -> Any:
+    stage = folder / "stage"
+    stage.mkdir()
+    return build_plan(
+        model,
+        model,
+        stage / "m.trt",
+        folder / "m.trt",
+        load_profile("l4"),
+        Shapes(**shapes),
+        labelled=labelled,
+    )
+
+
+def test_an_engine_that_cannot_run_here_is_kept_and_not_called_verified(
+    model: Path, tmp_path: Path, use: Use
+) -> None:
+    use(layers=layers("Float"))
+    made = built(model, tmp_path)
+    assert made.path.read_bytes()[1:4] == b"trt"
+    manifest = read_manifest(made.path)
+    assert manifest is not None
+    assert manifest.format == "tensorrt"
+    assert manifest.precision == {"float32": 1}
+    assert manifest.checks["verified"] is False
+    assert manifest.built_on["profile"] == "l4"
+    assert manifest.built_on["batch"] == "1,8,32"
+    assert any("not verified" in note for note in made.notes)
+
+
+def test_inspect_shows_an_engine_by_its_manifest(model: Path, tmp_path: Path, use: Use) -> None:
+    use(layers=layers("Float"))
+    found = dk.inspect(built(model, tmp_path).path)
+    assert found.format == "tensorrt"
+    assert found.precision == {"float32": 1}
+    assert found.details["verified"] is False
+    assert found.fits == ("l4",)
+
+
+def test_an_engine_without_a_manifest_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.trt"
+    path.write_bytes(b"ftrt" + bytes(60))
+    with pytest.raises(dk.BadInput, match="without a manifest"):
+        dk.inspect(path)
+
+
+def test_a_plan_that_cannot_be_read_back_says_so(model: Path, tmp_path: Path, use: Use) -> None:
+    use(layers=None)
+    made = built(model, tmp_path)
+    assert made.manifest.checks["layers"] is None
+    assert any("not read back" in note for note in made.notes)
+
+
+def test_a_layer_wider_than_the_graph_asks_fails_and_is_named(
+    tmp_path: Path, use: Use, model: Path
+) -> None:
+    half = dk.quantize(model, "fp16", tmp_path / "half.onnx").path
+    use(layers=layers("Float"))
+    with pytest.raises(dk.GateFailed, match="gemm") as caught:
+        built(half, tmp_path)
+    assert not (tmp_path / "m.trt").exists()
+    assert caught.value.result.path.name == "m.rejected.trt"
+    assert caught.value.result.manifest.checks["mismatches"]
+
+
+def test_a_layer_as_narrow_as_asked_passes(tmp_path: Path, use: Use, model: Path) -> None:
+    half = dk.quantize(model, "fp16", tmp_path / "half.onnx").path
+    use(layers=layers("Half"))
+    made = built(half, tmp_path)
+    assert made.manifest.precision == {"float16": 1}
+    assert made.manifest.checks["mismatches"] == []
+
+
+def test_shapes_reach_the_builder(model: Path, tmp_path: Path, use: Use) -> None:
+    use(layers=layers("Float"))
+    assert built(model, tmp_path, batch="2,4,64", level=5).manifest.built_on["batch"] == "2,4,64"
+
+
+@pytest.mark.parametrize("batch", ["8,4,1", "x", "1,2", "-1,2,3"])
+def test_a_batch_that_is_no_range_is_refused(
+    model: Path, tmp_path: Path, use: Use, batch: str
+) -> None:
+    use()
+    with pytest.raises(dk.BadInput, match="--batch"):
+        built(model, tmp_path, batch=batch)
+
+
+# on a machine with a GPU
+
+
+@pytest.fixture(name="machine")
+def machine_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    folder = tmp_path / "machine"
+    folder.mkdir()
+    with ExitStack() as stack:
+        yield lambda **more: stack.enter_context(gpu_machine(folder, monkeypatch, **more))
+
+
+def test_the_manifest_says_what_an_engine_is_and_where_it_came_from(
+    machine: Machine, affine_onnx: Path, tmp_path: Path
+) -> None:
+    machine()
+    made = dk.build(affine_onnx, "l4", shapes=Shapes(level=4))
+    built_on = dict(made.manifest.built_on)
+    assert len(built_on.pop("timing_cache_sha256")) == 64
+    assert built_on == {
+        "tensorrt": "10.13.3.9",
+        "cuda": "13.0",
+        "driver": "580.65.06",
+        "gpu": "NVIDIA L4",
+        "compute_capability": "8.9",
+        "sm_count": "58",
+        "flavour": "tensorrt",
+        "profile": "l4",
+        "batch": "1,8,32",
+        "optimization_level": "4",
+        "workspace_bytes": str(6 << 30),
+        "typing": "strong",
+        "model": "affine.onnx",
+        "onnx_sha256": sha256(affine_onnx),
+        "precision": "fp32",
+    }
+    assert made.manifest.made_from == (sha256(affine_onnx),)
+    assert made.manifest.checks["golden"]["file"] == "affine.trt.golden.npz"
+    assert (tmp_path / "affine.trt.golden.npz").exists()
+
+
+def test_a_second_build_tells_that_its_timing_cache_was_there(
+    machine: Machine, affine_onnx: Path
+) -> None:
+    machine()
+    first = dk.build(affine_onnx, "l4").manifest.built_on
+    second = dk.build(affine_onnx, "l4").manifest.built_on
+    assert second["timing_cache_read_sha256"] == first["timing_cache_sha256"]
+
+
+def test_what_typed_the_graph_is_in_the_manifest_and_in_the_command(
+    machine: Machine, affine_onnx: Path, tmp_path: Path
+) -> None:
+    machine(content=plan(layers=LAYERS.replace("Float", "Half")))
+    made = dk.build(affine_onnx, "l4", precision="fp16")
+    manifest = made.manifest
+    assert manifest.built_on["precision"] == "fp16"
+    assert manifest.built_on["model"] == "affine.onnx"
+    assert manifest.made_from == (sha256(affine_onnx), manifest.built_on["onnx_sha256"])
+    assert manifest.checks["typing"]["quantize"]["to"] == "fp16"
+    assert manifest.checks["typing"]["judgement"]["passed"] is True
+    here = Here("10.13.3.9", "NVIDIA L4", "8.9", 58, "580.65.06", "13.0")
+    assert rebuild(made.path, manifest, here) == (
+        f"deploykit build affine.onnx --profile l4 --precision fp16 --batch 1,8,32 -o {made.path}"
+    )
+
+
+def test_the_share_of_time_in_each_precision_is_measured(
+    machine: Machine, affine_onnx: Path
+) -> None:
+    """Two layers, one of which takes three times as long."""
+    first = json.loads(LAYERS)["Layers"][0]
+    half = [{"Name": "t", "Format/Datatype": "Half"}]
+    other = {**first, "Name": "other", "Inputs": half, "Outputs": half, "ms": 3.0}
+    machine(content=plan(layers=json.dumps({"Layers": [first, other]})))
+    checks = dk.build(affine_onnx, "l4").manifest.checks
+    assert checks["shares"] == {"float16": 0.5, "float32": 0.5}
+    assert checks["time_shares"] == {"float16": 0.75, "float32": 0.25}
+
+
+def test_sizes_are_compared_within_what_the_engine_takes(
+    machine: Machine, affine_onnx: Path
+) -> None:
+    machine(content=plan((4, 8, 16), layers=LAYERS))
+    made = dk.build(affine_onnx, "l4", shapes=Shapes(batch="4,8,16"))
+    assert made.parity is not None
+    assert [row.batch for row in made.parity.rows] == [4, 7, 16]
+    assert made.manifest.checks["verified"] is True
+
+
+def test_an_engine_that_answers_otherwise_is_rejected(machine: Machine, affine_onnx: Path) -> None:
+    machine(content=plan(layers=LAYERS, off=1.0))
+    with pytest.raises(dk.GateFailed, match=r"against affine\.onnx: output 'y': error") as caught:
+        dk.build(affine_onnx, "l4")
+    assert caught.value.result.path.name == "affine.rejected.trt"
+    assert not affine_onnx.with_suffix(".trt").exists()
+    kept = read_manifest(caught.value.result.path)
+    assert kept is not None
+    assert kept.checks["verified"] is False
+    assert kept.checks["golden"]["file"] == "affine.rejected.trt.golden.npz"
+
+
+@pytest.mark.parametrize(("off", "passes"), [(0.0, True), (0.009, False)])
+def test_its_own_accuracy_is_gated_on_labelled_data(
+    machine: Machine, affine_onnx: Path, tmp_path: Path, off: float, passes: bool
+) -> None:
+    """Rows whose first value leads by less than `off` get another answer."""
+    machine(content=plan(layers=LAYERS, off=[0.0, off, 0.0, 0.0]))
+    x = np.zeros((400, 4), np.float32)
+    x[:, 0] = 0.001
+    data = tmp_path / "test.npz"
+    np.savez(data, x=x, labels=np.zeros(400, np.int64))
+    labelled = Labelled(data, max_drop=0.02)
+    build = functools.partial(built, affine_onnx, tmp_path, labelled=labelled)
+    if passes:
+        assert build().manifest.checks["judgement"]["passed"] is True
+    else:
+        with pytest.raises(dk.GateFailed) as caught:
+            build()
+        assert caught.value.result.manifest.checks["judgement"]["passed"] is False
+        assert caught.value.result.manifest.checks["parity"]["passed"] is True
+
+
+def test_a_gpu_that_another_program_uses_is_asked_for_its_free_memory(
+    machine: Machine, affine_onnx: Path
+) -> None:
+    does = machine()
+    does.seen["cuda"].total_bytes = 200 << 20
+    made = dk.build(affine_onnx, "l4")
+    assert does.seen["WORKSPACE"] < 200 << 20
+    assert any("for want of free memory" in note for note in made.notes)
+
+
+def test_a_jetson_is_told_by_its_board_and_not_by_the_name_of_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    gpu = Gpu("Orin (nvgpu)", None, "540.4.0", "8.7")
+    nano = replace(this_machine(), gpus=(gpu,), board_ids=("nvidia,p3767-0005", "nvidia,tegra234"))
+    monkeypatch.setattr(build_tensorrt, "this_machine", lambda: nano)
+    with pytest.raises(dk.Unsupported, match="profile 'jetson-orin-nx-16gb' is not this machine"):
+        build_tensorrt.check_here(load_profile("jetson-orin-nx-16gb"), model)
+    with replaced("tensorrt", fake_module(Behaviour())):
+        build_tensorrt.check_here(load_profile("jetson-orin-nano-8gb"), model)
+        without_smi = replace(nano, gpus=(), board="Jetson Orin Nano", l4t="36.4.3")
+        monkeypatch.setattr(build_tensorrt, "this_machine", lambda: without_smi)
+        build_tensorrt.check_here(load_profile("jetson-orin-nano-8gb"), model)
+
+
+# elsewhere
+
+
+def test_a_target_elsewhere_is_refused_with_what_works_here(model: Path) -> None:
+    if this_machine().gpus:
+        pytest.skip("a GPU is here")
+    with pytest.raises(dk.Unsupported, match="profile 'h200' is not this machine") as caught:
+        dk.build(model, "h200")
+    assert "--check" in caught.value.hint
+    assert "--profile cpu" in caught.value.hint
+
+
+def test_a_target_without_tensorrt_takes_no_shapes(model: Path) -> None:
+    with pytest.raises(dk.BadInput, match="needs no shapes"):
+        dk.build(model, "cpu", shapes=Shapes(batch="1,2,3"))
+    with pytest.raises(dk.BadInput, match="nothing to check"):
+        making.check(model, "cpu")
+
+
+def test_a_check_that_is_refused_fails_and_names_the_reason(model: Path, use: Use) -> None:
+    use(strong_error="Error Code 10: no implementation for node gemm")
+    checked = making.check(model, "l4")
+    assert not checked.checked.accepted
+    with pytest.raises(dk.GateFailed, match=r"m\.onnx: refused: "):
+        checked.raise_if_refused()
+
+
+@pytest.mark.nvidia
+def test_nvidias_builder_takes_the_file_and_nothing_is_kept(tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt", reason="NVIDIA's parser and builder are not here")
+    path = save(mnist_like(), tmp_path / "m.onnx")
+    before = sorted(tmp_path.iterdir())
+    found = making.check(path, "l4")
+    assert found.checked.accepted
+    assert found.checked.plan_bytes > 0
+    assert any("not proven" in note for note in found.checked.notes)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.nvidia
+def test_nvidias_parser_names_an_operator_that_it_lacks(tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt", reason="NVIDIA's parser and builder are not here")
+    from onnx import helper
+
+    from tests.support.onnx_zoo import make as graph
+
+    node = helper.make_node("Det", ["x"], ["y"], name="determinant")
+    path = save(graph([node], {"x": ("N", 3, 3)}, {"y": ("N",)}, {}), tmp_path / "det.onnx")
+    found = making.check(path, "l4")
+    assert not found.checked.accepted
+    assert any("Det" in problem for problem in found.checked.problems)

@@ -1,0 +1,210 @@
+"""`serve` with the options that compose rooms: fallback, shadow, reload, buckets, tokens."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import deploykit as dk
+from deploykit.serving import server as http
+from tests.support.onnx_zoo import linear, mnist_like, save
+
+pytest.importorskip("onnxruntime")
+WAIT_S = 30  # against hanging
+
+
+class Served:
+    """A server in a thread of this process."""
+
+    def __init__(self, address: str, server: http.Server) -> None:
+        self.address = address
+        self.server = server
+
+    def get(self, target: str, token: str | None = None) -> Any:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        request = urllib.request.Request(f"http://{self.address}{target}", headers=headers)
+        with urllib.request.urlopen(request, timeout=WAIT_S) as reply:
+            text = reply.read().decode()
+        return json.loads(text) if text[0] in "[{" else text
+
+    def infer(self, name: str, array: np.ndarray) -> list[float]:
+        (spec,) = self.get(f"/v2/models/{name}")["inputs"]
+        item = {
+            "name": spec["name"],
+            "datatype": spec["datatype"],
+            "shape": array.shape,
+            "data": array.ravel().tolist(),
+        }
+        body = json.dumps({"inputs": [item]}).encode()
+        request = urllib.request.Request(f"http://{self.address}/v2/models/{name}/infer", body)
+        with urllib.request.urlopen(request, timeout=WAIT_S) as reply:
+            return json.loads(reply.read())["outputs"][0]["data"]
+
+    def until(self, reached: Callable[[], Any]) -> Any:
+        """Look again and again; what the server does, it does on threads of its own."""
+        ticking = threading.Event()
+        for _ in range(WAIT_S * 50):
+            if found := reached():
+                return found
+            ticking.wait(0.02)
+        raise AssertionError("it never happened")
+
+
+Serving = Callable[..., Any]
+
+
+@pytest.fixture
+def serving(monkeypatch: pytest.MonkeyPatch) -> Serving:
+    made: list[http.Server] = []
+    original = http.Server
+
+    def make(*arguments: Any, **more: Any) -> http.Server:
+        made.append(original(*arguments, **more))
+        return made[-1]
+
+    monkeypatch.setattr(http, "Server", make)
+
+    @contextmanager
+    def serve(*engines: str, **options: Any) -> Iterator[Served]:
+        ready, address, failed = threading.Event(), [], []
+
+        def on_ready(host: str, port: int, _grpc: int | None, _names: list[str]) -> None:
+            address.append(f"{host}:{port}")
+            ready.set()
+
+        def run() -> None:
+            try:
+                dk.serve(engines, http_port=0, on_ready=on_ready, **options)
+            except BaseException as exc:
+                failed.append(exc)
+                raise
+            finally:
+                ready.set()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        assert ready.wait(WAIT_S)
+        assert not failed
+        try:
+            yield Served(address[0], made[-1])
+        finally:
+            made[-1].stop()
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+
+    return serve
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save(mnist_like(), tmp_path / "model.onnx")
+
+
+def test_a_missing_gpu_is_an_error_unless_the_cpu_was_allowed(
+    serving: Serving, model: Path
+) -> None:
+    from deploykit.runtimes.onnxruntime.engine import providers
+
+    if "CUDAExecutionProvider" in providers():
+        pytest.skip("a CUDA provider is here")
+    with pytest.raises(dk.Unsupported):
+        dk.serve([str(model)], device="cuda", http_port=0)
+    with serving(f"m={model}", device="cuda", cpu_fallback=True) as served:
+        said = "runs on the CPU, not on cuda"
+        parameters = served.get("/v2/models/m")["parameters"]
+        assert parameters["device"] == "cpu"
+        assert said in parameters["notes"]
+        assert said in served.get("/status")["models"][0]["notes"][0]
+        assert 'deploykit_model_notes{model="m",version="1"} 1' in served.get("/metrics")
+        assert len(served.infer("m", np.zeros((1, 1, 28, 28), np.float32))) == 10
+
+
+def test_a_shadow_that_disagrees_is_seen(serving: Serving, model: Path, tmp_path: Path) -> None:
+    import onnx
+
+    other = mnist_like()
+    for tensor in other.graph.initializer:
+        if len(tensor.dims) == 1:
+            values = onnx.numpy_helper.to_array(tensor)[::-1] * 9
+            tensor.CopyFrom(onnx.numpy_helper.from_array(values.copy(), tensor.name))
+    shadow = save(other, tmp_path / "other.onnx")
+    with serving(str(model), shadows=[str(shadow)], shadow_rate=1.0) as served:
+        served.infer("model", np.ones((2, 1, 28, 28), np.float32))
+        name = 'deploykit_shadow_total{model="model",version="1"} 2'
+        text = served.until(lambda: found if name in (found := served.get("/metrics")) else None)
+        assert 'deploykit_shadow_disagreements_total{model="model",version="1"} 2' in text
+
+
+def test_a_replaced_file_serves_and_a_bad_one_is_remarked(
+    serving: Serving, model: Path, tmp_path: Path
+) -> None:
+    ones = np.ones((1, 1, 28, 28), np.float32)
+    with serving(f"m={model}") as served:
+        before = served.infer("m", ones)
+        shutil.copyfile(save(linear(), tmp_path / "linear.onnx"), model)
+
+        def notes() -> list[str]:
+            return served.get("/status")["models"][0]["notes"]
+
+        assert "input" in served.until(notes)[0]
+        assert served.infer("m", ones) == before
+
+
+def test_a_token_is_asked_for(serving: Serving, model: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "token"
+    secret.write_text("a-long-enough-secret\nmore\n")
+    with serving(f"m={model}", token_file=secret) as served:
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            served.get("/v2/models/m")
+        assert served.get("/v2/models/m", "a-long-enough-secret")["name"] == "m"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"shadows": ["x=MODEL"], "shadow_rate": 0.1}, "no such model"),
+        ({"shadows": ["MODEL", "MODEL"], "shadow_rate": 0.1}, "given twice"),
+        ({"shadows": ["MODEL"]}, "--shadow-rate"),
+        ({"buckets": ["T"]}, "AXIS=16,32,64"),
+        ({"buckets": ["Q=16"]}, "no served model has an input with that axis"),
+        ({"pads": ["x"]}, "INPUT=VALUE"),
+        ({"pads": ["x=y"]}, "INPUT=VALUE"),
+        ({"instances": 0}, "--instances 0"),
+        ({"token_file": Path("/nonexistent")}, "/nonexistent"),
+        ({"token_file": "EMPTY"}, "its first line is empty"),
+        ({"token_file": "SHORT"}, "at least 16"),
+        ({"log_format": "xml"}, "--log xml"),
+        ({"tls_cert": Path("x.pem")}, "go together"),
+        ({"otlp": "x"}, "--otlp x"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be(
+    model: Path, tmp_path: Path, options: dict[str, Any], said: str
+) -> None:
+    files = {"EMPTY": "\n", "SHORT": "abc\n"}
+    if options.get("token_file") in files:
+        path = tmp_path / "token"
+        path.write_text(files[options["token_file"]])
+        options = {"token_file": path}
+    if "shadows" in options:
+        shadows = [text.replace("MODEL", str(model)) for text in options["shadows"]]
+        options = {**options, "shadows": shadows}
+    with pytest.raises(dk.BadInput, match=said):
+        dk.serve([str(model)], http_port=0, **options)
+
+
+def test_a_shadow_of_another_model_is_refused(model: Path, tmp_path: Path) -> None:
+    other = save(linear(), tmp_path / "linear.onnx")
+    with pytest.raises(dk.BadInput, match="the shadow's inputs"):
+        dk.serve([str(model)], http_port=0, shadows=[str(other)], shadow_rate=0.5)

@@ -1,0 +1,166 @@
+"""The samples follow the inspector's format; no GPU was at hand to make new ones.
+
+TensorRT 8 to 10: "Engine Inspector" in NVIDIA's TensorRT guide, and the engine graphs beside
+NVIDIA's trt-engine-explorer (github.com/NVIDIA/TensorRT, tools/experimental). TensorRT 11, which
+splits "Format/Datatype": "Migrating IEngineInspector Usage from TensorRT 10.x to 11.x". Metadata
+with several nodes are separated by the byte 0x1F.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from deploykit.builders.tensorrt.inspector import Layer, mismatches, read_layers, shares, unseen
+
+
+def tensors(*kinds: str, key: str = "Format/Datatype") -> list[dict[str, Any]]:
+    return [{"Name": "t", "Location": "Device", "Dimensions": [1, 8], key: k} for k in kinds]
+
+
+def one(kind: str = "CaskConvolution", **fields: Any) -> Layer:
+    item = {"Name": "conv + relu", "LayerType": kind, **fields}
+    return read_layers(json.dumps({"Layers": [item], "Bindings": ["x", "y"]}))[0]
+
+
+def conv(inputs: str, outputs: str, weights: str | None = None, **more: Any) -> Layer:
+    fields: dict[str, Any] = {"Inputs": tensors(inputs), "Outputs": tensors(outputs), **more}
+    if weights:
+        fields["Weights"] = {"Type": weights, "Count": 864}
+    return one(**fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "precision"),
+    [
+        ("Float", "float32"),
+        ("Half", "float16"),
+        ("BFloat16", "bfloat16"),
+        ("Int8", "int8"),
+        ("FP8", "float8"),
+        ("Row major linear FP32", "float32"),
+        ("Channel major FP16 format where channel % 8 == 0", "float16"),
+        ("Four wide channel vectorized row major Int8 format", "int8"),
+        ("Row major linear INT8 format", "int8"),
+        ("Row major linear BF16 format", "bfloat16"),
+    ],
+)
+def test_a_type_is_found_in_the_name_or_the_sentence(text: str, precision: str) -> None:
+    assert conv(text, text).precision == precision
+
+
+def test_the_newer_field_names_are_read_too() -> None:
+    fields = {"Format": "Row major linear", "Datatype": "Half"}
+    layer = one(Inputs=[{"Name": "x", **fields}], Outputs=[{"Name": "y", **fields}])
+    assert layer.precision == "float16"
+
+
+def test_metadata_name_the_fused_nodes() -> None:
+    layer = conv("Half", "Half", Metadata="[ONNX Layer: /conv/Conv]\x1f[ONNX Layer: /relu/Relu]")
+    assert layer.onnx_nodes == ("/conv/Conv", "/relu/Relu")
+
+
+def test_node_names_may_hold_brackets_and_metadata_no_separator() -> None:
+    layer = conv("Half", "Half", Metadata="[ONNX Layer: a[0]][ONNX Layer: b]")
+    assert layer.onnx_nodes == ("a[0]", "b")
+
+
+def test_without_metadata_the_name_is_split() -> None:
+    assert conv("Half", "Half").onnx_nodes == ("conv", "relu")
+    assert one(kind="PointWiseV2", Name="PWN(silu)").onnx_nodes == ("silu",)
+
+
+def test_the_separator_may_stand_in_the_json_as_it_is() -> None:
+    text = '{"Layers": [{"Name": "g", "Metadata": "[ONNX Layer: a]\x1f[ONNX Layer: b]"}]}'
+    assert read_layers(text)[0].onnx_nodes == ("a", "b")
+
+
+def test_names_alone_have_no_precision() -> None:
+    layer = read_layers('{"Layers": ["conv + relu"]}')[0]
+    assert (layer.precision, layer.computes) == (None, False)
+    assert layer.onnx_nodes == ("conv", "relu")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"Layers": {}}', '{"Layers": [3]}', "null"])
+def test_what_is_not_the_inspectors_json_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        read_layers(text)
+
+
+def test_an_int8_convolution_with_a_float_output_computes_in_int8() -> None:
+    assert conv("Int8", "Half", "Int8").precision == "int8"
+
+
+def test_a_fused_quantize_does_not_make_its_producer_int8() -> None:
+    assert conv("Half", "Int8", "Half").precision == "float16"
+    norm = one(kind="kgen", Inputs=tensors("Half"), Outputs=tensors("Int8"))
+    assert norm.precision == "float16"
+
+
+def test_a_fused_cast_of_the_input_does_not_make_a_layer_wide() -> None:
+    assert conv("Float", "Half", "Half").precision == "float16"
+
+
+def test_weights_stored_narrow_beside_wide_activations_are_computed_wide() -> None:
+    assert conv("Half", "Half", "Int8").precision == "float16"
+
+
+def test_int8_that_was_computed_in_half_shows_by_its_weights() -> None:
+    assert conv("Int8", "Half", "Half").precision == "float16"
+
+
+def test_truth_values_and_indices_do_not_count_as_precision() -> None:
+    mask = one(kind="kgen", Inputs=tensors("Bool", "Float"), Outputs=tensors("Float"))
+    assert mask.precision == "float32"
+    shape = one(kind="kgen", Inputs=tensors("Int64"), Outputs=tensors("Int64"))
+    assert (shape.precision, shape.computes) == ("int64", False)
+
+
+def test_a_node_that_runs_wider_than_asked_is_a_mismatch() -> None:
+    found = mismatches({"conv": "int8", "relu": "float32"}, [conv("Half", "Half", "Half")])
+    assert found == ("'conv' was asked in int8 and runs in float16",)
+
+
+@pytest.mark.parametrize(
+    ("asked", "runs"),
+    [("float16", "Half"), ("float32", "Half"), ("int8", "Int8"), ("bfloat16", "Half")],
+)
+def test_as_asked_or_narrower_is_no_mismatch(asked: str, runs: str) -> None:
+    assert mismatches({"conv": asked}, [conv(runs, runs)]) == ()
+
+
+@pytest.mark.parametrize("kind", ["Reformat", "NoOp", "Shuffle", "Constant"])
+def test_a_layer_that_moves_data_is_no_mismatch(kind: str) -> None:
+    moved = one(kind=kind, Inputs=tensors("Float"), Outputs=tensors("Float"))
+    assert mismatches({"conv": "float16"}, [moved]) == ()
+    assert not moved.computes
+
+
+def test_a_node_in_several_layers_is_judged_by_the_narrowest() -> None:
+    wide = one(kind="kgen", Inputs=tensors("Float"), Outputs=tensors("Float"))
+    assert mismatches({"conv": "int8"}, [wide, conv("Int8", "Int8", "Int8")]) == ()
+
+
+def test_a_folded_node_is_no_mismatch_but_is_listed() -> None:
+    layers = [conv("Half", "Half")]
+    assert mismatches({"bn": "int8"}, layers) == ()
+    assert unseen(["conv", "bn"], layers) == ("bn",)
+
+
+def test_shares_count_computing_layers_by_precision() -> None:
+    moved = one(kind="Reformat", Inputs=tensors("Float"), Outputs=tensors("Half"))
+    layers = [conv("Half", "Half"), conv("Half", "Half"), conv("Int8", "Int8"), moved]
+    assert shares(layers) == {"float16": pytest.approx(2 / 3), "int8": pytest.approx(1 / 3)}
+    assert shares([moved]) == {}
+
+
+def test_shares_of_time_are_by_the_layers_names() -> None:
+    layers = [Layer("a", "gemm", "float16", ()), Layer("b", "gemm", "int8", ())]
+    assert shares(layers, {"a": 3.0, "b": 1.0}) == {"float16": 0.75, "int8": 0.25}
+    assert shares(layers, {"a": 3.0}) == {"float16": 1.0, "int8": 0.0}
+
+
+def test_a_layer_becomes_json() -> None:
+    assert json.loads(json.dumps(conv("Half", "Half").to_dict()))["onnx_nodes"] == ["conv", "relu"]

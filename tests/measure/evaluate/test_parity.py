@@ -1,0 +1,343 @@
+from __future__ import annotations
+
+import json
+import math
+import tracemalloc
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import BadInput, GateFailed
+from deploykit.core.tensors import TensorSpec, parse_spec
+from deploykit.measure.evaluate.parity import Parity, compare_engines
+from deploykit.runtimes.data.samples import random_feeds
+from deploykit.runtimes.engine import Arrays, check_feeds
+from deploykit.runtimes.fake import FakeEngine
+
+Outputs = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
+
+
+class Function(FakeEngine):
+    """A fake engine that computes what a test wants; specs as text."""
+
+    def __init__(self, outputs: Outputs, inputs: str = "x:float32[N,4]", *specs: str) -> None:
+        super().__init__()
+        self.inputs: tuple[TensorSpec, ...] = (parse_spec(inputs),)
+        self.outputs: tuple[TensorSpec, ...] = tuple(
+            parse_spec(spec) for spec in specs or ("y:float32[N,4]",)
+        )
+        self.function = outputs
+
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        check_feeds(self.inputs, feeds, "function")
+        return self.function(feeds)
+
+
+def constant(values: object, dtype: str = "float32", shape: str = "[N,M]") -> Function:
+    """An engine whose output is always the same."""
+    array = np.asarray(values, dtype=dtype)
+    return Function(lambda _: {"y": array}, "x:float32[N,4]", f"y:{dtype}{shape}")
+
+
+def feeds_of(*batches: int) -> list[dict[str, np.ndarray]]:
+    return [random_feeds(FakeEngine().inputs, {"N": batch}, seed=batch) for batch in batches]
+
+
+def compare(a: FakeEngine, b: FakeEngine, *batches: int) -> Parity:
+    return compare_engines(a, b, feeds_of(*(batches or (2,))))
+
+
+def test_an_engine_equals_itself() -> None:
+    parity = compare(FakeEngine(), FakeEngine(), 1, 2, 7)
+    assert [(row.output, row.batch) for row in parity.rows] == [("y", 1), ("y", 2), ("y", 7)]
+    for row in parity.rows:
+        assert (row.max_abs, row.max_rel, row.rms, row.error) == (0, 0, 0, 0)
+        assert row.sqnr_db == math.inf
+        assert row.agreement == 1.0
+        assert row.finite
+    parity.raise_if_over(0.0)
+
+
+def test_figures_of_a_known_difference() -> None:
+    row = compare(constant([[3.0, -4.0]]), constant([[3.5, -4.0]])).worst
+    assert row.max_abs == 0.5
+    assert row.max_rel == pytest.approx(0.5 / 3)
+    assert row.rms == pytest.approx(math.sqrt(0.25 / 2))
+    assert row.sqnr_db == pytest.approx(20.0)  # 25 / 0.25 in power
+    assert row.error == pytest.approx(0.5 / 4)
+    assert row.values == 2
+
+
+def test_error_is_absolute_for_outputs_below_one() -> None:
+    assert compare(constant([[0.02, 0.5]]), constant([[0.03, 0.5]])).worst.error == pytest.approx(
+        0.01
+    )
+
+
+def test_relative_error_of_a_zero_is_taken_against_the_floor() -> None:
+    assert compare(constant([[0.0, 1.0]]), constant([[1e-6, 1.0]])).worst.max_rel == pytest.approx(
+        1.0
+    )
+
+
+def test_feeds_of_one_batch_size_share_their_row() -> None:
+    answers = iter([[[1.0, 0.0]], [[1.0, 0.25]], [[1.0, 0.0]]])
+    drifting = Function(
+        lambda _: {"y": np.array(next(answers), "float32")}, "x:float32[N,4]", "y:float32[N,2]"
+    )
+    parity = compare(constant([[1.0, 0.0]], shape="[N,2]"), drifting, 2, 2, 2)
+    (row,) = parity.rows
+    assert (row.max_abs, row.values) == (0.25, 6)
+    assert row.rms == pytest.approx(math.sqrt(0.0625 / 6))
+
+
+def test_large_outputs_are_compared_in_parts_with_the_same_figures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    random = np.random.default_rng(0)
+    for shape, axes in (((6, 5), "[A,B]"), ((2, 3, 5), "[A,B,C]"), ((30,), "[A]")):
+        a = constant(random.standard_normal(shape), shape=axes)
+        b = constant(random.standard_normal(shape), shape=axes)
+        whole = compare(a, b).worst
+        with monkeypatch.context() as patch:
+            patch.setattr("deploykit.measure.evaluate.parity.BLOCK", 11)
+            parts = compare(a, b).worst
+        for name in ("max_abs", "max_rel", "rms", "sqnr_db", "agreement", "error", "values"):
+            assert getattr(parts, name) == pytest.approx(getattr(whole, name)), name
+
+
+def test_large_outputs_are_compared_in_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploykit.measure.evaluate.parity.BLOCK", 4000)
+    engine = constant(np.zeros((200, 1000)))
+    tracemalloc.start()
+    try:
+        compare(engine, engine)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 200 * 1000 * 8 / 4  # a quarter of one copy in float64
+
+
+def test_a_watcher_gets_both_outputs_in_the_references_order() -> None:
+    a = Function(lambda f: {"z": -f["x"], "y": f["x"]}, "x:float32[N,4]", *Z_AND_Y)
+    b = Function(lambda f: {"y": f["x"], "z": -f["x"]}, "x:float32[N,4]", *Z_AND_Y[::-1])
+    seen: list[object] = []
+    compare_engines(
+        a,
+        b,
+        feeds_of(1, 3),
+        each=lambda *args: seen.append((args[0], list(args[1]), list(args[2]))),
+    )
+    assert seen == [(0, ["y", "z"], ["y", "z"]), (1, ["y", "z"], ["y", "z"])]
+
+
+def test_a_watcher_is_not_called_once_nan_stands_on_one_side() -> None:
+    answers = iter([1.0, math.nan, 1.0])
+    b = Function(lambda f: {"y": f["x"] * np.float32(next(answers))})
+    seen: list[int] = []
+    a = Function(lambda f: {"y": f["x"]})
+    compare_engines(a, b, feeds_of(2, 2, 2), each=lambda number, *_: seen.append(number))
+    assert seen == [0]
+
+
+def test_feeds_may_come_one_by_one() -> None:
+    parity = compare_engines(FakeEngine(), FakeEngine(), iter(feeds_of(1, 2)))
+    assert [row.batch for row in parity.rows] == [1, 2]
+
+
+def test_rows_say_whether_they_are_floating_and_finite_at_the_same_places() -> None:
+    whole = compare(constant([[1, 2]], "int64"), constant([[1, 2]], "int64")).worst
+    broken = compare(constant([[1.0, 2.0]]), constant([[1.0, math.nan]])).worst
+    assert (whole.floating, whole.places_match) == (False, True)
+    assert (broken.floating, broken.places_match) == (True, False)
+
+
+def test_batch_is_axis_0_of_the_input_that_has_a_dynamic_one() -> None:
+    engine = constant([[1.0]])
+    engine.inputs = (parse_spec("scale:float32[3]"), parse_spec("x:float32[N,4]"))
+    feeds = {"scale": np.ones(3, np.float32), "x": np.ones((5, 4), np.float32)}
+    assert compare_engines(engine, engine, [feeds]).worst.batch == 5
+
+
+@pytest.mark.parametrize(
+    ("values", "other", "expected"),
+    [
+        ([[1, 2, 0], [5, 1, 1]], [[1, 2, 0], [1, 5, 1]], 0.5),
+        ([[[1, 2], [2, 1]]], [[[1, 2], [2, 1]]], 1.0),
+        ([[1], [2]], [[1], [2]], None),
+        ([1, 2], [1, 2], None),
+        ([[[[1, 2]]]], [[[[2, 1]]]], None),
+    ],
+    ids=["half", "three axes", "one column", "one axis", "picture"],
+)
+def test_agreement_is_the_share_of_equal_argmax(
+    values: object, other: object, expected: float | None
+) -> None:
+    shape = "[" + ",".join(f"A{n}" for n in range(np.ndim(values))) + "]"
+    a, b = (constant(array, shape=shape) for array in (values, other))
+    assert compare(a, b).worst.agreement == expected
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_not_finite_on_one_side_fails_whatever_the_bound(odd: float, side: str) -> None:
+    good, bad = constant([[1.0, 2.0]]), constant([[1.0, odd]])
+    parity = compare(bad, good) if side == "a" else compare(good, bad)
+    assert not parity.worst.finite
+    assert not parity.passed
+    with pytest.raises(GateFailed, match="output 'y' at batch 2: NaN or infinity in one"):
+        parity.raise_if_over(1e9)
+
+
+def test_infinities_of_opposite_sign_fail() -> None:
+    assert not compare(constant([[1.0, math.inf]]), constant([[1.0, -math.inf]])).passed
+
+
+def test_not_finite_in_one_call_is_not_forgotten_by_the_next() -> None:
+    answers = iter([[[math.nan, 1.0]], [[1.0, 1.0]]])
+    b = Function(
+        lambda _: {"y": np.array(next(answers), "float32")}, "x:float32[N,4]", "y:float32[N,2]"
+    )
+    assert not compare(constant([[1.0, 1.0]], shape="[N,2]"), b, 2, 2).passed
+
+
+def test_the_same_mask_of_infinities_on_both_sides_passes_but_is_shown() -> None:
+    parity = compare(constant([[1.0, -math.inf]]), constant([[1.0, -math.inf]]))
+    assert parity.passed
+    assert not parity.worst.finite
+
+
+def test_nothing_finite_on_either_side_proves_nothing() -> None:
+    parity = compare(constant([[math.nan]]), constant([[math.nan]]))
+    with pytest.raises(GateFailed, match="nothing could be compared"):
+        parity.raise_if_over(1.0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "a", "b"),
+    [
+        ("int64", [[2**60, 1]], [[2**60 + 1, 1]]),  # the same number in float64
+        ("bool", [[True, False]], [[True, True]]),
+        ("uint8", [[0, 255]], [[0, 254]]),
+    ],
+)
+def test_whole_numbers_and_booleans_compare_exactly(dtype: str, a: object, b: object) -> None:
+    parity = compare(constant(a, dtype), constant(b, dtype))
+    with pytest.raises(GateFailed, match="1 of 2 whole numbers or booleans differ"):
+        parity.raise_if_over(1e9)
+    assert compare(constant(a, dtype), constant(a, dtype)).worst.error == 0
+
+
+def test_whole_numbers_have_no_agreement() -> None:
+    assert compare(constant([[1, 2]], "int64"), constant([[1, 2]], "int64")).worst.agreement is None
+
+
+def test_half_precision_outputs_do_not_overflow_in_the_sums() -> None:
+    a, b = constant([[6e4, 6e4]], "float16"), constant([[6e4, 5.9e4]], "float16")
+    row = compare(a, b).worst
+    assert row.sqnr_db == pytest.approx(20 * math.log10(60000 * math.sqrt(2) / 992), abs=0.1)
+
+
+def test_outputs_at_the_end_of_float64_fail_rather_than_pass() -> None:
+    parity = compare(constant([[1e308]], "float64"), constant([[-1e308]], "float64"))
+    assert not parity.passed
+    json.dumps(parity.to_dict(), allow_nan=False)
+
+
+def test_the_gate_names_output_batch_and_figure() -> None:
+    a = Function(lambda f: {"y": f["x"], "z": f["x"]}, "x:float32[N,4]", *Z_AND_Y)
+    b = Function(
+        lambda f: {"y": f["x"], "z": f["x"] + np.float32(len(f["x"]) * 0.125)},
+        "x:float32[N,4]",
+        *Z_AND_Y,
+    )
+    ones = [{"x": np.ones((batch, 4), np.float32)} for batch in (1, 4, 2)]
+    parity = compare_engines(a, b, ones, names=("a.onnx", "b.onnx"), max_error=1e-3)
+    assert (parity.worst.output, parity.worst.batch) == ("z", 4)
+    with pytest.raises(GateFailed) as caught:
+        parity.raise_if_over()
+    text = "b.onnx against a.onnx: output 'z' at batch 4: error 0.5 is above 0.001"
+    assert caught.value.message == text
+
+
+Z_AND_Y = ("y:float32[N,4]", "z:float32[N,4]")
+
+
+def test_an_error_equal_to_the_bound_passes() -> None:
+    parity = compare(constant([[1.0]]), constant([[1.25]]))
+    parity.raise_if_over(0.25)
+    with pytest.raises(GateFailed):
+        parity.raise_if_over(0.2499)
+
+
+@pytest.mark.parametrize("bound", [-1e-3, math.nan, math.inf])
+def test_a_bound_that_bounds_nothing_is_refused(bound: float) -> None:
+    parity = compare(FakeEngine(), FakeEngine())
+    with pytest.raises(BadInput, match="largest error must be 0 or more"):
+        parity.raise_if_over(bound)
+    with pytest.raises(BadInput, match="largest error must be 0 or more"):
+        compare_engines(FakeEngine(), FakeEngine(), feeds_of(1), max_error=bound)
+
+
+def same(_: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "output", "what"),
+    [
+        ("image:float32[N,4]", "y:float32[N,4]", "new has an input 'image', old has none"),
+        ("x:float32[N,4]", "logits:float32[N,4]", "new has an output 'logits', old has none"),
+        ("x:float16[N,4]", "y:float32[N,4]", r"input 'x' is x:float32\[N,4\] in old, x:float16"),
+        ("x:float32[N,4]", "y:float32[N,5]", r"output 'y' is .* in old, y:float32\[N,5\] in new"),
+        ("x:float32[N,4,1]", "y:float32[N,4]", r"input 'x' is .* x:float32\[N,4,1\] in new"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_with_the_difference(
+    inputs: str, output: str, what: str
+) -> None:
+    with pytest.raises(BadInput, match=what):
+        compare_engines(
+            FakeEngine(), Function(same, inputs, output), feeds_of(1), names=("old", "new")
+        )
+
+
+def test_an_output_that_only_the_reference_has_is_refused() -> None:
+    a = Function(same, "x:float32[N,4]", *Z_AND_Y)
+    with pytest.raises(BadInput, match="old has an output 'z', new has none"):
+        compare_engines(a, FakeEngine(), feeds_of(1), names=("old", "new"))
+
+
+def test_a_fixed_axis_may_meet_a_dynamic_one_and_outputs_any_order() -> None:
+    a = Function(lambda f: {"y": f["x"], "z": -f["x"]}, "x:float32[N,4]", *Z_AND_Y)
+    fixed = ("z:float32[2,4]", "y:float32[2,4]")
+    b = Function(lambda f: {"y": f["x"], "z": -f["x"]}, "x:float32[2,4]", *fixed)
+    assert compare(a, b).passed
+
+
+def test_shapes_that_differ_only_when_run_are_refused() -> None:
+    with pytest.raises(BadInput, match=r"output 'y' at batch 2 is float32\[1, 2\] from a"):
+        compare(constant([[1.0, 2.0]]), constant([[1.0]]))
+
+
+def test_an_engine_that_forgets_an_output_is_named() -> None:
+    with pytest.raises(BadInput, match="b: gave no output 'y'"):
+        compare(FakeEngine(), Function(same))
+
+
+def test_no_inputs_is_no_comparison() -> None:
+    with pytest.raises(BadInput, match="no inputs to compare on"):
+        compare_engines(FakeEngine(), FakeEngine(), [])
+
+
+def test_json_has_null_for_infinite_figures_and_keeps_the_verdict() -> None:
+    equal = compare(FakeEngine(), FakeEngine()).to_dict()
+    broken = compare(constant([[1.0, 2.0]]), constant([[1.0, math.nan]])).to_dict()
+    for document in (equal, broken):
+        json.loads(json.dumps(document, allow_nan=False))
+    assert equal["passed"] is True
+    assert broken["passed"] is False
+    (row,) = broken["rows"]  # type: ignore[misc]
+    assert row["error"] is None  # type: ignore[unreachable]
+    assert "NaN or infinity" in row["problem"]

@@ -1,0 +1,157 @@
+"""Finding the model to load, and what is refused before anything is timed."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from deploykit.core.errors import BadInput, NotFound
+from deploykit.core.tensors import TensorSpec
+from deploykit.measure.load.generator import run_load
+from deploykit.measure.load.target import RemoteModel, error_text, make_requests
+from tests.support.stand_in import StandIn, reply
+
+QUICK = {"warmup_s": 0.0, "duration_s": 0.3}
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(BadInput, match="Connection refused") as caught:
+            run_load(url, **QUICK)
+    assert url in caught.value.message
+    assert "deploykit serve" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("page", [reply(404, b"<html>"), reply(200, b"<html>"), b"SSH-2.0\r\n\r\n"])
+def test_another_kind_of_server_is_called_that(page: bytes) -> None:
+    with (
+        StandIn(other=lambda _path: page).running() as url,
+        pytest.raises(BadInput, match="not an Open Inference Protocol server"),
+    ):
+        run_load(url, **QUICK)
+
+
+def test_an_unknown_model_lists_those_there_are() -> None:
+    with (
+        StandIn(models=("cnn", "bert")).running() as url,
+        pytest.raises(NotFound, match="no model 'resnet'") as caught,
+    ):
+        run_load(url, model="resnet", **QUICK)
+    assert caught.value.hint == "the models are: cnn, bert"
+
+
+def test_of_several_models_one_must_be_named() -> None:
+    with StandIn(models=("cnn", "bert")).running() as url:
+        with pytest.raises(BadInput, match="serves 2 models: cnn, bert"):
+            run_load(url, **QUICK)
+        assert run_load(url, model="cnn", **QUICK).ok > 0
+
+
+def test_a_server_without_an_index_needs_the_model_s_name() -> None:
+    def other(path: str) -> bytes | None:
+        if path == "/v2":
+            return reply(200, {"name": "other", "version": "1", "extensions": []})
+        return reply(501, {"error": "no"}) if path == "/v2/repository/index" else None
+
+    with StandIn(other=other).running() as url:
+        with pytest.raises(BadInput, match="does not list its models"):
+            run_load(url, **QUICK)
+        assert run_load(url, model="m", **QUICK).ok > 0
+        with pytest.raises(NotFound, match="no model 'other'"):
+            run_load(url, model="other", **QUICK)
+
+
+def test_a_request_that_the_server_calls_wrong_ends_the_run_before_it_begins() -> None:
+    server = StandIn(lambda _server, _n: reply(400, {"error": "batch 64 is above 8"}))
+    with server.running() as url, pytest.raises(BadInput, match="400: batch 64 is above 8"):
+        run_load(url, batch=64, **QUICK)
+    assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        ({"name": "ids", "datatype": "INT64", "shape": [-1, -1]}, "axis 1 has no size"),
+        ({"name": "text", "datatype": "BYTES", "shape": [-1]}, "text, a BYTES"),
+        ({"name": "x", "datatype": "FP32", "shape": [1, 4]}, "no batch axis"),
+        ({"name": "x", "datatype": "FP32", "shape": ["N"]}, "not an Open Inference"),
+        ({"datatype": "FP32", "shape": [1]}, "not an Open Inference"),
+    ],
+)
+def test_inputs_that_no_request_can_be_made_for_are_named(
+    tensor: dict[str, object], message: str
+) -> None:
+    with StandIn(inputs=[tensor]).running() as url, pytest.raises(BadInput, match=message):
+        run_load(url, batch=2, **QUICK)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "127.0.0.1:8000",
+        "https://127.0.0.1",
+        "http://",
+        "http://h:99999",
+        "http://u:p@h",
+        "http://h/v2",
+        "http://h?x",
+        "http://a b",
+        "http://[::1",
+        "",
+    ],
+)
+def test_what_is_no_url_of_a_host_is_refused(url: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        run_load(url)
+    assert caught.value.hint == "write it as http://HOST:PORT"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rate": 10.0, "concurrency": 2},
+        {"concurrency": 0},
+        {"concurrency": 10**6},
+        {"rate": 0.0},
+        {"rate": -1.0},
+        {"rate": 1e9},
+        {"rate": float("nan")},
+        {"duration_s": 0.0},
+        {"duration_s": float("inf")},
+        {"duration_s": float("nan")},
+        {"warmup_s": -1.0},
+        {"batch": 0},
+    ],
+    ids=str,
+)
+def test_options_that_make_no_sense_are_refused_before_anything_is_sent(
+    options: dict[str, float],
+) -> None:
+    server = StandIn()
+    with server.running() as url, pytest.raises(BadInput):
+        run_load(url, **options)  # type: ignore[arg-type]
+    assert server.connections == 0
+
+
+def test_several_requests_share_a_bound_on_memory() -> None:
+    small = RemoteModel("u", "h", "127.0.0.1", 80, "m", (TensorSpec("x", "float32", ("N", 4)),))
+    large = RemoteModel("u", "h", "127.0.0.1", 80, "m", (TensorSpec("x", "uint8", ("N", 1 << 20)),))
+    assert len(make_requests(small, 1, 0)) == 8
+    assert len(make_requests(large, 40, 0)) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b'{"error": "two\\nlines\\u001b[31m"}', "two lines [31m"),
+        (b"<html>\r\noops", "<html> oops"),
+        (b"\xff\xfe", "\ufffd\ufffd"),
+        (b"", ""),
+        (b'{"error": 3}', '{"error": 3}'),
+    ],
+)
+def test_an_error_s_text_is_one_clean_line(body: bytes, text: str) -> None:
+    assert error_text(body) == text

@@ -1,0 +1,238 @@
+"""The page: complete, self-contained, escaped, readable in light and dark."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+import subprocess
+from collections import Counter
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from deploykit.measure.report.charts import LOOKS
+from deploykit.measure.report.html import page
+from deploykit.measure.report.report import Gate, Report, write
+from deploykit.measure.report.style import CSS, DARK, LIGHT
+from tests.support.contrast import contrast
+
+VOID = {"meta", "circle", "path", "br", "link", "img"}
+HOSTILE = "</script><script>alert('x')</script>\"'&\0\x1b"
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+class Page(HTMLParser):
+    """The elements of a page with their attributes, and its text; complains about bad nesting."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.texts.setdefault(self.open[-1], []).append(data)
+
+    def all(self, *tags: str) -> list[dict[str, str | None]]:
+        return [attrs for tag, attrs in self.elements if tag in tags]
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
+def test_text_has_a_contrast_of_4_5_and_graphics_of_3(theme: dict[str, str]) -> None:
+    for ground in ("ground", "card"):
+        for text in ("ink", "quiet", "good", "bad", "accent"):
+            assert contrast(theme[text], theme[ground]) >= 4.5, (text, ground)
+    for look in (*(f"c{look}" for look in range(LOOKS)), "quiet"):
+        assert contrast(theme[look], theme["card"]) >= 3, look
+
+
+def test_contrast_is_computed_as_the_standard_does() -> None:
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.005)
+
+
+def test_every_colour_that_is_used_is_defined_in_both_themes() -> None:
+    assert LIGHT.keys() == DARK.keys()
+    assert set(re.findall(r"var\(--(\w+)\)", CSS)) <= LIGHT.keys()
+    assert "prefers-color-scheme:dark" in CSS
+
+
+def test_the_page_needs_nothing_else(report: Report) -> None:
+    text = page(report.to_dict())
+    found = Page(text)
+    for attrs in (attrs for _, attrs in found.elements):
+        assert not {"src", "href", "srcset", "onclick", "onload", "style"} & attrs.keys()
+    assert found.all("link", "img", "iframe", "object") == []
+    assert [attrs["type"] for attrs in found.all("script")] == ["application/json"]
+    assert "url(" not in CSS
+    assert "@import" not in CSS
+    policy = [a for a in found.all("meta") if a.get("http-equiv") == "Content-Security-Policy"]
+    assert str(policy[0]["content"]).startswith("default-src 'none'; style-src 'unsafe-inline'")
+    assert len(text.encode()) < 1_000_000
+
+
+def test_headings_are_in_order_and_ids_are_unique(report: Report) -> None:
+    found = Page(page(report.to_dict()))
+    levels = [int(tag[1]) for tag, _ in found.elements if re.fullmatch("h[1-6]", tag)]
+    assert levels.count(1) == 1
+    assert levels[0] == 1
+    assert all(later <= earlier + 1 for earlier, later in itertools.pairwise(levels))
+    ids = Counter(attrs["id"] for _, attrs in found.elements if "id" in attrs)
+    assert max(ids.values()) == 1
+    for _, attrs in found.elements:
+        for name in str(attrs.get("aria-labelledby") or "").split():
+            assert name in ids
+    assert found.all("html") == [{"lang": "en"}]
+
+
+def test_the_order_is_verdict_table_charts_method_everything(report: Report) -> None:
+    text = page(report.to_dict())
+    places = [text.index(part) for part in ('class="verdict"', 'id="short"', 'id="charts"')]
+    places += [text.index(part) for part in ('id="method"', 'id="everything"')]
+    assert places == sorted(places)
+    verdict = text.split('class="verdict">')[1].split("</p>")[0]
+    assert verdict == report.verdict[0]
+
+
+def test_every_chart_has_a_finding_in_words_and_its_data_as_a_table(report: Report) -> None:
+    text = page(report.to_dict())
+    figures = re.findall(r"<figure>.*?</figure>", text, re.DOTALL)
+    assert len(figures) == 4
+    for figure in figures:
+        assert 'role="img"' in figure
+        assert re.search(r"<desc [^>]*>[^<]{20,}</desc>", figure)
+        assert "<details><summary>" in figure
+        assert figure.count("<tr>") >= 2
+
+
+def test_tables_name_their_rows_and_columns_and_align_figures(report: Report) -> None:
+    text = page(report.to_dict())
+    for table in re.findall(r"<table>.*?</table>", text, re.DOTALL):
+        head, body = table.split("</thead>")
+        assert "<th scope=" in head
+        columns = head.count('scope="col"')
+        for row in re.findall(r"<tr>.*?</tr>", body):
+            assert row.startswith('<tr><th scope="row">')
+            assert row.count("<td") == columns - 1
+    assert '<td class="n">1.84 <small>[' in text
+    assert ".n{text-align:right" in CSS
+
+
+def test_the_document_is_embedded_whole(report: Report) -> None:
+    found = Page(page(report.to_dict()))
+    assert json.loads("".join(found.texts["script"])) == json.loads(json.dumps(report.to_dict()))
+
+
+def test_hostile_names_are_shown_and_not_run(report: Report) -> None:
+    hostile = replace(
+        report,
+        title=HOSTILE,
+        command=HOSTILE,
+        created=HOSTILE,
+        baseline=HOSTILE,
+        verdict=(HOSTILE, HOSTILE),
+        gates=(Gate(HOSTILE, False, HOSTILE),),
+        machine={HOSTILE: HOSTILE, "gpus": [{"name": HOSTILE, "driver": HOSTILE}]},
+        artefacts=({"file": HOSTILE, "sha256": HOSTILE},),
+        parity=({**report.parity[0], "a": HOSTILE, "b": HOSTILE},),
+        points=tuple(
+            replace(p, label=p.label + HOSTILE, note=HOSTILE, scenario=HOSTILE, device=HOSTILE)
+            for p in report.points
+        ),
+        serving=(replace(report.serving[0], model=HOSTILE, errors={HOSTILE: 1}),),
+        notes=(HOSTILE,),
+    )
+    text = page(hostile.to_dict())
+    found = Page(text)  # raises on bad nesting
+    assert len(found.all("script")) == 1
+    assert "alert('x')" in "".join(found.texts["h1"])
+    assert "\0" not in text
+    assert "\x1b" not in text
+    assert json.loads("".join(found.texts["script"]))["notes"][0].startswith("</script><script>")
+
+
+def test_a_report_with_nothing_in_it_has_sentences_and_no_empty_frames() -> None:
+    text = page(Report("nothing", "2026", "").to_dict())
+    Page(text)
+    assert "<svg" not in text
+    assert "<table>" not in text
+    assert "were not measured" in text
+    assert "not recorded" in text
+
+
+def test_a_gate_that_was_not_met_is_said_in_words(report: Report) -> None:
+    text = page(replace(report, gates=(Gate("parity", False, "error 1"),)).to_dict())
+    assert '<li class="unmet"><strong>✗ NOT met</strong> parity' in text
+
+
+def test_what_was_not_measured_is_a_row_and_a_sentence(report: Report) -> None:
+    text = page(report.to_dict())
+    assert '<tr><th scope="row">GPU</th><td>not measured</td>' in text
+    assert "GPU not measured: no NVIDIA GPU on this machine." in text
+
+
+OVERLAPS = """
+<script>
+const found = [];
+for (const svg of document.querySelectorAll('svg')) {
+  const texts = [...svg.querySelectorAll('text')].map(t => [t.textContent, t.getBBox()]);
+  texts.forEach(([a, p], i) => texts.slice(i + 1).forEach(([b, q]) => {
+    if (p.x < q.x + q.width && p.x + p.width > q.x && p.y < q.y + q.height && p.y + p.height > q.y)
+      found.push(a + ' / ' + b);
+  }));
+}
+document.title = 'texts ' + document.querySelectorAll('svg text').length + ' overlaps '
+  + JSON.stringify(found);
+</script>
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_a_real_browser_lays_out_no_text_of_a_chart_over_another(
+    report: Report, tmp_path: Path
+) -> None:
+    text = write(report, tmp_path).read_text()
+    open_to_scripts = re.sub("<meta http-equiv=[^>]*>", "", text)
+    (tmp_path / "probe.html").write_text(open_to_scripts.replace("</body>", OVERLAPS + "</body>"))
+    done = subprocess.run(
+        [
+            str(CHROMIUM),
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--no-first-run",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--dump-dom",
+            (tmp_path / "probe.html").as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    title = re.search("<title>(texts [1-9][^<]*)</title>", done.stdout)
+    assert title is not None
+    assert title[1].endswith("overlaps []")

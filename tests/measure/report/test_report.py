@@ -1,0 +1,291 @@
+"""The report as data: what it says, what it refuses to say, and that it reads its own files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploykit.core.errors import BadInput, NotFound
+from deploykit.measure.report.report import (
+    Accuracy,
+    Gate,
+    Report,
+    crossovers,
+    read,
+    speedup,
+    speedups,
+    write,
+)
+from deploykit.measure.report.tables import best_by_batch
+from deploykit.measure.report.verdict import verdict
+from deploykit.measure.statistics import Interval, ratio
+from deploykit.measure.timing.sweep import Point
+
+NAMES = ("report.html", "report.json", "report.md")
+
+
+def plain(text: str) -> str:
+    return text.replace("\u202f", " ")
+
+
+def find(report: Report, label: str, batch: int) -> Point:
+    return next(p for p in report.points if p.label == label and p.batch == batch)
+
+
+def test_a_report_is_read_back_as_it_was_written(report: Report, tmp_path: Path) -> None:
+    assert write(report, tmp_path) == tmp_path / "report.html"
+    assert read(tmp_path / "report.json") == report
+    assert read(tmp_path) == report
+
+
+def test_an_empty_report_can_be_written_and_read(tmp_path: Path) -> None:
+    empty = Report("nothing", "2026-11-21T00:00:00+00:00", "")
+    write(empty, tmp_path)
+    assert read(tmp_path) == empty
+
+
+def test_the_same_report_gives_the_same_bytes(report: Report, tmp_path: Path) -> None:
+    write(report, tmp_path / "a")
+    write(read(tmp_path / "a"), tmp_path / "b")
+    for name in NAMES:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == list(NAMES)
+
+
+def test_a_report_that_json_cannot_hold_leaves_the_old_files(
+    report: Report, tmp_path: Path
+) -> None:
+    write(report, tmp_path)
+    before = {name: (tmp_path / name).read_bytes() for name in NAMES}
+    with pytest.raises(ValueError, match="JSON"):
+        write(replace(report, title="new", machine={"load": float("nan")}), tmp_path)
+    assert {name: (tmp_path / name).read_bytes() for name in NAMES} == before
+
+
+def test_a_file_where_the_folder_should_be_is_refused(report: Report, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("in the way")
+    with pytest.raises(BadInput, match="out: cannot be used as a folder"):
+        write(report, tmp_path / "out")
+
+
+def damaged(values: dict[str, Any], path: str) -> str:
+    *way, last = path.split(".")
+    at: Any = values
+    for key in way:
+        at = at[int(key)] if key.isdigit() else at[key]
+    del at[last]
+    return json.dumps(values)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("{", "not valid JSON"),
+        ("[]", "not a deploykit report"),
+        ('{"report": 2}', "not a deploykit report of version 1"),
+        ('{"report": 1}', "has no 'title'"),
+        ("[" * 100_000, "not valid JSON"),
+    ],
+)
+def test_what_is_no_report_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(text)
+    with pytest.raises(BadInput, match=message):
+        read(tmp_path / "report.json")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["points.0.latency", "points.0.batch", "serving.0.ok", "accuracy.0.drop", "gates.0.name"],
+)
+def test_a_report_with_a_part_missing_is_refused(path: str, report: Report, tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(damaged(json.loads(json.dumps(report.to_dict())), path))
+    with pytest.raises(BadInput, match=r"report\.json: (has no|is damaged)"):
+        read(tmp_path)
+
+
+def test_a_report_that_is_not_there_is_not_found(tmp_path: Path) -> None:
+    with pytest.raises(NotFound):
+        read(tmp_path)
+
+
+def test_a_ratio_is_paired_by_round(report: Report) -> None:
+    a, b = find(report, "int8 CPU", 32), find(report, "fp32 CPU (baseline)", 32)
+    assert speedup(a, b) == ratio(a.round_rates, b.round_rates)
+
+
+@pytest.mark.parametrize("change", [{"batch": 16}, {"scenario": "server"}, {"rounds": 3}], ids=str)
+def test_what_cannot_be_compared_is_refused(change: dict[str, Any], report: Report) -> None:
+    a, b = find(report, "int8 CPU", 32), find(report, "fp32 CPU (baseline)", 32)
+    with pytest.raises(BadInput, match=f"cannot be compared: {next(iter(change))}"):
+        speedup(a, replace(b, **change))
+
+
+def test_the_document_holds_ratios_only_between_equals(report: Report) -> None:
+    points = tuple(p for p in report.points if p.label == report.baseline or p.batch >= 8)
+    found = speedups(points, report.baseline)
+    assert {item["batch"] for item in found} == {8, 16, 32, 64}
+    assert {item["label"] for item in found} == {"fp32 CPU, 2 × 1", "fp16 CPU", "int8 CPU"}
+    assert speedups(points, "no such setup") == []
+
+
+def test_a_crossover_is_where_a_setup_stays_ahead(report: Report) -> None:
+    found = {(c["label"], c["by"]): c["batch"] for c in crossovers(report.points, report.baseline)}
+    assert found["int8 CPU", "throughput"] == 1
+    assert found["fp16 CPU", "throughput"] is None
+    slow_start = tuple(
+        replace(p, throughput_per_s=Interval(1, 1, 1))
+        if p.label == "int8 CPU" and p.batch < 4
+        else p
+        for p in report.points
+    )
+    found = {(c["label"], c["by"]): c["batch"] for c in crossovers(slow_start, report.baseline)}
+    assert found["int8 CPU", "throughput"] == 4
+
+
+def test_the_verdict_begins_with_the_ratio_its_interval_and_the_accuracy(report: Report) -> None:
+    a, b = find(report, "int8 CPU", 64), find(report, "fp32 CPU (baseline)", 64)
+    times = speedup(a, b)
+    first = plain(verdict(report)[0])
+    assert first.startswith(
+        f"int8 CPU is {times.value:.2f}× [{times.low:.2f}, {times.high:.2f}] "
+        "the fp32 CPU (baseline) at batch 64"
+    )
+    assert first.endswith("top-1 accuracy drop 0.2 pp (−0.3 to 0.7, n = 540).")
+
+
+def test_a_gate_that_was_not_met_comes_first(report: Report) -> None:
+    failed = replace(report, gates=(*report.gates, Gate("fp16 accuracy", False, "drop 3 pp")))
+    assert verdict(failed)[0] == "1 of 3 gates NOT met: fp16 accuracy: drop 3 pp."
+
+
+def test_no_difference_is_called_that(report: Report) -> None:
+    same = tuple(
+        replace(p, label="again") for p in report.points if p.label == "fp32 CPU (baseline)"
+    )
+    base = tuple(p for p in report.points if p.label == "fp32 CPU (baseline)")
+    first = verdict(replace(report, points=base + same))[0]
+    assert first.startswith("No difference between again and the fp32 CPU (baseline)")
+
+
+def test_accuracy_that_was_not_measured_is_said(report: Report) -> None:
+    assert "its accuracy was not measured" in verdict(replace(report, accuracy=()))[0]
+
+
+def test_the_notes_of_both_points_stand_in_the_headline(report: Report) -> None:
+    noted = tuple(replace(p, note="did not settle") for p in report.points)
+    assert verdict(replace(report, points=noted))[0].count("did not settle") == 1
+
+
+def test_the_baseline_s_own_best_batch_is_named_where_it_is_another(report: Report) -> None:
+    points = tuple(p for p in report.points if p.label == report.baseline or p.batch <= 8)
+    second = plain(verdict(replace(report, points=points))[1])
+    assert second.startswith("Each at its own best batch: fp32 CPU (baseline)")
+    assert "inferences/s at 64, int8 CPU" in second
+
+
+def test_without_a_baseline_no_ratio_is_named(report: Report) -> None:
+    first = verdict(replace(report, baseline=""))[0]
+    assert "no baseline was measured" in first
+    assert "×" not in first.removeprefix("fp32 CPU, 2 × 1")
+
+
+def test_a_generator_limited_run_gives_no_figure(report: Report) -> None:
+    limited = replace(report.serving[0], generator_limited=True)
+    sentences = verdict(replace(report, serving=(limited,), points=()))
+    assert sentences[0] == "No engine was timed."
+    assert sentences[1] == (
+        "Over HTTP at 32 connections there is no verdict: the load generator was the limit, "
+        "not the server."
+    )
+
+
+def test_what_was_served_names_refusals_and_the_shared_machine(report: Report) -> None:
+    sentence = plain(next(s for s in verdict(report) if "2\u202f000 requests/s" in s))
+    assert "30 refused of 9 970" in sentence
+    assert "client and server shared one machine" in sentence
+
+
+def test_a_server_that_answered_nothing_is_said_with_its_error(report: Report) -> None:
+    dead = replace(report.serving[0], latency=None, ok=0, failed=9, sent=9, errors={"boom": 9})
+    assert "no request of 9 was answered: boom" in verdict(replace(report, serving=(dead,)))[1]
+
+
+def test_quick_and_not_measured_are_said(report: Report) -> None:
+    sentences = verdict(report)
+    assert sentences[-1] == "Not measured: GPU (no NVIDIA GPU on this machine)."
+    assert sentences[-2].startswith("This was a quick run")
+    assert not any("quick" in s for s in verdict(replace(report, quick=False)))
+
+
+def test_markdown_holds_the_verdict_the_tables_and_the_command(
+    report: Report, tmp_path: Path
+) -> None:
+    write(report, tmp_path)
+    text = plain((tmp_path / "report.md").read_text())
+    headings = [line for line in text.splitlines() if line.startswith("#")]
+    assert headings[:6] == [
+        "# mnist-cnn on this machine",
+        "## In short",
+        "## Best at each batch",
+        "## What the measurements show",
+        "## How it was measured",
+        "## Machine and versions",
+    ]
+    assert "    deploykit demo -o out/" in text
+    assert "| int8 | top-1 accuracy | 540 |" in text
+    widths = {line.count(" | ") for line in text.splitlines() if line.startswith("| logits")}
+    assert widths == {7}
+
+
+def test_markdown_shows_hostile_names_as_they_are(report: Report, tmp_path: Path) -> None:
+    hostile = "<script>a|b`c*d[e]\nf"
+    accuracy = (Accuracy("fp32", hostile, 540, Interval(0.9, 0.8, 0.95), None),)
+    write(replace(report, title=hostile, accuracy=accuracy), tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert "<script>" not in text
+    assert text.startswith("# &lt;script&gt;a\\|b\\`c\\*d\\[e\\] f\n")
+
+
+def test_each_batch_shows_the_baseline_and_the_best_cpu_whichever_setup_it_was() -> None:
+    points = [
+        {
+            "label": label,
+            "batch": batch,
+            "device": device,
+            "latency": {"p50_ms": {"value": ms, "low": ms, "high": ms}},
+            "throughput_per_s": {"value": rate, "low": rate, "high": rate},
+        }
+        for label, batch, device, ms, rate in [
+            ("fp32 CPU", 1, "cpu", 2.0, 500.0),
+            ("int8", 1, "cpu", 1.0, 900.0),
+            ("int8, 2 sessions", 1, "cpu", 1.5, 1300.0),
+            ("fp16, GPU", 1, "cuda:0", 0.5, 2000.0),
+            ("fp32 CPU", 8, "cpu", 9.0, 800.0),
+        ]
+    ]
+    table = best_by_batch({"points": points, "baseline": "fp32 CPU"})
+    cells = dict(zip(table.columns, table.rows[0], strict=True))
+    assert "fp32 CPU" in cells["baseline, p50 (ms)"]
+    assert cells["best CPU, p50 (ms)"].endswith("int8")
+    assert cells["best CPU, inferences/s"].endswith("int8, 2 sessions")
+    assert cells["best GPU, inferences/s"].endswith("fp16, GPU")
+    assert table.rows[1][0] == "8"
+    assert table.rows[1][-1] == "not measured"
+
+
+def test_nothing_is_derived_from_a_run_whose_gpu_was_held_back(
+    report: Report, tmp_path: Path
+) -> None:
+    held = replace(report, throttled=("sw_thermal",))
+    held = replace(held, verdict=verdict(held))
+    assert "The GPU was held back (sw_thermal): no speed-up is stated." in held.verdict[0]
+    assert "×" not in " ".join(held.verdict)
+    assert held.to_dict()["speedups"] == held.to_dict()["crossovers"] == []
+    write(held, tmp_path)
+    assert read(tmp_path / "report.json") == held
+    assert "no speed-up is stated" in (tmp_path / "report.md").read_text()

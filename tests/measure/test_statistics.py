@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import BadInput
+from deploykit.measure.statistics import (
+    Interval,
+    Latency,
+    percentile_interval_ms,
+    percentile_ms,
+    proportion,
+    ratio,
+    t_quantile,
+    throughput,
+)
+from tests.support.measure.stats_coverage import COVERED, RUNS, holds
+
+
+@pytest.mark.parametrize(
+    ("q", "expected_ms"), [(50, 50.0), (90, 90.0), (99, 99.0), (7, 7.0), (98.5, 99.0)]
+)
+def test_percentile_is_the_nearest_rank(q: float, expected_ms: float) -> None:
+    samples_s = np.arange(1, 101)[::-1] / 1e3
+    assert percentile_ms(samples_s, q) == pytest.approx(expected_ms, rel=1e-12)
+
+
+def test_percentile_is_a_latency_that_happened() -> None:
+    assert percentile_ms([0.001, 0.004], 50) == 1.0
+
+
+@pytest.mark.parametrize(("q", "needed"), [(50, 2), (90, 10), (99, 100)])
+def test_percentile_refuses_what_would_be_the_maximum(q: float, needed: int) -> None:
+    percentile_ms([0.001] * needed, q)
+    with pytest.raises(BadInput, match=f"p{q} needs {needed} samples, got {needed - 1}"):
+        percentile_ms([0.001] * (needed - 1), q)
+
+
+@pytest.mark.parametrize("samples", [[], [math.nan], [0.1, math.inf], [[0.1]]], ids=str)
+def test_latencies_that_are_none_are_refused(samples: list[float]) -> None:
+    with pytest.raises(BadInput, match="finite numbers"):
+        Latency.of(samples)
+
+
+@pytest.mark.parametrize("q", [0, 100, -1, math.nan])
+def test_percentile_outside_its_range_is_refused(q: float) -> None:
+    with pytest.raises(BadInput, match="between 0 and 100"):
+        percentile_interval_ms([0.001] * 10, q)
+
+
+@pytest.mark.parametrize(("q", "fewest"), [(50, 6), (90, 36), (99, 368)])
+def test_interval_of_a_percentile_needs_enough_samples(q: float, fewest: int) -> None:
+    samples_s = np.arange(fewest) / 1e3
+    assert percentile_interval_ms(samples_s, q) is not None
+    assert percentile_interval_ms(samples_s[1:], q) is None
+
+
+@pytest.mark.parametrize("n", [368, 500, 1000])
+@pytest.mark.parametrize("q", [50, 90, 99])
+def test_ranks_are_the_tightest_with_the_tails_asked(n: int, q: int) -> None:
+    interval = percentile_interval_ms(np.arange(1, n + 1) / 1e3, q)
+    assert interval is not None
+    low, high = round(interval.low), round(interval.high)  # sample number k is k ms
+
+    def below(k: int) -> float:
+        """P(Binomial(n, q/100) < k), exact."""
+        part = sum(math.comb(n, i) * q**i * (100 - q) ** (n - i) for i in range(k))
+        return part / 100**n
+
+    assert below(low) <= 0.025 < below(low + 1)
+    assert 1 - below(high) <= 0.025 < 1 - below(high - 1)
+
+
+@pytest.mark.parametrize(("q", "normal_point"), [(50, 0.0), (90, 1.281552), (99, 2.326348)])
+def test_interval_of_a_percentile_covers_the_truth_as_often_as_it_says(
+    q: float, normal_point: float
+) -> None:
+    random = np.random.default_rng(20)
+    truth_ms = 5 * math.exp(0.4 * normal_point)
+    runs = 5e-3 * np.exp(0.4 * random.standard_normal((RUNS, 2000)))
+    covered = np.mean([holds(percentile_interval_ms(run, q), truth_ms) for run in runs])
+    assert COVERED[0] <= covered <= COVERED[1]
+
+
+def test_latency_reports_what_the_samples_allow() -> None:
+    few = Latency.of([0.002, 0.001, 0.003])
+    some = Latency.of(np.arange(1, 101) / 1e3)
+    many = Latency.of(np.arange(1, 1001) / 1e3)
+    assert (few.p50_ms, few.p90_ms, few.p99_ms, few.max_ms) == (None, None, None, 3.0)
+    assert some.p90_ms is not None
+    assert some.p99_ms is None
+    assert many.p99_ms == Interval(990.0, 983.0, 997.0)
+    assert many.samples == 1000
+
+
+def test_latency_as_json_has_null_for_too_few() -> None:
+    document = json.loads(json.dumps(Latency.of([0.001] * 10).to_dict(), allow_nan=False))
+    assert document == {
+        "samples": 10,
+        "p50_ms": {"value": 1.0, "low": 1.0, "high": 1.0},
+        "p90_ms": None,
+        "p99_ms": None,
+        "max_ms": 1.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("freedom", "table"),  # NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2
+    [
+        *[(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (5, 2.571), (9, 2.262)],
+        *[(10, 2.228), (30, 2.042), (60, 2.000), (100, 1.984)],
+    ],
+)
+def test_t_quantile_is_the_tables(freedom: int, table: float) -> None:
+    assert t_quantile(freedom) == pytest.approx(table, abs=5e-4)
+
+
+def test_t_quantile_is_smooth_where_the_method_changes_and_ends_at_the_normal() -> None:
+    steps = [t_quantile(n) - t_quantile(n + 1) for n in (199, 200, 201)]
+    assert steps[0] > steps[1] > steps[2] > 0
+    assert t_quantile(10**7) == pytest.approx(1.959964, abs=1e-6)
+
+
+def test_throughput_is_all_rows_over_all_seconds() -> None:
+    rate = throughput([100, 300], [1.0, 2.0])
+    assert rate.value == pytest.approx(400 / 3)
+
+
+def test_throughput_of_equal_blocks_has_the_t_interval_of_their_rates() -> None:
+    rate = throughput([198, 200, 202, 204, 196], [2.0] * 5)
+    half = 2.7764451 * np.std([99, 100, 101, 102, 98], ddof=1) / math.sqrt(5)
+    assert (rate.value, rate.low, rate.high) == pytest.approx((100, 100 - half, 100 + half))
+
+
+def test_throughput_of_a_steady_rate_is_certain_whatever_the_blocks_lengths() -> None:
+    rate = throughput([100, 200, 600], [1.0, 2.0, 6.0])
+    assert (rate.low, rate.high) == pytest.approx((100, 100))
+
+
+def test_throughput_never_goes_below_zero() -> None:
+    assert throughput([1, 1000], [1.0, 1.0]).low == 0.0
+
+
+def test_throughput_covers_the_truth_as_often_as_it_says() -> None:
+    random = np.random.default_rng(21)
+    rows = 1000 * (1 + 0.05 * random.standard_normal((RUNS, 5)))
+    covered = np.mean([holds(throughput(blocks, [2.0] * 5), 500) for blocks in rows])
+    assert COVERED[0] <= covered <= COVERED[1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "seconds"),
+    [([5], [1.0]), ([], []), ([5, 6], [1.0]), ([5, 6], [1.0, 0.0]), ([5, math.nan], [1.0, 1.0])],
+    ids=str,
+)
+def test_throughput_refuses_blocks_without_a_spread(
+    rows: list[float], seconds: list[float]
+) -> None:
+    with pytest.raises(BadInput):
+        throughput(rows, seconds)
+
+
+@pytest.mark.parametrize(
+    ("successes", "n", "low", "high"),
+    [
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
+def test_proportion_is_wilsons_interval(successes: int, n: int, low: float, high: float) -> None:
+    share = proportion(successes, n)  # Newcombe, Statistics in Medicine 17 (1998), 857: method 3
+    assert (share.low, share.high) == pytest.approx((low, high), abs=5e-5)
+    assert share.value == successes / n
+
+
+@pytest.mark.parametrize(("successes", "n"), [(0, 0), (3, 2), (-1, 2)])
+def test_proportion_refuses_what_is_none(successes: int, n: int) -> None:
+    with pytest.raises(BadInput, match="not a proportion"):
+        proportion(successes, n)
+
+
+def test_ratio_is_the_geometric_mean_of_the_rounds() -> None:
+    assert ratio([2.0, 8.0], [1.0, 1.0]).value == pytest.approx(4.0)
+
+
+def test_ratio_the_other_way_round_is_the_inverse() -> None:
+    a, b = [10.0, 12.0, 11.0], [5.0, 5.5, 5.4]
+    there, back = ratio(a, b), ratio(b, a)
+    assert (there.value, there.low, there.high) == pytest.approx(
+        (1 / back.value, 1 / back.high, 1 / back.low)
+    )
+
+
+def rounds(random: np.random.Generator, rate: float, drift: np.ndarray) -> np.ndarray:
+    """Five rates: 1.5 % noise of their own on a drift that both sides share."""
+    noisy: np.ndarray = rate * drift * np.exp(0.015 * random.standard_normal(5))
+    return noisy
+
+
+def test_a_against_itself_shows_no_difference_at_the_nominal_rate() -> None:
+    random = np.random.default_rng(24)
+    covered = 0
+    for _ in range(RUNS):
+        drift = np.exp(0.2 * random.standard_normal(5))
+        covered += holds(ratio(rounds(random, 100, drift), rounds(random, 100, drift)), 1.0)
+    assert COVERED[0] <= covered / RUNS <= COVERED[1]
+
+
+def test_five_percent_slower_is_found_nine_times_of_ten() -> None:
+    random = np.random.default_rng(25)
+    found = 0
+    for _ in range(RUNS):
+        drift = np.exp(0.2 * random.standard_normal(5))
+        found += ratio(rounds(random, 95, drift), rounds(random, 100, drift)).high < 1
+    assert found / RUNS >= 0.9
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [([1.0], [1.0]), ([1.0, 2.0], [1.0]), ([1.0, 0.0], [1.0, 1.0]), ([], [])], ids=str
+)
+def test_ratio_refuses_what_has_no_spread_or_no_sense(a: list[float], b: list[float]) -> None:
+    with pytest.raises(BadInput):
+        ratio(a, b)

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import BadInput
+from deploykit.measure.timing.closed_loop import Block, run_block
+from deploykit.runtimes.data.samples import random_feeds
+from deploykit.runtimes.engine import Arrays
+from deploykit.runtimes.fake import FakeEngine
+
+FEEDS = random_feeds(FakeEngine().inputs, {"N": 4})
+LONG_S = 1e4  # two million calls of 5 ms: far more than happen before a stop
+
+
+class VirtualTime(threading.local):
+    """A clock of each thread's own that only engines move, so that every figure is exact."""
+
+    now_ns = 0
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+class Timed(FakeEngine):
+    """A fake engine that moves a virtual clock by what `latency_s(number of the call)` says."""
+
+    def __init__(self, clock: VirtualTime, latency_s: Callable[[int], float]) -> None:
+        super().__init__()
+        self.clock = clock
+        self.of_call = latency_s
+
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        outputs = super().__call__(feeds)
+        self.clock.now_ns += round(self.of_call(len(self.batches) - 1) * 1e9)
+        return outputs
+
+
+def run(
+    *latencies: Callable[[int], float], length_s: float = 0.5, settle_s: float = 0.0
+) -> tuple[Block, list[Timed]]:
+    """One block of engines with these latencies by call; 4 rows a call."""
+    clock = VirtualTime()
+    engines = [Timed(clock, latency_s) for latency_s in latencies]
+    return run_block(engines, FEEDS, 4, length_s, clock, settle_s=settle_s), engines
+
+
+def five_ms(_: int) -> float:
+    return 0.005
+
+
+def test_the_calls_add_up_to_the_block() -> None:
+    block, _ = run(lambda call: 0.1 if call % 2 else 0.2)
+    assert block.calls_ns.tolist() == [200_000_000, 100_000_000, 200_000_000]
+    assert (block.rows, block.seconds) == (12, pytest.approx(0.5))
+    assert block.rate == pytest.approx(24.0)
+
+
+def test_a_call_that_has_begun_is_finished() -> None:
+    block, _ = run(lambda _: 0.35)
+    assert block.seconds == pytest.approx(0.7)
+    assert block.rate == pytest.approx(4 / 0.35)
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_the_settling_calls_are_not_counted(engines: int) -> None:
+    block, ran = run(*[lambda call: 0.1 if call < 3 else 0.005] * engines, settle_s=0.25)
+    assert block.calls_ns.max() == 5_000_000
+    assert len(ran[0].batches) >= 3 + 100
+
+
+def test_sessions_run_at_the_same_time() -> None:
+    meeting = threading.Barrier(3, timeout=10)
+
+    def latency_s(call: int) -> float:
+        if call == 0:
+            meeting.wait()
+        return 0.005
+
+    run(latency_s, latency_s, latency_s)
+    assert not meeting.broken
+
+
+def test_sessions_start_together_after_the_slowest_has_settled() -> None:
+    settled = threading.Event()
+    early: list[bool] = []
+
+    def slow(call: int) -> float:
+        if call == 49:
+            settled.set()
+        return 0.005
+
+    def quick(call: int) -> float:
+        if call > 0:
+            early.append(not settled.is_set())
+        return 0.3
+
+    run(slow, quick, settle_s=0.25)
+    assert True not in early
+
+
+def test_sessions_of_different_speed_add_their_own_rates() -> None:
+    block, _ = run(five_ms, lambda _: 0.05)
+    assert block.rate == pytest.approx(800 + 80)
+    assert len(block.calls_ns) == 100 + 10
+
+
+def test_sessions_that_are_done_keep_the_load_up_for_the_others() -> None:
+    beyond_its_share = threading.Event()
+    seen: list[bool] = []
+
+    def fast(call: int) -> float:
+        if call == 5:  # five calls of 0.1 s are its share
+            beyond_its_share.set()
+        return 0.1
+
+    def slow(_: int) -> float:
+        seen.append(beyond_its_share.wait(timeout=10))
+        return 0.5
+
+    block, _ = run(fast, slow)
+    assert seen[0]
+    assert len(block.calls_ns) == 5 + 1  # what was done beyond the share does not count
+
+
+def test_one_failing_session_stops_the_others() -> None:
+    def failing(call: int) -> float:
+        if call == 10:
+            raise BadInput("stop here")
+        return 0.005
+
+    clock = VirtualTime()
+    engines = [Timed(clock, five_ms), Timed(clock, failing)]
+    before = threading.active_count()
+    with pytest.raises(BadInput, match="stop here"):
+        run_block(engines, FEEDS, 4, LONG_S, clock)
+    assert len(engines[0].batches) < 1_000_000
+    assert threading.active_count() == before
+
+
+def test_ctrl_c_stops_the_sessions_and_waits_for_them() -> None:
+    sent = []
+    workers = set()
+
+    def latency_s(call: int) -> float:
+        workers.add(threading.current_thread())
+        if not sent and all(len(engine.batches) > 100 for engine in engines):  # both are at work
+            sent.append(call)
+            os.kill(os.getpid(), signal.SIGINT)
+        return 0.005
+
+    clock = VirtualTime()
+    engines: list[Timed] = []
+    engines += [Timed(clock, latency_s), Timed(clock, latency_s)]
+    with pytest.raises(KeyboardInterrupt):
+        run_block(engines, FEEDS, 4, LONG_S, clock)
+    assert len(workers) == 2
+    assert not any(worker.is_alive() for worker in workers - {threading.current_thread()})
+    assert max(len(engine.batches) for engine in engines) < 1_000_000
+
+
+@pytest.mark.parametrize("sessions", [1, 2])
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_not_collected_in_calls_and_afterwards_as_before(
+    enabled: bool, fails: bool, sessions: int
+) -> None:
+    seen = set()
+
+    def latency_s(call: int) -> float:
+        seen.add(gc.isenabled())
+        if fails and call == 3:
+            raise BadInput("stop here")
+        return 0.005
+
+    was = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        try:
+            run(*[latency_s] * sessions)
+        except BadInput:
+            assert fails
+        after = gc.isenabled()
+    finally:
+        (gc.enable if was else gc.disable)()
+    assert seen == {False}
+    assert after is enabled

@@ -1,0 +1,333 @@
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import groupby
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import BadInput
+from deploykit.core.tensors import TensorSpec
+from deploykit.measure.statistics import Interval, ratio
+from deploykit.measure.timing.sweep import Point, Setup, Timing, sweep
+from deploykit.runtimes.data.samples import random_feeds
+from deploykit.runtimes.engine import Arrays
+from deploykit.runtimes.fake import FakeEngine
+
+QUICK = Timing(warmup_s=0.0, seconds=1.0, rounds=2)
+
+
+class VirtualTime(threading.local):
+    """A clock of each thread's own that only engines move, so that every figure is exact."""
+
+    now_ns = 0
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+class Timed(FakeEngine):
+    """A fake engine that moves a virtual clock and writes each call into a journal."""
+
+    def __init__(
+        self,
+        clock: VirtualTime,
+        latency_s: Callable[[int], float],
+        journal: list[str],
+        label: str,
+        max_batch: int | None = None,
+    ) -> None:
+        super().__init__(max_batch=max_batch)
+        self.clock = clock
+        self.of_call = latency_s  # from the number of the call
+        self.journal = journal
+        self.label = label
+
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        outputs = super().__call__(feeds)
+        self.clock.now_ns += round(self.of_call(len(self.batches) - 1) * 1e9)
+        self.journal.append(self.label)
+        return outputs
+
+
+class Bench:
+    """Makes setups of `Timed` engines and keeps every engine that was opened."""
+
+    def __init__(self) -> None:
+        self.clock = VirtualTime()
+        self.journal: list[str] = []
+        self.engines: list[Timed] = []
+        self.fed: list[int] = []
+
+    def setup(
+        self,
+        label: str,
+        latency_s: float | Callable[[int], float] = 0.005,
+        sessions: int = 1,
+        max_batch: int | None = None,
+    ) -> Setup:
+        def open_engine() -> Timed:
+            of_call = latency_s if callable(latency_s) else lambda _: latency_s
+            engine = Timed(self.clock, of_call, self.journal, label, max_batch)
+            self.engines.append(engine)
+            return engine
+
+        return Setup(label, open_engine, sessions=sessions, threads=1, precision="fp32")
+
+    def feeds(self, batch: int) -> Arrays:
+        self.fed.append(batch)
+        return random_feeds(FakeEngine().inputs, {"N": batch})
+
+    def sweep(
+        self,
+        *setups: Setup,
+        batches: tuple[int, ...] = (4,),
+        timing: Timing = QUICK,
+        on_progress: Callable[[str, float], None] | None = None,
+    ) -> list[Point]:
+        return sweep(setups, batches, timing, self.feeds, on_progress, clock=self.clock)
+
+    @property
+    def order(self) -> str:
+        """The labels in the order in which they were called, repetitions joined."""
+        return "".join(label for label, _ in groupby(self.journal))
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_an_engine_of_five_milliseconds_measures_five_milliseconds(bench: Bench) -> None:
+    (point,) = bench.sweep(bench.setup("A", 0.005))
+    assert point.latency.p50_ms == Interval(5.0, 5.0, 5.0)
+    assert point.latency.max_ms == 5.0
+    assert point.throughput_per_s.value == pytest.approx(4 / 0.005)
+    assert point.round_rates == pytest.approx([800, 800])
+    assert point.samples == 200
+    assert point.duration_s == pytest.approx(1.0)
+
+
+def test_throughput_is_rows_over_time_even_when_calls_overrun_the_block(bench: Bench) -> None:
+    (point,) = bench.sweep(bench.setup("A", 0.35))  # two calls fit into 0.5 s: the second overruns
+    assert point.samples == 4
+    assert point.duration_s == pytest.approx(1.4)
+    assert point.throughput_per_s.value == pytest.approx(4 / 0.35)
+
+
+def test_a_call_longer_than_its_block_is_timed_once_a_round(bench: Bench) -> None:
+    (point,) = bench.sweep(bench.setup("A", 10.0), timing=Timing(0.0, 1.0, 3))
+    assert point.samples == 3
+    assert point.latency.p50_ms is None
+
+
+def test_setups_take_turns_a_b_c_c_b_a(bench: Bench) -> None:
+    setups = [bench.setup(label) for label in "ABC"]
+    bench.sweep(*setups, timing=Timing(warmup_s=0.0, seconds=1.0, rounds=4))
+    assert bench.order == "ABCBABCBA"  # ABC CBA ABC CBA, where neighbours meet joined
+
+
+def test_drift_hits_all_alike(bench: Bench) -> None:
+    setups = [
+        bench.setup(label, lambda _: 0.005 * (1 + bench.clock.now_ns / 1e9)) for label in "AB"
+    ]
+    a, b = bench.sweep(*setups, timing=Timing(warmup_s=0.0, seconds=10.0, rounds=10))
+    assert a.round_rates[0] > 5 * a.round_rates[-1]
+    interval = ratio(a.round_rates, b.round_rates)
+    assert interval.low < 1 < interval.high
+    assert interval.value == pytest.approx(1, abs=0.05)
+
+
+def test_points_come_by_batch_then_in_the_setups_order(bench: Bench) -> None:
+    points = bench.sweep(bench.setup("A"), bench.setup("B"), batches=(8, 2))
+    assert [(p.batch, p.label) for p in points] == [(8, "A"), (8, "B"), (2, "A"), (2, "B")]
+
+
+def test_what_happens_before_the_engine_is_warm_is_not_timed(bench: Bench) -> None:
+    cold = bench.setup("A", lambda call: 0.1 if call < 20 else 0.005)
+    (point,) = bench.sweep(cold, timing=Timing(warmup_s=10.0, seconds=1.0, rounds=2))
+    assert point.latency.max_ms == 5.0
+    assert point.note == ""
+
+
+def test_warm_up_ends_when_three_windows_agree(bench: Bench) -> None:
+    bench.sweep(bench.setup("A", 0.1), timing=Timing(warmup_s=10.0, seconds=1.0, rounds=2))
+    # three windows of 1 s, then two rounds of 0.5 s, each after one untimed call
+    assert len(bench.engines[0].batches) == 30 + 2 * (1 + 5)
+
+
+def test_warm_up_that_never_settles_is_bounded_and_noted(bench: Bench) -> None:
+    ended_s: list[float] = []
+    (point,) = bench.sweep(
+        bench.setup("A", lambda call: 0.02 * 1.1**call),
+        timing=Timing(warmup_s=3.0, seconds=0.1, rounds=2),
+        on_progress=lambda *_: ended_s.append(bench.clock.now_ns / 1e9),
+    )
+    assert "not yet steady after 3 s" in point.note
+    assert 3.0 <= ended_s[1] < 3.5  # when round 1 was told; the call that was running was finished
+
+
+def test_no_warm_up_is_noted(bench: Bench) -> None:
+    assert bench.sweep(bench.setup("A"))[0].note == "no warm-up"
+
+
+def test_each_round_starts_untimed_as_the_others_cooled_the_caches(bench: Bench) -> None:
+    a, b = bench.setup("A"), bench.setup("B")
+
+    def after_other(call: int) -> float:
+        return 1.0 if bench.journal[-1:] != ["A"] else 0.005
+
+    a = replace(a, engines=bench.setup("A", after_other).engines)
+    point, _ = bench.sweep(a, b)
+    assert point.latency.max_ms == 5.0
+
+
+def test_sessions_run_at_once_and_their_rows_add_up(bench: Bench) -> None:
+    (point,) = bench.sweep(bench.setup("A", 0.005, sessions=3))
+    assert len(bench.engines) == 3
+    assert point.throughput_per_s.value == pytest.approx(3 * 800)
+    assert point.latency.p50_ms == Interval(5.0, 5.0, 5.0)
+    assert point.samples == 3 * 200
+    assert point.sessions == 3
+
+
+def test_inputs_are_made_once_per_batch_and_shared(bench: Bench) -> None:
+    bench.sweep(bench.setup("A"), bench.setup("B"), batches=(1, 2))
+    assert bench.fed == [1, 2]
+    assert {size for engine in bench.engines for size in engine.batches} == {1, 2}
+
+
+def test_inputs_of_another_size_than_asked_are_refused(bench: Bench) -> None:
+    three = random_feeds(FakeEngine().inputs, {"N": 3})
+    with pytest.raises(BadInput, match="made for batch 4 hold 3 rows"):
+        sweep([bench.setup("A")], [4], QUICK, lambda _: three)
+
+
+def test_a_setup_is_left_out_above_its_largest_batch(bench: Bench) -> None:
+    points = bench.sweep(bench.setup("A", max_batch=2), bench.setup("B"), batches=(2, 4))
+    assert [(p.batch, p.label) for p in points] == [(2, "A"), (2, "B"), (4, "B")]
+
+
+def test_batches_that_no_engine_takes_are_refused(bench: Bench) -> None:
+    with pytest.raises(BadInput, match="no engine takes a batch of 4") as caught:
+        bench.sweep(bench.setup("A", max_batch=2), batches=(8, 4))
+    assert caught.value.hint == "the largest is 2"
+
+
+def test_a_fixed_batch_is_not_timed_as_another(bench: Bench) -> None:
+    setup = bench.setup("A")
+
+    def fixed() -> Timed:
+        engine = setup.engines()
+        assert isinstance(engine, Timed)
+        engine.inputs = (TensorSpec("x", "float32", (8, 4)),)
+        return engine
+
+    setups, eight = [replace(setup, engines=fixed)], random_feeds(FakeEngine().inputs, {"N": 8})
+    with pytest.raises(BadInput, match=r"A: cannot run batch 4: its input is fixed, x:float32\[8"):
+        sweep(setups, [4], QUICK, lambda _: eight, clock=bench.clock)
+    assert sweep(setups, [8], QUICK, lambda _: eight, clock=bench.clock)[0].batch == 8
+
+
+def test_engines_are_closed_at_the_end(bench: Bench) -> None:
+    bench.sweep(bench.setup("A", sessions=2), bench.setup("B"))
+    assert [engine.closed for engine in bench.engines] == [True] * 3
+
+
+def failing(error: type[BaseException], at: int) -> Callable[[int], float]:
+    def latency_s(call: int) -> float:
+        if call == at:
+            raise error("stop here")
+        return 0.005
+
+    return latency_s
+
+
+@pytest.mark.parametrize("sessions", [1, 3])
+@pytest.mark.parametrize("error", [BadInput, KeyboardInterrupt, ZeroDivisionError])
+def test_engines_are_closed_and_threads_gone_when_a_call_fails(
+    bench: Bench, error: type[BaseException], sessions: int
+) -> None:
+    before = threading.active_count()
+    with pytest.raises(error, match="stop here"):
+        bench.sweep(bench.setup("A", failing(error, at=30), sessions=sessions), bench.setup("B"))
+    assert [engine.closed for engine in bench.engines] == [True] * (sessions + 1)
+    assert threading.active_count() == before
+
+
+def test_engines_already_open_are_closed_when_another_does_not_open(bench: Bench) -> None:
+    def broken() -> FakeEngine:
+        raise BadInput("no such file")
+
+    with pytest.raises(BadInput, match="no such file"):
+        bench.sweep(bench.setup("A", sessions=2), Setup("B", broken))
+    assert [engine.closed for engine in bench.engines] == [True, True]
+
+
+def test_progress_rises_to_one_and_names_the_step(bench: Bench) -> None:
+    told: list[tuple[str, float]] = []
+    bench.sweep(
+        bench.setup("A"),
+        bench.setup("B"),
+        timing=Timing(warmup_s=1.0, seconds=1.0, rounds=2),
+        on_progress=lambda what, share: told.append((what, share)),
+    )
+    assert told == [
+        ("A, batch 4: warm-up", 0.0),
+        ("B, batch 4: warm-up", 0.25),
+        ("A, batch 4: round 1", 0.5),
+        ("B, batch 4: round 1", 0.625),
+        ("B, batch 4: round 2", 0.75),
+        ("A, batch 4: round 2", 0.875),
+        ("done", 1.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("labels", "batches", "sessions", "problem"),
+    [
+        ([], (1,), 1, "one or more setups"),
+        (["A", "A"], (1,), 1, "different names"),
+        (["A"], (), 1, "batch sizes"),
+        (["A"], (0, 1), 1, "batch sizes"),
+        (["A"], (1, 1), 1, "batch sizes"),
+        (["A"], (1,), 0, "A: sessions must be 1 or more"),
+    ],
+)
+def test_options_that_make_no_sense_open_nothing(
+    bench: Bench, labels: list[str], batches: tuple[int, ...], sessions: int, problem: str
+) -> None:
+    with pytest.raises(BadInput, match=problem):
+        bench.sweep(*(bench.setup(label, sessions=sessions) for label in labels), batches=batches)
+    assert bench.engines == []
+
+
+def test_a_point_says_what_was_timed_and_goes_into_json(bench: Bench) -> None:
+    (point,) = bench.sweep(bench.setup("A"), timing=Timing(1.0, 1.0, 2))
+    document = json.loads(json.dumps(point.to_dict(), allow_nan=False))
+    latency, rate = document.pop("latency"), document.pop("throughput_per_s")
+    assert document.pop("round_rates") == pytest.approx([800, 800])
+    assert document.pop("duration_s") == pytest.approx(1.0)
+    assert latency["p99_ms"] is None
+    assert rate["value"] == pytest.approx(800)
+    assert document == {
+        "label": "A",
+        "precision": "fp32",
+        "device": "cpu",
+        "runtime": "fake",
+        "scenario": "closed-loop",
+        "batch": 4,
+        "sessions": 1,
+        "threads": 1,
+        "samples": 200,
+        "rounds": 2,
+        "note": "",
+    }
+
+
+def test_the_setup_may_name_the_device_better_than_the_engine(bench: Bench) -> None:
+    (point,) = bench.sweep(replace(bench.setup("A"), device="cuda:0"))
+    assert point.device == "cuda:0"

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from onnx import helper, numpy_helper
+
+from deploykit.core.errors import BadInput
+from deploykit.quantization.calibrate import METHODS, Range, calibrate
+from deploykit.runtimes.data.samples import Samples
+from tests.support.graphs.data import feeds, samples
+from tests.support.onnx_zoo import (
+    conv_relu,
+    int64_ids,
+    linear,
+    make,
+    mnist_like,
+    save,
+    two_inputs,
+)
+
+
+def test_merged_ranges_cover_both() -> None:
+    assert Range(-1.0, 2.0).merge(Range(0.0, 5.0)) == Range(-1.0, 5.0)
+
+
+def test_the_peak_is_the_larger_end_in_absolute_value() -> None:
+    assert Range(-3.0, 2.0).peak == 3.0
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 32])
+def test_ranges_are_those_of_all_samples_whatever_the_batch(
+    tmp_path: Path, batch_size: int
+) -> None:
+    path = save(linear(), tmp_path / "m.onnx")
+    data = samples(linear(), 17)
+    x = data.inputs["x"]
+    weights = {t.name: numpy_helper.to_array(t) for t in linear().graph.initializer}
+    y = x @ weights["W"] + weights["b"]
+    found = calibrate(path, data, batch_size=batch_size)
+    assert found.samples == 17
+    assert (found.ranges["x"].low, found.ranges["x"].high) == (x.min(), x.max())
+    assert found.ranges["y"].low == pytest.approx(y.min(), rel=1e-6)
+    assert found.ranges["y"].high == pytest.approx(y.max(), rel=1e-6)
+
+
+def test_a_tensor_between_two_fused_nodes_has_its_own_range(tmp_path: Path) -> None:
+    path = save(conv_relu(), tmp_path / "m.onnx")
+    data = samples(conv_relu())
+    x = np.pad(data.inputs["x"], ((0, 0), (0, 0), (1, 1), (1, 1)))
+    weight, bias = (numpy_helper.to_array(t) for t in conv_relu().graph.initializer)
+    windows = np.lib.stride_tricks.sliding_window_view(x[:, 0], (3, 3), axis=(1, 2))
+    c = np.einsum("nhwij,cij->nchw", windows, weight[:, 0]) + bias[:, None, None]
+    found = calibrate(path, data).ranges
+    assert found["c"].low == pytest.approx(c.min(), rel=1e-5)
+    assert found["c"].high == pytest.approx(c.max(), rel=1e-5)
+    assert found["y"] == Range(0.0, found["c"].high)
+
+
+def test_every_float_tensor_has_a_range_and_no_other(tmp_path: Path) -> None:
+    path = save(int64_ids(), tmp_path / "m.onnx")
+    assert list(calibrate(path, samples(int64_ids())).ranges) == ["embedded", "y"]
+
+
+def test_two_calibrations_are_equal(tmp_path: Path) -> None:
+    path = save(mnist_like(), tmp_path / "m.onnx")
+    assert calibrate(path, samples(mnist_like())) == calibrate(path, samples(mnist_like()))
+
+
+def test_a_calibration_is_json(tmp_path: Path) -> None:
+    path = save(two_inputs(), tmp_path / "m.onnx")
+    document = json.loads(json.dumps(calibrate(path, samples(two_inputs())).to_dict()))
+    assert (document["method"], document["samples"]) == ("percentile", 16)
+    assert set(document["ranges"]) == {"a", "b", "sum", "product"}
+
+
+def test_the_percentile_leaves_an_outlier_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = save(mnist_like(), tmp_path / "m.onnx")
+    image = feeds(mnist_like(), 512)["image"]
+    image[3, 0, 5, 5] = 50.0
+    data = Samples({"image": image}, None, "data.npz")
+    found = calibrate(path, data, method="percentile")
+    assert found.ranges["image"].high == 50.0
+    clipped = found.clipped["image"]
+    assert 4.0 < clipped.high < 5.5  # of 400 000 normal values two are left out: 4.4 and above
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_mask_of_minus_infinity_keeps_its_range(tmp_path: Path, method: str) -> None:
+    weights = {"mask": np.array([0, 0, 0, -np.inf], np.float32)}
+    model = make(
+        [helper.make_node("Add", ["x", "mask"], ["y"], name="mask_out")],
+        {"x": ("N", 4)},
+        {"y": ("N", 4)},
+        weights,
+    )
+    data = samples(model)
+    found = calibrate(save(model, tmp_path / "m.onnx"), data, method=method).ranges["y"]
+    assert found == Range(-math.inf, float(data.inputs["x"][:, :3].max()))
+
+
+def test_minmax_scales_cover_every_value(tmp_path: Path) -> None:
+    path = save(mnist_like(), tmp_path / "m.onnx")
+    found = calibrate(path, samples(mnist_like()), method="minmax")
+    assert found.clipped == found.ranges
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ranges_hold_every_value_whatever_the_method(tmp_path: Path, method: str) -> None:
+    path = save(mnist_like(), tmp_path / "m.onnx")
+    data = samples(mnist_like(), 64)
+    every = calibrate(path, data, method="minmax").ranges
+    found = calibrate(path, data, method=method)
+    assert found.ranges == every
+    assert found.clipped.keys() == every.keys()
+    for name, seen in found.clipped.items():
+        assert every[name].low <= seen.low <= seen.high <= every[name].high
+
+
+def test_only_tensors_that_get_a_scale_are_clipped(tmp_path: Path) -> None:
+    path = save(mnist_like(), tmp_path / "m.onnx")
+    found = calibrate(path, samples(mnist_like(), 64), method="entropy")
+    cut = {name for name, seen in found.clipped.items() if seen != found.ranges[name]}
+    assert {"image", "p1"} <= cut  # p1 has a scale of its own for TensorRT alone
+    assert cut <= {"image", "r1", "p1", "r2", "flat"}  # not what lies before a Relu, nor logits
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_weights_are_seen_whatever_their_size(tmp_path: Path, method: str) -> None:
+    weights = {"W": np.eye(64, dtype=np.float32) * 3}  # 16 KiB: fed to the session, not built in
+    node = helper.make_node("MatMul", ["x", "W"], ["y"], name="matmul")
+    model = make([node], {"x": ("N", 64)}, {"y": ("N", 64)}, weights)
+    data = samples(model)
+    found = calibrate(save(model, tmp_path / "m.onnx"), data, method=method).ranges
+    assert found["y"].high == pytest.approx(3 * float(data.inputs["x"].max()), rel=1e-6)
+
+
+def test_batches_are_smaller_where_activations_are_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 1 x 28 x 28 in, 8 and 16 channels of 28 x 28 and 14 x 14 after it: 91 KB a sample
+    path = save(mnist_like(), tmp_path / "m.onnx")
+    seen = []
+    data = samples(mnist_like(), 16)
+
+    class Watched(Samples):
+        def batches(self, size: int) -> Iterator[dict[str, np.ndarray]]:
+            seen.append(size)
+            return super().batches(size)
+
+    monkeypatch.setattr("deploykit.quantization.calibrate.MOST_BYTES", 300_000)
+    calibrate(path, Watched(data.inputs, None, "data.npz"))
+    assert seen == [3]
+
+
+def test_a_fixed_batch_is_kept_and_the_rest_left_out(tmp_path: Path) -> None:
+    model = make(linear().graph.node, {"x": (4, 4)}, {"y": (4, 3)}, _weights())
+    data = samples(linear(), 10)
+    found = calibrate(save(model, tmp_path / "m.onnx"), data)
+    assert found.samples == 8
+    assert found.ranges["x"].high == data.inputs["x"][:8].max()
+
+
+def test_too_few_samples_for_a_fixed_batch_are_refused(tmp_path: Path) -> None:
+    model = make(linear().graph.node, {"x": (64, 4)}, {"y": (64, 3)}, _weights())
+    with pytest.raises(BadInput, match="do not fill the batch of 64"):
+        calibrate(save(model, tmp_path / "m.onnx"), samples(linear(), 10))
+
+
+def _weights() -> dict[str, np.ndarray]:
+    return {t.name: numpy_helper.to_array(t) for t in linear().graph.initializer}
+
+
+def test_fewer_than_eight_samples_are_refused(tmp_path: Path) -> None:
+    path = save(linear(), tmp_path / "m.onnx")
+    assert calibrate(path, samples(linear(), 8)).samples == 8
+    with pytest.raises(BadInput, match=r"data.npz: 7 samples"):
+        calibrate(path, samples(linear(), 7))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_samples_that_are_not_finite_are_named(tmp_path: Path, value: float) -> None:
+    x = feeds(linear())["x"]
+    x[5, 2] = x[9, 0] = value
+    with pytest.raises(BadInput, match=r"data.npz: sample 5 of 'x' .*2 of 16"):
+        calibrate(save(linear(), tmp_path / "m.onnx"), Samples({"x": x}, None, "data.npz"))
+
+
+def test_samples_that_are_all_the_same_are_refused(tmp_path: Path) -> None:
+    x = np.repeat(feeds(linear(), 1)["x"], 16, axis=0)
+    with pytest.raises(BadInput, match="the same"):
+        calibrate(save(linear(), tmp_path / "m.onnx"), Samples({"x": x}, None, "data.npz"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_model_that_gives_nan_is_named_with_its_tensor(tmp_path: Path, method: str) -> None:
+    model = make(
+        [
+            helper.make_node("Sqrt", ["x"], ["root"], name="sqrt"),
+            helper.make_node("Relu", ["root"], ["y"], name="relu"),
+        ],
+        {"x": ("N", 4)},
+        {"y": ("N", 4)},
+        {},
+    )
+    with pytest.raises(BadInput, match=r"m.onnx: tensor 'root' is NaN .*data.npz"):
+        calibrate(save(model, tmp_path / "m.onnx"), samples(model), method=method)
+
+
+def test_an_unknown_method_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="'magic'"):
+        calibrate(save(linear(), tmp_path / "m.onnx"), samples(linear()), method="magic")

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from deploykit.quantization.histograms import Histogram
+
+
+def histogram(*batches: np.ndarray) -> Histogram:
+    counts = Histogram()
+    for batch in batches:
+        counts.add(np.asarray(batch, np.float32))
+    return counts
+
+
+def normal(count: int, scale: float = 1.0) -> np.ndarray:
+    return (np.random.default_rng(0).standard_normal(count) * scale).astype(np.float32)
+
+
+def test_every_value_is_counted_while_the_limit_grows() -> None:
+    batches = [normal(1000), normal(100_000, 3.0), normal(500, 40.0), np.zeros((3, 7))]
+    counts = histogram(*batches)
+    assert counts.counts.sum() == sum(batch.size for batch in batches)
+    assert counts.limit >= max(np.abs(batch).max() for batch in batches)
+
+
+def test_the_order_of_batches_moves_the_ends_by_a_bin_at_most() -> None:
+    small, large = normal(200_000), normal(200_000, 10.0)
+    for share in (99.0, 99.9):
+        one, other = (histogram(*b).percentile(share) for b in ((small, large), (large, small)))
+        bin_width = 2 * np.abs(large).max() / 4096
+        np.testing.assert_allclose(one, other, atol=2 * bin_width)
+
+
+@pytest.mark.parametrize("share", [90.0, 99.0, 99.9])
+def test_the_percentile_is_numpys(share: float) -> None:
+    values = normal(100_000)
+    tail = (100 - share) / 2
+    wanted = np.percentile(values, [tail, 100 - tail])
+    # a bin is 0.001 wide, but the outermost values lie further apart
+    np.testing.assert_allclose(histogram(values).percentile(share), wanted, atol=0.01)
+
+
+def test_a_few_values_are_all_kept() -> None:
+    values = normal(100)
+    low, high = histogram(values).percentile()
+    assert low <= values.min()
+    assert high >= values.max()
+
+
+def test_infinities_and_nan_are_left_out() -> None:
+    counts = histogram(np.array([1.0, np.inf, -np.inf, np.nan, -2.0]))
+    assert counts.counts.sum() == 2
+    assert counts.limit == 2.0
+
+
+@pytest.mark.parametrize("values", [[], [0.0, 0.0], [1e-38, -1e-40]], ids=str)
+def test_a_dead_tensor_has_no_range(values: list[float]) -> None:
+    counts = histogram(np.array(values, np.float32))
+    assert counts.percentile() == (0.0, 0.0)
+    assert counts.least_divergence() == 0.0
+
+
+def test_entropy_leaves_out_a_lone_outlier() -> None:
+    values = np.append(normal(100_000), np.float32(100.0))
+    assert 2.5 < histogram(values).least_divergence() < 8.0
+
+
+def test_entropy_keeps_nearly_all_of_a_flat_distribution() -> None:
+    values = np.random.default_rng(0).uniform(-1, 1, 100_000)
+    assert histogram(values).least_divergence() > 0.95
+
+
+def test_growing_keeps_what_was_counted_in_its_place() -> None:
+    values = normal(100_000)
+    wanted = np.percentile(values, [0.5, 99.5])
+    bin_width = 2 * 16 * np.abs(values).max() / 4096
+    got = histogram(values, np.array([10 * np.abs(values).max()])).percentile(99)
+    np.testing.assert_allclose(got, wanted, atol=2 * bin_width)
+
+
+def test_zeros_do_not_move_the_entropys_peak() -> None:
+    values = np.abs(normal(100_000))
+    with_zeros = histogram(values, np.zeros(900_000)).least_divergence()
+    assert with_zeros == pytest.approx(histogram(values).least_divergence(), rel=0.05)

@@ -1,0 +1,87 @@
+"""Where ONNX Runtime wants its pairs, zero points and biases, and what it makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import helper
+
+from deploykit.quantization.calibrate import Range
+from deploykit.quantization.qdq import to_int8
+from deploykit.runtimes.onnxruntime.engine import session_options
+from tests.support.graphs.data import calibration
+from tests.support.graphs.qdq_graphs import dequantize_of, pairs, quantized, stored
+from tests.support.onnx_zoo import linear, make, mnist_like, save
+
+
+def test_onnxruntime_scales_cover_the_range_with_a_zero_point(tmp_path: Path) -> None:
+    model, found = quantized(mnist_like(), tmp_path, "onnxruntime")
+    node = next(n for n in pairs(model, "QuantizeLinear") if n.input[0] == "r1")
+    scale, zero = stored(model)[node.input[1]], stored(model)[node.input[2]]
+    assert found.ranges["r1"].low == 0
+    assert zero.dtype == np.uint8
+    assert zero == 0  # after Relu, all 255 steps lie above zero
+    assert float(scale) == pytest.approx(found.ranges["r1"].high / 255, rel=1e-6)
+
+
+def test_onnxruntime_pairs_stand_after_the_relu_and_the_pool(tmp_path: Path) -> None:
+    model, _ = quantized(mnist_like(), tmp_path, "onnxruntime")
+    after = {node.input[0] for node in pairs(model, "QuantizeLinear")}
+    assert after == {"image", "r1", "p1", "r2", "p2", "flat"}
+
+
+def test_onnxruntime_gets_an_int32_bias_of_the_product_scale(tmp_path: Path) -> None:
+    model, _ = quantized(linear(), tmp_path, "onnxruntime")
+    values, gemm = stored(model), pairs(model, "Gemm")[0]
+    x, weight, bias = (dequantize_of(model, name) for name in gemm.input)
+    product = values[x.input[1]] * values[weight.input[1]]
+    np.testing.assert_allclose(values[bias.input[1]], product, rtol=1e-6)
+    assert values[bias.input[0]].dtype == np.int32
+    restored = values[bias.input[0]] * values[bias.input[1]]
+    np.testing.assert_allclose(restored, stored(linear())["b"], atol=product.max() / 2)
+
+
+def test_onnxruntime_pools_keep_the_scale_of_what_they_read() -> None:
+    names = ("image", "r1", "r2", "flat")
+    seen = {**dict.fromkeys(names, Range(0.0, 4.0)), "p1": Range(0.0, 2.0), "p2": Range(0.0, 3.0)}
+    int8 = to_int8(mnist_like(), calibration(seen), runtime="onnxruntime")
+    at = {n.input[0]: float(stored(int8)[n.input[1]]) for n in pairs(int8, "QuantizeLinear")}
+    assert at["p1"] == at["r1"]  # else it would be dequantized, pooled and quantized anew
+    assert at["flat"] == at["p2"] == at["r2"]
+
+
+def test_onnxruntime_computes_a_residual_block_in_integers_throughout(tmp_path: Path) -> None:
+    model = residual_block()
+    int8, _ = quantized(model, tmp_path, "onnxruntime")
+    options = session_options(1)
+    options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+    source = save(int8, tmp_path / "q.onnx")
+    ort.InferenceSession(str(source), options, providers=["CPUExecutionProvider"])
+    done = [node.op_type for node in onnx.load(tmp_path / "optimised.onnx").graph.node]
+    assert done.count("QLinearConv") == 3
+    assert done.count("QLinearAdd") == 1
+    assert not {"Conv", "Add", "Relu", "MaxPool"} & set(done)
+
+
+def residual_block() -> onnx.ModelProto:
+    """Conv, Relu, MaxPool, then what ResNet repeats; the pooled tensor is read twice."""
+    random = np.random.default_rng(0)
+    weights = {f"w{i}": random.standard_normal((16, 16, 3, 3)).astype(np.float32) for i in range(3)}
+    same = {"pads": [1, 1, 1, 1]}
+    half = {"kernel_shape": [2, 2], "strides": [2, 2]}
+    nodes = [
+        helper.make_node("Conv", ["x", "w0"], ["c0"], name="stem", **same),
+        helper.make_node("Relu", ["c0"], ["r0"], name="relu0"),
+        helper.make_node("MaxPool", ["r0"], ["p"], name="pool", **half),
+        helper.make_node("Conv", ["p", "w1"], ["c1"], name="first", **same),
+        helper.make_node("Relu", ["c1"], ["r1"], name="relu1"),
+        helper.make_node("Conv", ["r1", "w2"], ["c2"], name="second", **same),
+        helper.make_node("Add", ["c2", "p"], ["sum"], name="add"),
+        helper.make_node("Relu", ["sum"], ["r2"], name="relu2"),
+        helper.make_node("GlobalAveragePool", ["r2"], ["y"], name="mean"),
+    ]
+    return make(nodes, {"x": ("N", 16, 8, 8)}, {"y": ("N", 16, 1, 1)}, weights)

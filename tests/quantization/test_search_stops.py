@@ -1,0 +1,84 @@
+"""A search that is cut short, by its budget or by Ctrl-C, on a made-up network."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from deploykit.core.errors import BadInput
+from deploykit.quantization.search import Level, Step, search
+from tests.support.graphs.search_network import FAILS, Network, harms
+
+
+def test_the_time_budget_keeps_what_had_passed() -> None:
+    network = Network({"int8": harms(100, dict.fromkeys(range(30), 9.0)), "fp16": harms(100)})
+    outcome = network.search(budget_s=25)  # both as they are, then half of 5 s of ranking
+    assert outcome.stopped == "time budget"
+    assert outcome.best is not None
+    assert outcome.best.precision == "fp16"
+    assert 0 < len(network.ranked) < 100
+    assert outcome.text.endswith("(the time budget ran out)")
+
+
+def test_nodes_that_there_was_no_time_to_rank_are_named_in_a_note() -> None:
+    network = Network({"int8": harms(100, dict.fromkeys(range(30), 9.0))})
+    outcome = network.search(budget_s=110)
+    assert len(network.ranked) == 50
+    assert outcome.notes[0] == "INT8: there was no time to rank 50 nodes"
+
+
+def test_a_budget_that_ends_before_anything_passed_leaves_float32() -> None:
+    network = Network({"int8": harms(8, FAILS), "fp16": harms(8)})
+    outcome = network.search(budget_s=10)
+    assert (outcome.best, outcome.stopped, len(outcome.steps)) == (None, "time budget", 1)
+    assert outcome.text == (
+        "float32 stays: no narrower precision had passed (the time budget ran out)"
+    )
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_ctrl_c_keeps_the_best_so_far(later: int) -> None:
+    network = Network({"int8": harms(64, dict.fromkeys(range(5), 9.0))})
+    since: list[Step] = []
+
+    def stop(step: Step) -> None:
+        if step.passed or since:
+            since.append(step)
+        if len(since) > later:
+            raise KeyboardInterrupt
+
+    outcome = network.search(on_step=stop)
+    assert outcome.stopped == "interrupted"
+    assert outcome.best is not None
+    assert len(outcome.best.wide) == [8, 6][later]  # 5 would have done
+
+
+def test_ctrl_c_while_ranking_keeps_the_wider_level_that_passed() -> None:
+    network = Network({"int8": harms(4, {0: 9.0}), "fp16": harms(4)})
+    level = network.level("int8")
+
+    def interrupted(name: str) -> float:
+        raise KeyboardInterrupt
+
+    levels = [
+        Level(
+            level.precision,
+            level.bits,
+            level.nodes,
+            level.make,
+            level.cost_s,
+            interrupted,
+            level.saving_s,
+        ),
+        network.level("fp16"),
+    ]
+    outcome = search(levels, network.judge, clock=lambda: 0.0)
+    assert outcome.best is not None
+    assert (outcome.best.precision, outcome.stopped) == ("fp16", "interrupted")
+
+
+@pytest.mark.parametrize("budget_s", [0.0, -1.0, math.nan])
+def test_a_budget_that_is_none_is_bad_input(budget_s: float) -> None:
+    with pytest.raises(BadInput, match="budget must be above 0"):
+        Network({"int8": harms(2)}).search(budget_s=budget_s)

@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import Expired, Overloaded
+from deploykit.core.tensors import TensorSpec
+from deploykit.runtimes.fake import FakeEngine
+from deploykit.serving.batching.batcher import Batcher
+from deploykit.serving.batching.delivery import deliver_here
+from deploykit.serving.batching.policy import BatchPolicy, Pending
+from deploykit.serving.batching.stacking import EngineFailed
+from tests.serving.conftest import WAIT_S, GatedEngine
+
+KEY = (("x", "FP32", (4,)),)
+
+
+class Answers:
+    """Collects finished requests in the order they came, and how they were grouped."""
+
+    def __init__(self) -> None:
+        self.groups: list[list[Pending]] = []
+        self.order: list[float] = []
+        self._came = threading.Semaphore(0)
+
+    def deliver(self, requests: Sequence[Pending]) -> None:
+        self.groups.append(list(requests))
+        deliver_here(requests)
+
+    def done(self, request: Pending) -> None:
+        self.order.append(float(request.feeds["x"][0, 0]))
+        self._came.release()
+
+    def wait(self, count: int) -> None:
+        for _ in range(count):
+            assert self._came.acquire(timeout=WAIT_S)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.us = 0
+
+    def __call__(self) -> int:
+        return self.us
+
+
+def rows(first: float, count: int = 1) -> dict[str, np.ndarray]:
+    return {"x": np.arange(first, first + count, dtype=np.float32)[:, None].repeat(4, axis=1)}
+
+
+@pytest.fixture
+def engine() -> GatedEngine:
+    engine = GatedEngine()
+    engine.warm = True
+    return engine
+
+
+@pytest.fixture
+def answers() -> Answers:
+    return Answers()
+
+
+def busy(batcher: Batcher, engine: GatedEngine, answers: Answers) -> None:
+    """Put one request into the engine, where it stays until the gate opens."""
+    batcher.submit(rows(-1), 1, KEY, answers.done)
+    assert engine.entered.acquire(timeout=WAIT_S)
+
+
+def test_an_idle_engine_runs_a_lone_request_at_once(answers: Answers) -> None:
+    with Batcher([FakeEngine()], BatchPolicy(), clock_us=Clock()) as batcher:
+        batcher.submit(rows(5), 1, KEY, answers.done)
+        answers.wait(1)  # the clock stands still: it did not wait for time to pass
+
+
+@pytest.mark.parametrize("sizes", [[1], [3, 1], [2, 2, 4], [1] * 20], ids=str)
+def test_every_request_gets_its_own_rows(
+    engine: GatedEngine, answers: Answers, sizes: list[int]
+) -> None:
+    with Batcher([engine], BatchPolicy(max_batch=8)) as batcher:
+        busy(batcher, engine, answers)
+        sent = [batcher.submit(rows(i * 100, n), n, KEY, answers.done) for i, n in enumerate(sizes)]
+        engine.gate.set()
+        answers.wait(len(sizes) + 1)
+    for request in sent:
+        np.testing.assert_array_equal(request.outputs["y"], request.feeds["x"] * 2 + 1)
+
+
+def test_what_queued_while_the_engine_was_busy_runs_together(
+    engine: GatedEngine, answers: Answers
+) -> None:
+    with Batcher([engine], BatchPolicy(max_batch=4)) as batcher:
+        busy(batcher, engine, answers)
+        for i in range(6):
+            batcher.submit(rows(i), 1, KEY, answers.done)
+        engine.gate.set()
+        answers.wait(7)
+    assert engine.batches == [1, 4, 2]
+    assert answers.order == [-1, 0, 1, 2, 3, 4, 5]
+
+
+def test_requests_are_delivered_once_per_batch(engine: GatedEngine, answers: Answers) -> None:
+    with Batcher([engine], BatchPolicy(max_batch=8), deliver=answers.deliver) as batcher:
+        busy(batcher, engine, answers)
+        for i in range(5):
+            batcher.submit(rows(i), 1, KEY, answers.done)
+        engine.gate.set()
+        answers.wait(6)
+    assert [len(group) for group in answers.groups] == [1, 5]
+
+
+def test_requests_of_other_shapes_are_not_joined(answers: Answers) -> None:
+    class AnyWidth(GatedEngine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inputs = (TensorSpec("x", "float32", ("N", "W")),)
+            self.outputs = (TensorSpec("y", "float32", ("N", "W")),)
+            self.warm = True
+
+    engine = AnyWidth()
+    with Batcher([engine], BatchPolicy(max_batch=8)) as batcher:
+        busy(batcher, engine, answers)
+        for width in (2, 2, 3, 2):
+            feeds = {"x": np.ones((1, width), np.float32)}
+            batcher.submit(feeds, 1, (("x", "FP32", (width,)),), answers.done)
+        engine.gate.set()
+        answers.wait(5)
+    assert engine.batches == [1, 3, 1]  # nor do they break up a batch of others
+
+
+def test_a_full_queue_refuses_at_once(engine: GatedEngine, answers: Answers) -> None:
+    with Batcher([engine], BatchPolicy(queue=2), name="m") as batcher:
+        busy(batcher, engine, answers)
+        for i in range(2):
+            batcher.submit(rows(i), 1, KEY, answers.done)
+        with pytest.raises(Overloaded, match="queue of model 'm' is full") as caught:
+            batcher.submit(rows(9), 1, KEY, answers.done)
+        assert "--queue" in (caught.value.hint or "")
+        engine.gate.set()
+        answers.wait(3)
+    assert 9 not in answers.order
+
+
+def test_an_expired_request_never_reaches_the_engine(engine: GatedEngine, answers: Answers) -> None:
+    clock = Clock()
+    with Batcher([engine], BatchPolicy(), clock_us=clock) as batcher:
+        busy(batcher, engine, answers)
+        late = batcher.submit(rows(7), 1, KEY, answers.done, wait_us=1000)
+        good = batcher.submit(rows(8), 1, KEY, answers.done, wait_us=5000)
+        clock.us = 1000
+        engine.gate.set()
+        answers.wait(3)
+    assert isinstance(late.error, Expired)
+    assert good.error is None
+    assert engine.fed == [-1, 8]
+
+
+def test_expire_answers_while_the_engine_is_busy(engine: GatedEngine, answers: Answers) -> None:
+    clock = Clock()
+    with Batcher([engine], BatchPolicy(), clock_us=clock) as batcher:
+        busy(batcher, engine, answers)
+        late = batcher.submit(rows(7), 1, KEY, answers.done, wait_us=1000)
+        clock.us = 1000
+        batcher.expire()
+        assert isinstance(late.error, Expired)
+        assert answers.order == [7]
+        engine.gate.set()
+        answers.wait(2)
+
+
+def test_a_request_in_a_hung_engine_is_answered_once(engine: GatedEngine, answers: Answers) -> None:
+    clock = Clock()
+    with Batcher([engine], BatchPolicy(), clock_us=clock) as batcher:
+        stuck = batcher.submit(rows(3), 1, KEY, answers.done, give_up_us=1000)
+        assert engine.entered.acquire(timeout=WAIT_S)
+        clock.us = 1000
+        batcher.expire()
+        assert isinstance(stuck.error, Expired)
+        engine.gate.set()
+    assert answers.order == [3]
+
+
+def test_a_cancelled_request_never_reaches_the_engine(
+    engine: GatedEngine, answers: Answers
+) -> None:
+    with Batcher([engine], BatchPolicy()) as batcher:
+        busy(batcher, engine, answers)
+        gone = batcher.submit(rows(7), 1, KEY, answers.done)
+        batcher.submit(rows(8), 1, KEY, answers.done)
+        assert batcher.cancel(gone)
+        assert not batcher.cancel(gone)
+        engine.gate.set()
+        answers.wait(2)
+    assert engine.fed == [-1, 8]
+    assert answers.order == [-1, 8]
+
+
+class Fragile(GatedEngine):
+    """Fails any batch that holds the value 13."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.warm = True
+
+    def __call__(self, feeds):
+        outputs = super().__call__(feeds)
+        if (feeds["x"] == 13).any():
+            raise RuntimeError("/home/me/model.onnx: boom")
+        return outputs
+
+
+def test_a_failing_request_does_not_fail_its_neighbours(answers: Answers) -> None:
+    engine = Fragile()
+    with Batcher([engine], BatchPolicy(max_batch=8), name="m") as batcher:
+        busy(batcher, engine, answers)
+        sent = [batcher.submit(rows(i), 1, KEY, answers.done) for i in (12, 13, 14)]
+        engine.gate.set()
+        answers.wait(4)
+    assert isinstance(sent[1].error, EngineFailed)
+    assert [request.error for request in (sent[0], sent[2])] == [None, None]
+    assert sent[2].outputs["y"][0, 0] == 29
+
+
+def test_an_engine_error_shows_no_path_to_the_client(answers: Answers) -> None:
+    engine = Fragile()
+    engine.gate.set()
+    with Batcher([engine], BatchPolicy(), name="m") as batcher:
+        request = batcher.submit(rows(13), 1, KEY, answers.done)
+        answers.wait(1)
+    assert request.error is not None
+    assert request.error.http_status == 500
+    assert "/home" not in request.error.message
+
+
+class Short(GatedEngine):
+    """Returns one row less than it got, unless it got one only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.warm = True
+
+    def __call__(self, feeds):
+        outputs = super().__call__(feeds)
+        return {"y": outputs["y"][: max(1, len(feeds["x"]) - 1)]}
+
+
+def test_missing_rows_are_never_filled_with_a_neighbours(answers: Answers) -> None:
+    engine = Short()
+    with Batcher([engine], BatchPolicy(max_batch=8)) as batcher:
+        busy(batcher, engine, answers)
+        two = batcher.submit(rows(0, 2), 2, KEY, answers.done)
+        one = batcher.submit(rows(50), 1, KEY, answers.done)
+        engine.gate.set()
+        answers.wait(3)
+    assert isinstance(two.error, EngineFailed)
+    assert "2 rows were expected" in two.error.message
+    assert one.error is None
+    assert one.outputs["y"][0, 0] == 101
+
+
+@pytest.mark.parametrize("wrong", [{}, {"y": np.zeros((1, 4), np.float64)}], ids=["none", "dtype"])
+def test_an_output_that_breaks_the_promise_is_an_error(answers: Answers, wrong) -> None:
+    class Wrong(FakeEngine):
+        def __call__(self, _feeds):
+            return wrong
+
+    with Batcher([Wrong()], BatchPolicy()) as batcher:
+        request = batcher.submit(rows(1), 1, KEY, answers.done)
+        answers.wait(1)
+    assert isinstance(request.error, EngineFailed)
+
+
+def test_close_answers_all_that_is_queued(engine: GatedEngine, answers: Answers) -> None:
+    batcher = Batcher([engine], BatchPolicy(max_batch=2, max_delay_us=10**9))
+    for i in range(2):
+        batcher.submit(rows(i), 1, KEY, answers.done)
+    assert engine.entered.acquire(timeout=WAIT_S)
+    for i in range(2, 7):
+        batcher.submit(rows(i), 1, KEY, answers.done)
+    engine.gate.set()
+    assert batcher.close() == 0
+    assert sorted(answers.order) == list(range(7))
+    with pytest.raises(Overloaded, match="shutting down"):
+        batcher.submit(rows(9), 1, KEY, answers.done)
+
+
+def test_close_without_drain_refuses_what_is_queued(engine: GatedEngine, answers: Answers) -> None:
+    batcher = Batcher([engine], BatchPolicy())
+    busy(batcher, engine, answers)
+    waiting = batcher.submit(rows(1), 1, KEY, answers.done)
+    assert batcher.close(drain=False, timeout_s=0) == 1  # the one in the engine
+    assert isinstance(waiting.error, Overloaded)
+    engine.gate.set()
+    assert batcher.close() == 0
+    assert engine.fed == [-1]

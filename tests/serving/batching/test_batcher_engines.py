@@ -1,0 +1,325 @@
+"""Several engines behind one queue, and engines that fail, hang or are lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import BadInput, Expired, Overloaded
+from deploykit.runtimes.cuda.errors import DeviceLost, OutOfMemory
+from deploykit.runtimes.fake import FakeEngine
+from deploykit.serving.batching.batcher import Batcher
+from deploykit.serving.batching.policy import BatchPolicy, BatchRun, Pending, Watcher
+from deploykit.serving.batching.stacking import EngineFailed
+from tests.serving.conftest import WAIT_S, GatedEngine
+
+KEY = (("x", "FP32", (4,)),)
+
+
+class Answers:
+    def __init__(self) -> None:
+        self.order: list[float] = []
+        self._came = threading.Semaphore(0)
+
+    def done(self, request: Pending) -> None:
+        self.order.append(float(request.feeds["x"][0, 0]))
+        self._came.release()
+
+    def wait(self, count: int) -> None:
+        for _ in range(count):
+            assert self._came.acquire(timeout=WAIT_S)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.us = 0
+
+    def __call__(self) -> int:
+        return self.us
+
+
+class Notes(Watcher):
+    def __init__(self) -> None:
+        self.runs: list[BatchRun] = []
+
+    def ran(self, run: BatchRun) -> None:
+        self.runs.append(run)
+
+
+class Raising(FakeEngine):
+    """Raises `problem` while it is set, on calls of more than `least` rows."""
+
+    def __init__(self, problem: Exception | None, least: int = 0) -> None:
+        super().__init__()
+        self.problem = problem
+        self.least = least
+        self.calls = 0
+
+    def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
+        self.calls += 1
+        if self.problem is not None and len(feeds["x"]) > self.least:
+            raise self.problem
+        return super().__call__(feeds)
+
+
+def rows(first: float, count: int = 1) -> dict[str, np.ndarray]:
+    return {"x": np.arange(first, first + count, dtype=np.float32)[:, None].repeat(4, axis=1)}
+
+
+def gated(count: int) -> list[GatedEngine]:
+    """Engines that say in one semaphore, that of the first, that a request is in one of them."""
+    engines = [GatedEngine() for _ in range(count)]
+    for engine in engines:
+        engine.warm = True
+        engine.entered = engines[0].entered
+    return engines
+
+
+def entered(engines: Sequence[GatedEngine]) -> None:
+    for _ in engines:
+        assert engines[0].entered.acquire(timeout=WAIT_S)
+
+
+@pytest.fixture
+def answers() -> Answers:
+    return Answers()
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_no_request_waits_while_an_engine_is_idle(answers: Answers, count: int) -> None:
+    engines = gated(count)
+    with Batcher(engines, BatchPolicy(max_batch=8)) as batcher:
+        for n in range(count):
+            batcher.submit(rows(n), 1, KEY, answers.done)
+            entered(engines[:1])  # each is taken while those before are held in an engine
+        for engine in engines:
+            engine.gate.set()
+        answers.wait(count)
+    assert sorted(engine.batches for engine in engines) == [[1]] * count
+
+
+def test_what_one_batch_leaves_over_goes_to_the_other_engine(answers: Answers) -> None:
+    engines = gated(2)
+    with Batcher(engines, BatchPolicy(max_batch=4, max_delay_us=10**9)) as batcher:
+        for n in range(8):
+            batcher.submit(rows(n), 1, KEY, answers.done)
+        entered(engines)
+        assert batcher.waiting == 0
+        for engine in engines:
+            engine.gate.set()
+        answers.wait(8)
+    assert [engine.batches for engine in engines] == [[4], [4]]
+
+
+def test_what_is_due_at_the_same_time_is_run_at_the_same_time(
+    answers: Answers, eventually: Callable[[Callable[[], bool]], None]
+) -> None:
+    """Two shapes whose delay ends together; the thread with the timer takes only one of them."""
+    clock, engines = Clock(), gated(2)
+    policy = BatchPolicy(max_batch=4, max_delay_us=1000)
+    with Batcher(engines, policy, clock_us=clock) as batcher:
+        for n, kind in enumerate(("one", "other")):
+            eventually(lambda: len(batcher._idle) == 2)
+            batcher.submit(rows(n), 1, (("x", kind, (4,)),), answers.done)
+        eventually(lambda: len(batcher._idle) == 2)
+        clock.us = 1000
+        entered(engines)
+        for engine in engines:
+            engine.gate.set()
+        answers.wait(2)
+    assert [len(engine.fed) for engine in engines] == [1, 1]
+
+
+def test_a_hung_engine_does_not_stop_its_sibling(answers: Answers) -> None:
+    clock, engines = Clock(), gated(2)
+    with Batcher(engines, BatchPolicy(), clock_us=clock, hung_us=2000) as batcher:
+        stuck = batcher.submit(rows(0), 1, KEY, answers.done, give_up_us=1000)
+        entered(engines[:1])
+        (hung,) = [engine for engine in engines if engine.fed]
+        other = engines[1 - engines.index(hung)]
+        other.gate.set()
+        clock.us = 2000
+        batcher.expire()
+        answers.wait(1)
+        assert isinstance(stuck.error, Expired)
+        assert batcher.hung == 1
+        for n in range(1, 6):
+            batcher.submit(rows(n), 1, KEY, answers.done)
+            answers.wait(1)
+        hung.gate.set()
+    assert answers.order == [0, 1, 2, 3, 4, 5]
+    assert hung.fed == [0]
+
+
+def test_an_engine_that_returns_after_all_is_not_hung_any_more(answers: Answers) -> None:
+    clock, (engine,) = Clock(), gated(1)
+    with Batcher([engine], BatchPolicy(), clock_us=clock, hung_us=2000) as batcher:
+        batcher.submit(rows(0), 1, KEY, answers.done)
+        entered([engine])
+        clock.us = 1999
+        assert batcher.hung == 0
+        clock.us = 2000
+        assert batcher.hung == 1
+        engine.gate.set()
+        answers.wait(1)
+        assert batcher.hung == 0
+        good = batcher.submit(rows(1), 1, KEY, answers.done)
+        answers.wait(1)
+        assert good.error is None
+
+
+@pytest.mark.parametrize("problem", [OutOfMemory("/home/me/m.trt: cuda:0"), MemoryError()])
+def test_out_of_memory_refuses_one_batch_and_the_next_is_right(
+    answers: Answers, problem: Exception
+) -> None:
+    engine = Raising(problem)
+    with Batcher([engine], BatchPolicy(), name="m") as batcher:
+        bad = batcher.submit(rows(0, 2), 2, KEY, answers.done)
+        answers.wait(1)
+        engine.problem = None
+        good = batcher.submit(rows(3), 1, KEY, answers.done)
+        answers.wait(1)
+    assert isinstance(bad.error, Overloaded)
+    assert "out of memory" in bad.error.message
+    assert "/home" not in bad.error.message
+    np.testing.assert_array_equal(good.outputs["y"], rows(3)["x"] * 2 + 1)
+
+
+def test_a_batch_that_ran_out_of_memory_is_not_tried_again(answers: Answers) -> None:
+    held, failing = gated(1)[0], Raising(OutOfMemory("no"))
+
+    class Both(FakeEngine):
+        def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
+            return failing(feeds) if held.gate.is_set() else held(feeds)
+
+    with Batcher([Both()], BatchPolicy(max_batch=8)) as batcher:
+        batcher.submit(rows(0), 1, KEY, answers.done)
+        entered([held])
+        sent = [batcher.submit(rows(n), 1, KEY, answers.done) for n in (1, 2, 3)]
+        held.gate.set()
+        answers.wait(4)
+    assert failing.calls == 1
+    assert {type(request.error) for request in sent} == {Overloaded}
+
+
+def test_a_lost_device_refuses_what_waits_and_whatever_comes(answers: Answers) -> None:
+    class Lost(GatedEngine):
+        def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
+            super().__call__(feeds)
+            raise DeviceLost("cuda:0: the GPU is lost", hint="/proc")
+
+    engine = Lost()
+    engine.warm = True
+    with Batcher([engine], BatchPolicy(max_batch=2), name="m") as batcher:
+        sent = [batcher.submit(rows(0), 1, KEY, answers.done)]
+        entered([engine])
+        sent += [batcher.submit(rows(n), 1, KEY, answers.done) for n in range(1, 6)]
+        engine.gate.set()
+        answers.wait(6)
+        assert batcher.lost
+        assert batcher.unanswered == 0
+        with pytest.raises(Overloaded, match="GPU is lost"):
+            batcher.submit(rows(9), 1, KEY, answers.done)
+    assert engine.fed == [0]  # it was not called again
+    assert {type(request.error) for request in sent} == {Overloaded}
+    assert {request.error.http_status for request in sent} == {503}
+
+
+def test_values_that_only_the_engine_can_refuse_are_the_clients_fault(answers: Answers) -> None:
+    with Batcher([Raising(BadInput("/home/m.onnx: axis T is 9"))], BatchPolicy()) as batcher:
+        request = batcher.submit(rows(0), 1, KEY, answers.done)
+        answers.wait(1)
+    assert isinstance(request.error, BadInput)
+    assert "/home" not in request.error.message
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 5), (1,), (), (1, 4, 1)], ids=["wider", "flatter", "a scalar", "deeper"]
+)
+def test_an_output_of_another_shape_is_an_error_that_says_so(
+    answers: Answers, shape: tuple[int, ...]
+) -> None:
+    class Wrong(FakeEngine):
+        def __call__(self, _feeds: Any) -> dict[str, np.ndarray]:
+            return {"y": np.zeros(shape, np.float32)}
+
+    with Batcher([Wrong()], BatchPolicy()) as batcher:
+        request = batcher.submit(rows(0), 1, KEY, answers.done)
+        answers.wait(1)
+    assert isinstance(request.error, EngineFailed)
+    assert str(list(shape)) in request.error.message
+
+
+def test_retired_engines_finish_what_they_took_and_are_closed(answers: Answers) -> None:
+    (engine,) = gated(1)
+    batcher = Batcher([engine], BatchPolicy(max_batch=2))
+    for n in range(5):
+        batcher.submit(rows(n), 1, KEY, answers.done)
+    entered([engine])
+    batcher.retire()
+    assert not engine.closed
+    engine.gate.set()
+    answers.wait(5)
+    assert batcher.close() == 0
+    assert batcher.ended
+    assert engine.closed
+    assert answers.order == [0, 1, 2, 3, 4]
+
+
+def test_a_watcher_or_an_answer_that_fails_ends_no_thread(answers: Answers) -> None:
+    class Broken(Watcher):
+        def ran(self, _run: BatchRun) -> None:
+            raise RuntimeError("a watcher's trouble")
+
+    def fails(_: Pending) -> None:
+        raise RuntimeError("an answer's trouble")
+
+    with Batcher([FakeEngine()], BatchPolicy(), watcher=Broken()) as batcher:
+        batcher.submit(rows(0), 1, KEY, fails)
+        for n in (1, 2):
+            batcher.submit(rows(n), 1, KEY, answers.done)
+        answers.wait(2)
+    assert answers.order == [1, 2]
+
+
+def test_copies_that_an_engine_times_are_told_apart(answers: Answers) -> None:
+    clock, notes = Clock(), Notes()
+
+    class Copying(FakeEngine):
+        last_copies_us = (0, 0)
+
+        def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
+            clock.us += 100
+            self.last_copies_us = (20, 30)
+            return super().__call__(feeds)
+
+    with Batcher([Copying()], BatchPolicy(), clock_us=clock, watcher=notes) as batcher:
+        batcher.submit(rows(0), 1, KEY, answers.done)
+        answers.wait(1)
+    (run,) = notes.runs
+    assert (run.copy_in_us, run.engine_us, run.copy_out_us, run.busy_us) == (20, 50, 30, 100)
+
+
+def test_the_cost_of_waiting_is_what_an_idle_engine_let_pass(
+    answers: Answers, eventually: Callable[[Callable[[], bool]], None]
+) -> None:
+    """Two rows for a batch of two: the first waits 300 µs for it, nobody waits for an engine."""
+    clock, notes, (engine,) = Clock(), Notes(), gated(1)
+    policy = BatchPolicy(max_batch=2, max_delay_us=10**9)
+    with Batcher([engine], policy, clock_us=clock, watcher=notes) as batcher:
+        eventually(lambda: bool(batcher._idle))
+        clock.us = 1000
+        batcher.submit(rows(0), 1, KEY, answers.done)
+        clock.us = 1300
+        batcher.submit(rows(1), 1, KEY, answers.done)
+        entered([engine])
+        for n in (2, 3):  # these wait for the engine, which is busy: that costs nothing
+            batcher.submit(rows(n), 1, KEY, answers.done)
+        clock.us = 5000
+        engine.gate.set()
+        answers.wait(4)
+    assert [run.idle_us for run in notes.runs] == [300, 0]

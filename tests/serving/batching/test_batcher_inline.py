@@ -1,0 +1,334 @@
+"""Batches that are run on the thread of the event loop that submits them."""
+
+from __future__ import annotations
+
+import gc
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import Expired
+from deploykit.runtimes.fake import FakeEngine
+from deploykit.serving import server as http
+from deploykit.serving.batching.batcher import Batcher
+from deploykit.serving.batching.policy import BatchPolicy, BatchRun, Pending, Watcher
+from deploykit.serving.batching.stacking import EngineFailed
+from deploykit.serving.server import ServeOptions, Server
+from tests.serving.conftest import WAIT_S, GatedEngine, Running, infer_json
+
+KEY = (("x", "FP32", (4,)),)
+
+
+class Loop:
+    """The part of an event loop that matters: it runs what is asked for when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked: list[Callable[[], None]] = []
+
+    def later(self, function: Callable[[], None]) -> None:
+        self.asked.append(function)
+
+    def turn(self) -> int:
+        """One iteration; returns how many functions it ran."""
+        asked, self.asked = self.asked, []
+        for function in asked:
+            function()
+        return len(asked)
+
+
+class Threads(FakeEngine):
+    """Remembers which thread called it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: list[int] = []
+
+    def __call__(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        self.threads.append(threading.get_ident())
+        return super().__call__(feeds)
+
+
+class Clock:
+    us = 0
+
+    def __call__(self) -> int:
+        return self.us
+
+
+class Answers:
+    def __init__(self) -> None:
+        self.order: list[float] = []
+        self.threads: list[int] = []
+        self._came = threading.Semaphore(0)
+
+    def done(self, request: Pending) -> None:
+        self.order.append(float(request.feeds["x"][0, 0]))
+        self.threads.append(threading.get_ident())
+        self._came.release()
+
+    def wait(self, count: int) -> None:
+        for _ in range(count):
+            assert self._came.acquire(timeout=WAIT_S)
+
+
+def row(value: float, count: int = 1) -> dict[str, np.ndarray]:
+    return {"x": np.full((count, 4), value, np.float32)}
+
+
+@pytest.fixture
+def loop() -> Loop:
+    return Loop()
+
+
+@pytest.fixture
+def engine() -> Threads:
+    return Threads()
+
+
+@pytest.fixture
+def answers() -> Answers:
+    return Answers()
+
+
+@pytest.fixture
+def batcher(engine: Threads, loop: Loop) -> Iterator[Batcher]:
+    with Batcher([engine], BatchPolicy(max_batch=4), later=loop.later) as batcher:
+        batcher.here_rows = math.inf
+        asleep(batcher)
+        yield batcher
+
+
+def asleep(batcher: Batcher) -> None:
+    """Wait until the engine's thread sleeps: before that it takes what comes by itself."""
+    for _ in range(WAIT_S * 1000):
+        with batcher._lock:
+            if len(batcher._idle) == len(batcher._workers):
+                return
+        threading.Event().wait(0.001)
+    raise AssertionError("the engine's thread never slept")
+
+
+def test_what_one_turn_of_the_loop_read_runs_together_there(
+    batcher: Batcher, engine: Threads, loop: Loop, answers: Answers
+) -> None:
+    sent = [batcher.submit(row(i), 1, KEY, answers.done) for i in range(3)]
+    assert engine.batches == []
+    assert loop.turn() == 1
+    assert engine.batches == [3]
+    assert answers.order == [0, 1, 2]
+    here = threading.get_ident()
+    assert engine.threads == [here]
+    assert answers.threads == [here] * 3
+    for request in sent:
+        np.testing.assert_array_equal(request.outputs["y"], request.feeds["x"] * 2 + 1)
+    assert loop.turn() == 0
+
+
+def test_the_loop_is_given_back_after_each_batch(
+    batcher: Batcher, engine: Threads, loop: Loop, answers: Answers
+) -> None:
+    for i in range(6):
+        batcher.submit(row(i), 1, KEY, answers.done)
+    loop.turn()
+    assert engine.batches == [4]
+    batcher.submit(row(6), 1, KEY, answers.done)
+    assert loop.turn() == 1
+    assert engine.batches == [4, 3]
+    assert loop.turn() == 0
+
+
+def test_a_batch_that_is_not_short_is_run_by_the_engines_thread(
+    batcher: Batcher, engine: Threads, loop: Loop, answers: Answers
+) -> None:
+    batcher.here_rows = 2
+    batcher.submit(row(0), 1, KEY, answers.done)
+    batcher.submit(row(1, 2), 2, KEY, answers.done)
+    assert loop.turn() == 1
+    answers.wait(2)
+    assert engine.batches == [3]
+    assert threading.get_ident() not in engine.threads
+    asleep(batcher)
+    batcher.submit(row(2, 2), 2, KEY, answers.done)
+    loop.turn()
+    assert engine.threads[1] == threading.get_ident()
+
+
+def test_a_failing_batch_fails_no_neighbour_there_either(loop: Loop, answers: Answers) -> None:
+    class Picky(Threads):
+        def __call__(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            if 1 in feeds["x"]:
+                raise ValueError("1 is not liked")
+            return super().__call__(feeds)
+
+    with Batcher([Picky()], BatchPolicy(), later=loop.later) as batcher:
+        batcher.here_rows = math.inf
+        asleep(batcher)
+        sent = [batcher.submit(row(i), 1, KEY, answers.done) for i in range(3)]
+        loop.turn()
+        assert [type(request.error) for request in sent] == [type(None), EngineFailed, type(None)]
+        again = batcher.submit(row(5), 1, KEY, answers.done)
+        loop.turn()
+        assert again.error is None
+
+
+def test_what_expired_before_the_loop_came_to_it_is_not_run(
+    engine: Threads, loop: Loop, answers: Answers
+) -> None:
+    clock = Clock()
+    with Batcher([engine], BatchPolicy(), clock_us=clock, later=loop.later) as batcher:
+        batcher.here_rows = math.inf
+        asleep(batcher)
+        late = batcher.submit(row(0), 1, KEY, answers.done, wait_us=10)
+        kept = batcher.submit(row(1), 1, KEY, answers.done)
+        clock.us = 11
+        loop.turn()
+        assert isinstance(late.error, Expired)
+        answers.wait(2)
+    assert kept.error is None
+    assert engine.batches == [1]
+
+
+def test_a_cancelled_request_leaves_the_loop_nothing_to_do(
+    batcher: Batcher, engine: Threads, loop: Loop, answers: Answers
+) -> None:
+    assert batcher.cancel(batcher.submit(row(0), 1, KEY, answers.done))
+    assert loop.turn() == 1
+    assert engine.batches == []
+    batcher.submit(row(1), 1, KEY, answers.done)
+    loop.turn()
+    assert answers.order == [1]
+
+
+def test_close_answers_what_the_loop_did_not_come_to(
+    batcher: Batcher, engine: Threads, loop: Loop, answers: Answers
+) -> None:
+    batcher.submit(row(0), 1, KEY, answers.done)
+    assert batcher.close() == 0
+    assert engine.batches == [1]
+    assert threading.get_ident() not in engine.threads
+    assert loop.turn() == 1  # comes too late, and finds nothing
+
+
+def test_an_engine_that_is_closed_while_it_runs_here_ends_its_thread(
+    loop: Loop, answers: Answers
+) -> None:
+    class Closer(Threads):
+        def __call__(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            batcher.retire()
+            return super().__call__(feeds)
+
+    engine = Closer()
+    batcher = Batcher([engine], BatchPolicy(), later=loop.later)
+    batcher.here_rows = math.inf
+    asleep(batcher)
+    batcher.submit(row(0), 1, KEY, answers.done)
+    loop.turn()
+    assert answers.order == [0]
+    batcher.close()
+    assert batcher.ended
+    assert engine.closed
+
+
+def test_while_one_engine_is_busy_the_loop_runs_another(loop: Loop, answers: Answers) -> None:
+    slow, quick = GatedEngine(), Threads()
+    slow.warm = True
+    with Batcher([slow, quick], BatchPolicy(max_batch=4), later=loop.later) as batcher:
+        asleep(batcher)
+        batcher._idle.sort(key=lambda worker: worker.runner.engine is slow)  # the last is next
+        batcher.submit(row(0), 1, KEY, answers.done)
+        loop.turn()
+        assert slow.entered.acquire(timeout=WAIT_S)
+        batcher.here_rows = math.inf
+        batcher.submit(row(1), 1, KEY, answers.done)
+        loop.turn()
+        assert answers.order == [1]
+        assert quick.threads == [threading.get_ident()]
+        slow.gate.set()
+        answers.wait(2)
+
+
+def test_the_cost_of_waiting_for_the_loop_is_counted(
+    engine: Threads, loop: Loop, answers: Answers
+) -> None:
+    class Notes(Watcher):
+        def __init__(self) -> None:
+            self.runs: list[BatchRun] = []
+
+        def ran(self, run: BatchRun) -> None:
+            self.runs.append(run)
+
+    clock, notes = Clock(), Notes()
+    policy = BatchPolicy()
+    with Batcher([engine], policy, clock_us=clock, watcher=notes, later=loop.later) as batcher:
+        batcher.here_rows = math.inf
+        asleep(batcher)
+        for begin_us in (100, 200):
+            clock.us = begin_us
+            batcher.submit(row(0), 1, KEY, answers.done)
+            clock.us += 7
+            loop.turn()
+    assert [run.idle_us for run in notes.runs] == [7, 7]
+
+
+def test_a_server_runs_short_batches_on_its_loops_thread(engine: Threads) -> None:
+    server = Server({"m": engine}, ServeOptions(http_port=0))
+    served = Running(server)
+    try:
+        body = infer_json([1, 2, 3, 4], [1, 4])
+        for here_rows in (0, math.inf):
+            batcher = server.service.find("m").batcher
+            asleep(batcher)
+            batcher.here_rows = here_rows
+            assert served.ask("POST", "/v2/models/m/infer", body).status == 200
+        assert engine.threads[-2] != served.thread_id
+        assert engine.threads[-1] == served.thread_id
+    finally:
+        served.close()
+
+
+def test_a_server_leaves_the_collector_and_the_signals_as_they_were() -> None:
+    """While it serves, what was made before readiness is kept from the collector."""
+    frozen: list[int] = []
+
+    def ready(*_: object) -> None:
+        frozen.append(gc.get_freeze_count())
+        servers[0].stop()
+
+    servers: list[Server] = []
+    original = http.Server
+
+    def make(*arguments: Any) -> Server:
+        servers.append(original(*arguments))
+        return servers[0]
+
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(http, "Server", make)
+        assert http.run({"m": FakeEngine()}, ServeOptions(http_port=0), ready) == 0
+    assert frozen[0] > 1000
+    assert gc.get_freeze_count() == 0
+    after = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert after == handlers
+
+
+def test_the_loop_is_kept_awake_for_a_while_after_a_batch(
+    engine: Threads, loop: Loop, answers: Answers
+) -> None:
+    clock = Clock()
+    with Batcher([engine], BatchPolicy(), clock_us=clock, later=loop.later, spin_us=100) as batcher:
+        batcher.here_rows = math.inf
+        asleep(batcher)
+        batcher.submit(row(0), 1, KEY, answers.done)
+        loop.turn()
+        clock.us = 99
+        assert [loop.turn(), loop.turn()] == [1, 1]
+        batcher.submit(row(1), 1, KEY, answers.done)
+        assert loop.turn() == 2  # the last turn that was only kept awake, and the batch
+        assert answers.order == [0, 1]
+        clock.us += 100
+        assert [loop.turn(), loop.turn()] == [1, 0]

@@ -1,0 +1,263 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import BadInput
+from deploykit.core.tensors import TensorSpec
+from deploykit.runtimes.cuda.errors import DeviceLost
+from deploykit.runtimes.engine import Engine, load
+from deploykit.runtimes.fake import FakeEngine
+from deploykit.serving.batching.buckets import Buckets, relative_error
+from deploykit.serving.batching.policy import Pending
+from deploykit.serving.models.repository import ServeOptions, Service
+from deploykit.serving.oip.request import Request, Wanted
+from tests.serving.conftest import WAIT_S, GatedEngine
+
+onnx = pytest.importorskip("onnx")
+LENGTHS = {"T": (4, 8)}
+
+
+def text_model(folder: Path, *, masked: bool) -> Path:
+    """ids, mask [N,T] -> the mean of their embeddings [N,3], and each of them [N,T,3].
+
+    Without `masked` the mean is over all of T, so filling T up changes it.
+    """
+    from onnx import TensorProto as T
+    from onnx import helper as h
+    from onnx import numpy_helper
+
+    table = np.random.default_rng(0).standard_normal((10, 3)).astype(np.float32)
+    nodes = [
+        h.make_node("Gather", ["table", "ids"], ["each"]),
+        h.make_node("Cast", ["mask"], ["ones"], to=T.FLOAT),
+        h.make_node("Unsqueeze", ["ones", "last"], ["ones3"]),
+        h.make_node("Mul", ["each", "ones3"], ["kept"]),
+        h.make_node("ReduceSum", ["kept", "one"], ["sum"], keepdims=0),
+        h.make_node("ReduceSum", ["ones3", "one"], ["count"], keepdims=0),
+        h.make_node("Div", ["sum", "count"], ["mean"])
+        if masked
+        else h.make_node("ReduceMean", ["each", "one"], ["mean"], keepdims=0),
+    ]
+    graph = h.make_graph(
+        nodes,
+        "text",
+        [h.make_tensor_value_info(name, T.INT64, ["N", "T"]) for name in ("ids", "mask")],
+        [
+            h.make_tensor_value_info("mean", T.FLOAT, ["N", 3]),
+            h.make_tensor_value_info("each", T.FLOAT, ["N", "T", 3]),
+        ],
+        [
+            numpy_helper.from_array(table, "table"),
+            numpy_helper.from_array(np.array([-1]), "last"),
+            numpy_helper.from_array(np.array([1]), "one"),
+        ],
+    )
+    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 18)], ir_version=9)
+    path = folder / f"text-{masked}.onnx"
+    onnx.save(model, path)
+    return path
+
+
+def buckets(engine: Engine, lengths: Mapping[str, tuple[int, ...]] = LENGTHS) -> Buckets:
+    return Buckets("m", engine.inputs, engine.outputs, lengths, {})
+
+
+def ids(length: int, rows: int = 1, seed: int = 0) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed + length)
+    return {
+        "ids": random.integers(0, 10, (rows, length)),
+        "mask": np.ones((rows, length), np.int64),
+    }
+
+
+def ask(feeds: dict[str, np.ndarray]) -> Request:
+    key = tuple((name, "INT64", array.shape[1:]) for name, array in feeds.items())
+    return Request(feeds, len(feeds["ids"]), key, (Wanted("mean", True),))
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    pytest.importorskip("onnxruntime")
+    return load(text_model(tmp_path, masked=True), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("length", "bucket"), [(0, 0), (1, 4), (4, 4), (5, 8), (8, 8)], ids=lambda n: str(n)
+)
+def test_a_length_goes_to_the_next_bucket(engine: Engine, length: int, bucket: int) -> None:
+    key = buckets(engine).key(ask(ids(length)).key)
+    assert [shape for _, _, shape in key] == [(bucket,)] * 2
+
+
+def test_a_length_above_the_largest_is_the_clients_fault(engine: Engine) -> None:
+    with pytest.raises(BadInput, match="axis T is 9, this server takes at most 8"):
+        buckets(engine).key(ask(ids(9)).key)
+
+
+def test_requests_of_several_lengths_share_a_batch_and_get_their_own_answers(
+    engine: Engine,
+) -> None:
+    """The real engine behind a real queue: batches are formed while it is held."""
+
+    class Held(GatedEngine):
+        inputs = engine.inputs
+
+        def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
+            if self.warm:
+                self.batches.append(feeds["ids"].shape)
+                self.entered.release()
+                assert self.gate.wait(WAIT_S)
+            return engine(feeds)
+
+    held = Held()
+    held.inputs, held.outputs = engine.inputs, engine.outputs
+    service = Service({"m": held}, ServeOptions(buckets={"T": (16, 8)}))
+    service.warm_up()
+    held.warm = True
+    model = service.find("m")
+    first = service.infer(model, ask(ids(16)), lambda _: None)
+    assert held.entered.acquire(timeout=WAIT_S)
+    sent = [
+        service.infer(model, ask(ids(length, rows)), lambda _: None)
+        for length, rows in [(3, 1), (8, 2), (5, 1), (9, 1), (1, 3)]
+    ]
+    held.gate.set()
+    service.close()
+    assert held.batches == [(1, 16), (7, 8), (1, 16)]
+    for request in [first, *sent]:
+        alone = engine(request.feeds)
+        for name, want in alone.items():
+            assert request.outputs[name].shape == want.shape
+            np.testing.assert_allclose(request.outputs[name], want, rtol=1e-6, atol=1e-6)
+
+
+def test_a_model_that_answers_the_same_passes_the_check(engine: Engine) -> None:
+    buckets(engine, {"T": (1, 2, 16)}).check(engine, 32)
+
+
+def test_a_model_without_a_mask_is_refused_at_start(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    engine = load(text_model(tmp_path, masked=False), "cpu")
+    service = Service({"bert": engine}, ServeOptions(buckets=LENGTHS))
+    with pytest.raises(BadInput, match=r"model 'bert': output 'mean' at T=\d changes by [0-9.]+"):
+        service.warm_up()
+    service.close()
+
+
+class Longer(FakeEngine):
+    """y = 2x + 1 over rows of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = (TensorSpec("x", "float32", ("N", "T")),)
+        self.outputs = (TensorSpec("y", "float32", ("N", "T")),)
+
+
+def test_a_row_that_leaks_into_its_neighbours_is_found() -> None:
+    class Leaking(Longer):
+        def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
+            return {"y": super().__call__(feeds)["y"] + feeds["x"].sum(dtype=np.float32)}
+
+    engine = Leaking()
+    with pytest.raises(BadInput, match="output 'y'"):
+        buckets(engine).check(engine, 8)
+
+
+def test_an_output_that_cannot_be_cut_back_is_found() -> None:
+    engine = Longer()
+    engine.outputs = (TensorSpec("y", "float32", ("N", "M")),)  # as long as T, but not by name
+    with pytest.raises(BadInput, match=r"shape \[1, 4\] where lengthened, \[1, 1\] alone"):
+        buckets(engine).check(engine, 8)
+
+
+def test_lengths_that_the_engine_refuses_alone_are_left_out() -> None:
+    class Least(Longer):
+        least = 3
+
+        def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
+            if feeds["x"].shape[1] < self.least:
+                raise BadInput("too short")
+            return super().__call__(feeds)
+
+    engine = Least()
+    buckets(engine).check(engine, 8)
+    engine.least = 9
+    with pytest.raises(BadInput, match="too short"):
+        buckets(engine).check(engine, 8)
+
+
+def test_a_lost_gpu_is_not_taken_for_a_length() -> None:
+    class Lost(Longer):
+        def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
+            if len(feeds["x"]) == 1:
+                raise DeviceLost("gone")
+            return super().__call__(feeds)
+
+    engine = Lost()
+    with pytest.raises(DeviceLost):
+        buckets(engine).check(engine, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"buckets": {"S": (4,)}}, "--buckets S: no served model"),
+        ({"buckets": {"N": (4,)}}, "--buckets N: no served model"),
+        ({"buckets": {"T": ()}}, "lengths are 1 or more"),
+        ({"buckets": {"T": (0, 4)}}, "lengths are 1 or more"),
+        ({"buckets": LENGTHS, "pad": {"ids": 0.5}}, r"--pad ids=0\.5: the input is int64"),
+    ],
+    ids=["unknown axis", "the batch", "no lengths", "a length of 0", "a fill that does not fit"],
+)
+def test_what_cannot_be_is_said_at_start(
+    engine: Engine, options: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(BadInput, match=match):
+        Service({"m": engine}, ServeOptions(**options))
+
+
+def test_an_input_is_filled_up_with_its_own_value() -> None:
+    specs = (TensorSpec("a", "int64", ("N", "T")), TensorSpec("b", "float32", ("N", 2, "T")))
+    found = Buckets("m", specs, specs, LENGTHS, {"a": 7, "b": -1.5})
+    feeds = {"a": np.zeros((1, 3), np.int64), "b": np.zeros((1, 2, 3), np.float32)}
+    key = tuple((name, "", array.shape[1:]) for name, array in feeds.items())
+    request = Pending(feeds, 1, found.key(key), lambda _: None, 0, 0, 0)
+    stacked = found.stack([request])
+    assert stacked["a"].tolist() == [[0, 0, 0, 7]]
+    assert stacked["b"].tolist() == [[[0, 0, 0, -1.5]] * 2]
+    cut = found.cut(request, dict(stacked))
+    assert (cut["a"].shape, cut["b"].shape) == ((1, 3), (1, 2, 3))
+
+
+def test_a_request_that_fits_its_bucket_is_not_copied(engine: Engine) -> None:
+    found = buckets(engine)
+    feeds = ids(4)
+    request = Pending(feeds, 1, found.key(ask(feeds).key), lambda _: None, 0, 0, 0)
+    assert found.stack([request])["ids"] is feeds["ids"]
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "error"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0),
+        ([1.0, 2.2], [1.0, 2.0], 0.1),
+        ([np.nan], [np.nan], 0),
+        ([np.nan], [1.0], np.inf),
+        ([1.0], [np.inf], np.inf),
+        ([], [], 0),
+    ],
+    ids=["equal", "off", "both no number", "only one", "infinite", "nothing"],
+)
+def test_relative_errors(got: list[float], want: list[float], error: float) -> None:
+    assert relative_error(np.array(got), np.array(want)) == pytest.approx(error)
+
+
+def test_text_agrees_only_if_it_is_equal() -> None:
+    texts = np.array(["a", "b"], object)
+    assert relative_error(texts, texts.copy()) == 0
+    assert relative_error(texts, texts[::-1]) == np.inf

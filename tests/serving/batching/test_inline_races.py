@@ -1,0 +1,369 @@
+"""A batcher whose batches run on an event loop's thread and on threads of its own, at random.
+
+Whatever happens at once, each request that was taken is answered exactly once, or cancelled, and
+the threads end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import sys
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import Expired, Overloaded
+from deploykit.runtimes.cuda.errors import DeviceLost
+from deploykit.runtimes.fake import FakeEngine
+from deploykit.serving.batching.batcher import Batcher
+from deploykit.serving.batching.delivery import deliver_here, monotonic_us
+from deploykit.serving.batching.policy import BatchPolicy, Pending, Watcher
+from deploykit.serving.models.repository import ServedModel
+from deploykit.serving.oip.request import Request
+from deploykit.serving.options import ServeOptions
+from tests.serving.batching.test_batcher_inline import (
+    KEY,
+    Answers,
+    Clock,
+    Loop,
+    Threads,
+    asleep,
+    row,
+)
+from tests.serving.conftest import WAIT_S, request, running
+
+Eventually = Callable[[Callable[[], bool]], None]
+WIDER = (("x", "FP32", (4,)), ("z", "FP32", (1,)))  # another key, of the same arrays
+
+
+class LoopThread:
+    """An event loop: `later` for its own thread alone, `soon` for the others."""
+
+    def __init__(self) -> None:
+        self._todo: deque[Callable[[], object]] = deque()
+        self._came = threading.Semaphore(0)
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.failed: list[Exception] = []
+        self.thread.start()
+
+    def _run(self) -> None:
+        while self._came.acquire():
+            what = self._todo.popleft()
+            try:
+                what()
+            except SystemExit:
+                return
+            except Exception as exc:  # noqa: BLE001 - the test asserts that there is none
+                self.failed.append(exc)
+
+    def soon(self, what: Callable[[], object]) -> None:
+        self._todo.append(what)
+        self._came.release()
+
+    def later(self, what: Callable[[], None]) -> None:
+        assert threading.current_thread() is self.thread
+        self.soon(what)
+
+    def deliver(self, requests: Sequence[Pending]) -> None:
+        self.soon(lambda: deliver_here(requests))
+
+    def do(self, what: Callable[[], object]) -> None:
+        """Run it there and wait for it."""
+        done = threading.Event()
+        self.soon(lambda: (what(), done.set()))
+        assert done.wait(WAIT_S), "the event loop hangs"
+
+    def stop(self) -> None:
+        self.soon(sys.exit)
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive()
+
+
+class Moody(FakeEngine):
+    """Fails at times; never called by two threads at once."""
+
+    def __init__(self, chance: random.Random, *, lost_at: int = 0) -> None:
+        super().__init__()
+        self._chance = chance
+        self._calls = 0
+        self._lost_at = lost_at
+        self._within = threading.Lock()
+        self.calm = True
+        self.overlapped = False
+
+    def __call__(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if not self._within.acquire(blocking=False):
+            self.overlapped = True
+        try:
+            if self.calm:
+                return super().__call__(feeds)
+            self._calls += 1
+            if self._calls == self._lost_at:
+                raise DeviceLost("the GPU is lost")
+            luck = self._chance.random()
+            if luck < 0.05:
+                raise ValueError("not today")
+            if luck < 0.3:
+                threading.Event().wait(luck / 1000)
+            return super().__call__(feeds)
+        finally:
+            self._within.release()
+
+
+class Rude(Watcher):
+    def failed(self, *_: object) -> None:
+        raise RuntimeError("a watcher's own trouble")
+
+
+class Run:
+    """One server's life with what is asked of it."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = chance = random.Random(seed)
+        self.loop = LoopThread()
+        self.answers: Counter[Pending] = Counter()
+        self.sent: list[Pending] = []
+        self.cancelled: set[Pending] = set()
+        self.engines: list[Moody] = []
+        options = ServeOptions(
+            max_batch=chance.choice([1, 4, 8]),
+            max_delay_us=chance.choice([0, 0, 0, 300]),
+            queue=chance.choice([4, 64]),
+        )
+        self.model = ServedModel(
+            "m", self.make(), options, self.loop.deliver, monotonic_us, self.loop.later
+        )
+        self.model.watch(Rude())
+        self.free(self.engines)
+        self.turn_about()
+
+    def make(self) -> list[Moody]:
+        chance = self.chance
+        lost_at = chance.choice([0, 0, 0, 0, 20])
+        made = [Moody(random.Random(chance.random())) for _ in range(chance.choice([1, 1, 2, 3]))]
+        made[0]._lost_at = lost_at
+        self.engines += made
+        return made
+
+    def replace(self) -> None:
+        engines = self.make()
+        self.model.replace(engines)
+        self.free(engines)
+
+    def free(self, engines: list[Moody]) -> None:
+        """They were warmed up: from now on they have moods."""
+        for engine in engines:
+            engine.calm = False
+
+    def turn_about(self) -> None:
+        self.model.batcher.here_rows = self.chance.choice([0, 2, math.inf, math.inf])
+
+    def done(self, request: Pending) -> None:
+        self.answers[request] += 1
+        if request.error is None and request.rows:
+            np.testing.assert_array_equal(request.outputs["y"], request.feeds["x"] * 2 + 1)
+        luck = self.chance.random()
+        if luck < 0.1:
+            self.submit()  # a client that asks on at once
+        elif luck < 0.15:
+            raise ValueError("an answer that cannot be sent")
+
+    def submit(self) -> None:
+        chance = self.chance
+        rows = min(chance.choice([0, 1, 1, 1, 2, 3]), self.model.max_batch)
+        asked = Request(
+            feeds=row(chance.random(), rows),
+            rows=rows,
+            key=chance.choice([KEY, KEY, WIDER]),
+            outputs=(),
+            id=None,
+            timeout_us=chance.choice([None, None, 1, 200]),
+            priority=chance.choice([0, 1, 3]),
+        )
+        with contextlib.suppress(Overloaded):
+            self.sent.append(self.model.submit(asked, self.done, limit_us=60_000_000))
+
+    def cancel(self) -> None:
+        if self.sent:
+            victim = self.chance.choice(self.sent[-5:])
+            if self.model.cancel(victim):
+                self.cancelled.add(victim)
+
+    def some(self) -> None:
+        """What one turn of the loop reads from its clients."""
+        chance = self.chance
+        for _ in range(chance.randrange(6)):
+            self.submit()
+        luck = chance.random()
+        if luck < 0.2:
+            self.cancel()
+        elif luck < 0.4:
+            self.model.expire()
+        elif luck < 0.5:
+            self.turn_about()
+
+    def check(self, *, drained: bool) -> None:
+        self.loop.do(lambda: None)  # what was delivered
+        self.loop.stop()
+        for sent in self.sent:
+            assert self.answers[sent] == (0 if sent in self.cancelled else 1), sent
+        assert all(batcher.ended for batcher in (self.model.batcher, *self.model._before))
+        assert not any(engine.overlapped for engine in self.engines)
+        assert self.model.waiting == self.model.unanswered == 0
+        if drained:
+            refused = [r for r in self.sent if "shutting down" in str(r.error)]
+            assert refused == []
+
+
+@pytest.fixture
+def hasty() -> Iterator[None]:
+    """Threads take turns more often than usual."""
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before_s)
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("seed", range(40))
+def test_every_request_is_answered_once(seed: int, eventually: Eventually) -> None:
+    run = Run(seed)
+    for _ in range(run.chance.randrange(3, 40)):
+        run.loop.soon(run.some)
+        luck = run.chance.random()
+        if luck < 0.1:
+            run.replace()
+        elif luck < 0.3:
+            threading.Event().wait(luck / 1000)
+    drain = run.chance.random() < 0.7
+    if run.chance.random() < 0.5:  # else some are still to come
+        run.loop.do(lambda: None)
+        eventually(lambda: not run.model.unanswered)
+    assert run.model.close(drain=drain, timeout_s=WAIT_S) == 0
+    run.check(drained=drain)
+    assert run.loop.failed == []
+
+
+class Brief(Clock):
+    """Engines' threads wait for real: what is left of a delay is a millisecond at most."""
+
+    us = 1_000_000
+
+
+def test_a_thread_whose_wait_ends_while_its_engine_runs_here_keeps_no_lock() -> None:
+    """The policy had a delay when its thread fell asleep, and has none any more."""
+
+    class Long(Threads):
+        def __call__(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            if threading.current_thread() is thread:
+                threading.Event().wait(0.05)
+            return super().__call__(feeds)
+
+    clock, loop, answers, engine = Brief(), Loop(), Answers(), Long()
+    slow = BatchPolicy(max_batch=4, max_delay_us=1000)
+    batcher = Batcher([engine], slow, clock_us=clock, later=loop.later)
+    asleep(batcher)
+
+    def run() -> None:
+        batcher.here_rows = math.inf
+        batcher.submit(row(0), 1, KEY, answers.done)
+        with batcher._lock:
+            batcher._idle.pop().wake.release()
+        asleep(batcher)  # for a millisecond, and again: the clock stands still
+        with batcher._lock:
+            batcher._lanes.policy = BatchPolicy(max_batch=4)
+        loop.turn()
+        batcher.submit(row(1), 1, KEY, answers.done)
+        loop.turn()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(WAIT_S)
+    assert not thread.is_alive(), "it hangs"
+    answers.wait(2)
+    assert batcher.close(timeout_s=WAIT_S) == 0
+    assert sorted(answers.order) == [0, 1]
+
+
+def test_a_batch_that_may_wait_is_left_to_the_engines_thread() -> None:
+    """Else the loop would ask for its turn again and again until the delay has passed."""
+    clock, loop, answers, engine = Clock(), Loop(), Answers(), Threads()
+    policy = BatchPolicy(max_batch=4, max_delay_us=60_000_000)
+    with Batcher([engine], policy, clock_us=clock, later=loop.later) as batcher:
+        batcher.here_rows = math.inf
+        asleep(batcher)
+        batcher.submit(row(0), 1, KEY, answers.done)
+        assert [loop.turn(), loop.turn()] == [1, 0]
+    assert answers.order == [0]
+
+
+def test_a_request_without_rows_is_no_short_batch_where_none_is() -> None:
+    loop, engine = Loop(), Threads()
+    came = threading.Semaphore(0)
+    with Batcher([engine], BatchPolicy(max_batch=4), later=loop.later) as batcher:
+        assert batcher.here_rows == 0
+        asleep(batcher)
+        batcher.submit(row(0, 0), 0, KEY, lambda _: came.release())
+        loop.turn()
+        assert came.acquire(timeout=WAIT_S)
+    assert threading.get_ident() not in engine.threads
+
+
+def test_a_watcher_that_fails_keeps_no_answer() -> None:
+    clock, loop, answers = Clock(), Loop(), Answers()
+    engine = Threads()
+    with Batcher(
+        [engine], BatchPolicy(), clock_us=clock, later=loop.later, watcher=Rude()
+    ) as batcher:
+        batcher.here_rows = math.inf
+        asleep(batcher)
+        late = batcher.submit(row(0), 1, KEY, answers.done, wait_us=10)
+        clock.us = 11
+        loop.turn()
+        assert isinstance(late.error, Expired)
+        late = batcher.submit(row(1), 1, KEY, answers.done, wait_us=10)
+        clock.us = 30
+        batcher.expire()
+        batcher.submit(row(2), 1, KEY, answers.done)
+        loop.turn()
+        assert answers.order == [0, 1, 2]
+    assert engine.batches == [1]
+
+
+def test_what_is_asked_while_answering_asks_for_one_turn_of_the_loop() -> None:
+    loop, answers = Loop(), Answers()
+
+    def again(request: Pending) -> None:
+        answers.done(request)
+        if len(answers.order) == 1:
+            for value in (2, 3):
+                batcher.submit(row(value), 1, KEY, answers.done)
+
+    with Batcher([Threads(), Threads()], BatchPolicy(max_batch=1), later=loop.later) as batcher:
+        batcher.here_rows = math.inf
+        asleep(batcher)
+        batcher.submit(row(1), 1, KEY, again)
+        loop.turn()
+        assert len(loop.asked) == 1
+        while loop.turn():
+            pass
+        answers.wait(3)
+
+
+def test_a_request_without_rows_to_a_server_that_waits_for_more() -> None:
+    with running(max_delay_us=2000) as server:
+        body = b'{"inputs":[{"name":"x","datatype":"FP32","shape":[0,4],"data":[]}]}'
+        raws = [server.connect() for _ in range(8)]
+        for _ in range(20):
+            for raw in raws:
+                raw.send(request("POST", "/v2/models/m/infer", body))
+            for raw in raws:
+                reply = raw.reply()
+                assert reply is not None
+                assert reply.status == 200

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import pytest
+
+from deploykit.serving.batching.policy import BatchPolicy, BatchRun, Pending, Watcher, Watchers, due
+
+A = (("x", "FP32", (4,)),)
+
+
+def pending(rows: int = 1, arrived_us: int = 0) -> Pending:
+    return Pending({}, rows, A, lambda _: None, arrived_us, 1 << 60, 1 << 60)
+
+
+@pytest.mark.parametrize(
+    ("queue", "max_delay_us", "now_us", "take"),
+    [
+        ([], 0, 0, 0),
+        ([pending()], 0, 0, 1),
+        ([pending()], 100, 99, 0),
+        ([pending()], 100, 100, 1),
+        ([pending(arrived_us=0), pending(arrived_us=90)], 100, 100, 2),
+        ([pending(8)], 100, 0, 1),
+        ([pending(5), pending(3), pending(1)], 100, 0, 2),
+        ([pending(5), pending(4)], 100, 0, 1),
+        ([pending(0), pending(0)], 0, 0, 2),
+        ([pending(9), pending()], 100, 0, 1),
+    ],
+    ids=[
+        "nothing waits",
+        "an idle engine takes one at once",
+        "the delay has not passed",
+        "the delay has passed",
+        "the delay counts from the oldest",
+        "a full request does not wait",
+        "rows fill the batch exactly",
+        "the next would overfill it",
+        "no rows at all",
+        "more rows than a batch may have run alone",
+    ],
+)
+def test_how_many_are_due(queue, max_delay_us: int, now_us: int, take: int) -> None:
+    assert due(queue, BatchPolicy(8, max_delay_us), now_us) == take
+
+
+@pytest.mark.parametrize(
+    ("rows", "max_delay_us", "now_us", "take"),
+    [
+        ([1] * 3, 100, 0, 0),
+        ([1] * 4, 100, 0, 4),
+        ([1] * 5, 100, 0, 4),
+        ([1] * 7, 100, 0, 6),
+        ([1] * 5, 100, 100, 5),
+        ([1] * 3, 0, 0, 3),
+        ([1] * 5, 0, 0, 4),
+        ([3, 3], 100, 0, 2),
+        ([3, 2], 100, 0, 0),
+        ([1] * 9, 100, 0, 6),
+    ],
+    ids=[
+        "no preferred size is reached",
+        "one is reached exactly",
+        "what is above it waits for the next batch",
+        "the largest that can be made",
+        "all go when the delay has passed",
+        "without a delay nothing is waited for",
+        "without a delay a preferred size still goes first",
+        "rows count, not requests",
+        "rows that step over it do not reach it",
+        "a full queue is cut to a preferred size",
+    ],
+)
+def test_preferred_sizes(rows: list[int], max_delay_us: int, now_us: int, take: int) -> None:
+    policy = BatchPolicy(8, max_delay_us, preferred=(4, 6))
+    assert due([pending(n) for n in rows], policy, now_us) == take
+
+
+def test_a_model_without_batching_runs_one_request_at_a_time() -> None:
+    assert due([pending(), pending()], BatchPolicy(0), 0) == 1
+
+
+def test_the_parts_of_a_run_add_up() -> None:
+    assert BatchRun([], 0, 1, 2, 4, 8, 16).busy_us == 31
+
+
+def test_several_watchers_are_all_told() -> None:
+    class Notes(Watcher):
+        def __init__(self) -> None:
+            self.seen: list[object] = []
+
+        def ran(self, run: BatchRun) -> None:
+            self.seen.append(run)
+
+        def failed(self, request: Pending, now_us: int) -> None:
+            self.seen.append((request, now_us))
+
+        def refused(self) -> None:
+            self.seen.append("refused")
+
+        def cancelled(self) -> None:
+            self.seen.append("cancelled")
+
+    first, second, request = Notes(), Notes(), pending()
+    both = Watchers(first, second)
+    run = BatchRun([], 0, 0, 0, 0, 0, 0)
+    both.ran(run)
+    both.failed(request, 5)
+    both.refused()
+    both.cancelled()
+    assert first.seen == second.seen == [run, (request, 5), "refused", "cancelled"]

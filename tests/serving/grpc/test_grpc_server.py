@@ -1,0 +1,389 @@
+"""Token, TLS, deadlines, cancelled calls, health and the end of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import BadInput
+from deploykit.serving.http2.headers import Limits
+from deploykit.serving.oip.protobuf import MESSAGES
+from tests.serving.conftest import GatedEngine
+from tests.support.serving.grpc_cases import (
+    INFER,
+    WAIT_S,
+    Serving,
+    first_value,
+    frames,
+    infer_bytes,
+    serving,
+)
+
+grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
+SERVICE = INFER.rpartition("/")[0]
+STREAM = f"{SERVICE}/ModelStreamInfer"
+TOKEN = "a token of some length"
+
+
+@pytest.fixture
+def gated() -> Iterator[tuple[Serving, GatedEngine]]:
+    """A server whose engine waits for its gate; the queue holds 2."""
+    engine = GatedEngine()
+    with serving({"m": engine}, max_batch=1, queue=2) as running:
+        engine.warm = True
+        try:
+            yield running, engine
+        finally:
+            engine.gate.set()
+
+
+def ask(channel: Any, name: str, answer: str, timeout: float = WAIT_S, **options: Any) -> Any:
+    """One unary call by path with our own messages."""
+    path = name if name.startswith("/") else f"{SERVICE}/{name}"
+    call = channel.unary_unary(path, None, MESSAGES[answer].FromString)
+    return call(options.pop("data", b""), timeout=timeout, **options)
+
+
+def test_a_port_in_use_is_said_with_its_option() -> None:
+    with serving() as running:
+        said = pytest.raises(BadInput, match=f"--grpc-port {running.port}: already in use")
+        with said, serving(grpc_port=running.port):
+            pass
+
+
+def test_the_token_is_asked_for_everything_but_health() -> None:
+    with (
+        serving(token=TOKEN) as running,
+        grpc.insecure_channel(f"127.0.0.1:{running.port}") as channel,
+    ):
+        assert ask(channel, "ServerLive", "ServerLiveResponse").live
+        assert ask(channel, "ServerReady", "ServerReadyResponse").ready
+        health = ask(channel, "/grpc.health.v1.Health/Check", "HealthCheckResponse")
+        assert health.status == 1
+        for given in (None, "Bearer another token, also long", TOKEN):
+            metadata = [] if given is None else [("authorization", given)]
+            for name in ("ServerMetadata", "ModelInfer", "RepositoryIndex", "NoSuchMethod"):
+                with pytest.raises(grpc.RpcError) as caught:
+                    ask(channel, name, "ServerMetadataResponse", metadata=metadata)
+                assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+                assert "Bearer" in caught.value.details()
+        metadata = [("authorization", f"Bearer {TOKEN}")]
+        answer = ask(channel, "ServerMetadata", "ServerMetadataResponse", metadata=metadata)
+        assert answer.name == "deploykit"
+
+
+def test_tls(tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    command += [
+        "-subj",
+        "/CN=localhost",
+        "-addext",
+        "subjectAltName=DNS:localhost",
+        "-keyout",
+        str(key),
+        "-out",
+        str(cert),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    with serving(tls_cert=cert, tls_key=key) as running:
+        credentials = grpc.ssl_channel_credentials(cert.read_bytes())
+        with grpc.secure_channel(f"localhost:{running.port}", credentials) as channel:
+            data = infer_bytes(value=3)
+            answer = ask(channel, "ModelInfer", "ModelInferResponse", data=data)
+            assert np.frombuffer(answer.raw_output_contents[0], np.float32)[0] == 7
+        with grpc.insecure_channel(f"localhost:{running.port}") as channel:
+            with pytest.raises(grpc.RpcError) as caught:
+                ask(channel, "ServerLive", "ServerLiveResponse")
+            assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+def waiting(running: Serving) -> int:
+    return running.service.models["m"].waiting
+
+
+@pytest.mark.parametrize("how", ["deadline", "parameter"])
+def test_a_call_whose_time_is_up_in_the_queue_is_not_run(
+    gated: tuple[Serving, GatedEngine], how: str
+) -> None:
+    running, engine = gated
+    running.see(running.server._ticking.cancel)  # which would end the call, but later than this
+    with frames(running.port) as client:
+        client.open(1)
+        client.message(1, infer_bytes(value=1))
+        assert engine.entered.acquire(timeout=WAIT_S)
+        if how == "deadline":
+            client.open(3, grpc_timeout="30m")
+            client.message(3, infer_bytes(value=2))
+        else:
+            client.open(3)
+            parameters = {"timeout": {"int64_param": 30_000}}
+            client.message(3, infer_bytes(value=2, parameters=parameters))
+        late = client.answer(3)
+        assert late.status == 4  # DEADLINE_EXCEEDED
+        engine.gate.set()
+        assert first_value(client.answer(1)) == 3
+        assert first_value(client.call(5, infer_bytes(value=4))) == 9
+    assert engine.fed == [1, 4]
+
+
+def test_a_deadline_is_reckoned_from_now_and_not_from_the_last_tick() -> None:
+    with serving() as running, frames(running.port) as client:
+        running.see(running.server._ticking.cancel)
+
+        def an_hour_ago() -> None:
+            running.server._shared.now_s -= 3600
+
+        running.see(an_hour_ago)
+        client.open(1, grpc_timeout="20S")
+        client.message(1, infer_bytes())
+        assert client.answer(1).status == 0
+
+
+def test_a_call_ends_at_its_deadline_even_while_it_runs(
+    gated: tuple[Serving, GatedEngine],
+) -> None:
+    running, _ = gated
+    with frames(running.port) as client:
+        client.open(1, grpc_timeout="50m")
+        client.message(1, infer_bytes())
+        assert client.answer(1).status == 4
+        assert running.see(lambda: running.server.unanswered) == 0
+
+
+def test_a_cancelled_call_leaves_the_queue(
+    gated: tuple[Serving, GatedEngine], eventually: Any
+) -> None:
+    running, engine = gated
+    with frames(running.port) as client:
+        for stream in (1, 3):
+            client.open(stream)
+            client.message(stream, infer_bytes(value=stream))
+        eventually(lambda: waiting(running) == 1)
+        client.send(3, 0, 3, (8).to_bytes(4, "big"))
+        eventually(lambda: waiting(running) == 0)
+        client.send(3, 0, 1, (8).to_bytes(4, "big"))  # while it runs: the result is dropped
+        client.settle()
+        engine.gate.set()
+        assert first_value(client.call(5, infer_bytes(value=5))) == 11
+        assert 1 not in client.answers
+        assert 3 not in client.answers
+    assert engine.fed == [1, 5]
+
+
+def test_calls_of_a_connection_that_ends_leave_the_queue(
+    gated: tuple[Serving, GatedEngine], eventually: Any
+) -> None:
+    running, engine = gated
+    with frames(running.port) as client:
+        client.open(1)
+        client.message(1, infer_bytes(value=1))
+        assert engine.entered.acquire(timeout=WAIT_S)
+        client.open(3)
+        client.message(3, infer_bytes(value=2))
+        client.open(5, STREAM)
+        client.message(5, infer_bytes(value=3), end=False)
+        eventually(lambda: waiting(running) == 2)
+    eventually(lambda: waiting(running) == 0)
+    assert running.see(lambda: running.server.unanswered) == 0
+    engine.gate.set()
+    assert engine.fed == [1]
+
+
+def test_a_full_queue_is_unavailable(gated: tuple[Serving, GatedEngine]) -> None:
+    running, engine = gated
+    with frames(running.port) as client:
+        client.open(1)
+        client.message(1, infer_bytes(value=1))
+        assert engine.entered.acquire(timeout=WAIT_S)
+        for stream in (3, 5, 7):
+            client.open(stream)
+            client.message(stream, infer_bytes(value=stream))
+        refused = client.answer(7)
+        assert refused.status == 14
+        assert "--queue" in refused.headers["grpc-message"]
+        engine.gate.set()
+        assert [client.answer(stream).status for stream in (1, 3, 5)] == [0, 0, 0]
+
+
+def test_a_stream_waits_for_the_answers_it_is_owed(gated: tuple[Serving, GatedEngine]) -> None:
+    """Its client has ended; what does not fit into the queue is refused, in its place."""
+    running, engine = gated
+    with frames(running.port) as client:
+        client.open(1, STREAM)
+        client.message(1, infer_bytes(value=1), end=False)
+        assert engine.entered.acquire(timeout=WAIT_S)
+        for value in (2, 3):
+            client.message(1, infer_bytes(value=value), end=False)
+        client.message(1, infer_bytes(value=4))
+        client.call(3, b"", f"{SERVICE}/ServerLive")
+        assert 1 not in client.answers
+        engine.gate.set()
+        answer = client.answer(1)
+    kinds = []
+    data = answer.data
+    while data:
+        size = int.from_bytes(data[1:5], "big")
+        message = MESSAGES["ModelStreamInferResponse"].FromString(data[5 : 5 + size])
+        kinds.append(bool(message.error_message))
+        data = data[5 + size :]
+    assert kinds == [False, False, False, True]
+    assert answer.status == 0
+
+
+def test_a_stream_is_not_read_while_it_is_owed_too_much(eventually: Any) -> None:
+    engine = GatedEngine()
+    with serving({"m": engine}, Limits(outstanding=4), max_batch=1) as running:
+        engine.warm = True
+        with frames(running.port) as client:
+            client.open(1, STREAM)
+            for value in range(12):
+                client.message(1, infer_bytes(value=value), end=value == 11)
+            assert engine.entered.acquire(timeout=WAIT_S)
+            eventually(lambda: waiting(running) == 3)
+            client.settle()
+            assert waiting(running) == 3
+            engine.gate.set()
+            assert client.answer(1).status == 0
+        assert engine.fed == list(range(12))
+
+
+def test_the_drain(gated: tuple[Serving, GatedEngine], eventually: Any) -> None:
+    running, engine = gated
+    with frames(running.port) as client, frames(running.port) as other:
+        client.open(1)
+        client.message(1, infer_bytes(value=1))
+        assert engine.entered.acquire(timeout=WAIT_S)
+        running.service.drain()
+        stopping = asyncio.run_coroutine_threadsafe(running.server.stop(WAIT_S), running.loop)
+        live = other.call(1, b"", f"{SERVICE}/ServerLive")
+        assert MESSAGES["ServerLiveResponse"].FromString(live.data[5:]).live
+        ready = other.call(3, b"", f"{SERVICE}/ServerReady")
+        assert not MESSAGES["ServerReadyResponse"].FromString(ready.data[5:]).ready
+        refused = other.call(5, infer_bytes())
+        assert refused.status == 14
+        assert "shutting down" in refused.headers["grpc-message"]
+        assert not stopping.done()
+        engine.gate.set()
+        assert first_value(client.answer(1)) == 3
+        assert client.closed()
+        assert client.goaway == 0
+        stopping.result(WAIT_S)
+        with pytest.raises(ConnectionRefusedError), frames(running.port):
+            pass
+
+
+def test_the_end_does_not_wait_longer_than_it_may(gated: tuple[Serving, GatedEngine]) -> None:
+    running, engine = gated
+    with frames(running.port) as client:
+        client.open(1)
+        client.message(1, infer_bytes(value=1))
+        assert engine.entered.acquire(timeout=WAIT_S)
+        running.stop(grace_s=0.05)
+        assert running.see(lambda: running.server.unanswered) == 0
+        assert client.closed()
+
+
+def test_health_is_watched() -> None:
+    with serving() as running, grpc.insecure_channel(f"127.0.0.1:{running.port}") as channel:
+        check = MESSAGES["HealthCheckRequest"]
+        path = "/grpc.health.v1.Health"
+        for name, status in (("", 1), ("m", 1), (SERVICE[1:], 1)):
+            data = check(service=name).SerializeToString()
+            answer = ask(channel, f"{path}/Check", "HealthCheckResponse", data=data)
+            assert answer.status == status
+        with pytest.raises(grpc.RpcError) as caught:
+            ask(channel, f"{path}/Check", "HealthCheckResponse", data=b"\n\5other")
+        assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+        watch = channel.unary_stream(
+            f"{path}/Watch", None, MESSAGES["HealthCheckResponse"].FromString
+        )
+        seen = watch(b"", timeout=WAIT_S)
+        assert next(seen).status == 1
+        assert next(watch(b"\n\5other", timeout=WAIT_S)).status == 3
+        assert running.see(lambda: running.server.unanswered) == 0
+        running.service.drain()
+        assert next(seen).status == 2
+        seen.cancel()
+
+
+def test_large_typed_contents_are_read_aside(gated: tuple[Serving, GatedEngine]) -> None:
+    running, engine = gated
+    engine.gate.set()
+    request = MESSAGES["ModelInferRequest"](model_name="m")
+    item = request.inputs.add(name="x", datatype="FP32", shape=[1, 4])
+    item.contents.fp32_contents.extend([1.0] * 100_000)
+    with frames(running.port) as client:
+        refused = client.call(1, request.SerializeToString())
+        assert refused.status == 3
+        assert "has 4 elements, 'data' has 100000" in refused.headers["grpc-message"]
+
+
+def test_shared_memory_is_registered_and_used(tmp_path: Path) -> None:
+    shm = pytest.importorskip("deploykit.serving.shared_memory.system")
+    from multiprocessing.shared_memory import SharedMemory
+
+    block = SharedMemory(create=True, size=64)
+    try:
+        with serving(shared_memory=True) as running:
+            if getattr(running.service, "memory", None) is None:
+                running.service.memory = shm.SharedMemory()
+                pytest.skip("the service does not offer shared memory yet")
+            block.buf[:16] = np.arange(4, dtype=np.float32).tobytes()
+            with grpc.insecure_channel(f"127.0.0.1:{running.port}") as channel:
+                register = MESSAGES["SystemSharedMemoryRegisterRequest"](
+                    name="r", key=f"/{block.name.strip('/')}", byte_size=64
+                )
+                ask(
+                    channel,
+                    "SystemSharedMemoryRegister",
+                    "SystemSharedMemoryRegisterResponse",
+                    data=register.SerializeToString(),
+                )
+                status = ask(
+                    channel, "SystemSharedMemoryStatus", "SystemSharedMemoryStatusResponse"
+                )
+                assert status.regions["r"].byte_size == 64
+                request = MESSAGES["ModelInferRequest"](model_name="m")
+                item = request.inputs.add(name="x", datatype="FP32", shape=[1, 4])
+                wanted = request.outputs.add(name="y")
+                for of, offset in ((item, 0), (wanted, 16)):
+                    of.parameters["shared_memory_region"].string_param = "r"
+                    of.parameters["shared_memory_byte_size"].int64_param = 16
+                    of.parameters["shared_memory_offset"].int64_param = offset
+                data = request.SerializeToString()
+                answer = ask(channel, "ModelInfer", "ModelInferResponse", data=data)
+                assert list(answer.raw_output_contents) == [b""]
+                found = np.frombuffer(block.buf, np.float32, 4, 16).copy()
+                np.testing.assert_array_equal(found, [1, 3, 5, 7])
+                ask(
+                    channel,
+                    "SystemSharedMemoryUnregister",
+                    "SystemSharedMemoryUnregisterResponse",
+                )
+                with pytest.raises(grpc.RpcError, match="there is no region"):
+                    ask(channel, "ModelInfer", "ModelInferResponse", data=data)
+    finally:
+        block.close()
+        block.unlink()
+
+
+def test_an_engine_that_fails_is_internal_and_says_nothing_of_the_host() -> None:
+    class Failing(GatedEngine):
+        def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
+            if self.warm:
+                raise RuntimeError("/home/someone/secret.py line 3")
+            return super().__call__(feeds)
+
+    engine = Failing()
+    with serving({"m": engine}) as running, frames(running.port) as client:
+        engine.warm = True
+        answer = client.call(1, infer_bytes())
+        assert answer.status == 13
+        assert "secret" not in answer.headers["grpc-message"]

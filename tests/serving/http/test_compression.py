@@ -1,0 +1,194 @@
+"""Compressed bodies: bounded while they unpack, whole or refused; answers compressed if asked."""
+
+from __future__ import annotations
+
+import gzip
+import subprocess
+import sys
+import zlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deploykit.core.errors import BadInput, TooLarge, UnknownEncoding
+from deploykit.serving.http.compression import chosen, compress, decompress
+from deploykit.serving.oip import json
+from tests.support.serving.requests import model, one, values
+
+LIMIT = 1 << 20
+PACK = {b"gzip": gzip.compress, b"deflate": zlib.compress}
+
+
+@pytest.mark.parametrize("encoding", PACK, ids=str)
+@pytest.mark.parametrize("size", [0, 1, 65535, 65536, 65537, LIMIT - 1, LIMIT])
+@pytest.mark.parametrize("noise", [False, True], ids=["zeros", "noise"])
+def test_what_was_packed_comes_out(encoding: bytes, size: int, noise: bool) -> None:
+    data = values("uint8", size).tobytes() if noise else bytes(size)
+    assert decompress(PACK[encoding](data), encoding, LIMIT) == data
+    assert decompress(memoryview(PACK[encoding](data)), encoding.upper(), LIMIT) == data
+
+
+@pytest.mark.parametrize("encoding", PACK, ids=str)
+@pytest.mark.parametrize("size", [LIMIT + 1, 2 * LIMIT])
+def test_one_byte_over_the_limit_is_refused(encoding: bytes, size: int) -> None:
+    with pytest.raises(TooLarge, match=f"limit of {LIMIT} bytes") as caught:
+        decompress(PACK[encoding](bytes(size)), encoding, LIMIT)
+    assert "--max-body-bytes" in (caught.value.hint or "")
+
+
+@settings(deadline=None, database=None, derandomize=True)
+@given(st.binary(max_size=500), st.integers(0, 500), st.sampled_from([*PACK]))
+def test_the_limit_is_exact(data: bytes, limit: int, encoding: bytes) -> None:
+    packed = PACK[encoding](data)
+    if len(data) > limit:
+        with pytest.raises(TooLarge):
+            decompress(packed, encoding, limit)
+    else:
+        assert decompress(packed, encoding, limit) == data
+
+
+@settings(deadline=None, database=None, derandomize=True)
+@given(st.binary(max_size=200), st.sampled_from([*PACK]))
+def test_any_bytes_are_unpacked_or_refused(body: bytes, encoding: bytes) -> None:
+    for sent in (body, PACK[encoding](b"abc") + body, PACK[encoding](body)[:-1]):
+        try:
+            decompress(sent, encoding, LIMIT)
+        except BadInput:
+            continue
+
+
+def test_a_file_of_several_members_is_one_body() -> None:
+    body = b"".join(gzip.compress(part) for part in (b"ab", b"", b"c" * 70_000))
+    assert decompress(body, b"gzip", LIMIT) == b"ab" + b"c" * 70_000
+    with pytest.raises(TooLarge):
+        decompress(body, b"gzip", 70_001)
+
+
+def test_a_million_members_are_not_looked_at() -> None:
+    with pytest.raises(BadInput, match="more than 256 parts"):
+        decompress(gzip.compress(b"") * 100_000, b"gzip", LIMIT)
+
+
+WHOLE = gzip.compress(b"abc" * 1000)
+BROKEN = {
+    "empty": (b"", b"gzip"),
+    "cut in the header": (WHOLE[:5], b"gzip"),
+    "cut in the data": (WHOLE[:20], b"gzip"),
+    "the last byte missing": (WHOLE[:-1], b"gzip"),
+    "a wrong checksum": (WHOLE[:-8] + b"\0\0\0\0" + WHOLE[-4:], b"gzip"),
+    "rubbish after it": (WHOLE + b"x", b"gzip"),
+    "zeros after it": (WHOLE + bytes(8), b"gzip"),
+    "a second, cut member": (WHOLE + WHOLE[:-1], b"gzip"),
+    "plain bytes called gzip": (b'{"inputs": []}', b"gzip"),
+    "deflate called gzip": (zlib.compress(b"abc"), b"gzip"),
+    "gzip called deflate": (WHOLE, b"deflate"),
+    "deflate without zlib around it": (zlib.compress(b"abc")[2:-4], b"deflate"),
+    "deflate with rubbish after it": (zlib.compress(b"abc") + b"x", b"deflate"),
+    "deflate twice": (zlib.compress(b"abc") * 2, b"deflate"),
+    "deflate, the last byte missing": (zlib.compress(b"abc")[:-1], b"deflate"),
+}
+
+
+@pytest.mark.parametrize(("body", "encoding"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_body_is_refused(body: bytes, encoding: bytes) -> None:
+    with pytest.raises(BadInput, match=r"the body|bytes follow") as caught:
+        decompress(body, encoding, LIMIT)
+    assert caught.value.http_status == 400
+    assert "Error -" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "encoding", [b"br", b"zstd", b"gzip, gzip", b"gzip,deflate", b"x", b"\xff\n", b"*"]
+)
+def test_other_encodings_are_not_offered(encoding: bytes) -> None:
+    with pytest.raises(UnknownEncoding, match="Content-Encoding") as caught:
+        decompress(b"", encoding, LIMIT)
+    assert caught.value.http_status == 415
+    assert caught.value.message.isprintable()
+
+
+@pytest.mark.parametrize("encoding", [b"identity", b"", b" Identity "])
+def test_identity_is_no_encoding(encoding: bytes) -> None:
+    body = b"abc"
+    assert decompress(body, encoding, 1) is body
+
+
+BOMB = """
+import re, sys, zlib
+from pathlib import Path
+from deploykit.core.errors import TooLarge
+from deploykit.serving.compress import decompress
+def peak(): return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+packer = zlib.compressobj(9, zlib.DEFLATED, 31)
+bomb = b"".join([*(packer.compress(bytes(1 << 20)) for _ in range(100)), packer.flush()])
+before = peak()
+for _ in range(3):
+    try:
+        decompress(bomb, b"gzip", 64 << 20)
+    except TooLarge:
+        continue
+    sys.exit("it was taken")
+print(len(bomb), (peak() - before) / 1024)
+"""
+
+
+def test_a_bomb_is_refused_while_it_unpacks() -> None:
+    """100 MiB of zeros under a limit of 64 MiB: never more than the limit and 16 MiB."""
+    found = subprocess.run([sys.executable, "-c", BOMB], capture_output=True, text=True, check=True)
+    size, grown_mib = found.stdout.split()
+    assert int(size) < 110_000
+    assert float(grown_mib) < 64 + 16
+
+
+def test_the_header_counts_the_json_part_before_it_was_compressed() -> None:
+    body, json_bytes = one("float32", values("float32", 1, 4))
+    sent = gzip.compress(body)
+    request = json.decode(decompress(sent, b"gzip", LIMIT), json_bytes, model())
+    assert request.feeds["x"].tolist() == values("float32", 1, 4).tolist()
+    with pytest.raises(BadInput, match="Inference-Header-Content-Length is 9999999"):
+        json.decode(decompress(sent, b"gzip", LIMIT), 9_999_999, model())
+
+
+@pytest.mark.parametrize(
+    ("accept", "expected"),
+    [
+        (b"gzip", b"gzip"),
+        (b"deflate", b"deflate"),
+        (b"gzip, deflate, br, zstd", b"gzip"),
+        (b"deflate, gzip;q=0.5", b"deflate"),
+        (b"GZIP ; Q=1.000", b"gzip"),
+        (b"br, gzip;q=0.001", b"gzip"),
+        (b"identity;q=0.5, gzip;q=0.5", b"gzip"),
+        (b"identity;q=0, gzip;q=0.1", b"gzip"),
+        (b"identity, gzip;q=0.5", None),
+        (b"gzip;q=0", None),
+        (b"gzip;q=0.000, deflate;q=0", None),
+        (b"gzip;q=abc", None),
+        (b"gzip;q=1.0001", None),
+        (b"gzip;q=-1", None),
+        (b"gzip;q=nan", None),
+        (b"gzip;q=\xb2", None),
+        (b"gzip;q=", None),
+        (b"*", None),
+        (b"*;q=0", None),
+        (b"identity", None),
+        (b"br", None),
+        (b"", None),
+        (b",,;;=,q=1", None),
+        (b"\xff\0", None),
+    ],
+)
+def test_an_answer_is_compressed_only_if_that_is_preferred(
+    accept: bytes, expected: bytes | None
+) -> None:
+    assert chosen(accept) == expected
+
+
+@pytest.mark.parametrize("coding", PACK, ids=str)
+def test_a_compressed_answer_is_all_of_its_parts(coding: bytes) -> None:
+    parts = [b'{"outputs": []}', bytes(1000), memoryview(b"tail")]
+    unpack = gzip.decompress if coding == b"gzip" else zlib.decompress
+    packed = compress(parts, coding)
+    assert unpack(packed) == b"".join(parts)
+    assert packed == compress(parts, coding)  # no time of day in it

@@ -1,0 +1,394 @@
+"""HTTP/1.1 itself: order, limits, deadlines, hostile messages, through a real socket."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from deploykit.serving.server import Limits
+from tests.serving.conftest import (
+    WAIT_S,
+    GatedEngine,
+    Raw,
+    Running,
+    infer_json,
+    request,
+    running,
+)
+
+INFER = "/v2/models/m/infer"
+LIVE = request("GET", "/v2/health/live")
+
+
+def numbered(value: float) -> bytes:
+    return request("POST", INFER, infer_json([value] * 4, [1, 4]))
+
+
+@pytest.fixture
+def gated() -> Iterator[tuple[Running, GatedEngine]]:
+    engine = GatedEngine()
+    with running({"m": engine}, queue=4) as server:
+        engine.warm = True
+        try:
+            yield server, engine
+        finally:
+            engine.gate.set()
+
+
+def status(raw: Raw) -> int | None:
+    reply = raw.reply()
+    return reply.status if reply else None
+
+
+# -- order and connections
+
+
+def test_one_connection_serves_many_requests(server: Running) -> None:
+    raw = server.connect()
+    for _ in range(3):
+        raw.send(LIVE)
+        assert status(raw) == 200
+
+
+def test_a_request_may_come_byte_by_byte(server: Running) -> None:
+    raw = server.connect()
+    for byte in numbered(1):
+        raw.send(bytes([byte]))
+    assert status(raw) == 200
+
+
+def test_pipelined_requests_are_answered_in_order(gated: tuple[Running, GatedEngine]) -> None:
+    server, engine = gated
+    raw = server.connect()
+    raw.send(numbered(1) + LIVE + numbered(2) + request("GET", "/nope"))
+    assert engine.entered.acquire(timeout=WAIT_S)  # all but the last could be answered by now
+    engine.gate.set()
+    replies = [raw.reply() for _ in range(4)]
+    assert [reply.status for reply in replies if reply] == [200, 200, 200, 404]
+    assert replies[0]
+    assert replies[0].json["outputs"][0]["data"][0] == 3
+    assert replies[1]
+    assert replies[1].json == {"live": True}
+    assert replies[2]
+    assert replies[2].json["outputs"][0]["data"][0] == 5
+
+
+def test_many_pipelined_requests_pause_the_reading_and_all_are_answered(server: Running) -> None:
+    raw = server.connect()
+    sender = threading.Thread(target=raw.send, args=(b"".join(numbered(i) for i in range(500)),))
+    sender.start()
+    firsts = []
+    for _ in range(500):
+        reply = raw.reply()
+        assert reply is not None
+        firsts.append(reply.json["outputs"][0]["data"][0])
+    sender.join(WAIT_S)
+    assert firsts == [2 * i + 1 for i in range(500)]
+
+
+def test_a_client_that_pipelines_too_much_is_read_no_further() -> None:
+    engine = GatedEngine()
+    with running({"m": engine}) as server:
+        engine.warm = True
+        raw = server.connect()
+        padded = request("POST", INFER, infer_json([0] * 4, [1, 4]) + b" " * 100_000)
+        raw.socket.settimeout(0.5)
+        with pytest.raises(TimeoutError):  # 40 MB do not fit into the buffers between us
+            raw.send(padded * 400)
+        engine.gate.set()
+        assert status(raw) == 200
+
+
+def test_connection_close_is_honoured(server: Running) -> None:
+    raw = server.connect()
+    raw.send(request("GET", "/v2/health/live", Connection="close") + LIVE)
+    reply = raw.reply()
+    assert reply is not None
+    assert reply.headers["connection"] == "close"
+    assert raw.ended()
+
+
+def test_http_1_0_closes_unless_asked_to_stay(server: Running) -> None:
+    raw = server.connect()
+    raw.send(b"GET /v2/health/live HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+    reply = raw.reply()
+    assert reply is not None
+    assert reply.headers["connection"] == "keep-alive"
+    raw.send(b"GET /v2/health/live HTTP/1.0\r\n\r\n")
+    assert status(raw) == 200
+    assert raw.ended()
+
+
+def test_a_chunked_body_is_read(server: Running) -> None:
+    body = infer_json([1, 2, 3, 4], [1, 4])
+    chunks = b"".join(
+        b"%x\r\n%s\r\n" % (len(body[i : i + 9]), body[i : i + 9]) for i in range(0, len(body), 9)
+    )
+    raw = server.connect()
+    raw.send(request("POST", INFER, Transfer_Encoding="chunked") + chunks + b"0\r\n\r\n" + LIVE)
+    assert [status(raw), status(raw)] == [200, 200]
+
+
+def test_expect_100_continue_is_answered_before_the_body(server: Running) -> None:
+    body = infer_json([1, 2, 3, 4], [1, 4])
+    raw = server.connect()
+    raw.send(request("POST", INFER, Content_Length=str(len(body)), Expect="100-continue"))
+    assert status(raw) == 100
+    raw.send(body)
+    assert status(raw) == 200
+
+
+# -- hostile messages: one clear answer, then the end
+
+
+HOSTILE = {
+    "length and chunks": (
+        (
+            b"POST /v2 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 6\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nX"
+        ),
+        400,
+    ),
+    "two lengths": (request("POST", INFER, Content_Length="5\r\nContent-Length: 6"), 400),
+    "length +5": (request("POST", INFER, Content_Length="+5"), 400),
+    "length -1": (request("POST", INFER, Content_Length="-1"), 400),
+    "length 1e3": (request("POST", INFER, Content_Length="1e3"), 400),
+    "length of 23 digits": (request("POST", INFER, Content_Length="9" * 23), 400),
+    "unknown transfer coding": (request("POST", INFER, Transfer_Encoding="xchunked"), 400),
+    "chunk size 0x5": (
+        request("POST", INFER, Transfer_Encoding="chunked") + b"0x5\r\nabcde\r\n0\r\n\r\n",
+        400,
+    ),
+    "chunk size -5": (
+        request("POST", INFER, Transfer_Encoding="chunked") + b"-5\r\nabcde\r\n0\r\n\r\n",
+        400,
+    ),
+    "chunk without its end": (
+        request("POST", INFER, Transfer_Encoding="chunked") + b"5\r\nabcdeXX0\r\n\r\n",
+        400,
+    ),
+    "a TLS hello": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(50), 400),
+    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+    "no host": (b"GET /v2/health/live HTTP/1.1\r\n\r\n", 400),
+    "two hosts": (request("GET", "/v2", Host="localhost\r\nHost: localhost"), 400),
+    "another host": (request("GET", "/v2", Host="evil.example"), 403),
+    "a host that looks local": (request("GET", "/v2", Host="127.0.0.1.evil.example"), 403),
+    "another origin": (request("POST", INFER, Origin="https://evil.example"), 403),
+    "a null origin": (request("DELETE", INFER, Origin="null"), 403),
+    "101 headers": (request("GET", "/v2", **{f"h{i}": "1" for i in range(101)}), 431),
+    "a header of 70 kB": (request("GET", "/v2", long="a" * 70_000), 431),
+    "headers of 70 kB": (request("GET", "/v2", **{f"h{i}": "a" * 1000 for i in range(70)}), 431),
+    "a target of 9 kB": (request("GET", "/" + "a" * 9000), 414),
+    "a body above the limit": (request("POST", INFER, Content_Length="100001"), 413),
+    "chunks above the limit": (
+        request("POST", INFER, Transfer_Encoding="chunked") + b"fffff\r\n" + bytes(200_000),
+        413,
+    ),
+}
+
+
+@pytest.mark.parametrize(("data", "expected"), HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_message_is_refused_and_the_server_goes_on(
+    server: Running, data: bytes, expected: int
+) -> None:
+    raw = server.connect()
+    raw.send(data)
+    reply = raw.reply()
+    assert reply is not None
+    assert reply.status == expected
+    assert isinstance(reply.json["error"], str)
+    assert reply.headers["connection"] == "close"
+    assert raw.ended()
+    good = server.ask("POST", INFER, infer_json([1, 2, 3, 4], [1, 4]))
+    assert good.json["outputs"][0]["data"] == [3, 5, 7, 9]
+
+
+def test_a_header_that_never_ends_is_refused_before_it_fills_the_memory(server: Running) -> None:
+    raw = server.connect()
+    raw.send(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nlong: ")
+    raw.send(b"a" * 100_000)
+    assert status(raw) == 431
+
+
+def test_too_many_chunks_are_refused() -> None:
+    with running(limits=Limits(chunks=100)) as server:
+        raw = server.connect()
+        raw.send(request("POST", INFER, Transfer_Encoding="chunked") + b"1\r\na\r\n" * 101)
+        assert status(raw) == 413
+
+
+def test_a_trailer_that_never_ends_is_refused() -> None:
+    limits = Limits(header_bytes=1000, chunks=10)
+    with running(limits=limits, max_body_bytes=1000) as server:
+        raw = server.connect()
+        raw.send(request("POST", INFER, Transfer_Encoding="chunked") + b"0\r\ntrailer: ")
+        raw.send(b"a" * 5000)
+        assert status(raw) == 413
+
+
+def test_requests_before_a_broken_one_are_answered(gated: tuple[Running, GatedEngine]) -> None:
+    server, engine = gated
+    raw = server.connect()
+    raw.send(numbered(1) + b"nonsense\r\n\r\n")
+    assert engine.entered.acquire(timeout=WAIT_S)
+    engine.gate.set()
+    assert [status(raw), status(raw)] == [200, 400]
+    assert raw.ended()
+
+
+def test_a_body_of_just_the_limit_is_read(server: Running) -> None:
+    reply = server.ask("POST", INFER, b" " * 100_000)
+    assert reply.status == 400
+    assert "not valid JSON" in reply.json["error"]
+
+
+def test_too_many_connections_are_refused() -> None:
+    with running(limits=Limits(connections=1)) as server:
+        first = server.connect()
+        first.send(LIVE)
+        assert status(first) == 200
+        assert status(server.connect()) == 503
+
+
+# -- time
+
+
+@pytest.mark.parametrize(
+    ("limits", "data", "expected"),
+    [
+        (Limits(header_s=0.01), b"", None),
+        (Limits(header_s=0.01), b"GET /v2 HTTP/1.1\r\nHo", 408),
+        (Limits(body_s=0.01), request("POST", INFER, Content_Length="10") + b"123", 408),
+    ],
+    ids=["nothing", "half a header", "half a body"],
+)
+def test_a_client_that_stops_sending_is_let_go(
+    limits: Limits, data: bytes, expected: int | None
+) -> None:
+    with running(limits=limits) as server:
+        raw = server.connect()
+        raw.send(data)
+        assert status(raw) == expected
+        assert raw.ended()
+
+
+def test_an_idle_connection_is_let_go() -> None:
+    with running(limits=Limits(idle_s=0.01)) as server:
+        raw = server.connect()
+        raw.send(LIVE)
+        assert status(raw) == 200
+        assert raw.ended()
+
+
+def test_waiting_for_the_engine_is_not_idling() -> None:
+    engine = GatedEngine()
+    with running({"m": engine}, Limits(idle_s=0.01, header_s=0.01, body_s=0.01)) as server:
+        engine.warm = True
+        patient = server.connect()
+        patient.send(numbered(1))
+        assert engine.entered.acquire(timeout=WAIT_S)
+        idle = server.connect()
+        assert idle.ended()  # the deadlines were looked at after the request was read
+        engine.gate.set()
+        assert status(patient) == 200
+
+
+def test_a_client_that_does_not_read_is_let_go(
+    eventually: Callable[[Callable[[], bool]], None],
+) -> None:
+    with running(limits=Limits(write_s=0.01)) as server:
+        raw = server.connect()
+        asking = request("GET", "/metrics") * 100
+        connections = server.server._listener.connections
+
+        def push() -> bool:
+            try:
+                raw.socket.settimeout(0.01)
+                raw.send(asking)
+            except OSError:
+                pass
+            return not connections
+
+        eventually(lambda: bool(connections))
+        eventually(push)
+
+
+# -- the engine is busy
+
+
+def test_a_full_queue_answers_503_at_once(gated: tuple[Running, GatedEngine]) -> None:
+    server, engine = gated
+    raws = [server.connect() for _ in range(6)]
+    raws[0].send(numbered(0))
+    assert engine.entered.acquire(timeout=WAIT_S)
+    for raw in raws[1:5]:
+        raw.send(numbered(1))
+    _until_waiting(server, 4)
+    raws[5].send(numbered(2))
+    reply = raws[5].reply()
+    assert reply is not None
+    assert reply.status == 503
+    assert reply.headers["retry-after"] == "1"
+    assert "queue of model 'm' is full" in reply.json["error"]
+    engine.gate.set()
+    assert [status(raw) for raw in raws[:5]] == [200] * 5
+
+
+def test_a_timeout_is_answered_while_the_engine_is_busy(gated: tuple[Running, GatedEngine]) -> None:
+    server, engine = gated
+    busy, late = server.connect(), server.connect()
+    busy.send(numbered(0))
+    assert engine.entered.acquire(timeout=WAIT_S)
+    late.send(request("POST", INFER, infer_json([7] * 4, [1, 4], parameters={"timeout": 1000})))
+    assert status(late) == 504
+    engine.gate.set()
+    assert status(busy) == 200
+    assert 7 not in engine.fed
+
+
+def test_a_hung_engine_is_answered_for_at_the_servers_own_limit() -> None:
+    engine = GatedEngine()
+    with running({"m": engine}, timeout_ms=1) as server:
+        engine.warm = True
+        raw = server.connect()
+        raw.send(numbered(0))
+        assert status(raw) == 504
+        engine.gate.set()
+
+
+def test_the_request_of_a_client_that_left_never_reaches_the_engine(
+    gated: tuple[Running, GatedEngine],
+) -> None:
+    server, engine = gated
+    busy, gone, stays = (server.connect() for _ in range(3))
+    busy.send(numbered(0))
+    assert engine.entered.acquire(timeout=WAIT_S)
+    gone.send(numbered(7))
+    stays.send(numbered(8))
+    _until_waiting(server, 2)
+    gone.close()
+    _until_waiting(server, 1)
+    engine.gate.set()
+    assert [status(busy), status(stays)] == [200, 200]
+    assert engine.fed == [0, 8]
+
+
+def test_half_a_request_never_reaches_the_engine(gated: tuple[Running, GatedEngine]) -> None:
+    server, engine = gated
+    gone = server.connect()
+    gone.send(numbered(7)[:-1])
+    gone.close()
+    engine.gate.set()
+    assert server.ask("POST", INFER, infer_json([8] * 4, [1, 4])).status == 200
+    assert engine.fed == [8]
+
+
+def _until_waiting(server: Running, count: int) -> None:
+    """Until `count` requests wait for the engine, as the metrics tell it."""
+    line = f'deploykit_queue_depth{{model="m",version="1"}} {count}\n'
+    for _ in range(10_000):
+        if line in server.ask("GET", "/metrics").body.decode():
+            return
+    pytest.fail(f"there were never {count} requests waiting")

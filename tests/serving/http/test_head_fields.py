@@ -1,0 +1,71 @@
+"""Heads that come again are not parsed again, and are never mistaken for others."""
+
+from __future__ import annotations
+
+import pytest
+
+from deploykit.serving.http.head import HeadReader, Limits
+from deploykit.serving.transport.security import Door, Guard
+from tests.serving.conftest import Running, request
+
+LIVE = request("GET", "/v2/health/live")
+
+
+def reader() -> HeadReader:
+    return HeadReader(Limits(), Door(Guard(None), loopback=True), 1000)
+
+
+def test_the_end_of_a_head_is_found_wherever_it_is_cut() -> None:
+    for cut in range(len(LIVE) + 1):
+        found = reader()
+        used, head = found.feed(LIVE[:cut]) if cut else (0, None)
+        if cut < len(LIVE):
+            assert (used, head) == (cut, None)
+            used, head = found.feed(LIVE[cut:] + b"the body")
+            assert used == len(LIVE) - cut
+        assert head is not None
+        assert (head.method, head.path, head.refusal) == ("GET", "/v2/health/live", None)
+
+
+def test_a_request_inside_a_header_is_not_learnt_as_one(server: Running) -> None:
+    """The second packet is, byte for byte, a request; here it is the end of another's header."""
+    inside = b"POST /v2/repository/index HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n"
+    raw = server.connect()
+    raw.send(b"GET /v2/health/live HTTP/1.1\r\nx: ")
+    assert server.ask("GET", "/v2").status == 200  # the first packet was read by now
+    raw.send(inside)
+    first = raw.reply()
+    assert first is not None
+    assert first.json == {"live": True}
+    raw.send(inside)
+    second = raw.reply()
+    assert second is not None
+    assert second.json[0]["name"] == "m"
+
+
+def test_the_same_head_twice_gives_two_answers(server: Running) -> None:
+    raw = server.connect()
+    for _ in range(3):
+        raw.send(LIVE + request("GET", "/v2/health/live", x="1") + LIVE)
+        for _ in range(3):
+            reply = raw.reply()
+            assert reply is not None
+            assert reply.json == {"live": True}
+
+
+@pytest.mark.parametrize("empty", [b"\r\n", b"\r\n\r\n"])
+def test_empty_lines_before_a_request_are_passed_over(server: Running, empty: bytes) -> None:
+    raw = server.connect()
+    raw.send(empty + LIVE + empty + LIVE)
+    for _ in range(2):
+        reply = raw.reply()
+        assert reply is not None
+        assert reply.status == 200
+
+
+def test_an_offer_to_speak_something_else_is_left_unanswered(server: Running) -> None:
+    raw = server.connect()
+    raw.send(request("GET", "/v2/health/live", Connection="Upgrade", Upgrade="h2c"))
+    reply = raw.reply()
+    assert reply is not None
+    assert reply.status == 200

@@ -1,0 +1,308 @@
+"""Slow readers, no file descriptors, large bodies beside small ones, a lost device."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deploykit.core.tensors import TensorSpec
+from deploykit.runtimes.cuda.errors import DeviceLost
+from deploykit.runtimes.fake import FakeEngine
+from deploykit.serving.server import Limits, ServeOptions, Server
+from tests.serving.conftest import (
+    WAIT_S,
+    GatedEngine,
+    Raw,
+    Running,
+    infer_json,
+    request,
+    running,
+)
+
+INFER = "/v2/models/m/infer"
+GOOD = request("POST", INFER, infer_json([1, 2, 3, 4], [1, 4]))
+
+
+def free_axis() -> FakeEngine:
+    engine = FakeEngine()
+    engine.inputs = (TensorSpec("x", "float32", ("N", "T")),)
+    engine.outputs = (TensorSpec("y", "float32", ("N", "T")),)
+    return engine
+
+
+def rss_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def binary_request(rows: np.ndarray, **more: object) -> bytes:
+    item = {"name": "x", "datatype": "FP32", "shape": list(rows.shape)}
+    head = json.dumps(
+        {
+            "inputs": [{**item, "parameters": {"binary_data_size": rows.nbytes}}],
+            "parameters": {"binary_data_output": True},
+            **more,
+        }
+    ).encode()
+    return request(
+        "POST", INFER, head + rows.tobytes(), Inference_Header_Content_Length=str(len(head))
+    )
+
+
+def good(server: Running) -> int:
+    reply = server.ask("POST", INFER, infer_json([1, 2, 3, 4], [1, 4]))
+    return reply.status
+
+
+# -- bodies
+
+
+@pytest.mark.parametrize("count", [1, 15_000, 16_384, 100_000, 2_000_000])
+def test_a_body_of_any_size_arrives_whole_however_it_is_cut(count: int) -> None:
+    """From one packet to many; a body that does not come with its head is received in place."""
+    rows = np.random.default_rng(count).random((1, count), dtype=np.float32)
+    data = binary_request(rows)
+    with running({"m": free_axis()}) as server:
+        raw = server.connect()
+        raw.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        cuts = sorted(
+            {0, 7, 150, len(data) // 2, len(data) - 1, len(data)} & set(range(len(data) + 1))
+        )
+        for begin, end in itertools.pairwise(cuts):
+            raw.send(data[begin:end])
+        rest = data + GOOD + data  # pipelined, with a small one between
+        sender = threading.Thread(target=raw.send, args=(rest,))
+        sender.start()
+        for expected in (rows, rows, None, rows):
+            reply = raw.reply()
+            assert reply is not None
+            assert reply.status == 200
+            if expected is not None:
+                size = int(reply.headers["inference-header-content-length"])
+                found = np.frombuffer(reply.body[size:], np.float32)
+                np.testing.assert_array_equal(found, expected[0] * 2 + 1)
+        sender.join()
+
+
+def test_a_large_body_reaches_the_engine_without_a_copy() -> None:
+    """What was received is what the engine is given: aligned, and not joined from pieces."""
+    seen: list[np.ndarray] = []
+
+    class Seeing(FakeEngine):
+        def __call__(self, feeds):
+            seen.append(feeds["x"])
+            return super().__call__(feeds)
+
+    engine = Seeing(width=500_000)
+    rows = np.random.default_rng(0).random((1, 500_000), dtype=np.float32)
+    with running({"m": engine}, max_batch=1) as server:
+        raw = server.connect()
+        for name in ("", "a", "bb", "ccc"):  # so that the numbers begin at any byte of the body
+            raw.send(binary_request(rows, id=name))
+            reply = raw.reply()
+            assert reply is not None
+            assert reply.status == 200
+            given = seen[-1]
+            assert given.flags.aligned
+            assert origin(given).nbytes > rows.nbytes  # it lies where the JSON part lies too
+            np.testing.assert_array_equal(given, rows)
+
+
+def origin(array: np.ndarray) -> np.ndarray:
+    """The array whose memory this one shows."""
+    base: object = array
+    while isinstance(base, memoryview) or (isinstance(base, np.ndarray) and base.base is not None):
+        base = base.obj if isinstance(base, memoryview) else base.base
+    assert isinstance(base, np.ndarray)
+    return base
+
+
+def test_a_length_that_is_only_claimed_takes_no_memory() -> None:
+    with running(max_body_bytes=1 << 30) as server:
+        before = rss_bytes()
+        raws = [server.connect() for _ in range(20)]
+        for raw in raws:
+            raw.send(request("POST", INFER, Content_Length=str(1 << 30)) + b"{")
+        assert good(server) == 200
+        assert rss_bytes() - before < 64 << 20
+
+
+def test_a_large_json_is_read_beside_the_others_and_in_its_turn() -> None:
+    """Replies keep the order of the requests, whichever of them took long to read."""
+    count = 200_000
+    body = infer_json([0.5] * count, [1, count])
+    assert len(body) > 256 << 10
+    with running({"m": free_axis()}) as server:
+        raw = server.connect()
+        raw.send(request("POST", INFER, body) + GOOD + request("GET", "/v2/health/live"))
+        assert good(server) == 200  # on another connection
+        replies = [raw.reply() for _ in range(3)]
+        assert [reply.status for reply in replies if reply] == [200, 200, 200]
+        assert replies[0] is not None
+        assert replies[0].json["outputs"][0]["shape"] == [1, count]
+        assert replies[1] is not None
+        assert replies[1].json["outputs"][0]["data"] == [3, 5, 7, 9]
+        assert replies[2] is not None
+        assert replies[2].json == {"live": True}
+
+
+# -- clients that take long
+
+
+def test_slow_clients_do_not_slow_others(eventually: Callable[[Callable[[], bool]], None]) -> None:
+    """T4: 300 silent, half-headed and half-bodied clients, and one that is good."""
+    limits = Limits(header_s=1.0, body_s=1.0, idle_s=1.0)
+    with running(limits=limits) as server:
+        raws = [server.connect() for _ in range(300)]
+        for number, raw in enumerate(raws):
+            if number % 3:
+                raw.send(GOOD[:-5] if number % 3 == 1 else GOOD[:30])
+        for _ in range(20):
+            assert good(server) == 200
+        connections = server.server._listener.connections
+        eventually(lambda: len(connections) <= 1)
+        assert good(server) == 200
+
+
+def test_a_drip_of_bytes_does_not_move_the_deadline() -> None:
+    """T2: the limit counts from the first byte."""
+    with running(limits=Limits(header_s=0.5)) as server:
+        raw = server.connect()
+        raw.socket.settimeout(0.02)
+        data = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nx: " + b"a" * 2000
+        answer = b""
+        for byte in data:
+            try:
+                raw.send(bytes([byte]))
+                answer += raw.socket.recv(1000)
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+            if answer:
+                break
+        assert b" 408 " in answer
+
+
+def test_clients_that_never_read_a_large_answer_are_dropped(
+    eventually: Callable[[Callable[[], bool]], None],
+) -> None:
+    """F13, with a deadline of half a second."""
+    rows = np.zeros((1, 2_000_000), np.float32)
+    asking = binary_request(rows)
+    with running({"m": free_axis()}, Limits(write_s=0.5)) as server:
+        assert good(server) == 200
+        before = rss_bytes()
+        raws = []
+        for _ in range(30):
+            raw = server.connect()
+            raw.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            raw.send(asking)
+            raws.append(raw)
+        assert good(server) == 200
+        connections = server.server._listener.connections
+        eventually(lambda: len(connections) <= 2)  # the two good ones
+        assert good(server) == 200
+        assert rss_bytes() - before < 640 << 20  # 30 requests and answers of 8 MB are 480
+
+
+# -- file descriptors
+
+
+@pytest.fixture
+def few_files() -> Iterator[subprocess.Popen[str]]:
+    """A server in a process of its own that may open 64 files."""
+    script = Path(__file__).resolve().parents[2] / "support" / "serving" / "serve_slowly.py"
+    process = subprocess.Popen(
+        [sys.executable, str(script), os.devnull],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)),
+    )
+    yield process
+    process.kill()
+    process.communicate(timeout=WAIT_S)
+
+
+def test_without_file_descriptors_the_server_waits_and_goes_on(
+    few_files: subprocess.Popen[str],
+) -> None:
+    """F15."""
+    assert few_files.stdout is not None
+    port = int(few_files.stdout.readline())
+    first = Raw(port)
+    crowd = [Raw(port) for _ in range(100)]
+    began_s = cpu_s(few_files.pid)
+    threading.Event().wait(1.0)  # a second, of which the processor's share is measured
+    assert cpu_s(few_files.pid) - began_s < 0.5
+    first.send(GOOD)  # accepted before: it is served
+    reply = first.reply()
+    assert reply is not None
+    assert reply.status == 200
+    for raw in crowd:
+        raw.close()
+    late = Raw(port)
+    late.send(GOOD)
+    reply = late.reply()
+    assert reply is not None
+    assert reply.status == 200
+    for raw in (first, late):
+        raw.close()
+    few_files.send_signal(signal.SIGTERM)
+    assert few_files.wait(WAIT_S) == 0
+
+
+# -- the device is lost (F9)
+
+
+class Lost(GatedEngine):
+    def __call__(self, feeds):
+        if self.warm:
+            raise DeviceLost("CUDA error 700 in the engine")
+        return super().__call__(feeds)
+
+
+def test_a_lost_device_ends_the_server_with_its_reason() -> None:
+    engine = Lost()
+    server = Server({"m": engine}, ServeOptions(http_port=0))
+    caught: list[BaseException] = []
+    ready = threading.Event()
+
+    def serve() -> None:
+        try:
+            server.run(lambda *_: ready.set())
+        except DeviceLost as exc:
+            caught.append(exc)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    assert ready.wait(WAIT_S)
+    engine.warm = True
+    raw = Raw(server.port)
+    raw.send(GOOD)
+    reply = raw.reply()
+    assert reply is not None
+    assert reply.status == 503
+    assert "retry-after" in reply.headers
+    raw.close()
+    thread.join(5.0)  # what the fault list allows
+    assert not thread.is_alive()
+    assert len(caught) == 1
+    assert getattr(caught[0], "exit_code", None) == 3

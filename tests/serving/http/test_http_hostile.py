@@ -1,0 +1,225 @@
+"""Hostile messages over HTTP: the answer, and seven checks after each (see hostile.py)."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from deploykit.core.tensors import TensorSpec
+from deploykit.runtimes.fake import FakeEngine
+from tests.serving.conftest import Running, infer_json, request, running
+from tests.support.serving.hostile import INFER, survives
+
+LIMIT = 1 << 20
+CHUNKED = request("POST", INFER, Transfer_Encoding="chunked")
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Running]:
+    with running(max_body_bytes=LIMIT) as server:
+        yield server
+
+
+WIRE = {
+    "T5 length and chunks": (
+        request("POST", "/v2", Content_Length="6", Transfer_Encoding="chunked") + b"0\r\n\r\nX",
+        400,
+    ),
+    "T6 two lengths": (request("POST", INFER, Content_Length="5\r\nContent-Length: 6"), 400),
+    "T6 +5": (request("POST", INFER, Content_Length="+5"), 400),
+    "T6 -1": (request("POST", INFER, Content_Length="-1"), 400),
+    "T6 1e3": (request("POST", INFER, Content_Length="1e3"), 400),
+    "T6 23 digits": (request("POST", INFER, Content_Length="9" * 23), (400, 413)),
+    "T7 xchunked": (request("POST", INFER, Transfer_Encoding="xchunked"), 400),
+    "T7 gzip, chunked": (request("POST", INFER, Transfer_Encoding="gzip, chunked"), 400),
+    "T7 chunked in HTTP/1.0": (
+        b"POST /v2/repository/index HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        400,
+    ),
+    "T8 0x5": (CHUNKED + b"0x5\r\nabcde\r\n0\r\n\r\n", 400),
+    "T8 -5": (CHUNKED + b"-5\r\nabcde\r\n0\r\n\r\n", 400),
+    "T8 no end": (CHUNKED + b"5\r\nabcdeXX0\r\n\r\n", 400),
+    "T8 a bare LF": (CHUNKED + b"5\nabcde\r\n0\r\n\r\n", 400),
+    "T8 17 digits": (CHUNKED + b"0" * 16 + b"5\r\nabcde\r\n0\r\n\r\n", 400),
+    "T10 70 kB": (request("GET", "/v2", long="a" * 70_000), 431),
+    "T10 20 MB": (request("GET", "/v2", long="a" * 20_000_000), 431),
+    "T11 70 kB": (request("GET", "/" + "a" * 70_000), (414, 400)),
+    "T12 a TLS hello": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(50), 400),
+    "T13 one byte over": (request("POST", INFER, Content_Length=str(LIMIT + 1)), 413),
+    "T13 chunked, over": (CHUNKED + b"%x\r\n" % (LIMIT + 1), 413),
+    "T15 OPTIONS": (request("OPTIONS", INFER), 405),
+    "T15 HEAD": (request("HEAD", "/v2/health/live"), 200),
+    "W1": (request("GET", "/v2", Host="evil.example"), 403),
+    "W2 POST": (request("POST", INFER, Origin="https://evil.example"), 403),
+    "W2 PUT": (request("PUT", INFER, Origin="https://evil.example"), 403),
+    "W2 DELETE": (request("DELETE", INFER, Origin="https://evil.example"), 403),
+    "W5 load": (request("POST", "/v2/repository/models/m/load", b"{}"), 501),
+    "W5 unload": (request("POST", "/v2/repository/models/m/unload", b"{}"), 501),
+    "W5 trace": (request("POST", "/v2/trace/setting", b"{}"), 501),
+    "W5 logging": (request("POST", "/v2/logging", b"{}"), 501),
+    "shared memory": (
+        request("POST", "/v2/systemsharedmemory/region/r/register", b'{"key": "/etc/passwd"}'),
+        501,
+    ),
+}
+
+
+@pytest.mark.parametrize(("data", "status"), WIRE.values(), ids=WIRE)
+def test_the_wire(small: Running, data: bytes, status: int | tuple[int, ...]) -> None:
+    big = len(data) > 1 << 20
+    survives(small, data, status, repeats=5 if big else 100, slack_bytes=4 << 20)
+
+
+def test_a_million_chunks_of_one_byte(small: Running) -> None:
+    """T9."""
+    data = CHUNKED + b"1\r\na\r\n" * 1_000_000
+    survives(small, data, (400, 413), says="65536 chunks", repeats=5)
+
+
+@pytest.mark.parametrize("value", ["99999999999", "-1", "abc", "", "1e3", "9" * 30, "9999999"])
+def test_the_length_of_the_json_part(small: Running, value: str) -> None:
+    """B1 to B3."""
+    data = request(
+        "POST", INFER, infer_json([1] * 4, [1, 4]), Inference_Header_Content_Length=value
+    )
+    survives(small, data, 400, says="Inference-Header-Content-Length")
+
+
+def test_the_length_of_the_json_part_of_a_compressed_body(small: Running) -> None:
+    """B2."""
+    data = request(
+        "POST",
+        INFER,
+        gzip.compress(infer_json([1] * 4, [1, 4])),
+        Content_Encoding="gzip",
+        Inference_Header_Content_Length="9999999",
+    )
+    survives(small, data, 400, says="9999999")
+
+
+BODY = gzip.compress(infer_json([1, 2, 3, 4], [1, 4]))
+COMPRESSED = {
+    "E1 a bomb": (gzip.compress(bytes(100 << 20), 9), "gzip", 413, "--max-body-bytes"),
+    "E1 a deflated bomb": (zlib.compress(bytes(100 << 20), 9), "deflate", 413, ""),
+    "E2 cut off": (BODY[:-10], "gzip", 400, ""),
+    "E2 rubbish after it": (BODY + b"rubbish", "gzip", 400, ""),
+    "E2 plain bytes": (infer_json([1] * 4, [1, 4]), "gzip", 400, "gzip"),
+    "E2 nothing": (b"", "gzip", 400, ""),
+    "E3 br": (BODY, "br", 415, ""),
+    "E3 zstd": (BODY, "zstd", 415, ""),
+    "E3 twice": (BODY, "gzip, gzip", 415, ""),
+    "E3 an escape": (BODY, "\x7f" * 20, 400, ""),
+}
+
+
+@pytest.mark.parametrize(
+    ("body", "encoding", "status", "says"), COMPRESSED.values(), ids=COMPRESSED
+)
+def test_compressed_bodies(
+    small: Running, body: bytes, encoding: str, status: int, says: str
+) -> None:
+    data = request("POST", INFER, body, Content_Encoding=encoding)
+    survives(small, data, status, says=says, repeats=30)
+
+
+NAMES = [
+    *("../etc", "a/../b", "../../etc/passwd", "/etc/passwd", "model/..", "..", "model/"),
+    *("%20..", "..%20", "%20", "%09", "%0a", "", "%2e%2e%2fetc", "m%00", "A" * 256, "<img>"),
+    *("model.version1", "..my_model", "model..1", "model....1", "m\\x"),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_looked_up_and_nothing_else(
+    small: Running, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """N1, N2, N3, N5: not found, and no file is looked for."""
+    touched: list[object] = []
+    for place, attribute in (("builtins", "open"), ("os", "stat"), ("os", "open")):
+        module = __import__(place)
+        real = getattr(module, attribute)
+
+        def seen(*args, real=real, **more):
+            if args and isinstance(args[0], (str, bytes)) and "/proc/self" not in str(args[0]):
+                touched.append(args[0])
+            return real(*args, **more)
+
+        monkeypatch.setattr(module, attribute, seen)
+    for method, end in (("POST", "/infer"), ("GET", ""), ("GET", "/config")):
+        data = request(method, f"/v2/models/{name}{end}")
+        reply = survives(small, data, (404, 400), repeats=2)
+        assert "etc" not in reply.json["error"] or "etc" in name
+    assert touched == []
+
+
+@pytest.mark.parametrize("version", ["-1", "1e3", "../1", "01", "9" * 20, "", "%31"])
+def test_a_version_is_looked_up_and_nothing_else(small: Running, version: str) -> None:
+    """N4."""
+    data = request("POST", f"/v2/models/m/versions/{version}/infer", infer_json([1] * 4, [1, 4]))
+    survives(small, data, (404, 400), repeats=2)
+
+
+def test_unknown_names_make_no_metrics(small: Running) -> None:
+    """W6."""
+    raw = small.connect()
+    for start in range(0, 10_000, 10):
+        raw.send(b"".join(request("POST", f"/v2/models/x{start + i}/infer") for i in range(10)))
+        for _ in range(10):
+            reply = raw.reply()
+            assert reply is not None
+            assert reply.status == 404
+    metrics = small.ask("GET", "/metrics").body.decode()
+    assert set(re.findall(r'model="([^"]*)"', metrics)) == {"m"}
+
+
+def test_what_a_client_sends_is_escaped_in_the_log(small: Running) -> None:
+    target = "/v2/models/a%0aERROR\x1b[2J\xe9"
+    survives(small, f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode(), (404, 400))
+
+
+def test_the_decoded_size_counts_too() -> None:
+    """B8: 2.6 million zeros as JSON are small, as FP32 they are above the limit."""
+    engine = FakeEngine()
+    engine.inputs = (TensorSpec("x", "float32", ("N", "T")),)
+    engine.outputs = (TensorSpec("y", "float32", ("N", "T")),)
+    with running({"m": engine}, max_body_bytes=6 << 20) as server:
+        item = {"name": "x", "datatype": "FP32", "shape": [1, 2_621_440]}
+        body = json.dumps({"inputs": [{**item, "data": [0] * 2_621_440}]}, separators=(",", ":"))
+        reply = server.ask("POST", INFER, body.encode())
+        assert reply.status == 413
+        assert "--max-body-bytes" in reply.json["error"]
+        assert server.ask("POST", INFER, infer_json([1] * 4, [1, 4])).status == 200
+
+
+def test_a_neighbour_in_the_batch_is_answered_as_if_alone() -> None:
+    """D10, and the fourth check: NaN and infinity beside a good row change nothing in it."""
+    with running() as server:
+        rows = np.array([[1, 2, 3, 4]], np.float32)
+        alone = server.ask("POST", INFER, infer_json(rows[0].tolist(), [1, 4])).body
+        item = {"name": "x", "datatype": "FP32", "shape": [1, 4]}
+        head = json.dumps(
+            {
+                "inputs": [{**item, "parameters": {"binary_data_size": 16}}],
+                "parameters": {"binary_data_output": True},
+            }
+        ).encode()
+        bad = request(
+            "POST",
+            INFER,
+            head + np.array([np.nan, np.inf, -np.inf, 1e38], np.float32).tobytes(),
+            Inference_Header_Content_Length=str(len(head)),
+        )
+        good = request("POST", INFER, infer_json(rows[0].tolist(), [1, 4]))
+        raw = server.connect()
+        raw.send((bad + good) * 4)
+        for _ in range(4):
+            replies = raw.reply(), raw.reply()
+            assert [reply.status for reply in replies if reply] == [200, 200]
+            assert replies[1] is not None
+            assert replies[1].body == alone

@@ -1,0 +1,310 @@
+"""What comes over HTTP/2 that no client of good will sends, and what must come of it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from deploykit.runtimes.fake import FakeEngine
+from deploykit.serving.http2.headers import Limits
+from tests.support.serving.grpc_cases import (
+    INFER,
+    Answer,
+    Frames,
+    Serving,
+    first_value,
+    frames,
+    infer_bytes,
+    packed,
+    serving,
+)
+
+SERVICE = INFER.rpartition("/")[0]
+STREAM = f"{SERVICE}/ModelStreamInfer"
+LIVE = f"{SERVICE}/ServerLive"
+INVALID_ARGUMENT, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, UNIMPLEMENTED = 3, 4, 8, 12
+PROTOCOL_ERROR, FLOW_CONTROL_ERROR, FRAME_SIZE_ERROR, COMPRESSION_ERROR, CALM = 1, 3, 6, 9, 11
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Serving]:
+    """One server for everything here; after each test it must answer as before."""
+    models = {"m": FakeEngine(), "wide": FakeEngine(width=1_000_000)}
+    with serving(models, max_body_bytes=8 << 20) as running:
+        yield running
+
+
+@pytest.fixture
+def client(served: Serving) -> Iterator[Frames]:
+    with frames(served.port) as client:
+        yield client
+    with frames(served.port) as after:
+        assert first_value(after.call(1, infer_bytes(value=20))) == 41
+
+
+def test_a_message_of_the_largest_size_is_taken_and_one_byte_more_is_not() -> None:
+    size = len(infer_bytes())
+    with serving(max_body_bytes=size) as running, frames(running.port) as client:
+        assert client.call(1, infer_bytes(value=2)).status == 0
+        refused = client.call(3, infer_bytes(value=2, id="a"))  # three bytes more
+        assert refused.status == RESOURCE_EXHAUSTED
+        assert "--max-body-bytes" in refused.headers["grpc-message"]
+
+
+def test_a_large_message_is_refused_before_it_has_come(client: Frames) -> None:
+    client.open(1)
+    client.send(0, 0, 1, b"\0" + (1 << 31).to_bytes(4, "big"))
+    refused = client.answer(1)
+    assert refused.status == RESOURCE_EXHAUSTED
+    client.until(lambda: refused.reset is not None)
+    assert refused.reset == 0
+    client.send(0, 1, 1, b"the rest")  # it was on its way
+    assert client.call(3, infer_bytes()).status == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"\xff\xff\xff", "not a valid ModelInferRequest"),
+        (b"\x0a\x02\xff\xfe", "not a valid ModelInferRequest"),
+        (b"", "there is no model ''"),
+    ],
+)
+def test_messages_that_are_no_protobuf(client: Frames, data: bytes, said: str) -> None:
+    answer = client.call(1, data)
+    assert answer.status in (INVALID_ARGUMENT, 5)
+    assert said in answer.headers["grpc-message"]
+    assert client.call(3, b"\xff", LIVE).status == INVALID_ARGUMENT
+
+
+def test_methods_that_there_are_not(client: Frames) -> None:
+    for stream, path in enumerate(("/inference.GRPCInferenceService/Nothing", "/", "", "x" * 9000)):
+        answer = client.call(2 * stream + 1, b"", path)
+        assert answer.status == UNIMPLEMENTED
+
+
+def test_what_is_not_grpc(client: Frames) -> None:
+    client.open(1, **{":method": "GET"}, flags=5)
+    assert client.answer(1).status == UNIMPLEMENTED
+    client.open(3, content_type="application/json", flags=5)
+    assert client.answer(3).status == UNIMPLEMENTED
+
+
+def test_calls_with_no_message_half_a_message_and_two(client: Frames) -> None:
+    client.open(1, flags=5)
+    assert "no message" in client.answer(1).headers["grpc-message"]
+    client.open(3)
+    client.send(0, 1, 3, b"\0\0\0\0\7abc")
+    assert "ends after 8 of 12 bytes" in client.answer(3).headers["grpc-message"]
+    client.open(5)
+    client.message(5, infer_bytes(), end=False)
+    client.message(5, infer_bytes())
+    assert "more than one message" in client.answer(5).headers["grpc-message"]
+    assert [client.answers[n].status for n in (1, 3, 5)] == [INVALID_ARGUMENT] * 3
+
+
+def test_a_message_in_frames_of_one_byte_with_padding(client: Frames) -> None:
+    data = infer_bytes(value=5)
+    data = b"\0" + len(data).to_bytes(4, "big") + data
+    client.open(1)
+    for at in range(len(data)):
+        client.send(0, 8 | (at == len(data) - 1), 1, b"\3" + data[at : at + 1] + b"\0\0\0")
+    assert first_value(client.answer(1)) == 11
+
+
+def test_headers_in_many_frames_with_padding_and_priority(client: Frames) -> None:
+    pairs = {":method": "POST", ":path": INFER, "content-type": "application/grpc+proto"}
+    block = client.encoder.encode(list(pairs.items()))
+    client.send(1, 8 | 32, 1, b"\2" + b"\0\0\0\0\7" + block[:3] + b"\0\0")
+    for at in range(3, len(block)):
+        client.send(9, 4 if at == len(block) - 1 else 0, 1, block[at : at + 1])
+    client.message(1, infer_bytes(value=2))
+    assert first_value(client.answer(1)) == 5
+
+
+def test_equal_header_blocks_mean_what_the_table_says_now(client: Frames) -> None:
+    """`be` is the first entry of the dynamic table; a new entry moves it."""
+    start = client.encoder.encode([(":method", "POST"), ("content-type", "application/grpc")])
+
+    def ask(stream: int, block: bytes) -> int | None:
+        client.send(1, 4, stream, block)
+        client.message(stream, b"")
+        return client.answer(stream).status
+
+    def newest(path: str) -> bytes:
+        return b"\x44" + bytes([len(path)]) + path.encode()  # :path, to be kept
+
+    assert ask(1, start + newest(LIVE)) == 0
+    plain = b"\x83\x0f\x10\x10application/grpc\xbe"
+    assert ask(3, plain) == 0
+    assert ask(5, plain) == 0
+    assert ask(7, b"\x83\x0f\x10\x10application/grpc" + newest("/no/such")) == UNIMPLEMENTED
+    assert ask(9, plain) == UNIMPLEMENTED
+    assert ask(11, plain[:-1] + b"\xbf") == 0
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ({f"h{n}": "x" for n in range(120)}, "more than 100 headers"),
+        ({"grpc_timeout": "1x"}, "'1x'"),
+    ],
+)
+def test_headers_that_are_refused(client: Frames, metadata: dict[str, str], said: str) -> None:
+    refused = client.call(1, infer_bytes(), **metadata)
+    assert refused.status in (RESOURCE_EXHAUSTED, INVALID_ARGUMENT)
+    assert said in refused.headers["grpc-message"]
+    assert client.call(3, infer_bytes()).status == 0
+
+
+def test_headers_of_a_megabyte(client: Frames) -> None:
+    client.send(1, 0, 1, b"\x00\x01a" + b"\x7f" * 16000)
+    with contextlib.suppress(ConnectionError):  # it need not read all of it
+        for _ in range(64):
+            client.send(9, 0, 1, b"x" * 16000)
+    assert client.closed()
+    assert client.goaway == CALM
+
+
+def test_a_small_block_that_stands_for_much(client: Frames) -> None:
+    """One large entry of the table, and then one byte for each time that it is meant."""
+    entry = b"\x40\x01a\x7f\x81\x1e" + b"x" * 4000
+    client.send(1, 4, 1, entry + b"\xbe" * 10_000)
+    assert client.closed()
+    assert client.goaway == COMPRESSION_ERROR
+
+
+@pytest.mark.parametrize(
+    "block", [b"\xff\xff\xff\xff\xff\xff", b"\x80", b"\xc5", b"\x40", b"\x3f\xff\x7f"]
+)
+def test_headers_that_are_no_hpack(client: Frames, block: bytes) -> None:
+    client.send(1, 4, 1, block)
+    assert client.closed()
+    assert client.goaway == COMPRESSION_ERROR
+
+
+@pytest.mark.parametrize(
+    ("send", "code"),
+    [
+        ([(0, 1, 1, b"abc")], PROTOCOL_ERROR),  # data on a stream that is not open
+        ([(0, 1, 0, b"abc")], PROTOCOL_ERROR),
+        ([(3, 0, 1, bytes(4))], PROTOCOL_ERROR),  # a reset of it
+        ([(8, 0, 1, b"\0\0\0\1")], PROTOCOL_ERROR),  # a window of it
+        ([(8, 0, 0, bytes(4))], PROTOCOL_ERROR),  # by nothing
+        ([(8, 0, 0, b"\x7f\xff\xff\xff")], FLOW_CONTROL_ERROR),
+        ([(5, 4, 1, bytes(4))], PROTOCOL_ERROR),  # a push
+        ([(6, 0, 0, b"abc")], FRAME_SIZE_ERROR),  # a ping of 3 bytes
+        ([(4, 0, 0, b"abc")], FRAME_SIZE_ERROR),
+        ([(4, 0, 1, b"")], FRAME_SIZE_ERROR),
+        ([(4, 0, 0, b"\0\4\xff\xff\xff\xff")], FLOW_CONTROL_ERROR),
+        ([(4, 0, 0, b"\0\5\0\0\0\1")], PROTOCOL_ERROR),
+        ([(1, 4, 2, b"\x82")], PROTOCOL_ERROR),  # a stream that is not the client's
+        ([(1, 0, 1, b"\x82"), (6, 0, 0, bytes(8))], PROTOCOL_ERROR),  # amid headers
+        ([(1, 0, 1, b"\x82"), (9, 4, 3, b"")], PROTOCOL_ERROR),
+        ([(9, 4, 1, b"")], PROTOCOL_ERROR),  # headers go on that had not begun
+        ([(1, 12, 1, b"\x09\x82")], PROTOCOL_ERROR),  # more padding than frame
+        ([(1, 12, 1, b"")], PROTOCOL_ERROR),
+        ([(6, 0, 0, bytes(8))] * 3000, CALM),  # pings
+        ([(4, 0, 0, b"")] * 3000, CALM),
+        ([(2, 0, 1, bytes(5))] * 3000, CALM),
+        ([(1, 0, 1, b"\x82"), *([(9, 0, 1, b"")] * 3000)], CALM),
+    ],
+    ids=lambda value: f"{value[0][0]}x{len(value)}" if isinstance(value, list) else str(value),
+)
+def test_frames_that_end_the_connection(client: Frames, send: Any, code: int) -> None:
+    with contextlib.suppress(ConnectionError):
+        client.socket.sendall(b"".join(packed(*frame) for frame in send))
+    assert client.closed()
+    assert client.goaway == code
+
+
+def test_unknown_frames_and_settings_are_ignored(client: Frames) -> None:
+    client.send(77, 255, 0, b"abc")
+    client.send(4, 0, 0, b"\0\x63\0\0\0\1")
+    client.send(2, 0, 1, bytes(5))
+    assert client.call(1, infer_bytes()).status == 0
+
+
+def test_opened_and_reset_again_and_again() -> None:
+    """CVE-2023-44487: it ends, and what was queued has left the queue."""
+    data = infer_bytes()
+    limits = Limits(nuisances=100)
+    with serving(limits=limits) as running, frames(running.port) as client:
+        with contextlib.suppress(ConnectionError):
+            for stream in range(1, 20_001, 2):
+                client.open(stream)
+                client.message(stream, data)
+                client.send(3, 0, stream, (8).to_bytes(4, "big"))
+        assert client.closed()
+        assert client.goaway == CALM
+        assert running.see(lambda: running.server.unanswered) == 0
+
+
+def test_more_calls_at_once_than_allowed() -> None:
+    with serving(limits=Limits(calls=3)) as running, frames(running.port) as client:
+        for stream in (1, 3, 5, 7):
+            client.open(stream)
+        client.until(lambda: 7 in client.answers)
+        assert client.answers[7].reset == 7  # REFUSED_STREAM: it may be tried again
+        client.message(1, infer_bytes())
+        assert client.answer(1).status == 0
+        assert client.call(9, infer_bytes()).status == 0
+
+
+def compressed(client: Frames, stream: int, data: bytes, encoding: str) -> Answer:
+    client.open(stream, grpc_encoding=encoding)
+    client.message(stream, data, compressed=1)
+    return client.answer(stream)
+
+
+def test_compressed_messages_are_bounded() -> None:
+    with serving(max_body_bytes=100_000) as running, frames(running.port) as client:
+        bomb = zlib.compress(bytes(50_000_000), 9)
+        refused = compressed(client, 1, bomb, "deflate")
+        assert refused.status == RESOURCE_EXHAUSTED
+        good = compressed(client, 3, zlib.compress(infer_bytes(value=4)), "deflate")
+        assert first_value(good) == 9
+        assert compressed(client, 5, b"abc", "deflate").status == INVALID_ARGUMENT
+        assert compressed(client, 7, b"abc", "zstd").status == UNIMPLEMENTED
+        assert compressed(client, 9, b"abc", "identity").status == INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01" + bytes(40),
+        b"PRI * HTTP/3",
+    ],
+)
+def test_what_is_no_http2_is_closed(served: Serving, hello: bytes) -> None:
+    with frames(served.port, greet=False) as client:
+        client.socket.sendall(hello)
+        assert client.closed()
+        assert client.goaway == PROTOCOL_ERROR
+
+
+def test_the_greeting_may_come_byte_by_byte(served: Serving) -> None:
+    with frames(served.port, greet=False) as client:
+        client.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for byte in b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n":
+            client.socket.sendall(bytes([byte]))
+        client.send(4, 0, 0)
+        assert client.call(1, infer_bytes()).status == 0
+
+
+def test_more_connections_than_allowed() -> None:
+    limits = Limits(connections=2)
+    with serving(limits=limits) as running, frames(running.port) as a, frames(running.port) as b:
+        assert a.call(1, infer_bytes()).status == 0
+        assert b.call(1, infer_bytes()).status == 0
+        with frames(running.port, greet=False) as c:
+            assert c.closed()
+            assert c.goaway == CALM
+            assert "2 connections" in c.about
+        assert a.call(3, infer_bytes()).status == 0

@@ -1,0 +1,171 @@
+"""Windows, slow clients and clients that do not read: nothing is held that nobody takes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deploykit.runtimes.fake import FakeEngine
+from deploykit.serving.http2.headers import Limits
+from tests.support.serving.grpc_cases import (
+    INFER,
+    Answer,
+    Frames,
+    Serving,
+    first_value,
+    frames,
+    infer_bytes,
+    serving,
+)
+
+SERVICE = INFER.rpartition("/")[0]
+STREAM = f"{SERVICE}/ModelStreamInfer"
+LIVE = f"{SERVICE}/ServerLive"
+INVALID_ARGUMENT, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, UNIMPLEMENTED = 3, 4, 8, 12
+PROTOCOL_ERROR, FLOW_CONTROL_ERROR, FRAME_SIZE_ERROR, COMPRESSION_ERROR, CALM = 1, 3, 6, 9, 11
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Serving]:
+    """One server for everything here; after each test it must answer as before."""
+    models = {"m": FakeEngine(), "wide": FakeEngine(width=1_000_000)}
+    with serving(models, max_body_bytes=8 << 20) as running:
+        yield running
+
+
+@pytest.fixture
+def client(served: Serving) -> Iterator[Frames]:
+    with frames(served.port) as client:
+        yield client
+    with frames(served.port) as after:
+        assert first_value(after.call(1, infer_bytes(value=20))) == 41
+
+
+def test_more_data_than_the_window_allows(client: Frames) -> None:
+    client.open(1)
+    client.send(0, 0, 1, b"\0" + (4 << 20).to_bytes(4, "big") + bytes(1000))
+    client.until(lambda: 1 in client.updates)  # it may send the message, and no more
+    left = (1 << 20) - 1005 + client.updates[1]
+    assert left == (4 << 20) + 5 - 1005
+    try:
+        while left > -16000:
+            client.send(0, 0, 1, bytes(16000))
+            left -= 16000
+    except ConnectionError:
+        pass
+    assert client.closed()
+    assert client.goaway == FLOW_CONTROL_ERROR
+
+
+def test_large_messages_wait_for_each_other() -> None:
+    """A connection holds four of the largest; the fifth may go on when one has come."""
+    size = 8 << 20
+    prefix = b"\0" + size.to_bytes(4, "big")
+    with serving(max_body_bytes=size) as running, frames(running.port) as client:
+        for stream in (1, 3, 5, 7, 9):
+            client.open(stream)
+            client.send(0, 0, stream, prefix)
+        client.settle()
+        given = [stream for stream in (1, 3, 5, 7, 9) if stream in client.updates]
+        assert given == [1, 3, 5, 7]
+        client.send(3, 0, 3, (8).to_bytes(4, "big"))
+        client.settle()
+        assert 9 in client.updates
+
+
+def test_answers_wait_for_the_clients_window(served: Serving) -> None:
+    no_window = b"\0\4\0\0\0\0"
+    with frames(served.port, settings=no_window) as client:
+        client.open(1)
+        client.message(1, infer_bytes(value=3))
+        client.until(lambda: 1 in client.answers)
+        client.settle()
+        assert client.answers[1].data == b""
+        assert served.see(lambda: served.server.unanswered) == 1
+        client.send(8, 0, 1, b"\0\0\0\7")
+        client.until(lambda: len(client.answers[1].data) >= 7)
+        client.settle()
+        assert len(client.answers[1].data) == 7
+        client.send(4, 0, 0, b"\0\4\0\0\xff\xff")
+        answer = client.answer(1)
+        assert (answer.status, first_value(answer)) == (0, 7)
+
+
+def test_a_large_answer_goes_out_as_the_connection_lets_it(served: Serving) -> None:
+    """4 MB through the first 65535 bytes of window, opened bit by bit."""
+    request = infer_bytes(value=3, width=1_000_000, model_name="wide")
+    with frames(served.port, settings=b"\0\4\x7f\xff\xff\xff") as client:
+        client.open(1)
+        client.message(1, request)
+        client.until(lambda: len(client.answers.get(1, Answer()).data) == 65535)
+        while not client.answers[1].ended:
+            client.send(8, 0, 0, (300_000).to_bytes(4, "big"))
+            client.settle()
+        data = client.answers[1].data
+    assert np.frombuffer(data[-4_000_000:], np.float32).tolist()[::999_999] == [7, 7]
+
+
+def test_clients_that_are_too_slow() -> None:
+    quick = Limits(header_s=0.2, body_s=0.2, write_s=0.2, idle_s=1.0)
+    with serving(limits=quick) as running:
+        with frames(running.port, greet=False) as silent:
+            assert silent.closed()
+        with frames(running.port) as headers:
+            headers.send(1, 0, 1, b"\x83")
+            assert headers.closed()
+        with frames(running.port) as body:
+            body.open(1)
+            body.send(0, 0, 1, b"\0\0")
+            assert body.answer(1).status == DEADLINE_EXCEEDED
+            assert body.call(3, infer_bytes()).status == 0
+        with frames(running.port, settings=b"\0\4\0\0\0\0") as deaf:
+            deaf.open(1)
+            deaf.message(1, infer_bytes())
+            assert deaf.closed()
+        with frames(running.port) as idle:
+            assert idle.call(1, infer_bytes()).status == 0
+            assert idle.closed()
+            assert idle.goaway == 0
+        with frames(running.port) as stream:
+            stream.open(1, STREAM)
+            stream.message(1, infer_bytes(), end=False)
+            stream.until(lambda: bool(stream.answers.get(1, Answer()).data))
+        assert running.see(lambda: running.server.unanswered) == 0
+
+
+def test_a_client_that_does_not_read_is_left(eventually: Any) -> None:
+    models = {"wide": FakeEngine(width=1_000_000)}
+    request = infer_bytes(width=1_000_000, model_name="wide")
+    window = b"\0\4\x7f\xff\xff\xff"
+    with (
+        serving(models, Limits(write_s=0.3)) as running,
+        frames(running.port, settings=window) as client,
+    ):
+        client.send(8, 0, 0, (1 << 30).to_bytes(4, "big"))
+        with contextlib.suppress(ConnectionError):  # it may be left before it has sent all
+            for stream in (1, 3, 5, 7):
+                client.open(stream)
+                client.message(stream, request)
+        eventually(lambda: not running.see(lambda: running.server._shared.connections))
+
+
+def test_a_stream_of_a_thousand_errors_does_not_pile_up(served: Serving, client: Frames) -> None:
+    """Each is answered before the next is read, and none is read that the client cannot take."""
+    client.open(1, STREAM)
+    piece = b"\0" + (3).to_bytes(4, "big") + b"\xff\xff\xff"
+    for _ in range(20):
+        client.send(0, 0, 1, piece * 2000)
+    client.send(0, 1, 1, b"")
+    client.until(lambda: len(client.answers.get(1, Answer()).data) == 65535)
+    client.settle()
+    (connection,) = served.see(lambda: [c for c in served.server._shared.connections if c.calls])
+    assert len(connection.calls[1].out) < 10
+    client.send(8, 0, 1, (1 << 30).to_bytes(4, "big"))
+    client.send(8, 0, 0, (1 << 30).to_bytes(4, "big"))
+    answer = client.answer(1)
+    assert answer.status == 0
+    assert answer.data.count(b"not a valid ModelInferRequest") == 40_000

@@ -1,0 +1,246 @@
+"""One model: its description, and engines that are replaced while it serves."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import BadInput, Overloaded, Unsupported
+from deploykit.runtimes.fake import FakeEngine
+from deploykit.serving.batching.policy import Pending, Watcher
+from deploykit.serving.models.repository import ServeOptions, Service
+from deploykit.serving.oip.request import Request, Wanted
+from tests.serving.conftest import WAIT_S, GatedEngine
+from tests.support.serving.warming import Clock, Lengths, TimedEngine, warmed
+
+
+def ask(rows: int = 1) -> Request:
+    feeds = {"x": np.full((rows, 4), 3, np.float32)}
+    return Request(feeds, rows, (("x", "FP32", (4,)),), (Wanted("y", True),))
+
+
+def test_the_configuration_shows_how_batches_are_formed() -> None:
+    service = Service(
+        {"m": [FakeEngine(), FakeEngine()]},
+        ServeOptions(max_batch=8, max_delay_us=500, preferred=(8, 4)),
+    )
+    config = service.find("m").config()
+    service.close()
+    assert config["dynamic_batching"] == {
+        "preferred_batch_size": [4, 8],
+        "max_queue_delay_microseconds": 500,
+        "priority_levels": 3,
+        "default_priority_level": 2,
+    }
+    assert config["instance_group"] == [{"name": "m_0", "count": 2, "kind": "KIND_CPU"}]
+
+
+def test_the_configuration_names_the_gpu() -> None:
+    engine = FakeEngine()
+    engine.device = "cuda:1"
+    model = warmed(engine)
+    assert model.config()["instance_group"][0] == {
+        "name": "m_0",
+        "count": 1,
+        "kind": "KIND_GPU",
+        "gpus": [1],
+    }
+
+
+def test_what_an_engine_notes_is_shown_once() -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    for engine in engines:
+        engine.notes = ("runs on the CPU: asked for cuda:0",)  # type: ignore[attr-defined]
+    service = Service({"m": engines}, ServeOptions())
+    assert service.find("m").notes == ("runs on the CPU: asked for cuda:0",)
+    service.close()
+
+
+def test_engines_of_one_model_must_be_alike() -> None:
+    with pytest.raises(BadInput, match="the inputs of one engine are"):
+        Service({"m": [FakeEngine(), FakeEngine(width=5)]}, ServeOptions())
+
+
+def test_an_input_above_its_buckets_is_counted_as_a_bad_request() -> None:
+    service = Service({"m": Lengths()}, ServeOptions(buckets={"T": (2,)}))
+    with pytest.raises(BadInput, match="axis T is 4"):
+        service.infer(service.find("m"), ask(), lambda _: None)
+    service.close()
+    assert 'outcome="bad_request"} 1\n' in service.prometheus()
+
+
+def test_a_watcher_that_comes_later_is_told_too_also_of_new_engines() -> None:
+    seen: list[object] = []
+
+    class Notes(Watcher):
+        def ran(self, run: object) -> None:
+            seen.append(run)
+
+    service = Service({"m": FakeEngine()}, ServeOptions())
+    service.find("m").watch(Notes())
+    service.replace("m", [FakeEngine()])
+    service.infer(service.find("m"), ask(), lambda _: None)
+    service.close()
+    assert len(seen) == 1
+    assert service.statistics()["model_stats"][0]["inference_count"] == 1
+
+
+def test_with_an_slo_the_batch_is_steered_from_what_the_warm_up_took() -> None:
+    clock = Clock()
+    service = Service(
+        {"m": TimedEngine(clock, 1000, 1000)}, ServeOptions(slo_ms=20), clock_us=clock
+    )
+    service.warm_up()
+    model = service.find("m")
+    assert model.batcher.policy.max_batch == 32
+    service.expire()
+    assert model.batcher.policy.max_batch == 8  # 2 x (1 + 8) ms, within 95 % of 20 ms
+    shown = service.prometheus()
+    service.close()
+    assert 'deploykit_batch_limit_rows{model="m",version="1"} 8\n' in shown
+    assert 'deploykit_queue_limit_rows{model="m",version="1"} 8\n' in shown
+
+
+def test_what_cannot_meet_the_slo_is_refused_with_a_reason() -> None:
+    clock, engine = Clock(), GatedEngine()
+    service = Service({"m": engine}, ServeOptions(max_batch=1, slo_ms=0.1), clock_us=clock)
+    model = service.find("m")
+    assert model._steering is not None
+    model._steering.measured(1, 10**6, 0)
+    service.expire()
+    engine.warm = True
+    service.infer(model, ask(), lambda _: None)
+    assert engine.entered.acquire(timeout=WAIT_S)
+    assert model.batcher.policy.queue_rows == 1
+    service.infer(model, ask(), lambda _: None)
+    with pytest.raises(Overloaded, match="--slo-ms"):
+        service.infer(model, ask(), lambda _: None)
+    engine.gate.set()
+    service.close()
+
+
+# -- replacing engines --------------------------------------------------------------------------
+
+
+class Plus(GatedEngine):
+    """Adds `more` to what a FakeEngine answers."""
+
+    def __init__(self, more: float = 0, **options: Any) -> None:
+        super().__init__(**options)
+        self.more = more
+
+    def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
+        return {"y": super().__call__(feeds)["y"] + np.float32(self.more)}
+
+
+def test_what_was_taken_is_finished_by_the_old_engine_which_is_then_closed() -> None:
+    old, new = Plus(0), Plus(100)
+    service = Service({"m": old}, ServeOptions(max_batch=2))
+    model = service.find("m")
+    old.warm = True
+    before = [service.infer(model, ask(), lambda _: None)]
+    assert old.entered.acquire(timeout=WAIT_S)
+    before += [service.infer(model, ask(), lambda _: None) for _ in range(5)]
+    service.replace("m", [new])
+    assert not old.closed
+    came = threading.Event()
+    after = service.infer(model, ask(), lambda _: came.set())
+    assert came.wait(WAIT_S)  # the new one serves while the old one is still busy
+    assert service.unanswered == model.unanswered == 6
+    assert model.cancel(before[-1])
+    old.gate.set()
+    service.close()
+    assert [request.error for request in before] == [None] * 6
+    assert [float(request.outputs["y"][0, 0]) for request in before[:5]] == [7] * 5
+    assert float(after.outputs["y"][0, 0]) == 107
+    assert old.closed
+    assert new.closed
+    assert new.batches[:2] == [1, 2]  # warmed up before it served
+    assert old.batches == [1, 2, 2]
+
+
+def test_a_deadline_holds_for_what_an_old_engine_has() -> None:
+    clock, old = Clock(), Plus()
+    service = Service({"m": old}, ServeOptions(timeout_ms=1), clock_us=clock)
+    old.warm = True
+    stuck = service.infer(service.find("m"), ask(), lambda _: None)
+    assert old.entered.acquire(timeout=WAIT_S)
+    service.replace("m", [Plus()])
+    clock.us = 1000
+    service.expire()
+    assert stuck.error is not None
+    assert service.unanswered == 0
+    assert service.why_not_ready() is None
+    old.gate.set()
+    service.close()
+
+
+@pytest.mark.parametrize(
+    ("engine", "match"),
+    [
+        (FakeEngine(width=5), "inputs of one engine"),
+        (FakeEngine(max_batch=2), "batches of 2 at most"),
+        (None, "no engine"),
+    ],
+    ids=["another shape", "smaller batches", "none"],
+)
+def test_engines_that_clients_would_notice_are_refused(
+    engine: FakeEngine | None, match: str
+) -> None:
+    old = FakeEngine()
+    service = Service({"m": old}, ServeOptions())
+    with pytest.raises(BadInput, match=match):
+        service.replace("m", [engine] if engine else [])
+    pending = service.infer(service.find("m"), ask(), lambda _: None)
+    service.close()
+    assert pending.error is None
+    assert not old.closed  # it is still the caller's
+    assert engine is None or not engine.closed
+
+
+def test_engines_that_fail_to_warm_up_change_nothing() -> None:
+    class Broken(FakeEngine):
+        def __call__(self, _feeds: Any) -> dict[str, np.ndarray]:
+            raise RuntimeError("boom")
+
+    service = Service({"m": FakeEngine()}, ServeOptions())
+    with pytest.raises(Unsupported, match="boom"):
+        service.replace("m", [Broken()])
+    pending = service.infer(service.find("m"), ask(), lambda _: None)
+    service.close()
+    assert pending.error is None
+
+
+def test_no_engines_are_taken_after_the_end() -> None:
+    service = Service({"m": FakeEngine()}, ServeOptions())
+    service.close()
+    with pytest.raises(Overloaded, match="shutting down"):
+        service.replace("m", [FakeEngine()])
+
+
+def test_replacing_under_load_fails_no_request() -> None:
+    """Requests from another thread all the while engines are replaced again and again."""
+    service = Service({"m": Plus()}, ServeOptions(queue=1 << 20))
+    model = service.find("m")
+    sent: list[Pending] = []
+    stop = threading.Event()
+
+    def send() -> None:
+        while not stop.is_set():
+            sent.append(service.infer(model, ask(), lambda _: None))
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    engines = [Plus() for _ in range(20)]
+    for engine in engines:
+        service.replace("m", [engine])
+    stop.set()
+    sender.join(WAIT_S)
+    assert service.close() == 0
+    assert len(sent) > 20
+    assert [request.error for request in sent if request.error] == []
+    assert all(float(request.outputs["y"][0, 0]) == 7 for request in sent)
+    assert all(engine.closed for engine in engines)

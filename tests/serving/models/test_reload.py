@@ -1,0 +1,375 @@
+"""An engine's file is replaced while it serves: faults F4 and F5."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from deploykit.core.errors import BadInput, DeploykitError
+from deploykit.runtimes.engine import Engine, load
+from deploykit.serving.batching.policy import Pending
+from deploykit.serving.models.reload import TEXTS, Reloader, Source
+from deploykit.serving.models.repository import Service
+from deploykit.serving.oip.request import Request
+from deploykit.serving.options import ServeOptions
+
+LIMIT_S = 60  # against hanging, not a measure
+FEEDS = {"x": np.ones((1, 4), np.float32)}
+KEY = (("x", "FP32", (4,)),)
+
+
+def model(path: Path, value: float, *, width: int = 4, beside: bool = False) -> Path:
+    """Write y = x + value, the value in a file of its own with `beside`."""
+    weights = numpy_helper.from_array(np.full((1, width), value, np.float32), "w")
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["x", "w"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", width])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", width])],
+        [weights],
+    )
+    found = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    onnx.save(found, path, save_as_external_data=beside, location="w.bin", size_threshold=0)
+    return path
+
+
+def placed(new: Path, path: Path) -> None:
+    """As a careful user or our own `build` replaces a file."""
+    new.replace(path)
+
+
+class Serving:
+    """A Service of one ONNX file, asked all the time by two threads, and its Reloader."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.loaded: list[Engine] = []
+        source = Source(path, self.load)
+        first = load(path, "cpu", threads=1)
+        self.service = Service({"m": first}, ServeOptions())
+        self.service.warm_up()
+        self.reloader = Reloader(self.service, {"m": source}, poll_s=3600)
+        self._ended = threading.Event()
+        self.failures: list[DeploykitError] = []
+        self.seen: set[float] = set()
+        self._threads = [threading.Thread(target=self._ask_on) for _ in range(2)]
+        for thread in self._threads:
+            thread.start()
+
+    def load(self) -> list[Engine]:
+        self.loaded.append(load(self.path, "cpu", threads=1))
+        return self.loaded[-1:]
+
+    def ask(self) -> float | DeploykitError:
+        answered = threading.Event()
+        found: list[Pending] = []
+
+        def done(pending: Pending) -> None:
+            found.append(pending)
+            answered.set()
+
+        request = Request(FEEDS, 1, KEY, ())
+        self.service.infer(self.service.find("m"), request, done)
+        assert answered.wait(LIMIT_S)
+        return found[0].error or float(found[0].outputs["y"][0, 0])
+
+    def _ask_on(self) -> None:
+        while not self._ended.is_set():
+            answer = self.ask()
+            if isinstance(answer, DeploykitError):
+                self.failures.append(answer)
+            else:
+                self.seen.add(answer)
+
+    def look(self) -> None:
+        """Twice, as only what stays the same is loaded."""
+        self.reloader.look()
+        self.reloader.look()
+
+    def close(self) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+        self.reloader.close()
+        self.service.close()
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Serving]:
+    serving = Serving(model(tmp_path / "m.onnx", 1.0))
+    with contextlib.closing(serving):
+        yield serving
+
+
+def test_a_replaced_file_serves_without_a_failed_request(
+    serving: Serving, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "deploykit.serving.models.reload")
+    serving.look()
+    assert serving.loaded == []  # nothing changed
+    assert serving.ask() == 2.0
+    for number in (2, 3, 4, 5):
+        placed(model(tmp_path / "new.onnx", number), serving.path)
+        serving.reloader.look()
+        assert serving.ask() == number  # the one before: the new one may not be whole yet
+        serving.reloader.look()
+        assert serving.ask() == number + 1
+        serving.look()
+    serving.close()
+    assert serving.failures == []
+    assert serving.seen  # by those that asked all the while
+    assert serving.seen <= {2.0, 3.0, 4.0, 5.0, 6.0}
+    assert [record.getMessage() for record in caplog.records] == [
+        "model 'm': m.onnx was replaced and serves now"
+    ] * 4
+    assert 'deploykit_reloads_total{model="m",version="1"} 4' in lines(serving)
+
+
+def test_the_engines_before_are_closed_once_idle(serving: Serving, tmp_path: Path) -> None:
+    for number in (2, 3):
+        placed(model(tmp_path / "new.onnx", number), serving.path)
+        serving.look()
+    serving.close()
+    for engine in serving.loaded:
+        with pytest.raises(DeploykitError, match="closed"):
+            engine(FEEDS)
+
+
+def lines(serving: Serving) -> list[str]:
+    found = serving.reloader.samples()
+    assert found.keys() == TEXTS.keys()
+    return [line for each in found.values() for line in each]
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+BAD = {
+    "truncated": cut,
+    "emptied": lambda path: os.truncate(path, 0),
+    "deleted": lambda path: path.unlink(),
+    "noise": lambda path: path.write_bytes(bytes(range(256)) * 64),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "other inputs": lambda path: model(path, 2.0, width=5),
+}
+WHY = {
+    "deleted": "the file is gone",
+    "a folder": "is a folder",
+    "emptied": "the file is empty",
+    "other inputs": r"x:float32\[N,5\]",
+}
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_f5_a_bad_new_file_leaves_the_old_engine_serving(
+    serving: Serving, tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    BAD[fault](serving.path)
+    for _ in range(5):
+        serving.look()
+    assert serving.ask() == 2.0
+    assert len(caplog.records) == 1  # told, and tried, once
+    reason = serving.reloader.error("m")
+    assert reason is not None
+    assert reason in caplog.messages[0]
+    assert str(tmp_path) not in reason
+    assert len(reason.splitlines()) == 1
+    if fault in WHY:
+        assert caplog.records[0].levelno == logging.ERROR
+        assert re.search(WHY[fault], reason), reason
+    assert 'deploykit_reload_failed{model="m",version="1"} 1' in lines(serving)
+
+    if fault == "a folder":
+        serving.path.rmdir()
+    placed(model(tmp_path / "new.onnx", 7.0), serving.path)
+    serving.look()
+    assert serving.ask() == 8.0
+    assert serving.reloader.error("m") is None
+    assert 'deploykit_reload_failed{model="m",version="1"} 0' in lines(serving)
+    serving.close()
+    assert serving.failures == []
+
+
+def test_a_file_being_written_is_left_alone_until_it_is_whole(
+    serving: Serving, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As `cp` does it: longer at each look."""
+    whole = model(tmp_path / "new.onnx", 2.0).read_bytes()
+    with serving.path.open("wb") as file:
+        for at in range(0, len(whole), 40):
+            file.write(whole[at : at + 40])
+            file.flush()
+            serving.reloader.look()
+    assert caplog.records == []
+    assert serving.ask() == 2.0
+    serving.look()
+    assert serving.ask() == 3.0
+
+
+def test_a_file_changed_while_it_is_loaded_is_loaded_again(
+    serving: Serving, tmp_path: Path
+) -> None:
+    later = [model(tmp_path / "later.onnx", 9.0)]
+    real = serving.load
+
+    def slow() -> list[Engine]:
+        engines = real()
+        if later:
+            placed(later.pop(), serving.path)
+        return engines
+
+    serving.reloader._sources["m"].load = slow
+    placed(model(tmp_path / "new.onnx", 2.0), serving.path)
+    serving.look()
+    assert serving.ask() == 2.0
+    with pytest.raises(DeploykitError, match="closed"):
+        serving.loaded[0](FEEDS)
+    serving.look()
+    assert serving.ask() == 10.0
+
+
+def test_a_change_during_the_start_is_not_missed(tmp_path: Path) -> None:
+    path = model(tmp_path / "m.onnx", 1.0)
+    source = Source(path, lambda: [load(path, "cpu")])
+    with (
+        load(path, "cpu") as first,
+        contextlib.closing(Service({"m": first}, ServeOptions())) as service,
+    ):
+        placed(model(tmp_path / "new.onnx", 2.0), path)
+        with Reloader(service, {"m": source}, poll_s=3600) as reloader:
+            reloader.look()
+            reloader.look()
+            assert (
+                'deploykit_reloads_total{model="m",version="1"} 1'
+                in (reloader.samples()["deploykit_reloads_total"])
+            )
+
+
+@pytest.mark.parametrize("changed", ["w.bin", "m.onnx.json"])
+def test_weights_and_manifest_count_as_the_file(tmp_path: Path, changed: str) -> None:
+    path = model(tmp_path / "m.onnx", 1.0, beside=True)
+    source = Source(path, list)
+    before = source.files()
+    (tmp_path / changed).write_bytes(b"\0" * 100)
+    assert source.files() != before
+
+
+def test_a_manifest_counts_only_for_a_file_that_was_refused(
+    serving: Serving, tmp_path: Path
+) -> None:
+    """Opening a file may write into its manifest; and a manifest may come after its file."""
+    manifest = tmp_path / "m.onnx.json"
+    real = serving.load
+
+    def proven() -> list[Engine]:
+        if not manifest.exists():
+            raise BadInput(f"{serving.path}: its manifest is missing")
+        manifest.write_text('{"verified": true}')
+        return real()
+
+    serving.reloader._sources["m"].load = proven
+    manifest.write_text("{}")
+    serving.look()
+    assert serving.loaded == []
+    manifest.unlink()
+    placed(model(tmp_path / "new.onnx", 2.0), serving.path)
+    serving.look()
+    assert serving.reloader.error("m") == "m.onnx: its manifest is missing"
+    manifest.write_text("{}")
+    serving.look()
+    assert serving.ask() == 3.0
+    for _ in range(3):
+        serving.look()
+    assert len(serving.loaded) == 1
+
+
+def test_weights_beside_are_reloaded_too(tmp_path: Path) -> None:
+    serving = Serving(model(tmp_path / "m.onnx", 1.0, beside=True))
+    with contextlib.closing(serving):
+        other = tmp_path / "other"
+        other.mkdir()
+        model(other / "m.onnx", 5.0, beside=True)
+        placed(other / "w.bin", tmp_path / "w.bin")
+        serving.look()
+        assert serving.ask() == 6.0
+
+
+def test_the_thread_looks_by_itself_and_ends(tmp_path: Path, eventually) -> None:
+    path = model(tmp_path / "m.onnx", 1.0)
+    source = Source(path, lambda: [load(path, "cpu")])
+    with (
+        load(path, "cpu") as first,
+        contextlib.closing(Service({"m": first}, ServeOptions())) as service,
+    ):
+        with Reloader(service, {"m": source}, poll_s=0.01) as reloader:
+            placed(model(tmp_path / "new.onnx", 2.0), path)
+            eventually(lambda: reloader.samples()["deploykit_reloads_total"][0].endswith(" 1"))
+        assert not [each for each in threading.enumerate() if each.name == "reload"]
+
+
+def test_a_loader_that_breaks_is_no_end(serving: Serving, tmp_path: Path) -> None:
+    def broken() -> list[Engine]:
+        raise ZeroDivisionError("division by zero")
+
+    serving.reloader._sources["m"].load = broken
+    placed(model(tmp_path / "new.onnx", 2.0), serving.path)
+    serving.look()
+    assert serving.reloader.error("m") == "ZeroDivisionError: division by zero"
+    assert serving.ask() == 2.0
+
+
+TRUNCATED = """
+import os, sys
+import numpy as np
+from pathlib import Path
+from deploykit.runtimes.engine import load
+
+folder = Path(sys.argv[1])
+engine = load(folder / "m.onnx", "cpu")
+rows = {"i": np.arange(4, dtype=np.int64) * 250}
+before = engine(rows)["y"]
+for name in ("m.onnx", "w.bin"):
+    os.truncate(folder / name, 0)
+assert np.array_equal(engine(rows)["y"], before)
+sys.stdout.write("alive")
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(onnxruntime.SessionOptions, "add_external_initializers_from_files_in_memory"),
+    reason=f"onnxruntime {onnxruntime.__version__} maps the weights itself",
+)
+def test_f4_truncated_weights_do_not_end_the_process(tmp_path: Path) -> None:
+    """ONNX Runtime maps weights beside a model: reading them then was a SIGBUS (-7)."""
+    table = np.random.default_rng(0).standard_normal((1000, 2000), dtype=np.float32)
+    graph = helper.make_graph(
+        [helper.make_node("Gather", ["w", "i"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("i", TensorProto.INT64, ["N"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 2000])],
+        [numpy_helper.from_array(table, "w")],
+    )
+    found = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    onnx.save(found, tmp_path / "m.onnx", save_as_external_data=True, location="w.bin")
+    ran = subprocess.run(
+        [sys.executable, "-c", TRUNCATED, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout) == (0, "alive"), ran.stderr

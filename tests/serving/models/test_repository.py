@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import BadInput, NotFound, Overloaded, Unsupported
+from deploykit.runtimes.cuda.errors import DeviceLost
+from deploykit.runtimes.fake import FakeEngine
+from deploykit.serving.models.repository import ServeOptions, Service
+from deploykit.serving.oip.request import Request, Wanted
+from tests.serving.conftest import WAIT_S, GatedEngine
+
+
+def ask(rows: int = 1, **more: Any) -> Request:
+    feeds = {"x": np.ones((rows, 4), np.float32)}
+    return Request(feeds, rows, (("x", "FP32", (4,)),), (Wanted("y", True),), **more)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.us = 0
+
+    def __call__(self) -> int:
+        return self.us
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".", "stats", " ", "é", "a" * 129, "a\n"])
+def test_a_name_that_could_be_a_path_is_refused(name: str) -> None:
+    with pytest.raises(BadInput, match="cannot be the name of a model"):
+        Service({name: FakeEngine()}, ServeOptions())
+
+
+@pytest.mark.parametrize("name", ["m", "resnet-18_v1.5", "..m", "a" * 128])
+def test_a_plain_name_is_taken(name: str) -> None:
+    service = Service({name: FakeEngine()}, ServeOptions())
+    assert service.find(name).name == name
+    service.close()
+
+
+def test_no_model_at_all_is_refused() -> None:
+    with pytest.raises(BadInput, match="no model"):
+        Service({}, ServeOptions())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("http_port", 65536),
+        ("http_port", -1),
+        ("max_batch", 0),
+        ("max_delay_us", -1),
+        ("queue", 0),
+        ("timeout_ms", 0),
+        ("max_body_bytes", 0),
+    ],
+)
+def test_an_option_out_of_range_is_named(name: str, value: int) -> None:
+    with pytest.raises(BadInput, match="--" + name.replace("_", "-")):
+        ServeOptions(**{name: value})
+
+
+def test_a_model_without_inputs_is_refused_and_no_thread_is_left() -> None:
+    engine = FakeEngine()
+    engine.inputs = ()
+    before = threading.active_count()
+    with pytest.raises(Unsupported, match="without inputs"):
+        Service({"good": FakeEngine(), "m": engine}, ServeOptions())
+    assert threading.active_count() == before
+
+
+def test_an_unknown_model_is_not_found() -> None:
+    service = Service({"m": FakeEngine()}, ServeOptions())
+    with pytest.raises(NotFound, match="no model 'x'"):
+        service.find("x")
+    with pytest.raises(NotFound, match="no version '2'"):
+        service.find("m", "2")
+    service.close()
+
+
+def test_a_draining_service_takes_nothing_and_says_so() -> None:
+    service = Service({"m": FakeEngine()}, ServeOptions())
+    assert service.why_not_ready() is None
+    service.drain()
+    with pytest.raises(Overloaded, match="shutting down"):
+        service.infer(service.find("m"), ask(), lambda _: None)
+    assert service.index() == [
+        {
+            "name": "m",
+            "version": "1",
+            "state": "UNAVAILABLE",
+            "reason": "the server is shutting down",
+        }
+    ]
+    assert service.why_not_ready(service.find("m")) == "the server is shutting down"
+    assert 'outcome="rejected"} 1' in service.prometheus()
+    service.close()
+
+
+def test_several_engines_of_one_name_share_its_queue() -> None:
+    engines = [GatedEngine(), GatedEngine()]
+    for engine in engines:
+        engine.warm = True
+        engine.entered = engines[0].entered
+    service = Service({"m": engines}, ServeOptions())
+    model = service.find("m")
+    for _ in range(2):  # the second runs while the first is held
+        service.infer(model, ask(), lambda _: None)
+        assert engines[0].entered.acquire(timeout=WAIT_S)
+    for engine in engines:
+        engine.gate.set()
+    service.close()
+    assert model.config()["instance_group"] == [{"name": "m_0", "count": 2, "kind": "KIND_CPU"}]
+
+
+def test_what_the_client_sent_along_reaches_the_batcher() -> None:
+    service = Service({"m": FakeEngine()}, ServeOptions())
+    model = service.find("m")
+    pending = service.infer(
+        model, ask(priority=3), lambda _: None, trace="00-ab-cd-01", decode_us=7
+    )
+    assert (pending.priority, pending.trace, pending.decode_us) == (3, "00-ab-cd-01", 7)
+    service.close()
+
+
+def test_a_lost_gpu_is_fatal_and_not_ready() -> None:
+    class Lost(FakeEngine):
+        def __call__(self, _feeds: Any) -> dict[str, np.ndarray]:
+            raise DeviceLost("/home/me/m.trt: cuda:0: the GPU is lost")
+
+    came = threading.Event()
+    service = Service({"good": FakeEngine(), "m": Lost()}, ServeOptions())
+    assert service.fatal is None
+    service.infer(service.find("m"), ask(), lambda _: came.set())
+    assert came.wait(WAIT_S)
+    assert service.fatal == "model 'm': the GPU is lost to this process"
+    assert service.why_not_ready() == service.fatal
+    assert [entry["state"] for entry in service.index()] == ["UNAVAILABLE", "UNAVAILABLE"]
+    service.close()
+
+
+def test_a_hung_engine_is_not_ready_until_it_returns() -> None:
+    clock, engine = Clock(), GatedEngine()
+    engine.warm = True
+    service = Service(
+        {"good": FakeEngine(), "m": engine}, ServeOptions(timeout_ms=1), clock_us=clock
+    )
+    model, came = service.find("m"), threading.Event()
+    pending = service.infer(model, ask(), lambda _: came.set())
+    assert engine.entered.acquire(timeout=WAIT_S)
+    clock.us = 1000
+    service.expire()
+    assert pending.error is not None
+    assert pending.error.http_status == 504
+    assert service.why_not_ready(model) is None
+    clock.us = 2000
+    assert "does not return" in (service.why_not_ready(model) or "")
+    assert service.why_not_ready() == service.why_not_ready(model)
+    assert [entry["state"] for entry in service.index()] == ["READY", "UNAVAILABLE"]
+    assert "1 of 1 engines do not return" in " ".join(model.notes)
+    assert 'deploykit_engines_hung{model="m",version="1"} 1\n' in service.prometheus()
+    engine.gate.set()
+    came.clear()
+    service.infer(model, ask(), lambda _: came.set())
+    assert came.wait(WAIT_S)
+    assert service.why_not_ready() is None
+    service.close()
+
+
+def test_shared_memory_is_there_only_if_it_was_asked_for() -> None:
+    for asked in (False, True):
+        service = Service({"m": FakeEngine()}, ServeOptions(shared_memory=asked))
+        assert (service.memory is not None) is asked
+        assert ("system_shared_memory" in service.metadata()["extensions"]) is asked
+        service.close()
+
+
+def test_statistics_of_one_batch() -> None:
+    service = Service({"m": FakeEngine()}, ServeOptions())
+    model = service.find("m")
+    service.infer(model, ask(3), lambda _: None)
+    service.close()  # waits for the answer
+    stats = service.statistics(model)["model_stats"][0]
+    assert (stats["inference_count"], stats["execution_count"]) == (3, 1)
+    assert [batch["batch_size"] for batch in stats["batch_stats"]] == [3]
+    times = stats["inference_stats"]
+    assert times["success"]["ns"] == sum(
+        times[part]["ns"] for part in ("queue", "compute_input", "compute_infer", "compute_output")
+    )
+
+
+def test_every_request_of_a_batch_is_counted_and_charged_its_whole_time() -> None:
+    engine = GatedEngine()
+    engine.warm = True
+    service = Service({"m": engine}, ServeOptions())
+    model = service.find("m")
+    service.infer(model, ask(), lambda _: None)
+    assert engine.entered.acquire(timeout=WAIT_S)
+    for _ in range(3):
+        service.infer(model, ask(2), lambda _: None)
+    engine.gate.set()
+    service.close()
+    stats = service.statistics(model)["model_stats"][0]
+    assert (stats["inference_count"], stats["execution_count"]) == (7, 2)
+    ran = ("success", "queue", "compute_input", "compute_infer", "compute_output")
+    assert {stats["inference_stats"][part]["count"] for part in ran} == {4}
+    by_rows = {batch["batch_size"]: batch["compute_infer"] for batch in stats["batch_stats"]}
+    assert {rows: batch["count"] for rows, batch in by_rows.items()} == {1: 1, 6: 1}
+    charged_ns = by_rows[1]["ns"] + 3 * by_rows[6]["ns"]
+    assert stats["inference_stats"]["compute_infer"]["ns"] == charged_ns
+
+
+def test_failures_are_told_apart() -> None:
+    class Broken(FakeEngine):
+        def __call__(self, _feeds: Any) -> dict[str, np.ndarray]:
+            raise RuntimeError("broken")
+
+    service = Service({"m": Broken()}, ServeOptions())
+    model = service.find("m")
+    service.infer(model, ask(), lambda _: None)
+    model.metrics.bad_request()
+    service.close()
+    text = service.prometheus()
+    for outcome, count in {"failed": 1, "bad_request": 1, "success": 0, "expired": 0}.items():
+        assert (
+            f'deploykit_requests_total{{model="m",version="1",outcome="{outcome}"}} {count}\n'
+            in text
+        )
+    assert 'nv_inference_request_failure{model="m",version="1",reason="BACKEND"} 1\n' in text
+    assert service.statistics()["model_stats"][0]["inference_stats"]["fail"]["count"] == 2
+
+
+def test_every_line_of_the_metrics_is_prometheus_text() -> None:
+    service = Service({"a": FakeEngine(), "b": FakeEngine()}, ServeOptions())
+    service.show(
+        lambda: {"deploykit_extra": ["deploykit_extra 1"]}, {"deploykit_extra": ("gauge", "")}
+    )
+    families = [line.split()[2] for line in service.prometheus().splitlines() if "# TYPE" in line]
+    samples = [line for line in service.prometheus().splitlines() if not line.startswith("#")]
+    service.close()
+    assert "deploykit_extra" in families
+    assert len(families) == len(set(families))
+    for line in samples:
+        name, _, value = line.rpartition(" ")
+        assert float(value) >= 0
+        assert any(name.startswith(family) for family in families)

@@ -1,0 +1,312 @@
+"""The shadow check: what is sampled, how answers are compared, when there is an alarm."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import BadInput, DeploykitError
+from deploykit.core.tensors import TensorSpec
+from deploykit.runtimes.engine import Arrays
+from deploykit.runtimes.fake import FakeEngine
+from deploykit.serving.batching.policy import BatchRun, Pending
+from deploykit.serving.models import shadow as shadow_module
+from deploykit.serving.models.shadow import (
+    QUEUE,
+    TEXTS,
+    WINDOW_ROWS,
+    Comparison,
+    Shadow,
+    alarming,
+    check_reference,
+    compare,
+)
+from deploykit.serving.observe.prometheus import prometheus
+from tests.serving.conftest import GatedEngine, infer_json, running
+
+Eventually = Callable[[Callable[[], bool]], None]
+
+
+def answered(x: np.ndarray, y: np.ndarray) -> Pending:
+    """A request that ended well."""
+    return Pending({"x": x}, len(x), (), lambda _: None, 0, 0, 0, outputs={"y": y})
+
+
+def run_of(*requests: Pending) -> BatchRun:
+    return BatchRun(requests, *[0] * (len(BatchRun._fields) - 1))
+
+
+def rows(count: int, start: float = 0.0) -> np.ndarray:
+    return np.arange(start, start + 4 * count, dtype=np.float32).reshape(count, 4)
+
+
+@contextmanager
+def shadowed(engine: FakeEngine, rate: float = 1.0, alarm: float = 0.01) -> Iterator[Shadow]:
+    with Shadow("m", engine, rate=rate, alarm=alarm) as shadow:
+        yield shadow
+
+
+def value(shadow: Shadow, name: str) -> float:
+    (line,) = shadow.samples()[f"deploykit_shadow_{name}"]
+    label, _, number = line.rpartition(" ")
+    assert label == f'deploykit_shadow_{name}{{model="m",version="1"}}'
+    return float(number)
+
+
+def test_every_metric_has_a_help_text() -> None:
+    with shadowed(FakeEngine()) as shadow:
+        assert shadow.samples().keys() == TEXTS.keys()
+        text = prometheus([shadow.samples()], TEXTS)
+    assert "# TYPE deploykit_shadow_alarm gauge\n" in text
+    assert 'deploykit_shadow_total{model="m",version="1"} 0\n' in text
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.01, 0.1, 0.5, 1.0])
+def test_the_share_sampled_is_the_rate_evenly(rate: float) -> None:
+    engine = GatedEngine()
+    with shadowed(engine, rate) as shadow:
+        taken: list[int] = []
+        shadow._take = lambda feeds, _: taken.append(int(feeds["x"][0, 0]))  # type: ignore[method-assign]
+        for number in range(10_000):
+            shadow.ran(run_of(answered(rows(1, number), rows(1))))
+    assert abs(len(taken) - 10_000 * rate) <= 2
+    if 0 < rate < 1:
+        gaps = np.diff(taken)
+        assert gaps.max() <= 3 / rate
+        for period in (2, 10, 100):  # users that take turns are all sampled
+            seen = {number % period for number in taken}
+            assert len(seen) >= 0.4 * min(period, len(taken))
+
+
+def test_equal_answers_agree(eventually: Eventually) -> None:
+    with shadowed(FakeEngine()) as shadow:
+        x = rows(3)
+        shadow.ran(run_of(answered(x, 2 * x + 1), answered(x[:1], 2 * x[:1] + 1)))
+        eventually(lambda: value(shadow, "total") == 4)
+        assert value(shadow, "disagreements_total") == 0
+        assert value(shadow, "max_error") == 0
+        assert value(shadow, "alarm") == 0
+
+
+def test_disagreements_are_counted_by_row_and_raise_an_alarm(
+    eventually: Eventually, caplog: pytest.LogCaptureFixture
+) -> None:
+    with shadowed(FakeEngine()) as shadow:
+        x = rows(8)
+        wrong = 2 * x + 1
+        wrong[2, 0], wrong[5, 1] = 1000.0, np.nan
+        shadow.ran(run_of(answered(x, wrong)))
+        eventually(lambda: value(shadow, "total") == 8)
+        assert value(shadow, "disagreements_total") == 2
+        assert value(shadow, "max_error") == math.inf
+        assert value(shadow, "alarm") == 0  # two rows are no share yet
+        for _ in range(3):
+            shadow.ran(run_of(answered(x, wrong)))
+        eventually(lambda: value(shadow, "total") == 32)
+        assert value(shadow, "alarm") == 1
+        assert [record.levelno for record in caplog.records] == [logging.WARNING]
+        assert "shadow of model 'm': 4 of the last 16 rows disagree" in caplog.messages[0]
+
+        x = rows(WINDOW_ROWS)  # it looks at the last rows only
+        shadow.ran(run_of(answered(x, 2 * x + 1)))
+        eventually(lambda: value(shadow, "total") == 32 + WINDOW_ROWS)
+        assert value(shadow, "alarm") == 0
+        assert value(shadow, "disagreements_total") == 8
+        assert len(caplog.records) == 1
+        shadow.ran(run_of(answered(x[:100], x[:100])))
+        eventually(lambda: value(shadow, "alarm") == 1)
+        assert "100 of the last 100 rows" in caplog.messages[1]
+
+
+def test_serving_does_not_wait_for_a_slow_reference(eventually: Eventually) -> None:
+    engine = GatedEngine()
+    engine.warm = True
+    with shadowed(engine) as shadow:
+        x = rows(1)
+        for _ in range(QUEUE + 20):
+            shadow.ran(run_of(answered(x, 2 * x + 1)))
+        dropped = value(shadow, "dropped_total")
+        assert 19 <= dropped <= 20  # one may be with the reference
+        engine.gate.set()
+        eventually(lambda: value(shadow, "total") == QUEUE + 20 - dropped)
+
+
+def test_large_samples_are_bounded_by_their_bytes(
+    eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shadow_module, "QUEUE_BYTES", 100)
+    engine = GatedEngine()
+    engine.warm = True
+    x = rows(1)  # 32 bytes with its output
+    with shadowed(engine) as shadow:
+        for _ in range(6):
+            shadow.ran(run_of(answered(x, 2 * x + 1)))
+        assert 2 <= value(shadow, "dropped_total") <= 3
+        engine.gate.set()
+    with shadowed(FakeEngine()) as shadow:  # what was compared takes none of the room
+        for count in range(1, 9):
+            shadow.ran(run_of(answered(x, 2 * x + 1)))
+            eventually(lambda count=count: value(shadow, "total") == count)
+        assert value(shadow, "dropped_total") == 0
+
+
+def test_a_sample_is_a_copy(eventually: Eventually) -> None:
+    """What the request's buffers hold later is none of its business."""
+    engine = GatedEngine()
+    engine.warm = True
+    with shadowed(engine) as shadow:
+        x = rows(2)
+        y = 2 * x + 1
+        shadow.ran(run_of(answered(x, y)))
+        x[:], y[:] = 0, 77
+        engine.gate.set()
+        eventually(lambda: value(shadow, "total") == 2)
+        assert value(shadow, "disagreements_total") == 0
+
+
+def test_a_reference_that_fails_is_told_and_counted(
+    eventually: Eventually, caplog: pytest.LogCaptureFixture
+) -> None:
+    with shadowed(FakeEngine(max_batch=1)) as shadow:
+        x = rows(2)
+        shadow.ran(run_of(answered(x, 2 * x + 1), answered(x[:1], 2 * x[:1] + 1)))
+        eventually(lambda: value(shadow, "total") == 1)
+        assert value(shadow, "dropped_total") == 1
+    assert "the reference failed: BadInput: fake: batch 2 is above 1" in caplog.messages[0]
+
+
+def test_closing_ends_the_thread_and_leaves_the_engine(eventually: Eventually) -> None:
+    engine = FakeEngine()
+    with shadowed(engine) as shadow:
+        pass
+    assert not [each for each in threading.enumerate() if each.name == "shadow m"]
+    assert not engine.closed
+    shadow.ran(run_of(answered(rows(1), rows(1))))  # a batch that ends after it is no error
+    assert value(shadow, "dropped_total") == 1
+
+
+class Drifting(FakeEngine):
+    """Answers as a FakeEngine, but for rows whose first value is negative."""
+
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        y = super().__call__(feeds)["y"]
+        y[feeds["x"][:, 0] < 0] += 1000
+        return {"y": y}
+
+
+def test_a_live_server_is_watched(eventually: Eventually) -> None:
+    engine = Drifting()
+    with running({"m": engine}) as server, shadowed(FakeEngine()) as shadow:
+        server.server.service.models["m"].watch(shadow)
+        for first in (1, -1, 2, -2, -3):
+            body = infer_json([first, 2, 3, 4], [1, 4])
+            assert server.ask("POST", "/v2/models/m/infer", body).status == 200
+        eventually(lambda: value(shadow, "total") == 5)
+        assert value(shadow, "disagreements_total") == 3
+        assert value(shadow, "alarm") == 1
+
+
+# how outputs compare
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array([values], np.float32)
+
+
+SCORES = floats(0.0, 10.0, 5.0)
+COMPARED: dict[str, tuple[np.ndarray, np.ndarray, bool]] = {
+    "scores that wander": (floats(0.5, 9.5, 5.0), SCORES, True),
+    "scores off by more than a tenth": (floats(0.0, 8.9, 5.0), SCORES, False),
+    "another largest score": (floats(0.0, 9.96, 9.97), floats(0.0, 9.97, 9.96), False),
+    "a single number within 1 %": (floats(99.1), floats(100.0), True),
+    "a single number off by more": (floats(98.9), floats(100.0), False),
+    "near zero": (floats(1e-9), floats(0.0), True),
+    "from zero": (floats(1e-3), floats(0.0), False),
+    "half precision": (np.float16([[100.1]]), floats(100.0), True),
+    "both NaN": (floats(math.nan), floats(math.nan), True),
+    "one NaN": (floats(math.nan), floats(1.0), False),
+    "both infinite": (floats(math.inf), floats(math.inf), True),
+    "opposite infinities": (floats(math.inf), floats(-math.inf), False),
+    "one infinite": (floats(1.0), floats(math.inf), False),
+    "an image within 1 %": (np.full((1, 2, 2), 1.009), np.full((1, 2, 2), 1.0), True),
+    "an image with one pixel off": (
+        np.array([[[1.0, 1.0], [1.0, 1.02]]]),
+        np.full((1, 2, 2), 1.0),
+        False,
+    ),
+    "equal integers": (np.array([[3, 4]]), np.array([[3, 4]]), True),
+    "other integers": (np.array([[3, 5]]), np.array([[3, 4]]), False),
+    "another shape": (floats(1.0, 2.0), floats(1.0), False),
+    "texts": (np.array([["a"]], object), np.array([["b"]], object), False),
+    "no values": (np.empty((1, 0), np.float32), np.empty((1, 0), np.float32), True),
+}
+
+
+@pytest.mark.parametrize("case", COMPARED)
+def test_when_a_row_disagrees(case: str) -> None:
+    got, want, agrees = COMPARED[case]
+    found = compare({"y": got}, {"y": want}, 1e-2, batched=True)
+    assert (found.rows, found.disagreements) == (1, 0 if agrees else 1)
+
+
+def test_one_output_is_enough_to_disagree_and_a_missing_one_too() -> None:
+    good, bad = floats(1.0), floats(2.0)
+    assert compare({"a": good, "b": bad}, {"a": good, "b": good}, 1e-2, batched=True) == Comparison(
+        1, 1, 1.0
+    )
+    assert compare({"a": good}, {"a": good, "b": good}, 1e-2, batched=True).disagreements == 1
+
+
+def test_without_a_batch_axis_an_answer_is_one_row() -> None:
+    got, want = np.ones((5, 3), np.float32), np.ones((5, 3), np.float32)
+    got[4, 2] = 7
+    assert compare({"y": got}, {"y": want}, 1e-2, batched=False) == Comparison(1, 1, 6.0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "count", "threshold", "alarm"),
+    [
+        (0, 0, 0.0, False),
+        (2, 2, 0.01, False),  # too few to speak of a share
+        (3, 3, 0.01, True),
+        (3, 50, 0.01, True),
+        (3, 300, 0.01, False),  # just the share allowed
+        (10, 1000, 0.01, False),
+        (20, 1000, 0.01, True),  # the lower bound is 1.3 %
+        (20, 1000, 0.02, False),
+        (1000, 1000, 1.0, False),
+        (5, 100_000, 0.0, True),
+    ],
+)
+def test_when_there_is_an_alarm(wrong: int, count: int, threshold: float, alarm: bool) -> None:
+    assert alarming(wrong, count, threshold) is alarm
+
+
+def test_the_lower_bound_is_wilsons() -> None:
+    """10 of 100 with 95 %: 0.0552 to 0.1744 (Wilson 1927; any table)."""
+    assert alarming(10, 100, 0.0551)
+    assert not alarming(10, 100, 0.0553)
+
+
+class Other(FakeEngine):
+    def __init__(self, inputs: list[TensorSpec], outputs: list[TensorSpec]) -> None:
+        super().__init__()
+        self.inputs, self.outputs = tuple(inputs), tuple(outputs)  # type: ignore[assignment]
+
+
+X, Y = TensorSpec("x", "float32", ("N", 4)), TensorSpec("y", "float32", ("N", 4))
+
+
+def test_a_reference_must_take_the_same_inputs() -> None:
+    check_reference(FakeEngine(), Other([X], [TensorSpec("y", "float16", ("N", 4))]))
+    for inputs in ([TensorSpec("x", "uint8", ("N", 4))], [TensorSpec("z", "float32", ("N", 4))]):
+        with pytest.raises(BadInput, match="the shadow's inputs are"):
+            check_reference(FakeEngine(), Other(inputs, [Y]))
+    with pytest.raises(DeploykitError, match=r"only one of .* has the output 'q'"):
+        check_reference(FakeEngine(), Other([X], [Y, TensorSpec("q", "float32", ("N", 4))]))

@@ -1,0 +1,171 @@
+"""What is run before a server is ready, and what is learnt from it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import DeploykitError, Unsupported
+from deploykit.core.tensors import TensorSpec
+from deploykit.runtimes.cuda.errors import DeviceLost, OutOfMemory
+from deploykit.runtimes.fake import FakeEngine
+from deploykit.serving.models.repository import ServeOptions, Service
+from deploykit.serving.models.warmup import BETWEEN_US, SHORT_US, WarmUp, short_rows
+from tests.support.serving.warming import Clock, Lengths, TimedEngine, warmed
+
+
+@pytest.mark.parametrize(
+    ("options", "batches"),
+    [
+        ({"max_batch": 1}, [1]),
+        ({"max_batch": 16}, [1, 16, 2, 4, 8]),
+        ({"max_batch": 24, "preferred": (6, 12)}, [1, 6, 12, 24, 2, 4, 8, 16]),
+    ],
+    ids=["one row", "powers of two", "preferred sizes first"],
+)
+def test_every_foreseen_batch_is_warmed_up(options: dict[str, Any], batches: list[int]) -> None:
+    engine = FakeEngine()
+    warmed(engine, **options)
+    assert engine.batches == batches
+
+
+def test_every_engine_is_warmed_up() -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    service = Service({"m": engines}, ServeOptions(max_batch=2))
+    service.warm_up()
+    service.close()
+    assert [engine.batches for engine in engines] == [[1, 2], [1, 2]]
+
+
+def test_sizes_nobody_asked_for_are_warmed_up_only_while_that_is_quick() -> None:
+    clock = Clock()
+    row_us = BETWEEN_US // 8
+    warm = WarmUp("m", TimedEngine(clock, 0, row_us), clock, max_batch=64)
+    times, notes = warm.run()
+    assert list(times) == [1, 64, 2, 4]
+    assert times[64] == 64 * row_us
+    assert notes == ()
+
+
+def test_times_that_count_are_taken_from_a_second_run() -> None:
+    clock = Clock()
+    engine = TimedEngine(clock, 5000, 0)
+    first = WarmUp("m", engine, clock, max_batch=1)
+    engine.us = 40_000
+
+    class Slower(TimedEngine):
+        def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
+            outputs = super().__call__(feeds)
+            self.us = 5000
+            return outputs
+
+    assert first.run()[0] == {1: 40_000}
+    again = WarmUp("m", Slower(clock, 40_000, 0), clock, max_batch=1)
+    assert again.run(again_us=50_000)[0] == {1: 5000}
+    late = WarmUp("m", Slower(clock, 40_000, 0), clock, max_batch=1)
+    assert late.run(again_us=40_000)[0] == {1: 40_000}
+
+
+@pytest.mark.parametrize(
+    ("times", "rows"),
+    [
+        ({}, 0),
+        ({1: SHORT_US + 1}, 0),
+        ({1: 10, 4: SHORT_US, 16: SHORT_US + 1}, 4),
+        ({1: 10, 16: SHORT_US}, math.inf),
+    ],
+    ids=["unknown", "none", "some", "all"],
+)
+def test_short_batches_are_known_by_their_rows(times: dict[int, int], rows: float) -> None:
+    assert short_rows(times) == rows
+
+
+class Steady(TimedEngine):
+    """`us` for a row, `steady` as an engine on a CPU whose graph has no loop."""
+
+    steady = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "rows"),
+    [
+        (Steady, {}, 8),
+        (Steady, {"max_batch": 8}, math.inf),
+        (Steady, {"max_delay_us": 100}, 0),
+        (Steady, {"slo_ms": 50}, 0),
+        (TimedEngine, {}, 0),
+    ],
+    ids=["some", "all", "a delay", "an SLO", "an engine that may hang"],
+)
+def test_short_batches_of_a_steady_engine_are_run_by_the_event_loop(
+    kind: type[TimedEngine], options: dict[str, Any], rows: float
+) -> None:
+    clock = Clock()
+    engine = kind(clock, 0, SHORT_US // 8)
+    service = Service({"m": engine}, ServeOptions(**options), clock_us=clock, later=lambda _: None)
+    service.warm_up()
+    assert service.find("m").batcher.here_rows == rows
+    service.replace("m", [kind(clock, 0, SHORT_US // 4)])
+    assert service.find("m").batcher.here_rows == (4 if rows == 8 else rows and 4)
+    service.close()
+
+
+def test_without_an_event_loop_nothing_is_run_by_it() -> None:
+    model = warmed(Steady(Clock(), 0, 1))
+    assert model.batcher.here_rows == 0
+
+
+def test_every_bucket_is_warmed_up() -> None:
+    engine = Lengths()
+    warmed(engine, max_batch=4, buckets={"T": (8, 16)})
+    ran = set(engine.shapes)
+    assert {(n, length) for n in (1, 2, 4) for length in (8, 16)} <= ran
+
+
+@pytest.mark.parametrize(("least", "size"), [(0, 1), (20, 32)])
+def test_an_unknown_axis_is_warmed_up_at_the_smallest_size_that_works(
+    least: int, size: int
+) -> None:
+    engine = Lengths(least)
+    model = warmed(engine)
+    assert engine.shapes == [(1, size)]
+    assert model.notes == ()
+
+
+def test_an_axis_of_which_no_size_works_is_noted() -> None:
+    assert warmed(Lengths(10_000)).notes == ("not warmed up: no size of T is known to work",)
+
+
+@pytest.mark.parametrize(
+    ("problem", "kind"),
+    [
+        (OutOfMemory("cuda:0: 9 MiB needed"), OutOfMemory),
+        (RuntimeError("boom"), Unsupported),
+        (DeviceLost("gone"), DeviceLost),
+    ],
+)
+def test_a_batch_that_fails_is_named_at_start(
+    problem: Exception, kind: type[DeploykitError]
+) -> None:
+    class Failing(FakeEngine):
+        def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
+            if len(feeds["x"]) == 8:
+                raise problem
+            return super().__call__(feeds)
+
+    service = Service({"m": Failing()}, ServeOptions(max_batch=8))
+    with pytest.raises(kind, match=r"model 'm' cannot run x \[8, 4\]"):
+        service.warm_up()
+    service.close()
+
+
+def test_an_engine_that_breaks_its_promise_is_found_at_start() -> None:
+    engine = FakeEngine()
+    engine.outputs = (TensorSpec("y", "float32", ("N", 5)),)
+    service = Service({"m": engine}, ServeOptions())
+    with pytest.raises(DeploykitError, match=r"returned shape \[1, 4\] for output 'y'"):
+        service.warm_up()
+    service.close()

@@ -1,0 +1,225 @@
+"""Log lines: one an event, nothing in them that a terminal obeys, and no reader that stops us."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from deploykit.core.errors import BadInput
+from deploykit.serving.observe.logs import KEPT, LogQueue, configure, samples
+from tests.serving.conftest import WAIT_S, infer_json, running
+
+Eventually = Callable[[Callable[[], bool]], None]
+log = logging.getLogger("deploykit.serving.test")
+
+
+class Reader:
+    """The far end of a pipe; it reads only when told to."""
+
+    def __init__(self) -> None:
+        self._read, self.write = os.pipe()
+        self._closed = False
+
+    def rest(self) -> list[str]:
+        """Every line written so far; nothing is written after it."""
+        self._close()
+        with os.fdopen(os.dup(self._read), encoding="utf-8") as stream:
+            return stream.read().splitlines()
+
+    def _close(self) -> None:
+        if not self._closed:
+            os.close(self.write)
+        self._closed = True
+
+    def close(self) -> None:
+        self._close()
+        os.close(self._read)
+
+
+@contextmanager
+def logged(kind: str = "text") -> Iterator[tuple[LogQueue, Reader]]:
+    reader = Reader()
+    queue = configure(kind, reader.write)
+    try:
+        yield queue, reader
+    finally:
+        queue.close()
+        reader.close()
+
+
+def lines_of(kind: str, act: Callable[[], object]) -> list[str]:
+    with logged(kind) as (queue, reader):
+        act()
+        queue.close()
+        found = reader.rest()
+        assert len(found) < 2, found
+        return found
+
+
+def test_a_line_of_text_says_when_how_grave_who_and_what() -> None:
+    (line,) = lines_of("text", lambda: log.info("model '%s' is %d ms old", "m", 7))
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO serving\.test: model 'm' is 7 ms old", line
+    )
+
+
+def test_a_line_of_json_holds_the_same_and_what_extra_gave() -> None:
+    extra = {"status": 400, "model": "m", "level": "forged", "odd": object}
+    (line,) = lines_of("json", lambda: log.warning("no: %s", "x", extra=extra))
+    found = json.loads(line)
+    assert list(found)[:4] == ["time", "level", "logger", "message"]
+    assert (found["level"], found["logger"]) == ("WARNING", "deploykit.serving.test")
+    assert (found["message"], found["status"], found["model"]) == ("no: x", 400, "m")
+
+
+@pytest.mark.parametrize("kind", ["text", "json"])
+@pytest.mark.parametrize(
+    "hostile",
+    ["a\nINFO forged", "a\rb", "\x1b[2J", "\x00", "\x7f", "\u2028", "\u202e", "\x9b", "\ud800"],
+    ids=ascii,
+)
+def test_whatever_is_logged_is_one_line_of_printable_characters(kind: str, hostile: str) -> None:
+    (line,) = lines_of(kind, lambda: log.info("got %s.", hostile))
+    assert line.isprintable()
+    if kind == "json":
+        assert json.loads(line)["message"] == f"got {hostile}."
+    else:
+        assert hostile.encode("unicode_escape").decode() in line
+
+
+@pytest.mark.parametrize("kind", ["text", "json"])
+def test_an_error_with_its_trace_is_one_line(kind: str) -> None:
+    def act() -> None:
+        try:
+            raise ValueError("two\nlines")
+        except ValueError:
+            log.exception("it broke")
+
+    (line,) = lines_of(kind, act)
+    assert "it broke" in line
+    assert "ValueError: two" in line
+    if kind == "json":
+        assert json.loads(line)["trace"].endswith("ValueError: two\nlines")
+
+
+@pytest.mark.parametrize("kind", ["text", "json"])
+def test_a_line_is_bounded(kind: str) -> None:
+    (line,) = lines_of(kind, lambda: log.info("%s", "x" * 10_000_000))
+    assert len(line) < 20_000
+
+
+def test_other_libraries_warnings_come_too_and_their_chatter_does_not() -> None:
+    def act() -> None:
+        logging.getLogger("asyncio").warning("slow")
+        logging.getLogger("asyncio").info("chatter")
+        log.debug("chatter")
+
+    (line,) = lines_of("text", act)
+    assert line.endswith("WARNING asyncio: slow")
+
+
+def test_closing_gives_the_loggers_back() -> None:
+    root, ours = logging.getLogger(), logging.getLogger("deploykit")
+    before = (list(root.handlers), ours.level)
+    with logged():
+        assert ours.isEnabledFor(logging.INFO)
+    assert (list(root.handlers), ours.level) == before
+    assert samples() == {}
+
+
+def test_another_kind_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"--log xml.*text, json"):
+        configure("xml")
+
+
+def test_a_line_that_cannot_be_made_is_counted_and_ends_nothing() -> None:
+    with logged() as (queue, reader):
+        queue.handle(logging.makeLogRecord({"msg": "%d", "args": ("no number",)}))
+        log.info("still here")
+        queue.close()
+        assert queue.dropped == 1
+        assert [line.partition(": ")[2] for line in reader.rest()][-1:] == ["still here"]
+
+
+# -- a reader that does not read ------------------------------------------------------------------
+
+
+def flood(lines: int) -> None:
+    for i in range(lines):
+        log.info("%d %s", i, "x" * 200)
+
+
+def test_a_full_pipe_drops_lines_counts_them_and_says_so_afterwards(
+    eventually: Eventually,
+) -> None:
+    with logged() as (queue, reader):
+        flood(3000)  # the pipe holds 64 KiB, some 260 lines; 1,000 wait
+        assert queue.dropped > 0
+        (line,) = samples()["deploykit_log_lines_dropped_total"]
+        assert int(line.split()[1]) == queue.dropped <= 3000 - KEPT
+        dropped = queue.dropped
+        found: list[str] = []
+
+        def drain() -> None:
+            with os.fdopen(os.dup(reader._read), encoding="utf-8") as stream:
+                found.extend(stream)
+
+        draining = threading.Thread(target=drain)
+        draining.start()
+        eventually(lambda: not queue._records)
+        log.info("after")
+        queue.close()
+        reader._close()
+        draining.join(WAIT_S)
+        told = [line for line in found if "log lines were dropped" in line]
+        assert sum(int(line.split()[3]) for line in told) == dropped
+        assert found[-1].endswith("after\n")
+        assert len(found) == 3000 - dropped + 1 + len(told)
+
+
+def test_serving_goes_on_while_nobody_reads_the_log() -> None:
+    with logged() as (queue, _reader), running() as server:
+        connection = server.connect()
+        bad = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\n\r\n{"
+        refused = 0
+        while not queue.dropped:  # each refusal is a line
+            connection.send(bad * 50)
+            for _ in range(50):
+                reply = connection.reply()
+                assert reply is not None
+                assert reply.status == 400
+                refused += 1
+            assert refused < 100_000
+        body = infer_json([1, 2, 3, 4], [1, 4])
+        assert server.ask("POST", "/v2/models/m/infer", body).status == 200
+
+
+def test_a_process_ends_though_its_log_is_not_read() -> None:
+    program = (
+        "import logging; from deploykit.serving.observe.logs import configure\n"
+        "queue = configure('text'); log = logging.getLogger('deploykit.x')\n"
+        "for i in range(5000): log.info('%s', 'x' * 500)\n"
+        "queue.close()"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE) as process:
+        assert process.wait(WAIT_S) == 0  # and only then is read what it wrote
+
+
+def test_last_words_are_written_when_the_process_ends() -> None:
+    program = (
+        "import logging; from deploykit.serving.observe.logs import configure\n"
+        "configure('json'); logging.getLogger('deploykit.x').info('last words')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stderr)["message"] == "last words"

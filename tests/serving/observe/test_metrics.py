@@ -1,0 +1,211 @@
+"""The counters of one model and the text that Prometheus reads, by Prometheus' own parser."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from deploykit.core.errors import BadInput, Expired
+from deploykit.serving.batching.policy import BatchRun, Pending
+from deploykit.serving.observe.metrics import STAGES, ModelMetrics
+from deploykit.serving.observe.prometheus import Histogram, label, prometheus
+
+LABELS = {"model": "m", "version": "1"}
+
+
+def pending(arrived_us: int = 1000, *, rows: int = 1, decode_us: int = 7) -> Pending:
+    return Pending({}, rows, (), lambda _: None, arrived_us, 0, 0, decode_us=decode_us)
+
+
+def run(*requests: Pending, copies_us: tuple[int, int] = (0, 0), idle_us: int = 0) -> BatchRun:
+    """Started at 1500 µs; 20 to join, 300 in the engine, 10 to split."""
+    return BatchRun(requests, 1500, 20, copies_us[0], 300, copies_us[1], 10, idle_us)
+
+
+def parsed(*metrics: ModelMetrics) -> dict[str, Any]:
+    text = prometheus([each.samples(0, 0) for each in metrics])
+    families = list(text_string_to_metric_families(text))
+    assert len({family.name for family in families}) == len(families)
+    return {family.name: family for family in families}
+
+
+def value(families: dict[str, Any], family: str, name: str, **labels: str) -> float:
+    """The one sample of this name that has these labels, among others.
+
+    The parser adds `_total` to counters that Triton named without.
+    """
+    found = [
+        sample.value
+        for sample in families[family].samples
+        if sample.name in (name, f"{name}_total") and labels.items() <= sample.labels.items()
+    ]
+    assert len(found) == 1, (name, labels, families[family].samples)
+    return float(found[0])
+
+
+def stage(families: dict[str, Any], what: str, name: str) -> float:
+    full = f"deploykit_stage_seconds_{what}"
+    return value(families, "deploykit_stage_seconds", full, stage=name)
+
+
+def test_the_stages_of_each_request_of_a_batch_are_counted() -> None:
+    metrics = ModelMetrics("m", "1")
+    metrics.ran(run(pending(1000), pending(1400, decode_us=9), copies_us=(40, 50)))
+    metrics.answered(pending(1000), 6, 2000)
+    found = parsed(metrics)
+    sums_us = {name: round(stage(found, "sum", name) * 1e6) for name in STAGES}
+    assert sums_us == {
+        "decode": 16,
+        "queue": 600,
+        "join": 40,
+        "copy_in": 80,
+        "compute": 600,
+        "copy_out": 100,
+        "split": 20,
+        "encode": 6,
+    }
+    counts = {name: stage(found, "count", name) for name in STAGES}
+    assert counts == {**dict.fromkeys(STAGES, 2), "encode": 1}
+
+
+def test_copies_that_an_engine_does_not_time_are_not_counted_as_zero() -> None:
+    metrics = ModelMetrics("m", "1")
+    metrics.ran(run(pending()))
+    found = parsed(metrics)
+    assert stage(found, "count", "copy_in") == stage(found, "count", "copy_out") == 0
+    assert stage(found, "count", "compute") == 1
+
+
+def test_the_whole_request_goes_from_the_first_byte_decoded_to_the_answer() -> None:
+    metrics = ModelMetrics("m", "1")
+    metrics.answered(pending(1000, decode_us=30), 6, 2500)
+    found = parsed(metrics)
+    name = "deploykit_request_seconds"
+    assert value(found, name, f"{name}_sum") == pytest.approx(1530e-6)
+    assert value(found, name, f"{name}_bucket", le="0.0015") == 0
+    assert value(found, name, f"{name}_bucket", le="0.002") == 1
+
+
+def test_triton_charges_copies_to_input_and_output() -> None:
+    metrics = ModelMetrics("m", "1")
+    metrics.ran(run(pending(), copies_us=(40, 50)))
+    found = parsed(metrics)
+    parts = {
+        part: value(found, f"nv_inference_{part}_duration_us", f"nv_inference_{part}_duration_us")
+        for part in ("queue", "compute_input", "compute_infer", "compute_output", "request")
+    }
+    assert parts == {
+        "queue": 500, "compute_input": 60, "compute_infer": 300, "compute_output": 60,
+        "request": 920,
+    }  # fmt: skip
+
+
+def test_the_cost_of_waiting_adds_up() -> None:
+    metrics = ModelMetrics("m", "1")
+    metrics.ran(run(pending(), idle_us=1500))
+    metrics.ran(run(pending(), idle_us=500))
+    name = "deploykit_batch_wait_seconds"
+    assert value(parsed(metrics), name, f"{name}_total") == pytest.approx(2e-3)
+
+
+def test_failures_have_tritons_reasons() -> None:
+    metrics = ModelMetrics("m", "1")
+    metrics.refused()
+    late, broken = pending(), pending()
+    late.error, broken.error = Expired("late"), BadInput("no")
+    metrics.failed(late, 2000)
+    metrics.failed(broken, 2000)
+    metrics.cancelled()
+    metrics.bad_request()
+    found = parsed(metrics)
+    name = "nv_inference_request_failure"
+    reasons = {
+        reason: value(found, name, name, reason=reason)
+        for reason in ("REJECTED", "CANCELED", "BACKEND", "OTHER")
+    }
+    assert reasons == {"REJECTED": 2, "CANCELED": 1, "BACKEND": 1, "OTHER": 1}
+    ours = {
+        sample.labels["outcome"]: sample.value for sample in found["deploykit_requests"].samples
+    }
+    assert ours == {
+        "success": 0, "rejected": 1, "expired": 1, "bad_request": 1, "failed": 1, "cancelled": 1,
+    }  # fmt: skip
+
+
+def test_every_histogram_is_cumulative_and_ends_in_its_count() -> None:
+    metrics = [ModelMetrics("a", "1"), ModelMetrics("b", "1")]
+    for each in metrics:
+        each.ran(run(pending(rows=3), pending(0), copies_us=(1, 20_000_000)))
+        each.answered(pending(), 5, 5_000_000)
+    families = parsed(*metrics)
+    kinds = {name: family.type for name, family in families.items()}
+    histograms = [name for name, kind in kinds.items() if kind == "histogram"]
+    assert len(histograms) == 5
+    for name in histograms:
+        series: dict[tuple[tuple[str, str], ...], list[tuple[float, float]]] = {}
+        for sample in families[name].samples:
+            if sample.name.endswith("_bucket"):
+                labels = {k: v for k, v in sample.labels.items() if k != "le"}
+                bound = float(sample.labels["le"])
+                series.setdefault(tuple(labels.items()), []).append((bound, sample.value))
+        for labels, buckets in series.items():
+            bounds, counts = zip(*buckets, strict=True)
+            assert list(bounds) == sorted(bounds)
+            assert list(counts) == sorted(counts)
+            assert bounds[-1] == math.inf
+            assert value(families, name, f"{name}_count", **dict(labels)) == counts[-1]
+
+
+def test_models_share_one_family() -> None:
+    families = parsed(ModelMetrics("a", "1"), ModelMetrics("b", "1"))
+    depth = families["deploykit_queue_depth"].samples
+    assert [sample.labels["model"] for sample in depth] == ["a", "b"]
+    assert families["deploykit_queue_depth"].type == "gauge"
+    assert families["deploykit_queue_depth"].documentation
+
+
+def test_counts_for_the_page_are_those_of_the_metrics() -> None:
+    metrics = ModelMetrics("m", "1")
+    metrics.ran(run(pending(rows=2), pending(rows=2), idle_us=70))
+    metrics.answered(pending(), 5, 2000)
+    found = metrics.status()
+    assert (found["rows"], found["runs"], found["idle_us"]) == (4, 1, 70)
+    assert found["batches"] == {"4": 1}
+    assert sum(found["request"]["counts"]) == 1
+    assert found["stages_us"]["queue"] == 1000
+    assert found["outcomes"]["success"] == 2
+
+
+def test_a_label_holds_any_text() -> None:
+    odd = 'NVIDIA "X"\\\n{},='
+    text = prometheus([{"deploykit_gpu_info": [f'deploykit_gpu_info{{name="{label(odd)}"}} 1']}])
+    (family,) = text_string_to_metric_families(text)
+    assert family.samples[0].labels == {"name": odd}
+
+
+def test_metrics_of_others_come_with_their_own_texts() -> None:
+    text = prometheus(
+        [{"ours_total": ["ours_total 3"], "odd": ["odd 1"], "none": []}],
+        {"ours_total": ("counter", "Ours.")},
+    )
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert families["ours"].type == "counter"
+    assert families["ours"].documentation == "Ours."
+    assert families["odd"].type == "unknown"
+    assert set(families) == {"ours", "odd"}
+
+
+def test_a_histogram_in_seconds_takes_whole_microseconds() -> None:
+    histogram = Histogram((10, 2000), 1_000_000)
+    histogram.add(10, 3)
+    histogram.add(2001)
+    assert histogram.lines("h", 'a="b"') == [
+        'h_bucket{a="b",le="1e-05"} 3',
+        'h_bucket{a="b",le="0.002"} 3',
+        'h_bucket{a="b",le="+Inf"} 4',
+        'h_sum{a="b"} 0.002031',
+        'h_count{a="b"} 4',
+    ]

@@ -1,0 +1,196 @@
+"""Traces: real protobuf at a small collector, from the real exporter."""
+
+from __future__ import annotations
+
+import gzip
+import http.server
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from deploykit.core.errors import BadInput, Expired
+from deploykit.runtimes.fake import FakeEngine
+from deploykit.serving.batching.policy import BatchRun, Pending
+from deploykit.serving.observe.tracing import KEPT, Parent, Tracer, parent_of
+from tests.serving.conftest import WAIT_S, infer_json, running
+
+pytest.importorskip("opentelemetry.sdk", reason="opentelemetry is not installed")
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+)
+
+Eventually = Callable[[Callable[[], bool]], None]
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+class Collector(http.server.ThreadingHTTPServer):
+    """Keeps what is posted to it: paths, and spans by the resource's service name."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Post)
+        self.paths: list[str] = []
+        self.spans: list[Any] = []
+        self.services: set[str] = set()
+        self.status = 200
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def close(self) -> None:
+        self.shutdown()
+        self._thread.join(WAIT_S)
+        self.server_close()
+
+
+class Post(http.server.BaseHTTPRequestHandler):
+    server: Collector
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            names = {each.key: each.value.string_value for each in resource.resource.attributes}
+            self.server.services.add(names["service.name"])
+            for scope in resource.scope_spans:
+                self.server.spans += scope.spans
+        self.server.paths.append(self.path)
+        self.send_response(self.server.status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    found = Collector()
+    yield found
+    found.close()
+
+
+def pending(trace: str | None = None, arrived_us: int = 5_000_100) -> Pending:
+    return Pending({}, 2, (), lambda _: None, arrived_us, 0, 0, trace=trace, decode_us=100)
+
+
+def run(*requests: Pending) -> BatchRun:
+    return BatchRun(requests, 5_000_400, 20, 30, 500, 40, 10)
+
+
+def sent(collector: Collector, act: Callable[[Tracer], None]) -> list[Any]:
+    """Spans that came of it; the clock stands at 6 s."""
+    with Tracer(collector.url, clock_us=lambda: 6_000_000) as tracer:
+        act(tracer)
+    return collector.spans
+
+
+def test_a_request_is_a_span_with_a_child_for_each_stage(collector: Collector) -> None:
+    parent = f"00-{TRACE}-{SPAN}-01"
+    spans = sent(collector, lambda tracer: tracer.watch("m").ran(run(pending(parent), pending())))
+    assert collector.services == {"deploykit"}
+    assert set(collector.paths) == {"/v1/traces"}
+    assert len(spans) == 16
+    (root,) = [span for span in spans if span.parent_span_id.hex() == SPAN]
+    assert (root.name, root.trace_id.hex()) == ("infer m", TRACE)
+    attributes = {each.key: each.value for each in root.attributes}
+    assert attributes["deploykit.model"].string_value == "m"
+    assert attributes["deploykit.rows"].int_value == 2
+    assert attributes["deploykit.batch_requests"].int_value == 2
+    children = [span for span in spans if span.parent_span_id == root.span_id]
+    begun_ns = root.start_time_unix_nano
+    assert [
+        (each.name, (each.start_time_unix_nano - begun_ns) // 1000,
+         (each.end_time_unix_nano - begun_ns) // 1000)
+        for each in children
+    ] == [
+        ("decode", 0, 100), ("queue", 100, 400), ("join", 400, 420), ("copy_in", 420, 450),
+        ("compute", 450, 950), ("copy_out", 950, 990), ("split", 990, 1000),
+    ]  # fmt: skip
+    assert root.end_time_unix_nano - begun_ns == 1_000_000
+    other = next(span for span in spans if span.name == "infer m" and span != root)
+    assert other.parent_span_id == b""
+    assert other.trace_id not in (root.trace_id, bytes(16))
+
+
+def test_a_client_that_does_not_sample_is_heeded(collector: Collector) -> None:
+    spans = sent(
+        collector, lambda tracer: tracer.watch("m").ran(run(pending(f"00-{TRACE}-{SPAN}-00")))
+    )
+    assert spans == []
+
+
+def test_a_request_that_failed_says_why(collector: Collector) -> None:
+    late = pending()
+    late.error = Expired("the request waited 40 ms, past its time limit")
+    spans = sent(collector, lambda tracer: tracer.watch("m").failed(late, 5_040_100))
+    root = next(span for span in spans if span.name == "infer m")
+    assert root.status.code == 2
+    assert root.status.message == "the request waited 40 ms, past its time limit"
+    assert [span.name for span in spans] == ["infer m", "decode", "queue"]
+
+
+def test_spans_of_a_real_server_are_children_of_the_callers(collector: Collector) -> None:
+    body = infer_json([1, 2, 3, 4], [1, 4])
+    with Tracer(collector.url) as tracer, running({"m": FakeEngine()}) as server:
+        server.server.service.find("m").watch(tracer.watch("m"))
+        head = {"Traceparent": f"00-{TRACE}-{SPAN}-01"}
+        assert server.ask("POST", "/v2/models/m/infer", body, **head).status == 200
+    roots = [span for span in collector.spans if span.name == "infer m"]
+    assert [root.parent_span_id.hex() for root in roots] == [SPAN]
+    assert "compute" in {span.name for span in collector.spans}
+
+
+@pytest.mark.parametrize(
+    ("text", "parent"),
+    [
+        (f"00-{TRACE}-{SPAN}-01", Parent(int(TRACE, 16), int(SPAN, 16), True)),
+        (f"00-{TRACE}-{SPAN}-00", Parent(int(TRACE, 16), int(SPAN, 16), False)),
+        (f"cc-{TRACE}-{SPAN}-03-what-comes", Parent(int(TRACE, 16), int(SPAN, 16), True)),
+        (f"00-{TRACE}-{SPAN}-01-more", None),
+        (f"ff-{TRACE}-{SPAN}-01", None),
+        (f"00-{TRACE.upper()}-{SPAN}-01", None),
+        (f"00-{'0' * 32}-{SPAN}-01", None),
+        (f"00-{TRACE}-{'0' * 16}-01", None),
+        (f"00-{TRACE}-{SPAN}-01\n", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_a_traceparent_is_read_as_the_standard_says(
+    text: str | None, parent: Parent | None
+) -> None:
+    assert parent_of(text) == parent
+
+
+@pytest.mark.parametrize("endpoint", ["localhost:4318", "grpc://h:4317", "http://", "file:///etc"])
+def test_an_endpoint_of_another_kind_is_refused(endpoint: str) -> None:
+    with pytest.raises(BadInput, match="--otlp"):
+        Tracer(endpoint)
+
+
+def test_a_collector_that_refuses_costs_its_spans_only(
+    collector: Collector, eventually: Eventually, caplog: pytest.LogCaptureFixture
+) -> None:
+    collector.status = 400
+    with Tracer(collector.url) as tracer:
+        tracer.watch("m").ran(run(pending(), pending()))
+        eventually(lambda: tracer.samples()["deploykit_spans_dropped_total"][0].endswith(" 2"))
+        collector.status = 200
+        collector.spans.clear()
+        tracer.watch("m").ran(run(pending()))
+        eventually(lambda: len(collector.spans) == 8)
+
+
+def test_a_queue_that_is_full_drops_and_counts(collector: Collector) -> None:
+    with Tracer(collector.url) as tracer:
+        with tracer._changed:  # the thread that sends stands still
+            tracer.watch("m").ran(run(*[pending() for _ in range(KEPT + 5)]))
+            line = tracer.samples()["deploykit_spans_dropped_total"][0]
+        assert int(line.split()[1]) == 5
+        tracer._seen.clear()

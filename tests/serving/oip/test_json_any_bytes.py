@@ -1,0 +1,233 @@
+"""Whatever arrives, the decoder gives a request or one of our errors; and it loses nothing."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from deploykit.core.errors import BadInput, DeploykitError
+from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec, carrier
+from deploykit.serving.oip import json as oip
+from deploykit.serving.oip.request import Binary, Given, Request, Signature, build, checked
+from deploykit.serving.oip.request import signature as signature_of
+from deploykit.serving.oip.response import results
+from tests.support.serving.requests import (
+    DTYPES,
+    JSON_DTYPES,
+    LIMIT,
+    FakeMemory,
+    binary,
+    model,
+    one,
+    two_inputs,
+    values,
+)
+
+MODELS = [
+    two_inputs(),
+    *(model(dtype) for dtype in DTYPES),
+    *(model(dtype, "H", 3, "W", max_batch=0) for dtype in ("float32", "string", "bfloat16")),
+    signature_of([TensorSpec("x", "float64", ())], [TensorSpec("y", "float64", ())], 0, LIMIT),
+]
+MEMORY = FakeMemory(64)
+SETTINGS = settings(
+    max_examples=200,
+    deadline=None,
+    database=None,
+    derandomize=True,  # the same examples each time: a failure is a change, not luck
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+def survives(body: bytes, json_bytes: int | None, signature: Signature) -> Request | None:
+    """None for a refusal; everything of a request that was accepted fits the model."""
+    refusal = None
+    try:
+        request = oip.decode(body, json_bytes, signature, MEMORY)
+    except DeploykitError as exc:
+        refusal = exc
+    if refusal is not None:
+        assert 400 <= refusal.http_status < 500
+        assert refusal.message.isprintable()
+        assert refusal.message.isascii()
+        return None
+    assert list(request.feeds) == list(signature.inputs)
+    for name, array in request.feeds.items():
+        spec = signature.inputs[name].spec
+        assert array.dtype == carrier(spec.dtype)
+        assert len(array.shape) == len(spec.shape)
+        if signature.max_batch:
+            assert array.shape[0] == request.rows <= signature.max_batch
+        if spec.dtype == "string":
+            assert all(type(text) is str for text in array.flat)
+    return request
+
+
+@SETTINGS
+@given(st.binary(max_size=200), st.none() | st.integers(0, 300), st.sampled_from(MODELS))
+def test_any_bytes(body: bytes, json_bytes: int | None, signature: Signature) -> None:
+    survives(body, json_bytes, signature)
+
+
+NUMBERS = st.integers(-(2**64), 2**64) | st.floats(allow_nan=False, allow_infinity=False)
+SCALARS = st.none() | st.booleans() | NUMBERS | st.text(max_size=5)
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=4), max_leaves=12)
+SIZES = st.integers(-2, 9) | st.sampled_from([2**31, 2**62, 2**63, 2**64])
+PARAMETERS = st.dictionaries(
+    st.sampled_from(
+        [
+            "binary_data_size",
+            "binary_data",
+            "binary_data_output",
+            "classification",
+            "shared_memory_region",
+            "shared_memory_offset",
+            "shared_memory_byte_size",
+            "timeout",
+            "priority",
+            "sequence_id",
+            "triton_x",
+        ]
+    ),
+    SIZES | SCALARS | st.just("r"),
+    max_size=3,
+)
+INPUTS = st.fixed_dictionaries(
+    {
+        "name": st.sampled_from(["x", "a", "b"]) | SCALARS,
+        "datatype": st.sampled_from([*PROTOCOL_NAMES.values()]) | SCALARS,
+        "shape": st.lists(SIZES, max_size=4) | VALUES,
+    },
+    optional={"data": VALUES, "parameters": PARAMETERS | VALUES},
+)
+DOCUMENTS = st.fixed_dictionaries(
+    {"inputs": st.lists(INPUTS | VALUES, min_size=1, max_size=3) | VALUES},
+    optional={
+        "outputs": st.lists(
+            st.fixed_dictionaries(
+                {"name": st.sampled_from(["y", "p"]) | SCALARS}, optional={"parameters": PARAMETERS}
+            )
+            | VALUES,
+            max_size=3,
+        )
+        | VALUES,
+        "parameters": PARAMETERS | VALUES,
+        "id": SCALARS,
+    },
+)
+
+
+@SETTINGS
+@given(DOCUMENTS, st.binary(max_size=64), st.sampled_from(MODELS))
+def test_any_document_with_any_bytes_behind_it(
+    document: dict, tail: bytes, signature: Signature
+) -> None:
+    head = json.dumps(document).encode()
+    survives(head + tail, len(head), signature)
+
+
+@SETTINGS
+@given(DOCUMENTS, st.sampled_from(DTYPES), st.binary(max_size=64), st.data())
+def test_nearly_right_documents(
+    document: dict, dtype: str, tail: bytes, draw: st.DataObject
+) -> None:
+    """One good request of which single parts are replaced by parts of a random one."""
+    body, json_bytes = one(dtype, values(dtype, 2, 4))
+    good = json.loads(body[:json_bytes])
+    for place, other in ((good, document), (good["inputs"][0], draw.draw(INPUTS))):
+        for key, value in other.items():
+            if key != "inputs" and draw.draw(st.integers(0, 3)) == 0:
+                place[key] = value
+    head = json.dumps(good).encode()
+    ending = tail if draw.draw(st.booleans()) else body[json_bytes:]
+    survives(head + ending, len(head), model(dtype))
+
+
+@SETTINGS
+@given(st.data(), st.sampled_from(["float32", "string", "bool", "bfloat16"]))
+def test_a_good_request_with_damaged_bytes(draw: st.DataObject, dtype: str) -> None:
+    body, json_bytes = one(dtype, values(dtype, 2, 4), id="abc", parameters={"timeout": 5})
+    damaged = bytearray(body)
+    for _ in range(draw.draw(st.integers(1, 3))):
+        at = draw.draw(st.integers(0, len(damaged) - 1))
+        piece = draw.draw(st.binary(max_size=4) | st.sampled_from([b"null", b"-1", b"[]", b"1e5"]))
+        damaged[at : at + draw.draw(st.integers(0, 8))] = piece
+    survives(bytes(damaged), draw.draw(st.sampled_from([json_bytes, None, 1])), model(dtype))
+
+
+def test_every_single_byte_of_the_json_part_may_be_damaged() -> None:
+    body, json_bytes = binary({"x": values("float32", 1, 4)}, id="abc")
+    for at in range(json_bytes):
+        for byte in (0, 0x22, 0x30, 0x5D, 0x7D, 0xFF):
+            survives(body[:at] + bytes([byte]) + body[at + 1 :], json_bytes, model())
+
+
+def test_bytes_cut_anywhere_are_refused() -> None:
+    body, json_bytes = one("string", values("string", 2, 4))
+    for size in range(json_bytes, len(body)):
+        with pytest.raises(BadInput):
+            oip.decode(body[:size], json_bytes, model("string"))
+
+
+def arrays(dtype: str) -> st.SearchStrategy[np.ndarray]:
+    shapes = st.tuples(st.integers(0, 8), st.just(4))
+    if dtype == "string":
+        return hnp.arrays(object, shapes, elements=st.text(max_size=8))
+    if dtype == "bfloat16":
+        halves = hnp.arrays(np.uint16, shapes)
+        return halves.map(lambda array: (array.astype(np.uint32) << 16).view(np.float32))
+    return hnp.arrays(dtype, shapes)
+
+
+def same(got: np.ndarray, sent: np.ndarray) -> bool:
+    """Bit for bit: NaN, -0.0 and every text are kept."""
+    if sent.dtype == object:
+        return got.shape == sent.shape and got.tolist() == sent.tolist()
+    return got.dtype == sent.dtype and got.shape == sent.shape and got.tobytes() == sent.tobytes()
+
+
+@settings(parent=SETTINGS, max_examples=30)
+@given(st.data())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_was_encoded_decodes_to_the_same(dtype: str, draw: st.DataObject) -> None:
+    """The encoder's payload, sent back as an input: binary over HTTP, raw over gRPC."""
+    array = draw.draw(arrays(dtype))
+    signature = model(dtype)
+    asked = Request({}, len(array), (), _all(signature, binary=True))
+    (result,) = results(asked, {"y": array}, signature)
+    payload = result.payload()
+    given = Given("x", result.datatype, list(result.shape), Binary(payload, 0, len(payload)))
+    again = build([given], None, {}, None, signature, binary=True)
+    expected = array
+    if dtype == "bfloat16":  # a NaN stays one, and becomes a quiet one
+        quiet = (array.view(np.uint32) | np.where(np.isnan(array), 0x400000, 0)).astype(np.uint32)
+        expected = quiet.view(np.float32)
+    assert same(again.feeds["x"], expected)
+
+
+@settings(parent=SETTINGS, max_examples=30)
+@given(st.data())
+@pytest.mark.parametrize("dtype", JSON_DTYPES)
+def test_what_was_encoded_as_json_decodes_to_the_same(dtype: str, draw: st.DataObject) -> None:
+    array = draw.draw(arrays(dtype))
+    signature = model(dtype)
+    asked = Request({}, len(array), (), _all(signature, binary=False))
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        with pytest.raises(BadInput, match="NaN or infinity"):
+            oip.encode("m", "1", asked, {"y": array}, signature)
+        return
+    parts, _ = oip.encode("m", "1", asked, {"y": array}, signature)
+    output = json.loads(parts[0])["outputs"][0]
+    body = json.dumps({"inputs": [{**output, "name": "x"}]}).encode()
+    assert same(oip.decode(body, None, signature).feeds["x"], array)
+
+
+def _all(signature: Signature, *, binary: bool) -> tuple:
+    item = Given("x", signature.inputs["x"].datatype, [0, 4], Binary(b"", 0, 0))
+    asked = {"binary_data_output": binary}
+    return build([item], None, checked(asked, "the request"), None, signature).outputs

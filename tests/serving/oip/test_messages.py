@@ -1,0 +1,227 @@
+"""Requests cut into what is parsed and what is read in place, and answers put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import BadInput
+from deploykit.core.tensors import TensorSpec
+from deploykit.serving.oip import messages as infer
+from deploykit.serving.oip.protobuf import MESSAGES
+from deploykit.serving.oip.request import Region, Request, Wanted, fill, signature
+from deploykit.serving.oip.response import Result
+
+TWO = signature(
+    [TensorSpec("a", "float32", ("N", 2)), TensorSpec("b", "int8", ("N", 3))],
+    [TensorSpec("y", "float32", ("N", 2)), TensorSpec("z", "int8", ("N", 3))],
+    8,
+    1 << 20,
+)
+A = np.array([[1.5, -2]], np.float32)
+B = np.array([[1, -2, 3]], np.int8)
+
+
+def message(**fields: Any) -> Any:
+    request = MESSAGES["ModelInferRequest"](**{"model_name": "m", **fields})
+    request.inputs.add(name="a", datatype="FP32", shape=[1, 2])
+    request.inputs.add(name="b", datatype="INT8", shape=[1, 3])
+    return request
+
+
+def raw(**fields: Any) -> Any:
+    request = message(**fields)
+    request.raw_input_contents.extend([A.tobytes(), B.tobytes()])
+    return request
+
+
+def decode(data: bytes, at: int = 0) -> Request:
+    head, start, spans = infer.split(data, at)
+    return fill(infer.planned(head, spans, TWO), data, start)
+
+
+def test_raw_contents_are_read_where_they_lie() -> None:
+    request = decode(b"12345" + raw(id="7").SerializeToString(), 5)
+    np.testing.assert_array_equal(request.feeds["a"], A)
+    np.testing.assert_array_equal(request.feeds["b"], B)
+    assert request.id == "7"
+    assert [wanted.name for wanted in request.outputs] == ["y", "z"]
+    assert all(wanted.binary for wanted in request.outputs)
+
+
+def test_typed_contents() -> None:
+    request = message()
+    request.inputs[0].contents.fp32_contents.extend(A.ravel().tolist())
+    request.inputs[1].contents.int_contents.extend(B.ravel().tolist())
+    feeds = decode(request.SerializeToString()).feeds
+    np.testing.assert_array_equal(feeds["a"], A)
+    np.testing.assert_array_equal(feeds["b"], B)
+
+
+def test_fields_in_another_order_mean_the_same() -> None:
+    """Protobuf does not promise an order; here the raw contents come first."""
+    contents = MESSAGES["ModelInferRequest"](raw_input_contents=[A.tobytes(), B.tobytes()])
+    data = contents.SerializeToString() + message().SerializeToString()
+    np.testing.assert_array_equal(decode(data).feeds["a"], A)
+
+
+def test_unknown_fields_are_ignored() -> None:
+    data = raw().SerializeToString()
+    extra = b"\x98\x06\x05" + b"\xa2\x06\x03abc"  # fields 99 and 100
+    np.testing.assert_array_equal(decode(extra + data).feeds["b"], B)
+    np.testing.assert_array_equal(decode(data + extra).feeds["b"], B)
+
+
+def test_parameters_of_every_kind_arrive() -> None:
+    request = raw()
+    request.parameters["timeout"].int64_param = 1500
+    request.parameters["priority"].uint64_param = 1
+    request.parameters["other"].double_param = 1.5
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    found = decode(request.SerializeToString())
+    assert (found.timeout_us, found.priority) == (1500, 1)
+
+
+def test_a_sequence_is_refused() -> None:
+    request = raw()
+    request.parameters["sequence_id"].int64_param = 7
+    with pytest.raises(BadInput, match="sequence_id"):
+        decode(request.SerializeToString())
+
+
+def both(request: Any) -> None:
+    request.inputs[0].contents.fp32_contents.extend([1, 2])
+
+
+def one_short(request: Any) -> None:
+    del request.raw_input_contents[1]
+
+
+def one_more(request: Any) -> None:
+    request.raw_input_contents.append(b"abc")
+
+
+def wrong_field(request: Any) -> None:
+    del request.raw_input_contents[:]
+    request.inputs[0].contents.fp64_contents.extend([1, 2])
+    request.inputs[1].contents.int_contents.extend([1, 2, 3])
+
+
+def two_fields(request: Any) -> None:
+    del request.raw_input_contents[:]
+    request.inputs[0].contents.fp32_contents.extend([1, 2])
+    request.inputs[0].contents.int_contents.extend([1, 2])
+    request.inputs[1].contents.int_contents.extend([1, 2, 3])
+
+
+def out_of_range(request: Any) -> None:
+    del request.raw_input_contents[:]
+    request.inputs[0].contents.fp32_contents.extend([1, 2])
+    request.inputs[1].contents.int_contents.extend([1, 2, 300])
+
+
+def no_contents(request: Any) -> None:
+    del request.raw_input_contents[:]
+
+
+def no_inputs(request: Any) -> None:
+    del request.inputs[:]
+    del request.raw_input_contents[:]
+
+
+def negative(request: Any) -> None:
+    request.inputs[0].shape[1] = -1
+
+
+def huge(request: Any) -> None:
+    request.inputs[0].shape[0] = (1 << 63) - 1
+
+
+def short(request: Any) -> None:
+    request.raw_input_contents[0] = A.tobytes()[:-1]
+
+
+def long_id(request: Any) -> None:
+    request.id = "x" * 2000
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (both, r"input 'a' has both 'contents' and raw_input_contents"),
+        (one_short, "fewer entries than there are inputs"),
+        (one_more, "has 3 entries, 2 inputs need one"),
+        (wrong_field, r"'FP32' goes into fp32_contents, got fp64_contents"),
+        (two_fields, "goes into fp32_contents, got int_contents"),
+        (out_of_range, "300 is out of range for INT8"),
+        (no_contents, "has 2 elements, 'data' has 0"),
+        (no_inputs, "at least one input"),
+        (negative, "shape"),
+        (huge, "above 8"),
+        (short, "is 8 bytes"),
+        (long_id, "at most 1024 bytes"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: Any, said: str) -> None:
+    request = raw()
+    change(request)
+    with pytest.raises(BadInput, match=said):
+        decode(request.SerializeToString())
+
+
+def test_any_bytes_are_a_request_or_refused() -> None:
+    rng = np.random.default_rng(0)
+    good = raw(id="7").SerializeToString()
+    for _ in range(3000):
+        data = bytearray(good)
+        for _ in range(rng.integers(1, 4)):
+            at = int(rng.integers(len(data)))
+            match int(rng.integers(3)):
+                case 0:
+                    data[at] = int(rng.integers(256))
+                case 1:
+                    del data[at : at + int(rng.integers(1, 5))]
+                case _:
+                    data[at:at] = rng.bytes(3)
+            data = data or bytearray(b"\0")
+        try:
+            decode(bytes(data))
+        except BadInput:
+            continue
+
+
+def test_a_length_beyond_the_message_is_refused_before_it_is_believed() -> None:
+    for data in (b"\x3a\xff\xff\xff\xff\x0f", b"\x0a" + b"\xff" * 12, b"\x3a\x05abc", b"\x3a"):
+        with pytest.raises(BadInput):
+            decode(data)
+
+
+def test_an_answer_is_what_protobuf_reads() -> None:
+    y = np.arange(2, dtype=np.float32).reshape(1, 2)
+    region = Region("out", 4, 16)
+    found = [
+        Result("y", "FP32", (1, 2), y, Wanted("y", True)),
+        Result("z", "INT8", (1, 3), None, Wanted("z", True, region=region)),
+        Result("t", "BYTES", (200,), np.array(["abc"] * 200, object), Wanted("t", True)),
+    ]
+    parts = infer.encode("m", "1", "die Nr. 7 ü", found)
+    response = MESSAGES["ModelInferResponse"].FromString(b"".join(parts))
+    assert (response.model_name, response.model_version, response.id) == ("m", "1", "die Nr. 7 ü")
+    assert [(o.name, o.datatype, list(o.shape)) for o in response.outputs] == [
+        ("y", "FP32", [1, 2]),
+        ("z", "INT8", [1, 3]),
+        ("t", "BYTES", [200]),
+    ]
+    assert list(response.raw_output_contents) == [y.tobytes(), b"", b"\3\0\0\0abc" * 200]
+    assert response.outputs[1].parameters["shared_memory_region"].string_param == "out"
+    streamed = MESSAGES["ModelStreamInferResponse"].FromString(b"".join(infer.streamed(parts)))
+    assert streamed.infer_response == response
+
+
+def test_an_answer_without_an_id_has_none() -> None:
+    y = np.zeros((1, 2), np.float32)
+    result = Result("y", "FP32", (1, 2), y, Wanted("y", True))
+    response = b"".join(infer.encode("m", "1", None, [result]))
+    assert MESSAGES["ModelInferResponse"].FromString(response).id == ""

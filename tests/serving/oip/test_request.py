@@ -1,0 +1,201 @@
+"""The request apart from its transport: typed contents, and what gRPC shares with HTTP."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import BadInput, TooLarge
+from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec
+from deploykit.serving.oip import json as oip
+from deploykit.serving.oip.request import (
+    Binary,
+    Given,
+    Region,
+    Wanted,
+    build,
+    checked,
+    fill,
+    plan,
+    region_of,
+)
+from deploykit.serving.oip.request import signature as signature_of
+from deploykit.serving.oip.response import results
+from deploykit.serving.oip.tensors import CONTENTS, typed
+from tests.support.serving.requests import (
+    DTYPES,
+    JSON_DTYPES,
+    FakeMemory,
+    model,
+    two_inputs,
+    values,
+    wire,
+)
+
+
+def raw(dtype: str, array: np.ndarray, name: str = "x") -> Given:
+    payload = wire(dtype, array)
+    data = Binary(payload, 0, len(payload))
+    return Given(name, PROTOCOL_NAMES[dtype], list(array.shape), data)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_raw_contents_each_in_bytes_of_their_own(dtype: str) -> None:
+    array = values(dtype, 3, 4)
+    request = build([raw(dtype, array)], None, {}, "7", model(dtype), binary=True)
+    np.testing.assert_array_equal(request.feeds["x"], array, strict=True)
+    assert (request.rows, request.id, request.outputs) == (3, "7", (Wanted("y", True),))
+    (result,) = results(request, {"y": array}, model(dtype))
+    assert result.payload() == wire(dtype, array)
+    assert (result.name, result.datatype, result.shape) == ("y", PROTOCOL_NAMES[dtype], (3, 4))
+
+
+@pytest.mark.parametrize("dtype", JSON_DTYPES)
+def test_typed_contents(dtype: str) -> None:
+    """As protobuf gives them: bytes for texts, small integers in 32-bit fields."""
+    array = values(dtype, 2, 4)
+    datatype = PROTOCOL_NAMES[dtype]
+    sent = [x.encode() if dtype == "string" else x for x in array.ravel().tolist()]
+    data = typed("x", datatype, {CONTENTS[datatype]: sent})
+    request = build([Given("x", datatype, [2, 4], data)], None, {}, None, model(dtype), binary=True)
+    np.testing.assert_array_equal(request.feeds["x"], array, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        ("int8", 128),
+        ("int8", -129),
+        ("int16", 2**15),
+        ("int16", -(2**15) - 1),
+        ("uint8", 256),
+        ("uint16", 2**16),
+    ],
+)
+def test_small_integers_are_checked_though_their_field_is_wider(dtype: str, value: int) -> None:
+    datatype = PROTOCOL_NAMES[dtype]
+    data = typed("x", datatype, {CONTENTS[datatype]: [value, 0, 0, 0]})
+    given = Given("x", datatype, [1, 4], data)
+    with pytest.raises(BadInput, match=f"{value} is out of range for {datatype}"):
+        build([given], None, {}, None, model(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("field", sorted(set(CONTENTS.values())))
+def test_values_in_the_wrong_field_are_refused(dtype: str, field: str) -> None:
+    datatype = PROTOCOL_NAMES[dtype]
+    if CONTENTS.get(datatype) == field:
+        assert typed("x", datatype, {field: [1], "none": []}) == [1]
+        return
+    with pytest.raises(BadInput, match=f"'{datatype}' .*, got {field}"):
+        typed("x", datatype, {field: [1], CONTENTS.get(datatype, "none"): []})
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_has_no_typed_contents(dtype: str) -> None:
+    datatype = PROTOCOL_NAMES[dtype]
+    given = Given("x", datatype, [1, 4], typed("x", datatype, {}))
+    with pytest.raises(BadInput, match="must be sent as binary data"):
+        build([given], None, {}, None, model(dtype), binary=True)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_typed_floats_may_be_what_json_cannot_carry(value: float) -> None:
+    given = Given("x", "FP32", [1, 4], [value, 1.0, 2.0, 3.0])
+    request = build([given], None, {}, None, model(), binary=True)
+    np.testing.assert_array_equal(request.feeds["x"], np.array([[value, 1, 2, 3]], np.float32))
+
+
+def test_a_finite_number_never_becomes_infinite() -> None:
+    given = Given("x", "FP32", [1, 4], [np.inf, 1e300, 2.0, 3.0])
+    with pytest.raises(BadInput, match="out of range for FP32"):
+        build([given], None, {}, None, model())
+
+
+def test_grpc_sends_every_output_binary_also_half_precision() -> None:
+    array = values("float16", 1, 4)
+    request = build([raw("float16", array)], [("y", None)], {}, None, model("float16"), binary=True)
+    assert request.outputs == (Wanted("y", True),)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ([-1, 4], "'shape' must be"),
+        ([2**63 - 1, 4], "above 8"),
+        ([2**63 - 1, -1], "'shape' must be"),
+        ([], "got shape"),
+        ([1] * 70, "got shape"),
+    ],
+)
+def test_shapes_as_protobuf_carries_them(shape: list[int], message: str) -> None:
+    given = Given("x", "FP32", shape, Binary(bytes(16), 0, 16))
+    with pytest.raises(BadInput, match=message):
+        build([given], None, {}, None, model())
+
+
+def test_http_and_grpc_refuse_in_the_same_words() -> None:
+    """One decoder: the transports differ in how they say a tensor, not in what is checked."""
+    wrong = {"name": "x", "datatype": "FP64", "shape": [1, 4], "data": [1, 2, 3, 4]}
+    with pytest.raises(BadInput) as over_http:
+        oip.decode(json.dumps({"inputs": [wrong]}).encode(), None, model())
+    given = Given("x", "FP64", [1, 4], typed("x", "FP64", {"fp64_contents": [1, 2, 3, 4]}))
+    with pytest.raises(BadInput) as over_grpc:
+        build([given], None, {}, None, model())
+    assert over_http.value.message == over_grpc.value.message
+
+
+def test_a_plan_may_be_filled_again_and_again() -> None:
+    given = [
+        Given("b", "INT64", [1], Binary(None, 0, 8)),
+        Given("a", "FP32", [1, 2], Binary(None, 8, 8)),
+    ]
+    kept = plan(given, None, {}, None, two_inputs())
+    for number in range(3):
+        body = b"head" + np.int64(number).tobytes() + np.full(2, number, np.float32).tobytes()
+        request = fill(kept, body, 4)
+        assert list(request.feeds) == ["a", "b"]
+        assert request.feeds["a"].tolist() == [[number, number]]
+        assert request.feeds["b"].tolist() == [number]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "string"])
+def test_the_limit_is_on_all_inputs_together(dtype: str) -> None:
+    count = {"float64": 100, "bfloat16": 200, "string": 10}[dtype]
+    specs = [TensorSpec(name, dtype, (count,)) for name in "ab"]
+    array = values(dtype, count)
+    one_of_two = array.nbytes if dtype != "string" else sum(64 + len(t.encode()) for t in array)
+    enough, short = (signature_of(specs, specs, 0, 2 * one_of_two - less) for less in (0, 1))
+    if dtype == "float64":
+        given = [Given(name, "FP64", [count], array.tolist()) for name in "ab"]
+    else:
+        given = [raw(dtype, array, name) for name in "ab"]
+        if dtype == "string":  # the lengths in front are sent too
+            grown = 2 * 4 * count
+            enough = signature_of(specs, specs, 0, 2 * one_of_two + grown)
+            short = signature_of(specs, specs, 0, 2 * one_of_two + grown - 1)
+    build(given, None, {}, None, enough, binary=True)
+    with pytest.raises(TooLarge, match="with input 'b' the request is"):
+        build(given, None, {}, None, short, binary=True)
+
+
+@pytest.mark.parametrize("parameters", [[], "x", 5, True])
+def test_parameters_are_an_object(parameters: object) -> None:
+    with pytest.raises(BadInput, match="must be an object"):
+        checked(parameters, "the request")
+
+
+def test_a_region_over_either_transport() -> None:
+    parameters = {"shared_memory_region": "r", "shared_memory_byte_size": 16}
+    region = region_of(parameters, "input 'x'")
+    assert region == Region("r", 0, 16)
+    assert region_of({"other": 1}, "input 'x'") is None
+    memory = FakeMemory(32)
+    wanted = [("y", {**parameters, "shared_memory_offset": 16})]
+    given = [Given("x", "FP32", [1, 4], region)]
+    request = build(given, wanted, {}, None, model(), memory, binary=True)
+    (result,) = results(request, {"y": np.ones((1, 4), np.float32)}, model(), memory)
+    assert (result.array, result.payload()) == (None, b"")
+    assert memory.bytes[16:] == np.ones(4, np.float32).tobytes()

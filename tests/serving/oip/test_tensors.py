@@ -1,0 +1,109 @@
+"""Bytes to arrays without copies, and the two datatypes that numpy does not have."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec
+from deploykit.runtimes.data.samples import random_feeds
+from deploykit.serving.oip import json as oip
+from deploykit.serving.oip.request import Binary, Given, build
+from deploykit.serving.oip.request import signature as signature_of
+from deploykit.serving.oip.tensors import to_bytes
+from tests.support.serving.requests import DTYPES, LIMIT, model, one, values
+
+
+@pytest.mark.parametrize("kind", [bytes, memoryview], ids=["bytes", "memoryview"])
+def test_a_picture_is_not_copied_between_the_body_and_the_engine(kind: type) -> None:
+    """The one copy there may be is the transport's, from the socket into the body."""
+    picture = values("uint8", 1, 224, 224, 3)
+    body, json_bytes = one("uint8", picture)
+    request = oip.decode(kind(body), json_bytes, model("uint8", "N", 224, 224, 3))
+    assert np.shares_memory(request.feeds["x"], np.frombuffer(body, np.uint8))
+    np.testing.assert_array_equal(request.feeds["x"], picture)
+    raw = oip.decode(kind(picture.tobytes()), 0, model("uint8", "N", 224, 224, 3))
+    np.testing.assert_array_equal(raw.feeds["x"], picture)
+
+
+def test_a_picture_over_grpc_is_not_copied_either() -> None:
+    payload = values("uint8", 1, 224, 224, 3).tobytes()
+    given = Given("x", "UINT8", [1, 224, 224, 3], Binary(payload, 0, len(payload)))
+    request = build([given], None, {}, None, model("uint8", "N", 224, 224, 3), binary=True)
+    assert np.shares_memory(request.feeds["x"], np.frombuffer(payload, np.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spaces", range(4))
+def test_numbers_are_aligned_wherever_the_json_part_ends(dtype: str, spaces: int) -> None:
+    """And copied only if they are not; what an engine gets cannot be written to, or is its own."""
+    array = values(dtype, 2, 4)
+    body, json_bytes = one(dtype, array, parameters={"binary_data_output": True})
+    body = body[: json_bytes - 1] + b" " * spaces + body[json_bytes - 1 :]
+    x = oip.decode(body, json_bytes + spaces, model(dtype)).feeds["x"]
+    assert x.flags.aligned
+    assert x.flags.c_contiguous
+    shared = np.shares_memory(x, np.frombuffer(body, np.uint8))
+    assert not (shared and x.flags.writeable)
+    np.testing.assert_array_equal(x, array, strict=True)
+
+
+@pytest.mark.parametrize("special", [0.0, -0.0, 3.4e38, -1e-40, 1e-45, np.inf, -np.inf, np.nan])
+def test_bfloat16_is_rounded_as_ml_dtypes_does_it(special: float) -> None:
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 2**32, 5000, dtype=np.uint32)
+    ties = (bits & 0xFFFF0000) | 0x8000
+    array = np.concatenate([bits, ties, ties + 1, ties - 1]).view(np.float32)
+    array = np.append(array, np.float32(special)).astype(np.float32)
+    got = np.frombuffer(to_bytes(array, "BF16"), np.uint16).view(ml_dtypes.bfloat16)
+    with np.errstate(invalid="ignore"):
+        expected = array.astype(ml_dtypes.bfloat16)
+    numbers = ~np.isnan(array)
+    np.testing.assert_array_equal(
+        got[numbers].view(np.uint16), expected[numbers].view(np.uint16), strict=True
+    )
+    assert np.isnan(got[~numbers].astype(np.float32)).all()
+
+
+def test_bfloat16_of_a_slice_that_is_not_contiguous() -> None:
+    array = values("bfloat16", 4, 6).T[2:4]
+    back = np.frombuffer(to_bytes(array, "BF16"), np.uint16).astype(np.uint32) << 16
+    np.testing.assert_array_equal(back.view(np.float32).reshape(2, 4), array)
+
+
+def test_a_bfloat16_model_in_pytorch_is_served_as_bf16() -> None:
+    """bfloat16 in and out on the wire, float32 in between, bfloat16 in the model itself."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from deploykit.runtimes.torch.engine import Loaded, TorchEngine
+
+    class Half(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def forward(self, x: Any) -> tuple[Any]:
+            assert x.dtype == torch.bfloat16
+            return (x * 2,)
+
+    x, y = (TensorSpec(name, "bfloat16", ("N", 4)) for name in "xy")
+    engine = TorchEngine(Loaded(Half(), (x,), (y,), None, "checkpoint", False), "half", "cpu", None)
+    signature = signature_of([x], [y], 8, LIMIT)
+    array = values("bfloat16", 2, 4)
+    body, json_bytes = one("bfloat16", array, parameters={"binary_data_output": True})
+    request = oip.decode(body, json_bytes, signature)
+    parts, _ = oip.encode("m", "1", request, engine(request.feeds), signature)
+    assert json.loads(parts[0])["outputs"][0]["datatype"] == PROTOCOL_NAMES["bfloat16"]
+    back = np.frombuffer(parts[1], ml_dtypes.bfloat16).astype(np.float32).reshape(2, 4)
+    np.testing.assert_array_equal(back, array * 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_random_inputs_are_what_the_protocol_carries(dtype: str) -> None:
+    """Whatever can be served can also be timed and compared on made-up inputs."""
+    spec = TensorSpec("x", dtype, ("N", 4))
+    array = random_feeds((spec,), {"N": 2})["x"]
+    body, json_bytes = one(dtype, array, parameters={"binary_data_output": True})
+    got = oip.decode(body, json_bytes, model(dtype)).feeds["x"]
+    assert (got.dtype, got.shape) == (array.dtype, array.shape)
+    if dtype != "bfloat16":  # a client drops what bfloat16 has not
+        np.testing.assert_array_equal(got, array)

@@ -1,0 +1,393 @@
+"""Clients that would have a server hold, or lose count of, the bytes of their requests."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import gzip
+import random
+import socket
+import ssl
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deploykit.runtimes.fake import FakeEngine
+from deploykit.serving.http.connection import Connection
+from deploykit.serving.http.exchange import Exchange
+from deploykit.serving.http.head import Limits
+from deploykit.serving.http.infer import Inference
+from deploykit.serving.http2.stream import Call as GrpcCall
+from deploykit.serving.models.repository import ServeOptions, Service
+from deploykit.serving.oip.tensors import Bytes
+from deploykit.serving.transport.call import Head
+from tests.serving.conftest import WAIT_S, GatedEngine, Raw, Reply, Running, request, running
+from tests.serving.transport.test_memory import held, part, raw_infer
+from tests.support.serving.grpc_cases import (
+    INFER,
+    Answer,
+    Echo,
+    Frames,
+    frames,
+    infer_bytes,
+    serving,
+)
+
+LIMIT = 1 << 20
+WIDE = LIMIT // 8  # numbers: half of the limit in a request
+MESSAGE = infer_bytes(width=WIDE)
+PATH = "/v2/models/m/infer"
+STREAM = INFER.replace("ModelInfer", "ModelStreamInfer")
+HEALTH = "/grpc.health.v1.Health/"
+INVALID_ARGUMENT, UNAVAILABLE = 3, 14
+Eventually = Callable[[Callable[[], bool]], None]
+
+
+def answered(raw: Raw) -> Reply:
+    reply = raw.reply()
+    assert reply is not None
+    return reply
+
+
+def values() -> np.ndarray:
+    return np.ones(WIDE, np.float32)
+
+
+def chunked(body: bytes, path: str = PATH) -> bytes:
+    """A request whose body comes in one chunk, and does not end."""
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    return head.encode() + b"%x\r\n" % len(body) + body
+
+
+# -- HTTP
+
+
+def test_a_refused_body_is_let_go_though_an_answer_before_it_is_awaited(
+    eventually: Eventually,
+) -> None:
+    engine = GatedEngine(width=WIDE)
+    with running({"m": engine}, max_held_bytes=LIMIT, max_body_bytes=LIMIT) as server:
+        engine.warm = True
+        raw = server.connect()
+        raw.send(raw_infer(values()))
+        assert engine.entered.acquire(timeout=WAIT_S)
+        first = held(server)
+        raw.send(chunked(bytes(LIMIT // 4)) + b"\r\nno size\r\n")
+        eventually(lambda: raw_refused(server))
+        assert held(server) == first
+        engine.gate.set()
+        assert [answered(raw).status, answered(raw).status] == [200, 400]
+        eventually(lambda: held(server) == 0)
+
+
+def raw_refused(server: Running) -> bool:
+    return any(each.unanswered == 2 for each in server.server._listener.connections)
+
+
+BODY = values().tobytes()
+ENDS: dict[str, tuple[bytes, int | None]] = {  # what is sent, and the status, None: the client goes
+    "unknown path": (request("POST", "/v2/nothing", BODY), 404),
+    "HEAD": (request("HEAD", "/v2/health/live", BODY), 200),
+    "no JSON": (request("POST", PATH, BODY), 400),
+    "head in the middle": (request("POST", PATH, BODY) + b"GET /v2 HTTP/1.1\r\nHo", 400),
+    "chunk that does not end": (chunked(BODY) + b"xx", 400),
+    "chunks above the limit": (chunked(BODY) + b"\r\nfffffff\r\n", 413),
+    "chunks, gone": (chunked(BODY), None),
+    "gone": (raw_infer(values())[:-1], None),
+    "100-continue": (raw_infer(values(), Expect="100-continue")[:-9], None),
+    "damaged gzip": (raw_infer(values(), Content_Encoding="gzip"), 400),
+    "unknown encoding": (raw_infer(values(), Content_Encoding="br"), 415),
+    "then what is no HTTP": (raw_infer(values()) + b"\0\r\n\r\n", 200),
+    "too slow": (raw_infer(values())[:-1], 408),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_nothing_is_held_in_the_end(eventually: Eventually, name: str) -> None:
+    data, status = ENDS[name]
+    limits = Limits(body_s=0.0) if name == "too slow" else Limits()
+    engine = FakeEngine(width=WIDE)
+    with running({"m": engine}, limits, max_held_bytes=LIMIT, max_body_bytes=LIMIT) as server:
+        counted = server.server._listener.held
+        raw = Raw(server.port)
+        raw.send(data)
+        if status is None:
+            eventually(lambda: counted.bytes > 0)
+        else:
+            reply = raw.reply(body=name != "HEAD")
+            assert reply is not None
+            assert reply.status == status
+        raw.close()
+        eventually(lambda: not server.server._listener.connections)
+        eventually(lambda: counted.bytes == 0)
+
+
+def test_over_tls_a_client_that_goes_holds_nothing(
+    eventually: Eventually, pem: tuple[Path, Path]
+) -> None:
+    context = ssl.create_default_context(cafile=str(pem[0]))
+    with running({"m": FakeEngine(width=WIDE)}, tls_cert=pem[0], tls_key=pem[1]) as server:
+        plain = socket.create_connection(("127.0.0.1", server.port), WAIT_S)
+        client = context.wrap_socket(plain, server_hostname="localhost")
+        client.sendall(raw_infer(values())[:-8])
+        eventually(lambda: held(server) > LIMIT // 4)
+        client.close()
+        eventually(lambda: held(server) == 0)
+
+
+def test_texts_count_as_what_they_take(eventually: Eventually) -> None:
+    text = b"a" * LIMIT
+    packed = gzip.compress(len(text).to_bytes(4, "little") + text)
+    asked = request(
+        "POST",
+        PATH,
+        packed,
+        **{"Inference-Header-Content-Length": "0", "Content-Encoding": "gzip"},
+    )
+    models = {"m": Echo("string", 1), "wide": FakeEngine(width=WIDE)}
+    with running(models, max_held_bytes=LIMIT, max_body_bytes=2 * LIMIT) as server:
+        alone = server.connect()
+        alone.send(asked)
+        assert answered(alone).status == 200
+        other = server.connect()
+        part(other, raw_infer(values()).replace(b"/m/", b"/wide/"), 8)
+        eventually(lambda: held(server) > 0)
+        alone.send(asked)
+        assert answered(alone).status == 503
+        other.send(BODY[-8:])
+        assert answered(other).status == 200
+        eventually(lambda: held(server) == 0)
+
+
+class Seen:
+    """A call that remembers its reply."""
+
+    gone = False
+
+    def __init__(self, head: Head, body: Bytes) -> None:
+        self.head = head
+        self.body = body
+        self.cancel: Callable[[], object] | None = None
+        self.status = 0
+
+    def hold(self, size: int) -> bool:
+        return size >= 0
+
+    def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:  # noqa: ARG002
+        self.status = status
+
+
+def test_a_body_that_waits_to_be_read_goes_with_its_client() -> None:
+    aside: list[tuple[Callable[[], object], Callable[[Callable[[], object]], None]]] = []
+    options = ServeOptions()
+    service = Service({"m": FakeEngine()}, options, deliver=lambda _: None)
+    try:
+        infer = Inference(
+            service, service.find("m"), lambda work, then: aside.append((work, then)), None
+        )
+        array = np.zeros(LIMIT, np.uint8)
+        alive = weakref.ref(array)
+        call = Seen(Head(encoding=b"gzip"), array.data)
+        del array
+        infer(call)
+        (work, then), *_ = aside
+        assert alive() is not None
+        assert call.cancel is not None
+        call.gone = True
+        call.cancel()
+        assert alive() is None
+        then(work)
+        assert call.status == 0
+    finally:
+        service.close(drain=False)
+
+
+def test_aborted_uploads_leave_nothing_behind(eventually: Eventually) -> None:
+    data = [
+        raw_infer(values())[:-8],
+        chunked(BODY),
+        raw_infer(values(), Expect="100-continue")[:99],
+    ]
+    with running({"m": FakeEngine(width=WIDE)}, max_held_bytes=LIMIT) as server:
+        listener = server.server._listener
+        gc.collect()
+        before = count(Connection, Exchange)
+        gc.disable()
+        try:
+            for number in range(60):
+                with contextlib.closing(Raw(server.port)) as raw, contextlib.suppress(OSError):
+                    raw.send(data[number % 3])
+            eventually(lambda: not listener.connections and not listener.held.bytes)
+            eventually(lambda: count(Connection, Exchange) <= before)
+        finally:
+            gc.enable()
+
+
+def count(*kinds: type) -> int:
+    return sum(type(each) in kinds for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_hostile_http_clients_at_random(eventually: Eventually, seed: int) -> None:
+    chance = random.Random(seed)
+    data = [data for data, _ in ENDS.values()]
+    models = {"m": FakeEngine(width=WIDE)}
+    with running(models, max_held_bytes=LIMIT, max_body_bytes=LIMIT) as server:
+        counted = server.server._listener.held
+        raws: list[Raw] = []
+        for _ in range(40):
+            if len(raws) < 3 or chance.random() < 0.3:
+                raws.append(Raw(server.port))
+            raw = chance.choice(raws)
+            sent = chance.choice(data)
+            with contextlib.suppress(OSError):
+                raw.socket.settimeout(0.05)
+                raw.send(sent[: chance.randrange(len(sent))] if chance.random() < 0.3 else sent)
+            if chance.random() < 0.3:
+                raws.remove(raw)
+                raw.close()
+            assert counted.bytes >= 0
+        for raw in raws:
+            raw.close()
+        eventually(lambda: not server.server._listener.connections)
+        eventually(lambda: counted.bytes == 0)
+        alone = server.connect()
+        alone.send(raw_infer(values()))
+        assert answered(alone).status == 200
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("grpc_port", [None, 0])
+def test_a_client_that_comes_at_the_very_end_does_not_break_it(grpc_port: int | None) -> None:
+    with running(grpc_port=grpc_port) as served:
+        server = served.server
+        port = served.port if grpc_port is None else server._routes.grpc_port
+
+        def end() -> None:
+            server._begin_drain()
+            clients.append(socket.create_connection(("127.0.0.1", port or 0), WAIT_S))
+
+        clients: list[socket.socket] = []
+        server._loop.call_soon_threadsafe(end)
+        while not clients:
+            threading.Event().wait(0.001)
+        clients[0].close()
+        assert served.stop() == 0
+
+
+# -- gRPC
+
+
+@contextlib.contextmanager
+def thirsty(port: int) -> Iterator[Frames]:
+    """A client whose windows hold every answer."""
+    most = (1 << 30).to_bytes(4, "big")
+    with frames(port, settings=b"\0\4" + most) as client:
+        client.send(8, 0, 0, most)
+        yield client
+
+
+def fill(client: Frames, stream: int, size: int) -> None:
+    """A message of which a byte is still to come."""
+    client.open(stream)
+    data = b"\0" + (size - 4).to_bytes(4, "big") + bytes(size - 5)
+    for at in range(0, len(data), 1 << 14):
+        client.send(0, 0, stream, data[at : at + (1 << 14)])
+
+
+def test_health_is_told_though_there_is_no_room(eventually: Eventually) -> None:
+    with serving(max_held_bytes=4000) as server, frames(server.port) as first:
+        counted = server.server._shared.held
+        fill(first, 1, 4000)
+        eventually(lambda: counted.bytes == 4000)
+        with frames(server.port) as client:
+            assert client.call(1, b"", f"{HEALTH}Check").status == 0
+            assert client.call(3, b"", f"{INFER.rpartition('/')[0]}/ServerReady").status == 0
+            assert client.call(5, bytes(2000), f"{HEALTH}Check").status == UNAVAILABLE
+            assert client.call(7, infer_bytes()).status == UNAVAILABLE
+            client.settle()
+            assert client.answers[7].reset is None  # it had ended: there is nothing to stop
+            assert counted.bytes == 4000
+
+
+def test_a_watcher_of_the_health_is_no_request_that_waits(eventually: Eventually) -> None:
+    engine = GatedEngine()
+    with serving({"m": engine}) as server, frames(server.port) as client:
+        shared = server.server._shared
+        client.open(1, f"{HEALTH}Watch")
+        client.message(1, b"")
+        client.until(lambda: len(client.answers.get(1, Answer()).data) > 0, 1)
+        assert server.see(lambda: (shared.unanswered, shared.held.bytes)) == (0, 0)
+        engine.warm = True
+        client.open(3)
+        client.message(3, infer_bytes())
+        assert engine.entered.acquire(timeout=WAIT_S)
+        server.service.drain()
+        client.until(lambda: len(client.answers[1].data) > 7, 1)  # it is told of the end
+        assert server.see(lambda: shared.unanswered) == 1
+        engine.gate.set()
+        assert client.answer(3).status == 0
+        assert server.see(lambda: shared.unanswered) == 0
+
+
+def test_parallel_bodies_on_one_connection_are_answered_or_refused(eventually: Eventually) -> None:
+    models = {"m": FakeEngine(width=WIDE)}
+    with serving(models, max_held_bytes=100, max_body_bytes=LIMIT) as server:
+        with thirsty(server.port) as client:
+            streams = range(1, 17, 2)
+            for stream in streams:
+                client.open(stream)
+            data = b"\0" + len(MESSAGE).to_bytes(4, "big") + MESSAGE
+            for at in range(0, len(data), 1 << 14):
+                for stream in streams:
+                    piece = data[at : at + (1 << 14)]
+                    client.send(0, int(at + len(piece) == len(data)), stream, piece)
+            found = {client.answer(stream).status for stream in streams}
+            assert UNAVAILABLE in found
+            assert found <= {0, UNAVAILABLE}
+            assert client.call(99, MESSAGE).status == 0
+        eventually(lambda: server.server._shared.held.bytes == 0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_hostile_grpc_clients_at_random(eventually: Eventually, seed: int) -> None:
+    chance = random.Random(seed)
+    packed = gzip.compress(infer_bytes(width=WIDE))
+    models = {"m": FakeEngine(width=WIDE)}
+    gc.collect()
+    calls = count(GrpcCall)
+    with serving(models, max_held_bytes=2 * LIMIT, max_body_bytes=LIMIT) as server:
+        shared = server.server._shared
+        for _ in range(12):
+            with contextlib.suppress(OSError), frames(server.port) as client:
+                client.socket.settimeout(1)
+                for stream in range(1, 2 * chance.randrange(2, 8), 2):
+                    path = chance.choice([INFER, STREAM, f"{HEALTH}Watch", "/no/thing"])
+                    more = {"grpc-encoding": "gzip"} if chance.random() < 0.4 else {}
+                    if chance.random() < 0.2:
+                        more["grpc-timeout"] = "1m"
+                    client.open(stream, path, **more)
+                    data = chance.choice([MESSAGE, packed, b"", b"\xff" * 100_000])
+                    end, zipped = chance.random() < 0.6, int(chance.random() < 0.4)
+                    if chance.random() < 0.3:
+                        data = data[: len(data) // 2]
+                        client.send(0, 0, stream, b"\0\0\x0f\0\0" + data[:9000])
+                    else:
+                        client.message(stream, data, end=end, compressed=zipped)
+                    if chance.random() < 0.3:
+                        client.send(3, 0, stream, bytes([0, 0, 0, 8]))
+                    assert shared.held.bytes >= 0
+                if chance.random() < 0.5:
+                    client.settle()
+        eventually(lambda: not shared.connections)
+        eventually(lambda: server.see(lambda: (shared.unanswered, shared.held.bytes)) == (0, 0))
+        with thirsty(server.port) as client:
+            assert client.call(1, MESSAGE).status == 0
+            bad = client.call(3, b"\xff" * 100)
+            assert bad.status == INVALID_ARGUMENT
+    gc.collect()
+    assert count(GrpcCall) <= calls

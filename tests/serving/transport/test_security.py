@@ -1,0 +1,271 @@
+"""Token, TLS, Host and Origin, through real sockets."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from deploykit.core.errors import BadInput
+from deploykit.runtimes.fake import FakeEngine
+from deploykit.serving.server import Limits, ServeOptions, Server
+from deploykit.serving.transport.security import Guard, tls_context
+from tests.serving.conftest import WAIT_S, Raw, Running, infer_json, request, running
+
+GOOD = infer_json([1, 2, 3, 4], [1, 4])
+INFER = "/v2/models/m/infer"
+TOKEN = "correct horse battery"
+
+
+# -- the token
+
+
+@pytest.mark.parametrize(
+    ("authorization", "allowed"),
+    [
+        (f"Bearer {TOKEN}", True),
+        (f"bearer  {TOKEN} ", True),
+        (None, False),
+        ("", False),
+        (TOKEN, False),
+        (f"Basic {TOKEN}", False),
+        (f"Bearer {TOKEN}x", False),
+        (f"Bearer {TOKEN[:-1]}", False),
+        ("Bearer \xff", False),
+    ],
+)
+def test_only_the_token_opens(authorization: str | None, allowed: bool) -> None:
+    header = None if authorization is None else authorization.encode("latin-1")
+    assert Guard(TOKEN).allows(header) is allowed
+    assert Guard(None).allows(header)
+
+
+def test_without_the_token_only_health_and_the_empty_page_answer() -> None:
+    with running(token=TOKEN) as server:
+        assert server.ask("GET", "/v2/health/live").status == 200
+        assert server.ask("GET", "/v2/health/ready").status == 200
+        assert server.ask("GET", "/").status == 200
+        for method, target in (
+            ("GET", "/v2"),
+            ("GET", "/v2/models/m"),
+            ("GET", "/metrics"),
+            ("GET", "/status"),
+            ("GET", "/docs"),
+            ("GET", "/openapi.json"),
+            ("GET", "/v2/healthy"),
+            ("GET", "/v2/models/unknown"),
+            ("POST", INFER),
+            ("POST", "/v2/repository/index"),
+        ):
+            for headers in ({}, {"Authorization": "Bearer wrong token indeed"}):
+                reply = server.ask(method, target, GOOD if target == INFER else b"", **headers)
+                assert reply.status == 401, target
+                assert reply.headers["www-authenticate"] == "Bearer"
+                assert TOKEN not in reply.body.decode()
+        good = server.ask("POST", INFER, GOOD, Authorization=f"Bearer {TOKEN}")
+        assert good.status == 200
+
+
+def test_without_the_token_a_body_is_not_waited_for() -> None:
+    with running(token=TOKEN) as server:
+        raw = server.connect()
+        raw.send(request("POST", INFER, Content_Length="60000000", Expect="100-continue"))
+        reply = raw.reply()
+        assert reply is not None
+        assert reply.status == 401
+        assert raw.ended()
+
+
+# -- Host and Origin (W1, W2)
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"])
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", "null", "http://localhost.evil.example"]
+)
+def test_a_foreign_page_is_refused_whatever_it_asks(
+    server: Running, method: str, origin: str
+) -> None:
+    reply = server.ask(method, INFER, Origin=origin)
+    assert reply.status == 403
+    assert "access-control-allow-origin" not in reply.headers
+
+
+def test_a_page_of_this_machine_may_ask(server: Running) -> None:
+    for origin in ("http://localhost:3000", f"http://127.0.0.1:{server.port}"):
+        reply = server.ask("POST", INFER, GOOD, Origin=origin)
+        assert reply.status == 200
+        assert reply.headers["access-control-allow-origin"] == origin
+        assert reply.headers["vary"] == "Origin"
+
+
+def test_an_allowed_page_may_call_a_server_that_is_not_on_loopback() -> None:
+    origin = "https://app.example"
+    with running(host="0.0.0.0", origins=(origin,), token=TOKEN) as server:
+        # the browser's question comes without the token
+        first = server.ask(
+            "OPTIONS",
+            INFER,
+            Host="gpu.example",
+            Origin=origin,
+            Access_Control_Request_Method="POST",
+        )
+        assert first.status == 200
+        assert first.headers["access-control-allow-origin"] == origin
+        assert "POST" in first.headers["access-control-allow-methods"]
+        assert "Authorization" in first.headers["access-control-allow-headers"]
+        headers = {"Host": "gpu.example", "Authorization": f"Bearer {TOKEN}"}
+        assert server.ask("POST", INFER, GOOD, Origin=origin, **headers).status == 200
+        for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+            reply = server.ask(method, INFER, GOOD, Origin="https://evil.example", **headers)
+            assert reply.status == 403
+            assert "access-control-allow-origin" not in reply.headers
+        own = server.ask("POST", INFER, GOOD, Origin="http://gpu.example", **headers)
+        assert own.status == 200
+
+
+@pytest.mark.parametrize("origin", ["app.example", "*", "https://a/b", "https://"])
+def test_what_is_no_origin_is_refused_at_the_start(origin: str) -> None:
+    with pytest.raises(BadInput, match="--origin"):
+        Server({"m": FakeEngine()}, ServeOptions(http_port=0, origins=(origin,)))
+
+
+# -- where it listens (W4)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, **options: object) -> list[str]:
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "deploykit"), running(**options):
+        pass
+    return [record.message for record in caplog.records if "listening" in record.message]
+
+
+def test_loopback_is_the_default_and_another_address_gives_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert ServeOptions().host == "127.0.0.1"
+    assert warnings_of(caplog) == []
+    (line,) = warnings_of(caplog, host="0.0.0.0")
+    assert "0.0.0.0" in line
+    (line,) = warnings_of(caplog, host="0.0.0.0", token=TOKEN)
+    assert "without TLS" in line
+
+
+# -- TLS
+
+
+def secure(port: int, cert: Path, **options: object) -> Raw:
+    context = ssl.create_default_context(cafile=str(cert))
+    for name, value in options.items():
+        setattr(context, name, value)
+    raw = Raw(port)
+    raw.socket = context.wrap_socket(raw.socket, server_hostname="localhost")
+    raw._stream = raw.socket.makefile("rb")
+    return raw
+
+
+def test_tls_carries_many_requests_and_large_bodies(pem: tuple[Path, Path]) -> None:
+    cert, key = pem
+    with running(tls_cert=cert, tls_key=key, token=TOKEN) as server:
+        raw = secure(server.port, cert)
+        assert raw.socket.version() in ("TLSv1.2", "TLSv1.3")
+        header = {"Authorization": f"Bearer {TOKEN}"}
+        for padding in (0, 10, 3_000_000):
+            raw.send(request("POST", INFER, GOOD + b" " * padding, **header))
+            reply = raw.reply()
+            assert reply is not None
+            assert reply.json["outputs"][0]["data"] == [3, 5, 7, 9]
+        raw.close()
+
+
+def test_tls_older_than_1_2_is_not_spoken(pem: tuple[Path, Path]) -> None:
+    assert tls_context(*pem).minimum_version == ssl.TLSVersion.TLSv1_2
+
+
+def test_plain_http_on_the_tls_port_is_closed_with_one_line(
+    pem: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    cert, key = pem
+    caplog.set_level(logging.INFO, "deploykit")
+    with running(tls_cert=cert, tls_key=key) as server:
+        raw = Raw(server.port)
+        raw.send(request("GET", "/v2/health/live"))
+        assert b"200 OK" not in raw.socket.recv(4096)
+        raw.close()
+        again = secure(server.port, cert)
+        again.send(request("GET", "/v2/health/live"))
+        reply = again.reply()
+        assert reply is not None
+        assert reply.status == 200
+        again.close()
+    lines = [r.message for r in caplog.records if "handshake" in r.message]
+    assert lines == ["a connection was closed in its TLS handshake: http request"]
+
+
+def test_a_tls_client_on_the_plain_port_is_refused_with_one_line(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    """T12."""
+    with caplog.at_level(logging.INFO, "deploykit"):
+        client = socket.create_connection(("127.0.0.1", server.port), WAIT_S)
+        context = ssl._create_unverified_context()
+        with client, pytest.raises(OSError):
+            context.wrap_socket(client)
+    lines = [r.message for r in caplog.records if "not valid HTTP" in r.message]
+    assert len(lines) == 1
+    assert lines[0].isprintable()
+
+
+def test_a_handshake_that_does_not_go_on_is_let_go(
+    pem: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    cert, key = pem
+    caplog.set_level(logging.INFO, "deploykit")
+    with running(None, Limits(header_s=0.2), tls_cert=cert, tls_key=key) as server:
+        silent, half = Raw(server.port), Raw(server.port)
+        half.send(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
+        assert silent.ended()
+        assert half.ended()
+        silent.close()
+        half.close()
+    assert len([r for r in caplog.records if "TLS handshake" in r.message]) == 2
+
+
+def _written(folder: Path, name: str, text: str) -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def test_a_wrong_certificate_is_named(pem: tuple[Path, Path], tmp_path: Path) -> None:
+    cert, key = pem
+    other = tmp_path / "other.pem"
+    subprocess.run(
+        ["openssl", "genrsa", "-out", str(other), "2048"], check=True, capture_output=True
+    )
+    locked = tmp_path / "locked.pem"
+    subprocess.run(
+        ["openssl", "pkey", "-in", str(key), "-aes256", "-passout", "pass:x", "-out", str(locked)],
+        check=True,
+        capture_output=True,
+    )
+    absent, text = tmp_path / "absent.pem", _written(tmp_path, "text.pem", "hello")
+    torn = _written(tmp_path, "torn.pem", cert.read_text()[:200])
+    for files, said in (
+        ((absent, key), f"--tls-cert {absent}: No such file"),
+        ((cert, absent), f"--tls-key {absent}: No such file"),
+        ((text, key), f"--tls-cert {text}: not a PEM file"),
+        ((torn, key), str(torn)),
+        ((cert, other), f"--tls-key {other} does not belong to --tls-cert {cert}"),
+        ((cert, locked), f"--tls-key {locked}: the key is encrypted"),
+        ((cert, tmp_path), f"--tls-key {tmp_path}: Is a directory"),
+    ):
+        with pytest.raises(BadInput) as caught:
+            Server(
+                {"m": FakeEngine()}, ServeOptions(http_port=0, tls_cert=files[0], tls_key=files[1])
+            )
+        assert said in caught.value.message
+        assert "\n" not in caught.value.message

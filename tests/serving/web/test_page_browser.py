@@ -1,0 +1,321 @@
+"""The page in a real browser, on a real server with real models: what a person sees and can do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deploykit import __version__
+from deploykit.runtimes.engine import load
+from tests.serving.conftest import Running, running
+from tests.support.serving.browser import CHROMIUM, NO_CHROMIUM, Tab, chromium
+from tests.support.serving.page_models import HOSTILE, bands, colours, sums
+
+pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    with chromium(tmp_path_factory.mktemp("chromium")) as tab:
+        yield tab
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    made = {"bands": bands, "colours": colours, "sums": sums}
+    return {name: make(folder / f"{name}.onnx") for name, make in made.items()}
+
+
+@pytest.fixture(scope="module")
+def served(files: dict[str, Path]) -> Iterator[Running]:
+    engines = {name: load(path, "cpu") for name, path in files.items()}
+    with running(engines) as server:
+        yield server
+    for engine in engines.values():
+        engine.close()
+
+
+@pytest.fixture
+def page(browser: Tab, served: Running) -> Tab:
+    """The page of `served`, loaded anew, with figures on it."""
+    return opened(browser, served)
+
+
+def opened(tab: Tab, server: Running) -> Tab:
+    tab.problems.clear()
+    tab.requests.clear()
+    tab.look()
+    tab.open(f"http://127.0.0.1:{server.port}/")
+    tab.until(f"location.port === '{server.port}' && document.querySelector('#tiles dd')")
+    return tab
+
+
+def choose_model(tab: Tab, name: str) -> None:
+    tab.ask(f"[...document.querySelectorAll('#models-rows button')].find("
+            f"(b) => b.textContent === '{name}').click()")  # fmt: skip
+    assert tab.text("#try-title") == f"Try {name}"
+
+
+def choose_way(tab: Tab, name: str) -> None:
+    tab.ask(f"document.querySelector('#kinds input[value=\"{name}\"]').click()")
+
+
+def run(tab: Tab) -> str:
+    """Press Run; what came back, as a reader sees it."""
+    tab.ask("document.querySelector('#answer').replaceChildren()")
+    tab.ask("document.querySelector('#run').click()")
+    tab.until(
+        "document.querySelector('#answer').innerText && !document.querySelector('#run').disabled"
+    )
+    tab.ask("document.querySelectorAll('#answer details').forEach((each) => { each.open = true; })")
+    return tab.text("#answer")
+
+
+def values(tab: Tab, output: int = 0) -> list[float]:
+    """The numbers of one output."""
+    text = tab.ask(f"document.querySelectorAll('#answer .values')[{output}].textContent")
+    return [float(word) for word in text.split()]
+
+
+def box(tab: Tab, selector: str) -> dict[str, float]:
+    tab.ask(f"document.querySelector('{selector}').scrollIntoView({{block: 'center'}})")
+    found: dict[str, float] = tab.ask(
+        f"(({{left, top, width, height}}) => ({{left, top, width, height}}))("
+        f"document.querySelector('{selector}').getBoundingClientRect())"
+    )
+    return found
+
+
+# -- what it shows --------------------------------------------------------------------------------
+
+
+def test_it_loads_without_a_complaint_and_asks_nobody_else(page: Tab, served: Running) -> None:
+    page.until("document.querySelector('#process dd')")
+    assert page.problems == []
+    origin = f"http://127.0.0.1:{served.port}/"
+    assert page.requests
+    assert [url for url in page.requests if not url.startswith(origin)] == []
+    assert page.text("#state") == "ready"
+    assert page.text("#version") == __version__
+    assert page.text("#models-rows").split()[::7] == ["bands", "colours", "sums"]
+
+
+def test_it_shows_how_a_model_does(browser: Tab, files: dict[str, Path]) -> None:
+    item = {"name": "a", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}
+    other = {"name": "b", "datatype": "INT64", "shape": [1, 2], "data": [3, 4]}
+    body = json.dumps({"inputs": [item, other]}).encode()
+    with load(files["sums"], "cpu") as engine, running({"sums": engine}) as server:
+        page = opened(browser, server)
+        assert page.ask("document.querySelector('#models').hidden")  # there is but one
+        for _ in range(40):
+            assert server.ask("POST", "/v2/models/sums/infer", body).status == 200
+        assert server.ask("POST", "/v2/models/sums/infer", b"{}").status == 400
+        page.until("document.querySelector('#time .legend')")
+        assert "Compute" in page.text("#time")
+        assert "Queue" in page.text("#time")
+        page.until("document.querySelector('#batches svg')")
+        label = page.ask("document.querySelector('#batches svg').getAttribute('aria-label')")
+        assert label == "Rows in a batch: 1 rows 100 percent"
+        tiles = page.ask(
+            "Object.fromEntries([...document.querySelectorAll('#tiles div')]"
+            ".map((tile) => [tile.firstChild.textContent, tile.lastChild.textContent]))"
+        )
+        assert float(tiles["p50"].removesuffix(" ms")) > 0
+        assert tiles["Errors"].endswith(" 1 in all")
+        assert tiles["Rows a batch"].strip() == "1"
+
+
+def test_a_server_that_drains_and_one_that_is_gone_are_told(
+    browser: Tab, files: dict[str, Path]
+) -> None:
+    with load(files["bands"], "cpu") as engine, running({"bands": engine}) as server:
+        opened(browser, server)
+        server.server.service.drain()
+        browser.until(
+            "document.querySelector('#state').innerText === "
+            "'not ready: the server is shutting down'"
+        )
+        assert "shutting down" in browser.text("#notes")
+        server.stop()
+        browser.until("document.querySelector('#state').innerText === 'unreachable'")
+        assert browser.text("#model-name") == "bands"  # the last figures stay
+
+
+def test_it_asks_no_more_while_nobody_looks(page: Tab) -> None:
+    hide = "Object.defineProperty(document, 'hidden', {configurable: true, get: () => %s});"
+    told = "document.dispatchEvent(new Event('visibilitychange'));"
+    page.ask(hide % "true" + told)
+    page.ask("fetch('/v2')")  # after it, what was under way has come back
+    before = sum(url.endswith("/status") for url in page.requests)
+    page.ask("new Promise((done) => setTimeout(done, 2500))")
+    assert sum(url.endswith("/status") for url in page.requests) <= before + 1
+    page.ask("window.seen = document.querySelector('#uptime').innerText; 0")
+    page.ask(hide % "false" + told)
+    page.until("document.querySelector('#uptime').innerText !== window.seen")
+
+
+def test_a_token_is_asked_for_and_used(browser: Tab, files: dict[str, Path]) -> None:
+    token = "a token of more than 16"
+    with load(files["bands"], "cpu") as engine, running({"bands": engine}, token=token) as server:
+        browser.open(f"http://127.0.0.1:{server.port}/")
+        browser.until("!document.querySelector('#token').hidden")
+        assert browser.text("#state") == "locked"
+        assert browser.ask("document.querySelector('#main').hidden")
+        name = browser.ask("document.querySelector('#token-text').labels[0]?.innerText")
+        assert name == "This server asks for its token"
+        browser.ask(f"document.querySelector('#token-text').value = {json.dumps(token)}")
+        browser.ask("document.querySelector('#token button').click()")
+        browser.until("document.querySelector('#tiles dd')")
+        assert browser.ask("document.querySelector('#token').hidden")
+        browser.ask("[...document.querySelectorAll('#panel button')].at(-1).click()")
+        assert "bands" in run(browser)
+
+
+# -- try it ---------------------------------------------------------------------------------------
+
+
+def test_a_stroke_of_the_pointer_reaches_the_model(page: Tab) -> None:
+    pad = box(page, ".pad")
+    x = pad["left"] + pad["width"] * 14.0 / 28  # in the fourth band
+    page.drag([(x, pad["top"] + pad["height"] * part) for part in (0.2, 0.5, 0.8)])
+    text = run(page)
+    assert "bands FP32 [1, 7]" in text
+    assert "ms, there and back" in page.text("#took")
+    found = values(page)
+    assert int(np.argmax(found)) == 3
+    assert found[0] == found[1] == found[5] == found[6] == 0
+    assert page.text(".top li span") == "3"
+    assert page.problems == []
+
+
+def test_everything_can_be_done_by_keyboard_alone(page: Tab) -> None:
+    """From the top of the page: to the pad, a line drawn to the left, to Run, the answer."""
+    focused = "document.activeElement"
+
+    def tab_to(condition: str) -> None:
+        for _ in range(40):
+            if page.ask(f"Boolean({condition})"):
+                return
+            page.key("Tab")
+        raise AssertionError(f"Tab does not lead to {condition}")
+
+    page.ask("document.body.focus()")
+    tab_to(f"{focused}.name === 'kind'")
+    page.key("ArrowRight")
+    page.until("document.querySelector('#panel input[type=file]')")
+    page.key("ArrowLeft")
+    tab_to(f"{focused}.className === 'pad'")
+    for _ in range(11):
+        page.key("ArrowLeft")
+    for _ in range(8):
+        page.key("ArrowDown", shift=True)
+    said = page.text("#panel [aria-live]")
+    assert said == "row 23, column 4, drawn"
+    tab_to(f"{focused}.id === 'run'")
+    page.key("Enter")
+    page.until("document.querySelector('#answer .top')")
+    assert page.text(".top li span") == "0"
+    assert page.ask(f"{focused}.id === 'run' || {focused} === document.body")
+
+
+def test_a_picture_is_scaled_to_what_the_model_takes(page: Tab, tmp_path: Path) -> None:
+    image_module = pytest.importorskip("PIL.Image", reason="pillow is not installed")
+    image = image_module.new("RGB", (320, 240), (200, 100, 30))
+    image.paste((0, 0, 255), (0, 120, 320, 240))  # the lower half is blue
+    image.save(tmp_path / "sunset.png")
+    choose_model(page, "colours")
+    page.choose_file("#panel input[type=file]", tmp_path / "sunset.png")
+    page.until("document.querySelector('#panel .hint').textContent.includes('sent as 32 × 24')")
+    text = run(page)
+    assert HOSTILE in text  # a name is text, whatever it looks like
+    assert page.ask("document.querySelectorAll('#answer img').length") == 0
+    assert values(page) == pytest.approx([200, 100, 30], abs=1)
+    assert page.problems == []
+
+
+def test_what_is_no_picture_is_refused_by_name(page: Tab, tmp_path: Path) -> None:
+    (tmp_path / "page.png").write_text("<html>")
+    choose_model(page, "colours")
+    page.choose_file("#panel input[type=file]", tmp_path / "page.png")
+    page.until("document.querySelector('#panel .hint').textContent.startsWith('page.png is not')")
+    assert run(page) == "choose a picture first"
+
+
+def test_arrays_come_from_npy_files(page: Tab, tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.array([[0.5, 1], [2, 3]], np.float32))
+    np.save(tmp_path / "b.npy", np.array([[-(2**40), 7], [8, 9]], np.int64))
+    choose_model(page, "sums")
+    page.choose_file("#panel label:nth-child(1) input", tmp_path / "a.npy")
+    page.choose_file("#panel label:nth-child(2) input", tmp_path / "b.npy")
+    assert "sum FP64 [2, 2]" in run(page)
+    assert values(page, 1) == [-(2**40), 7, 8, 9]
+    assert values(page, 0)[1:] == [8, 10, 12]
+
+
+@pytest.mark.parametrize(
+    ("array", "said"),
+    [
+        (np.zeros((1, 2)), "a.npy holds <f8, input a is FP32 (<f4)"),
+        (np.asfortranarray(np.zeros((2, 2), np.float32)), "np.ascontiguousarray"),
+        (np.zeros((1, 3), np.float32), "shape"),  # the server's own words
+    ],
+    ids=["dtype", "order", "shape"],
+)
+def test_an_array_of_another_kind_is_refused(
+    page: Tab, tmp_path: Path, array: np.ndarray, said: str
+) -> None:
+    np.save(tmp_path / "a.npy", array)
+    np.save(tmp_path / "b.npy", np.zeros((1, 2), np.int64))
+    choose_model(page, "sums")
+    page.choose_file("#panel label:nth-child(1) input", tmp_path / "a.npy")
+    page.choose_file("#panel label:nth-child(2) input", tmp_path / "b.npy")
+    assert said in run(page)
+    assert page.ask("document.querySelector('#answer [role=alert]') !== null")
+
+
+def test_json_begins_with_a_request_that_works(page: Tab) -> None:
+    choose_model(page, "sums")
+    choose_way(page, "JSON")
+    run(page)
+    assert values(page) == [0, 0]
+    page.ask("(t => { t.value = t.value.replace('[0,0]', '[0,4.5]'); })"
+             "(document.querySelector('textarea'))")  # fmt: skip
+    run(page)
+    assert values(page) == [0, 4.5]
+    page.ask("document.querySelector('textarea').value = '{'")
+    assert "JSON" in run(page)
+
+
+# -- how it looks ---------------------------------------------------------------------------------
+
+
+def test_dark_and_light_follow_the_reader(page: Tab) -> None:
+    ground = "getComputedStyle(document.documentElement).backgroundColor"
+    assert page.ask(ground) == "rgb(255, 255, 255)"
+    page.look(dark=True)
+    assert page.ask(ground) == "rgb(18, 22, 27)"
+
+
+@pytest.mark.parametrize("width", [320, 390, 768, 1280])
+def test_nothing_is_wider_than_the_window(page: Tab, width: int) -> None:
+    page.look(width=width)
+    page.until(f"window.innerWidth === {width}")
+    assert page.ask("document.documentElement.scrollWidth") <= width
+
+
+def test_everything_that_acts_has_a_name(page: Tab) -> None:
+    for model in ("bands", "colours", "sums"):
+        choose_model(page, model)
+        for way in page.ask("[...document.querySelectorAll('#kinds input')].map((e) => e.value)"):
+            choose_way(page, way)
+            tree = page.call("Accessibility.getFullAXTree")["nodes"]
+            acting = ("button", "link", "textbox", "radio", "combobox", "image", "application")
+            for node in tree:
+                if node["role"]["value"] in acting and not node["ignored"]:
+                    assert node["name"]["value"], (model, way, node)

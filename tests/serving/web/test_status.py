@@ -1,0 +1,72 @@
+"""GET /status: the counters that the page looks at, through a real server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from deploykit import __version__
+from deploykit.runtimes.fake import FakeEngine
+from deploykit.serving.observe.metrics import STAGES
+from tests.serving.conftest import Running, infer_json, running
+
+Eventually = Callable[[Callable[[], bool]], None]
+
+
+def test_it_counts_what_was_answered(eventually: Eventually) -> None:
+    with running({"a": FakeEngine(), "b": FakeEngine()}, queue=77) as server:
+        before = server.ask("GET", "/status").json
+        assert (
+            server.ask("POST", "/v2/models/b/infer", infer_json([1, 2, 3, 4], [1, 4])).status == 200
+        )
+        server.ask("POST", "/v2/models/b/infer", b"{}")
+        now = server.ask("GET", "/status").json
+        a, b = now["models"]
+        assert (a["name"], b["name"]) == ("a", "b")
+        assert (a["rows"], b["rows"], b["batches"]) == (0, 1, {"1": 1})
+        assert b["outcomes"]["success"] == b["outcomes"]["bad_request"] == 1
+        assert sum(b["request"]["counts"]) == 1
+        assert len(b["request"]["counts"]) == len(now["buckets_us"]) + 1
+        assert list(b["stages_us"]) == list(STAGES)
+        assert 0 < sum(b["stages_us"].values()) <= b["request"]["us"]
+        assert b["stages_us"]["decode"] > 0
+        assert b["stages_us"]["encode"] > 0
+        assert (b["max_batch"], b["queue"], b["device"]) == (32, 77, "cpu")
+        assert b["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}]
+        assert now["version"] == __version__
+        assert now["at_us"] > before["at_us"]
+        assert now["not_ready"] is b["not_ready"] is None
+        eventually(lambda: server.ask("GET", "/status").json["process"] is not None)
+        assert server.ask("GET", "/status").json["process"]["resident_bytes"] > 10 << 20
+
+
+def test_it_says_why_it_is_not_ready_and_what_people_should_know(server: Running) -> None:
+    engine = FakeEngine()
+    engine.notes = ("runs on the CPU: asked for cuda:0",)  # type: ignore[attr-defined]
+    with running({"m": engine}) as server:
+        assert server.ask("GET", "/status").json["models"][0]["notes"] == list(engine.notes)
+        connection = server.connect()
+        server.server.service.drain()
+        connection.send(b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        reply = connection.reply()
+        assert reply is not None
+        assert reply.json["not_ready"] == "the server is shutting down"
+        assert reply.json["models"][0]["not_ready"] == "the server is shutting down"
+
+
+def test_ten_thousand_unknown_models_leave_no_series(server: Running) -> None:
+    before = server.ask("GET", "/metrics").body.count(b"\ndeploykit_")
+    connection = server.connect()
+    for start in range(0, 10_000, 100):
+        asking = (
+            f"POST /v2/models/x{start + i}/infer HTTP/1.1\r\nHost: localhost\r\n"
+            "Content-Length: 2\r\n\r\n{}"
+            for i in range(100)
+        )
+        connection.send("".join(asking).encode())
+        for _ in range(100):
+            reply = connection.reply()
+            assert reply is not None
+            assert reply.status == 404
+    text = server.ask("GET", "/metrics").body
+    assert text.count(b"\ndeploykit_") == before
+    assert b"x9999" not in text

@@ -1,0 +1,194 @@
+"""A stand-in for the module `tensorrt`: the members that the builder uses, and what it was told.
+
+It parses nothing: its network has one input, `x` float32[-1, 4], and layers of the given types. So
+what needs a GPU, or a TensorRT that is not here, can be followed on any machine.
+"""
+
+# ruff: noqa: ARG002, ARG005 - members take what those of NVIDIA take
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import importlib.machinery
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from tests.support.runtimes.fake_tensorrt import ILogger, Severity
+
+
+@dataclass
+class Behaviour:
+    """What this TensorRT does, and in `seen` what it was asked to do."""
+
+    version: str = "10.13.3.9"
+    plan: bytes = b"ftrt" + bytes(60)
+    strong_error: str | None = None  # logged in place of a strongly typed plan
+    weak_error: str | None = None
+    dtypes: tuple[str, ...] = ("FLOAT",)
+    dla_cores: int = 0
+    hardware: str = "NONE AMPERE_PLUS"  # compatibility levels; TensorRT 10.13 has one more
+    layers: str | None = None  # the inspector's answer; None: the plan cannot be read back
+    strong_number: int = 1  # STRONGLY_TYPED is 1 in TensorRT 10, 0 in 11
+    cache_refused: bool = False
+    cache_driver: bool = True  # False: it is refused for want of a driver
+    driver: bool = True
+    during_build: Callable[[], None] = lambda: None
+    seen: dict[str, Any] = field(default_factory=dict)
+
+
+class IProgressMonitor:
+    pass
+
+
+def make(does: Behaviour) -> ModuleType:
+    """A module to put at `sys.modules["tensorrt"]`."""
+    nv = ModuleType("tensorrt")
+    nv.__spec__ = importlib.machinery.ModuleSpec("tensorrt", None)
+    members: dict[str, Any] = {
+        "__version__": does.version,
+        "ILogger": ILogger,
+        "IProgressMonitor": IProgressMonitor,
+        "NetworkDefinitionCreationFlag": enum.IntEnum(
+            "NetworkDefinitionCreationFlag", {"STRONGLY_TYPED": does.strong_number}
+        ),
+        "BuilderFlag": _names("FP16 BF16 INT8 FP8 INT4 GPU_FALLBACK VERSION_COMPATIBLE"),
+        "MemoryPoolType": _names("WORKSPACE"),
+        "ProfilingVerbosity": _names("DETAILED"),
+        "HardwareCompatibilityLevel": _names(does.hardware),
+        "DeviceType": _names("GPU DLA"),
+        "LayerInformationFormat": _names("ONELINE JSON"),
+        "Builder": lambda log: _Builder(does, log),
+        "OnnxParser": lambda network, log: _Parser(),
+        "Runtime": lambda log: _Runtime(does),
+    }
+    for name, member in members.items():
+        setattr(nv, name, member)
+    return nv
+
+
+def _names(names: str) -> SimpleNamespace:
+    return SimpleNamespace(**{name: name for name in names.split()})
+
+
+def _tensor(name: str, dtype: str, shape: tuple[int, ...]) -> SimpleNamespace:
+    kind = SimpleNamespace(name=dtype)
+    return SimpleNamespace(name=name, dtype=kind, shape=shape, is_shape_tensor=False)
+
+
+class _Network:
+    def __init__(self, does: Behaviour, flags: int) -> None:
+        self.strong = flags == 1 << does.strong_number
+        self.num_inputs, self.num_layers = 1, len(does.dtypes)
+        self._dtypes = does.dtypes
+
+    def get_input(self, number: int) -> SimpleNamespace:
+        return _tensor("x", "FLOAT", (-1, 4))
+
+    def get_layer(self, number: int) -> SimpleNamespace:
+        tensor = _tensor("t", self._dtypes[number], (-1, 1000))
+        return SimpleNamespace(num_outputs=1, get_output=lambda place: tensor)
+
+
+class _Parser:
+    num_errors = 0
+
+    def parse_from_file(self, path: str) -> bool:
+        return True
+
+
+class _Cache:
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def serialize(self) -> bytes:
+        return self.content
+
+
+class _Config:
+    def __init__(self, does: Behaviour, log: Any) -> None:
+        self.does, self.log = does, log
+        self.flags: list[str] = []
+        self.cache: _Cache | None = None
+        self.progress_monitor: Any = None
+        does.seen["config"] = self
+
+    def set_flag(self, flag: str) -> None:
+        self.flags.append(flag)
+
+    def set_memory_pool_limit(self, pool: str, size: int) -> None:
+        self.does.seen[pool] = size
+
+    def create_timing_cache(self, content: bytes) -> _Cache:
+        self.does.seen.setdefault("caches", []).append(content)
+        if content and self.does.cache_refused:
+            if not self.does.cache_driver:
+                self.log.log(Severity.ERROR, "In f (cudaError 35: CUDA driver version)")
+            self.log.log(Severity.WARNING, "Failed to deserialize timing cache.")
+            return _Cache(b"")
+        return _Cache(content)
+
+    def set_timing_cache(self, cache: _Cache, ignore_mismatch: bool) -> bool:
+        self.cache = cache
+        return True
+
+    def get_timing_cache(self) -> _Cache | None:
+        return self.cache
+
+    def add_optimization_profile(self, profile: SimpleNamespace) -> int:
+        self.does.seen["shapes"] = profile.shapes
+        return 0
+
+
+class _Builder:
+    def __init__(self, does: Behaviour, log: Any) -> None:
+        if not does.driver:
+            log.log(Severity.ERROR, "CUDA initialization failure (cudaError 35: no driver)")
+            raise TypeError("pybind11::init(): factory function returned nullptr")
+        self.does, self.log = does, log
+        self.num_DLA_cores = does.dla_cores
+
+    def create_network(self, flags: int) -> _Network:
+        return _Network(self.does, flags)
+
+    def create_builder_config(self) -> _Config:
+        return _Config(self.does, self.log)
+
+    def create_optimization_profile(self) -> SimpleNamespace:
+        shapes: dict[str, Any] = {}
+        return SimpleNamespace(
+            shapes=shapes, set_shape=lambda name, *sizes: shapes.update({name: sizes})
+        )
+
+    def build_serialized_network(self, network: _Network, config: _Config) -> bytes | None:
+        self.does.seen.setdefault("strong", []).append(network.strong)
+        monitor = config.progress_monitor
+        monitor.phase_start("Building engine", None, 2)
+        with contextlib.suppress(BaseException):  # NVIDIA's bindings lose what a callback raises
+            self.does.during_build()
+        if not monitor.step_complete("Building engine", 0):
+            self.log.log(Severity.ERROR, "Build canceled by user")
+            return None
+        monitor.phase_finish("Building engine")
+        error = self.does.strong_error if network.strong else self.does.weak_error
+        if error:
+            self.log.log(Severity.ERROR, error)
+            return None
+        if config.cache is not None:
+            config.cache.content += b"timed"
+        return self.does.plan
+
+
+class _Runtime:
+    def __init__(self, does: Behaviour) -> None:
+        self.does = does
+        self.engine_host_code_allowed = False
+
+    def deserialize_cuda_engine(self, plan: bytes) -> SimpleNamespace | None:
+        if self.does.layers is None:
+            return None
+        self.does.seen["host_code"] = self.engine_host_code_allowed
+        inspector = SimpleNamespace(get_engine_information=lambda form: self.does.layers)
+        return SimpleNamespace(create_engine_inspector=lambda: inspector)

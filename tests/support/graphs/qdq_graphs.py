@@ -1,0 +1,46 @@
+"""Quantized graphs of the zoo and what to look for in them, for the tests of qdq."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from deploykit.quantization.calibrate import Calibration, calibrate
+from deploykit.quantization.qdq import to_int8
+from deploykit.runtimes.engine import load
+from tests.support.graphs.data import samples
+from tests.support.onnx_zoo import conv_relu, int64_ids, linear, mnist_like, save
+
+ZOO = [linear, conv_relu, int64_ids, mnist_like]
+
+
+Make = Callable[[], onnx.ModelProto]
+
+
+def quantized(
+    model: onnx.ModelProto, tmp_path: Path, runtime: str = "tensorrt"
+) -> tuple[onnx.ModelProto, Calibration]:
+    path = save(model, tmp_path / "float.onnx")
+    found = calibrate(path, samples(model, 256), method="minmax")
+    return to_int8(model, found, runtime=runtime), found
+
+
+def stored(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+    return {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+
+
+def pairs(model: onnx.ModelProto, kind: str) -> list[onnx.NodeProto]:
+    return [node for node in model.graph.node if node.op_type == kind]
+
+
+def run(model: onnx.ModelProto, inputs: dict[str, np.ndarray], path: Path) -> np.ndarray:
+    with load(save(model, path), "cpu") as engine:
+        return next(iter(engine(inputs).values()))
+
+
+def dequantize_of(model: onnx.ModelProto, name: str) -> onnx.NodeProto:
+    return next(node for node in model.graph.node if name in node.output)

@@ -1,0 +1,282 @@
+"""The models of the conformance suite, and how each runtime opens them.
+
+Each is a `Case`: specs, an ONNX graph, the same as torch source, and what it computes in NumPy. All
+of them are exact in every precision, so that answers are compared bit for bit. `absent` says why a
+runtime cannot be tested on this machine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+from deploykit.core.machine import this_machine
+from deploykit.core.tensors import TensorSpec, parse_spec
+from deploykit.runtimes.engine import Arrays, Engine
+from deploykit.runtimes.fake import FakeEngine
+
+WIDTH = 4
+LARGEST_BATCH, LARGEST_STEPS = 64, 32  # of a TensorRT plan
+TABLE = (np.arange(30, dtype=np.float32) - 15).reshape(10, 3)
+
+_Node = tuple[str, Sequence[str], str]  # operator, inputs, output
+
+
+@dataclass(frozen=True)
+class Case:
+    """`forward`: what stands after `return` in torch; `compute`: the same on arrays by name."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    nodes: tuple[_Node, ...]
+    forward: str
+    compute: Callable[[Arrays], Arrays]
+    constants: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def input_specs(self) -> tuple[TensorSpec, ...]:
+        return tuple(parse_spec(text) for text in self.inputs)
+
+    @property
+    def output_specs(self) -> tuple[TensorSpec, ...]:
+        return tuple(parse_spec(text) for text in self.outputs)
+
+    def feeds(self, batch: int, *, start: int = 0, **axes: int) -> dict[str, np.ndarray]:
+        """Inputs of `batch` rows: small whole numbers that differ from each other and by `start`.
+
+        Booleans alternate, ids run through the table.
+        """
+        found = {}
+        for number, spec in enumerate(self.input_specs):
+            sizes = {"N": batch, "T": 3, **axes}
+            shape = [sizes[axis] if isinstance(axis, str) else axis for axis in spec.shape]
+            values = np.arange(np.prod(shape, dtype=int)).reshape(shape) + start + 3 * number
+            found[spec.name] = (values % _MODULUS[spec.dtype]).astype(spec.dtype)
+        return found
+
+
+_MODULUS = {"float32": 1 << 20, "float16": 512, "int64": len(TABLE), "bool": 2}
+_ONE, _TWO = {"one": np.float32(1)}, {"two": np.float32(2)}
+
+AFFINE = Case(
+    "affine",
+    ("x:float32[N,4]",),
+    ("y:float32[N,4]",),
+    (("Mul", ["x", "two"], "m"), ("Add", ["m", "one"], "y")),
+    "x * 2.0 + 1.0",
+    lambda feeds: {"y": 2 * feeds["x"] + 1},
+    {**_ONE, **_TWO},
+)
+SEQUENCE = Case(
+    "sequence",
+    ("x:float32[N,T,2]",),
+    ("y:float32[N,T,2]",),
+    AFFINE.nodes,
+    AFFINE.forward,
+    AFFINE.compute,
+    AFFINE.constants,
+)
+HALF = Case(
+    "half",
+    ("x:float16[N,4]",),
+    ("y:float16[N,4]",),
+    AFFINE.nodes,
+    AFFINE.forward,
+    lambda feeds: {"y": (2 * feeds["x"] + 1).astype(np.float16)},
+    {"one": np.float16(1), "two": np.float16(2)},
+)
+TWO_INPUTS = Case(
+    "two-inputs",
+    ("b:float32[N,4]", "a:float32[N,4]"),  # not in the order of their names
+    ("difference:float32[N,4]", "sum:float32[N,4]"),
+    (("Sub", ["a", "b"], "difference"), ("Add", ["a", "b"], "sum")),
+    "a - b, a + b",
+    lambda feeds: {"difference": feeds["a"] - feeds["b"], "sum": feeds["a"] + feeds["b"]},
+)
+IDS = Case(
+    "ids",
+    ("ids:int64[N,5]",),
+    ("rows:float32[N,5,3]", "next:int64[N,5]"),
+    (("Gather", ["table", "ids"], "rows"), ("Add", ["ids", "one"], "next")),
+    "self.table[ids], ids + 1",
+    lambda feeds: {"rows": TABLE[feeds["ids"]], "next": feeds["ids"] + 1},
+    {"table": TABLE, "one": np.int64(1)},
+)
+MASK = Case(
+    "mask",
+    ("x:float32[N,4]", "keep:bool[N,4]"),
+    ("kept:float32[N,4]", "dropped:bool[N,4]"),
+    (("Where", ["keep", "x", "zero"], "kept"), ("Not", ["keep"], "dropped")),
+    "torch.where(keep, x, 0.0), ~keep",
+    lambda feeds: {"kept": np.where(feeds["keep"], feeds["x"], 0), "dropped": ~feeds["keep"]},
+    {"zero": np.float32(0)},
+)
+FIXED = Case(
+    "fixed",
+    ("x:float32[2,4]",),
+    ("y:float32[2,4]",),
+    AFFINE.nodes,
+    AFFINE.forward,
+    AFFINE.compute,
+    AFFINE.constants,
+)
+CASES = (AFFINE, SEQUENCE, HALF, TWO_INPUTS, IDS, MASK, FIXED)
+
+
+def onnx_model(case: Case) -> onnx.ModelProto:
+    """`case` as a checked ONNX model; node outputs that no spec names are left without a type."""
+
+    def value(spec: TensorSpec) -> onnx.ValueInfoProto:
+        kind = helper.np_dtype_to_tensor_dtype(np.dtype(spec.dtype))
+        return helper.make_tensor_value_info(spec.name, kind, list(spec.shape))
+
+    graph = helper.make_graph(
+        [helper.make_node(kind, list(names), [out]) for kind, names, out in case.nodes],
+        case.name,
+        [value(spec) for spec in case.input_specs],
+        [value(spec) for spec in case.output_specs],
+        [numpy_helper.from_array(np.asarray(v), name) for name, v in case.constants.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    onnx.checker.check_model(model, full_check=True)
+    return model
+
+
+_MODULE = """
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.arange(30, dtype=torch.float32).reshape(10, 3) - 15)
+
+    def forward(self, {arguments}):
+        return {values}
+"""
+
+
+def open_fake(folder: Path, case: Case) -> Engine:
+    """The fake engine computes `AFFINE` whatever is asked."""
+    return FakeEngine(width=WIDTH)
+
+
+def open_onnxruntime(folder: Path, case: Case, device: str = "cpu") -> Engine:
+    from deploykit.runtimes.onnxruntime.engine import open_engine
+
+    return open_engine(_onnx_file(folder, case), device)
+
+
+def open_torch(folder: Path, case: Case, device: str = "cpu") -> Engine:
+    """A deploykit checkpoint whose architecture is a file, as with `--arch ./model.py:Model`."""
+    from deploykit.core.paths import import_object
+    from deploykit.runtimes.torch.engine import TorchEngine, load_module, save_checkpoint
+
+    source = folder / f"{case.name.replace('-', '_')}.py"
+    arguments = ", ".join(spec.name for spec in case.input_specs)
+    source.write_text(_MODULE.format(arguments=arguments, values=case.forward), encoding="utf-8")
+    arch = f"{source}:Model"
+    build = import_object(arch)
+    assert callable(build)
+    path = source.with_suffix(".pt")
+    save_checkpoint(path, build(), case.name, case.input_specs, case.output_specs)
+    return TorchEngine(load_module(path, arch=arch), path.name, device, None)
+
+
+def open_tensorrt(folder: Path, case: Case) -> Engine:
+    """Build a plan for batches of 1 to `LARGEST_BATCH` with the builder itself, and load it."""
+    from deploykit.builders.tensorrt import build as builder
+    from deploykit.builders.tensorrt.options import Options
+    from deploykit.builders.tensorrt.shapes import AxisRange
+    from deploykit.core.artefact import Manifest, write_manifest
+    from deploykit.core.files import sha256
+    from deploykit.core.profile import choose_profile
+    from deploykit.runtimes.engine import load
+
+    dynamic = any("T" in spec.shape for spec in case.input_specs)
+    options = Options(
+        profile=choose_profile()[0],
+        batch=AxisRange(1, 8, LARGEST_BATCH),
+        axes={"T": AxisRange(1, 3, LARGEST_STEPS)} if dynamic else {},
+        timing_cache=folder / "timing.cache",
+    )
+    plan = folder / f"{case.name}.trt"
+    facts = builder.build(_onnx_file(folder, case), plan, options)
+    manifest = Manifest(
+        format="tensorrt",
+        inputs=case.input_specs,
+        outputs=case.output_specs,
+        precision={},
+        sha256=sha256(plan),
+        made_from=(),
+        made_with={},
+        built_on=dict(facts.built_on),
+    )
+    write_manifest(plan, manifest)
+    return load(plan, "cuda:0")
+
+
+def _onnx_file(folder: Path, case: Case) -> Path:
+    path = folder / f"{case.name}.onnx"
+    path.write_bytes(onnx_model(case).SerializeToString())
+    return path
+
+
+def open_stand_in(folder: Path, case: Case) -> Engine:
+    """Our TensorRT engine where there is no TensorRT: see `stand_in.py`."""
+    from tests.support.runtimes import stand_in
+
+    return stand_in.open_stand_in(folder, case)
+
+
+OPENERS: Mapping[str, Callable[[Path, Case], Engine]] = {
+    "fake": open_fake,
+    "onnxruntime-cpu": open_onnxruntime,
+    "onnxruntime-cuda": partial(open_onnxruntime, device="cuda"),
+    "torch": open_torch,
+    "torch-cuda": partial(open_torch, device="cuda:0"),
+    "tensorrt": open_tensorrt,
+    "tensorrt-stand-in": open_stand_in,
+}
+_GPU = ("onnxruntime-cuda", "torch-cuda", "tensorrt")
+
+
+@cache
+def absent(runtime: str) -> str:
+    """Why `runtime` is not on this machine; empty if it is. Loads no library without a GPU."""
+    package = runtime.partition("-")[0]
+    if runtime in ("fake", "tensorrt-stand-in"):
+        return ""
+    if importlib.util.find_spec(package) is None:
+        return f"{package} is not installed"
+    if runtime not in _GPU:
+        return ""
+    if not this_machine().gpus:
+        return "no NVIDIA GPU here"
+    module = importlib.import_module(package)
+    if package == "torch":
+        return "" if module.cuda.is_available() else "this torch sees no GPU"
+    if package == "onnxruntime":
+        there = "CUDAExecutionProvider" in module.get_available_providers()
+        return "" if there else "this onnxruntime has no CUDA provider"
+    return "it is the build rig: it runs no plan" if hasattr(module, "IS_RTX_RIG") else ""
+
+
+def param(runtime: str) -> Any:
+    """`runtime` as a parameter of a fixture, with its marks."""
+    marks = [pytest.mark.gpu] if runtime in _GPU else []
+    marks += [pytest.mark.torch] if runtime.startswith("torch") else []
+    return pytest.param(runtime, marks=marks)
+
+
+PRESENT = [param(runtime) for runtime in OPENERS if not absent(runtime)]

@@ -1,0 +1,262 @@
+"""A `tensorrt` module made of Python: engines described in JSON, run on the CUDA of NumPy.
+
+It answers as the real one was seen to: None and False where it fails, the reason in the log only,
+the first logger of a process kept, a shape of -1 for what only running tells.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from tests.support.runtimes.fake_cuda import FakeCuda
+
+MAGIC = b"ptrt"
+WIDTHS = {"FLOAT": np.float32, "HALF": np.float16, "INT64": np.int64, "BOOL": np.bool_}
+
+
+class Severity(enum.Enum):
+    INTERNAL_ERROR = 0
+    ERROR = 1
+    WARNING = 2
+    INFO = 3
+    VERBOSE = 4
+
+
+class ILogger:
+    Severity = Severity
+
+    def log(self, severity: Severity, text: str) -> None:
+        raise NotImplementedError
+
+
+class IOutputAllocator:
+    pass
+
+
+class IProfiler:
+    pass
+
+
+class TensorIOMode(enum.Enum):
+    INPUT = 1
+    OUTPUT = 2
+
+
+class Named(enum.Enum):
+    """DataType, TensorLocation and TensorFormat: what matters is the name."""
+
+    FLOAT = 0
+    HALF = 1
+    INT64 = 2
+    BOOL = 3
+    BF16 = 4
+    FP8 = 5
+    DEVICE = 6
+    HOST = 7
+    LINEAR = 8
+    CHW4 = 9
+
+
+class ExecutionContextAllocationStrategy(enum.Enum):
+    STATIC = 0
+    USER_MANAGED = 2
+
+
+def tensor(name: str, mode: str, shape: Sequence[int], dtype: str = "FLOAT", **more: Any) -> Any:
+    return {"name": name, "mode": mode, "shape": list(shape), "dtype": dtype, **more}
+
+
+def plan_bytes(tensors: Sequence[Any], profiles: Sequence[Any], **more: Any) -> bytes:
+    """A plan whose output `y` is 2x + 1, or x + x2 where there is a second input.
+
+    `profiles`: for each, {input: [smallest, best, largest shape]}. `more`: `scratch` bytes, `off`
+    by how much `y` is wrong, `layers` as the engine inspector tells them.
+    """
+    return MAGIC + json.dumps({"tensors": tensors, "profiles": profiles, **more}).encode()
+
+
+class FakeTensorRt:
+    """The module."""
+
+    __version__ = "10.13.3.9"
+    ILogger = ILogger
+    IOutputAllocator = IOutputAllocator
+    IProfiler = IProfiler
+    TensorIOMode = TensorIOMode
+    ExecutionContextAllocationStrategy = ExecutionContextAllocationStrategy
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+        self.logger: Any = None
+        self.contexts: list[Context] = []
+        self.fail: dict[str, str] = {}  # name of a call -> the line it logs when it fails, once
+
+    def Builder(self) -> None: ...  # noqa: N802 - as TensorRT has it
+
+    def Runtime(self, logger: Any) -> Runtime:  # noqa: N802
+        self.logger = self.logger or logger
+        if self.failed("Runtime"):
+            raise TypeError("pybind11::init(): factory function returned nullptr")
+        return Runtime(self)
+
+    def failed(self, call: str) -> bool:
+        line = self.fail.pop(call, "")
+        if line:
+            self.logger.log(Severity.ERROR, line)
+        return bool(line)
+
+
+class Runtime:
+    engine_host_code_allowed = False
+
+    def __init__(self, nv: FakeTensorRt) -> None:
+        self.nv = nv
+
+    def deserialize_cuda_engine(self, content: bytes) -> Engine | None:
+        if self.nv.failed("deserialize_cuda_engine") or not content.startswith(MAGIC):
+            return None
+        return Engine(self.nv, json.loads(content[len(MAGIC) :]))
+
+
+class Engine:
+    def __init__(self, nv: FakeTensorRt, told: Any) -> None:
+        self.nv, self.told = nv, told
+        self.tensors = {item["name"]: item for item in told["tensors"]}
+        self.num_io_tensors = len(self.tensors)
+        self.num_optimization_profiles = len(told["profiles"])
+        self.device_memory_size_v2 = told.get("scratch", 0)
+
+    def get_tensor_name(self, number: int) -> str:
+        return list(self.tensors)[number]
+
+    def get_tensor_mode(self, name: str) -> TensorIOMode:
+        return TensorIOMode[self.tensors[name]["mode"]]
+
+    def get_tensor_dtype(self, name: str) -> Named:
+        return Named[self.tensors[name]["dtype"]]
+
+    def get_tensor_shape(self, name: str) -> list[int]:
+        return self.tensors[name]["shape"]
+
+    def get_tensor_location(self, name: str) -> Named:
+        return Named[self.tensors[name].get("location", "DEVICE")]
+
+    def get_tensor_format(self, name: str) -> Named:
+        return Named[self.tensors[name].get("format", "LINEAR")]
+
+    def is_shape_inference_io(self, name: str) -> bool:
+        return bool(self.tensors[name].get("shape_io"))
+
+    def get_tensor_profile_shape(self, name: str, profile: int) -> list[list[int]]:
+        return self.told["profiles"][profile][name]
+
+    def create_engine_inspector(self) -> SimpleNamespace:
+        return SimpleNamespace(get_engine_information=lambda _form: self.told.get("layers", ""))
+
+    def create_execution_context(self, strategy: Any) -> Context | None:
+        assert strategy is ExecutionContextAllocationStrategy.USER_MANAGED
+        if self.nv.failed("create_execution_context"):
+            return None
+        context = Context(self)
+        self.nv.contexts.append(context)
+        return context
+
+
+class Context:
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.nv = engine, engine.nv
+        self.profile = -1
+        self.scratch = 0
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.addresses: dict[str, int] = {}
+        self.allocators: dict[str, Any] = {}
+        self.profiler: Any = None
+        self.changes = 0
+
+    def set_device_memory(self, memory: int, size: int) -> None:
+        assert memory % 256 == 0
+        assert size == self.engine.device_memory_size_v2
+        self.scratch = memory
+
+    def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
+        assert stream in self.nv.cuda.streams
+        self.profile, self.shapes = profile, {}
+        return not self.nv.failed("set_optimization_profile_async")
+
+    def set_input_shape(self, name: str, shape: Iterable[int]) -> bool:
+        low, _, high = self.engine.get_tensor_profile_shape(name, self.profile)
+        shape = tuple(shape)
+        self.shapes[name] = shape
+        self.changes += 1
+        fits = all(a <= n <= b for a, n, b in zip(low, shape, high, strict=True))
+        return fits and not self.nv.failed("set_input_shape")
+
+    def infer_shapes(self) -> list[str]:
+        return [
+            name
+            for name, item in self.engine.tensors.items()
+            if item["mode"] == "INPUT" and name not in self.shapes
+        ]
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        item = self.engine.tensors[name]
+        if item.get("late"):
+            return tuple(-1 if axis == 0 else n for axis, n in enumerate(item["shape"]))
+        batch = next(iter(self.shapes.values()))[0]
+        return tuple(batch if n < 0 else n for n in item["shape"])
+
+    def set_tensor_address(self, name: str, memory: int) -> bool:
+        assert memory % 256 == 0
+        self.addresses[name] = memory
+        self.changes += 1
+        return not self.nv.failed("set_tensor_address")
+
+    def set_output_allocator(self, name: str, allocator: Any) -> bool:
+        self.allocators[name] = allocator
+        return True
+
+    def execute_async_v3(self, stream: int) -> bool:
+        if self.nv.failed("execute_async_v3"):
+            return False
+        assert self.scratch or not self.engine.device_memory_size_v2, "no memory to work in"
+        cuda, changes = self.nv.cuda, self.changes
+        inputs = [self._array(name, shape) for name, shape in self.shapes.items()]
+        captured = stream in cuda.capturing
+        for name, allocator in self.allocators.items():  # the rows that are above 0
+            cuda.wait_stream(stream)
+            found = inputs[0][inputs[0][:, 0] > 0].copy()
+            memory = allocator.reallocate_output_async(name, 0, found.nbytes, 256, stream)
+            if not memory:
+                self.nv.logger.log(Severity.ERROR, "output allocation failed")
+                return False
+            cuda.at(memory, found.nbytes)[:] = np.frombuffer(found.tobytes(), np.uint8)
+            allocator.notify_shape(name, list(found.shape))
+        outputs = [
+            self._array(name, self.get_tensor_shape(name))
+            for name in self.addresses
+            if name not in self.shapes and name not in self.allocators
+        ]
+
+        def run() -> None:
+            assert not captured or changes == self.changes, "a graph of a context since changed"
+            for y in outputs:
+                first = inputs[0] if len(inputs) == 1 else inputs[0] + inputs[1]
+                value = first * 2 + 1 if len(inputs) == 1 else first
+                y[:] = (value + self.engine.told.get("off", 0)).astype(y.dtype)
+
+        cuda.push(stream, "enqueue", run)
+        if self.profiler is not None:
+            for layer in json.loads(self.engine.told["layers"])["Layers"]:
+                self.profiler.report_layer_time(layer["Name"], layer.get("ms", 1.0))
+        return True
+
+    def _array(self, name: str, shape: Sequence[int]) -> np.ndarray:
+        dtype = np.dtype(WIDTHS[self.engine.tensors[name]["dtype"]])
+        nbytes = dtype.itemsize * int(np.prod(shape))
+        return self.nv.cuda.at(self.addresses[name], nbytes).view(dtype).reshape(shape)

@@ -1,0 +1,65 @@
+"""An engine opened on a TensorRT and a CUDA made of Python, for the tests of the runtime.
+
+The fixture is imported by its function's name and asked for as `opened`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deploykit.core.artefact import Manifest
+from deploykit.runtimes.tensorrt.compatibility import Plan
+from deploykit.runtimes.tensorrt.engine import TensorRtEngine
+from tests.support.runtimes.fake_cuda import FakeCuda
+from tests.support.runtimes.fake_tensorrt import FakeTensorRt, plan_bytes, tensor
+
+X = tensor("x", "INPUT", [-1, 4])
+Y = tensor("y", "OUTPUT", [-1, 4])
+PROFILE = {"x": [[1, 4], [8, 4], [32, 4]]}
+TEXTS = {
+    "out of memory": "cudaErrorMemoryAllocation",
+    "an illegal memory access was encountered": "cudaErrorIllegalAddress",
+    "operation not permitted when stream is capturing": "cudaErrorStreamCaptureUnsupported",
+}
+
+
+def rows(count: int, start: float = 0.0) -> np.ndarray:
+    return (np.arange(count * 4, dtype=np.float32) + np.float32(start)).reshape(count, 4)
+
+
+class Opened:
+    """An engine and the stand-ins below it."""
+
+    def __init__(
+        self,
+        tensors: tuple[Any, ...] = (X, Y),
+        profiles: tuple[Any, ...] = (PROFILE,),
+        manifest: Manifest | None = None,
+        *,
+        cuda: FakeCuda | None = None,
+        fail: dict[str, str] | None = None,
+        scratch: int = 0,
+        notes: tuple[str, ...] = (),
+        **options: Any,
+    ) -> None:
+        self.cuda = cuda or FakeCuda()
+        self.nv = FakeTensorRt(self.cuda)
+        self.nv.fail = fail or {}
+        plan = Plan(plan_bytes(tensors, profiles, scratch=scratch), notes, host_code=False)
+        self.engine = TensorRtEngine(
+            self.nv, self.cuda, Path("m.trt"), plan, manifest, cuda_texts=TEXTS, **options
+        )
+
+
+@pytest.fixture(name="opened")
+def opened_fixture() -> Iterator[Opened]:
+    """The model y = 2x + 1 on float32[N,4], batches 1 to 32."""
+    found = Opened()
+    yield found
+    found.engine.close()
+    assert found.cuda.held() == {}

@@ -1,0 +1,225 @@
+"""A server in a process of its own, for the fault tests: what it says, holds, and answers."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+BROKEN, REFUSED = 0, 1
+LIMIT_S = 60.0  # against hanging, not a measure
+STAND_IN = [sys.executable, str(Path(__file__).with_name("serve_faulty.py"))]
+REAL = [sys.executable, "-m", "deploykit"]
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def until(reached: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
+    """Wait for another process's doing; returns what `reached` did."""
+    end = time.monotonic() + limit_s
+    while not (found := reached()):
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.005)
+    return found
+
+
+class Process:
+    """`deploykit serve`, ready; its standard error goes to a file in `folder`, or to `stderr`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        command: Sequence[str] = STAND_IN,
+        engine: str = "m=stand-in",
+        port: int = 0,
+        env: Mapping[str, str] | None = None,
+        before: Callable[[], None] | None = None,
+        stderr: int | None = None,
+    ) -> None:
+        self.log = folder / "stderr.txt"
+        with self.log.open("ab") as stream:
+            self.popen = subprocess.Popen(
+                [
+                    *command,
+                    "serve",
+                    *("--engine", engine, "--http-port", str(port), "--no-grpc"),
+                    *options,
+                ],
+                cwd=folder,
+                stdout=subprocess.PIPE,
+                stderr=stream if stderr is None else stderr,
+                env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+                preexec_fn=before,
+            )
+        assert self.popen.stdout is not None
+        line = self.popen.stdout.readline()
+        assert line, self.log.read_text()
+        ready = json.loads(line)
+        self.port = int(ready["http"].rpartition(":")[2])
+        self.grpc = ready["grpc"]  # HOST:PORT; None without `--grpc`
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.popen.kill()
+        self.popen.communicate()
+
+    def ask(self, method: str, target: str, body: bytes = b"") -> tuple[int, dict[str, str], bytes]:
+        """Status, headers in lower case, body."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT_S)
+        try:
+            connection.request(method, target, body)
+            reply = connection.getresponse()
+            return reply.status, {k.lower(): v for k, v in reply.getheaders()}, reply.read()
+        finally:
+            connection.close()
+
+    def status(self, target: str) -> int:
+        return self.ask("GET", target)[0]
+
+    def infer(self, *values: float) -> tuple[int, Any]:
+        """One request, a row a value: the status, and the first output of each row or the error."""
+        status, _, body = self.ask("POST", "/v2/models/m/infer", request(*values))
+        return status, answer(status, body)
+
+    def gauge(self, name: str) -> float:
+        """The sum of a metric's samples."""
+        lines = self.ask("GET", "/metrics")[2].decode().splitlines()
+        found = [line for line in lines if line.startswith((f"{name}{{", f"{name} "))]
+        assert found, f"no metric {name}"
+        return sum(float(line.rpartition(" ")[2]) for line in found)
+
+    def holds(self) -> tuple[int, int]:
+        """How many file descriptors and threads it has."""
+        place = Path(f"/proc/{self.popen.pid}")
+        return len(list((place / "fd").iterdir())), len(list((place / "task").iterdir()))
+
+    def shared(self) -> list[str]:
+        """Its mappings of shared memory."""
+        maps = Path(f"/proc/{self.popen.pid}/maps").read_text()
+        return [line for line in maps.splitlines() if "/dev/shm" in line]
+
+    def rss_bytes(self) -> int:
+        pages = int(Path(f"/proc/{self.popen.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGESIZE")
+
+    def cpu_s(self) -> float:
+        fields = Path(f"/proc/{self.popen.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def said(self) -> list[str]:
+        return self.log.read_text().splitlines()
+
+    def wait(self) -> int:
+        return self.popen.wait(LIMIT_S)
+
+
+def request(*values: float, width: int = 4) -> bytes:
+    """A row of `width` equal values for each of `values`."""
+    item = {
+        "name": "x",
+        "datatype": "FP32",
+        "shape": [len(values), width],
+        "data": [[value] * width for value in values],
+    }
+    return json.dumps({"inputs": [item]}).encode()
+
+
+def binary(value: float, width: int) -> tuple[bytes, bytes]:
+    """A request for one row of `width` equal values, bytes in and bytes out, and its head."""
+    size = 4 * width
+    item = {
+        "name": "x",
+        "datatype": "FP32",
+        "shape": [1, width],
+        "parameters": {"binary_data_size": size},
+    }
+    text = json.dumps({"inputs": [item], "parameters": {"binary_data_output": True}}).encode()
+    head = (
+        f"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\n"
+        f"Content-Length: {len(text) + size}\r\n"
+        f"Inference-Header-Content-Length: {len(text)}\r\n\r\n"
+    )
+    return text + struct.pack("<f", value) * width, head.encode()
+
+
+def answer(status: int, body: bytes) -> Any:
+    """The first number of each row of a success, else the error's text."""
+    found = json.loads(body)
+    if status != 200:
+        assert list(found) == ["error"], found
+        return found["error"]
+    (output,) = found["outputs"]
+    return output["data"][:: output["shape"][1]]
+
+
+class Outcome(NamedTuple):
+    """Of one request; `sent_s` on the monotonic clock."""
+
+    status: int
+    right: bool
+    sent_s: float
+
+
+class Clients:
+    """Threads that ask one row again and again, each on a connection of its own.
+
+    `outcomes`: what became of each request. Status BROKEN: the connection ended before the answer;
+    REFUSED: there was none.
+    """
+
+    def __init__(self, port: int, count: int) -> None:
+        self.outcomes: list[Outcome] = []
+        self._port = port
+        self._ended = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._ask_on, args=(number,)) for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask_on(self, number: int) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=LIMIT_S)
+        value = float(number)
+        while not self._ended.is_set():
+            value += 100
+            status, body, sent_s = BROKEN, b"", time.monotonic()
+            try:
+                connection.request("POST", "/v2/models/m/infer", request(value))
+                reply = connection.getresponse()
+                status, body = reply.status, reply.read()
+            except (OSError, http.client.HTTPException) as exc:
+                connection.close()
+                if isinstance(exc, ConnectionRefusedError):
+                    status = REFUSED
+            right = status == 200 and answer(status, body) == [2 * value + 1]
+            self.outcomes.append(Outcome(status, right, sent_s))
+            if status != 200:
+                time.sleep(0.01)
+        connection.close()
+
+    def stop(self) -> dict[int, int]:
+        """How many outcomes of each status; asserts that each 200 was right."""
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+        assert all(outcome.right for outcome in self.outcomes if outcome.status == 200)
+        return Counter(outcome.status for outcome in self.outcomes)
+
+    def __enter__(self) -> Clients:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(AssertionError):
+            self.stop()

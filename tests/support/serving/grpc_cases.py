@@ -1,0 +1,267 @@
+"""A gRPC server in a thread, an engine that echoes, and a client that speaks frames."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import uvloop
+from hpack import Decoder, Encoder
+
+from deploykit.core.tensors import TensorSpec
+from deploykit.runtimes.engine import Closing
+from deploykit.runtimes.fake import FakeEngine
+from deploykit.serving.batching.delivery import deliver_here
+from deploykit.serving.grpc.server import GrpcServer
+from deploykit.serving.http2.headers import Limits
+from deploykit.serving.models.repository import Service
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.transport.memory import Held
+from deploykit.serving.transport.security import Guard
+
+WAIT_S = 20  # a limit against hanging, not a measure
+INFER = "/inference.GRPCInferenceService/ModelInfer"
+T = TypeVar("T")
+
+
+class Echo(Closing):
+    """Gives back the rows it got, of any dtype."""
+
+    device = "cpu"
+    runtime = "fake"
+    max_batch = None
+
+    def __init__(self, dtype: str, width: int | str = 3) -> None:
+        self.inputs = (TensorSpec("x", dtype, ("N", width)),)
+        self.outputs = (TensorSpec("y", dtype, ("N", width)),)
+
+    def __call__(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {"y": feeds["x"].copy()}
+
+    def close(self) -> None:
+        pass
+
+
+class Serving:
+    """A Service and its GrpcServer, on an event loop of their own."""
+
+    def __init__(
+        self, models: Mapping[str, Any], options: ServeOptions, limits: Limits | None
+    ) -> None:
+        self.loop = uvloop.new_event_loop()
+        self.service = Service(models, options, deliver=self._deliver)
+        held = Held(options.max_held_bytes, options.max_body_bytes)
+        self.server = GrpcServer(self.service, options, Guard(options.token), held, limits)
+        self._thread = threading.Thread(target=self._run, daemon=True)  # else no exit
+        self._thread.start()
+        try:
+            self.port = self.do(self.server.start())
+        except BaseException:
+            self.close()
+            raise
+        self._ticking = self.loop.call_soon_threadsafe(self._tick)
+
+    def do(self, what: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the loop."""
+        return asyncio.run_coroutine_threadsafe(what, self.loop).result(WAIT_S)
+
+    def see(self, what: Callable[[], T]) -> T:
+        """Call a function on the loop."""
+
+        async def call() -> T:
+            return what()
+
+        return self.do(call())
+
+    def stop(self, grace_s: float = WAIT_S) -> None:
+        self.service.drain()
+        self.do(self.server.stop(grace_s))
+
+    def close(self) -> None:
+        self.service.close(drain=False, timeout_s=5)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(WAIT_S)
+        self.loop.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def _deliver(self, requests: Any) -> None:
+        self.loop.call_soon_threadsafe(deliver_here, requests)
+
+    def _tick(self) -> None:
+        self.service.expire()
+        self.loop.call_later(0.02, self._tick)
+
+
+@contextmanager
+def serving(
+    models: Mapping[str, Any] | None = None, limits: Limits | None = None, **options: Any
+) -> Iterator[Serving]:
+    """FakeEngine as `m`, unless other models are given."""
+    chosen = ServeOptions(**{"grpc_port": 0, **options})
+    running = Serving(models or {"m": FakeEngine()}, chosen, limits)
+    try:
+        yield running
+    finally:
+        try:
+            running.stop(1)
+        finally:
+            running.close()
+
+
+@dataclass
+class Answer:
+    """What came on one stream. `status` is gRPC's, None while the stream is open."""
+
+    headers: dict[str, str] = field(default_factory=dict)
+    data: bytes = b""
+    ended: bool = False
+    reset: int | None = None
+
+    @property
+    def status(self) -> int | None:
+        return int(self.headers["grpc-status"]) if "grpc-status" in self.headers else None
+
+
+def packed(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    size = len(payload)
+    return struct.pack(">BHBBI", size >> 16, size & 0xFFFF, kind, flags, stream) + payload
+
+
+class Frames:
+    """One HTTP/2 connection, frame by frame."""
+
+    def __init__(self, port: int, *, greet: bool = True, settings: bytes = b"") -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port), WAIT_S)
+        self.encoder = Encoder()
+        self._decoder = Decoder()
+        self._stream = self.socket.makefile("rb")
+        self.answers: dict[int, Answer] = {}
+        self.goaway: int | None = None
+        self.about = ""
+        self.updates: dict[int, int] = {}
+        self.pongs: list[bytes] = []
+        if greet:
+            self.socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+            self.send(4, 0, 0, settings)
+
+    def send(self, *frame: Any) -> None:
+        """One frame: kind, flags, stream, payload."""
+        self.socket.sendall(packed(*frame))
+
+    def open(
+        self,
+        stream: int,
+        path: str = INFER,
+        flags: int = 4,
+        **headers: str,
+    ) -> None:
+        """Headers of a call; flag 1 ends it."""
+        pairs = {":method": "POST", ":scheme": "http", ":path": path, "te": "trailers"}
+        pairs["content-type"] = "application/grpc"
+        pairs.update({name.replace("_", "-"): value for name, value in headers.items()})
+        self.send(1, flags, stream, self.encoder.encode(list(pairs.items())))
+
+    def message(self, stream: int, data: bytes, *, end: bool = True, compressed: int = 0) -> None:
+        """One message in as many frames as it takes."""
+        data = bytes([compressed]) + len(data).to_bytes(4, "big") + data
+        for at in range(0, len(data), 16384):
+            last = at + 16384 >= len(data)
+            self.send(0, 1 if end and last else 0, stream, data[at : at + 16384])
+
+    def call(self, stream: int, data: bytes, path: str = INFER, **headers: str) -> Answer:
+        self.open(stream, path, **headers)
+        self.message(stream, data)
+        return self.answer(stream)
+
+    def answer(self, stream: int) -> Answer:
+        """Wait for the end of a stream, or of the connection."""
+        return self.until(lambda: self.answers.get(stream, Answer()).ended, stream)
+
+    def until(self, reached: Callable[[], bool], stream: int = 0) -> Answer:
+        """Read frames until then; True is also the end of the connection."""
+        while not reached() and self.read():
+            pass
+        return self.answers.get(stream, Answer())
+
+    def read(self) -> bool:
+        """One frame; False at the end of the connection."""
+        try:
+            head = self._stream.read(9)
+        except ConnectionError:
+            return False
+        if len(head) < 9:
+            return False
+        high, low, kind, flags, stream = struct.unpack(">BHBBI", head)
+        payload = self._stream.read(high << 16 | low)
+        answer = self.answers.setdefault(stream, Answer()) if stream else Answer()
+        if kind == 0:
+            answer.data += payload
+        elif kind == 1:
+            answer.headers.update(self._decoder.decode(payload))
+        elif kind == 3:
+            answer.reset = int.from_bytes(payload, "big")
+        elif kind == 6 and flags & 1:
+            self.pongs.append(payload)
+        elif kind == 7:
+            self.goaway = int.from_bytes(payload[4:8], "big")
+            self.about = payload[8:].decode()
+        elif kind == 8:
+            more = int.from_bytes(payload, "big")
+            self.updates[stream] = self.updates.get(stream, 0) + more
+        if kind in (0, 1) and flags & 1:
+            answer.ended = True
+        return True
+
+    def settle(self) -> None:
+        """Wait until the server has read everything sent so far."""
+        count = len(self.pongs)
+        self.send(6, 0, 0, b"12345678")
+        self.until(lambda: len(self.pongs) > count)
+
+    def closed(self) -> bool:
+        """Whether the server ends the connection, after whatever it still says."""
+        while self.read():
+            pass
+        return True
+
+    def close(self) -> None:
+        self._stream.close()
+        self.socket.close()
+
+
+@contextmanager
+def frames(port: int, **options: Any) -> Iterator[Frames]:
+    client = Frames(port, **options)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def infer_bytes(rows: int = 1, value: float = 1.0, width: int = 4, **fields: Any) -> bytes:
+    """A ModelInferRequest for FakeEngine, by our own messages."""
+    from deploykit.serving.oip.protobuf import MESSAGES
+
+    request = MESSAGES["ModelInferRequest"](**{"model_name": "m", **fields})
+    request.inputs.add(name="x", datatype="FP32", shape=[rows, width])
+    request.raw_input_contents.append(np.full((rows, width), value, np.float32).tobytes())
+    data: bytes = request.SerializeToString()
+    return data
+
+
+def first_value(answer: Answer) -> float:
+    """The first number of the first output."""
+    from deploykit.serving.oip.protobuf import MESSAGES
+
+    response = MESSAGES["ModelInferResponse"].FromString(answer.data[5:])
+    return float(np.frombuffer(response.raw_output_contents[0], np.float32)[0])

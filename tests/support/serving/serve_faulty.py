@@ -1,0 +1,73 @@
+"""`deploykit serve` with a stand-in for the engine, whose faults its clients ask for.
+
+Everything but the opening of the file is the real command: options, logs, signals, exit codes. The
+engine answers y = 2x + 1; the first value of a row, if it is one of FAULTS, says what goes wrong.
+It takes FAULT_LATENCY_S, and FAULT_PER_ROW_S more for each row; FAULT_ROWS is its largest batch,
+FAULT_WIDTH its numbers in a row. FAULT_LIMITS, in JSON, changes the connections' limits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import numpy as np
+
+from deploykit.api import serve
+from deploykit.cli.main import main
+from deploykit.runtimes.cuda.errors import DeviceLost, OutOfMemory
+from deploykit.runtimes.fake import FakeEngine
+from deploykit.serving import server
+from deploykit.serving.http import head
+
+POISON, MEMORY, LOST, HANG, SHAPE, DTYPE, FEWER = FAULTS = (-1, -2, -3, -4, -5, -6, -7)
+WIDTH = int(os.environ.get("FAULT_WIDTH", "4"))
+
+
+class Faulty(FakeEngine):
+    """A FakeEngine with accidents."""
+
+    lost = False
+
+    def __call__(self, feeds):
+        asked = {int(value) for value in feeds["x"][:, 0]} & set(FAULTS)
+        if POISON in asked:
+            raise RuntimeError("/host/path/engine.cc:42: 0xdeadbeef: a row it cannot bear")
+        if MEMORY in asked:
+            raise OutOfMemory("cuda:0: out of memory: 9.0 MiB needed, 1.0 MiB free of 2.0 MiB")
+        if LOST in asked or self.lost:
+            self.lost = True
+            raise DeviceLost("cuda:0: the GPU is lost to this process")
+        while HANG in asked:
+            time.sleep(3600)
+        y = super().__call__(feeds)["y"]
+        if SHAPE in asked:
+            y = np.repeat(y, 2, axis=1)
+        if DTYPE in asked:
+            y = y.astype(np.float64)
+        return {"y": y[:-1] if FEWER in asked else y}
+
+
+def open_proven(_file, *_, instances=1, **_more):
+    """As the real one: engines of a file that was checked."""
+    if "FAULT_LOAD" in os.environ:
+        raise OutOfMemory("cuda:0: out of memory: 9.0 GiB needed, 1.0 GiB free of 2.0 GiB")
+    return [
+        Faulty(
+            width=WIDTH,
+            latency_s=float(os.environ.get("FAULT_LATENCY_S", "0")),
+            per_row_s=float(os.environ.get("FAULT_PER_ROW_S", "0")),
+            max_batch=int(os.environ.get("FAULT_ROWS", "0")) or None,
+        )
+        for _ in range(instances)
+    ]
+
+
+if __name__ == "__main__":
+    serve.open_proven = open_proven
+    if "FAULT_LIMITS" in os.environ:
+        limits = head.Limits(**json.loads(os.environ["FAULT_LIMITS"]))
+        server.Limits = lambda: limits
+    sys.exit(main())

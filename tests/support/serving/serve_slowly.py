@@ -1,0 +1,44 @@
+"""A server for test_shutdown.py: one FakeEngine, held in each call until a file appears.
+
+Prints the port when ready, and the number of dropped requests at the end.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from deploykit.runtimes.fake import FakeEngine
+from deploykit.serving.server import ServeOptions, run
+
+
+def say(*words: object) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
+class Held(FakeEngine):
+    """Says `busy` when it is called after the warm-up, then waits for the file."""
+
+    warm = False
+
+    def __call__(self, feeds):
+        if self.warm:
+            say("busy")
+            while not Path(sys.argv[1]).exists():
+                time.sleep(0.001)
+        return super().__call__(feeds)
+
+
+def ready(_host: str, port: int, _grpc_port: int | None) -> None:
+    engine.warm = True
+    say(port)
+
+
+engine = Held()
+try:
+    dropped = run({"m": engine}, ServeOptions(http_port=0, max_batch=1), ready)
+except KeyboardInterrupt:
+    sys.exit(130)
+say("dropped", dropped)

@@ -1,0 +1,57 @@
+"""Engines whose time and shapes a test knows, and a model that was warmed up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from deploykit.core.errors import BadInput
+from deploykit.core.tensors import TensorSpec
+from deploykit.runtimes.fake import FakeEngine
+from deploykit.serving.models.model import ServedModel
+from deploykit.serving.models.repository import ServeOptions, Service
+
+
+class Clock:
+    """Each batch of a TimedEngine moves it on."""
+
+    def __init__(self) -> None:
+        self.us = 0
+
+    def __call__(self) -> int:
+        return self.us
+
+
+class TimedEngine(FakeEngine):
+    def __init__(self, clock: Clock, us: int, row_us: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.clock, self.us, self.row_us = clock, us, row_us
+
+    def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
+        self.clock.us += self.us + self.row_us * len(feeds["x"])
+        return super().__call__(feeds)
+
+
+class Lengths(FakeEngine):
+    """x [N,T] -> y [N,T]; notes the shapes it ran, refuses what is shorter than `least`."""
+
+    def __init__(self, least: int = 0) -> None:
+        super().__init__()
+        self.inputs = (TensorSpec("x", "float32", ("N", "T")),)
+        self.outputs = (TensorSpec("y", "float32", ("N", "T")),)
+        self.least = least
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
+        if feeds["x"].shape[1] < self.least:
+            raise BadInput("too short")
+        self.shapes.append(feeds["x"].shape)
+        return super().__call__(feeds)
+
+
+def warmed(engine: FakeEngine, **options: Any) -> ServedModel:
+    service = Service({"m": engine}, ServeOptions(**options))
+    service.warm_up()
+    service.close()
+    return service.find("m")

@@ -1,0 +1,144 @@
+"""Give a module of the zoo weights with the statistics of a trained one.
+
+In: a module with its library's first weights, and inputs. The module is changed in place and left
+in eval mode. Random weights as the libraries leave them are no test of a precision: deep networks
+answer nearly the same to every input, some answer 0, and batch norms have seen no data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.support.zoo.data import Labelled
+
+LOGIT_SPREAD = 3.0  # a trained classifier's logits differ by about this much between images
+
+
+def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """What `build` makes under a fixed seed, in eval mode; the caller's random state is kept."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build().eval()
+
+
+def feed(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+    return [torch.from_numpy(array) for array in arrays]
+
+
+def fan_in(module: nn.Module, seed: int = 0) -> None:
+    """Linear layers with variance 1/inputs, so that a signal keeps its size on the way."""
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.endswith("layer_scale"):  # ConvNeXt starts its blocks at 1e-6: as if absent
+                parameter.fill_(0.3)
+        for layer in module.modules():
+            if isinstance(layer, nn.Linear):
+                layer.weight.normal_(std=layer.in_features**-0.5, generator=random)
+
+
+def batch_norms(module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+    """Set every batch norm's running statistics to those of `inputs`."""
+    norms = [
+        layer for layer in module.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)
+    ]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # a plain average
+        norm.train()
+    with torch.no_grad():
+        module(*inputs)
+    module.eval()
+
+
+def unit_channels(module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+    """Scale and shift each Conv and Linear so that each channel has mean 0 and variance 1.
+
+    What a batch norm folded into the layer before it looks like; for networks without any. Layer
+    by layer in one pass: a layer sees the outputs of those that are done.
+    """
+
+    def normalise(layer: nn.Module, _: object, output: torch.Tensor) -> torch.Tensor:
+        assert isinstance(layer, (nn.Conv2d, nn.Linear))
+        assert layer.bias is not None
+        axes = (0, 2, 3) if isinstance(layer, nn.Conv2d) else (0,)
+        mean, gain = output.mean(axes), 1 / output.std(axes).clamp(min=1e-3)
+        layer.weight.mul_(gain.reshape(-1, *[1] * (layer.weight.ndim - 1)))
+        layer.bias.copy_((layer.bias - mean) * gain)
+        shape = (1, -1, 1, 1) if isinstance(layer, nn.Conv2d) else (1, -1)
+        return (output - mean.reshape(shape)) * gain.reshape(shape)
+
+    layers = [layer for layer in module.modules() if isinstance(layer, (nn.Conv2d, nn.Linear))]
+    hooks = [layer.register_forward_hook(normalise) for layer in layers]
+    with torch.no_grad():
+        module(*inputs)
+    for hook in hooks:
+        hook.remove()
+
+
+def spread_logits(module: nn.Module, head: str, inputs: Sequence[torch.Tensor]) -> float:
+    """Make the logits differ between inputs: no class is ahead of the others for all of them.
+
+    `head`: the last Linear's name. Returns how much the features before it differ between inputs,
+    as a share of their size: near 0 the network has forgotten its input.
+    """
+    layer = module.get_submodule(head)
+    assert isinstance(layer, nn.Linear)
+    seen: list[torch.Tensor] = []
+    hook = layer.register_forward_hook(lambda _, given, __: seen.append(given[0]))
+    with torch.no_grad():
+        module(*inputs)
+        hook.remove()
+        features = seen[0]
+        layer.weight.normal_(generator=torch.Generator().manual_seed(1))
+        logits = F.linear(features, layer.weight)
+        layer.weight.mul_(LOGIT_SPREAD / logits.std(0).mean())
+        layer.bias.copy_(-F.linear(features, layer.weight).mean(0))
+    return float(features.std(0).norm() / features.norm() * len(features) ** 0.5)
+
+
+def fit(module: nn.Module, data: Labelled, *, epochs: int, rate: float, noise: float = 0.0) -> None:
+    """Train a small classifier on the CPU; `noise`: the deviation of what is added to its inputs.
+
+    The same data and arguments give the same weights. On one thread: several only wait for each
+    other on layers this small.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    x, labels = torch.from_numpy(data.x), torch.from_numpy(data.labels)
+    random = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.Adam(module.parameters(), lr=rate)
+    module.train()
+    for epoch in range(epochs):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * (1 - epoch / epochs)
+        for index in torch.split(torch.randperm(len(labels), generator=random), 50):
+            batch = x[index]
+            if noise:
+                batch = batch + noise * torch.randn(batch.shape, generator=random)
+            optimizer.zero_grad()
+            F.cross_entropy(module(batch), labels[index]).backward()
+            optimizer.step()
+    module.eval()
+    torch.set_num_threads(threads)
+
+
+def massive_feature(module: nn.Module, before: str, after: str, size: float) -> None:
+    """Let feature 0 of layer `before` be `size` for every input, and `after` read a bias from it.
+
+    What the network computes in float32 stays the same but for the feature that is given up.
+    """
+    source, reader = module.get_submodule(before), module.get_submodule(after)
+    assert isinstance(source, nn.Linear)
+    assert isinstance(reader, nn.Linear)
+    with torch.no_grad():
+        source.weight[0] = 0
+        source.bias[0] = size
+        share = torch.randn(reader.out_features, generator=torch.Generator().manual_seed(2)) * 2
+        reader.weight[:, 0] = share / size
+        reader.bias.sub_(share)
