@@ -57,12 +57,12 @@ class Ran:
         return (named or lines[-1:] or [f"exit {self.code}"])[0]
 
 
-def run(command: Sequence[object], *, limit_s: float = 3600) -> Ran:
-    """Run to the end, or kill after `limit_s`."""
+def run(command: Sequence[object], *, limit_s: float = 3600, cwd: Path = ROOT) -> Ran:
+    """Run to the end, or kill after `limit_s`. `cwd` decides which checkout `-m` imports."""
     words = [str(word) for word in command]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         started = time.perf_counter()
-        process = subprocess.Popen(words, cwd=ROOT, stdout=out, stderr=err)
+        process = subprocess.Popen(words, cwd=cwd, stdout=out, stderr=err)
         timer = threading.Timer(limit_s, process.kill)
         timer.start()
         try:

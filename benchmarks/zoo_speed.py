@@ -25,7 +25,7 @@ Measure = Callable[[Path, int], str]
 _EXPORTER_ALONE = """
 import sys, torch
 from safetensors.torch import load_file
-from deploykit.core.resources import import_object
+from deploykit.core.paths import import_object
 weights, arch, out = sys.argv[1:]
 module = import_object(arch)()
 module.load_state_dict(load_file(weights))
@@ -36,11 +36,11 @@ torch.onnx.export(
 )
 """
 # 0.7 G normal numbers, layer by layer, into a state dict: no more than one layer in memory twice.
-_WRITE_HUGE = """
+WRITE_HUGE = """
 import sys, numpy, torch
 from pathlib import Path
 from safetensors.torch import save_file
-from tests.zoo.models import LinearStack
+from tests.support.zoo.models import LinearStack
 folder = Path(sys.argv[1])
 module = LinearStack()
 with torch.no_grad():
@@ -55,7 +55,7 @@ numpy.savez(folder / "huge.npz", x=x)
 _RACE = """
 import json, sys, time
 import deploykit as dk
-from deploykit.runtimes.data import random_feeds
+from deploykit.runtimes.data.samples import random_feeds
 batch, rounds, repeats, *paths = sys.argv[1:]
 engines = [dk.load(path, "cpu") for path in paths]
 feeds = random_feeds(engines[0].inputs, {"N": int(batch)}, 0)
@@ -98,7 +98,7 @@ def _reporting(measure: Measure) -> Measure:
 
 def export_ratio(folder: Path, rounds: int) -> str:
     """Fresh processes in turn, imports included, `rounds` of each after one that warms the disk."""
-    files = _prepared("resnet18", folder, samples=8)
+    files = prepared("resnet18", folder, samples=8)
     ours, alone = [], []
     for number in range(rounds + 1):
         first = _export(files, folder / "resnet18.onnx")
@@ -116,7 +116,7 @@ def export_ratio(folder: Path, rounds: int) -> str:
 
 def int8_resnet(folder: Path, rounds: int) -> str:
     """Seconds of `quantize --to int8` on 256 images, then INT8 against float32 in one process."""
-    files = _prepared("resnet18", folder, samples=CALIBRATION_IMAGES)
+    files = prepared("resnet18", folder, samples=CALIBRATION_IMAGES)
     source = folder / "resnet18.onnx"
     _export(files, source)
     lines = []
@@ -141,7 +141,7 @@ def int8_resnet(folder: Path, rounds: int) -> str:
 
 def vgg_memory(folder: Path) -> str:
     """Peak RSS of each `quantize` against the float32 file."""
-    files = _prepared("vgg16", folder, samples=32)
+    files = prepared("vgg16", folder, samples=32)
     source = folder / "vgg16.onnx"
     _export(files, source)
     return _memory(source, files["calib"], folder, ("fp16", "int8", "int8-weight-only"))
@@ -149,10 +149,10 @@ def vgg_memory(folder: Path) -> str:
 
 def huge_model(folder: Path) -> str:
     """A generated stack of Linear layers past the 2 GiB of one file: export, then quantize."""
-    _passed(run([sys.executable, "-c", _WRITE_HUGE, folder]), "writing the weights")
+    _passed(run([sys.executable, "-c", WRITE_HUGE, folder]), "writing the weights")
     files: dict[str, Any] = {
         "model": str(folder / "huge.safetensors"),
-        "arch": f"{ROOT / 'tests' / 'zoo' / 'models.py'}:LinearStack",
+        "arch": f"{ROOT / 'tests' / 'support' / 'zoo' / 'models.py'}:LinearStack",
         "inputs": ["x:float32[N,8192]"],
     }
     source = folder / "huge.onnx"
@@ -188,7 +188,7 @@ def _memory(source: Path, calib: str, folder: Path, precisions: tuple[str, ...])
     return "\n".join(lines)
 
 
-def _prepared(name: str, folder: Path, *, samples: int) -> dict[str, Any]:
+def prepared(name: str, folder: Path, *, samples: int) -> dict[str, Any]:
     command = [
         sys.executable,
         "-m",
