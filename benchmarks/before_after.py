@@ -19,10 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-sys.path.insert(0, str(HERE / "serve"))
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "serve"))  # parts of other benchmarks
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import zoo_speed
 from bodies import ENCODINGS, grpc_frame, grpc_message
