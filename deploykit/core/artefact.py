@@ -1,7 +1,7 @@
-"""What an artefact is: a file that deploykit wrote or can open, and the manifest beside it.
+"""An artefact: a file that deploykit wrote or can open, and the manifest next to it.
 
-In: a path. Out: its format, read from the bytes and never from the name, and its `Manifest`
-(`FILE.json`): tensors, precision, hash, and the line back to the sources it was made from.
+The format is read from the bytes, never from the name. `Artefact` sniffs, hashes and reads the
+manifest once; functions take a path or an `Artefact` and pass the `Artefact` on.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import json
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from deploykit.core.errors import BadInput, NotFound, Unsupported, os_reason
 from deploykit.core.files import check_inside, check_readable, sha256, write_json
+from deploykit.core.paths import StrPath
 from deploykit.core.tensors import TensorSpec, spec_from_dict
 
 MANIFEST_VERSION = 1
@@ -74,6 +76,73 @@ class Manifest:
         }
 
 
+class Artefact:
+    """One file with its format, hash and manifest, each found on first use and then kept."""
+
+    def __init__(self, path: StrPath) -> None:
+        self.path = Path(path)
+        self._stamp = _stamp(self.path)
+
+    @classmethod
+    def open(cls, source: ArtefactLike) -> Artefact:
+        """`source` as an Artefact of a known format; one whose file was replaced is opened anew.
+
+        Raises as `sniff` does.
+        """
+        fresh = isinstance(source, Artefact) and source._stamp == _stamp(source.path)
+        found = source if isinstance(source, Artefact) and fresh else cls(_path_of(source))
+        found.format  # noqa: B018 - raises for a file that is no model
+        return found
+
+    @cached_property
+    def format(self) -> str:
+        """ "onnx", "torch", "safetensors" or "tensorrt"; raises as `sniff` does."""
+        return sniff(self.path)
+
+    @cached_property
+    def sha256(self) -> str:
+        """The file's SHA-256 in hexadecimal, without that of weights in a second file."""
+        return sha256(self.path)
+
+    @cached_property
+    def manifest(self) -> Manifest | None:
+        """The manifest next to the file, checked against the file's hash; None without one."""
+        found = load_manifest(self.path)
+        if found is not None:
+            _check_hashes(self, found)
+        return found
+
+    @property
+    def name(self) -> str:
+        """The file's name without its folder."""
+        return self.path.name
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def __repr__(self) -> str:
+        return f"Artefact({str(self.path)!r})"
+
+
+ArtefactLike = StrPath | Artefact
+
+
+def _path_of(source: ArtefactLike) -> StrPath:
+    return source.path if isinstance(source, Artefact) else source
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    """What changes when a file is replaced or written; None where there is no such file."""
+    try:
+        info = path.stat()
+    except (OSError, ValueError):
+        return None
+    return info.st_ino, info.st_size, info.st_mtime_ns
+
+
 def manifest_path(artefact: Path) -> Path:
     return artefact.with_name(artefact.name + ".json")
 
@@ -84,10 +153,15 @@ def write_manifest(artefact: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(artefact: Path) -> Manifest | None:
-    """The manifest beside `artefact`, or None if there is none.
+    """The manifest next to `artefact`, or None if there is none.
 
     Raises BadInput when it cannot be read, or when the artefact is not the one it describes.
     """
+    return Artefact(artefact).manifest
+
+
+def load_manifest(artefact: Path) -> Manifest | None:
+    """The manifest next to `artefact`, its hashes not compared; None if there is none."""
     path = manifest_path(artefact)
     try:
         values = json.loads(check_readable(path).read_text(encoding="utf-8"))
@@ -97,19 +171,24 @@ def read_manifest(artefact: Path) -> Manifest | None:
         raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
     except (ValueError, RecursionError) as exc:
         raise BadInput(f"{path}: is not valid JSON: {exc}") from exc
-    manifest = _from_dict(values, str(path))
-    hashes = {artefact: manifest.sha256}
-    data = manifest.checks.get("data")
-    if isinstance(data, dict):  # weights beside the model
-        check_inside(artefact.parent, str(data.get("file")), f"{path}: its weights")
-        hashes[artefact.with_name(str(data["file"]))] = str(data.get("sha256"))
-    for file, digest in hashes.items():
-        if digest and digest != sha256(file):
-            raise BadInput(
-                f"{file}: is not the file that {path.name} describes (SHA-256 differs)",
-                hint=f"make it again, or remove {path} if you changed the file on purpose",
-            )
-    return manifest
+    return _from_dict(values, str(path))
+
+
+def _check_hashes(artefact: Artefact, manifest: Manifest) -> None:
+    """Raise BadInput unless the file, and its weights in a second one, are those described."""
+    where, data = manifest_path(artefact.path), manifest.checks.get("data")
+    changed = manifest.sha256 and manifest.sha256 != artefact.sha256
+    wrong = artefact.path if changed else None
+    if isinstance(data, dict):
+        check_inside(artefact.path.parent, str(data.get("file")), f"{where}: its weights")
+        weights = artefact.path.with_name(str(data["file"]))
+        if wrong is None and data.get("sha256") != sha256(weights):
+            wrong = weights
+    if wrong is not None:
+        raise BadInput(
+            f"{wrong}: is not the file that {where.name} describes (SHA-256 differs)",
+            hint=f"make it again, or remove {where} if you changed the file on purpose",
+        )
 
 
 def _from_dict(values: object, where: str) -> Manifest:

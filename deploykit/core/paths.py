@@ -1,9 +1,10 @@
-"""Where the data files that come with deploykit are, and how a Python object is found by name."""
+"""Paths: the type that public functions take, packaged data files, Python objects found by name."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +13,7 @@ from deploykit.core.errors import BadInput, DeploykitError, NotFound, first_line
 from deploykit.core.extras import EXTRAS, missing
 from deploykit.core.files import check_readable
 
+StrPath = str | os.PathLike[str]
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 

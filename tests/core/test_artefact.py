@@ -4,13 +4,16 @@ import json
 import os
 import pickle
 import zipfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from deploykit.core import artefact as artefacts
 from deploykit.core.artefact import (
+    Artefact,
     Manifest,
     manifest_path,
     read_manifest,
@@ -277,3 +280,46 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
             sniff(path)
     with pytest.raises(NotFound):
         sniff(tmp_path / "nothing")
+
+
+def test_an_artefact_is_sniffed_and_hashed_once(
+    artefact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_manifest(artefact, replace(MANIFEST, sha256=sha256(artefact)))
+    read: list[Path] = []
+    for name in ("sniff", "sha256"):
+        original = getattr(artefacts, name)
+
+        def counting(path: Path, original: Callable[[Path], str] = original) -> str:
+            read.append(path)
+            return original(path)
+
+        monkeypatch.setattr(artefacts, name, counting)
+    opened = Artefact.open(str(artefact))
+    for _ in range(2):
+        again = Artefact.open(opened)
+        assert (again.format, again.manifest is not None, len(again.sha256)) == ("onnx", True, 64)
+    assert again is opened
+    assert read == [artefact, artefact]
+
+
+def test_an_artefact_whose_file_was_replaced_is_opened_anew(artefact: Path) -> None:
+    opened = Artefact.open(artefact)
+    before = opened.sha256
+    artefact.write_bytes(b"\x08\x0a" + bytes(200))
+    assert Artefact.open(opened).sha256 == sha256(artefact) != before
+
+
+def test_an_artefact_of_no_known_format_is_refused_when_it_is_opened(tmp_path: Path) -> None:
+    text = tmp_path / "model.onnx"
+    text.write_text("not a model")
+    with pytest.raises(BadInput, match="not a model file"):
+        Artefact.open(text)
+    with pytest.raises(NotFound, match="no such file"):
+        Artefact.open(tmp_path / "absent.onnx")
+
+
+def test_an_artefact_can_be_used_as_a_path(artefact: Path) -> None:
+    opened = Artefact.open(artefact)
+    assert Path(opened) == artefact
+    assert str(opened) == str(artefact)
