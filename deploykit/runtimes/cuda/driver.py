@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, DeploykitError, Unsupported
+from deploykit.core.errors import DeploykitError, Unsupported
 from deploykit.core.extras import require
 from deploykit.runtimes.cuda.errors import cuda_error, out_of_memory
 
@@ -25,16 +25,6 @@ cudart = require("cuda.bindings.runtime")
 _SUCCESS = cudart.cudaError_t.cudaSuccess
 _IN = cudart.cudaMemcpyKind.cudaMemcpyHostToDevice
 _OUT = cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost
-_OWN_STREAM = cudart.cudaStreamPerThread  # of the calling thread; nobody opens or closes it
-IPC_HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
-_IPC_REFUSALS = {  # no handle, our own, or of memory that is gone
-    "cudaErrorInvalidValue",
-    "cudaErrorInvalidResourceHandle",
-    "cudaErrorMapBufferObjectFailed",
-    "cudaErrorDeviceUninitialized",
-    "cudaErrorAlreadyMapped",
-    "cudaErrorTooManyPeers",
-}
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _MEMORY_FILE = Path("/proc/meminfo")
 
@@ -154,60 +144,6 @@ class Cudart:
     def drop_graph(self, graph: int) -> None:
         self._all("cudaGraphExecDestroy", graph)
 
-    def open_ipc(self, handle: bytes) -> int:
-        """Map memory of another process, by the bytes of its cudaIpcMemHandle_t; its address here.
-
-        CUDA counts: each opening needs its `close_ipc`. Raises BadInput for a handle that CUDA
-        does not take.
-        """
-        if len(handle) != IPC_HANDLE_BYTES:
-            raise BadInput(f"a handle is {IPC_HANDLE_BYTES} bytes, got {len(handle)}")
-        self.use()
-        made = cudart.cudaIpcMemHandle_t()
-        # newer bindings show no field of it to set
-        ctypes.memmove(made.getPtr(), handle, IPC_HANDLE_BYTES)
-        call, flags = "cudaIpcOpenMemHandle", cudart.cudaIpcMemLazyEnablePeerAccess
-        code, address = getattr(cudart, call)(made, flags)
-        if code != _SUCCESS:
-            error = _error(self.device, call, code)
-            if code.name in _IPC_REFUSALS:
-                raise BadInput(f"{self.device}: {code.name}") from error
-            raise error
-        return int(address)
-
-    def close_ipc(self, address: int) -> None:
-        self.use()
-        self._all("cudaIpcCloseMemHandle", address)
-
-    def bytes_from(self, address: int) -> int | None:
-        """From `address` to the end of what is mapped there; None where CUDA does not tell.
-
-        It may be more than was allocated: small allocations share a block, and CUDA maps all of
-        it. So this keeps copies inside mapped memory, not inside one allocation.
-        """
-        self.use()
-        driver = require("cuda.bindings.driver")  # the runtime has no such call
-        code, base, size = driver.cuMemGetAddressRange(address)
-        if code != driver.CUresult.CUDA_SUCCESS:
-            return None
-        return int(base) + int(size) - address
-
-    def copy_to_host(self, host: np.ndarray, address: int) -> None:
-        """Fill `host`, contiguous, from the device; from any thread.
-
-        Not cudaMemcpy: it waits for the work of all blocking streams, and may return before what
-        it takes from pageable memory has arrived on the device.
-        """
-        self.use()
-        self.copy_out(host.ctypes.data, address, host.nbytes, _OWN_STREAM)
-        self.wait_stream(_OWN_STREAM)
-
-    def copy_to_device(self, address: int, host: np.ndarray) -> None:
-        """Put `host`, contiguous, on the device, where it is when this returns."""
-        self.use()
-        self.copy_in(address, host.ctypes.data, host.nbytes, _OWN_STREAM)
-        self.wait_stream(_OWN_STREAM)
-
     def _all(self, call: str, *arguments: Any) -> tuple[Any, ...]:
         """The values that `call` answers with. Raises what its code means."""
         code, *values = getattr(cudart, call)(*arguments)
@@ -260,20 +196,6 @@ def _check_driver(device: str) -> None:
     if not known:
         raise none
     raise _error(device, "cudaGetDeviceCount", code)
-
-
-def ipc_devices() -> tuple[int, ...]:
-    """The devices that can open memory of other processes. Costs none of their memory.
-
-    Raises Unsupported where there is none.
-    """
-    _check_driver("cuda")
-    attribute = cudart.cudaDeviceAttr.cudaDevAttrIpcEventSupport
-    devices = range(cudart.cudaGetDeviceCount()[1])
-    found = tuple(n for n in devices if cudart.cudaDeviceGetAttribute(attribute, n)[1])
-    if not found:
-        raise Unsupported("cuda: no GPU here can open memory of other processes")
-    return found
 
 
 def names_by_text() -> dict[str, str]:

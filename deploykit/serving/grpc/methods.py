@@ -22,7 +22,7 @@ from deploykit.serving.oip.protobuf import MESSAGES, Message, filled
 from deploykit.serving.oip.request import Request, fill
 from deploykit.serving.oip.response import results
 from deploykit.serving.oip.tensors import show
-from deploykit.serving.shared_memory.system import SharedMemory
+from deploykit.serving.shared_memory import SharedMemory
 
 log = logging.getLogger(__name__)
 
@@ -316,31 +316,27 @@ def _unary(name: str, make: Callable[[Any], Message]) -> Callable[[Call, bytes, 
 
 
 def _regions(memory: SharedMemory) -> dict[str, Callable[[Any], Message]]:
-    """The methods of the two shared-memory extensions."""
+    """The methods of the system shared-memory extension."""
 
-    def status(kind: str, title: str, asked: Any) -> Message:
-        regions = {each["name"]: each for each in memory.status(asked.name or None, kind=kind)}
-        return filled(f"{title}StatusResponse", {"regions": regions})
+    def status(asked: Any) -> Message:
+        regions = {region["name"]: region for region in memory.status(asked.name or None)}
+        return filled("SystemSharedMemoryStatusResponse", {"regions": regions})
 
     def register(asked: Any) -> Message:
         memory.register(asked.name, asked.key, asked.offset, asked.byte_size)
         return _message("SystemSharedMemoryRegisterResponse")
 
-    def register_cuda(asked: Any) -> Message:
-        memory.register_cuda(asked.name, asked.raw_handle, asked.device_id, asked.byte_size)
-        return _message("CudaSharedMemoryRegisterResponse")
+    def unregister(asked: Any) -> Message:
+        memory.unregister(asked.name or None)
+        return _message("SystemSharedMemoryUnregisterResponse")
 
-    def unregister(kind: str, title: str, asked: Any) -> Message:
-        memory.unregister(asked.name or None, kind=kind)
-        return _message(f"{title}UnregisterResponse")
-
-    found: dict[str, Callable[[Any], Message]] = {}
-    for kind, to in (("system", register), ("cuda", register_cuda)):
-        title = f"{kind.capitalize()}SharedMemory"
-        found[f"{title}Status"] = partial(status, kind, title)
-        found[f"{title}Register"] = to
-        found[f"{title}Unregister"] = partial(unregister, kind, title)
-    return found
+    return {
+        "SystemSharedMemoryStatus": status,
+        "SystemSharedMemoryRegister": register,
+        "SystemSharedMemoryUnregister": unregister,
+        # NVIDIA's examples begin by calling it
+        "CudaSharedMemoryUnregister": lambda _: _message("CudaSharedMemoryUnregisterResponse"),
+    }
 
 
 def _not_offered(call: Call, _data: bytes, _at: int) -> None:

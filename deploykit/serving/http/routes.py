@@ -21,7 +21,7 @@ from deploykit.serving.http.json_worker import Reader
 from deploykit.serving.models.repository import VERSION, ServedModel, Service
 from deploykit.serving.oip.json import parse_json
 from deploykit.serving.oip.tensors import show
-from deploykit.serving.shared_memory.system import SharedMemory
+from deploykit.serving.shared_memory import SharedMemory
 from deploykit.serving.transport.call import JSON, Call, reply_bug, reply_error, reply_exception
 from deploykit.serving.transport.security import PREFLIGHT
 from deploykit.serving.web import guide, openapi
@@ -36,9 +36,9 @@ _SHOWN = (  # a page loads nothing from elsewhere, and nobody shows it inside an
     b"X-Content-Type-Options: nosniff\r\nReferrer-Policy: no-referrer\r\nContent-Type: %s\r\n"
 )
 _REGION = re.compile(
-    r"/v2/(?P<kind>system|cuda)sharedmemory(/region/(?P<name>[^/]+))?"
-    r"/(?P<what>status|register|unregister)"
+    r"/v2/systemsharedmemory(/region/(?P<name>[^/]+))?/(?P<what>status|register|unregister)"
 )
+_UNREGISTER_CUDA = "/v2/cudasharedmemory/unregister"  # NVIDIA's examples begin by calling it
 _NOT_OFFERED = (
     "/v2/systemsharedmemory",
     "/v2/cudasharedmemory",
@@ -113,7 +113,9 @@ class Routes:
         region = _REGION.fullmatch(path)
         if region and self._service.memory is not None:
             verb, make = _REGION_ROUTES[region["what"]]
-            return verb, partial(make, self._service.memory, region["kind"], region["name"])
+            return verb, partial(make, self._service.memory, region["name"])
+        if path == _UNREGISTER_CUDA and self._service.memory is not None:
+            return "POST", lambda call: call.reply(200, JSON, [])
         if path.startswith(_NOT_OFFERED) or path.endswith("/trace/setting"):
             raise Unsupported("this extension is not offered by this server")
         if path.startswith("/v2/models/"):
@@ -157,29 +159,25 @@ def _text(content_type: str, make: Callable[[], bytes]) -> Route:
     return lambda call: call.reply(200, headers, [make()])
 
 
-# -- shared memory of both kinds: a client's region, never a file's name in an answer
+# -- system shared memory: an answer names a client's region, never a file
 
 
-def _regions(memory: SharedMemory, kind: str, name: str | None, call: Call) -> None:
-    call.reply(200, JSON, [orjson.dumps(memory.status(name, kind=kind))])
+def _regions(memory: SharedMemory, name: str | None, call: Call) -> None:
+    call.reply(200, JSON, [orjson.dumps(memory.status(name))])
 
 
-def _register(memory: SharedMemory, kind: str, name: str | None, call: Call) -> None:
+def _register(memory: SharedMemory, name: str | None, call: Call) -> None:
     body = parse_json(bytes(call.body))
-    size = body.get("byte_size")
-    if kind == "cuda":
-        memory.register_cuda(name, body.get("raw_handle"), body.get("device_id"), size)
-    else:
-        memory.register(name, body.get("key"), body.get("offset", 0), size)
+    memory.register(name, body.get("key"), body.get("offset", 0), body.get("byte_size"))
     call.reply(200, JSON, [])
 
 
-def _unregister(memory: SharedMemory, kind: str, name: str | None, call: Call) -> None:
-    memory.unregister(name, kind=kind)
+def _unregister(memory: SharedMemory, name: str | None, call: Call) -> None:
+    memory.unregister(name)
     call.reply(200, JSON, [])
 
 
-_REGION_ROUTES: Mapping[str, tuple[str, Callable[[SharedMemory, str, str | None, Call], None]]] = {
+_REGION_ROUTES: Mapping[str, tuple[str, Callable[[SharedMemory, str | None, Call], None]]] = {
     "status": ("GET", _regions),
     "register": ("POST", _register),
     "unregister": ("POST", _unregister),

@@ -22,8 +22,7 @@ from deploykit.serving.observe.prometheus import Samples, prometheus
 from deploykit.serving.oip.request import Request
 from deploykit.serving.oip.tensors import show
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.shared_memory.cuda import find_gpus
-from deploykit.serving.shared_memory.system import SharedMemory
+from deploykit.serving.shared_memory import SharedMemory
 
 __all__ = ["VERSION", "ServeOptions", "ServedModel", "Service"]
 
@@ -67,7 +66,7 @@ class Service:
         self.models: dict[str, ServedModel] = {}
         self.memory: SharedMemory | None = None
         if options.shared_memory:
-            self.memory = SharedMemory(options.max_body_bytes, find_gpus())
+            self.memory = SharedMemory(options.max_body_bytes)
         self.sampler = Sampler()
         self._samples: list[Callable[[], Samples]] = [self.sampler.samples]
         self._texts = dict(TEXTS)
@@ -147,8 +146,6 @@ class Service:
         for model in self.models.values():
             if model.batcher.lost:
                 return f"model '{model.name}': the GPU is lost to this process"
-        if self.memory is not None and self.memory.gpus.lost:
-            return "CUDA shared memory: the GPU is lost to this process"
         return None
 
     def why_not_ready(self, model: ServedModel | None = None) -> str | None:
@@ -186,8 +183,6 @@ class Service:
         offered = list(EXTENSIONS)
         if self.memory is not None:
             offered.append("system_shared_memory")
-            if self.memory.gpus.offered:
-                offered.append("cuda_shared_memory")
         return {"name": "deploykit", "version": __version__, "extensions": offered}
 
     def statistics(self, model: ServedModel | None = None) -> dict[str, Any]:

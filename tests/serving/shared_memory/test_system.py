@@ -14,14 +14,14 @@ import pytest
 
 from deploykit.core.errors import BadInput, NotFound, TooLarge
 from deploykit.serving.oip.request import Region
-from deploykit.serving.shared_memory.system import MAX_REGIONS, SharedMemory
+from deploykit.serving.shared_memory import MAX_REGIONS, SharedMemory
 
 FOLDER = Path("/dev/shm")
 LIMIT_S = 100  # against hanging, not a measure
 
 
 class Shared:
-    """An object in shared memory, as a client makes it."""
+    """An object in shared memory, as a client creates it."""
 
     def __init__(self, content: bytes, prefix: str = "test-") -> None:
         self.path = FOLDER / f"{prefix}{uuid4().hex}"
@@ -63,9 +63,7 @@ def test_a_region_is_a_span_of_its_object(memory: SharedMemory, shared: Shared) 
     assert memory.status() == [{"name": "frame", "key": shared.key, "offset": 16, "byte_size": 32}]
 
 
-def test_what_was_read_does_not_change_with_the_object(
-    memory: SharedMemory, shared: Shared
-) -> None:
+def test_a_read_is_a_copy(memory: SharedMemory, shared: Shared) -> None:
     memory.register("frame", shared.key, 0, 64)
     view = memory.read(Region("frame", 0, 64))
     shared.path.write_bytes(bytes(64))
@@ -102,16 +100,16 @@ def test_nothing_outside_a_region_is_reached(
     with SharedMemory(max_bytes=1 << 70) as large:
         large.register("frame", shared.key, 0, 64)
         for use in (lambda at: large.read(at), lambda at: large.write(at, b"")):
-            with pytest.raises(BadInput, match="region 'frame' is 64 bytes"):
+            with pytest.raises(BadInput, match="region 'frame' has 64 bytes"):
                 use(Region("frame", offset, size))
     with pytest.raises(BadInput, match="no region 'frame'"):
         memory.read(Region("frame", 0, 1))
     assert shared.path.read_bytes() == bytes(range(64))
 
 
-def test_an_output_longer_than_its_place_is_refused(memory: SharedMemory, shared: Shared) -> None:
+def test_output_longer_than_its_region_is_rejected(memory: SharedMemory, shared: Shared) -> None:
     memory.register("frame", shared.key, 0, 64)
-    with pytest.raises(BadInput, match="the output is 9 bytes, 8 were given"):
+    with pytest.raises(BadInput, match="the output has 9 bytes, the request reserved 8"):
         memory.write(Region("frame", 0, 8), bytes(9))
     assert shared.path.read_bytes() == bytes(range(64))
 
@@ -131,7 +129,7 @@ def test_a_key_is_one_plain_name(memory: SharedMemory, key: object) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["deploykit-", "deploykit_", "triton_python_backend_", "sem."])
-def test_what_servers_keep_for_themselves_is_not_exposed(memory: SharedMemory, prefix: str) -> None:
+def test_objects_of_servers_cannot_be_registered(memory: SharedMemory, prefix: str) -> None:
     shared = Shared(b"secret", prefix)
     try:
         with pytest.raises(BadInput, match="cannot be the key"):
@@ -149,15 +147,15 @@ def test_a_name_is_plain(memory: SharedMemory, shared: Shared, name: object) -> 
 
 @pytest.mark.parametrize("field", ["offset", "byte_size"])
 @pytest.mark.parametrize("value", [-1, 1.0, "1", True, None, 1 << 62, 1 << 4000], ids=repr)
-def test_sizes_are_whole_numbers(
+def test_sizes_are_integers(
     memory: SharedMemory, shared: Shared, field: str, value: object
 ) -> None:
-    with pytest.raises(BadInput, match=f"region 'frame': '{field}' must be a whole number"):
+    with pytest.raises(BadInput, match=f"region 'frame': '{field}' must be an integer"):
         memory.register("frame", shared.key, **{"offset": 0, "byte_size": 1, field: value})
 
 
 @pytest.mark.parametrize(("offset", "size"), [(0, 65), (64, 1), (1, 64), ((1 << 62) - 1, 1)])
-def test_the_object_must_be_as_large_as_it_is_said_to_be(
+def test_a_region_must_lie_inside_its_object(
     memory: SharedMemory, shared: Shared, offset: int, size: int
 ) -> None:
     before = open_files()
@@ -167,7 +165,7 @@ def test_the_object_must_be_as_large_as_it_is_said_to_be(
     assert memory.status() == []
 
 
-def test_only_shared_memory_itself_is_opened(
+def test_links_fifos_and_folders_are_not_opened(
     memory: SharedMemory, shared: Shared, tmp_path: Path
 ) -> None:
     """Neither through a symbolic link, nor a FIFO, a folder or what is not there."""
@@ -189,9 +187,9 @@ def test_only_shared_memory_itself_is_opened(
             names[kind].unlink()
 
 
-def test_a_name_is_taken_once_and_free_again(memory: SharedMemory, shared: Shared) -> None:
+def test_a_name_can_be_reused_after_unregistering(memory: SharedMemory, shared: Shared) -> None:
     memory.register("frame", shared.key, 0, 64)
-    with pytest.raises(BadInput, match="registered already"):
+    with pytest.raises(BadInput, match="already registered"):
         memory.register("frame", shared.key, 0, 8)
     memory.register("other", shared.key, 8, 8)
     memory.unregister("frame")
@@ -205,7 +203,7 @@ def test_a_name_is_taken_once_and_free_again(memory: SharedMemory, shared: Share
     assert str(shared.path) not in open_files()
 
 
-def test_regions_are_counted(memory: SharedMemory, shared: Shared) -> None:
+def test_the_number_of_regions_is_bounded(memory: SharedMemory, shared: Shared) -> None:
     for number in range(MAX_REGIONS):
         memory.register(f"r{number}", shared.key, 0, 1)
     with pytest.raises(BadInput, match=f"{MAX_REGIONS} regions are registered"):
@@ -236,15 +234,15 @@ def test_a_removed_object_lives_until_it_is_unregistered(
     assert bytes(memory.read(Region("frame", 0, 4))) == bytes(range(4))
 
 
-def test_a_truncated_object_is_refused_and_not_made_longer(
+def test_a_truncated_object_is_rejected_and_not_extended(
     memory: SharedMemory, shared: Shared
 ) -> None:
     memory.register("frame", shared.key, 0, 64)
     os.truncate(shared.path, 10)
     assert bytes(memory.read(Region("frame", 0, 10))) == bytes(range(10))
-    with pytest.raises(BadInput, match="smaller than was registered"):
+    with pytest.raises(BadInput, match="smaller than when it was registered"):
         memory.read(Region("frame", 0, 11))
-    with pytest.raises(BadInput, match="smaller than was registered"):
+    with pytest.raises(BadInput, match="smaller than when it was registered"):
         memory.write(Region("frame", 8, 4), b"abcd")
     assert shared.path.stat().st_size == 10
 
@@ -252,8 +250,8 @@ def test_a_truncated_object_is_refused_and_not_made_longer(
 TRUNCATED = """
 import os, sys, threading
 from deploykit.core.errors import BadInput
-from deploykit.serving.request import Region
-from deploykit.serving.shm import SharedMemory
+from deploykit.serving.oip.request import Region
+from deploykit.serving.shared_memory import SharedMemory
 
 path, size = sys.argv[1], 1 << 20
 memory = SharedMemory(); memory.register("frame", "/" + os.path.basename(path), 0, size)
@@ -278,7 +276,7 @@ sys.stdout.write("alive")
 """
 
 
-def test_a_client_that_truncates_its_object_ends_nobody(shared: Shared) -> None:
+def test_truncating_an_object_does_not_end_the_server(shared: Shared) -> None:
     """With a mapping this is a SIGBUS, hence a process of its own."""
     os.truncate(shared.path, 1 << 20)
     found = subprocess.run(

@@ -7,16 +7,12 @@ held, keeps the order of the calls, and fails where a test tells it to.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from deploykit.core.errors import BadInput
 from deploykit.runtimes.cuda.errors import cuda_error, out_of_memory
 from deploykit.runtimes.cuda.memory import Shape
-from tests.support.runtimes.modules import replaced
 
 POISON = 0xA5
 Op = Callable[[], None]
@@ -37,8 +33,6 @@ class FakeCuda:
         self.events: set[int] = set()
         self.graphs: dict[int, list[Op | int]] = {}
         self.capturing: dict[int, list[Op | int]] = {}
-        self.exported: dict[bytes, np.ndarray] = {}  # memory of other processes by its handle
-        self.opened: dict[int, tuple[np.ndarray, int]] = {}  # address -> it, times it was opened
         self.used_bytes = self.peak_bytes = 0
         self._next = 0x1000
 
@@ -51,15 +45,8 @@ class FakeCuda:
             "streams": self.streams,
             "events": self.events,
             "graphs": self.graphs,
-            "opened": self.opened,
         }
         return {name: len(kind) for name, kind in kinds.items() if kind}
-
-    def export(self, block: np.ndarray) -> bytes:
-        """The handle of `block`, bytes that another process holds on the device."""
-        handle = b"\xff" + len(self.exported).to_bytes(63, "little")
-        self.exported[handle] = block
-        return handle
 
     def names(self, *wanted: str) -> list[str]:
         return [name for name, _ in self.calls if not wanted or name in wanted]
@@ -181,44 +168,6 @@ class FakeCuda:
         self._called("drop_graph")
         del self.graphs[graph]
 
-    def open_ipc(self, handle: bytes) -> int:
-        self._called("open_ipc")
-        if handle not in self.exported:
-            raise BadInput(f"{self.device}: cudaErrorInvalidValue")
-        block = self.exported[handle]
-        for address, (known, times) in self.opened.items():
-            if known is block:
-                self.opened[address] = known, times + 1
-                return address
-        self._next += -(-block.nbytes // 512) * 512 + 512
-        self.opened[self._next] = block, 1
-        return self._next
-
-    def close_ipc(self, address: int) -> None:
-        self._called("close_ipc")
-        block, times = self.opened.pop(address)
-        if times > 1:
-            self.opened[address] = block, times - 1
-
-    def bytes_from(self, address: int) -> int | None:
-        self._called("bytes_from")
-        return self.opened[address][0].nbytes
-
-    def copy_to_host(self, host: np.ndarray, address: int) -> None:
-        self._called("copy_to_host")
-        np.copyto(host, self._foreign(address, host.nbytes))
-
-    def copy_to_device(self, address: int, host: np.ndarray) -> None:
-        self._called("copy_to_device")
-        np.copyto(self._foreign(address, host.nbytes), host)
-
-    # how it works
-    def _foreign(self, address: int, nbytes: int) -> np.ndarray:
-        for base, (block, _) in self.opened.items():
-            if base <= address and address + nbytes <= base + block.nbytes:
-                return block[address - base : address - base + nbytes]
-        raise AssertionError(f"illegal address {address:#x}, {nbytes} bytes")
-
     def _called(self, name: str, stream: int = 0) -> None:
         self.calls.append((name, stream))
         self.count[name] += 1
@@ -254,14 +203,6 @@ class FakeCuda:
     def _handle(self) -> int:
         self._next += 512
         return self._next
-
-
-@contextmanager
-def machine(cuda: FakeCuda) -> Iterator[None]:
-    """A machine whose GPU 0 is `cuda`, the file that calls CUDA replaced."""
-    driver = SimpleNamespace(Cudart={0: cuda}.__getitem__, ipc_devices=lambda: (0,))
-    with replaced("deploykit.runtimes.cuda.driver", driver):
-        yield
 
 
 class Affine:

@@ -1,0 +1,203 @@
+"""The system shared-memory extension: tensors in POSIX shared memory instead of in messages.
+
+A client on this machine registers a span of an object below /dev/shm under a name; inputs are
+copied from it and outputs are written into it. The object is never mapped: a client may truncate
+it at any time, which would end a process that reads a mapping of it (SIGBUS). The copy also keeps
+a client from changing an input after it was checked. Error messages name regions, never files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from deploykit.core.errors import BadInput, NotFound, TooLarge, os_reason
+from deploykit.runtimes.engine import Closing
+from deploykit.serving.oip.request import Region
+from deploykit.serving.oip.tensors import Bytes, show
+
+FOLDER = "/dev/shm"  # noqa: S108 - where Linux keeps POSIX shared memory
+MAX_REGIONS = 256  # each keeps a file descriptor open
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+# semaphores and the objects of servers: never a client's tensor
+_INTERNAL = ("deploykit", "triton_python_backend", "sem.")
+_CREATE_HINT = "create it before registering it, and give its key as in shm_open: /NAME"
+
+
+@dataclass(frozen=True)
+class _OpenRegion:
+    """A registered span of a shared-memory object; `file` is open until `close`."""
+
+    key: str
+    offset: int
+    byte_size: int
+    file: int
+
+    def read(self, name: str, at: int, into: np.ndarray) -> None:
+        left, at = into.data, self.offset + at
+        while left:
+            try:
+                count = os.preadv(self.file, [left], at)
+            except OSError as exc:
+                raise BadInput(f"region '{name}': {os_reason(exc)}") from exc
+            if count == 0:
+                raise _shrunk(name)
+            left, at = left[count:], at + count
+
+    def write(self, name: str, at: int, data: memoryview) -> None:
+        left, at = data, self.offset + at
+        if os.fstat(self.file).st_size < at + left.nbytes:  # writing would make it larger again
+            raise _shrunk(name)
+        while left:
+            try:
+                count = os.pwrite(self.file, left, at)
+            except OSError as exc:  # /dev/shm is full, or we may only read
+                raise BadInput(f"region '{name}': {os_reason(exc)}") from exc
+            left, at = left[count:], at + count
+
+    def close(self) -> None:
+        os.close(self.file)
+
+
+class SharedMemory(Closing):
+    """The registered regions by name. Thread-safe. `max_bytes` bounds a single read."""
+
+    def __init__(self, max_bytes: int = 64 << 20) -> None:
+        self._max_bytes = max_bytes
+        self._regions: dict[str, _OpenRegion] = {}
+        # reads hold it, so that a descriptor is not closed and reused in the middle of one
+        self._lock = threading.Lock()
+
+    def register(self, name: object, key: object, offset: object, byte_size: object) -> None:
+        """Open the object `key` ("/NAME") and call `byte_size` bytes at `offset` of it `name`.
+
+        The values may be anything a client sent. Raises BadInput, also when the name is taken.
+        """
+        region = _region_name(name)
+        where = f"region '{region}'"
+        bare = key.removeprefix("/") if type(key) is str else ""
+        if not _NAME.fullmatch(bare) or bare in (".", "..") or bare.startswith(_INTERNAL):
+            raise BadInput(f"{where}: {show(key)} cannot be the key of a region", hint=_CREATE_HINT)
+        start = _integer(where, "offset", offset, 0)
+        size = _integer(where, "byte_size", byte_size, 1)
+        with self._lock:
+            if region in self._regions:
+                raise BadInput(f"{where} is already registered", hint="unregister it first")
+            if len(self._regions) >= MAX_REGIONS:
+                raise BadInput(f"{where}: {MAX_REGIONS} regions are registered, the most allowed")
+            file = _open(where, bare)
+            try:
+                _check_size(where, file, start + size)
+            except BaseException:
+                os.close(file)
+                raise
+            self._regions[region] = _OpenRegion(str(key), start, size, file)
+
+    def unregister(self, name: str | None = None) -> None:
+        """Close one region, or all for None. As in Triton, an unknown name is no error."""
+        with self._lock:
+            for region in [each for each in self._regions if name in (None, each)]:
+                self._regions.pop(region).close()
+
+    def status(self, name: str | None = None) -> list[dict[str, Any]]:
+        """Name, key, offset and byte_size of one region or of all. Raises NotFound."""
+        with self._lock:
+            found = [
+                {"name": each, "key": r.key, "offset": r.offset, "byte_size": r.byte_size}
+                for each, r in self._regions.items()
+                if name in (None, each)
+            ]
+        if name is not None and not found:
+            raise NotFound(f"there is no region {show(name)}")
+        return found
+
+    def read(self, region: Region) -> memoryview:
+        """A read-only copy of the bytes. Raises BadInput, TooLarge above `max_bytes`."""
+        if region.byte_size > self._max_bytes:
+            raise TooLarge(
+                f"region {show(region.name)}: {show(region.byte_size)} bytes are above the limit "
+                f"of {self._max_bytes}",
+                hint="start the server with a larger --max-body-bytes",
+            )
+        with self._lock:
+            found = self._find(region)
+            copy = np.empty(region.byte_size, np.uint8)
+            found.read(region.name, region.offset, copy)
+        copy.flags.writeable = False
+        return copy.data
+
+    def write(self, region: Region, data: Bytes) -> None:
+        """Write `data`, contiguous, at the region's offset. Raises BadInput if it is too long."""
+        view = memoryview(data).cast("B")
+        with self._lock:
+            found = self._find(region)
+            if view.nbytes > region.byte_size:
+                raise BadInput(
+                    f"region '{region.name}': the output has {view.nbytes} bytes, the request "
+                    f"reserved {region.byte_size}"
+                )
+            found.write(region.name, region.offset, view)
+
+    def close(self) -> None:
+        self.unregister()
+
+    def _find(self, region: Region) -> _OpenRegion:
+        """The open region, which contains all of `region`. Raises BadInput."""
+        found = self._regions.get(region.name)
+        if found is None:
+            raise BadInput(f"there is no region {show(region.name)}", hint="register it first")
+        end = region.offset + region.byte_size
+        if region.offset < 0 or region.byte_size < 0 or end > found.byte_size:
+            raise BadInput(
+                f"region '{region.name}' has {found.byte_size} bytes: {show(region.byte_size)} "
+                f"bytes at offset {show(region.offset)} are out of bounds"
+            )
+        return found
+
+
+def _region_name(name: object) -> str:
+    if type(name) is not str or not _NAME.fullmatch(name):
+        raise BadInput(
+            f"{show(name)} cannot be the name of a region",
+            hint="use 1 to 128 letters, digits, '.', '_' or '-'",
+        )
+    return name
+
+
+def _integer(where: str, field: str, value: object, least: int) -> int:
+    if type(value) is not int or not least <= value < 1 << 62:
+        raise BadInput(f"{where}: '{field}' must be an integer >= {least}, got {show(value)}")
+    return value
+
+
+def _open(where: str, name: str) -> int:
+    """Open an object for reading and writing, or only for reading where no more is permitted."""
+    flags = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # opening a FIFO must not block
+    path = f"{FOLDER}/{name}"
+    try:
+        try:
+            return os.open(path, flags | os.O_RDWR)
+        except PermissionError:
+            return os.open(path, flags | os.O_RDONLY)
+    except OSError as exc:
+        raise BadInput(
+            f"{where}: its shared memory cannot be opened: {os_reason(exc)}", hint=_CREATE_HINT
+        ) from exc
+
+
+def _check_size(where: str, file: int, end: int) -> None:
+    info = os.fstat(file)
+    if not stat.S_ISREG(info.st_mode):
+        raise BadInput(f"{where}: its key is not that of shared memory", hint=_CREATE_HINT)
+    if end > info.st_size:
+        raise BadInput(f"{where}: it would end at byte {end}, the object has {info.st_size}")
+
+
+def _shrunk(name: str) -> BadInput:
+    return BadInput(f"region '{name}': its shared memory is smaller than when it was registered")
