@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deploykit.core.json_value import json_value
+
 PACKAGES = (
     "deploykit",
     "numpy",
@@ -52,7 +54,7 @@ class Gpu:
     compute_capability: str | None
 
     def to_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
+        return json_value(self)
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,7 @@ class Machine:
     packages: Mapping[str, str]
 
     def to_dict(self) -> dict[str, Any]:
-        values = dict(vars(self))
-        values["gpus"] = [gpu.to_dict() for gpu in self.gpus]
-        values["cpu_features"] = list(self.cpu_features)
-        values["board_ids"] = list(self.board_ids)
-        values["packages"] = dict(self.packages)
-        return values
+        return json_value(self)
 
 
 def this_machine(root: Path = Path("/")) -> Machine:

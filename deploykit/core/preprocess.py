@@ -15,6 +15,7 @@ from typing import Any
 
 from deploykit.core.errors import BadInput, os_reason
 from deploykit.core.files import check_readable
+from deploykit.core.json_value import json_value
 from deploykit.core.tensors import TensorSpec
 
 if sys.version_info >= (3, 11):
@@ -40,12 +41,7 @@ class Preprocess:
         return len(self.mean)
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "mean": list(self.mean),
-            "std": list(self.std),
-            "scale": self.scale,
-        }
+        return json_value(self)
 
 
 # https://docs.pytorch.org/vision/stable/models.html: what its ImageNet weights were trained with.

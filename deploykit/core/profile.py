@@ -21,6 +21,7 @@ from deploykit.core import paths
 from deploykit.core.errors import BadInput, NotFound, os_reason
 from deploykit.core.extras import installed
 from deploykit.core.files import check_readable
+from deploykit.core.json_value import json_value
 from deploykit.core.machine import Machine, this_machine
 
 if sys.version_info >= (3, 11):
@@ -41,9 +42,6 @@ class PowerMode:
     watts: float | None
     gpu_mhz: int | None
     sms: int | None
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "watts": self.watts, "gpu_mhz": self.gpu_mhz, "sms": self.sms}
 
 
 @dataclass(frozen=True)
@@ -76,12 +74,7 @@ class Profile:
     unverified: tuple[str, ...]  # keys without a source; a peak is "peak_ops_per_s.int8"
 
     def to_dict(self) -> dict[str, Any]:
-        values = dict(vars(self))
-        values["power_modes"] = [mode.to_dict() for mode in self.power_modes]
-        values["peak_ops_per_s"] = dict(self.peak_ops_per_s)
-        return {
-            key: list(item) if isinstance(item, tuple) else item for key, item in values.items()
-        }
+        return json_value(self)
 
 
 def profile_names() -> list[str]:

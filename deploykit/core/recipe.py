@@ -14,6 +14,7 @@ from typing import Any
 
 from deploykit.core import paths as resources
 from deploykit.core.errors import BadInput, NotFound
+from deploykit.core.json_value import json_value
 from deploykit.core.preprocess import Preprocess
 from deploykit.core.tensors import TensorSpec
 
@@ -69,8 +70,8 @@ class RecipeInfo:
     summary: str
     path: Path
 
-    def to_dict(self) -> dict[str, str]:
-        return {"name": self.name, "summary": self.summary, "path": str(self.path)}
+    def to_dict(self) -> dict[str, Any]:
+        return json_value(self)
 
 
 def list_recipes() -> list[RecipeInfo]:

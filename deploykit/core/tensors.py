@@ -10,8 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from deploykit.core.errors import BadInput
+from deploykit.core.json_value import json_value
 
 BATCH = "N"
 
@@ -72,8 +74,8 @@ class TensorSpec:
         """Whether axis 0 is dynamic, so that requests can be joined along it."""
         return bool(self.shape) and isinstance(self.shape[0], str)
 
-    def to_dict(self) -> dict[str, object]:
-        return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
+    def to_dict(self) -> dict[str, Any]:
+        return json_value(self)
 
 
 def carrier(dtype: str) -> str:

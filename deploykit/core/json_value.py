@@ -1,0 +1,65 @@
+"""Turn results into JSON values: one rule for every dataclass that deploykit writes or prints.
+
+JSON has no infinity and no NaN: either is written as null.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import Field, fields, is_dataclass
+from enum import Enum
+from typing import Any, ClassVar, Protocol, overload
+
+
+class _Dataclass(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
+@overload
+def json_value(
+    obj: _Dataclass, *properties: str, without: Collection[str] = ()
+) -> dict[str, Any]: ...
+
+
+@overload
+def json_value(obj: object) -> Any: ...
+
+
+def json_value(obj: object, *properties: str, without: Collection[str] = ()) -> Any:
+    """`obj` as dicts, lists, strings, numbers, booleans and None. A dataclass becomes a dict.
+
+    `obj` itself goes by its fields, in their order, less `without`, and then the named
+    `properties`; so a class writes `def to_dict(self): return json_value(self, "passed")`. A value
+    inside `obj` goes by its own `to_dict` where it has one. Keys become strings, enums their
+    values, paths strings, named tuples dicts. Raises TypeError for any other type.
+    """
+    if is_dataclass(obj) and not isinstance(obj, type):
+        names = [each.name for each in fields(obj) if each.name not in without]
+        return {name: _inner(getattr(obj, name)) for name in (*names, *properties)}
+    return _inner(obj)
+
+
+def _inner(obj: object) -> Any:
+    if isinstance(obj, type):
+        raise TypeError(f"the class {obj.__name__} has no JSON form")
+    if isinstance(obj, Enum):
+        return _inner(obj.value)
+    if obj is None or isinstance(obj, (str, bool, int)):
+        return obj
+    if isinstance(obj, float):
+        return obj if math.isfinite(obj) else None
+    if isinstance(obj, os.PathLike):
+        return os.fspath(obj)
+    if hasattr(obj, "to_dict"):
+        return obj.to_dict()
+    if is_dataclass(obj):
+        return json_value(obj)
+    if hasattr(obj, "_asdict"):
+        return _inner(obj._asdict())
+    if isinstance(obj, Mapping):
+        return {str(key): _inner(value) for key, value in obj.items()}
+    if isinstance(obj, Sequence) and not isinstance(obj, (bytes, bytearray, memoryview)):
+        return [_inner(value) for value in obj]
+    raise TypeError(f"a {type(obj).__name__} has no JSON form")
