@@ -51,6 +51,29 @@ CEILINGS = {  # lines, docstrings included: what a room may grow to
 }
 
 
+# the rooms of serving/, lowest first: a file imports from rooms that stand before its own
+SERVING = [
+    "options",
+    "batching",
+    "oip",
+    "shared_memory",
+    "observe",
+    "models",
+    "web",
+    "transport",
+    "http",
+    "http2",
+    "grpc",
+    "server",
+]
+SERVING_STRANGERS = {  # what a room does not know, though the order would allow it
+    "oip": {"batching", "transport"},
+    "transport": {"batching", "oip", "models"},
+    "http2": {"http", "oip", "batching", "models"},
+    "grpc": {"http"},
+}
+
+
 def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
@@ -63,17 +86,18 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in FILES}
 
 
-def imports_of(path: Path, *, top_level: bool = False) -> set[str]:
+def imports_of(path: Path, *, top_level: bool = False, typing: bool = False) -> set[str]:
     """Modules that a file imports: with `from a import b`, `a.b` where that is a module of ours.
 
     `top_level`: only what importing the file runs; neither functions nor `if TYPE_CHECKING`.
+    `typing`: also what stands below `if TYPE_CHECKING`.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found: set[str] = set()
     pending: list[ast.AST] = [tree]
     while pending:
         node = pending.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+        if not typing and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             pending += node.orelse
             continue
         if top_level and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -112,6 +136,20 @@ def test_imports_go_downwards_only(path: Path) -> None:
         sideways = other_floor == floor and other_room != room
         assert other_floor <= floor, f"{name_of(path)} imports upward: {module}"
         assert not sideways, f"{name_of(path)} imports sideways: {module}"
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if name_of(path).startswith("serving/")], ids=name_of
+)
+def test_the_rooms_of_serving_form_a_line(path: Path) -> None:
+    if path == PACKAGE / "serving" / "__init__.py":
+        return
+    room = module_of(path).split(".")[2]
+    known = set(SERVING[: SERVING.index(room) + 1]) - SERVING_STRANGERS.get(room, set())
+    for module in imports_of(path, typing=True):
+        if module.startswith("deploykit.serving."):
+            other = module.split(".")[2]
+            assert other in known, f"{name_of(path)} imports {module}, {room} must not know {other}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

@@ -103,3 +103,10 @@ def first_line(exc: BaseException) -> str:
 def os_reason(exc: OSError) -> str:
     """Why the operating system refused, without the errno and the path: 'Permission denied'."""
     return exc.strerror or first_line(exc)
+
+
+def quote(value: object) -> str:
+    """A value that a client sent, for an error message: printable ASCII, at most 80 characters."""
+    huge = isinstance(value, int) and value.bit_length() >= 256
+    text = "a huge number" if huge else ascii(value)
+    return text if len(text) <= 80 else text[:77] + "..."

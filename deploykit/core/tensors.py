@@ -17,6 +17,9 @@ from deploykit.core.json_value import json_value
 
 BATCH = "N"
 
+Bytes = bytes | memoryview
+InputKey = tuple[tuple[str, str, tuple[int, ...]], ...]  # name, datatype, shape without axis 0
+
 DTYPE_BYTES: Mapping[str, int] = {
     "bool": 1,
     "uint8": 1,

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, NotFound, TooLarge, os_reason
+from deploykit.core.errors import BadInput, NotFound, TooLarge, os_reason, quote
+from deploykit.core.tensors import Bytes
 from deploykit.runtimes.engine import Closing
 from deploykit.serving.oip.request import Region
-from deploykit.serving.oip.tensors import Bytes, show
 
 FOLDER = "/dev/shm"  # noqa: S108 - where Linux keeps POSIX shared memory
 MAX_REGIONS = 256  # each keeps a file descriptor open
@@ -83,7 +83,9 @@ class SharedMemory(Closing):
         where = f"region '{region}'"
         bare = key.removeprefix("/") if type(key) is str else ""
         if not _NAME.fullmatch(bare) or bare in (".", "..") or bare.startswith(_INTERNAL):
-            raise BadInput(f"{where}: {show(key)} cannot be the key of a region", hint=_CREATE_HINT)
+            raise BadInput(
+                f"{where}: {quote(key)} cannot be the key of a region", hint=_CREATE_HINT
+            )
         start = _integer(where, "offset", offset, 0)
         size = _integer(where, "byte_size", byte_size, 1)
         with self._lock:
@@ -114,14 +116,14 @@ class SharedMemory(Closing):
                 if name in (None, each)
             ]
         if name is not None and not found:
-            raise NotFound(f"there is no region {show(name)}")
+            raise NotFound(f"there is no region {quote(name)}")
         return found
 
     def read(self, region: Region) -> memoryview:
         """A read-only copy of the bytes. Raises BadInput, TooLarge above `max_bytes`."""
         if region.byte_size > self._max_bytes:
             raise TooLarge(
-                f"region {show(region.name)}: {show(region.byte_size)} bytes are above the limit "
+                f"region {quote(region.name)}: {quote(region.byte_size)} bytes are above the limit "
                 f"of {self._max_bytes}",
                 hint="start the server with a larger --max-body-bytes",
             )
@@ -151,12 +153,12 @@ class SharedMemory(Closing):
         """The open region, which contains all of `region`. Raises BadInput."""
         found = self._regions.get(region.name)
         if found is None:
-            raise BadInput(f"there is no region {show(region.name)}", hint="register it first")
+            raise BadInput(f"there is no region {quote(region.name)}", hint="register it first")
         end = region.offset + region.byte_size
         if region.offset < 0 or region.byte_size < 0 or end > found.byte_size:
             raise BadInput(
-                f"region '{region.name}' has {found.byte_size} bytes: {show(region.byte_size)} "
-                f"bytes at offset {show(region.offset)} are out of bounds"
+                f"region '{region.name}' has {found.byte_size} bytes: {quote(region.byte_size)} "
+                f"bytes at offset {quote(region.offset)} are out of bounds"
             )
         return found
 
@@ -164,7 +166,7 @@ class SharedMemory(Closing):
 def _region_name(name: object) -> str:
     if type(name) is not str or not _NAME.fullmatch(name):
         raise BadInput(
-            f"{show(name)} cannot be the name of a region",
+            f"{quote(name)} cannot be the name of a region",
             hint="use 1 to 128 letters, digits, '.', '_' or '-'",
         )
     return name
@@ -172,7 +174,7 @@ def _region_name(name: object) -> str:
 
 def _integer(where: str, field: str, value: object, least: int) -> int:
     if type(value) is not int or not least <= value < 1 << 62:
-        raise BadInput(f"{where}: '{field}' must be an integer >= {least}, got {show(value)}")
+        raise BadInput(f"{where}: '{field}' must be an integer >= {least}, got {quote(value)}")
     return value
 
 

@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from deploykit.core.errors import DeploykitError, Overloaded
+from deploykit.core.tensors import InputKey
 from deploykit.runtimes.engine import Arrays, Closing, Engine
 from deploykit.serving.batching.buckets import Buckets
 from deploykit.serving.batching.delivery import Deliver, Later, deliver_here, expired, monotonic_us
-from deploykit.serving.batching.policy import BatchPolicy, Key, Pending, Watcher
+from deploykit.serving.batching.policy import BatchPolicy, Pending, Watcher
 from deploykit.serving.batching.queue import Lanes
 from deploykit.serving.batching.runner import Runner, gone
 from deploykit.serving.batching.slo import Steering
@@ -152,7 +153,7 @@ class Batcher(Closing):
         self,
         feeds: Arrays,
         rows: int,
-        key: Key,
+        key: InputKey,
         done: Callable[[Pending], None],
         *,
         wait_us: int = _NEVER_US,

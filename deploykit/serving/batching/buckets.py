@@ -16,11 +16,11 @@ from itertools import product
 import numpy as np
 
 from deploykit.core.errors import BadInput, DeploykitError
-from deploykit.core.tensors import TensorSpec, carrier
+from deploykit.core.tensors import InputKey, TensorSpec, carrier
 from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.runtimes.data.samples import random_feeds
 from deploykit.runtimes.engine import Arrays, Engine
-from deploykit.serving.batching.policy import Key, Pending
+from deploykit.serving.batching.policy import Pending
 
 TOLERANCE = 1e-3  # relative to the largest value of the output
 _CACHED = 4096
@@ -50,7 +50,7 @@ class Buckets:
         self._carried = tuple(
             TensorSpec(spec.name, carrier(spec.dtype), spec.shape) for spec in inputs
         )
-        self._keys: dict[Key, Key] = {}
+        self._keys: dict[InputKey, InputKey] = {}
         for spec in inputs:
             named = self._inputs[spec.name] = self._axes(spec)
             for number, axis in named.items():
@@ -71,7 +71,7 @@ class Buckets:
             if number and isinstance(axis, str) and axis in self.lengths
         }
 
-    def key(self, key: Key) -> Key:
+    def key(self, key: InputKey) -> InputKey:
         """The key with each bucketed axis at its bucket. Raises BadInput above the largest."""
         found = self._keys.get(key)
         if found is None:

@@ -9,9 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from deploykit.core.errors import DeploykitError
+from deploykit.core.tensors import InputKey
 from deploykit.runtimes.engine import Arrays
-
-Key = tuple[tuple[str, str, tuple[int, ...]], ...]  # name, datatype, shape without axis 0
 
 LEVELS = 3  # of priority; 1 is run first
 DEFAULT_LEVEL = 2  # of a request without a priority, or with one that is no level, as in Triton
@@ -38,7 +37,7 @@ class Pending:
 
     feeds: Arrays
     rows: int
-    key: Key  # requests with equal keys may run together
+    key: InputKey  # requests with equal keys may run together
     done: Callable[[Pending], None]
     arrived_us: int
     deadline_us: int  # past it a waiting request is not run any more

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from deploykit.serving.batching.policy import DEFAULT_LEVEL, LEVELS, BatchPolicy, Key, Pending, due
+from deploykit.core.tensors import InputKey
+from deploykit.serving.batching.policy import DEFAULT_LEVEL, LEVELS, BatchPolicy, Pending, due
 
 _NEVER_US = 1 << 62
 
@@ -20,7 +21,7 @@ class _Lane:
 
     __slots__ = ("key", "level", "requests", "rows")
 
-    def __init__(self, level: int, key: Key) -> None:
+    def __init__(self, level: int, key: InputKey) -> None:
         self.level = level
         self.key = key
         self.requests: OrderedDict[Pending, None] = OrderedDict()  # any can leave at once
@@ -45,7 +46,7 @@ class Lanes:
         self.count = 0
         self.rows = 0
         self.added_rows = 0
-        self._lanes: dict[tuple[int, Key], _Lane] = {}  # none of them empty
+        self._lanes: dict[tuple[int, InputKey], _Lane] = {}  # none of them empty
         self._last = _Lane(DEFAULT_LEVEL, ())  # where the last request went, empty or not
         self._soonest_us = _NEVER_US  # no deadline is before it
 

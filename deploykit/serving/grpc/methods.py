@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from deploykit.core.errors import BadInput, DeploykitError, NotFound, Unsupported
+from deploykit.core.errors import BadInput, DeploykitError, NotFound, Unsupported, quote
 from deploykit.serving.batching.delivery import monotonic_us
 from deploykit.serving.batching.policy import Pending
 from deploykit.serving.http2.headers import Method
@@ -21,7 +21,6 @@ from deploykit.serving.oip import messages as infer
 from deploykit.serving.oip.protobuf import MESSAGES, Message, filled
 from deploykit.serving.oip.request import Request, fill
 from deploykit.serving.oip.response import results
-from deploykit.serving.oip.tensors import show
 from deploykit.serving.shared_memory import SharedMemory
 
 log = logging.getLogger(__name__)
@@ -134,7 +133,7 @@ class Calls:
     def _check(self, asked: Any) -> Message:
         status = self._health(asked.service)
         if status == _UNKNOWN:
-            raise NotFound(f"there is no service {show(asked.service)}")
+            raise NotFound(f"there is no service {quote(asked.service)}")
         return _message("HealthCheckResponse", status=status)
 
     def _watch(self, call: Call, data: bytes, at: int) -> None:
@@ -176,7 +175,7 @@ class Calls:
             try:
                 slot.parts = infer.streamed(make())
             except DeploykitError as exc:
-                log.info("%s: %s", show(call.head.path), show(_text(exc)))
+                log.info("%s: %s", quote(call.head.path), quote(_text(exc)))
                 slot.parts = infer.failed(_text(exc))
             except Exception:
                 log.exception("an answer could not be made")
@@ -350,7 +349,7 @@ def _reply(call: Call, make: Callable[[], list[bytes]]) -> None:
     except DeploykitError as exc:
         _refuse(call, exc)
     except Exception:
-        log.exception("a call of %s failed", show(call.head.path))
+        log.exception("a call of %s failed", quote(call.head.path))
         call.fail("INTERNAL", _BUG)
     else:
         call.reply(parts)

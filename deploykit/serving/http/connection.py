@@ -18,10 +18,10 @@ from typing import cast
 import numpy as np
 
 from deploykit.core.errors import DeploykitError
+from deploykit.core.tensors import Bytes
 from deploykit.serving.http.chunked import Chunks
 from deploykit.serving.http.exchange import Exchange
 from deploykit.serving.http.head import END, HeadReader, Limits
-from deploykit.serving.oip.tensors import Bytes
 from deploykit.serving.transport.call import RETRY, Head, reply_error
 from deploykit.serving.transport.memory import Held
 from deploykit.serving.transport.security import Door

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from deploykit.serving.oip.tensors import Bytes
+from deploykit.core.tensors import Bytes
 from deploykit.serving.transport.call import Head
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import httptools
 
-from deploykit.serving.oip.tensors import show
+from deploykit.core.errors import quote
 from deploykit.serving.transport.call import Head, Refusal
 from deploykit.serving.transport.security import Door, allow_origin
 
@@ -80,7 +80,7 @@ class HeadReader:
         except httptools.HttpParserUpgrade:
             pass  # an offer to speak something else, which a server may leave unanswered
         except httptools.HttpParserError as exc:
-            self._refuse(400, f"the request is not valid HTTP/1.1: {show(str(exc))}")
+            self._refuse(400, f"the request is not valid HTTP/1.1: {quote(str(exc))}")
         if self.bytes > self._limits.header_bytes:
             self._refuse(431, f"the headers are above {self._limits.header_bytes} bytes")
         if self._refused is None and self._complete != (stop >= 0):
@@ -116,7 +116,7 @@ class HeadReader:
         name = name.lower()
         if name in _KEPT:
             if name in self._headers:
-                self._refuse(400, f"the header {show(name.decode())} is given twice")
+                self._refuse(400, f"the header {quote(name.decode())} is given twice")
             self._headers[name] = value
 
     def on_headers_complete(self) -> None:
@@ -139,7 +139,7 @@ class HeadReader:
         if host is None and not old:
             self._refuse(400, "the header Host is missing")
         elif coding is not None and (old or coding.strip().lower() != b"chunked"):
-            self._refuse(400, f"Transfer-Encoding {show(coding)} is not offered, only chunked")
+            self._refuse(400, f"Transfer-Encoding {quote(coding)} is not offered, only chunked")
         elif refusal := self._door.refusal(method, path, host, origin, authorization):
             self._refused = refusal
         elif length is not None and length > self._max_body_bytes:

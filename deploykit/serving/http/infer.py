@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from deploykit.core.errors import BadInput, DeploykitError, Overloaded
+from deploykit.core.tensors import Bytes
 from deploykit.serving.batching.delivery import monotonic_us
 from deploykit.serving.batching.policy import Pending
-from deploykit.serving.http import compression
 from deploykit.serving.http.json_worker import Reader
 from deploykit.serving.models.repository import VERSION, ServedModel, Service
 from deploykit.serving.oip import json
 from deploykit.serving.oip.request import Request
-from deploykit.serving.oip.tensors import Bytes
+from deploykit.serving.transport import compression
 from deploykit.serving.transport.call import JSON, Call, reply_bug, reply_exception
 
 log = logging.getLogger(__name__)

@@ -15,12 +15,18 @@ from typing import Any
 
 import orjson
 
-from deploykit.core.errors import BadInput, DeploykitError, NotFound, Overloaded, Unsupported
+from deploykit.core.errors import (
+    BadInput,
+    DeploykitError,
+    NotFound,
+    Overloaded,
+    Unsupported,
+    quote,
+)
 from deploykit.serving.http.infer import Aside, Inference, at_once
 from deploykit.serving.http.json_worker import Reader
 from deploykit.serving.models.repository import VERSION, ServedModel, Service
 from deploykit.serving.oip.json import parse_json
-from deploykit.serving.oip.tensors import show
 from deploykit.serving.shared_memory import SharedMemory
 from deploykit.serving.transport.call import JSON, Call, reply_bug, reply_error, reply_exception
 from deploykit.serving.transport.security import PREFLIGHT
@@ -100,12 +106,12 @@ class Routes:
                 route(call)
                 return
             allow = "GET, HEAD" if verb == "GET" else verb
-            text = f"{show(head.method)} is not allowed here, use {verb}"
+            text = f"{quote(head.method)} is not allowed here, use {verb}"
             reply_error(call, 405, text, f"Allow: {allow}\r\n".encode())
         except DeploykitError as exc:
             reply_exception(call, exc)
         except Exception:
-            log.exception("a request to %s failed", show(call.head.target))
+            log.exception("a request to %s failed", quote(call.head.target))
             reply_bug(call)
 
     def _find(self, path: str) -> tuple[str, Route]:
@@ -122,7 +128,7 @@ class Routes:
             parts = path.split("/")
             version = parts[5] if len(parts) > 5 and parts[4] == "versions" else VERSION
             self._service.find(parts[3], version)
-        raise NotFound(f"there is no route {show(path)}")
+        raise NotFound(f"there is no route {quote(path)}")
 
     def _ready(self, model: ServedModel | None, value: Mapping[str, Any]) -> Route:
         body = orjson.dumps(value)
@@ -144,7 +150,7 @@ class Routes:
     def _index(self, call: Call) -> None:
         wanted = parse_json(bytes(call.body)).get("ready", False) if call.body else False
         if type(wanted) is not bool:
-            raise BadInput(f"'ready' must be true or false, got {show(wanted)}")
+            raise BadInput(f"'ready' must be true or false, got {quote(wanted)}")
         found = self._service.index()
         chosen = [each for each in found if each["state"] == "READY" or not wanted]
         call.reply(200, JSON, [orjson.dumps(chosen)])

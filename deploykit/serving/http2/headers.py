@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 from hpack import Decoder
 from hpack.table import HeaderTable
 
-from deploykit.serving.oip.tensors import show
+from deploykit.core.errors import quote
 
 if TYPE_CHECKING:
     from deploykit.serving.http2.stream import Call
@@ -127,9 +127,9 @@ class Heads:
             text = "a token is needed: send the metadata 'authorization: Bearer TOKEN'"
             refusal = ("UNAUTHENTICATED", text)
         elif method is None:
-            refusal = ("UNIMPLEMENTED", f"there is no method {show(path)}")
+            refusal = ("UNIMPLEMENTED", f"there is no method {quote(path)}")
         elif timeout is not None and match is None:
-            refusal = ("INVALID_ARGUMENT", f"grpc-timeout is {show(timeout)}")
+            refusal = ("INVALID_ARGUMENT", f"grpc-timeout is {quote(timeout)}")
         return Head(
             path,
             method,

@@ -12,12 +12,11 @@ import struct
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.parse import quote as percent_encoded
 
-from deploykit.core.errors import DeploykitError, UnknownEncoding
-from deploykit.serving.http.compression import decompress
+from deploykit.core.errors import DeploykitError, UnknownEncoding, quote
 from deploykit.serving.http2.headers import Head, Method
-from deploykit.serving.oip.tensors import show
+from deploykit.serving.transport.compression import decompress
 
 if TYPE_CHECKING:
     from deploykit.serving.http2.flow import Flow
@@ -265,7 +264,7 @@ class Call:
             limit = self.connection.shared.max_body_bytes
             return bytes(decompress(data[PREFIX_BYTES:], encoding, limit))
         except UnknownEncoding:
-            text = f"grpc-encoding is {show(encoding)}; send gzip, deflate or plain messages"
+            text = f"grpc-encoding is {quote(encoding)}; send gzip, deflate or plain messages"
             self.fail("UNIMPLEMENTED", text)
         except DeploykitError as exc:
             self.fail(exc.grpc_status, exc.message)
@@ -327,8 +326,8 @@ class Call:
         cancel, self.cancel = self.cancel, None
         if cancel is not None:
             cancel()
-        log.info("%s: %s %s", show(self.head.path), status, show(text))
-        message = quote(text[:_TEXT], safe=_SAFE).encode()
+        log.info("%s: %s %s", quote(self.head.path), status, quote(text))
+        message = percent_encoded(text[:_TEXT], safe=_SAFE).encode()
         block = _literal(b"grpc-status", b"%d" % STATUS[status])
         block += b"\x00\x0cgrpc-message" + _length(len(message)) + message
         if not self.opened:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from deploykit import __version__
-from deploykit.core.errors import BadInput, NotFound, Overloaded
+from deploykit.core.errors import BadInput, NotFound, Overloaded, quote
 from deploykit.runtimes.engine import Engine
 from deploykit.serving.batching.delivery import Later, deliver_here, monotonic_us
 from deploykit.serving.batching.policy import Pending
@@ -20,7 +20,6 @@ from deploykit.serving.models.model import TEXTS, VERSION, ServedModel
 from deploykit.serving.observe.process import Sampler
 from deploykit.serving.observe.prometheus import Samples, prometheus
 from deploykit.serving.oip.request import Request
-from deploykit.serving.oip.tensors import show
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.shared_memory import SharedMemory
 
@@ -104,9 +103,9 @@ class Service:
         hint = f"served here: {', '.join(self.models)} (version {VERSION})"
         model = self.models.get(name)
         if model is None:
-            raise NotFound(f"there is no model {show(name)}", hint=hint)
+            raise NotFound(f"there is no model {quote(name)}", hint=hint)
         if version != VERSION:
-            raise NotFound(f"model '{name}' has no version {show(version)}", hint=hint)
+            raise NotFound(f"model '{name}' has no version {quote(version)}", hint=hint)
         return model
 
     def infer(

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from deploykit.core.errors import BadInput
+from deploykit.core.errors import BadInput, quote
+from deploykit.core.tensors import Bytes
 from deploykit.serving.oip.request import (
     Binary,
     Given,
@@ -31,7 +32,7 @@ from deploykit.serving.oip.request import (
     region_of,
 )
 from deploykit.serving.oip.response import best
-from deploykit.serving.oip.tensors import Bytes, show, to_bytes, to_json
+from deploykit.serving.oip.tensors import to_bytes, to_json
 
 MAX_NESTING = 100
 _CACHED_HEAD_BYTES = 2048  # most clients send the same JSON part again and again
@@ -42,7 +43,7 @@ def header_length(text: bytes | None) -> int | None:
     if text is None:
         return None
     if not text.isdigit() or len(text) > 18:
-        raise BadInput(f"Inference-Header-Content-Length is {show(text)}, not a number of bytes")
+        raise BadInput(f"Inference-Header-Content-Length is {quote(text)}, not a number of bytes")
     return int(text)
 
 
@@ -102,7 +103,7 @@ _read_again = lru_cache(maxsize=256)(_read)
 
 def _data(item: Mapping[str, Any], at: int) -> object:
     """An input's one of the three: a list, the bytes `at` which it should be, or shared memory."""
-    where = f"input {show(item.get('name'))}"
+    where = f"input {quote(item.get('name'))}"
     parameters = checked(item.get("parameters"), where)
     size, region = parameters.get("binary_data_size"), region_of(parameters, where)
     if ("data" in item) + (size is not None) + (region is not None) != 1:
@@ -125,7 +126,7 @@ def parse_json(text: bytes) -> dict[str, Any]:
     try:
         document = orjson.loads(text)
     except orjson.JSONDecodeError as exc:
-        raise BadInput(f"the request is not valid JSON: {show(exc.msg)}") from exc
+        raise BadInput(f"the request is not valid JSON: {quote(exc.msg)}") from exc
     if type(document) is not dict:
         raise BadInput("the request must be a JSON object")
     if text.count(b"[") + text.count(b"{") > MAX_NESTING:

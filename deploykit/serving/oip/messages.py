@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
-from deploykit.core.errors import BadInput
+from deploykit.core.errors import BadInput, quote
 from deploykit.serving.oip.protobuf import MESSAGES, DecodeError, Message
 from deploykit.serving.oip.request import Binary, Given, Plan, Signature, checked, plan, region_of
 from deploykit.serving.oip.response import Result
-from deploykit.serving.oip.tensors import show, typed
+from deploykit.serving.oip.tensors import typed
 
 _RAW_INPUT, _RAW_OUTPUT, _INFER_RESPONSE = 0x3A, b"\x32", b"\x12"  # fields 7, 6 and 2, with length
 _CACHED_BYTES = 2048
@@ -104,7 +104,7 @@ _plan_again = lru_cache(maxsize=256)(_plan)
 
 
 def _given(item: Any, raw: Iterator[Binary], all_raw: bool) -> Given:
-    where = f"input {show(item.name)}"
+    where = f"input {quote(item.name)}"
     region = region_of(checked(_parameters(item), where), where)
     contents = {field.name: values for field, values in item.contents.ListFields()}
     if contents and (all_raw or region is not None):

@@ -17,20 +17,17 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, TooLarge
-from deploykit.core.tensors import TensorSpec
-from deploykit.serving.batching.policy import Key
+from deploykit.core.errors import BadInput, TooLarge, quote
+from deploykit.core.tensors import Bytes, InputKey, TensorSpec
 from deploykit.serving.oip.tensors import (
     BINARY_ONLY,
     LENGTH_BYTES,
     TEXT_BYTES,
-    Bytes,
     Slot,
     flatten,
     from_bytes,
     from_list,
     shape_of,
-    show,
     slot_for,
 )
 
@@ -114,7 +111,7 @@ class Request(NamedTuple):
 
     feeds: dict[str, np.ndarray]  # in model order, not to be written to
     rows: int
-    key: Key
+    key: InputKey
     outputs: tuple[Wanted, ...]  # in the order asked
     id: str | None = None
     timeout_us: int | None = None  # how long it may wait; None leaves it to the server
@@ -214,7 +211,7 @@ def checked(parameters: object, where: str) -> Mapping[str, Any]:
         raise BadInput(f"'parameters' of {where} must be an object")
     for key in parameters:
         if key.startswith("triton_"):
-            raise BadInput(f"{where}: parameter {show(key)} is reserved")
+            raise BadInput(f"{where}: parameter {quote(key)} is reserved")
     sequence = parameters.get("sequence_id")
     if sequence is not None and (sequence or type(sequence) not in (int, str)):
         raise BadInput(f"{where}: 'sequence_id' is for stateful models, and this is none")
@@ -247,14 +244,14 @@ def _whole(parameters: Mapping[str, Any], key: str, what: str) -> int:
     if value is None:
         return 0
     if type(value) is not int or not 0 <= value < 1 << 64:
-        raise BadInput(f"'{key}' must be a whole {what}, got {show(value)}")
+        raise BadInput(f"'{key}' must be a whole {what}, got {quote(value)}")
     return value
 
 
 def _flag(parameters: Mapping[str, Any], key: str, default: bool) -> bool:
     value = parameters.get(key, default)
     if type(value) is not bool:
-        raise BadInput(f"parameter '{key}' must be true or false, got {show(value)}")
+        raise BadInput(f"parameter '{key}' must be true or false, got {quote(value)}")
     return value
 
 
@@ -279,7 +276,7 @@ def _outputs(
 def _output(name: object, more: object, by_default: bool, model: Signature, binary: bool) -> Wanted:
     if type(name) is not str or name not in model.outputs:
         names = ", ".join(model.outputs)
-        raise BadInput(f"unknown output {show(name)}", hint=f"the outputs are: {names}")
+        raise BadInput(f"unknown output {quote(name)}", hint=f"the outputs are: {names}")
     where, datatype = f"output '{name}'", model.outputs[name].datatype
     parameters = checked(more, where)
     region = region_of(parameters, where)
@@ -289,7 +286,7 @@ def _output(name: object, more: object, by_default: bool, model: Signature, bina
         if type(classes) is not int or not 0 < classes <= MAX_CLASSES:
             raise BadInput(
                 f"{where}: 'classification' must be a whole number from 1 to {MAX_CLASSES}, "
-                f"got {show(classes)}"
+                f"got {quote(classes)}"
             )
         if datatype == "BYTES":
             raise BadInput(f"{where} is BYTES, which cannot be classified")
@@ -309,7 +306,7 @@ def _inputs(inputs: Sequence[Given], model: Signature) -> tuple[Part, ...]:
         slot = model.inputs.get(given.name) if type(given.name) is str else None
         if slot is None:
             names = ", ".join(str(slot.spec) for slot in model.inputs.values())
-            raise BadInput(f"unknown input {show(given.name)}", hint=f"the inputs are: {names}")
+            raise BadInput(f"unknown input {quote(given.name)}", hint=f"the inputs are: {names}")
         name = slot.spec.name
         if name in got:
             raise BadInput(f"input '{name}' is given twice")
@@ -325,7 +322,7 @@ def _input(given: Given, slot: Slot, model: Signature, room: int) -> tuple[Part,
     """One input, and how many bytes have to be allocated for it: at most `room`."""
     name, datatype, data = slot.spec.name, slot.datatype, given.data
     if given.datatype != datatype:
-        raise BadInput(f"input '{name}' is {datatype}, got datatype {show(given.datatype)}")
+        raise BadInput(f"input '{name}' is {datatype}, got datatype {quote(given.datatype)}")
     shape = shape_of(given.shape, slot, model.max_batch)
     count = math.prod(shape)  # Python integers: this cannot overflow
     if isinstance(data, (Binary, Region)):
@@ -351,9 +348,9 @@ def _size(size: object, count: int, shape: tuple[int, ...], slot: Slot) -> int:
     if type(size) is int and (size == need or (size > need and not slot.item_bytes)):
         return size
     raise BadInput(
-        f"input '{slot.spec.name}': shape {show(list(shape))} of {slot.datatype} is "
-        f"{'' if slot.item_bytes else 'at least '}{show(need)} bytes, "
-        f"got {show(size)}"
+        f"input '{slot.spec.name}': shape {quote(list(shape))} of {slot.datatype} is "
+        f"{'' if slot.item_bytes else 'at least '}{quote(need)} bytes, "
+        f"got {quote(size)}"
     )
 
 

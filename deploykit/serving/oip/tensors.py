@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.core.errors import BadInput
-from deploykit.core.tensors import DTYPE_BYTES, PROTOCOL_NAMES, TensorSpec, carrier
+from deploykit.core.errors import BadInput, quote
+from deploykit.core.tensors import DTYPE_BYTES, PROTOCOL_NAMES, Bytes, TensorSpec, carrier
 
 BINARY_ONLY = ("FP16", "BF16")  # the protocol gives them no JSON form
 TEXT_BYTES = 64  # what Python needs for a short text and its place in an array
@@ -33,8 +33,6 @@ CONTENTS: Mapping[str, str] = {
     "FP64": "fp64_contents",
     "BYTES": "bytes_contents",
 }
-
-Bytes = bytes | memoryview
 
 
 @dataclass(frozen=True)
@@ -59,16 +57,16 @@ def shape_of(shape: object, slot: Slot, max_batch: int) -> tuple[int, ...]:
     spec = slot.spec
     if type(shape) is not list or not all(type(n) is int and n >= 0 for n in shape):
         raise BadInput(
-            f"input '{spec.name}': 'shape' must be a list of whole numbers, got {show(shape)}"
+            f"input '{spec.name}': 'shape' must be a list of whole numbers, got {quote(shape)}"
         )
     fits = len(shape) == len(spec.shape) and all(
         want == got or isinstance(want, str) for want, got in zip(spec.shape, shape, strict=True)
     )
     if not fits:
-        raise BadInput(f"input '{spec.name}' is {spec}, got shape {show(shape)}")
+        raise BadInput(f"input '{spec.name}' is {spec}, got shape {quote(shape)}")
     if max_batch and shape[0] > max_batch:
         raise BadInput(
-            f"input '{spec.name}': batch {show(shape[0])} is above {max_batch}",
+            f"input '{spec.name}': batch {quote(shape[0])} is above {max_batch}",
             hint="send smaller requests, or start the server with a larger --max-batch",
         )
     return tuple(shape)
@@ -131,7 +129,7 @@ def _as_texts(elements: Sequence[object], shape: tuple[int, ...], slot: Slot) ->
                 text = f"input '{name}': element {number} is not UTF-8, which this model needs"
                 raise BadInput(text) from None
         elif type(element) is not str:
-            raise BadInput(f"input '{name}' is BYTES, 'data' holds {show(element)}")
+            raise BadInput(f"input '{name}' is BYTES, 'data' holds {quote(element)}")
         flat[number] = element
     return array
 
@@ -142,7 +140,7 @@ def typed(name: object, datatype: object, contents: Mapping[str, Sequence[Any]])
     for key, values in contents.items():
         if key != right and len(values):
             of = "has no typed contents, use raw" if right is None else f"goes into {right}"
-            raise BadInput(f"input {show(name)}: {show(datatype)} {of}, got {key}")
+            raise BadInput(f"input {quote(name)}: {quote(datatype)} {of}, got {key}")
     return list(contents.get(right, ())) if right else []
 
 
@@ -164,7 +162,7 @@ def flatten(data: object, count: int, shape: tuple[int, ...], slot: Slot) -> lis
                 raise BadInput(f"input '{name}': 'data' has {len(flat)} rows, shape {list(shape)}")
     if len(flat) != count:
         raise BadInput(
-            f"input '{name}': shape {show(list(shape))} has {show(count)} elements, "
+            f"input '{name}': shape {quote(list(shape))} has {quote(count)} elements, "
             f"'data' has {len(flat)}"
         )
     return flat
@@ -182,7 +180,7 @@ def from_list(flat: list[Any], shape: tuple[int, ...], slot: Slot) -> np.ndarray
     wrong = set(map(type, flat)) - allowed
     if wrong:
         bad = next(value for value in flat if type(value) in wrong)
-        raise BadInput(f"input '{name}' is {datatype}, 'data' holds {show(bad)}")
+        raise BadInput(f"input '{name}' is {datatype}, 'data' holds {quote(bad)}")
     if dtype.kind in "iu":
         bounds = np.iinfo(dtype)
         for value in (min(flat), max(flat)):
@@ -200,7 +198,7 @@ def from_list(flat: list[Any], shape: tuple[int, ...], slot: Slot) -> np.ndarray
 def _allocatable(shape: tuple[int, ...], slot: Slot) -> tuple[int, ...]:
     """The shape, if numpy can represent it: it multiplies even the sizes beside a 0."""
     if math.prod(max(1, n) for n in shape) * slot.dtype.itemsize > 1 << 62:
-        raise BadInput(f"input '{slot.spec.name}': shape {show(list(shape))} is too large")
+        raise BadInput(f"input '{slot.spec.name}': shape {quote(list(shape))} is too large")
     return shape
 
 
@@ -238,11 +236,3 @@ def to_json(array: np.ndarray, datatype: str, name: str) -> object:
             hint="ask for it with 'binary_data': true",
         )
     return np.ascontiguousarray(array).reshape(-1)
-
-
-def show(value: object) -> str:
-    """A client's value in an error text: printable ASCII, short."""
-    text = (
-        ascii(value) if not isinstance(value, int) or value.bit_length() < 256 else "a huge number"
-    )
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -13,8 +13,8 @@ from typing import Protocol
 
 import orjson
 
-from deploykit.core.errors import DeploykitError
-from deploykit.serving.oip.tensors import Bytes, show
+from deploykit.core.errors import DeploykitError, quote
+from deploykit.core.tensors import Bytes
 
 log = logging.getLogger(__name__)
 
@@ -82,5 +82,11 @@ def reply_bug(call: Call) -> None:
 def reply_error(call: Call, status: int, text: str, headers: bytes = b"") -> None:
     """The protocol's error body, `{"error": "one sentence"}`, and one line in the log."""
     if log.isEnabledFor(logging.INFO):
-        log.info("%s %s: %d %s", show(call.head.method), show(call.head.target), status, show(text))
+        log.info(
+            "%s %s: %d %s",
+            quote(call.head.method),
+            quote(call.head.target),
+            status,
+            quote(text),
+        )
     call.reply(status, JSON + headers, [orjson.dumps({"error": text})])

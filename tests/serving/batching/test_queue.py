@@ -3,17 +3,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deploykit.serving.batching.policy import BatchPolicy, Key, Pending
+from deploykit.core.tensors import InputKey
+from deploykit.serving.batching.policy import BatchPolicy, Pending
 from deploykit.serving.batching.queue import Lanes
 
-A: Key = (("x", "FP32", (4,)),)
-B: Key = (("x", "FP32", (5,)),)
+A: InputKey = (("x", "FP32", (4,)),)
+B: InputKey = (("x", "FP32", (5,)),)
 
 
 def pending(
     number: int,
     *,
-    key: Key = A,
+    key: InputKey = A,
     rows: int = 1,
     us: int = 0,
     priority: int = 0,

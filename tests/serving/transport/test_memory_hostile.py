@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from deploykit.core.tensors import Bytes
 from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.http.connection import Connection
 from deploykit.serving.http.exchange import Exchange
@@ -23,7 +24,6 @@ from deploykit.serving.http.head import Limits
 from deploykit.serving.http.infer import Inference
 from deploykit.serving.http2.stream import Call as GrpcCall
 from deploykit.serving.models.repository import ServeOptions, Service
-from deploykit.serving.oip.tensors import Bytes
 from deploykit.serving.transport.call import Head
 from tests.serving.conftest import WAIT_S, GatedEngine, Raw, Reply, Running, request, running
 from tests.serving.transport.test_memory import held, part, raw_infer

@@ -11,8 +11,8 @@ import re
 import zlib
 from collections.abc import Iterable
 
-from deploykit.core.errors import BadInput, TooLarge, UnknownEncoding
-from deploykit.serving.oip.tensors import Bytes, show
+from deploykit.core.errors import BadInput, TooLarge, UnknownEncoding, quote
+from deploykit.core.tensors import Bytes
 
 _WINDOWS = {b"gzip": 31, b"deflate": 15}  # zlib's `wbits`; deflate is what zlib wraps
 _PIECE_BYTES = 1 << 16  # given to zlib at once
@@ -33,7 +33,7 @@ def decompress(body: Bytes, encoding: bytes, max_bytes: int) -> Bytes:
         return body
     if name not in _WINDOWS:
         raise UnknownEncoding(
-            f"Content-Encoding {show(encoding.decode('latin-1'))} is not offered",
+            f"Content-Encoding {quote(encoding.decode('latin-1'))} is not offered",
             hint="send gzip, deflate or plain bytes",
         )
     try:

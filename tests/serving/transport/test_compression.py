@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploykit.core.errors import BadInput, TooLarge, UnknownEncoding
-from deploykit.serving.http.compression import chosen, compress, decompress
 from deploykit.serving.oip import json
+from deploykit.serving.transport.compression import chosen, compress, decompress
 from tests.support.serving.requests import model, one, values
 
 LIMIT = 1 << 20
