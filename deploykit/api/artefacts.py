@@ -22,7 +22,7 @@ from deploykit.core.machine import tool_versions
 from deploykit.core.tensors import BATCH, TensorSpec
 
 if TYPE_CHECKING:
-    from deploykit.measure.evaluate.gate import Judgement
+    from deploykit.measure.evaluate.evaluation import Evaluation
     from deploykit.measure.evaluate.parity import Parity
     from deploykit.measure.statistics import Drop, Interval
     from deploykit.quantization.search import Outcome
@@ -46,7 +46,7 @@ class Made:
     manifest: Manifest
     parity: Parity | None = None
     accuracy: Interval | None = None
-    judgement: Judgement | None = None
+    judgement: Evaluation | None = None
     search: Outcome[Any] | None = None
     notes: tuple[str, ...] = ()
 

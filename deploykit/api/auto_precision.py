@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import onnx
 
     from deploykit.api.artefacts import Progress
-    from deploykit.measure.evaluate.gate import Judgement
+    from deploykit.measure.evaluate.evaluation import Evaluation
     from deploykit.quantization.cost import NodeCost
     from deploykit.quantization.search import Level, Outcome, Step, Verdict
 
@@ -44,7 +44,7 @@ def searched(
     target: Profile | None,
     budget_s: float,
     on_progress: Progress | None,
-) -> tuple[Outcome[Any], Judgement, list[str]]:
+) -> tuple[Outcome[Any], Evaluation, list[str]]:
     """Write the cheapest graph that passes to `out`, the model itself where float32 stays.
 
     For ONNX Runtime a price is measured on this machine's CPU, for TensorRT it is predicted from
@@ -117,7 +117,7 @@ class _Bench:
             + ("" if target else " (no --profile was named)")
         )
         self.name = name  # of what is made, for tables and errors
-        self.judgements: dict[Path, Judgement] = {}  # of what passed
+        self.judgements: dict[Path, Evaluation] = {}  # of what passed
         self.made = 0
         self.wanted: dict[str, Any] = {}
 

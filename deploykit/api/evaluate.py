@@ -14,7 +14,7 @@ from deploykit.core.tensors import TensorSpec
 if TYPE_CHECKING:
     import onnx
 
-    from deploykit.measure.evaluate.gate import Judgement
+    from deploykit.measure.evaluate.evaluation import Evaluation
     from deploykit.measure.evaluate.metrics import Metric
     from deploykit.quantization.calibrate import Calibration
     from deploykit.runtimes.data.samples import Samples
@@ -71,13 +71,13 @@ def typed_graph(
     return typed, notes
 
 
-def judged(job: Job, typed: Path, name: str) -> Judgement:
+def judged(job: Job, typed: Path, name: str) -> Evaluation:
     """`typed` against the float32 model, on labelled, calibration or random samples.
 
     A graph for TensorRT is run with every float16 and bfloat16 tensor rounded through its type, as
     half arithmetic does; one for ONNX Runtime is run as it will be.
     """
-    from deploykit.measure.evaluate.gate import judge
+    from deploykit.measure.evaluate.evaluation import evaluate
     from deploykit.runtimes.engine import load
 
     with (
@@ -85,7 +85,7 @@ def judged(job: Job, typed: Path, name: str) -> Judgement:
         opened(job, typed, Path(folder)) as candidate,  # first: it needs the most memory to open
         load(job.model, "cpu") as reference,
     ):
-        return judge(
+        return evaluate(
             reference,
             candidate,
             samples=job.test or job.calib,

@@ -22,7 +22,7 @@ from deploykit.core.files import check_writable, sha256
 from deploykit.core.profile import Profile, load_profile
 
 if TYPE_CHECKING:
-    from deploykit.measure.evaluate.gate import Judgement
+    from deploykit.measure.evaluate.evaluation import Evaluation
     from deploykit.runtimes.data.samples import Samples
 
 CALIBRATED = ("int8", "fp8")  # need data; fp16 uses them for its range guard
@@ -191,7 +191,7 @@ def _replayed(job: Job, tmp: Path) -> golden.Golden | None:
 
 def _check_enough(test_set: Samples, metric: str, max_drop: float | None) -> None:
     """Raise BadInput where not even equal answers could pass: a search would be for nothing."""
-    from deploykit.measure.evaluate.gate import MAX_DROP
+    from deploykit.measure.evaluate.evaluation import MAX_DROP
     from deploykit.measure.statistics import samples_to_show_no_drop
 
     max_drop = MAX_DROP if max_drop is None else max_drop
@@ -204,7 +204,7 @@ def _check_enough(test_set: Samples, metric: str, max_drop: float | None) -> Non
         )
 
 
-def _unmeasured(job: Job, judgement: Judgement) -> list[str]:
+def _unmeasured(job: Job, judgement: Evaluation) -> list[str]:
     """What a gate without labels cannot tell."""
     if job.metric is not None:
         return []

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from deploykit.builders.tensorrt.inspector import Layer
-    from deploykit.measure.evaluate.gate import Judgement
+    from deploykit.measure.evaluate.evaluation import Evaluation
     from deploykit.measure.evaluate.parity import Parity
     from deploykit.runtimes.tensorrt.engine import TensorRtEngine
 
@@ -43,7 +43,7 @@ class Proof:
     layers: Sequence[Layer] | None
     wider: tuple[str, ...] = ()
     parity: Parity | None = None
-    judgement: Judgement | None = None
+    judgement: Evaluation | None = None
     times_ms: Mapping[str, float] | None = None
     why: str = ""
 
@@ -221,12 +221,12 @@ def judge(
     metric: str | None,
     max_drop: float | None,
     name: str,
-) -> Judgement | None:
+) -> Evaluation | None:
     """The accuracy of `engine` against the model that was built; None where `data` has no labels.
 
     Samples that do not fill the smallest batch it takes are left out. Raises BadInput.
     """
-    from deploykit.measure.evaluate import gate
+    from deploykit.measure.evaluate.evaluation import evaluate
     from deploykit.measure.evaluate.metrics import find_metric
     from deploykit.runtimes.data.samples import read_samples
     from deploykit.runtimes.engine import load
@@ -242,7 +242,7 @@ def judge(
             raise BadInput(f"{data}: {len(samples)} samples, the engine takes {low} at the least")
         samples = samples.first(len(samples) // low * low)
     with load(source, "cpu") as reference:
-        return gate.judge(
+        return evaluate(
             reference,
             engine,
             samples=samples,

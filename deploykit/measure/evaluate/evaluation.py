@@ -1,7 +1,7 @@
-"""Whether a candidate may replace its reference: one pass over the data, one verdict.
+"""Decide whether a candidate may replace its reference, in one pass over the data.
 
-In: two engines and samples, with labels if there are any. Out: `Judgement`. On labelled data the
-task decides, by the upper end of the drop's interval; without labels the outputs do.
+On labelled data the task's metric decides, by the upper end of the drop's interval; without labels
+the outputs do.
 """
 
 from __future__ import annotations
@@ -27,18 +27,21 @@ from deploykit.runtimes.data.samples import Samples, random_feeds
 from deploykit.runtimes.engine import Arrays, Engine
 
 MAX_DROP = 0.01  # one percentage point
+# Noise with 3 % of the signal's energy. It catches what is broken (a wrong scale, a lost layer) and
+# not what is merely coarse: only labelled data can show that. At 10 dB, EfficientNet-B0 with random
+# weights passed while one sample in twelve kept its answer.
 MIN_SQNR_DB = 15.0
 RANDOM_BATCHES = (1, 2, 7, 32)
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """What was found and decided. `reason`: one line, why it passed or failed.
+class Evaluation:
+    """What was measured and decided. `reason`: one line, why it passed or failed.
 
-    `drop`: on labelled data. `agreement`: the share of equal answers per sample (the largest value
-    of the first output that has classes; for whole numbers the value itself), None where no output
-    has any. `samples`: how many it was judged on, None for random inputs. `max_drop`: the bound
-    that applied, None if none did.
+    `drop`: on labelled data. `agreement`: the share of samples with the same answer (the argmax of
+    the first output with classes; for integers the value itself), None where no output has one.
+    `samples`: how many were used, None for random inputs. `max_drop`: the bound that applied, None
+    if none did.
     """
 
     parity: Parity
@@ -91,7 +94,7 @@ class Judgement:
         }
 
 
-def judge(
+def evaluate(
     reference: Engine,
     candidate: Engine,
     *,
@@ -102,71 +105,81 @@ def judge(
     names: tuple[str, str] = ("reference", "candidate"),
     batch_size: int = 32,
     sizes: Mapping[str, int] | None = None,
-) -> Judgement:
+) -> Evaluation:
     """Run both engines once over the samples and decide.
 
-    Values that are NaN or infinite on one side only fail, whatever else holds. Else, on labelled
-    data with a metric: the upper end of the drop's 95 % interval is at most `max_drop` (a fraction
-    or the metric's own unit, 0.01 where None). Else: every floating output's SQNR is at least
-    `min_sqnr_db`; and, if `max_drop` is given, the upper end of the share of samples that answer
-    differently is at most that. A model whose outputs are all whole numbers is always held to the
-    latter.
+    NaN or infinity on one side only always fails. On labelled data with a metric, the upper end of
+    the drop's 95 % interval must be at most `max_drop` (a fraction, or the metric's own unit; 0.01
+    where None). Otherwise every floating output's SQNR must be at least `min_sqnr_db`; and, if
+    `max_drop` is given or all outputs are integers, the upper end of the share of samples with
+    another answer at most `max_drop`.
 
-    The default of 15 dB is noise with 3 % of the signal's energy. It catches what is broken (a
-    wrong scale, a lost layer) and lets pass what is merely coarse: whether that is good enough for
-    a task, only labelled data can tell. At 10 dB, EfficientNet-B0 with random weights passed while
-    one sample in twelve kept its answer.
-
-    `samples`: None for seeded random inputs, `sizes` giving dynamic axes other than the batch.
-    Samples that do not fill a fixed batch are left out. One batch of outputs is kept at a time.
-    Raises BadInput where the two cannot be compared, the metric does not fit, or `max_drop` is
-    given and nothing could be held to it.
+    `samples`: None for seeded random inputs, where `sizes` gives the dynamic axes other than the
+    batch. Samples that do not fill a fixed batch are left out. One batch of outputs is in memory at
+    a time. Raises BadInput where the two cannot be compared, the metric does not fit, or `max_drop`
+    is given and nothing can be measured against it.
     """
-    if max_drop is not None and not (math.isfinite(max_drop) and max_drop > 0):
-        raise BadInput(f"the largest drop must be a number above 0, got {max_drop}")
-    min_sqnr_db = MIN_SQNR_DB if min_sqnr_db is None else min_sqnr_db
-    if math.isnan(min_sqnr_db):
-        raise BadInput("the least SQNR must be a number of decibels")
+    min_sqnr_db = _check_bounds(max_drop, min_sqnr_db)
     if samples is None:
         if max_drop is not None:
             raise BadInput(
-                "without samples no drop can be judged",
+                "`max_drop` needs samples",
                 hint="give labelled samples (or unlabelled ones, for agreement), or no bound",
             )
         random = _random(reference, candidate, sizes or {}, batch_size)
         parity = compare_engines(reference, candidate, random, names=names)
         return _without_labels(parity, None, None, None, min_sqnr_db)
     size, used = samples.batching(batch_size, (*reference.inputs, *candidate.inputs))
-    samples = samples.first(used)
-    scores: list[Scores] = []
-    if samples.labels is not None and metric is not None:
-        scores = [Scores(metric, samples.where) for _ in names]
-    same: list[np.ndarray] = []
-
-    labels = samples.labels
-
-    def watch(number: int, left: Arrays, right: Arrays) -> None:
-        start = number * size
-        rows = min(size, used - start)
-        if labels is not None and scores:
-            for scored, outputs in zip(scores, (left, right), strict=True):
-                scored.add(outputs, labels[start : start + rows])
-        equal = _equal_answers(left, right, rows)
-        if equal is not None:
-            same.append(equal)
-
-    parity = compare_engines(reference, candidate, samples.batches(size), names=names, each=watch)
+    answers = _Answers(samples.first(used), size, metric)
+    batches = answers.samples.batches(size)
+    parity = compare_engines(reference, candidate, batches, names=names, each=answers.add)
     broken = _broken(parity)
     if broken:
-        return Judgement(parity, None, None, used, False, broken, max_drop, min_sqnr_db)
-    answers, equal = sum(each.size for each in same), sum(int(each.sum()) for each in same)
-    agreement = proportion(used * equal / answers, used) if answers else None
-    if not scores:
-        return _without_labels(parity, agreement, used, max_drop, min_sqnr_db)
-    drop = drop_of(*scores)
+        return Evaluation(parity, None, None, used, False, broken, max_drop, min_sqnr_db)
+    if not answers.scores:
+        return _without_labels(parity, answers.agreement, used, max_drop, min_sqnr_db)
+    drop = drop_of(*answers.scores)
     bound = MAX_DROP if max_drop is None else max_drop
     passed, reason = _drop_verdict(drop, bound)
-    return Judgement(parity, drop, agreement, used, passed, reason, bound, min_sqnr_db)
+    return Evaluation(parity, drop, answers.agreement, used, passed, reason, bound, min_sqnr_db)
+
+
+def _check_bounds(max_drop: float | None, min_sqnr_db: float | None) -> float:
+    """The bound on the SQNR. Raises BadInput on a bound that is not a number."""
+    if max_drop is not None and not (math.isfinite(max_drop) and max_drop > 0):
+        raise BadInput(f"`max_drop` must be a number above 0, got {max_drop}")
+    if min_sqnr_db is not None and math.isnan(min_sqnr_db):
+        raise BadInput("`min_sqnr_db` must be a number of decibels")
+    return MIN_SQNR_DB if min_sqnr_db is None else min_sqnr_db
+
+
+class _Answers:
+    """Collects both engines' scores and where they give the same answer, batch by batch."""
+
+    def __init__(self, samples: Samples, size: int, metric: Metric | None) -> None:
+        self.samples, self._size = samples, size
+        self.scores: list[Scores] = []
+        if metric is not None and samples.labels is not None:
+            self.scores = [Scores(metric, samples.where) for _ in range(2)]
+        self._answers = self._equal = 0
+
+    def add(self, number: int, left: Arrays, right: Arrays) -> None:
+        """The outputs of batch `number`, of the reference and of the candidate."""
+        start = number * self._size
+        rows = min(self._size, len(self.samples) - start)
+        labels = self.samples.labels
+        if labels is not None:
+            for scores, outputs in zip(self.scores, (left, right), strict=False):
+                scores.add(outputs, labels[start : start + rows])
+        equal = _equal_answers(left, right, rows)
+        if equal is not None:
+            self._answers += equal.size
+            self._equal += int(equal.sum())
+
+    @property
+    def agreement(self) -> Interval | None:
+        n = len(self.samples)  # the unit of the interval, as the answers of one sample depend
+        return proportion(n * self._equal / self._answers, n) if self._answers else None
 
 
 def _random(
@@ -182,7 +195,7 @@ def _random(
 
 
 def _equal_answers(left: Arrays, right: Arrays, rows: int) -> np.ndarray | None:
-    """Where both answer alike, boolean, for the first output that holds answers."""
+    """Where both give the same answer, boolean, for the first output that holds answers."""
     for name, values in left.items():
         others = right[name]
         if values.ndim == 0 or len(values) != rows:
@@ -209,9 +222,9 @@ def _without_labels(
     samples: int | None,
     max_drop: float | None,
     min_sqnr_db: float,
-) -> Judgement:
-    def verdict(passed: bool, reason: str) -> Judgement:
-        return Judgement(parity, None, agreement, samples, passed, reason, max_drop, min_sqnr_db)
+) -> Evaluation:
+    def verdict(passed: bool, reason: str) -> Evaluation:
+        return Evaluation(parity, None, agreement, samples, passed, reason, max_drop, min_sqnr_db)
 
     floating = [row for row in parity.rows if row.floating]
     broken = _broken(parity)
@@ -224,16 +237,16 @@ def _without_labels(
         if worst.sqnr_db < min_sqnr_db:
             return verdict(False, f"{text} below {min_sqnr_db:g} dB")
         reasons.append(f"{text} {min_sqnr_db:g} dB or more")
-    elif samples is None:  # nothing but whole numbers, and no data that says how many may differ
+    elif samples is None:  # only integers, and no data that shows how many may differ
         row = parity.worst
         passed = not row.problem
-        return verdict(passed, f"{_where(row)}: {row.problem or 'all whole numbers are equal'}")
+        return verdict(passed, f"{_where(row)}: {row.problem or 'all integers are equal'}")
     else:
         max_drop = MAX_DROP if max_drop is None else max_drop
     if max_drop is not None:
         if agreement is None or samples is None:
             raise BadInput(
-                "no output holds an answer per sample, so no drop can be judged",
+                "`max_drop`: no output holds an answer per sample, so no drop can be measured",
                 hint="give labelled samples and a metric, or no bound",
             )
         passed, reason = _agreement_verdict(agreement, samples, max_drop)
@@ -262,20 +275,20 @@ def _drop_verdict(drop: Drop, max_drop: float) -> tuple[bool, str]:
     value, high = drop.drop.value, drop.drop.high
     if drop.method == ADJUSTED_WALD:
         fewest = samples_to_show_no_drop(max_drop)
-    else:  # its width comes from the spread that was seen: at how many would it be narrow enough?
+    else:  # the width comes from the measured spread: at how many samples is it narrow enough?
         fewest = math.ceil(drop.n * ((high - value) / max_drop) ** 2)
     text += f" above {amount(max_drop)}"
     return False, text + _too_few(drop.n, value, high, max_drop, fewest)
 
 
 def _too_few(n: int, value: float, high: float, bound: float, fewest: int) -> str:
-    """What more samples could change. `fewest`: those that a drop of 0 would need.
+    """What more samples could change. `fewest`: how many a drop of 0 would need.
 
     An interval's half width shrinks with the square root of the samples, roughly.
     """
     if value >= bound:
         return ""
     if n < fewest:
-        return f"; {n} samples cannot show that even of no drop at all, {fewest} are needed"
+        return f"; {n} samples cannot show it even without any drop, {fewest} are needed"
     about = math.ceil(n * ((high - value) / (bound - value)) ** 2)
-    return f"; what was seen is within: some {about} samples like these would show it"
+    return f"; the measured value is within: about {about} samples like these would show it"

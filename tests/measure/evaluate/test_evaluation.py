@@ -12,7 +12,7 @@ import pytest
 
 from deploykit.core.errors import BadInput
 from deploykit.core.tensors import parse_spec
-from deploykit.measure.evaluate.gate import Judgement, judge
+from deploykit.measure.evaluate.evaluation import Evaluation, evaluate
 from deploykit.measure.evaluate.metrics import Metric, find_metric
 from deploykit.runtimes.data.samples import Samples
 from deploykit.runtimes.engine import Arrays, check_feeds, load
@@ -73,12 +73,12 @@ def noisy(db: float) -> Function:
     return Function(lambda x: {"y": x * factor})
 
 
-def test_a_real_engine_is_judged(affine_onnx: Path) -> None:
+def test_a_real_engine_is_evaluated(affine_onnx: Path) -> None:
     pytest.importorskip("onnxruntime")
     x = np.random.default_rng(0).standard_normal((300, 4)).astype(np.float32)
     data = Samples({"x": x}, x.argmax(1), "data.npz")
     with load(affine_onnx, "cpu") as engine:
-        found = judge(FakeEngine(width=4), engine, samples=data, metric=TOP1)
+        found = evaluate(FakeEngine(width=4), engine, samples=data, metric=TOP1)
     assert found.passed
     assert found.sqnr_db is not None
     assert found.sqnr_db > 100
@@ -88,12 +88,12 @@ def test_a_real_engine_is_judged(affine_onnx: Path) -> None:
 
 def test_each_engine_runs_once_per_batch() -> None:
     a, b = identity(), identity()
-    judge(a, b, samples=samples_of(70), metric=TOP1, batch_size=32)
+    evaluate(a, b, samples=samples_of(70), metric=TOP1, batch_size=32)
     assert a.batches == b.batches == [32, 32, 6]
 
 
 def test_unchanged_answers_on_enough_samples_pass() -> None:
-    found = judge(identity(), identity(), samples=samples_of(540), metric=TOP1)
+    found = evaluate(identity(), identity(), samples=samples_of(540), metric=TOP1)
     assert found.passed
     assert found.drop is not None
     assert found.describe() == "drop 0.0 pp, -0.5 to 0.5, n = 540"
@@ -102,30 +102,30 @@ def test_unchanged_answers_on_enough_samples_pass() -> None:
 
 
 def test_the_upper_end_of_the_interval_decides_not_the_value() -> None:
-    found = judge(identity(), flipping(), samples=samples_of(540, marked=3), metric=TOP1)
+    found = evaluate(identity(), flipping(), samples=samples_of(540, marked=3), metric=TOP1)
     assert found.drop is not None
     assert found.drop.lost == 3
     assert found.drop.drop.value < 0.01 < found.drop.drop.high
     assert not found.passed
-    assert "what was seen is within: some " in found.reason
-    assert judge(
+    assert "the measured value is within: about " in found.reason
+    assert evaluate(
         identity(), flipping(), samples=samples_of(540, marked=3), metric=TOP1, max_drop=0.02
     ).passed
 
 
 def test_a_drop_that_is_itself_above_the_bound_is_not_blamed_on_the_samples() -> None:
-    found = judge(identity(), flipping(), samples=samples_of(540, marked=99), metric=TOP1)
+    found = evaluate(identity(), flipping(), samples=samples_of(540, marked=99), metric=TOP1)
     assert not found.passed
     assert found.reason.endswith(" pp, is above 1 pp")
 
 
 def test_too_few_samples_are_told_with_how_many_would_do() -> None:
-    found = judge(identity(), identity(), samples=samples_of(64), metric=TOP1)
+    found = evaluate(identity(), identity(), samples=samples_of(64), metric=TOP1)
     assert not found.passed
-    assert "64 samples cannot show that even of no drop at all, 276 are needed" in found.reason
-    assert not judge(identity(), identity(), samples=samples_of(275), metric=TOP1).passed
-    assert judge(identity(), identity(), samples=samples_of(276), metric=TOP1).passed
-    one_lost = judge(identity(), flipping(), samples=samples_of(276, marked=1), metric=TOP1)
+    assert "64 samples cannot show it even without any drop, 276 are needed" in found.reason
+    assert not evaluate(identity(), identity(), samples=samples_of(275), metric=TOP1).passed
+    assert evaluate(identity(), identity(), samples=samples_of(276), metric=TOP1).passed
+    one_lost = evaluate(identity(), flipping(), samples=samples_of(276, marked=1), metric=TOP1)
     assert "what was seen is within" in one_lost.reason
 
 
@@ -133,28 +133,28 @@ def test_too_few_samples_of_another_score_are_told_from_their_spread() -> None:
     metric = Metric("level", "", lambda outputs, _: outputs["y"][:, 0].astype(np.float64))
     shift = np.where(np.arange(20) % 2, 0.5, -0.5).astype(np.float32)[:, None]
     shaking = Function(lambda x: {"y": x + shift})
-    found = judge(identity(), shaking, samples=samples_of(20), metric=metric, max_drop=0.1)
+    found = evaluate(identity(), shaking, samples=samples_of(20), metric=metric, max_drop=0.1)
     half = 2.093024 * 0.5 * math.sqrt(20 / 19) / math.sqrt(20)  # t of 19, no drop on the whole
     assert found.drop is not None
     assert found.drop.drop.high == pytest.approx(half, rel=1e-6)
     needed = math.ceil(20 * (half / 0.1) ** 2)
     assert found.reason == (
         f"the upper end of the drop, {half:.4g}, is above 0.1; "
-        f"20 samples cannot show that even of no drop at all, {needed} are needed"
+        f"20 samples cannot show it even without any drop, {needed} are needed"
     )
 
 
-def test_perplexity_is_judged_by_its_relative_rise() -> None:
+def test_perplexity_is_evaluated_by_its_relative_rise() -> None:
     data = samples_of(60)
     softer = Function(lambda x: {"y": x * np.float32(0.05)})
-    found = judge(identity(), softer, samples=data, metric=find_metric("perplexity"))
+    found = evaluate(identity(), softer, samples=data, metric=find_metric("perplexity"))
     assert not found.passed
     assert found.describe().startswith("perplexity rise ")
     assert found.reason.endswith(" %, is above 1 %")
 
 
 def test_the_last_smaller_batch_is_scored_against_its_own_labels() -> None:
-    found = judge(identity(), identity(), samples=samples_of(37), metric=TOP1, batch_size=10)
+    found = evaluate(identity(), identity(), samples=samples_of(37), metric=TOP1, batch_size=10)
     assert found.drop is not None
     assert found.drop.reference.value == 1.0
     assert found.samples == 37
@@ -162,11 +162,11 @@ def test_the_last_smaller_batch_is_scored_against_its_own_labels() -> None:
 
 def test_a_fixed_batch_runs_at_its_size_and_leaves_the_rest_out() -> None:
     a, b = identity(), Function(lambda x: {"y": x.copy()}, axis0=4)
-    found = judge(a, b, samples=samples_of(14), metric=TOP1)
+    found = evaluate(a, b, samples=samples_of(14), metric=TOP1)
     assert a.batches == b.batches == [4, 4, 4]
     assert found.samples == 12
     with pytest.raises(BadInput, match="3 samples do not fill the model's batch of 4"):
-        judge(a, b, samples=samples_of(3), metric=TOP1)
+        evaluate(a, b, samples=samples_of(3), metric=TOP1)
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf])
@@ -180,13 +180,13 @@ def test_not_finite_where_the_reference_is_fails_whatever_the_labels_say(
         return {"y": y}
 
     broken = Function(compute)
-    found = judge(identity(), broken, samples=samples_of(540, labelled=labelled), metric=TOP1)
+    found = evaluate(identity(), broken, samples=samples_of(540, labelled=labelled), metric=TOP1)
     assert not found.passed
     assert found.drop is None
     assert found.describe() == "NaN or infinity"
     assert found.sqnr_db == -math.inf
     assert found.reason.startswith("output 'y' at batch 32: NaN or infinity in one")
-    assert not judge(identity(), broken, samples=None, min_sqnr_db=-math.inf).passed
+    assert not evaluate(identity(), broken, samples=None, min_sqnr_db=-math.inf).passed
 
 
 def test_a_users_metric_never_sees_what_is_broken() -> None:
@@ -198,21 +198,21 @@ def test_a_users_metric_never_sees_what_is_broken() -> None:
         return np.asarray(labels * 1.0)
 
     broken = Function(lambda x: {"y": x * np.float32(np.nan)})
-    judge(identity(), broken, samples=samples_of(8), metric=Metric("mine", "", watch))
+    evaluate(identity(), broken, samples=samples_of(8), metric=Metric("mine", "", watch))
     assert seen == []
 
 
 @pytest.mark.parametrize(("db", "passed"), [(15.5, True), (14.5, False)])
 def test_without_labels_fifteen_decibels_are_the_bound(db: float, passed: bool) -> None:
-    found = judge(identity(), noisy(db), samples=samples_of(64, labelled=False), metric=TOP1)
+    found = evaluate(identity(), noisy(db), samples=samples_of(64, labelled=False), metric=TOP1)
     assert found.passed is passed
     assert found.sqnr_db == pytest.approx(db, abs=0.01)
     assert f"SQNR {db} dB is {'15 dB or more' if passed else 'below 15 dB'}" in found.reason
-    assert judge(identity(), noisy(9.5), samples=None, min_sqnr_db=9.0).passed
+    assert evaluate(identity(), noisy(9.5), samples=None, min_sqnr_db=9.0).passed
 
 
 def test_labels_without_a_metric_are_not_used() -> None:
-    found = judge(identity(), noisy(20), samples=samples_of(64))
+    found = evaluate(identity(), noisy(20), samples=samples_of(64))
     assert found.drop is None
     assert found.passed
 
@@ -221,14 +221,14 @@ def test_the_worst_output_decides() -> None:
     specs = (f"y:float32[N,{CLASSES}]", f"z:float32[N,{CLASSES}]")
     a = Function(lambda x: {"y": x, "z": x}, *specs)
     b = Function(lambda x: {"y": x, "z": x * np.float32(0.5)}, *specs)
-    found = judge(a, b, samples=samples_of(8, labelled=False))
+    found = evaluate(a, b, samples=samples_of(8, labelled=False))
     assert not found.passed
     assert found.reason.startswith("output 'z' at batch 8: SQNR 6.0 dB")
 
 
 def test_agreement_is_reported_with_its_interval() -> None:
     data = samples_of(256, marked=4, labelled=False)
-    found = judge(identity(), flipping(), samples=data, min_sqnr_db=0)
+    found = evaluate(identity(), flipping(), samples=data, min_sqnr_db=0)
     assert found.agreement is not None
     assert found.agreement.value == 252 / 256
     assert found.describe().startswith("agreement 98.4 %, 96.1 to 99.4, n = 256; SQNR ")
@@ -238,17 +238,17 @@ def test_agreement_is_reported_with_its_interval() -> None:
 
 def test_a_bound_that_was_given_holds_disagreement_too() -> None:
     data = samples_of(256, marked=4, labelled=False)
-    found = judge(identity(), flipping(), samples=data, min_sqnr_db=0, max_drop=0.03)
+    found = evaluate(identity(), flipping(), samples=data, min_sqnr_db=0, max_drop=0.03)
     assert not found.passed
     assert found.reason.startswith("up to 3.948 % of the samples are answered differently, above 3")
-    assert judge(identity(), flipping(), samples=data, min_sqnr_db=0, max_drop=0.04).passed
+    assert evaluate(identity(), flipping(), samples=data, min_sqnr_db=0, max_drop=0.04).passed
 
 
 def test_too_few_samples_for_agreement_are_told_with_how_many_would_do() -> None:
     few, enough = samples_of(380, labelled=False), samples_of(381, labelled=False)
-    found = judge(identity(), noisy(40), samples=few, max_drop=0.01)
-    assert "380 samples cannot show that even of no drop at all, 381 are needed" in found.reason
-    assert judge(identity(), noisy(40), samples=enough, max_drop=0.01).passed
+    found = evaluate(identity(), noisy(40), samples=few, max_drop=0.01)
+    assert "380 samples cannot show it even without any drop, 381 are needed" in found.reason
+    assert evaluate(identity(), noisy(40), samples=enough, max_drop=0.01).passed
 
 
 def test_agreement_of_sequences_is_the_share_of_equal_places() -> None:
@@ -261,7 +261,7 @@ def test_agreement_of_sequences_is_the_share_of_equal_places() -> None:
         return {"y": y}
 
     data = samples_of(8, labelled=False)
-    found = judge(a, Function(swap, spec), samples=data, min_sqnr_db=-99)
+    found = evaluate(a, Function(swap, spec), samples=data, min_sqnr_db=-99)
     assert found.agreement is not None
     assert found.agreement.value == 15 / 16
 
@@ -272,30 +272,30 @@ def integer(shift: int) -> Function:
 
 def test_whole_numbers_alone_are_held_to_agreement() -> None:
     data = samples_of(540, labelled=False)
-    assert judge(integer(0), integer(0), samples=data).passed
-    found = judge(integer(0), integer(1), samples=data)
+    assert evaluate(integer(0), integer(0), samples=data).passed
+    found = evaluate(integer(0), integer(1), samples=data)
     assert not found.passed
     assert found.sqnr_db is None
     assert "answered differently" in found.reason
 
 
 def test_whole_numbers_alone_must_be_equal_on_random_inputs() -> None:
-    assert judge(integer(0), integer(0), samples=None).passed
-    found = judge(integer(0), integer(1), samples=None)
+    assert evaluate(integer(0), integer(0), samples=None).passed
+    found = evaluate(integer(0), integer(1), samples=None)
     assert not found.passed
     assert "1 of 1 whole numbers or booleans differ" in found.reason
 
 
 def test_without_samples_random_inputs_of_several_batches_are_used() -> None:
     a, b = identity(), noisy(30)
-    found = judge(a, b, samples=None)
+    found = evaluate(a, b, samples=None)
     assert a.batches == b.batches == [1, 2, 7, 32]
     assert found.passed
     assert (found.samples, found.agreement) == (None, None)
     assert found.describe() == "SQNR 30.0 dB on random inputs"
     b.max_batch = 4
     b.batches.clear()
-    judge(a, b, samples=None)
+    evaluate(a, b, samples=None)
     assert b.batches == [1, 2, 4]
 
 
@@ -308,41 +308,42 @@ def test_random_inputs_take_the_sizes_of_other_axes() -> None:
 
     a = Function(compute, "y:float32[B,T]")
     a.inputs = (parse_spec("x:float32[B,T]"),)
-    judge(a, a, samples=None, sizes={"T": 5})
+    evaluate(a, a, samples=None, sizes={"T": 5})
     assert shapes[::2] == [(1, 5), (2, 5), (7, 5), (32, 5)]
 
 
 def test_equal_outputs_are_called_equal() -> None:
     assert (
-        judge(identity(), identity(), samples=None).describe() == "equal outputs on random inputs"
+        evaluate(identity(), identity(), samples=None).describe()
+        == "equal outputs on random inputs"
     )
 
 
 @pytest.mark.parametrize("bound", [0.0, -0.1, math.nan, math.inf])
 def test_a_bound_that_bounds_nothing_is_refused(bound: float) -> None:
-    with pytest.raises(BadInput, match="largest drop"):
-        judge(identity(), identity(), samples=samples_of(8), max_drop=bound)
+    with pytest.raises(BadInput, match="`max_drop` must be"):
+        evaluate(identity(), identity(), samples=samples_of(8), max_drop=bound)
 
 
 def test_a_bound_that_nothing_could_be_held_to_is_refused_not_forgotten() -> None:
-    with pytest.raises(BadInput, match="without samples no drop can be judged"):
-        judge(identity(), identity(), samples=None, max_drop=0.01)
+    with pytest.raises(BadInput, match="`max_drop` needs samples"):
+        evaluate(identity(), identity(), samples=None, max_drop=0.01)
     column = Function(lambda x: {"y": x[:, :1]}, "y:float32[N,1]")
     data = samples_of(8, labelled=False)
-    assert judge(column, column, samples=data).passed
+    assert evaluate(column, column, samples=data).passed
     with pytest.raises(BadInput, match="no output holds an answer"):
-        judge(column, column, samples=data, max_drop=0.01)
+        evaluate(column, column, samples=data, max_drop=0.01)
 
 
-def test_json_of_a_judgement_is_whole() -> None:
+def test_an_evaluation_is_written_as_json_whole() -> None:
     broken = Function(lambda x: {"y": x * np.float32(np.nan)})
     for found in (
-        judge(identity(), identity(), samples=samples_of(8), metric=TOP1),
-        judge(identity(), noisy(20), samples=None),
-        judge(identity(), broken, samples=samples_of(8)),
+        evaluate(identity(), identity(), samples=samples_of(8), metric=TOP1),
+        evaluate(identity(), noisy(20), samples=None),
+        evaluate(identity(), broken, samples=samples_of(8)),
     ):
         document = json.loads(json.dumps(found.to_dict(), allow_nan=False))
         assert document["passed"] is found.passed
         assert document["reason"] == found.reason
         assert document["parity"]["rows"]
-    assert isinstance(found, Judgement)
+    assert isinstance(found, Evaluation)
