@@ -37,7 +37,7 @@ from torch import nn
 from deploykit.onnx_graph.graph import load_graph, save_graph
 from deploykit.quantization.calibrate import METHODS, calibrate
 from deploykit.quantization.half_precision import to_half
-from deploykit.quantization.qdq import to_int8
+from deploykit.quantization.qdq import to_pairs
 from deploykit.quantization.simulate import simulate
 from deploykit.runtimes.data.samples import Samples
 from deploykit.runtimes.onnxruntime.engine import session_options
@@ -257,7 +257,7 @@ def rows(name: str, folder: Path) -> Iterator[tuple[str, ...]]:
             start = time.perf_counter()
             if who == "deploykit":
                 found = calibrate(path, samples, method=method)
-                save_graph(to_int8(load_graph(path), found), out)
+                save_graph(to_pairs(load_graph(path), found), out)
             else:
                 with quiet():
                     theirs(path, data, method, out)

@@ -37,7 +37,7 @@ OWNERS = {
     "typer": {"cli/"},
 }
 CEILINGS = {  # lines, docstrings included: what a room may grow to
-    "core": 1700,
+    "core": 2100,  # the precision table and the evidence came on top
     "runtimes": 5000,
     "training": 400,
     "exporters": 800,

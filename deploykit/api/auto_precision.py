@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploykit.api.evaluate import Job, axis_sizes, judged, opened, typed_graph
 from deploykit.core.errors import BadInput
+from deploykit.core.precision import PAIRS, auto_levels
 from deploykit.core.profile import Profile, load_profile
 
 if TYPE_CHECKING:
@@ -140,14 +141,13 @@ class _Bench:
         from deploykit.quantization import qdq
 
         scaled = qdq.quantizable(self.source)
-        if self.measured:
-            return [self._level("int8", scaled)]
-        names = ["int8+fp16"]
-        names += ["fp8+fp16"] * ("fp8" in self.target.precisions)
-        names += ["fp16"]
-        names += ["bf16"] * ("bf16" in self.target.precisions)
         computing = tuple(cost.name for cost in self._costs(self.source) if cost.flops)
-        return [self._level(name, scaled if "+" in name else computing) for name in names]
+        levels = []
+        for each, other in auto_levels(self.job.runtime, self.target.precisions):
+            name = each.name if other == "fp32" else f"{each.name}+{other}"
+            nodes = scaled if each.writer == PAIRS else computing
+            levels.append(self._level(name, each.bits, nodes))
+        return levels
 
     def candidate(self, precision: str, wide: Collection[str]) -> _Candidate:
         """The model with the nodes named in `wide` left as they are, on disk and priced."""
@@ -197,7 +197,7 @@ class _Bench:
             figure = math.inf if found.sqnr_db is None else 10 ** (-found.sqnr_db / 10)
         return search.Verdict(found.passed, figure, found.describe())
 
-    def _level(self, precision: str, nodes: tuple[str, ...]) -> Level[Any]:
+    def _level(self, precision: str, bits: int, nodes: tuple[str, ...]) -> Level[Any]:
         from deploykit.quantization import search
 
         every = frozenset(nodes)
@@ -215,7 +215,7 @@ class _Bench:
 
         return search.Level(
             precision,
-            8 if "8" in precision else 16,
+            bits,
             nodes,
             make=lambda wide: self.candidate(precision, wide),
             cost_s=lambda candidate: candidate.cost_s,

@@ -14,6 +14,7 @@ from deploykit.core.artefact import read_manifest, sniff
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.files import make_folder, sha256
 from deploykit.core.machine import Machine, default_threads, this_machine
+from deploykit.core.precision import narrowest
 from deploykit.core.tensors import BATCH, TensorSpec
 
 if TYPE_CHECKING:
@@ -187,7 +188,6 @@ def now() -> str:
 
 def _artefact(path: Path, trust: bool, note: Callable[[str], None]) -> _Artefact:
     from deploykit.api.open import open_proven
-    from deploykit.api.verify import label
     from deploykit.onnx_graph import graph
 
     def opened(device: str = "cpu", threads: int | None = None) -> Engine:
@@ -198,11 +198,11 @@ def _artefact(path: Path, trust: bool, note: Callable[[str], None]) -> _Artefact
         raise BadInput(f"{path}: is a {kind} file; bench takes .onnx and .trt files")
     built_on: Mapping[str, str] = {}
     if kind == "onnx":
-        precision = label(graph.summarise(graph.load_graph(path)).precision)
+        precision = narrowest(graph.summarise(graph.load_graph(path)).precision)
     else:
         manifest = read_manifest(path)
         built_on = manifest.built_on if manifest else {}
-        counted = label(manifest.precision) if manifest else "unknown"
+        counted = narrowest(manifest.precision) if manifest else "unknown"
         precision = built_on.get("precision", counted)
     return _Artefact(path, precision, sha256(path), kind, built_on, opened)
 

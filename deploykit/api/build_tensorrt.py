@@ -16,6 +16,7 @@ from deploykit.core.errors import DeploykitError, GateFailed, Unsupported
 from deploykit.core.extras import installed
 from deploykit.core.files import sha256
 from deploykit.core.machine import Machine, this_machine, tool_versions
+from deploykit.core.precision import max_engine_error, narrowest
 from deploykit.core.profile import Profile, fits
 from deploykit.core.tensors import TensorSpec
 
@@ -132,7 +133,7 @@ def build_plan(
         },
     )
     if samples is not None:
-        bound = max(samples.max_error, verify.bound_of(manifest))
+        bound = max(samples.max_error, max_engine_error(manifest.precision))
         samples = replace(samples, max_error=bound)
         manifest = replace(manifest, checks={**manifest.checks, "golden": samples.to_dict()})
     proof = _prove(tmp, manifest, typed, Proof(layers, wider), labelled, source, out.name)
@@ -275,4 +276,4 @@ def _label(typing: Mapping[str, Any], precision: Mapping[str, int]) -> str:
     quantized = typing.get("quantize")
     if isinstance(quantized, dict) and quantized.get("to"):
         return str(quantized["to"])
-    return verify.label(precision)
+    return narrowest(precision)

@@ -16,6 +16,7 @@ from deploykit.api.open import open_proven
 from deploykit.core.artefact import Manifest, read_manifest, sniff
 from deploykit.core.errors import BadInput, GateFailed
 from deploykit.core.files import check_writable, sha256
+from deploykit.core.precision import names_of
 from deploykit.core.profile import load_profile, profile_names
 from deploykit.core.tensors import TensorSpec
 
@@ -292,15 +293,12 @@ def inspect(path: Path) -> Inspection:
     )
 
 
-_NEEDS = {"float16": "fp16", "bfloat16": "bf16", "int8": "int8", "float8": "fp8"}
-
-
 def _targets(precision: Mapping[str, int], opset: Mapping[str, int]) -> tuple[str, ...]:
     """Profiles that offer every precision of the graph.
 
     A graph with operators of another domain than ONNX's own runs on ONNX Runtime alone.
     """
-    needed = {_NEEDS[name] for name in precision if name in _NEEDS}
+    needed = names_of(precision)
     standard = set(opset) <= {"", "ai.onnx"}
     profiles = [load_profile(name) for name in profile_names()]
     return tuple(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.core.errors import BadInput
+from deploykit.core.precision import ALL, BY_NAME, CAST
 from deploykit.core.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -46,29 +46,13 @@ def typed_graph(
     wide: Collection[str] = (),
 ) -> tuple[onnx.ModelProto, list[str]]:
     """`source` in precision `to` but for the nodes named in `wide`, and notes on what is not."""
-    from deploykit.quantization import half_precision, qdq, weights
+    from deploykit.quantization.convert import convert
 
-    ranges = job.calibration.ranges if job.calibration else None
-    notes: list[str] = []
-    if to in ("fp16", "bf16"):
-        typed, kept = half_precision.to_half(source, to, ranges, wide=wide)
-        return typed, _half_notes(job, to, kept)
-    if to == "int8-weight-only":
-        typed = weights.to_weight_only(source, 8)
-    elif to == "int4-weight-only":
-        typed = weights.to_weight_only(source, 4)
-    elif job.calibration is None:
-        raise BadInput(
-            f"--to {to} needs calibration data", hint="--calib FILE.npz, some 100 samples"
-        )
-    elif to == "int8":
-        typed = qdq.to_int8(source, job.calibration, runtime=job.runtime, skip=wide)
-    else:
-        typed = qdq.to_fp8(source, job.calibration, skip=wide)
-    if rest == "fp16":
-        typed, kept = half_precision.to_half(typed, "fp16", ranges)
-        notes += _half_notes(job, "fp16", kept)
-    return typed, notes
+    typed, kept = convert(
+        source, to, job.calibration, runtime=job.runtime, other_nodes=rest, keep_float32=wide
+    )
+    half = to if BY_NAME[to].writer == CAST else rest
+    return typed, _half_notes(job, half, kept) if half != "fp32" else []
 
 
 def judged(job: Job, typed: Path, name: str) -> Evaluation:
@@ -107,22 +91,20 @@ def opened(job: Job, typed: Path, folder: Path) -> Any:
         return load(typed, "cpu")
     model = graph.load_graph(typed)
     types = {graph.dtype_name(kind) for kind in graph.element_types(model).values()}
-    if not types & {"float16", "bfloat16"}:
+    if not any(each.simulated and each.dtype in types for each in ALL):
         return load(typed, "cpu")
     rounded = folder / "rounded.onnx"
     graph.save_graph(simulate.simulate(model), rounded)
     return open_as_written(rounded)
 
 
-def _half_notes(job: Job, to: str, kept: Collection[str]) -> list[str]:
+def _half_notes(job: Job, half: str, kept: Collection[str]) -> list[str]:
     notes = []
     if kept:
         notes.append(f"kept in float32, too close to float16's limit: {', '.join(kept)}")
-    if to == "fp16" and job.calibration is None:
+    if half == "fp16" and job.calibration is None:
         notes.append("activations not checked for float16 overflow: no calibration data (--calib)")
-    if to == "bf16":
-        notes.append("ONNX Runtime's CPU provider does not run bfloat16: judged by rounding")
-    return notes
+    return notes + [BY_NAME[half].cpu_note] * bool(BY_NAME[half].cpu_note)
 
 
 def axis_sizes(samples: Samples | None, inputs: Sequence[TensorSpec], batch: int) -> dict[str, int]:

@@ -19,17 +19,22 @@ from deploykit.api.evaluate import (
 )
 from deploykit.core.errors import BadInput, GateFailed
 from deploykit.core.files import check_writable, sha256
+from deploykit.core.precision import (
+    BY_NAME,
+    CALIBRATED,
+    CAST,
+    HARDWARE,
+    OTHER_NODES,
+    QUANTIZED,
+    RUNTIMES,
+)
 from deploykit.core.profile import Profile, load_profile
 
 if TYPE_CHECKING:
     from deploykit.measure.evaluate.evaluation import Evaluation
     from deploykit.runtimes.data.samples import Samples
 
-CALIBRATED = ("int8", "fp8")  # need data; fp16 uses them for its range guard
-PRECISIONS = ("fp16", "bf16", *CALIBRATED, "int8-weight-only", "int4-weight-only")
-TARGETS = (*PRECISIONS, "auto")
-RESTS = ("fp32", "fp16")
-RUNTIMES = ("tensorrt", "onnxruntime")
+TARGETS = (*QUANTIZED, "auto")
 DEFAULT_METRIC = "top1"
 _FEW_AGREE = 0.9
 
@@ -51,7 +56,7 @@ def quantize(
     budget_s: float = 600.0,
     on_progress: Progress | None = None,
 ) -> Made:
-    """Put `to` (one of PRECISIONS, or "auto") into the graph, and gate what it costs.
+    """Put `to` (one of QUANTIZED, or "auto") into the graph, and gate what it costs.
 
     `calib`: inputs, an .npz or a folder; needed for int8, fp8 and auto, and used by fp16's range
     guard. `data`: labelled inputs; then the upper end of the 95 % interval of the drop in `metric`
@@ -233,11 +238,12 @@ def _checked(
     """Raise BadInput for options that contradict each other, before any work."""
     if to not in TARGETS:
         raise BadInput(f"--to {to}: is not offered", hint="one of: " + ", ".join(TARGETS))
-    if rest not in RESTS:
-        raise BadInput(f"--rest {rest}: is not offered", hint="one of: " + ", ".join(RESTS))
+    if rest not in OTHER_NODES:
+        raise BadInput(f"--rest {rest}: is not offered", hint="one of: " + ", ".join(OTHER_NODES))
     if runtime not in RUNTIMES:
         raise BadInput(f"--runtime '{runtime}': unknown", hint="one of: " + ", ".join(RUNTIMES))
-    if rest == "fp16" and (to in ("fp16", "bf16", "auto") or runtime == "onnxruntime"):
+    around = to != "auto" and BY_NAME[to].writer != CAST and runtime == "tensorrt"
+    if rest != "fp32" and not around:
         raise BadInput(
             f"--rest fp16: goes with int8, fp8 and weight-only precisions for TensorRT, not with "
             f"--to {to} --runtime {runtime}"
@@ -249,7 +255,7 @@ def _checked(
             f"--to {to} needs calibration data", hint="--calib FILE.npz or a folder, 100 samples"
         )
     target = load_profile(profile) if profile else None
-    if target and to in ("fp16", "bf16", *CALIBRATED) and to not in target.precisions:
+    if target and to in HARDWARE and to not in target.precisions:
         raise BadInput(
             f"--to {to}: profile '{target.name}' does not run it",
             hint="it runs: " + ", ".join(target.precisions),

@@ -17,6 +17,7 @@ from deploykit.api.artefacts import parity_sizes
 from deploykit.core.artefact import Manifest, read_manifest
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported
 from deploykit.core.files import sha256
+from deploykit.core.precision import max_engine_error
 from deploykit.core.tensors import BATCH
 
 if TYPE_CHECKING:
@@ -26,10 +27,6 @@ if TYPE_CHECKING:
     from deploykit.measure.evaluate.evaluation import Evaluation
     from deploykit.measure.evaluate.parity import Parity
     from deploykit.runtimes.tensorrt.engine import TensorRtEngine
-
-# Kernels on a GPU round elsewhere than the typed graph that ONNX Runtime runs, TF32 included.
-ENGINE_MAX_ERROR = 1e-2
-LOW_PRECISION_MAX_ERROR = 1e-1
 
 
 @dataclass(frozen=True)
@@ -92,26 +89,6 @@ def asked(typed: Path) -> dict[str, str]:
     return {each.name: each.precision for each in costs if each.precision is not None}
 
 
-def bound_of(manifest: Manifest) -> float:
-    """The largest error that an engine of these types may have against its graph."""
-    low = set(manifest.precision) - {"float32"}
-    return LOW_PRECISION_MAX_ERROR if low else ENGINE_MAX_ERROR
-
-
-LABELS: Mapping[str, str] = {  # types in a graph -> --precision; the first that is there wins
-    "float8e4m3fn": "fp8",
-    "float8": "fp8",
-    "int8": "int8",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-}
-
-
-def label(precision: Mapping[str, int]) -> str:
-    """The precision of a graph in one word: the narrowest that any of its nodes computes in."""
-    return next((label for kind, label in LABELS.items() if precision.get(kind)), "fp32")
-
-
 def typed_of(path: Path, manifest: Manifest) -> Path | None:
     """The very graph that `path` was built from, if it lies beside it; whatever its name."""
     return _beside(path).get(manifest.made_from[-1]) if manifest.made_from else None
@@ -144,7 +121,7 @@ def prove(
     why = "the graph it was built from is not beside it"
     if typed is not None:
         try:
-            return _against(typed, engine, name, bound_of(manifest)), ""
+            return _against(typed, engine, name, max_engine_error(manifest.precision)), ""
         except Unsupported as exc:  # no ONNX Runtime, or a type that its CPU provider has not
             why = exc.message
     try:

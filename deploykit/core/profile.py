@@ -23,13 +23,13 @@ from deploykit.core.extras import installed
 from deploykit.core.files import check_readable
 from deploykit.core.json_value import json_value
 from deploykit.core.machine import Machine, this_machine
+from deploykit.core.precision import HARDWARE
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8", "fp4")
 _VERSION = r"[0-9]+\.[0-9]+"
 _TOO_LARGE = 1 << 63
 
@@ -153,7 +153,7 @@ def _read(path: Path) -> Profile:
         runtime=fields.choice("runtime", ("tensorrt", "onnxruntime")),
         device=fields.choice("device", ("cuda", "cpu")),
         architecture=fields.choice("architecture", ("x86_64", "aarch64", "any")),
-        precisions=fields.texts("precisions", PRECISIONS),
+        precisions=fields.texts("precisions", HARDWARE),
         compute_capability=fields.version("compute_capability"),
         sm_count=fields.count("sm_count"),
         memory_bytes=fields.count("memory_bytes"),
@@ -271,7 +271,7 @@ class _Fields:
         if not isinstance(value, dict):
             raise self.fail(key, "is a table: precision = operations per second")
         inner = self.inner(value, f"{key}.")
-        found = {name: inner.positive(name) for name in PRECISIONS}
+        found = {name: inner.positive(name) for name in HARDWARE}
         inner.refuse_unknown()
         return {name: peak for name, peak in found.items() if peak is not None}
 

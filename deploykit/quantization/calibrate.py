@@ -23,11 +23,12 @@ from onnx import TensorProto, helper
 
 from deploykit.core.errors import BadInput
 from deploykit.core.extras import require
+from deploykit.core.precision import RUNTIMES
 from deploykit.onnx_graph.editor import Draft
 from deploykit.onnx_graph.folding import fold
 from deploykit.onnx_graph.graph import element_types, load_graph, specs
 from deploykit.quantization.histograms import Histogram
-from deploykit.quantization.qdq_placement import RUNTIMES, plan
+from deploykit.quantization.qdq_placement import plan
 from deploykit.runtimes.data.samples import Samples
 from deploykit.runtimes.onnxruntime.engine import onnxruntime_errors, session_options
 

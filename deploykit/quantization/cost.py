@@ -16,20 +16,12 @@ from typing import Any
 import onnx
 
 from deploykit.core.errors import BadInput
+from deploykit.core.precision import of_dtype
 from deploykit.onnx_graph.flops import ELEMENTWISE, GATHERS, flops
 from deploykit.onnx_graph.graph import dtype_name
 from deploykit.onnx_graph.node_precision import CONVERTS, DESCRIBES, VIEWS, Kinds
 from deploykit.onnx_graph.shapes import Shapes, elements_of, fixed_shapes
 from deploykit.onnx_graph.validate import stored_bytes, subgraphs
-
-# precision of a node -> the key of its peak in a hardware profile
-PEAKS: Mapping[str, str] = {
-    "float32": "fp32",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "int8": "int8",
-    "float8": "fp8",
-}
 
 _FUSED = ELEMENTWISE | {"QuantizeLinear", "Cast", "BatchNormalization"}
 _THROUGH = VIEWS | {"DequantizeLinear"}  # the half of a Q/DQ pair that a kernel reads through
@@ -133,8 +125,8 @@ def node_s(cost: NodeCost, *, peaks: Mapping[str, float], bytes_per_s: float) ->
 
     Raises BadInput where `peaks` holds no operations/s for "fp32", which stands in for others.
     """
-    key = PEAKS.get(cost.precision or "float32", "fp32")
-    peak = peaks.get(key, peaks.get("fp32", 0.0))
+    known = of_dtype(cost.precision or "float32")
+    peak = peaks.get(known.name if known else "fp32", peaks.get("fp32", 0.0))
     if not (peak > 0 and bytes_per_s > 0):
         raise BadInput(
             "a predicted time needs the peaks of fp32 and of the memory bandwidth, above 0",

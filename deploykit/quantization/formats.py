@@ -12,9 +12,10 @@ import numpy as np
 import onnx
 
 from deploykit.core.errors import BadInput
+from deploykit.core.precision import BY_NAME
 from deploykit.quantization.histograms import TINY
 
-FP8_PEAK = 448.0  # the largest E4M3 number
+FP8_PEAK = BY_NAME["fp8"].max_stored  # the largest E4M3 number
 _PART = 1 << 20  # values at a time
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, defs, helper, numpy_helper
 
+from deploykit.core import precision
 from deploykit.core.errors import BadInput
 from deploykit.onnx_graph.editor import Draft
 from deploykit.onnx_graph.graph import element_types, opset
@@ -31,7 +32,7 @@ from deploykit.quantization.qdq_placement import check_names
 if TYPE_CHECKING:  # so that a cast needs no onnxruntime
     from deploykit.quantization.calibrate import Range
 
-LARGEST = 65504.0
+LARGEST = precision.BY_NAME["fp16"].max_stored
 # Calibration sees a sample: what a model meets later may well be twice as large.
 GUARD = LARGEST / 2
 SMALLEST = 2.0**-25  # what lies below is rounded to 0
@@ -74,8 +75,9 @@ class _Half:
 
 
 _HALVES = {
-    "fp16": _Half("float16", TensorProto.FLOAT16),
-    "bf16": _Half("bfloat16", TensorProto.BFLOAT16),
+    each.name: _Half(each.dtype, TensorProto.DataType.Value(each.onnx_type))
+    for each in precision.ALL
+    if each.writer == precision.CAST
 }
 
 
@@ -84,25 +86,25 @@ def to_half(
     to: str = "fp16",
     ranges: Mapping[str, Range] | None = None,
     *,
-    wide: Collection[str] = (),
+    keep_float32: Collection[str] = (),
 ) -> tuple[onnx.ModelProto, tuple[str, ...]]:
     """The model in `to`, "fp16" or "bf16", and the names of nodes that the guard kept in float32.
 
     In float16 a node stays float32 if a tensor or weight that it reads or writes came above half of
     65504, or would become 0 as a whole (an epsilon of 1e-12); without `ranges` only weights are
     looked at. A Q/DQ node stays float32 if its scale loses more than an INT8 step does.
-    So do, without being named, nodes in `wide`, operators that ONNX does not define for the type,
-    bodies of If and Loop, and arithmetic that ends in integers. For bfloat16 the newest definition
-    counts: TensorRT takes a bfloat16 Conv in any opset, ONNX defines it from 22 on. A model with
-    pairs is raised to opset 19 for their scales. `model` is left as it is.
+    So do, without being named, nodes in `keep_float32`, operators that ONNX does not define for
+    the type, bodies of If and Loop, and arithmetic that ends in integers. For bfloat16 the newest
+    definition counts: TensorRT takes a bfloat16 Conv in any opset, ONNX defines it from 22 on. A
+    model with pairs is raised to opset 19 for their scales. `model` is left as it is.
     Raises BadInput if it computes nothing in float32, something in a half type already, or cannot
-    be raised, for a type that is not offered and a name in `wide` that no node has.
+    be raised, for a type that is not offered and a name in `keep_float32` that no node has.
     """
     if to not in _HALVES:
         raise BadInput(f"unknown half precision '{to}'", hint="one of: " + ", ".join(_HALVES))
     half = _HALVES[to]
     draft = Draft(model)
-    check_names(draft, wide)
+    check_names(draft, keep_float32)
     types = element_types(draft.model)
     for other in _HALVES.values():
         if other.kind in types.values():
@@ -116,9 +118,9 @@ def to_half(
     if any(node.op_type in _PAIR for node in draft.graph.node):
         raise_opset(draft.model, _PAIR_OPSET)
     guarded = _coarse_scales(draft, half)
-    if to == "fp16":
+    if half.kind == TensorProto.FLOAT16:
         guarded |= _guarded(draft, ranges or {}, types)
-    stay = guarded | _indexing(draft.graph, types) | set(wide)
+    stay = guarded | _indexing(draft.graph, types) | set(keep_float32)
     kept = tuple(node.name for node in draft.graph.node if node.name in guarded)
     writer = _Writer(draft, types, half)
     for node in draft.graph.node:

@@ -17,6 +17,7 @@ import onnx
 from onnx import TensorProto
 
 from deploykit.core.errors import BadInput
+from deploykit.core.precision import BY_NAME, Precision
 from deploykit.onnx_graph.editor import Draft
 from deploykit.onnx_graph.folding import fold
 from deploykit.onnx_graph.graph import opset
@@ -24,7 +25,6 @@ from deploykit.onnx_graph.opsets import raise_opset
 from deploykit.onnx_graph.validate import all_nodes
 from deploykit.quantization.calibrate import Calibration, Range
 from deploykit.quantization.formats import (
-    FP8_PEAK,
     channel_axis,
     fp8_bytes,
     int8_steps,
@@ -32,9 +32,6 @@ from deploykit.quantization.formats import (
 )
 from deploykit.quantization.histograms import TINY
 from deploykit.quantization.qdq_placement import Layout, plan, quantizable_nodes
-
-INT8_OPSET = 13  # the first with a scale per channel
-FP8_OPSET = 19  # the first with 8-bit floats
 
 _FP8 = TensorProto.FLOAT8E4M3FN
 
@@ -47,56 +44,51 @@ class Scale:
     zero: int = 0
 
 
-def to_int8(
+def to_pairs(
     model: onnx.ModelProto,
     calibration: Calibration,
+    to: str = "int8",
     *,
     runtime: str = "tensorrt",
-    skip: Collection[str] = (),
+    keep_float32: Collection[str] = (),
 ) -> onnx.ModelProto:
-    """The model with Q/DQ pairs for `runtime`, "tensorrt" or "onnxruntime".
+    """The model with pairs of `to`, "int8" or "fp8", for `runtime`, "tensorrt" or "onnxruntime".
 
-    Weights: symmetric, one scale per output channel, max|w| / 127. Inputs: one scale per tensor,
-    peak / 127 of the calibration's `clipped`; for ONNX Runtime the whole range over 255 steps, with
-    a zero point, and pairs on the outputs as well. A MatMul of two activations stays float, as do a
-    node whose input was infinite and those named in `skip`. Batch normalisation is folded into its
-    convolution first; `model` is left as it is.
+    INT8: symmetric weights, one scale per output channel, max|w| / 127, and one scale per input
+    tensor, peak / 127 of the calibration's `clipped`; for ONNX Runtime the whole range over 255
+    steps, with a zero point, and pairs on the outputs as well. FP8 (E4M3): one scale per tensor,
+    peak / 448, always placed for TensorRT, and a model below opset 19 is raised to it. A MatMul of
+    two activations stays float, as do a node whose input was infinite and those named in
+    `keep_float32`. Batch normalisation is folded into its convolution first; `model` stays
+    as it is.
     Raises BadInput for a model with no Conv, Gemm or MatMul with constant weights (or with none
-    left), one that is quantized already, one below opset 13, one that is not what `calibration`
-    saw, weights that are NaN or infinite, and a name in `skip` that no node has.
+    left), one that is quantized already, one that is not what `calibration` saw or whose opset is
+    too old, weights that are NaN or infinite, and a name in `keep_float32` that no node has.
     """
-    draft = _draft(model)
-    if opset(draft.model) < INT8_OPSET:
+    precision = BY_NAME[to]
+    float8 = precision.dtype == "float8"
+    editor = _folded(model)
+    if float8:
+        raise_opset(editor.model, precision.min_opset)
+    elif opset(editor.model) < precision.min_opset:
         raise BadInput(
-            f"the model is of opset {opset(model)}; INT8 needs {INT8_OPSET} or newer",
+            f"the model is of opset {opset(model)}; INT8 needs {precision.min_opset} or newer",
             hint="export it again with a newer opset",
         )
-    layout = _layout(draft, calibration, runtime, skip)
+    runtime = "tensorrt" if float8 else runtime
+    placement = _placement(editor, calibration, runtime, keep_float32)
     chained = runtime == "onnxruntime"
-    return _Writer(draft, calibration, "int8").write(layout, chained=chained, skip=skip)
-
-
-def to_fp8(
-    model: onnx.ModelProto, calibration: Calibration, *, skip: Collection[str] = ()
-) -> onnx.ModelProto:
-    """The model with FP8 (E4M3) pairs where `to_int8` puts its own for TensorRT.
-
-    Inputs and weights: one scale per tensor, peak / 448. A model below opset 19 is raised to it.
-    Raises BadInput as `to_int8` does, and for a graph that cannot be raised.
-    """
-    draft = _draft(model)
-    raise_opset(draft.model, FP8_OPSET)
-    layout = _layout(draft, calibration, "tensorrt", skip)
-    return _Writer(draft, calibration, "fp8").write(layout)
+    writer = _Writer(editor, calibration, precision)
+    return writer.write(placement, chained=chained, skip=keep_float32)
 
 
 def quantizable(model: onnx.ModelProto) -> tuple[str, ...]:
     """Names of the nodes that `to_int8` and `to_fp8` quantize if no value is infinite."""
-    draft = _draft(model)
+    draft = _folded(model)
     return tuple(draft.graph.node[n].name for n in quantizable_nodes(draft))
 
 
-def _draft(model: onnx.ModelProto) -> Draft:
+def _folded(model: onnx.ModelProto) -> Draft:
     if any(node.op_type == "DequantizeLinear" for node in all_nodes(model.graph)):
         raise BadInput("the model is quantized already", hint="quantize the float32 model")
     draft = Draft(model)
@@ -104,7 +96,9 @@ def _draft(model: onnx.ModelProto) -> Draft:
     return draft
 
 
-def _layout(draft: Draft, calibration: Calibration, runtime: str, skip: Collection[str]) -> Layout:
+def _placement(
+    draft: Draft, calibration: Calibration, runtime: str, skip: Collection[str]
+) -> Layout:
     layout = plan(
         draft,
         runtime,
@@ -133,10 +127,11 @@ def _range(calibration: Calibration, name: str) -> Range:
 class _Writer:
     """Emits the nodes in order, each pair once, just before the first node that reads it."""
 
-    def __init__(self, draft: Draft, calibration: Calibration, kind: str) -> None:
+    def __init__(self, draft: Draft, calibration: Calibration, precision: Precision) -> None:
         self.draft = draft
         self.calibration = calibration
-        self.fp8 = kind == "fp8"
+        self.float8 = precision.dtype == "float8"
+        self.max_stored = precision.max_stored
         self.nodes: list[onnx.NodeProto] = []
         self.done: dict[tuple[str, int | None], str] = {}  # (tensor, axis) -> its dequantized twin
         self.scales: dict[str, Scale] = {}
@@ -172,7 +167,7 @@ class _Writer:
     def _scale(self, name: str, *, asymmetric: bool) -> Scale:
         seen = _range(self.calibration, name)
         if not asymmetric:
-            return Scale(_step(seen.peak, FP8_PEAK if self.fp8 else 127))
+            return Scale(_step(seen.peak, self.max_stored))
         low, high = min(seen.low, 0.0), max(seen.high, 0.0)
         scale = _step(high - low, 255)
         return Scale(scale, int(np.clip(round(-low / scale), 0, 255)))
@@ -180,7 +175,7 @@ class _Writer:
     def _activation(self, name: str, at: Scale) -> str:
         key = (name, None)
         if key not in self.done:
-            draft, kind = self.draft, "float8" if self.fp8 else np.dtype(self.stored).name
+            draft, kind = self.draft, "float8" if self.float8 else np.dtype(self.stored).name
             scale = draft.store(f"{name}_scale", np.float32(at.scale))
             zero = self._zero(name, self.stored(at.zero))
             stored, out = draft.fresh(f"{name}_{kind}"), draft.fresh(f"{name}_dequantized")
@@ -191,18 +186,18 @@ class _Writer:
 
     def _zero(self, name: str, values: np.ndarray | np.generic) -> str:
         name = f"{name}_zero_point"
-        if not self.fp8:
+        if not self.float8:
             return self.draft.store(name, values)
         zeros = np.zeros_like(values, np.uint8)
         return self.draft.store_bytes(name, _FP8, zeros.shape, zeros.tobytes())
 
     def _weight(self, node: onnx.NodeProto) -> str:
         name = node.input[1]
-        axis = None if self.fp8 else channel_axis(node, len(self.draft.constants[name].dims))
+        axis = None if self.float8 else channel_axis(node, len(self.draft.constants[name].dims))
         if (name, axis) not in self.done:
             values = self.draft.array(name)
-            scale = weight_scale(values, axis, name, FP8_PEAK if self.fp8 else 127)
-            if self.fp8:
+            scale = weight_scale(values, axis, name, self.max_stored)
+            if self.float8:
                 data = fp8_bytes(values, scale)
                 stored = self.draft.store_bytes(f"{name}_float8", _FP8, values.shape, data)
             else:

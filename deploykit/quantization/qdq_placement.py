@@ -14,9 +14,9 @@ import onnx
 from onnx import TensorProto
 
 from deploykit.core.errors import BadInput
+from deploykit.core.precision import RUNTIMES
 from deploykit.onnx_graph.editor import Draft
 
-RUNTIMES = ("tensorrt", "onnxruntime")
 QUANTIZED = ("Conv", "Gemm", "MatMul")
 
 _ACTIVATIONS = frozenset(("Relu", "Clip"))

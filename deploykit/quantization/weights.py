@@ -12,6 +12,7 @@ import onnx
 from onnx import TensorProto
 
 from deploykit.core.errors import BadInput
+from deploykit.core.precision import BY_NAME
 from deploykit.onnx_graph.editor import Draft
 from deploykit.onnx_graph.folding import fold
 from deploykit.onnx_graph.graph import opset
@@ -28,7 +29,6 @@ from deploykit.quantization.qdq_placement import quantizable_nodes
 
 BLOCKS = (128, 64, 32)  # inputs that share an INT4 scale; those TensorRT was seen to accept
 LEAST_ELEMENTS = 1 << 16  # below 256 x 256 a file shrinks by less than its other parts weigh
-_INT8_OPSET, _INT4_OPSET = 13, 21
 
 
 def to_weight_only(
@@ -64,8 +64,9 @@ def to_weight_only(
             f"or more that INT{bits} can hold",
             hint="weight-only precision serves large linear layers; fp16 halves any model",
         )
-    if opset(draft.model) < _INT8_OPSET or bits == 4:
-        raise_opset(draft.model, _INT4_OPSET if bits == 4 else _INT8_OPSET)
+    least = BY_NAME[f"int{bits}-weight-only"].min_opset
+    if opset(draft.model) < least:
+        raise_opset(draft.model, least)
     nodes: list[onnx.NodeProto] = []
     done: dict[tuple[str, int], str] = {}
     for number, node in enumerate(draft.graph.node):

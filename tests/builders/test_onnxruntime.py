@@ -13,7 +13,7 @@ from deploykit.core.errors import BadInput, NotFound
 from deploykit.onnx_graph.graph import load_graph, specs, summarise
 from deploykit.quantization.calibrate import calibrate
 from deploykit.quantization.half_precision import to_half
-from deploykit.quantization.qdq import to_int8
+from deploykit.quantization.qdq import to_pairs
 from deploykit.runtimes.data.samples import Samples, random_feeds
 from deploykit.runtimes.engine import load
 from tests.support.onnx_zoo import (
@@ -37,7 +37,7 @@ def feeds(model: onnx.ModelProto) -> dict[str, np.ndarray]:
 def int8(model: onnx.ModelProto, tmp_path: Path, runtime: str = "onnxruntime") -> onnx.ModelProto:
     data = Samples(feeds(model), None, "data.npz")
     calibration = calibrate(save(model, tmp_path / "float.onnx"), data)
-    return to_int8(model, calibration, runtime=runtime)
+    return to_pairs(model, calibration, runtime=runtime)
 
 
 def check_same_outputs(source: Path, out: Path, atol: float) -> None:

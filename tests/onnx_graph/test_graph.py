@@ -12,7 +12,7 @@ from deploykit.core.tensors import TensorSpec
 from deploykit.onnx_graph.graph import load_graph, name_nodes, save_graph, specs, summarise
 from deploykit.quantization.calibrate import calibrate
 from deploykit.quantization.half_precision import to_half
-from deploykit.quantization.qdq import to_int8
+from deploykit.quantization.qdq import to_pairs
 from deploykit.runtimes.engine import load
 from tests.support.graphs.data import feeds, samples
 from tests.support.onnx_zoo import (
@@ -92,7 +92,7 @@ def test_precision_of_a_half_graph_leaves_casts_out() -> None:
 
 def test_precision_of_a_quantized_graph_counts_fed_nodes_as_int8(tmp_path: Path) -> None:
     path = save(mnist_like(), tmp_path / "m.onnx")
-    model = to_int8(mnist_like(), calibrate(path, samples(mnist_like())))
+    model = to_pairs(mnist_like(), calibrate(path, samples(mnist_like())))
     summary = summarise(model)
     assert summary.precision == {"float32": 4, "int8": 3}
     assert summary.parameters == summarise(mnist_like()).parameters  # scales are none
@@ -226,8 +226,8 @@ def test_a_model_with_weights_beside_it_calibrates_and_is_quantized(tmp_path: Pa
     whole = save(mnist_like(), tmp_path / "whole.onnx")
     found = calibrate(tmp_path / "m.onnx", samples(mnist_like()))
     assert found == calibrate(whole, samples(mnist_like()))
-    int8 = to_int8(load_graph(tmp_path / "m.onnx"), found)
-    assert int8 == to_int8(mnist_like(), found)
+    int8 = to_pairs(load_graph(tmp_path / "m.onnx"), found)
+    assert int8 == to_pairs(mnist_like(), found)
 
 
 def test_nodes_without_a_name_or_with_anothers_get_one_of_their_own() -> None:

@@ -13,7 +13,7 @@ from deploykit.core.errors import BadInput
 from deploykit.onnx_graph.probes import Pair, expose, shared
 from deploykit.quantization.calibrate import calibrate
 from deploykit.quantization.half_precision import to_half
-from deploykit.quantization.qdq import to_int8
+from deploykit.quantization.qdq import to_pairs
 from deploykit.quantization.simulate import simulate
 from tests.support.graphs.data import feeds, samples
 from tests.support.onnx_zoo import (
@@ -122,7 +122,7 @@ def test_a_half_graph_can_be_the_reference() -> None:
 @pytest.mark.parametrize("runtime", ["tensorrt", "onnxruntime"])
 def test_a_quantized_graph_shares_what_its_nodes_make(tmp_path: Path, runtime: str) -> None:
     path = save(mnist_like(), tmp_path / "m.onnx")
-    model = to_int8(mnist_like(), calibrate(path, samples(mnist_like())), runtime=runtime)
+    model = to_pairs(mnist_like(), calibrate(path, samples(mnist_like())), runtime=runtime)
     pairs = shared(mnist_like(), model)
     assert {"conv1", "conv2", "head"} <= set(nodes_of(pairs))
     assert all(pair.a_name == pair.b_name for pair in pairs)
@@ -130,7 +130,7 @@ def test_a_quantized_graph_shares_what_its_nodes_make(tmp_path: Path, runtime: s
 
 def test_a_quantized_graph_in_half_precision_shares_its_nodes_too(tmp_path: Path) -> None:
     path = save(mnist_like(), tmp_path / "m.onnx")
-    model = to_half(to_int8(mnist_like(), calibrate(path, samples(mnist_like()))))[0]
+    model = to_half(to_pairs(mnist_like(), calibrate(path, samples(mnist_like()))))[0]
     pairs = {pair.node: pair.b_name for pair in shared(mnist_like(), model)}
     assert (pairs["conv2"], pairs["head"]) == ("c2_float16", "logits")
 
@@ -164,7 +164,7 @@ def test_a_normalisation_folded_into_its_convolution_is_still_the_same_tensor() 
 
 def test_constants_and_quantized_tensors_are_no_pairs(tmp_path: Path) -> None:
     path = save(mnist_like(), tmp_path / "m.onnx")
-    model = to_int8(mnist_like(), calibrate(path, samples(mnist_like())))
+    model = to_pairs(mnist_like(), calibrate(path, samples(mnist_like())))
     kinds = {pair.operator for pair in shared(model, model)}
     assert "QuantizeLinear" not in kinds
     assert "DequantizeLinear" in kinds

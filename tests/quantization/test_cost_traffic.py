@@ -15,7 +15,7 @@ from deploykit.core.errors import BadInput
 from deploykit.onnx_graph.graph import summarise
 from deploykit.quantization.calibrate import calibrate
 from deploykit.quantization.cost import NodeCost, mix, node_costs, node_s, predicted_s, savings_s
-from deploykit.quantization.qdq import to_int8
+from deploykit.quantization.qdq import to_pairs
 from tests.support.graphs.cost_graphs import PEAKS, costs
 from tests.support.graphs.data import samples
 from tests.support.onnx_zoo import (
@@ -66,7 +66,7 @@ def test_a_table_that_is_looked_up_is_read_by_the_row() -> None:
 
 def quantized(tmp_path: Path) -> onnx.ModelProto:
     path = save(mnist_like(), tmp_path / "m.onnx")
-    return to_int8(mnist_like(), calibrate(path, samples(mnist_like())))
+    return to_pairs(mnist_like(), calibrate(path, samples(mnist_like())))
 
 
 def test_int8_weights_and_activations_are_a_byte_each(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from deploykit.core.errors import BadInput
 from deploykit.onnx_graph.graph import load_graph, specs, summarise
 from deploykit.quantization.calibrate import Calibration, Range, calibrate
 from deploykit.quantization.half_precision import to_half
-from deploykit.quantization.qdq import to_int8
+from deploykit.quantization.qdq import to_pairs
 from deploykit.runtimes.data.samples import Samples
 from deploykit.runtimes.engine import load
 from tests.support.graphs.data import calibration, feeds, in_true_halves, samples, sqnr_db
@@ -209,7 +209,7 @@ def test_operators_without_a_half_form_stay_float32() -> None:
 
 
 def int8_linear() -> onnx.ModelProto:
-    return to_int8(linear(), _calibration(feeds(linear())["x"]))
+    return to_pairs(linear(), _calibration(feeds(linear())["x"]))
 
 
 NAMES = {"fp16": "float16", "bf16": "bfloat16"}
@@ -244,7 +244,7 @@ def test_a_scale_that_float16_holds_badly_keeps_its_pair_in_float32(tmp_path: Pa
     model = linear()
     weight = numpy_helper.to_array(model.graph.initializer[0]) * np.float32(1e-5)
     model.graph.initializer[0].CopyFrom(numpy_helper.from_array(weight, "W"))
-    int8 = to_int8(model, _calibration(feeds(linear())["x"]))
+    int8 = to_pairs(model, _calibration(feeds(linear())["x"]))
     half, kept = to_half(int8, "fp16")
     assert kept == ("DequantizeLinear_W_dequantized",)
     inputs = feeds(linear())
@@ -257,7 +257,7 @@ def test_a_scale_that_float16_holds_badly_keeps_its_pair_in_float32(tmp_path: Pa
 def test_int8_in_float16_computes_what_int8_in_float32_does(tmp_path: Path) -> None:
     inputs = feeds(mnist_like())
     found = calibrate(save(mnist_like(), tmp_path / "m.onnx"), samples(mnist_like()))
-    int8 = to_int8(mnist_like(), found)
+    int8 = to_pairs(mnist_like(), found)
     half, kept = to_half(int8, "fp16", found.ranges)
     assert kept == ()
     assert summarise(half).precision == {"float16": 4, "int8": 3}
@@ -296,14 +296,14 @@ def test_bfloat16_weights_are_rounded_to_nearest_even() -> None:
 
 @pytest.mark.parametrize("to", HALVES)
 def test_nodes_named_as_wide_stay_float32_and_are_not_reported(to: str) -> None:
-    half, kept = to_half(mnist_like(), to, wide=("conv1", "head"))
+    half, kept = to_half(mnist_like(), to, keep_float32=("conv1", "head"))
     assert kept == ()
     assert summarise(half).precision == {NAMES[to]: 5, "float32": 2}
 
 
 def test_a_wide_name_that_no_node_has_is_refused() -> None:
     with pytest.raises(BadInput, match="'conv9'"):
-        to_half(mnist_like(), "fp16", wide=("conv9",))
+        to_half(mnist_like(), "fp16", keep_float32=("conv9",))
 
 
 def test_an_unknown_half_is_refused() -> None:

@@ -9,10 +9,10 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from deploykit.core.errors import BadInput
+from deploykit.core.precision import CALIBRATED, RUNTIMES
 from deploykit.onnx_graph.graph import specs, summarise
 from deploykit.quantization.calibrate import Calibration, Range, calibrate
-from deploykit.quantization.qdq import quantizable, to_fp8, to_int8
-from deploykit.quantization.qdq_placement import RUNTIMES
+from deploykit.quantization.qdq import quantizable, to_pairs
 from deploykit.runtimes.data.samples import Samples
 from tests.support.graphs.data import calibration, feeds, samples, sqnr_db
 from tests.support.graphs.qdq_graphs import (
@@ -224,7 +224,7 @@ def test_a_graph_without_weights_to_quantize_is_refused(tmp_path: Path) -> None:
 def test_a_quantized_graph_is_refused(tmp_path: Path) -> None:
     int8, found = quantized(linear(), tmp_path)
     with pytest.raises(BadInput, match="quantized already"):
-        to_int8(int8, found)
+        to_pairs(int8, found)
 
 
 def test_an_old_opset_is_refused(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_an_old_opset_is_refused(tmp_path: Path) -> None:
 def test_the_calibration_of_another_model_is_refused() -> None:
     other = calibration({"other": Range(0.0, 1.0)})
     with pytest.raises(BadInput, match="no range for tensor 'x'"):
-        to_int8(linear(), other)
+        to_pairs(linear(), other)
 
 
 def test_an_unknown_runtime_is_refused(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_node_whose_input_was_infinite_stays_float(tmp_path: Path) -> None:
     data = Samples(feeds(mnist_like()), None, "data.npz")
     ranges = dict(calibrate(save(mnist_like(), tmp_path / "m.onnx"), data).ranges)
     ranges["p1"] = Range(-np.inf, 1.0)
-    int8 = to_int8(mnist_like(), calibration(ranges))
+    int8 = to_pairs(mnist_like(), calibration(ranges))
     assert summarise(int8).precision == {"float32": 5, "int8": 2}
 
 
@@ -259,7 +259,7 @@ def int8_names(model: onnx.ModelProto) -> set[str]:
     return {n.name for n in model.graph.node if len(n.input) > 1 and made.issuperset(n.input[:2])}
 
 
-def test_quantizable_names_what_to_int8_quantizes(tmp_path: Path) -> None:
+def test_quantizable_names_what_to_pairs_quantizes(tmp_path: Path) -> None:
     int8, _ = quantized(mnist_like(), tmp_path)
     assert quantizable(mnist_like()) == ("conv1", "conv2", "head")
     assert int8_names(int8) == {"conv1", "conv2", "head"}
@@ -268,7 +268,7 @@ def test_quantizable_names_what_to_int8_quantizes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_skipped_nodes_read_what_they_read_before(runtime: str, tmp_path: Path) -> None:
     found = calibrate(save(mnist_like(), tmp_path / "m.onnx"), samples(mnist_like()))
-    int8 = to_int8(mnist_like(), found, runtime=runtime, skip=("conv2", "relu2"))
+    int8 = to_pairs(mnist_like(), found, runtime=runtime, keep_float32=("conv2", "relu2"))
     conv = next(node for node in int8.graph.node if node.name == "conv2")
     assert list(conv.input) == ["p1", "w2", "b2"]
     assert int8_names(int8) == {"conv1", "head"}
@@ -277,18 +277,18 @@ def test_skipped_nodes_read_what_they_read_before(runtime: str, tmp_path: Path) 
 def test_a_skipped_name_that_no_node_has_is_refused(tmp_path: Path) -> None:
     found = calibrate(save(linear(), tmp_path / "m.onnx"), samples(linear()))
     with pytest.raises(BadInput, match="'conv9'"):
-        to_int8(linear(), found, skip=("conv9",))
+        to_pairs(linear(), found, keep_float32=("conv9",))
 
 
 def test_skipping_every_node_is_refused(tmp_path: Path) -> None:
     found = calibrate(save(linear(), tmp_path / "m.onnx"), samples(linear()))
     with pytest.raises(BadInput, match="beside those to skip"):
-        to_int8(linear(), found, skip=("gemm",))
+        to_pairs(linear(), found, keep_float32=("gemm",))
 
 
 def test_scales_come_from_the_clipped_range() -> None:
     found = Calibration({"x": Range(-50.0, 50.0)}, {"x": Range(-2.0, 1.27)}, 16, "percentile")
-    int8 = to_int8(linear(), found)
+    int8 = to_pairs(linear(), found)
     scale = stored(int8)[pairs(int8, "QuantizeLinear")[0].input[1]]
     assert float(scale) == pytest.approx(2.0 / 127, rel=1e-6)
 
@@ -299,9 +299,9 @@ def test_weights_that_are_not_finite_are_named(value: float) -> None:
     weight = numpy_helper.to_array(model.graph.initializer[0]).copy()
     weight[1, 2] = value
     model.graph.initializer[0].CopyFrom(numpy_helper.from_array(weight, "W"))
-    for quantize in (to_int8, to_fp8):
+    for to in CALIBRATED:
         with pytest.raises(BadInput, match="weight 'W' holds NaN or infinity"):
-            quantize(model, calibration({"x": Range(-1.0, 1.0)}))
+            to_pairs(model, calibration({"x": Range(-1.0, 1.0)}), to)
 
 
 def test_node_names_of_the_source_are_kept_and_new_ones_are_unique(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from onnx import TensorProto, numpy_helper
 
 from deploykit.onnx_graph.graph import summarise
 from deploykit.quantization.calibrate import Range, calibrate
-from deploykit.quantization.qdq import to_fp8
+from deploykit.quantization.qdq import to_pairs
 from deploykit.runtimes.onnxruntime.engine import session_options
 from tests.support.graphs.data import calibration, feeds, samples, sqnr_db
 from tests.support.graphs.qdq_graphs import ZOO, Make, pairs, run, stored
@@ -26,7 +26,7 @@ LEAST_FP8_SQNR_DB = 20.0
 @pytest.mark.parametrize("graph", ZOO)
 def test_fp8_outputs_are_close_on_data_not_calibrated_on(graph: Make, tmp_path: Path) -> None:
     found = calibrate(save(graph(), tmp_path / "m.onnx"), samples(graph(), 64))
-    fp8 = to_fp8(graph(), found)
+    fp8 = to_pairs(graph(), found, "fp8")
     onnx.checker.check_model(fp8, full_check=True)
     assert summarise(fp8).opset == {"ai.onnx": 19}
     inputs = feeds(graph(), 32, seed=1)
@@ -41,9 +41,8 @@ def test_fp8_outputs_are_close_on_data_not_calibrated_on(graph: Make, tmp_path: 
 
 def test_fp8_stores_what_numpy_rounds_to_e4m3() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
-    fp8 = to_fp8(
-        mnist_like(), calibration(dict.fromkeys(("image", "p1", "flat"), Range(-4.0, 4.0)))
-    )
+    seen = calibration(dict.fromkeys(("image", "p1", "flat"), Range(-4.0, 4.0)))
+    fp8 = to_pairs(mnist_like(), seen, "fp8")
     tensors = {t.name: t for t in fp8.graph.initializer}
     for name, weight in stored(mnist_like()).items():
         if not name.startswith("w"):
@@ -60,7 +59,7 @@ def stored_scale(model: onnx.ModelProto, name: str) -> np.ndarray:
 
 
 def test_fp8_has_one_scale_a_tensor_and_a_float_bias(tmp_path: Path) -> None:
-    fp8 = to_fp8(linear(), calibration({"x": Range(-4.48, 4.0)}))
+    fp8 = to_pairs(linear(), calibration({"x": Range(-4.48, 4.0)}), "fp8")
     gemm = pairs(fp8, "Gemm")[0]
     assert gemm.input[2] == "b"
     assert not any(a.name == "axis" for n in pairs(fp8, "DequantizeLinear") for a in n.attribute)
@@ -70,4 +69,7 @@ def test_fp8_has_one_scale_a_tensor_and_a_float_bias(tmp_path: Path) -> None:
 
 def test_fp8_leaves_skipped_nodes_alone() -> None:
     seen = calibration(dict.fromkeys(("image", "p1", "flat"), Range(-4.0, 4.0)))
-    assert summarise(to_fp8(mnist_like(), seen, skip=("head",))).precision["float8"] == 2
+    assert (
+        summarise(to_pairs(mnist_like(), seen, "fp8", keep_float32=("head",))).precision["float8"]
+        == 2
+    )

@@ -11,7 +11,7 @@ import pytest
 from onnx import helper
 
 from deploykit.quantization.calibrate import Range
-from deploykit.quantization.qdq import to_int8
+from deploykit.quantization.qdq import to_pairs
 from deploykit.runtimes.onnxruntime.engine import session_options
 from tests.support.graphs.data import calibration
 from tests.support.graphs.qdq_graphs import dequantize_of, pairs, quantized, stored
@@ -48,7 +48,7 @@ def test_onnxruntime_gets_an_int32_bias_of_the_product_scale(tmp_path: Path) -> 
 def test_onnxruntime_pools_keep_the_scale_of_what_they_read() -> None:
     names = ("image", "r1", "r2", "flat")
     seen = {**dict.fromkeys(names, Range(0.0, 4.0)), "p1": Range(0.0, 2.0), "p2": Range(0.0, 3.0)}
-    int8 = to_int8(mnist_like(), calibration(seen), runtime="onnxruntime")
+    int8 = to_pairs(mnist_like(), calibration(seen), runtime="onnxruntime")
     at = {n.input[0]: float(stored(int8)[n.input[1]]) for n in pairs(int8, "QuantizeLinear")}
     assert at["p1"] == at["r1"]  # else it would be dequantized, pooled and quantized anew
     assert at["flat"] == at["p2"] == at["r2"]

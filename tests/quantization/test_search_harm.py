@@ -13,7 +13,7 @@ from onnx import helper
 
 from deploykit.quantization.calibrate import calibrate
 from deploykit.quantization.cost import node_costs, predicted_s, savings_s
-from deploykit.quantization.qdq import quantizable, to_int8
+from deploykit.quantization.qdq import quantizable, to_pairs
 from deploykit.quantization.search import Level, Verdict, noise_share, ranked, search, sensitivities
 from tests.support.graphs.data import feeds, samples
 from tests.support.onnx_zoo import make, save
@@ -80,7 +80,7 @@ def test_on_real_graphs_only_the_node_that_int8_ruins_stays_wide(tmp_path: Path)
     nodes = quantizable(model)
 
     def made(wide: frozenset[str]) -> onnx.ModelProto:
-        return to_int8(model, calibration, skip=wide)
+        return to_pairs(model, calibration, keep_float32=wide)
 
     def noise(candidate: onnx.ModelProto) -> float:
         return noise_share(wanted, run(candidate, inputs))

@@ -9,7 +9,7 @@ from onnx import TensorProto, helper
 from deploykit.onnx_graph.graph import specs
 from deploykit.quantization.calibrate import Range
 from deploykit.quantization.half_precision import to_half
-from deploykit.quantization.qdq import to_int8
+from deploykit.quantization.qdq import to_pairs
 from deploykit.quantization.simulate import simulate
 from deploykit.runtimes.onnxruntime.engine import session_options
 from tests.support.graphs.data import calibration, feeds, in_true_halves
@@ -112,7 +112,7 @@ def test_a_half_constant_node_keeps_its_value() -> None:
 
 
 def test_pairs_inside_a_half_graph_are_simulated_too() -> None:
-    int8 = to_int8(linear(), calibration({"x": Range(-4.0, 4.0)}))
+    int8 = to_pairs(linear(), calibration({"x": Range(-4.0, 4.0)}))
     half, _ = to_half(int8, "fp16")
     inputs = feeds(linear())
     got = run(simulate(half), inputs)

@@ -336,7 +336,7 @@ def test_half_graphs_are_not_optimised_to_the_last_level() -> None:
 def test_float8_answers_as_the_graph_says(tmp_path: Path) -> None:
     """Optimised, ONNX Runtime 1.31 refuses such a graph, or answers otherwise."""
     from deploykit.quantization.calibrate import calibrate
-    from deploykit.quantization.qdq import to_fp8
+    from deploykit.quantization.qdq import to_pairs
     from deploykit.runtimes.data.samples import Samples
     from deploykit.runtimes.onnxruntime.engine import open_as_written
     from tests.support.onnx_zoo import mnist_like, save
@@ -344,7 +344,7 @@ def test_float8_answers_as_the_graph_says(tmp_path: Path) -> None:
     images = np.random.default_rng(0).random((64, 1, 28, 28), dtype=np.float32)
     source = save(mnist_like(), tmp_path / "m.onnx")
     found = calibrate(source, Samples({"image": images}, None, "random"))
-    path = save(to_fp8(mnist_like(), found), tmp_path / "f8.onnx")
+    path = save(to_pairs(mnist_like(), found, "fp8"), tmp_path / "f8.onnx")
     with open_engine(path, "cpu") as engine, open_as_written(path) as plain:
         np.testing.assert_array_equal(
             engine({"image": images})["logits"], plain({"image": images})["logits"]

@@ -15,34 +15,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Bits by precision, in deploykit's names; what is not here is an index, a shape or a truth value.
-BITS: Mapping[str, int] = {
-    "float32": 32,
-    "float16": 16,
-    "bfloat16": 16,
-    "float8": 8,
-    "int8": 8,
-    "int4": 4,
-    "float4": 4,
-}
+from deploykit.core.precision import ALL, BITS
+
 _FLOATS = ("float32", "float16", "bfloat16")
 # The inspector writes a bare type ("Half") or, given an execution context, a sentence that holds
 # one ("Channel major FP16 format where channel % 8 == 0").
 _NAMES: Mapping[str, str] = {
-    "float": "float32",
-    "fp32": "float32",
-    "half": "float16",
-    "fp16": "float16",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "fp8": "float8",
-    "int8": "int8",
-    "int4": "int4",
-    "fp4": "float4",
-    "int32": "int32",
-    "int64": "int64",
-    "uint8": "uint8",
-    "bool": "bool",
+    **{word: each.dtype for each in ALL for word in each.inspector_names},
+    **{name: name for name in ("int32", "int64", "uint8", "bool")},
 }
 _TYPE_KEYS = ("Format/Datatype", "Datatype", "DataType")  # TensorRT 10; 11
 _MOVES = frozenset(("reformat", "noop", "constant", "shuffle", "slice", "concatenation", "shape"))

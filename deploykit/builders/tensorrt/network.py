@@ -15,21 +15,13 @@ from deploykit.builders.tensorrt.memory import Need, activation_bytes, weight_by
 from deploykit.builders.tensorrt.module import maybe
 from deploykit.builders.tensorrt.shapes import AxisRange, ShapeRange
 from deploykit.core.errors import Unsupported
+from deploykit.core.precision import ALL, Precision
 from deploykit.core.tensors import TensorSpec
 
 if TYPE_CHECKING:
     import tensorrt as trt
 
-_DTYPES: Mapping[str, str] = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16"}
-
-# element type in the network -> the builder flag that allowed it before strong typing
-_FLAGS: Mapping[str, str] = {
-    "HALF": "FP16",
-    "BF16": "BF16",
-    "INT8": "INT8",
-    "FP8": "FP8",
-    "INT4": "INT4",
-}
+_BY_TYPE: Mapping[str, Precision] = {each.tensorrt_type: each for each in ALL if each.tensorrt_type}
 
 
 def inputs_of(network: trt.INetworkDefinition, model: Path) -> list[TensorSpec]:
@@ -46,7 +38,8 @@ def inputs_of(network: trt.INetworkDefinition, model: Path) -> list[TensorSpec]:
                 f"{model}: input '{tensor.name}' sets a shape inside the graph by its values",
                 hint="export it with that value as a constant",
             )
-        dtype = _DTYPES.get(tensor.dtype.name, tensor.dtype.name.lower())
+        kind = tensor.dtype.name
+        dtype = _BY_TYPE[kind].dtype if kind in _BY_TYPE else kind.lower()
         found.append(spec(tensor.name, dtype, _shape(tensor), names.get(tensor.name, ())))
     return found
 
@@ -60,7 +53,8 @@ def element_types(network: trt.INetworkDefinition) -> set[str]:
 def precision_flags(dtypes: Iterable[str]) -> tuple[str, ...]:
     """The builder flags, by name, that a weakly typed network of these element types needs."""
     present = set(dtypes)
-    return tuple(flag for dtype, flag in _FLAGS.items() if dtype in present)
+    needed = (each for kind, each in _BY_TYPE.items() if kind in present)
+    return tuple(each.builder_flag for each in needed if each.builder_flag)
 
 
 def memory_need(

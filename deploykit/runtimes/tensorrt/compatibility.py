@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from deploykit.core.artefact import Manifest, manifest_path, read_manifest, sniff
 from deploykit.core.errors import BadInput, Unsupported, os_reason
 from deploykit.core.files import check_inside
+from deploykit.core.precision import CALIBRATED
 
 # keys of `Manifest.built_on`, beside those of `Here.facts`
 VERSION_COMPATIBLE = "version_compatible"  # "yes": runs on later TensorRT of the same major too
@@ -24,7 +25,6 @@ HARDWARE_COMPATIBLE = "hardware_compatible"  # "ampere-plus" or "same-compute-ca
 _NO = ("", "no", "false", "none")
 # the oldest driver branch of each CUDA major: CUDA Compatibility, "Minor Version Compatibility"
 _DRIVERS: Mapping[int, int] = {12: 525, 13: 580}
-_CALIBRATED = ("int8", "fp8", "auto")
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def rebuild(path: Path, manifest: Manifest, here: Here) -> str:
     options["--dla"] = "" if other else built.get("dla", "")
     options["--hardware-compatible"] = built.get(HARDWARE_COMPATIBLE, "")
     words += [f"{option} {shlex.quote(value)}" for option, value in options.items() if value]
-    if precision in _CALIBRATED:
+    if precision in (*CALIBRATED, "auto"):
         words.append(f"--calib {_name(built, 'calib') or 'DATA'}")
     words += [f"--axis {shlex.quote(axis)}" for axis in built.get("axes", "").split()]
     words += ["--version-compatible"] * _yes(built, VERSION_COMPATIBLE)

@@ -18,7 +18,7 @@ from deploykit.onnx_graph.graph import specs
 from deploykit.onnx_graph.probes import expose, shared
 from deploykit.quantization.calibrate import calibrate
 from deploykit.quantization.half_precision import to_half
-from deploykit.quantization.qdq import to_int8
+from deploykit.quantization.qdq import to_pairs
 from deploykit.quantization.simulate import simulate
 from deploykit.runtimes.data.samples import random_feeds
 from deploykit.runtimes.engine import Arrays, load
@@ -99,8 +99,8 @@ def test_a_wrong_weight_is_found_through_half_precision(to: str) -> None:
 def test_a_wrong_weight_is_found_through_int8(tmp_path: Path, runtime: str) -> None:
     path = save(mnist_like(), tmp_path / "m.onnx")
     calibration = calibrate(path, samples(mnist_like(), 64))
-    right = to_int8(mnist_like(), calibration, runtime=runtime)
-    wrong = to_int8(scaled(mnist_like(), "w2", 2.0), calibration, runtime=runtime)
+    right = to_pairs(mnist_like(), calibration, runtime=runtime)
+    wrong = to_pairs(scaled(mnist_like(), "w2", 2.0), calibration, runtime=runtime)
     bound = 0.1
     assert diverge(mnist_like(), right, bound) is None
     found = diverge(mnist_like(), wrong, bound)

@@ -10,7 +10,7 @@ import onnx
 from onnx import numpy_helper
 
 from deploykit.quantization.calibrate import Calibration, calibrate
-from deploykit.quantization.qdq import to_int8
+from deploykit.quantization.qdq import to_pairs
 from deploykit.runtimes.engine import load
 from tests.support.graphs.data import samples
 from tests.support.onnx_zoo import conv_relu, int64_ids, linear, mnist_like, save
@@ -26,7 +26,7 @@ def quantized(
 ) -> tuple[onnx.ModelProto, Calibration]:
     path = save(model, tmp_path / "float.onnx")
     found = calibrate(path, samples(model, 256), method="minmax")
-    return to_int8(model, found, runtime=runtime), found
+    return to_pairs(model, found, runtime=runtime), found
 
 
 def stored(model: onnx.ModelProto) -> dict[str, np.ndarray]:

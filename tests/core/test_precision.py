@@ -1,0 +1,63 @@
+"""The table of precisions: its rows, and what the rest of the package reads off it."""
+
+from __future__ import annotations
+
+import pytest
+
+from deploykit.core import precision
+from deploykit.core.profile import load_profile
+
+
+def test_names_are_unique() -> None:
+    assert len(precision.BY_NAME) == len(precision.ALL)
+
+
+@pytest.mark.parametrize("row", precision.ALL, ids=lambda row: row.name)
+def test_a_row_that_quantize_writes_says_how_and_in_which_onnx_type(
+    row: precision.Precision,
+) -> None:
+    onnx = pytest.importorskip("onnx")
+    if row.writer:
+        assert row.writer in (precision.CAST, precision.PAIRS, precision.WEIGHTS)
+        assert row.onnx_type in dir(onnx.TensorProto)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "name"),
+    [
+        ((), "fp32"),
+        (("float32", "int64"), "fp32"),
+        (("float32", "float16"), "fp16"),
+        (("float32", "bfloat16"), "bf16"),
+        (("float16", "int8"), "int8"),
+        (("float32", "float8e4m3fn"), "fp8"),
+    ],
+)
+def test_a_graph_is_called_by_its_narrowest_type(dtypes: tuple[str, ...], name: str) -> None:
+    assert precision.narrowest(dtypes) == name
+
+
+def test_a_graph_needs_a_target_that_offers_its_types() -> None:
+    assert precision.names_of(("float32", "int64", "float16", "float8")) == {"fp16", "fp8"}
+
+
+def test_an_engine_of_float32_alone_has_the_tighter_bound() -> None:
+    assert precision.max_engine_error(["float32"]) == 1e-2
+    assert precision.max_engine_error(["float32", "int8"]) == 1e-1
+    assert precision.max_engine_error(["float32", "float64"]) == 1e-1
+
+
+@pytest.mark.parametrize(
+    ("profile", "runtime", "levels"),
+    [
+        ("l4", "tensorrt", ["int8+fp16", "fp8+fp16", "fp16+fp32", "bf16+fp32"]),
+        ("t4", "tensorrt", ["int8+fp16", "fp16+fp32"]),
+        ("v100", "tensorrt", ["fp16+fp32"]),
+        ("cpu", "onnxruntime", ["int8+fp32"]),
+    ],
+)
+def test_auto_tries_what_the_target_offers_narrowest_first(
+    profile: str, runtime: str, levels: list[str]
+) -> None:
+    found = precision.auto_levels(runtime, load_profile(profile).precisions)
+    assert [f"{row.name}+{other}" for row, other in found] == levels
