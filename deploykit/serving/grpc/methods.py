@@ -18,7 +18,7 @@ from deploykit.serving.http2.headers import Method
 from deploykit.serving.http2.stream import Call
 from deploykit.serving.models.repository import VERSION, ServedModel, Service
 from deploykit.serving.oip import messages as infer
-from deploykit.serving.oip.protobuf import MESSAGES, Message, filled
+from deploykit.serving.oip.protobuf import MESSAGES, Message, message_from
 from deploykit.serving.oip.request import Request, fill
 from deploykit.serving.oip.response import results
 from deploykit.serving.shared_memory import SharedMemory
@@ -57,7 +57,7 @@ class Calls:
         self._aside = aside
         self._watching: dict[Call, tuple[str, int]] = {}
         unary: dict[str, Callable[[Any], Message]] = {
-            "ServerMetadata": lambda _: filled("ServerMetadataResponse", service.metadata()),
+            "ServerMetadata": lambda _: message_from("ServerMetadataResponse", service.metadata()),
             "ModelReady": self._model_ready,
             "ModelMetadata": self._model_metadata,
             "ModelConfig": self._model_config,
@@ -101,21 +101,21 @@ class Calls:
 
     def _model_metadata(self, asked: Any) -> Message:
         model = self._find(asked.name, asked.version)
-        return filled("ModelMetadataResponse", model.metadata())
+        return message_from("ModelMetadataResponse", model.metadata())
 
     def _model_config(self, asked: Any) -> Message:
         model = self._find(asked.name, asked.version)
-        return filled("ModelConfigResponse", {"config": model.config()})
+        return message_from("ModelConfigResponse", {"config": model.config()})
 
     def _statistics(self, asked: Any) -> Message:
         model = self._find(asked.name, asked.version) if asked.name else None
-        return filled("ModelStatisticsResponse", self._service.statistics(model))
+        return message_from("ModelStatisticsResponse", self._service.statistics(model))
 
     def _index(self, asked: Any) -> Message:
         models = self._service.index()
         if asked.ready:
             models = [model for model in models if model["state"] == "READY"]
-        return filled("RepositoryIndexResponse", {"models": models})
+        return message_from("RepositoryIndexResponse", {"models": models})
 
     def _find(self, name: str, version: str) -> ServedModel:
         return self._service.find(name, version or VERSION)
@@ -319,7 +319,7 @@ def _regions(memory: SharedMemory) -> dict[str, Callable[[Any], Message]]:
 
     def status(asked: Any) -> Message:
         regions = {region["name"]: region for region in memory.status(asked.name or None)}
-        return filled("SystemSharedMemoryStatusResponse", {"regions": regions})
+        return message_from("SystemSharedMemoryStatusResponse", {"regions": regions})
 
     def register(asked: Any) -> Message:
         memory.register(asked.name, asked.key, asked.offset, asked.byte_size)

@@ -325,16 +325,12 @@ def test_large_typed_contents_are_read_aside(gated: tuple[Serving, GatedEngine])
         assert "has 4 elements, 'data' has 100000" in refused.headers["grpc-message"]
 
 
-def test_shared_memory_is_registered_and_used(tmp_path: Path) -> None:
-    shm = pytest.importorskip("deploykit.serving.shared_memory.system")
+def test_shared_memory_is_registered_and_used() -> None:
     from multiprocessing.shared_memory import SharedMemory
 
     block = SharedMemory(create=True, size=64)
     try:
         with serving(shared_memory=True) as running:
-            if getattr(running.service, "memory", None) is None:
-                running.service.memory = shm.SharedMemory()
-                pytest.skip("the service does not offer shared memory yet")
             block.buf[:16] = np.arange(4, dtype=np.float32).tobytes()
             with grpc.insecure_channel(f"127.0.0.1:{running.port}") as channel:
                 register = MESSAGES["SystemSharedMemoryRegisterRequest"](

@@ -1,22 +1,27 @@
-"""Our messages are tritonclient's on the wire, and live beside them in one process."""
+"""Our gRPC messages agree with tritonclient's, and both can live in one process."""
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
-from deploykit.serving.oip.protobuf import MESSAGES, filled
+from deploykit.serving.oip.protobuf import DESCRIPTORS, MESSAGES, message_from
+from tests.support.serving.grpc_cases import serving
 
 triton = pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
 from tritonclient.grpc import model_config_pb2, service_pb2  # noqa: E402
 
+ROOT = Path(__file__).resolve().parents[3]
 INFERENCE = sorted(name for name in MESSAGES if not name.startswith("Health"))
 
 
-def theirs(name: str) -> Any:
+def tritons(name: str) -> Any:
     found = service_pb2.DESCRIPTOR.message_types_by_name.get(name)
     return found or model_config_pb2.DESCRIPTOR.message_types_by_name[name]
 
@@ -58,16 +63,16 @@ def within(ours: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", INFERENCE)
-def test_every_field_of_ours_is_tritonclients(name: str) -> None:
-    within(described(MESSAGES[name].DESCRIPTOR), described(theirs(name)))
+def test_every_field_is_the_same_in_tritonclient(name: str) -> None:
+    within(described(MESSAGES[name].DESCRIPTOR), described(tritons(name)))
 
 
-def test_the_whole_of_the_inference_messages_is_there() -> None:
-    """Where a field were missing, what a client sends in it would be lost in silence."""
+def test_no_field_of_an_inference_message_is_missing() -> None:
+    """What a client sends in a missing field would be ignored without an error."""
     partial = {"ModelConfig", "ModelInput", "ModelOutput", "ModelInstanceGroup"}
     partial |= {"ModelDynamicBatching"}
     for name in set(INFERENCE) - partial:
-        assert described(MESSAGES[name].DESCRIPTOR) == described(theirs(name)), name
+        assert described(MESSAGES[name].DESCRIPTOR) == described(tritons(name)), name
 
 
 @pytest.mark.parametrize("first", ["tritonclient.grpc", "deploykit.serving.grpc.server"])
@@ -86,6 +91,44 @@ def test_bytes_of_one_are_read_by_the_other() -> None:
     assert ours.SerializeToString(deterministic=True) == sent.SerializeToString(deterministic=True)
 
 
-def test_members_that_grpc_does_not_have_are_left_out() -> None:
-    config = filled("ModelConfig", {"name": "m", "max_batch_size": 4, "something_new": {"a": 1}})
+def test_the_descriptor_set_is_compiled_from_the_proto_files(tmp_path: Path) -> None:
+    pytest.importorskip("grpc_tools.protoc", reason="grpcio-tools is not installed")
+    script = runpy.run_path(str(ROOT / "scripts" / "make_descriptors.py"))
+    script["compile_protos"](tmp_path / "new.binpb")
+    read = FileDescriptorSet.FromString
+    assert read((tmp_path / "new.binpb").read_bytes()) == read(DESCRIPTORS.read_bytes()), (
+        "run scripts/make_descriptors.py"
+    )
+
+
+def test_the_server_answers_every_method_of_the_proto_files() -> None:
+    import grpc
+
+    files = FileDescriptorSet.FromString(DESCRIPTORS.read_bytes()).file
+    methods = {
+        f"/{file.package}.{service.name}/{method.name}"
+        for file in files
+        for service in file.service
+        for method in service.method
+        if not method.server_streaming
+    }
+    assert "/inference.GRPCInferenceService/ModelInfer" in methods
+    not_offered = set()
+    with (
+        serving(shared_memory=True) as server,
+        grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+    ):
+        for path in methods:
+            try:
+                channel.unary_unary(path)(b"")
+            except grpc.RpcError as exc:
+                if exc.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    not_offered.add(path)
+    assert not_offered == set()
+
+
+def test_members_that_grpc_does_not_have_are_dropped() -> None:
+    config = message_from(
+        "ModelConfig", {"name": "m", "max_batch_size": 4, "something_new": {"a": 1}}
+    )
     assert (config.name, config.max_batch_size) == ("m", 4)
