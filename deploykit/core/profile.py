@@ -64,6 +64,7 @@ class Profile:
     max_power_w: float | None
     tensorrt_min: str | None  # first and last MAJOR.MINOR of TensorRT that runs there
     tensorrt_max: str | None
+    opset: int | None  # to export with, where the runtime needs an older one than the default
     gpu_names: tuple[str, ...]  # as the driver spells them; `auto` compares with these
     boards: tuple[str, ...]  # device tree ids: Jetson modules of a family share one GPU name
     dla_cores: int  # deep learning accelerators beside the GPU, on some Jetson modules
@@ -164,6 +165,7 @@ def _read(path: Path) -> Profile:
         max_power_w=fields.positive("max_power_w"),
         tensorrt_min=fields.version("tensorrt_min"),
         tensorrt_max=fields.version("tensorrt_max"),
+        opset=fields.count("opset"),
         gpu_names=fields.texts("gpu_names"),
         boards=fields.texts("boards"),
         dla_cores=fields.count("dla_cores") or 0,

@@ -26,13 +26,10 @@ from deploykit.exporters.reasons import NotExported, TooSmall
 torch: ModuleType = require("torch")
 
 DEFAULT_OPSET = 20  # what torch's exporter writes itself; NVIDIA's parsers take it
-JETSON_OPSET = 18
 OPSETS = range(18, 24)  # older ones torch's current exporter does not write
 TORCHSCRIPT_OPSETS = range(18, 21)  # the older exporter stopped at 20
 EXPORTERS = ("auto", "dynamo", "torchscript")
 MAX_BYTES = (1 << 31) - (1 << 25)  # protobuf's 2 GiB, less room for the graph itself
-
-_OLD_TENSORRT = (10, 8)
 
 
 @dataclass(frozen=True)
@@ -48,18 +45,8 @@ class Exported:
 
 
 def opset_for(profile: Profile) -> int:
-    """The opset to export with for a target: 20; 18 on a Jetson or where TensorRT is before 10.8.
-
-    What the parsers take: 9 to 24 in TensorRT 10.15
-    (https://github.com/onnx/onnx-tensorrt/blob/main/docs/operators.md), up to 19 in 9.2. Opset 20
-    brings Gelu, which the older tables do not list.
-    """
-    if profile.runtime != "tensorrt":
-        return DEFAULT_OPSET
-    newest = profile.tensorrt_max
-    old = newest is not None and tuple(map(int, newest.split("."))) < _OLD_TENSORRT
-    jetson = profile.name.startswith("jetson-")  # JetPack 6 comes with TensorRT 10.3
-    return JETSON_OPSET if old or jetson else DEFAULT_OPSET
+    """The opset to export with for a target: the one its profile names, else 20."""
+    return profile.opset or DEFAULT_OPSET
 
 
 def export_module(

@@ -27,7 +27,6 @@ from deploykit.onnx_graph.validate import RUNTIME_DOMAINS, all_nodes
 Version = tuple[int, ...]
 
 _STANDARD = ("", "ai.onnx")
-_ORIN, _ORIN_TENSORRT = "8.7", (10, 3)  # JetPack 6's
 _NEWEST = (99,)
 _LAST_OPSETS: tuple[tuple[Version, int], ...] = (((11,), 25), ((10, 8), 24), ((0,), 20))
 
@@ -110,8 +109,6 @@ def unsupported(model: onnx.ModelProto, profile: Profile) -> tuple[Problem, ...]
 
 def _version(profile: Profile) -> Version:
     """The oldest TensorRT that the target may run; the newest where nothing binds it."""
-    if profile.compute_capability == _ORIN:
-        return _ORIN_TENSORRT
     said = profile.tensorrt_min or profile.tensorrt_max
     return tuple(int(part) for part in said.split(".")) if said else _NEWEST
 

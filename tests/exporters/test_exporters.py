@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 
+from deploykit.core import paths  # noqa: E402
 from deploykit.core.errors import BadInput  # noqa: E402
 from deploykit.core.profile import load_profile  # noqa: E402
 from deploykit.core.tensors import parse_spec  # noqa: E402
@@ -252,5 +253,12 @@ def test_an_lstm_is_one_operator_and_takes_any_length(tmp_path: Path) -> None:
         ("v100", 18),
     ],
 )
-def test_the_opset_is_the_targets(profile: str, opset: int) -> None:
+def test_a_profile_names_the_opset_to_export_with(profile: str, opset: int) -> None:
     assert opset_for(load_profile(profile)) == opset
+
+
+def test_the_opset_does_not_depend_on_the_name_of_a_profile(tmp_path: Path) -> None:
+    source = paths.folder("profiles") / "jetson-orin-nano-8gb.toml"
+    mine = tmp_path / "mine.toml"
+    mine.write_text(source.read_text().replace("opset = 18", "opset = 19"))
+    assert opset_for(load_profile(str(mine))) == 19
