@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from deploykit.cli import artefacts, info, measuring, output, serving, training
+from deploykit.cli import machine, make, output, prove, serve
+from deploykit.cli.help import Command, Group
 from deploykit.core.errors import EXIT_BUG, EXIT_INTERRUPTED, BadInput, DeploykitError
 
 app = typer.Typer(
     name="deploykit",
-    help="From a PyTorch model to fast, proven inference: export, quantise, build, serve, measure.",
+    cls=Group,
+    help="Turn a PyTorch model into fast inference, and prove each step: accuracy and speed.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    add_completion=False,
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 10_000},
 )
-for family in (training, artefacts, measuring, serving, info):
-    family.register(app)
+_COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
+    "Make": (make.train, make.export, make.quantize, make.build),
+    "Prove": (prove.compare, prove.inspect, prove.predict, prove.bench),
+    "Serve": (serve.serve, serve.load),
+    "Machine": (machine.doctor, machine.profiles, machine.demo),
+}
+for _title, _commands in _COMMANDS.items():
+    for _command in _commands:
+        app.command(cls=Command, rich_help_panel=_title)(_command)
 
 _EXIT_TERMINATED = 128 + signal.SIGTERM
 
@@ -39,24 +49,46 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _log(wanted: bool, level: int) -> None:
+    if wanted:
+        logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+        logging.root.setLevel(min(level, logging.root.level))
+
+
+def _verbose(wanted: bool) -> None:
+    _log(wanted, logging.INFO)
+
+
+def _debug(wanted: bool) -> None:
+    _log(wanted, logging.DEBUG)
+
+
 @app.callback()
 def options(
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what is done.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Log more; show tracebacks.")] = False,
-    _: Annotated[
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose", "-v", callback=_verbose, expose_value=False, help="Log what is done."
+        ),
+    ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug", callback=_debug, expose_value=False, help="Log more, and show tracebacks."
+        ),
+    ] = False,
+    version: Annotated[
         bool,
         typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    if verbose or debug:
-        level = logging.DEBUG if debug else logging.INFO
-        logging.basicConfig(
-            level=level, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s"
-        )
+    """Options that all commands have."""
 
 
 def main() -> NoReturn:
-    """Run the command line and exit with the code of cli.md."""
+    """Run the command line and exit with a documented code."""
+    if "_DEPLOYKIT_COMPLETE" in os.environ:
+        app(prog_name="deploykit")
     interrupted = threading.Event()
 
     def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
@@ -66,22 +98,43 @@ def main() -> NoReturn:
     signal.signal(signal.SIGTERM, _terminate)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
-    debug = "--debug" in sys.argv
     try:
-        code = app(standalone_mode=False)
+        code = _run(sys.argv[1:])
         sys.stdout.flush()
-        sys.exit(code if isinstance(code, int) else 0)
+        sys.exit(code)
     except KeyboardInterrupt:
         _interrupted()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone
+        _drop_output()  # the reader has gone: `deploykit ... | head`
         sys.exit(0)
     except Exception as exc:  # noqa: BLE001 - the edge: every error becomes a line and a code
-        if debug:
+        if "--debug" in sys.argv:
             traceback.print_exc()
         if interrupted.is_set():
             _interrupted()
         _failed(exc)
+
+
+def _run(words: list[str]) -> int:
+    """Parse and run; typer's own `main` would swallow Ctrl-C and a reader that has gone."""
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("deploykit", words) as context:
+            command.invoke(context)
+    except typer.Exit as exc:
+        return exc.exit_code
+    return 0
+
+
+def _drop_output() -> None:
+    """Send what is still to be flushed at exit nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            try:
+                stream.flush()
+            except BrokenPipeError:
+                os.dup2(nowhere, stream.fileno())
 
 
 def _interrupted() -> NoReturn:
@@ -96,17 +149,21 @@ def _failed(exc: Exception) -> NoReturn:
         sys.exit(exc.exit_code)
     message = getattr(exc, "format_message", None)
     if type(exc).__name__ == "NoArgsIsHelpError" and message is not None:
-        output.note(message())
+        typer.echo(message(), err=True)
         sys.exit(BadInput.exit_code)
     if message is not None:
-        context = getattr(exc, "ctx", None)
-        command = context.command_path if context is not None else "deploykit"
-        text = str(message()).rstrip(".") or "a command is needed"
-        output.error(BadInput(text, hint=f"see: {command} --help"))
+        output.error(_usage_error(exc, str(message())))
         sys.exit(BadInput.exit_code)
     output.note(f"error: a bug in deploykit: {type(exc).__name__}: {output.one_line(str(exc))}")
-    output.note("hint: run it again with --debug before the command and report what it prints")
+    output.note("hint: run it again with --debug and report what it prints")
     sys.exit(EXIT_BUG)
+
+
+def _usage_error(exc: Any, message: str) -> BadInput:
+    context = getattr(exc, "ctx", None)
+    command = context.command_path if context is not None else "deploykit"
+    text = message.rstrip(".").replace("\n\t", " ").replace(". Choose from:", "; choose from")
+    return BadInput(text or "a command is needed", hint=f"see: {command} --help")
 
 
 def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:

@@ -1,17 +1,51 @@
-"""The only place that prints: results on stdout, progress and errors on stderr."""
+"""The only place that prints: results on stdout, notes and errors on stderr."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, TextIO
 
 from deploykit.core.errors import DeploykitError, GateFailed
 
-_QUIET_S = 5.0  # between two progress lines where the terminal cannot rewrite one
+_STYLES = {  # how a line begins, or a cell reads -> its style on a terminal
+    "note:": "yellow",
+    "warning:": "yellow",
+    "wrote": "green",
+    "pass": "green",
+    "works": "green",
+    "fail": "red",
+    "does not work": "red",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under a header; the first column is left-aligned, the others right-aligned."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: int = 1  # how many columns are left-aligned
+
+    def plain(self) -> str:
+        """Columns as wide as their widest cell."""
+        cells = [[one_line(cell) for cell in row] for row in (self.header, *self.rows)]
+        widths = [max(len(row[column]) for row in cells) for column in range(len(self.header))]
+        lines = []
+        for row in cells:
+            pairs = enumerate(zip(row, widths, strict=True))
+            parts = [c.ljust(w) if at < self.left else c.rjust(w) for at, (c, w) in pairs]
+            lines.append("  ".join(parts).rstrip())
+        if any(self.header):
+            lines.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join(lines if any(self.header) else lines[1:])
+
+
+Part = str | Table
 
 
 class Result(Protocol):
@@ -20,9 +54,36 @@ class Result(Protocol):
     def to_dict(self) -> dict[str, Any]: ...
 
 
-def show(result: Result, text: str, *, as_json: bool) -> None:
-    """Print one JSON document, or the text made for people."""
-    print(json.dumps(result.to_dict(), indent=2, ensure_ascii=False) if as_json else text)
+def show(result: Result, parts: Sequence[Part], *, as_json: bool) -> None:
+    """Print one JSON document, or lines and tables for people."""
+    if as_json:
+        line(json.dumps(result.to_dict(), indent=2, ensure_ascii=False))
+    else:
+        show_parts(parts)
+
+
+def show_parts(parts: Sequence[Part]) -> None:
+    """Print with rich on a terminal, as plain text elsewhere."""
+    if not is_terminal(sys.stdout):
+        line("\n".join(part if isinstance(part, str) else part.plain() for part in parts))
+        return
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for part in parts:
+        if isinstance(part, str):
+            first = part.lstrip().partition(" ")[0]
+            console.print(Text(part, style=_STYLES.get(first, "")), soft_wrap=True)
+            continue
+        table = RichTable(box=SIMPLE_HEAD, show_header=any(part.header), pad_edge=False)
+        for at, name in enumerate(part.header):
+            table.add_column(name, justify="left" if at < part.left else "right", overflow="fold")
+        for row in part.rows:
+            table.add_row(*(Text(one_line(cell), style=_STYLES.get(cell, "")) for cell in row))
+        console.print(table)
 
 
 def line(text: str) -> None:
@@ -37,9 +98,9 @@ def note(text: str) -> None:
 
 def error(exc: DeploykitError) -> None:
     """The `error:` line and, where there is one, the `hint:` line."""
-    note(f"error: {one_line(exc.message)}")
+    note(colour("error:", "31;1", sys.stderr) + f" {one_line(exc.message)}")
     if exc.hint:
-        note(f"hint: {one_line(exc.hint)}")
+        note(colour("hint:", "36", sys.stderr) + f" {one_line(exc.hint)}")
 
 
 def one_line(text: str) -> str:
@@ -47,51 +108,27 @@ def one_line(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in text)
 
 
+def is_terminal(stream: TextIO) -> bool:
+    """Whether `stream` is a terminal that can do more than print lines."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def colour(text: str, code: str, stream: TextIO) -> str:
+    """`text` in an ANSI style where the terminal takes it and NO_COLOR is not set."""
+    plain = os.environ.get("NO_COLOR") or not is_terminal(stream)
+    return text if plain else f"\x1b[{code}m{text}\x1b[0m"
+
+
+def bold(text: str) -> str:
+    return colour(text, "1", sys.stdout)
+
+
 @contextlib.contextmanager
-def shown_on_failure(as_json: bool, text: Callable[[Any], str]) -> Iterator[None]:
+def shown_on_failure(as_json: bool, parts: Callable[[Any], Sequence[Part]]) -> Iterator[None]:
     """When a gate fails, show what was measured before the error is."""
     try:
         yield
     except GateFailed as exc:
         if exc.result is not None:
-            show(exc.result, text(exc.result), as_json=as_json)
+            show(exc.result, parts(exc.result), as_json=as_json)
         raise
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned by their widest cell; the first is left-aligned, the others right-aligned."""
-    cells = [[one_line(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    lines = []
-    for row in cells:
-        first, *others = zip(row, widths, strict=True)
-        parts = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
-        lines.append("  ".join(parts).rstrip())
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
-
-
-class Progress:
-    """A progress line on stderr: rewritten in place on a terminal, now and then elsewhere."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-        self.rewrites = sys.stderr.isatty()
-        self.last_s = -_QUIET_S
-        self.open = False
-
-    def __call__(self, text: str, share: float) -> None:
-        message = f"{self.what}: {share * 100:3.0f} %  {one_line(text)}"
-        if self.rewrites:
-            print(f"\r\x1b[2K{message}", end="", file=sys.stderr, flush=True)
-            self.open = True
-        elif time.monotonic() - self.last_s >= _QUIET_S:
-            self.last_s = time.monotonic()
-            note(message)
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self.open:
-            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)

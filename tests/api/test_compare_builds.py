@@ -9,7 +9,7 @@ import pytest
 
 import deploykit as dk
 from deploykit.api.compare_builds import LEFT, READ, compare_builds
-from deploykit.cli import texts
+from deploykit.cli import tables
 from deploykit.core.artefact import Manifest
 from tests.support.runtimes.gpu_machine import LAYERS, gpu_machine, plan
 
@@ -98,7 +98,7 @@ def test_compare_tells_of_two_engines_whether_they_are_one_build(
     assert found.parity.passed
     assert found.builds is not None
     assert found.builds.same_bytes
-    assert "the same engine, byte for byte" in texts.compared(found)
+    assert "the same engine, byte for byte" in tables.compared(found)
     assert found.to_dict()["builds"]["equal"] is True
     assert against.parity.passed
     assert against.builds is None

@@ -268,13 +268,10 @@ def test_a_file_as_report_folder_is_exit_2(run: Run, model: Path) -> None:
 def test_a_bug_is_exit_70_with_one_line(
     run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from deploykit.cli import artefacts
-
     def broken(*_: object) -> None:
         raise RuntimeError("first\nsecond")
 
     monkeypatch.setattr("deploykit.api.compare.inspect", broken)
-    assert artefacts.inspect is not None
     ran = run("inspect", model)
     assert ran.code == 70
     assert "RuntimeError: first second" in ran.error()

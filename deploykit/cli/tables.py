@@ -1,4 +1,4 @@
-"""Results as text for people: one function per kind of result, lines in, nothing printed."""
+"""Results as lines and tables for people, one function for each kind of result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.cli.output import table
+from deploykit.cli.format import latency, memory, mix, ms, percent, rate, size, versions
+from deploykit.cli.output import Part, Table
 
 if TYPE_CHECKING:
     from deploykit.api.artefacts import Made
@@ -19,16 +20,24 @@ if TYPE_CHECKING:
     from deploykit.measure.evaluate.parity import Parity
     from deploykit.measure.load.generator import LoadResult
     from deploykit.measure.report.report import Report
-    from deploykit.measure.statistics import Interval, Latency
     from deploykit.quantization.search import Outcome
 
 UNKNOWN = "not known"
+_SHOWN_APART = {
+    "name",
+    "summary",
+    "notes",
+    "sources",
+    "power_modes",
+    "unverified",
+    "peak_ops_per_s",
+}
 
 
-def made(result: Made) -> str:
+def made(result: Made) -> list[Part]:
     """An artefact that was written: what it is, then what was checked."""
     manifest = result.manifest
-    lines = [f"wrote {result.path}"]
+    lines: list[Part] = [f"wrote {result.path}"]
     if manifest.format != "torch":
         lines += [
             "  inputs     " + ", ".join(map(str, manifest.inputs)),
@@ -47,40 +56,42 @@ def made(result: Made) -> str:
         ]
         lines += [
             "",
-            table((f"{drop.metric}, n = {drop.n}", "value (95 %)", f"against {names[0]}"), rows),
+            Table((f"{drop.metric}, n = {drop.n}", "value (95 %)", f"against {names[0]}"), rows),
         ]
     if result.judgement and not result.drop:
         lines += ["", f"judged by {result.judgement.describe()}: {result.judgement.reason}"]
     if result.search:
-        lines += ["", steps(result.search)]
+        lines += ["", *steps(result.search)]
     if result.parity:
-        lines += ["", parity(result.parity, gated=result.judgement is None)]
+        lines += ["", *parity(result.parity, gated=result.judgement is None)]
     lines += [f"note: {text}" for text in result.notes]
-    return "\n".join(lines)
+    return lines
 
 
-def built(result: Made | CheckResult) -> str:
+def built(result: Made | CheckResult) -> list[Part]:
     """What a build that failed its gate left."""
     from deploykit.api.artefacts import Made
 
     return made(result) if isinstance(result, Made) else checked(result)
 
 
-def checked(result: CheckResult) -> str:
+def checked(result: CheckResult) -> list[Part]:
     """What NVIDIA's builder said of a file."""
     found = result.checked
     word = "accepted" if found.accepted else "refused"
     library = "TensorRT for RTX" if found.flavour == "rtx" else "TensorRT"
-    lines = [f"{result.path} for {result.profile}: {word} by {library}; no engine was kept"]
+    lines: list[Part] = [
+        f"{result.path} for {result.profile}: {word} by {library}; no engine was kept"
+    ]
     if found.accepted:
         size_text = f"{found.layers} layers, a plan of {size(found.plan_bytes)}"
         lines.append(f"  built      {size_text} in {found.build_s:.1f} s")
     lines += [f"  refused    {text}" for text in found.problems]
     lines += [f"note: {text}" for text in found.notes]
-    return "\n".join(lines)
+    return lines
 
 
-def steps(result: Outcome[Any]) -> str:
+def steps(result: Outcome[Any]) -> list[Part]:
     """What `--to auto` tried, in order."""
     rows = [
         (
@@ -93,20 +104,20 @@ def steps(result: Outcome[Any]) -> str:
         )
         for step in result.steps
     ]
-    header = ("tried", "left wide", "cost ms", "after s", "gate", "result")
-    return "\n".join([f"search: {result.text}", table(header, rows)])
+    header = ("tried", "kept float32", "cost ms", "after s", "gate", "result")
+    return [f"search: {result.text}", Table(header, rows)]
 
 
-def compared(result: Compared) -> str:
-    lines = [parity(result.parity)]
+def compared(result: Compared) -> list[Part]:
+    lines = parity(result.parity)
     if result.builds:
         lines.append(result.builds.text)
     if result.divergence:
         lines.append(result.divergence.text)
-    return "\n".join(lines)
+    return lines
 
 
-def parity(result: Parity, *, gated: bool = True) -> str:
+def parity(result: Parity, *, gated: bool = True) -> list[Part]:
     """A table of errors; `gated`: say whether the bound was met."""
     rows = [
         (
@@ -120,16 +131,12 @@ def parity(result: Parity, *, gated: bool = True) -> str:
         for row in result.rows
     ]
     verdict = f": {'within' if result.passed else 'NOT within'} {result.max_error:g}"
-    return "\n".join(
-        [
-            f"{result.b} against {result.a}{verdict if gated else ''}",
-            table(("output", "batch", "error", "max |a-b|", "SQNR dB", "same top-1"), rows),
-        ]
-    )
+    header = ("output", "batch", "error", "max |a-b|", "SQNR dB", "same top-1")
+    return [f"{result.b} against {result.a}{verdict if gated else ''}", Table(header, rows)]
 
 
-def inspection(result: Inspection) -> str:
-    lines = [
+def inspection(result: Inspection) -> list[Part]:
+    lines: list[Part] = [
         f"{result.path}: {result.format}, {size(result.size_bytes)}",
         f"  sha256     {result.sha256}",
         "  inputs     " + (", ".join(map(str, result.inputs)) or UNKNOWN),
@@ -153,7 +160,7 @@ def inspection(result: Inspection) -> str:
         lines.append("  made from  " + (", ".join(item[:12] for item in manifest.made_from) or "-"))
         if manifest.built_on:
             lines.append("  built on   " + versions(manifest.built_on))
-    return "\n".join(lines)
+    return lines
 
 
 def shares(value: dict[str, Any]) -> list[tuple[str, str]]:
@@ -170,26 +177,27 @@ def shares(value: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def predicted(result: Predicted) -> str:
-    rate = result.samples / result.seconds if result.seconds else float("inf")
-    lines = [
-        f"wrote {result.path}: {result.samples} samples on {result.device}, {rate:,.0f} per second"
+def predicted(result: Predicted) -> list[Part]:
+    per_s = result.samples / result.seconds if result.seconds else float("inf")
+    lines: list[Part] = [
+        f"wrote {result.path}: {result.samples} samples on {result.device}, {per_s:,.0f} per second"
     ]
     if result.accuracy:
         lines.append(f"  top-1 accuracy  {percent(result.accuracy)}, n = {result.samples}")
-    return "\n".join(lines)
+    return lines
 
 
-def load(result: LoadResult) -> str:
+def load(result: LoadResult) -> list[Part]:
     asked = (
         f"{result.concurrency} connections"
         if result.mode == "closed"
         else f"{result.rate_per_s:g}/s"
     )
-    rate = result.achieved_per_s
-    lines = [
+    answered = result.achieved_per_s
+    between = f"{answered.low:,.0f} to {answered.high:,.0f}"
+    lines: list[Part] = [
         f"{result.model} at {result.url}: {result.mode} loop, {asked}, {result.duration_s:g} s",
-        f"  answered   {rate.value:,.0f} requests/s (95 %: {rate.low:,.0f} to {rate.high:,.0f})",
+        f"  answered   {answered.value:,.0f} requests/s (95 %: {between})",
         f"  latency    {latency(result.latency)}",
     ]
     counts = {"refused (503)": result.refused, "expired (504)": result.expired}
@@ -198,49 +206,13 @@ def load(result: LoadResult) -> str:
     if result.lag_p99_ms is not None:
         lines.append(f"  generator  p99 lag {result.lag_p99_ms:.2f} ms")
     if result.generator_limited:
-        lines.append("note: the generator was the limit: these figures say nothing of the server")
+        lines.append("note: the generator was the limit: these figures do not describe the server")
     if result.first_error:
         lines.append(f"note: first error: {result.first_error}")
-    return "\n".join(lines)
+    return lines
 
 
-def latency(value: Latency | None) -> str:
-    """p50, p90 and p99 in milliseconds, with how many samples they are of."""
-    if value is None:
-        return "not measured: no request was answered"
-    parts = [f"{name} {ms(item)}" for name, item in percentiles(value)]
-    return ", ".join(parts) + f" (n = {value.samples})"
-
-
-def percentiles(value: Latency) -> list[tuple[str, Interval | None]]:
-    return [("p50", value.p50_ms), ("p90", value.p90_ms), ("p99", value.p99_ms)]
-
-
-def ms(value: Interval | None) -> str:
-    return "too few" if value is None else f"{value.value:.3g} ms"
-
-
-def percent(value: Interval) -> str:
-    return f"{value.value * 100:.2f} % ({value.low * 100:.2f} to {value.high * 100:.2f})"
-
-
-def mix(values: dict[str, Any] | Any) -> str:
-    return ", ".join(f"{count} {name}" for name, count in values.items()) or "-"
-
-
-def versions(values: dict[str, str] | Any) -> str:
-    return ", ".join(f"{name} {version}" for name, version in values.items()) or "-"
-
-
-def size(count: int) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count} B" if unit == "B" else f"{count:.1f} {unit}"
-        count = count / 1000  # type: ignore[assignment]
-    return ""
-
-
-def profiles(found: Sequence[Profile]) -> str:
+def profiles(found: Sequence[Profile]) -> list[Part]:
     rows = [
         (
             profile.name,
@@ -254,31 +226,17 @@ def profiles(found: Sequence[Profile]) -> str:
         for profile in found
     ]
     header = ("profile", "runtime", "memory", "bandwidth", "fp16/s", "int8/s", "precisions")
-    return table(header, rows) + "\n\nPeaks are dense. One profile in full: deploykit profiles NAME"
+    return [
+        Table(header, rows),
+        "",
+        "Peaks are dense. One profile in full: deploykit profiles NAME",
+    ]
 
 
-def memory(count: int | None) -> str:
-    return "-" if count is None else f"{count / 2**30:.0f} GiB"
-
-
-def rate(value: float | None, unit: float, name: str) -> str:
-    return "-" if value is None else f"{value / unit:.4g} {name}"
-
-
-def profile(found: Profile) -> str:
-    lines = [f"{found.name}: {found.summary}"]
+def profile(found: Profile) -> list[Part]:
+    lines: list[Part] = [f"{found.name}: {found.summary}"]
     for key, value in found.to_dict().items():
-        if key in (
-            "name",
-            "summary",
-            "notes",
-            "sources",
-            "power_modes",
-            "unverified",
-            "peak_ops_per_s",
-        ):
-            continue
-        if value not in (None, [], {}):
+        if key not in _SHOWN_APART and value not in (None, [], {}):
             shown = " ".join(map(str, value)) if isinstance(value, list) else value
             mark = "  (not verified)" if key in found.unverified else ""
             lines.append(f"  {key:<22} {shown}{mark}")
@@ -291,12 +249,12 @@ def profile(found: Profile) -> str:
         lines.append(f"  {'power mode ' + mode.name:<22} {known or '-'}")
     lines += [f"  note: {text}" for text in found.notes]
     lines += [f"  source: {text}" for text in found.sources]
-    return "\n".join(lines)
+    return lines
 
 
-def health(result: Health) -> str:
+def doctor(result: Health) -> list[Part]:
     machine = result.machine
-    lines = [
+    lines: list[Part] = [
         f"machine    {machine.cpu}, {memory(machine.memory_bytes)}",
         f"cores      {machine.physical_cores} physical, {machine.usable_cores} usable",
         f"system     {machine.system}, {machine.architecture}, Python {machine.python}",
@@ -321,13 +279,12 @@ def health(result: Health) -> str:
         (check.command, "works" if check.works else "does not work", check.why)
         for check in result.checks
     ]
-    width = max(len(row[0]) for row in rows)
-    lines += [f"{name:<{width}}  {state:<13}  {why}".rstrip() for name, state, why in rows]
+    lines.append(Table(("command", "here", "what is missing"), rows, left=3))
     lines += [f"warning: {text}" for text in result.warnings]
-    return "\n".join(lines)
+    return lines
 
 
-def report(result: Report, folder: Path) -> str:
+def report(result: Report, folder: Path) -> list[Part]:
     rows = [
         (
             point.label,
@@ -340,18 +297,17 @@ def report(result: Report, folder: Path) -> str:
         for point in result.points
     ]
     header = ("setup", "batch", "p50", "p90", "p99", "inferences/s")
-    lines = [table(header, rows), "", *result.verdict, "", f"report: {folder / 'report.html'}"]
-    return "\n".join(lines)
-
-
-def demo(result: Toured) -> str:
-    header = ("", "accuracy", "p50 at batch 1", "throughput")
-    lines = [
+    lines: list[Part] = [
+        Table(header, rows),
         "",
-        table(header, result.rows),
+        *result.verdict,
         "",
-        *result.report.verdict,
-        "",
-        f"report: {result.page}",
+        f"report: {folder / 'report.html'}",
     ]
-    return "\n".join(lines)
+    return lines
+
+
+def demo(result: Toured) -> list[Part]:
+    header = ("", "accuracy", "p50 at batch 1", "throughput")
+    verdict = result.report.verdict
+    return ["", Table(header, result.rows), "", *verdict, "", f"report: {result.page}"]

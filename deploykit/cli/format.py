@@ -1,0 +1,52 @@
+"""Numbers and lists as short strings: sizes, rates, times, intervals."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deploykit.measure.statistics import Interval, Latency
+
+
+def latency(value: Latency | None) -> str:
+    """p50, p90 and p99 in milliseconds, with how many samples they are of."""
+    if value is None:
+        return "not measured: no request was answered"
+    parts = [f"{name} {ms(item)}" for name, item in percentiles(value)]
+    return ", ".join(parts) + f" (n = {value.samples})"
+
+
+def percentiles(value: Latency) -> list[tuple[str, Interval | None]]:
+    return [("p50", value.p50_ms), ("p90", value.p90_ms), ("p99", value.p99_ms)]
+
+
+def ms(value: Interval | None) -> str:
+    return "too few" if value is None else f"{value.value:.3g} ms"
+
+
+def percent(value: Interval) -> str:
+    return f"{value.value * 100:.2f} % ({value.low * 100:.2f} to {value.high * 100:.2f})"
+
+
+def mix(values: dict[str, Any] | Any) -> str:
+    return ", ".join(f"{count} {name}" for name, count in values.items()) or "-"
+
+
+def versions(values: dict[str, str] | Any) -> str:
+    return ", ".join(f"{name} {version}" for name, version in values.items()) or "-"
+
+
+def size(count: int) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count} B" if unit == "B" else f"{count:.1f} {unit}"
+        count = count / 1000  # type: ignore[assignment]
+    return ""
+
+
+def memory(count: int | None) -> str:
+    return "-" if count is None else f"{count / 2**30:.0f} GiB"
+
+
+def rate(value: float | None, unit: float, name: str) -> str:
+    return "-" if value is None else f"{value / unit:.4g} {name}"

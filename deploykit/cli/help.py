@@ -1,0 +1,147 @@
+"""Help pages in sections, options that work before and after the command, errors with flags."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Iterable
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+from deploykit.cli import output
+from deploykit.cli.options import GENERAL
+from deploykit.core.errors import DeploykitError
+
+DOCS = "https://deploykit.readthedocs.io/en/latest/cli/"
+RENAMED = {"--rest": "--other-nodes"}  # old flag -> new flag; the old ones go in version 0.3
+_PARAMETER = re.compile(r"`(\w+)`")
+_BRACKETS = re.compile(r"<([^>]*)>")
+_EXTRA = re.compile(r"\[[^\[\]]*\]$")
+_IN_WORDS = re.compile(r"(default: )\(([^()]*)\)")
+_COLUMN = 26  # longer names have their help on the next line
+_EXAMPLE = "\n\nExample: "
+
+
+class Command(TyperCommand):
+    """A command whose help has sections and which names its parameters as they are typed."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        root = ctx.find_root().command
+        shared = [each for each in root.params if each.name in ("verbose", "debug")]
+        return [*super().get_params(ctx), *shared]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, [_current(word) for word in args])
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except DeploykitError as exc:
+            exc.message = with_flags(exc.message, self.params)
+            exc.hint = exc.hint and with_flags(exc.hint, self.params)
+            raise
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ARG002 - typer's signature
+        pieces = ["[OPTIONS]"]
+        for each in self.params:
+            if each.param_type_name == "argument":
+                name = f"{spelled(each)}..." if each.nargs == -1 else spelled(each)
+                pieces.append(name if each.required else f"[{name}]")
+        return pieces
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - as above
+        about, _, example = inspect.cleandoc(self.help or "").partition(_EXAMPLE)
+        formatter.write_paragraph()
+        formatter.write_text(about)
+        if example:
+            formatter.write(f"\n{output.bold('Example:')}\n  {example}\n")
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for each in self.get_params(ctx):
+            row = each.get_help_record(ctx)
+            if row is None:
+                continue
+            if each.param_type_name == "argument":
+                sections["Arguments"].append((spelled(each), row[1]))
+            else:
+                shared = each.name in ("help", "verbose", "debug")
+                name = GENERAL if shared else each.rich_help_panel or "Options"
+                sections.setdefault(name, []).append(row)
+        sections[GENERAL] = sections.pop(GENERAL)
+        write_sections(formatter, sections)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        anchor = ctx.command_path.replace(" ", "-")
+        formatter.write(f"\n{output.bold('Documentation:')} {DOCS}#{anchor}\n")
+
+
+class Group(TyperGroup):
+    """The commands by section."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for name, command in self.commands.items():
+            about = inspect.cleandoc(command.help or "").partition("\n\n")[0]
+            panel = str(getattr(command, "rich_help_panel", None) or "Commands")
+            sections.setdefault(panel, []).append((name, about.replace("\n", " ")))
+        write_sections(formatter, sections)
+        rows = (each.get_help_record(ctx) for each in self.get_params(ctx))
+        write_sections(formatter, {"Options": [row for row in rows if row is not None]})
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - as above
+        formatter.write(f"\n{output.bold('Example:')} deploykit demo\n")
+        formatter.write(f"{output.bold('Documentation:')} {DOCS}\n")
+
+
+def write_sections(formatter: Any, sections: dict[str, list[tuple[str, str]]]) -> None:
+    """Two columns under each heading, of one width on the whole page."""
+    names = [_plain(name) for rows in sections.values() for name, _ in rows]
+    width = max((len(name) for name in names if len(name) <= _COLUMN), default=0)
+    indent = " " * (width + 4)
+    for title, rows in sections.items():
+        if rows:
+            formatter.write(f"\n{output.bold(title + ':')}\n")
+        for name, about in rows:
+            first = f"  {_plain(name)}".ljust(len(indent))
+            if len(first) > len(indent):
+                formatter.write(f"{first}\n")
+                first = indent
+            wrapped = textwrap.wrap(
+                _EXTRA.sub(lambda match: match[0].replace(" ", "\0"), _plain(about)),
+                formatter.width,
+                initial_indent=first,
+                subsequent_indent=indent,
+                break_on_hyphens=False,
+                break_long_words=False,
+            )
+            formatter.write("\n".join(wrapped).replace("\0", " ") + "\n")
+
+
+def _plain(text: str) -> str:
+    """Choices without typer's `<>`, and a default in words without its `()`."""
+    return _BRACKETS.sub(r"\1", _IN_WORDS.sub(r"\1\2", text)).replace("  [", " [")
+
+
+def spelled(parameter: Any) -> str:
+    """A parameter as the user types it: `--max-drop`, or an argument's name in capitals."""
+    if parameter.param_type_name == "argument":
+        return str(parameter.metavar or parameter.name.upper())
+    return str(max(parameter.opts, key=len))
+
+
+def with_flags(message: str, parameters: Iterable[Any]) -> str:
+    """`message` with each parameter name in backticks spelled as it is typed."""
+    flags = {each.name: spelled(each) for each in parameters}
+    return _PARAMETER.sub(lambda match: flags.get(match[1], match[0]), message)
+
+
+def _current(word: str) -> str:
+    """The present name of a renamed flag."""
+    flag, equals, value = word.partition("=")
+    if flag not in RENAMED:
+        return word
+    output.note(f"warning: {flag} is now {RENAMED[flag]}; the old name goes in version 0.3")
+    return RENAMED[flag] + equals + value

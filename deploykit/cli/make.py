@@ -1,0 +1,251 @@
+"""`deploykit train`, `export`, `quantize` and `build`: the commands that write models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from deploykit.cli import output, tables
+from deploykit.cli.options import JSON, OUT, AnyPrecision, LowPrecision, described
+from deploykit.cli.progress import Progress
+
+_ACCURACY = """
+--calib FILE.npz|DIR   Calibration data, for int8, fp8 and auto
+--data FILE.npz|DIR    Labelled data to measure accuracy on
+--metric top1|perplexity|MODULE:FUNCTION  How accuracy is computed; a function of yours is
+        pkg.mod:name or ./file.py:name [top1]
+--max-drop SHARE       Largest accuracy drop; 0.01 is one percentage point [0.01]
+"""
+
+
+@described(f"""
+RECIPE                 mnist-cnn, ./mine.py or pkg.mod:RECIPE
+-o --out FILE.pt       The checkpoint to write
+--data FILE|DIR        Training data, for a recipe that does not bring its own
+--save-splits DIR      Write calibration.npz and test.npz into this folder
+Training:
+--epochs N             Passes over the data [the recipe's]
+--batch-size N         Samples per step [the recipe's]
+--device               Where to train
+--amp/--no-amp         Mixed precision [on a GPU]
+--weights FILE         Weights to start from
+--seed N               Seed of the weights and of the order of the data
+{JSON}""")
+def train(
+    recipe: str,
+    out: Path,
+    data: Path | None = None,
+    save_splits: Path | None = None,
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    amp: bool | None = None,
+    weights: Path | None = None,
+    seed: int = 0,
+    as_json: bool = False,
+) -> None:
+    """Train a recipe and write a checkpoint that can be exported.
+
+    Example: deploykit train mnist-cnn -o model.pt
+    """
+    from deploykit.api import build
+
+    with Progress("train") as progress:
+        result = build.train(
+            recipe,
+            out,
+            data=data,
+            epochs=epochs,
+            batch_size=batch_size,
+            device=device,
+            amp=amp,
+            weights=weights,
+            seed=seed,
+            save_splits=save_splits,
+            on_progress=progress,
+        )
+    output.show(result, tables.made(result), as_json=as_json)
+
+
+@described(f"""
+MODEL                  A .pt, .pth, .pt2, .safetensors or TorchScript file
+{OUT}
+--profile PROFILE      The hardware target: sets the opset and reports operators that it lacks
+--preprocess imagenet|FILE.toml  Put scaling and normalisation into the graph, which then takes
+        uint8 images
+--samples FILE.npz|DIR  Inputs to compare on; a few are kept with the model [random]
+Model:
+--arch MODULE:CALLABLE  What builds the module when the file holds only weights: pkg.mod:Net or
+        ./file.py:Net
+--input SPEC           'NAME:DTYPE[AXES]' for each input, such as 'image:float32[N,3,224,224]'.
+        A number is a fixed size; a letter is an axis of any size: N is the batch, other
+        letters or names (T, H, W) are yours to choose
+--batch dynamic|N      A batch axis of any size, or of this size
+--allow-pickle         Run code that the file contains. Only if you trust it
+Exporter:
+--opset N              ONNX operator set, 18 to 23 [20, or what the profile needs]
+--exporter             PyTorch's exporter; auto tries torchscript where dynamo fails
+{JSON}""")
+def export(
+    model: Path,
+    out: Path | None = None,
+    profile: str | None = None,
+    preprocess: str | None = None,
+    samples: Path | None = None,
+    arch: str | None = None,
+    inputs: list[str] | None = None,
+    batch: str = "dynamic",
+    allow_pickle: bool = False,
+    opset: int | None = None,
+    exporter: Literal["auto", "dynamo", "torchscript"] = "auto",
+    as_json: bool = False,
+) -> None:
+    """Export a PyTorch model to ONNX and check the outputs.
+
+    Example: deploykit export net.pt --arch ./net.py:Net --input 'image:float32[N,3,224,224]'
+    """
+    from deploykit.api import export as exporting
+
+    with output.shown_on_failure(as_json, tables.made):
+        result = exporting.export(
+            model,
+            out,
+            arch=arch,
+            inputs=inputs or (),
+            batch=batch,
+            opset=opset,
+            profile=profile,
+            exporter=exporter,
+            preprocess=preprocess,
+            samples=samples,
+            allow_pickle=allow_pickle,
+        )
+    output.show(result, tables.made(result), as_json=as_json)
+
+
+@described(f"""
+MODEL                  An .onnx file
+--to                   The precision; auto is the fastest one that keeps the accuracy
+{OUT}
+--budget SECONDS       How long auto may search
+Accuracy:{_ACCURACY}
+--min-sqnr DB          Without labels: least signal-to-noise ratio of each output [15]
+--calibrator           How scales are computed from the calibration data [percentile]
+Target:
+--runtime              What will run the file; they want INT8 nodes at different places
+--profile PROFILE      The hardware: checks the precision, and auto predicts its latency
+--other-nodes          Precision of the nodes that are not quantized
+{JSON}""")
+def quantize(
+    model: Path,
+    to: LowPrecision,
+    out: Path | None = None,
+    budget_s: float = 600.0,
+    calib: Path | None = None,
+    data: Path | None = None,
+    metric: str | None = None,
+    max_drop: float | None = None,
+    min_sqnr_db: float | None = None,
+    calibrator: Literal["minmax", "percentile", "entropy"] | None = None,
+    runtime: Literal["tensorrt", "onnxruntime"] = "tensorrt",
+    profile: str | None = None,
+    rest: Literal["fp32", "fp16"] = "fp32",
+    as_json: bool = False,
+) -> None:
+    """Lower an ONNX model's precision and measure the lost accuracy.
+
+    Example: deploykit quantize model.onnx --to int8 --calib train.npz --data test.npz
+    """
+    from deploykit.api import quantize as precision
+
+    with (
+        output.shown_on_failure(as_json, tables.made),
+        Progress(f"quantize --to {to}") as progress,
+    ):
+        result = precision.quantize(
+            model,
+            to,
+            out,
+            calib=calib,
+            data=data,
+            metric=metric,
+            max_drop=max_drop,
+            min_sqnr_db=min_sqnr_db,
+            rest=rest,
+            calibrator=calibrator,
+            runtime=runtime,
+            profile=profile,
+            budget_s=budget_s,
+            on_progress=progress,
+        )
+    output.show(result, tables.made(result), as_json=as_json)
+    if result.search is not None and result.search.interrupted:
+        raise KeyboardInterrupt  # the best file so far is kept, but the search was cut short
+
+
+@described(f"""
+MODEL                  An .onnx file
+--profile PROFILE|FILE.toml|auto  The hardware target; NAME@MODE for a power mode, auto for this
+        machine
+--precision            Quantize first, as `quantize --to` does [the model's]
+{OUT}
+--check                Only test whether NVIDIA's builder accepts the model; keep no engine
+Accuracy:{_ACCURACY}
+TensorRT:
+--batch MIN,OPT,MAX    Smallest, usual and largest batch [1,8,32]
+--axis NAME=MIN,OPT,MAX  The same for another dynamic axis; may be repeated
+--level 0-5            Optimisation level [TensorRT's]
+--dla CORE             DLA core of a Jetson; the GPU runs what that cannot
+--version-compatible   The engine also runs in later TensorRT of the same major version
+--hardware-compatible  The engine also runs on these other GPUs
+{JSON}""")
+def build(
+    model: Path,
+    profile: str = "auto",
+    precision: AnyPrecision | None = None,
+    out: Path | None = None,
+    check: bool = False,
+    calib: Path | None = None,
+    data: Path | None = None,
+    metric: str | None = None,
+    max_drop: float | None = None,
+    batch: str | None = None,
+    axes: list[str] | None = None,
+    level: int | None = None,
+    dla: int | None = None,
+    version_compatible: bool = False,
+    hardware_compatible: Literal["ampere-plus", "same-compute-capability"] | None = None,
+    as_json: bool = False,
+) -> None:
+    """Build an engine for a hardware target and check its outputs.
+
+    Example: deploykit build model.onnx --profile l4 --precision fp16
+    """
+    from deploykit.api import build as making
+    from deploykit.api import build_tensorrt
+
+    shapes = build_tensorrt.Shapes(
+        batch, tuple(axes or ()), level, version_compatible, hardware_compatible, dla
+    )
+    with (
+        output.shown_on_failure(as_json, tables.built),
+        Progress(f"build for {profile}") as progress,
+    ):
+        if check:
+            checked = making.check(model, profile, shapes=shapes, on_progress=progress)
+            checked.raise_if_refused()
+            output.show(checked, tables.checked(checked), as_json=as_json)
+            return
+        result = making.build(
+            model,
+            profile,
+            precision=precision,
+            calib=calib,
+            data=data,
+            metric=metric,
+            max_drop=max_drop,
+            shapes=shapes,
+            out=out,
+            on_progress=progress,
+        )
+    output.show(result, tables.made(result), as_json=as_json)

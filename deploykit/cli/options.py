@@ -1,0 +1,87 @@
+"""How a command's options get their names and help, and the choices that several share."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
+
+import typer
+
+GENERAL = "General"  # the section of a help page that comes last
+
+LowPrecision = Literal[
+    "fp16", "bf16", "int8", "fp8", "int8-weight-only", "int4-weight-only", "auto"
+]
+AnyPrecision = Literal[
+    "fp32", "fp16", "bf16", "int8", "fp8", "int8-weight-only", "int4-weight-only", "auto"
+]
+
+JSON = f"{GENERAL}:\n--json  Print one JSON document on stdout"
+DEVICE = "--device auto|cpu|cuda|cuda:N  Where the model runs"
+TRUST = "--trust  Also run a TensorRT engine whose results cannot be verified here"
+OUT = "-o --out FILE  The file to write [next to the model]"
+
+_DEFAULT = re.compile(r"(.*?)(?: \[(.+)\])?", re.DOTALL)
+_Function = TypeVar("_Function", bound=Callable[..., None])
+
+
+def described(page: str) -> Callable[[_Function], _Function]:
+    """Name and explain the parameters of a command: one line of `page` each, in their order.
+
+    A line reads `NAMES VALUE  Help [default]`; what is further indented continues it, and a line
+    that ends with a colon begins a section. An argument has a VALUE only.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        signature = inspect.signature(function, eval_str=True)
+        section, infos = None, []
+        for row in inspect.cleandoc(re.sub(r"\n {8,}", " ", page)).splitlines():
+            head, _, about = row.strip().partition("  ")
+            if head.endswith(":"):
+                section = head[:-1]
+            if not about:
+                continue
+            infos.append(_info(head.split(), about.strip(), section))
+        parameters = [
+            each.replace(annotation=Annotated[each.annotation, info])
+            for each, info in zip(signature.parameters.values(), infos, strict=True)
+        ]
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def _info(words: list[str], about: str, section: str | None) -> Any:
+    names = [word for word in words if word.startswith("-")]
+    metavar = " ".join(word for word in words if not word.startswith("-")) or None
+    match = _DEFAULT.fullmatch(about)
+    about, default = match.groups() if match else (about, None)
+    complete = next((do for key, do in _COMPLETE.items() if (metavar or "").startswith(key)), None)
+    if not names:
+        return typer.Argument(metavar=metavar, help=f"{about}.", autocompletion=complete)
+    return typer.Option(
+        *names,
+        metavar=metavar,
+        help=f"{about}.",
+        rich_help_panel=section,
+        show_default=default or True,
+        autocompletion=complete,
+    )
+
+
+def _profiles(incomplete: str) -> list[str]:
+    from deploykit.core.profile import profile_names
+
+    return [name for name in [*profile_names(), "auto"] if name.startswith(incomplete)]
+
+
+def _recipes(incomplete: str) -> list[str]:
+    from deploykit.core.recipe import list_recipes
+
+    return [each.name for each in list_recipes() if each.name.startswith(incomplete)]
+
+
+_COMPLETE: dict[str, Callable[[str], list[str]]] = {"PROFILE": _profiles, "RECIPE": _recipes}

@@ -1,0 +1,61 @@
+"""How far a command is: a bar with the time left on a terminal, now and then a line elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from deploykit.cli import output
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+_QUIET_S = 5.0  # between two lines where there is no bar
+
+
+class Progress:
+    """Call it with what is being done and the share that is done, 0 to 1.
+
+    The bar takes one line of stderr and is erased at the end; what is printed on stderr meanwhile
+    goes above it. Log lines and a bar would mix, so that `-v` gives lines.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.last_s = -_QUIET_S
+        self.bar: Bar | None = None
+        self.task: Any = None
+
+    def __enter__(self) -> Progress:
+        if output.is_terminal(sys.stderr) and not logging.root.handlers:
+            from rich import progress
+            from rich.console import Console
+
+            self.bar = progress.Progress(
+                progress.TextColumn("{task.fields[what]}", markup=False),
+                progress.BarColumn(bar_width=20),
+                progress.TaskProgressColumn(),
+                progress.TimeElapsedColumn(),
+                progress.TimeRemainingColumn(),
+                progress.TextColumn("{task.description}", markup=False),
+                console=Console(stderr=True),
+                transient=True,
+                redirect_stdout=False,
+            )
+            self.bar.start()
+            self.task = self.bar.add_task("", total=1.0, what=self.what)
+        return self
+
+    def __call__(self, text: str, share: float) -> None:
+        message = output.one_line(text)
+        if self.bar is not None:
+            self.bar.update(self.task, completed=share, description=message)
+        elif time.monotonic() - self.last_s >= _QUIET_S:
+            self.last_s = time.monotonic()
+            output.note(f"{self.what}: {share * 100:3.0f} %  {message}")
+
+    def __exit__(self, *exc: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()

@@ -1,0 +1,148 @@
+"""`deploykit compare`, `inspect`, `predict` and `bench`: the commands that test and measure."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+from deploykit.cli import output, tables
+from deploykit.cli.options import DEVICE, JSON, TRUST, described
+from deploykit.cli.progress import Progress
+from deploykit.core.errors import BadInput, GateFailed
+
+
+@described(f"FILE  A .pt, .onnx or .trt file\n{JSON}")
+def inspect(path: Path, as_json: bool = False) -> None:
+    """Show a model's tensors, precisions, operators and origin.
+
+    Example: deploykit inspect model.int8.onnx
+    """
+    from deploykit.api import compare as proof
+
+    result = proof.inspect(path)
+    output.show(result, tables.inspection(result), as_json=as_json)
+
+
+@described(f"""
+A                      The reference
+B                      What to compare with it; without B, A is compared with its stored samples
+--data FILE.npz|DIR    Inputs to run [random]
+--max-error X          Largest max |a-b| / max(1, max |a|) [0.001, or as stored with the samples]
+{DEVICE}
+{JSON}""")
+def compare(
+    a: Path,
+    b: Path | None = None,
+    data: Path | None = None,
+    max_error: float | None = None,
+    device: str = "cpu",
+    as_json: bool = False,
+) -> None:
+    """Compare the outputs of two models; exit 1 if they differ too much.
+
+    Example: deploykit compare model.pt model.onnx
+    """
+    from deploykit.api import compare as proof
+
+    result = proof.compare(a, b, data=data, max_error=max_error, device=device)
+    output.show(result, tables.compared(result), as_json=as_json)
+    result.raise_if_over()
+
+
+@described(f"""
+ENGINE                 A .onnx, .trt or .pt file
+DATA                   The inputs: an .npz file or a folder
+-o --out FILE.npz      Where to write the outputs
+--batch N              Samples per call
+{DEVICE}
+{TRUST}
+{JSON}""")
+def predict(
+    engine: Path,
+    data: Path,
+    out: Path,
+    batch: int = 32,
+    device: str = "auto",
+    trust: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Run a model on all samples of a file and write its outputs.
+
+    Example: deploykit predict model.onnx test.npz -o predictions.npz
+    """
+    from deploykit.api import compare as proof
+
+    with Progress("predict") as progress:
+        result = proof.predict(
+            engine, data, out, batch=batch, device=device, trust=trust, on_progress=progress
+        )
+    output.show(result, tables.predicted(result), as_json=as_json)
+
+
+@described(f"""
+ENGINE                 .onnx or .trt files to measure
+--baseline FILE.onnx   The float32 model to compare with [the first ENGINE]
+--batches N,N,...      Batch sizes to measure
+-o --out DIR           Folder of the report
+--data FILE.npz|DIR    Labelled data: measure accuracy too
+{DEVICE}
+{TRUST}
+Timing:
+--quick                Measure briefly; the report is marked as such
+--warmup SECONDS       Warm-up before each point [10, or 2 with --quick]
+--seconds SECONDS      Length of each point [60, or 5 with --quick]
+--strict               Exit 1 if the GPU lowered its clocks meanwhile
+{JSON}""")
+def bench(
+    engines: list[Path],
+    baseline: Path | None = None,
+    batches: str = "1,2,4,8,16,32",
+    out: Path = Path("report"),
+    data: Path | None = None,
+    device: str = "auto",
+    trust: bool = False,
+    quick: bool = False,
+    warmup_s: float | None = None,
+    seconds: float | None = None,
+    strict: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Measure latency and throughput against the float32 model on the CPU.
+
+    Example: deploykit bench model.int8.onnx --baseline model.onnx --quick
+    """
+    from deploykit.api import bench as figures
+
+    with Progress("bench") as progress:
+        result = figures.bench(
+            engines,
+            baseline=baseline,
+            batches=sizes("batches", batches),
+            out=out,
+            data=data,
+            device=device,
+            quick=quick,
+            warmup_s=warmup_s,
+            seconds=seconds,
+            trust=trust,
+            command=shlex.join(["deploykit", *sys.argv[1:]]),
+            on_progress=progress,
+            on_note=lambda text: output.note(f"warning: {output.one_line(text)}"),
+        )
+    output.show(result, tables.report(result, out), as_json=as_json)
+    if result.throttled:
+        why = f"the GPU lowered its clocks during the measurement: {', '.join(result.throttled)}"
+        if strict:
+            raise GateFailed(why, hint="the report is written, without a speed-up")
+        output.note(f"warning: {why}")
+
+
+def sizes(parameter: str, text: str) -> list[int]:
+    """Batch sizes from `1,8,32`. Raises BadInput."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise BadInput(
+            f"`{parameter}` {text}: must be sizes of at least 1", hint=f"`{parameter}` 1,8,32"
+        )
+    return [int(part) for part in parts]

@@ -1,0 +1,227 @@
+"""`deploykit serve` and `deploykit load`: a server, and load on one."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+import typer
+
+from deploykit.cli import output, tables
+from deploykit.cli.options import DEVICE, JSON, TRUST, described
+from deploykit.cli.prove import sizes
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """The options of `serve`; their flags are also the keys of its configuration file."""
+
+    models: list[str] | None = None
+    engine: list[str] | None = None
+    device: str = "auto"
+    trust: bool = False
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8001
+    grpc: bool = True
+    max_batch: int = 32
+    max_delay_us: int = 0
+    preferred: str | None = None
+    slo_ms: float | None = None
+    buckets: list[str] | None = None
+    pad: list[str] | None = None
+    queue: int = 1024
+    timeout_ms: int = 30_000
+    max_body_bytes: int = 64 << 20
+    max_held_bytes: int | None = None
+    instances: int = 1
+    threads: int | None = None
+    cpu_fallback: bool = False
+    reload: bool = True
+    shared_memory: bool = False
+    token_file: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    origin: list[str] | None = None
+    shadow: list[str] | None = None
+    shadow_rate: float = 0.01
+    shadow_alarm: float = 0.01
+    log: Literal["text", "json"] = "text"
+    otlp: str | None = None
+
+
+_SERVE = f"""
+[NAME=]FILE            The .onnx or .trt files to serve
+--engine [NAME=]FILE   The same as an option; may be repeated
+{DEVICE}
+{TRUST}
+Address:
+--host ADDRESS         Address to listen on
+--http-port PORT       Port for HTTP; 0 picks a free one
+--grpc-port PORT       Port for gRPC; 0 picks a free one
+--grpc/--no-grpc       Serve gRPC too
+Batching:
+--max-batch N          Most samples in one call
+--max-delay-us MICROSECONDS  How long to wait for more requests
+--preferred N,N,...    Batch sizes worth waiting for, within --max-delay-us
+--slo-ms MS            Adapt batch and delay to keep p99 below this
+--buckets AXIS=16,32,64  Pad a dynamic axis to these sizes, to share batches; may be repeated
+--pad INPUT=VALUE      What to pad an input with; may be repeated [0]
+Limits:
+--queue N              Requests that may wait, per model; more are answered 503
+--timeout-ms MS        Longest wait of a request; then it is answered 504
+--max-body-bytes BYTES  Largest request
+--max-held-bytes BYTES  Largest sum of all large requests in memory [a quarter of the memory]
+Engines:
+--instances N          Engines per model
+--threads N            CPU threads per call [one per core]
+--cpu-fallback         Run an ONNX model on the CPU if the GPU cannot
+--reload/--no-reload   Load a model again when its file changes
+--shared-memory        Let clients pass tensors in shared memory
+Security:
+--token-file FILE      The first line is the token that clients must send
+--tls-cert FILE.pem    Certificate for HTTPS
+--tls-key FILE.pem     Its private key
+--origin URL           Web pages from there may call this server; may be repeated
+Monitoring:
+--shadow [NAME=]FILE   Run some live requests again on this model and compare the answers
+--shadow-rate 0-1      Share of the requests to run again
+--shadow-alarm 0-1     Share of different answers that raises an alarm
+--log                  Format of the log on stderr; json also prints the ready line as JSON
+--otlp URL             Send OpenTelemetry traces to http(s)://HOST:PORT
+"""
+
+
+def fields_as_options(kind: type) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
+    """Make a command of a function of one dataclass: its fields become the options."""
+
+    def decorate(function: Callable[[Any], None]) -> Callable[..., None]:
+        def run(**values: Any) -> None:
+            function(kind(**values))
+
+        hints = get_type_hints(kind)
+        parameters = [
+            each.replace(annotation=hints[each.name], kind=inspect.Parameter.KEYWORD_ONLY)
+            for each in inspect.signature(kind).parameters.values()
+        ]
+        run.__name__, run.__doc__ = function.__name__, function.__doc__
+        run.__annotations__ = hints
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+@described(_SERVE)
+@fields_as_options(ServeOptions)
+def serve(options: ServeOptions) -> None:
+    """Serve models over HTTP and gRPC, with dynamic batching.
+
+    Example: deploykit serve mnist=model.int8.onnx --http-port 8000
+    """
+    from deploykit.api import serve as service
+
+    dropped = service.serve(
+        [*(options.engine or ()), *(options.models or ())],
+        host=options.host,
+        http_port=options.http_port,
+        grpc_port=options.grpc_port if options.grpc else None,
+        max_batch=options.max_batch,
+        max_delay_us=options.max_delay_us,
+        preferred=tuple(sizes("preferred", options.preferred)) if options.preferred else (),
+        slo_ms=options.slo_ms,
+        instances=options.instances,
+        buckets=options.buckets or (),
+        pads=options.pad or (),
+        queue=options.queue,
+        timeout_ms=options.timeout_ms,
+        max_body_bytes=options.max_body_bytes,
+        max_held_bytes=options.max_held_bytes,
+        threads=options.threads,
+        device=options.device,
+        cpu_fallback=options.cpu_fallback,
+        trust=options.trust,
+        reload=options.reload,
+        token_file=options.token_file,
+        tls_cert=options.tls_cert,
+        tls_key=options.tls_key,
+        origins=tuple(options.origin or ()),
+        shared_memory=options.shared_memory,
+        shadows=options.shadow or (),
+        shadow_rate=options.shadow_rate,
+        shadow_alarm=options.shadow_alarm,
+        log_format=options.log,
+        otlp=options.otlp,
+        on_ready=partial(_ready, options),
+    )
+    if dropped:
+        output.note(f"warning: {dropped} accepted requests were not answered")
+        raise typer.Exit(1)
+
+
+@described(f"""
+URL                    The server, http://HOST:PORT
+--model NAME           Which model, if the server has several [the only one]
+--rate N               Open loop: send this many requests per second
+--concurrency N        Closed loop: this many connections, each waits for its answer
+--duration SECONDS     How long to measure
+--batch N              Samples per request
+-o --out DIR           Write a report into this folder
+{JSON}""")
+def load(
+    url: str,
+    model: str | None = None,
+    rate: float | None = None,
+    concurrency: int | None = None,
+    duration_s: float = 10.0,
+    batch: int = 1,
+    out: Path | None = None,
+    as_json: bool = False,
+) -> None:
+    """Measure a running server under load.
+
+    Example: deploykit load http://127.0.0.1:8000 --concurrency 32
+    """
+    from deploykit.api import bench as figures
+
+    result = figures.load_test(
+        url,
+        model=model,
+        rate=rate,
+        concurrency=concurrency,
+        duration_s=duration_s,
+        batch=batch,
+        out=out,
+        command=shlex.join(["deploykit", *sys.argv[1:]]),
+    )
+    output.show(result, tables.load(result), as_json=as_json)
+
+
+def _ready(
+    options: ServeOptions, host: str, http_port: int, grpc_port: int | None, models: list[str]
+) -> None:
+    """Tell where the server listens: JSON for scripts, addresses to click on for people."""
+    place = f"[{host}]" if ":" in host else host
+    grpc = None if grpc_port is None else f"{place}:{grpc_port}"
+    if options.log == "json" or not sys.stdout.isatty():
+        ready = {"event": "ready", "http": f"{place}:{http_port}", "grpc": grpc, "models": models}
+        output.line(json.dumps(ready))
+        return
+    scheme = "https" if options.tls_cert else "http"
+    reachable = "localhost" if host in ("0.0.0.0", "::") else place  # noqa: S104 - compared only
+    url = f"{scheme}://{reachable}:{http_port}"
+    lines = [
+        f"{output.bold('Serving')} {', '.join(map(output.one_line, models))}",
+        f"  dashboard  {url}/",
+        f"  how to     {url}/docs",
+        f"  gRPC       {grpc}" if grpc else "  gRPC       off",
+        "Press Ctrl-C to stop.",
+    ]
+    output.line("\n".join(lines))
