@@ -1,19 +1,64 @@
-"""Decide what is drawn of a report: its figures, each with what it shows in words and as a table.
+"""Choose the charts of a report; each has a caption and a table of the same data.
 
-In: the document of `report.json`. Out: `Chart`s, and a sentence for each that has no data. Nothing
-is computed here that is not in the document.
+Charts are data here: core/assets/charts.js draws them. Nothing is computed that is not in the
+document of `report.json`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from deploykit.measure.report.charts import LOOKS, Chart, Mark, Series
 from deploykit.measure.report.formatting import MISSING, SPACE, count, number, percent, spread
 
 Json = Mapping[str, Any]
+LOOKS = 8  # colours, dashes and markers before they repeat; 0 is the baseline's
 _POINT_COLUMNS = ("setup", "batch", "p50 (ms)", "p99 (ms)", "throughput (inferences/s)")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One measured point; `low` to `high` is its interval, `text` its label."""
+
+    x: float
+    y: float
+    low: float | None = None
+    high: float | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line through `marks`, in their order. `upper`: a thin line above it (p99 over p50)."""
+
+    label: str
+    marks: tuple[Mark, ...]
+    look: int = 0
+    upper: tuple[Mark, ...] = ()
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One figure. `finding`: its caption, what a reader should see in it.
+
+    `x_ticks`: positions and labels of the x axis, round numbers where empty. `x_log` None: if the
+    values span much. `zero`: the y axis begins at 0. `flag`: an x, and what begins there.
+    `columns`, `rows`: the same data as a table.
+    """
+
+    name: str
+    title: str
+    finding: str
+    x_label: str
+    y_label: str
+    series: tuple[Series, ...]
+    x_ticks: tuple[tuple[float, str], ...] = ()
+    x_log: bool | None = None
+    zero: bool = True
+    flag: tuple[float, str] | None = None
+    columns: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
 
 
 def charts(document: Json) -> tuple[list[Chart], list[str]]:
@@ -22,9 +67,9 @@ def charts(document: Json) -> tuple[list[Chart], list[str]]:
     missing: list[str] = []
     points: list[Json] = document["points"]
     scenarios = list(dict.fromkeys(str(point["scenario"]) for point in points))
-    for number_, scenario in enumerate(scenarios, 1):  # two scenarios never share a chart
-        of_one = [point for point in points if point["scenario"] == scenario]
-        drawn += [_trade_off(document, of_one, number_), _sweep(document, of_one, number_)]
+    for index, scenario in enumerate(scenarios, 1):  # two scenarios never share a chart
+        chosen = [point for point in points if point["scenario"] == scenario]
+        drawn += [_trade_off(document, chosen, index), _sweep(document, chosen, index)]
     if not points:
         missing.append("Latency and throughput of the engines were not measured.")
     accuracy = _accuracy(document)
@@ -41,7 +86,7 @@ def charts(document: Json) -> tuple[list[Chart], list[str]]:
 
 
 def looks(document: Json) -> dict[str, int]:
-    """Setup -> its look in every chart. The baseline has look 0, wherever it stands."""
+    """Setup -> its look in every chart. The baseline has look 0, whatever its position."""
     labels = list(dict.fromkeys(str(point["label"]) for point in document["points"]))
     others = [label for label in labels if label != document["baseline"]]
     return {document["baseline"]: 0} | {label: i for i, label in enumerate(others, 1)}
@@ -73,18 +118,18 @@ def _point_rows(points: Sequence[Json]) -> tuple[tuple[str, ...], ...]:
             spread(point["latency"]["p99_ms"]),
             spread(point["throughput_per_s"]),
         )
-        for of_one in by_label(points).values()
-        for point in of_one
+        for chosen in by_label(points).values()
+        for point in chosen
     )
 
 
 def _trade_off(document: Json, points: Sequence[Json], index: int) -> Chart:
     look = looks(document)
     series = []
-    for label, of_one in by_label(points).items():
-        rates = [float(point["throughput_per_s"]["value"]) for point in of_one]
+    for label, chosen in by_label(points).items():
+        rates = [float(point["throughput_per_s"]["value"]) for point in chosen]
         marks, upper = [], []
-        for rate, point in zip(rates, of_one, strict=True):
+        for rate, point in zip(rates, chosen, strict=True):
             p50, p99 = point["latency"]["p50_ms"], point["latency"]["p99_ms"]
             if p50 is not None:
                 marks.append(Mark(rate, p50["value"], text=str(point["batch"])))
@@ -115,16 +160,16 @@ def _sweep(document: Json, points: Sequence[Json], index: int) -> Chart:
     series = tuple(
         Series(
             label,
-            tuple(_mark(float(p["batch"]), p["throughput_per_s"]) for p in of_one),
+            tuple(_mark(float(p["batch"]), p["throughput_per_s"]) for p in chosen),
             look[label],
         )
-        for label, of_one in by_label(points).items()
+        for label, chosen in by_label(points).items()
     )
     batches = sorted({int(point["batch"]) for point in points})
     found = [c for c in document["crossovers"] if c["by"] == "throughput"]
     scenario = points[0]["scenario"]
     found = [c for c in found if c["scenario"] == scenario]
-    said = [
+    sentences = [
         f"{c['label']} is ahead of {c['baseline']} from batch {c['batch']} on"
         if c["batch"] is not None
         else f"{c['label']} is not ahead of {c['baseline']} up to batch {batches[-1]}"
@@ -139,7 +184,7 @@ def _sweep(document: Json, points: Sequence[Json], index: int) -> Chart:
     return Chart(
         name=f"sweep-{index}",
         title="Throughput against batch size",
-        finding=("; ".join(said) + ". " if said else "") + "Whiskers are 95 % intervals.",
+        finding=("; ".join(sentences) + ". " if sentences else "") + "Whiskers are 95 % intervals.",
         x_label=f"batch size (inferences per call), {scenario}",
         y_label="throughput (inferences/s)",
         series=series,
@@ -155,25 +200,26 @@ def _accuracy(document: Json) -> Chart | None:
     """Accuracy of each precision against the p50 latency of its setups at the smallest batch."""
     look = looks(document)
     accuracy = {str(row["precision"]): row for row in document["accuracy"]}
-    series, rows, said = [], [], []
+    series, rows, sentences = [], [], []
     metric = ""
-    for label, of_one in by_label(document["points"]).items():
-        point = of_one[0]
+    for label, chosen in by_label(document["points"]).items():
+        point = chosen[0]
         row, p50 = accuracy.get(str(point["precision"])), point["latency"]["p50_ms"]
         if row is None or p50 is None:
             continue
         share = {key: part * 100 for key, part in row["value"].items()}
         series.append(Series(label, (_mark(p50["value"], share),), look[label]))
-        written = percent(row["value"], row["n"])
-        rows.append((label, str(row["precision"]), written, count(row["n"]), spread(p50)))
-        said.append(f"{label}: {written} at {number(p50['value'])}{SPACE}ms")
+        share_text = percent(row["value"], row["n"])
+        rows.append((label, str(row["precision"]), share_text, count(row["n"]), spread(p50)))
+        sentences.append(f"{label}: {share_text} at {number(p50['value'])}{SPACE}ms")
         metric = str(row["metric"])
     if not series:
         return None
     return Chart(
         name="accuracy",
         title="Accuracy against latency",
-        finding="; ".join(said) + ". Up and to the left is better. Whiskers are 95 % intervals.",
+        finding="; ".join(sentences)
+        + ". Up and to the left is better. Whiskers are 95 % intervals.",
         x_label=f"p50 latency (ms) at the smallest batch, {document['points'][0]['scenario']}",
         y_label=f"{metric} (%)",
         series=tuple(series),
@@ -186,7 +232,7 @@ def _accuracy(document: Json) -> Chart | None:
 def _served(document: Json) -> Chart | None:
     """The percentile spectrum of each load level, to the maximum, on a logarithmic axis."""
     series: list[Series] = []
-    rows, said, most = [], [], 100.0
+    rows, sentences, most = [], [], 100.0
     for result in document["serving"]:
         latency, label = result["latency"], load_label(result)
         if result["generator_limited"]:
@@ -212,7 +258,7 @@ def _served(document: Json) -> Chart | None:
             )
         )
         tail = MISSING if p99_ms is None else f"{number(p99_ms)}{SPACE}ms"
-        said.append(f"{label}: p50 {number(latency['p50_ms']['value'])}{SPACE}ms, p99 {tail}")
+        sentences.append(f"{label}: p50 {number(latency['p50_ms']['value'])}{SPACE}ms, p99 {tail}")
     if not series:
         return None
     steps = ((2.0, "50 %"), (10.0, "90 %"), (100.0, "99 %"), (1e3, "99.9 %"), (1e4, "99.99 %"))
@@ -220,7 +266,7 @@ def _served(document: Json) -> Chart | None:
     return Chart(
         name="served",
         title="Latency over HTTP, by percentile",
-        finding="; ".join(said) + ". The flatter a line, the steadier the server.",
+        finding="; ".join(sentences) + ". The flatter a line, the steadier the server.",
         x_label="share of requests that were answered by then",
         y_label="latency (ms)",
         series=tuple(series),

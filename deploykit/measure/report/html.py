@@ -1,40 +1,60 @@
-"""Write a report as one HTML file that needs nothing else: no network, no script, no second file.
+"""Write a report as one HTML file that needs no network and no second file.
 
-In: the document of `report.json`. Out: the page as text, the document embedded in it. Every text
-of the document is escaped; the page forbids itself all loading. Same document, same bytes.
+Every string of the document is escaped, and the page's own policy lets it load nothing and run one
+script: the chart code. Without scripts every figure is still there, in its caption and its table.
+The same document gives the same bytes.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from html import escape
+from pathlib import Path
 from typing import Any
 
-from deploykit.measure.report.charts import Chart, draw
-from deploykit.measure.report.figures import charts
-from deploykit.measure.report.style import CSS
+from deploykit.core.assets import asset
+from deploykit.measure.report.figures import Chart, charts
 from deploykit.measure.report.tables import Table, best_by_batch, details, machine, summary
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
+CSS = asset("look.css") + Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+SCRIPT = (
+    asset("charts.js")
+    + """
+const charts = JSON.parse(document.getElementById("charts-data").textContent);
+for (const plot of document.querySelectorAll("[data-chart]")) {
+  plot.innerHTML = draw(charts[Number(plot.dataset.chart)]);
+}
+"""
+)
+_HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+_POLICY = (
+    f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_HASH}'; "
+    "img-src data:; base-uri 'none'"
+)
 
 
 def page(document: Mapping[str, Any]) -> str:
     """The whole page. Order: verdict, short table, charts, method and machine, everything else."""
     document = _printable(document)
     drawn, missing = charts(document)
+    figures = "".join(_figure(chart, i) for i, chart in enumerate(drawn))
+    figures = figures and _NO_SCRIPT + figures
     sections = [
         _verdict(document),
-        _section("In short", "short", _table(summary(document), caption=False)),
+        _section("In short", "short", html_table(summary(document), caption=False)),
         *(
-            _section(table.title, "best", _table(table, caption=False))
+            _section(table.title, "best", html_table(table, caption=False))
             for table in (best_by_batch(document),)
             if table.rows
         ),
         _section(
             "What the measurements show",
             "charts",
-            "".join(map(_figure, drawn)) + "".join(f"<p>{_e(text)}</p>" for text in missing),
+            figures + "".join(f"<p>{_e(sentence)}</p>" for sentence in missing),
         ),
         _section("How it was measured", "method", _method(document)),
         _section(
@@ -43,14 +63,26 @@ def page(document: Mapping[str, Any]) -> str:
             "".join(map(_folded, details(document))) + _raw(document),
         ),
     ]
+    return html_page(str(document["title"]), "\n".join(sections), drawn)
+
+
+_NO_SCRIPT = (
+    '<noscript><p class="note">The charts need JavaScript. Each one\'s figures are in its table.'
+    "</p></noscript>"
+)
+
+
+def html_page(title: str, content: str, drawn: Sequence[Chart]) -> str:
+    """A page of its own around `content`; element i of `drawn` fills `data-chart="i"`."""
+    script = f'<script type="module">{SCRIPT}</script>\n' if drawn else ""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{_e(document['title'])}</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(sections)
-        + "\n</main>\n</body>\n</html>\n"
+        f"<title>{_e(title)}</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n"
+        f"{content}\n</main>\n{_data('charts-data', list(map(asdict, drawn)))}\n{script}"
+        "</body>\n</html>\n"
     )
 
 
@@ -80,19 +112,13 @@ def _section(title: str, name: str, content: str) -> str:
     return f'<section aria-labelledby="{name}"><h2 id="{name}">{_e(title)}</h2>{content}</section>'
 
 
-def _figure(chart: Chart) -> str:
-    table = Table(chart.title, chart.columns, chart.rows, _words(chart))
+def _figure(chart: Chart, index: int) -> str:
+    names = [i for i, name in enumerate(chart.columns) if name in ("setup", "precision", "load")]
+    table = Table(chart.title, chart.columns, chart.rows, tuple(names))
     return (
-        f'<figure><h3>{_e(chart.title)}</h3><div class="plot">{draw(chart)}</div>'
-        f"<figcaption>{_e(chart.finding)}</figcaption>"
-        f"<details><summary>The figures of this chart</summary>{_table(table)}</details></figure>"
-    )
-
-
-def _words(chart: Chart) -> tuple[int, ...]:
-    """The columns of a chart's table that hold words."""
-    return tuple(
-        i for i, name in enumerate(chart.columns) if name in ("setup", "precision", "load")
+        f'<figure><h3>{_e(chart.title)}</h3><div class="plot" data-chart="{index}"></div>'
+        f"<figcaption>{_e(chart.finding)}</figcaption><details><summary>The figures of this chart"
+        f"</summary>{html_table(table)}</details></figure>"
     )
 
 
@@ -107,15 +133,15 @@ def _method(document: Mapping[str, Any]) -> str:
 
 
 def _titled(table: Table) -> str:
-    return f"<h3>{_e(table.title)}</h3>{_table(table, caption=False)}" if table.rows else ""
+    return f"<h3>{_e(table.title)}</h3>{html_table(table, caption=False)}" if table.rows else ""
 
 
 def _folded(table: Table) -> str:
-    return f"<details><summary>{_e(table.title)}</summary>{_table(table)}</details>"
+    return f"<details><summary>{_e(table.title)}</summary>{html_table(table)}</details>"
 
 
-def _table(table: Table, *, caption: bool = True) -> str:
-    """A table that scrolls by itself when the page is narrow. The first column names the row."""
+def html_table(table: Table, *, caption: bool = True) -> str:
+    """A table that scrolls by itself where the page is narrow. The first column names the row."""
     if not table.rows:
         return ""
     kinds = ["" if i in table.text else ' class="n"' for i in range(len(table.columns))]
@@ -141,18 +167,22 @@ def _table(table: Table, *, caption: bool = True) -> str:
 
 
 def _cell(text: str) -> str:
-    """A figure with its interval on a line of its own, so that tables stay narrow."""
+    """A figure with its interval on a second line, so that tables stay narrow."""
     value, bracket, interval = text.partition(" [")
     return f"{_e(value)} <small>[{_e(interval)}</small>" if bracket else _e(text)
 
 
 def _raw(document: Mapping[str, Any]) -> str:
-    """The document itself. `<` is written \\u003c, so that no text in it can end the element."""
-    data = json.dumps(document, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
     return (
         '<p class="note">The whole of report.json is embedded in this page, in the element '
-        f'"report-data".</p><script type="application/json" id="report-data">{data}</script>'
+        f'"report-data".</p>{_data("report-data", document)}'
     )
+
+
+def _data(name: str, value: object) -> str:
+    """JSON in an element. `<` is written \\u003c, so that no string in it can end the element."""
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    return f'<script type="application/json" id="{name}">{text}</script>'
 
 
 def _printable(value: Any) -> Any:

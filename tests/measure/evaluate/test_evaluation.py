@@ -126,7 +126,7 @@ def test_too_few_samples_are_told_with_how_many_would_do() -> None:
     assert not evaluate(identity(), identity(), samples=samples_of(275), metric=TOP1).passed
     assert evaluate(identity(), identity(), samples=samples_of(276), metric=TOP1).passed
     one_lost = evaluate(identity(), flipping(), samples=samples_of(276, marked=1), metric=TOP1)
-    assert "what was seen is within" in one_lost.reason
+    assert "the measured value is within" in one_lost.reason
 
 
 def test_too_few_samples_of_another_score_are_told_from_their_spread() -> None:

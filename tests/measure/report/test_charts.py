@@ -4,25 +4,41 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import asdict
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
 
-from deploykit.measure.report.charts import (
-    HEIGHT,
-    WIDTH,
-    Chart,
-    Mark,
-    Series,
-    draw,
-    make_axis,
-    text_box,
-    text_width,
-)
-from deploykit.measure.report.figures import charts
+from deploykit.core.assets import FOLDER
+from deploykit.measure.report.figures import Chart, Mark, Series, charts
 from deploykit.measure.report.formatting import MISSING, count, number, points, spread, tick
 from deploykit.measure.report.report import Report
 from deploykit.measure.report.tables import summary
+from tests.support.node import evaluate, needs_node
+
+CHARTS = FOLDER / "charts.js"
+WIDTH, HEIGHT = 760, 400
+SVG = "{http://www.w3.org/2000/svg}"
+FONT, MEAN_WIDTH = 12, 0.6  # as charts.js takes them
+
+pytestmark = needs_node
+
+
+def draw(one: Chart, frame: str = "FIGURE") -> str:
+    drawn: str = evaluate(CHARTS, f"m.draw(v.chart, m.{frame})", chart=asdict(one))
+    return drawn
+
+
+def make_axis(values: list[float], **options: object) -> dict[str, Any]:
+    found: dict[str, Any] = evaluate(CHARTS, "m.axis(v.values, v.o)", values=values, o=options)
+    return found
+
+
+def text_box(x: float, y: float, text: str, anchor: str) -> tuple[float, float, float, float]:
+    width = MEAN_WIDTH * FONT * len(text)
+    left = x - {"start": 0.0, "middle": width / 2, "end": width}[anchor]
+    return left, y - FONT, left + width, y + 0.25 * FONT
 
 
 def chart(*series: Series, **changes: object) -> Chart:
@@ -52,7 +68,7 @@ def boxes(svg: str) -> list[tuple[str, tuple[float, float, float, float]]]:
                 text.get("text-anchor", "start"),
             ),
         )
-        for text in ET.fromstring(svg).iter("text")
+        for text in ET.fromstring(svg).iter(f"{SVG}text")
     ]
 
 
@@ -115,7 +131,7 @@ def test_every_line_is_named_and_differs_in_dash_and_marker_not_only_in_colour()
         f"setup {i}" for i in range(5)
     ]
     root = ET.fromstring(svg)
-    lines = [p for p in root.iter("path") if p.get("class") == "line"]
+    lines = [p for p in root.iter(f"{SVG}path") if p.get("class") == "line"]
     assert len({p.get("stroke-dasharray") for p in lines}) == 5
 
 
@@ -138,8 +154,8 @@ def test_a_wide_range_is_logarithmic_and_says_so() -> None:
 
 def test_a_linear_axis_starts_at_zero_where_asked_and_covers_the_intervals() -> None:
     axis = make_axis([7.0, 11.3], zero=True)
-    assert (axis.low, axis.high) == (0.0, 12.5)
-    assert [text for _, text in axis.ticks] == ["0.0", "2.5", "5.0", "7.5", "10.0", "12.5"]
+    assert (axis["low"], axis["high"]) == (0.0, 12.5)
+    assert [text for _, text in axis["ticks"]] == ["0.0", "2.5", "5.0", "7.5", "10.0", "12.5"]
 
 
 @pytest.mark.parametrize(
@@ -149,33 +165,56 @@ def test_a_linear_axis_starts_at_zero_where_asked_and_covers_the_intervals() -> 
 )
 def test_the_label_of_a_tick_is_its_value(values: list[float]) -> None:
     axis = make_axis(values)
-    assert len(axis.ticks) >= 3
-    for value, text in axis.ticks:
+    assert len(axis["ticks"]) >= 3
+    for value, text in axis["ticks"]:
         assert float(text.replace("−", "-")) == pytest.approx(value, abs=1e-12)
 
 
 @pytest.mark.parametrize("values", [[0.2, 18.0], [3.0, 5.0], [1.0, 1e7], [7.0, 7.0]], ids=str)
 def test_a_logarithmic_axis_holds_its_values_and_has_round_ticks(values: list[float]) -> None:
     axis = make_axis(values, log=True)
-    assert axis.low < min(values) <= max(values) < axis.high
-    for value, _ in axis.ticks:
-        assert axis.low <= value <= axis.high
+    assert axis["low"] < min(values) <= max(values) < axis["high"]
+    for value, _ in axis["ticks"]:
+        assert axis["low"] <= value <= axis["high"]
         assert 10 ** (math.log10(value) % 1) == pytest.approx(
             min((1, 2, 3, 5, 10), key=lambda m: abs(m - 10 ** (math.log10(value) % 1)))
         )
 
 
 def test_equal_steps_are_equal_on_a_linear_and_equal_factors_on_a_log_axis() -> None:
-    linear, log = make_axis([0.0, 10.0]), make_axis([1.0, 1000.0], log=True)
-    assert linear.at(5.0, 0, 100) == pytest.approx(50)
-    assert log.at(100.0, 0, 90) - log.at(10.0, 0, 90) == pytest.approx(
-        log.at(10.0, 0, 90) - log.at(1.0, 0, 90)
-    )
+    half = "m.axis([0, 10]).at(5, 0, 100)"
+    assert evaluate(CHARTS, half) == pytest.approx(50)
+    thirds = "[1, 10, 100, 1000].map((x) => m.axis([1, 1000], {log: true}).at(x, 0, 90))"
+    at = evaluate(CHARTS, thirds)
+    steps = [b - a for a, b in itertools.pairwise(at)]
+    assert steps == pytest.approx([steps[0]] * 3)
+
+
+def test_a_panel_breaks_its_line_where_there_is_no_value_and_names_its_series() -> None:
+    marks = [{"x": x, "y": y} for x, y in enumerate([1, 2, None, 4, 5])]
+    both = [{"label": name, "look": i + 1, "marks": marks} for i, name in enumerate(["p99", "p50"])]
+    given = {"title": "Latency", "alt": "Latency, now 5 ms", "series": both, "zero": True}
+    svg = evaluate(CHARTS, "m.draw(v.chart, m.PANEL)", chart=given)
+    root = ET.fromstring(svg)
+    assert root.get("aria-label") == "Latency, now 5 ms"
+    lines = [p for p in root.iter(f"{SVG}path") if p.get("class") == "line"]
+    assert len(lines) == 2 * 2 + 2  # two runs of each, and a sample of each in the legend
+    assert {"p99", "p50"} < {text for text, _ in boxes(svg)}
+    assert overlaps(svg) == []
+
+
+def test_bars_carry_their_share_and_leave_out_labels_that_would_overlap() -> None:
+    bars = [{"label": str(10 * i), "value": i} for i in range(1, 41)]
+    svg = evaluate(CHARTS, "m.drawBars(v.chart)", chart={"bars": bars, "alt": "Bars"})
+    assert overlaps(svg) == []
+    few = evaluate(CHARTS, "m.drawBars(v.chart)", chart={"bars": bars[:2], "alt": "Bars"})
+    assert [text for text, _ in boxes(few)] == ["33 %", "10", "67 %", "20"]
+    assert evaluate(CHARTS, "m.drawBars({bars: [], alt: ''})") == ""
 
 
 def test_a_whisker_spans_its_interval() -> None:
     svg = draw(chart(Series("a", (Mark(1, 50, 20, 80), Mark(2, 60, 60, 60)))))
-    whiskers = [p for p in ET.fromstring(svg).iter("path") if p.get("class") == "whisker"]
+    whiskers = [p for p in ET.fromstring(svg).iter(f"{SVG}path") if p.get("class") == "whisker"]
     ticks = dict(boxes(svg))
     assert len(whiskers) == 1  # an interval without width has none
     start, end = (
@@ -188,7 +227,7 @@ def test_a_whisker_spans_its_interval() -> None:
 def test_names_in_a_chart_are_escaped() -> None:
     svg = draw(chart(line("<script>alert(1)</script>", [1, 2]), title="a<b", finding="<&>"))
     assert "<script" not in svg
-    assert ET.fromstring(svg).findtext("title") == "a<b"
+    assert ET.fromstring(svg).get("aria-label") == "a<b"
 
 
 def test_the_crossover_is_marked_where_the_fastest_setup_overtakes(report: Report) -> None:
@@ -243,7 +282,15 @@ def test_intervals_are_written_with_their_value() -> None:
 
 
 def test_a_wide_character_counts_as_wider_than_a_latin_one() -> None:
-    assert text_width("度") > text_width("d")
+    assert evaluate(CHARTS, "m.textWidth('度') > m.textWidth('d')")
+
+
+def test_the_page_writes_numbers_as_the_report_does() -> None:
+    values = [0, 12345, 1.234, 9.996, 999.6, 0.0456, -3.2, 1e-7, 0.5, 100, 1e6, 42, 7.25e8]
+    assert evaluate(CHARTS, "v.x.map((x) => m.number(x))", x=values) == list(map(number, values))
+    assert evaluate(CHARTS, "m.number(null)") == MISSING
+    whole = [0, 7, 999, 1000, 12345, -12]
+    assert evaluate(CHARTS, "v.x.map((x) => m.count(x))", x=whole) == list(map(count, whole))
 
 
 def test_too_few_calls_for_a_percentile_are_said_not_hidden(report: Report) -> None:

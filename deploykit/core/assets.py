@@ -1,0 +1,13 @@
+"""Read the style sheet and the chart code that the report and the dashboard share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+FOLDER = Path(__file__).with_suffix("")
+NAMES = ("look.css", "charts.js")
+
+
+def asset(name: str) -> str:
+    """The text of one of `NAMES`."""
+    return (FOLDER / name).read_text(encoding="utf-8")

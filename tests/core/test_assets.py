@@ -1,0 +1,56 @@
+"""The shared look: readable in light and in dark, complete, and loading nothing."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from deploykit.core.assets import FOLDER, NAMES, asset
+from tests.support.contrast import contrast
+
+LOOK = asset("look.css")
+THEME = re.compile(r"--([a-z0-9-]+): (#[0-9a-f]{6});")
+
+
+def themes() -> dict[str, dict[str, str]]:
+    light, dark = LOOK.split("@media screen and (prefers-color-scheme: dark)")
+    return {
+        "light": dict(THEME.findall(light)),
+        "dark": dict(THEME.findall(dark.split("* {")[0])),
+    }
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_has_a_contrast_of_4_5_and_graphics_of_3(theme: str) -> None:
+    colours = themes()[theme]
+    assert len(colours) == 19
+    for ground in ("ground", "card"):
+        for text in ("ink", "quiet", "good", "bad", "accent"):
+            assert contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
+    assert contrast(colours["on-accent"], colours["accent"]) >= 4.5
+    for look in range(9):
+        assert contrast(colours[f"c{look}"], colours["card"]) >= 3, look
+
+
+def test_contrast_is_computed_as_the_standard_does() -> None:
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.005)
+
+
+def test_every_colour_that_is_used_is_defined_in_both_themes() -> None:
+    light, dark = themes().values()
+    assert light.keys() == dark.keys()
+    own = {"k", "sans", "mono"}  # set by a class, and the two fonts
+    assert set(re.findall(r"var\(--([a-z0-9-]+)\)", LOOK)) - own <= light.keys()
+
+
+def test_nothing_is_loaded_and_nothing_ends_the_element_that_holds_it() -> None:
+    for name in NAMES:
+        text = asset(name)
+        assert not re.search(r"url\(|@import|^import|fetch\(|</script|</style", text, re.MULTILINE)
+        assert set(re.findall(r"https?://[^\s\"')]+", text)) <= {"http://www.w3.org/2000/svg"}
+
+
+def test_every_file_of_the_folder_is_named() -> None:
+    assert sorted(path.name for path in FOLDER.iterdir()) == sorted(NAMES)
