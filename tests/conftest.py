@@ -7,7 +7,7 @@ reason, which `pytest -ra` (our default) prints.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -39,6 +39,16 @@ def engine(runtime: str, tmp_path: Path) -> Iterator[Engine]:
     """The model y = 2x + 1 on x float32[N,4], in each runtime."""
     with OPENERS[runtime](tmp_path, AFFINE) as opened:
         yield opened
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Escape lone surrogates in captured text: a worker of pytest-xdist cannot send them."""
+    report = yield
+    report.sections = [
+        (name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections
+    ]
+    return report
 
 
 def pytest_configure(config: pytest.Config) -> None:

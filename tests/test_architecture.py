@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,20 +37,36 @@ OWNERS = {
     "opentelemetry": {"serving/observe/tracing.py"},
     "typer": {"cli/"},
 }
-CEILINGS = {  # lines, docstrings included: what a room may grow to
-    "core": 2100,  # the precision table and the evidence came on top
-    "runtimes": 5000,
-    "training": 400,
-    "exporters": 800,
-    "onnx_graph": 1800,
-    "quantization": 2600,
-    "builders": 1700,
-    "measure": 4700,
-    "serving": 9700,
+BUDGETS = {  # room -> lines that it may have, sub-folders, docstrings and blank lines included
+    "core": 1600,
+    "runtimes": 4400,
+    "training": 300,
+    "exporters": 750,
+    "onnx_graph+quantization": 3300,
+    "builders": 1500,
+    "measure": 4000,
+    "serving": 8200,
+    "api": 2800,
+    "cli": 1100,
+    "": 28500,  # the whole package
+}
+CEILINGS = {  # where a room is above its budget: what it may have today. These only shrink.
+    "core": 2100,
+    "runtimes": 4800,
+    "exporters": 780,
+    "onnx_graph+quantization": 3800,
+    "builders": 1600,
+    "measure": 4500,
+    "serving": 9300,
     "api": 3500,
     "cli": 1700,
+    "": 32500,
 }
-
+KNOWN_CYCLES = [  # for types alone; none may join them
+    {"deploykit.serving.http2.headers", "deploykit.serving.http2.stream"},
+    {"deploykit.serving.http2.flow", "deploykit.serving.http2.stream"},
+    {"deploykit.serving.http.exchange", "deploykit.serving.http.connection"},
+]
 
 # the rooms of serving/, lowest first: a file imports from rooms that stand before its own
 SERVING = [
@@ -83,18 +100,23 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 MODULES = {module_of(path): path for path in FILES}
 
 
-def imports_of(path: Path, *, top_level: bool = False, typing: bool = False) -> set[str]:
+@cache
+def imports_of(path: Path, *, top_level: bool = False, typing: bool = False) -> frozenset[str]:
     """Modules that a file imports: with `from a import b`, `a.b` where that is a module of ours.
 
     `top_level`: only what importing the file runs; neither functions nor `if TYPE_CHECKING`.
     `typing`: also what stands below `if TYPE_CHECKING`.
     """
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     found: set[str] = set()
-    pending: list[ast.AST] = [tree]
+    pending: list[ast.AST] = [tree_of(path)]
     while pending:
         node = pending.pop()
         if not typing and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
@@ -112,7 +134,7 @@ def imports_of(path: Path, *, top_level: bool = False, typing: bool = False) -> 
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("require"):
             found |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
         pending += ast.iter_child_nodes(node)
-    return found
+    return frozenset(found)
 
 
 def floor_of(module: str) -> tuple[int, str]:
@@ -185,9 +207,9 @@ def test_core_imports_the_standard_library_only() -> None:
             assert known, f"{name_of(path)} imports {module}"
 
 
-def test_no_import_cycles() -> None:
+def test_no_import_cycles_even_for_types() -> None:
     graph = {
-        module: {name for name in imports_of(path, top_level=True) if name in MODULES}
+        module: imports_of(path, top_level=True, typing=True) & set(MODULES) - {module}
         for module, path in MODULES.items()
     }
     done: set[str] = set()
@@ -196,8 +218,9 @@ def test_no_import_cycles() -> None:
         assert module not in trail, " -> ".join([*trail, module])
         if module in done:
             return
-        for other in sorted(graph[module] - {module}):
-            visit(other, (*trail, module))
+        for other in sorted(graph[module]):
+            if {module, other} not in KNOWN_CYCLES:
+                visit(other, (*trail, module))
         done.add(module)
 
     for module in graph:
@@ -209,12 +232,12 @@ def test_no_file_is_over_400_lines(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
 
 
-@pytest.mark.parametrize("room", sorted(CEILINGS))
-def test_no_room_is_over_its_ceiling(room: str) -> None:
-    lines = sum(
-        len(p.read_text(encoding="utf-8").splitlines()) for p in (PACKAGE / room).rglob("*.py")
-    )
-    assert lines <= CEILINGS[room]
+@pytest.mark.parametrize("room", BUDGETS)
+def test_no_room_has_more_lines_than_its_budget(room: str) -> None:
+    folders = [PACKAGE / name for name in room.split("+")]
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+    assert lines <= max(BUDGETS[room], CEILINGS.get(room, 0))
 
 
 def test_no_module_has_the_name_of_a_public_verb() -> None:
@@ -228,18 +251,15 @@ def test_no_module_has_the_name_of_a_public_verb() -> None:
 def test_every_file_opens_with_what_it_is_for(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     if text.strip():
-        assert ast.get_docstring(ast.parse(text)), name_of(path)
+        assert ast.get_docstring(tree_of(path)), name_of(path)
         bare = path.name == "__init__.py"
         assert bare or "from __future__ import annotations" in text, name_of(path)
 
 
 def test_only_output_prints() -> None:
     def prints(path: Path) -> bool:
-        called = (node.func for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
+        called = (node.func for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call))
         return any(isinstance(name, ast.Name) and name.id == "print" for name in called)
-
-    def tree(path: Path) -> ast.Module:
-        return ast.parse(path.read_text(encoding="utf-8"))
 
     assert [name_of(path) for path in FILES if prints(path)] == ["cli/output.py"]
 
@@ -249,3 +269,25 @@ def test_recipes_are_short_and_know_the_core_only(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 200
     ours = {name for name in imports_of(path) if name.split(".")[0] == "deploykit"}
     assert all(name.startswith("deploykit.core") for name in ours)
+
+
+TESTS = Path(__file__).resolve().parent
+PROGRAMS = ("support/", "gpu/", "nvidia/")  # folders of helpers, and of programs that users run
+
+
+def name_of_test(path: Path) -> str:
+    return path.relative_to(TESTS).as_posix()
+
+
+@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=name_of_test)
+def test_no_file_imports_a_test(path: Path) -> None:
+    for module in imports_of(path, typing=True):
+        last = module.rpartition(".")[2]
+        is_test = module.startswith("tests.") and (last.startswith("test_") or last == "conftest")
+        assert not is_test, f"{name_of_test(path)} imports {module}: share it in tests/support"
+
+
+def test_test_folders_hold_tests_alone() -> None:
+    names = [name_of_test(path) for path in TESTS.rglob("*.py")]
+    others = [name for name in names if not name.startswith(PROGRAMS)]
+    assert [n for n in others if not n.rpartition("/")[2].startswith(("test_", "conftest."))] == []

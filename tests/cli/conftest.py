@@ -4,33 +4,14 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.support.cli.command import Ran, Run
 from tests.support.onnx_zoo import mnist_like, save
-
-
-@dataclass(frozen=True)
-class Ran:
-    """What a command gave back."""
-
-    code: int
-    out: str
-    err: str
-
-    def error(self) -> str:
-        """The one `error:` line; asserts that there is exactly one, and no traceback."""
-        assert "Traceback" not in self.err
-        lines = [line for line in self.err.splitlines() if line.startswith("error: ")]
-        assert len(lines) == 1, self.err
-        return lines[0]
-
-
-Run = Callable[..., Ran]
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from deploykit import __version__
 from deploykit.core.artefact import read_manifest
 from deploykit.core.machine import Gpu, this_machine
 from deploykit.core.profile import profile_names
-from tests.cli.conftest import Run
+from tests.support.cli.command import Run
 
 
 def document(text: str) -> dict:

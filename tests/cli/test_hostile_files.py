@@ -19,8 +19,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from tests.cli.conftest import Run
-from tests.cli.test_bad_input import Bomb
+from tests.support.cli.command import Run
+from tests.support.cli.damage import Bomb
 from tests.support.cli.refusals import Maker, refused
 from tests.support.onnx_zoo import linear, save
 

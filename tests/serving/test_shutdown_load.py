@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.serving.conftest import WAIT_S, Raw, infer_json, request
+from tests.support.serving.running import WAIT_S, Raw, infer_json, request
 
 grpc = pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from deploykit.runtimes.engine import load
-from tests.serving.conftest import Running, running
+from tests.support.serving.running import Running, running
 
 triton = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")

@@ -12,7 +12,7 @@ import pytest
 
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.fake import FakeEngine
-from tests.serving.conftest import Running, running
+from tests.support.serving.running import Running, running
 
 triton = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
 aio = pytest.importorskip("tritonclient.http.aio")
@@ -121,7 +121,7 @@ def test_compression_both_ways(
 
 
 def test_an_answer_is_compressed_only_when_asked(served: Running) -> None:
-    from tests.serving.conftest import infer_json
+    from tests.support.serving.running import infer_json
 
     body = infer_json([0.5] * 96, [32, 3])
     target = "/v2/models/fp32/infer"

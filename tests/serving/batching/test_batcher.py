@@ -13,7 +13,7 @@ from deploykit.serving.batching.batcher import Batcher
 from deploykit.serving.batching.delivery import deliver_here
 from deploykit.serving.batching.policy import BatchPolicy, Pending
 from deploykit.serving.batching.stacking import EngineFailed
-from tests.serving.conftest import WAIT_S, GatedEngine
+from tests.support.serving.running import WAIT_S, GatedEngine
 
 KEY = (("x", "FP32", (4,)),)
 

@@ -15,7 +15,7 @@ from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.batching.batcher import Batcher
 from deploykit.serving.batching.policy import BatchPolicy, BatchRun, Pending, Watcher
 from deploykit.serving.batching.stacking import EngineFailed
-from tests.serving.conftest import WAIT_S, GatedEngine
+from tests.support.serving.running import WAIT_S, GatedEngine
 
 KEY = (("x", "FP32", (4,)),)
 

@@ -6,7 +6,7 @@ import gc
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,68 +16,11 @@ from deploykit.core.errors import Expired
 from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving import server as http
 from deploykit.serving.batching.batcher import Batcher
-from deploykit.serving.batching.policy import BatchPolicy, BatchRun, Pending, Watcher
+from deploykit.serving.batching.policy import BatchPolicy, BatchRun, Watcher
 from deploykit.serving.batching.stacking import EngineFailed
 from deploykit.serving.server import ServeOptions, Server
-from tests.serving.conftest import WAIT_S, GatedEngine, Running, infer_json
-
-KEY = (("x", "FP32", (4,)),)
-
-
-class Loop:
-    """The part of an event loop that matters: it runs what is asked for when the test says so."""
-
-    def __init__(self) -> None:
-        self.asked: list[Callable[[], None]] = []
-
-    def later(self, function: Callable[[], None]) -> None:
-        self.asked.append(function)
-
-    def turn(self) -> int:
-        """One iteration; returns how many functions it ran."""
-        asked, self.asked = self.asked, []
-        for function in asked:
-            function()
-        return len(asked)
-
-
-class Threads(FakeEngine):
-    """Remembers which thread called it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.threads: list[int] = []
-
-    def __call__(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        self.threads.append(threading.get_ident())
-        return super().__call__(feeds)
-
-
-class Clock:
-    us = 0
-
-    def __call__(self) -> int:
-        return self.us
-
-
-class Answers:
-    def __init__(self) -> None:
-        self.order: list[float] = []
-        self.threads: list[int] = []
-        self._came = threading.Semaphore(0)
-
-    def done(self, request: Pending) -> None:
-        self.order.append(float(request.feeds["x"][0, 0]))
-        self.threads.append(threading.get_ident())
-        self._came.release()
-
-    def wait(self, count: int) -> None:
-        for _ in range(count):
-            assert self._came.acquire(timeout=WAIT_S)
-
-
-def row(value: float, count: int = 1) -> dict[str, np.ndarray]:
-    return {"x": np.full((count, 4), value, np.float32)}
+from tests.support.serving.loops import KEY, Answers, Clock, Loop, Threads, asleep, row
+from tests.support.serving.running import WAIT_S, GatedEngine, Running, infer_json
 
 
 @pytest.fixture
@@ -101,16 +44,6 @@ def batcher(engine: Threads, loop: Loop) -> Iterator[Batcher]:
         batcher.here_rows = math.inf
         asleep(batcher)
         yield batcher
-
-
-def asleep(batcher: Batcher) -> None:
-    """Wait until the engine's thread sleeps: before that it takes what comes by itself."""
-    for _ in range(WAIT_S * 1000):
-        with batcher._lock:
-            if len(batcher._idle) == len(batcher._workers):
-                return
-        threading.Event().wait(0.001)
-    raise AssertionError("the engine's thread never slept")
 
 
 def test_what_one_turn_of_the_loop_read_runs_together_there(

@@ -16,7 +16,7 @@ from deploykit.serving.batching.buckets import Buckets, relative_error
 from deploykit.serving.batching.policy import Pending
 from deploykit.serving.models.repository import ServeOptions, Service
 from deploykit.serving.oip.request import Request, Wanted
-from tests.serving.conftest import WAIT_S, GatedEngine
+from tests.support.serving.running import WAIT_S, GatedEngine
 
 onnx = pytest.importorskip("onnx")
 LENGTHS = {"T": (4, 8)}

@@ -26,7 +26,7 @@ from deploykit.serving.batching.policy import BatchPolicy, Pending, Watcher
 from deploykit.serving.models.repository import ServedModel
 from deploykit.serving.oip.request import Request
 from deploykit.serving.options import ServeOptions
-from tests.serving.batching.test_batcher_inline import (
+from tests.support.serving.loops import (
     KEY,
     Answers,
     Clock,
@@ -35,7 +35,7 @@ from tests.serving.batching.test_batcher_inline import (
     asleep,
     row,
 )
-from tests.serving.conftest import WAIT_S, request, running
+from tests.support.serving.running import WAIT_S, request, running
 
 Eventually = Callable[[Callable[[], bool]], None]
 WIDER = (("x", "FP32", (4,)), ("z", "FP32", (1,)))  # another key, of the same arrays

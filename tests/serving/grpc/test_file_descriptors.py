@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving.conftest import Raw
 from tests.support.serving.faults import Process, until
 from tests.support.serving.grpc_cases import Frames, first_value, infer_bytes
+from tests.support.serving.running import Raw
 
 FILES = 64
 CROWD = 2 * FILES

@@ -14,7 +14,6 @@ import pytest
 from deploykit.core.errors import BadInput
 from deploykit.serving.http2.headers import Limits
 from deploykit.serving.oip.protobuf import MESSAGES
-from tests.serving.conftest import GatedEngine
 from tests.support.serving.grpc_cases import (
     INFER,
     WAIT_S,
@@ -24,6 +23,7 @@ from tests.support.serving.grpc_cases import (
     infer_bytes,
     serving,
 )
+from tests.support.serving.running import GatedEngine
 
 grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
 SERVICE = INFER.rpartition("/")[0]

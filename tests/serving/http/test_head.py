@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from deploykit.serving.server import Limits
-from tests.serving.conftest import (
+from tests.support.serving.running import (
     WAIT_S,
     GatedEngine,
     Raw,

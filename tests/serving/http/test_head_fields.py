@@ -6,7 +6,7 @@ import pytest
 
 from deploykit.serving.http.head import HeadReader, Limits
 from deploykit.serving.transport.security import Door, Guard
-from tests.serving.conftest import Running, request
+from tests.support.serving.running import Running, request
 
 LIVE = request("GET", "/v2/health/live")
 

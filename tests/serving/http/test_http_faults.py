@@ -21,7 +21,7 @@ from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.server import Limits, ServeOptions, Server
-from tests.serving.conftest import (
+from tests.support.serving.running import (
     WAIT_S,
     GatedEngine,
     Raw,

@@ -13,8 +13,8 @@ import pytest
 
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.fake import FakeEngine
-from tests.serving.conftest import Running, infer_json, request, running
 from tests.support.serving.hostile import INFER, survives
+from tests.support.serving.running import Running, infer_json, request, running
 
 LIMIT = 1 << 20
 CHUNKED = request("POST", INFER, Transfer_Encoding="chunked")

@@ -14,7 +14,7 @@ from deploykit.core.errors import Overloaded, TooLarge
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.http.json_worker import Reader
-from tests.serving.conftest import Running, infer_json, request, running
+from tests.support.serving.running import Running, infer_json, request, running
 
 INFER = "/v2/models/m/infer"
 LIVE = request("GET", "/v2/health/live")

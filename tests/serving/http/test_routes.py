@@ -9,7 +9,7 @@ import pytest
 
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.fake import FakeEngine
-from tests.serving.conftest import Running, infer_json, running
+from tests.support.serving.running import Running, infer_json, running
 
 GOOD = infer_json([1, 2, 3, 4], [1, 4])
 INFER = "/v2/models/m/infer"

@@ -13,7 +13,7 @@ from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.batching.policy import Pending, Watcher
 from deploykit.serving.models.repository import ServeOptions, Service
 from deploykit.serving.oip.request import Request, Wanted
-from tests.serving.conftest import WAIT_S, GatedEngine
+from tests.support.serving.running import WAIT_S, GatedEngine
 from tests.support.serving.warming import Clock, Lengths, TimedEngine, warmed
 
 

@@ -11,7 +11,7 @@ from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.models.repository import ServeOptions, Service
 from deploykit.serving.oip.request import Request, Wanted
-from tests.serving.conftest import WAIT_S, GatedEngine
+from tests.support.serving.running import WAIT_S, GatedEngine
 
 
 def ask(rows: int = 1, **more: Any) -> Request:

@@ -28,7 +28,7 @@ from deploykit.serving.models.shadow import (
     compare,
 )
 from deploykit.serving.observe.prometheus import prometheus
-from tests.serving.conftest import GatedEngine, infer_json, running
+from tests.support.serving.running import GatedEngine, infer_json, running
 
 Eventually = Callable[[Callable[[], bool]], None]
 

@@ -16,7 +16,7 @@ import pytest
 
 from deploykit.core.errors import BadInput
 from deploykit.serving.observe.logs import KEPT, LogQueue, configure, samples
-from tests.serving.conftest import WAIT_S, infer_json, running
+from tests.support.serving.running import WAIT_S, infer_json, running
 
 Eventually = Callable[[Callable[[], bool]], None]
 log = logging.getLogger("deploykit.serving.test")

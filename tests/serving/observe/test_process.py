@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from deploykit.runtimes.devices import Devices, Gpu
 from deploykit.serving.observe.process import KEEP_ON_S, STALE_S, Sampler, this_process
-from tests.serving.conftest import WAIT_S
+from tests.support.serving.running import WAIT_S
 
 Eventually = Callable[[Callable[[], bool]], None]
 
@@ -121,7 +121,7 @@ def test_the_thread_rests_when_nobody_asks_and_wakes_when_someone_does(
 def test_it_lives_on_when_no_file_descriptor_is_left() -> None:
     program = """
 import os, resource, sys, time
-from deploykit.serving.sampler import Sampler
+from deploykit.serving.observe.process import Sampler
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 sampler = Sampler()
 end = time.monotonic() + 20

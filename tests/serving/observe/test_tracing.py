@@ -14,7 +14,7 @@ from deploykit.core.errors import BadInput, Expired
 from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.batching.policy import BatchRun, Pending
 from deploykit.serving.observe.tracing import KEPT, Parent, Tracer, parent_of
-from tests.serving.conftest import WAIT_S, infer_json, running
+from tests.support.serving.running import WAIT_S, infer_json, running
 
 pytest.importorskip("opentelemetry.sdk", reason="opentelemetry is not installed")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (

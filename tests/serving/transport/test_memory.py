@@ -10,22 +10,13 @@ import numpy as np
 import pytest
 
 from deploykit.serving.transport.memory import Held
-from tests.serving.conftest import WAIT_S, GatedEngine, Raw, Running, request, running
 from tests.support.serving.grpc_cases import INFER, Answer, frames, infer_bytes, serving
+from tests.support.serving.memory import held, part, raw_infer
+from tests.support.serving.running import WAIT_S, GatedEngine, Raw, request, running
 
 LIMIT = 1 << 20
 WIDE = LIMIT // 8  # numbers: half of the limit in a request
 Eventually = Callable[[Callable[[], bool]], None]
-
-
-def raw_infer(values: np.ndarray, **headers: str) -> bytes:
-    """A request that is nothing but its tensor."""
-    headers = {"Inference-Header-Content-Length": "0", **headers}
-    return request("POST", "/v2/models/m/infer", values.tobytes(), **headers)
-
-
-def held(server: Running) -> int:
-    return server.server._listener.held.bytes
 
 
 def test_a_lone_request_may_hold_more_than_the_limit() -> None:
@@ -44,11 +35,6 @@ def test_limit_is_a_share_of_the_memory_but_one_largest_body(
     assert Held(None, 64).limit == 1000
     assert Held(None, 2000).limit == 2000
     assert Held(300, 2000).limit == 300
-
-
-def part(raw: Raw, data: bytes, size: int) -> None:
-    """All of a request but the last `size` bytes."""
-    raw.send(data[:-size])
 
 
 @pytest.fixture

@@ -25,8 +25,6 @@ from deploykit.serving.http.infer import Inference
 from deploykit.serving.http2.stream import Call as GrpcCall
 from deploykit.serving.models.repository import ServeOptions, Service
 from deploykit.serving.transport.call import Head
-from tests.serving.conftest import WAIT_S, GatedEngine, Raw, Reply, Running, request, running
-from tests.serving.transport.test_memory import held, part, raw_infer
 from tests.support.serving.grpc_cases import (
     INFER,
     Answer,
@@ -36,6 +34,8 @@ from tests.support.serving.grpc_cases import (
     infer_bytes,
     serving,
 )
+from tests.support.serving.memory import held, part, raw_infer
+from tests.support.serving.running import WAIT_S, GatedEngine, Raw, Reply, Running, request, running
 
 LIMIT = 1 << 20
 WIDE = LIMIT // 8  # numbers: half of the limit in a request

@@ -14,7 +14,7 @@ import pytest
 
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.fake import FakeEngine
-from tests.serving.conftest import Running, running
+from tests.support.serving.running import Running, running
 
 pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
 TOKEN = "a token of some length"

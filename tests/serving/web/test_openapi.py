@@ -11,7 +11,7 @@ import pytest
 
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.fake import FakeEngine
-from tests.serving.conftest import Running, running
+from tests.support.serving.running import Running, running
 
 pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from deploykit.serving.web.page import FILES
-from tests.serving.conftest import Running
 from tests.support.contrast import contrast
+from tests.support.serving.running import Running
 
 TEXTS = {name: body.decode() for name, (_, body) in FILES.items()}
 THEME = re.compile(r"--([a-z0-9-]+): (#[0-9a-f]{6});")

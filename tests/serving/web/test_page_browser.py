@@ -11,9 +11,9 @@ import pytest
 
 from deploykit import __version__
 from deploykit.runtimes.engine import load
-from tests.serving.conftest import Running, running
 from tests.support.serving.browser import CHROMIUM, NO_CHROMIUM, Tab, chromium
 from tests.support.serving.page_models import HOSTILE, bands, colours, sums
+from tests.support.serving.running import Running, running
 
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)]

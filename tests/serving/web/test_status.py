@@ -7,7 +7,7 @@ from collections.abc import Callable
 from deploykit import __version__
 from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.observe.metrics import STAGES
-from tests.serving.conftest import Running, infer_json, running
+from tests.support.serving.running import Running, infer_json, running
 
 Eventually = Callable[[Callable[[], bool]], None]
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.cli.conftest import Run
+from tests.support.cli.command import Run
 
 LIMIT_S = 5.0  # in which any of these must be refused
 

@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from tests.serving.conftest import Raw, Reply, Running, infer_json, request
+from tests.support.serving.running import Raw, Reply, Running, infer_json, request
 
 INFER = "/v2/models/m/infer"
 GOOD = request("POST", INFER, infer_json([1, 2, 3, 4], [1, 4]))

@@ -1,6 +1,6 @@
 """The zoo: models of every kind that deploykit must export and quantize, with data for each.
 
-    from tests.zoo.members import ZOO, prepare
+    from tests.support.zoo.members import ZOO, prepare
     python -m tests.support.zoo.members resnet18 FOLDER --samples 256  writes files, prints JSON
 
 Weights are random with sane statistics, or trained in seconds on scikit-learn's digits; nothing is

@@ -1,8 +1,8 @@
-"""The zoo's architectures: callables without arguments, as `--arch tests/zoo/models.py:NAME` wants.
+"""The zoo's architectures: functions for `--arch tests/support/zoo/models.py:NAME`.
 
-Out: a float32 `nn.Module` whose weights are whatever its library starts with. The weights of the
-zoo are made in `members.py` and come as a state dict. torchvision and transformers are imported by
-the functions that need them, so that the rest of the zoo does without.
+Each returns a float32 `nn.Module` whose weights are what its library starts with. The weights of
+the zoo are made in `members.py` and come as a state dict. torchvision and transformers are imported
+by the functions that need them, so that the rest of the zoo does without.
 """
 
 from __future__ import annotations
