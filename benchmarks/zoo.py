@@ -176,8 +176,8 @@ def export_row(
     start = [name, f"{files['parameters']:,}", f"{ran.seconds:.1f}", mb(ran.peak_bytes)]
     if ran.code != 0:
         return padded(start, [f"exit {ran.code}: {cell(ran.error)}"], EXPORTS)
-    checks = ran.document["manifest"]["checks"]
-    done = checks.get("export") or {}
+    evidence = ran.document["manifest"]["evidence"]
+    done = evidence["export"] or {}
     details = facts.get("details", {})
     opset = details.get("opset", {})
     exporter = done.get("exporter", "?")
@@ -201,15 +201,15 @@ def precision_row(name: str, to: str, ran: Ran, out: Path) -> list[str]:
     if "manifest" not in document:
         refused = [name, to, f"exit {ran.code}: {cell(ran.error)}"]
         return [*refused, *[""] * 5, *end, "", *([""] if NVIDIA else [])]
-    judgement = document.get("judgement") or {}
+    evaluation = document.get("evaluation") or {}
     mix = document["manifest"]["precision"]
     return [
         name,
         to,
         "passed" if ran.code == 0 else f"exit {ran.code}: {cell(ran.error)}",
-        sqnr(judgement),
-        interval(judgement.get("agreement"), "%"),
-        interval((judgement.get("drop") or {}).get("drop"), ""),
+        sqnr(evaluation),
+        interval(evaluation.get("agreement"), "%"),
+        interval((evaluation.get("drop") or {}).get("drop"), ""),
         ", ".join(f"{kind} {count}" for kind, count in mix.items()),
         mb(file_bytes(out)) if ran.code == 0 else "",
         *end,
@@ -253,9 +253,9 @@ def interval(found: dict[str, float] | None, unit: str) -> str:
     return f"{value}{unit and ' ' + unit}, {low} to {high}"
 
 
-def sqnr(judgement: dict[str, Any]) -> str:
-    value = judgement.get("sqnr_db")
-    return f"{value:.1f}" if value is not None else "equal or none" if judgement else ""
+def sqnr(evaluation: dict[str, Any]) -> str:
+    value = evaluation.get("sqnr_db")
+    return f"{value:.1f}" if value is not None else "equal or none" if evaluation else ""
 
 
 def mb(size_bytes: int) -> str:

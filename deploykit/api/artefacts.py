@@ -12,60 +12,72 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from deploykit.api.golden import Golden
-from deploykit.core.artefact import Manifest, write_manifest
 from deploykit.core.errors import GateFailed
+from deploykit.core.evidence import (
+    Drop,
+    Evaluation,
+    Evidence,
+    Interval,
+    Parity,
+    SearchRecord,
+    WeightsFile,
+)
 from deploykit.core.files import sha256
+from deploykit.core.json_value import json_value
 from deploykit.core.machine import tool_versions
+from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.tensors import BATCH, TensorSpec
-
-if TYPE_CHECKING:
-    from deploykit.measure.evaluate.evaluation import Evaluation
-    from deploykit.measure.evaluate.parity import Parity
-    from deploykit.measure.statistics import Drop, Interval
-    from deploykit.quantization.search import Outcome
 
 Progress = Callable[[str, float], None]  # what happens now, share done 0..1
 
 PARITY_BATCHES = (1, 2, 7, 32)
 _LENGTHS = (5, 12, 1, 33)  # of sequences, one for each of the batches
 _SIDES = (64, 96, 64, 128)  # of images whose height or width is dynamic
-_SIDECARS = {"data": ".data", "golden": ".golden.npz"}  # entry in the manifest -> end of the name
+_SIDECARS = {"weights": ".data", "golden": ".golden.npz"}  # field of the evidence -> suffix
 
 
 @dataclass(frozen=True)
 class Made:
-    """An artefact that a verb wrote, and what was checked on the way.
-
-    `judgement`: what a lower precision costs; `search`: the steps of `--to auto`.
-    """
+    """An artefact that a verb wrote, its manifest, and notes for the user."""
 
     path: Path
     manifest: Manifest
-    parity: Parity | None = None
-    accuracy: Interval | None = None
-    judgement: Evaluation | None = None
-    search: Outcome[Any] | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def evidence(self) -> Evidence:
+        return self.manifest.evidence
+
+    @property
+    def parity(self) -> Parity | None:
+        """The comparison with what it was made from."""
+        return self.evidence.parity
+
+    @property
+    def accuracy(self) -> Interval | None:
+        """The score of a trained checkpoint on its test split."""
+        return self.evidence.training.score if self.evidence.training else None
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """What a lower precision costs."""
+        return self.evidence.accuracy
 
     @property
     def drop(self) -> Drop | None:
         """What a lower precision costs on labelled data."""
-        return self.judgement.drop if self.judgement else None
+        return self.evaluation.drop if self.evaluation else None
+
+    @property
+    def search(self) -> SearchRecord | None:
+        """The steps of `auto`."""
+        return self.evidence.search
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "path": str(self.path),
-            "manifest": self.manifest.to_dict(),
-            "parity": self.parity.to_dict() if self.parity else None,
-            "accuracy": self.accuracy.to_dict() if self.accuracy else None,
-            "drop": self.drop.to_dict() if self.drop else None,
-            "judgement": self.judgement.to_dict() if self.judgement else None,
-            "search": self.search.to_dict() if self.search else None,
-            "notes": list(self.notes),
-        }
+        shown = ("parity", "accuracy", "drop", "evaluation", "search")
+        return json_value(self, *shown)
 
 
 @contextlib.contextmanager
@@ -97,11 +109,13 @@ def reject(tmp: Path, made: Made) -> Made:
 
         point_to(tmp, f"{beside.name}.data")
         made = replace(made, manifest=replace(made.manifest, sha256=sha256(tmp)))
-    checks = dict(made.manifest.checks)
-    for key, suffix in _SIDECARS.items():
-        if checks.get(key) is not None:
-            checks[key] = {**checks[key], "file": beside.name + suffix}
-    made = replace(made, manifest=replace(made.manifest, checks=checks))
+    moved = {
+        name: replace(found, file=beside.name + suffix)
+        for name, suffix in _SIDECARS.items()
+        if (found := getattr(made.evidence, name)) is not None
+    }
+    evidence = replace(made.evidence, **moved)
+    made = replace(made, manifest=replace(made.manifest, evidence=evidence))
     return keep(tmp, replace(made, path=beside))
 
 
@@ -151,15 +165,14 @@ def onnx_manifest(
     sources: Sequence[str],
     *,
     tools: Sequence[str],
-    checks: dict[str, Any],
+    evidence: Evidence,
     built_on: dict[str, str] | None = None,
-    golden: Golden | None = None,
 ) -> Manifest:
     from deploykit.onnx_graph import graph
 
     summary = graph.summarise(graph.load_graph(path))
     data = path.with_name(f"{path.name}.data")
-    outside = {"file": data.name, "sha256": sha256(data)} if data.exists() else None
+    weights = WeightsFile(data.name, sha256(data)) if data.exists() else None
     return Manifest(
         format="onnx",
         inputs=summary.inputs,
@@ -169,5 +182,5 @@ def onnx_manifest(
         made_from=tuple(sources),
         made_with=tool_versions(*tools),
         built_on=built_on or {},
-        checks={**checks, "golden": golden.to_dict() if golden else None, "data": outside},
+        evidence=replace(evidence, weights=weights),
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploykit.api.evaluate import Job, axis_sizes, judged, opened, typed_graph
 from deploykit.core.errors import BadInput
+from deploykit.core.evidence import Evaluation, SearchRecord, SearchStep
 from deploykit.core.precision import PAIRS, auto_levels
 from deploykit.core.profile import Profile, load_profile
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     import onnx
 
     from deploykit.api.artefacts import Progress
-    from deploykit.measure.evaluate.evaluation import Evaluation
     from deploykit.quantization.cost import NodeCost
     from deploykit.quantization.search import Level, Outcome, Step, Verdict
 
@@ -45,7 +45,7 @@ def searched(
     target: Profile | None,
     budget_s: float,
     on_progress: Progress | None,
-) -> tuple[Outcome[Any], Evaluation, list[str]]:
+) -> tuple[SearchRecord, Evaluation, list[str]]:
     """Write the cheapest graph that passes to `out`, the model itself where float32 stays.
 
     For ONNX Runtime a price is measured on this machine's CPU, for TensorRT it is predicted from
@@ -76,7 +76,7 @@ def searched(
         if outcome.best is None:
             graph.save_graph(bench.source, out)
             bench.forget()
-            return outcome, judged(job, out, out.name), notes
+            return _record(outcome), judged(job, out, out.name), notes
         kept, wide = outcome.best.model, outcome.best.wide
         if wide:
             notes.append(f"left wide by the search: {', '.join(wide)}")
@@ -85,7 +85,33 @@ def searched(
             storage.point_to(kept.path, f"{out.name}.data")
             data.replace(out.with_name(f"{out.name}.data"))
         kept.path.replace(out)
-        return outcome, bench.judgements[kept.path], [*notes, *kept.notes]
+        return _record(outcome), bench.judgements[kept.path], [*notes, *kept.notes]
+
+
+def _record(outcome: Outcome[Any]) -> SearchRecord:
+    best = outcome.best
+    return SearchRecord(
+        passed=best is not None,
+        why=outcome.text,
+        precision=best.precision if best else "float32",
+        float32_nodes=best.wide if best else (),
+        cost_s=best.cost_s if best else None,
+        drop=best.verdict.drop if best else None,
+        stopped=outcome.stopped,
+        notes=outcome.notes,
+        steps=tuple(
+            SearchStep(
+                step.precision,
+                step.wide,
+                step.passed,
+                step.drop,
+                step.text,
+                step.cost_s,
+                step.elapsed_s,
+            )
+            for step in outcome.steps
+        ),
+    )
 
 
 class _Bench:

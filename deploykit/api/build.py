@@ -17,10 +17,12 @@ from deploykit.api.artefacts import (
 )
 from deploykit.api.build_tensorrt import CheckResult, Labelled, Shapes, build_plan, check_here
 from deploykit.api.quantize import TARGETS, quantize
-from deploykit.core.artefact import Manifest, sniff, write_manifest
+from deploykit.core.artefact import sniff
 from deploykit.core.errors import BadInput
+from deploykit.core.evidence import BuildRecord, Evidence, TrainingRecord
 from deploykit.core.files import check_writable, make_folder, sha256
 from deploykit.core.machine import tool_versions
+from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.profile import choose_profile, load_profile
 from deploykit.core.recipe import load_recipe
 
@@ -57,7 +59,9 @@ def train(
     trained = loop.train(chosen, splits, options, weights=initial, on_progress=on_progress)
     runtime.save_checkpoint(out, trained.module, recipe, chosen.inputs, chosen.outputs)
     accuracy = proportion(round(trained.scores.sum()), len(trained.scores))
-    test = {"metric": chosen.metric_name, "n": len(trained.scores), **accuracy.to_dict()}
+    record = TrainingRecord(
+        recipe, chosen.metric_name, len(trained.scores), accuracy, trained.figures
+    )
     manifest = Manifest(
         format="torch",
         inputs=chosen.inputs,
@@ -66,7 +70,7 @@ def train(
         sha256=sha256(out),
         made_from=(sha256(weights),) if weights else (),
         made_with=tool_versions("torch"),
-        checks={"recipe": recipe, "training": trained.figures, "test": test},
+        evidence=Evidence(training=record),
     )
     write_manifest(out, manifest)
     if save_splits is not None:
@@ -75,7 +79,7 @@ def train(
         make_folder(save_splits)
         for name, split in (("calibration", splits.calibration), ("test", splits.test)):
             write_npz(save_splits / f"{name}.npz", {**split.inputs, LABELS: split.labels})
-    return Made(out, manifest, accuracy=accuracy)
+    return Made(out, manifest)
 
 
 def build(
@@ -139,7 +143,7 @@ def build(
                 profile=target.name if profile == "auto" else profile,
                 on_progress=on_progress,
             )
-            if quantized.search is not None and quantized.search.interrupted:
+            if quantized.search and quantized.search.interrupted:
                 raise KeyboardInterrupt
         notes = _quantized(quantized)
         if engine:
@@ -167,17 +171,18 @@ def build(
             tmp,
             (sha256(model),),
             tools=("onnxruntime",),
-            checks={
-                "parity": parity.to_dict(),
-                "quantized": dict(quantized.manifest.checks) if quantized else None,
-            },
+            evidence=Evidence(
+                parity=parity,
+                build=BuildRecord(target.name),
+                source_graph=quantized.evidence if quantized else None,
+                golden=golden.carry(typed, tmp),
+            ),
             built_on={**facts, "profile": target.name},
-            golden=golden.carry(typed, tmp),
         )
         if why:
             notes += (f"profile auto: {target.name} ({why})",)
         notes += _changed(asked, manifest.precision)
-        made = Made(out, manifest, parity=parity, notes=notes)
+        made = Made(out, manifest, notes)
         return keep_if_equal(tmp, made, parity)
 
 
@@ -185,9 +190,9 @@ def _quantized(made: Made | None) -> tuple[str, ...]:
     """What putting the precision into the graph cost, in words."""
     if made is None:
         return ()
-    found = (made.search.text,) if made.search else ()
-    judged = made.judgement
-    return (*found, *((judged.describe(),) if judged else ()), *made.notes)
+    found = (made.search.why,) if made.search else ()
+    cost = (made.evaluation.describe(),) if made.evaluation else ()
+    return (*found, *cost, *made.notes)
 
 
 def _changed(asked: Mapping[str, int], built: Mapping[str, int]) -> tuple[str, ...]:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from deploykit.api import golden, verify
 from deploykit.api.artefacts import Made, Progress, keep, reject
-from deploykit.api.verify import Proof
-from deploykit.core.artefact import Manifest, read_manifest, write_manifest
+from deploykit.core.artefact import read_manifest
 from deploykit.core.errors import DeploykitError, GateFailed, Unsupported
+from deploykit.core.evidence import BuildRecord, Evidence
 from deploykit.core.extras import installed
 from deploykit.core.files import sha256
 from deploykit.core.machine import Machine, this_machine, tool_versions
+from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.precision import max_engine_error, narrowest
 from deploykit.core.profile import Profile, fits
 from deploykit.core.tensors import TensorSpec
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from deploykit.runtimes.cuda.driver import Cudart
 
 DEFAULT_BATCH = "1,8,32"
-_FROM_TYPING = ("quantize", "judgement", "accuracy", "quantized")  # of the typed graph's manifest
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def build_plan(
         options = replace(options, free_bytes=device.memory()[0])
     facts = build.build(typed, tmp, options, on_progress)
     before = read_manifest(typed)
-    typing = dict(before.checks) if before else {}
+    graph_evidence = before.evidence if before else None
     layers = facts.layers
     wider = inspector.mismatches(verify.asked(typed), layers) if layers is not None else ()
     samples = golden.carry(typed, tmp) or verify.record(typed, tmp, _sizes(options, summary.inputs))
@@ -124,26 +124,27 @@ def build_plan(
         built_on={
             **_built_on(facts, device),
             "model": source.name,
-            "precision": _label(typing, summary.precision),
+            "precision": _label(graph_evidence, summary.precision),
             **({"calib": calib.name} if calib else {}),
         },
-        checks={
-            "flags": list(facts.flags_used),
-            "typing": {key: typing[key] for key in _FROM_TYPING if typing.get(key) is not None},
-        },
+        evidence=Evidence(
+            precision=verify.read_back(layers, wider),
+            build=BuildRecord(target.name, facts.flags_used, options.version_compatible),
+            source_graph=graph_evidence,
+        ),
     )
     if samples is not None:
         bound = max(samples.max_error, max_engine_error(manifest.precision))
-        samples = replace(samples, max_error=bound)
-        manifest = replace(manifest, checks={**manifest.checks, "golden": samples.to_dict()})
-    proof = _prove(tmp, manifest, typed, Proof(layers, wider), labelled, source, out.name)
-    manifest = replace(manifest, checks={**manifest.checks, **proof.checks()})
-    notes = (*facts.notes, *([proof.why] if proof.why else []))
-    made = Made(out, manifest, parity=proof.parity, judgement=proof.judgement, notes=notes)
-    if proof.wrong:
+        golden_samples = replace(samples, max_error=bound)
+        manifest = manifest.with_evidence(golden=golden_samples)
+    evidence, why = _prove(tmp, manifest, typed, labelled, source, out.name)
+    manifest = replace(manifest, evidence=evidence)
+    notes = (*facts.notes, *([why] if why else []))
+    made = Made(out, manifest, notes)
+    if evidence.wrong:
         made = reject(tmp, made)
         raise GateFailed(
-            f"{out.name}: {proof.wrong}; the engine is kept as {made.path}",
+            f"{out.name}: {evidence.wrong}; the engine is kept as {made.path}",
             hint="other kernels: --level 5; or find the node that differs: deploykit compare",
             result=made,
         )
@@ -154,25 +155,27 @@ def _prove(
     tmp: Path,
     manifest: Manifest,
     typed: Path,
-    proof: Proof,
     labelled: Labelled | None,
     source: Path,
     name: str,
-) -> Proof:
-    """`proof` and what running the staged engine shows, where it runs here."""
+) -> tuple[Evidence, str]:
+    """The evidence with what running the staged engine shows, and why there is none if so."""
     from deploykit.runtimes.engine import load
 
     write_manifest(tmp, manifest)  # an engine is opened with its manifest only
+    evidence, parity, why = manifest.evidence, None, ""
+    read = evidence.precision
     try:
         with load(tmp, "auto") as opened:
             engine: Any = opened
             parity, why = verify.prove(engine, tmp, manifest, typed, name)
-            proof = replace(proof, parity=parity, why=why)
             with contextlib.suppress(DeploykitError):  # a figure to read: no reason to fail
                 times = engine.layer_times_ms(verify.feeds_for(engine)[-1])
-                proof = replace(proof, times_ms=times)
+                if read is not None:
+                    read = verify.read_back(read.layers, read.wider, times)
+            evaluation = None
             if labelled is not None and parity is not None and parity.passed:
-                judgement = verify.judge(
+                evaluation = verify.judge(
                     engine,
                     source,
                     labelled.data,
@@ -180,13 +183,12 @@ def _prove(
                     max_drop=labelled.max_drop,
                     name=name,
                 )
-                proof = replace(proof, judgement=judgement)
+            evidence = replace(evidence, parity=parity, precision=read, accuracy=evaluation)
     except Unsupported as exc:
-        proof = replace(proof, why=exc.message)
-    if proof.parity is None:
-        why = f"the engine was not run here, so it is not verified: {proof.why}"
-        proof = replace(proof, why=why)
-    return proof
+        why = exc.message
+    if parity is None:
+        why = f"the engine was not run here, so it is not verified: {why}"
+    return evidence, why
 
 
 def _sizes(options: Options, inputs: Sequence[TensorSpec]) -> dict[str, int]:
@@ -271,9 +273,8 @@ def _counted(layers: Sequence[Layer]) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def _label(typing: Mapping[str, Any], precision: Mapping[str, int]) -> str:
-    """What the graph was quantised to, as `--precision` has it; else what its nodes compute in."""
-    quantized = typing.get("quantize")
-    if isinstance(quantized, dict) and quantized.get("to"):
-        return str(quantized["to"])
+def _label(graph_evidence: Evidence | None, precision: Mapping[str, int]) -> str:
+    """What the graph was quantised to, as `precision` names it; else what its nodes compute in."""
+    if graph_evidence is not None and graph_evidence.quantize is not None:
+        return graph_evidence.quantize.to
     return narrowest(precision)

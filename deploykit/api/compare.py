@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from deploykit.api import golden
 from deploykit.api.artefacts import Progress, parity_sizes
-from deploykit.api.compare_builds import Builds, compare_builds
 from deploykit.api.open import open_proven
-from deploykit.core.artefact import Manifest, read_manifest, sniff
+from deploykit.core.artefact import read_manifest, sniff
 from deploykit.core.errors import BadInput, GateFailed
 from deploykit.core.files import check_writable, sha256
+from deploykit.core.manifest import Manifest
 from deploykit.core.precision import names_of
 from deploykit.core.profile import load_profile, profile_names
 from deploykit.core.tensors import TensorSpec
@@ -32,19 +32,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Compared:
-    """Parity of two artefacts, and where two ONNX graphs that differ first do so.
-
-    `builds`: of two TensorRT engines, whether they are the same build.
-    """
+    """Parity of two artefacts, and where two ONNX graphs that differ first do so."""
 
     parity: Parity
     divergence: Divergence | None = None
-    builds: Builds | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        more = {"divergence": self.divergence, "builds": self.builds}
-        found = {key: value.to_dict() if value else None for key, value in more.items()}
-        return {**self.parity.to_dict(), **found}
+        found = self.divergence.to_dict() if self.divergence else None
+        return {**self.parity.to_dict(), "divergence": found}
 
     def raise_if_over(self) -> None:
         """Raise GateFailed naming the worst row, and the first node that differs."""
@@ -99,10 +94,7 @@ def compare(
     diverging = None
     if kinds == {"onnx"} and not parity.passed:
         diverging = _diverging(a, b, feeds, bound)
-    builds = None
-    if kinds == {"tensorrt"} and (left := read_manifest(a)) and (right := read_manifest(b)):
-        builds = compare_builds(left, right)
-    return Compared(parity, diverging, builds)
+    return Compared(parity, diverging)
 
 
 def _place(path: Path, device: str) -> str:
@@ -276,8 +268,13 @@ def inspect(path: Path) -> Inspection:
             f"{path}: is a TensorRT engine without a manifest, so nothing tells what it is",
             hint="deploykit build writes one beside every engine",
         )
+    evidence = manifest.evidence
+    read, built = evidence.precision, evidence.build
     shown = {
-        key: manifest.checks.get(key) for key in ("verified", "flags", "shares", "time_shares")
+        "verified": evidence.verified,
+        "flags": list(built.flags) if built else None,
+        "shares": read.shares if read else None,
+        "time_shares": read.time_shares if read else None,
     }
     return Inspection(
         path,

@@ -152,7 +152,7 @@ def demo(
 
 
 def _cost(made: Made) -> str:
-    return made.judgement.describe() if made.judgement else ""
+    return made.evaluation.describe() if made.evaluation else ""
 
 
 def _worst(made: Made) -> str:

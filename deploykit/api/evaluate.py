@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deploykit.core.evidence import Evaluation
 from deploykit.core.precision import ALL, BY_NAME, CAST
 from deploykit.core.tensors import TensorSpec
 
 if TYPE_CHECKING:
     import onnx
 
-    from deploykit.measure.evaluate.evaluation import Evaluation
     from deploykit.measure.evaluate.metrics import Metric
     from deploykit.quantization.calibrate import Calibration
     from deploykit.runtimes.data.samples import Samples

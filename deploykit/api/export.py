@@ -11,6 +11,7 @@ from deploykit.api import golden
 from deploykit.api.artefacts import Made, keep_if_equal, onnx_manifest, parity_sizes, staged
 from deploykit.core.artefact import sniff
 from deploykit.core.errors import BadInput, DeploykitError
+from deploykit.core.evidence import Evidence, ExportRecord, Preflight, SourceRecord
 from deploykit.core.files import check_writable, sha256
 from deploykit.core.preprocess import load_preprocess
 from deploykit.core.profile import choose_profile, load_profile
@@ -97,31 +98,31 @@ def export(
             parity = _compared(reference, exported, feeds, max_error, names, loaded.limits)
             recorded = golden.record(reference, _few(feeds, loaded.inputs), tmp)
         problems = _preflight(tmp, target)
-        checks: dict[str, Any] = {
-            "parity": parity.to_dict(),
-            "source": {
-                "kind": loaded.source,
-                "sha256": sha256(model),
-                "ran_pickle": loaded.ran_pickle,
-                "arch": arch,
-                "arch_sha256": sha256(code) if (code := _file_of(arch)) else None,
-                "notes": list(loaded.notes),
-            },
-            "export": {
-                "exporter": done.exporter,
-                "fallback": done.fallback or None,
-                "opset": done.opset,
-                "profile": target.name if target else None,
-            },
-            "preflight": [problem.to_dict() for problem in problems] if target else None,
-            "preprocess": pixels.to_dict() if pixels else None,
-        }
+        evidence = Evidence(
+            parity=parity,
+            source=SourceRecord(
+                loaded.source,
+                sha256(model),
+                loaded.ran_pickle,
+                arch,
+                sha256(code) if (code := _file_of(arch)) else None,
+                tuple(loaded.notes),
+            ),
+            export=ExportRecord(
+                done.exporter,
+                done.opset,
+                done.fallback or None,
+                target.name if target else None,
+                pixels,
+            ),
+            preflight=Preflight(target.name, tuple(problems)) if target else None,
+            golden=recorded,
+        )
         manifest = onnx_manifest(
             tmp,
             (sha256(model),),
             tools=("torch", "onnx", "onnxscript"),
-            checks=checks,
-            golden=recorded,
+            evidence=evidence,
         )
         notes = list(loaded.notes)
         if loaded.ran_pickle:
@@ -135,7 +136,7 @@ def export(
             for p in problems
             if target
         ]
-        made = Made(out, manifest, parity=parity, notes=tuple(notes))
+        made = Made(out, manifest, tuple(notes))
         return keep_if_equal(tmp, made, parity)
 
 

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from deploykit.core.artefact import Manifest, read_manifest
+from deploykit.core.artefact import read_manifest
 from deploykit.core.errors import BadInput, NotFound
+from deploykit.core.evidence import GoldenSamples, Parity
 from deploykit.core.files import check_inside, sha256
+from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from deploykit.measure.evaluate.parity import Parity
     from deploykit.runtimes.engine import Engine
     from deploykit.runtimes.recorded import RecordedEngine
 
@@ -32,24 +33,11 @@ _LARGEST_BYTES = 64 << 20
 _MARGIN = 2.0
 
 
-@dataclass(frozen=True)
-class Golden:
-    """Golden samples as the manifest names them. `reference`: the runtime that answered."""
-
-    file: str
-    sha256: str
-    reference: str
-    max_error: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-
 def beside(artefact: Path) -> Path:
     return artefact.with_name(f"{artefact.name}.golden.npz")
 
 
-def record(engine: Engine, feeds: Mapping[str, np.ndarray], artefact: Path) -> Golden | None:
+def record(engine: Engine, feeds: Mapping[str, np.ndarray], artefact: Path) -> GoldenSamples | None:
     """Run `engine` once and write feeds and outputs beside `artefact`; None where that is large."""
     from deploykit.runtimes.data.samples import write_npz
 
@@ -60,29 +48,29 @@ def record(engine: Engine, feeds: Mapping[str, np.ndarray], artefact: Path) -> G
         return None
     out = beside(artefact)
     write_npz(out, arrays)
-    return Golden(out.name, sha256(out), engine.runtime, MAX_ERROR)
+    return GoldenSamples(out.name, sha256(out), engine.runtime, MAX_ERROR)
 
 
-def carry(source: Path, to: Path) -> Golden | None:
+def carry(source: Path, to: Path) -> GoldenSamples | None:
     """Copy the samples of `source` beside `to`; None where it has none."""
     manifest = read_manifest(source)
     found = named(source, manifest) if manifest else None
     if found is None:
         return None
     shutil.copyfile(source.with_name(found.file), beside(to))
-    return Golden(beside(to).name, found.sha256, found.reference, found.max_error)
+    return GoldenSamples(beside(to).name, found.sha256, found.reference, found.max_error)
 
 
-def loosened(golden: Golden, parity: Parity) -> Golden:
+def loosened(golden: GoldenSamples, parity: Parity) -> GoldenSamples:
     """The same samples with a bound that fits a typed graph: twice the error measured here."""
     worst = parity.worst.error
     bound = max(golden.max_error, _MARGIN * worst) if worst < float("inf") else golden.max_error
-    return Golden(golden.file, golden.sha256, golden.reference, bound)
+    return replace(golden, max_error=bound)
 
 
 def open_recorded(
     artefact: Path, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]
-) -> tuple[RecordedEngine, dict[str, np.ndarray], Golden]:
+) -> tuple[RecordedEngine, dict[str, np.ndarray], GoldenSamples]:
     """What was recorded, as an engine, its feeds, and the entry of the manifest.
 
     Raises NotFound where `artefact` has no samples, BadInput where they are not what it says.
@@ -98,7 +86,7 @@ def open_recorded(
 
 
 def recorded(
-    golden: Golden,
+    golden: GoldenSamples,
     artefact: Path,
     inputs: tuple[TensorSpec, ...],
     outputs: tuple[TensorSpec, ...],
@@ -121,19 +109,12 @@ def recorded(
     return RecordedEngine(inputs, outputs, (feeds, values), golden.reference), feeds
 
 
-def named(artefact: Path, manifest: Manifest) -> Golden | None:
+def named(artefact: Path, manifest: Manifest) -> GoldenSamples | None:
     """The samples that a manifest names, once the file is there and is the one it describes."""
-    entry = manifest.checks.get("golden")
-    if entry is None:
+    found = manifest.evidence.golden
+    if found is None:
         return None
-    try:
-        found = Golden(
-            str(entry["file"]), str(entry["sha256"]), str(entry["reference"]), entry["max_error"]
-        )
-        sound = 0 <= float(found.max_error) < float("inf")
-    except (TypeError, KeyError, ValueError):
-        sound = False
-    if not sound or "/" in found.file:
+    if "/" in found.file or not 0 <= found.max_error < float("inf"):
         raise BadInput(f"{artefact}: its manifest's 'golden' entry is damaged")
     check_inside(artefact.parent, found.file, f"{artefact}: its golden samples")
     if sha256(artefact.with_name(found.file)) != found.sha256:

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.api import verify
-from deploykit.api.verify import Proof
-from deploykit.core.artefact import Manifest, read_manifest, sniff, write_manifest
+from deploykit.core.artefact import read_manifest, sniff
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed
+from deploykit.core.evidence import Evidence, Layer
+from deploykit.core.manifest import Manifest, write_manifest
 
 if TYPE_CHECKING:
-    from deploykit.builders.tensorrt.inspector import Layer
     from deploykit.runtimes.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,8 @@ def _check(
     engine: Any, path: Path, manifest: Manifest, trust: bool, on_note: Callable[[str], None]
 ) -> None:
     """Let pass what was proven, or is now. Raises GateFailed, BadInput."""
-    if manifest.checks.get("verified") is True:
+    evidence = manifest.evidence
+    if evidence.verified:
         return
     typed = verify.typed_of(path, manifest)
     parity, why = verify.prove(engine, path, manifest, typed, path.name)
@@ -77,31 +78,18 @@ def _check(
             )
         on_note(f"{path}: taken on trust: it was never proven, as {why}")
         return
-    checks = manifest.checks
-    read = checks.get("layers") is not None  # when it was built
-    if read:
-        layers, wider = None, tuple(map(str, checks.get("mismatches") or ()))
-    else:
-        layers, wider = _layers(path, manifest, typed)
-    proof = Proof(layers, wider, parity)
-    wrong = proof.wrong or _judged(checks.get("judgement"))
-    found: dict[str, Any] = {"parity": parity.to_dict()} if read else proof.checks()
-    found["verified"] = (read or layers is not None) and not wrong
-    _write(path, manifest, found, on_note)
-    if wrong:
+    read = evidence.precision
+    if read is None or read.layers is None:
+        read = verify.read_back(*_layers(path, manifest, typed))
+    evidence = replace(evidence, parity=parity, precision=read)
+    _write(path, manifest, evidence, on_note)
+    if evidence.wrong:
         raise GateFailed(
-            f"{path}: {wrong}",
+            f"{path}: {evidence.wrong}",
             hint="it does not answer as the graph it was built from: build it again on this device",
         )
-    if not found["verified"]:
+    if not evidence.verified:
         on_note(f"{path}: answers as its graph; which types its layers run in is not known")
-
-
-def _judged(entry: object) -> str:
-    """Why its accuracy was refused when it was built; empty if it was not."""
-    if not isinstance(entry, dict) or entry.get("passed") is not False:
-        return ""
-    return f"when it was built: {entry.get('reason')}"
 
 
 def _layers(
@@ -112,17 +100,17 @@ def _layers(
 
     if typed is None:
         return None, ()
-    host_code = manifest.built_on.get("version_compatible") == "yes"
+    host_code = manifest.version_compatible
     layers, _ = build.read_back(path.read_bytes(), host_code=host_code)
     return layers, inspector.mismatches(verify.asked(typed), layers) if layers else ()
 
 
 def _write(
-    path: Path, manifest: Manifest, found: dict[str, Any], on_note: Callable[[str], None]
+    path: Path, manifest: Manifest, evidence: Evidence, on_note: Callable[[str], None]
 ) -> None:
     """Into the manifest, whole or not at all; a folder that cannot be written to is a note."""
     try:
         if read_manifest(path) == manifest:  # not of an engine that was built meanwhile
-            write_manifest(path, replace(manifest, checks={**manifest.checks, **found}))
+            write_manifest(path, replace(manifest, evidence=evidence))
     except DeploykitError as exc:
         on_note(f"the proof was not kept, so it will be made again: {exc.message}")

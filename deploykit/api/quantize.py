@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deploykit.api import golden
 from deploykit.api.artefacts import Made, Progress, keep, onnx_manifest, reject, staged
@@ -18,6 +19,13 @@ from deploykit.api.evaluate import (
     typed_graph,
 )
 from deploykit.core.errors import BadInput, GateFailed
+from deploykit.core.evidence import (
+    CalibrationRecord,
+    Evaluation,
+    Evidence,
+    GoldenSamples,
+    QuantizeRecord,
+)
 from deploykit.core.files import check_writable, sha256
 from deploykit.core.precision import (
     BY_NAME,
@@ -31,7 +39,6 @@ from deploykit.core.precision import (
 from deploykit.core.profile import Profile, load_profile
 
 if TYPE_CHECKING:
-    from deploykit.measure.evaluate.evaluation import Evaluation
     from deploykit.runtimes.data.samples import Samples
 
 TARGETS = (*QUANTIZED, "auto")
@@ -91,7 +98,8 @@ def quantize(
             f"--metric {metric}: needs labels" + (f", {data} has none" if data else ""),
             hint="--data FILE.npz with an array named 'labels'",
         )
-    notes = list(check_calibration(calibration_set, inputs)) if calibration_set else []
+    doubts = tuple(check_calibration(calibration_set, inputs)) if calibration_set else ()
+    notes = list(doubts)
     if calibration_set and test_set and (shared := overlap(calibration_set, test_set)):
         notes.append(
             f"{shared} of the {len(test_set)} samples of {data} are also in {calib}: figures on "
@@ -129,38 +137,23 @@ def quantize(
         carried = _replayed(job, tmp)
         notes += more
         notes += _unmeasured(job, judgement)
-        facts: dict[str, Any] = {
-            "quantize": {
-                "to": to,
-                "rest": rest,
-                "runtime": runtime,
-                "calibrator": method if calibration_set else None,
-                "calibration_samples": len(calibration_set) if calibration_set else 0,
-            },
-            "parity": judgement.parity.to_dict(),
-            "accuracy": judgement.drop.to_dict() if judgement.drop else None,
-            "judgement": judgement.to_dict(),
-            "search": search.to_dict() if search else None,
-            "notes": notes,
-        }
-        sources = [sha256(path) for path in (model, calib, data) if path and path.is_file()]
-        manifest = onnx_manifest(
-            tmp, sources, tools=("onnx", "onnxruntime"), checks=facts, golden=carried
-        )
-        made = Made(
-            out,
-            manifest,
+        evidence = Evidence(
             parity=judgement.parity,
-            judgement=judgement,
+            accuracy=judgement,
+            quantize=QuantizeRecord(to, rest, runtime),
+            calibration=_calibration(calibration_set, calib, method, doubts),
             search=search,
+            golden=carried,
             notes=tuple(notes),
         )
+        sources = [sha256(path) for path in (model, calib, data) if path and path.is_file()]
+        manifest = onnx_manifest(tmp, sources, tools=("onnx", "onnxruntime"), evidence=evidence)
+        made = Made(out, manifest, tuple(notes))
         if judgement.passed:
             return keep(tmp, made)
         made = reject(tmp, made)
         raise GateFailed(
-            f"{out.name}: {judgement.describe()}: {judgement.reason}; the file is kept as "
-            f"{made.path}",
+            f"{out.name}: {judgement.describe()}: {judgement.why}; the file is kept as {made.path}",
             hint="more labelled samples narrow the interval"
             if to == "auto"
             else "--to auto leaves the nodes that do the harm wide",
@@ -168,7 +161,16 @@ def quantize(
         )
 
 
-def _replayed(job: Job, tmp: Path) -> golden.Golden | None:
+def _calibration(
+    samples: Samples | None, calib: Path | None, method: str, doubts: Sequence[str]
+) -> CalibrationRecord | None:
+    if samples is None or calib is None:
+        return None
+    digest = sha256(calib) if calib.is_file() else ""
+    return CalibrationRecord(not doubts, "; ".join(doubts), method, len(samples), digest)
+
+
+def _replayed(job: Job, tmp: Path) -> GoldenSamples | None:
     """Golden samples for the typed file, with a bound that fits its precision.
 
     On real samples the answers are the float32 graph's: random ones, which `export` may have

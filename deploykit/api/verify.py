@@ -8,74 +8,43 @@ samples need no second file and no ONNX Runtime.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deploykit.api import golden
 from deploykit.api.artefacts import parity_sizes
-from deploykit.core.artefact import Manifest, read_manifest
+from deploykit.core.artefact import read_manifest
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported
+from deploykit.core.evidence import (
+    Evaluation,
+    GoldenSamples,
+    Layer,
+    Parity,
+    PrecisionReadBack,
+)
 from deploykit.core.files import sha256
+from deploykit.core.manifest import Manifest
 from deploykit.core.precision import max_engine_error
 from deploykit.core.tensors import BATCH
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from deploykit.builders.tensorrt.inspector import Layer
-    from deploykit.measure.evaluate.evaluation import Evaluation
-    from deploykit.measure.evaluate.parity import Parity
     from deploykit.runtimes.tensorrt.engine import TensorRtEngine
 
 
-@dataclass(frozen=True)
-class Proof:
-    """What is known of an engine. `layers` and `parity` are None where that could not be had.
+def read_back(
+    layers: Sequence[Layer] | None,
+    wider: Sequence[str],
+    times_ms: Mapping[str, float] | None = None,
+) -> PrecisionReadBack:
+    """What a plan's layers compute in, and their shares; `times_ms`: of the layers, by name."""
+    if layers is None:
+        return PrecisionReadBack(None, tuple(wider))
+    from deploykit.builders.tensorrt.inspector import shares
 
-    `wider`: nodes that run wider than the graph asks, in words. `times_ms`: of the layers, by name.
-    `judgement`: on labelled data. `why`: what could not be found out, in words.
-    """
-
-    layers: Sequence[Layer] | None
-    wider: tuple[str, ...] = ()
-    parity: Parity | None = None
-    judgement: Evaluation | None = None
-    times_ms: Mapping[str, float] | None = None
-    why: str = ""
-
-    @property
-    def wrong(self) -> str:
-        """Why the engine may not be used, in one line; empty if nothing speaks against it."""
-        if self.wider:
-            return "; ".join(self.wider[:3])
-        if self.parity is not None and not self.parity.passed:
-            worst = self.parity.worst
-            said = worst.problem or f"error {worst.error:.3g} is above {self.parity.max_error:g}"
-            return f"against {self.parity.a}: output '{worst.output}': {said}"
-        if self.judgement is not None and not self.judgement.passed:
-            return self.judgement.reason
-        return ""
-
-    @property
-    def verified(self) -> bool:
-        """It was read back, it ran, and nothing speaks against it."""
-        return self.layers is not None and self.parity is not None and not self.wrong
-
-    def checks(self) -> dict[str, Any]:
-        """For the manifest."""
-        from deploykit.builders.tensorrt.inspector import shares
-
-        layers, times = self.layers, self.times_ms
-        return {
-            "layers": [layer.to_dict() for layer in layers] if layers is not None else None,
-            "shares": shares(layers) if layers is not None else None,
-            "time_shares": shares(layers, times) if layers is not None and times else None,
-            "mismatches": list(self.wider),
-            "parity": self.parity.to_dict() if self.parity else None,
-            "judgement": self.judgement.to_dict() if self.judgement else None,
-            "verified": self.verified,
-        }
+    time_shares = shares(layers, times_ms) if times_ms else None
+    return PrecisionReadBack(tuple(layers), tuple(wider), shares(layers), time_shares)
 
 
 def asked(typed: Path) -> dict[str, str]:
@@ -133,7 +102,7 @@ def prove(
         return None, f"{why}, and its golden samples cannot be replayed: {exc.message}"
 
 
-def record(typed: Path, path: Path, sizes: Mapping[str, int]) -> golden.Golden | None:
+def record(typed: Path, path: Path, sizes: Mapping[str, int]) -> GoldenSamples | None:
     """What `typed` answers on the CPU, kept beside `path`, so that it can be proven without it.
 
     `sizes`: of the dynamic axes. None where the graph does not run here, or its tensors are large.
@@ -166,7 +135,7 @@ def _against(typed: Path, engine: TensorRtEngine, name: str, max_error: float) -
         )
 
 
-def _replayed(found: golden.Golden, engine: TensorRtEngine, path: Path, name: str) -> Parity:
+def _replayed(found: GoldenSamples, engine: TensorRtEngine, path: Path, name: str) -> Parity:
     """The recorded rows, as many of them as the engine takes at once."""
     from deploykit.measure.evaluate.parity import compare_engines
     from deploykit.runtimes.recorded import RecordedEngine

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from deploykit.api.compare import Compared, Inspection, Predicted
     from deploykit.api.demo import Toured
     from deploykit.api.doctor import Health
+    from deploykit.core.evidence import SearchRecord
     from deploykit.core.profile import Profile
     from deploykit.measure.evaluate.parity import Parity
     from deploykit.measure.load.generator import LoadResult
     from deploykit.measure.report.report import Report
-    from deploykit.quantization.search import Outcome
 
 UNKNOWN = "not known"
 _SHOWN_APART = {
@@ -45,8 +45,9 @@ def made(result: Made) -> list[Part]:
             "  precision  " + mix(manifest.precision),
         ]
     if result.accuracy:
-        test = manifest.checks["test"]
-        lines.append(f"  {test['metric']}  {percent(result.accuracy)}, n = {test['n']}")
+        trained = result.evidence.training
+        if trained:
+            lines.append(f"  {trained.metric}  {percent(trained.score)}, n = {trained.samples}")
     if result.drop:
         drop = result.drop
         names = (result.parity.a, result.parity.b) if result.parity else ("reference", "this file")
@@ -58,12 +59,12 @@ def made(result: Made) -> list[Part]:
             "",
             Table((f"{drop.metric}, n = {drop.n}", "value (95 %)", f"against {names[0]}"), rows),
         ]
-    if result.judgement and not result.drop:
-        lines += ["", f"judged by {result.judgement.describe()}: {result.judgement.reason}"]
+    if result.evaluation and not result.drop:
+        lines += ["", f"judged by {result.evaluation.describe()}: {result.evaluation.why}"]
     if result.search:
         lines += ["", *steps(result.search)]
     if result.parity:
-        lines += ["", *parity(result.parity, gated=result.judgement is None)]
+        lines += ["", *parity(result.parity, gated=result.evaluation is None)]
     lines += [f"note: {text}" for text in result.notes]
     return lines
 
@@ -91,27 +92,25 @@ def checked(result: CheckResult) -> list[Part]:
     return lines
 
 
-def steps(result: Outcome[Any]) -> list[Part]:
+def steps(result: SearchRecord) -> list[Part]:
     """What `--to auto` tried, in order."""
     rows = [
         (
             step.precision,
-            str(len(step.wide)),
+            str(len(step.float32_nodes)),
             "-" if math.isinf(step.cost_s) else f"{step.cost_s * 1e3:.3g}",
             f"{step.elapsed_s:.1f}",
             "pass" if step.passed else "fail",
-            step.text,
+            step.why,
         )
         for step in result.steps
     ]
     header = ("tried", "kept float32", "cost ms", "after s", "gate", "result")
-    return [f"search: {result.text}", Table(header, rows)]
+    return [f"search: {result.why}", Table(header, rows)]
 
 
 def compared(result: Compared) -> list[Part]:
     lines = parity(result.parity)
-    if result.builds:
-        lines.append(result.builds.text)
     if result.divergence:
         lines.append(result.divergence.text)
     return lines

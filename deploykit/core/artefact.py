@@ -6,74 +6,20 @@ manifest once; functions take a path or an `Artefact` and pass the `Artefact` on
 
 from __future__ import annotations
 
-import json
 import zipfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from deploykit.core.errors import BadInput, NotFound, Unsupported, os_reason
-from deploykit.core.files import check_inside, check_readable, sha256, write_json
+from deploykit.core.errors import BadInput, Unsupported
+from deploykit.core.files import check_inside, check_readable, sha256
+from deploykit.core.manifest import Manifest, load_manifest, manifest_path
 from deploykit.core.paths import StrPath
-from deploykit.core.tensors import TensorSpec, spec_from_dict
 
-MANIFEST_VERSION = 1
-_KINDS: Mapping[str, type] = {
-    "format": str,
-    "inputs": list,
-    "outputs": list,
-    "precision": dict,
-    "sha256": str,
-    "made_from": list,
-    "made_with": dict,
-    "built_on": dict,
-    "checks": dict,
-}
-_ITEM_KINDS: Mapping[str, type] = {
-    "inputs": dict,
-    "outputs": dict,
-    "precision": int,
-    "made_from": str,
-    "made_with": str,
-    "built_on": str,
-}
 _ZIP = b"PK\x03\x04"
 _EXPORTED = {"archive_format", "serialized_exported_program.json"}  # newer and older .pt2
 _UNPACKED_TEXT_BYTES = (
     256 << 20
 )  # torch stores weights as they are and packs only text: code, graph
-_WORDS: Mapping[type, str] = {str: "text", int: "whole number", list: "list", dict: "object"}
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What is known of one artefact. Hashes are SHA-256 in hexadecimal."""
-
-    format: str  # "torch" | "onnx" | "tensorrt"
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    precision: Mapping[str, int] = field(default_factory=dict)  # nodes by the type they compute in
-    sha256: str = ""
-    made_from: tuple[str, ...] = ()
-    made_with: Mapping[str, str] = field(default_factory=dict)  # tool -> version
-    built_on: Mapping[str, str] = field(default_factory=dict)  # profile, device, runtime version
-    checks: Mapping[str, Any] = field(default_factory=dict)  # what was measured: parity, accuracy
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "manifest": MANIFEST_VERSION,
-            "format": self.format,
-            "inputs": [spec.to_dict() for spec in self.inputs],
-            "outputs": [spec.to_dict() for spec in self.outputs],
-            "precision": dict(self.precision),
-            "sha256": self.sha256,
-            "made_from": list(self.made_from),
-            "made_with": dict(self.made_with),
-            "built_on": dict(self.built_on),
-            "checks": dict(self.checks),
-        }
 
 
 class Artefact:
@@ -143,15 +89,6 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
     return info.st_ino, info.st_size, info.st_mtime_ns
 
 
-def manifest_path(artefact: Path) -> Path:
-    return artefact.with_name(artefact.name + ".json")
-
-
-def write_manifest(artefact: Path, manifest: Manifest) -> None:
-    """Write `FILE.json`. Call it once `artefact` is in place: it never names a missing file."""
-    write_json(manifest_path(artefact), manifest.to_dict())
-
-
 def read_manifest(artefact: Path) -> Manifest | None:
     """The manifest next to `artefact`, or None if there is none.
 
@@ -160,52 +97,21 @@ def read_manifest(artefact: Path) -> Manifest | None:
     return Artefact(artefact).manifest
 
 
-def load_manifest(artefact: Path) -> Manifest | None:
-    """The manifest next to `artefact`, its hashes not compared; None if there is none."""
-    path = manifest_path(artefact)
-    try:
-        values = json.loads(check_readable(path).read_text(encoding="utf-8"))
-    except NotFound:
-        return None
-    except OSError as exc:
-        raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
-    except (ValueError, RecursionError) as exc:
-        raise BadInput(f"{path}: is not valid JSON: {exc}") from exc
-    return _from_dict(values, str(path))
-
-
 def _check_hashes(artefact: Artefact, manifest: Manifest) -> None:
     """Raise BadInput unless the file, and its weights in a second one, are those described."""
-    where, data = manifest_path(artefact.path), manifest.checks.get("data")
+    where, data = manifest_path(artefact.path), manifest.evidence.weights
     changed = manifest.sha256 and manifest.sha256 != artefact.sha256
     wrong = artefact.path if changed else None
-    if isinstance(data, dict):
-        check_inside(artefact.path.parent, str(data.get("file")), f"{where}: its weights")
-        weights = artefact.path.with_name(str(data["file"]))
-        if wrong is None and data.get("sha256") != sha256(weights):
+    if data is not None:
+        check_inside(artefact.path.parent, data.file, f"{where}: its weights")
+        weights = artefact.path.with_name(data.file)
+        if wrong is None and data.sha256 != sha256(weights):
             wrong = weights
     if wrong is not None:
         raise BadInput(
             f"{wrong}: is not the file that {where.name} describes (SHA-256 differs)",
             hint=f"make it again, or remove {where} if you changed the file on purpose",
         )
-
-
-def _from_dict(values: object, where: str) -> Manifest:
-    if not isinstance(values, dict) or values.get("manifest") != MANIFEST_VERSION:
-        raise BadInput(f"{where}: is not a deploykit manifest of version {MANIFEST_VERSION}")
-    for key, kind in _KINDS.items():
-        if not isinstance(values.get(key), kind):
-            raise BadInput(f"{where}: '{key}' must be a {_WORDS[kind]}")
-    for key, kind in _ITEM_KINDS.items():
-        items = values[key].values() if _KINDS[key] is dict else values[key]
-        if not all(isinstance(item, kind) for item in items):
-            raise BadInput(f"{where}: each item of '{key}' must be a {_WORDS[kind]}")
-    known = {key: values[key] for key in _KINDS}
-    for key in ("inputs", "outputs"):
-        known[key] = tuple(spec_from_dict(item, where) for item in values[key])
-    known["made_from"] = tuple(values["made_from"])
-    return Manifest(**known)
 
 
 def sniff(path: Path) -> str:

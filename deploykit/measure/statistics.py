@@ -15,25 +15,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from deploykit.core.errors import BadInput
+from deploykit.core.evidence import ADJUSTED_WALD as ADJUSTED_WALD
+from deploykit.core.evidence import Drop as Drop
+from deploykit.core.evidence import Interval as Interval
 
-ADJUSTED_WALD = "adjusted Wald for paired proportions"
 PAIRED_T = "paired t"
 FEWEST_EQUAL = 6  # equal differences: 0.5**6 is the first power within the 2.5 % on each side
 
 _TAIL = 0.025  # probability left out on each side
 _Z = 1.959963984540054  # the normal distribution's 97.5 % point
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A measured value and its 95 % interval; units stand in the name of whatever holds it."""
-
-    value: float
-    low: float
-    high: float
-
-    def to_dict(self) -> dict[str, float]:
-        return {"value": self.value, "low": self.low, "high": self.high}
 
 
 @dataclass(frozen=True)
@@ -63,53 +53,6 @@ class Latency:
             "p90_ms": part(self.p90_ms),
             "p99_ms": part(self.p99_ms),
             "max_ms": self.max_ms,
-        }
-
-
-@dataclass(frozen=True)
-class Drop:
-    """How much worse a candidate scores than a reference on the same `n` samples.
-
-    `drop` is positive when the candidate is worse. `unit` says what it is: "pp", a difference of
-    shares (0.01 is one percentage point); "%", perplexity's relative rise (0.01 is one per cent);
-    "", the score's own unit. `lost` and `gained`: the samples on which the candidate's score is
-    lower, and higher. `method`: how the interval of `drop` was made.
-    """
-
-    metric: str
-    n: int
-    reference: Interval
-    candidate: Interval
-    drop: Interval
-    lost: int
-    gained: int
-    unit: str = "pp"
-    method: str = ADJUSTED_WALD
-
-    def describe(self) -> str:
-        """For people: "drop 0.4 pp, 0.1 to 0.7, n = 540" (pp: percentage points)."""
-        digits, scale = (1 if self.n < 1000 else 2), (100 if self.unit else 1)
-        value, low, high = (
-            f"{round(part * 100, digits) + 0.0:.{digits}f}"  # + 0.0 turns -0.0 into 0.0
-            if self.unit and abs(part) < 1000  # a perplexity can rise without bound
-            else f"{part * scale:.3g}"
-            for part in (self.drop.value, self.drop.low, self.drop.high)
-        )
-        what = f"{self.metric} rise" if self.unit == "%" else "drop"
-        unit = f" {self.unit}" if self.unit else ""
-        return f"{what} {value}{unit}, {low} to {high}, n = {self.n}"
-
-    def to_dict(self) -> dict[str, object]:
-        return {
-            "metric": self.metric,
-            "n": self.n,
-            "reference": self.reference.to_dict(),
-            "candidate": self.candidate.to_dict(),
-            "drop": self.drop.to_dict(),
-            "lost": self.lost,
-            "gained": self.gained,
-            "unit": self.unit,
-            "method": self.method,
         }
 
 

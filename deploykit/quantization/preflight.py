@@ -15,11 +15,11 @@ For ONNX Runtime, operators of unknown domains are named: it has kernels for all
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import onnx
 from onnx import numpy_helper
 
+from deploykit.core.evidence import Problem
 from deploykit.core.profile import Profile
 from deploykit.onnx_graph.graph import dtype_name, element_types, opset
 from deploykit.onnx_graph.validate import RUNTIME_DOMAINS, all_nodes
@@ -69,18 +69,6 @@ _PLUGINS: Mapping[str, str] = {
 # Types that no layer computes in; uint8 and the quantized types have rules of their own.
 _NO_LAYERS = frozenset(("string", "int16", "uint16", "uint32", "uint64", "complex64", "complex128"))
 _LOW, _HIGH = "QuantizeLinear", "DequantizeLinear"
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A node that the target cannot take. `node` is "" where it is the whole model."""
-
-    node: str
-    operator: str
-    why: str
-
-    def to_dict(self) -> dict[str, str]:
-        return {"node": self.node, "operator": self.operator, "why": self.why}
 
 
 def unsupported(model: onnx.ModelProto, profile: Profile) -> tuple[Problem, ...]:

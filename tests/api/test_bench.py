@@ -14,7 +14,8 @@ import pytest
 import deploykit as dk
 from deploykit.api.bench import bench
 from deploykit.cli.main import main
-from deploykit.core.artefact import manifest_path, read_manifest
+from deploykit.core.artefact import read_manifest
+from deploykit.core.manifest import manifest_path
 from tests.support.runtimes.gpu_machine import LAYERS, gpu_machine, plan
 
 Machine = Callable[..., Any]
@@ -93,7 +94,7 @@ def test_an_engine_that_was_never_run_is_proven_before_it_is_timed(
     timed(engine)
     manifest = read_manifest(engine)
     assert manifest is not None
-    assert manifest.checks["verified"] is True
+    assert manifest.evidence.verified is True
 
 
 def test_an_engine_without_a_manifest_is_timed_on_trust_and_the_report_says_so(

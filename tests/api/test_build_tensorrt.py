@@ -78,7 +78,7 @@ def test_an_engine_that_cannot_run_here_is_kept_and_not_called_verified(
     assert manifest is not None
     assert manifest.format == "tensorrt"
     assert manifest.precision == {"float32": 1}
-    assert manifest.checks["verified"] is False
+    assert manifest.evidence.verified is False
     assert manifest.built_on["profile"] == "l4"
     assert manifest.built_on["batch"] == "1,8,32"
     assert any("not verified" in note for note in made.notes)
@@ -103,7 +103,7 @@ def test_an_engine_without_a_manifest_is_refused(tmp_path: Path) -> None:
 def test_a_plan_that_cannot_be_read_back_says_so(model: Path, tmp_path: Path, use: Use) -> None:
     use(layers=None)
     made = built(model, tmp_path)
-    assert made.manifest.checks["layers"] is None
+    assert made.manifest.evidence.precision.layers is None
     assert any("not read back" in note for note in made.notes)
 
 
@@ -116,7 +116,7 @@ def test_a_layer_wider_than_the_graph_asks_fails_and_is_named(
         built(half, tmp_path)
     assert not (tmp_path / "m.trt").exists()
     assert caught.value.result.path.name == "m.rejected.trt"
-    assert caught.value.result.manifest.checks["mismatches"]
+    assert caught.value.result.manifest.evidence.precision.wider
 
 
 def test_a_layer_as_narrow_as_asked_passes(tmp_path: Path, use: Use, model: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_layer_as_narrow_as_asked_passes(tmp_path: Path, use: Use, model: Path
     use(layers=layers("Half"))
     made = built(half, tmp_path)
     assert made.manifest.precision == {"float16": 1}
-    assert made.manifest.checks["mismatches"] == []
+    assert made.manifest.evidence.precision.wider == ()
 
 
 def test_shapes_reach_the_builder(model: Path, tmp_path: Path, use: Use) -> None:
@@ -177,7 +177,7 @@ def test_the_manifest_says_what_an_engine_is_and_where_it_came_from(
         "precision": "fp32",
     }
     assert made.manifest.made_from == (sha256(affine_onnx),)
-    assert made.manifest.checks["golden"]["file"] == "affine.trt.golden.npz"
+    assert made.manifest.evidence.golden.file == "affine.trt.golden.npz"
     assert (tmp_path / "affine.trt.golden.npz").exists()
 
 
@@ -199,8 +199,8 @@ def test_what_typed_the_graph_is_in_the_manifest_and_in_the_command(
     assert manifest.built_on["precision"] == "fp16"
     assert manifest.built_on["model"] == "affine.onnx"
     assert manifest.made_from == (sha256(affine_onnx), manifest.built_on["onnx_sha256"])
-    assert manifest.checks["typing"]["quantize"]["to"] == "fp16"
-    assert manifest.checks["typing"]["judgement"]["passed"] is True
+    assert manifest.evidence.source_graph.quantize.to == "fp16"
+    assert manifest.evidence.source_graph.accuracy.passed is True
     here = Here("10.13.3.9", "NVIDIA L4", "8.9", 58, "580.65.06", "13.0")
     assert rebuild(made.path, manifest, here) == (
         f"deploykit build affine.onnx --profile l4 --precision fp16 --batch 1,8,32 -o {made.path}"
@@ -215,9 +215,9 @@ def test_the_share_of_time_in_each_precision_is_measured(
     half = [{"Name": "t", "Format/Datatype": "Half"}]
     other = {**first, "Name": "other", "Inputs": half, "Outputs": half, "ms": 3.0}
     machine(content=plan(layers=json.dumps({"Layers": [first, other]})))
-    checks = dk.build(affine_onnx, "l4").manifest.checks
-    assert checks["shares"] == {"float16": 0.5, "float32": 0.5}
-    assert checks["time_shares"] == {"float16": 0.75, "float32": 0.25}
+    read = dk.build(affine_onnx, "l4").evidence.precision
+    assert read.shares == {"float16": 0.5, "float32": 0.5}
+    assert read.time_shares == {"float16": 0.75, "float32": 0.25}
 
 
 def test_sizes_are_compared_within_what_the_engine_takes(
@@ -227,19 +227,21 @@ def test_sizes_are_compared_within_what_the_engine_takes(
     made = dk.build(affine_onnx, "l4", shapes=Shapes(batch="4,8,16"))
     assert made.parity is not None
     assert [row.batch for row in made.parity.rows] == [4, 7, 16]
-    assert made.manifest.checks["verified"] is True
+    assert made.manifest.evidence.verified is True
 
 
 def test_an_engine_that_answers_otherwise_is_rejected(machine: Machine, affine_onnx: Path) -> None:
     machine(content=plan(layers=LAYERS, off=1.0))
-    with pytest.raises(dk.GateFailed, match=r"against affine\.onnx: output 'y': error") as caught:
+    with pytest.raises(
+        dk.GateFailed, match=r"against affine\.onnx: output 'y' at batch 1: error"
+    ) as caught:
         dk.build(affine_onnx, "l4")
     assert caught.value.result.path.name == "affine.rejected.trt"
     assert not affine_onnx.with_suffix(".trt").exists()
     kept = read_manifest(caught.value.result.path)
     assert kept is not None
-    assert kept.checks["verified"] is False
-    assert kept.checks["golden"]["file"] == "affine.rejected.trt.golden.npz"
+    assert kept.evidence.verified is False
+    assert kept.evidence.golden.file == "affine.rejected.trt.golden.npz"
 
 
 @pytest.mark.parametrize(("off", "passes"), [(0.0, True), (0.009, False)])
@@ -255,12 +257,12 @@ def test_its_own_accuracy_is_gated_on_labelled_data(
     labelled = Labelled(data, max_drop=0.02)
     build = functools.partial(built, affine_onnx, tmp_path, labelled=labelled)
     if passes:
-        assert build().manifest.checks["judgement"]["passed"] is True
+        assert build().manifest.evidence.accuracy.passed is True
     else:
         with pytest.raises(dk.GateFailed) as caught:
             build()
-        assert caught.value.result.manifest.checks["judgement"]["passed"] is False
-        assert caught.value.result.manifest.checks["parity"]["passed"] is True
+        assert caught.value.result.manifest.evidence.accuracy.passed is False
+        assert caught.value.result.manifest.evidence.parity.passed is True
 
 
 def test_a_gpu_that_another_program_uses_is_asked_for_its_free_memory(

@@ -13,7 +13,8 @@ pytest.importorskip("onnxscript")
 
 import deploykit as dk  # noqa: E402
 from deploykit.api import golden  # noqa: E402
-from deploykit.core.artefact import manifest_path, read_manifest  # noqa: E402
+from deploykit.core.artefact import read_manifest  # noqa: E402
+from deploykit.core.manifest import manifest_path  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -80,7 +81,7 @@ def test_the_graph_takes_bytes_and_normalises_them_as_imagenet_says(
         np.testing.assert_allclose(
             b({"image": pixels})[name], a({"image": floats})[name], atol=2e-6
         )
-    assert made.manifest.checks["preprocess"]["name"] == "imagenet"
+    assert made.manifest.evidence.export.preprocess.name == "imagenet"
     assert made.parity is not None
     assert {row.batch for row in made.parity.rows} == {1, 2, 7, 32}
 
@@ -104,7 +105,7 @@ def test_an_export_records_samples_and_compare_replays_them(
     document = json.loads(manifest_path(made.path).read_text())
     from deploykit.core.files import sha256
 
-    document["checks"]["golden"]["sha256"] = sha256(samples)
+    document["evidence"]["golden"]["sha256"] = sha256(samples)
     manifest_path(made.path).write_text(json.dumps(document))
     with pytest.raises(dk.GateFailed, match=r"m\.onnx"):
         dk.compare(made.path).raise_if_over()
@@ -116,7 +117,7 @@ def test_golden_samples_outside_the_folder_are_refused(
 ) -> None:
     made = dk.export(weights, tmp_path / "m.onnx", arch=f"{arch}:Net", inputs=[SPEC])
     document = json.loads(manifest_path(made.path).read_text())
-    document["checks"]["golden"]["file"] = name
+    document["evidence"]["golden"]["file"] = name
     manifest_path(made.path).write_text(json.dumps(document))
     with pytest.raises(dk.BadInput):
         dk.compare(made.path)
@@ -128,7 +129,7 @@ def test_what_is_made_from_an_export_carries_its_samples(
     made = dk.export(weights, tmp_path / "m.onnx", arch=f"{arch}:Net", inputs=[SPEC])
     half = dk.quantize(made.path, "fp16", tmp_path / "h.onnx")
     built = dk.build(half.path, "cpu", out=tmp_path / "b.onnx")
-    bounds = [dk.inspect(item.path).manifest.checks["golden"]["max_error"] for item in (made, half)]
+    bounds = [dk.inspect(item.path).manifest.evidence.golden.max_error for item in (made, half)]
     assert 1e-3 <= bounds[1] < 1e-1
     for item in (half, built):
         assert dk.compare(item.path).parity.passed
@@ -160,13 +161,13 @@ def test_the_manifest_says_what_was_loaded_and_how_it_was_exported(
     )
     manifest = read_manifest(made.path)
     assert manifest is not None
-    source = manifest.checks["source"]
-    assert source["kind"] == "state_dict"
-    assert source["ran_pickle"] is False
-    assert len(source["sha256"]) == 64
-    export = manifest.checks["export"]
-    assert (export["exporter"], export["fallback"], export["profile"]) == ("dynamo", None, "h200")
-    assert manifest.checks["preflight"] == []
+    source = manifest.evidence.source
+    assert source.kind == "state_dict"
+    assert source.ran_pickle is False
+    assert len(source.sha256) == 64
+    export = manifest.evidence.export
+    assert (export.exporter, export.fallback, export.profile) == ("dynamo", None, "h200")
+    assert manifest.evidence.preflight.problems == ()
 
 
 def test_a_jetson_gets_an_older_opset(weights: Path, arch: str, tmp_path: Path) -> None:
@@ -177,7 +178,7 @@ def test_a_jetson_gets_an_older_opset(weights: Path, arch: str, tmp_path: Path) 
         inputs=[SPEC],
         profile="jetson-orin-nano-8gb",
     )
-    assert made.manifest.checks["export"]["opset"] == 18
+    assert made.manifest.evidence.export.opset == 18
 
 
 def test_a_size_that_the_model_reads_as_a_number_is_named_with_its_axis(
@@ -218,7 +219,7 @@ def test_a_program_is_compared_within_the_sizes_that_it_was_exported_for(tmp_pat
     made = dk.export(path, allow_pickle=True)
     assert made.parity is not None
     assert [row.batch for row in made.parity.rows] == [4, 7, 16]
-    assert made.manifest.checks["source"]["ran_pickle"] is True
+    assert made.manifest.evidence.source.ran_pickle is True
     assert any("ran code of its own" in note for note in made.notes)
 
 
@@ -228,4 +229,4 @@ def test_the_users_own_file_is_in_the_manifest_by_its_hash(
     from deploykit.core.files import sha256
 
     made = dk.export(weights, tmp_path / "m.onnx", arch=f"{arch}:Net", inputs=[SPEC])
-    assert made.manifest.checks["source"]["arch_sha256"] == sha256(Path(arch))
+    assert made.manifest.evidence.source.arch_sha256 == sha256(Path(arch))

@@ -31,7 +31,7 @@ def test_a_build_that_differs_is_kept_beside_its_place(model: Path, tmp_path: Pa
     assert caught.value.result.path == rejected
     manifest = read_manifest(rejected)
     assert manifest is not None
-    assert not manifest.checks["parity"]["passed"]
+    assert not manifest.evidence.parity.passed
     assert not list(tmp_path.glob(".*"))
 
 

@@ -19,7 +19,8 @@ import pytest
 import deploykit as dk
 from deploykit.api.open import open_proven
 from deploykit.core import files
-from deploykit.core.artefact import manifest_path, read_manifest
+from deploykit.core.artefact import read_manifest
+from deploykit.core.manifest import manifest_path
 from tests.support.runtimes.gpu_machine import LAYERS, gpu_machine, plan
 
 Machine = Callable[..., Any]
@@ -39,7 +40,7 @@ def unproven_fixture(machine: Machine, affine_onnx: Path) -> Path:
     """An engine built with its precision read back, but where CUDA's bindings were missing."""
     machine(content=plan(layers=LAYERS), has_cuda=False)
     made = dk.build(affine_onnx, "l4")
-    assert made.manifest.checks["verified"] is False
+    assert made.manifest.evidence.verified is False
     machine()
     return made.path
 
@@ -47,7 +48,7 @@ def unproven_fixture(machine: Machine, affine_onnx: Path) -> Path:
 def verified(path: Path) -> object:
     manifest = read_manifest(path)
     assert manifest is not None
-    return manifest.checks["verified"]
+    return manifest.evidence.verified
 
 
 def opened(path: Path, **options: Any) -> list[str]:
@@ -74,7 +75,7 @@ def test_an_engine_that_ran_where_it_was_built_is_verified(
 ) -> None:
     machine()
     made = dk.build(affine_onnx, "l4")
-    assert made.manifest.checks["verified"] is True
+    assert made.manifest.evidence.verified is True
     assert made.parity is not None
     assert opened(made.path) == []
 
@@ -83,13 +84,13 @@ def test_it_is_proven_against_its_graph_and_that_is_kept(unproven: Path) -> None
     assert opened(unproven) == []
     manifest = read_manifest(unproven)
     assert manifest is not None
-    assert manifest.checks["verified"] is True
-    assert (manifest.checks["parity"]["a"], manifest.checks["parity"]["b"]) == (
+    assert manifest.evidence.verified is True
+    assert (manifest.evidence.parity.a, manifest.evidence.parity.b) == (
         "affine.onnx",
         "affine.trt",
     )
-    assert manifest.checks["parity"]["passed"] is True
-    assert len(manifest.checks["parity"]["rows"]) == 4
+    assert manifest.evidence.parity.passed is True
+    assert len(manifest.evidence.parity.rows) == 4
 
 
 def test_without_its_graph_the_golden_samples_prove_it(unproven: Path) -> None:
@@ -98,7 +99,7 @@ def test_without_its_graph_the_golden_samples_prove_it(unproven: Path) -> None:
     assert verified(unproven) is True
     manifest = read_manifest(unproven)
     assert manifest is not None
-    assert "recorded" in manifest.checks["parity"]["a"]
+    assert "recorded" in manifest.evidence.parity.a
 
 
 @pytest.mark.parametrize("batch", [(1, 1, 1), (1, 2, 2), (8, 8, 16)], ids=str)
@@ -121,7 +122,7 @@ def test_a_graph_of_another_name_is_known_by_its_hash(unproven: Path) -> None:
     (unproven.parent / "affine.onnx").rename(unproven.parent / "renamed.onnx")
     unproven.with_name(unproven.name + ".golden.npz").unlink()
     values = json.loads(manifest_path(unproven).read_text())
-    values["checks"]["golden"] = None
+    values["evidence"]["golden"] = None
     manifest_path(unproven).write_text(json.dumps(values))
     opened(unproven)
     assert verified(unproven) is True
@@ -132,7 +133,7 @@ def alone(path: Path) -> None:
     (path.parent / "affine.onnx").unlink()
     path.with_name(path.name + ".golden.npz").unlink()
     values = json.loads(manifest_path(path).read_text())
-    values["checks"]["golden"] = None
+    values["evidence"]["golden"] = None
     manifest_path(path).write_text(json.dumps(values))
 
 
@@ -161,7 +162,7 @@ def test_an_engine_that_answers_wrongly_is_never_opened(unproven: Path, trust: b
     assert verified(unproven) is False
     manifest = read_manifest(unproven)
     assert manifest is not None
-    assert manifest.checks["parity"]["passed"] is False
+    assert manifest.evidence.parity.passed is False
 
 
 def test_samples_that_are_answered_wrongly_refuse_it_too(unproven: Path) -> None:
@@ -173,7 +174,7 @@ def test_samples_that_are_answered_wrongly_refuse_it_too(unproven: Path) -> None
 
 def test_layers_that_were_wider_than_asked_when_it_was_built_refuse_it(unproven: Path) -> None:
     values = json.loads(manifest_path(unproven).read_text())
-    values["checks"]["mismatches"] = ["'add' was asked in float16 and runs in float32"]
+    values["evidence"]["precision"]["wider"] = ["'add' was asked in float16 and runs in float32"]
     manifest_path(unproven).write_text(json.dumps(values))
     with pytest.raises(dk.GateFailed, match="'add' was asked in float16"):
         open_proven(unproven)
@@ -183,14 +184,14 @@ def test_layers_that_were_not_read_back_are_read_here(machine: Machine, affine_o
     machine(has_cuda=False)
     path = dk.build(affine_onnx, "l4").path
     values = json.loads(manifest_path(path).read_text())
-    values["checks"]["layers"] = None
+    values["evidence"]["precision"]["layers"] = None
     manifest_path(path).write_text(json.dumps(values))
     machine()
     assert opened(path) == []
     manifest = read_manifest(path)
     assert manifest is not None
-    assert manifest.checks["verified"] is True
-    assert manifest.checks["shares"] == {"float32": 1.0}
+    assert manifest.evidence.verified is True
+    assert manifest.evidence.precision.shares == {"float32": 1.0}
 
 
 def test_an_engine_whose_layers_nobody_can_tell_runs_but_is_not_called_verified(

@@ -61,12 +61,12 @@ def test_a_precision_is_in_the_file_and_keeps_the_answers(
 ) -> None:
     made = dk.quantize(model, to, calib=calib, rest=rest)
     assert set(made.manifest.precision) == holds
-    assert made.judgement.passed
-    assert made.judgement.sqnr_db > 20
+    assert made.evaluation.passed
+    assert made.evaluation.sqnr_db > 20
     found = read_manifest(made.path)
     assert found is not None
-    assert found.checks["quantize"]["to"] == to
-    assert found.checks["quantize"]["rest"] == rest
+    assert found.evidence.quantize.to == to
+    assert found.evidence.quantize.other_nodes == rest
 
 
 def large_linear() -> onnx.ModelProto:
@@ -82,14 +82,14 @@ def test_stored_weights_shrink_and_need_no_data(tmp_path: Path, to: str, most_by
     path = save(large_linear(), tmp_path / "large.onnx")
     made = dk.quantize(path, to)
     assert made.path.stat().st_size < most_bytes < path.stat().st_size / 3
-    assert made.judgement.sqnr_db > 15
+    assert made.evaluation.sqnr_db > 15
 
 
 def test_a_drop_is_judged_on_labelled_data(model: Path, calib: Path, data: Path) -> None:
     made = dk.quantize(model, "int8", calib=calib, data=data, max_drop=0.5)
     assert made.drop.n == 400
-    assert made.judgement.max_drop == 0.5
-    assert made.manifest.checks["accuracy"]["n"] == 400
+    assert made.evaluation.max_drop == 0.5
+    assert made.manifest.evidence.accuracy.drop.n == 400
 
 
 def test_without_labels_a_broken_output_is_refused(model: Path, calib: Path) -> None:
@@ -161,8 +161,8 @@ def test_auto_keeps_what_passes_and_logs_its_steps(
         runtime=runtime,
     )
     assert made.search.steps
-    assert all(step.text for step in made.search.steps)
-    assert made.manifest.checks["search"]["steps"][0]["precision"].startswith("int8")
+    assert all(step.why for step in made.search.steps)
+    assert made.manifest.evidence.search.steps[0].precision.startswith("int8")
     where = "predicted for l4" if runtime == "tensorrt" else "measured on this machine"
     assert any(where in note for note in made.notes)
 
@@ -279,5 +279,5 @@ def test_few_equal_answers_are_a_warning(tmp_path: Path) -> None:
     data = tmp_path / "x.npz"
     np.savez(data, x=np.random.default_rng(1).standard_normal((200, 64)).astype(np.float32))
     made = dk.quantize(path, "int8", calib=data)
-    assert made.judgement.agreement.value < 0.9
+    assert made.evaluation.agreement.value < 0.9
     assert any("get another answer" in note for note in made.notes)

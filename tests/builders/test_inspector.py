@@ -13,7 +13,14 @@ from typing import Any
 
 import pytest
 
-from deploykit.builders.tensorrt.inspector import Layer, mismatches, read_layers, shares, unseen
+from deploykit.builders.tensorrt.inspector import (
+    Layer,
+    computes,
+    mismatches,
+    read_layers,
+    shares,
+    unseen,
+)
 
 
 def tensors(*kinds: str, key: str = "Format/Datatype") -> list[dict[str, Any]]:
@@ -79,7 +86,7 @@ def test_the_separator_may_stand_in_the_json_as_it_is() -> None:
 
 def test_names_alone_have_no_precision() -> None:
     layer = read_layers('{"Layers": ["conv + relu"]}')[0]
-    assert (layer.precision, layer.computes) == (None, False)
+    assert (layer.precision, computes(layer)) == (None, False)
     assert layer.onnx_nodes == ("conv", "relu")
 
 
@@ -115,7 +122,7 @@ def test_truth_values_and_indices_do_not_count_as_precision() -> None:
     mask = one(kind="kgen", Inputs=tensors("Bool", "Float"), Outputs=tensors("Float"))
     assert mask.precision == "float32"
     shape = one(kind="kgen", Inputs=tensors("Int64"), Outputs=tensors("Int64"))
-    assert (shape.precision, shape.computes) == ("int64", False)
+    assert (shape.precision, computes(shape)) == ("int64", False)
 
 
 def test_a_node_that_runs_wider_than_asked_is_a_mismatch() -> None:
@@ -135,7 +142,7 @@ def test_as_asked_or_narrower_is_no_mismatch(asked: str, runs: str) -> None:
 def test_a_layer_that_moves_data_is_no_mismatch(kind: str) -> None:
     moved = one(kind=kind, Inputs=tensors("Float"), Outputs=tensors("Float"))
     assert mismatches({"conv": "float16"}, [moved]) == ()
-    assert not moved.computes
+    assert not computes(moved)
 
 
 def test_a_node_in_several_layers_is_judged_by_the_narrowest() -> None:

@@ -57,7 +57,7 @@ def test_quantize_to_int8_writes_file_manifest_and_accuracy(
     manifest = read_manifest(out)
     assert manifest is not None
     assert manifest.precision["int8"] > 0
-    assert manifest.checks["accuracy"]["n"] == 60
+    assert manifest.evidence.accuracy.drop.n == 60
 
 
 def test_quantize_to_fp16_without_data_says_what_was_not_checked(run: Run, model: Path) -> None:
@@ -267,7 +267,7 @@ def test_build_takes_auto_for_the_precision(
     )
     assert ran.code == 0, ran.err
     made = document(ran.out)
-    assert made["manifest"]["checks"]["quantized"]["quantize"]["to"] == "auto"
+    assert made["manifest"]["evidence"]["source_graph"]["quantize"]["to"] == "auto"
     assert any("float32 stays" in note or "INT8" in note for note in made["notes"])
 
 

@@ -12,17 +12,11 @@ import numpy as np
 import pytest
 
 from deploykit.core import artefact as artefacts
-from deploykit.core.artefact import (
-    Artefact,
-    Manifest,
-    manifest_path,
-    read_manifest,
-    sniff,
-    torch_kind,
-    write_manifest,
-)
+from deploykit.core.artefact import Artefact, read_manifest, sniff, torch_kind
 from deploykit.core.errors import BadInput, NotFound, Unsupported
+from deploykit.core.evidence import Evidence, GoldenSamples
 from deploykit.core.files import sha256
+from deploykit.core.manifest import Manifest, manifest_path, write_manifest
 from deploykit.core.tensors import parse_spec
 
 MANIFEST = Manifest(
@@ -33,7 +27,7 @@ MANIFEST = Manifest(
     made_from=("ab" * 32,),
     made_with={"deploykit": "0.1.0", "torch": "2.10.0"},
     built_on={"profile": "cpu"},
-    checks={"parity": {"max_abs": 1e-6}, "note": None},
+    evidence=Evidence(notes=("a note",), golden=GoldenSamples("g.npz", "00", "torch", 1e-3)),
 )
 
 
@@ -87,7 +81,7 @@ def test_manifest_of_a_missing_artefact_is_not_found(artefact: Path) -> None:
         b"null",
         b'"x"',
         b"{}",
-        b'{"manifest": 2}',
+        b'{"manifest": 3}',
         b'{"manifest": ' + b"9" * 5000 + b"}",
     ],
     ids=lambda content: repr(content[:12]),
@@ -112,7 +106,7 @@ def test_damaged_manifest_is_named(artefact: Path, content: bytes) -> None:
         ("made_from", [1]),
         ("made_with", {"torch": 2}),
         ("built_on", []),
-        ("checks", 1),
+        ("evidence", 1),
     ],
 )
 def test_manifest_of_wrong_types_is_named(artefact: Path, key: str, value: object) -> None:

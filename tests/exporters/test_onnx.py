@@ -93,7 +93,7 @@ def test_export_proves_parity_at_every_batch(checkpoint: Path) -> None:
     assert made.parity.passed
     assert made.path == checkpoint.with_suffix(".onnx")
     assert made.manifest.made_with["torch"] == torch.__version__
-    assert made.manifest.checks["parity"]["passed"]
+    assert made.manifest.evidence.parity.passed
 
 
 def test_a_fixed_batch_is_fixed(checkpoint: Path) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from deploykit.core.artefact import Manifest, manifest_path, write_manifest
 from deploykit.core.errors import BadInput, DeploykitError, NotFound, Unsupported
+from deploykit.core.evidence import BuildRecord, Evidence, WeightsFile
+from deploykit.core.manifest import Manifest, manifest_path, write_manifest
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.tensorrt.compatibility import (
     Here,
@@ -32,7 +33,7 @@ BUILT = {
 }
 
 
-def described(content: bytes = CONTENT, **built: str) -> Manifest:
+def described(content: bytes = CONTENT, version_compatible: bool = False, **built: str) -> Manifest:
     return Manifest(
         format="tensorrt",
         inputs=(TensorSpec("x", "float32", ("N", 4)),),
@@ -41,6 +42,7 @@ def described(content: bytes = CONTENT, **built: str) -> Manifest:
         sha256=hashlib.sha256(content).hexdigest(),
         made_from=("ab" * 32,),
         built_on={**BUILT, **built},
+        evidence=Evidence(build=BuildRecord("h200", (), version_compatible)),
     )
 
 
@@ -200,13 +202,13 @@ def test_manifest_that_does_not_say_what_it_was_built_on_is_a_note(plan: Path) -
     [("10.3.0", True), ("10.13.3.9", True), ("10.16.0", False), ("11.0.0", False), ("9.3", False)],
 )
 def test_version_compatible_plan_runs_on_the_same_or_later_minor(there: str, fits: bool) -> None:
-    built = {**BUILT, "tensorrt": there, "version_compatible": "yes"}
-    assert (list(differences(built, HERE)) == []) is fits
+    built = {**BUILT, "tensorrt": there}
+    assert (list(differences(built, HERE, version_compatible=True)) == []) is fits
 
 
 def test_only_a_version_compatible_plan_may_bring_code_along(plan: Path) -> None:
-    assert check_plan(plan, described(version_compatible="yes"), HERE).host_code
-    assert not check_plan(plan, described(version_compatible="no"), HERE).host_code
+    assert check_plan(plan, described(version_compatible=True), HERE).host_code
+    assert not check_plan(plan, described(version_compatible=False), HERE).host_code
 
 
 @pytest.mark.parametrize(
@@ -267,17 +269,17 @@ def test_manifest_of_another_kind_of_file_is_refused(plan: Path) -> None:
 
 @pytest.mark.parametrize("file", ["../secret", "/etc/passwd", "a/../../b", "m.trt.data"])
 def test_path_in_a_manifest_is_not_followed(plan: Path, file: str) -> None:
-    manifest = replace(described(), checks={"data": {"file": file, "sha256": "00"}})
+    manifest = replace(described(), evidence=Evidence(weights=WeightsFile(file, "00")))
     write_manifest(plan, manifest)
     with pytest.raises(BadInput):
         open_plan(plan, HERE)
-    with pytest.raises(BadInput, match=r"outside|cannot be read"):
+    with pytest.raises(BadInput, match="which an engine does not have"):
         check_plan(plan, manifest, HERE)
 
 
 def test_data_file_that_exists_is_refused_too(plan: Path) -> None:
     plan.with_name("w.data").write_bytes(b"12")
-    manifest = replace(described(), checks={"data": {"file": "w.data"}})
+    manifest = replace(described(), evidence=Evidence(weights=WeightsFile("w.data", "00")))
     with pytest.raises(BadInput, match="which an engine does not have"):
         check_plan(plan, manifest, HERE)
 
@@ -345,7 +347,7 @@ def test_options_that_widen_it_and_axes_are_kept(plan: Path) -> None:
     words = rebuilt(
         plan,
         tensorrt="11.0.0",
-        version_compatible="yes",
+        version_compatible=True,
         hardware_compatible="ampere-plus",
         axes="T=1,64,128 W=8,8,8",
     )

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.core.artefact import Manifest
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported
+from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.cuda.errors import OutOfMemory
 from deploykit.runtimes.tensorrt.engine import logger

@@ -12,9 +12,9 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from deploykit.core.evidence import Layer as Layer
 from deploykit.core.precision import ALL, BITS
 
 _FLOATS = ("float32", "float16", "bfloat16")
@@ -30,26 +30,9 @@ _SEPARATOR = re.compile(r"\x1f|(?<=\])(?=\[ONNX Layer: )")
 _ONNX_LAYER = re.compile(r"\[ONNX Layer: (.*)\]", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Layer:
-    """One layer of a plan. `precision`: what it computes in, None where the inspector is silent.
-
-    `tactic`: the kernel that was chosen, by the name or the number that the inspector gives it.
-    """
-
-    name: str
-    kind: str  # "CaskConvolution", "gemm", "kgen", "Reformat", ...
-    precision: str | None
-    onnx_nodes: tuple[str, ...]
-    tactic: str = ""
-
-    @property
-    def computes(self) -> bool:
-        """False for a layer that only moves, converts or describes data."""
-        return self.kind.lower() not in _MOVES and self.precision in BITS
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "onnx_nodes": list(self.onnx_nodes)}
+def computes(layer: Layer) -> bool:
+    """False for a layer that only moves, converts or describes data."""
+    return layer.kind.lower() not in _MOVES and layer.precision in BITS
 
 
 def read_layers(text: str) -> tuple[Layer, ...]:
@@ -68,7 +51,7 @@ def mismatches(asked: Mapping[str, str], layers: Sequence[Layer]) -> tuple[str, 
     """
     found: dict[str, set[str]] = defaultdict(set)
     for layer in layers:
-        if layer.computes and layer.precision:
+        if computes(layer) and layer.precision:
             for node in layer.onnx_nodes:
                 found[node].add(layer.precision)
     problems = []
@@ -82,7 +65,7 @@ def mismatches(asked: Mapping[str, str], layers: Sequence[Layer]) -> tuple[str, 
 
 def unseen(asked: Iterable[str], layers: Sequence[Layer]) -> tuple[str, ...]:
     """The nodes of `asked` that no computing layer names: folded, or not told by the inspector."""
-    named = {node for layer in layers if layer.computes for node in layer.onnx_nodes}
+    named = {node for layer in layers if computes(layer) for node in layer.onnx_nodes}
     return tuple(node for node in asked if node not in named)
 
 
@@ -93,7 +76,7 @@ def shares(layers: Sequence[Layer], time_ms: Mapping[str, float] | None = None) 
     """
     sums: dict[str, float] = defaultdict(float)
     for layer in layers:
-        if layer.computes and layer.precision:
+        if computes(layer) and layer.precision:
             sums[layer.precision] += time_ms.get(layer.name, 0.0) if time_ms is not None else 1.0
     whole = sum(sums.values())
     return {name: part / whole for name, part in sorted(sums.items())} if whole else {}

@@ -58,7 +58,6 @@ class Options:
             "axes": " ".join(f"{name}={axis}" for name, axis in sorted(self.axes.items())),
             "workspace_bytes": self.workspace,
             "optimization_level": self.level,
-            "version_compatible": "yes" if self.version_compatible else None,
             "hardware_compatible": self.hardware_compatible,
             "dla": self.dla,
         }

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
 from deploykit.core.errors import BadInput
+from deploykit.core.evidence import Evaluation as Evaluation
 from deploykit.measure.evaluate.metrics import Metric, Scores, drop_of
 from deploykit.measure.evaluate.parity import Parity, ParityRow, compare_engines
 from deploykit.measure.statistics import (
@@ -32,66 +32,6 @@ MAX_DROP = 0.01  # one percentage point
 # weights passed while one sample in twelve kept its answer.
 MIN_SQNR_DB = 15.0
 RANDOM_BATCHES = (1, 2, 7, 32)
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What was measured and decided. `reason`: one line, why it passed or failed.
-
-    `drop`: on labelled data. `agreement`: the share of samples with the same answer (the argmax of
-    the first output with classes; for integers the value itself), None where no output has one.
-    `samples`: how many were used, None for random inputs. `max_drop`: the bound that applied, None
-    if none did.
-    """
-
-    parity: Parity
-    drop: Drop | None
-    agreement: Interval | None
-    samples: int | None
-    passed: bool
-    reason: str
-    max_drop: float | None
-    min_sqnr_db: float
-
-    @property
-    def sqnr_db(self) -> float | None:
-        """The lowest of any floating output at any batch size; None where no output is floating.
-
-        Minus infinity where NaN or infinity stands on one side only.
-        """
-        rows = [row for row in self.parity.rows if row.floating]
-        return min((row.sqnr_db if row.places_match else -math.inf for row in rows), default=None)
-
-    def describe(self) -> str:
-        """For a table: "drop 0.4 pp, 0.1 to 0.7, n = 540", or agreement and SQNR."""
-        if self.drop is not None:
-            return self.drop.describe()
-        if any(not row.places_match for row in self.parity.rows):
-            return "NaN or infinity"
-        parts = []
-        if self.agreement is not None and self.samples is not None:
-            share = self.agreement
-            value, low, high = (f"{x * 100:.1f}" for x in (share.value, share.low, share.high))
-            parts.append(f"agreement {value} %, {low} to {high}, n = {self.samples}")
-        if self.sqnr_db is not None:
-            equal = self.sqnr_db == math.inf
-            parts.append("equal outputs" if equal else f"SQNR {self.sqnr_db:.1f} dB")
-        return "; ".join(parts) + (" on random inputs" if self.samples is None else "")
-
-    def to_dict(self) -> dict[str, object]:
-        """For a manifest; figures that are infinite are null."""
-        sqnr_db = self.sqnr_db
-        return {
-            "passed": self.passed,
-            "reason": self.reason,
-            "samples": self.samples,
-            "max_drop": self.max_drop,
-            "min_sqnr_db": self.min_sqnr_db,
-            "drop": self.drop.to_dict() if self.drop else None,
-            "agreement": self.agreement.to_dict() if self.agreement else None,
-            "sqnr_db": sqnr_db if sqnr_db is not None and math.isfinite(sqnr_db) else None,
-            "parity": self.parity.to_dict(),
-        }
 
 
 def evaluate(

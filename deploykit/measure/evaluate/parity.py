@@ -9,106 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, GateFailed
+from deploykit.core.errors import BadInput
+from deploykit.core.evidence import Parity as Parity
+from deploykit.core.evidence import ParityRow as ParityRow
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.engine import Arrays, Engine
 
 MAX_ERROR = 1e-3
 BLOCK = 1 << 20  # values that are looked at in float64 at a time, whatever the outputs' size
 REL_FLOOR = 1e-6  # below it a reference value counts as this large in max_rel
-
-
-@dataclass(frozen=True)
-class ParityRow:
-    """How far one output of b lies from a's at one batch size; non-finite places are left out.
-
-    `error` is what a bound applies to: max |a-b| / max(1, max |a|), that is the absolute error for
-    outputs up to 1 and the error relative to the output's own scale above. It is infinite where
-    `problem` says that no bound is met: NaN or infinity on one side only, integers that differ.
-    `max_rel`: max |a-b| / max(|a|, 1e-6). `sqnr_db`: signal to noise, infinite when equal.
-    `agreement`: share of equal argmax over the last axis, for floating outputs of two or three axes
-    with two columns or more, else None. `finite`: every value of both sides is finite.
-    `places_match`: NaN and the infinities stand at the same places on both sides. `floating`: not
-    whole numbers or booleans.
-    """
-
-    output: str
-    batch: int
-    values: int
-    max_abs: float
-    max_rel: float
-    rms: float
-    sqnr_db: float
-    agreement: float | None
-    finite: bool
-    error: float
-    problem: str = ""
-    places_match: bool = True
-    floating: bool = True
-
-    def to_dict(self) -> dict[str, object]:
-        """For JSON, which has no infinity: a figure that is infinite is null."""
-        return {
-            "output": self.output,
-            "batch": self.batch,
-            "values": self.values,
-            "max_abs": _finite(self.max_abs),
-            "max_rel": _finite(self.max_rel),
-            "rms": _finite(self.rms),
-            "sqnr_db": _finite(self.sqnr_db),
-            "agreement": self.agreement,
-            "finite": self.finite,
-            "error": _finite(self.error),
-            "problem": self.problem,
-        }
-
-
-@dataclass(frozen=True)
-class Parity:
-    """Rows of a comparison of `a` (the reference) with `b`, and the bound on `ParityRow.error`."""
-
-    a: str
-    b: str
-    rows: tuple[ParityRow, ...]
-    max_error: float
-
-    @property
-    def worst(self) -> ParityRow:
-        """The row with the largest error; the first of equals."""
-        return max(self.rows, key=lambda row: row.error)
-
-    @property
-    def passed(self) -> bool:
-        return self.worst.error <= self.max_error
-
-    def to_dict(self) -> dict[str, object]:
-        return {
-            "a": self.a,
-            "b": self.b,
-            "max_error": self.max_error,
-            "passed": self.passed,
-            "rows": [row.to_dict() for row in self.rows],
-        }
-
-    def raise_if_over(self, max_error: float | None = None) -> None:
-        """Raise GateFailed naming the worst row unless every error is within the bound.
-
-        `max_error`: None for the bound that the comparison was made with.
-        """
-        bound = check_bound(self.max_error if max_error is None else max_error)
-        worst = self.worst
-        where = f"{self.b} against {self.a}: output '{worst.output}' at batch {worst.batch}"
-        if worst.problem:
-            raise GateFailed(f"{where}: {worst.problem}")
-        if worst.error > bound:
-            raise GateFailed(
-                f"{where}: error {worst.error:.3g} is above {bound:g}",
-                hint="error is max |a-b| / max(1, max |a|); see the other rows for where it begins",
-            )
 
 
 def compare_engines(
@@ -208,10 +120,6 @@ def _batch(specs: Sequence[TensorSpec], feeds: Arrays) -> int:
     ordered = sorted(specs, key=lambda spec: not spec.batched)
     array = feeds.get(ordered[0].name) if ordered else None
     return int(array.shape[0]) if array is not None and array.ndim else 1
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 class _Tally:

@@ -14,13 +14,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from deploykit.core.artefact import Manifest, manifest_path, read_manifest, sniff
+from deploykit.core.artefact import read_manifest, sniff
 from deploykit.core.errors import BadInput, Unsupported, os_reason
-from deploykit.core.files import check_inside
+from deploykit.core.manifest import Manifest, manifest_path
 from deploykit.core.precision import CALIBRATED
 
 # keys of `Manifest.built_on`, beside those of `Here.facts`
-VERSION_COMPATIBLE = "version_compatible"  # "yes": runs on later TensorRT of the same major too
 HARDWARE_COMPATIBLE = "hardware_compatible"  # "ampere-plus" or "same-compute-capability"
 _NO = ("", "no", "false", "none")
 # the oldest driver branch of each CUDA major: CUDA Compatibility, "Minor Version Compatibility"
@@ -74,13 +73,13 @@ def check_plan(path: Path, manifest: Manifest | None, here: Here, trust: bool = 
         return _unknown(path, content, trust)
     _check_content(path, content, manifest)
     manifest = replace(manifest, built_on=_printable(manifest.built_on))
-    wrong = tuple(differences(manifest.built_on, here))
+    wrong = tuple(differences(manifest.built_on, here, manifest.version_compatible))
     if wrong:
         raise Unsupported(
             f"{path}: was not built for this machine: {'; '.join(wrong)}",
             hint=f"build it here: {rebuild(path, manifest, here)}",
         )
-    return Plan(content, _notes(path, manifest, here), _yes(manifest.built_on, VERSION_COMPATIBLE))
+    return Plan(content, _notes(path, manifest, here), manifest.version_compatible)
 
 
 def kind(path: Path) -> None:
@@ -111,11 +110,8 @@ def _check_content(path: Path, content: bytes, manifest: Manifest) -> None:
     beside = manifest_path(path).name
     if manifest.format != "tensorrt":
         raise BadInput(f"{path}: {beside} describes a file of the format {manifest.format}")
-    data = manifest.checks.get("data")
-    if data is not None:  # no plan has data beside it
-        file = data.get("file") if isinstance(data, dict) else data
-        check_inside(path.parent, str(file), f"{path}: {beside}")
-        raise BadInput(f"{path}: {beside} names a data file, which an engine does not have")
+    if manifest.evidence.weights is not None:
+        raise BadInput(f"{path}: {beside} names a file of weights, which an engine does not have")
     if not manifest.sha256:
         raise BadInput(f"{path}: {beside} holds no SHA-256 of it", hint="build it again")
     if hashlib.sha256(content).hexdigest() != manifest.sha256.lower():
@@ -126,9 +122,11 @@ def _check_content(path: Path, content: bytes, manifest: Manifest) -> None:
         )
 
 
-def differences(built: Mapping[str, str], here: Here) -> Iterator[str]:
+def differences(
+    built: Mapping[str, str], here: Here, version_compatible: bool = False
+) -> Iterator[str]:
     """What keeps a plan that was `built` on such a machine from running here, in words."""
-    yield from _tensorrt(built, here)
+    yield from _tensorrt(built, here, version_compatible)
     level = built.get(HARDWARE_COMPATIBLE, "").lower()
     capability = built.get("compute_capability", "")
     same = not (capability and here.compute_capability) or capability == here.compute_capability
@@ -147,14 +145,14 @@ def differences(built: Mapping[str, str], here: Here) -> Iterator[str]:
     yield from _cuda(built, here)
 
 
-def _tensorrt(built: Mapping[str, str], here: Here) -> Iterator[str]:
+def _tensorrt(built: Mapping[str, str], here: Here, version_compatible: bool) -> Iterator[str]:
     version = built.get("tensorrt", "")
     there, now = _numbers(version), _numbers(here.tensorrt)
     known = min(len(there), len(now))  # a Jetson's package says 10.3.0, PyPI's 10.3.0.26
     if known == 0 or there[:known] == now[:known]:
         return
     text = f"TensorRT {here.tensorrt} here, {version} there"
-    if not _yes(built, VERSION_COMPATIBLE):
+    if not version_compatible:
         yield text
     elif there[0] != now[0]:
         yield f"{text} (a version compatible engine runs within one major version)"
@@ -218,7 +216,7 @@ def rebuild(path: Path, manifest: Manifest, here: Here) -> str:
     if precision in (*CALIBRATED, "auto"):
         words.append(f"--calib {_name(built, 'calib') or 'DATA'}")
     words += [f"--axis {shlex.quote(axis)}" for axis in built.get("axes", "").split()]
-    words += ["--version-compatible"] * _yes(built, VERSION_COMPATIBLE)
+    words += ["--version-compatible"] * manifest.version_compatible
     words += ["-o", _word(path)]
     if manifest.made_from and not source:
         words.append(f"(MODEL.onnx: SHA-256 {manifest.made_from[0][:12]}...)")
@@ -234,10 +232,6 @@ def _name(built: Mapping[str, str], key: str) -> str:
 def _printable(built: Mapping[str, str]) -> dict[str, str]:
     """Words out of a file: nothing that moves a terminal's cursor, and no endless ones."""
     return {key: "".join(c for c in text if c.isprintable())[:80] for key, text in built.items()}
-
-
-def _yes(built: Mapping[str, str], key: str) -> bool:
-    return built.get(key, "").lower() not in _NO
 
 
 def _word(path: Path) -> str:

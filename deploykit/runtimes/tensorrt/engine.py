@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deploykit.core.artefact import Manifest
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported, first_line
+from deploykit.core.manifest import Manifest
 from deploykit.runtimes.cuda.errors import cuda_error, out_of_memory
 from deploykit.runtimes.cuda.execution import Pipeline, Ticket, in_turn
 from deploykit.runtimes.cuda.memory import Driver, Shape

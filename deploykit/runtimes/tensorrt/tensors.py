@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploykit.core.artefact import Manifest
 from deploykit.core.errors import Unsupported
+from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import BATCH, TensorSpec
 from deploykit.runtimes.cuda.memory import Shape
 from deploykit.runtimes.engine import Arrays

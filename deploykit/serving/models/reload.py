@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from deploykit.core.artefact import manifest_path
 from deploykit.core.errors import DeploykitError, NotFound, first_line
+from deploykit.core.manifest import manifest_path
 from deploykit.runtimes.engine import Closing, Engine
 from deploykit.runtimes.onnxruntime.file import external_files
 

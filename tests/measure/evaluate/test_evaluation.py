@@ -97,7 +97,7 @@ def test_unchanged_answers_on_enough_samples_pass() -> None:
     assert found.passed
     assert found.drop is not None
     assert found.describe() == "drop 0.0 pp, -0.5 to 0.5, n = 540"
-    assert found.reason == "the upper end of the drop, 0.5114 pp, is within 1 pp"
+    assert found.why == "the upper end of the drop, 0.5114 pp, is within 1 pp"
     assert found.max_drop == 0.01
 
 
@@ -107,7 +107,7 @@ def test_the_upper_end_of_the_interval_decides_not_the_value() -> None:
     assert found.drop.lost == 3
     assert found.drop.drop.value < 0.01 < found.drop.drop.high
     assert not found.passed
-    assert "the measured value is within: about " in found.reason
+    assert "the measured value is within: about " in found.why
     assert evaluate(
         identity(), flipping(), samples=samples_of(540, marked=3), metric=TOP1, max_drop=0.02
     ).passed
@@ -116,17 +116,17 @@ def test_the_upper_end_of_the_interval_decides_not_the_value() -> None:
 def test_a_drop_that_is_itself_above_the_bound_is_not_blamed_on_the_samples() -> None:
     found = evaluate(identity(), flipping(), samples=samples_of(540, marked=99), metric=TOP1)
     assert not found.passed
-    assert found.reason.endswith(" pp, is above 1 pp")
+    assert found.why.endswith(" pp, is above 1 pp")
 
 
 def test_too_few_samples_are_told_with_how_many_would_do() -> None:
     found = evaluate(identity(), identity(), samples=samples_of(64), metric=TOP1)
     assert not found.passed
-    assert "64 samples cannot show it even without any drop, 276 are needed" in found.reason
+    assert "64 samples cannot show it even without any drop, 276 are needed" in found.why
     assert not evaluate(identity(), identity(), samples=samples_of(275), metric=TOP1).passed
     assert evaluate(identity(), identity(), samples=samples_of(276), metric=TOP1).passed
     one_lost = evaluate(identity(), flipping(), samples=samples_of(276, marked=1), metric=TOP1)
-    assert "the measured value is within" in one_lost.reason
+    assert "the measured value is within" in one_lost.why
 
 
 def test_too_few_samples_of_another_score_are_told_from_their_spread() -> None:
@@ -138,7 +138,7 @@ def test_too_few_samples_of_another_score_are_told_from_their_spread() -> None:
     assert found.drop is not None
     assert found.drop.drop.high == pytest.approx(half, rel=1e-6)
     needed = math.ceil(20 * (half / 0.1) ** 2)
-    assert found.reason == (
+    assert found.why == (
         f"the upper end of the drop, {half:.4g}, is above 0.1; "
         f"20 samples cannot show it even without any drop, {needed} are needed"
     )
@@ -150,7 +150,7 @@ def test_perplexity_is_evaluated_by_its_relative_rise() -> None:
     found = evaluate(identity(), softer, samples=data, metric=find_metric("perplexity"))
     assert not found.passed
     assert found.describe().startswith("perplexity rise ")
-    assert found.reason.endswith(" %, is above 1 %")
+    assert found.why.endswith(" %, is above 1 %")
 
 
 def test_the_last_smaller_batch_is_scored_against_its_own_labels() -> None:
@@ -185,7 +185,7 @@ def test_not_finite_where_the_reference_is_fails_whatever_the_labels_say(
     assert found.drop is None
     assert found.describe() == "NaN or infinity"
     assert found.sqnr_db == -math.inf
-    assert found.reason.startswith("output 'y' at batch 32: NaN or infinity in one")
+    assert found.why.startswith("output 'y' at batch 32: NaN or infinity in one")
     assert not evaluate(identity(), broken, samples=None, min_sqnr_db=-math.inf).passed
 
 
@@ -207,7 +207,7 @@ def test_without_labels_fifteen_decibels_are_the_bound(db: float, passed: bool) 
     found = evaluate(identity(), noisy(db), samples=samples_of(64, labelled=False), metric=TOP1)
     assert found.passed is passed
     assert found.sqnr_db == pytest.approx(db, abs=0.01)
-    assert f"SQNR {db} dB is {'15 dB or more' if passed else 'below 15 dB'}" in found.reason
+    assert f"SQNR {db} dB is {'15 dB or more' if passed else 'below 15 dB'}" in found.why
     assert evaluate(identity(), noisy(9.5), samples=None, min_sqnr_db=9.0).passed
 
 
@@ -223,7 +223,7 @@ def test_the_worst_output_decides() -> None:
     b = Function(lambda x: {"y": x, "z": x * np.float32(0.5)}, *specs)
     found = evaluate(a, b, samples=samples_of(8, labelled=False))
     assert not found.passed
-    assert found.reason.startswith("output 'z' at batch 8: SQNR 6.0 dB")
+    assert found.why.startswith("output 'z' at batch 8: SQNR 6.0 dB")
 
 
 def test_agreement_is_reported_with_its_interval() -> None:
@@ -240,14 +240,14 @@ def test_a_bound_that_was_given_holds_disagreement_too() -> None:
     data = samples_of(256, marked=4, labelled=False)
     found = evaluate(identity(), flipping(), samples=data, min_sqnr_db=0, max_drop=0.03)
     assert not found.passed
-    assert found.reason.startswith("up to 3.948 % of the samples are answered differently, above 3")
+    assert found.why.startswith("up to 3.948 % of the samples are answered differently, above 3")
     assert evaluate(identity(), flipping(), samples=data, min_sqnr_db=0, max_drop=0.04).passed
 
 
 def test_too_few_samples_for_agreement_are_told_with_how_many_would_do() -> None:
     few, enough = samples_of(380, labelled=False), samples_of(381, labelled=False)
     found = evaluate(identity(), noisy(40), samples=few, max_drop=0.01)
-    assert "380 samples cannot show it even without any drop, 381 are needed" in found.reason
+    assert "380 samples cannot show it even without any drop, 381 are needed" in found.why
     assert evaluate(identity(), noisy(40), samples=enough, max_drop=0.01).passed
 
 
@@ -276,14 +276,14 @@ def test_whole_numbers_alone_are_held_to_agreement() -> None:
     found = evaluate(integer(0), integer(1), samples=data)
     assert not found.passed
     assert found.sqnr_db is None
-    assert "answered differently" in found.reason
+    assert "answered differently" in found.why
 
 
 def test_whole_numbers_alone_must_be_equal_on_random_inputs() -> None:
     assert evaluate(integer(0), integer(0), samples=None).passed
     found = evaluate(integer(0), integer(1), samples=None)
     assert not found.passed
-    assert "1 of 1 whole numbers or booleans differ" in found.reason
+    assert "1 of 1 whole numbers or booleans differ" in found.why
 
 
 def test_without_samples_random_inputs_of_several_batches_are_used() -> None:
@@ -344,6 +344,6 @@ def test_an_evaluation_is_written_as_json_whole() -> None:
     ):
         document = json.loads(json.dumps(found.to_dict(), allow_nan=False))
         assert document["passed"] is found.passed
-        assert document["reason"] == found.reason
+        assert document["why"] == found.why
         assert document["parity"]["rows"]
     assert isinstance(found, Evaluation)

@@ -198,8 +198,8 @@ def open_tensorrt(folder: Path, case: Case) -> Engine:
     from deploykit.builders.tensorrt import build as builder
     from deploykit.builders.tensorrt.options import Options
     from deploykit.builders.tensorrt.shapes import AxisRange
-    from deploykit.core.artefact import Manifest, write_manifest
     from deploykit.core.files import sha256
+    from deploykit.core.manifest import Manifest, write_manifest
     from deploykit.core.profile import choose_profile
     from deploykit.runtimes.engine import load
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.core.artefact import Manifest
+from deploykit.core.manifest import Manifest
 from deploykit.runtimes.engine import Engine
 from deploykit.runtimes.tensorrt.compatibility import Plan
 from deploykit.runtimes.tensorrt.engine import TensorRtEngine

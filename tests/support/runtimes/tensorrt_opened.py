@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.core.artefact import Manifest
+from deploykit.core.manifest import Manifest
 from deploykit.runtimes.tensorrt.compatibility import Plan
 from deploykit.runtimes.tensorrt.engine import TensorRtEngine
 from tests.support.runtimes.fake_cuda import FakeCuda

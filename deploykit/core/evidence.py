@@ -1,0 +1,420 @@
+"""Evidence: what was measured of an artefact and whether it passed, one class per kind of proof.
+
+`Evidence` stands in every manifest. Each proof has `passed`, `why` and its figures, and where it
+was made on data, the data's SHA-256. JSON has no infinity: a figure that is infinite is null there,
+and comes back as infinity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from deploykit.core.errors import GateFailed
+from deploykit.core.json_value import json_value
+from deploykit.core.preprocess import Preprocess
+
+ADJUSTED_WALD = "adjusted Wald for paired proportions"
+
+
+class Record:
+    """What all kinds have: `to_dict`; `shown` are properties that the JSON has too."""
+
+    shown: ClassVar[tuple[str, ...]] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return json_value(self, *self.shown)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Interval(Record):
+    """A measured value and its 95 % interval; the unit is in the name of what holds it."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class ParityRow(Record):
+    """Difference of one output between two engines at one batch size; non-finite values left out.
+
+    `error` is what a bound applies to: max |a-b| / max(1, max |a|), that is the absolute error for
+    outputs up to 1 and the error relative to the output's own scale above. It is infinite where
+    `problem` says that no bound can be met: NaN or infinity on one side only, integers that differ.
+    `max_rel`: max |a-b| / max(|a|, 1e-6). `sqnr_db`: signal to noise, infinite when equal.
+    `agreement`: share of equal argmax over the last axis, for floating outputs of two or three axes
+    with two columns or more, else None. `finite`: every value of both sides is finite.
+    `places_match`: NaN and the infinities are at the same places on both sides. `floating`: neither
+    integers nor booleans.
+    """
+
+    output: str
+    batch: int
+    values: int
+    max_abs: float
+    max_rel: float
+    rms: float
+    sqnr_db: float
+    agreement: float | None
+    finite: bool
+    error: float
+    problem: str = ""
+    places_match: bool = True
+    floating: bool = True
+
+
+@dataclass(frozen=True)
+class Parity(Record):
+    """Outputs of `b` compared with those of `a`, the reference; the bound is on `ParityRow.error`.
+
+    `data_sha256`: of the file with the inputs; empty for seeded random ones.
+    """
+
+    a: str
+    b: str
+    rows: tuple[ParityRow, ...]
+    max_error: float
+    data_sha256: str = ""
+
+    shown: ClassVar[tuple[str, ...]] = ("passed", "why")
+
+    @property
+    def worst(self) -> ParityRow:
+        """The row with the largest error; the first of equals."""
+        return max(self.rows, key=lambda row: row.error)
+
+    @property
+    def passed(self) -> bool:
+        return self.worst.error <= self.max_error
+
+    @property
+    def why(self) -> str:
+        """The worst row in one line."""
+        worst = self.worst
+        found = worst.problem or (
+            f"error {worst.error:.3g} is {'within' if self.passed else 'above'} {self.max_error:g}"
+        )
+        return f"against {self.a}: output '{worst.output}' at batch {worst.batch}: {found}"
+
+    def raise_if_over(self) -> None:
+        """Raise GateFailed naming the worst row unless every error is within the bound."""
+        if not self.passed:
+            raise GateFailed(
+                f"{self.b} {self.why}",
+                hint=None
+                if self.worst.problem
+                else "error is max |a-b| / max(1, max |a|); see the other rows for where it begins",
+            )
+
+
+@dataclass(frozen=True)
+class Drop(Record):
+    """How much worse a candidate scores than a reference on the same `n` samples.
+
+    `drop` is positive when the candidate is worse. `unit`: "pp", a difference of shares (0.01 is
+    one percentage point); "%", perplexity's relative rise (0.01 is one per cent); "", the score's
+    own unit. `lost` and `gained`: the samples on which the candidate's score is lower, and higher.
+    `method`: how the interval of `drop` was made.
+    """
+
+    metric: str
+    n: int
+    reference: Interval
+    candidate: Interval
+    drop: Interval
+    lost: int
+    gained: int
+    unit: str = "pp"
+    method: str = ADJUSTED_WALD
+
+    def describe(self) -> str:
+        """For people: "drop 0.4 pp, 0.1 to 0.7, n = 540" (pp: percentage points)."""
+        digits, scale = (1 if self.n < 1000 else 2), (100 if self.unit else 1)
+        value, low, high = (
+            f"{round(part * 100, digits) + 0.0:.{digits}f}"  # + 0.0 turns -0.0 into 0.0
+            if self.unit and abs(part) < 1000  # a perplexity can rise without bound
+            else f"{part * scale:.3g}"
+            for part in (self.drop.value, self.drop.low, self.drop.high)
+        )
+        what = f"{self.metric} rise" if self.unit == "%" else "drop"
+        unit = f" {self.unit}" if self.unit else ""
+        return f"{what} {value}{unit}, {low} to {high}, n = {self.n}"
+
+
+@dataclass(frozen=True)
+class Evaluation(Record):
+    """Accuracy against the reference, and the decision. `why`: one line, why it passed or failed.
+
+    `drop`: on labelled data. `agreement`: the share of samples with the same answer (the argmax of
+    the first output with classes; for integers the value itself), None where no output has one.
+    `samples`: how many were used, None for random inputs. `max_drop`: the bound that applied, None
+    if none did.
+    """
+
+    parity: Parity
+    drop: Drop | None
+    agreement: Interval | None
+    samples: int | None
+    passed: bool
+    why: str
+    max_drop: float | None
+    min_sqnr_db: float
+    data_sha256: str = ""
+
+    shown: ClassVar[tuple[str, ...]] = ("sqnr_db",)
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """The lowest of any floating output at any batch size; None where no output is floating.
+
+        Minus infinity where NaN or infinity is on one side only.
+        """
+        rows = [row for row in self.parity.rows if row.floating]
+        return min((row.sqnr_db if row.places_match else -math.inf for row in rows), default=None)
+
+    def describe(self) -> str:
+        """For a table: "drop 0.4 pp, 0.1 to 0.7, n = 540", or agreement and SQNR."""
+        if self.drop is not None:
+            return self.drop.describe()
+        if any(not row.places_match for row in self.parity.rows):
+            return "NaN or infinity"
+        parts = []
+        if self.agreement is not None and self.samples is not None:
+            share = self.agreement
+            value, low, high = (f"{x * 100:.1f}" for x in (share.value, share.low, share.high))
+            parts.append(f"agreement {value} %, {low} to {high}, n = {self.samples}")
+        if self.sqnr_db is not None:
+            equal = self.sqnr_db == math.inf
+            parts.append("equal outputs" if equal else f"SQNR {self.sqnr_db:.1f} dB")
+        return "; ".join(parts) + (" on random inputs" if self.samples is None else "")
+
+
+@dataclass(frozen=True)
+class Layer(Record):
+    """One layer of an engine. `precision`: what it computes in, None where it is not known.
+
+    `kind`: as the engine inspector names it ("CaskConvolution", "gemm", "Reformat"). `tactic`: the
+    kernel that was chosen, by the name or the number that the inspector gives it.
+    """
+
+    name: str
+    kind: str
+    precision: str | None
+    onnx_nodes: tuple[str, ...] = ()
+    tactic: str = ""
+
+
+@dataclass(frozen=True)
+class PrecisionReadBack(Record):
+    """What an engine's layers compute in, as its inspector tells; `layers` None: not read back.
+
+    `wider`: nodes that run wider than the graph asks. `shares`, `time_shares`: 0 to 1 by precision,
+    of the layers and of their time.
+    """
+
+    layers: tuple[Layer, ...] | None
+    wider: tuple[str, ...] = ()
+    shares: Mapping[str, float] | None = None
+    time_shares: Mapping[str, float] | None = None
+
+    shown: ClassVar[tuple[str, ...]] = ("passed", "why")
+
+    @property
+    def passed(self) -> bool:
+        return self.layers is not None and not self.wider
+
+    @property
+    def why(self) -> str:
+        if self.layers is None:
+            return "the layers were not read back"
+        return "; ".join(self.wider[:3]) or "every node runs as narrow as the graph asks"
+
+
+@dataclass(frozen=True)
+class CalibrationRecord(Record):
+    """The data that set the scales; `passed`: nothing in them speaks against it."""
+
+    passed: bool
+    why: str
+    method: str
+    samples: int
+    data_sha256: str
+
+
+@dataclass(frozen=True)
+class QuantizeRecord(Record):
+    """What `quantize` was asked for. `other_nodes`: the precision around int8, fp8 or weights."""
+
+    to: str
+    other_nodes: str = "fp32"
+    runtime: str = "tensorrt"
+
+
+@dataclass(frozen=True)
+class SearchStep(Record):
+    """One model that the search tried; `float32_nodes`: the nodes that it kept in float32."""
+
+    precision: str
+    float32_nodes: tuple[str, ...]
+    passed: bool
+    drop: float
+    why: str
+    cost_s: float
+    elapsed_s: float
+
+
+@dataclass(frozen=True)
+class SearchRecord(Record):
+    """The search of `auto`; `passed`: something narrower than float32 was kept.
+
+    `stopped`: empty, "time budget" or "interrupted".
+    """
+
+    passed: bool
+    why: str
+    precision: str
+    float32_nodes: tuple[str, ...]
+    cost_s: float | None
+    drop: float | None
+    stopped: str
+    notes: tuple[str, ...]
+    steps: tuple[SearchStep, ...]
+
+    @property
+    def interrupted(self) -> bool:
+        """Ctrl-C ended it; what had passed is kept."""
+        return self.stopped == "interrupted"
+
+
+@dataclass(frozen=True)
+class GoldenSamples(Record):
+    """Recorded inputs and outputs in a file next to the artefact.
+
+    `reference`: the runtime that answered. `max_error`: the largest error of a replay.
+    """
+
+    file: str
+    sha256: str
+    reference: str
+    max_error: float
+
+
+@dataclass(frozen=True)
+class WeightsFile(Record):
+    """The second file that a model above 2 GiB keeps its weights in."""
+
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class TrainingRecord(Record):
+    """How a checkpoint was trained, and its score on the test split."""
+
+    recipe: str
+    metric: str
+    samples: int
+    score: Interval
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SourceRecord(Record):
+    """The file that was exported. `ran_pickle`: loading it ran code that was in the file."""
+
+    kind: str
+    sha256: str
+    ran_pickle: bool
+    arch: str | None = None
+    arch_sha256: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ExportRecord(Record):
+    """How it was exported. `fallback`: why torch's newer exporter was not used."""
+
+    exporter: str
+    opset: int
+    fallback: str | None = None
+    profile: str | None = None
+    preprocess: Preprocess | None = None
+
+
+@dataclass(frozen=True)
+class Problem(Record):
+    """A node that a target cannot run; `node` is empty where it is the whole model."""
+
+    node: str
+    operator: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Preflight(Record):
+    """What the target's runtime is known to refuse."""
+
+    profile: str
+    problems: tuple[Problem, ...]
+
+    shown: ClassVar[tuple[str, ...]] = ("passed", "why")
+
+    @property
+    def passed(self) -> bool:
+        return not self.problems
+
+    @property
+    def why(self) -> str:
+        return "; ".join(f"{each.node}: {each.why}" for each in self.problems[:3])
+
+
+@dataclass(frozen=True)
+class BuildRecord(Record):
+    """How an engine was built. `flags`: of the builder and the network, by name."""
+
+    profile: str
+    flags: tuple[str, ...] = ()
+    version_compatible: bool = False
+
+
+@dataclass(frozen=True)
+class Evidence(Record):
+    """What is known of one artefact; None: was not looked at.
+
+    `source_graph`: the evidence of the typed graph that an engine was built from.
+    """
+
+    parity: Parity | None = None
+    accuracy: Evaluation | None = None
+    precision: PrecisionReadBack | None = None
+    quantize: QuantizeRecord | None = None
+    calibration: CalibrationRecord | None = None
+    search: SearchRecord | None = None
+    training: TrainingRecord | None = None
+    source: SourceRecord | None = None
+    export: ExportRecord | None = None
+    preflight: Preflight | None = None
+    build: BuildRecord | None = None
+    source_graph: Evidence | None = None
+    golden: GoldenSamples | None = None
+    weights: WeightsFile | None = None
+    notes: tuple[str, ...] = ()
+
+    shown: ClassVar[tuple[str, ...]] = ("verified",)
+
+    @property
+    def wrong(self) -> str:
+        """Why an engine may not be used, in one line; empty if nothing speaks against it."""
+        if self.precision is not None and self.precision.wider:
+            return self.precision.why
+        failed = [each for each in (self.parity, self.accuracy) if each and not each.passed]
+        return failed[0].why if failed else ""
+
+    @property
+    def verified(self) -> bool:
+        """It was read back, it ran, and nothing speaks against it."""
+        read = self.precision is not None and self.precision.layers is not None
+        return read and self.parity is not None and not self.wrong

@@ -1,0 +1,172 @@
+"""The manifest: what it holds comes back, old versions are read, and its JSON Schema is true."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from deploykit.core.errors import BadInput
+from deploykit.core.evidence import (
+    Evaluation,
+    Evidence,
+    Interval,
+    Parity,
+    ParityRow,
+    PrecisionReadBack,
+    TrainingRecord,
+)
+from deploykit.core.manifest import Manifest, load_manifest, manifest_path, write_manifest
+from deploykit.core.tensors import parse_spec
+from scripts.manifest_schema import SCHEMA, schema
+
+OLD = sorted((Path(__file__).parent / "manifests_v1").glob("*.json"))
+ROW = ParityRow("y", 2, 20, 1e-4, 1e-3, 1e-5, 80.0, 1.0, True, 1e-4)
+EQUAL = ParityRow("y", 1, 10, 0.0, 0.0, 0.0, math.inf, None, True, 0.0)
+PARITY = Parity("a.onnx", "b.onnx", (ROW, EQUAL), 1e-3)
+
+
+def manifest(evidence: Evidence) -> Manifest:
+    specs = (parse_spec("x:float32[N,3]"),)
+    return Manifest(format="onnx", inputs=specs, outputs=specs, evidence=evidence)
+
+
+def read(path: Path, folder: Path) -> Manifest:
+    """A stored manifest, read as that of an artefact."""
+    shutil.copy(path, manifest_path(folder / "model"))
+    found = load_manifest(folder / "model")
+    assert found is not None
+    return found
+
+
+def of_version_1(name: str, folder: Path) -> Evidence:
+    return read(Path(__file__).parent / "manifests_v1" / f"{name}.json", folder).evidence
+
+
+def test_evidence_comes_back_as_it_was_with_what_is_infinite(tmp_path: Path) -> None:
+    accuracy = Evaluation(PARITY, None, Interval(0.9, 0.8, 1.0), 40, True, "fine", None, 15.0)
+    nested = Evidence(accuracy=accuracy, notes=("a note",))
+    written = manifest(Evidence(parity=PARITY, source_graph=nested))
+    write_manifest(tmp_path / "model", written)
+    assert load_manifest(tmp_path / "model") == written
+    document = json.loads((tmp_path / "model.json").read_text())
+    assert document["manifest"] == 2
+    parity = document["evidence"]["parity"]
+    assert (parity["passed"], parity["rows"][1]["sqnr_db"]) == (True, None)
+    assert parity["why"] == "against a.onnx: output 'y' at batch 2: error 0.0001 is within 0.001"
+
+
+def test_an_engine_is_verified_once_it_was_read_back_and_ran_and_nothing_failed() -> None:
+    read_back = PrecisionReadBack(layers=())
+    over = Parity("a", "b", (ROW,), 1e-6)
+    assert Evidence(parity=PARITY, precision=read_back).verified
+    assert not Evidence(parity=PARITY).verified
+    assert not Evidence(precision=read_back).verified
+    assert not Evidence(parity=PARITY, precision=PrecisionReadBack(None)).verified
+    wider = PrecisionReadBack((), ("'conv' was asked in int8 and runs in float32",))
+    assert Evidence(parity=PARITY, precision=wider).wrong == wider.wider[0]
+    assert Evidence(parity=over, precision=read_back).wrong == over.why
+
+
+@pytest.mark.parametrize(
+    ("evidence", "what"),
+    [
+        ({"parity": 3}, "'parity' must be an object"),
+        ({"parity": {"a": "x"}}, "'parity': is not a complete Parity"),
+        ({"notes": "x"}, "'notes' must be a list"),
+        ({"golden": {"file": 1}}, "'file' must be a string"),
+        (
+            {"preflight": {"profile": "l4", "problems": [None]}},
+            r"'problems'\[0\] must be an object",
+        ),
+        ({"build": {"profile": "l4", "version_compatible": "yes"}}, "must be true or false"),
+        ({"training": {"samples": True}}, "'samples' must be an integer"),
+    ],
+)
+def test_damaged_evidence_is_named(tmp_path: Path, evidence: dict[str, Any], what: str) -> None:
+    document = {**manifest(Evidence()).to_dict(), "evidence": evidence}
+    (tmp_path / "model.json").write_text(json.dumps(document))
+    with pytest.raises(BadInput, match=what):
+        load_manifest(tmp_path / "model")
+
+
+@pytest.mark.parametrize("path", OLD, ids=lambda path: path.stem)
+def test_a_manifest_of_version_1_is_read_and_written_as_version_2(
+    path: Path, tmp_path: Path
+) -> None:
+    before = json.loads(path.read_text())
+    found = read(path, tmp_path)
+    after = found.to_dict()
+    jsonschema.validate(after, schema())
+    same = ("format", "inputs", "outputs", "precision", "sha256", "made_from", "made_with")
+    assert {key: after[key] for key in same} == {key: before[key] for key in same}
+    if before["checks"].get("parity"):
+        assert found.evidence.parity is not None
+        assert found.evidence.parity.passed is before["checks"]["parity"]["passed"]
+    write_manifest(tmp_path / "model", found)
+    assert load_manifest(tmp_path / "model") == found
+
+
+def test_what_version_1_said_of_a_quantised_model_is_kept(tmp_path: Path) -> None:
+    found = of_version_1("quantize-auto", tmp_path)
+    assert found.quantize is not None
+    assert found.search is not None
+    assert found.accuracy is not None
+    assert (found.quantize.to, found.quantize.other_nodes) == ("auto", "fp32")
+    assert found.search.steps[0].passed
+    assert found.accuracy.drop is not None
+    assert found.accuracy.drop.n == 400
+    nested = of_version_1("build-cpu-int8", tmp_path).source_graph
+    assert nested is not None
+    assert nested.calibration is not None
+    assert nested.calibration.samples == 100
+
+
+def test_what_version_1_said_of_an_engine_is_kept(tmp_path: Path) -> None:
+    found = of_version_1("build-l4-fp16", tmp_path)
+    assert found.verified
+    assert found.build is not None
+    assert found.build.version_compatible
+    assert found.precision is not None
+    assert found.precision.shares == {"float16": 1.0}
+    assert not of_version_1("build-l4-not-run", tmp_path).verified
+
+
+def test_what_version_1_said_of_a_training_and_an_export_is_kept(tmp_path: Path) -> None:
+    trained = of_version_1("train", tmp_path).training
+    assert isinstance(trained, TrainingRecord)
+    assert (trained.recipe, trained.metric) == ("mnist-cnn", "top-1 accuracy")
+    assert trained.score.low < trained.score.value
+    exported = of_version_1("export", tmp_path)
+    assert exported.source is not None
+    assert (exported.source.kind, exported.source.arch) == ("state_dict", "net.py:Net")
+    assert exported.preflight is not None
+    assert exported.preflight.passed
+
+
+@pytest.mark.parametrize("checks", [{"golden": 3}, {"quantize": {"to": "int8"}}, {"search": []}, 1])
+def test_damaged_checks_of_version_1_are_bad_input(tmp_path: Path, checks: object) -> None:
+    document = {**manifest(Evidence()).to_dict(), "manifest": 1, "checks": checks}
+    if checks == {"search": []}:
+        document["checks"] = {"search": ["x"]}
+    (tmp_path / "model.json").write_text(json.dumps(document))
+    with pytest.raises(BadInput, match=r"model\.json"):
+        load_manifest(tmp_path / "model")
+
+
+def test_the_published_schema_is_that_of_the_classes() -> None:
+    """Write it anew with: python scripts/manifest_schema.py"""
+    assert json.loads(SCHEMA.read_text()) == schema()
+
+
+def test_the_schema_refuses_what_is_no_manifest() -> None:
+    whole = manifest(Evidence(parity=PARITY)).to_dict()
+    jsonschema.validate(whole, schema())
+    for broken in ({**whole, "manifest": 1}, {**whole, "evidence": {"parity": {"passed": "yes"}}}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(broken, schema())
