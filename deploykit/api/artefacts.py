@@ -15,19 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from deploykit.core.errors import GateFailed
-from deploykit.core.evidence import (
-    Drop,
-    Evaluation,
-    Evidence,
-    Interval,
-    Parity,
-    SearchRecord,
-    WeightsFile,
-)
+from deploykit.core.evidence import Evaluation, Evidence, Parity, SearchRecord, WeightsFile
 from deploykit.core.files import sha256
 from deploykit.core.json_value import json_value
 from deploykit.core.machine import tool_versions
 from deploykit.core.manifest import Manifest, write_manifest
+from deploykit.core.statistics_basic import Drop, Interval
 from deploykit.core.tensors import BATCH, TensorSpec
 
 Progress = Callable[[str, float], None]  # what happens now, share done 0..1

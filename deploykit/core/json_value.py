@@ -63,3 +63,12 @@ def _inner(obj: object) -> Any:
     if isinstance(obj, Sequence) and not isinstance(obj, (bytes, bytearray, memoryview)):
         return [_inner(value) for value in obj]
     raise TypeError(f"a {type(obj).__name__} has no JSON form")
+
+
+class Record:
+    """A dataclass with `to_dict`; `shown` are properties that the JSON has next to the fields."""
+
+    shown: ClassVar[tuple[str, ...]] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return json_value(self, *self.shown)  # type: ignore[no-any-return]

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from deploykit.core.errors import BadInput
-from deploykit.core.evidence import ADJUSTED_WALD as ADJUSTED_WALD
-from deploykit.core.evidence import Drop as Drop
-from deploykit.core.evidence import Interval as Interval
+from deploykit.core.statistics_basic import ADJUSTED_WALD as ADJUSTED_WALD
+from deploykit.core.statistics_basic import Drop as Drop
+from deploykit.core.statistics_basic import Interval as Interval
 
 PAIRED_T = "paired t"
 FEWEST_EQUAL = 6  # equal differences: 0.5**6 is the first power within the 2.5 % on each side

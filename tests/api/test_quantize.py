@@ -207,7 +207,7 @@ def test_a_budget_that_is_spent_before_anything_passed_leaves_float32(
         ({"to": "int8", "rest": "fp64"}, "--rest fp64"),
         ({"to": "int8", "max_drop": 0.0}, "--max-drop 0.0"),
         ({"to": "int8", "max_drop": float("nan")}, "--max-drop nan"),
-        ({"to": "int8", "min_sqnr_db": float("nan")}, "SQNR"),
+        ({"to": "int8", "min_sqnr_db": float("nan")}, "min_sqnr_db"),
         ({"to": "auto", "budget_s": 0.0}, "time budget"),
         ({"to": "auto", "budget_s": float("nan")}, "time budget"),
     ],
