@@ -38,7 +38,9 @@ def main() -> int:
         print("hint: make PYTHON=python3.12 demo", file=sys.stderr)
         return 2
     gpu = has_gpu()
-    extras = ["gpu" if gpu else "cpu", "export", "train", "quantize"] + ["dev"] * options.dev
+    extras = ["gpu" if gpu else "cpu", "serve", "export", "train", "quantize"] + [
+        "dev"
+    ] * options.dev
     state = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes())
     state.update(json.dumps([extras, options.torch_index, sys.version, str(ROOT)]).encode())
     stamp = options.venv / f".deploykit-{'dev' if options.dev else 'demo'}"

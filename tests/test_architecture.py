@@ -34,6 +34,7 @@ OWNERS = {
     "hpack": {"serving/http2/headers.py", "serving/http2/connection.py"},
     "google": {"serving/oip/protobuf.py", "onnx_graph/validate.py"},
     "pynvml": {"runtimes/devices.py"},
+    "prometheus_client": {"serving/observe/prometheus.py"},
     "opentelemetry": {"serving/observe/tracing.py"},
     "typer": {"cli/"},
 }

@@ -61,8 +61,7 @@ def serve(
     its port is None.
     """
     from deploykit.serving import server as http
-    from deploykit.serving.models.reload import TEXTS, Reloader, Source
-    from deploykit.serving.models.shadow import TEXTS as SHADOW_TEXTS
+    from deploykit.serving.models.reload import Reloader, Source
     from deploykit.serving.observe import logs
 
     settings = http.ServeOptions(
@@ -94,17 +93,17 @@ def serve(
         shadowing = _shadows(references, models, settings, stack)
         tracer = _tracer(settings.otlp, stack)
         server = http.Server(models, settings)
-        server.service.show(logs.samples)
+        server.service.add_metrics(logs.samples)
         for name, shadow in shadowing.items():
             server.service.find(name).watch(shadow)
-            server.service.show(shadow.samples, SHADOW_TEXTS)
+            server.service.add_metrics(shadow.samples)
         if tracer is not None:
-            server.service.show(tracer.samples)
+            server.service.add_metrics(tracer.samples)
             for name, model in server.service.models.items():
                 model.watch(tracer.watch(name))
         if reload:
             reloader = stack.enter_context(Reloader(server.service, sources))
-            server.service.show(reloader.samples, TEXTS)
+            server.service.add_metrics(reloader.samples)
             for name, model in server.service.models.items():
                 model.remark = partial(reloader.error, name)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from deploykit.core.errors import BadInput
 
+VERSION = "1"  # of every model: one file is served under one name
 _BOUNDS: Mapping[str, tuple[float, float]] = {
     "http_port": (0, 65535),
     "grpc_port": (0, 65535),

@@ -30,7 +30,7 @@ from deploykit.serving.http.head import Limits
 from deploykit.serving.http.json_worker import Reader
 from deploykit.serving.http.routes import Routes
 from deploykit.serving.models.repository import Service
-from deploykit.serving.observe.prometheus import Samples
+from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.listener import Acceptor, bind, is_loopback
 from deploykit.serving.transport.memory import Held
@@ -50,11 +50,6 @@ CLOSE_S = 5.0  # how long it then waits for clients to read their answers
 FATAL_S = 1.0  # the same three, once the device is lost: a supervisor is to start us anew
 ECHO_S = 1.0  # within it a second SIGTERM is the first one again
 READERS = 2  # threads that read large and compressed bodies
-
-_HELD = {
-    "deploykit_held_bytes": ("gauge", "Bytes of large requests that were read and not answered."),
-    "deploykit_held_limit_bytes": ("gauge", "How many there may be; more are refused."),
-}
 
 T = TypeVar("T")
 OnReady = Callable[[str, int, "int | None"], None]  # host, HTTP port, gRPC port
@@ -120,7 +115,7 @@ class Server:
         scheme = "https" if tls else "http"
         self._routes = Routes(self.service, self._aside, self._reader, scheme=scheme)
         held = Held(options.max_held_bytes, options.max_body_bytes)
-        self.service.show(partial(_held, held), _HELD)
+        self.service.add_metrics(partial(_held_samples, held))
         self._listener = Listener(self._routes.handle, limits, door, options.max_body_bytes, held)
         make = partial(Connection, self._listener)
         self._acceptor = Acceptor(self._loop, self._socket, self._listener, make, tls)
@@ -255,6 +250,8 @@ class Server:
                 signal.signal(number, handler)
 
 
-def _held(held: Held) -> Samples:
-    values = (held.bytes, held.limit)
-    return {name: [f"{name} {value}"] for name, value in zip(_HELD, values, strict=True)}
+def _held_samples(held: Held) -> list[Sample]:
+    return [
+        Sample("deploykit_held_bytes", {}, held.bytes),
+        Sample("deploykit_held_limit_bytes", {}, held.limit),
+    ]

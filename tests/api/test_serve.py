@@ -125,7 +125,7 @@ def test_a_missing_gpu_is_an_error_unless_the_cpu_was_allowed(
         assert parameters["device"] == "cpu"
         assert said in parameters["notes"]
         assert said in served.get("/status")["models"][0]["notes"][0]
-        assert 'deploykit_model_notes{model="m",version="1"} 1' in served.get("/metrics")
+        assert 'deploykit_model_notes{model="m",version="1"} 1.0' in served.get("/metrics")
         assert len(served.infer("m", np.zeros((1, 1, 28, 28), np.float32))) == 10
 
 
@@ -140,9 +140,9 @@ def test_a_shadow_that_disagrees_is_seen(serving: Serving, model: Path, tmp_path
     shadow = save(other, tmp_path / "other.onnx")
     with serving(str(model), shadows=[str(shadow)], shadow_rate=1.0) as served:
         served.infer("model", np.ones((2, 1, 28, 28), np.float32))
-        name = 'deploykit_shadow_total{model="model",version="1"} 2'
+        name = 'deploykit_shadow_total{model="model",version="1"} 2.0'
         text = served.until(lambda: found if name in (found := served.get("/metrics")) else None)
-        assert 'deploykit_shadow_disagreements_total{model="model",version="1"} 2' in text
+        assert 'deploykit_shadow_disagreements_total{model="model",version="1"} 2.0' in text
 
 
 def test_a_replaced_file_serves_and_a_bad_one_is_remarked(

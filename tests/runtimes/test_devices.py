@@ -202,23 +202,23 @@ def test_a_machine_without_nvidia_has_no_gpu(tmp_path: Path) -> None:
 # -- for Prometheus -------------------------------------------------------------------------------
 
 
-def test_only_what_is_known_becomes_a_sample() -> None:
-    shown = gpu_samples(Gpu("GPU-1", 'A "B"', 0, "nvml", utilization=0.5))
-    assert shown == {
-        "deploykit_gpu_info": [
-            'deploykit_gpu_info{gpu_uuid="GPU-1",name="A \\"B\\"",index="0",source="nvml"} 1'
-        ],
-        "nv_gpu_utilization": ['nv_gpu_utilization{gpu_uuid="GPU-1"} 0.5'],
-    }
+def test_only_known_values_become_samples() -> None:
+    about = {"name": 'A "B"', "index": "0", "source": "nvml"}
+    assert list(gpu_samples(Gpu("GPU-1", 'A "B"', 0, "nvml", utilization=0.5))) == [
+        ("deploykit_gpu_info", {"gpu_uuid": "GPU-1", **about}, 1),
+        ("nv_gpu_utilization", {"gpu_uuid": "GPU-1"}, 0.5),
+    ]
 
 
 def test_each_throttle_reason_is_a_series_of_its_own() -> None:
-    lines = gpu_samples(Gpu("G", "n", 0, "nvml", throttled=("sw_thermal",)))
-    shown = lines["deploykit_gpu_throttled"]
-    assert len(shown) == 5
-    assert [line for line in shown if line.endswith(" 1")] == [
-        'deploykit_gpu_throttled{gpu_uuid="G",reason="sw_thermal"} 1'
-    ]
+    samples = gpu_samples(Gpu("G", "n", 0, "nvml", throttled=("sw_thermal",)))
+    found = {
+        labels["reason"]: value
+        for name, labels, value in samples
+        if name == "deploykit_gpu_throttled"
+    }
+    assert len(found) == 5
+    assert [reason for reason, value in found.items() if value] == ["sw_thermal"]
 
 
 def test_a_gpu_that_was_held_back_at_any_time_is_remembered() -> None:

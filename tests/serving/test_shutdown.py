@@ -70,7 +70,7 @@ def test_a_signal_lets_every_accepted_request_end(
     assert idle.reply() is not None
     accepted = [served.ask(INFER) for _ in range(3)]
     assert served.line() == "busy"
-    depth = 'deploykit_requests_in_flight{model="m",version="1"} 3\n'
+    depth = 'deploykit_requests_in_flight{model="m",version="1"} 3.0\n'
     eventually(lambda: depth in metrics(served))
 
     served.process.send_signal(number)

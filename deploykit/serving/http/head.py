@@ -24,6 +24,7 @@ _KEPT = frozenset(
         b"content-encoding",
         b"transfer-encoding",
         b"inference-header-content-length",
+        b"accept",
         b"accept-encoding",
         b"authorization",
         b"traceparent",
@@ -115,7 +116,7 @@ class HeadReader:
             self._refuse(431, f"the headers are above {self._limits.header_bytes} bytes")
         name = name.lower()
         if name in _KEPT:
-            if name in self._headers:
+            if name in self._headers and name != b"accept":
                 self._refuse(400, f"the header {quote(name.decode())} is given twice")
             self._headers[name] = value
 
@@ -156,6 +157,7 @@ class HeadReader:
             expect=not old and headers.get(b"expect", b"").lower() == b"100-continue",
             json_bytes=headers.get(b"inference-header-content-length"),
             encoding=headers.get(b"content-encoding"),
+            accept=headers.get(b"accept"),
             accept_encoding=headers.get(b"accept-encoding"),
             authorization=authorization,
             trace=headers.get(b"traceparent"),

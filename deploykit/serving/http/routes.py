@@ -26,6 +26,7 @@ from deploykit.core.errors import (
 from deploykit.serving.http.infer import Aside, Inference, at_once
 from deploykit.serving.http.json_worker import Reader
 from deploykit.serving.models.repository import VERSION, ServedModel, Service
+from deploykit.serving.observe.prometheus import exposition
 from deploykit.serving.oip.json import parse_json
 from deploykit.serving.shared_memory import SharedMemory
 from deploykit.serving.transport.call import JSON, Call, reply_bug, reply_error, reply_exception
@@ -36,7 +37,6 @@ from deploykit.serving.web.status import status
 
 log = logging.getLogger(__name__)
 
-_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _SHOWN = (  # a page loads nothing from elsewhere, and nobody shows it inside another
     b"Content-Security-Policy: default-src 'self'; frame-ancestors 'none'\r\n"
     b"X-Content-Type-Options: nosniff\r\nReferrer-Policy: no-referrer\r\nContent-Type: %s\r\n"
@@ -69,6 +69,7 @@ class Routes:
     ) -> None:
         self._service = service
         self._scheme = scheme
+        self._aside = aside
         self.grpc_port: int | None = None  # to be told to people
         self._table: dict[str, tuple[str, Route]] = {
             "/v2": ("GET", _value(service.metadata)),
@@ -77,7 +78,7 @@ class Routes:
             "/v2/health/ready": ("GET", self._ready(None, {"ready": True})),
             "/v2/models/stats": ("GET", _value(service.statistics)),
             "/v2/repository/index": ("POST", self._index),
-            "/metrics": ("GET", _text(_PROMETHEUS, lambda: service.prometheus().encode())),
+            "/metrics": ("GET", self._metrics),
             "/status": ("GET", _value(partial(status, service))),
             "/openapi.json": ("GET", _value(partial(openapi.document, service))),
             "/docs": ("GET", self._guide),
@@ -141,6 +142,11 @@ class Routes:
 
         return route
 
+    def _metrics(self, call: Call) -> None:
+        accept = (call.head.accept or b"").decode("latin-1")
+        work = partial(exposition, self._service.samples(), accept)
+        self._aside(work, partial(_reply_metrics, call))  # takes some ms a model
+
     def _guide(self, call: Call) -> None:
         host = (call.head.host or b"localhost").decode("latin-1")
         address = guide.Address(self._scheme, host, self.grpc_port)
@@ -154,6 +160,15 @@ class Routes:
         found = self._service.index()
         chosen = [each for each in found if each["state"] == "READY" or not wanted]
         call.reply(200, JSON, [orjson.dumps(chosen)])
+
+
+def _reply_metrics(call: Call, result: Callable[[], tuple[bytes, str]]) -> None:
+    try:
+        text, content_type = result()
+        call.reply(200, _SHOWN % content_type.encode(), [text])
+    except Exception:
+        log.exception("the metrics could not be written")
+        reply_bug(call)
 
 
 def _value(make: Callable[[], object]) -> Route:

@@ -33,25 +33,14 @@ from deploykit.serving.batching.slo import Steering
 from deploykit.serving.models.compatibility import check_alike, largest_batch
 from deploykit.serving.models.warmup import AGAIN_US, SHORT_US, WarmUp, short_rows
 from deploykit.serving.observe.metrics import ModelMetrics
-from deploykit.serving.observe.prometheus import label
+from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.oip.request import Request, Signature, signature
 from deploykit.serving.oip.tensors import Slot
-from deploykit.serving.options import ServeOptions
+from deploykit.serving.options import VERSION, ServeOptions
 
 log = logging.getLogger(__name__)
 
-TEXTS: Mapping[str, tuple[str, str]] = {
-    "deploykit_model_ready": ("gauge", "1 while the model can be expected to answer."),
-    "deploykit_model_info": ("gauge", "Always 1; the labels tell what runs it, and where."),
-    "deploykit_model_notes": ("gauge", "What runs otherwise than asked; the page / says what."),
-    "deploykit_engines": ("gauge", "Engines (instances) of the model."),
-    "deploykit_engines_hung": ("gauge", "Engines that do not return from a request."),
-    "deploykit_batch_limit_rows": ("gauge", "Rows that a batch may have; --slo-ms steers it."),
-    "deploykit_queue_limit_rows": ("gauge", "Rows that may wait, where --slo-ms bounds them."),
-    "deploykit_batch_delay_seconds": ("gauge", "How long an idle engine waits for more rows."),
-}
 SPIN_US = 100  # of a core after a batch; a lone client got 10 to 20 % more answers, on 2 cores
-VERSION = "1"  # of every model: one file is served under one name
 _PLATFORMS: Mapping[str, tuple[str, str]] = {  # Triton's (platform, backend), which clients know
     "onnxruntime": ("onnxruntime_onnx", "onnxruntime"),
     "tensorrt": ("tensorrt_plan", "tensorrt"),
@@ -276,30 +265,25 @@ class ServedModel:
         dims = _shape(slot.spec)[1 if self.max_batch else 0 :]
         return {"name": slot.spec.name, "data_type": _data_type(slot), "dims": dims}
 
-    def samples(self) -> dict[str, list[str]]:
-        """Prometheus lines by metric name: the counters, and what is set now."""
-        batcher = self.batcher
-        policy, labels = batcher.policy, f'{{model="{self.name}",version="{VERSION}"}}'
-        engine = self.engines[0]
-        about = f'runtime="{label(engine.runtime)}",device="{label(engine.device)}"'
-        values: dict[str, float | None] = {
+    def samples(self) -> list[Sample]:
+        """For Prometheus: the counters, and the settings as they are now."""
+        batcher, engine = self.batcher, self.engines[0]
+        policy, labels = batcher.policy, {"model": self.name, "version": VERSION}
+        about = {"runtime": engine.runtime, "device": engine.device}
+        values = {
             "deploykit_model_notes": len(self.notes),
-            "deploykit_model_ready": int(self.why_not_ready() is None),
+            "deploykit_model_ready": self.why_not_ready() is None,
             "deploykit_engines": len(self.engines),
             "deploykit_engines_hung": batcher.hung,
             "deploykit_batch_limit_rows": max(1, policy.max_batch),
             "deploykit_queue_limit_rows": policy.queue_rows,
             "deploykit_batch_delay_seconds": policy.max_delay_us / 1e6,
         }
-        return {
-            **self.metrics.samples(self.waiting, self.unanswered),
-            "deploykit_model_info": [f"deploykit_model_info{labels[:-1]},{about}}} 1"],
-            **{
-                name: [f"{name}{labels} {value}"]
-                for name, value in values.items()
-                if value is not None
-            },
-        }
+        return [
+            *self.metrics.samples(self.waiting, self.unanswered),
+            Sample("deploykit_model_info", {**labels, **about}, 1),
+            *(Sample(name, labels, value) for name, value in values.items() if value is not None),
+        ]
 
     # -- making --------------------------------------------------------------------------------
 

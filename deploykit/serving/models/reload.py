@@ -17,15 +17,13 @@ from deploykit.core.errors import DeploykitError, NotFound, first_line
 from deploykit.core.manifest import manifest_path
 from deploykit.runtimes.engine import Closing, Engine
 from deploykit.runtimes.onnxruntime.file import external_files
+from deploykit.serving.observe.prometheus import Sample
+from deploykit.serving.options import VERSION
 
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 CLOSE_S = 2.0
-TEXTS: Mapping[str, tuple[str, str]] = {
-    "deploykit_reloads_total": ("counter", "Replaced engine files that serve since."),
-    "deploykit_reload_failed": ("gauge", "1 while an engine's file cannot replace what serves."),
-}
 
 File = tuple[str, int, int, int]  # name, inode, bytes, modified in ns; zeros where there is none
 Load = Callable[[], Sequence[Engine]]
@@ -77,18 +75,13 @@ class Reloader(Closing):
         """Why the file of model `name` does not serve, though it is newer; None if all is well."""
         return self._errors.get(name)
 
-    def samples(self) -> dict[str, list[str]]:
-        """Prometheus lines by metric name."""
-        return {
-            "deploykit_reloads_total": [
-                f'deploykit_reloads_total{{model="{name}",version="1"}} {count}'
-                for name, count in self._reloads.items()
-            ],
-            "deploykit_reload_failed": [
-                f'deploykit_reload_failed{{model="{name}",version="1"}} {int(name in self._errors)}'
-                for name in self._sources
-            ],
-        }
+    def samples(self) -> list[Sample]:
+        """For Prometheus."""
+        labels = {name: {"model": name, "version": VERSION} for name in self._sources}
+        return [
+            *(Sample("deploykit_reloads_total", labels[n], c) for n, c in self._reloads.items()),
+            *(Sample("deploykit_reload_failed", labels[n], n in self._errors) for n in labels),
+        ]
 
     def look(self) -> None:
         """One look at every source; loads what changed and has been left alone since the last."""

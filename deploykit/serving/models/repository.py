@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from deploykit import __version__
@@ -16,11 +16,11 @@ from deploykit.core.errors import BadInput, NotFound, Overloaded, quote
 from deploykit.runtimes.engine import Engine
 from deploykit.serving.batching.delivery import Later, deliver_here, monotonic_us
 from deploykit.serving.batching.policy import Pending
-from deploykit.serving.models.model import TEXTS, VERSION, ServedModel
+from deploykit.serving.models.model import ServedModel
 from deploykit.serving.observe.process import Sampler
-from deploykit.serving.observe.prometheus import Samples, prometheus
+from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.oip.request import Request
-from deploykit.serving.options import ServeOptions
+from deploykit.serving.options import VERSION, ServeOptions
 from deploykit.serving.shared_memory import SharedMemory
 
 __all__ = ["VERSION", "ServeOptions", "ServedModel", "Service"]
@@ -67,8 +67,7 @@ class Service:
         if options.shared_memory:
             self.memory = SharedMemory(options.max_body_bytes)
         self.sampler = Sampler()
-        self._samples: list[Callable[[], Samples]] = [self.sampler.samples]
-        self._texts = dict(TEXTS)
+        self._samples: list[Callable[[], Iterable[Sample]]] = [self.sampler.samples]
         self._limit_us = options.timeout_ms * 1000
         try:
             for name, engines in models.items():
@@ -201,18 +200,11 @@ class Service:
             for name, reason in reasons.items()
         ]
 
-    def show(
-        self, samples: Callable[[], Samples], texts: Mapping[str, tuple[str, str]] | None = None
-    ) -> None:
-        """Let /metrics show what `samples` returns too; `texts`: type and help of its metrics."""
+    def add_metrics(self, samples: Callable[[], Iterable[Sample]]) -> None:
+        """Let /metrics contain what `samples` returns too."""
         self._samples.append(samples)
-        self._texts.update(texts or {})
 
-    def prometheus(self) -> str:
-        return prometheus(
-            [
-                *(model.samples() for model in self.models.values()),
-                *(samples() for samples in self._samples),
-            ],
-            self._texts,
-        )
+    def samples(self) -> list[Sample]:
+        """What /metrics contains now."""
+        collect = [*(model.samples for model in self.models.values()), *self._samples]
+        return [sample for each in collect for sample in each()]

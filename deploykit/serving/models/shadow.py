@@ -18,7 +18,6 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,16 +25,11 @@ import numpy as np
 from deploykit.core.errors import BadInput, first_line
 from deploykit.runtimes.engine import Arrays, Closing, Engine
 from deploykit.serving.batching.policy import BatchRun, Watcher
+from deploykit.serving.observe.prometheus import Sample
+from deploykit.serving.options import VERSION
 
 log = logging.getLogger(__name__)
 
-TEXTS: Mapping[str, tuple[str, str]] = {
-    "deploykit_shadow_total": ("counter", "Rows compared with the reference engine."),
-    "deploykit_shadow_disagreements_total": ("counter", "Compared rows that disagreed."),
-    "deploykit_shadow_dropped_total": ("counter", "Sampled requests that were not compared."),
-    "deploykit_shadow_max_error": ("gauge", "Largest relative error of the compared rows."),
-    "deploykit_shadow_alarm": ("gauge", "1 while more rows disagree than --shadow-alarm allows."),
-}
 QUEUE = 64  # sampled requests that may wait for the reference engine
 QUEUE_BYTES = 64 << 20
 WINDOW_ROWS = 2000  # what the alarm looks back on
@@ -114,21 +108,18 @@ class Shadow(Watcher, Closing):
             self._queue.append(sample)
             self._changed.notify_all()
 
-    def samples(self) -> dict[str, list[str]]:
-        """Prometheus lines by metric name."""
-        labels = f'{{model="{self._name}",version="1"}}'
+    def samples(self) -> list[Sample]:
+        """For Prometheus."""
+        labels = {"model": self._name, "version": VERSION}
         with self._changed:
-            values: dict[str, float] = {
+            values = {
                 "deploykit_shadow_total": self._rows,
                 "deploykit_shadow_disagreements_total": self._disagreements,
                 "deploykit_shadow_dropped_total": self._dropped,
                 "deploykit_shadow_max_error": self._worst,
-                "deploykit_shadow_alarm": int(self.alarming),
+                "deploykit_shadow_alarm": self.alarming,
             }
-        return {
-            name: [f"{name}{labels} {'+Inf' if value == math.inf else value}"]
-            for name, value in values.items()
-        }
+        return [Sample(name, labels, value) for name, value in values.items()]
 
     def close(self) -> None:
         """End the thread, after the sample it is at; what is queued is forgotten."""

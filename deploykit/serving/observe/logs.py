@@ -18,6 +18,7 @@ from typing import Any
 
 from deploykit.core.errors import BadInput
 from deploykit.runtimes.engine import Closing
+from deploykit.serving.observe.prometheus import Sample
 
 KEPT = 1000  # lines that may wait to be written
 LONGEST = 16_384  # characters of one line
@@ -107,11 +108,11 @@ def configure(kind: str, fd: int = 2) -> LogQueue:
     return queue
 
 
-def samples() -> dict[str, list[str]]:
-    """Prometheus samples: the lines dropped so far, if the log was configured here."""
+def samples() -> list[Sample]:
+    """The lines dropped so far for Prometheus, if the log was configured here."""
     queues = [each for each in logging.getLogger().handlers if isinstance(each, LogQueue)]
-    name = "deploykit_log_lines_dropped_total"
-    return {name: [f"{name} {sum(queue.dropped for queue in queues)}"]} if queues else {}
+    dropped = sum(queue.dropped for queue in queues)
+    return [Sample("deploykit_log_lines_dropped_total", {}, dropped)] if queues else []
 
 
 def text_line(record: logging.LogRecord) -> str:

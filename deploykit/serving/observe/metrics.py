@@ -11,15 +11,13 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from deploykit.core.errors import Expired
 from deploykit.serving.batching.policy import BatchRun, Pending, Watcher
-from deploykit.serving.observe.prometheus import Histogram, prometheus
-
-__all__ = ["Histogram", "ModelMetrics", "prometheus"]
+from deploykit.serving.observe.prometheus import Buckets, Histogram, Sample
 
 OUTCOMES = ("success", "rejected", "expired", "bad_request", "failed", "cancelled")
 TRITON_REASONS: Mapping[str, tuple[str, ...]] = {
@@ -193,15 +191,19 @@ class ModelMetrics(Watcher):
                 "batches": {str(rows): found.count for rows, found in self._by_rows.items()},
             }
 
-    def samples(self, waiting: int, unanswered: int) -> dict[str, list[str]]:
-        """Prometheus samples by metric name; `waiting` and `unanswered` as they are now."""
-        labels = f'model="{self.name}",version="{self.version}"'
+    def samples(self, waiting: int, unanswered: int) -> list[Sample]:
+        """For Prometheus; `waiting` and `unanswered` as they are now."""
+        labels = {"model": self.name, "version": self.version}
         with self._lock:
             counts = dict(self._outcomes)
-            simple = {
+            values: dict[str, float | Buckets] = {
                 "deploykit_queue_depth": waiting,
                 "deploykit_requests_in_flight": unanswered,
                 "deploykit_batch_wait_seconds_total": self._idle_us / US,
+                "deploykit_request_seconds": self._request_s.buckets,
+                "deploykit_queue_seconds": self._stages["queue"].buckets,
+                "deploykit_compute_seconds": self._compute_s.buckets,
+                "deploykit_batch_rows": self._batch_rows.buckets,
                 "nv_inference_request_success": counts["success"],
                 "nv_inference_count": self._rows,
                 "nv_inference_exec_count": self._runs,
@@ -212,26 +214,21 @@ class ModelMetrics(Watcher):
                 "nv_inference_compute_infer_duration_us": self._compute.infer_us,
                 "nv_inference_compute_output_duration_us": self._compute.output_us,
             }
-            histograms = {
-                "deploykit_request_seconds": self._request_s,
-                "deploykit_queue_seconds": self._stages["queue"],
-                "deploykit_compute_seconds": self._compute_s,
-                "deploykit_batch_rows": self._batch_rows,
-            }
-            shown = {name: [f"{name}{{{labels}}} {value}"] for name, value in simple.items()}
-            shown.update({name: h.lines(name, labels) for name, h in histograms.items()})
-            shown["deploykit_stage_seconds"] = [
-                line
-                for stage, found in self._stages.items()
-                for line in found.lines("deploykit_stage_seconds", f'{labels},stage="{stage}"')
-            ]
-        shown["deploykit_requests_total"] = [
-            f'deploykit_requests_total{{{labels},outcome="{outcome}"}} {count}'
-            for outcome, count in counts.items()
-        ]
-        shown["nv_inference_request_failure"] = [
-            f'nv_inference_request_failure{{{labels},reason="{reason}"}} '
-            f"{sum(counts[outcome] for outcome in outcomes)}"
+            stages = {stage: found.buckets for stage, found in self._stages.items()}
+        failures = {
+            reason: sum(counts[outcome] for outcome in outcomes)
             for reason, outcomes in TRITON_REASONS.items()
+        }
+        return [
+            *(Sample(name, labels, value) for name, value in values.items()),
+            *split_by("deploykit_stage_seconds", labels, "stage", stages),
+            *split_by("deploykit_requests_total", labels, "outcome", counts),
+            *split_by("nv_inference_request_failure", labels, "reason", failures),
         ]
-        return shown
+
+
+def split_by(
+    name: str, labels: Mapping[str, str], label: str, values: Mapping[str, float | Buckets]
+) -> Iterator[Sample]:
+    """Samples of one metric that differ in the value of `label`."""
+    return (Sample(name, {**labels, label: each}, value) for each, value in values.items())

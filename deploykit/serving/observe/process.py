@@ -1,7 +1,7 @@
-"""Look at the process and the GPUs in the background, so that no scrape waits for a driver.
+"""Read the state of the process and the GPUs in the background: no scrape waits for a driver.
 
-In: someone who asks. Out: the newest `Sample`, at once, at most a second old while it is asked for;
-nobody has asked for a while: nothing is looked at, and what is old is not shown.
+`Sampler.latest` returns the newest `Snapshot` at once. While it is called now and then, a thread
+makes a new one every second; otherwise the thread sleeps, and an old snapshot is not returned.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from deploykit.runtimes.devices import THROTTLES, Devices, Gpu
-from deploykit.serving.observe.prometheus import label
+from deploykit.serving.observe.prometheus import Sample
 
 INTERVAL_S = 1.0
 KEEP_ON_S = 90.0  # after the last question; more than the usual pause between two scrapes
@@ -43,12 +42,9 @@ class Process:
     max_fds: int
     threads: int
 
-    def to_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
 
 @dataclass(frozen=True)
-class Sample:
+class Snapshot:
     """What was seen at `at_s` of the monotonic clock. No process: it could not be read."""
 
     at_s: float
@@ -66,11 +62,11 @@ class Sampler:
         self._clock_s = clock_s
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._sample: Sample | None = None
+        self._newest: Snapshot | None = None
         self._asked_s = clock_s()
         self._closing = False
 
-    def latest(self) -> Sample | None:
+    def latest(self) -> Snapshot | None:
         """The newest sample, None when there is none of the last seconds. Never waits."""
         with self._changed:
             now_s = self._asked_s = self._clock_s()
@@ -78,22 +74,19 @@ class Sampler:
                 self._thread = threading.Thread(target=self._loop, name="sampler", daemon=True)
                 self._thread.start()
             self._changed.notify()
-            fresh = self._sample is not None and now_s - self._sample.at_s <= STALE_S
-            return self._sample if fresh else None
+            fresh = self._newest is not None and now_s - self._newest.at_s <= STALE_S
+            return self._newest if fresh else None
 
-    def samples(self) -> dict[str, list[str]]:
-        """Prometheus samples of the process and the GPUs."""
-        sample = self.latest()
-        shown: dict[str, list[str]] = {}
-        if sample is None:
-            return shown
-        if sample.process:
-            for name, field in _PROCESS.items():
-                shown[name] = [f"{name} {getattr(sample.process, field)}"]
-        for gpu in sample.gpus:
-            for name, lines in gpu_samples(gpu).items():
-                shown.setdefault(name, []).extend(lines)
-        return shown
+    def samples(self) -> list[Sample]:
+        """The process and the GPUs for Prometheus."""
+        seen = self.latest()
+        if seen is None:
+            return []
+        process = vars(seen.process) if seen.process else {}
+        return [
+            *(Sample(name, {}, process[field]) for name, field in _PROCESS.items() if process),
+            *(sample for gpu in seen.gpus for sample in gpu_samples(gpu)),
+        ]
 
     def close(self) -> None:
         with self._changed:
@@ -111,9 +104,9 @@ class Sampler:
                     process = this_process()
                 except OSError:  # no file descriptor is left to look with
                     process = None
-                sample = Sample(at_s, process, devices.read())
+                snapshot = Snapshot(at_s, process, devices.read())
                 with self._changed:
-                    self._sample = sample
+                    self._newest = snapshot
                     self._changed.wait_for(lambda: self._closing, INTERVAL_S)
                     while not self._closing and self._clock_s() - self._asked_s > KEEP_ON_S:
                         self._changed.wait()
@@ -154,25 +147,21 @@ _GAUGES: Mapping[str, Callable[[Gpu], float | None]] = {
 }
 
 
-def gpu_samples(gpu: Gpu) -> dict[str, list[str]]:
-    """Prometheus samples of one GPU, without those that its source does not tell."""
-    uuid = f'gpu_uuid="{label(gpu.uuid)}"'
-    shown: dict[str, list[str]] = {}
-
-    def add(name: str, value: float | None, more: str = "") -> None:
+def gpu_samples(gpu: Gpu) -> Iterator[Sample]:
+    """One GPU for Prometheus, without the values that its source does not report."""
+    uuid = {"gpu_uuid": gpu.uuid}
+    about = {"name": gpu.name, "index": str(gpu.index), "source": gpu.source}
+    yield Sample("deploykit_gpu_info", {**uuid, **about}, 1)
+    for name, read in _GAUGES.items():
+        value = read(gpu)
         if value is not None:
-            shown.setdefault(name, []).append(f"{name}{{{uuid}{more}}} {value}")
-
-    name = f',name="{label(gpu.name)}",index="{gpu.index}",source="{gpu.source}"'
-    add("deploykit_gpu_info", 1, name)
-    for metric, value in _GAUGES.items():
-        add(metric, value(gpu))
-    add("deploykit_gpu_clock_hertz", gpu.clock_hz, ',domain="compute"')
-    add("deploykit_gpu_clock_hertz", gpu.memory_clock_hz, ',domain="memory"')
+            yield Sample(name, uuid, value)
+    for domain, hertz in (("compute", gpu.clock_hz), ("memory", gpu.memory_clock_hz)):
+        if hertz is not None:
+            yield Sample("deploykit_gpu_clock_hertz", {**uuid, "domain": domain}, hertz)
     if gpu.throttled is not None:
         for reason in THROTTLES:
-            held = int(reason in gpu.throttled)
-            add("deploykit_gpu_throttled", held, f',reason="{reason}"')
+            value = int(reason in gpu.throttled)
+            yield Sample("deploykit_gpu_throttled", {**uuid, "reason": reason}, value)
     for rail, watts in gpu.rails:
-        add("deploykit_board_power_watts", watts, f',rail="{label(rail)}"')
-    return shown
+        yield Sample("deploykit_board_power_watts", {**uuid, "rail": rail}, watts)

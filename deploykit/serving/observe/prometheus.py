@@ -1,42 +1,46 @@
-"""Prometheus text: every metric the server may show, and how samples become lines.
+"""Every metric of the server, and the text that /metrics answers with.
 
-In: samples by metric name, from the models, the devices, the log. Out: the text format, version
-0.0.4. Names are ours (`deploykit_`), Triton's (`nv_`) and those every process has (`process_`).
+Names are ours (`deploykit_`), Triton's (`nv_`) and those that every process has (`process_`).
+Counting is done elsewhere; prometheus_client writes the text when somebody asks for it.
 """
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-Samples = Mapping[str, Sequence[str]]  # metric name -> its lines
+if TYPE_CHECKING:
+    from prometheus_client import Metric
 
-TEXTS: Mapping[str, tuple[str, str]] = {
-    "deploykit_requests_total": ("counter", "Inference requests by how they ended."),
+METRICS: Mapping[str, tuple[str, str]] = {  # name -> type, help
+    # requests
+    "deploykit_requests_total": ("counter", "Inference requests by outcome."),
     "deploykit_request_seconds": (
         "histogram",
-        "Whole time in the server of a request answered with a result, all stages together.",
+        "Time in the server of a successful request, all stages together.",
     ),
     "deploykit_stage_seconds": (
         "histogram",
-        "Time of each stage of a successful request; what a batch took is charged to each in it.",
+        "Time of each stage of a successful request; each is charged all of its batch's time.",
     ),
     "deploykit_queue_seconds": ("histogram", "Time a request waited for the engine."),
     "deploykit_compute_seconds": (
         "histogram",
-        "Time a request's batch took: join, copy in, compute, copy out, split.",
+        "Time of a request's batch: join, copy in, compute, copy out, split.",
     ),
     "deploykit_batch_rows": ("histogram", "Rows in each batch that the engine ran."),
     "deploykit_batch_wait_seconds_total": (
         "counter",
-        "Time that requests waited while an engine stood idle: the cost of waiting for a batch.",
+        "Time that requests waited while an engine was idle: the cost of waiting for a batch.",
     ),
     "deploykit_queue_depth": ("gauge", "Requests waiting for the engine now."),
-    "deploykit_requests_in_flight": ("gauge", "Requests taken and not answered yet."),
-    "nv_inference_request_success": ("counter", "Requests answered with a result."),
-    "nv_inference_request_failure": ("counter", "Requests that ended without a result."),
+    "deploykit_requests_in_flight": ("gauge", "Requests accepted and not answered yet."),
+    "nv_inference_request_success": ("counter", "Requests that succeeded."),
+    "nv_inference_request_failure": ("counter", "Requests that failed."),
     "nv_inference_count": ("counter", "Rows inferred."),
-    "nv_inference_exec_count": ("counter", "Runs of the engine."),
+    "nv_inference_exec_count": ("counter", "Batches that the engine ran."),
     "nv_inference_pending_request_count": ("gauge", "Requests waiting for the engine now."),
     "nv_inference_request_duration_us": ("counter", "Total time of successful requests."),
     "nv_inference_queue_duration_us": ("counter", "Total time successful requests waited."),
@@ -49,38 +53,73 @@ TEXTS: Mapping[str, tuple[str, str]] = {
         "counter",
         "Total time to copy the outputs from the device and split them.",
     ),
-    "nv_gpu_utilization": ("gauge", "Share of the last moments in which the GPU was busy, 0 to 1."),
+    # models
+    "deploykit_model_ready": ("gauge", "1 while the model is ready."),
+    "deploykit_model_info": ("gauge", "Always 1; the labels name its runtime and device."),
+    "deploykit_model_notes": ("gauge", "Ways in which it runs other than asked; see the page /."),
+    "deploykit_engines": ("gauge", "Engines (instances) of the model."),
+    "deploykit_engines_hung": ("gauge", "Engines that do not return from a request."),
+    "deploykit_batch_limit_rows": ("gauge", "Most rows per batch; --slo-ms adjusts it."),
+    "deploykit_queue_limit_rows": ("gauge", "Most rows that may wait, where --slo-ms bounds them."),
+    "deploykit_batch_delay_seconds": ("gauge", "How long an idle engine waits for more rows."),
+    "deploykit_reloads_total": ("counter", "Times a replaced engine file was loaded."),
+    "deploykit_reload_failed": ("gauge", "1 while the engine's new file cannot be loaded."),
+    "deploykit_shadow_total": ("counter", "Rows compared with the reference engine."),
+    "deploykit_shadow_disagreements_total": ("counter", "Compared rows that disagreed."),
+    "deploykit_shadow_dropped_total": ("counter", "Sampled requests that were not compared."),
+    "deploykit_shadow_max_error": ("gauge", "Largest relative error of the compared rows."),
+    "deploykit_shadow_alarm": ("gauge", "1 while more rows disagree than --shadow-alarm allows."),
+    # the server
+    "deploykit_held_bytes": ("gauge", "Bytes of large requests that the server holds now."),
+    "deploykit_held_limit_bytes": ("gauge", "The most bytes of large requests it may hold."),
+    "deploykit_log_lines_dropped_total": (
+        "counter",
+        "Log lines dropped because the reader of the log was too slow.",
+    ),
+    "deploykit_spans_dropped_total": (
+        "counter",
+        "Traced requests dropped because the collector was too slow.",
+    ),
+    "process_resident_memory_bytes": ("gauge", "Resident memory of this process."),
+    "process_cpu_seconds_total": ("counter", "Processor time of this process, user and system."),
+    "process_start_time_seconds": ("gauge", "Start of this process, in seconds since 1970."),
+    "process_open_fds": ("gauge", "Open file descriptors."),
+    "process_max_fds": ("gauge", "Limit of open file descriptors."),
+    "process_threads": ("gauge", "Threads of this process."),
+    # GPUs
+    "nv_gpu_utilization": ("gauge", "Share of recent time in which the GPU was busy, 0 to 1."),
     "nv_gpu_power_usage": ("gauge", "Power in watts; on a Jetson, of the whole module."),
     "nv_gpu_power_limit": ("gauge", "Power limit in watts."),
     "nv_energy_consumption": ("counter", "Energy in joules since the driver was loaded."),
     "nv_gpu_memory_total_bytes": ("gauge", "Memory of the GPU; on a Jetson, shared with the CPU."),
     "nv_gpu_memory_used_bytes": ("gauge", "Memory of the GPU in use."),
-    "deploykit_gpu_info": ("gauge", "Always 1; the labels tell which GPU, and who reports on it."),
+    "deploykit_gpu_info": ("gauge", "Always 1; the labels name the GPU and the source."),
     "deploykit_gpu_clock_hertz": ("gauge", "Clock of the GPU now."),
     "deploykit_gpu_temperature_celsius": ("gauge", "Temperature of the GPU."),
-    "deploykit_gpu_throttled": ("gauge", "1 while the GPU's clock is held down for this reason."),
+    "deploykit_gpu_throttled": ("gauge", "1 while the GPU's clock is reduced for this reason."),
     "deploykit_board_power_watts": ("gauge", "Power of each rail of a Jetson."),
-    "deploykit_log_lines_dropped_total": (
-        "counter",
-        "Log lines dropped because nobody read the log fast enough.",
-    ),
-    "deploykit_spans_dropped_total": (
-        "counter",
-        "Traced requests dropped because the collector did not take them fast enough.",
-    ),
-    "process_resident_memory_bytes": ("gauge", "Resident memory of this process."),
-    "process_cpu_seconds_total": ("counter", "Processor time of this process, user and system."),
-    "process_start_time_seconds": ("gauge", "When this process began, in seconds since 1970."),
-    "process_open_fds": ("gauge", "Open file descriptors."),
-    "process_max_fds": ("gauge", "Limit of open file descriptors."),
-    "process_threads": ("gauge", "Threads of this process."),
 }
+
+
+class Buckets(NamedTuple):
+    """A histogram's counts at one moment: cumulative by upper bound, and the sum of its values."""
+
+    counts: list[tuple[str, int]]
+    total: float
+
+
+class Sample(NamedTuple):
+    """One value of a metric in METRICS."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float | Buckets
 
 
 class Histogram:
     """Counts per bucket; a value equal to a bound belongs to that bound's bucket.
 
-    `bounds` and values are whole numbers, `per` of them to one of the unit that is shown: bounds in
+    `bounds` and values are integers in a unit of which `per` make the unit of the metric: bounds in
     microseconds and `per` 1,000,000 for a histogram in seconds.
     """
 
@@ -89,47 +128,56 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0
         self._per = per
-        shown = [str(bound if per == 1 else bound / per) for bound in bounds]
-        self._ends = [f'le="{bound}"}} ' for bound in (*shown, "+Inf")]
+        self._ends = [*(str(bound if per == 1 else bound / per) for bound in bounds), "+Inf"]
 
     def add(self, value: int, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
     @property
-    def count(self) -> int:
-        return sum(self.counts)
-
-    def lines(self, name: str, labels: str) -> list[str]:
-        """Prometheus samples: cumulative buckets, sum and count."""
-        out, so_far, start = [], 0, f"{name}_bucket{{{labels},"
-        for end, count in zip(self._ends, self.counts, strict=True):
-            so_far += count
-            out.append(f"{start}{end}{so_far}")
-        total = self.total / self._per
-        return [*out, f"{name}_sum{{{labels}}} {total}", f"{name}_count{{{labels}}} {so_far}"]
+    def buckets(self) -> Buckets:
+        cumulative = itertools.accumulate(self.counts)
+        return Buckets(list(zip(self._ends, cumulative, strict=True)), self.total / self._per)
 
 
-def label(value: str) -> str:
-    """A label's value with what the format cannot hold escaped."""
-    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+class _Collector:
+    """What prometheus_client writes: the samples by metric, in the order of METRICS."""
+
+    def __init__(self, samples: Iterable[Sample]) -> None:
+        self._by_name: dict[str, list[Sample]] = {}
+        for sample in samples:
+            self._by_name.setdefault(sample.name, []).append(sample)
+
+    def collect(self) -> Iterator[Metric]:
+        from prometheus_client import core
+
+        families = {
+            "counter": core.CounterMetricFamily,
+            "gauge": core.GaugeMetricFamily,
+            "histogram": core.HistogramMetricFamily,
+        }
+        for name in sorted(self._by_name, key=_ORDER.__getitem__):
+            kind, description = METRICS[name]
+            make = families[kind]
+            if kind == "counter" and not name.endswith("_total"):  # as OpenMetrics demands
+                make = core.UnknownMetricFamily
+            samples = self._by_name[name]
+            family = make(name, description, labels=list(samples[0].labels))
+            for _, labels, value in samples:
+                values = value if isinstance(value, Buckets) else (value,)
+                family.add_metric(list(labels.values()), *values)
+            yield family
 
 
-def prometheus(
-    samples: Iterable[Samples], texts: Mapping[str, tuple[str, str]] | None = None
-) -> str:
-    """The text of all samples, grouped by metric; one without samples is left out.
+_ORDER = {name: place for place, name in enumerate(METRICS)}
 
-    `texts`: type and help of metrics that are not in TEXTS.
-    """
-    families: dict[str, list[str]] = {}
-    for found in samples:
-        for name, lines in found.items():
-            families.setdefault(name, []).extend(lines)
-    known = {**TEXTS, **(texts or {})}
-    out: list[str] = []
-    for name in [*(name for name in known if name in families), *(families.keys() - known.keys())]:
-        kind, text = known.get(name, ("untyped", ""))
-        if families[name]:
-            out += [f"# HELP {name} {text}", f"# TYPE {name} {kind}", *families[name]]
-    return "\n".join(out) + "\n"
+
+def exposition(samples: Iterable[Sample], accept: str = "") -> tuple[bytes, str]:
+    """The samples as text and its content type, OpenMetrics where `accept` asks for it."""
+    from prometheus_client.exposition import choose_encoder, generate_latest
+
+    encode, content_type = choose_encoder(accept)
+    text = encode(_Collector(samples))
+    if encode is generate_latest:  # all untyped ones are Triton's counters, which lack _total
+        text = text.replace(b" untyped\n", b" counter\n")
+    return text, content_type

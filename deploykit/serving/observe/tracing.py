@@ -24,6 +24,7 @@ from deploykit.core.extras import require
 from deploykit.runtimes.engine import Closing
 from deploykit.serving.batching.delivery import monotonic_us
 from deploykit.serving.batching.policy import BatchRun, Pending, Watcher
+from deploykit.serving.observe.prometheus import Sample
 
 log = logging.getLogger(__name__)
 
@@ -99,10 +100,9 @@ class Tracer(Closing):
         """A Watcher of one model."""
         return _Watch(self, model)
 
-    def samples(self) -> dict[str, list[str]]:
-        """Prometheus samples."""
-        name = "deploykit_spans_dropped_total"
-        return {name: [f"{name} {self._dropped}"]}
+    def samples(self) -> list[Sample]:
+        """For Prometheus."""
+        return [Sample("deploykit_spans_dropped_total", {}, self._dropped)]
 
     def close(self) -> None:
         """Send what waits, for some seconds at most."""

@@ -45,6 +45,7 @@ class Head:
     expect: bool = False  # the client waits for "100 Continue"
     json_bytes: bytes | None = None  # the header Inference-Header-Content-Length
     encoding: bytes | None = None  # Content-Encoding
+    accept: bytes | None = None
     accept_encoding: bytes | None = None
     authorization: bytes | None = None
     trace: bytes | None = None  # traceparent

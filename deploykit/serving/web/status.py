@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from deploykit import __version__
+from deploykit.core.json_value import json_value
 from deploykit.serving.models.repository import ServedModel, Service
 from deploykit.serving.observe.metrics import REQUEST_US
 
@@ -21,7 +22,7 @@ def status(service: Service) -> dict[str, Any]:
         "at_us": time.monotonic_ns() // 1000,
         "at_s": time.time(),
         "not_ready": service.why_not_ready(),
-        "process": sample.process.to_dict() if sample and sample.process else None,
+        "process": json_value(sample.process) if sample else None,
         "gpus": [gpu.to_dict() for gpu in sample.gpus] if sample else [],
         "buckets_us": REQUEST_US,
         "models": [_model(service, model) for model in service.models.values()],

@@ -387,7 +387,7 @@ def test_half_a_request_never_reaches_the_engine(gated: tuple[Running, GatedEngi
 
 def _until_waiting(server: Running, count: int) -> None:
     """Until `count` requests wait for the engine, as the metrics tell it."""
-    line = f'deploykit_queue_depth{{model="m",version="1"}} {count}\n'
+    line = f'deploykit_queue_depth{{model="m",version="1"}} {count}.0\n'
     for _ in range(10_000):
         if line in server.ask("GET", "/metrics").body.decode():
             return

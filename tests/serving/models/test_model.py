@@ -12,6 +12,7 @@ from deploykit.core.errors import BadInput, Overloaded, Unsupported
 from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.batching.policy import Pending, Watcher
 from deploykit.serving.models.repository import ServeOptions, Service
+from deploykit.serving.observe.prometheus import exposition
 from deploykit.serving.oip.request import Request, Wanted
 from tests.support.serving.running import WAIT_S, GatedEngine
 from tests.support.serving.warming import Clock, Lengths, TimedEngine, warmed
@@ -69,7 +70,7 @@ def test_an_input_above_its_buckets_is_counted_as_a_bad_request() -> None:
     with pytest.raises(BadInput, match="axis T is 4"):
         service.infer(service.find("m"), ask(), lambda _: None)
     service.close()
-    assert 'outcome="bad_request"} 1\n' in service.prometheus()
+    assert b'outcome="bad_request",version="1"} 1.0\n' in exposition(service.samples())[0]
 
 
 def test_a_watcher_that_comes_later_is_told_too_also_of_new_engines() -> None:
@@ -98,10 +99,10 @@ def test_with_an_slo_the_batch_is_steered_from_what_the_warm_up_took() -> None:
     assert model.batcher.policy.max_batch == 32
     service.expire()
     assert model.batcher.policy.max_batch == 8  # 2 x (1 + 8) ms, within 95 % of 20 ms
-    shown = service.prometheus()
+    shown = exposition(service.samples())[0].decode()
     service.close()
-    assert 'deploykit_batch_limit_rows{model="m",version="1"} 8\n' in shown
-    assert 'deploykit_queue_limit_rows{model="m",version="1"} 8\n' in shown
+    assert 'deploykit_batch_limit_rows{model="m",version="1"} 8.0\n' in shown
+    assert 'deploykit_queue_limit_rows{model="m",version="1"} 8.0\n' in shown
 
 
 def test_what_cannot_meet_the_slo_is_refused_with_a_reason() -> None:

@@ -10,6 +10,7 @@ from deploykit.core.errors import BadInput, NotFound, Overloaded, Unsupported
 from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.models.repository import ServeOptions, Service
+from deploykit.serving.observe.prometheus import Sample, exposition
 from deploykit.serving.oip.request import Request, Wanted
 from tests.support.serving.running import WAIT_S, GatedEngine
 
@@ -95,7 +96,7 @@ def test_a_draining_service_takes_nothing_and_says_so() -> None:
         }
     ]
     assert service.why_not_ready(service.find("m")) == "the server is shutting down"
-    assert 'outcome="rejected"} 1' in service.prometheus()
+    assert b'outcome="rejected",version="1"} 1.0\n' in exposition(service.samples())[0]
     service.close()
 
 
@@ -160,7 +161,9 @@ def test_a_hung_engine_is_not_ready_until_it_returns() -> None:
     assert service.why_not_ready() == service.why_not_ready(model)
     assert [entry["state"] for entry in service.index()] == ["READY", "UNAVAILABLE"]
     assert "1 of 1 engines do not return" in " ".join(model.notes)
-    assert 'deploykit_engines_hung{model="m",version="1"} 1\n' in service.prometheus()
+    assert (
+        b'deploykit_engines_hung{model="m",version="1"} 1.0\n' in exposition(service.samples())[0]
+    )
     engine.gate.set()
     came.clear()
     service.infer(model, ask(), lambda _: came.set())
@@ -222,25 +225,24 @@ def test_failures_are_told_apart() -> None:
     service.infer(model, ask(), lambda _: None)
     model.metrics.bad_request()
     service.close()
-    text = service.prometheus()
+    text = exposition(service.samples())[0].decode()
     for outcome, count in {"failed": 1, "bad_request": 1, "success": 0, "expired": 0}.items():
         assert (
-            f'deploykit_requests_total{{model="m",version="1",outcome="{outcome}"}} {count}\n'
+            f'deploykit_requests_total{{model="m",outcome="{outcome}",version="1"}} {count}.0\n'
             in text
         )
-    assert 'nv_inference_request_failure{model="m",version="1",reason="BACKEND"} 1\n' in text
+    assert 'nv_inference_request_failure{model="m",reason="BACKEND",version="1"} 1.0\n' in text
     assert service.statistics()["model_stats"][0]["inference_stats"]["fail"]["count"] == 2
 
 
 def test_every_line_of_the_metrics_is_prometheus_text() -> None:
     service = Service({"a": FakeEngine(), "b": FakeEngine()}, ServeOptions())
-    service.show(
-        lambda: {"deploykit_extra": ["deploykit_extra 1"]}, {"deploykit_extra": ("gauge", "")}
-    )
-    families = [line.split()[2] for line in service.prometheus().splitlines() if "# TYPE" in line]
-    samples = [line for line in service.prometheus().splitlines() if not line.startswith("#")]
+    service.add_metrics(lambda: [Sample("deploykit_held_bytes", {}, 1)])
+    lines = exposition(service.samples())[0].decode().splitlines()
+    families = [line.split()[2] for line in lines if "# TYPE" in line]
+    samples = [line for line in lines if not line.startswith("#")]
     service.close()
-    assert "deploykit_extra" in families
+    assert "deploykit_held_bytes" in families
     assert len(families) == len(set(families))
     for line in samples:
         name, _, value = line.rpartition(" ")

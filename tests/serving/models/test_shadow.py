@@ -19,7 +19,6 @@ from deploykit.serving.batching.policy import BatchRun, Pending
 from deploykit.serving.models import shadow as shadow_module
 from deploykit.serving.models.shadow import (
     QUEUE,
-    TEXTS,
     WINDOW_ROWS,
     Comparison,
     Shadow,
@@ -27,7 +26,6 @@ from deploykit.serving.models.shadow import (
     check_reference,
     compare,
 )
-from deploykit.serving.observe.prometheus import prometheus
 from tests.support.serving.running import GatedEngine, infer_json, running
 
 Eventually = Callable[[Callable[[], bool]], None]
@@ -53,18 +51,9 @@ def shadowed(engine: FakeEngine, rate: float = 1.0, alarm: float = 0.01) -> Iter
 
 
 def value(shadow: Shadow, name: str) -> float:
-    (line,) = shadow.samples()[f"deploykit_shadow_{name}"]
-    label, _, number = line.rpartition(" ")
-    assert label == f'deploykit_shadow_{name}{{model="m",version="1"}}'
-    return float(number)
-
-
-def test_every_metric_has_a_help_text() -> None:
-    with shadowed(FakeEngine()) as shadow:
-        assert shadow.samples().keys() == TEXTS.keys()
-        text = prometheus([shadow.samples()], TEXTS)
-    assert "# TYPE deploykit_shadow_alarm gauge\n" in text
-    assert 'deploykit_shadow_total{model="m",version="1"} 0\n' in text
+    (sample,) = [each for each in shadow.samples() if each.name == f"deploykit_shadow_{name}"]
+    assert sample.labels == {"model": "m", "version": "1"}
+    return float(sample.value)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.01, 0.1, 0.5, 1.0])

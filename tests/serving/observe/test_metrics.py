@@ -6,14 +6,18 @@ import math
 from typing import Any
 
 import pytest
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as read_open_metrics,
+)
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploykit.core.errors import BadInput, Expired
 from deploykit.serving.batching.policy import BatchRun, Pending
 from deploykit.serving.observe.metrics import STAGES, ModelMetrics
-from deploykit.serving.observe.prometheus import Histogram, label, prometheus
+from deploykit.serving.observe.prometheus import Histogram, Sample, exposition
+from tests.support.serving.running import running
 
-LABELS = {"model": "m", "version": "1"}
+OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
 
 
 def pending(arrived_us: int = 1000, *, rows: int = 1, decode_us: int = 7) -> Pending:
@@ -26,8 +30,8 @@ def run(*requests: Pending, copies_us: tuple[int, int] = (0, 0), idle_us: int = 
 
 
 def parsed(*metrics: ModelMetrics) -> dict[str, Any]:
-    text = prometheus([each.samples(0, 0) for each in metrics])
-    families = list(text_string_to_metric_families(text))
+    text, _ = exposition(sample for each in metrics for sample in each.samples(0, 0))
+    families = list(text_string_to_metric_families(text.decode()))
     assert len({family.name for family in families}) == len(families)
     return {family.name: family for family in families}
 
@@ -181,31 +185,48 @@ def test_counts_for_the_page_are_those_of_the_metrics() -> None:
 
 def test_a_label_holds_any_text() -> None:
     odd = 'NVIDIA "X"\\\n{},='
-    text = prometheus([{"deploykit_gpu_info": [f'deploykit_gpu_info{{name="{label(odd)}"}} 1']}])
-    (family,) = text_string_to_metric_families(text)
+    text, _ = exposition([Sample("deploykit_gpu_info", {"name": odd}, 1)])
+    (family,) = text_string_to_metric_families(text.decode())
     assert family.samples[0].labels == {"name": odd}
-
-
-def test_metrics_of_others_come_with_their_own_texts() -> None:
-    text = prometheus(
-        [{"ours_total": ["ours_total 3"], "odd": ["odd 1"], "none": []}],
-        {"ours_total": ("counter", "Ours.")},
-    )
-    families = {family.name: family for family in text_string_to_metric_families(text)}
-    assert families["ours"].type == "counter"
-    assert families["ours"].documentation == "Ours."
-    assert families["odd"].type == "unknown"
-    assert set(families) == {"ours", "odd"}
 
 
 def test_a_histogram_in_seconds_takes_whole_microseconds() -> None:
     histogram = Histogram((10, 2000), 1_000_000)
     histogram.add(10, 3)
     histogram.add(2001)
-    assert histogram.lines("h", 'a="b"') == [
-        'h_bucket{a="b",le="1e-05"} 3',
-        'h_bucket{a="b",le="0.002"} 3',
-        'h_bucket{a="b",le="+Inf"} 4',
-        'h_sum{a="b"} 0.002031',
-        'h_count{a="b"} 4',
-    ]
+    assert histogram.buckets.counts == [("1e-05", 3), ("0.002", 3), ("+Inf", 4)]
+    assert histogram.buckets.total == pytest.approx(0.002031)
+
+
+@pytest.mark.parametrize(
+    ("accept", "content_type"),
+    [
+        ("", "text/plain; version=0.0.4; charset=utf-8"),
+        ("text/html, */*", "text/plain; version=0.0.4; charset=utf-8"),
+        ("application/openmetrics-text;version=1.0.0;q=0.6,text/plain;q=0.3", OPEN_METRICS),
+    ],
+)
+def test_the_format_is_the_one_that_the_client_accepts(accept: str, content_type: str) -> None:
+    metrics = ModelMetrics("m", "1")
+    metrics.ran(run(pending()))
+    text, found = exposition(metrics.samples(0, 0), accept)
+    assert found.startswith(content_type)
+    read = read_open_metrics if content_type == OPEN_METRICS else text_string_to_metric_families
+    families = {family.name: family for family in read(text.decode())}
+    assert value(families, "deploykit_requests", "deploykit_requests_total", outcome="success") == 1
+    assert value(families, "nv_inference_count", "nv_inference_count") == 1
+
+
+def test_tritons_counters_are_counters_in_prometheus_text() -> None:
+    text, _ = exposition(ModelMetrics("m", "1").samples(0, 0))
+    assert b"# TYPE nv_inference_count counter\nnv_inference_count{" in text
+
+
+def test_a_scrape_is_answered_in_the_format_it_accepts() -> None:
+    with running() as server:
+        reply = server.ask("GET", "/metrics", accept="application/openmetrics-text;version=1.0.0")
+        assert reply.headers["content-type"].startswith(OPEN_METRICS)
+        assert reply.body.endswith(b"# EOF\n")
+        plain = server.ask("GET", "/metrics")
+    assert plain.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert b"# TYPE deploykit_model_ready gauge\n" in plain.body

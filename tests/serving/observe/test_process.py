@@ -66,17 +66,17 @@ def test_a_driver_that_hangs_holds_nobody_up() -> None:
     with sampling(Sampler(devices)) as sampler:
         for _ in range(3):
             assert sampler.latest() is None
-            assert sampler.samples() == {}
+            assert sampler.samples() == []
         devices.gate.set()
 
 
 def test_samples_are_of_the_process_and_the_gpus(eventually: Eventually) -> None:
     with sampling(Sampler(Gated())) as sampler:
         eventually(lambda: bool(sampler.samples()))
-        shown = sampler.samples()
-        assert shown["nv_gpu_utilization"] == ['nv_gpu_utilization{gpu_uuid="GPU-1"} 0.01']
-        (line,) = shown["process_open_fds"]
-        assert int(line.split()[1]) >= 3
+        found = {sample.name: sample for sample in sampler.samples()}
+        assert found["nv_gpu_utilization"].labels == {"gpu_uuid": "GPU-1"}
+        assert found["nv_gpu_utilization"].value == 0.01
+        assert found["process_open_fds"].value >= 3
 
 
 def test_a_thousand_questions_are_one_look(eventually: Eventually) -> None:
@@ -99,7 +99,7 @@ def test_what_is_old_is_not_shown(eventually: Eventually) -> None:
         eventually(lambda: devices.asked > before)  # it hangs in the next look
         now_s[0] += STALE_S + 0.1
         assert sampler.latest() is None
-        assert sampler.samples() == {}
+        assert sampler.samples() == []
         devices.gate.set()
         eventually(lambda: sampler.latest() is not None)
 

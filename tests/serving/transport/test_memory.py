@@ -133,8 +133,8 @@ def test_what_unpacks_to_more_is_counted_as_what_it_is(
 def test_both_are_shown_to_prometheus() -> None:
     with running(max_held_bytes=LIMIT) as server:
         text = server.ask("GET", "/metrics").body.decode()
-        assert "deploykit_held_bytes 0\n" in text
-        assert f"deploykit_held_limit_bytes {LIMIT}\n" in text
+        assert "deploykit_held_bytes 0.0\n" in text
+        assert "deploykit_held_limit_bytes 1.048576e+06\n" in text
 
 
 def test_grpc_messages_on_many_connections_together_have_a_limit(eventually: Eventually) -> None:
