@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deploykit.core.errors import GateFailed
 from deploykit.core.evidence import Evaluation, Evidence, Parity, SearchRecord, WeightsFile
@@ -22,6 +22,9 @@ from deploykit.core.machine import tool_versions
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.statistics_basic import Drop, Interval
 from deploykit.core.tensors import BATCH, TensorSpec
+
+if TYPE_CHECKING:
+    from deploykit.onnx_graph.graph import Graph
 
 Progress = Callable[[str, float], None]  # what happens now, share done 0..1
 
@@ -154,23 +157,21 @@ def parity_sizes(
 
 
 def onnx_manifest(
-    path: Path,
+    graph: Graph,
     sources: Sequence[str],
     *,
     tools: Sequence[str],
     evidence: Evidence,
     built_on: dict[str, str] | None = None,
 ) -> Manifest:
-    from deploykit.onnx_graph import graph
-
-    summary = graph.summarise(graph.load_graph(path))
+    path = graph.path
     data = path.with_name(f"{path.name}.data")
     weights = WeightsFile(data.name, sha256(data)) if data.exists() else None
     return Manifest(
         format="onnx",
-        inputs=summary.inputs,
-        outputs=summary.outputs,
-        precision=summary.precision,
+        inputs=graph.inputs,
+        outputs=graph.outputs,
+        precision=graph.precision,
         sha256=sha256(path),
         made_from=tuple(sources),
         made_with=tool_versions(*tools),

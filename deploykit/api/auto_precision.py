@@ -18,9 +18,8 @@ from deploykit.core.precision import PAIRS, auto_levels
 from deploykit.core.profile import Profile, load_profile
 
 if TYPE_CHECKING:
-    import onnx
-
     from deploykit.api.artefacts import Progress
+    from deploykit.onnx_graph.graph import Graph
     from deploykit.quantization.cost import NodeCost
     from deploykit.quantization.search import Level, Outcome, Step, Verdict
 
@@ -34,9 +33,13 @@ _RUNS = 7  # of which the median is taken, where a price is measured
 class _Candidate:
     """A typed graph on disk: large models would not fit into memory several times."""
 
-    path: Path
+    graph: Graph
     cost_s: float
     notes: tuple[str, ...]
+
+    @property
+    def path(self) -> Path:
+        return self.graph.path
 
 
 def searched(
@@ -45,13 +48,15 @@ def searched(
     target: Profile | None,
     budget_s: float,
     on_progress: Progress | None,
-) -> tuple[SearchRecord, Evaluation, list[str]]:
+) -> tuple[Graph, SearchRecord, Evaluation, list[str]]:
     """Write the cheapest graph that passes to `out`, the model itself where float32 stays.
 
     For ONNX Runtime a price is measured on this machine's CPU, for TensorRT it is predicted from
-    the peaks of `target`. Gives the search's outcome, the judgement of what was kept, and notes.
+    the peaks of `target`. Gives that graph, the search's
+    outcome, the judgement of what was kept, and notes.
     """
-    from deploykit.onnx_graph import graph, storage
+    from deploykit.onnx_graph import storage
+    from deploykit.onnx_graph.graph import Graph
     from deploykit.quantization import search
 
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".auto.") as folder:
@@ -68,15 +73,14 @@ def searched(
         outcome = search.search(
             bench.levels(),
             bench.verdict,
-            float32_cost_s=bench.cost_s(bench.source),
+            float32_cost_s=bench.cost_s(job.source),
             budget_s=budget_s,
             on_step=tell,
         )
         notes = [outcome.text, *outcome.notes, bench.pricing]
         if outcome.best is None:
-            graph.save_graph(bench.source, out)
-            bench.forget()
-            return _record(outcome), judged(job, out, out.name), notes
+            unchanged = job.source.save(out)
+            return unchanged, _record(outcome), judged(job, unchanged, out.name), notes
         kept, wide = outcome.best.model, outcome.best.wide
         if wide:
             notes.append(f"left wide by the search: {', '.join(wide)}")
@@ -85,7 +89,8 @@ def searched(
             storage.point_to(kept.path, f"{out.name}.data")
             data.replace(out.with_name(f"{out.name}.data"))
         kept.path.replace(out)
-        return _record(outcome), bench.judgements[kept.path], [*notes, *kept.notes]
+        judgement = bench.judgements[kept.path]
+        return Graph.open(out), _record(outcome), judgement, [*notes, *kept.notes]
 
 
 def _record(outcome: Outcome[Any]) -> SearchRecord:
@@ -128,13 +133,10 @@ class _Bench:
         self.folder = folder
         self.measured = job.runtime == "onnxruntime"
         self.target = target or load_profile(GENERIC_PROFILE)
-        from deploykit.onnx_graph import graph
-
-        self._source: onnx.ModelProto | None = None
         if job.calib is None:
             raise BadInput("--to auto needs calibration data", hint="--calib FILE.npz or a folder")
         self.calib = job.calib
-        self.inputs, _ = graph.specs(self.source)
+        self.inputs = job.source.inputs
         self.sizes = axis_sizes(self.calib, self.inputs, PRICED_BATCH)
         batch = f"batch {PRICED_BATCH}"
         self.pricing = (
@@ -148,26 +150,12 @@ class _Bench:
         self.made = 0
         self.wanted: dict[str, Any] = {}
 
-    @property
-    def source(self) -> onnx.ModelProto:
-        """The float32 graph, its nodes named; read again after `forget`."""
-        from deploykit.onnx_graph import graph
-
-        if self._source is None:
-            self._source = graph.load_graph(self.job.model)
-            graph.name_nodes(self._source)
-        return self._source
-
-    def forget(self) -> None:
-        """Give the graph's memory to the engines that judge a candidate."""
-        self._source = None
-
     def levels(self) -> list[Level[Any]]:
         """Precisions to try, the narrowest first."""
         from deploykit.quantization import qdq
 
-        scaled = qdq.quantizable(self.source)
-        computing = tuple(cost.name for cost in self._costs(self.source) if cost.flops)
+        scaled = qdq.quantizable(self.job.source)
+        computing = tuple(cost.name for cost in self._costs(self.job.source) if cost.flops)
         levels = []
         for each, other in auto_levels(self.job.runtime, self.target.precisions):
             name = each.name if other == "fp32" else f"{each.name}+{other}"
@@ -177,26 +165,23 @@ class _Bench:
 
     def candidate(self, precision: str, wide: Collection[str]) -> _Candidate:
         """The model with the nodes named in `wide` left as they are, on disk and priced."""
-        from deploykit.onnx_graph import graph
-
         typed, notes = self._typed(precision, wide)
         self.made += 1
-        path = self.folder / f"{self.made}.onnx"
-        graph.save_graph(typed, path)
-        return _Candidate(path, self.cost_s(typed), tuple(notes))
+        typed = typed.save(self.folder / f"{self.made}.onnx")
+        return _Candidate(typed, self.cost_s(typed), tuple(notes))
 
-    def _typed(self, precision: str, wide: Collection[str]) -> tuple[onnx.ModelProto, list[str]]:
+    def _typed(self, precision: str, wide: Collection[str]) -> tuple[Graph, list[str]]:
         to, _, rest = precision.partition("+")
-        return typed_graph(self.job, self.source, to, rest or "fp32", wide)
+        return typed_graph(self.job, to, rest or "fp32", wide)
 
-    def cost_s(self, model: onnx.ModelProto) -> float:
+    def cost_s(self, graph: Graph) -> float:
         """Seconds of one call at PRICED_BATCH: measured, or the sum of its nodes' rooflines."""
         from deploykit.quantization import cost
 
         if not self.measured:
-            return cost.predicted_s(self._costs(model), **self._peaks())
+            return cost.predicted_s(self._costs(graph), **self._peaks())
         feeds = self._feeds(PRICED_BATCH)
-        with self._opened(model) as engine:
+        with self._opened(graph) as engine:
             engine(feeds)
             times_s = []
             for _ in range(_RUNS):
@@ -208,8 +193,7 @@ class _Bench:
     def verdict(self, candidate: _Candidate) -> Verdict:
         from deploykit.quantization import search
 
-        self.forget()
-        found = judged(self.job, candidate.path, self.name)
+        found = judged(self.job, candidate.graph, self.name)
         if found.passed:
             self.judgements[candidate.path] = found
         else:
@@ -253,15 +237,15 @@ class _Bench:
         """Predicted seconds that each node saves; where prices are measured, by its operations."""
         from deploykit.quantization import cost
 
-        wide = self._costs(self.source)
+        wide = self._costs(self.job.source)
         if self.measured:
             return {each.name: float(each.flops or 0) for each in wide}
         return cost.savings_s(wide, self._costs(self._typed(precision, ())[0]), **self._peaks())
 
-    def _costs(self, model: onnx.ModelProto) -> tuple[NodeCost, ...]:
+    def _costs(self, graph: Graph) -> tuple[NodeCost, ...]:
         from deploykit.quantization import cost
 
-        return cost.node_costs(model, self.sizes)
+        return cost.node_costs(graph, self.sizes)
 
     def _peaks(self) -> dict[str, Any]:
         return {
@@ -279,17 +263,13 @@ class _Bench:
         if not self.wanted:
             from deploykit.runtimes.engine import load
 
-            with load(self.job.model, "cpu") as engine:
+            with load(self.job.source.path, "cpu") as engine:
                 self.wanted = engine(self._feeds(_HARM_SAMPLES))
         return list(self.wanted.values())
 
-    def _outputs(self, model: onnx.ModelProto) -> list[Any]:
-        with self._opened(model) as engine:
+    def _outputs(self, graph: Graph) -> list[Any]:
+        with self._opened(graph) as engine:
             return list(engine(self._feeds(_HARM_SAMPLES)).values())
 
-    def _opened(self, model: onnx.ModelProto) -> Any:
-        from deploykit.onnx_graph import graph
-
-        path = self.folder / "part.onnx"
-        graph.save_graph(model, path)
-        return opened(self.job, path, self.folder)
+    def _opened(self, graph: Graph) -> Any:
+        return opened(self.job, graph.save(self.folder / "part.onnx"), self.folder)

@@ -188,7 +188,7 @@ def now() -> str:
 
 def _artefact(path: Path, trust: bool, note: Callable[[str], None]) -> _Artefact:
     from deploykit.api.open import open_proven
-    from deploykit.onnx_graph import graph
+    from deploykit.onnx_graph.graph import Graph
 
     def opened(device: str = "cpu", threads: int | None = None) -> Engine:
         return open_proven(path, device, threads=threads, trust=trust, on_note=note)[0]
@@ -198,7 +198,7 @@ def _artefact(path: Path, trust: bool, note: Callable[[str], None]) -> _Artefact
         raise BadInput(f"{path}: is a {kind} file; bench takes .onnx and .trt files")
     built_on: Mapping[str, str] = {}
     if kind == "onnx":
-        precision = narrowest(graph.summarise(graph.load_graph(path)).precision)
+        precision = narrowest(Graph.open(path).precision)
     else:
         manifest = read_manifest(path)
         built_on = manifest.built_on if manifest else {}

@@ -123,7 +123,7 @@ def build(
         raise BadInput(f"{out}: is the model itself", hint="choose another -o")
     from deploykit.builders import onnxruntime as builder
     from deploykit.measure.evaluate.parity import compare_engines
-    from deploykit.onnx_graph import graph
+    from deploykit.onnx_graph.graph import Graph
     from deploykit.runtimes.data.samples import random_feeds
     from deploykit.runtimes.engine import load
 
@@ -159,7 +159,7 @@ def build(
                 labelled=Labelled(data, metric, max_drop) if data else None,
             )
             return replace(made, notes=(*notes, *made.notes))
-        asked = graph.summarise(graph.load_graph(typed)).precision  # checked before it is run
+        asked = Graph.open(typed).precision  # checked before it is run
         facts = builder.build(typed, tmp)
         with load(typed, "cpu") as reference, load(tmp, "cpu") as built:
             sizes = parity_sizes(built.inputs)
@@ -168,7 +168,7 @@ def build(
                 reference, built, feeds, max_error=max_error, names=(typed.name, out.name)
             )
         manifest = onnx_manifest(
-            tmp,
+            Graph.open(tmp),
             (sha256(model),),
             tools=("onnxruntime",),
             evidence=Evidence(

@@ -100,9 +100,9 @@ def build_plan(
     `labelled` drops; the engine is then kept as NAME.rejected.trt.
     """
     from deploykit.builders.tensorrt import build, inspector
-    from deploykit.onnx_graph import graph
+    from deploykit.onnx_graph.graph import Graph
 
-    summary = graph.summarise(graph.load_graph(typed))
+    graph = Graph.open(typed)
     device = _device()
     options = _options(target, shapes, typed)
     if device is not None:
@@ -111,20 +111,20 @@ def build_plan(
     before = read_manifest(typed)
     graph_evidence = before.evidence if before else None
     layers = facts.layers
-    wider = inspector.mismatches(verify.asked(typed), layers) if layers is not None else ()
-    samples = golden.carry(typed, tmp) or verify.record(typed, tmp, _sizes(options, summary.inputs))
+    wider = inspector.mismatches(verify.asked(graph), layers) if layers is not None else ()
+    samples = golden.carry(typed, tmp) or verify.record(typed, tmp, _sizes(options, graph.inputs))
     manifest = Manifest(
         format="tensorrt",
-        inputs=summary.inputs,
-        outputs=summary.outputs,
-        precision=_counted(layers) if layers is not None else summary.precision,
+        inputs=graph.inputs,
+        outputs=graph.outputs,
+        precision=_counted(layers) if layers is not None else graph.precision,
         sha256=sha256(tmp),
         made_from=tuple(dict.fromkeys(sha256(path) for path in (source, typed))),
         made_with=tool_versions("tensorrt", "onnx"),
         built_on={
             **_built_on(facts, device),
             "model": source.name,
-            "precision": _label(graph_evidence, summary.precision),
+            "precision": _label(graph_evidence, graph.precision),
             **({"calib": calib.name} if calib else {}),
         },
         evidence=Evidence(
@@ -227,10 +227,9 @@ def _is_target(machine: Machine, target: Profile) -> bool:
 def _options(target: Profile, shapes: Shapes, model: Path) -> Options:
     from deploykit.builders.tensorrt.options import Options
     from deploykit.builders.tensorrt.shapes import AxisRange, parse_axis, parse_batch
-    from deploykit.onnx_graph import graph, validate
+    from deploykit.onnx_graph.graph import Graph
 
-    inputs, _ = graph.specs(validate.parse(model))
-    batched = any(spec.batched for spec in inputs)
+    batched = any(spec.batched for spec in Graph.open(model).inputs)
     text = shapes.batch or (DEFAULT_BATCH if batched else None)
     return Options(
         profile=target,

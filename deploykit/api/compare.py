@@ -22,11 +22,11 @@ from deploykit.core.tensors import TensorSpec
 
 if TYPE_CHECKING:
     import numpy as np
-    import onnx
 
     from deploykit.measure.evaluate.divergence import Divergence, Run, Tap
     from deploykit.measure.evaluate.parity import Parity
     from deploykit.measure.statistics import Interval
+    from deploykit.onnx_graph.graph import Graph
     from deploykit.runtimes.engine import Arrays
 
 
@@ -106,26 +106,27 @@ def _diverging(
 ) -> Divergence | None:
     """The first node whose tensor differs; None where the graphs share no names to go by."""
     from deploykit.measure.evaluate.divergence import first_divergence
-    from deploykit.onnx_graph import graph, probes
+    from deploykit.onnx_graph import probes
+    from deploykit.onnx_graph.graph import Graph
 
-    graphs = graph.load_graph(a), graph.load_graph(b)
+    graphs = Graph.open(a), Graph.open(b)
     pairs = probes.shared(*graphs)
     with tempfile.TemporaryDirectory() as folder:
-        left, right = (_tap(model, Path(folder) / f"{n}.onnx") for n, model in enumerate(graphs))
+        left, right = (_tap(graph, Path(folder) / f"{n}.onnx") for n, graph in enumerate(graphs))
         try:
             return first_divergence(left, right, pairs, feeds[:1], max_error=max_error)
         except BadInput:
             return None
 
 
-def _tap(model: onnx.ModelProto, path: Path) -> Tap:
+def _tap(graph: Graph, path: Path) -> Tap:
     """Run a graph as it is written and give the tensors asked for, however they are shown."""
-    from deploykit.onnx_graph import graph, probes
+    from deploykit.onnx_graph import probes
     from deploykit.runtimes.onnxruntime.engine import open_as_written
 
     def tap(names: Sequence[str]) -> Run:
-        tapped, shown = probes.expose(model, names)
-        graph.save_graph(tapped, path)
+        tapped, shown = probes.expose(graph, names)
+        tapped.save(path)
         engine = open_as_written(path)
 
         def run(feeds: Arrays) -> list[np.ndarray]:
@@ -236,15 +237,15 @@ def inspect(path: Path) -> Inspection:
     manifest = read_manifest(path)
     digest, size = sha256(path), path.stat().st_size
     if kind == "onnx":
-        from deploykit.onnx_graph import graph
+        from deploykit.onnx_graph.graph import Graph
         from deploykit.quantization import cost
 
-        model = graph.load_graph(path)
-        summary = graph.summarise(model)
+        graph = Graph.open(path)
+        summary = graph.summary
         details = summary.to_dict()
         for key in ("inputs", "outputs", "precision"):
             details.pop(key)
-        details["mix"] = cost.mix(model, {}).to_dict()
+        details["mix"] = cost.mix(graph, {}).to_dict()
         return Inspection(
             path,
             kind,

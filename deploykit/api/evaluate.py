@@ -13,9 +13,8 @@ from deploykit.core.precision import ALL, BY_NAME, CAST
 from deploykit.core.tensors import TensorSpec
 
 if TYPE_CHECKING:
-    import onnx
-
     from deploykit.measure.evaluate.metrics import Metric
+    from deploykit.onnx_graph.graph import Graph
     from deploykit.quantization.calibrate import Calibration
     from deploykit.runtimes.data.samples import Samples
 
@@ -27,7 +26,7 @@ MOST_SAMPLES, MOST_BYTES = 32, 64 << 20
 class Job:
     """One model on its way to a lower precision: what it is judged on, and by what."""
 
-    model: Path
+    source: Graph
     calib: Samples | None
     test: Samples | None
     metric: Metric | None
@@ -40,22 +39,21 @@ class Job:
 
 def typed_graph(
     job: Job,
-    source: onnx.ModelProto,
     to: str,
     rest: str = "fp32",
     wide: Collection[str] = (),
-) -> tuple[onnx.ModelProto, list[str]]:
-    """`source` in precision `to` but for the nodes named in `wide`, and notes on what is not."""
+) -> tuple[Graph, list[str]]:
+    """The source in precision `to` but for the nodes named in `wide`, and notes on what is not."""
     from deploykit.quantization.convert import convert
 
     typed, kept = convert(
-        source, to, job.calibration, runtime=job.runtime, other_nodes=rest, keep_float32=wide
+        job.source, to, job.calibration, runtime=job.runtime, other_nodes=rest, keep_float32=wide
     )
     half = to if BY_NAME[to].writer == CAST else rest
     return typed, _half_notes(job, half, kept) if half != "fp32" else []
 
 
-def judged(job: Job, typed: Path, name: str) -> Evaluation:
+def judged(job: Job, typed: Graph, name: str) -> Evaluation:
     """`typed` against the float32 model, on labelled, calibration or random samples.
 
     A graph for TensorRT is run with every float16 and bfloat16 tensor rounded through its type, as
@@ -65,9 +63,9 @@ def judged(job: Job, typed: Path, name: str) -> Evaluation:
     from deploykit.runtimes.engine import load
 
     with (
-        tempfile.TemporaryDirectory(dir=typed.parent, prefix=".judged.") as folder,
+        tempfile.TemporaryDirectory(dir=typed.path.parent, prefix=".judged.") as folder,
         opened(job, typed, Path(folder)) as candidate,  # first: it needs the most memory to open
-        load(job.model, "cpu") as reference,
+        load(job.source.path, "cpu") as reference,
     ):
         return evaluate(
             reference,
@@ -76,26 +74,24 @@ def judged(job: Job, typed: Path, name: str) -> Evaluation:
             metric=job.metric,
             max_drop=job.max_drop,
             min_sqnr_db=job.min_sqnr_db,
-            names=(job.model.name, name),
+            names=(job.source.path.name, name),
             batch_size=job.batch_size,
         )
 
 
-def opened(job: Job, typed: Path, folder: Path) -> Any:
-    from deploykit.onnx_graph import graph
+def opened(job: Job, typed: Graph, folder: Path) -> Any:
+    from deploykit.onnx_graph.graph import dtype_name
     from deploykit.quantization import simulate
     from deploykit.runtimes.engine import load
     from deploykit.runtimes.onnxruntime.engine import open_as_written
 
     if job.runtime == "onnxruntime":
-        return load(typed, "cpu")
-    model = graph.load_graph(typed)
-    types = {graph.dtype_name(kind) for kind in graph.element_types(model).values()}
+        return load(typed.path, "cpu")
+    types = {dtype_name(kind) for kind in typed.element_types.values()}
     if not any(each.simulated and each.dtype in types for each in ALL):
-        return load(typed, "cpu")
-    rounded = folder / "rounded.onnx"
-    graph.save_graph(simulate.simulate(model), rounded)
-    return open_as_written(rounded)
+        return load(typed.path, "cpu")
+    rounded = simulate.simulate(typed).save(folder / "rounded.onnx")
+    return open_as_written(rounded.path)
 
 
 def _half_notes(job: Job, half: str, kept: Collection[str]) -> list[str]:
@@ -121,7 +117,7 @@ def axis_sizes(samples: Samples | None, inputs: Sequence[TensorSpec], batch: int
     }
 
 
-def batch_that_fits(source: onnx.ModelProto, sizes: Mapping[str, int]) -> int:
+def batch_that_fits(source: Graph, sizes: Mapping[str, int]) -> int:
     """Samples for one call: 32, fewer where the largest tensor of one sample is large.
 
     `sizes`: of the dynamic axes at batch 1. Two engines run, each holding some such tensors.

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from deploykit.core.profile import Profile
     from deploykit.measure.evaluate.parity import Parity
+    from deploykit.onnx_graph.graph import Graph
     from deploykit.runtimes.engine import Engine
     from deploykit.runtimes.torch.engine import Loaded
 
@@ -67,6 +68,7 @@ def export(
     pixels = load_preprocess(preprocess) if preprocess else None
     target = _target(profile)
     from deploykit.exporters import onnx as exporters
+    from deploykit.onnx_graph.graph import Graph
     from deploykit.runtimes.engine import load
     from deploykit.runtimes.torch import engine as runtime
 
@@ -97,7 +99,8 @@ def export(
             names = (model.name, out.name)
             parity = _compared(reference, exported, feeds, max_error, names, loaded.limits)
             recorded = golden.record(reference, _few(feeds, loaded.inputs), tmp)
-        problems = _preflight(tmp, target)
+        graph = Graph.open(tmp)
+        problems = _preflight(graph, target)
         evidence = Evidence(
             parity=parity,
             source=SourceRecord(
@@ -119,7 +122,7 @@ def export(
             golden=recorded,
         )
         manifest = onnx_manifest(
-            tmp,
+            graph,
             (sha256(model),),
             tools=("torch", "onnx", "onnxscript"),
             evidence=evidence,
@@ -146,13 +149,12 @@ def _target(profile: str | None) -> Profile | None:
     return choose_profile()[0] if profile == "auto" else load_profile(profile)
 
 
-def _preflight(path: Path, target: Profile | None) -> Sequence[Any]:
+def _preflight(graph: Graph, target: Profile | None) -> Sequence[Any]:
     if target is None:
         return ()
-    from deploykit.onnx_graph import graph
     from deploykit.quantization import preflight
 
-    return preflight.unsupported(graph.load_graph(path), target)
+    return preflight.unsupported(graph, target)
 
 
 def _file_of(arch: str | None) -> Path | None:

@@ -97,12 +97,13 @@ def _layers(
 ) -> tuple[tuple[Layer, ...] | None, tuple[str, ...]]:
     """The layers of a plan that was not read back when it was built, and those wider than asked."""
     from deploykit.builders.tensorrt import build, inspector
+    from deploykit.onnx_graph.graph import Graph
 
     if typed is None:
         return None, ()
     host_code = manifest.version_compatible
     layers, _ = build.read_back(path.read_bytes(), host_code=host_code)
-    return layers, inspector.mismatches(verify.asked(typed), layers) if layers else ()
+    return layers, inspector.mismatches(verify.asked(Graph.open(typed)), layers) if layers else ()
 
 
 def _write(

@@ -39,6 +39,7 @@ from deploykit.core.precision import (
 from deploykit.core.profile import Profile, load_profile
 
 if TYPE_CHECKING:
+    from deploykit.onnx_graph.graph import Graph
     from deploykit.runtimes.data.samples import Samples
 
 TARGETS = (*QUANTIZED, "auto")
@@ -83,12 +84,13 @@ def quantize(
         raise BadInput(f"{out}: is the model itself", hint="choose another -o")
     from deploykit.api import auto_precision
     from deploykit.measure.evaluate.metrics import find_metric
-    from deploykit.onnx_graph import graph, validate
+    from deploykit.onnx_graph.graph import Graph
     from deploykit.quantization import calibrate
     from deploykit.runtimes.data.checks import check_calibration, overlap
     from deploykit.runtimes.data.samples import read_samples
 
-    inputs, _ = graph.specs(validate.parse(model))  # without weights that lie beside it
+    source = Graph.open(model)
+    inputs = source.inputs
     calibration_set = read_samples(calib, inputs) if calib else None
     test_set = read_samples(data, inputs) if data else None
     labelled = test_set is not None and test_set.labels is not None
@@ -110,31 +112,28 @@ def quantize(
     # scales want outliers left out, the range guard of float16 wants them in: it reads `ranges`
     method = calibrator or (calibrate.DEFAULT_METHOD if to in (*CALIBRATED, "auto") else "minmax")
     job = Job(
-        model,
+        source,
         calibration_set,
         test_set,
         score if labelled else None,
         max_drop,
         min_sqnr_db,
         runtime,
-        calibrate.calibrate(model, calibration_set, method=method) if calibration_set else None,
+        calibrate.calibrate(source, calibration_set, method=method) if calibration_set else None,
     )
     with staged(out) as tmp:
-        search, source = None, graph.load_graph(model)
+        search = None
         sizes = axis_sizes(test_set or calibration_set, inputs, 1)
         job = replace(job, batch_size=batch_that_fits(source, sizes))
         if to == "auto":
-            del source
-            search, judgement, more = auto_precision.searched(
+            typed, search, judgement, more = auto_precision.searched(
                 job, tmp, target, budget_s, on_progress
             )
         else:
-            typed, more = typed_graph(job, source, to, rest)
-            del source
-            graph.save_graph(typed, tmp)
-            del typed  # the engines that judge it need the memory
-            judgement = judged(job, tmp, out.name)
-        carried = _replayed(job, tmp)
+            typed, more = typed_graph(job, to, rest)
+            typed = typed.save(tmp)
+            judgement = judged(job, typed, out.name)
+        carried = _replayed(job, typed)
         notes += more
         notes += _unmeasured(job, judgement)
         evidence = Evidence(
@@ -147,7 +146,7 @@ def quantize(
             notes=tuple(notes),
         )
         sources = [sha256(path) for path in (model, calib, data) if path and path.is_file()]
-        manifest = onnx_manifest(tmp, sources, tools=("onnx", "onnxruntime"), evidence=evidence)
+        manifest = onnx_manifest(typed, sources, tools=("onnx", "onnxruntime"), evidence=evidence)
         made = Made(out, manifest, tuple(notes))
         if judgement.passed:
             return keep(tmp, made)
@@ -170,7 +169,7 @@ def _calibration(
     return CalibrationRecord(not doubts, "; ".join(doubts), method, len(samples), digest)
 
 
-def _replayed(job: Job, tmp: Path) -> GoldenSamples | None:
+def _replayed(job: Job, typed: Graph) -> GoldenSamples | None:
     """Golden samples for the typed file, with a bound that fits its precision.
 
     On real samples the answers are the float32 graph's: random ones, which `export` may have
@@ -181,18 +180,18 @@ def _replayed(job: Job, tmp: Path) -> GoldenSamples | None:
 
     samples = job.test or job.calib
     with (
-        tempfile.TemporaryDirectory(dir=tmp.parent, prefix=".replayed.") as folder,
-        opened(job, tmp, Path(folder)) as candidate,
-        load(job.model, "cpu") as reference,
+        tempfile.TemporaryDirectory(dir=typed.path.parent, prefix=".replayed.") as folder,
+        opened(job, typed, Path(folder)) as candidate,
+        load(job.source.path, "cpu") as reference,
     ):
         if samples is None:
-            found = golden.carry(job.model, tmp)
+            found = golden.carry(job.source.path, typed.path)
         else:
             size, _ = samples.batching(golden.SAMPLES, reference.inputs)
-            found = golden.record(reference, next(samples.batches(size)), tmp)
+            found = golden.record(reference, next(samples.batches(size)), typed.path)
         if found is None:
             return None
-        recorded, feeds = golden.recorded(found, tmp, candidate.inputs, candidate.outputs)
+        recorded, feeds = golden.recorded(found, typed.path, candidate.inputs, candidate.outputs)
         return golden.loosened(found, compare_engines(recorded, candidate, [feeds]))
 
 

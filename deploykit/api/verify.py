@@ -30,6 +30,7 @@ from deploykit.core.tensors import BATCH
 if TYPE_CHECKING:
     import numpy as np
 
+    from deploykit.onnx_graph.graph import Graph
     from deploykit.runtimes.tensorrt.engine import TensorRtEngine
 
 
@@ -47,14 +48,11 @@ def read_back(
     return PrecisionReadBack(tuple(layers), tuple(wider), shares(layers), time_shares)
 
 
-def asked(typed: Path) -> dict[str, str]:
+def asked(graph: Graph) -> dict[str, str]:
     """Node -> the precision that the graph asks for it."""
-    from deploykit.onnx_graph import graph
     from deploykit.quantization import cost
 
-    model = graph.load_graph(typed)
-    graph.name_nodes(model)
-    costs = cost.node_costs(model, {})
+    costs = cost.node_costs(graph, {})
     return {each.name: each.precision for each in costs if each.precision is not None}
 
 

@@ -1,9 +1,4 @@
-"""A graph on its way to another precision, its weights held once.
-
-In: a model. Out: a `Draft`, whose nodes may be changed at will and whose weights are still the
-source's own; `finish` copies those that are read into the new model. Python's protobuf frees
-nothing before the whole message goes, so weights are put into a model once or not at all.
-"""
+"""Turn a graph into another one without copying its weights."""
 
 from __future__ import annotations
 
@@ -12,32 +7,30 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx.inliner
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
-from deploykit.onnx_graph.graph import name_nodes
-from deploykit.onnx_graph.skeleton import light_model, read_names
-from deploykit.onnx_graph.validate import all_nodes
+from deploykit.onnx_graph import storage
+from deploykit.onnx_graph.graph import Graph
+from deploykit.onnx_graph.skeleton import all_nodes, read_names
 
 
-class Draft:
-    """A model on its way to another one: functions inlined, every node named.
+class Editor:
+    """A graph while it is rewritten: functions inlined, every node named.
 
-    `constants`: the tensors that no caller can feed, by name. Those of the source are shared with
-    it and must not be changed; a changed one gets a new name.
+    `graph`: its nodes, which may be changed at will. `constants`: the tensors that no caller can
+    feed, by name. Those of the source are shared with it and must not be changed: a changed one
+    gets a new name.
     """
 
-    def __init__(self, source: onnx.ModelProto) -> None:
-        model = light_model(source)
-        if model.functions:
-            model = onnx.inliner.inline_local_functions(model)
-        name_nodes(model)
-        self.model = model
-        self.graph = model.graph
-        self.inputs = {value.name for value in source.graph.input}
-        stored = source.graph.initializer
-        self.constants = {t.name: t for t in stored if t.name not in self.inputs}
-        self._defaults = [t for t in stored if t.name in self.inputs]
+    def __init__(self, source: Graph) -> None:
+        self.path = source.path
+        self.model = onnx.ModelProto()
+        self.model.CopyFrom(source.skeleton)
+        self.graph = self.model.graph
+        self.inputs = {value.name for value in source.model.graph.input}
+        stored = source.initializers
+        self.constants = {name: t for name, t in stored.items() if name not in self.inputs}
+        self._defaults = [t for name, t in stored.items() if name in self.inputs]
         nodes = list(all_nodes(self.graph))
         self._taken = self.inputs | set(self.constants)
         self._taken.update(name for node in nodes for name in (*node.input, *node.output))
@@ -45,7 +38,14 @@ class Draft:
 
     def array(self, name: str) -> np.ndarray:
         """The values of a constant; read only."""
-        return numpy_helper.to_array(self.constants[name])
+        return storage.tensor_array(self.constants[name], self.path.parent)
+
+    def tensor(self, name: str) -> onnx.TensorProto:
+        """A constant with its data in memory."""
+        tensor = TensorProto()
+        tensor.CopyFrom(self.constants[name])
+        storage.load_data(tensor, self.path.parent)
+        return tensor
 
     def store(self, name: str, values: np.ndarray | np.generic) -> str:
         """Add a constant under `name`, or one like it that is free; returns the name."""
@@ -76,8 +76,8 @@ class Draft:
         self._named.add(name)
         return helper.make_node(kind, inputs, [output], name=name, **attributes)
 
-    def finish(self, nodes: Sequence[onnx.NodeProto]) -> onnx.ModelProto:
-        """The model of `nodes` and of the constants that they read. The draft is spent."""
+    def finish(self, nodes: Sequence[onnx.NodeProto]) -> Graph:
+        """The graph of `nodes` and of the constants that they read. The editor is spent."""
         graph = self.graph
         replace(graph.node, list(nodes))
         replace(graph.input, [value for value in graph.input if value.name in self.inputs])
@@ -86,11 +86,11 @@ class Draft:
         used = {value.name for value in graph.output} | set(read_names(graph))
         del graph.initializer[:]
         graph.initializer.extend(self._defaults)
-        for name in list(self.constants):  # one by one: what was made here is held once
+        for name in list(self.constants):  # one by one: protobuf copies, and frees what was copied
             tensor = self.constants.pop(name)
             if name in used:
                 graph.initializer.add().CopyFrom(tensor)
-        return self.model
+        return Graph(self.model, self.path)
 
 
 def replace(field: Any, values: list[Any]) -> None:

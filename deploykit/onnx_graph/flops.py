@@ -16,7 +16,8 @@ from onnx import helper
 
 from deploykit.onnx_graph.node_precision import CONVERTS, DESCRIBES, GENERATES, VIEWS
 from deploykit.onnx_graph.shapes import Shapes
-from deploykit.onnx_graph.validate import STANDARD_DOMAINS, subgraphs
+from deploykit.onnx_graph.skeleton import subgraphs
+from deploykit.onnx_graph.validate import STANDARD_DOMAINS
 
 GATHERS = frozenset(("Gather", "GatherElements", "GatherND"))
 _MOVING = """

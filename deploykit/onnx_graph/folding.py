@@ -1,6 +1,6 @@
 """Fold what is constant, and batch normalisation into the convolution before it.
 
-In: a draft of a float32 model, changed in place. Quantization needs weights that are constants, and
+Works on an editor of a float32 graph. Quantization needs weights that are constants, and
 a convolution whose output is the normalised one. No tensor that is still there afterwards changes
 its name or meaning, so that ranges seen before stay true.
 """
@@ -14,7 +14,7 @@ import onnx
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from deploykit.onnx_graph.editor import Draft, replace
+from deploykit.onnx_graph.editor import Editor, replace
 from deploykit.onnx_graph.skeleton import read_names
 
 # Cheap operators between stored weights and the node that uses them.
@@ -23,14 +23,14 @@ _FOLDED = frozenset(
 )
 
 
-def fold(draft: Draft) -> None:
+def fold(editor: Editor) -> None:
     """Fold constants, then batch normalisations."""
-    _fold_constants(draft)
-    _fold_batch_norms(draft)
+    _fold_constants(editor)
+    _fold_batch_norms(editor)
 
 
-def _fold_constants(draft: Draft) -> None:
-    graph, constants = draft.graph, draft.constants
+def _fold_constants(editor: Editor) -> None:
+    graph, constants = editor.graph, editor.constants
     outputs = {value.name for value in graph.output}
     kept = []
     for node in graph.node:
@@ -38,26 +38,26 @@ def _fold_constants(draft: Draft) -> None:
         if node.op_type not in _FOLDED or not known or outputs.intersection(node.output):
             kept.append(node)
             continue
-        values = _evaluate(draft, node)
+        values = _evaluate(editor, node)
         constants[node.output[0]] = numpy_helper.from_array(values, node.output[0])
     replace(graph.node, kept)
 
 
-def _evaluate(draft: Draft, node: onnx.NodeProto) -> np.ndarray:
+def _evaluate(editor: Editor, node: onnx.NodeProto) -> np.ndarray:
     names = sorted({name for name in node.input if name})
     values = [onnx.ValueInfoProto(name=name) for name in (*names, *node.output)]
     alone = helper.make_model(
         helper.make_graph([node], "constant", values[: len(names)], values[len(names) :]),
-        opset_imports=draft.model.opset_import,
-        ir_version=draft.model.ir_version,
+        opset_imports=editor.model.opset_import,
+        ir_version=editor.model.ir_version,
     )
-    (found,) = ReferenceEvaluator(alone).run(None, {name: draft.array(name) for name in names})
+    (found,) = ReferenceEvaluator(alone).run(None, {name: editor.array(name) for name in names})
     return np.asarray(found)
 
 
-def _fold_batch_norms(draft: Draft) -> None:
+def _fold_batch_norms(editor: Editor) -> None:
     """Conv -> BatchNormalization becomes one Conv, where nothing else reads what lies between."""
-    graph, constants = draft.graph, draft.constants
+    graph, constants = editor.graph, editor.constants
     reads = Counter([*read_names(graph), *(value.name for value in graph.output)])
     producers = {name: node for node in graph.node for name in node.output}
     kept = []
@@ -73,25 +73,25 @@ def _fold_batch_norms(draft: Draft) -> None:
         ):
             kept.append(node)
             continue
-        _merge(draft, conv, node)
+        _merge(editor, conv, node)
     replace(graph.node, kept)
 
 
-def _merge(draft: Draft, conv: onnx.NodeProto, norm: onnx.NodeProto) -> None:
+def _merge(editor: Editor, conv: onnx.NodeProto, norm: onnx.NodeProto) -> None:
     """Let `conv` do the work of both; its new weights and bias are computed in float64."""
-    weight = draft.array(conv.input[1]).astype(np.float64)
+    weight = editor.array(conv.input[1]).astype(np.float64)
     scale, shift, mean, variance = (
-        draft.array(name).astype(np.float64) for name in norm.input[1:5]
+        editor.array(name).astype(np.float64) for name in norm.input[1:5]
     )
     biased = len(conv.input) > 2 and conv.input[2]
-    old = draft.array(conv.input[2]) if biased else np.zeros_like(mean)
+    old = editor.array(conv.input[2]) if biased else np.zeros_like(mean)
     epsilon = next((a.f for a in norm.attribute if a.name == "epsilon"), 1e-5)
     factor = scale / np.sqrt(variance + epsilon)
     weight *= factor.reshape(-1, *[1] * (weight.ndim - 1))
     bias = (old - mean) * factor + shift
     out = norm.output[0]
     names = [
-        draft.store(f"{out}_folded_{kind}", array.astype(np.float32))
+        editor.store(f"{out}_folded_{kind}", array.astype(np.float32))
         for kind, array in (("weight", weight), ("bias", bias))
     ]
     replace(conv.input, [conv.input[0], *names])

@@ -1,8 +1,6 @@
-"""Open, save and describe an ONNX graph: the one place that knows opset details.
+"""An ONNX graph, opened and checked once: the handle that every other file works on.
 
-In: a path. Out: a checked `ModelProto` with its weights in memory, the `TensorSpec` of its inputs
-and outputs, and a `Summary` for manifests and for `inspect`. No code of the file runs, and external
-data are followed only into the model's own folder.
+No code of the file runs, and external data are followed only into the model's own folder.
 """
 
 from __future__ import annotations
@@ -10,18 +8,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
-from onnx import TensorProto, external_data_helper
+import onnx.inliner
+from onnx import TensorProto
 
 from deploykit.core.errors import BadInput, Unsupported, first_line
+from deploykit.core.json_value import json_value
 from deploykit.core.tensors import BATCH, DTYPE_BYTES, TensorSpec
-from deploykit.onnx_graph.node_precision import Kinds
-from deploykit.onnx_graph.skeleton import light_model
-from deploykit.onnx_graph.storage import write_model
-from deploykit.onnx_graph.validate import MAX_BYTES, all_nodes, parse, stored_bytes, stored_elements
+from deploykit.onnx_graph import storage
+from deploykit.onnx_graph.node_precision import NodePrecision
+from deploykit.onnx_graph.skeleton import all_nodes, make_skeleton, stored_bytes, stored_elements
+from deploykit.onnx_graph.validate import read_model
 
 _NO_WEIGHTS = frozenset(("string", "bool", "int64", "int32"))  # shapes, indices and int32 biases
 
@@ -46,46 +48,144 @@ class Summary:
     producer: str
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "inputs": [spec.to_dict() for spec in self.inputs],
-            "outputs": [spec.to_dict() for spec in self.outputs],
-            "nodes": self.nodes,
-            "operators": dict(self.operators),
-            "precision": dict(self.precision),
-            "parameters": self.parameters,
-            "weight_bytes": self.weight_bytes,
-            "opset": dict(self.opset),
-            "ir_version": self.ir_version,
-            "producer": self.producer,
-        }
+        return json_value(self)
 
 
-def load_graph(path: Path) -> onnx.ModelProto:
-    """Read and check `path`; external data are loaded into memory.
+class Graph:
+    """An ONNX model whose weights above 1 KiB stay in its files until they are read.
 
-    Raises NotFound or BadInput naming the file, and the node or tensor at fault: damaged files,
-    other formats, unknown operators, an opset or IR version newer than the installed onnx, weights
-    whose data are missing, too short, or outside the model's folder.
+    `model` refers to such weights as ONNX refers to external data, in the folder of `path`. It is
+    never changed: `Editor` makes a new Graph.
     """
-    model = parse(path)
-    try:
-        external_data_helper.load_external_data_for_model(model, str(path.parent))
-        onnx.checker.check_model(light_model(model))  # would copy the weights twice
+
+    def __init__(self, model: onnx.ModelProto, path: Path = Path("model")) -> None:
+        self.model = model
+        self.path = path
+
+    @classmethod
+    def open(cls, path: Path) -> Graph:
+        """Read and check `path`.
+
+        Raises NotFound or BadInput naming the file, and the node or tensor at fault: damaged files,
+        other formats, unknown operators, an opset or IR version newer than the installed onnx,
+        weights whose data are missing, too short, or outside the model's folder.
+        """
+        graph = cls(read_model(path), path)
+        try:
+            if graph.model.functions:  # the skeleton has them inlined
+                onnx.checker.check_model(make_skeleton(graph.model))
+            onnx.checker.check_model(graph.skeleton)
+            for tensor in graph.model.graph.initializer:
+                # the bytes of the others were counted on reading, numbers in lists were not
+                if not tensor.HasField("raw_data") and not tensor.external_data:
+                    onnx.checker.check_tensor(tensor)
+        except (onnx.checker.ValidationError, ValueError, OSError) as exc:
+            raise BadInput(f"{path}: is not a valid ONNX graph: {first_line(exc)}") from exc
+        return graph
+
+    def save(self, out: Path, *, limit_bytes: int = storage.MAX_BYTES) -> Graph:
+        """Write the model whole or not at all; the same model gives the same bytes.
+
+        Above `limit_bytes`, which one file cannot exceed, the weights go to OUT.data next to it:
+        move the two together. Returns a handle of what was written. Raises BadInput if `out` is
+        not writable.
+        """
+        return Graph(storage.write(self.model, self.path.parent, out, limit_bytes), out)
+
+    def array(self, name: str) -> np.ndarray:
+        """The values of an initializer; read only."""
+        return storage.tensor_array(self.initializers[name], self.path.parent)
+
+    def to_proto(self) -> onnx.ModelProto:
+        """A copy with all weights in memory."""
+        model = onnx.ModelProto()
+        model.CopyFrom(self.model)
         for tensor in model.graph.initializer:
-            if not tensor.HasField("raw_data"):  # bytes were counted by `parse`, numbers were not
-                onnx.checker.check_tensor(tensor)
-    except (onnx.checker.ValidationError, ValueError, OSError) as exc:
-        raise BadInput(f"{path}: is not a valid ONNX graph: {first_line(exc)}") from exc
-    return model
+            storage.load_data(tensor, self.path.parent)
+        return model
 
+    @cached_property
+    def initializers(self) -> Mapping[str, onnx.TensorProto]:
+        return {tensor.name: tensor for tensor in self.model.graph.initializer}
 
-def save_graph(model: onnx.ModelProto, out: Path, *, limit_bytes: int = MAX_BYTES) -> None:
-    """Write `model` whole or not at all; the same model gives the same bytes.
+    @cached_property
+    def skeleton(self) -> onnx.ModelProto:
+        """A copy with large weights as inputs, functions inlined and every node named."""
+        skeleton = make_skeleton(self.model)
+        if skeleton.functions:
+            skeleton = onnx.inliner.inline_local_functions(skeleton)
+        name_nodes(skeleton)
+        return skeleton
 
-    Above `limit_bytes`, which one file cannot exceed, the weights go to OUT.data beside it: move
-    the two together. Raises BadInput if `out` is not writable.
-    """
-    write_model(model, out, limit_bytes)
+    @cached_property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """What a caller must feed; initializers are left out.
+
+        A dynamic axis without a name is `N` at place 0, else `NAME_PLACE`, as the runtimes name it.
+        Raises Unsupported for a tensor type that has no numpy dtype, such as text or a sequence.
+        """
+        fed = (value for value in self.model.graph.input if value.name not in self.initializers)
+        return tuple(_spec(value) for value in fed)
+
+    @cached_property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """Raises as `inputs` does."""
+        return tuple(_spec(value) for value in self.model.graph.output)
+
+    @cached_property
+    def opset(self) -> int:
+        return opset(self.model)
+
+    @cached_property
+    def element_types(self) -> dict[str, int]:
+        """Element type by tensor name, for the tensors of the main graph whose type is known."""
+        graph = self.skeleton.graph
+        types = {name: tensor.data_type for name, tensor in self.initializers.items()}
+        known = [*graph.input, *graph.output, *graph.value_info]
+        names = {value.name for value in known} | set(types)
+        if any(name and name not in names for node in graph.node for name in node.output):
+            inferred = onnx.shape_inference.infer_shapes(self.skeleton).graph
+            known += [*inferred.value_info, *inferred.output]
+        for value in known:
+            if value.type.tensor_type.elem_type:
+                types.setdefault(value.name, value.type.tensor_type.elem_type)
+        return types
+
+    @cached_property
+    def precision(self) -> dict[str, int]:
+        """Nodes of the main graph by the type they compute in; see `Summary.precision`."""
+        nodes = self.model.graph.node
+        types = {name: dtype_name(kind) for name, kind in self.element_types.items()}
+        kinds = NodePrecision(nodes, types, self.initializers)
+        counts = Counter(kind for kind in map(kinds.precision, nodes) if kind is not None)
+        return dict(sorted(counts.items()))
+
+    @cached_property
+    def summary(self) -> Summary:
+        """What the graph holds. Raises Unsupported as `inputs` does."""
+        model, nodes = self.model, list(all_nodes(self.model.graph))
+        scales = {name for node in nodes if _quantizes(node) for name in node.input[1:]}
+        stored = [tensor for tensor in model.graph.initializer if tensor.name not in scales]
+        stored += [
+            attribute.t
+            for node in nodes
+            if node.op_type == "Constant"
+            for attribute in node.attribute
+            if attribute.name == "value"
+        ]
+        weights = [tensor for tensor in stored if dtype_name(tensor.data_type) not in _NO_WEIGHTS]
+        return Summary(
+            inputs=self.inputs,
+            outputs=self.outputs,
+            nodes=len(nodes),
+            operators=dict(sorted(Counter(node.op_type for node in nodes).items())),
+            precision=self.precision,
+            parameters=sum(stored_elements(tensor) for tensor in weights),
+            weight_bytes=sum(stored_bytes(tensor) for tensor in weights),
+            opset={entry.domain or "ai.onnx": entry.version for entry in model.opset_import},
+            ir_version=model.ir_version,
+            producer=f"{model.producer_name} {model.producer_version}".strip(),
+        )
 
 
 def name_nodes(model: onnx.ModelProto) -> None:
@@ -105,45 +205,6 @@ def name_nodes(model: onnx.ModelProto) -> None:
         seen.add(node.name)
 
 
-def specs(model: onnx.ModelProto) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """Inputs that a caller must feed (initializers left out), and outputs.
-
-    A dynamic axis without a name is `N` at place 0, else `NAME_PLACE`, as the runtimes name it.
-    Raises Unsupported for a tensor type that has no numpy dtype, such as text or a sequence.
-    """
-    weights = {tensor.name for tensor in model.graph.initializer}
-    inputs = tuple(_spec(value) for value in model.graph.input if value.name not in weights)
-    return inputs, tuple(_spec(value) for value in model.graph.output)
-
-
-def summarise(model: onnx.ModelProto) -> Summary:
-    """Count what `model` holds. Raises Unsupported as `specs` does."""
-    inputs, outputs = specs(model)
-    nodes = list(all_nodes(model.graph))
-    scales = {name for node in nodes if _quantizes(node) for name in node.input[1:]}
-    stored = [tensor for tensor in model.graph.initializer if tensor.name not in scales]
-    stored += [
-        attribute.t
-        for node in nodes
-        if node.op_type == "Constant"
-        for attribute in node.attribute
-        if attribute.name == "value"
-    ]
-    weights = [tensor for tensor in stored if dtype_name(tensor.data_type) not in _NO_WEIGHTS]
-    return Summary(
-        inputs=inputs,
-        outputs=outputs,
-        nodes=len(nodes),
-        operators=dict(sorted(Counter(node.op_type for node in nodes).items())),
-        precision=_precision(model),
-        parameters=sum(stored_elements(tensor) for tensor in weights),
-        weight_bytes=sum(stored_bytes(tensor) for tensor in weights),
-        opset={entry.domain or "ai.onnx": entry.version for entry in model.opset_import},
-        ir_version=model.ir_version,
-        producer=f"{model.producer_name} {model.producer_version}".strip(),
-    )
-
-
 def opset(model: onnx.ModelProto) -> int:
     """The version of the standard operators; 0 if the model uses none."""
     return next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
@@ -153,30 +214,6 @@ def dtype_name(data_type: int) -> str:
     """Numpy's name of an ONNX element type: 'float32' of FLOAT; in lower case what numpy lacks."""
     name = str(TensorProto.DataType.Name(data_type)).lower()
     return {"float": "float32", "double": "float64"}.get(name, name)
-
-
-def element_types(model: onnx.ModelProto) -> dict[str, int]:
-    """Element type by tensor name, for the tensors of the main graph whose type is known."""
-    graph = model.graph
-    types = {tensor.name: tensor.data_type for tensor in graph.initializer}
-    known = [*graph.input, *graph.output, *graph.value_info]
-    names = {value.name for value in known} | set(types)
-    if any(name and name not in names for node in graph.node for name in node.output):
-        inferred = onnx.shape_inference.infer_shapes(light_model(model)).graph
-        known += [*inferred.value_info, *inferred.output]
-    for value in known:
-        if value.type.tensor_type.elem_type:
-            types.setdefault(value.name, value.type.tensor_type.elem_type)
-    return types
-
-
-def _precision(model: onnx.ModelProto) -> dict[str, int]:
-    """Nodes of the main graph by the type they compute in; see `Summary.precision`."""
-    nodes = model.graph.node
-    types = {name: dtype_name(kind) for name, kind in element_types(model).items()}
-    kinds = Kinds(nodes, types, {tensor.name for tensor in model.graph.initializer})
-    counts = Counter(kind for kind in map(kinds.precision, nodes) if kind is not None)
-    return dict(sorted(counts.items()))
 
 
 def _quantizes(node: onnx.NodeProto) -> bool:

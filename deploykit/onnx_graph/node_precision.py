@@ -21,7 +21,7 @@ _SILENT = CONVERTS | DESCRIBES | GENERATES | VIEWS
 _FLOATS = frozenset(("float16", "bfloat16", "float32", "float64"))
 
 
-class Kinds:
+class NodePrecision:
     """`types`: tensor name to dtype name; `constants`: names of initializers."""
 
     def __init__(

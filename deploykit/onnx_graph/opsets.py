@@ -14,7 +14,7 @@ from onnx import defs
 
 from deploykit.core.errors import BadInput
 from deploykit.onnx_graph.graph import opset
-from deploykit.onnx_graph.validate import all_nodes
+from deploykit.onnx_graph.skeleton import all_nodes
 
 # The IR version that came with an opset's new types: 8-bit floats, INT4, FP4.
 _IR_VERSIONS = ((13, 7), (15, 8), (19, 9), (21, 10), (23, 11))

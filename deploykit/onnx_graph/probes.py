@@ -8,14 +8,14 @@ from different exporters share no names, and no pair is found.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx
 from onnx import TensorProto, helper
 
 from deploykit.core.errors import BadInput
-from deploykit.onnx_graph.graph import dtype_name, element_types
+from deploykit.onnx_graph.graph import Graph, dtype_name
 from deploykit.onnx_graph.validate import RUNTIME_DOMAINS
 
 _TWIN = re.compile(r"(.+)_(?:float16|bfloat16|dequantized)_*")
@@ -41,28 +41,28 @@ class Pair:
     operator: str
 
 
-def expose(model: onnx.ModelProto, names: Sequence[str]) -> tuple[onnx.ModelProto, list[str]]:
+def expose(graph: Graph, names: Sequence[str]) -> tuple[Graph, list[str]]:
     """A copy that has these tensors as outputs, too, and what they are called there, in order.
 
     Their types must be among those that `shared` compares; one that numpy lacks is shown as
-    float32. The weights are copied once. Raises BadInput for a name that no node of the main graph
+    float32. Raises BadInput for a name that no node of the main graph
     makes.
     """
-    made = {name for node in model.graph.node for name in node.output if name}
+    made = {name for node in graph.model.graph.node for name in node.output if name}
     for name in names:
         if name not in made:
             raise BadInput(f"no node makes a tensor '{name}'")
-    types = element_types(model)
-    there = {value.name for value in model.graph.output}
-    tapped = onnx.ModelProto()
-    tapped.CopyFrom(model)
+    types = graph.element_types
+    there = {value.name for value in graph.model.graph.output}
+    probed = onnx.ModelProto()
+    probed.CopyFrom(graph.model)
     shown = []
     for name in names:
         output, kind = name, types.get(name, TensorProto.UNDEFINED)
         if dtype_name(kind) in _SHOWN_AS_FLOAT:
             output, kind = f"{name}/deploykit.shown", TensorProto.FLOAT
             if output not in there:
-                tapped.graph.node.append(
+                probed.graph.node.append(
                     helper.make_node("Cast", [name], [output], name=output, to=kind)
                 )
         if output not in there:
@@ -70,36 +70,36 @@ def expose(model: onnx.ModelProto, names: Sequence[str]) -> tuple[onnx.ModelProt
             value = helper.make_empty_tensor_value_info(output)
             if kind:
                 value = helper.make_tensor_value_info(output, kind, None)
-            tapped.graph.output.append(value)
+            probed.graph.output.append(value)
         shown.append(output)
-    return tapped, shown
+    return Graph(probed, graph.path), shown
 
 
-def shared(a: onnx.ModelProto, b: onnx.ModelProto) -> tuple[Pair, ...]:
+def shared(a: Graph, b: Graph) -> tuple[Pair, ...]:
     """Tensors of the main graphs that mean the same in both, in the order in which `a` makes them.
 
     They have one name, or names that differ by what a transform adds: NAME_float16, NAME_bfloat16,
     NAME_dequantized. A name that stands for another operator in `b` is chance and left out. Empty
     where the graphs have no names in common, as after two exports.
     """
-    a_types, b_types = element_types(a), element_types(b)
-    twins = _makers(b, b_types)
+    twins = _makers(b)
     by_stem: dict[str, str] = {}
     for name in twins:
         by_stem.setdefault(_stem(name), name)  # the first: a node computes it, a Cast copies it
     pairs = []
-    for name, node in _makers(a, a_types).items():
+    for name, node in _makers(a).items():
         other = name if name in twins else by_stem.get(_stem(name))
         if other is not None and _same_work(node, twins[other]):
             pairs.append(Pair(name, other, node.name, node.op_type))
     return tuple(pairs)
 
 
-def _makers(model: onnx.ModelProto, types: Mapping[str, int]) -> dict[str, onnx.NodeProto]:
+def _makers(graph: Graph) -> dict[str, onnx.NodeProto]:
     """The node behind each tensor that can be compared, constants left out, in graph order."""
+    types = graph.element_types
     return {
         name: node
-        for node in model.graph.node
+        for node in graph.model.graph.node
         for name in node.output
         if node.op_type != "Constant" and dtype_name(types.get(name, 0)) in _COMPARED
     }

@@ -12,15 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx
-import onnx.inliner
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from deploykit.core.errors import BadInput
 from deploykit.core.tensors import BATCH
-from deploykit.onnx_graph.graph import name_nodes
-from deploykit.onnx_graph.skeleton import SMALL_BYTES, light_model
-from deploykit.onnx_graph.validate import stored_bytes, stored_elements
+from deploykit.onnx_graph.graph import Graph
+from deploykit.onnx_graph.skeleton import SMALL_BYTES, stored_bytes, stored_elements
 
 _ROUNDS = 64  # of inference: one for each shape that is computed from an inferred one
 _ARITHMETIC = """
@@ -57,7 +55,7 @@ class Shapes:
         return stored_bytes(onnx.TensorProto(data_type=kind, dims=shape))
 
 
-def fixed_shapes(model: onnx.ModelProto, sizes: Mapping[str, int]) -> Shapes:
+def fixed_shapes(graph: Graph, sizes: Mapping[str, int]) -> Shapes:
     """Infer with each dynamic axis at its size; one that `sizes` does not name is 1.
 
     An axis without a name is called as `specs` calls it: `N` at place 0, else `INPUT_PLACE`.
@@ -66,14 +64,12 @@ def fixed_shapes(model: onnx.ModelProto, sizes: Mapping[str, int]) -> Shapes:
     for axis, size in sizes.items():
         if size < 1:
             raise BadInput(f"axis {axis} cannot be of size {size}: 1 or more is needed")
-    light = light_model(model)
-    if light.functions:
-        light = onnx.inliner.inline_local_functions(light)
-    name_nodes(light)
-    _fix(light.graph, sizes)
-    inferred = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
+    fixed = onnx.ModelProto()
+    fixed.CopyFrom(graph.skeleton)
+    _fix(fixed.graph, sizes)
+    inferred = onnx.shape_inference.infer_shapes(fixed, data_prop=True).graph
     nodes = list(inferred.node)
-    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    constants = dict(graph.initializers)
     for node in nodes:
         for attribute in node.attribute:
             if node.op_type == "Constant" and attribute.HasField("t"):
@@ -83,10 +79,10 @@ def fixed_shapes(model: onnx.ModelProto, sizes: Mapping[str, int]) -> Shapes:
     made = {name for node in nodes for name in node.output if name}
     for _ in range(_ROUNDS):
         _read(inferred, shapes, types)
-        if made <= shapes.keys() or not _compute_shapes(light, shapes):
+        if made <= shapes.keys() or not _compute_shapes(fixed, shapes):
             break
-        inferred = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
-    return Shapes(nodes, [value.name for value in light.graph.output], shapes, types, constants)
+        inferred = onnx.shape_inference.infer_shapes(fixed, data_prop=True).graph
+    return Shapes(nodes, [value.name for value in fixed.graph.output], shapes, types, constants)
 
 
 def _read(

@@ -1,7 +1,7 @@
-"""A graph without the weight of its weights.
+"""Walk a graph, and copy it without its weights.
 
-In: a model. Out: a copy whose weights above 1 KiB are inputs instead: small enough to be copied,
-checked and inferred at will, however large the model.
+In a skeleton, weights above 1 KiB are inputs: it is small enough to be copied, checked and inferred
+at will, however large the model.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import onnx
-from onnx import helper
-
-from deploykit.onnx_graph.validate import all_nodes, stored_bytes, subgraphs
+from onnx import TensorProto, helper
 
 SMALL_BYTES = 1024  # what is below may be a shape, whose value inference needs
+_PACKED_BITS = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}
 
 
-def light_model(model: onnx.ModelProto) -> onnx.ModelProto:
+def make_skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy whose weights above 1 KiB are inputs of the same name."""
-    light = onnx.ModelProto()
-    _copy_fields(model, light, left_out="graph")
-    graph = light.graph
-    _copy_fields(model.graph, graph, left_out="initializer")
+    skeleton = onnx.ModelProto()
+    copy_fields(model, skeleton, left_out="graph")
+    graph = skeleton.graph
+    copy_fields(model.graph, graph, left_out="initializer")
     fed = {value.name for value in model.graph.input}
     for tensor in model.graph.initializer:
         if stored_bytes(tensor) <= SMALL_BYTES:
@@ -30,7 +29,42 @@ def light_model(model: onnx.ModelProto) -> onnx.ModelProto:
         elif tensor.name not in fed:
             value = helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
             graph.input.append(value)
-    return light
+    return skeleton
+
+
+def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """The bodies of If, Loop and Scan."""
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Every node, those in bodies of If, Loop and Scan included."""
+    for node in graph.node:
+        yield node
+        for body in subgraphs(node):
+            yield from all_nodes(body)
+
+
+def stored_elements(tensor: onnx.TensorProto) -> int:
+    """The number of elements that `dims` claims. Dims were checked on loading."""
+    count = 1
+    for size in tensor.dims:
+        count *= size
+    return count
+
+
+def stored_bytes(tensor: onnx.TensorProto) -> int:
+    """The size in bytes that `dims` and the type claim; 0 for strings."""
+    name = TensorProto.DataType.Name(tensor.data_type)
+    if name == "STRING":
+        return 0
+    if name in _PACKED_BITS:
+        return -(-stored_elements(tensor) * _PACKED_BITS[name] // 8)
+    itemsize: int = helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    return stored_elements(tensor) * itemsize
 
 
 def read_names(graph: onnx.GraphProto) -> Iterator[str]:
@@ -41,7 +75,7 @@ def read_names(graph: onnx.GraphProto) -> Iterator[str]:
             yield from (value.name for value in body.output)
 
 
-def _copy_fields(source: Any, target: Any, *, left_out: str) -> None:
+def copy_fields(source: Any, target: Any, *, left_out: str) -> None:
     for field, value in source.ListFields():
         if field.name == left_out:
             continue

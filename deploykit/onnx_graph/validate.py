@@ -10,83 +10,43 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
-from onnx import TensorProto, defs, helper
+from onnx import TensorProto, defs
 
 from deploykit.core.artefact import sniff
-from deploykit.core.errors import BadInput, os_reason
-from deploykit.core.extras import require
+from deploykit.core.errors import BadInput
 from deploykit.core.files import check_inside, check_readable
+from deploykit.onnx_graph import storage
+from deploykit.onnx_graph.skeleton import SMALL_BYTES, all_nodes, stored_bytes, subgraphs
+from deploykit.onnx_graph.storage import MAX_BYTES
 
-protobuf = require("google.protobuf.message")
-
-MAX_BYTES = (1 << 31) - 1  # what one protobuf message can hold
 STANDARD_DOMAINS = ("", "ai.onnx", "ai.onnx.ml")
 # ONNX Runtime writes these when it saves the graph that it optimised; other readers have no schema.
 RUNTIME_DOMAINS = ("com.microsoft", "com.ms.")
-_PACKED_BITS = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}
 
 
-def parse(path: Path) -> onnx.ModelProto:
-    """The checked model of `path`, external data not loaded yet. Raises NotFound or BadInput."""
-    model = _parse(path)
-    _check_versions(model, path)
-    _check_operators(model, path)
-    for tensor in _tensors(model):
-        _check_tensor(tensor, path)
-    return model
+def read_model(path: Path) -> onnx.ModelProto:
+    """The checked model of `path`; weights above 1 KiB are references into its files.
 
-
-def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    """The bodies of If, Loop and Scan."""
-    for attribute in node.attribute:
-        if attribute.HasField("g"):
-            yield attribute.g
-        yield from attribute.graphs
-
-
-def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """Every node, those in bodies of If, Loop and Scan included."""
-    for node in graph.node:
-        yield node
-        for body in subgraphs(node):
-            yield from all_nodes(body)
-
-
-def stored_elements(tensor: onnx.TensorProto) -> int:
-    """The number of elements that `dims` claims. Dims were checked on loading."""
-    count = 1
-    for size in tensor.dims:
-        count *= size
-    return count
-
-
-def stored_bytes(tensor: onnx.TensorProto) -> int:
-    """The size in bytes that `dims` and the type claim; 0 for text."""
-    name = TensorProto.DataType.Name(tensor.data_type)
-    if name == "STRING":
-        return 0
-    if name in _PACKED_BITS:
-        return -(-stored_elements(tensor) * _PACKED_BITS[name] // 8)
-    itemsize: int = helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
-    return stored_elements(tensor) * itemsize
-
-
-def _parse(path: Path) -> onnx.ModelProto:
+    Raises NotFound or BadInput.
+    """
     check_readable(path)
     kind = sniff(path)
     if kind != "onnx":
         raise BadInput(f"{path}: is a {kind} file, an ONNX file is needed")
     if path.stat().st_size > MAX_BYTES:
         raise BadInput(f"{path}: is larger than 2 GiB, which no ONNX file without external data is")
-    model = onnx.ModelProto()
-    try:
-        model.ParseFromString(path.read_bytes())
-    except protobuf.DecodeError as exc:
-        raise BadInput(f"{path}: is a truncated or damaged ONNX file") from exc
-    except OSError as exc:
-        raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
-    if not model.graph.output:
-        raise BadInput(f"{path}: is a truncated or damaged ONNX file: it holds no graph")
+    model, spots = storage.parse(path)
+    _check_versions(model, path)
+    _check_operators(model, path)
+    stored, inner = list(model.graph.initializer), list(_inner_tensors(model))
+    for tensor in (*stored, *inner):
+        _check_tensor(tensor, path)
+    for tensor in (*(each for each in stored if stored_bytes(each) <= SMALL_BYTES), *inner):
+        storage.load_data(tensor, path.parent)
+    for place, (offset, length) in spots.items():
+        tensor = stored[place]
+        _check_length(tensor, length, f"{path}: tensor '{tensor.name}'")
+        storage.refer(tensor, path.name, offset, length)
     return model
 
 
@@ -136,19 +96,20 @@ def _every_node(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
                 yield from all_nodes(body)
 
 
-def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every stored tensor: initializers and attributes, in the main graph, bodies and functions."""
-    graphs = [model.graph]
+def _inner_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Every stored tensor but the main graph's initializers: in attributes, bodies, functions."""
+    bodies: list[onnx.GraphProto] = []
     for node in _every_node(model):
-        graphs.extend(subgraphs(node))
+        bodies.extend(subgraphs(node))
         for attribute in node.attribute:
             if attribute.HasField("t"):
                 yield attribute.t
             yield from attribute.tensors
             for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
                 yield from (sparse.values, sparse.indices)
-    for graph in graphs:
-        yield from graph.initializer
+    for body in bodies:
+        yield from body.initializer
+    for graph in (model.graph, *bodies):
         for sparse in graph.sparse_initializer:
             yield from (sparse.values, sparse.indices)
 
@@ -163,10 +124,15 @@ def _check_tensor(tensor: onnx.TensorProto, path: Path) -> None:
         raise BadInput(f"{where}: has the shape {list(tensor.dims)}")
     if tensor.data_location == TensorProto.EXTERNAL:
         _check_external(tensor, path, where)
-    elif tensor.HasField("raw_data") and len(tensor.raw_data) != stored_bytes(tensor):
+    elif tensor.HasField("raw_data"):
+        _check_length(tensor, len(tensor.raw_data), where)
+
+
+def _check_length(tensor: onnx.TensorProto, length: int, where: str) -> None:
+    if length != stored_bytes(tensor):
         raise BadInput(
             f"{where}: shape {list(tensor.dims)} needs {stored_bytes(tensor)} bytes, "
-            f"the file holds {len(tensor.raw_data)}"
+            f"the file holds {length}"
         )
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,9 +23,10 @@ from onnx import TensorProto, helper
 from deploykit.core.errors import BadInput
 from deploykit.core.extras import require
 from deploykit.core.precision import RUNTIMES
-from deploykit.onnx_graph.editor import Draft
+from deploykit.core.tensors import TensorSpec
+from deploykit.onnx_graph.editor import Editor
 from deploykit.onnx_graph.folding import fold
-from deploykit.onnx_graph.graph import element_types, load_graph, specs
+from deploykit.onnx_graph.graph import Graph
 from deploykit.quantization.histograms import Histogram
 from deploykit.quantization.qdq_placement import plan
 from deploykit.runtimes.data.samples import Samples
@@ -79,7 +79,7 @@ class Calibration:
 
 
 def calibrate(
-    path: Path, samples: Samples, *, method: str = DEFAULT_METHOD, batch_size: int = 32
+    graph: Graph, samples: Samples, *, method: str = DEFAULT_METHOD, batch_size: int = 32
 ) -> Calibration:
     """Ranges of the inputs and of every float tensor of the main graph; `samples` fit its inputs.
 
@@ -98,22 +98,20 @@ def calibrate(
     if batch_size < 1:
         raise BadInput(f"batch size {batch_size} is below 1")
     check_samples(samples)
-    model = load_graph(path)
-    fixed = _fixed_batch(model)
+    fixed = _fixed_batch(graph.inputs)
     if fixed and len(samples) < fixed:
         raise BadInput(f"{samples.where}: {len(samples)} samples do not fill the batch of {fixed}")
-    counted = {} if method == "minmax" else {name: Histogram() for name in _scaled(model)}
-    draft = Draft(model)
-    graph, weights = draft.graph, _weights(draft)
-    del model, draft.constants  # the arrays in `weights` are copies: hold the weights once
-    names = _float_tensors(draft.model, weights)
-    size = fixed or _batch_that_fits(draft.model, names, samples, batch_size)
-    outputs = _add_reductions(graph, names)
-    _add_outputs(graph, counted)
+    counted = {} if method == "minmax" else {name: Histogram() for name in _scaled(graph)}
+    editor = Editor(graph)
+    weights = _weights(editor)
+    names = _float_tensors(graph)
+    size = fixed or _batch_that_fits(graph, names, samples, batch_size)
+    outputs = _add_reductions(editor.graph, names)
+    _add_outputs(editor.graph, counted)
     ranges: dict[str, Range] = {}
     used = 0
-    with onnxruntime_errors(path):
-        session = _session(draft.model)
+    with onnxruntime_errors(graph.path):
+        session = _session(editor.model)
         for feeds in samples.batches(size):
             if fixed and _rows(feeds) < size:
                 break
@@ -128,7 +126,7 @@ def calibrate(
     for name, seen in ranges.items():
         if math.isnan(seen.low):
             raise BadInput(
-                f"{path}: tensor '{name}' is NaN on the calibration data {samples.where}",
+                f"{graph.path}: tensor '{name}' is NaN on the calibration data {samples.where}",
                 hint="the float32 model itself fails on these samples",
             )
     cut = {name: _cut(ranges[name], counts, method) for name, counts in counted.items()}
@@ -158,40 +156,35 @@ def check_samples(samples: Samples) -> None:
         )
 
 
-def _scaled(model: onnx.ModelProto) -> list[str]:
+def _scaled(graph: Graph) -> list[str]:
     """The tensors that any layout of `qdq` gives a scale of their own."""
-    draft = Draft(model)
-    fold(draft)
-    types = element_types(draft.model)
-    scaled = {name for runtime in RUNTIMES for name in plan(draft, runtime).scaled.values()}
-    return sorted(name for name in scaled if types.get(name) == TensorProto.FLOAT)
+    editor = Editor(graph)
+    fold(editor)
+    scaled = {name for runtime in RUNTIMES for name in plan(editor, runtime).scaled.values()}
+    return sorted(name for name in scaled if graph.element_types.get(name) == TensorProto.FLOAT)
 
 
-def _weights(draft: Draft) -> dict[str, np.ndarray]:
-    """What the draft's graph takes as inputs although no caller feeds it.
+def _weights(editor: Editor) -> dict[str, np.ndarray]:
+    """What the editor's graph takes as inputs although no caller feeds it.
 
     Fed at each run instead of being built into the session, they are held once, and there is no
     limit of 2 GiB; ONNX Runtime takes the arrays without a copy.
     """
-    fed = [value.name for value in draft.graph.input if value.name not in draft.inputs]
-    return {name: draft.array(name) for name in fed}
+    fed = [value.name for value in editor.graph.input if value.name not in editor.inputs]
+    return {name: editor.array(name) for name in fed}
 
 
-def _float_tensors(model: onnx.ModelProto, weights: Mapping[str, np.ndarray]) -> list[str]:
+def _float_tensors(graph: Graph) -> list[str]:
     """The float32 inputs and node outputs of the main graph, in the order they are computed."""
-    types = element_types(model)
-    constants = {tensor.name for tensor in model.graph.initializer} | set(weights)
-    names = [value.name for value in model.graph.input if value.name not in constants]
-    names += [name for node in model.graph.node for name in node.output if name]
-    return [name for name in names if types.get(name) == TensorProto.FLOAT]
+    names = [spec.name for spec in graph.inputs]
+    names += [name for node in graph.skeleton.graph.node for name in node.output if name]
+    return [name for name in names if graph.element_types.get(name) == TensorProto.FLOAT]
 
 
-def _batch_that_fits(
-    model: onnx.ModelProto, names: Sequence[str], samples: Samples, batch_size: int
-) -> int:
+def _batch_that_fits(graph: Graph, names: Sequence[str], samples: Samples, batch_size: int) -> int:
     """`batch_size`, or less where the tensors of one sample times it are above `MOST_BYTES`."""
     sized = onnx.ModelProto()
-    sized.CopyFrom(model)
+    sized.CopyFrom(graph.skeleton)
     for value in sized.graph.input:
         if value.name in samples.inputs:
             shape = (1, *samples.inputs[value.name].shape[1:])
@@ -209,9 +202,8 @@ def _batch_that_fits(
     return max(1, min(batch_size, MOST_BYTES // max(needed, 1)))
 
 
-def _fixed_batch(model: onnx.ModelProto) -> int | None:
+def _fixed_batch(inputs: Sequence[TensorSpec]) -> int | None:
     """The size of axis 0 where no input has a dynamic one."""
-    inputs = specs(model)[0]
     sizes = [spec.shape[0] for spec in inputs if spec.shape]
     return (
         next((n for n in sizes if isinstance(n, int)), None)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-import onnx
-
 from deploykit.core.errors import BadInput
 from deploykit.core.precision import BY_NAME, CAST, WEIGHTS
+from deploykit.onnx_graph.graph import Graph
 from deploykit.quantization import half_precision, qdq, weights
 
 if TYPE_CHECKING:  # so that a cast needs no onnxruntime
@@ -16,15 +15,15 @@ if TYPE_CHECKING:  # so that a cast needs no onnxruntime
 
 
 def convert(
-    model: onnx.ModelProto,
+    source: Graph,
     to: str,
     calibration: Calibration | None = None,
     *,
     runtime: str = "tensorrt",
     other_nodes: str = "fp32",
     keep_float32: Collection[str] = (),
-) -> tuple[onnx.ModelProto, tuple[str, ...]]:
-    """The model in precision `to`, and the nodes that the range guard of float16 kept in float32.
+) -> tuple[Graph, tuple[str, ...]]:
+    """The graph in precision `to`, and the nodes that the range guard of float16 kept in float32.
 
     `keep_float32`: names of nodes to leave as they are. `other_nodes`: what the nodes around 8-bit
     ones and stored weights compute in. Raises BadInput as the writers do, and where `to` needs a
@@ -32,15 +31,15 @@ def convert(
     """
     precision, ranges = BY_NAME[to], calibration.ranges if calibration else None
     if precision.writer == CAST:
-        return half_precision.to_half(model, to, ranges, keep_float32=keep_float32)
+        return half_precision.to_half(source, to, ranges, keep_float32=keep_float32)
     if precision.writer == WEIGHTS:
-        typed = weights.to_weight_only(model, precision.bits)
+        typed = weights.to_weight_only(source, precision.bits)
     elif calibration is None:
         raise BadInput(
             f"`to` {to} needs calibration data", hint="`calib`: an .npz or a folder, 100 samples"
         )
     else:
-        typed = qdq.to_pairs(model, calibration, to, runtime=runtime, keep_float32=keep_float32)
+        typed = qdq.to_pairs(source, calibration, to, runtime=runtime, keep_float32=keep_float32)
     if other_nodes == "fp32":
         return typed, ()
     return half_precision.to_half(typed, other_nodes, ranges)

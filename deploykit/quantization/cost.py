@@ -18,10 +18,10 @@ import onnx
 from deploykit.core.errors import BadInput
 from deploykit.core.precision import of_dtype
 from deploykit.onnx_graph.flops import ELEMENTWISE, GATHERS, flops
-from deploykit.onnx_graph.graph import dtype_name
-from deploykit.onnx_graph.node_precision import CONVERTS, DESCRIBES, VIEWS, Kinds
+from deploykit.onnx_graph.graph import Graph, dtype_name
+from deploykit.onnx_graph.node_precision import CONVERTS, DESCRIBES, VIEWS, NodePrecision
 from deploykit.onnx_graph.shapes import Shapes, elements_of, fixed_shapes
-from deploykit.onnx_graph.validate import stored_bytes, subgraphs
+from deploykit.onnx_graph.skeleton import stored_bytes, subgraphs
 
 _FUSED = ELEMENTWISE | {"QuantizeLinear", "Cast", "BatchNormalization"}
 _THROUGH = VIEWS | {"DequantizeLinear"}  # the half of a Q/DQ pair that a kernel reads through
@@ -83,14 +83,14 @@ class Mix:
         return {**figures, "shares": shares, "unknown": list(self.unknown)}
 
 
-def node_costs(model: onnx.ModelProto, sizes: Mapping[str, int]) -> tuple[NodeCost, ...]:
+def node_costs(graph: Graph, sizes: Mapping[str, int]) -> tuple[NodeCost, ...]:
     """One for each node of the main graph, in order; functions are inlined first.
 
     `sizes`: of dynamic axes by name, {"N": 8}; an axis not named is 1. Nodes without a
     name get theirs from `name_nodes`. A node that reads constants only costs nothing, as builders
     fold it. Raises BadInput for a size below 1.
     """
-    return _Graph(fixed_shapes(model, sizes)).costs()
+    return _Costing(fixed_shapes(graph, sizes)).costs()
 
 
 def unknown(costs: Iterable[NodeCost]) -> tuple[str, ...]:
@@ -98,21 +98,21 @@ def unknown(costs: Iterable[NodeCost]) -> tuple[str, ...]:
     return tuple(cost.name for cost in costs if not cost.known)
 
 
-def mix(model: onnx.ModelProto, sizes: Mapping[str, int]) -> Mix:
+def mix(graph: Graph, sizes: Mapping[str, int]) -> Mix:
     """Nodes, operations and weights of the main graph by precision; for `sizes` see `node_costs`.
 
     A weight that several nodes share counts once. Raises BadInput for a size below 1.
     """
-    graph = _Graph(fixed_shapes(model, sizes))
-    costs = graph.costs()
+    costing = _Costing(fixed_shapes(graph, sizes))
+    costs = costing.costs()
     nodes, operations = Counter[str](), Counter[str]()
     for cost in costs:
         if cost.precision is not None:
             nodes[cost.precision] += 1
             operations[cost.precision] += cost.flops or 0
     weights, weight_bytes = Counter[str](), Counter[str]()
-    for name in {name for node in graph.nodes for name in graph.weights(node)}:
-        tensor = graph.known.constants[name]
+    for name in {name for node in costing.nodes for name in costing.weights(node)}:
+        tensor = costing.known.constants[name]
         kind = dtype_name(tensor.data_type)
         weights[kind] += elements_of(tensor)
         weight_bytes[kind] += stored_bytes(tensor)
@@ -161,7 +161,7 @@ def savings_s(
     return {name: before[name] - after[name] for name in after if name in before}
 
 
-class _Graph:
+class _Costing:
     """Who makes and who reads each tensor, views and dequantized twins seen through."""
 
     def __init__(self, known: Shapes) -> None:
@@ -173,7 +173,7 @@ class _Graph:
         self.inside: set[str] = set()  # tensors that never reach memory
         self.firsts: dict[int, int] = {}  # node inside another's kernel -> the first node of it
         self._fuse()
-        self.kinds = Kinds(self.nodes, types, known.constants)
+        self.kinds = NodePrecision(self.nodes, types, known.constants)
 
     def costs(self) -> tuple[NodeCost, ...]:
         traffic = [self._traffic(node) for node in self.nodes]

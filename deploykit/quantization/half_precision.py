@@ -22,10 +22,10 @@ from onnx import TensorProto, defs, helper, numpy_helper
 
 from deploykit.core import precision
 from deploykit.core.errors import BadInput
-from deploykit.onnx_graph.editor import Draft
-from deploykit.onnx_graph.graph import element_types, opset
+from deploykit.onnx_graph.editor import Editor
+from deploykit.onnx_graph.graph import Graph, opset
 from deploykit.onnx_graph.opsets import raise_opset
-from deploykit.onnx_graph.validate import all_nodes, subgraphs
+from deploykit.onnx_graph.skeleton import all_nodes, subgraphs
 from deploykit.quantization.formats import bfloat16_bytes, bfloat16_values
 from deploykit.quantization.qdq_placement import check_names
 
@@ -82,13 +82,13 @@ _HALVES = {
 
 
 def to_half(
-    model: onnx.ModelProto,
+    source: Graph,
     to: str = "fp16",
     ranges: Mapping[str, Range] | None = None,
     *,
     keep_float32: Collection[str] = (),
-) -> tuple[onnx.ModelProto, tuple[str, ...]]:
-    """The model in `to`, "fp16" or "bf16", and the names of nodes that the guard kept in float32.
+) -> tuple[Graph, tuple[str, ...]]:
+    """The graph in `to`, "fp16" or "bf16", and the names of nodes that the guard kept in float32.
 
     In float16 a node stays float32 if a tensor or weight that it reads or writes came above half of
     65504, or would become 0 as a whole (an epsilon of 1e-12); without `ranges` only weights are
@@ -96,35 +96,35 @@ def to_half(
     So do, without being named, nodes in `keep_float32`, operators that ONNX does not define for
     the type, bodies of If and Loop, and arithmetic that ends in integers. For bfloat16 the newest
     definition counts: TensorRT takes a bfloat16 Conv in any opset, ONNX defines it from 22 on. A
-    model with pairs is raised to opset 19 for their scales. `model` is left as it is.
+    model with pairs is raised to opset 19 for their scales. `source` is left as it is.
     Raises BadInput if it computes nothing in float32, something in a half type already, or cannot
     be raised, for a type that is not offered and a name in `keep_float32` that no node has.
     """
     if to not in _HALVES:
         raise BadInput(f"unknown half precision '{to}'", hint="one of: " + ", ".join(_HALVES))
     half = _HALVES[to]
-    draft = Draft(model)
-    check_names(draft, keep_float32)
-    types = element_types(draft.model)
+    editor = Editor(source)
+    check_names(editor, keep_float32)
+    types = source.element_types
     for other in _HALVES.values():
         if other.kind in types.values():
             raise BadInput(
                 f"the model holds {other.name} already", hint="quantize the float32 model"
             )
-    if not any(types.get(name) == _FLOAT for node in draft.graph.node for name in node.output):
+    if not any(types.get(name) == _FLOAT for node in editor.graph.node for name in node.output):
         raise BadInput(
             f"the model computes nothing in float32: there is nothing to cast to {half.name}"
         )
-    if any(node.op_type in _PAIR for node in draft.graph.node):
-        raise_opset(draft.model, _PAIR_OPSET)
-    guarded = _coarse_scales(draft, half)
+    if any(node.op_type in _PAIR for node in editor.graph.node):
+        raise_opset(editor.model, _PAIR_OPSET)
+    guarded = _coarse_scales(editor, half)
     if half.kind == TensorProto.FLOAT16:
-        guarded |= _guarded(draft, ranges or {}, types)
-    stay = guarded | _indexing(draft.graph, types) | set(keep_float32)
-    kept = tuple(node.name for node in draft.graph.node if node.name in guarded)
-    writer = _Writer(draft, types, half)
-    for node in draft.graph.node:
-        inputs, outputs = _half_places(node, draft.model, types, half)
+        guarded |= _guarded(editor, ranges or {}, types)
+    stay = guarded | _indexing(editor.graph, types) | set(keep_float32)
+    kept = tuple(node.name for node in editor.graph.node if node.name in guarded)
+    writer = _Writer(editor, types, half)
+    for node in editor.graph.node:
+        inputs, outputs = _half_places(node, editor.model, types, half)
         if node.name in stay or not (inputs or outputs):
             writer.add_wide(node)
         else:
@@ -135,15 +135,15 @@ def to_half(
 class _Writer:
     """Emits nodes in order, and a Cast just before the first one that needs the other type."""
 
-    def __init__(self, draft: Draft, types: Mapping[str, int], half: _Half) -> None:
-        self.draft = draft
+    def __init__(self, editor: Editor, types: Mapping[str, int], half: _Half) -> None:
+        self.editor = editor
         self.types = types
         self.half = half
         self.suffix = f"_{half.name}"
         while any(name.endswith(self.suffix) for name in types):
             self.suffix += "_"
         self.nodes: list[onnx.NodeProto] = []
-        self.ready = draft.inputs | set(draft.constants)
+        self.ready = editor.inputs | set(editor.constants)
 
     def add_wide(self, node: onnx.NodeProto) -> None:
         for name in _reads(node):
@@ -164,19 +164,19 @@ class _Writer:
         self.nodes.append(node)
         self.ready.update(node.output)
 
-    def finish(self) -> onnx.ModelProto:
-        for value in self.draft.graph.output:
+    def finish(self) -> Graph:
+        for value in self.editor.graph.output:
             self._need_float(value.name)
         self._write_value_info()
-        return self.draft.finish(self.nodes)
+        return self.editor.finish(self.nodes)
 
     def _half(self, name: str) -> str:
         twin = name + self.suffix
         if twin in self.ready:
             return twin
-        if name in self.draft.constants:
-            values = self.draft.array(name)
-            self.draft.store_bytes(twin, self.half.kind, values.shape, self.half.data(values))
+        if name in self.editor.constants:
+            values = self.editor.array(name)
+            self.editor.store_bytes(twin, self.half.kind, values.shape, self.half.data(values))
         else:
             self._cast(name, twin, self.half.kind)
         self.ready.add(twin)
@@ -188,11 +188,11 @@ class _Writer:
             self.ready.add(name)
 
     def _cast(self, source: str, target: str, to: int) -> None:
-        self.nodes.append(self.draft.node("Cast", [source], target, to=to))
+        self.nodes.append(self.editor.node("Cast", [source], target, to=to))
 
     def _write_value_info(self) -> None:
         """Types and shapes of the half tensors, from those of their twins."""
-        graph = self.draft.graph
+        graph = self.editor.graph
         known = {value.name: value for value in (*graph.value_info, *graph.input, *graph.output)}
         for name in [name for node in self.nodes for name in node.output]:
             source = known.get(name.removesuffix(self.suffix))
@@ -237,14 +237,14 @@ def _half_places(
     return nothing if generates else found  # the type of what is generated has its own defaults
 
 
-def _coarse_scales(draft: Draft, half: _Half) -> set[str]:
+def _coarse_scales(editor: Editor, half: _Half) -> set[str]:
     """Names of the Q/DQ nodes one of whose scales `half` cannot hold well."""
     return {
         node.name
-        for node in draft.graph.node
+        for node in editor.graph.node
         if node.op_type in _PAIR
-        and node.input[1] in draft.constants
-        and not _precise(draft.array(node.input[1]), half)
+        and node.input[1] in editor.constants
+        and not _precise(editor.array(node.input[1]), half)
     }
 
 
@@ -253,12 +253,12 @@ def _precise(scale: np.ndarray, half: _Half) -> bool:
     return scale.dtype == np.float32 and bool((off <= _SCALE_ERROR * np.abs(scale)).all())
 
 
-def _guarded(draft: Draft, ranges: Mapping[str, Range], types: Mapping[str, int]) -> set[str]:
+def _guarded(editor: Editor, ranges: Mapping[str, Range], types: Mapping[str, int]) -> set[str]:
     """Names of nodes that float16 cannot hold."""
-    graph = draft.graph
+    graph = editor.graph
     unfit = {name for name, seen in ranges.items() if not _holds(_finite_peak(seen))}
-    for name in draft.constants:
-        if types.get(name) == _FLOAT and not _holds(_peak(draft, name)):
+    for name in editor.constants:
+        if types.get(name) == _FLOAT and not _holds(_peak(editor, name)):
             unfit.add(name)
     for node in graph.node:
         if not all(_holds(peak) for peak in _attribute_peaks(node)):
@@ -285,8 +285,8 @@ def _attribute_peaks(node: onnx.NodeProto) -> Iterator[float]:
             yield max((abs(value) for value in (attribute.f, *attribute.floats)), default=0.0)
 
 
-def _peak(draft: Draft, name: str) -> float:
-    return _largest(draft.array(name))
+def _peak(editor: Editor, name: str) -> float:
+    return _largest(editor.array(name))
 
 
 def _largest(array: np.ndarray) -> float:

@@ -21,8 +21,9 @@ from onnx import numpy_helper
 
 from deploykit.core.evidence import Problem
 from deploykit.core.profile import Profile
-from deploykit.onnx_graph.graph import dtype_name, element_types, opset
-from deploykit.onnx_graph.validate import RUNTIME_DOMAINS, all_nodes
+from deploykit.onnx_graph.graph import Graph, dtype_name, opset
+from deploykit.onnx_graph.skeleton import all_nodes
+from deploykit.onnx_graph.validate import RUNTIME_DOMAINS
 
 Version = tuple[int, ...]
 
@@ -71,17 +72,18 @@ _NO_LAYERS = frozenset(("string", "int16", "uint16", "uint32", "uint64", "comple
 _LOW, _HIGH = "QuantizeLinear", "DequantizeLinear"
 
 
-def unsupported(model: onnx.ModelProto, profile: Profile) -> tuple[Problem, ...]:
+def unsupported(source: Graph, profile: Profile) -> tuple[Problem, ...]:
     """What `profile`'s runtime will not take, in the graph's order.
 
     Empty means that nothing is known against the model, not that a build is sure to succeed.
     """
+    model = source.model
     own = {(function.domain, function.name) for function in model.functions}
     if profile.runtime != "tensorrt":
         return tuple(_foreign_to_onnxruntime(model, own))
     version = _version(profile)
     found = list(_opset(model, version))
-    types = {name: dtype_name(kind) for name, kind in element_types(model).items()}
+    types = {name: dtype_name(kind) for name, kind in source.element_types.items()}
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
     for node in all_nodes(model.graph):
         why = _operator(node, version, own) or _attributes(node, version)

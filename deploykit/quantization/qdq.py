@@ -18,11 +18,11 @@ from onnx import TensorProto
 
 from deploykit.core.errors import BadInput
 from deploykit.core.precision import BY_NAME, Precision
-from deploykit.onnx_graph.editor import Draft
+from deploykit.onnx_graph.editor import Editor
 from deploykit.onnx_graph.folding import fold
-from deploykit.onnx_graph.graph import opset
+from deploykit.onnx_graph.graph import Graph, opset
 from deploykit.onnx_graph.opsets import raise_opset
-from deploykit.onnx_graph.validate import all_nodes
+from deploykit.onnx_graph.skeleton import all_nodes
 from deploykit.quantization.calibrate import Calibration, Range
 from deploykit.quantization.formats import (
     channel_axis,
@@ -45,21 +45,21 @@ class Scale:
 
 
 def to_pairs(
-    model: onnx.ModelProto,
+    source: Graph,
     calibration: Calibration,
     to: str = "int8",
     *,
     runtime: str = "tensorrt",
     keep_float32: Collection[str] = (),
-) -> onnx.ModelProto:
-    """The model with pairs of `to`, "int8" or "fp8", for `runtime`, "tensorrt" or "onnxruntime".
+) -> Graph:
+    """The graph with pairs of `to`, "int8" or "fp8", for `runtime`, "tensorrt" or "onnxruntime".
 
     INT8: symmetric weights, one scale per output channel, max|w| / 127, and one scale per input
     tensor, peak / 127 of the calibration's `clipped`; for ONNX Runtime the whole range over 255
     steps, with a zero point, and pairs on the outputs as well. FP8 (E4M3): one scale per tensor,
     peak / 448, always placed for TensorRT, and a model below opset 19 is raised to it. A MatMul of
     two activations stays float, as do a node whose input was infinite and those named in
-    `keep_float32`. Batch normalisation is folded into its convolution first; `model` stays
+    `keep_float32`. Batch normalisation is folded into its convolution first; `source` stays
     as it is.
     Raises BadInput for a model with no Conv, Gemm or MatMul with constant weights (or with none
     left), one that is quantized already, one that is not what `calibration` saw or whose opset is
@@ -67,12 +67,12 @@ def to_pairs(
     """
     precision = BY_NAME[to]
     float8 = precision.dtype == "float8"
-    editor = _folded(model)
+    editor = _folded(source)
     if float8:
         raise_opset(editor.model, precision.min_opset)
     elif opset(editor.model) < precision.min_opset:
         raise BadInput(
-            f"the model is of opset {opset(model)}; INT8 needs {precision.min_opset} or newer",
+            f"the model is of opset {source.opset}; INT8 needs {precision.min_opset} or newer",
             hint="export it again with a newer opset",
         )
     runtime = "tensorrt" if float8 else runtime
@@ -82,25 +82,25 @@ def to_pairs(
     return writer.write(placement, chained=chained, skip=keep_float32)
 
 
-def quantizable(model: onnx.ModelProto) -> tuple[str, ...]:
+def quantizable(source: Graph) -> tuple[str, ...]:
     """Names of the nodes that `to_int8` and `to_fp8` quantize if no value is infinite."""
-    draft = _folded(model)
-    return tuple(draft.graph.node[n].name for n in quantizable_nodes(draft))
+    editor = _folded(source)
+    return tuple(editor.graph.node[n].name for n in quantizable_nodes(editor))
 
 
-def _folded(model: onnx.ModelProto) -> Draft:
-    if any(node.op_type == "DequantizeLinear" for node in all_nodes(model.graph)):
+def _folded(source: Graph) -> Editor:
+    if any(node.op_type == "DequantizeLinear" for node in all_nodes(source.model.graph)):
         raise BadInput("the model is quantized already", hint="quantize the float32 model")
-    draft = Draft(model)
-    fold(draft)
-    return draft
+    editor = Editor(source)
+    fold(editor)
+    return editor
 
 
 def _placement(
-    draft: Draft, calibration: Calibration, runtime: str, skip: Collection[str]
+    editor: Editor, calibration: Calibration, runtime: str, skip: Collection[str]
 ) -> Layout:
     layout = plan(
-        draft,
+        editor,
         runtime,
         skip=skip,
         holds=lambda name: bool(np.isfinite(_range(calibration, name).peak)),
@@ -127,8 +127,8 @@ def _range(calibration: Calibration, name: str) -> Range:
 class _Writer:
     """Emits the nodes in order, each pair once, just before the first node that reads it."""
 
-    def __init__(self, draft: Draft, calibration: Calibration, precision: Precision) -> None:
-        self.draft = draft
+    def __init__(self, editor: Editor, calibration: Calibration, precision: Precision) -> None:
+        self.editor = editor
         self.calibration = calibration
         self.float8 = precision.dtype == "float8"
         self.max_stored = precision.max_stored
@@ -137,9 +137,7 @@ class _Writer:
         self.scales: dict[str, Scale] = {}
         self.stored: type[np.int8 | np.uint8] = np.int8
 
-    def write(
-        self, layout: Layout, *, chained: bool = False, skip: Collection[str] = ()
-    ) -> onnx.ModelProto:
+    def write(self, layout: Layout, *, chained: bool = False, skip: Collection[str] = ()) -> Graph:
         """Rewire what the chosen nodes read.
 
         `chained`: what any node but those in `skip` reads, so that ONNX Runtime sees `DQ op Q`;
@@ -149,7 +147,7 @@ class _Writer:
         self.stored = np.uint8 if chained else np.int8
         for name in set(layout.scaled.values()):
             self.scales[name] = self._scale(name, asymmetric=chained)
-        for number, node in enumerate(self.draft.graph.node):
+        for number, node in enumerate(self.editor.graph.node):
             names = list(node.input)
             chosen = number in layout.chosen
             for place, name in enumerate(names):
@@ -159,10 +157,10 @@ class _Writer:
                     (chained and node.name not in skip) or (chosen and place == 0)
                 ):
                     node.input[place] = self._activation(name, self.scales[layout.scaled[name]])
-            if chained and chosen and len(names) > 2 and names[2] in self.draft.constants:
+            if chained and chosen and len(names) > 2 and names[2] in self.editor.constants:
                 self._bias(node, names, self.scales[layout.scaled[names[0]]])
             self.nodes.append(node)
-        return self.draft.finish(self.nodes)
+        return self.editor.finish(self.nodes)
 
     def _scale(self, name: str, *, asymmetric: bool) -> Scale:
         seen = _range(self.calibration, name)
@@ -175,39 +173,39 @@ class _Writer:
     def _activation(self, name: str, at: Scale) -> str:
         key = (name, None)
         if key not in self.done:
-            draft, kind = self.draft, "float8" if self.float8 else np.dtype(self.stored).name
-            scale = draft.store(f"{name}_scale", np.float32(at.scale))
+            editor, kind = self.editor, "float8" if self.float8 else np.dtype(self.stored).name
+            scale = editor.store(f"{name}_scale", np.float32(at.scale))
             zero = self._zero(name, self.stored(at.zero))
-            stored, out = draft.fresh(f"{name}_{kind}"), draft.fresh(f"{name}_dequantized")
+            stored, out = editor.fresh(f"{name}_{kind}"), editor.fresh(f"{name}_dequantized")
             self.done[key] = out
-            self.nodes.append(draft.node("QuantizeLinear", [name, scale, zero], stored))
-            self.nodes.append(draft.node("DequantizeLinear", [stored, scale, zero], out))
+            self.nodes.append(editor.node("QuantizeLinear", [name, scale, zero], stored))
+            self.nodes.append(editor.node("DequantizeLinear", [stored, scale, zero], out))
         return self.done[key]
 
     def _zero(self, name: str, values: np.ndarray | np.generic) -> str:
         name = f"{name}_zero_point"
         if not self.float8:
-            return self.draft.store(name, values)
+            return self.editor.store(name, values)
         zeros = np.zeros_like(values, np.uint8)
-        return self.draft.store_bytes(name, _FP8, zeros.shape, zeros.tobytes())
+        return self.editor.store_bytes(name, _FP8, zeros.shape, zeros.tobytes())
 
     def _weight(self, node: onnx.NodeProto) -> str:
         name = node.input[1]
-        axis = None if self.float8 else channel_axis(node, len(self.draft.constants[name].dims))
+        axis = None if self.float8 else channel_axis(node, len(self.editor.constants[name].dims))
         if (name, axis) not in self.done:
-            values = self.draft.array(name)
+            values = self.editor.array(name)
             scale = weight_scale(values, axis, name, self.max_stored)
             if self.float8:
                 data = fp8_bytes(values, scale)
-                stored = self.draft.store_bytes(f"{name}_float8", _FP8, values.shape, data)
+                stored = self.editor.store_bytes(f"{name}_float8", _FP8, values.shape, data)
             else:
-                stored = self.draft.store(f"{name}_int8", int8_steps(values, scale, axis))
+                stored = self.editor.store(f"{name}_int8", int8_steps(values, scale, axis))
             self.done[name, axis] = self._dequantized(name, stored, np.int8, scale, axis)
         return self.done[name, axis]
 
     def _bias(self, node: onnx.NodeProto, names: list[str], at: Scale) -> None:
         """ONNX Runtime's QLinearConv adds an INT32 bias in steps of input times weight scale."""
-        bias, weight = self.draft.array(names[2]), self.draft.array(names[1])
+        bias, weight = self.editor.array(names[2]), self.editor.array(names[1])
         axis = channel_axis(node, weight.ndim)
         scale = weight_scale(weight, axis, names[1]) * np.float32(at.scale)
         scaled = any(a.name in ("alpha", "beta") and a.f != 1 for a in node.attribute)
@@ -215,17 +213,17 @@ class _Writer:
             return
         steps = np.rint(bias.astype(np.float64) / scale)
         if np.abs(steps).max(initial=0) < 2**31:
-            stored = self.draft.store(f"{names[2]}_int32", steps.astype(np.int32))
+            stored = self.editor.store(f"{names[2]}_int32", steps.astype(np.int32))
             node.input[2] = self._dequantized(names[2], stored, np.int32, scale, 0)
 
     def _dequantized(
         self, name: str, stored: str, dtype: type, scale: np.ndarray, axis: int | None
     ) -> str:
         """Emit the DequantizeLinear that gives the constant `stored` its scale back."""
-        at = self.draft.store(f"{name}_scale", scale)
+        at = self.editor.store(f"{name}_scale", scale)
         zero = self._zero(name, np.zeros(scale.shape, dtype))
-        out = self.draft.fresh(f"{name}_dequantized")
-        self.nodes.append(self.draft.node("DequantizeLinear", [stored, at, zero], out, axis=axis))
+        out = self.editor.fresh(f"{name}_dequantized")
+        self.nodes.append(self.editor.node("DequantizeLinear", [stored, at, zero], out, axis=axis))
         return out
 
 

@@ -1,6 +1,6 @@
 """Where quantization puts its pairs: which nodes compute in 8 bits, and which tensors get a scale.
 
-In: a folded draft. Out: a `Layout`. Calibration asks it which tensors need a histogram, `qdq`
+In: a folded editor. Out: a `Layout`. Calibration asks it which tensors need a histogram, `qdq`
 writes it. TensorRT wants scales on what quantized nodes read and on nothing else; ONNX Runtime has
 integer kernels for a chain of nodes only if the tensors between them have scales too.
 """
@@ -15,7 +15,7 @@ from onnx import TensorProto
 
 from deploykit.core.errors import BadInput
 from deploykit.core.precision import RUNTIMES
-from deploykit.onnx_graph.editor import Draft
+from deploykit.onnx_graph.editor import Editor
 
 QUANTIZED = ("Conv", "Gemm", "MatMul")
 
@@ -34,13 +34,13 @@ class Layout:
     scaled: Mapping[str, str]
 
 
-def quantizable_nodes(draft: Draft) -> list[int]:
+def quantizable_nodes(editor: Editor) -> list[int]:
     """Places of the Conv, Gemm and MatMul of an activation and of constant float32 weights."""
-    return [n for n, node in enumerate(draft.graph.node) if _quantizable(node, draft.constants)]
+    return [n for n, node in enumerate(editor.graph.node) if _quantizable(node, editor.constants)]
 
 
 def plan(
-    draft: Draft,
+    editor: Editor,
     runtime: str,
     *,
     skip: Collection[str] = (),
@@ -53,22 +53,22 @@ def plan(
     """
     if runtime not in RUNTIMES:
         raise BadInput(f"unknown runtime '{runtime}'", hint="one of: " + ", ".join(RUNTIMES))
-    nodes = draft.graph.node
-    check_names(draft, skip)
+    nodes = editor.graph.node
+    check_names(editor, skip)
     chosen = [
         n
-        for n in quantizable_nodes(draft)
+        for n in quantizable_nodes(editor)
         if nodes[n].name not in skip and holds(nodes[n].input[0])
     ]
     scaled = {nodes[n].input[0]: nodes[n].input[0] for n in chosen}
     if runtime == "onnxruntime":
-        _spread(draft, scaled, set(chosen), skip, holds)
+        _spread(editor, scaled, set(chosen), skip, holds)
     return Layout(tuple(chosen), scaled)
 
 
-def check_names(draft: Draft, names: Collection[str]) -> None:
+def check_names(editor: Editor, names: Collection[str]) -> None:
     """Raise BadInput for a name that no node of the graph has."""
-    unknown = sorted(set(names) - {node.name for node in draft.graph.node})
+    unknown = sorted(set(names) - {node.name for node in editor.graph.node})
     if unknown:
         raise BadInput(
             f"no node is named '{unknown[0]}'", hint="deploykit inspect MODEL lists the nodes"
@@ -88,16 +88,16 @@ def _quantizable(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]
 
 
 def _spread(
-    draft: Draft,
+    editor: Editor,
     scaled: dict[str, str],
     chosen: set[int],
     skip: Collection[str],
     holds: Callable[[str], bool],
 ) -> None:
     """Add to `scaled` the tensors that follow, as long as ONNX Runtime has integer kernels."""
-    outputs = {value.name for value in draft.graph.output}
+    outputs = {value.name for value in editor.graph.output}
     readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in draft.graph.node:
+    for node in editor.graph.node:
         for name in node.input:
             readers.setdefault(name, []).append(node)
 
@@ -106,7 +106,7 @@ def _spread(
         fused = len(after) == 1 and after[0].op_type in _ACTIVATIONS and out not in outputs
         return str(after[0].output[0]) if fused else out
 
-    for number, node in enumerate(draft.graph.node):
+    for number, node in enumerate(editor.graph.node):
         inputs = [name for name in node.input if name]
         out = node.output[0] if node.output else ""
         if node.name in skip:

@@ -13,43 +13,42 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from deploykit.onnx_graph.editor import Draft
-from deploykit.onnx_graph.graph import element_types
-from deploykit.onnx_graph.validate import subgraphs
+from deploykit.onnx_graph.editor import Editor
+from deploykit.onnx_graph.graph import Graph
+from deploykit.onnx_graph.skeleton import subgraphs
 from deploykit.quantization.formats import bfloat16_values
 
 _FLOAT = TensorProto.FLOAT
 _HALVES = frozenset((TensorProto.FLOAT16, TensorProto.BFLOAT16))
 
 
-def simulate(model: onnx.ModelProto) -> onnx.ModelProto:
+def simulate(source: Graph) -> Graph:
     """The graph with a Cast to the half type and one back after each node that makes a half tensor.
 
     Inputs and outputs keep their names and types, and so do half tensors between, which hold the
     rounded values. Nodes with bodies (If, Loop, Scan) stay as they are. ONNX Runtime 1.20 and newer
     keep these pairs of casts at every level of optimisation; run it at ORT_DISABLE_ALL all the
-    same, since a fused node rounds less often. `model` is left as it is.
+    same, since a fused node rounds less often. `source` is left as it is.
     """
-    draft = Draft(model)
-    return _Writer(draft, element_types(draft.model)).write()
+    return _Writer(Editor(source), source.element_types).write()
 
 
 class _Writer:
     """A half tensor keeps its name; its float32 twin is `NAME_float32`, which all nodes read."""
 
-    def __init__(self, draft: Draft, types: dict[str, int]) -> None:
-        self.draft = draft
+    def __init__(self, editor: Editor, types: dict[str, int]) -> None:
+        self.editor = editor
         self.types = types
         self.twins: dict[str, str] = {}
         self.nodes: list[onnx.NodeProto] = []
 
-    def write(self) -> onnx.ModelProto:
-        for node in self.draft.graph.node:
+    def write(self) -> Graph:
+        for node in self.editor.graph.node:
             if any(True for _ in subgraphs(node)):
                 self.nodes.append(node)
             else:
                 self._add(node)
-        return self.draft.finish(self.nodes)
+        return self.editor.finish(self.nodes)
 
     def _add(self, node: onnx.NodeProto) -> None:
         for place, name in enumerate(node.input):
@@ -57,25 +56,25 @@ class _Writer:
                 node.input[place] = self._twin(name)
         made = {place: name for place, name in enumerate(node.output) if self._half(name)}
         for place, name in made.items():
-            node.output[place] = self.draft.fresh(f"{name}_unrounded")
+            node.output[place] = self.editor.fresh(f"{name}_unrounded")
         for attribute in node.attribute:
             _widen(attribute)
         self.nodes.append(node)
         for place, name in made.items():
             kind = self.types[name]
-            self.nodes.append(self.draft.node("Cast", [node.output[place]], name, to=kind))
+            self.nodes.append(self.editor.node("Cast", [node.output[place]], name, to=kind))
 
     def _half(self, name: str) -> bool:
         return self.types.get(name) in _HALVES
 
     def _twin(self, name: str) -> str:
         if name not in self.twins:
-            if name in self.draft.constants:
-                values = _values(self.draft.constants[name])
-                self.twins[name] = self.draft.store(f"{name}_float32", values)
+            if name in self.editor.constants:
+                values = _values(self.editor.tensor(name))
+                self.twins[name] = self.editor.store(f"{name}_float32", values)
             else:
-                self.twins[name] = self.draft.fresh(f"{name}_float32")
-                cast = self.draft.node("Cast", [name], self.twins[name], to=_FLOAT)
+                self.twins[name] = self.editor.fresh(f"{name}_float32")
+                cast = self.editor.node("Cast", [name], self.twins[name], to=_FLOAT)
                 self.nodes.append(cast)
         return self.twins[name]
 

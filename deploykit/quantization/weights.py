@@ -13,11 +13,11 @@ from onnx import TensorProto
 
 from deploykit.core.errors import BadInput
 from deploykit.core.precision import BY_NAME
-from deploykit.onnx_graph.editor import Draft
+from deploykit.onnx_graph.editor import Editor
 from deploykit.onnx_graph.folding import fold
-from deploykit.onnx_graph.graph import opset
+from deploykit.onnx_graph.graph import Graph, opset
 from deploykit.onnx_graph.opsets import raise_opset
-from deploykit.onnx_graph.validate import all_nodes, stored_elements
+from deploykit.onnx_graph.skeleton import all_nodes, stored_elements
 from deploykit.quantization.formats import (
     channel_axis,
     int4_bytes,
@@ -32,18 +32,18 @@ LEAST_ELEMENTS = 1 << 16  # below 256 x 256 a file shrinks by less than its othe
 
 
 def to_weight_only(
-    model: onnx.ModelProto,
+    source: Graph,
     bits: int = 8,
     *,
     block: int = 128,
     least_elements: int = LEAST_ELEMENTS,
-) -> onnx.ModelProto:
-    """The model with INT8 (`bits` 8) or INT4 (4) weights in its large MatMul and Gemm nodes.
+) -> Graph:
+    """The graph with INT8 (`bits` 8) or INT4 (4) weights in its large MatMul and Gemm nodes.
 
     INT8: one scale per output, max|w| / 127. INT4: one scale for each `block` inputs of an output,
     or for 64 or 32 where `block` does not divide their number; a node that none of these fits stays
     as it is. A weight of fewer than `least_elements` stays too, as does one that other kinds of
-    nodes share. INT4 raises a model to opset 21. `model` is left as it is.
+    nodes share. INT4 raises a model to opset 21. `source` is left as it is.
     Raises BadInput for a model that has no such node, is quantized already, or cannot be raised,
     for other `bits` or `block`, and for weights that are NaN or infinite.
     """
@@ -53,11 +53,11 @@ def to_weight_only(
         raise BadInput(
             f"blocks of {block} are not offered", hint="one of: " + ", ".join(map(str, BLOCKS))
         )
-    if any(node.op_type == "DequantizeLinear" for node in all_nodes(model.graph)):
+    if any(node.op_type == "DequantizeLinear" for node in all_nodes(source.model.graph)):
         raise BadInput("the model is quantized already", hint="quantize the float32 model")
-    draft = Draft(model)
-    fold(draft)
-    chosen = set(_chosen(draft, bits, block, least_elements))
+    editor = Editor(source)
+    fold(editor)
+    chosen = set(_chosen(editor, bits, block, least_elements))
     if not chosen:
         raise BadInput(
             f"the model has no Gemm or MatMul with constant weights of {least_elements} elements "
@@ -65,33 +65,33 @@ def to_weight_only(
             hint="weight-only precision serves large linear layers; fp16 halves any model",
         )
     least = BY_NAME[f"int{bits}-weight-only"].min_opset
-    if opset(draft.model) < least:
-        raise_opset(draft.model, least)
+    if opset(editor.model) < least:
+        raise_opset(editor.model, least)
     nodes: list[onnx.NodeProto] = []
     done: dict[tuple[str, int], str] = {}
-    for number, node in enumerate(draft.graph.node):
+    for number, node in enumerate(editor.graph.node):
         if number in chosen:
             out_axis = channel_axis(node, 2)
             key = (node.input[1], out_axis or 0)
             if key not in done:
                 made = (
-                    _int8(draft, node.input[1], key[1])
+                    _int8(editor, node.input[1], key[1])
                     if bits == 8
-                    else _int4(draft, node.input[1], 1 - key[1], block)
+                    else _int4(editor, node.input[1], 1 - key[1], block)
                 )
                 nodes.append(made)
                 done[key] = made.output[0]
             node.input[1] = done[key]
         nodes.append(node)
-    return draft.finish(nodes)
+    return editor.finish(nodes)
 
 
-def _chosen(draft: Draft, bits: int, block: int, least_elements: int) -> list[int]:
+def _chosen(editor: Editor, bits: int, block: int, least_elements: int) -> list[int]:
     """Places of the nodes whose weights are to be stored in fewer bits."""
     found = []
-    for number in quantizable_nodes(draft):
-        node = draft.graph.node[number]
-        weight = draft.constants[node.input[1]]
+    for number in quantizable_nodes(editor):
+        node = editor.graph.node[number]
+        weight = editor.constants[node.input[1]]
         if node.op_type == "Conv" or len(weight.dims) != 2:
             continue
         inputs = weight.dims[1 - (channel_axis(node, 2) or 0)]
@@ -106,21 +106,21 @@ def _block_of(inputs: int, block: int) -> int | None:
     return next((size for size in BLOCKS if size <= block and inputs % size == 0), None)
 
 
-def _int8(draft: Draft, name: str, axis: int) -> onnx.NodeProto:
-    values = draft.array(name)
+def _int8(editor: Editor, name: str, axis: int) -> onnx.NodeProto:
+    values = editor.array(name)
     scale = weight_scale(values, axis, name)
-    stored = draft.store(f"{name}_int8", int8_steps(values, scale, axis))
-    inputs = [stored, draft.store(f"{name}_scale", scale)]
-    inputs.append(draft.store(f"{name}_zero_point", np.zeros(scale.shape, np.int8)))
-    return draft.node("DequantizeLinear", inputs, draft.fresh(f"{name}_dequantized"), axis=axis)
+    stored = editor.store(f"{name}_int8", int8_steps(values, scale, axis))
+    inputs = [stored, editor.store(f"{name}_scale", scale)]
+    inputs.append(editor.store(f"{name}_zero_point", np.zeros(scale.shape, np.int8)))
+    return editor.node("DequantizeLinear", inputs, editor.fresh(f"{name}_dequantized"), axis=axis)
 
 
-def _int4(draft: Draft, name: str, axis: int, block: int) -> onnx.NodeProto:
+def _int4(editor: Editor, name: str, axis: int, block: int) -> onnx.NodeProto:
     """`axis`: that of the inputs, along which blocks lie."""
-    values = draft.array(name)
+    values = editor.array(name)
     size = _block_of(values.shape[axis], block) or block
     steps, scale = int4_steps(values, axis, size, name)
-    stored = draft.store_bytes(f"{name}_int4", TensorProto.INT4, values.shape, int4_bytes(steps))
-    at = draft.store(f"{name}_scale", scale)
-    out = draft.fresh(f"{name}_dequantized")
-    return draft.node("DequantizeLinear", [stored, at], out, axis=axis, block_size=size)
+    stored = editor.store_bytes(f"{name}_int4", TensorProto.INT4, values.shape, int4_bytes(steps))
+    at = editor.store(f"{name}_scale", scale)
+    out = editor.fresh(f"{name}_dequantized")
+    return editor.node("DequantizeLinear", [stored, at], out, axis=axis, block_size=size)

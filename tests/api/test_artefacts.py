@@ -12,7 +12,8 @@ from deploykit.api.artefacts import Made, keep, onnx_manifest, parity_sizes, rej
 from deploykit.core.artefact import read_manifest
 from deploykit.core.evidence import Evidence
 from deploykit.core.tensors import parse_spec
-from deploykit.onnx_graph.graph import save_graph
+from deploykit.onnx_graph.graph import Graph
+from tests.support.graphs.protos import save_graph
 from tests.support.onnx_zoo import linear, make
 
 X = np.ones((1, 256), np.float32)
@@ -30,7 +31,7 @@ def write(out: Path, value: float, *, good: bool = True) -> Made:
     with staged(out) as tmp:
         save_graph(large(value), tmp, limit_bytes=1024)
         assert tmp.with_name(f"{tmp.name}.data").is_file()
-        made = Made(out, onnx_manifest(tmp, (), tools=("onnx",), evidence=Evidence()))
+        made = Made(out, onnx_manifest(Graph.open(tmp), (), tools=("onnx",), evidence=Evidence()))
         return keep(tmp, made) if good else reject(tmp, made)
 
 
@@ -75,7 +76,9 @@ def test_a_model_in_one_file_takes_the_weights_of_the_last_one_away(tmp_path: Pa
     write(out, 1.0)
     with staged(out) as tmp:
         save_graph(linear(), tmp)
-        keep(tmp, Made(out, onnx_manifest(tmp, (), tools=("onnx",), evidence=Evidence())))
+        keep(
+            tmp, Made(out, onnx_manifest(Graph.open(tmp), (), tools=("onnx",), evidence=Evidence()))
+        )
     assert not (tmp_path / "m.onnx.data").exists()
 
 

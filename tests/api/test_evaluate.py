@@ -6,12 +6,13 @@ import numpy as np
 
 from deploykit.api.evaluate import MOST_BYTES, MOST_SAMPLES, axis_sizes, batch_that_fits
 from deploykit.core.tensors import parse_spec
+from deploykit.onnx_graph.graph import Graph
 from deploykit.runtimes.data.samples import Samples
 from tests.support.onnx_zoo import conv_relu, linear, make
 
 
 def test_small_models_are_judged_in_full_batches() -> None:
-    assert batch_that_fits(linear(), {"N": 1}) == MOST_SAMPLES
+    assert batch_that_fits(Graph(linear()), {"N": 1}) == MOST_SAMPLES
 
 
 def test_large_tensors_make_smaller_batches() -> None:
@@ -20,8 +21,8 @@ def test_large_tensors_make_smaller_batches() -> None:
     node = helper.make_node("Relu", ["x"], ["y"], name="relu")
     model = make([node], {"x": ("N", "T")}, {"y": ("N", "T")}, {})
     quarter = MOST_BYTES // 4 // 4  # float32 values of a quarter of the bound
-    assert batch_that_fits(model, {"N": 1, "T": quarter}) == 4
-    assert batch_that_fits(model, {"N": 1, "T": quarter * 100}) == 1
+    assert batch_that_fits(Graph(model), {"N": 1, "T": quarter}) == 4
+    assert batch_that_fits(Graph(model), {"N": 1, "T": quarter * 100}) == 1
 
 
 def test_the_sizes_of_axes_come_from_the_samples() -> None:

@@ -10,12 +10,9 @@ import pytest
 
 from deploykit.builders.onnxruntime import build
 from deploykit.core.errors import BadInput, NotFound
-from deploykit.onnx_graph.graph import load_graph, specs, summarise
-from deploykit.quantization.calibrate import calibrate
-from deploykit.quantization.half_precision import to_half
-from deploykit.quantization.qdq import to_pairs
 from deploykit.runtimes.data.samples import Samples, random_feeds
 from deploykit.runtimes.engine import load
+from tests.support.graphs.protos import calibrate, load_graph, specs, summarise, to_half, to_pairs
 from tests.support.onnx_zoo import (
     conv_relu,
     int64_ids,

@@ -6,8 +6,8 @@ import pytest
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from deploykit.onnx_graph.editor import Draft
 from deploykit.onnx_graph.folding import fold
+from tests.support.graphs.protos import edit
 from tests.support.onnx_zoo import make
 
 NORM = ["scale", "shift", "mean", "variance"]
@@ -32,9 +32,9 @@ def conv_norm(*, bias: bool = True, epsilon: float = 1e-5, tap: bool = False) ->
 
 
 def folded(model: onnx.ModelProto) -> onnx.ModelProto:
-    draft = Draft(model)
+    draft = edit(model)
     fold(draft)
-    return draft.finish(list(draft.graph.node))
+    return draft.finish(list(draft.graph.node)).to_proto()
 
 
 def outputs(model: onnx.ModelProto) -> list[np.ndarray]:

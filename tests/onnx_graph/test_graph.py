@@ -9,12 +9,18 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.tensors import TensorSpec
-from deploykit.onnx_graph.graph import load_graph, name_nodes, save_graph, specs, summarise
-from deploykit.quantization.calibrate import calibrate
-from deploykit.quantization.half_precision import to_half
-from deploykit.quantization.qdq import to_pairs
+from deploykit.onnx_graph.graph import name_nodes
 from deploykit.runtimes.engine import load
 from tests.support.graphs.data import feeds, samples
+from tests.support.graphs.protos import (
+    calibrate,
+    load_graph,
+    save_graph,
+    specs,
+    summarise,
+    to_half,
+    to_pairs,
+)
 from tests.support.onnx_zoo import (
     conv_relu,
     int64_ids,

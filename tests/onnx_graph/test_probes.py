@@ -10,12 +10,9 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from deploykit.core.errors import BadInput
-from deploykit.onnx_graph.probes import Pair, expose, shared
-from deploykit.quantization.calibrate import calibrate
-from deploykit.quantization.half_precision import to_half
-from deploykit.quantization.qdq import to_pairs
-from deploykit.quantization.simulate import simulate
+from deploykit.onnx_graph.probes import Pair
 from tests.support.graphs.data import feeds, samples
+from tests.support.graphs.protos import calibrate, expose, shared, simulate, to_half, to_pairs
 from tests.support.onnx_zoo import (
     conv_relu,
     int64_ids,

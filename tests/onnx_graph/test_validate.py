@@ -10,8 +10,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from deploykit.core.errors import BadInput, NotFound
-from deploykit.onnx_graph.graph import load_graph
 from deploykit.runtimes.onnxruntime.engine import open_engine
+from tests.support.graphs.protos import load_graph
 from tests.support.onnx_zoo import linear, mnist_like, save
 
 GOOD = mnist_like().SerializeToString()

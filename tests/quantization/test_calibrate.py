@@ -10,9 +10,10 @@ import pytest
 from onnx import helper, numpy_helper
 
 from deploykit.core.errors import BadInput
-from deploykit.quantization.calibrate import METHODS, Range, calibrate
+from deploykit.quantization.calibrate import METHODS, Range
 from deploykit.runtimes.data.samples import Samples
 from tests.support.graphs.data import feeds, samples
+from tests.support.graphs.protos import calibrate
 from tests.support.onnx_zoo import (
     conv_relu,
     int64_ids,

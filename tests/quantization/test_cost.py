@@ -9,8 +9,9 @@ import pytest
 from onnx import TensorProto, helper
 
 from deploykit.core.errors import BadInput
-from deploykit.quantization.cost import NodeCost, node_costs, predicted_s, unknown
+from deploykit.quantization.cost import NodeCost, predicted_s, unknown
 from tests.support.graphs.cost_graphs import PEAKS, costs
+from tests.support.graphs.protos import node_costs
 from tests.support.onnx_zoo import Shape, linear, make, two_inputs
 
 

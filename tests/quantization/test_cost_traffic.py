@@ -12,12 +12,10 @@ import pytest
 from onnx import helper
 
 from deploykit.core.errors import BadInput
-from deploykit.onnx_graph.graph import summarise
-from deploykit.quantization.calibrate import calibrate
-from deploykit.quantization.cost import NodeCost, mix, node_costs, node_s, predicted_s, savings_s
-from deploykit.quantization.qdq import to_pairs
+from deploykit.quantization.cost import NodeCost, node_s, predicted_s, savings_s
 from tests.support.graphs.cost_graphs import PEAKS, costs
 from tests.support.graphs.data import samples
+from tests.support.graphs.protos import calibrate, mix, node_costs, summarise, to_pairs
 from tests.support.onnx_zoo import (
     conv_relu,
     int64_ids,

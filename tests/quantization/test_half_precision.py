@@ -10,13 +10,11 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from deploykit.core.errors import BadInput
-from deploykit.onnx_graph.graph import load_graph, specs, summarise
-from deploykit.quantization.calibrate import Calibration, Range, calibrate
-from deploykit.quantization.half_precision import to_half
-from deploykit.quantization.qdq import to_pairs
+from deploykit.quantization.calibrate import Calibration, Range
 from deploykit.runtimes.data.samples import Samples
 from deploykit.runtimes.engine import load
 from tests.support.graphs.data import calibration, feeds, in_true_halves, samples, sqnr_db
+from tests.support.graphs.protos import calibrate, load_graph, specs, summarise, to_half, to_pairs
 from tests.support.onnx_zoo import (
     conv_relu,
     int64_ids,

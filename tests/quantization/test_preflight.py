@@ -15,8 +15,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from deploykit.core.profile import Profile, load_profile
-from deploykit.quantization.preflight import unsupported
 from tests.support import onnx_zoo
+from tests.support.graphs.protos import unsupported
 
 FLOAT, UINT8, INT64 = TensorProto.FLOAT, TensorProto.UINT8, TensorProto.INT64
 

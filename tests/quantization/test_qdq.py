@@ -10,11 +10,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploykit.core.errors import BadInput
 from deploykit.core.precision import CALIBRATED, RUNTIMES
-from deploykit.onnx_graph.graph import specs, summarise
-from deploykit.quantization.calibrate import Calibration, Range, calibrate
-from deploykit.quantization.qdq import quantizable, to_pairs
+from deploykit.quantization.calibrate import Calibration, Range
 from deploykit.runtimes.data.samples import Samples
 from tests.support.graphs.data import calibration, feeds, samples, sqnr_db
+from tests.support.graphs.protos import calibrate, quantizable, specs, summarise, to_pairs
 from tests.support.graphs.qdq_graphs import (
     ZOO,
     Make,

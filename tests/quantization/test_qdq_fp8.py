@@ -10,11 +10,10 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, numpy_helper
 
-from deploykit.onnx_graph.graph import summarise
-from deploykit.quantization.calibrate import Range, calibrate
-from deploykit.quantization.qdq import to_pairs
+from deploykit.quantization.calibrate import Range
 from deploykit.runtimes.onnxruntime.engine import session_options
 from tests.support.graphs.data import calibration, feeds, samples, sqnr_db
+from tests.support.graphs.protos import calibrate, summarise, to_pairs
 from tests.support.graphs.qdq_graphs import ZOO, Make, pairs, run, stored
 from tests.support.onnx_zoo import linear, mnist_like, save
 

@@ -11,9 +11,9 @@ import pytest
 from onnx import helper
 
 from deploykit.quantization.calibrate import Range
-from deploykit.quantization.qdq import to_pairs
 from deploykit.runtimes.onnxruntime.engine import session_options
 from tests.support.graphs.data import calibration
+from tests.support.graphs.protos import to_pairs
 from tests.support.graphs.qdq_graphs import dequantize_of, pairs, quantized, stored
 from tests.support.onnx_zoo import linear, make, mnist_like, save
 

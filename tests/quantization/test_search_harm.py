@@ -11,11 +11,10 @@ import onnx
 import pytest
 from onnx import helper
 
-from deploykit.quantization.calibrate import calibrate
-from deploykit.quantization.cost import node_costs, predicted_s, savings_s
-from deploykit.quantization.qdq import quantizable, to_pairs
+from deploykit.quantization.cost import predicted_s, savings_s
 from deploykit.quantization.search import Level, Verdict, noise_share, ranked, search, sensitivities
 from tests.support.graphs.data import feeds, samples
+from tests.support.graphs.protos import calibrate, node_costs, quantizable, to_pairs
 from tests.support.onnx_zoo import make, save
 
 

@@ -6,13 +6,10 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
-from deploykit.onnx_graph.graph import specs
 from deploykit.quantization.calibrate import Range
-from deploykit.quantization.half_precision import to_half
-from deploykit.quantization.qdq import to_pairs
-from deploykit.quantization.simulate import simulate
 from deploykit.runtimes.onnxruntime.engine import session_options
 from tests.support.graphs.data import calibration, feeds, in_true_halves
+from tests.support.graphs.protos import simulate, specs, to_half, to_pairs
 from tests.support.onnx_zoo import int64_ids, linear, make, mnist_like, overflow
 
 LEVELS = ("ORT_DISABLE_ALL", "ORT_ENABLE_ALL")

@@ -8,11 +8,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from deploykit.core.errors import BadInput
-from deploykit.onnx_graph.graph import summarise
-from deploykit.quantization.half_precision import to_half
-from deploykit.quantization.weights import to_weight_only
 from deploykit.runtimes.engine import load
 from tests.support.graphs.data import feeds, in_true_halves, sqnr_db
+from tests.support.graphs.protos import summarise, to_half, to_weight_only
 from tests.support.onnx_zoo import conv_relu, make, mnist_like, save
 
 # A normal weight with its peak at 3 sigma in steps of peak/127: 10 log10(12 * 127**2 / 9) = 43 dB,

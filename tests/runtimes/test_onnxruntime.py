@@ -335,10 +335,9 @@ def test_half_graphs_are_not_optimised_to_the_last_level() -> None:
 
 def test_float8_answers_as_the_graph_says(tmp_path: Path) -> None:
     """Optimised, ONNX Runtime 1.31 refuses such a graph, or answers otherwise."""
-    from deploykit.quantization.calibrate import calibrate
-    from deploykit.quantization.qdq import to_pairs
     from deploykit.runtimes.data.samples import Samples
     from deploykit.runtimes.onnxruntime.engine import open_as_written
+    from tests.support.graphs.protos import calibrate, to_pairs
     from tests.support.onnx_zoo import mnist_like, save
 
     images = np.random.default_rng(0).random((64, 1, 28, 28), dtype=np.float32)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from deploykit.core.protobuf import Pages, fields
 from deploykit.core.tensors import BATCH, TensorSpec
-from deploykit.runtimes.onnxruntime.file import Pages, fields
 
 _GRAPH, _INPUT = 7, 11  # of ModelProto, of GraphProto
 _NAME, _TYPE = 1, 2  # of ValueInfoProto

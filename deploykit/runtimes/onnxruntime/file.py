@@ -7,12 +7,10 @@ be read gives no facts: loading it then says what is wrong.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import overload
 
-from deploykit.runtimes.engine import Closing
+from deploykit.core.protobuf import Pages, fields
 
 
 def holds_half(path: Path) -> bool:
@@ -49,40 +47,6 @@ def _holds(path: Path, kind: int) -> bool:
             return _type_in(data, "model", 0, len(data), kind)
     except (OSError, ValueError, IndexError, RecursionError):
         return False
-
-
-class Pages(Closing):
-    """A file's bytes by position, read where they are asked for. Raises IndexError past the end.
-
-    Not mapped: a server looks at files that somebody may be truncating, which ends a process that
-    has them mapped (SIGBUS).
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDONLY)
-        self._size = os.fstat(self._file).st_size
-        self._at, self._page = 0, b""
-
-    def __len__(self) -> int:
-        return self._size
-
-    @overload
-    def __getitem__(self, key: int) -> int: ...
-    @overload
-    def __getitem__(self, key: slice) -> bytes: ...
-    def __getitem__(self, key: int | slice) -> int | bytes:
-        if isinstance(key, slice):
-            begin, end, _ = key.indices(self._size)
-            return os.pread(self._file, max(0, end - begin), begin)
-        if not 0 <= key - self._at < len(self._page):
-            self._at, self._page = key, os.pread(self._file, _PAGE_BYTES, key)
-        return self._page[key - self._at]
-
-    def close(self) -> None:
-        os.close(self._file)
-
-
-_PAGE_BYTES = 1 << 14
 
 
 def _locations(data: Pages, message: str, begin: int, end: int) -> Iterator[str]:
@@ -144,39 +108,3 @@ def _type_in(data: Pages, message: str, begin: int, end: int, kind: int) -> bool
         elif number in members and _type_in(data, members[number], at, stop, kind):
             return True
     return False
-
-
-def fields(data: Pages, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Protobuf fields in data[at:end]: (number, begin, end), or (number, value, -1) of a varint.
-
-    Raises ValueError, or IndexError at the end of the file, for what is no protobuf.
-    """
-    while at < end:
-        key, at = _varint(data, at)
-        number, wire = key >> 3, key & 7
-        if wire == 0:
-            value, at = _varint(data, at)
-            yield number, value, -1
-        elif wire == 2:
-            size, at = _varint(data, at)
-            if at + size > end:
-                raise ValueError("not a protobuf")
-            yield number, at, at + size
-            at += size
-        elif wire in (1, 5):
-            at += 8 if wire == 1 else 4
-        else:
-            raise ValueError("not a protobuf")
-
-
-def _varint(data: Pages, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
-        if shift > 63:
-            raise ValueError("not a protobuf")

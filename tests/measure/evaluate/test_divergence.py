@@ -14,15 +14,18 @@ from onnx import helper, numpy_helper
 from deploykit.core.errors import BadInput
 from deploykit.measure.evaluate.divergence import Divergence, Tap, first_divergence, tensor_error
 from deploykit.measure.evaluate.parity import compare_engines
-from deploykit.onnx_graph.graph import specs
-from deploykit.onnx_graph.probes import expose, shared
-from deploykit.quantization.calibrate import calibrate
-from deploykit.quantization.half_precision import to_half
-from deploykit.quantization.qdq import to_pairs
-from deploykit.quantization.simulate import simulate
 from deploykit.runtimes.data.samples import random_feeds
 from deploykit.runtimes.engine import Arrays, load
 from tests.support.graphs.data import samples
+from tests.support.graphs.protos import (
+    calibrate,
+    expose,
+    shared,
+    simulate,
+    specs,
+    to_half,
+    to_pairs,
+)
 from tests.support.onnx_zoo import int64_ids, make, mnist_like, overflow, save, two_inputs
 
 ort = pytest.importorskip("onnxruntime")

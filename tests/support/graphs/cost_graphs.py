@@ -8,7 +8,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from deploykit.quantization.cost import NodeCost, node_costs
+from deploykit.quantization.cost import NodeCost
+from tests.support.graphs.protos import node_costs
 from tests.support.onnx_zoo import Shape
 
 PEAKS = {"fp32": 1e12, "fp16": 4e12, "int8": 8e12}

@@ -9,9 +9,9 @@ import numpy as np
 import onnx
 from onnx.reference import ReferenceEvaluator
 
-from deploykit.onnx_graph.graph import specs
 from deploykit.quantization.calibrate import Calibration, Range
 from deploykit.runtimes.data.samples import Samples, random_feeds
+from tests.support.graphs.protos import specs
 
 
 def feeds(model: onnx.ModelProto, count: int = 16, seed: int = 0) -> dict[str, np.ndarray]:

@@ -9,10 +9,10 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from deploykit.quantization.calibrate import Calibration, calibrate
-from deploykit.quantization.qdq import to_pairs
+from deploykit.quantization.calibrate import Calibration
 from deploykit.runtimes.engine import load
 from tests.support.graphs.data import samples
+from tests.support.graphs.protos import calibrate, to_pairs
 from tests.support.onnx_zoo import conv_relu, int64_ids, linear, mnist_like, save
 
 ZOO = [linear, conv_relu, int64_ids, mnist_like]

@@ -1,0 +1,107 @@
+"""Walk a protobuf file by its field headers, reading only the pages that are asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import overload
+
+_PAGE_BYTES = 1 << 14
+
+
+class Pages:
+    """A file's bytes by position, read where they are asked for. Raises IndexError past the end.
+
+    Not mapped: a server looks at files that somebody may be truncating, which ends a process that
+    has them mapped (SIGBUS).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDONLY)
+        self._size = os.fstat(self._file).st_size
+        self._at, self._page = 0, b""
+
+    def __enter__(self) -> Pages:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        os.close(self._file)
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, key: int) -> int: ...
+    @overload
+    def __getitem__(self, key: slice) -> bytes: ...
+    def __getitem__(self, key: int | slice) -> int | bytes:
+        if isinstance(key, slice):
+            begin, end, _ = key.indices(self._size)
+            return os.pread(self._file, max(0, end - begin), begin)
+        if not 0 <= key - self._at < len(self._page):
+            self._at, self._page = key, os.pread(self._file, _PAGE_BYTES, key)
+        return self._page[key - self._at]
+
+
+def fields(data: Pages, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Protobuf fields in data[at:end]: (number, begin, end), or (number, value, -1) of a varint.
+
+    Raises ValueError, or IndexError at the end of the file, for what is no protobuf.
+    """
+    for number, wire, _, begin, stop in spans(data, at, end):
+        if wire == 0:
+            yield number, _varint(data, begin)[0], -1
+        elif wire == 2:
+            yield number, begin, stop
+
+
+def spans(data: Pages, at: int, end: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Protobuf fields in data[at:end]: (number, wire type, start, begin of the value, end).
+
+    Raises as `fields` does.
+    """
+    while at < end:
+        start = at
+        key, at = _varint(data, at)
+        number, wire, begin = key >> 3, key & 7, at
+        if wire == 0:
+            _, at = _varint(data, at)
+        elif wire == 2:
+            size, begin = _varint(data, at)
+            at = begin + size
+        elif wire in (1, 5):
+            at += 8 if wire == 1 else 4
+        else:
+            raise ValueError("not a protobuf")
+        if at > end:
+            raise ValueError("not a protobuf")
+        yield number, wire, start, begin, at
+
+
+def varint(value: int) -> bytes:
+    """A number as protobuf writes it."""
+    found = bytearray()
+    while value > 0x7F:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*found, value])
+
+
+def _varint(data: Pages, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise ValueError("not a protobuf")

@@ -1,0 +1,100 @@
+"""The writers and readers of graphs, for tests that make and look at ONNX protobufs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from deploykit.core.profile import Profile
+from deploykit.core.tensors import TensorSpec
+from deploykit.onnx_graph import probes
+from deploykit.onnx_graph.editor import Editor
+from deploykit.onnx_graph.graph import Graph, Summary
+from deploykit.onnx_graph.storage import MAX_BYTES
+from deploykit.quantization import (
+    cost,
+    half_precision,
+    preflight,
+    qdq,
+    weights,
+)
+from deploykit.quantization import simulate as simulation
+from deploykit.quantization.calibrate import Calibration
+from deploykit.quantization.calibrate import calibrate as calibrate_graph
+from deploykit.runtimes.data.samples import Samples
+
+Model = onnx.ModelProto
+
+
+def load_graph(path: Path) -> Model:
+    return Graph.open(path).to_proto()
+
+
+def save_graph(model: Model, out: Path, *, limit_bytes: int = MAX_BYTES) -> Graph:
+    return Graph(model).save(out, limit_bytes=limit_bytes)
+
+
+def specs(model: Model) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    graph = Graph(model)
+    return graph.inputs, graph.outputs
+
+
+def summarise(model: Model) -> Summary:
+    return Graph(model).summary
+
+
+def element_types(model: Model) -> dict[str, int]:
+    return Graph(model).element_types
+
+
+def edit(model: Model) -> Editor:
+    return Editor(Graph(model))
+
+
+def calibrate(path: Path, samples: Samples, **options: Any) -> Calibration:
+    return calibrate_graph(Graph.open(path), samples, **options)
+
+
+def to_half(model: Model, *args: Any, **options: Any) -> tuple[Model, tuple[str, ...]]:
+    half, kept = half_precision.to_half(Graph(model), *args, **options)
+    return half.to_proto(), kept
+
+
+def to_pairs(model: Model, *args: Any, **options: Any) -> Model:
+    return qdq.to_pairs(Graph(model), *args, **options).to_proto()
+
+
+def to_weight_only(model: Model, *args: Any, **options: Any) -> Model:
+    return weights.to_weight_only(Graph(model), *args, **options).to_proto()
+
+
+def simulate(model: Model) -> Model:
+    return simulation.simulate(Graph(model)).to_proto()
+
+
+def quantizable(model: Model) -> tuple[str, ...]:
+    return qdq.quantizable(Graph(model))
+
+
+def expose(model: Model, names: Sequence[str]) -> tuple[Model, list[str]]:
+    graph, shown = probes.expose(Graph(model), names)
+    return graph.to_proto(), shown
+
+
+def shared(a: Model, b: Model) -> tuple[probes.Pair, ...]:
+    return probes.shared(Graph(a), Graph(b))
+
+
+def node_costs(model: Model, sizes: Mapping[str, int]) -> tuple[cost.NodeCost, ...]:
+    return cost.node_costs(Graph(model), sizes)
+
+
+def mix(model: Model, sizes: Mapping[str, int]) -> cost.Mix:
+    return cost.mix(Graph(model), sizes)
+
+
+def unsupported(model: Model, profile: Profile) -> tuple[preflight.Problem, ...]:
+    return preflight.unsupported(Graph(model), profile)
