@@ -20,6 +20,14 @@ _PARAMETER = re.compile(r"`(\w+)`")
 _BRACKETS = re.compile(r"<([^>]*)>")
 _EXTRA = re.compile(r"\[[^\[\]]*\]$")
 _IN_WORDS = re.compile(r"(default: )\(([^()]*)\)")
+_WORDS = {
+    "Value error, ": "",
+    "Input should be": "must be",
+    ", unable to parse string as an integer": "",
+    ", unable to parse string as a number": "",
+    ". Choose from:": "; choose from",
+    "\n\t": " ",
+}
 _COLUMN = 26  # longer names have their help on the next line
 _EXAMPLE = "\n\nExample: "
 
@@ -110,7 +118,7 @@ def write_sections(formatter: Any, sections: dict[str, list[tuple[str, str]]]) -
                 formatter.write(f"{first}\n")
                 first = indent
             wrapped = textwrap.wrap(
-                _EXTRA.sub(lambda match: match[0].replace(" ", "\0"), _plain(about)),
+                _unbroken(_plain(about), formatter.width - len(indent)),
                 formatter.width,
                 initial_indent=first,
                 subsequent_indent=indent,
@@ -118,6 +126,14 @@ def write_sections(formatter: Any, sections: dict[str, list[tuple[str, str]]]) -
                 break_long_words=False,
             )
             formatter.write("\n".join(wrapped).replace("\0", " ") + "\n")
+
+
+def _unbroken(text: str, width: int) -> str:
+    """With the `[default: ...]` at its end as one word, where it fits into a line."""
+    match = _EXTRA.search(text)
+    if match is None or len(match[0]) > width:
+        return text
+    return text[: match.start()] + match[0].replace(" ", "\0")
 
 
 def _plain(text: str) -> str:
@@ -136,6 +152,13 @@ def with_flags(message: str, parameters: Iterable[Any]) -> str:
     """`message` with each parameter name in backticks spelled as it is typed."""
     flags = {each.name: spelled(each) for each in parameters}
     return _PARAMETER.sub(lambda match: flags.get(match[1], match[0]), message)
+
+
+def in_words(message: str) -> str:
+    """An error of typer's or pydantic's on one line, in plain words."""
+    for old, new in _WORDS.items():
+        message = message.replace(old, new)
+    return message.rstrip(".")
 
 
 def _current(word: str) -> str:

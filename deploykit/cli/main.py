@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import io
 import logging
 import os
 import signal
@@ -16,7 +16,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from deploykit.cli import machine, make, output, prove, serve
-from deploykit.cli.help import Command, Group
+from deploykit.cli.configure import ConfigurableCommand
+from deploykit.cli.help import Command, Group, in_words
 from deploykit.core.errors import EXIT_BUG, EXIT_INTERRUPTED, BadInput, DeploykitError
 
 app = typer.Typer(
@@ -36,7 +37,8 @@ _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
 }
 for _title, _commands in _COMMANDS.items():
     for _command in _commands:
-        app.command(cls=Command, rich_help_panel=_title)(_command)
+        _kind = ConfigurableCommand if _command is serve.serve else Command
+        app.command(cls=_kind, rich_help_panel=_title)(_command)
 
 _EXIT_TERMINATED = 128 + signal.SIGTERM
 
@@ -87,6 +89,8 @@ def options(
 
 def main() -> NoReturn:
     """Run the command line and exit with a documented code."""
+    sys.stdout = sys.stdout or io.StringIO()  # closed by the caller: `>&-`
+    sys.stderr = sys.stderr or io.StringIO()
     if "_DEPLOYKIT_COMPLETE" in os.environ:
         app(prog_name="deploykit")
     interrupted = threading.Event()
@@ -112,6 +116,7 @@ def main() -> NoReturn:
             traceback.print_exc()
         if interrupted.is_set():
             _interrupted()
+        _drop_output()
         _failed(exc)
 
 
@@ -127,14 +132,11 @@ def _run(words: list[str]) -> int:
 
 
 def _drop_output() -> None:
-    """Send what is still to be flushed at exit nowhere."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            try:
-                stream.flush()
-            except BrokenPipeError:
-                os.dup2(nowhere, stream.fileno())
+    """Discard what stdout still holds and cannot take; else Python fails at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _interrupted() -> NoReturn:
@@ -162,7 +164,11 @@ def _failed(exc: Exception) -> NoReturn:
 def _usage_error(exc: Any, message: str) -> BadInput:
     context = getattr(exc, "ctx", None)
     command = context.command_path if context is not None else "deploykit"
-    text = message.rstrip(".").replace("\n\t", " ").replace(". Choose from:", "; choose from")
+    parameter: Any = getattr(exc, "param", None)
+    source = context.get_parameter_source(parameter.name) if context and parameter else None
+    if source is not None and source.name == "ENVIRONMENT":
+        message = f"{parameter.envvar}: {message}"
+    text = in_words(message)
     return BadInput(text or "a command is needed", hint=f"see: {command} --help")
 
 

@@ -8,9 +8,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TextIO
+from typing import Any, Literal, Protocol, TextIO
 
-from deploykit.core.errors import DeploykitError, GateFailed
+from deploykit.core.errors import BadInput, DeploykitError, GateFailed, os_reason
 
 _STYLES = {  # how a line begins, or a cell reads -> its style on a terminal
     "note:": "yellow",
@@ -25,11 +25,11 @@ _STYLES = {  # how a line begins, or a cell reads -> its style on a terminal
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under a header; the first column is left-aligned, the others right-aligned."""
+    """Rows under a header; the columns in `left` are left-aligned, the others right-aligned."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
-    left: int = 1  # how many columns are left-aligned
+    left: Sequence[int] = (0,)
 
     def plain(self) -> str:
         """Columns as wide as their widest cell."""
@@ -38,7 +38,7 @@ class Table:
         lines = []
         for row in cells:
             pairs = enumerate(zip(row, widths, strict=True))
-            parts = [c.ljust(w) if at < self.left else c.rjust(w) for at, (c, w) in pairs]
+            parts = [c.ljust(w) if at in self.left else c.rjust(w) for at, (c, w) in pairs]
             lines.append("  ".join(parts).rstrip())
         if any(self.header):
             lines.insert(1, "  ".join("-" * width for width in widths))
@@ -67,33 +67,42 @@ def show_parts(parts: Sequence[Part]) -> None:
     if not is_terminal(sys.stdout):
         line("\n".join(part if isinstance(part, str) else part.plain() for part in parts))
         return
-    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    console = Console(highlight=False)
+    styles: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
+    console = Console(highlight=False, color_system=styles)  # None: no styles at all
     for part in parts:
         if isinstance(part, str):
             first = part.lstrip().partition(" ")[0]
             console.print(Text(part, style=_STYLES.get(first, "")), soft_wrap=True)
             continue
-        table = RichTable(box=SIMPLE_HEAD, show_header=any(part.header), pad_edge=False)
+        head = any(part.header)
+        table = RichTable(box=None, show_header=head, pad_edge=False, padding=(0, 2, 0, 0))
         for at, name in enumerate(part.header):
-            table.add_column(name, justify="left" if at < part.left else "right", overflow="fold")
+            whole = not any(" " in row[at] for row in part.rows)  # names are to be copied
+            side: Literal["left", "right"] = "left" if at in part.left else "right"
+            table.add_column(name, justify=side, overflow="fold", no_wrap=whole)
         for row in part.rows:
             table.add_row(*(Text(one_line(cell), style=_STYLES.get(cell, "")) for cell in row))
         console.print(table)
 
 
 def line(text: str) -> None:
-    """Print one line on stdout and flush it: a reader of a pipe waits for it."""
-    print(text, flush=True)
+    """Print on stdout and flush it: a reader of a pipe waits for it."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise  # nobody reads on: no error
+    except OSError as exc:
+        raise BadInput(f"cannot write to standard output: {os_reason(exc)}") from exc
 
 
 def note(text: str) -> None:
-    """Print one line on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    """Print one line on stderr, if anybody reads it."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def error(exc: DeploykitError) -> None:

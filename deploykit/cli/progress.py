@@ -43,6 +43,7 @@ class Progress:
                 console=Console(stderr=True),
                 transient=True,
                 redirect_stdout=False,
+                refresh_per_second=4,
             )
             self.bar.start()
             self.task = self.bar.add_task("", total=1.0, what=self.what)

@@ -25,6 +25,7 @@ class ServeOptions:
 
     models: list[str] | None = None
     engine: list[str] | None = None
+    config: Path | None = None
     device: str = "auto"
     trust: bool = False
     host: str = "127.0.0.1"
@@ -60,6 +61,7 @@ class ServeOptions:
 _SERVE = f"""
 [NAME=]FILE            The .onnx or .trt files to serve
 --engine [NAME=]FILE   The same as an option; may be repeated
+--config FILE.toml     Read options from this file
 {DEVICE}
 {TRUST}
 Address:
@@ -123,6 +125,9 @@ def fields_as_options(kind: type) -> Callable[[Callable[[Any], None]], Callable[
 @fields_as_options(ServeOptions)
 def serve(options: ServeOptions) -> None:
     """Serve models over HTTP and gRPC, with dynamic batching.
+
+    Each option may also be a variable (DEPLOYKIT_HTTP_PORT=9000) or a key of the --config file
+    (http_port = 9000). A flag comes before a variable, a variable before the file.
 
     Example: deploykit serve mnist=model.int8.onnx --http-port 8000
     """

@@ -226,7 +226,7 @@ def profiles(found: Sequence[Profile]) -> list[Part]:
     ]
     header = ("profile", "runtime", "memory", "bandwidth", "fp16/s", "int8/s", "precisions")
     return [
-        Table(header, rows),
+        Table(header, rows, left=(0, 6)),
         "",
         "Peaks are dense. One profile in full: deploykit profiles NAME",
     ]
@@ -278,7 +278,7 @@ def doctor(result: Health) -> list[Part]:
         (check.command, "works" if check.works else "does not work", check.why)
         for check in result.checks
     ]
-    lines.append(Table(("command", "here", "what is missing"), rows, left=3))
+    lines.append(Table(("command", "here", "what is missing"), rows, left=(0, 1, 2)))
     lines += [f"warning: {text}" for text in result.warnings]
     return lines
 

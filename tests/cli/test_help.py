@@ -1,0 +1,116 @@
+"""The help pages, and completion in a shell."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import typer
+
+from deploykit.cli.help import DOCS, RENAMED
+from deploykit.cli.main import app
+from tests.cli.conftest import Run
+
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+
+
+def test_commands_are_listed_in_groups(run: Run) -> None:
+    headings = [line for line in run("--help").out.splitlines() if line.endswith(":")]
+    assert headings == ["Make:", "Prove:", "Serve:", "Machine:", "Options:"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_page_has_an_example_that_parses_and_a_link(run: Run, command: str) -> None:
+    import shlex
+
+    page = run(command, "--help").out
+    example = page.partition("Example:\n")[2].splitlines()[0].strip()
+    program, name, *words = shlex.split(example)
+    assert (program, name) == ("deploykit", command)
+    COMMANDS[command].make_context(name, words, parent=typer.Context(typer.main.get_command(app)))
+    assert f"{DOCS}#deploykit-{command}" in page
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_is_explained_with_its_value_and_without_types(run: Run, command: str) -> None:
+    page = run(command, "--help").out
+    assert "<" not in page
+    for parameter in COMMANDS[command].params:
+        assert parameter.help, parameter.name
+        if not getattr(parameter, "is_flag", False):
+            assert parameter.metavar or parameter.type_descriptor.is_choice, parameter.name
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120, 200])
+def test_a_page_is_as_wide_as_the_terminal(
+    run: Run, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    page = run("serve", "--help").out.partition("Options:")[2].partition("Documentation:")[0]
+    widest = max(map(len, page.splitlines()))
+    assert widest <= columns
+    assert widest > min(columns, 110) - 25
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("quantize", "--to fp16|bf16|int8|fp8|int8-weight-only|int4-weight-only|auto"),
+        ("quantize", "[default: percentile]"),
+        ("quantize", "[default: fp32]"),
+        ("export", "[default: 20, or what the profile needs]"),
+        ("export", "N is the batch"),
+        ("bench", "[default: 60, or 5 with --quick]"),
+        ("serve", "--log text|json"),
+        ("train", "--device auto|cpu|cuda "),
+    ],
+)
+def test_choices_and_defaults_are_shown(run: Run, command: str, shown: str) -> None:
+    assert shown in " ".join(run(command, "--help").out.split())
+
+
+def test_no_page_has_colour_where_stdout_is_a_pipe(run: Run) -> None:
+    assert "\x1b" not in run("--help").out
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_an_old_flag_works_with_a_warning_and_is_not_listed(run: Run, old: str, model: str) -> None:
+    ran = run("quantize", model, "--to", "fp16", f"{old}=fp17")
+    assert f"warning: {old} is now {RENAMED[old]}" in ran.err
+    assert RENAMED[old] in ran.error()
+    assert old not in run("quantize", "--help").out
+
+
+def test_old_flags_go_in_version_0_3() -> None:
+    from deploykit import __version__
+
+    assert tuple(map(int, __version__.split(".")[:2])) < (0, 3), "remove help.RENAMED"
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("deploykit qu", ["quantize"]),
+        ("deploykit build m.onnx --profile jetson-orin-nano", ["jetson-orin-nano-4gb"]),
+        ("deploykit profiles h2", ["h200"]),
+        ("deploykit train mni", ["mnist-cnn"]),
+        ("deploykit quantize m.onnx --to int8", ["int8", "int8-weight-only"]),
+        ("deploykit serve --lo", ["--log"]),
+        ("deploykit inspect m.onnx --deb", ["--debug"]),
+    ],
+)
+def test_a_shell_completes_commands_profiles_recipes_and_choices(
+    words: str, offered: list[str]
+) -> None:
+    variables = {"_DEPLOYKIT_COMPLETE": "complete_bash", "COMP_WORDS": words}
+    variables["COMP_CWORD"] = str(len(words.split()) - 1)
+    ran = subprocess.run(
+        [sys.executable, "-m", "deploykit"],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert set(offered) <= set(ran.stdout.split()), (ran.stdout, ran.stderr)

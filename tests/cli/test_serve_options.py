@@ -1,0 +1,114 @@
+"""Where `serve` takes its options from, and how it tells that it is ready."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Run
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the command passes on; nothing is served."""
+    seen: dict[str, Any] = {}
+
+    def serve(engines: list[str], **options: Any) -> int:
+        seen.update(options, engines=engines)
+        return 0
+
+    monkeypatch.setattr("deploykit.api.serve.serve", serve)
+    return seen
+
+
+def config(folder: Path, text: str) -> Path:
+    path = folder / "serve.toml"
+    path.write_text(text)
+    return path
+
+
+def test_models_are_arguments_or_options(run: Run, served: dict[str, Any]) -> None:
+    run("serve", "a.onnx", "b=b.onnx")
+    assert served["engines"] == ["a.onnx", "b=b.onnx"]
+    run("serve", "--engine", "a.onnx", "c=c.onnx", "--engine", "b=b.onnx")
+    assert served["engines"] == ["a.onnx", "b=b.onnx", "c=c.onnx"]
+
+
+def test_a_flag_comes_before_a_variable_and_that_before_the_file(
+    run: Run, served: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = config(tmp_path, "http_port = 1\nmax-batch = 1\nqueue = 1\ngrpc = false\n")
+    monkeypatch.setenv("DEPLOYKIT_HTTP_PORT", "2")
+    monkeypatch.setenv("DEPLOYKIT_MAX_BATCH", "2")
+    assert run("serve", "m.onnx", "--config", path, "--http-port", 3).code == 0
+    options = [served[name] for name in ("http_port", "max_batch", "queue", "timeout_ms")]
+    assert options == [3, 2, 1, 30_000]
+    assert served["grpc_port"] is None
+
+
+def test_a_flag_may_be_turned_off_by_a_variable(
+    run: Run, served: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEPLOYKIT_GRPC", "false")
+    monkeypatch.setenv("DEPLOYKIT_TRUST", "1")
+    assert run("serve", "m.onnx").code == 0
+    assert (served["grpc_port"], served["trust"]) == (None, True)
+
+
+def test_models_of_a_file_or_a_variable_give_way_to_arguments(
+    run: Run, served: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = config(tmp_path, 'engine = ["a=a.onnx", "b.onnx"]\nbuckets = "T=1,2"\n')
+    run("serve", "--config", path)
+    assert served["engines"] == ["a=a.onnx", "b.onnx"]
+    assert served["buckets"] == ["T=1,2"]
+    monkeypatch.setenv("DEPLOYKIT_ENGINE", "c.onnx d=d.onnx")
+    run("serve", "--config", path)
+    assert served["engines"] == ["c.onnx", "d=d.onnx"]
+    run("serve", "--config", path, "e.onnx")
+    assert served["engines"] == ["e.onnx"]
+
+
+WRONG = {
+    "http_prot = 1": "unknown key 'http_prot'",
+    'config = "other.toml"': "unknown key 'config'",
+    'http_port = "x"': "http_port: must be a valid integer",
+    "http_port = true": "http_port: must not be true or false",
+    "grpc = 1": "grpc: must be true or false",
+    'log = "xml"': "log: 'xml' is not one of 'text', 'json'",
+    '[engine]\na = "b.onnx"': "engine: must be a value, not a table",
+    "http_port =": "is not a TOML file",
+    "a = " + "[" * 5000: "is not a TOML file",
+}
+
+
+@pytest.mark.parametrize("text", WRONG, ids=lambda text: text[:30])
+def test_a_wrong_file_is_exit_2_and_names_file_and_key(
+    run: Run, served: dict[str, Any], tmp_path: Path, text: str
+) -> None:
+    ran = run("serve", "m.onnx", "--config", config(tmp_path, text))
+    assert ran.code == 2
+    assert "serve.toml: " in ran.error()
+    assert WRONG[text] in ran.error()
+    assert not served
+
+
+def test_a_misspelt_key_gets_the_right_one_as_a_hint(run: Run, tmp_path: Path) -> None:
+    ran = run("serve", "m.onnx", "--config", config(tmp_path, "http_prot = 1"))
+    assert "did you mean http_port?" in ran.err
+
+
+@pytest.mark.parametrize("name", ["missing.toml", "."])
+def test_a_file_that_cannot_be_read_is_exit_2(run: Run, tmp_path: Path, name: str) -> None:
+    ran = run("serve", "m.onnx", "--config", tmp_path / name)
+    assert ran.code == 2
+    assert str(tmp_path) in ran.error()
+
+
+def test_a_wrong_variable_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEPLOYKIT_HTTP_PORT", "many")
+    ran = run("serve", "m.onnx")
+    assert ran.code == 2
+    assert "DEPLOYKIT_HTTP_PORT" in ran.error()

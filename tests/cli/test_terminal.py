@@ -1,0 +1,172 @@
+"""What a person sees on a terminal, and what a script reads from a pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+
+DEPLOYKIT = [sys.executable, "-m", "deploykit"]
+
+
+def on_terminal(words: list[object], until: str | None = None, **variables: str) -> tuple[int, str]:
+    """Run a command on a terminal of 100 columns; Ctrl-C once it has printed `until`."""
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"} | variables
+    process = subprocess.Popen(
+        [*DEPLOYKIT, *map(str, words)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment,
+    )
+    os.close(theirs)
+    seen = b""
+    try:
+        while True:
+            try:
+                chunk = os.read(ours, 65536)
+            except OSError:  # the terminal's other side is closed: the process has ended
+                break
+            seen += chunk
+            if until is not None and until in seen.decode(errors="replace"):
+                process.send_signal(signal.SIGINT)
+                until = None
+            if not chunk:
+                break
+        code = process.wait(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    return code, seen.decode()
+
+
+def test_a_table_is_coloured_on_a_terminal(model: Path) -> None:
+    code, seen = on_terminal(["compare", model, model])
+    assert code == 0
+    assert "\x1b[1moutput" in seen
+
+
+@pytest.mark.parametrize("variable", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=str)
+@pytest.mark.parametrize("words", [["compare", "MODEL", "MODEL"], ["--help"], ["inspect", "no"]])
+def test_nothing_is_coloured_where_colour_is_not_wanted(
+    model: Path, words: list[str], variable: dict[str, str]
+) -> None:
+    _, seen = on_terminal([model if word == "MODEL" else word for word in words], **variable)
+    assert "\x1b" not in seen
+
+
+def test_help_and_errors_are_coloured_on_a_terminal() -> None:
+    assert "\x1b[1mMake:" in on_terminal(["--help"])[1]
+    assert "\x1b[31;1merror:\x1b[0m nothing.onnx" in on_terminal(["inspect", "nothing.onnx"])[1]
+
+
+def test_a_narrow_terminal_does_not_cut_names() -> None:
+    _, seen = on_terminal(["profiles"], COLUMNS="60")
+    assert "jetson-agx-orin-64gb " in seen
+
+
+def test_progress_is_one_line_that_is_erased(model: Path, samples: Path, tmp_path: Path) -> None:
+    words = ["predict", model, samples, "-o", tmp_path / "out.npz", "--batch", 1]
+    code, seen = on_terminal(words, NO_COLOR="1")
+    assert code == 0
+    bar, _, result = seen.rpartition("\x1b[2K")
+    assert "predict ━" in bar
+    assert result.lstrip().startswith("wrote ")
+
+
+def test_progress_in_a_log_is_plain_lines(
+    run: Run, model: Path, samples: Path, tmp_path: Path
+) -> None:
+    ran = run("predict", model, samples, "-o", tmp_path / "out.npz", "--batch", 1)
+    assert "\r" not in ran.err
+    assert "\x1b" not in ran.err
+    assert all(line.startswith("predict: ") for line in ran.err.splitlines())
+
+
+def test_with_verbose_lines_take_the_place_of_the_bar(model: Path, samples: Path) -> None:
+    out = model.parent / "out.npz"
+    _, seen = on_terminal(["predict", "-v", model, samples, "-o", out])
+    assert "\x1b[2K" not in seen
+    assert "predict: " in seen
+
+
+def test_ready_is_an_address_on_a_terminal_and_ctrl_c_stops_the_server(model: Path) -> None:
+    words = ["serve", f"m={model}", "--http-port", 0, "--no-grpc"]
+    code, seen = on_terminal(words, until="Ctrl-C", NO_COLOR="1")
+    assert "Serving m" in seen
+    assert "dashboard  http://127.0.0.1:" in seen
+    assert '"event"' not in seen
+    assert code == 130
+    assert "interrupted" in seen
+
+
+def test_ready_is_json_with_log_json(model: Path) -> None:
+    words = ["serve", f"m={model}", "--http-port", 0, "--no-grpc", "--log", "json"]
+    _, seen = on_terminal(words, until='"ready"')
+    (line,) = [line for line in seen.splitlines() if '"ready"' in line]
+    assert json.loads(line)["models"] == ["m"]
+
+
+@pytest.mark.parametrize("words", [["--help"], ["profiles", "--json"], ["doctor"]], ids=str)
+def test_a_reader_that_leaves_is_no_error(words: list[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    ran = subprocess.run(
+        [*DEPLOYKIT, *words], stdout=write, stderr=subprocess.PIPE, check=False, text=True
+    )
+    os.close(write)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_an_output_that_takes_nothing_is_one_error_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        ran = subprocess.run(
+            [*DEPLOYKIT, "profiles"], stdout=full, stderr=subprocess.PIPE, check=False, text=True
+        )
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("error: cannot write to standard output: No space left")
+    assert ran.stderr.count("\n") == 1
+
+
+def test_closed_streams_are_no_error(model: Path) -> None:
+    for closed in (">&-", "2>&-", ">&- 2>&-"):
+        command = f"{' '.join(DEPLOYKIT)} inspect {model} {closed}"
+        assert subprocess.run(command, shell=True, check=False, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("words", [("-v", "quantize"), ("quantize", "-v"), ("quantize", "--debug")])
+def test_verbose_works_before_and_after_the_command(
+    run: Run, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    import logging
+
+    seen: list[int] = []
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    monkeypatch.setattr(logging.root, "setLevel", seen.append)
+    assert run(*words, "nothing.onnx", "--to", "fp16").code == 2
+    assert seen == [logging.DEBUG if "--debug" in words else logging.INFO]
+
+
+def test_a_parameter_in_an_error_is_spelled_as_its_flag(
+    run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deploykit.core.errors import BadInput
+
+    def refuse(*_: object, **__: object) -> None:
+        raise BadInput("`max_drop` and `budget_s` of `model`: `other`", hint="lower `max_drop`")
+
+    monkeypatch.setattr("deploykit.api.quantize.quantize", refuse)
+    ran = run("quantize", model, "--to", "fp16")
+    assert ran.error() == "error: --max-drop and --budget of MODEL: `other`"
+    assert "hint: lower --max-drop" in ran.err
