@@ -11,7 +11,7 @@ import typer
 
 from deploykit.cli.help import DOCS, RENAMED
 from deploykit.cli.main import app
-from tests.cli.conftest import Run
+from tests.support.cli.command import Run
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Run
+from tests.support.cli.command import Run
 
 
 @pytest.fixture
