@@ -86,7 +86,7 @@ def compare(
             size, used = samples.batching(32, (*first.inputs, *second.inputs))
             feeds = list(samples.first(used).batches(size))
         else:
-            limits = {**getattr(first, "limits", {}), **getattr(second, "limits", {})}
+            limits = {**first.limits, **second.limits}
             sizes = parity_sizes(first.inputs, limits)
             feeds = [random_feeds(first.inputs, each, seed) for seed, each in enumerate(sizes)]
         parity = compare_engines(first, second, feeds, max_error=bound, names=(a.name, b.name))

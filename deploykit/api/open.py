@@ -55,7 +55,7 @@ def open_proven(
             if len(engines) == 1 and manifest is not None:
                 _check(engines[0], path, manifest, trust, on_note)
         stack.pop_all()
-    for note in getattr(engines[0], "notes", ()):
+    for note in engines[0].notes:
         on_note(note)
     return engines
 

@@ -1,7 +1,6 @@
 """Open an artefact as an `Engine`: one callable for every runtime.
 
-In: a path and a device. Out: an `Engine` that takes and returns arrays by tensor name. The file's
-content decides which runtime opens it; the import of that runtime happens here, when it is needed.
+The file's content decides which runtime opens it; that runtime is imported when it is needed.
 """
 
 from __future__ import annotations
@@ -10,19 +9,20 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from deploykit.core.artefact import sniff
+from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, Unsupported
+from deploykit.core.extras import installed
+from deploykit.core.machine import this_machine
 from deploykit.core.tensors import TensorSpec, mismatch
 
 Arrays = Mapping[str, np.ndarray]
 
-# format -> "module:function"; the function is (path, device, threads) -> Engine
+# format -> "module:function"; the function is (Artefact, device, threads, trust) -> Engine
 RUNTIMES: Mapping[str, str] = {
     "onnx": "deploykit.runtimes.onnxruntime.engine:open_engine",
     "torch": "deploykit.runtimes.torch.engine:open_engine",
@@ -34,10 +34,14 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
 class Engine(Protocol):
-    """A loaded artefact. One thread at a time calls it; outputs are arrays of the caller's own.
+    """A loaded artefact. One thread at a time calls it; the caller owns the outputs.
 
-    `max_batch` is the largest axis 0 it takes, None for no limit. `device` is what really runs it
-    ("cpu", "cuda:0"), `runtime` its name and version ("onnxruntime 1.31.1").
+    `max_batch`: the largest axis 0 that it accepts, None for no limit. `limits`: the smallest and
+    largest size by dynamic axis, where there are any. `device`: what runs it ("cpu", "cuda:0").
+    `runtime`: its name and version ("onnxruntime 1.31.1"). `notes`: warnings for the user, such as
+    nodes that run on the CPU. `steady`: a call's time depends on the shapes of its inputs alone, so
+    no values can make it hang. `last_copies_us`: of the last call, to the device and back.
+    `BaseEngine` has defaults for all but `inputs`, `outputs`, `device` and `runtime`.
     """
 
     @property
@@ -50,6 +54,14 @@ class Engine(Protocol):
     def device(self) -> str: ...
     @property
     def runtime(self) -> str: ...
+    @property
+    def limits(self) -> Mapping[str, tuple[int, int | None]]: ...
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+    @property
+    def steady(self) -> bool: ...
+    @property
+    def last_copies_us(self) -> tuple[int, int]: ...
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Run once. Raises BadInput when the feeds do not fit `inputs`."""
@@ -69,7 +81,7 @@ _Self = TypeVar("_Self", bound="Closing")
 
 
 class Closing(ABC):
-    """What is closed at the end of a `with` block."""
+    """Closed at the end of a `with` block."""
 
     @abstractmethod
     def close(self) -> object: ...
@@ -86,31 +98,52 @@ class Closing(ABC):
         self.close()
 
 
-OpenEngine = Callable[..., Engine]  # (path, device, threads)
+class BaseEngine(Closing):
+    """Defaults for an Engine on a CPU with no limits and nothing to report."""
+
+    max_batch: int | None = None
+    limits: Mapping[str, tuple[int, int | None]] = MappingProxyType({})
+    notes: tuple[str, ...] = ()
+    steady: bool = False
+    last_copies_us: tuple[int, int] = (0, 0)
+
+
+OpenEngine = Callable[[Artefact, str, "int | None", bool], Engine]
 
 
 def load(
-    path: Path | str, device: str = "auto", *, threads: int | None = None, trust: bool = False
+    source: ArtefactLike, device: str = "auto", *, threads: int | None = None, trust: bool = False
 ) -> Engine:
-    """Open the artefact at `path`. `threads`: CPU threads of one call, None for one a core.
+    """Open an artefact. `threads`: CPU threads of one call, None for one per core.
 
-    `trust`: also a TensorRT engine that has no manifest, with a note of the engine's.
-
-    `device`: "cpu", "cuda", "cuda:N", or "auto" for a GPU where the runtime has one. A device that
-    was asked for and cannot be had raises Unsupported; nothing falls back in silence.
+    `device`: "cpu", "cuda", "cuda:N", or "auto" for a GPU where the runtime has one. Raises
+    Unsupported where the named device is not available; nothing falls back silently. `trust`: open
+    a TensorRT engine without a manifest too, with a note.
     """
-    path = Path(path)
     if not _DEVICE.fullmatch(device):
         raise BadInput(f"unknown device '{device}'", hint="one of: auto, cpu, cuda, cuda:N")
     if threads is not None and threads < 1:
         raise BadInput(f"threads must be 1 or more, got {threads}")
-    kind = sniff(path)
-    if kind not in RUNTIMES:
-        raise Unsupported(f"{path}: no runtime for {kind} files in this version of deploykit")
-    module, _, function = RUNTIMES[kind].partition(":")
+    artefact = Artefact.open(source)
+    if artefact.format not in RUNTIMES:
+        raise Unsupported(f"{artefact}: no runtime for {artefact.format} files in this version")
+    if artefact.format == "tensorrt":
+        _check_gpu(artefact)
+    module, _, function = RUNTIMES[artefact.format].partition(":")
     open_engine: OpenEngine = getattr(import_module(module), function)
-    more = {"trust": True} if trust and kind == "tensorrt" else {}
-    return open_engine(path, device, threads, **more)
+    return open_engine(artefact, device, threads, trust)
+
+
+def _check_gpu(artefact: Artefact) -> None:
+    """Say that there is no GPU before asking for the gigabytes of TensorRT's packages."""
+    if installed("tensorrt") and installed("cuda"):
+        return
+    machine = this_machine()
+    if not machine.gpus and not machine.l4t:
+        raise Unsupported(
+            f"{artefact}: is a TensorRT engine, and this machine has no NVIDIA GPU",
+            hint="for this machine's CPU: deploykit build MODEL.onnx --profile cpu",
+        )
 
 
 class FeedCheck:

@@ -1,4 +1,4 @@
-"""A deterministic Engine with a set latency, for tests and dry runs: ours and our users'."""
+"""A deterministic Engine with a set latency, for tests and dry runs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.engine import Arrays, Closing, check_feeds
+from deploykit.runtimes.engine import Arrays, BaseEngine, check_feeds
 
 
-class FakeEngine(Closing):
+class FakeEngine(BaseEngine):
     """y = 2x + 1 over float32 rows of `width` numbers.
 
     A call takes `latency_s`, and `per_row_s` more for each row.

@@ -1,4 +1,4 @@
-"""An Engine that gives recorded outputs: what another runtime, perhaps elsewhere, once computed."""
+"""An Engine that returns recorded outputs, computed before by another runtime."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.engine import Arrays, Closing, check_feeds
+from deploykit.runtimes.engine import Arrays, BaseEngine, check_feeds
 
 
-class RecordedEngine(Closing):
-    """Answers `feeds` with `outputs`, and refuses any other feeds."""
+class RecordedEngine(BaseEngine):
+    """Returns the recorded outputs for the recorded inputs; refuses any others."""
 
     device = "recorded"
-    max_batch: int | None = None
 
     def __init__(
         self,
@@ -35,4 +34,4 @@ class RecordedEngine(Closing):
         return {name: array.copy() for name, array in self._values.items()}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from deploykit.core.errors import BadInput, NotFound, Unsupported
+from deploykit.core.errors import BadInput, DeploykitError, NotFound, Unsupported
+from deploykit.core.machine import Gpu, this_machine
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.engine import FeedCheck, check_feeds, load
+from deploykit.runtimes import engine as runtimes
+from deploykit.runtimes.engine import Engine, FeedCheck, check_feeds, load
+from deploykit.runtimes.fake import FakeEngine
 
 ROW = TensorSpec("a", "float32", ("N", 4))
 FIXED = TensorSpec("c", "float32", (2, 4))
@@ -123,3 +127,33 @@ def test_what_is_wrong_is_refused_each_time_also_after_what_was_right(feeds: Any
     for _ in range(2):
         with pytest.raises(BadInput):
             check(feeds)
+
+
+def test_a_tensorrt_engine_on_a_machine_without_a_gpu_is_not_told_to_install_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.trt"
+    path.write_bytes(b"ftrt" + bytes(60))
+    here = replace(this_machine(), gpus=(), l4t=None)
+    monkeypatch.setattr(runtimes, "this_machine", lambda: here)
+    monkeypatch.setattr(runtimes, "installed", lambda _: False)
+    with pytest.raises(Unsupported, match="this machine has no NVIDIA GPU") as caught:
+        load(path)
+    assert "pip install" not in (caught.value.hint or "")
+    gpu = Gpu("NVIDIA L4", 24_000_000_000, "580.0", "8.9")
+    monkeypatch.setattr(runtimes, "this_machine", lambda: replace(here, gpus=(gpu,)))
+    with pytest.raises(DeploykitError) as caught_too:
+        load(path)
+    assert "no NVIDIA GPU" not in caught_too.value.message
+
+
+def test_every_engine_has_all_that_the_protocol_declares() -> None:
+    declared = {name for name in vars(Engine) if not name.startswith("_")} - {"inputs", "outputs"}
+    engine = FakeEngine()
+    assert all(hasattr(engine, name) for name in declared)
+    assert (engine.limits, engine.notes, engine.steady, engine.last_copies_us) == (
+        {},
+        (),
+        False,
+        (0, 0),
+    )

@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from deploykit.core.artefact import ArtefactLike
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported, first_line, os_reason
 from deploykit.core.extras import require
 from deploykit.core.files import check_inside
 from deploykit.core.machine import default_threads
 from deploykit.core.tensors import BATCH, TensorSpec
 from deploykit.runtimes.cuda.errors import CODES, OutOfMemory, cuda_error
-from deploykit.runtimes.engine import Arrays, Closing, FeedCheck
+from deploykit.runtimes.engine import Arrays, BaseEngine, FeedCheck
 from deploykit.runtimes.onnxruntime.binding import Binding, check_placement
 from deploykit.runtimes.onnxruntime.file import (
     external_files,
@@ -63,12 +64,18 @@ _NO_MEMORY = re.compile(r"(?:requested buffer of size|smaller than requested byt
 
 
 def open_engine(
-    path: Path, device: str = "auto", threads: int | None = None, *, graphs: Sequence[int] = ()
+    source: ArtefactLike,
+    device: str = "auto",
+    threads: int | None = None,
+    trust: bool = False,  # noqa: ARG001 - a graph runs no code of its own
+    *,
+    graphs: Sequence[int] = (),
 ) -> OnnxRuntimeEngine:
-    """Open `path`; raises BadInput for what is no valid graph, Unsupported for the device.
+    """Open an ONNX file; raises BadInput for an invalid graph, Unsupported for the device.
 
-    `graphs`: batch sizes to run as CUDA graphs, on CUDA; what cannot be is a note of the engine.
+    `graphs`: batch sizes to run as CUDA graphs, on CUDA; those that cannot are in `notes`.
     """
+    path = Path(source)
     cuda = "CUDAExecutionProvider" in ort.get_available_providers()
     if device == "auto":
         device = "cuda" if cuda else "cpu"
@@ -85,14 +92,12 @@ def open_as_written(path: Path, threads: int | None = None) -> OnnxRuntimeEngine
     return OnnxRuntimeEngine(path, "cpu", threads, optimise=False)
 
 
-class OnnxRuntimeEngine(Closing):
+class OnnxRuntimeEngine(BaseEngine):
     """One InferenceSession. `session` is open to builders and benchmarks.
 
     `notes`: what runs otherwise than asked: nodes left on the CPU, CUDA graphs that were refused.
     `steady`: a call's time follows from its inputs' shapes, so that no values make it hang.
     """
-
-    max_batch: int | None = None
 
     def __init__(
         self,
@@ -142,7 +147,7 @@ class OnnxRuntimeEngine(Closing):
                 raise
 
     @property
-    def last_copies_us(self) -> tuple[int, int]:
+    def last_copies_us(self) -> tuple[int, int]:  # type: ignore[override]  # never set
         """Of the last call, to the GPU and back; (0, 0) on the CPU, where nothing is copied."""
         return self._binding.last_copies_us if self._binding is not None else (0, 0)
 

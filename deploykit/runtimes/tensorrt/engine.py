@@ -22,7 +22,7 @@ from deploykit.core.manifest import Manifest
 from deploykit.runtimes.cuda.errors import cuda_error, out_of_memory
 from deploykit.runtimes.cuda.execution import Pipeline, Ticket, in_turn
 from deploykit.runtimes.cuda.memory import Driver, Shape
-from deploykit.runtimes.engine import Arrays, Closing, check_feeds
+from deploykit.runtimes.engine import Arrays, BaseEngine, check_feeds
 from deploykit.runtimes.tensorrt.compatibility import Plan
 from deploykit.runtimes.tensorrt.log import logger
 from deploykit.runtimes.tensorrt.tensors import (
@@ -42,7 +42,7 @@ _CUDA_SAID = re.compile(r"Cuda (?:Runtime|Driver)[^(]*\((.+?)\)", re.IGNORECASE)
 _WHERE = re.compile(r"^\[.*?\]|\.?\s*In \w+ at \S+:\d+\)?$")  # in TensorRT's own source
 
 
-class TensorRtEngine(Closing):
+class TensorRtEngine(BaseEngine):
     """One plan on one GPU. `submit` and `map` keep up to `slots` calls under way.
 
     `graphs`: batch sizes to capture as CUDA graphs; each has a context of its own, as a graph holds
@@ -143,12 +143,12 @@ class TensorRtEngine(Closing):
         )
 
     @property
-    def last_copies_us(self) -> tuple[int, int]:
+    def last_copies_us(self) -> tuple[int, int]:  # type: ignore[override]  # never set
         """Of the last call, on the host: inputs staged, outputs fetched; the GPU's run beside."""
         return self._pipeline.last_copies_us
 
     @property
-    def notes(self) -> tuple[str, ...]:
+    def notes(self) -> tuple[str, ...]:  # type: ignore[override]  # never set
         return (*self._plan_notes, *self._pipeline.notes)
 
     def close(self) -> None:

@@ -1,7 +1,6 @@
 """Run a `.trt` plan with TensorRT.
 
-In: a path and a device. Out: an `Engine`. The plan is checked against its manifest and this machine
-before TensorRT sees a byte of it.
+The plan is checked against its manifest and this machine before TensorRT reads a byte of it.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploykit.core.artefact import ArtefactLike
 from deploykit.core.errors import Unsupported
 from deploykit.core.extras import installed, require
 from deploykit.runtimes.tensorrt.compatibility import Here, open_plan
@@ -30,19 +30,20 @@ OLDEST = (10, 0)  # the first with the calls used here; tested from 10.3
 
 
 def open_engine(
-    path: Path,
+    source: ArtefactLike,
     device: str = "auto",
     threads: int | None = None,  # noqa: ARG001 - of the CPU, which has nothing to do here
-    *,
     trust: bool = False,
+    *,
     slots: int = 2,
     graphs: Sequence[int] = (),
 ) -> TensorRtEngine:
-    """Open the plan at `path` on "cuda:N" ("auto" and "cuda": the first GPU).
+    """Open a plan on "cuda:N" ("auto" and "cuda": the first GPU).
 
     `trust`: also without a manifest. `slots`, `graphs`: see `Pipeline`. Raises BadInput for a plan
     that is damaged or not described, Unsupported for one of another machine, and for no GPU.
     """
+    path = Path(source)
     if device == "cpu":
         raise Unsupported(
             f"{path}: a TensorRT engine runs on a GPU only",

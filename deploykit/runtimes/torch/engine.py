@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.core.artefact import sniff, torch_kind
+from deploykit.core.artefact import ArtefactLike, sniff, torch_kind
 from deploykit.core.errors import BadInput, DeploykitError, NotFound, Unsupported
 from deploykit.core.extras import require
 from deploykit.core.files import atomic_write
 from deploykit.core.preprocess import Preprocess, from_bytes
 from deploykit.core.recipe import bundled, load_recipe
 from deploykit.core.tensors import TensorSpec, parse_spec
-from deploykit.runtimes.engine import Arrays, Closing, check_feeds
+from deploykit.runtimes.engine import Arrays, BaseEngine, check_feeds
 from deploykit.runtimes.torch.describe import describe
 from deploykit.runtimes.torch.files import Content, is_state_dict, read, users_code
 from deploykit.runtimes.torch.outputs import adapted, binding
@@ -242,8 +242,14 @@ def _traced(path: Path, adapter: Any, feeds: Sequence[Any]) -> Any:
         return torch.jit.trace(adapter, tuple(feeds), check_trace=False, strict=False)
 
 
-def open_engine(path: Path, device: str = "auto", threads: int | None = None) -> TorchEngine:
+def open_engine(
+    source: ArtefactLike,
+    device: str = "auto",
+    threads: int | None = None,
+    trust: bool = False,  # noqa: ARG001 - no code of the file runs here
+) -> TorchEngine:
     """A deploykit checkpoint as an Engine. Raises BadInput for a file that does not say enough."""
+    path = Path(source)
     content = read(path, allow_pickle=False)
     if content.source != "checkpoint":
         raise BadInput(
@@ -254,10 +260,8 @@ def open_engine(path: Path, device: str = "auto", threads: int | None = None) ->
     return TorchEngine(loaded, path.name, device, threads)
 
 
-class TorchEngine(Closing):
+class TorchEngine(BaseEngine):
     """The reference: PyTorch eager, float32."""
-
-    max_batch: int | None = None
 
     def __init__(self, loaded: Loaded, where: str, device: str, threads: int | None) -> None:
         cuda = torch.cuda.is_available()

@@ -76,7 +76,7 @@ class Runner:
         finally:
             self.since_us = None
         ended_us = self._clock_us()
-        in_us, out_us = getattr(self.engine, "last_copies_us", (0, 0))
+        in_us, out_us = self.engine.last_copies_us
         run = BatchRun(
             [request for request in batch if not request.finished],
             started_us,

@@ -153,7 +153,7 @@ class ServedModel:
     @property
     def notes(self) -> tuple[str, ...]:
         """What people should know: what runs otherwise than asked, and engines that hang."""
-        found = [note for engine in self.engines for note in getattr(engine, "notes", ())]
+        found = [note for engine in self.engines for note in engine.notes]
         hung = self.batcher.hung
         if hung:
             found.append(f"{hung} of {len(self.engines)} engines do not return from a request")
@@ -332,7 +332,7 @@ class ServedModel:
                 preferred=self._preferred,
                 lengths=lengths,
             )
-            steady = here and getattr(engine, "steady", False)
+            steady = here and engine.steady
             again_us = 5 * SHORT_US if steady else AGAIN_US if steering else 0
             times, notes = warm_up.run(again_us=again_us)
             here_rows = min(here_rows, short_rows(times)) if steady else 0

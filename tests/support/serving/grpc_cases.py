@@ -16,7 +16,7 @@ import uvloop
 from hpack import Decoder, Encoder
 
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.engine import Closing
+from deploykit.runtimes.engine import BaseEngine
 from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.batching.delivery import deliver_here
 from deploykit.serving.grpc.server import GrpcServer
@@ -31,7 +31,7 @@ INFER = "/inference.GRPCInferenceService/ModelInfer"
 T = TypeVar("T")
 
 
-class Echo(Closing):
+class Echo(BaseEngine):
     """Gives back the rows it got, of any dtype."""
 
     device = "cpu"
