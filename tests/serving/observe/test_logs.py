@@ -1,4 +1,4 @@
-"""Log lines: one an event, nothing in them that a terminal obeys, and no reader that stops us."""
+"""Log lines: one an event, printable, and written without waiting for a reader."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import pytest
 
 from deploykit.core.errors import BadInput
-from deploykit.serving.observe.logs import KEPT, LogQueue, configure, samples
+from deploykit.serving.observe.logs import QUEUE_RECORDS, LogQueue, configure, samples
 from tests.support.serving.running import WAIT_S, infer_json, running
 
 Eventually = Callable[[Callable[[], bool]], None]
@@ -23,13 +23,13 @@ log = logging.getLogger("deploykit.serving.test")
 
 
 class Reader:
-    """The far end of a pipe; it reads only when told to."""
+    """The far end of a pipe; it reads only when asked to."""
 
     def __init__(self) -> None:
         self._read, self.write = os.pipe()
         self._closed = False
 
-    def rest(self) -> list[str]:
+    def read_all(self) -> list[str]:
         """Every line written so far; nothing is written after it."""
         self._close()
         with os.fdopen(os.dup(self._read), encoding="utf-8") as stream:
@@ -60,19 +60,19 @@ def lines_of(kind: str, act: Callable[[], object]) -> list[str]:
     with logged(kind) as (queue, reader):
         act()
         queue.close()
-        found = reader.rest()
+        found = reader.read_all()
         assert len(found) < 2, found
         return found
 
 
-def test_a_line_of_text_says_when_how_grave_who_and_what() -> None:
+def test_a_text_line_has_time_level_logger_and_message() -> None:
     (line,) = lines_of("text", lambda: log.info("model '%s' is %d ms old", "m", 7))
     assert re.fullmatch(
         r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO serving\.test: model 'm' is 7 ms old", line
     )
 
 
-def test_a_line_of_json_holds_the_same_and_what_extra_gave() -> None:
+def test_a_json_line_has_the_same_and_the_extra_fields() -> None:
     extra = {"status": 400, "model": "m", "level": "forged", "odd": object}
     (line,) = lines_of("json", lambda: log.warning("no: %s", "x", extra=extra))
     found = json.loads(line)
@@ -87,7 +87,7 @@ def test_a_line_of_json_holds_the_same_and_what_extra_gave() -> None:
     ["a\nINFO forged", "a\rb", "\x1b[2J", "\x00", "\x7f", "\u2028", "\u202e", "\x9b", "\ud800"],
     ids=ascii,
 )
-def test_whatever_is_logged_is_one_line_of_printable_characters(kind: str, hostile: str) -> None:
+def test_every_record_is_one_line_of_printable_characters(kind: str, hostile: str) -> None:
     (line,) = lines_of(kind, lambda: log.info("got %s.", hostile))
     assert line.isprintable()
     if kind == "json":
@@ -117,7 +117,7 @@ def test_a_line_is_bounded(kind: str) -> None:
     assert len(line) < 20_000
 
 
-def test_other_libraries_warnings_come_too_and_their_chatter_does_not() -> None:
+def test_warnings_of_other_libraries_are_logged_and_their_info_is_not() -> None:
     def act() -> None:
         logging.getLogger("asyncio").warning("slow")
         logging.getLogger("asyncio").info("chatter")
@@ -127,7 +127,7 @@ def test_other_libraries_warnings_come_too_and_their_chatter_does_not() -> None:
     assert line.endswith("WARNING asyncio: slow")
 
 
-def test_closing_gives_the_loggers_back() -> None:
+def test_closing_restores_the_loggers() -> None:
     root, ours = logging.getLogger(), logging.getLogger("deploykit")
     before = (list(root.handlers), ours.level)
     with logged():
@@ -136,18 +136,18 @@ def test_closing_gives_the_loggers_back() -> None:
     assert samples() == []
 
 
-def test_another_kind_is_refused() -> None:
+def test_an_unknown_kind_is_rejected() -> None:
     with pytest.raises(BadInput, match=r"--log xml.*text, json"):
         configure("xml")
 
 
-def test_a_line_that_cannot_be_made_is_counted_and_ends_nothing() -> None:
+def test_a_record_that_cannot_be_formatted_is_counted_and_skipped() -> None:
     with logged() as (queue, reader):
         queue.handle(logging.makeLogRecord({"msg": "%d", "args": ("no number",)}))
         log.info("still here")
         queue.close()
         assert queue.dropped == 1
-        assert [line.partition(": ")[2] for line in reader.rest()][-1:] == ["still here"]
+        assert [line.partition(": ")[2] for line in reader.read_all()][-1:] == ["still here"]
 
 
 # -- a reader that does not read ------------------------------------------------------------------
@@ -158,14 +158,14 @@ def flood(lines: int) -> None:
         log.info("%d %s", i, "x" * 200)
 
 
-def test_a_full_pipe_drops_lines_counts_them_and_says_so_afterwards(
+def test_a_full_pipe_drops_lines_and_reports_how_many_later(
     eventually: Eventually,
 ) -> None:
     with logged() as (queue, reader):
         flood(3000)  # the pipe holds 64 KiB, some 260 lines; 1,000 wait
         assert queue.dropped > 0
         (sample,) = samples()
-        assert sample.value == queue.dropped <= 3000 - KEPT
+        assert sample.value == queue.dropped <= 3000 - QUEUE_RECORDS
         dropped = queue.dropped
         found: list[str] = []
 
@@ -175,15 +175,15 @@ def test_a_full_pipe_drops_lines_counts_them_and_says_so_afterwards(
 
         draining = threading.Thread(target=drain)
         draining.start()
-        eventually(lambda: not queue._records)
+        eventually(queue.queue.empty)
         log.info("after")
         queue.close()
         reader._close()
         draining.join(WAIT_S)
-        told = [line for line in found if "log lines were dropped" in line]
-        assert sum(int(line.split()[3]) for line in told) == dropped
+        reports = [line for line in found if "log lines were dropped" in line]
+        assert sum(int(line.split()[3]) for line in reports) == dropped
         assert found[-1].endswith("after\n")
-        assert len(found) == 3000 - dropped + 1 + len(told)
+        assert len(found) == 3000 - dropped + 1 + len(reports)
 
 
 def test_serving_goes_on_while_nobody_reads_the_log() -> None:
@@ -203,7 +203,7 @@ def test_serving_goes_on_while_nobody_reads_the_log() -> None:
         assert server.ask("POST", "/v2/models/m/infer", body).status == 200
 
 
-def test_a_process_ends_though_its_log_is_not_read() -> None:
+def test_a_process_ends_when_nobody_reads_its_log() -> None:
     program = (
         "import logging; from deploykit.serving.observe.logs import configure\n"
         "queue = configure('text'); log = logging.getLogger('deploykit.x')\n"
@@ -214,7 +214,7 @@ def test_a_process_ends_though_its_log_is_not_read() -> None:
         assert process.wait(WAIT_S) == 0  # and only then is read what it wrote
 
 
-def test_last_words_are_written_when_the_process_ends() -> None:
+def test_queued_lines_are_written_when_the_process_ends() -> None:
     program = (
         "import logging; from deploykit.serving.observe.logs import configure\n"
         "configure('json'); logging.getLogger('deploykit.x').info('last words')"
