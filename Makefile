@@ -1,5 +1,7 @@
 # make demo    the whole main job on real data, into out/
-# make test    lint, types and every test that this machine can run
+# make test    lint, types and every test that this machine can run, in a few minutes
+# make test-all  the same with the long fuzz and soak campaigns: before a release
+# make docs    the documentation as a site, into site/
 # make coverage  the tests once more, and what they reach
 # make gpu-test  the same and more for a machine with an NVIDIA GPU
 # make bench   the project's own speed and memory figures, into benchmarks/
@@ -8,9 +10,11 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 BIN := .venv/bin
+# a file's tests share a worker and its fixtures; tests/conftest.py puts the slow files first
+WORKERS := -n auto --dist loadfile --no-loadscope-reorder
 SETUP := $(PYTHON) scripts/setup_venv.py --torch-index "$(TORCH_INDEX)"
 
-.PHONY: demo test coverage gpu-test lint bench venv clean
+.PHONY: demo test test-all docs coverage gpu-test lint bench venv clean
 
 demo:
 	@$(SETUP)
@@ -25,11 +29,17 @@ lint: venv
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/pytest
-	$(BIN)/python -m tests.nvidia.run -- -q
+	$(BIN)/pytest $(WORKERS)
+	$(BIN)/python -m tests.nvidia.run -- -q -n auto --dist loadgroup
+
+test-all:
+	DEPLOYKIT_CAMPAIGN=1 $(MAKE) test
+
+docs: venv
+	$(BIN)/mkdocs build --strict
 
 coverage: venv
-	$(BIN)/pytest --cov --cov-report=term:skip-covered
+	$(BIN)/pytest $(WORKERS) --cov --cov-report=term:skip-covered
 
 gpu-test: venv
 	$(BIN)/python -m tests.gpu.run
@@ -39,5 +49,5 @@ bench: venv
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf .venv .rig out dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis .coverage
+	rm -rf .venv .rig out dist build site .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

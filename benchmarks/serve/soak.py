@@ -24,9 +24,17 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
-from tests.serving.test_faults_clients import posted, sent
 from tests.support.onnx_zoo import linear, save
-from tests.support.serving.faults import REAL, Clients, Process, binary, request, until
+from tests.support.serving.faults import (
+    REAL,
+    Clients,
+    Process,
+    binary,
+    posted,
+    request,
+    sent,
+    until,
+)
 
 CONNECTIONS = 16
 _WRONG = {"name": "x", "shape": [1, 5], "datatype": "FP32", "data": [1, 2, 3, 4, 5]}

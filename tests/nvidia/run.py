@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.nvidia import fetch, rig, typed
 
 ROOT = typed.ROOT
-_MARKED = "mark.nvidia"
+_MARKED = ("mark.nvidia", "nvidia_cases")  # the mark itself, and the helpers that hold it
 _NO_TESTS = 5  # pytest's exit code where nothing was selected
 
 
@@ -56,7 +56,11 @@ def tests(folder: Path, more: list[str]) -> int:
             say(f"skipped: tests with NVIDIA's parser and builder: {exc}")
             return 0
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    files = [path for path in (ROOT / "tests").rglob("test_*.py") if _MARKED in path.read_text()]
+    files = [
+        path
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if any(word in path.read_text(encoding="utf-8") for word in _MARKED)
+    ]
     command = [sys.executable, "-m", "pytest", "-m", "nvidia and not gpu", *map(str, files), *more]
     code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
     if code == _NO_TESTS:

@@ -18,26 +18,14 @@ from tests.support.serving.faults import (
     Clients,
     Process,
     binary,
+    posted,
     request,
+    sent,
     until,
 )
 
 BATCHED = {"FAULT_LATENCY_S": "0.05", "FAULT_ROWS": "8"}
 CAPACITY_PER_S = 160.0  # eight rows each 50 ms
-
-
-def sent(server: Process, data: bytes) -> socket.socket:
-    client = socket.socket()
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # little fits in between
-    client.settimeout(LIMIT_S)
-    client.connect(("127.0.0.1", server.port))
-    client.sendall(data)
-    return client
-
-
-def posted(body: bytes) -> bytes:
-    head = f"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
-    return f"{head}\r\n\r\n".encode() + body
 
 
 def test_f3_clients_that_leave_take_their_requests_along(tmp_path: Path) -> None:

@@ -1,133 +1,16 @@
-"""SIGTERM in the middle of load: what was accepted is answered, over HTTP and gRPC.
-
-`python -m benchmarks.serve.sigterm` does it fifty times.
-"""
+"""SIGTERM in the middle of load: what was accepted is answered, over HTTP and gRPC."""
 
 from __future__ import annotations
 
-import random
-import signal
-import subprocess
-import sys
-import threading
-import time
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-import numpy as np
 import pytest
 
-from tests.support.serving.running import WAIT_S, Raw, infer_json, request
+from tests.support.campaign import rounds
 
-grpc = pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
+pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
 
-INFER = request("POST", "/v2/models/m/infer", infer_json([1, 2, 3, 4], [1, 4]))
-HTTP_CLIENTS, GRPC_CLIENTS = 5, 2
-
-
-@dataclass
-class Asked:
-    """One request: when it had been sent, and how it ended: a status, or None for no answer."""
-
-    sent_s: float
-    status: int | None
+from tests.support.serving.terminated import one_round
 
 
-class Client(threading.Thread):
-    """Asks again and again until it is refused, or the connection ends."""
-
-    def __init__(self, ask: Any) -> None:
-        super().__init__()
-        self.asked: list[Asked] = []
-        self._ask = ask
-
-    def run(self) -> None:
-        while True:
-            asked = self._ask()
-            self.asked.append(asked)
-            if asked.status != 200:
-                return
-
-
-def over_http(port: int) -> Any:
-    raw = Raw(port)
-
-    def ask() -> Asked:
-        sent_s = time.monotonic()
-        try:
-            raw.send(INFER)
-            sent_s = time.monotonic()
-            reply = raw.reply()
-        except OSError:
-            reply = None
-        if reply is None or reply.status != 200 or "connection" in reply.headers:
-            raw.close()
-        if reply is None:
-            return Asked(sent_s, None)
-        if reply.status == 200:
-            assert reply.json["outputs"][0]["data"] == [3, 5, 7, 9]
-            if "connection" in reply.headers:
-                return Asked(time.monotonic(), 503)  # told to go: the last one was answered
-        return Asked(sent_s, reply.status)
-
-    return ask
-
-
-def over_grpc(port: int) -> Any:
-    client = grpc.InferenceServerClient(f"127.0.0.1:{port}")
-    tensor = grpc.InferInput("x", [1, 4], "FP32")
-    tensor.set_data_from_numpy(np.array([[1, 2, 3, 4]], np.float32))
-
-    def ask() -> Asked:
-        sent_s = time.monotonic()
-        try:
-            answer = client.infer("m", [tensor])
-        except grpc.InferenceServerException as exc:
-            client.close()
-            return Asked(sent_s, 503 if "UNAVAILABLE" in str(exc.status()) else None)
-        assert answer.as_numpy("y").tolist() == [[3, 5, 7, 9]]
-        return Asked(sent_s, 200)
-
-    return ask
-
-
-def one_round(seed: int) -> int:
-    """Signal a loaded server at a moment that `seed` chooses; how many requests it answered."""
-    script = Path(__file__).resolve().parents[1] / "support" / "serving" / "serve_busily.py"
-    process = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None
-        http_port, grpc_port = map(int, process.stdout.readline().split())
-        asks = [over_http(http_port) for _ in range(HTTP_CLIENTS)]
-        asks += [over_grpc(grpc_port) for _ in range(GRPC_CLIENTS)]
-        clients = [Client(ask) for ask in asks]
-        for client in clients:
-            client.start()
-        threading.Event().wait(0.1 + random.Random(seed).random() * 0.2)
-        signalled_s = time.monotonic()
-        process.send_signal(signal.SIGTERM)
-        for client in clients:
-            client.join(WAIT_S)
-            assert not client.is_alive()
-        assert process.wait(WAIT_S) == 0
-        out, err = process.communicate()
-    finally:
-        process.kill()
-        process.communicate()
-    assert out.strip() == "dropped 0", out + err
-    for client in clients:
-        for asked in client.asked:
-            if asked.sent_s < signalled_s - 0.02:  # it had reached the server by then
-                assert asked.status == 200, (asked, signalled_s)
-            else:
-                assert asked.status in (200, 503), (asked, signalled_s)
-        assert len(client.asked) > 1
-    return sum(asked.status == 200 for client in clients for asked in client.asked)
-
-
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(rounds(3, 50)))
 def test_no_accepted_request_is_lost(seed: int) -> None:
     assert one_round(seed) > 0

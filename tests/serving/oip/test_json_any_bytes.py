@@ -16,6 +16,7 @@ from deploykit.serving.oip import json as oip
 from deploykit.serving.oip.request import Binary, Given, Request, Signature, build, checked
 from deploykit.serving.oip.request import signature as signature_of
 from deploykit.serving.oip.response import results
+from tests.support.campaign import rounds
 from tests.support.serving.requests import (
     DTYPES,
     JSON_DTYPES,
@@ -36,7 +37,7 @@ MODELS = [
 ]
 MEMORY = FakeMemory(64)
 SETTINGS = settings(
-    max_examples=200,
+    max_examples=rounds(60, 5000),
     deadline=None,
     database=None,
     derandomize=True,  # the same examples each time: a failure is a change, not luck
@@ -191,7 +192,7 @@ def same(got: np.ndarray, sent: np.ndarray) -> bool:
     return got.dtype == sent.dtype and got.shape == sent.shape and got.tobytes() == sent.tobytes()
 
 
-@settings(parent=SETTINGS, max_examples=30)
+@settings(parent=SETTINGS, max_examples=rounds(30, 1000))
 @given(st.data())
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_was_encoded_decodes_to_the_same(dtype: str, draw: st.DataObject) -> None:
@@ -210,7 +211,7 @@ def test_what_was_encoded_decodes_to_the_same(dtype: str, draw: st.DataObject) -
     assert same(again.feeds["x"], expected)
 
 
-@settings(parent=SETTINGS, max_examples=30)
+@settings(parent=SETTINGS, max_examples=rounds(30, 1000))
 @given(st.data())
 @pytest.mark.parametrize("dtype", JSON_DTYPES)
 def test_what_was_encoded_as_json_decodes_to_the_same(dtype: str, draw: st.DataObject) -> None:

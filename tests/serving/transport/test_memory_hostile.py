@@ -25,6 +25,7 @@ from deploykit.serving.http.infer import Inference
 from deploykit.serving.http2.stream import Call as GrpcCall
 from deploykit.serving.models.repository import ServeOptions, Service
 from deploykit.serving.transport.call import Head
+from tests.support.campaign import rounds
 from tests.support.serving.grpc_cases import (
     INFER,
     Answer,
@@ -231,7 +232,7 @@ def count(*kinds: type) -> int:
     return sum(type(each) in kinds for each in gc.get_objects())
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(rounds(3, 100)))
 def test_hostile_http_clients_at_random(eventually: Eventually, seed: int) -> None:
     chance = random.Random(seed)
     data = [data for data, _ in ENDS.values()]
@@ -353,7 +354,7 @@ def test_parallel_bodies_on_one_connection_are_answered_or_refused(eventually: E
         eventually(lambda: server.server._shared.held.bytes == 0)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(rounds(3, 100)))
 def test_hostile_grpc_clients_at_random(eventually: Eventually, seed: int) -> None:
     chance = random.Random(seed)
     packed = gzip.compress(infer_bytes(width=WIDE))

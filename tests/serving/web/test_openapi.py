@@ -11,6 +11,7 @@ import pytest
 
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.fake import FakeEngine
+from tests.support.campaign import rounds
 from tests.support.serving.running import Running, running
 
 pytest.importorskip("schemathesis", reason="schemathesis is not installed")
@@ -72,12 +73,12 @@ def fuzz(server: Running, folder: Path, *more: str) -> None:
         "run",
         f"http://127.0.0.1:{server.port}/openapi.json",
         "--seed=1",
-        "--max-examples=15",
+        f"--max-examples={rounds(15, 200)}",
         "--phases=examples,coverage,fuzzing",
         "--no-color",
         *more,
     ]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=3600)
     assert answer.returncode == 0, answer.stdout[-6000:] + answer.stderr[-2000:]
 
 
