@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -114,3 +115,10 @@ def test_a_shell_completes_commands_profiles_recipes_and_choices(
         check=True,
     )
     assert set(offered) <= set(ran.stdout.split()), (ran.stdout, ran.stderr)
+
+
+def test_the_command_reference_in_the_docs_is_the_help() -> None:
+    """When this fails: python scripts/cli_reference.py."""
+    root = Path(__file__).resolve().parents[2]
+    program = "import cli_reference as r; assert r.PAGE.read_text() == r.render()"
+    subprocess.run([sys.executable, "-c", program], cwd=root / "scripts", check=True)
