@@ -93,6 +93,7 @@ def serve(
         shadowing = _shadows(references, models, settings, stack)
         tracer = _tracer(settings.otlp, stack)
         server = http.Server(models, settings)
+        server.service.files.update(files)
         server.service.add_metrics(logs.samples)
         for name, shadow in shadowing.items():
             server.service.find(name).watch(shadow)

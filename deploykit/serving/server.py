@@ -210,6 +210,7 @@ class Server:
         while True:
             self.service.expire()
             self._listener.tick(time.monotonic())
+            self._routes.status.history.tick(time.monotonic_ns() // 1000)
             if self.service.fatal and not self._stopped.is_set():
                 log.error("%s; the server ends", self.service.fatal)
                 self._begin_drain()

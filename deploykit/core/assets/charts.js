@@ -1,6 +1,7 @@
 // Numbers and charts as the report and the dashboard show them. Needs no DOM: SVG comes as text.
 //
-// A chart: {name, title, series, x_label, y_label, x_ticks, x_log, zero, flag}. A series:
+// A chart: {name, title, series, x_label, y_label, x_ticks, x_log, zero, flag}, in a panel also
+// {alt, x_tight, y_top}: its text alternative, no rounded x axis, the least top of y. A series:
 // {label, look, marks, upper}; a mark: {x, y, low, high, text}. Series differ in colour, dash and
 // marker, so that none is told by its colour alone.
 
@@ -51,9 +52,10 @@ export function tick(value, digits = null) {
 // -- axes -----------------------------------------------------------------------------------------
 
 /** An axis over one or more finite values, with round ticks; `at` gives a value's pixel. */
-export function axis(values, { log = null, zero = false, ticks = [] } = {}) {
+export function axis(values, { log = null, zero = false, tight = false, ticks = [] } = {}) {
   let low = Math.min(...values), high = Math.max(...values);
   if (log ?? (low > 0 && high / low > LOG_FROM)) if (low > 0) return logAxis(low, high, ticks);
+  if (tight) return made(low, high, false, ticks);
   if (zero) [low, high] = [Math.min(low, 0), Math.max(high, 0)];
   if (low === high) [low, high] = [low - (Math.abs(low) * 0.1 || 1), high + (Math.abs(high) * 0.1 || 1)];
   const step = roundStep((high - low) / 5);
@@ -161,7 +163,7 @@ export function draw(chart, frame = FIGURE) {
     left: Math.max(frame.left, 14 + Math.max(...yAxis.ticks.map(([, text]) => textWidth(text)))),
     right: frame.width - (names || (frame.panel ? 8 : 34)),
     bottom: frame.height - frame.bottom,
-    xAxis: axis([...marks.map((mark) => mark.x), ...(chart.x_ticks ?? []).map(([x]) => x)], { log: chart.x_log, ticks: chart.x_ticks ?? [] }),
+    xAxis: axis([...marks.map((mark) => mark.x), ...(chart.x_ticks ?? []).map(([x]) => x)], { log: chart.x_log, tight: chart.x_tight, ticks: chart.x_ticks ?? [] }),
   };
   const above = single ? rowsAbove(series, place) : [];
   const legend = frame.panel && series.length > 1;
@@ -310,8 +312,10 @@ export function drawBars({ bars, alt }, frame = PANEL) {
     const height = bar.value > 0 ? Math.max(1, ((bottom - top) * bar.value) / most) : 0;
     const middle = (i + 0.5) * step, share = (100 * bar.value) / total;
     canvas.add(group(bar.look ?? 1, `<rect x="${px(i * step + step * 0.1)}" width="${px(step * 0.8)}" y="${px(bottom - height)}" height="${px(height)}"/>`));
-    if (bar.value > 0) canvas.textIfFree([[middle, bottom - height - 5, "middle"]], share < 1 ? "<1 %" : `${share.toFixed(0)} %`, "tick");
-    if (bar.label) canvas.textIfFree([[middle, bottom + 17, "middle"]], bar.label, "tick");
+    const named = bars.length <= 12 ? bar.value > 0 : bar.value === most; // else the shares would cover the bars
+    if (named) canvas.textIfFree([[middle, bottom - height - 5, "middle"]], share < 1 ? "<1 %" : `${share.toFixed(0)} %`, "tick");
+    const half = textWidth(bar.label) / 2;
+    if (middle >= half && middle + half <= frame.width) canvas.textIfFree([[middle, bottom + 17, "middle"]], bar.label, "tick");
   });
   return canvas.svg(frame, alt);
 }

@@ -32,8 +32,9 @@ from deploykit.serving.shared_memory import SharedMemory
 from deploykit.serving.transport.call import JSON, Call, reply_bug, reply_error, reply_exception
 from deploykit.serving.transport.security import PREFLIGHT
 from deploykit.serving.web import guide, openapi
+from deploykit.serving.web.examples import Address
 from deploykit.serving.web.page import FILES
-from deploykit.serving.web.status import status
+from deploykit.serving.web.status import Status
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class Routes:
         self._scheme = scheme
         self._aside = aside
         self.grpc_port: int | None = None  # to be told to people
+        self.status = Status(service)
         self._table: dict[str, tuple[str, Route]] = {
             "/v2": ("GET", _value(service.metadata)),
             "/v2/": ("GET", _value(service.metadata)),
@@ -79,7 +81,7 @@ class Routes:
             "/v2/models/stats": ("GET", _value(service.statistics)),
             "/v2/repository/index": ("POST", self._index),
             "/metrics": ("GET", self._metrics),
-            "/status": ("GET", _value(partial(status, service))),
+            "/status": ("GET", self._status),
             "/openapi.json": ("GET", _value(partial(openapi.document, service))),
             "/docs": ("GET", self._guide),
         }
@@ -147,10 +149,15 @@ class Routes:
         work = partial(exposition, self._service.samples(), accept)
         self._aside(work, partial(_reply_metrics, call))  # takes some ms a model
 
+    def _status(self, call: Call) -> None:
+        answer = self.status.answer(call.head.target.partition("?")[2])
+        call.reply(200, JSON, [orjson.dumps(answer)])
+
     def _guide(self, call: Call) -> None:
         host = (call.head.host or b"localhost").decode("latin-1")
-        address = guide.Address(self._scheme, host, self.grpc_port)
-        page = guide.page(self._service, address)
+        token = self._service.options.token is not None
+        address = Address(self._scheme, host, self.grpc_port, token)
+        page = guide.page(self._service, self.status.files, address)
         call.reply(200, _SHOWN % guide.CONTENT_TYPE.encode(), [page])
 
     def _index(self, call: Call) -> None:

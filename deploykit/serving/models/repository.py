@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from deploykit import __version__
@@ -67,6 +68,7 @@ class Service:
         if options.shared_memory:
             self.memory = SharedMemory(options.max_body_bytes)
         self.sampler = Sampler()
+        self.files: dict[str, Path] = {}  # that the models were loaded from, where there is one
         self._samples: list[Callable[[], Iterable[Sample]]] = [self.sampler.samples]
         self._limit_us = options.timeout_ms * 1000
         try:

@@ -1,12 +1,11 @@
-"""The page at `/`: its files, read once. They ask for nothing but this server's own routes.
-
-Out: `FILES`, by target: content type and body. The page gets its figures from GET /status.
-"""
+"""The dashboard's files by path, read once; they request nothing but this server's own routes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+
+from deploykit.core.assets import FOLDER, NAMES
 
 _TYPES: Mapping[str, str] = {
     ".html": "text/html; charset=utf-8",
@@ -20,7 +19,7 @@ _FOLDER = Path(__file__).with_suffix("")
 def _files() -> dict[str, tuple[str, bytes]]:
     found = {
         f"/{path.name}": (_TYPES[path.suffix], path.read_bytes())
-        for path in sorted(_FOLDER.iterdir())
+        for path in (*sorted(_FOLDER.iterdir()), *(FOLDER / name for name in NAMES))
     }
     return {"/": found.pop("/index.html"), **found}
 

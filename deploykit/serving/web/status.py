@@ -1,51 +1,69 @@
-"""What the page at `/` shows: the counters as they are, in one JSON value.
-
-In: a Service. Out: plain numbers since the start, times in µs; whoever looks twice has the rates.
-"""
+"""The JSON behind the dashboard: counters since the start, and samples of them from before."""
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
+from urllib.parse import parse_qs
 
 from deploykit import __version__
 from deploykit.core.json_value import json_value
 from deploykit.serving.models.repository import ServedModel, Service
 from deploykit.serving.observe.metrics import REQUEST_US
+from deploykit.serving.web.history import KEPT, History
+from deploykit.serving.web.model_files import ModelFiles
+
+_NUMBER = re.compile(r"[0-9]{1,18}").fullmatch
 
 
-def status(service: Service) -> dict[str, Any]:
-    """The answer to GET /status; takes some 20 µs a model and waits for nothing."""
-    sample = service.sampler.latest()
-    return {
-        "version": __version__,
-        "at_us": time.monotonic_ns() // 1000,
-        "at_s": time.time(),
-        "not_ready": service.why_not_ready(),
-        "process": json_value(sample.process) if sample else None,
-        "gpus": [gpu.to_dict() for gpu in sample.gpus] if sample else [],
-        "buckets_us": REQUEST_US,
-        "models": [_model(service, model) for model in service.models.values()],
-    }
+class Status:
+    """Answers GET /status in some 20 µs per model, without waiting for anything."""
 
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self.history = History(service)
+        self.files = ModelFiles(service.files)
 
-def _model(service: Service, model: ServedModel) -> dict[str, Any]:
-    metadata = model.metadata()
-    policy = model.batcher.policy
-    return {
-        "name": model.name,
-        "platform": metadata["platform"],
-        "device": model.engines[0].device,
-        "engines": len(model.engines),
-        "max_batch": model.max_batch,
-        "batch_limit": policy.max_batch,
-        "delay_us": policy.max_delay_us,
-        "queue": service.options.queue,
-        "notes": list(model.notes),
-        "not_ready": service.why_not_ready(model),
-        "inputs": metadata["inputs"],
-        "outputs": metadata["outputs"],
-        "waiting": model.waiting,
-        "in_flight": model.unanswered,
-        **model.metrics.status(),
-    }
+    def answer(self, query: str) -> dict[str, Any]:
+        """Plain numbers since the start, times in µs: two answers give the rates between them.
+
+        `query`: `since=N` adds the samples after the time N (0 for all) as `history`.
+        """
+        service, sample = self._service, self._service.sampler.latest()
+        since = parse_qs(query).get("since", [""])[0]
+        return {
+            "version": __version__,
+            "at_us": time.monotonic_ns() // 1000,
+            "at_s": time.time(),
+            "not_ready": service.why_not_ready(),
+            "process": json_value(sample.process) if sample else None,
+            "gpus": [gpu.to_dict() for gpu in sample.gpus] if sample else [],
+            "buckets_us": REQUEST_US,
+            "models": [self._model(model) for model in service.models.values()],
+            "history_kept": KEPT,
+            "history": self.history.since(int(since)) if _NUMBER(since) else [],
+        }
+
+    def _model(self, model: ServedModel) -> dict[str, Any]:
+        metadata = model.metadata()
+        policy = model.batcher.policy
+        return {
+            "name": model.name,
+            "platform": metadata["platform"],
+            "device": model.engines[0].device,
+            "runtime": model.engines[0].runtime,
+            "engines": len(model.engines),
+            "max_batch": model.max_batch,
+            "batch_limit": policy.max_batch,
+            "delay_us": policy.max_delay_us,
+            "queue": self._service.options.queue,
+            "notes": list(model.notes),
+            "not_ready": self._service.why_not_ready(model),
+            "file": self.files.facts(model),
+            "inputs": metadata["inputs"],
+            "outputs": metadata["outputs"],
+            "waiting": model.waiting,
+            "in_flight": model.unanswered,
+            **model.metrics.status(),
+        }

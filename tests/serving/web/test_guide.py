@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from html import unescape
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from deploykit.core.tensors import TensorSpec
+from deploykit.runtimes.engine import load
 from deploykit.runtimes.fake import FakeEngine
 from tests.support.serving.running import Running, running
 
@@ -45,62 +50,114 @@ def examples(server: Running, **headers: str) -> dict[str, str]:
     """The code of each example by its title."""
     reply = server.ask("GET", "/docs", Host=f"127.0.0.1:{server.port}", **headers)
     assert reply.status == 200
-    blocks = re.findall(r"<h3>(.*?)</h3><pre><code>(.*?)</code></pre>", reply.body.decode(), re.S)
+    pattern = r'<h3>(.*?)</h3><pre tabindex="0"><code>(.*?)</code></pre>'
+    blocks = re.findall(pattern, reply.body.decode(), re.S)
     return {title: unescape(code) for title, code in blocks}
 
 
-def execute(title: str, code: str) -> str:
-    command = ["bash", "-c", code] if title == "curl" else [sys.executable, "-c", code]
+def execute(title: str, code: str, folder: Path) -> str:
+    """Run an example as a reader would; skips where the machine has no such language."""
+    file = folder / {"Go": "main.go", "JavaScript": "main.mjs"}.get(title, "main")
+    file.write_text(code)
+    program = {"curl": "bash", "JavaScript": "node", "Go": "go"}.get(title, sys.executable)
+    if shutil.which(program) is None:
+        pytest.skip(f"no {program} on PATH")
+    command = [program, *(["run"] if title == "Go" else []), str(file)]
+    cache = {"GOCACHE": os.environ.get("GOCACHE", str(folder / "go")), "GOFLAGS": "-mod=mod"}
     answer = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env={**os.environ, "TOKEN": TOKEN}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **cache, "TOKEN": TOKEN},
     )
     assert answer.returncode == 0, f"{title}:\n{code}\n{answer.stderr}"
     return answer.stdout
 
 
-PICTURE = [
-    TensorSpec("it's a <picture>", "uint8", ("N", 3, 5, 5)),
+IMAGE = [
+    TensorSpec("it's an <image>", "uint8", ("N", 3, 5, 5)),
     TensorSpec("on", "bool", ("N",)),
 ]
 TEXT = [TensorSpec("t", "string", ("N", 2)), TensorSpec("x", "float32", ("N", 2))]
 HALF = [TensorSpec("h", "float16", ("N", 2)), TensorSpec("b", "bfloat16", ("N", 2))]
 
 
-@pytest.mark.parametrize(
-    ("specs", "titles"),
-    [
-        (PICTURE, ["curl", "Python", "over HTTP", "over gRPC"]),
-        (TEXT, ["curl", "over HTTP", "over gRPC"]),
-        (HALF, ["over HTTP", "over gRPC"]),
-    ],
-    ids=["picture", "text", "half"],
-)
-def test_every_example_runs_as_it_stands(specs: list[TensorSpec], titles: list[str]) -> None:
+CASES = {
+    "image": (
+        IMAGE,
+        ["curl", "JavaScript", "Go", "Python", "tritonclient (HTTP)", "tritonclient (gRPC)"],
+    ),
+    "string": (TEXT, ["curl", "JavaScript", "Go", "tritonclient (HTTP)", "tritonclient (gRPC)"]),
+    "half": (HALF, ["tritonclient (HTTP)", "tritonclient (gRPC)"]),
+}
+
+
+@pytest.fixture(scope="module", params=CASES, ids=CASES)
+def shown(request: pytest.FixtureRequest) -> Iterator[tuple[list[TensorSpec], dict[str, str]]]:
+    """Each model's inputs and its examples, its server running."""
+    specs, titles = CASES[request.param]
     with running({"m": Echo(*specs)}, token=TOKEN, grpc_port=0) as server:
         found = examples(server, Authorization=f"Bearer {TOKEN}")
-        assert [title.rpartition("client ")[2] for title in found] == titles
-        for title, code in found.items():
-            shown = execute(title, code)
-            assert all(f"{spec.name}_" in shown for spec in specs), shown
-            assert "text" in shown or "1" in shown
+        assert list(found) == titles
+        yield specs, found
 
 
-def test_a_short_request_is_shown_with_its_numbers() -> None:
+@pytest.mark.parametrize("language", ["curl", "JavaScript", "Go", "Python", "tritonclient"])
+def test_every_example_runs_as_it_stands(
+    shown: tuple[list[TensorSpec], dict[str, str]], language: str, tmp_path: Path
+) -> None:
+    specs, found = shown
+    for title, code in found.items():
+        if title.split()[0] == language:
+            answer = execute(title, code, tmp_path)
+            assert all(f"{spec.name}_" in answer for spec in specs), answer
+            assert "text" in answer or "1" in answer
+
+
+@pytest.mark.skipif(shutil.which("gofmt") is None, reason="no gofmt on PATH")
+def test_the_go_program_is_formatted_as_gofmt_formats(
+    shown: tuple[list[TensorSpec], dict[str, str]],
+) -> None:
+    code = shown[1].get("Go")
+    if code is not None:
+        formatted = subprocess.run(["gofmt"], input=code, capture_output=True, text=True)
+        assert formatted.stdout == code
+
+
+def test_a_short_request_is_shown_with_its_numbers(tmp_path: Path) -> None:
     with running() as server:
         found = examples(server)
-        assert list(found) == ["curl", "Python", "Python, tritonclient over HTTP"]
+        assert "tritonclient (gRPC)" not in found
         assert '"shape": [1, 4], "data": [1, 1, 1, 1]' in found["curl"]
-        assert '"data":[3.0,3.0,3.0,3.0]' in execute("curl", found["curl"])
+        assert '"data":[3.0,3.0,3.0,3.0]' in execute("curl", found["curl"], tmp_path)
 
 
-def test_a_name_is_text_and_the_page_has_no_script() -> None:
-    """W3."""
+def test_the_file_that_is_served_is_named_with_its_hash(
+    affine_onnx: Path, eventually: Callable[[Callable[[], bool]], None]
+) -> None:
+    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    digest = hashlib.sha256(affine_onnx.read_bytes()).hexdigest()
+    with load(affine_onnx, "cpu") as engine, running({"m": engine}) as server:
+        server.server.service.files["m"] = affine_onnx
+        eventually(lambda: server.ask("GET", "/status").json["models"][0]["file"] is not None)
+        facts = server.ask("GET", "/status").json["models"][0]["file"]
+        assert facts["name"] == affine_onnx.name
+        assert facts["sha256"] == digest
+        assert facts["bytes"] == affine_onnx.stat().st_size
+        assert digest in server.ask("GET", "/docs").body.decode()
+
+
+def test_a_name_is_text_and_the_page_runs_its_own_script_alone() -> None:
     evil = TensorSpec("<img src=x onerror=alert(1)>", "float32", ("N", 4))
     with running({"m": Echo(evil)}) as server:
         reply = server.ask("GET", "/docs")
         tags = Tags()
         tags.feed(reply.body.decode())
-        assert not {"img", "script", "iframe"} & set(tags.found)
+        assert not {"img", "iframe"} & set(tags.found)
+        assert re.findall(r"<script[^>]*>", reply.body.decode()) == [
+            '<script type="module" src="/docs.js">'
+        ]
         assert b"&lt;img src=x onerror=alert(1)&gt;" in reply.body
         assert reply.headers["content-security-policy"].startswith("default-src 'self'")
         assert reply.headers["x-content-type-options"] == "nosniff"

@@ -1,4 +1,4 @@
-"""The page's files: nothing from elsewhere, nothing inline, readable in light and in dark."""
+"""The page's files: nothing from elsewhere, nothing inline, and a policy that holds it to that."""
 
 from __future__ import annotations
 
@@ -7,31 +7,9 @@ import re
 import pytest
 
 from deploykit.serving.web.page import FILES
-from tests.support.contrast import contrast
 from tests.support.serving.running import Running
 
 TEXTS = {name: body.decode() for name, (_, body) in FILES.items()}
-THEME = re.compile(r"--([a-z0-9-]+): (#[0-9a-f]{6});")
-
-
-def themes() -> dict[str, dict[str, str]]:
-    light, dark = TEXTS["/page.css"].split("@media (prefers-color-scheme: dark)")
-    return {
-        "light": dict(THEME.findall(light)),
-        "dark": dict(THEME.findall(dark.split("* {")[0])),
-    }
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_text_has_a_contrast_of_4_5_and_graphics_of_3(theme: str) -> None:
-    colours = themes()[theme]
-    assert len(colours) == 19
-    for ground in ("ground", "card"):
-        for text in ("ink", "quiet", "good", "bad", "accent"):
-            assert contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
-    assert contrast(colours["on-accent"], colours["accent"]) >= 4.5
-    for look in range(9):
-        assert contrast(colours[f"c{look}"], colours["card"]) >= 3, look
 
 
 def test_nothing_is_loaded_from_elsewhere() -> None:
@@ -57,7 +35,7 @@ def test_every_file_that_is_asked_for_is_there() -> None:
     for text in TEXTS.values():
         asked |= {f"/{name}" for name in re.findall(r'from "\./([a-z]+\.js)"', text)}
     assert asked - set(FILES) == {"/docs", "/metrics"}
-    assert set(FILES) - {"/"} <= asked
+    assert set(FILES) - {"/", "/docs.js"} <= asked  # that one is the page's at /docs
 
 
 @pytest.mark.parametrize("target", sorted(FILES))

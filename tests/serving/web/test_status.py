@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from deploykit import __version__
 from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.observe.metrics import STAGES
+from deploykit.serving.web.history import EVERY_US, KEPT, History
 from tests.support.serving.running import Running, infer_json, running
 
 Eventually = Callable[[Callable[[], bool]], None]
@@ -51,6 +53,41 @@ def test_it_says_why_it_is_not_ready_and_what_people_should_know(server: Running
         assert reply is not None
         assert reply.json["not_ready"] == "the server is shutting down"
         assert reply.json["models"][0]["not_ready"] == "the server is shutting down"
+
+
+def test_it_keeps_samples_of_the_counters_and_gives_those_after_a_time(
+    eventually: Eventually,
+) -> None:
+    with running({"m": FakeEngine()}) as server:
+        body = infer_json([1, 2, 3, 4], [1, 4])
+        assert server.ask("POST", "/v2/models/m/infer", body).status == 200
+
+        def history(since: str) -> list[dict[str, Any]]:
+            found: list[dict[str, Any]] = server.ask("GET", f"/status?since={since}").json[
+                "history"
+            ]
+            return found
+
+        eventually(lambda: len(history("0")) >= 2)
+        first, second = history("0")[:2]
+        assert second["at_us"] - first["at_us"] >= 2_000_000
+        assert second["models"][0]["name"] == "m"
+        assert second["models"][0]["outcomes"]["success"] == 1
+        assert second["models"][0]["waiting"] == 0
+        assert history(str(first["at_us"]))[0] == second
+        assert history(str(2**60)) == history("-1") == history("x") == history("") == []
+        assert server.ask("GET", "/status").json["history"] == []
+
+
+def test_the_history_is_bounded() -> None:
+    with running({"m": FakeEngine()}) as server:
+        history = History(server.server.service)
+        for i in range(KEPT + 10):
+            history.tick(i * EVERY_US)
+            history.tick(i * EVERY_US + 1)  # not due yet
+        assert [each["at_us"] for each in history.since(-1)] == [
+            i * EVERY_US for i in range(10, KEPT + 10)
+        ]
 
 
 def test_ten_thousand_unknown_models_leave_no_series(server: Running) -> None:

@@ -15,7 +15,7 @@ export const byId = (id) => document.getElementById(id);
 export const el = (tag, attributes = {}, ...children) => fill(document.createElement(tag), attributes, children);
 export const svg = (tag, attributes = {}, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
 
-/** Replace what a node holds, but only if it changes: a reader's selection and focus stay. */
+/** Replace what a node holds, but only if it changes: a reader's selection and focus remain. */
 export function show(node, ...children) {
   const next = el("div", {}, ...children);
   if (next.innerHTML !== node.innerHTML) node.replaceChildren(...next.childNodes);
@@ -25,7 +25,12 @@ export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-/** A bar of which `share` (0 to 1) is filled; the text beside it says the same. */
+/** SVG text from charts.js as an element. */
+export const picture = (text) => new DOMParser().parseFromString(text, "image/svg+xml").documentElement;
+
+export const empty = (text) => el("p", { class: "empty" }, text);
+
+/** A bar of which `share` (0 to 1) is filled; the text next to it has the same value. */
 export function meter(share) {
   const bar = el("div");
   bar.style.width = `${(100 * Math.min(1, Math.max(0, share || 0))).toFixed(1)}%`;

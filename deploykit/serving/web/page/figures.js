@@ -1,4 +1,6 @@
-// Numbers out of two looks at the server's counters, and how they are written.
+// Figures out of two samples of the server's counters, and their units.
+
+import { count, number } from "./charts.js";
 
 /** The q-th quantile (0 to 1) in µs of a histogram's counts; null when it is empty. */
 export function quantile(counts, bounds, q) {
@@ -16,62 +18,57 @@ export function quantile(counts, bounds, q) {
   return bounds[bounds.length - 1];
 }
 
-const BAD = ["rejected", "expired", "bad_request", "failed"];
-const errors = (model) => BAD.reduce((sum, name) => sum + model.outcomes[name], 0);
+/** What went wrong, by kind: refused with 503, timed out with 504, any other error. */
+export const losses = ({ outcomes }) => ({
+  refused: outcomes.rejected, expired: outcomes.expired, failed: outcomes.bad_request + outcomes.failed,
+});
+
 const minus = (now, then) => now - (then ?? 0);
 
-/** What a model did between two looks; `then` null means since the start. */
+/** What a model did between two samples; `then` null means since the start. */
 export function between(now, then, bounds, seconds) {
-  const counts = now.request.counts.map((count, i) => minus(count, then?.request.counts[i]));
+  const counts = now.request.counts.map((each, i) => minus(each, then?.request.counts[i]));
   const answered = counts.reduce((a, b) => a + b, 0);
   const success = minus(now.outcomes.success, then?.outcomes.success);
   const runs = minus(now.runs, then?.runs);
+  const lostNow = losses(now), lostThen = then ? losses(then) : {};
   const stages = Object.entries(now.stages_us)
     .map(([name, us]) => ({ name, us: success > 0 ? minus(us, then?.stages_us[name]) / success : 0 }));
-  const mean = answered > 0 ? minus(now.request.us, then?.request.us) / answered : null;
   const batches = Object.entries(now.batches)
-    .map(([rows, count]) => [Number(rows), minus(count, then?.batches[rows])]).filter(([, count]) => count > 0);
+    .map(([rows, each]) => [Number(rows), minus(each, then?.batches[rows])]).filter(([, each]) => each > 0);
   return {
     perSecond: seconds > 0 ? success / seconds : null,
-    errorsPerSecond: seconds > 0 ? (errors(now) - (then ? errors(then) : 0)) / seconds : null,
+    lostPerSecond: Object.fromEntries(Object.entries(lostNow)
+      .map(([kind, each]) => [kind, seconds > 0 ? minus(each, lostThen[kind]) / seconds : null])),
     p50: quantile(counts, bounds, 0.5),
     p99: quantile(counts, bounds, 0.99),
+    mean: answered > 0 ? minus(now.request.us, then?.request.us) / answered : null,
     rowsPerRun: runs > 0 ? minus(now.rows, then?.rows) / runs : null,
     waited: success > 0 ? minus(now.idle_us, then?.idle_us) / success : null,
-    success, answered, mean, stages, batches,
+    counts, success, answered, stages, batches,
   };
 }
 
-export const errorsOf = errors;
-
-/** Three digits, with a thin space between thousands. */
-export function short(value) {
-  if (value === null || value === undefined || Number.isNaN(value)) return "–";
-  if (Number.isInteger(value) && Math.abs(value) < 1000) return String(value);
-  const size = Math.abs(value);
-  if (size >= 1000) return Math.round(value).toLocaleString("en").replaceAll(",", "\u202f");
-  return size >= 100 ? value.toFixed(0) : size >= 10 ? value.toFixed(1) : value.toFixed(2);
-}
-
-/** A round number beside an axis. */
-export const tick = (value) => (value >= 1000 ? short(value) : String(Number(value.toPrecision(3))));
-
-export const ms = (us) => (us === null || us === undefined ? "–" : short(us / 1000));
+export const ms = (us) => number(us === null || us === undefined ? null : us / 1000);
 
 export function time(us) {
   if (us === null || us === undefined) return "–";
-  return us < 1000 ? `${us < 10 ? us.toFixed(1) : us.toFixed(0)} µs` : `${short(us / 1000)} ms`;
+  return us < 1000 ? `${number(us)} µs` : us < 1e6 ? `${number(us / 1000)} ms` : `${number(us / 1e6)} s`;
 }
 
-export function bytes(count) {
-  if (count === null || count === undefined) return "–";
-  return count >= 1 << 30 ? `${(count / (1 << 30)).toFixed(1)} GiB` : `${Math.round(count / (1 << 20))} MiB`;
+/** A round time on an axis: 50 µs, 2 ms, 10 s. */
+export const timeTick = (us) => (us < 1000 ? `${us} µs` : us < 1e6 ? `${us / 1000} ms` : `${us / 1e6} s`);
+
+export function bytes(size) {
+  if (size === null || size === undefined) return "–";
+  const [unit, name] = size >= 1 << 30 ? [1 << 30, "GiB"] : size >= 1 << 20 ? [1 << 20, "MiB"] : [1 << 10, "KiB"];
+  return `${number(size / unit)} ${name}`;
 }
 
 export function span(seconds) {
   const s = Math.max(0, Math.floor(seconds));
   const [days, hours, minutes] = [Math.floor(s / 86400), Math.floor(s / 3600) % 24, Math.floor(s / 60) % 60];
-  if (days) return `${days} d ${hours} h`;
+  if (days) return `${count(days)} d ${hours} h`;
   if (hours) return `${hours} h ${minutes} min`;
   return minutes ? `${minutes} min ${s % 60} s` : `${s} s`;
 }

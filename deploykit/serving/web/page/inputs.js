@@ -1,11 +1,11 @@
-// The ways to give a model something: draw, a picture, .npy files, JSON. Each is {node, tensors()}.
+// The ways to make a model's inputs: drawing, an image, an example, JSON, .npy files. Each is {node, tensors()}.
 
 import { el } from "./dom.js";
-import { pack, readNpy, size } from "./tensors.js";
+import { pack, readNpy, size, zeros } from "./tensors.js";
 
-const FREE = 224; // the side of a picture where the model takes any
+const FREE = 224; // the side of an image where the model takes any
 
-/** What a model's only input takes as a picture: {height, width, channels, last}; else null. */
+/** What a model's only input takes as an image: {height, width, channels, last}; else null. */
 export function pictureOf(inputs) {
   if (inputs.length !== 1 || !["FP32", "FP16", "UINT8"].includes(inputs[0].datatype)) return null;
   const shape = inputs[0].shape;
@@ -52,7 +52,7 @@ function tensorOf(input, picture, choice, at) {
   return { name: input.name, datatype: input.datatype, shape, bytes: pack(values, input.datatype) };
 }
 
-/** A pad of the model's own pixels: drawn on by pointer or by arrow keys. */
+/** A pad of the model's own pixels, to draw on with the pointer or the arrow keys. */
 export function pad(input, picture, changed) {
   const { height, width } = picture;
   const ink = new Float32Array(height * width); // 0 to 1
@@ -148,24 +148,24 @@ export function pad(input, picture, changed) {
   const choice = scaleChoice(input);
   paint();
   const help = el("p", { class: "hint", id: "pad-help" },
-    "Draw with a pointer; or by keys: arrows move, Shift with arrows draws, Space dabs, Delete rubs out.");
+    "Draw with the pointer. With the keyboard: arrows move, Shift and arrows draw, Space draws a dot, Delete erases.");
   const node = el("div", {}, canvas, place, help, el("div", { class: "row" }, clear, example), choice);
   return { node, tensors: async () => [tensorOf(input, picture, choice, (y, x) => 255 * ink[y * width + x])] };
 }
 
-/** A picture, dropped or chosen, fitted to the model's size: the middle square, so to say. */
+/** An image, dropped or chosen, scaled and cropped about its centre to the model's size. */
 export function photo(input, picture, changed) {
   const { height, width, channels } = picture;
   let pixels = null;
   const canvas = el("canvas", { width, height, hidden: true, role: "img" });
   const file = el("input", { type: "file", accept: "image/*" });
-  const said = el("p", { class: "hint", role: "status" }, `It is cut and scaled to ${width} × ${height}.`);
+  const said = el("p", { class: "hint", role: "status" }, `It is scaled and cropped to ${width} × ${height}.`);
   const choice = scaleChoice(input);
-  const drop = el("div", { class: "drop" }, canvas, el("label", {}, "Drop a picture here, or choose one", file), said);
+  const drop = el("div", { class: "drop" }, canvas, el("label", {}, "Drop an image here, or choose one", file), said);
 
   async function take(chosen) {
     let image;
-    try { image = await createImageBitmap(chosen); } catch { said.textContent = `${chosen.name} is not a picture that this browser reads.`; return; }
+    try { image = await createImageBitmap(chosen); } catch { said.textContent = `${chosen.name} is not an image that this browser can read.`; return; }
     const scale = Math.max(width / image.width, height / image.height);
     const context = canvas.getContext("2d", { willReadFrequently: true });
     context.imageSmoothingQuality = "high";
@@ -194,7 +194,7 @@ export function photo(input, picture, changed) {
   return {
     node,
     tensors: async () => {
-      if (pixels === null) throw new Error("choose a picture first");
+      if (pixels === null) throw new Error("choose an image first");
       return [tensorOf(input, picture, choice, at)];
     },
   };
@@ -207,7 +207,7 @@ export function arrays(inputs) {
   const files = inputs.map(() => el("input", { type: "file", accept: ".npy" }));
   const labels = inputs.map((input, i) => el("label", {}, typed(input), files[i]));
   return {
-    node: el("div", {}, ...labels, el("p", { class: "hint" }, "As numpy.save writes it; the batch axis may be left out.")),
+    node: el("div", {}, ...labels, el("p", { class: "hint" }, "As numpy.save writes it. The batch axis may be left out.")),
     tensors: () => Promise.all(inputs.map((input, i) => {
       if (!files[i].files[0]) throw new Error(`choose a file for ${input.name} first`);
       return readNpy(files[i].files[0], input);
@@ -215,9 +215,16 @@ export function arrays(inputs) {
   };
 }
 
-const MOST = 4096; // values that are written out in the example
+const MOST = 4096; // values that are written out
 
-/** The request's JSON itself, begun with zeros. */
+/** One tensor of zeros for each input (empty strings for BYTES), a row of the smallest size. */
+export function example(inputs) {
+  const made = inputs.map(({ name, datatype, shape }) => zeros(name, datatype, shape.map((axis) => (axis === -1 ? 1 : axis))));
+  const list = made.map((tensor) => el("li", {}, el("code", {}, typed(tensor))));
+  return { node: el("div", {}, el("p", {}, "Sends zeros:"), el("ul", { class: "plain" }, ...list)), tensors: async () => made };
+}
+
+/** The request's JSON itself, to be edited; it begins with zeros. */
 export function json(inputs) {
   const begun = inputs.map((input) => {
     const shape = input.shape.map((axis) => (axis === -1 ? 1 : axis));

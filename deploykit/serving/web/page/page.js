@@ -1,30 +1,30 @@
-// The dashboard: asks for /status once a second while it is looked at, and shows what changed.
+// The dashboard: requests /status once a second while it is visible, and shows what changed.
 
-import { bars, lines, stacked } from "./charts.js";
+import { count, number } from "./charts.js";
 import { byId, el, meter, setText, show } from "./dom.js";
-import { between, bytes, errorsOf, ms, short, span, time } from "./figures.js";
+import { between, bytes, losses, ms, span, time } from "./figures.js";
+import { batchSizes, latencies, overTime, stages, trend } from "./panels.js";
 import { tryIt } from "./try.js";
 
 const EVERY_MS = 1000;
-const KEPT = 121; // looks, so two minutes
-const WINDOW = 10; // looks that p50, p99 and the tiles are taken over
-const STAGES = {
-  decode: ["Decode", 7], queue: ["Queue", 2], join: ["Join", 5], copy_in: ["Copy in", 6], compute: ["Compute", 1],
-  copy_out: ["Copy out", 4], split: ["Split", 3], encode: ["Encode", 8], rest: ["Hand-over", 0],
-};
+const WINDOW_US = 10e6; // what the tiles are taken over
+const SMOOTH = 3; // samples that a point of the latency chart is taken over
 
-let history = []; // the last looks, oldest first
+let samples = []; // the server's, of the last minutes, oldest first
+let now = null; // the newest answer of the server
+let before = null; // the one before it
 let chosen = null; // a model's name
 let token = null;
 let timer = null;
 
 const headers = () => (token ? { Authorization: `Bearer ${token}` } : {});
-const named = (look, name) => look?.models.find((model) => model.name === name) ?? null;
+const named = (sample, name) => sample?.models.find((model) => model.name === name) ?? null;
+const seconds = (late, early) => (late.at_us - early.at_us) / 1e6;
 
 async function look() {
   let response;
   try {
-    response = await fetch("/status", { headers: headers(), cache: "no-store" });
+    response = await fetch(`/status?since=${samples.at(-1)?.at_us ?? 0}`, { headers: headers(), cache: "no-store" });
   } catch {
     state("bad", "unreachable");
     return;
@@ -37,30 +37,25 @@ async function look() {
   take(await response.json());
 }
 
-function take(now) {
-  const last = history.at(-1);
-  const restarted = last && now.models.some((model) => model.runs < (named(last, model.name)?.runs ?? 0));
-  if (restarted) history = [];
-  history.push(now);
-  if (history.length > KEPT) history.shift();
+function take(next) {
+  const restarted = now && (next.at_us < now.at_us || next.models.some((model) => model.runs < (named(now, model.name)?.runs ?? 0)));
+  if (restarted) [samples, now] = [[], null];
+  [before, now] = [now, next];
+  samples = [...samples, ...now.history].slice(-now.history_kept);
   if (!named(now, chosen)) {
     chosen = now.models[0].name;
     tryIt(named(now, chosen), headers);
   }
   byId("main").hidden = false;
-  server(now);
-  models(now);
-  model(now);
+  server();
+  models();
+  model();
 }
 
-const seconds = (now, then) => (now.at_us - then.at_us) / 1e6;
-
-/** What a model did in the last `looks` looks before position `at`; null while there is but one. */
-function recent(name, looks, at = history.length - 1) {
-  const now = history[at];
-  const then = history[Math.max(0, at - looks)];
-  if (now === then || !named(then, name)) return null;
-  return between(named(now, name), named(then, name), now.buckets_us, seconds(now, then));
+/** What a model did in the last ten seconds; null where there is no earlier sample. */
+function recent(name) {
+  const then = samples.findLast((sample) => now.at_us - sample.at_us >= WINDOW_US) ?? samples[0];
+  return named(then, name) ? between(named(now, name), named(then, name), now.buckets_us, seconds(now, then)) : null;
 }
 
 function state(kind, text) {
@@ -68,24 +63,25 @@ function state(kind, text) {
   setText(byId("state"), text);
 }
 
-function server(now) {
+const pairs = (values) => Object.entries(values).flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]);
+
+function server() {
   setText(byId("version"), now.version);
   if (now.not_ready) state("bad", `not ready: ${now.not_ready}`);
   else state("good", "ready");
   const process = now.process;
   setText(byId("uptime"), process ? `up ${span(now.at_s - process.started_s)}` : "");
-  const before = history.at(-3)?.process ? history.at(-3) : null;
-  const cpu = process && before ? (process.cpu_s - before.process.cpu_s) / seconds(now, before) : null;
+  const cpu = process && before?.process ? (process.cpu_s - before.process.cpu_s) / seconds(now, before) : null;
   show(byId("process"), ...(process ? pairs({
     Memory: bytes(process.resident_bytes),
     Processor: cpu === null ? "–" : `${(100 * cpu).toFixed(0)} % of a core`,
-    "Open files": `${process.open_fds} of ${short(process.max_fds)}`,
-    Threads: String(process.threads),
+    "Open files": `${count(process.open_fds)} of ${count(process.max_fds)}`,
+    Threads: count(process.threads),
+    ...(now.gpus.length ? {} : { GPU: "none" }),
   }) : [el("dt", {}, "not known yet")]));
-  show(byId("gpus"), ...(now.gpus.length ? now.gpus.map(gpu) : [el("p", { class: "empty" }, "No GPU reports here.")]));
+  byId("gpu-card").hidden = now.gpus.length === 0;
+  show(byId("gpus"), ...now.gpus.map(gpu));
 }
-
-const pairs = (values) => Object.entries(values).flatMap(([name, text]) => [el("dt", {}, name), el("dd", {}, text)]);
 
 function gpu(found) {
   const rows = [];
@@ -104,7 +100,7 @@ function gpu(found) {
   return el("div", { class: "gpu" }, el("p", {}, found.name), el("dl", { class: "pairs" }, ...rows));
 }
 
-function models(now) {
+function models() {
   byId("models").hidden = now.models.length < 2;
   if (now.models.length < 2) return;
   const rows = byId("models-rows");
@@ -114,75 +110,102 @@ function models(now) {
     rows.replaceChildren(...now.models.map((each) => {
       const button = el("button", { type: "button" }, each.name);
       button.addEventListener("click", () => choose(each.name));
-      return el("tr", {}, el("td", {}, button), ...Array.from({ length: 6 }, (_, i) => el("td", i ? { class: "n" } : {})));
+      return el("tr", {}, el("td", {}, button), ...Array.from({ length: 8 }, (_, i) => el("td", i ? { class: "n" } : {})));
     }));
   }
   now.models.forEach((each, i) => {
-    const seen = recent(each.name, WINDOW);
+    const seen = recent(each.name), lost = seen?.lostPerSecond;
     const [first, ...cells] = rows.children[i].children;
     first.firstChild.setAttribute("aria-pressed", String(each.name === chosen));
-    const texts = [each.not_ready ?? (each.notes.length ? "see notes" : "ready"), short(seen?.perSecond), ms(seen?.p50), ms(seen?.p99),
-      String(each.waiting), short(seen?.errorsPerSecond)];
+    const texts = [each.not_ready ?? (each.notes.length ? "see notes" : "ready"), number(seen?.perSecond), ms(seen?.p50), ms(seen?.p99),
+      count(each.waiting), number(lost?.refused), number(lost?.expired), number(lost?.failed)];
     texts.forEach((text, j) => setText(cells[j], text));
   });
 }
 
 function choose(name) {
   chosen = name;
-  const now = history.at(-1);
   tryIt(named(now, name), headers);
-  models(now);
-  model(now);
+  models();
+  model();
 }
 
-function tile(name, value, unit, kind = "") {
-  return el("div", {}, el("dt", {}, name), el("dd", { class: kind }, value, el("small", {}, unit ? ` ${unit}` : "")));
+function tile(name, value, unit, more = "", kind = "") {
+  return el("div", {}, el("dt", {}, name), el("dd", { class: kind }, value, el("small", {}, unit ? ` ${unit}` : "")),
+    more ? el("dd", { class: "more" }, more) : null);
 }
 
 function about(found) {
   const engines = found.engines > 1 ? `${found.engines} engines, ` : "";
-  const now = found.batch_limit < found.max_batch ? ` (now ${found.batch_limit})` : "";
-  const delay = found.delay_us > 0 ? `, waiting at most ${time(found.delay_us)} for them` : "";
-  const rows = found.max_batch ? `up to ${found.max_batch} rows a batch${now}${delay}` : "one request at a time";
-  return `${found.platform} on ${found.device}, ${engines}${rows}`;
+  const limit = found.batch_limit < found.max_batch ? ` (now ${found.batch_limit})` : "";
+  const delay = found.delay_us > 0 ? `, waiting at most ${time(found.delay_us)} for more` : "";
+  const rows = found.max_batch ? `batches of up to ${found.max_batch} rows${limit}${delay}` : "one request at a time";
+  return `${found.runtime} on ${found.device}, ${engines}${rows}`;
 }
 
-function model(now) {
-  const found = named(now, chosen);
-  const seen = recent(chosen, WINDOW);
+function file(found) {
+  byId("file-card").hidden = found === null;
+  if (found === null) return;
+  const nodes = Object.entries(found.precision).sort((a, b) => b[1] - a[1]).map(([type, each]) => `${count(each)} ${type}`);
+  show(byId("file"), ...pairs({
+    Name: found.name,
+    Size: bytes(found.bytes),
+    Written: `${span(now.at_s - found.written_s).replace(/ \d+ s$/, "")} ago`,
+    Precision: nodes.length ? `${nodes.join(", ")} nodes` : "not recorded",
+    "SHA-256": el("code", {}, found.sha256),
+  }));
+}
+
+function model() {
+  const found = named(now, chosen), seen = recent(chosen);
   const whole = between(found, null, now.buckets_us, 0);
   setText(byId("model-name"), found.name);
   setText(byId("model-about"), about(found));
   const notes = [...(found.not_ready ? [`Not ready: ${found.not_ready}`] : []), ...found.notes];
   byId("notes").hidden = notes.length === 0;
   show(byId("notes"), ...notes.map((note) => el("li", {}, note)));
+  const total = losses(found);
+  const lost = (name, kind) => {
+    const rate = seen?.lostPerSecond[kind];
+    return tile(name, number(rate), "/s", `${count(total[kind])} in total`, rate > 0 ? "bad" : "");
+  };
   show(byId("tiles"),
-    tile("Requests", short(seen?.perSecond), "/s"), tile("p50", ms(seen?.p50), "ms"), tile("p99", ms(seen?.p99), "ms"),
-    tile("Waiting", String(found.waiting), `of ${short(found.queue)}`), tile("Rows a batch", short(seen?.rowsPerRun), ""),
-    tile("Errors", short(seen?.errorsPerSecond), `/s, ${short(errorsOf(found))} in all`, seen?.errorsPerSecond > 0 ? "bad" : ""));
-
-  const places = history.map((_, i) => i).filter((i) => i > 0);
-  const each = places.map((i) => recent(chosen, 1, i));
-  const windows = places.map((i) => recent(chosen, WINDOW / 2, i));
-  const span_s = KEPT - 1;
-  show(byId("throughput"), ...lines("Requests a second", [{ name: "requests", look: 1, values: each.map((one) => one?.perSecond ?? null) }], span_s));
-  const inMs = (us) => (us === null || us === undefined ? null : us / 1000);
-  show(byId("latency"), ...lines("Latency in ms", [
-    { name: "p99", look: 2, values: windows.map((one) => inMs(one?.p99)) },
-    { name: "p50", look: 1, values: windows.map((one) => inMs(one?.p50)) },
-  ], span_s, 0.1));
-  show(byId("queue"), ...lines("Requests waiting", [{ name: "waiting", look: 2, values: history.map((one) => named(one, chosen)?.waiting ?? null) }], span_s, 10));
+    tile("Requests", number(seen?.perSecond), "/s"), tile("p50", ms(seen?.p50), "ms"), tile("p99", ms(seen?.p99), "ms"),
+    tile("Waiting", count(found.waiting), "requests", `of ${count(found.queue)} at most`), tile("Batch size", number(seen?.rowsPerRun), "rows"),
+    lost("Refused (503)", "refused"), lost("Timed out (504)", "expired"), lost("Other errors", "failed"));
+  file(found.file);
+  charts(found);
 
   const live = seen?.success > 0 && seen.answered > 0 ? seen : whole;
-  const period = live === whole ? "since the start" : `last ${Math.round(seconds(now, history.at(-1 - Math.min(WINDOW, history.length - 1))))} s`;
-  const stages = live.stages.map(({ name, us }) => ({ us, text: STAGES[name][0], look: STAGES[name][1] }));
-  const rest = Math.max(0, (live.mean ?? 0) - stages.reduce((sum, stage) => sum + stage.us, 0));
-  stages.push({ us: rest, text: STAGES.rest[0], look: STAGES.rest[1] });
-  const waited = live.waited ? `; an engine stood idle for ${time(live.waited)} of it` : "";
-  setText(byId("time-span"), live.mean ? `${time(live.mean)} a request, ${period}${waited}` : "");
-  show(byId("time"), ...stacked("Where the time goes", live.mean ? stages.filter((stage) => stage.us > 0) : []),
-    live.mean ? el("p", { class: "hint" }, "Hand-over: between an engine's thread and the one that answers.") : null);
-  show(byId("batches"), ...bars("Rows in a batch", seen?.batches.length ? seen.batches : whole.batches));
+  const period = live === whole ? "since the start" : "last 10 s";
+  const waited = live.waited ? `; an engine waited ${time(live.waited)} of it for a fuller batch` : "";
+  setText(byId("time-span"), live.mean ? `${time(live.mean)} per request, ${period}${waited}` : "");
+  show(byId("time"), ...stages(live));
+}
+
+/** The charts over all samples: the last ten minutes, or since the start. */
+function charts(found) {
+  const bounds = now.buckets_us;
+  const places = samples.map((_, i) => i).filter((i) => i > 0);
+  const ages = places.map((i) => seconds(now, samples[i]));
+  const each = overTime(samples, chosen, bounds, places, 1), smooth = overTime(samples, chosen, bounds, places, SMOOTH);
+  const inMs = (us) => (us === null || us === undefined ? null : us / 1000);
+  const losing = (kind) => each.map((one) => one?.lostPerSecond[kind] ?? null);
+  show(byId("throughput"), trend("Throughput", "requests/s", ages, [{ label: "answered", look: 1, values: each.map((one) => one?.perSecond ?? null) }]));
+  show(byId("latency"), trend("Latency", "ms", ages, [
+    { label: "p99", look: 2, values: smooth.map((one) => inMs(one?.p99)) },
+    { label: "p50", look: 1, values: smooth.map((one) => inMs(one?.p50)) },
+  ], 0.1));
+  show(byId("queue"), trend("Waiting", "requests", ages, [{ label: "waiting", look: 3, values: places.map((i) => named(samples[i], chosen)?.waiting ?? null) }], 10));
+  show(byId("losses"), trend("Refused and failed", "requests/s", ages, [
+    { label: "503 refused", look: 2, values: losing("refused") },
+    { label: "504 timed out", look: 4, values: losing("expired") },
+    { label: "other", look: 6, values: losing("failed") },
+  ]));
+  const long = named(samples[0], chosen) ? between(found, named(samples[0], chosen), bounds, 1) : null;
+  const whole = long?.answered > 0 ? long : between(found, null, bounds, 0);
+  show(byId("latencies"), latencies("Latency of the answered requests", whole.counts, bounds));
+  show(byId("batches"), batchSizes("Rows in a batch", whole.batches));
 }
 
 function run() {

@@ -33,24 +33,28 @@ function fromBrain(bits) {
   return scratch.getFloat32(0);
 }
 
-/** Numbers as the bytes of `datatype`: FP32, FP16 or UINT8, what pictures are made of. */
+/** A tensor of zeros; for BYTES each element is an empty string, four zero bytes of length. */
+export const zeros = (name, datatype, shape) =>
+  ({ name, datatype, shape, bytes: new Uint8Array(size(shape) * (TYPES[datatype]?.[0] ?? 4)) });
+
+/** Numbers as the bytes of `datatype`: FP32, FP16 or UINT8, the types of images. */
 export function pack(values, datatype) {
   if (datatype === "FP16") return new Uint8Array(Uint16Array.from(values, toHalf).buffer);
   if (datatype === "UINT8") return Uint8Array.from(values, (v) => Math.min(255, Math.max(0, Math.round(v))));
   return new Uint8Array(Float32Array.from(values).buffer);
 }
 
-/** Bytes as numbers (or texts, for BYTES), in row-major order. */
+/** Bytes as numbers (or strings, for BYTES), in row-major order. */
 export function unpack(bytes, datatype) {
   const own = bytes.slice(); // aligned
   if (datatype === "BYTES") {
-    const view = new DataView(own.buffer), texts = [], decoder = new TextDecoder();
+    const view = new DataView(own.buffer), strings = [], decoder = new TextDecoder();
     for (let at = 0; at + 4 <= own.length;) {
       const length = view.getUint32(at, true);
-      texts.push(decoder.decode(own.subarray(at + 4, at + 4 + length)));
+      strings.push(decoder.decode(own.subarray(at + 4, at + 4 + length)));
       at += 4 + length;
     }
-    return texts;
+    return strings;
   }
   if (!TYPES[datatype]) throw new Error(`the page cannot read ${datatype}`);
   const values = Array.from(new TYPES[datatype][1](own.buffer));
@@ -64,9 +68,9 @@ export async function readNpy(file, input) {
   const all = new Uint8Array(await file.arrayBuffer());
   const view = new DataView(all.buffer);
   if (all.length < 12 || String.fromCharCode(...all.subarray(1, 6)) !== "NUMPY") throw new Error(`${file.name} is not a .npy file`);
-  const wide = all[6] >= 2;
-  const start = (wide ? 12 : 10) + (wide ? view.getUint32(8, true) : view.getUint16(8, true));
-  const header = new TextDecoder("latin1").decode(all.subarray(wide ? 12 : 10, start));
+  const long = all[6] >= 2; // the header's length has four bytes
+  const start = (long ? 12 : 10) + (long ? view.getUint32(8, true) : view.getUint16(8, true));
+  const header = new TextDecoder("latin1").decode(all.subarray(long ? 12 : 10, start));
   const dtype = /'descr':\s*'([^']*)'/.exec(header)?.[1];
   const axes = /'shape':\s*\(([^)]*)\)/.exec(header)?.[1];
   const wanted = TYPES[input.datatype]?.[2];
@@ -76,7 +80,7 @@ export async function readNpy(file, input) {
   const shape = axes.split(",").map((axis) => axis.trim()).filter(Boolean).map(Number);
   if (shape.length === input.shape.length - 1) shape.unshift(1);
   const bytes = all.subarray(start);
-  if (bytes.length !== size(shape) * TYPES[input.datatype][0]) throw new Error(`${file.name} is cut short`);
+  if (bytes.length !== size(shape) * TYPES[input.datatype][0]) throw new Error(`${file.name} is truncated`);
   return { name: input.name, datatype: input.datatype, shape, bytes };
 }
 
@@ -100,7 +104,7 @@ async function post(model, headers, body) {
   return { outputs, took };
 }
 
-/** Ask with tensors of bytes; answers {outputs, took} in ms, there and back. Throws an Error. */
+/** Send tensors of bytes; gives {outputs, took}, the round trip in ms. Throws an Error. */
 export function infer(model, headers, tensors) {
   const inputs = tensors.map(({ name, datatype, shape, bytes }) =>
     ({ name, datatype, shape, parameters: { binary_data_size: bytes.length } }));

@@ -1,8 +1,8 @@
-// The form that sends one request to a model, and what came back.
+// The form that sends one request to a model and shows the answer.
 
+import { number } from "./charts.js";
 import { byId, el, meter, setText, show } from "./dom.js";
-import { short } from "./figures.js";
-import { arrays, json, pad, photo, pictureOf } from "./inputs.js";
+import { arrays, example, json, pad, photo, pictureOf } from "./inputs.js";
 import { infer, inferJson, size } from "./tensors.js";
 
 const SHOWN = 48; // values of a tensor that are written out
@@ -14,9 +14,10 @@ export function tryIt(model, headers) {
   const clear = () => { setText(byId("took"), ""); show(byId("answer")); };
   const ways = {};
   if (picture?.channels === 1 && picture.height <= 64 && picture.width <= 64) ways.Draw = () => pad(model.inputs[0], picture, clear);
-  if (picture) ways.Picture = () => photo(model.inputs[0], picture, clear);
-  if (model.inputs.every((input) => input.datatype !== "BYTES" && input.datatype !== "BF16")) ways[".npy"] = () => arrays(model.inputs);
+  if (picture) ways.Image = () => photo(model.inputs[0], picture, clear);
+  if (!picture) ways.Example = () => example(model.inputs);
   if (model.inputs.every((input) => input.datatype !== "FP16" && input.datatype !== "BF16")) ways.JSON = () => json(model.inputs);
+  if (model.inputs.every((input) => input.datatype !== "BYTES" && input.datatype !== "BF16")) ways[".npy"] = () => arrays(model.inputs);
 
   let way = null;
   const made = {};
@@ -48,7 +49,7 @@ export function tryIt(model, headers) {
       const { outputs, took } = way.text
         ? await inferJson(model.name, headers(), way.text())
         : await infer(model.name, headers(), await way.tensors());
-      setText(byId("took"), `${short(took)} ms, there and back`);
+      setText(byId("took"), `${number(took)} ms round trip`);
       show(byId("answer"), ...outputs.map(outputNode));
     } catch (problem) {
       setText(byId("took"), "");
@@ -67,7 +68,7 @@ function outputNode(output) {
   return el("div", { class: "output" }, title, oneRow ? topOf(output.values, output.datatype) : null, valuesOf(output, numeric));
 }
 
-/** The largest values with their indices; of scores that are no shares yet, the softmax too. */
+/** The largest values with their indices; the softmax too, unless they are probabilities already. */
 function topOf(values, datatype) {
   const total = values.reduce((a, b) => a + b, 0);
   const shares = values.every((value) => value >= 0) && Math.abs(total - 1) < 0.02;
@@ -84,7 +85,7 @@ function topOf(values, datatype) {
 
 function valuesOf(output, numeric) {
   const written = output.values.slice(0, SHOWN).map((value) => (numeric ? plain(value) : String(value)));
-  const more = output.values.length > SHOWN ? ` … ${output.values.length} in all` : "";
+  const more = output.values.length > SHOWN ? ` … ${output.values.length} in total` : "";
   const summary = output.values.length > TOP ? el("summary", {}, "Values") : null;
   const text = el("p", { class: "values" }, written.join("  ") + more);
   return summary ? el("details", {}, summary, text) : text;

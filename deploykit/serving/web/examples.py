@@ -1,0 +1,276 @@
+"""Write programs that call a served model: curl, JavaScript, Go and Python, to be run as they are.
+
+They hold the model's own names, types and shapes. One that cannot carry the model's types is None.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from deploykit.serving.models.repository import ServedModel
+from deploykit.serving.oip.tensors import BINARY_ONLY, LENGTH_BYTES, Slot
+from deploykit.serving.web.openapi import example_shape
+
+_MOST_VALUES = 16  # of a request that are written out
+_NOT_NUMPY = ("BYTES", "BF16")  # a numpy array does not hold the bytes that are sent
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a client reaches the server; `host` with its port, as in the header Host."""
+
+    scheme: str
+    host: str
+    grpc_port: int | None
+    token: bool
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://{self.host}"
+
+    @property
+    def grpc(self) -> str:
+        name = self.host if self.host.endswith("]") else self.host.rpartition(":")[0] or self.host
+        return f"{name}:{self.grpc_port}"
+
+
+def examples(model: ServedModel, address: Address) -> dict[str, str]:
+    """Title -> program."""
+    found = {
+        "curl": _curl(model, address),
+        "JavaScript": _javascript(model, address),
+        "Go": _go(model, address),
+        "Python": _python(model, address),
+        "tritonclient (HTTP)": _triton(model, address, "http"),
+    }
+    if address.grpc_port is not None:
+        found["tritonclient (gRPC)"] = _triton(model, address, "grpc")
+    return {title: code for title, code in found.items() if code is not None}
+
+
+def _slots(model: ServedModel) -> list[tuple[Slot, list[int]]]:
+    slots = model.signature.inputs.values()
+    return [(slot, list(example_shape(model, slot, 1))) for slot in slots]
+
+
+def _has_json(*slots: Slot) -> bool:
+    return not any(slot.datatype in BINARY_ONLY for slot in slots)
+
+
+def _value(slot: Slot) -> Any:
+    return {"BYTES": "text", "BOOL": True}.get(slot.datatype, 1)
+
+
+def _described(slot: Slot, shape: list[int]) -> dict[str, Any]:
+    return {"name": slot.spec.name, "datatype": slot.datatype, "shape": shape}
+
+
+def _quoted(text: str) -> str:
+    """For a shell, as one word."""
+    return "'" + text.replace("'", "'\"'\"'") + "'"
+
+
+def _curl(model: ServedModel, address: Address) -> str | None:
+    """Values as JSON where they are few; else zeros behind a JSON header."""
+    if not _has_json(*model.signature.outputs.values()):
+        return None
+    slots = _slots(model)
+    sizes = [math.prod(shape) for _, shape in slots]
+    header = ' \\\n  -H "Authorization: Bearer $TOKEN"' if address.token else ""
+    url = f"{address.url}/v2/models/{model.name}/infer"
+    if sum(sizes) <= _MOST_VALUES and _has_json(*(slot for slot, _ in slots)):
+        inputs = [
+            {**_described(slot, shape), "data": [_value(slot)] * size}
+            for (slot, shape), size in zip(slots, sizes, strict=True)
+        ]
+        lines = ",\n".join(f"    {json.dumps(item)}" for item in inputs)
+        body = f'{{\n  "inputs": [\n{lines}\n  ]\n}}'
+        return f"curl {url}{header} \\\n  -d {_quoted(body)}\n"
+    counts = [
+        size * (slot.item_bytes or LENGTH_BYTES)
+        for (slot, _), size in zip(slots, sizes, strict=True)
+    ]
+    inputs = [
+        {**_described(slot, shape), "parameters": {"binary_data_size": count}}
+        for (slot, shape), count in zip(slots, counts, strict=True)
+    ]
+    lines = ",\n".join(f"  {json.dumps(item)}" for item in inputs)
+    return (
+        f'header={_quoted(f"""{{"inputs": [{chr(10)}{lines}{chr(10)}]}}""")}\n'
+        "# zeros; send the values of your tensors, little-endian, in place of `head`\n"
+        f'{{ printf %s "$header"; head -c {sum(counts)} /dev/zero; }} |\n'
+        f"curl {url}{header} \\\n"
+        '  -H "Inference-Header-Content-Length: ${#header}" \\\n  --data-binary @-\n'
+    )
+
+
+def _javascript(model: ServedModel, address: Address) -> str | None:
+    """For browsers and Node.js 18 or later."""
+    slots = _slots(model)
+    if not _has_json(*(slot for slot, _ in slots), *model.signature.outputs.values()):
+        return None
+    lines = []
+    for slot, shape in slots:
+        size, value = math.prod(shape), json.dumps(_value(slot))
+        few = f"[{', '.join([value] * size)}]"
+        data = few if size <= _MOST_VALUES else f"Array({size}).fill({value})"
+        name = json.dumps(slot.spec.name, ensure_ascii=False)
+        lines.append(
+            f'  {{ name: {name}, datatype: "{slot.datatype}", shape: {shape}, data: {data} }},'
+        )
+    joined = "\n".join(lines)
+    header = ", Authorization: `Bearer ${process.env.TOKEN}`" if address.token else ""
+    return f"""const inputs = [
+{joined}
+];
+const response = await fetch("{address.url}/v2/models/{model.name}/infer", {{
+  method: "POST",
+  headers: {{ "Content-Type": "application/json"{header} }},
+  body: JSON.stringify({{ inputs }}),
+}});
+const answer = await response.json();
+if (!response.ok) throw new Error(answer.error);
+for (const output of answer.outputs) console.log(output.name, output.shape, output.data);
+"""
+
+
+def _go(model: ServedModel, address: Address) -> str | None:
+    """The standard library alone."""
+    slots = _slots(model)
+    if not _has_json(*(slot for slot, _ in slots), *model.signature.outputs.values()):
+        return None
+    lines = "\n".join(
+        f'\t\t{{{json.dumps(slot.spec.name, ensure_ascii=False)}, "{slot.datatype}", '
+        f"[]int{{{', '.join(map(str, shape))}}}, "
+        f"fill({json.dumps(_value(slot))}, {math.prod(shape)})}},"
+        for slot, shape in slots
+    )
+    system = '\n\t"os"' if address.token else ""
+    header = '\n\trequest.Header.Set("Authorization", "Bearer "+os.Getenv("TOKEN"))'
+    return f"""package main
+
+import (
+\t"bytes"
+\t"encoding/json"
+\t"fmt"
+\t"log"
+\t"net/http"{system}
+)
+
+type Tensor struct {{
+\tName     string `json:"name"`
+\tDatatype string `json:"datatype"`
+\tShape    []int  `json:"shape"`
+\tData     []any  `json:"data"`
+}}
+
+func fill(value any, count int) []any {{
+\tvalues := make([]any, count)
+\tfor i := range values {{
+\t\tvalues[i] = value
+\t}}
+\treturn values
+}}
+
+func check(err error) {{
+\tif err != nil {{
+\t\tlog.Fatal(err)
+\t}}
+}}
+
+func main() {{
+\tbody, err := json.Marshal(map[string]any{{"inputs": []Tensor{{
+{lines}
+\t}}}})
+\tcheck(err)
+\turl := "{address.url}/v2/models/{model.name}/infer"
+\trequest, err := http.NewRequest("POST", url, bytes.NewReader(body))
+\tcheck(err){header if address.token else ""}
+\tresponse, err := http.DefaultClient.Do(request)
+\tcheck(err)
+\tdefer response.Body.Close()
+\tvar answer struct {{
+\t\tOutputs []Tensor
+\t\tError   string
+\t}}
+\tcheck(json.NewDecoder(response.Body).Decode(&answer))
+\tif response.StatusCode != http.StatusOK {{
+\t\tlog.Fatal(answer.Error)
+\t}}
+\tfor _, output := range answer.Outputs {{
+\t\tfmt.Println(output.Name, output.Shape, output.Data)
+\t}}
+}}
+"""
+
+
+def _arrays(model: ServedModel) -> str:
+    lines = []
+    for slot, shape in _slots(model):
+        if slot.datatype == "BYTES":
+            value = f"np.full({shape}, 'text', object)"
+        else:
+            kind = {"BF16": "ml_dtypes.bfloat16", "BOOL": "np.bool_"}.get(slot.datatype)
+            value = f"np.ones({shape}, {kind or 'np.' + slot.dtype.name})"
+        lines.append(f"    {slot.spec.name!r}: {value},")
+    return "arrays = {\n" + "\n".join(lines) + "\n}\n"
+
+
+def _python(model: ServedModel, address: Address) -> str | None:
+    """None for tensors whose bytes numpy alone does not make or read."""
+    signature = model.signature
+    slots = [*signature.inputs.values(), *signature.outputs.values()]
+    if any(slot.datatype in _NOT_NUMPY for slot in slots):
+        return None
+    types = {slot.datatype: slot.dtype.name for slot in slots}
+    inputs = {slot.spec.name: slot.datatype for slot in signature.inputs.values()}
+    header = ", 'Authorization': f'Bearer {os.environ[\"TOKEN\"]}'" if address.token else ""
+    return f"""import json{", os" if address.token else ""}
+import urllib.request
+import numpy as np
+
+{_arrays(model)}types = {inputs!r}
+inputs = [{{"name": name, "datatype": types[name], "shape": array.shape,
+           "parameters": {{"binary_data_size": array.nbytes}}}} for name, array in arrays.items()]
+head = json.dumps({{"inputs": inputs, "parameters": {{"binary_data_output": True}}}}).encode()
+body = head + b"".join(array.tobytes() for array in arrays.values())
+headers = {{"Inference-Header-Content-Length": str(len(head)){header}}}
+url = "{address.url}/v2/models/{model.name}/infer"
+with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as reply:
+    size = int(reply.headers["Inference-Header-Content-Length"])
+    answer, data = json.loads(reply.read(size)), reply.read()
+for output in answer["outputs"]:
+    size = output["parameters"]["binary_data_size"]
+    array = np.frombuffer(data[:size], {types!r}[output["datatype"]])
+    data = data[size:]
+    print(output["name"], array.reshape(output["shape"]))
+"""
+
+
+def _triton(model: ServedModel, address: Address, kind: str) -> str:
+    name = "Authorization" if kind == "http" else "authorization"
+    header = f", headers={{'{name}': 'Bearer ' + os.environ['TOKEN']}}" if address.token else ""
+    secure = ", ssl=True" if address.scheme == "https" else ""
+    place = address.host if kind == "http" else address.grpc
+    types = {slot.spec.name: slot.datatype for slot in model.signature.inputs.values()}
+    shown = "\n".join(
+        f"print({name!r}, answer.as_numpy({name!r}))" for name in model.signature.outputs
+    )
+    imports = ["import os"] if address.token else []
+    imports += ["import ml_dtypes"] if "BF16" in types.values() else []
+    imports += ["import numpy as np", f"import tritonclient.{kind} as client"]
+    lines = "\n".join(imports)
+    return f"""{lines}
+
+{_arrays(model)}types = {types!r}
+inputs = []
+for name, array in arrays.items():
+    inputs.append(client.InferInput(name, list(array.shape), types[name]))
+    inputs[-1].set_data_from_numpy(array)
+with client.InferenceServerClient("{place}"{secure}) as server:
+    answer = server.infer("{model.name}", inputs{header})
+{shown}
+"""
