@@ -148,19 +148,19 @@ def started(name: str, model: str) -> AbstractContextManager[int]:
 def service_for(model: str, deliver: Callable) -> object:
     from deploykit.runtimes.engine import load as open_engine
     from deploykit.runtimes.fake import FakeEngine
-    from deploykit.serving.models.repository import Service
+    from deploykit.serving.models.repository import ModelRepository
     from deploykit.serving.options import ServeOptions
 
     engine = FakeEngine(width=784) if model == "fake" else open_engine(Path(model), "cpu")
-    service = Service({"m": engine}, ServeOptions(max_batch=MAX_BATCH), deliver=deliver)
+    service = ModelRepository({"m": engine}, ServeOptions(max_batch=MAX_BATCH), deliver=deliver)
     service.warm_up()
     return service
 
 
 def deliver_on(loop: asyncio.AbstractEventLoop) -> Callable:
-    from deploykit.serving.batching.delivery import deliver_here
+    from deploykit.serving.batching.delivery import deliver_inline
 
-    return lambda requests: loop.call_soon_threadsafe(deliver_here, requests)
+    return lambda requests: loop.call_soon_threadsafe(deliver_inline, requests)
 
 
 def infer(service, data: bytes, at: int, answer: Callable[[bytes], None]) -> None:
@@ -178,7 +178,7 @@ def infer(service, data: bytes, at: int, answer: Callable[[bytes], None]) -> Non
         found = results(request, pending.outputs, model.signature)
         answer(b"".join(messages.encode("m", "1", request.id, found)))
 
-    service.infer(model, request, done)
+    model.submit(request, done)
 
 
 def handlers(handler):
@@ -215,9 +215,9 @@ def serve_aio(model: str, port: int) -> None:
 def serve_threads(model: str, port: int) -> None:
     import grpc
 
-    from deploykit.serving.batching.delivery import deliver_here
+    from deploykit.serving.batching.delivery import deliver_inline
 
-    service = service_for(model, deliver_here)
+    service = service_for(model, deliver_inline)
 
     def call(data: bytes, _context) -> bytes:
         answered: concurrent.futures.Future[bytes] = concurrent.futures.Future()
@@ -282,13 +282,13 @@ def serve_ours(model: str, port: int) -> None:
 
     from deploykit.serving.grpc.server import GrpcServer
     from deploykit.serving.options import ServeOptions
-    from deploykit.serving.transport.memory import Held
+    from deploykit.serving.transport.memory import MemoryBudget
     from deploykit.serving.transport.security import Guard
 
     loop = uvloop.new_event_loop()
     service = service_for(model, deliver_on(loop))
     options = ServeOptions(grpc_port=port)
-    server = GrpcServer(service, options, Guard(None), Held(None, options.max_body_bytes))
+    server = GrpcServer(service, options, Guard(None), MemoryBudget(None, options.max_body_bytes))
     loop.run_until_complete(server.start())
     loop.run_forever()
 

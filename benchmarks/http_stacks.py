@@ -96,14 +96,14 @@ def engine_for(model: str):
 
 def routes_for(model: str, loop: asyncio.AbstractEventLoop):
     """The application, with answers handed to `loop` once per batch: as in serving/http.py."""
-    from deploykit.serving.batching.delivery import deliver_here
+    from deploykit.serving.batching.delivery import deliver_inline
     from deploykit.serving.http.routes import Routes
-    from deploykit.serving.models.repository import ServeOptions, Service
+    from deploykit.serving.models.repository import ModelRepository, ServeOptions
 
-    service = Service(
+    service = ModelRepository(
         {"m": engine_for(model)},
         ServeOptions(max_batch=MAX_BATCH),
-        deliver=lambda batch: loop.call_soon_threadsafe(deliver_here, batch),
+        deliver=lambda batch: loop.call_soon_threadsafe(deliver_inline, batch),
     )
     service.warm_up()
     return Routes(service)

@@ -13,7 +13,7 @@ import pytest
 from deploykit.runtimes.devices import Devices, Gpu
 from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.models import reload, shadow
-from deploykit.serving.models.repository import Service
+from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe import logs
 from deploykit.serving.observe.process import Sampler
 from deploykit.serving.observe.prometheus import METRICS, Sample, exposition
@@ -49,7 +49,7 @@ class OneGpu(Devices):
 @pytest.fixture(scope="module")
 def emitted() -> Iterator[dict[str, set[str]]]:
     """Metric names as they stand in /metrics, with their labels."""
-    service = Service({"m": FakeEngine()}, ServeOptions(slo_ms=50))
+    service = ModelRepository({"m": FakeEngine()}, ServeOptions(slo_ms=50))
     service.warm_up()
     service.expire()  # steers by what the warm-up took
     sampler = Sampler(OneGpu())

@@ -15,26 +15,26 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
 from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.runtimes.engine import Engine
-from deploykit.serving.batching.delivery import deliver_here
+from deploykit.serving.batching.delivery import deliver_inline
 from deploykit.serving.batching.policy import Pending
 from deploykit.serving.http.connection import Connection, Listener
 from deploykit.serving.http.head import Limits
-from deploykit.serving.http.json_worker import Reader
+from deploykit.serving.http.json_worker import JsonWorker
 from deploykit.serving.http.routes import Routes
-from deploykit.serving.models.repository import Service
+from deploykit.serving.models.offload import ThreadOffload
+from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.listener import Acceptor, bind, is_loopback
-from deploykit.serving.transport.memory import Held
-from deploykit.serving.transport.security import Door, Guard, tls_context
+from deploykit.serving.transport.memory import MemoryBudget
+from deploykit.serving.transport.security import AccessControl, Guard, tls_context
 from deploykit.serving.web.page import FILES
 
 if TYPE_CHECKING:
@@ -49,9 +49,8 @@ DRAIN_S = 30.0  # how long a shutdown waits for an engine
 CLOSE_S = 5.0  # how long it then waits for clients to read their answers
 FATAL_S = 1.0  # the same three, once the device is lost: a supervisor is to start us anew
 ECHO_S = 1.0  # within it a second SIGTERM is the first one again
-READERS = 2  # threads that read large and compressed bodies
+OFFLOAD_THREADS = 2  # for large and compressed bodies
 
-T = TypeVar("T")
 OnReady = Callable[[str, int, "int | None"], None]  # host, HTTP port, gRPC port
 
 
@@ -103,27 +102,27 @@ class Server:
         try:
             self.host, self.port = self._socket.getsockname()[:2]
             loopback = is_loopback(self.host)
-            door = Door(guard, loopback=loopback, origins=options.origins, public=FILES)
-            self.service = Service(
-                models, options, deliver=self._deliver, later=self._loop.call_soon
+            access = AccessControl(guard, loopback=loopback, origins=options.origins, public=FILES)
+            self.service = ModelRepository(
+                models, options, deliver=self._deliver, call_soon=self._loop.call_soon
             )
         except BaseException:
             self._release()
             raise
-        self._readers = ThreadPoolExecutor(READERS, "deploykit reader")
-        self._reader = Reader()
+        self._offload = ThreadOffload(self._loop, OFFLOAD_THREADS)
+        self._worker = JsonWorker()
         scheme = "https" if tls else "http"
-        self._routes = Routes(self.service, self._aside, self._reader, scheme=scheme)
-        held = Held(options.max_held_bytes, options.max_body_bytes)
+        self._routes = Routes(self.service, self._offload, self._worker, scheme=scheme)
+        held = MemoryBudget(options.max_held_bytes, options.max_body_bytes)
         self.service.add_metrics(partial(_held_samples, held))
-        self._listener = Listener(self._routes.handle, limits, door, options.max_body_bytes, held)
+        self._listener = Listener(self._routes.handle, limits, access, options.max_body_bytes, held)
         make = partial(Connection, self._listener)
         self._acceptor = Acceptor(self._loop, self._socket, self._listener, make, tls)
         self._grpc: GrpcServer | None = None
         if options.grpc_port is not None:
             from deploykit.serving.grpc.server import GrpcServer
 
-            self._grpc = GrpcServer(self.service, options, guard, held)
+            self._grpc = GrpcServer(self.service, options, guard, held, self._offload)
         self._stopped = asyncio.Event()
         self._signals = 0
         self._signalled_s = -ECHO_S
@@ -137,8 +136,8 @@ class Server:
             dropped = self._loop.run_until_complete(self._serve(on_ready))
             aborted = False
         finally:
-            self._readers.shutdown(wait=False, cancel_futures=True)
-            self._reader.close()
+            self._offload.close()
+            self._worker.close()
             self.service.close(drain=False, timeout_s=0 if aborted else self._limit_s(CLOSE_S))
             self._release()
         if self.service.fatal:
@@ -219,14 +218,9 @@ class Server:
     def _deliver(self, requests: Sequence[Pending]) -> None:
         """Called on an engine's thread: one wake-up of the loop for the whole batch."""
         try:
-            self._loop.call_soon_threadsafe(deliver_here, requests)
+            self._loop.call_soon_threadsafe(deliver_inline, requests)
         except RuntimeError:  # the loop is closed: the engine hung past the shutdown
             log.error("%d requests finished after the shutdown", len(requests))
-
-    def _aside(self, work: Callable[[], T], then: Callable[[Callable[[], T]], None]) -> None:
-        """Do `work` on another thread, and `then` on the loop's; see inference.Aside."""
-        future = self._readers.submit(work)
-        future.add_done_callback(lambda done: self._loop.call_soon_threadsafe(then, done.result))
 
     def _signalled(self, number: int) -> None:
         now_s = self._loop.time()
@@ -251,7 +245,7 @@ class Server:
                 signal.signal(number, handler)
 
 
-def _held_samples(held: Held) -> list[Sample]:
+def _held_samples(held: MemoryBudget) -> list[Sample]:
     return [
         Sample("deploykit_held_bytes", {}, held.bytes),
         Sample("deploykit_held_limit_bytes", {}, held.limit),

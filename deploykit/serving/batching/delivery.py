@@ -1,4 +1,4 @@
-"""How a finished request goes back to who sent it, and how an event loop is asked for a turn."""
+"""How finished requests go back to their sender: type aliases and the default implementation."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from deploykit.serving.batching.policy import Pending
 log = logging.getLogger(__name__)
 
 Deliver = Callable[[Sequence[Pending]], None]
-Later = Callable[[Callable[[], None]], object]  # calls it on the event loop's thread, soon
+CallSoon = Callable[[Callable[[], None]], object]  # runs it on the event loop's thread, soon
 
 
 def monotonic_us() -> int:
     return time.monotonic_ns() // 1000
 
 
-def expired(requests: Sequence[Pending], now_us: int) -> None:
+def mark_expired(requests: Sequence[Pending], now_us: int) -> None:
     """Mark requests as finished, past their deadline."""
     for request in requests:
         request.finished = True
@@ -30,10 +30,10 @@ def expired(requests: Sequence[Pending], now_us: int) -> None:
         )
 
 
-def deliver_here(requests: Sequence[Pending]) -> None:
-    """Call each request's `done` on this thread; one that fails is no other's trouble."""
+def deliver_inline(requests: Sequence[Pending]) -> None:
+    """Call each request's `done` on this thread; one that fails does not affect the others."""
     for request in requests:
         try:
             request.done(request)
         except Exception:
-            log.exception("the answer to a request failed")
+            log.exception("delivering the result of a request failed")

@@ -1,8 +1,8 @@
-"""Run one batch on one Engine and say for each request what came of it.
+"""Run one batch on one engine and set the outputs or the error of each request.
 
-In: requests that run together. Out: their outputs set, or an error for each. A batch that fails is
-run again request by request, once, so that none fails its neighbours; one that ran out of memory is
-not, as more runs would only keep the memory full, and after a lost GPU nothing is run any more.
+A batch that fails is run again request by request, once, so that none fails its neighbours. A
+batch that ran out of memory is not: more runs would keep the memory full. After a lost GPU nothing
+runs any more.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ log = logging.getLogger(__name__)
 
 
 class Runner:
-    """One Engine, called by one thread. `since_us`: when the call began that it is in, or None."""
+    """One engine, called by one thread at a time. `since_us`: when its running call began."""
 
     def __init__(
         self,
         engine: Engine,
         name: str,
-        *,
         stack: Stack,
         split: Splitter,
         clock_us: Callable[[], int],
+        *,
         instance: int = 0,
     ) -> None:
         self.engine = engine
@@ -44,7 +44,7 @@ class Runner:
     def run(
         self, batch: Sequence[Pending], watcher: Watcher, idle_us: int = 0
     ) -> list[DeploykitError | None]:
-        """An error for each request, None where its outputs are set; tells `watcher` of the runs.
+        """An error for each request, None where its outputs are set; reports runs to `watcher`.
 
         `idle_us`: see BatchRun. Sets `lost` when the GPU is gone.
         """
@@ -55,7 +55,7 @@ class Runner:
         errors: list[DeploykitError | None] = []
         for request in batch:
             if self.lost:
-                errors += [gone(self._name)] * (len(batch) - len(errors))
+                errors += [device_lost(self._name)] * (len(batch) - len(errors))
                 break
             errors.append(self._try([request], watcher, 0))
         return errors
@@ -63,7 +63,7 @@ class Runner:
     def _try(
         self, batch: Sequence[Pending], watcher: Watcher, idle_us: int
     ) -> DeploykitError | None:
-        """One call of the engine. Sets each request's outputs, or returns why it could not."""
+        """Call the engine once. Sets each request's outputs, or returns the error."""
         started_us = self.since_us = self._clock_us()
         try:
             feeds = self._stack(batch)
@@ -71,7 +71,7 @@ class Runner:
             outputs = self.engine(feeds)
             ran_us = self._clock_us()
             self._split(batch, outputs)
-        except Exception as exc:  # noqa: BLE001 - whatever an engine raises, its thread must live on
+        except Exception as exc:  # noqa: BLE001 - the engine's thread must survive any error
             return self._error(exc, len(batch))
         finally:
             self.since_us = None
@@ -90,12 +90,12 @@ class Runner:
         )
         try:
             watcher.ran(run)
-        except Exception:  # whoever watches must not end the engine's thread
-            log.exception("model '%s': watching a batch failed", self._name)
+        except Exception:  # a failing watcher must not end the engine's thread
+            log.exception("model '%s': recording a batch failed", self._name)
         return None
 
     def _error(self, exc: Exception, size: int) -> DeploykitError:
-        """What the client is told: no path, no address; the log has the rest."""
+        """The error for the client: no path, no address; the log has the details."""
         name = self._name
         if isinstance(exc, EngineFailed):
             log.error("model '%s': %s", name, exc.message)
@@ -103,13 +103,13 @@ class Runner:
         log.error("model '%s': %s: %s", name, type(exc).__name__, first_line(exc))
         if isinstance(exc, DeviceLost):
             self.lost = True
-            return gone(name)
+            return device_lost(name)
         if isinstance(exc, (OutOfMemory, MemoryError)):
             return Overloaded(
                 f"model '{name}': out of memory in a batch of {size} requests",
                 hint="try again later, with fewer rows, or start the server with less --max-batch",
             )
-        if isinstance(exc, BadInput):  # it passed our checks; with others, whose fault is unknown
+        if isinstance(exc, BadInput):  # the request passed our own checks
             return BadInput(
                 f"model '{name}': the engine refused the values or the shape of this request",
                 hint="the server's log says why",
@@ -120,8 +120,8 @@ class Runner:
         )
 
 
-def gone(name: str) -> Overloaded:
-    """The answer to everybody once a GPU is lost."""
+def device_lost(name: str) -> Overloaded:
+    """The reply to every request once a GPU is lost."""
     return Overloaded(
         f"model '{name}': the GPU is lost to this server, which will stop",
         hint="send the request elsewhere, or try again when the server was started again",

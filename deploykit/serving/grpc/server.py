@@ -1,8 +1,4 @@
-"""The gRPC server: its port, its clock and its end, on the event loop of the HTTP server.
-
-In: a Service, the options and the guard of the token. Out: a listening port; `stop` answers what
-was taken, as far as its time goes.
-"""
+"""The gRPC server: its port, its clock and its end, on the event loop of the HTTP server."""
 
 from __future__ import annotations
 
@@ -10,18 +6,17 @@ import asyncio
 import logging
 import ssl
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
 
 from deploykit.serving.grpc.methods import Calls
 from deploykit.serving.http2.connection import Connection
 from deploykit.serving.http2.flow import Shared
 from deploykit.serving.http2.headers import Limits
-from deploykit.serving.models.repository import Service
+from deploykit.serving.models.offload import Offload
+from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.listener import Acceptor, bind
-from deploykit.serving.transport.memory import Held
+from deploykit.serving.transport.memory import MemoryBudget
 from deploykit.serving.transport.security import Guard, tls_context
 
 log = logging.getLogger(__name__)
@@ -29,23 +24,21 @@ log = logging.getLogger(__name__)
 TICK_S = 0.1  # how late a deadline may be noticed
 CLOSE_S = 5.0  # how long clients may take to read their last answers
 
-T = TypeVar("T")
-
 
 class GrpcServer:
     """Serves `service` on `options.grpc_port`. All methods are for the event loop's thread."""
 
     def __init__(
         self,
-        service: Service,
+        service: ModelRepository,
         options: ServeOptions,
         guard: Guard,
-        held: Held,
+        held: MemoryBudget,
+        offload: Offload,
         limits: Limits | None = None,
     ) -> None:
         self._options = options
-        self._aside_threads = ThreadPoolExecutor(1, thread_name_prefix="grpc messages")
-        self._calls = Calls(service, self._aside)
+        self._calls = Calls(service, offload)
         limits = limits or Limits()
         self._shared = Shared(
             self._calls.methods, guard.allows, limits, options.max_body_bytes, held
@@ -84,7 +77,6 @@ class GrpcServer:
         self._ticking.cancel()
         for connection in list(self._shared.connections):
             connection.abort()
-        self._aside_threads.shutdown(wait=False)
 
     async def _until(self, reached: Callable[[], bool], limit_s: float) -> None:
         end_s = self._loop.time() + limit_s
@@ -96,14 +88,3 @@ class GrpcServer:
             self._calls.tick()
             self._shared.tick()
             await asyncio.sleep(TICK_S)
-
-    def _aside(self, work: Callable[[], T], then: Callable[[Callable[[], T]], None]) -> None:
-        """Run `work` on a thread of our own; `then` gets its outcome back here."""
-
-        def done(future: Future[T]) -> None:
-            try:
-                self._loop.call_soon_threadsafe(then, future.result)
-            except RuntimeError:  # the loop is closed
-                log.error("a message was read after the shutdown")
-
-        self._aside_threads.submit(work).add_done_callback(done)

@@ -23,8 +23,8 @@ from deploykit.serving.http.chunked import Chunks
 from deploykit.serving.http.exchange import Exchange
 from deploykit.serving.http.head import END, HeadReader, Limits
 from deploykit.serving.transport.call import RETRY, Head, reply_error
-from deploykit.serving.transport.memory import Held
-from deploykit.serving.transport.security import Door
+from deploykit.serving.transport.memory import MemoryBudget
+from deploykit.serving.transport.security import AccessControl
 
 _IDLE, _HEAD, _BODY = range(3)
 _READ_BYTES = 64 << 10
@@ -40,14 +40,14 @@ class Listener:
         self,
         handle: Callable[[Exchange], None],
         limits: Limits,
-        door: Door,
+        access: AccessControl,
         max_body_bytes: int,
-        held: Held,
+        held: MemoryBudget,
     ) -> None:
         self.handle = handle
         self.held = held
         self.limits = limits
-        self.door = door
+        self.access = access
         self.max_body_bytes = max_body_bytes
         self.draining = False
         self.connections: set[Connection] = set()
@@ -195,7 +195,7 @@ class Connection(asyncio.BufferedProtocol):
                     at += 2  # some clients send an empty line after a body
                     continue
                 self._enter(_HEAD)
-                self._reader = HeadReader(self._limits, listener.door, listener.max_body_bytes)
+                self._reader = HeadReader(self._limits, listener.access, listener.max_body_bytes)
             at = self._read_head(cast("HeadReader", self._reader), at, end)
 
     def _read_head(self, reader: HeadReader, at: int, end: int) -> int:

@@ -13,7 +13,7 @@ import httptools
 
 from deploykit.core.errors import quote
 from deploykit.serving.transport.call import Head, Refusal
-from deploykit.serving.transport.security import Door, allow_origin
+from deploykit.serving.transport.security import AccessControl, allow_origin
 
 _KEPT = frozenset(
     {
@@ -53,9 +53,9 @@ class Limits:
 class HeadReader:
     """Reads the head of one message, in as many pieces as it takes."""
 
-    def __init__(self, limits: Limits, door: Door, max_body_bytes: int) -> None:
+    def __init__(self, limits: Limits, access: AccessControl, max_body_bytes: int) -> None:
         self._limits = limits
-        self._door = door
+        self._door = access
         self._max_body_bytes = max_body_bytes
         self._parser = httptools.HttpRequestParser(self)
         self._target = b""

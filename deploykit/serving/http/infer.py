@@ -1,8 +1,7 @@
-"""The route that infers: a call's body to a request, the engine's outputs to a reply.
+"""Inference over HTTP: a call's body to a Request, the engine's outputs to a reply.
 
-In: calls for one model. Out: their replies. What takes long to read or to write, large JSON and
-compressed bodies, is done aside: other calls would wait for it. On another thread if it is short,
-in another process if it would keep Python's lock for long.
+Large JSON and compressed bodies are offloaded: to another thread, and what would hold Python's
+lock for long to another process.
 """
 
 from __future__ import annotations
@@ -11,17 +10,15 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, TypeVar
 
 import numpy as np
 
 from deploykit.core.errors import BadInput, DeploykitError, Overloaded
 from deploykit.core.tensors import Bytes
-from deploykit.serving.batching.delivery import monotonic_us
-from deploykit.serving.batching.policy import Pending
-from deploykit.serving.http.json_worker import Reader
-from deploykit.serving.models.repository import VERSION, ServedModel, Service
+from deploykit.serving.http.json_worker import JsonWorker
+from deploykit.serving.models.inference import Inference
+from deploykit.serving.models.offload import Offload
+from deploykit.serving.models.repository import VERSION, ModelRepository, ServedModel
 from deploykit.serving.oip import json
 from deploykit.serving.oip.request import Request
 from deploykit.serving.transport import compression
@@ -31,194 +28,159 @@ log = logging.getLogger(__name__)
 
 _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
 _COMPRESSED = b"Content-Encoding: %s\r\nVary: Accept-Encoding\r\n"
-LARGE_BYTES = 256 << 10  # of JSON, in or out
-_LONG_BYTES = 1 << 20  # some 20 ms of it
+LARGE_BYTES = 256 << 10  # of JSON, in or out: offloaded to a thread
+_LONG_BYTES = 1 << 20  # about 20 ms of JSON: offloaded to the process
 _REGION = b"shared_memory_region"
 
-T = TypeVar("T")
-Then = Callable[[Callable[[], T]], None]
-Aside = Callable[[Callable[[], Any], Then[Any]], None]
 Reply = tuple[bytes, Sequence[Bytes]]  # headers, body
 
 
-def at_once(work: Callable[[], T], then: Then[T]) -> None:
-    """An `Aside` without a thread. `then` gets a function: what `work` gave, or raised."""
-    then(work)
-
-
-class Inference:
-    """The route of one model. `aside` runs work elsewhere and calls back on the loop's thread."""
+class InferRoute:
+    """The route of one model."""
 
     def __init__(
-        self, service: Service, model: ServedModel, aside: Aside, reader: Reader | None
+        self,
+        repository: ModelRepository,
+        model: ServedModel,
+        offload: Offload,
+        worker: JsonWorker | None,
     ) -> None:
-        self._service = service
-        self._reader = reader
-        self._model = model
-        self._aside = aside
-        self._large = _may_be_large(model)
+        self.model = model
+        self.offload = offload
+        self.worker = worker
+        self.memory = repository.memory
+        self.max_body_bytes = repository.options.max_body_bytes
+        self.large_replies = _may_be_large(model)
         slots = model.signature.inputs.values()
-        self._texts = any(slot.datatype == "BYTES" for slot in slots)  # read one by one
+        self._strings = any(slot.datatype == "BYTES" for slot in slots)  # decoded one by one
 
     def __call__(self, call: Call) -> None:
-        """Raises BadInput or Overloaded for a call that cannot be queued."""
-        head, body, begun_us = call.head, call.body, monotonic_us()
+        """Raises BadInput for a wrong header."""
         try:
-            json_bytes = json.header_length(head.json_bytes)
-            slow = len(body) if json_bytes is None or self._texts else json_bytes
-            if head.encoding is not None or slow > LARGE_BYTES:
-                call.body = b""
-                unread = [body]
-                call.cancel = unread.clear  # else bodies nobody waits for could pile up there
-                work = partial(self._read, unread, json_bytes, head.encoding)
-                admitted = not self._service.draining
-                self._aside(work, partial(self._was_read, call, begun_us, admitted))
-                return
-            request = json.decode(body, json_bytes, self._model.signature, self._service.memory)
+            json_bytes = json.header_length(call.head.json_bytes)
         except BadInput:
-            self._model.metrics.bad_request()
+            self.model.metrics.bad_request()
             raise
-        self._queue(call, request, begun_us)
+        slow = len(call.body) if json_bytes is None or self._strings else json_bytes
+        inference = HttpInference(self, call, json_bytes)
+        if call.head.encoding is not None or slow > LARGE_BYTES:
+            inference.start_offloaded()
+        else:
+            inference.start()
 
-    def _read(
-        self, unread: list[Bytes], json_bytes: int | None, encoding: bytes | None
-    ) -> tuple[Request, int]:
-        """The request and how many bytes it takes."""
-        try:
-            body = unread.pop()
-        except IndexError:
-            raise Overloaded("the client has gone") from None
-        request = self._decoded(body, json_bytes, encoding)
-        return request, sum(map(_size, request.feeds.values()))
 
-    def _decoded(self, body: Bytes, json_bytes: int | None, encoding: bytes | None) -> Request:
+class HttpInference(Inference):
+    """One inference call."""
+
+    __slots__ = ("_call", "_decoded_bytes", "_route", "body", "json_bytes")
+
+    def __init__(self, route: InferRoute, call: Call, json_bytes: int | None) -> None:
+        trace = call.head.trace
+        super().__init__(
+            route.model, route.offload, None if trace is None else trace.decode("latin-1")
+        )
+        self._route = route
+        self._call = call
+        self.json_bytes = json_bytes
+        self.body: Bytes | None = call.body
+        call.body = b""
+
+    @property
+    def gone(self) -> bool:
+        return self._call.gone
+
+    def watch(self, cancel: Callable[[], object] | None) -> None:
+        self._call.cancel = cancel
+
+    def release(self) -> None:
+        self.body = None
+
+    def reserve(self) -> None:
+        if not self._call.hold(self._decoded_bytes):
+            raise Overloaded("the server holds too many bytes of requests already")
+
+    def decode(self) -> Request:
+        body = self.body
+        if body is None:
+            raise Overloaded("the client has gone")
+        return json.decode(body, self.json_bytes, self.model.signature, self._route.memory)
+
+    def decode_large(self) -> Request:
+        body, self.body = self.body, None
+        if body is None:
+            raise Overloaded("the client has gone")
+        route, json_bytes, encoding = self._route, self.json_bytes, self._call.head.encoding
         if encoding is not None:
-            body = compression.decompress(body, encoding, self._service.options.max_body_bytes)
-        signature, size = self._model.signature, len(body) if json_bytes is None else json_bytes
-        memory = self._service.memory
-        elsewhere = self._reader is not None and size > _LONG_BYTES
-        if elsewhere and memory is not None:  # which only this process has
+            body = compression.decompress(body, encoding, route.max_body_bytes)
+        signature, size = self.model.signature, len(body) if json_bytes is None else json_bytes
+        elsewhere = size > _LONG_BYTES
+        if elsewhere and route.memory is not None:  # only this process has the shared memory
             elsewhere = _REGION not in bytes(body[:size])
-        if self._reader is not None and elsewhere:
+        if route.worker is not None and elsewhere:
             # as an array: Python 3.11's collector crashes on a memoryview that others hold
             array = np.frombuffer(body, np.uint8)
-            found: Request = self._reader.run(json.decode, array, json_bytes, signature)
-            return found
-        return json.decode(body, json_bytes, signature, memory)
-
-    def _was_read(
-        self, call: Call, begun_us: int, admitted: bool, result: Callable[[], tuple[Request, int]]
-    ) -> None:
-        call.cancel = None
-        if call.gone:
-            return
-        try:
-            try:
-                request, size = result()
-            except BadInput:
-                self._model.metrics.bad_request()
-                raise
-            if not call.hold(size):
-                raise Overloaded("the server holds too many bytes of requests already")
-            self._queue(call, request, begun_us, admitted=admitted)
-        except DeploykitError as exc:
-            reply_exception(call, exc)
-        except Exception:
-            log.exception("a request to model '%s' could not be read", self._model.name)
-            reply_bug(call)
-        finally:
-            del result  # it holds the error, which holds this frame, which holds the body
-
-    def _queue(
-        self, call: Call, request: Request, begun_us: int, *, admitted: bool = False
-    ) -> None:
-        head, model = call.head, self._model
-        call.body = b""  # the arrays hold what they need of it
-        trace = None if head.trace is None else head.trace.decode("latin-1")
-        done = partial(self._answer, call, request)
-        pending = self._service.infer(
-            model,
-            request,
-            done,
-            trace=trace,
-            decode_us=monotonic_us() - begun_us,
-            admitted=admitted,
-        )
-        call.cancel = partial(model.cancel, pending)
-
-    def _answer(self, call: Call, request: Request, pending: Pending) -> None:
-        """The engine has run; called on the loop's thread."""
-        call.cancel = None
-        if call.gone:
-            return
-        if pending.error is not None:
-            reply_exception(call, pending.error)
-            return
-        begun_us = monotonic_us()
-        accept = call.head.accept_encoding
-        encode = partial(self._encode, request, pending, accept)
-        if accept is None and not (self._large and self._is_large(request, pending, LARGE_BYTES)):
-            self._send(call, pending, begun_us, encode)
+            request: Request = route.worker.run(json.decode, array, json_bytes, signature)
         else:
-            self._aside(encode, partial(self._send, call, pending, begun_us))
+            request = json.decode(body, json_bytes, signature, route.memory)
+        self._decoded_bytes = sum(map(_memory_bytes, request.feeds.values()))
+        return request
 
-    def _encode(self, request: Request, pending: Pending, accept: bytes | None) -> Reply:
-        model, outputs, memory = self._model, pending.outputs, self._service.memory
-        name, signature = model.name, model.signature
-        here = any(wanted.region for wanted in request.outputs)
-        if (
-            self._reader is not None
-            and self._large
-            and not here
-            and self._is_large(request, pending, _LONG_BYTES)
-        ):
+    def encodes_slowly(self) -> bool:
+        route = self._route
+        if self._call.head.accept_encoding is not None:
+            return True
+        return route.large_replies and self._json_bytes_above(LARGE_BYTES)
+
+    def encode(self) -> Reply:
+        route, model, request = self._route, self.model, self.request
+        outputs, signature = self.pending.outputs, model.signature
+        in_memory = any(wanted.region for wanted in request.outputs)
+        elsewhere = route.large_replies and not in_memory and self._json_bytes_above(_LONG_BYTES)
+        if route.worker is not None and elsewhere:
             asked = request._replace(feeds={})
-            parts, json_bytes = self._reader.run(
-                json.encode, name, VERSION, asked, outputs, signature
+            parts, json_bytes = route.worker.run(
+                json.encode, model.name, VERSION, asked, outputs, signature
             )
         else:
-            parts, json_bytes = json.encode(name, VERSION, request, outputs, signature, memory)
+            parts, json_bytes = json.encode(
+                model.name, VERSION, request, outputs, signature, route.memory
+            )
         headers = JSON if json_bytes is None else _BINARY % json_bytes
+        accept = self._call.head.accept_encoding
         coding = compression.chosen(accept) if accept else None
         if coding is None:
             return headers, parts
         return headers + _COMPRESSED % coding, [compression.compress(parts, coding)]
 
-    def _send(
-        self, call: Call, pending: Pending, begun_us: int, result: Callable[[], Reply]
-    ) -> None:
-        try:
-            headers, parts = result()
-            call.reply(200, headers, parts)
-        except DeploykitError as exc:
-            reply_exception(call, exc)
-        except Exception:
-            log.exception("an answer of model '%s' could not be sent", self._model.name)
-            reply_bug(call)
-        else:
-            now_us = monotonic_us()
-            self._model.metrics.answered(pending, now_us - begun_us, now_us)
-        finally:
-            del result  # see _was_read
+    def send(self, reply: Reply) -> None:
+        headers, parts = reply
+        self._call.reply(200, headers, parts)
 
-    def _is_large(self, request: Request, pending: Pending, limit_bytes: int) -> bool:
-        """Whether this answer takes long to write: numbers as they are do not."""
-        for wanted in request.outputs:
-            array = pending.outputs[wanted.name]
-            plain = wanted.binary and not wanted.classes and array.dtype.kind != "O"
-            if array.nbytes > limit_bytes and not plain:
+    def fail(self, error: Exception) -> None:
+        if isinstance(error, DeploykitError):
+            reply_exception(self._call, error)
+        else:
+            log.error("a request to model '%s' failed", self.model.name, exc_info=error)
+            reply_bug(self._call)
+
+    def _json_bytes_above(self, limit_bytes: int) -> bool:
+        """Whether an output to send as JSON, strings or classes is larger: raw numbers are fast."""
+        for wanted in self.request.outputs:
+            array = self.pending.outputs[wanted.name]
+            raw = wanted.binary and not wanted.classes and array.dtype.kind != "O"
+            if array.nbytes > limit_bytes and not raw:
                 return True
         return False
 
 
-def _size(array: np.ndarray) -> int:
-    """Bytes of memory, those of its texts too."""
-    texts = sum(map(sys.getsizeof, array.flat)) if array.dtype.kind == "O" else 0
-    return array.nbytes + texts
+def _memory_bytes(array: np.ndarray) -> int:
+    """Bytes of memory, those of its strings included."""
+    strings = sum(map(sys.getsizeof, array.flat)) if array.dtype.kind == "O" else 0
+    return array.nbytes + strings
 
 
 def _may_be_large(model: ServedModel) -> bool:
-    """Whether any answer can be: not if every output is small at the largest batch."""
+    """Whether any reply can be: not if every output is small at the largest batch."""
     for slot in model.signature.outputs.values():
         axes = list(slot.spec.shape)
         if model.max_batch:

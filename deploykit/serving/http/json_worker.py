@@ -31,7 +31,7 @@ _COUNT, _SIZE = struct.Struct("<I"), struct.Struct("<Q")
 CLOSE_S = 1.0
 
 
-class Reader(Closing):
+class JsonWorker(Closing):
     """One such process. Safe from any thread; one piece of work at a time."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The routes of the server over a Service: a call in, one reply out.
+"""The routes of the server over a ModelRepository: a call in, one reply out.
 
 In: a `Call` that the transport has read whole and bounded. Out: exactly one `reply`, at once or,
 for inference, when the engine is done. Routes stand in a table made at start: no name in a target
@@ -23,9 +23,10 @@ from deploykit.core.errors import (
     Unsupported,
     quote,
 )
-from deploykit.serving.http.infer import Aside, Inference, at_once
-from deploykit.serving.http.json_worker import Reader
-from deploykit.serving.models.repository import VERSION, ServedModel, Service
+from deploykit.serving.http.infer import InferRoute
+from deploykit.serving.http.json_worker import JsonWorker
+from deploykit.serving.models.offload import Offload, run_inline
+from deploykit.serving.models.repository import VERSION, ModelRepository, ServedModel
 from deploykit.serving.observe.prometheus import exposition
 from deploykit.serving.oip.json import parse_json
 from deploykit.serving.shared_memory import SharedMemory
@@ -62,15 +63,15 @@ class Routes:
 
     def __init__(
         self,
-        service: Service,
-        aside: Aside = at_once,
-        reader: Reader | None = None,
+        service: ModelRepository,
+        offload: Offload = run_inline,
+        worker: JsonWorker | None = None,
         *,
         scheme: str = "http",
     ) -> None:
         self._service = service
         self._scheme = scheme
-        self._aside = aside
+        self._offload = offload
         self.grpc_port: int | None = None  # to be told to people
         self.status = Status(service)
         self._table: dict[str, tuple[str, Route]] = {
@@ -95,7 +96,7 @@ class Routes:
                 self._table[f"{base}/config"] = ("GET", _value(model.config))
                 statistics = partial(service.statistics, model)
                 self._table[f"{base}/stats"] = ("GET", _value(statistics))
-                self._table[f"{base}/infer"] = ("POST", Inference(service, model, aside, reader))
+                self._table[f"{base}/infer"] = ("POST", InferRoute(service, model, offload, worker))
 
     def handle(self, call: Call) -> None:
         """Answer one call, now or later. Never raises: a bug is a 500, not a lost connection."""
@@ -147,7 +148,7 @@ class Routes:
     def _metrics(self, call: Call) -> None:
         accept = (call.head.accept or b"").decode("latin-1")
         work = partial(exposition, self._service.samples(), accept)
-        self._aside(work, partial(_reply_metrics, call))  # takes some ms a model
+        self._offload(work, partial(_reply_metrics, call))  # takes some ms a model
 
     def _status(self, call: Call) -> None:
         answer = self.status.answer(call.head.target.partition("?")[2])

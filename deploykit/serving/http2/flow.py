@@ -24,7 +24,7 @@ from deploykit.serving.http2.stream import (
     Call,
     frame,
 )
-from deploykit.serving.transport.memory import Held
+from deploykit.serving.transport.memory import MemoryBudget
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Shared:
         allows: Callable[[bytes | None], bool],
         limits: Limits,
         max_body_bytes: int,
-        held: Held,
+        held: MemoryBudget,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.held = held

@@ -22,7 +22,7 @@ def largest_batch(engine: Engine, asked: int) -> int:
     return min(asked, engine.max_batch or asked)
 
 
-def check_alike(name: str, served: Engine, other: Engine) -> None:
+def check_compatible(name: str, served: Engine, other: Engine) -> None:
     """Raise BadInput unless `other` takes and gives what `served` does."""
     for kind, have, got in (
         ("input", served.inputs, other.inputs),

@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from deploykit.core.errors import BadInput, Overloaded
+from deploykit.core.errors import BadInput
 from deploykit.core.machine import usable_cores
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.engine import Engine
-from deploykit.serving.batching.batcher import Batcher, Retired
+from deploykit.serving.batching.batcher import Batcher, Retired, shutting_down
 from deploykit.serving.batching.buckets import Buckets
-from deploykit.serving.batching.delivery import Later
+from deploykit.serving.batching.delivery import CallSoon
 from deploykit.serving.batching.policy import (
     DEFAULT_LEVEL,
     LEVELS,
@@ -30,7 +30,7 @@ from deploykit.serving.batching.policy import (
     Watchers,
 )
 from deploykit.serving.batching.slo import Steering
-from deploykit.serving.models.compatibility import check_alike, largest_batch
+from deploykit.serving.models.compatibility import check_compatible, largest_batch
 from deploykit.serving.models.warmup import AGAIN_US, SHORT_US, WarmUp, short_rows
 from deploykit.serving.observe.metrics import ModelMetrics
 from deploykit.serving.observe.prometheus import Sample
@@ -58,14 +58,14 @@ class ServedModel:
         options: ServeOptions,
         deliver: Callable[[Sequence[Pending]], None],
         clock_us: Callable[[], int],
-        later: Later | None = None,
+        call_soon: CallSoon | None = None,
     ) -> None:
         self.name = name
         self.engines = tuple(engines)
         if not engines:
             raise BadInput(f"model '{name}' has no engine")
         for engine in engines[1:]:
-            check_alike(name, engines[0], engine)
+            check_compatible(name, engines[0], engine)
         self.max_batch = largest_batch(engines[0], options.max_batch)
         self.signature: Signature = signature(
             engines[0].inputs, engines[0].outputs, self.max_batch, options.max_body_bytes
@@ -76,11 +76,13 @@ class ServedModel:
         self._options = options
         self._deliver = deliver
         self._clock_us = clock_us
-        self._later = later
+        self._call_soon = call_soon
         self._preferred = tuple(n for n in sorted(set(options.preferred)) if n <= self.max_batch)
         self._warm_notes: tuple[str, ...] = ()
         self.remark: Callable[[], str | None] = lambda: None  # one more of `notes`, when it has one
         self._swap = threading.Lock()  # one replacement, or the end, at a time
+        self.draining = False  # only admitted requests are still accepted
+        self._limit_us = options.timeout_ms * 1000
         self._closed = False
         self._before: list[Batcher] = []  # whose engines were replaced, and may still be at it
         self._steering = self._new_steering(len(engines))
@@ -93,7 +95,7 @@ class ServedModel:
 
         Also checks that buckets change no answer. Raises what does not work, naming the shape.
         """
-        self._warm_notes, self.batcher.here_rows = self._warm(self.engines, self._steering)
+        self._warm_notes, self.batcher.inline_max_rows = self._warm(self.engines, self._steering)
 
     def replace(self, engines: Sequence[Engine]) -> None:
         """Warm up `engines` and let them serve from now on; those before end after their last run.
@@ -105,21 +107,21 @@ class ServedModel:
         if not engines:
             raise BadInput(f"model '{self.name}': there is no engine to replace it")
         for engine in engines:
-            check_alike(self.name, self.engines[0], engine)
+            check_compatible(self.name, self.engines[0], engine)
             if engine.max_batch is not None and engine.max_batch < self.max_batch:
                 raise BadInput(
                     f"model '{self.name}': the new engine takes batches of {engine.max_batch} "
                     f"at most, the one in use takes {self.max_batch}"
                 )
         steering = self._new_steering(len(engines))
-        notes, here_rows = self._warm(engines, steering)
+        notes, inline_max_rows = self._warm(engines, steering)
         with self._swap:
             if self._closed:
-                raise Overloaded("the server is shutting down")
+                raise shutting_down()
             before = self.batcher
             self._before = [each for each in self._before if not each.ended] + [before]
             self.batcher = self._new_batcher(engines, steering, close_engines=True)
-            self.batcher.here_rows = here_rows
+            self.batcher.inline_max_rows = inline_max_rows
             self.engines, self._steering, self._warm_notes = tuple(engines), steering, notes
         before.retire()
 
@@ -167,25 +169,25 @@ class ServedModel:
         request: Request,
         done: Callable[[Pending], None],
         *,
-        limit_us: int,
         trace: str | None = None,
         decode_us: int = 0,
+        admitted: bool = False,
     ) -> Pending:
-        """Queue a request. Raises Overloaded, and BadInput for one longer than the buckets."""
-        key = request.key
-        if self.buckets is not None:
-            try:
-                key = self.buckets.key(key)
-            except BadInput:
-                self.metrics.bad_request()
-                raise
-        wait_us = request.timeout_us
+        """Queue a request; `done` gets it with its outputs or its error.
+
+        `admitted`: it came before the shutdown began, and is still answered. Raises Overloaded,
+        and BadInput for an input longer than its buckets.
+        """
+        if self.draining and not admitted:
+            self.metrics.refused()
+            raise shutting_down()
+        key = request.key if self.buckets is None else self.buckets.key(request.key)
+        limit_us, wait_us = self._limit_us, request.timeout_us
         if wait_us is None or wait_us > limit_us:
             wait_us = limit_us
         while True:
-            batcher = self.batcher
             try:
-                return batcher.submit(
+                return self.batcher.submit(
                     request.feeds,
                     request.rows,
                     key,
@@ -196,7 +198,7 @@ class ServedModel:
                     trace=trace,
                     decode_us=decode_us,
                 )
-            except Retired:  # replaced this very moment: the new one is there already
+            except Retired:  # replaced at this very moment: the new one is already set
                 continue
 
     def cancel(self, pending: Pending) -> bool:
@@ -309,7 +311,7 @@ class ServedModel:
             steering=steering,
             hung_us=2000 * self._options.timeout_ms,
             close_engines=close_engines,
-            later=self._later,
+            call_soon=self._call_soon,
             spin_us=SPIN_US if usable_cores() > 1 else 0,
         )
 
@@ -319,8 +321,8 @@ class ServedModel:
         """Notes, and up to how many rows a batch may be run on the event loop's thread."""
         lengths = self.buckets.sizes() if self.buckets else [{}]
         notes: tuple[str, ...] = ()
-        here = self._later is not None and steering is None and not self._options.max_delay_us
-        here_rows = math.inf
+        here = self._call_soon is not None and steering is None and not self._options.max_delay_us
+        inline_max_rows = math.inf
         for engine in engines:
             if self.buckets is not None:
                 self.buckets.check(engine, self.max_batch)
@@ -335,13 +337,13 @@ class ServedModel:
             steady = here and engine.steady
             again_us = 5 * SHORT_US if steady else AGAIN_US if steering else 0
             times, notes = warm_up.run(again_us=again_us)
-            here_rows = min(here_rows, short_rows(times)) if steady else 0
+            inline_max_rows = min(inline_max_rows, short_rows(times)) if steady else 0
             if steering is not None:
                 for rows, taken_us in times.items():
                     steering.measured(rows, taken_us, self._clock_us())
         for note in notes:
             log.info("model '%s': %s", self.name, note)
-        return notes, here_rows
+        return notes, inline_max_rows
 
 
 def _buckets(name: str, engine: Engine, options: ServeOptions) -> Buckets | None:

@@ -13,18 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from deploykit import __version__
-from deploykit.core.errors import BadInput, NotFound, Overloaded, quote
+from deploykit.core.errors import BadInput, NotFound, quote
 from deploykit.runtimes.engine import Engine
-from deploykit.serving.batching.delivery import Later, deliver_here, monotonic_us
+from deploykit.serving.batching.delivery import CallSoon, deliver_inline, monotonic_us
 from deploykit.serving.batching.policy import Pending
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.observe.process import Sampler
 from deploykit.serving.observe.prometheus import Sample
-from deploykit.serving.oip.request import Request
 from deploykit.serving.options import VERSION, ServeOptions
 from deploykit.serving.shared_memory import SharedMemory
 
-__all__ = ["VERSION", "ServeOptions", "ServedModel", "Service"]
+__all__ = ["VERSION", "ModelRepository", "ServeOptions", "ServedModel"]
 
 EXTENSIONS = (
     "binary_tensor_data",
@@ -38,8 +37,8 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _RESERVED = (".", "..", "stats")
 
 
-class Service:
-    """Models by name. `deliver` and `later`: see Batcher.
+class ModelRepository:
+    """Models by name. `deliver` and `call_soon`: see Batcher.
 
     The engines stay the caller's to close, after `close`; those given to `replace` do not.
     """
@@ -49,9 +48,9 @@ class Service:
         models: Mapping[str, Engine | Sequence[Engine]],
         options: ServeOptions,
         *,
-        deliver: Callable[[Sequence[Pending]], None] = deliver_here,
+        deliver: Callable[[Sequence[Pending]], None] = deliver_inline,
         clock_us: Callable[[], int] = monotonic_us,
-        later: Later | None = None,
+        call_soon: CallSoon | None = None,
     ) -> None:
         if not models:
             raise BadInput("there is no model to serve")
@@ -70,11 +69,12 @@ class Service:
         self.sampler = Sampler()
         self.files: dict[str, Path] = {}  # that the models were loaded from, where there is one
         self._samples: list[Callable[[], Iterable[Sample]]] = [self.sampler.samples]
-        self._limit_us = options.timeout_ms * 1000
         try:
             for name, engines in models.items():
                 several = engines if isinstance(engines, Sequence) else [engines]
-                self.models[name] = ServedModel(name, several, options, deliver, clock_us, later)
+                self.models[name] = ServedModel(
+                    name, several, options, deliver, clock_us, call_soon
+                )
             self._check_buckets()
         except BaseException:
             self.close(drain=False)
@@ -109,28 +109,6 @@ class Service:
             raise NotFound(f"model '{name}' has no version {quote(version)}", hint=hint)
         return model
 
-    def infer(
-        self,
-        model: ServedModel,
-        request: Request,
-        done: Callable[[Pending], None],
-        *,
-        trace: str | None = None,
-        decode_us: int = 0,
-        admitted: bool = False,
-    ) -> Pending:
-        """Queue a request; `done` gets it with its outputs or its error.
-
-        `admitted`: it came before the shutdown began, and is still to be answered. Raises
-        Overloaded, and BadInput for an input longer than its buckets.
-        """
-        if self.draining and not admitted:
-            model.metrics.refused()
-            raise Overloaded("the server is shutting down", hint="send the request elsewhere")
-        return model.submit(
-            request, done, limit_us=self._limit_us, trace=trace, decode_us=decode_us
-        )
-
     def replace(self, name: str, engines: Sequence[Engine]) -> None:
         """Let `engines` serve model `name` from now on: see `ServedModel.replace`."""
         self.find(name).replace(engines)
@@ -162,10 +140,12 @@ class Service:
     def drain(self) -> None:
         """Take no more requests; those taken are still answered. Not ready from now on."""
         self.draining = True
+        for model in self.models.values():
+            model.draining = True
 
     def close(self, *, drain: bool = True, timeout_s: float | None = None) -> int:
         """End the engines' threads. Returns the requests that stay unanswered: 0 but for a hang."""
-        self.draining = True
+        self.drain()
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         left = sum(
             model.close(

@@ -11,7 +11,7 @@ from deploykit.core.machine import memory_bytes
 _UNKNOWN_MEMORY = 4 << 30
 
 
-class Held:
+class MemoryBudget:
     """`bytes` of requests that were read and not yet answered; `limit` of them may be."""
 
     def __init__(self, limit: int | None, max_body_bytes: int) -> None:

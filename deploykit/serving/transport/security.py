@@ -36,7 +36,7 @@ class Guard:
         return same and scheme.lower() == b"bearer"
 
 
-class Door:
+class AccessControl:
     """The rules for one server: its token, and where the pages that call it may come from."""
 
     def __init__(

@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from deploykit.serving.models.repository import ServedModel, Service
+from deploykit.serving.models.repository import ModelRepository, ServedModel
 from deploykit.serving.web.examples import Address, examples
 from deploykit.serving.web.model_files import ModelFiles
 
 CONTENT_TYPE = "text/html; charset=utf-8"
 
 
-def page(service: Service, files: ModelFiles, address: Address) -> bytes:
+def page(service: ModelRepository, files: ModelFiles, address: Address) -> bytes:
     models = service.models.values()
     links = "".join(f'<a href="#{m.name}">{escape(m.name)}</a> ' for m in models)
     contents = f'<nav class="contents" aria-label="Models">{links}</nav>' if len(models) > 1 else ""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from deploykit.serving.models.repository import Service
+from deploykit.serving.models.repository import ModelRepository
 
 KEPT = 300
 EVERY_US = 2_000_000
@@ -23,7 +23,7 @@ class _Sample(NamedTuple):
 class History:
     """The newest `KEPT` samples. Used on the event loop's thread only."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: ModelRepository) -> None:
         self._service = service
         self._samples: deque[_Sample] = deque(maxlen=KEPT)
         self._due_us = 0

@@ -1,6 +1,6 @@
 """The OpenAPI 3.1 document of a server, exact for the models it serves.
 
-In: a Service. Out: the document, as JSON's values. A request's numbers must be as many as its shape
+A request's numbers must be as many as its shape
 says, which no schema can express: so a JSON request is described for the batches 1 and 2, exactly,
 and the text says how it goes on.
 """
@@ -15,7 +15,7 @@ import numpy as np
 
 from deploykit import __version__
 from deploykit.core.tensors import concrete
-from deploykit.serving.models.repository import VERSION, ServedModel, Service
+from deploykit.serving.models.repository import VERSION, ModelRepository, ServedModel
 from deploykit.serving.oip.request import MAX_CLASSES, MAX_ID_BYTES
 from deploykit.serving.oip.tensors import BINARY_ONLY, Slot
 
@@ -40,7 +40,7 @@ def _lengths(model: ServedModel) -> Mapping[str, Sequence[int]]:
     return model.buckets.lengths if model.buckets is not None else {}
 
 
-def document(service: Service) -> dict[str, Any]:
+def document(service: ModelRepository) -> dict[str, Any]:
     names = list(service.models)
     paths: dict[str, Any] = {
         "/v2": _get("What this server is and can do", _json(_SERVER)),

@@ -9,7 +9,7 @@ from urllib.parse import parse_qs
 
 from deploykit import __version__
 from deploykit.core.json_value import json_value
-from deploykit.serving.models.repository import ServedModel, Service
+from deploykit.serving.models.repository import ModelRepository, ServedModel
 from deploykit.serving.observe.metrics import REQUEST_US
 from deploykit.serving.web.history import KEPT, History
 from deploykit.serving.web.model_files import ModelFiles
@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"[0-9]{1,18}").fullmatch
 class Status:
     """Answers GET /status in some 20 µs per model, without waiting for anything."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: ModelRepository) -> None:
         self._service = service
         self.history = History(service)
         self.files = ModelFiles(service.files)

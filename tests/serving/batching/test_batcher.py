@@ -10,7 +10,7 @@ from deploykit.core.errors import Expired, Overloaded
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.batching.batcher import Batcher
-from deploykit.serving.batching.delivery import deliver_here
+from deploykit.serving.batching.delivery import deliver_inline
 from deploykit.serving.batching.policy import BatchPolicy, Pending
 from deploykit.serving.batching.stacking import EngineFailed
 from tests.support.serving.running import WAIT_S, GatedEngine
@@ -28,7 +28,7 @@ class Answers:
 
     def deliver(self, requests: Sequence[Pending]) -> None:
         self.groups.append(list(requests))
-        deliver_here(requests)
+        deliver_inline(requests)
 
     def done(self, request: Pending) -> None:
         self.order.append(float(request.feeds["x"][0, 0]))

@@ -123,9 +123,9 @@ def test_what_is_due_at_the_same_time_is_run_at_the_same_time(
     policy = BatchPolicy(max_batch=4, max_delay_us=1000)
     with Batcher(engines, policy, clock_us=clock) as batcher:
         for n, kind in enumerate(("one", "other")):
-            eventually(lambda: len(batcher._idle) == 2)
+            eventually(lambda: len(batcher._dispatch.idle) == 2)
             batcher.submit(rows(n), 1, (("x", kind, (4,)),), answers.done)
-        eventually(lambda: len(batcher._idle) == 2)
+        eventually(lambda: len(batcher._dispatch.idle) == 2)
         clock.us = 1000
         entered(engines)
         for engine in engines:
@@ -311,7 +311,7 @@ def test_the_cost_of_waiting_is_what_an_idle_engine_let_pass(
     clock, notes, (engine,) = Clock(), Notes(), gated(1)
     policy = BatchPolicy(max_batch=2, max_delay_us=10**9)
     with Batcher([engine], policy, clock_us=clock, watcher=notes) as batcher:
-        eventually(lambda: bool(batcher._idle))
+        eventually(lambda: bool(batcher._dispatch.idle))
         clock.us = 1000
         batcher.submit(rows(0), 1, KEY, answers.done)
         clock.us = 1300

@@ -40,8 +40,8 @@ def answers() -> Answers:
 
 @pytest.fixture
 def batcher(engine: Threads, loop: Loop) -> Iterator[Batcher]:
-    with Batcher([engine], BatchPolicy(max_batch=4), later=loop.later) as batcher:
-        batcher.here_rows = math.inf
+    with Batcher([engine], BatchPolicy(max_batch=4), call_soon=loop.call_soon) as batcher:
+        batcher.inline_max_rows = math.inf
         asleep(batcher)
         yield batcher
 
@@ -78,7 +78,7 @@ def test_the_loop_is_given_back_after_each_batch(
 def test_a_batch_that_is_not_short_is_run_by_the_engines_thread(
     batcher: Batcher, engine: Threads, loop: Loop, answers: Answers
 ) -> None:
-    batcher.here_rows = 2
+    batcher.inline_max_rows = 2
     batcher.submit(row(0), 1, KEY, answers.done)
     batcher.submit(row(1, 2), 2, KEY, answers.done)
     assert loop.turn() == 1
@@ -98,8 +98,8 @@ def test_a_failing_batch_fails_no_neighbour_there_either(loop: Loop, answers: An
                 raise ValueError("1 is not liked")
             return super().__call__(feeds)
 
-    with Batcher([Picky()], BatchPolicy(), later=loop.later) as batcher:
-        batcher.here_rows = math.inf
+    with Batcher([Picky()], BatchPolicy(), call_soon=loop.call_soon) as batcher:
+        batcher.inline_max_rows = math.inf
         asleep(batcher)
         sent = [batcher.submit(row(i), 1, KEY, answers.done) for i in range(3)]
         loop.turn()
@@ -113,8 +113,8 @@ def test_what_expired_before_the_loop_came_to_it_is_not_run(
     engine: Threads, loop: Loop, answers: Answers
 ) -> None:
     clock = Clock()
-    with Batcher([engine], BatchPolicy(), clock_us=clock, later=loop.later) as batcher:
-        batcher.here_rows = math.inf
+    with Batcher([engine], BatchPolicy(), clock_us=clock, call_soon=loop.call_soon) as batcher:
+        batcher.inline_max_rows = math.inf
         asleep(batcher)
         late = batcher.submit(row(0), 1, KEY, answers.done, wait_us=10)
         kept = batcher.submit(row(1), 1, KEY, answers.done)
@@ -156,8 +156,8 @@ def test_an_engine_that_is_closed_while_it_runs_here_ends_its_thread(
             return super().__call__(feeds)
 
     engine = Closer()
-    batcher = Batcher([engine], BatchPolicy(), later=loop.later)
-    batcher.here_rows = math.inf
+    batcher = Batcher([engine], BatchPolicy(), call_soon=loop.call_soon)
+    batcher.inline_max_rows = math.inf
     asleep(batcher)
     batcher.submit(row(0), 1, KEY, answers.done)
     loop.turn()
@@ -170,13 +170,15 @@ def test_an_engine_that_is_closed_while_it_runs_here_ends_its_thread(
 def test_while_one_engine_is_busy_the_loop_runs_another(loop: Loop, answers: Answers) -> None:
     slow, quick = GatedEngine(), Threads()
     slow.warm = True
-    with Batcher([slow, quick], BatchPolicy(max_batch=4), later=loop.later) as batcher:
+    with Batcher([slow, quick], BatchPolicy(max_batch=4), call_soon=loop.call_soon) as batcher:
         asleep(batcher)
-        batcher._idle.sort(key=lambda worker: worker.runner.engine is slow)  # the last is next
+        batcher._dispatch.idle.sort(
+            key=lambda worker: worker.runner.engine is slow
+        )  # the last is next
         batcher.submit(row(0), 1, KEY, answers.done)
         loop.turn()
         assert slow.entered.acquire(timeout=WAIT_S)
-        batcher.here_rows = math.inf
+        batcher.inline_max_rows = math.inf
         batcher.submit(row(1), 1, KEY, answers.done)
         loop.turn()
         assert answers.order == [1]
@@ -197,8 +199,10 @@ def test_the_cost_of_waiting_for_the_loop_is_counted(
 
     clock, notes = Clock(), Notes()
     policy = BatchPolicy()
-    with Batcher([engine], policy, clock_us=clock, watcher=notes, later=loop.later) as batcher:
-        batcher.here_rows = math.inf
+    with Batcher(
+        [engine], policy, clock_us=clock, watcher=notes, call_soon=loop.call_soon
+    ) as batcher:
+        batcher.inline_max_rows = math.inf
         asleep(batcher)
         for begin_us in (100, 200):
             clock.us = begin_us
@@ -213,10 +217,10 @@ def test_a_server_runs_short_batches_on_its_loops_thread(engine: Threads) -> Non
     served = Running(server)
     try:
         body = infer_json([1, 2, 3, 4], [1, 4])
-        for here_rows in (0, math.inf):
+        for inline_max_rows in (0, math.inf):
             batcher = server.service.find("m").batcher
             asleep(batcher)
-            batcher.here_rows = here_rows
+            batcher.inline_max_rows = inline_max_rows
             assert served.ask("POST", "/v2/models/m/infer", body).status == 200
         assert engine.threads[-2] != served.thread_id
         assert engine.threads[-1] == served.thread_id
@@ -253,8 +257,10 @@ def test_the_loop_is_kept_awake_for_a_while_after_a_batch(
     engine: Threads, loop: Loop, answers: Answers
 ) -> None:
     clock = Clock()
-    with Batcher([engine], BatchPolicy(), clock_us=clock, later=loop.later, spin_us=100) as batcher:
-        batcher.here_rows = math.inf
+    with Batcher(
+        [engine], BatchPolicy(), clock_us=clock, call_soon=loop.call_soon, spin_us=100
+    ) as batcher:
+        batcher.inline_max_rows = math.inf
         asleep(batcher)
         batcher.submit(row(0), 1, KEY, answers.done)
         loop.turn()

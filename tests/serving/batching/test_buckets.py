@@ -14,7 +14,7 @@ from deploykit.runtimes.engine import Engine, load
 from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.batching.buckets import Buckets, relative_error
 from deploykit.serving.batching.policy import Pending
-from deploykit.serving.models.repository import ServeOptions, Service
+from deploykit.serving.models.repository import ModelRepository, ServeOptions
 from deploykit.serving.oip.request import Request, Wanted
 from tests.support.serving.running import WAIT_S, GatedEngine
 
@@ -104,7 +104,7 @@ def test_requests_of_several_lengths_share_a_batch_and_get_their_own_answers(
 ) -> None:
     """The real engine behind a real queue: batches are formed while it is held."""
 
-    class Held(GatedEngine):
+    class MemoryBudget(GatedEngine):
         inputs = engine.inputs
 
         def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
@@ -114,16 +114,16 @@ def test_requests_of_several_lengths_share_a_batch_and_get_their_own_answers(
                 assert self.gate.wait(WAIT_S)
             return engine(feeds)
 
-    held = Held()
+    held = MemoryBudget()
     held.inputs, held.outputs = engine.inputs, engine.outputs
-    service = Service({"m": held}, ServeOptions(buckets={"T": (16, 8)}))
+    service = ModelRepository({"m": held}, ServeOptions(buckets={"T": (16, 8)}))
     service.warm_up()
     held.warm = True
     model = service.find("m")
-    first = service.infer(model, ask(ids(16)), lambda _: None)
+    first = model.submit(ask(ids(16)), lambda _: None)
     assert held.entered.acquire(timeout=WAIT_S)
     sent = [
-        service.infer(model, ask(ids(length, rows)), lambda _: None)
+        model.submit(ask(ids(length, rows)), lambda _: None)
         for length, rows in [(3, 1), (8, 2), (5, 1), (9, 1), (1, 3)]
     ]
     held.gate.set()
@@ -143,7 +143,7 @@ def test_a_model_that_answers_the_same_passes_the_check(engine: Engine) -> None:
 def test_a_model_without_a_mask_is_refused_at_start(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     engine = load(text_model(tmp_path, masked=False), "cpu")
-    service = Service({"bert": engine}, ServeOptions(buckets=LENGTHS))
+    service = ModelRepository({"bert": engine}, ServeOptions(buckets=LENGTHS))
     with pytest.raises(BadInput, match=r"model 'bert': output 'mean' at T=\d changes by [0-9.]+"):
         service.warm_up()
     service.close()
@@ -218,7 +218,7 @@ def test_what_cannot_be_is_said_at_start(
     engine: Engine, options: dict[str, Any], match: str
 ) -> None:
     with pytest.raises(BadInput, match=match):
-        Service({"m": engine}, ServeOptions(**options))
+        ModelRepository({"m": engine}, ServeOptions(**options))
 
 
 def test_an_input_is_filled_up_with_its_own_value() -> None:

@@ -21,7 +21,7 @@ from deploykit.core.errors import Expired, Overloaded
 from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.batching.batcher import Batcher
-from deploykit.serving.batching.delivery import deliver_here, monotonic_us
+from deploykit.serving.batching.delivery import deliver_inline, monotonic_us
 from deploykit.serving.batching.policy import BatchPolicy, Pending, Watcher
 from deploykit.serving.models.repository import ServedModel
 from deploykit.serving.oip.request import Request
@@ -42,7 +42,7 @@ WIDER = (("x", "FP32", (4,)), ("z", "FP32", (1,)))  # another key, of the same a
 
 
 class LoopThread:
-    """An event loop: `later` for its own thread alone, `soon` for the others."""
+    """An event loop: `call_soon` for its own thread alone, `soon` for the others."""
 
     def __init__(self) -> None:
         self._todo: deque[Callable[[], object]] = deque()
@@ -65,12 +65,12 @@ class LoopThread:
         self._todo.append(what)
         self._came.release()
 
-    def later(self, what: Callable[[], None]) -> None:
+    def call_soon(self, what: Callable[[], None]) -> None:
         assert threading.current_thread() is self.thread
         self.soon(what)
 
     def deliver(self, requests: Sequence[Pending]) -> None:
-        self.soon(lambda: deliver_here(requests))
+        self.soon(lambda: deliver_inline(requests))
 
     def do(self, what: Callable[[], object]) -> None:
         """Run it there and wait for it."""
@@ -136,7 +136,7 @@ class Run:
             queue=chance.choice([4, 64]),
         )
         self.model = ServedModel(
-            "m", self.make(), options, self.loop.deliver, monotonic_us, self.loop.later
+            "m", self.make(), options, self.loop.deliver, monotonic_us, self.loop.call_soon
         )
         self.model.watch(Rude())
         self.free(self.engines)
@@ -161,7 +161,7 @@ class Run:
             engine.calm = False
 
     def turn_about(self) -> None:
-        self.model.batcher.here_rows = self.chance.choice([0, 2, math.inf, math.inf])
+        self.model.batcher.inline_max_rows = self.chance.choice([0, 2, math.inf, math.inf])
 
     def done(self, request: Pending) -> None:
         self.answers[request] += 1
@@ -186,7 +186,7 @@ class Run:
             priority=chance.choice([0, 1, 3]),
         )
         with contextlib.suppress(Overloaded):
-            self.sent.append(self.model.submit(asked, self.done, limit_us=60_000_000))
+            self.sent.append(self.model.submit(asked, self.done))
 
     def cancel(self) -> None:
         if self.sent:
@@ -267,17 +267,17 @@ def test_a_thread_whose_wait_ends_while_its_engine_runs_here_keeps_no_lock() -> 
 
     clock, loop, answers, engine = Brief(), Loop(), Answers(), Long()
     slow = BatchPolicy(max_batch=4, max_delay_us=1000)
-    batcher = Batcher([engine], slow, clock_us=clock, later=loop.later)
+    batcher = Batcher([engine], slow, clock_us=clock, call_soon=loop.call_soon)
     asleep(batcher)
 
     def run() -> None:
-        batcher.here_rows = math.inf
+        batcher.inline_max_rows = math.inf
         batcher.submit(row(0), 1, KEY, answers.done)
-        with batcher._lock:
-            batcher._idle.pop().wake.release()
+        with batcher._dispatch.lock:
+            batcher._dispatch.idle.pop().wake.release()
         asleep(batcher)  # for a millisecond, and again: the clock stands still
-        with batcher._lock:
-            batcher._lanes.policy = BatchPolicy(max_batch=4)
+        with batcher._dispatch.lock:
+            batcher._queue.policy = BatchPolicy(max_batch=4)
         loop.turn()
         batcher.submit(row(1), 1, KEY, answers.done)
         loop.turn()
@@ -295,8 +295,8 @@ def test_a_batch_that_may_wait_is_left_to_the_engines_thread() -> None:
     """Else the loop would ask for its turn again and again until the delay has passed."""
     clock, loop, answers, engine = Clock(), Loop(), Answers(), Threads()
     policy = BatchPolicy(max_batch=4, max_delay_us=60_000_000)
-    with Batcher([engine], policy, clock_us=clock, later=loop.later) as batcher:
-        batcher.here_rows = math.inf
+    with Batcher([engine], policy, clock_us=clock, call_soon=loop.call_soon) as batcher:
+        batcher.inline_max_rows = math.inf
         asleep(batcher)
         batcher.submit(row(0), 1, KEY, answers.done)
         assert [loop.turn(), loop.turn()] == [1, 0]
@@ -306,8 +306,8 @@ def test_a_batch_that_may_wait_is_left_to_the_engines_thread() -> None:
 def test_a_request_without_rows_is_no_short_batch_where_none_is() -> None:
     loop, engine = Loop(), Threads()
     came = threading.Semaphore(0)
-    with Batcher([engine], BatchPolicy(max_batch=4), later=loop.later) as batcher:
-        assert batcher.here_rows == 0
+    with Batcher([engine], BatchPolicy(max_batch=4), call_soon=loop.call_soon) as batcher:
+        assert batcher.inline_max_rows == 0
         asleep(batcher)
         batcher.submit(row(0, 0), 0, KEY, lambda _: came.release())
         loop.turn()
@@ -319,9 +319,9 @@ def test_a_watcher_that_fails_keeps_no_answer() -> None:
     clock, loop, answers = Clock(), Loop(), Answers()
     engine = Threads()
     with Batcher(
-        [engine], BatchPolicy(), clock_us=clock, later=loop.later, watcher=Rude()
+        [engine], BatchPolicy(), clock_us=clock, call_soon=loop.call_soon, watcher=Rude()
     ) as batcher:
-        batcher.here_rows = math.inf
+        batcher.inline_max_rows = math.inf
         asleep(batcher)
         late = batcher.submit(row(0), 1, KEY, answers.done, wait_us=10)
         clock.us = 11
@@ -345,8 +345,10 @@ def test_what_is_asked_while_answering_asks_for_one_turn_of_the_loop() -> None:
             for value in (2, 3):
                 batcher.submit(row(value), 1, KEY, answers.done)
 
-    with Batcher([Threads(), Threads()], BatchPolicy(max_batch=1), later=loop.later) as batcher:
-        batcher.here_rows = math.inf
+    with Batcher(
+        [Threads(), Threads()], BatchPolicy(max_batch=1), call_soon=loop.call_soon
+    ) as batcher:
+        batcher.inline_max_rows = math.inf
         asleep(batcher)
         batcher.submit(row(1), 1, KEY, again)
         loop.turn()

@@ -5,7 +5,7 @@ import pytest
 
 from deploykit.core.tensors import InputKey
 from deploykit.serving.batching.policy import BatchPolicy, Pending
-from deploykit.serving.batching.queue import Lanes
+from deploykit.serving.batching.queue import RequestQueue
 
 A: InputKey = (("x", "FP32", (4,)),)
 B: InputKey = (("x", "FP32", (5,)),)
@@ -29,14 +29,14 @@ def numbers(requests: list[Pending]) -> list[int]:
     return [int(request.feeds["x"][0, 0]) for request in requests]
 
 
-def filled(policy: BatchPolicy, *requests: Pending) -> Lanes:
-    lanes = Lanes(policy)
+def filled(policy: BatchPolicy, *requests: Pending) -> RequestQueue:
+    lanes = RequestQueue(policy)
     for request in requests:
         lanes.add(request)
     return lanes
 
 
-def drained(lanes: Lanes, now_us: int = 0) -> list[list[int]]:
+def drained(lanes: RequestQueue, now_us: int = 0) -> list[list[int]]:
     found = []
     while batch := lanes.take(now_us):
         found.append(numbers(batch))
@@ -106,7 +106,7 @@ def test_what_is_removed_never_runs() -> None:
 
 
 def test_an_emptied_lane_is_used_again() -> None:
-    lanes = Lanes(BatchPolicy(8))
+    lanes = RequestQueue(BatchPolicy(8))
     for n in range(3):
         lanes.add(pending(n, rows=2))
         assert lanes.rows == 2
@@ -133,7 +133,7 @@ def test_rows_that_may_wait(waiting: list[int], rows: int, fits: bool) -> None:
 
 
 def test_when_to_look_again() -> None:
-    lanes = Lanes(BatchPolicy(8, 100))
+    lanes = RequestQueue(BatchPolicy(8, 100))
     lanes.add(pending(0, us=10, by_us=1000))
     lanes.add(pending(1, key=B, us=20, by_us=50))
     assert lanes.next_us() == 50
@@ -142,9 +142,9 @@ def test_when_to_look_again() -> None:
 
 
 def test_an_engine_is_woken_only_for_what_it_can_do() -> None:
-    at_once = Lanes(BatchPolicy(4))
+    at_once = RequestQueue(BatchPolicy(4))
     assert [at_once.add(pending(n)) for n in range(3)] == [True] * 3
-    delayed = Lanes(BatchPolicy(4, 100))
+    delayed = RequestQueue(BatchPolicy(4, 100))
     assert [delayed.add(pending(n)) for n in range(4)] == [True, False, False, True]
-    preferred = Lanes(BatchPolicy(8, 100, preferred=(2, 6)))
+    preferred = RequestQueue(BatchPolicy(8, 100, preferred=(2, 6)))
     assert [preferred.add(pending(n)) for n in range(3)] == [True, True, True]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from deploykit.serving.batching.policy import BatchPolicy, Pending
-from deploykit.serving.batching.queue import Lanes
+from deploykit.serving.batching.queue import RequestQueue
 from deploykit.serving.batching.slo import Steering
 
 SLO_US = 40_000
@@ -43,7 +43,7 @@ class Simulation:
         warm: Sequence[int] = (1, 2, 4, 8, 16, 32),
     ) -> None:
         self.times = times
-        self.lanes = Lanes(policy)
+        self.lanes = RequestQueue(policy)
         self.steering = None if slo_us is None else Steering(slo_us, policy, engines)
         self.idle = engines
         self.policies: list[BatchPolicy] = []

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from deploykit.serving.http.head import HeadReader, Limits
-from deploykit.serving.transport.security import Door, Guard
+from deploykit.serving.transport.security import AccessControl, Guard
 from tests.support.serving.running import Running, request
 
 LIVE = request("GET", "/v2/health/live")
 
 
 def reader() -> HeadReader:
-    return HeadReader(Limits(), Door(Guard(None), loopback=True), 1000)
+    return HeadReader(Limits(), AccessControl(Guard(None), loopback=True), 1000)
 
 
 def test_the_end_of_a_head_is_found_wherever_it_is_cut() -> None:

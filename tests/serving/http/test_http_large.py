@@ -13,7 +13,7 @@ import pytest
 from deploykit.core.errors import Overloaded, TooLarge
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.fake import FakeEngine
-from deploykit.serving.http.json_worker import Reader
+from deploykit.serving.http.json_worker import JsonWorker
 from tests.support.serving.running import Running, infer_json, request, running
 
 INFER = "/v2/models/m/infer"
@@ -80,7 +80,7 @@ def test_what_is_wrong_is_said_wherever_it_is_found(server: Running) -> None:
 def test_a_reader_that_was_killed_is_replaced(server: Running) -> None:
     body = zeros(1_000_000)
     assert server.ask("POST", INFER, body).status == 200
-    process = server.server._reader._process
+    process = server.server._worker._process
     assert process is not None
     process.kill()
     process.wait()
@@ -113,7 +113,7 @@ def test_what_is_being_read_when_the_end_begins_is_answered(
 
 
 def test_it_ends_with_the_server() -> None:
-    with Reader() as reader:
+    with JsonWorker() as reader:
         assert reader.run(sum, [1, 2, 3]) == 6
         process = reader._process
         assert process is not None
@@ -127,7 +127,7 @@ def refuse(limit: int) -> None:
 
 
 def test_an_error_comes_back_as_it_was_raised() -> None:
-    with Reader() as reader:
+    with JsonWorker() as reader:
         with pytest.raises(TooLarge, match="above 5") as caught:
             reader.run(refuse, 5)
         assert caught.value.hint == "send less"

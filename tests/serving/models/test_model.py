@@ -11,11 +11,11 @@ import pytest
 from deploykit.core.errors import BadInput, Overloaded, Unsupported
 from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.batching.policy import Pending, Watcher
-from deploykit.serving.models.repository import ServeOptions, Service
+from deploykit.serving.models.repository import ModelRepository, ServeOptions
 from deploykit.serving.observe.prometheus import exposition
 from deploykit.serving.oip.request import Request, Wanted
 from tests.support.serving.running import WAIT_S, GatedEngine
-from tests.support.serving.warming import Clock, Lengths, TimedEngine, warmed
+from tests.support.serving.warming import Clock, TimedEngine, warmed
 
 
 def ask(rows: int = 1) -> Request:
@@ -24,7 +24,7 @@ def ask(rows: int = 1) -> Request:
 
 
 def test_the_configuration_shows_how_batches_are_formed() -> None:
-    service = Service(
+    service = ModelRepository(
         {"m": [FakeEngine(), FakeEngine()]},
         ServeOptions(max_batch=8, max_delay_us=500, preferred=(8, 4)),
     )
@@ -55,22 +55,14 @@ def test_what_an_engine_notes_is_shown_once() -> None:
     engines = [FakeEngine(), FakeEngine()]
     for engine in engines:
         engine.notes = ("runs on the CPU: asked for cuda:0",)  # type: ignore[attr-defined]
-    service = Service({"m": engines}, ServeOptions())
+    service = ModelRepository({"m": engines}, ServeOptions())
     assert service.find("m").notes == ("runs on the CPU: asked for cuda:0",)
     service.close()
 
 
 def test_engines_of_one_model_must_be_alike() -> None:
     with pytest.raises(BadInput, match="the inputs of one engine are"):
-        Service({"m": [FakeEngine(), FakeEngine(width=5)]}, ServeOptions())
-
-
-def test_an_input_above_its_buckets_is_counted_as_a_bad_request() -> None:
-    service = Service({"m": Lengths()}, ServeOptions(buckets={"T": (2,)}))
-    with pytest.raises(BadInput, match="axis T is 4"):
-        service.infer(service.find("m"), ask(), lambda _: None)
-    service.close()
-    assert b'outcome="bad_request",version="1"} 1.0\n' in exposition(service.samples())[0]
+        ModelRepository({"m": [FakeEngine(), FakeEngine(width=5)]}, ServeOptions())
 
 
 def test_a_watcher_that_comes_later_is_told_too_also_of_new_engines() -> None:
@@ -80,10 +72,10 @@ def test_a_watcher_that_comes_later_is_told_too_also_of_new_engines() -> None:
         def ran(self, run: object) -> None:
             seen.append(run)
 
-    service = Service({"m": FakeEngine()}, ServeOptions())
+    service = ModelRepository({"m": FakeEngine()}, ServeOptions())
     service.find("m").watch(Notes())
     service.replace("m", [FakeEngine()])
-    service.infer(service.find("m"), ask(), lambda _: None)
+    service.find("m").submit(ask(), lambda _: None)
     service.close()
     assert len(seen) == 1
     assert service.statistics()["model_stats"][0]["inference_count"] == 1
@@ -91,7 +83,7 @@ def test_a_watcher_that_comes_later_is_told_too_also_of_new_engines() -> None:
 
 def test_with_an_slo_the_batch_is_steered_from_what_the_warm_up_took() -> None:
     clock = Clock()
-    service = Service(
+    service = ModelRepository(
         {"m": TimedEngine(clock, 1000, 1000)}, ServeOptions(slo_ms=20), clock_us=clock
     )
     service.warm_up()
@@ -107,18 +99,18 @@ def test_with_an_slo_the_batch_is_steered_from_what_the_warm_up_took() -> None:
 
 def test_what_cannot_meet_the_slo_is_refused_with_a_reason() -> None:
     clock, engine = Clock(), GatedEngine()
-    service = Service({"m": engine}, ServeOptions(max_batch=1, slo_ms=0.1), clock_us=clock)
+    service = ModelRepository({"m": engine}, ServeOptions(max_batch=1, slo_ms=0.1), clock_us=clock)
     model = service.find("m")
     assert model._steering is not None
     model._steering.measured(1, 10**6, 0)
     service.expire()
     engine.warm = True
-    service.infer(model, ask(), lambda _: None)
+    model.submit(ask(), lambda _: None)
     assert engine.entered.acquire(timeout=WAIT_S)
     assert model.batcher.policy.queue_rows == 1
-    service.infer(model, ask(), lambda _: None)
+    model.submit(ask(), lambda _: None)
     with pytest.raises(Overloaded, match="--slo-ms"):
-        service.infer(model, ask(), lambda _: None)
+        model.submit(ask(), lambda _: None)
     engine.gate.set()
     service.close()
 
@@ -139,16 +131,16 @@ class Plus(GatedEngine):
 
 def test_what_was_taken_is_finished_by_the_old_engine_which_is_then_closed() -> None:
     old, new = Plus(0), Plus(100)
-    service = Service({"m": old}, ServeOptions(max_batch=2))
+    service = ModelRepository({"m": old}, ServeOptions(max_batch=2))
     model = service.find("m")
     old.warm = True
-    before = [service.infer(model, ask(), lambda _: None)]
+    before = [model.submit(ask(), lambda _: None)]
     assert old.entered.acquire(timeout=WAIT_S)
-    before += [service.infer(model, ask(), lambda _: None) for _ in range(5)]
+    before += [model.submit(ask(), lambda _: None) for _ in range(5)]
     service.replace("m", [new])
     assert not old.closed
     came = threading.Event()
-    after = service.infer(model, ask(), lambda _: came.set())
+    after = model.submit(ask(), lambda _: came.set())
     assert came.wait(WAIT_S)  # the new one serves while the old one is still busy
     assert service.unanswered == model.unanswered == 6
     assert model.cancel(before[-1])
@@ -165,9 +157,9 @@ def test_what_was_taken_is_finished_by_the_old_engine_which_is_then_closed() -> 
 
 def test_a_deadline_holds_for_what_an_old_engine_has() -> None:
     clock, old = Clock(), Plus()
-    service = Service({"m": old}, ServeOptions(timeout_ms=1), clock_us=clock)
+    service = ModelRepository({"m": old}, ServeOptions(timeout_ms=1), clock_us=clock)
     old.warm = True
-    stuck = service.infer(service.find("m"), ask(), lambda _: None)
+    stuck = service.find("m").submit(ask(), lambda _: None)
     assert old.entered.acquire(timeout=WAIT_S)
     service.replace("m", [Plus()])
     clock.us = 1000
@@ -192,10 +184,10 @@ def test_engines_that_clients_would_notice_are_refused(
     engine: FakeEngine | None, match: str
 ) -> None:
     old = FakeEngine()
-    service = Service({"m": old}, ServeOptions())
+    service = ModelRepository({"m": old}, ServeOptions())
     with pytest.raises(BadInput, match=match):
         service.replace("m", [engine] if engine else [])
-    pending = service.infer(service.find("m"), ask(), lambda _: None)
+    pending = service.find("m").submit(ask(), lambda _: None)
     service.close()
     assert pending.error is None
     assert not old.closed  # it is still the caller's
@@ -207,16 +199,16 @@ def test_engines_that_fail_to_warm_up_change_nothing() -> None:
         def __call__(self, _feeds: Any) -> dict[str, np.ndarray]:
             raise RuntimeError("boom")
 
-    service = Service({"m": FakeEngine()}, ServeOptions())
+    service = ModelRepository({"m": FakeEngine()}, ServeOptions())
     with pytest.raises(Unsupported, match="boom"):
         service.replace("m", [Broken()])
-    pending = service.infer(service.find("m"), ask(), lambda _: None)
+    pending = service.find("m").submit(ask(), lambda _: None)
     service.close()
     assert pending.error is None
 
 
 def test_no_engines_are_taken_after_the_end() -> None:
-    service = Service({"m": FakeEngine()}, ServeOptions())
+    service = ModelRepository({"m": FakeEngine()}, ServeOptions())
     service.close()
     with pytest.raises(Overloaded, match="shutting down"):
         service.replace("m", [FakeEngine()])
@@ -224,14 +216,14 @@ def test_no_engines_are_taken_after_the_end() -> None:
 
 def test_replacing_under_load_fails_no_request() -> None:
     """Requests from another thread all the while engines are replaced again and again."""
-    service = Service({"m": Plus()}, ServeOptions(queue=1 << 20))
+    service = ModelRepository({"m": Plus()}, ServeOptions(queue=1 << 20))
     model = service.find("m")
     sent: list[Pending] = []
     stop = threading.Event()
 
     def send() -> None:
         while not stop.is_set():
-            sent.append(service.infer(model, ask(), lambda _: None))
+            sent.append(model.submit(ask(), lambda _: None))
 
     sender = threading.Thread(target=send)
     sender.start()

@@ -23,7 +23,7 @@ from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.runtimes.engine import Engine, load
 from deploykit.serving.batching.policy import Pending
 from deploykit.serving.models.reload import Reloader, Source
-from deploykit.serving.models.repository import Service
+from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip.request import Request
 from deploykit.serving.options import ServeOptions
 
@@ -53,14 +53,14 @@ def placed(new: Path, path: Path) -> None:
 
 
 class Serving:
-    """A Service of one ONNX file, asked all the time by two threads, and its Reloader."""
+    """A ModelRepository of one ONNX file, asked all the time by two threads, and its Reloader."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.loaded: list[Engine] = []
         source = Source(path, self.load)
         first = load(path, "cpu", threads=1)
-        self.service = Service({"m": first}, ServeOptions())
+        self.service = ModelRepository({"m": first}, ServeOptions())
         self.service.warm_up()
         self.reloader = Reloader(self.service, {"m": source}, poll_s=3600)
         self._ended = threading.Event()
@@ -83,7 +83,7 @@ class Serving:
             answered.set()
 
         request = Request(FEEDS, 1, KEY, ())
-        self.service.infer(self.service.find("m"), request, done)
+        self.service.find("m").submit(request, done)
         assert answered.wait(LIMIT_S)
         return found[0].error or float(found[0].outputs["y"][0, 0])
 
@@ -251,7 +251,7 @@ def test_a_change_during_the_start_is_not_missed(tmp_path: Path) -> None:
     source = Source(path, lambda: [load(path, "cpu")])
     with (
         load(path, "cpu") as first,
-        contextlib.closing(Service({"m": first}, ServeOptions())) as service,
+        contextlib.closing(ModelRepository({"m": first}, ServeOptions())) as service,
     ):
         placed(model(tmp_path / "new.onnx", 2.0), path)
         with Reloader(service, {"m": source}, poll_s=3600) as reloader:
@@ -314,7 +314,7 @@ def test_the_thread_looks_by_itself_and_ends(tmp_path: Path, eventually) -> None
     source = Source(path, lambda: [load(path, "cpu")])
     with (
         load(path, "cpu") as first,
-        contextlib.closing(Service({"m": first}, ServeOptions())) as service,
+        contextlib.closing(ModelRepository({"m": first}, ServeOptions())) as service,
     ):
         with Reloader(service, {"m": source}, poll_s=0.01) as reloader:
             placed(model(tmp_path / "new.onnx", 2.0), path)

@@ -9,7 +9,7 @@ import pytest
 from deploykit.core.errors import BadInput, NotFound, Overloaded, Unsupported
 from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.runtimes.fake import FakeEngine
-from deploykit.serving.models.repository import ServeOptions, Service
+from deploykit.serving.models.repository import ModelRepository, ServeOptions
 from deploykit.serving.observe.prometheus import Sample, exposition
 from deploykit.serving.oip.request import Request, Wanted
 from tests.support.serving.running import WAIT_S, GatedEngine
@@ -31,19 +31,19 @@ class Clock:
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".", "stats", " ", "é", "a" * 129, "a\n"])
 def test_a_name_that_could_be_a_path_is_refused(name: str) -> None:
     with pytest.raises(BadInput, match="cannot be the name of a model"):
-        Service({name: FakeEngine()}, ServeOptions())
+        ModelRepository({name: FakeEngine()}, ServeOptions())
 
 
 @pytest.mark.parametrize("name", ["m", "resnet-18_v1.5", "..m", "a" * 128])
 def test_a_plain_name_is_taken(name: str) -> None:
-    service = Service({name: FakeEngine()}, ServeOptions())
+    service = ModelRepository({name: FakeEngine()}, ServeOptions())
     assert service.find(name).name == name
     service.close()
 
 
 def test_no_model_at_all_is_refused() -> None:
     with pytest.raises(BadInput, match="no model"):
-        Service({}, ServeOptions())
+        ModelRepository({}, ServeOptions())
 
 
 @pytest.mark.parametrize(
@@ -68,12 +68,12 @@ def test_a_model_without_inputs_is_refused_and_no_thread_is_left() -> None:
     engine.inputs = ()
     before = threading.active_count()
     with pytest.raises(Unsupported, match="without inputs"):
-        Service({"good": FakeEngine(), "m": engine}, ServeOptions())
+        ModelRepository({"good": FakeEngine(), "m": engine}, ServeOptions())
     assert threading.active_count() == before
 
 
 def test_an_unknown_model_is_not_found() -> None:
-    service = Service({"m": FakeEngine()}, ServeOptions())
+    service = ModelRepository({"m": FakeEngine()}, ServeOptions())
     with pytest.raises(NotFound, match="no model 'x'"):
         service.find("x")
     with pytest.raises(NotFound, match="no version '2'"):
@@ -82,11 +82,11 @@ def test_an_unknown_model_is_not_found() -> None:
 
 
 def test_a_draining_service_takes_nothing_and_says_so() -> None:
-    service = Service({"m": FakeEngine()}, ServeOptions())
+    service = ModelRepository({"m": FakeEngine()}, ServeOptions())
     assert service.why_not_ready() is None
     service.drain()
     with pytest.raises(Overloaded, match="shutting down"):
-        service.infer(service.find("m"), ask(), lambda _: None)
+        service.find("m").submit(ask(), lambda _: None)
     assert service.index() == [
         {
             "name": "m",
@@ -105,10 +105,10 @@ def test_several_engines_of_one_name_share_its_queue() -> None:
     for engine in engines:
         engine.warm = True
         engine.entered = engines[0].entered
-    service = Service({"m": engines}, ServeOptions())
+    service = ModelRepository({"m": engines}, ServeOptions())
     model = service.find("m")
     for _ in range(2):  # the second runs while the first is held
-        service.infer(model, ask(), lambda _: None)
+        model.submit(ask(), lambda _: None)
         assert engines[0].entered.acquire(timeout=WAIT_S)
     for engine in engines:
         engine.gate.set()
@@ -117,11 +117,9 @@ def test_several_engines_of_one_name_share_its_queue() -> None:
 
 
 def test_what_the_client_sent_along_reaches_the_batcher() -> None:
-    service = Service({"m": FakeEngine()}, ServeOptions())
+    service = ModelRepository({"m": FakeEngine()}, ServeOptions())
     model = service.find("m")
-    pending = service.infer(
-        model, ask(priority=3), lambda _: None, trace="00-ab-cd-01", decode_us=7
-    )
+    pending = model.submit(ask(priority=3), lambda _: None, trace="00-ab-cd-01", decode_us=7)
     assert (pending.priority, pending.trace, pending.decode_us) == (3, "00-ab-cd-01", 7)
     service.close()
 
@@ -132,9 +130,9 @@ def test_a_lost_gpu_is_fatal_and_not_ready() -> None:
             raise DeviceLost("/home/me/m.trt: cuda:0: the GPU is lost")
 
     came = threading.Event()
-    service = Service({"good": FakeEngine(), "m": Lost()}, ServeOptions())
+    service = ModelRepository({"good": FakeEngine(), "m": Lost()}, ServeOptions())
     assert service.fatal is None
-    service.infer(service.find("m"), ask(), lambda _: came.set())
+    service.find("m").submit(ask(), lambda _: came.set())
     assert came.wait(WAIT_S)
     assert service.fatal == "model 'm': the GPU is lost to this process"
     assert service.why_not_ready() == service.fatal
@@ -145,11 +143,11 @@ def test_a_lost_gpu_is_fatal_and_not_ready() -> None:
 def test_a_hung_engine_is_not_ready_until_it_returns() -> None:
     clock, engine = Clock(), GatedEngine()
     engine.warm = True
-    service = Service(
+    service = ModelRepository(
         {"good": FakeEngine(), "m": engine}, ServeOptions(timeout_ms=1), clock_us=clock
     )
     model, came = service.find("m"), threading.Event()
-    pending = service.infer(model, ask(), lambda _: came.set())
+    pending = model.submit(ask(), lambda _: came.set())
     assert engine.entered.acquire(timeout=WAIT_S)
     clock.us = 1000
     service.expire()
@@ -166,7 +164,7 @@ def test_a_hung_engine_is_not_ready_until_it_returns() -> None:
     )
     engine.gate.set()
     came.clear()
-    service.infer(model, ask(), lambda _: came.set())
+    model.submit(ask(), lambda _: came.set())
     assert came.wait(WAIT_S)
     assert service.why_not_ready() is None
     service.close()
@@ -174,16 +172,16 @@ def test_a_hung_engine_is_not_ready_until_it_returns() -> None:
 
 def test_shared_memory_is_there_only_if_it_was_asked_for() -> None:
     for asked in (False, True):
-        service = Service({"m": FakeEngine()}, ServeOptions(shared_memory=asked))
+        service = ModelRepository({"m": FakeEngine()}, ServeOptions(shared_memory=asked))
         assert (service.memory is not None) is asked
         assert ("system_shared_memory" in service.metadata()["extensions"]) is asked
         service.close()
 
 
 def test_statistics_of_one_batch() -> None:
-    service = Service({"m": FakeEngine()}, ServeOptions())
+    service = ModelRepository({"m": FakeEngine()}, ServeOptions())
     model = service.find("m")
-    service.infer(model, ask(3), lambda _: None)
+    model.submit(ask(3), lambda _: None)
     service.close()  # waits for the answer
     stats = service.statistics(model)["model_stats"][0]
     assert (stats["inference_count"], stats["execution_count"]) == (3, 1)
@@ -197,12 +195,12 @@ def test_statistics_of_one_batch() -> None:
 def test_every_request_of_a_batch_is_counted_and_charged_its_whole_time() -> None:
     engine = GatedEngine()
     engine.warm = True
-    service = Service({"m": engine}, ServeOptions())
+    service = ModelRepository({"m": engine}, ServeOptions())
     model = service.find("m")
-    service.infer(model, ask(), lambda _: None)
+    model.submit(ask(), lambda _: None)
     assert engine.entered.acquire(timeout=WAIT_S)
     for _ in range(3):
-        service.infer(model, ask(2), lambda _: None)
+        model.submit(ask(2), lambda _: None)
     engine.gate.set()
     service.close()
     stats = service.statistics(model)["model_stats"][0]
@@ -220,9 +218,9 @@ def test_failures_are_told_apart() -> None:
         def __call__(self, _feeds: Any) -> dict[str, np.ndarray]:
             raise RuntimeError("broken")
 
-    service = Service({"m": Broken()}, ServeOptions())
+    service = ModelRepository({"m": Broken()}, ServeOptions())
     model = service.find("m")
-    service.infer(model, ask(), lambda _: None)
+    model.submit(ask(), lambda _: None)
     model.metrics.bad_request()
     service.close()
     text = exposition(service.samples())[0].decode()
@@ -236,7 +234,7 @@ def test_failures_are_told_apart() -> None:
 
 
 def test_every_line_of_the_metrics_is_prometheus_text() -> None:
-    service = Service({"a": FakeEngine(), "b": FakeEngine()}, ServeOptions())
+    service = ModelRepository({"a": FakeEngine(), "b": FakeEngine()}, ServeOptions())
     service.add_metrics(lambda: [Sample("deploykit_held_bytes", {}, 1)])
     lines = exposition(service.samples())[0].decode().splitlines()
     families = [line.split()[2] for line in lines if "# TYPE" in line]

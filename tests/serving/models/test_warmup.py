@@ -12,7 +12,7 @@ from deploykit.core.errors import DeploykitError, Unsupported
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.cuda.errors import DeviceLost, OutOfMemory
 from deploykit.runtimes.fake import FakeEngine
-from deploykit.serving.models.repository import ServeOptions, Service
+from deploykit.serving.models.repository import ModelRepository, ServeOptions
 from deploykit.serving.models.warmup import BETWEEN_US, SHORT_US, WarmUp, short_rows
 from tests.support.serving.warming import Clock, Lengths, TimedEngine, warmed
 
@@ -34,7 +34,7 @@ def test_every_foreseen_batch_is_warmed_up(options: dict[str, Any], batches: lis
 
 def test_every_engine_is_warmed_up() -> None:
     engines = [FakeEngine(), FakeEngine()]
-    service = Service({"m": engines}, ServeOptions(max_batch=2))
+    service = ModelRepository({"m": engines}, ServeOptions(max_batch=2))
     service.warm_up()
     service.close()
     assert [engine.batches for engine in engines] == [[1, 2], [1, 2]]
@@ -105,17 +105,19 @@ def test_short_batches_of_a_steady_engine_are_run_by_the_event_loop(
 ) -> None:
     clock = Clock()
     engine = kind(clock, 0, SHORT_US // 8)
-    service = Service({"m": engine}, ServeOptions(**options), clock_us=clock, later=lambda _: None)
+    service = ModelRepository(
+        {"m": engine}, ServeOptions(**options), clock_us=clock, call_soon=lambda _: None
+    )
     service.warm_up()
-    assert service.find("m").batcher.here_rows == rows
+    assert service.find("m").batcher.inline_max_rows == rows
     service.replace("m", [kind(clock, 0, SHORT_US // 4)])
-    assert service.find("m").batcher.here_rows == (4 if rows == 8 else rows and 4)
+    assert service.find("m").batcher.inline_max_rows == (4 if rows == 8 else rows and 4)
     service.close()
 
 
 def test_without_an_event_loop_nothing_is_run_by_it() -> None:
     model = warmed(Steady(Clock(), 0, 1))
-    assert model.batcher.here_rows == 0
+    assert model.batcher.inline_max_rows == 0
 
 
 def test_every_bucket_is_warmed_up() -> None:
@@ -156,7 +158,7 @@ def test_a_batch_that_fails_is_named_at_start(
                 raise problem
             return super().__call__(feeds)
 
-    service = Service({"m": Failing()}, ServeOptions(max_batch=8))
+    service = ModelRepository({"m": Failing()}, ServeOptions(max_batch=8))
     with pytest.raises(kind, match=r"model 'm' cannot run x \[8, 4\]"):
         service.warm_up()
     service.close()
@@ -165,7 +167,7 @@ def test_a_batch_that_fails_is_named_at_start(
 def test_an_engine_that_breaks_its_promise_is_found_at_start() -> None:
     engine = FakeEngine()
     engine.outputs = (TensorSpec("y", "float32", ("N", 5)),)
-    service = Service({"m": engine}, ServeOptions())
+    service = ModelRepository({"m": engine}, ServeOptions())
     with pytest.raises(DeploykitError, match=r"returned shape \[1, 4\] for output 'y'"):
         service.warm_up()
     service.close()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.serving.transport.memory import Held
+from deploykit.serving.transport.memory import MemoryBudget
 from tests.support.serving.grpc_cases import INFER, Answer, frames, infer_bytes, serving
 from tests.support.serving.memory import held, part, raw_infer
 from tests.support.serving.running import WAIT_S, GatedEngine, Raw, request, running
@@ -20,7 +20,7 @@ Eventually = Callable[[Callable[[], bool]], None]
 
 
 def test_a_lone_request_may_hold_more_than_the_limit() -> None:
-    bytes_held = Held(100, 64)
+    bytes_held = MemoryBudget(100, 64)
     assert bytes_held.add(150, 150)
     assert not bytes_held.add(1, 1)
     bytes_held.bytes -= 151
@@ -32,9 +32,9 @@ def test_limit_is_a_share_of_the_memory_but_one_largest_body(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("deploykit.serving.transport.memory.memory_bytes", lambda: 4000)
-    assert Held(None, 64).limit == 1000
-    assert Held(None, 2000).limit == 2000
-    assert Held(300, 2000).limit == 300
+    assert MemoryBudget(None, 64).limit == 1000
+    assert MemoryBudget(None, 2000).limit == 2000
+    assert MemoryBudget(300, 2000).limit == 300
 
 
 @pytest.fixture
@@ -190,14 +190,14 @@ def test_a_large_grpc_message_that_waits_to_be_read_goes_with_its_client(
     asked.inputs[0].contents.fp32_contents.extend([1.0] * WIDE)
     waiting: list[Any] = []
     with serving() as server, frames(server.port) as client:
-        server.server._calls._aside = lambda work, then: waiting.append((work, then))
+        server.server._calls.inference.offload = lambda work, then: waiting.append((work, then))
         client.open(1, INFER.replace("ModelInfer", method))
         client.message(1, asked.SerializeToString(), end=method == "ModelInfer")
         eventually(lambda: len(waiting) == 1)
         ((work, then),) = waiting
-        held = work.args[0]
-        assert sum(map(len, held)) > WIDE * 4
+        inference = work.__self__
+        assert len(inference._message[0]) > WIDE * 4
         client.send(3, 0, 1, (8).to_bytes(4, "big"))  # RST_STREAM: CANCEL
-        eventually(lambda: held == [])
+        eventually(lambda: inference._message is None)
         server.see(lambda: then(work))
         assert client.call(3, infer_bytes(value=2)).status == 0

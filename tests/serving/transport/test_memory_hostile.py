@@ -21,9 +21,9 @@ from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.http.connection import Connection
 from deploykit.serving.http.exchange import Exchange
 from deploykit.serving.http.head import Limits
-from deploykit.serving.http.infer import Inference
+from deploykit.serving.http.infer import InferRoute
 from deploykit.serving.http2.stream import Call as GrpcCall
-from deploykit.serving.models.repository import ServeOptions, Service
+from deploykit.serving.models.repository import ModelRepository, ServeOptions
 from deploykit.serving.transport.call import Head
 from tests.support.campaign import rounds
 from tests.support.serving.grpc_cases import (
@@ -185,9 +185,9 @@ class Seen:
 def test_a_body_that_waits_to_be_read_goes_with_its_client() -> None:
     aside: list[tuple[Callable[[], object], Callable[[Callable[[], object]], None]]] = []
     options = ServeOptions()
-    service = Service({"m": FakeEngine()}, options, deliver=lambda _: None)
+    service = ModelRepository({"m": FakeEngine()}, options, deliver=lambda _: None)
     try:
-        infer = Inference(
+        infer = InferRoute(
             service, service.find("m"), lambda work, then: aside.append((work, then)), None
         )
         array = np.zeros(LIMIT, np.uint8)

@@ -18,12 +18,13 @@ from hpack import Decoder, Encoder
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.engine import BaseEngine
 from deploykit.runtimes.fake import FakeEngine
-from deploykit.serving.batching.delivery import deliver_here
+from deploykit.serving.batching.delivery import deliver_inline
 from deploykit.serving.grpc.server import GrpcServer
 from deploykit.serving.http2.headers import Limits
-from deploykit.serving.models.repository import Service
+from deploykit.serving.models.offload import ThreadOffload
+from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.transport.memory import Held
+from deploykit.serving.transport.memory import MemoryBudget
 from deploykit.serving.transport.security import Guard
 
 WAIT_S = 20  # a limit against hanging, not a measure
@@ -50,15 +51,17 @@ class Echo(BaseEngine):
 
 
 class Serving:
-    """A Service and its GrpcServer, on an event loop of their own."""
+    """A ModelRepository and its GrpcServer, on an event loop of their own."""
 
     def __init__(
         self, models: Mapping[str, Any], options: ServeOptions, limits: Limits | None
     ) -> None:
         self.loop = uvloop.new_event_loop()
-        self.service = Service(models, options, deliver=self._deliver)
-        held = Held(options.max_held_bytes, options.max_body_bytes)
-        self.server = GrpcServer(self.service, options, Guard(options.token), held, limits)
+        self.service = ModelRepository(models, options, deliver=self._deliver)
+        held = MemoryBudget(options.max_held_bytes, options.max_body_bytes)
+        self.offload = ThreadOffload(self.loop, 1)
+        guard = Guard(options.token)
+        self.server = GrpcServer(self.service, options, guard, held, self.offload, limits)
         self._thread = threading.Thread(target=self._run, daemon=True)  # else no exit
         self._thread.start()
         try:
@@ -86,6 +89,7 @@ class Serving:
 
     def close(self) -> None:
         self.service.close(drain=False, timeout_s=5)
+        self.offload.close()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(WAIT_S)
         self.loop.close()
@@ -95,7 +99,7 @@ class Serving:
         self.loop.run_forever()
 
     def _deliver(self, requests: Any) -> None:
-        self.loop.call_soon_threadsafe(deliver_here, requests)
+        self.loop.call_soon_threadsafe(deliver_inline, requests)
 
     def _tick(self) -> None:
         self.service.expire()

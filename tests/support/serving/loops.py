@@ -21,7 +21,7 @@ class Loop:
     def __init__(self) -> None:
         self.asked: list[Callable[[], None]] = []
 
-    def later(self, function: Callable[[], None]) -> None:
+    def call_soon(self, function: Callable[[], None]) -> None:
         self.asked.append(function)
 
     def turn(self) -> int:
@@ -74,8 +74,8 @@ def row(value: float, count: int = 1) -> dict[str, np.ndarray]:
 def asleep(batcher: Batcher) -> None:
     """Wait until the engine's thread sleeps: before that it takes what comes by itself."""
     for _ in range(WAIT_S * 1000):
-        with batcher._lock:
-            if len(batcher._idle) == len(batcher._workers):
+        with batcher._dispatch.lock:
+            if len(batcher._dispatch.idle) == len(batcher._workers):
                 return
         threading.Event().wait(0.001)
     raise AssertionError("the engine's thread never slept")

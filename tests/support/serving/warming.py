@@ -10,7 +10,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.models.model import ServedModel
-from deploykit.serving.models.repository import ServeOptions, Service
+from deploykit.serving.models.repository import ModelRepository, ServeOptions
 
 
 class Clock:
@@ -51,7 +51,7 @@ class Lengths(FakeEngine):
 
 
 def warmed(engine: FakeEngine, **options: Any) -> ServedModel:
-    service = Service({"m": engine}, ServeOptions(**options))
+    service = ModelRepository({"m": engine}, ServeOptions(**options))
     service.warm_up()
     service.close()
     return service.find("m")

@@ -1,0 +1,90 @@
+"""Run batches on one thread per engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from deploykit.serving.batching.dispatch import NEVER_US, Dispatch, Worker
+from deploykit.serving.batching.policy import Pending
+
+_LONGEST_SLEEP_S = 3600.0
+
+
+class ThreadExecutor:
+    """Starts a thread for each worker; each sleeps until a batch is due for its engine."""
+
+    def __init__(self, dispatch: Dispatch, workers: Sequence[Worker]) -> None:
+        self.close_engines = False  # when its thread ends
+        self._dispatch = dispatch
+        self._threads = [
+            threading.Thread(
+                target=self._loop,
+                args=(worker,),
+                name=f"engine {dispatch.name} {number}",
+                daemon=True,
+            )
+            for number, worker in enumerate(workers)
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def wake(self) -> None:
+        self._dispatch.idle.pop().wake.release()
+
+    def join(self, timeout_s: float | None) -> None:
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(None if end_s is None else max(0.0, end_s - time.monotonic()))
+
+    @property
+    def ended(self) -> bool:
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _loop(self, worker: Worker) -> None:
+        dispatch = self._dispatch
+        while True:
+            batch, late, now_us = self._wait(worker)
+            dispatch.finish(late, now_us)
+            if batch:
+                dispatch.run(worker, batch, now_us)
+                del batch  # frees its inputs before the next batch is taken
+            elif not late:
+                break
+        if self.close_engines:
+            worker.runner.engine.close()
+
+    def _wait(self, worker: Worker) -> tuple[list[Pending], list[Pending], int]:
+        """The next batch and the requests that expired meanwhile; both empty: closed."""
+        dispatch = self._dispatch
+        worker.idle_since_us = NEVER_US
+        with dispatch.lock:
+            while True:
+                batch, late, now_us = dispatch.take(worker)
+                ended = worker.runner.lost or (dispatch.closing and not dispatch.queue.count)
+                if batch or late or ended:
+                    return batch, late, now_us
+                self._sleep(worker, now_us)
+
+    def _sleep(self, worker: Worker, now_us: int) -> None:
+        """Release the lock until `wake`, or until a delay or a deadline passes."""
+        dispatch = self._dispatch
+        timeout_s = -1.0
+        if dispatch.queue.count:
+            timeout_s = max(1, dispatch.queue.next_us() - now_us) / 1e6
+            timeout_s = min(timeout_s, _LONGEST_SLEEP_S)
+        worker.idle_since_us = min(worker.idle_since_us, now_us)
+        dispatch.idle.append(worker)
+        dispatch.lock.release()
+        woken = worker.wake.acquire(timeout=timeout_s)
+        dispatch.lock.acquire()
+        if not woken:
+            if worker in dispatch.idle:
+                dispatch.idle.remove(worker)
+            else:
+                dispatch.lock.release()  # another thread wakes it, or runs its engine inline
+                worker.wake.acquire()
+                dispatch.lock.acquire()

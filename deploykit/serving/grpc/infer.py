@@ -1,0 +1,176 @@
+"""Inference over gRPC, as one call or as a stream: a message to a Request, outputs to a reply."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from deploykit.core.errors import DeploykitError, Overloaded, quote
+from deploykit.serving.http2.stream import Call
+from deploykit.serving.models.inference import Inference
+from deploykit.serving.models.offload import Offload
+from deploykit.serving.models.repository import VERSION, ModelRepository, ServedModel
+from deploykit.serving.oip import messages
+from deploykit.serving.oip.request import Request, fill
+from deploykit.serving.oip.response import results
+
+log = logging.getLogger(__name__)
+
+LARGE_BYTES = 256 << 10  # typed contents above it are decoded on another thread
+
+
+class Replying(Protocol):
+    """Where one reply goes: a Call, or a Slot of a streaming one."""
+
+    cancel: Callable[[], object] | None
+
+    @property
+    def finished(self) -> bool: ...
+    def reply(self, parts: list[bytes]) -> None: ...
+    def fail(self, status: str, message: str) -> None: ...
+
+
+class InferMethods:
+    """ModelInfer and ModelStreamInfer."""
+
+    def __init__(self, repository: ModelRepository, offload: Offload) -> None:
+        self.repository = repository
+        self.offload = offload
+
+    def infer(self, call: Call, data: bytes, at: int) -> None:
+        self._start(call, call, data, at)
+
+    def stream(self, call: Call, data: bytes, at: int) -> None:
+        slot = Slot(call)
+        call.slots.append(slot)
+        if call.cancel is None:
+            call.cancel = partial(_cancel_all, call.slots)
+        self._start(call, slot, data, at)
+
+    def end_stream(self, call: Call) -> None:
+        """The client has sent its last message."""
+        if not call.slots:
+            call.finish()
+
+    def _start(self, call: Call, reply_to: Replying, data: bytes, at: int) -> None:
+        try:
+            head, start, spans = messages.split(data, at)
+            message = messages.header(head)
+            model = self.repository.find(message.model_name, message.model_version or VERSION)
+        except Exception as exc:  # noqa: BLE001 - every error is a reply
+            fail_with(reply_to, exc)
+            return
+        inference = GrpcInference(self, model, call, reply_to, (head, data, start, spans))
+        if len(head) > LARGE_BYTES:
+            del head, data
+            inference.start_offloaded()
+        else:
+            inference.start()
+
+
+class GrpcInference(Inference):
+    """One inference message."""
+
+    __slots__ = ("_call", "_message", "_methods", "_reply_to")
+
+    def __init__(
+        self,
+        methods: InferMethods,
+        model: ServedModel,
+        call: Call,
+        reply_to: Replying,
+        message: tuple[bytes, bytes, int, tuple[messages.Span, ...]],
+    ) -> None:
+        super().__init__(model, methods.offload, call.head.trace)
+        self._methods = methods
+        self._call = call
+        self._reply_to = reply_to
+        self._message: tuple[bytes, bytes, int, tuple[messages.Span, ...]] | None = message
+
+    @property
+    def gone(self) -> bool:
+        return self._call.finished
+
+    def watch(self, cancel: Callable[[], object] | None) -> None:
+        self._reply_to.cancel = cancel
+
+    def release(self) -> None:
+        self._message = None
+
+    def decode(self) -> Request:
+        message = self._message
+        if message is None:
+            raise Overloaded("the client has gone")
+        head, data, start, spans = message
+        plan = messages.planned(head, spans, self.model.signature)
+        request = fill(plan, data, start, self._methods.repository.memory)
+        left_us = self._call.left_us
+        if left_us is not None:
+            asked_us = request.timeout_us or left_us
+            request = request._replace(timeout_us=max(1, min(asked_us, left_us)))
+        return request
+
+    def encode(self) -> list[bytes]:
+        model, request = self.model, self.request
+        found = results(
+            request, self.pending.outputs, model.signature, self._methods.repository.memory
+        )
+        return messages.encode(model.name, VERSION, request.id, found)
+
+    def send(self, reply: list[bytes]) -> None:
+        self._reply_to.reply(reply)
+
+    def fail(self, error: Exception) -> None:
+        fail_with(self._reply_to, error)
+
+
+class Slot:
+    """The place of one reply in a streaming call, whose replies keep the order of its messages."""
+
+    __slots__ = ("_call", "cancel", "parts")
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self.parts: list[bytes] | None = None
+        self.cancel: Callable[[], object] | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self._call.finished
+
+    def reply(self, parts: list[bytes]) -> None:
+        self._put(messages.streamed(parts))
+
+    def fail(self, status: str, message: str) -> None:
+        log.info("%s: %s %s", quote(self._call.head.path), status, quote(message))
+        self._put(messages.failed(message))
+
+    def _put(self, parts: list[bytes]) -> None:
+        self.parts = parts
+        call = self._call
+        slots = call.slots
+        if not slots or slots[0].parts is None:
+            return
+        while slots and slots[0].parts is not None:
+            call.send(slots.popleft().parts)
+        call.read()  # what waited for this reply, or the end
+
+
+def _cancel_all(slots: deque[Slot]) -> None:
+    for slot in slots:
+        if slot.cancel is not None:
+            slot.cancel()
+    slots.clear()
+
+
+def fail_with(reply_to: Replying, error: Exception) -> None:
+    """An error as the reply; one that is not ours is logged, and does not leave the server."""
+    if isinstance(error, DeploykitError):
+        message = f"{error.message}; {error.hint}" if error.hint else error.message
+        reply_to.fail(error.grpc_status, message)
+    else:
+        log.error("a gRPC call failed", exc_info=error)
+        reply_to.fail("INTERNAL", "an error inside the server; its log says more")
