@@ -107,8 +107,9 @@ class GrpcInference(Inference):
         head, data, start, spans = message
         plan = messages.planned(head, spans, self.model.signature)
         request = fill(plan, data, start, self._methods.repository.memory)
-        left_us = self._call.left_us
-        if left_us is not None:
+        call = self._call
+        if call.deadline_s is not None:
+            left_us = int((call.deadline_s - call.connection.shared.clock_s()) * 1e6)
             asked_us = request.timeout_us or left_us
             request = request._replace(timeout_us=max(1, min(asked_us, left_us)))
         return request

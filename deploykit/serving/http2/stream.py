@@ -134,13 +134,6 @@ class Call:
         method = self.head.method
         return not self.ended and (self.have > 0 or (method is not None and method.ended is None))
 
-    @property
-    def left_us(self) -> int | None:
-        """Until the client's deadline; None when it has set none."""
-        if self.deadline_s is None:
-            return None
-        return int((self.deadline_s - self.connection.shared.clock_s()) * 1e6)
-
     # -- in --------------------------------------------------------------------------------------
 
     def received(self, piece: bytes, ended: bool) -> None:
