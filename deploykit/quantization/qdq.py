@@ -9,6 +9,7 @@ float between the pairs, slower than without them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -33,6 +34,7 @@ from deploykit.quantization.formats import (
 from deploykit.quantization.histograms import TINY
 from deploykit.quantization.qdq_placement import Layout, plan, quantizable_nodes
 
+RANGES_KEY = "deploykit.int8_ranges"  # of a graph's metadata: {tensor: [low, high]}
 _FP8 = TensorProto.FLOAT8E4M3FN
 
 
@@ -78,8 +80,22 @@ def to_pairs(
     runtime = "tensorrt" if float8 else runtime
     placement = _placement(editor, calibration, runtime, keep_float32)
     chained = runtime == "onnxruntime"
+    if not float8 and not chained:
+        _record_ranges(editor, calibration, keep_float32)
     writer = _Writer(editor, calibration, precision)
     return writer.write(placement, chained=chained, skip=keep_float32)
+
+
+def _record_ranges(editor: Editor, calibration: Calibration, keep_float32: Collection[str]) -> None:
+    """Into the metadata: what `move_pairs` needs to place the pairs for ONNX Runtime."""
+    scaled = plan(editor, "onnxruntime", skip=keep_float32).scaled
+    wanted = {*scaled, *scaled.values()}
+    seen = {name: calibration.clipped[name] for name in wanted & set(calibration.clipped)}
+    found = {
+        name: [each.low, each.high] for name, each in sorted(seen.items()) if np.isfinite(each.peak)
+    }
+    if found.keys() == wanted:
+        editor.model.metadata_props.add(key=RANGES_KEY, value=json.dumps(found))
 
 
 def quantizable(source: Graph) -> tuple[str, ...]:
