@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from deploykit.api import build_tensorrt, golden
+from deploykit.api import build_tensorrt, golden, verify
 from deploykit.api.artefacts import (
     Made,
     Progress,
@@ -17,14 +18,17 @@ from deploykit.api.artefacts import (
 )
 from deploykit.api.build_tensorrt import CheckResult, Labelled, Shapes, build_plan, check_here
 from deploykit.api.quantize import TARGETS, quantize
-from deploykit.core.artefact import sniff
+from deploykit.core.artefact import read_manifest, sniff
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import BuildRecord, Evidence, TrainingRecord
 from deploykit.core.files import check_writable, make_folder, sha256
 from deploykit.core.machine import tool_versions
 from deploykit.core.manifest import Manifest, write_manifest
-from deploykit.core.profile import choose_profile, load_profile
+from deploykit.core.profile import Profile, choose_profile, load_profile
 from deploykit.core.recipe import load_recipe
+
+if TYPE_CHECKING:
+    from deploykit.onnx_graph.graph import Graph
 
 BUILD_MAX_ERROR = 1e-3  # fused float16 and INT8 kernels round at other places than the typed graph
 
@@ -159,7 +163,9 @@ def build(
                 labelled=Labelled(data, metric, max_drop) if data else None,
             )
             return replace(made, notes=(*notes, *made.notes))
-        asked = Graph.open(typed).precision  # checked before it is run
+        graph, moved = _placed_for_onnxruntime(Graph.open(typed), tmp.with_name("placed.onnx"))
+        typed, asked = graph.path, graph.precision
+        notes += moved
         facts = builder.build(typed, tmp)
         with load(typed, "cpu") as reference, load(tmp, "cpu") as built:
             sizes = parity_sizes(built.inputs)
@@ -167,15 +173,21 @@ def build(
             parity = compare_engines(
                 reference, built, feeds, max_error=max_error, names=(typed.name, out.name)
             )
+            samples = golden.carry(model if moved else typed, tmp)
+            if samples is not None and moved:  # recorded with the pairs at other places
+                replay, inputs = golden.recorded(samples, tmp, built.inputs, built.outputs)
+                samples = golden.loosened(samples, compare_engines(replay, built, [inputs]))
+        result = Graph.open(tmp)
+        _check_integers(model, target, asked, result.precision)
         manifest = onnx_manifest(
-            Graph.open(tmp),
+            result,
             (sha256(model),),
             tools=("onnxruntime",),
             evidence=Evidence(
                 parity=parity,
                 build=BuildRecord(target.name),
                 source_graph=quantized.evidence if quantized else None,
-                golden=golden.carry(typed, tmp),
+                golden=samples,
             ),
             built_on={**facts, "profile": target.name},
         )
@@ -193,6 +205,36 @@ def _quantized(made: Made | None) -> tuple[str, ...]:
     found = (made.search.why,) if made.search else ()
     cost = (made.evaluation.describe(),) if made.evaluation else ()
     return (*found, *cost, *made.notes)
+
+
+def _placed_for_onnxruntime(graph: Graph, path: Path) -> tuple[Graph, tuple[str, ...]]:
+    """The graph with its INT8 pairs where ONNX Runtime has kernels; a note if they moved."""
+    from deploykit.quantization.moving import move_pairs
+
+    moved = move_pairs(graph, "onnxruntime")
+    if moved is None:
+        return graph, ()
+    note = (
+        "the INT8 pairs, placed for TensorRT, were placed for ONNX Runtime with the ranges that "
+        "the graph records; `quantize` with this profile measures their accuracy"
+    )
+    return moved.save(path), (note,)
+
+
+def _check_integers(
+    model: Path, target: Profile, asked: Mapping[str, int], built: Mapping[str, int]
+) -> None:
+    """Raise BadInput where ONNX Runtime runs no INT8 node as such: slower than float32."""
+    if not asked.get("int8") or built.get("int8"):
+        return
+    manifest = read_manifest(model)
+    source = next(verify.sources(model, manifest), None) if manifest else None
+    raise BadInput(
+        f"{model}: ONNX Runtime runs none of its {asked['int8']} INT8 nodes in integers: their "
+        "pairs are placed for TensorRT, and the file does not record the ranges to move them",
+        hint=f"deploykit build {source or 'FLOAT32.onnx'} --profile {target.name} "
+        "--precision int8 --calib FILE.npz",
+    )
 
 
 def _changed(asked: Mapping[str, int], built: Mapping[str, int]) -> tuple[str, ...]:

@@ -59,7 +59,7 @@ def quantize(
     min_sqnr_db: float | None = None,
     rest: str = "fp32",
     calibrator: str | None = None,
-    runtime: str = "tensorrt",
+    runtime: str | None = None,
     profile: str | None = None,
     budget_s: float = 600.0,
     on_progress: Progress | None = None,
@@ -73,11 +73,14 @@ def quantize(
     must keep a signal-to-noise ratio of `min_sqnr_db` (15 where None), and with `max_drop` the
     share of samples whose largest output moves is gated. `rest`: what the nodes around int8,
     fp8 or stored weights compute in. `runtime`: what will run the file, "tensorrt" or
-    "onnxruntime": they want INT8's Q/DQ pairs at other places. `profile`: the target; its
-    precisions are checked and `auto` predicts costs for it. `budget_s`: seconds that `auto` may
-    search. Raises GateFailed; the file is then kept as NAME.rejected.onnx.
+    "onnxruntime": they want INT8's Q/DQ pairs at other places; None takes the profile's, or
+    TensorRT. `profile`: the target; its precisions are checked and `auto` predicts costs for it.
+    `budget_s`: seconds that `auto` may search. Raises GateFailed; the file is then kept as
+    NAME.rejected.onnx.
     """
-    target = _checked(to, rest, runtime, max_drop, calib, profile)
+    target = load_profile(profile) if profile else None
+    runtime = runtime or (target.runtime if target else "tensorrt")
+    _check_options(to, rest, runtime, max_drop, calib, target)
     out = out or model.with_suffix(f".{to}.onnx")
     check_writable(out)
     if out.resolve() == model.resolve():
@@ -228,14 +231,14 @@ def _unmeasured(job: Job, judgement: Evaluation) -> list[str]:
     return notes
 
 
-def _checked(
+def _check_options(
     to: str,
     rest: str,
     runtime: str,
     max_drop: float | None,
     calib: Path | None,
-    profile: str | None,
-) -> Profile | None:
+    target: Profile | None,
+) -> None:
     """Raise BadInput for options that contradict each other, before any work."""
     if to not in TARGETS:
         raise BadInput(f"--to {to}: is not offered", hint="one of: " + ", ".join(TARGETS))
@@ -255,10 +258,8 @@ def _checked(
         raise BadInput(
             f"--to {to} needs calibration data", hint="--calib FILE.npz or a folder, 100 samples"
         )
-    target = load_profile(profile) if profile else None
     if target and to in HARDWARE and to not in target.precisions:
         raise BadInput(
             f"--to {to}: profile '{target.name}' does not run it",
             hint="it runs: " + ", ".join(target.precisions),
         )
-    return target

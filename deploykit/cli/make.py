@@ -132,7 +132,7 @@ Accuracy:{_ACCURACY}
 --min-sqnr DB          Without labels: least signal-to-noise ratio of each output [15]
 --calibrator           How scales are computed from the calibration data [percentile]
 Target:
---runtime              What will run the file; they want INT8 nodes at different places
+--runtime              What will run the file: the profile's without this, or TensorRT
 --profile PROFILE      The hardware: checks the precision, and auto predicts its latency
 --other-nodes          Precision of the nodes that are not quantized
 {JSON}""")
@@ -147,7 +147,7 @@ def quantize(
     max_drop: float | None = None,
     min_sqnr_db: float | None = None,
     calibrator: Literal["minmax", "percentile", "entropy"] | None = None,
-    runtime: Literal["tensorrt", "onnxruntime"] = "tensorrt",
+    runtime: Literal["tensorrt", "onnxruntime"] | None = None,
     profile: str | None = None,
     rest: Literal["fp32", "fp16"] = "fp32",
     as_json: bool = False,

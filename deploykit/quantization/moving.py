@@ -78,4 +78,4 @@ def _dequantize(stored: np.ndarray, scale: np.ndarray, axis: int) -> np.ndarray:
     shape = [1] * stored.ndim
     if scale.ndim:
         shape[axis] = -1
-    return stored.astype(np.float32) * scale.reshape(shape)
+    return np.asarray(stored.astype(np.float32) * scale.reshape(shape))

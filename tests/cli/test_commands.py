@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 from deploykit import __version__
@@ -100,15 +101,46 @@ def test_build_for_the_cpu_reads_the_precision_back(
     assert made["parity"]["passed"]
 
 
-def test_build_says_when_the_engine_lost_a_precision(
+def test_build_for_the_cpu_moves_pairs_that_were_placed_for_tensorrt(
     run: Run, model: Path, samples: Path, tmp_path: Path
 ) -> None:
-    """TensorRT's Q/DQ layout gives ONNX Runtime no integer kernels: right, but float32."""
-    quantized = tmp_path / "q.onnx"
+    quantized, out = tmp_path / "q.onnx", tmp_path / "built.onnx"
     assert run("quantize", model, "--to", "int8", "--calib", samples, "-o", quantized).code == 0
-    ran = run("build", quantized, "--profile", "cpu")
+    ran = run("build", quantized, "--profile", "cpu", "-o", out, "--json")
     assert ran.code == 0, ran.err
-    assert "note: int8: " in ran.out
+    made = document(ran.out)
+    assert made["manifest"]["precision"]["int8"] >= 3
+    assert any("were placed for ONNX Runtime" in note for note in made["notes"])
+    assert run("compare", out).code == 0  # its golden samples
+
+
+def test_build_for_the_cpu_refuses_pairs_that_it_cannot_move(
+    run: Run, model: Path, samples: Path, tmp_path: Path
+) -> None:
+    quantized, out = tmp_path / "q.onnx", tmp_path / "built.onnx"
+    assert run("quantize", model, "--to", "int8", "--calib", samples, "-o", quantized).code == 0
+    graph = onnx.load(quantized)
+    del graph.metadata_props[:]
+    other = tmp_path / "foreign.onnx"
+    onnx.save(graph, other)
+    ran = run("build", other, "--profile", "cpu", "-o", out)
+    assert ran.code == 2
+    assert "INT8 nodes" in ran.error()
+    assert "--profile cpu --precision int8 --calib FILE.npz" in ran.err
+    assert not out.exists()
+
+
+def test_quantize_for_a_cpu_profile_places_pairs_for_it(
+    run: Run, model: Path, samples: Path, tmp_path: Path
+) -> None:
+    quantized, out = tmp_path / "q.onnx", tmp_path / "built.onnx"
+    asked = ("quantize", model, "--to", "int8", "--calib", samples, "--profile", "cpu")
+    assert run(*asked, "-o", quantized).code == 0
+    ran = run("build", quantized, "--profile", "cpu", "-o", out, "--json")
+    assert ran.code == 0, ran.err
+    made = document(ran.out)
+    assert made["manifest"]["precision"]["int8"] >= 3
+    assert made["notes"] == []
 
 
 def test_build_auto_names_the_profile_it_chose(run: Run, model: Path) -> None:
