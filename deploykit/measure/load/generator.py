@@ -75,6 +75,11 @@ class LoadResult:
         values["first_error"] = self.first_error
         return values
 
+    def _repr_html_(self) -> str:
+        from deploykit.measure.report.notebook import load_html
+
+        return load_html(self)
+
 
 def run_load(
     url: str,

@@ -77,7 +77,7 @@ def charts(document: Json) -> tuple[list[Chart], list[str]]:
         drawn.append(accuracy)
     else:
         missing.append("Accuracy against latency is not drawn: one of the two was not measured.")
-    served = _served(document)
+    served = served_chart(document)
     if served is not None:
         drawn.append(served)
     else:
@@ -229,7 +229,7 @@ def _accuracy(document: Json) -> Chart | None:
     )
 
 
-def _served(document: Json) -> Chart | None:
+def served_chart(document: Json) -> Chart | None:
     """The percentile spectrum of each load level, to the maximum, on a logarithmic axis."""
     series: list[Series] = []
     rows, sentences, most = [], [], 100.0

@@ -41,7 +41,7 @@ def page(document: Mapping[str, Any]) -> str:
     """The whole page. Order: verdict, short table, charts, method and machine, everything else."""
     document = _printable(document)
     drawn, missing = charts(document)
-    figures = "".join(_figure(chart, i) for i, chart in enumerate(drawn))
+    figures = "".join(figure(chart, i) for i, chart in enumerate(drawn))
     figures = figures and _NO_SCRIPT + figures
     sections = [
         _verdict(document),
@@ -112,7 +112,7 @@ def _section(title: str, name: str, content: str) -> str:
     return f'<section aria-labelledby="{name}"><h2 id="{name}">{_e(title)}</h2>{content}</section>'
 
 
-def _figure(chart: Chart, index: int) -> str:
+def figure(chart: Chart, index: int) -> str:
     names = [i for i, name in enumerate(chart.columns) if name in ("setup", "precision", "load")]
     table = Table(chart.title, chart.columns, chart.rows, tuple(names))
     return (

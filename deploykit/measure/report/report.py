@@ -110,6 +110,11 @@ class Report:
             "not_measured": [gap._asdict() for gap in self.not_measured],
         }
 
+    def _repr_html_(self) -> str:
+        from deploykit.measure.report.notebook import report_html
+
+        return report_html(self)
+
 
 def speedup(candidate: Point, reference: Point) -> Interval:
     """How many times the reference's throughput the candidate has, paired by round.

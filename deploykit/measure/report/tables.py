@@ -148,9 +148,9 @@ def details(document: Json) -> list[Table]:
     tables = [
         _gates(document),
         _accuracy(document),
-        *(_parity(parity) for parity in document["parity"]),
+        *(parity_table(parity) for parity in document["parity"]),
         _points(document),
-        _serving(document),
+        serving_table(document),
         _artefacts(document),
         _steps(document),
     ]
@@ -180,7 +180,7 @@ def _accuracy(document: Json) -> Table:
     return Table("Accuracy", columns, rows, (0, 1), "A drop is paired: the same samples on both.")
 
 
-def _parity(parity: Json) -> Table:
+def parity_table(parity: Json) -> Table:
     rows = tuple(
         (
             row["output"],
@@ -242,7 +242,7 @@ def _how(point: Json) -> str:
     return f"{how}; {point['note']}" if point["note"] else how
 
 
-def _serving(document: Json) -> Table:
+def serving_table(document: Json) -> Table:
     rows = []
     for result in document["serving"]:
         latency = result["latency"] or {}

@@ -7,8 +7,6 @@ import hashlib
 import itertools
 import json
 import re
-import shutil
-import subprocess
 from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -20,10 +18,10 @@ import pytest
 from deploykit.core.assets import asset
 from deploykit.measure.report.html import CSS, SCRIPT, page
 from deploykit.measure.report.report import Gate, Report, write
+from tests.support.measure.browser import CHROMIUM, loaded
 
 VOID = {"meta", "circle", "path", "br", "link", "img"}
 HOSTILE = "</script><script>alert('x')</script>\"'&\0\x1b"
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 class Page(HTMLParser):
@@ -185,30 +183,6 @@ def test_what_was_not_measured_is_a_row_and_a_sentence(report: Report) -> None:
     text = page(report.to_dict())
     assert '<tr><th scope="row">GPU</th><td>not measured</td>' in text
     assert "GPU not measured: no NVIDIA GPU on this machine." in text
-
-
-def loaded(page: Path, profile: Path) -> str:
-    """The elements of a page after its scripts have run in a real browser."""
-    done = subprocess.run(
-        [
-            str(CHROMIUM),
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--no-first-run",
-            "--disable-background-networking",
-            "--disable-component-update",
-            "--disable-sync",
-            f"--user-data-dir={profile}",
-            "--dump-dom",
-            page.as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return done.stdout
 
 
 OVERLAPS = """

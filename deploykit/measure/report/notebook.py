@@ -1,0 +1,59 @@
+"""Show results in a notebook: tables as HTML, charts in a frame that keeps its styles to itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from deploykit.core.evidence import Evaluation, Parity
+from deploykit.measure.report.figures import Chart, charts, served_chart
+from deploykit.measure.report.html import figure, html_page, html_table
+from deploykit.measure.report.tables import Table, parity_table, serving_table, summary
+
+if TYPE_CHECKING:
+    from deploykit.measure.load.generator import LoadResult
+    from deploykit.measure.report.report import Report
+
+_FRAME_PX = 560  # height: one chart with its caption; more of them scroll
+
+
+def report_html(report: Report) -> str:
+    """The verdict, the short table and the charts."""
+    document = report.to_dict()
+    verdict = "".join(f"<p>{escape(sentence)}</p>" for sentence in report.verdict)
+    drawn, _ = charts(document)
+    return f"<h3>{escape(report.title)}</h3>{verdict}{html_table(summary(document))}" + _frame(
+        drawn
+    )
+
+
+def load_html(result: LoadResult) -> str:
+    """The row of a load test, and its latency by percentile."""
+    document = {"serving": [result.to_dict()]}
+    chart = served_chart(document)
+    return html_table(serving_table(document)) + _frame([chart] if chart else [])
+
+
+def parity_html(parity: Parity) -> str:
+    """A row for each output and batch size."""
+    return html_table(parity_table(parity.to_dict()))
+
+
+def evaluation_html(evaluation: Evaluation) -> str:
+    """What was decided and why, above the rows of the parity."""
+    verdict = "passed" if evaluation.passed else "NOT passed"
+    rows = (("result", verdict), ("reason", evaluation.why), ("measured", evaluation.describe()))
+    table = Table("Evaluation", ("", ""), rows, (0, 1))
+    return html_table(table) + parity_html(evaluation.parity)
+
+
+def _frame(drawn: Sequence[Chart]) -> str:
+    if not drawn:
+        return ""
+    content = "".join(figure(chart, i) for i, chart in enumerate(drawn))
+    page = escape(html_page("Charts", content, drawn))
+    return (
+        f'<iframe srcdoc="{page}" title="Charts" sandbox="allow-scripts" '
+        f'style="width: 100%; height: {_FRAME_PX}px; border: 0"></iframe>'
+    )
