@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deploykit.core.errors import BadInput
+from deploykit.core.json_value import Record
 from deploykit.core.statistics_basic import ADJUSTED_WALD as ADJUSTED_WALD
 from deploykit.core.statistics_basic import Drop as Drop
 from deploykit.core.statistics_basic import Interval as Interval
@@ -27,7 +28,7 @@ _Z = 1.959963984540054  # the normal distribution's 97.5 % point
 
 
 @dataclass(frozen=True)
-class Latency:
+class Latency(Record):
     """Latencies of `samples` calls; a percentile is None where they are too few for an interval."""
 
     samples: int
@@ -42,18 +43,6 @@ class Latency:
         ordered = _ordered(samples_s)
         p50, p90, p99 = (_interval_ms(ordered, q) for q in (50.0, 90.0, 99.0))
         return Latency(len(ordered), p50, p90, p99, float(ordered[-1]) * 1e3)
-
-    def to_dict(self) -> dict[str, object]:
-        def part(interval: Interval | None) -> dict[str, float] | None:
-            return None if interval is None else interval.to_dict()
-
-        return {
-            "samples": self.samples,
-            "p50_ms": part(self.p50_ms),
-            "p90_ms": part(self.p90_ms),
-            "p99_ms": part(self.p99_ms),
-            "max_ms": self.max_ms,
-        }
 
 
 def percentile_ms(samples_s: np.ndarray | Sequence[float], q: float) -> float:

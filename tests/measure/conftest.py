@@ -117,7 +117,7 @@ def report() -> Report:
                 "top-1 accuracy",
                 540,
                 Interval(0.987, 0.974, 0.994),
-                Interval(0, -0.005, 0.005),
+                Interval(0.0, -0.005, 0.005),
             ),
             Accuracy(
                 "int8",
@@ -154,7 +154,7 @@ def report() -> Report:
         points=tuple(point(label, batch) for batch in BATCHES for label in SETUPS),
         serving=(
             served(),
-            served(concurrency=1, latency=latency(0.61, 8000), achieved_per_s=around(1600, 0.02)),
+            served(concurrency=1, latency=latency(0.61, 8000), achieved_per_s=around(1600.0, 0.02)),
             served(
                 mode="open",
                 concurrency=None,

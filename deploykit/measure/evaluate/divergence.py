@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
 from deploykit.core.errors import BadInput
+from deploykit.core.json_value import Record
 from deploykit.measure.evaluate.parity import check_bound
 from deploykit.runtimes.engine import Arrays
 
@@ -40,7 +41,7 @@ class Pair(Protocol):
 
 
 @dataclass(frozen=True)
-class Rise:
+class Rise(Record):
     """The error before a node, and after it."""
 
     node: str
@@ -49,12 +50,9 @@ class Rise:
     before: float
     error: float
 
-    def to_dict(self) -> dict[str, object]:
-        return {**vars(self), "before": _finite(self.before), "error": _finite(self.error)}
-
 
 @dataclass(frozen=True)
-class Divergence:
+class Divergence(Record):
     """The first tensor whose error is above the bound, and the node that makes it.
 
     `error`: infinite where `problem` says why. `before`: of the tensor compared just before it; 0
@@ -74,6 +72,8 @@ class Divergence:
     compared: int
     max_error: float
 
+    shown: ClassVar[tuple[str, ...]] = ("text",)
+
     @property
     def text(self) -> str:
         """One sentence."""
@@ -87,16 +87,6 @@ class Divergence:
                 f"the largest rise was at {_named(rise)}, {rise.before:.3g} to {rise.error:.3g}"
             )
         return "; ".join(parts)
-
-    def to_dict(self) -> dict[str, object]:
-        """For JSON, which has no infinity: null."""
-        return {
-            **vars(self),
-            "error": _finite(self.error),
-            "before": _finite(self.before),
-            "steepest": self.steepest.to_dict(),
-            "text": self.text,
-        }
 
 
 def first_divergence(
@@ -202,7 +192,3 @@ def _batch(feeds: Arrays) -> int:
 
 def _named(at: Divergence | Rise) -> str:
     return f"'{at.node}' ({at.operator})" if at.node else f"the {at.operator} of '{at.tensor}'"
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

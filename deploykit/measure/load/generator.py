@@ -16,11 +16,12 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 
 from deploykit.core.errors import BadInput
+from deploykit.core.json_value import Record
 from deploykit.measure.load.client import Client, event_loop
 from deploykit.measure.load.target import find_model, make_requests, probe
 from deploykit.measure.statistics import Interval, Latency, throughput
@@ -32,7 +33,7 @@ MAX_CONNECTIONS = 1024
 
 
 @dataclass(frozen=True)
-class LoadResult:
+class LoadResult(Record):
     """What came back. Counts are of requests sent (open loop: due) inside the measured time.
 
     `latency` is of successes alone: in the open loop from the intended time to the answer, in the
@@ -63,17 +64,11 @@ class LoadResult:
     same_machine: bool
     errors: Mapping[str, int] = field(default_factory=dict)  # the first few texts, with their count
 
+    shown: ClassVar[tuple[str, ...]] = ("first_error",)
+
     @property
     def first_error(self) -> str | None:
         return next(iter(self.errors), None)
-
-    def to_dict(self) -> dict[str, Any]:
-        values = dict(vars(self))
-        values["achieved_per_s"] = self.achieved_per_s.to_dict()
-        values["latency"] = None if self.latency is None else self.latency.to_dict()
-        values["errors"] = dict(self.errors)
-        values["first_error"] = self.first_error
-        return values
 
     def _repr_html_(self) -> str:
         from deploykit.measure.report.notebook import load_html

@@ -1,39 +1,41 @@
-"""A report: everything that was measured, as data, and its three files.
+"""A report: all the measurements of a run as data, and the three files that are made of it.
 
-In: points, load results, accuracy, parity and what they ran on. Out: `report.json`, which is the
-truth, and `report.md` and `report.html`, which are made from it. Nothing reads a clock: the same
-report gives the same bytes.
+`report.json` is the source; `report.md` and `report.html` are made from it. Nothing reads a clock:
+the same report gives the same bytes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 from deploykit.core.errors import BadInput, os_reason
 from deploykit.core.files import check_readable, make_folder, write_text
+from deploykit.core.json_value import Record, json_value
+from deploykit.core.manifest import from_json
 from deploykit.measure.load.generator import LoadResult
 from deploykit.measure.report.html import page
 from deploykit.measure.report.markdown import markdown
-from deploykit.measure.statistics import Interval, Latency, ratio
+from deploykit.measure.statistics import Interval, ratio
 from deploykit.measure.timing.sweep import Point, crossover
 
 VERSION = 1
-T = TypeVar("T")
 
 
-class Gate(NamedTuple):
-    """A bound that the run was held to."""
+@dataclass(frozen=True)
+class Gate(Record):
+    """A bound that the run had to meet."""
 
     name: str
     passed: bool
     detail: str
 
 
-class Accuracy(NamedTuple):
+@dataclass(frozen=True)
+class Accuracy(Record):
     """A score on `n` samples, a fraction; `drop` against the reference, None for itself."""
 
     precision: str
@@ -43,12 +45,14 @@ class Accuracy(NamedTuple):
     drop: Interval | None
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True)
+class Step(Record):
     name: str
     seconds: float
 
 
-class NotMeasured(NamedTuple):
+@dataclass(frozen=True)
+class NotMeasured(Record):
     """`what` could not be measured, and `why`: "GPU", "no NVIDIA GPU on this machine"."""
 
     what: str
@@ -61,7 +65,7 @@ class Report:
 
     `machine`: Machine.to_dict(). `artefacts`: {"file", "sha256", "precision", "format"}. `parity`:
     Parity.to_dict() of each comparison. `verdict`: sentences, the most important first.
-    `throttled`: why the GPU was held back meanwhile; then nothing is derived from the points.
+    `throttled`: why the GPU was throttled during the run; nothing is derived from the points then.
     """
 
     title: str
@@ -84,30 +88,12 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """What `report.json` holds; `speedups` and `crossovers` are derived from the points."""
+        derived = () if self.throttled else self.points
         return {
             "report": VERSION,
-            "title": self.title,
-            "created": self.created,
-            "command": self.command,
-            "quick": self.quick,
-            "baseline": self.baseline,
-            "verdict": list(self.verdict),
-            "gates": [gate._asdict() for gate in self.gates],
-            "machine": dict(self.machine),
-            "artefacts": [dict(item) for item in self.artefacts],
-            "accuracy": [
-                row._asdict() | {"value": row.value.to_dict(), "drop": _plain(row.drop)}
-                for row in self.accuracy
-            ],
-            "parity": [dict(item) for item in self.parity],
-            "points": [point.to_dict() for point in self.points],
-            "throttled": list(self.throttled),
-            "speedups": [] if self.throttled else speedups(self.points, self.baseline),
-            "crossovers": [] if self.throttled else crossovers(self.points, self.baseline),
-            "serving": [result.to_dict() for result in self.serving],
-            "steps": [step._asdict() for step in self.steps],
-            "notes": list(self.notes),
-            "not_measured": [gap._asdict() for gap in self.not_measured],
+            **json_value(self),
+            "speedups": speedups(derived, self.baseline),
+            "crossovers": crossovers(derived, self.baseline),
         }
 
     def _repr_html_(self) -> str:
@@ -175,8 +161,8 @@ def crossovers(points: Sequence[Point], baseline: str) -> list[dict[str, Any]]:
 def write(report: Report, folder: Path) -> Path:
     """Write report.json, report.md and report.html; returns the path of the last.
 
-    Each is written whole or not at all, the JSON last, so that it never tells of a page that is not
-    there. Raises BadInput when `folder` cannot be written to.
+    Each is written whole or not at all, the JSON last: where it is, the other two are. Raises
+    BadInput when `folder` cannot be written to.
     """
     document = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     make_folder(folder)
@@ -199,76 +185,5 @@ def read(path: Path) -> Report:
         raise BadInput(f"{path}: is not valid JSON: {exc}") from exc
     if not isinstance(values, dict) or values.get("report") != VERSION:
         raise BadInput(f"{path}: is not a deploykit report of version {VERSION}")
-    try:
-        return _report(values)
-    except KeyError as exc:
-        raise BadInput(f"{path}: has no {exc}") from exc
-    except (TypeError, ValueError, AttributeError) as exc:
-        raise BadInput(f"{path}: is damaged: {exc}") from exc
-
-
-def _report(values: Mapping[str, Any]) -> Report:
-    return Report(
-        title=str(values["title"]),
-        created=str(values["created"]),
-        command=str(values["command"]),
-        quick=bool(values["quick"]),
-        baseline=str(values["baseline"]),
-        verdict=tuple(map(str, values["verdict"])),
-        gates=_each(values["gates"], lambda item: Gate(**item)),
-        machine=dict(values["machine"]),
-        artefacts=_each(values["artefacts"], dict),
-        accuracy=_each(
-            values["accuracy"],
-            lambda item: Accuracy(
-                **{**item, "value": Interval(**item["value"]), "drop": _interval(item["drop"])}
-            ),
-        ),
-        parity=_each(values["parity"], dict),
-        points=_each(values["points"], _point),
-        serving=_each(values["serving"], _load_result),
-        steps=_each(values["steps"], lambda item: Step(**item)),
-        notes=tuple(map(str, values["notes"])),
-        throttled=tuple(map(str, values.get("throttled", ()))),
-        not_measured=_each(values["not_measured"], lambda item: NotMeasured(**item)),
-    )
-
-
-def _each(items: Sequence[Any], make: Callable[[Any], T]) -> tuple[T, ...]:
-    return tuple(make(item) for item in items)
-
-
-def _plain(interval: Interval | None) -> dict[str, float] | None:
-    return None if interval is None else interval.to_dict()
-
-
-def _interval(values: Mapping[str, float] | None) -> Interval | None:
-    return None if values is None else Interval(**values)
-
-
-def _latency(values: Mapping[str, Any]) -> Latency:
-    percentiles = {key: _interval(values[key]) for key in ("p50_ms", "p90_ms", "p99_ms")}
-    return Latency(samples=values["samples"], max_ms=values["max_ms"], **percentiles)
-
-
-def _point(values: Mapping[str, Any]) -> Point:
-    return Point(
-        **{
-            **values,
-            "latency": _latency(values["latency"]),
-            "throughput_per_s": Interval(**values["throughput_per_s"]),
-            "round_rates": tuple(values["round_rates"]),
-        }
-    )
-
-
-def _load_result(values: Mapping[str, Any]) -> LoadResult:
-    latency = values["latency"]
-    given = {key: value for key, value in values.items() if key != "first_error"}
-    return LoadResult(
-        **{
-            **given,
-            "achieved_per_s": Interval(**values["achieved_per_s"]),
-            "latency": None if latency is None else _latency(latency),
-        }
-    )
+    report: Report = from_json(Report, values, str(path))
+    return report

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from deploykit.core.errors import BadInput
+from deploykit.core.json_value import Record
 from deploykit.measure.statistics import Interval, Latency, throughput
 from deploykit.measure.timing.closed_loop import Block, Clock, run_block
 from deploykit.runtimes.engine import Arrays, Engine, check_feeds
@@ -66,7 +67,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Point:
+class Point(Record):
     """What was measured of one setup at one batch size.
 
     `latency` is of single calls over all rounds (`samples` of them), `throughput_per_s` rows per
@@ -89,25 +90,6 @@ class Point:
     throughput_per_s: Interval
     round_rates: tuple[float, ...]
     note: str = ""
-
-    def to_dict(self) -> dict[str, object]:
-        return {
-            "label": self.label,
-            "precision": self.precision,
-            "device": self.device,
-            "runtime": self.runtime,
-            "scenario": self.scenario,
-            "batch": self.batch,
-            "sessions": self.sessions,
-            "threads": self.threads,
-            "samples": self.samples,
-            "rounds": self.rounds,
-            "duration_s": self.duration_s,
-            "latency": self.latency.to_dict(),
-            "throughput_per_s": self.throughput_per_s.to_dict(),
-            "round_rates": list(self.round_rates),
-            "note": self.note,
-        }
 
 
 def sweep(
