@@ -23,7 +23,11 @@ EXTRAS: Mapping[str, str] = {
     "sklearn": "train",
     "PIL": "images",
     "opentelemetry": "trace",
+    **dict.fromkeys(
+        ("google", "hpack", "httptools", "orjson", "prometheus_client", "uvloop"), "serve"
+    ),
 }
+_PACKAGES: Mapping[str, str] = {"google": "protobuf", "prometheus_client": "prometheus-client"}
 _NOTES: Mapping[str, str] = {
     "onnxruntime": "; with an NVIDIA GPU: pip install 'deploykit[gpu]'",
     "tensorrt": "; on a Jetson it comes with JetPack",
@@ -50,7 +54,8 @@ def require(module: str) -> ModuleType:
 
 def missing(module: str) -> MissingExtra:
     """The error for `module`, one of EXTRAS, not being installed."""
-    return MissingExtra(f"{module} is not installed", hint=install_hint(module))
+    name = _PACKAGES.get(module, module)
+    return MissingExtra(f"{name} is not installed", hint=install_hint(module))
 
 
 def install_hint(module: str) -> str:
@@ -59,7 +64,10 @@ def install_hint(module: str) -> str:
 
 def installed(module: str) -> bool:
     """Whether `module` could be imported, without importing it."""
-    return importlib.util.find_spec(module) is not None
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that it is in
+        return False
 
 
 @contextlib.contextmanager

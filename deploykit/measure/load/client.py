@@ -18,10 +18,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import cast
 
-import httptools
-
-from deploykit.core.extras import installed
+from deploykit.core.extras import installed, require
 from deploykit.measure.load.target import RemoteModel, error_text
+
+httptools = require("httptools")
 
 RETRY_S = 0.1  # between two attempts to connect to a server that refuses
 NO_ANSWER = 0  # stands for the status of a request that got none
