@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from deploykit.core.tensors import concrete
 from deploykit.serving.models.repository import ServedModel
 from deploykit.serving.oip.tensors import BINARY_ONLY, LENGTH_BYTES, Slot
-from deploykit.serving.web.openapi import example_shape
 
 _MOST_VALUES = 16  # of a request that are written out
 _NOT_NUMPY = ("BYTES", "BF16")  # a numpy array does not hold the bytes that are sent
@@ -52,8 +52,14 @@ def examples(model: ServedModel, address: Address) -> dict[str, str]:
 
 
 def _slots(model: ServedModel) -> list[tuple[Slot, list[int]]]:
-    slots = model.signature.inputs.values()
-    return [(slot, list(example_shape(model, slot, 1))) for slot in slots]
+    """Each input with a shape that the model accepts: one row, the smallest buckets."""
+    lengths = model.buckets.lengths if model.buckets is not None else {}
+    sizes = {axis: min(found) for axis, found in lengths.items()}
+    found = []
+    for slot in model.signature.inputs.values():
+        row = {str(slot.spec.shape[0]): 1} if model.max_batch else {}
+        found.append((slot, list(concrete(slot.spec, {**sizes, **row}))))
+    return found
 
 
 def _has_json(*slots: Slot) -> bool:
