@@ -44,10 +44,11 @@ def _key(option: Any) -> str:
     return str(max(option.opts, key=len)).lstrip("-").replace("-", "_")
 
 
-def _load(ctx: Any, _: Any, path: Path | None) -> Path | None:
+def _load(ctx: Any, _: Any, given: Path | str | None) -> Path | str | None:
     """Make the values of a file the defaults of this call. Raises BadInput on a wrong one."""
-    if path is None or ctx.resilient_parsing:
-        return path
+    if given is None or ctx.resilient_parsing:
+        return given
+    path = Path(given)  # typer before 0.29 converts it later
     options = {_key(each): each for each in ctx.command.params if each.param_type_name == "option"}
     del options["config"]
     ctx.default_map = {}
@@ -60,7 +61,7 @@ def _load(ctx: Any, _: Any, path: Path | None) -> Path | None:
                 hint=f"did you mean {close[0]}?" if close else "keys: " + ", ".join(options),
             )
         ctx.default_map[option.name] = _checked(ctx, option, value, f"{path}: {name}")
-    return path
+    return given
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -68,6 +68,7 @@ class Command(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        root = ctx.find_root().command
         for each in self.get_params(ctx):
             row = each.get_help_record(ctx)
             if row is None:
@@ -75,7 +76,7 @@ class Command(TyperCommand):
             if each.param_type_name == "argument":
                 sections["Arguments"].append((spelled(each), row[1]))
             else:
-                shared = each.name in ("help", "verbose", "debug")
+                shared = each in root.params or "--help" in each.opts
                 name = GENERAL if shared else each.rich_help_panel or "Options"
                 sections.setdefault(name, []).append(row)
         sections[GENERAL] = sections.pop(GENERAL)
