@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, float], None]  # what happens now, share done 0..1
 
+
+def no_progress(what: str, share: float) -> None:
+    """For callers who do not ask how far a verb is."""
+
+
 PARITY_BATCHES = (1, 2, 7, 32)
 _LENGTHS = (5, 12, 1, 33)  # of sequences, one for each of the batches
 _SIDES = (64, 96, 64, 128)  # of images whose height or width is dynamic

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.api import bench, build, compare, export, quantize
-from deploykit.api.artefacts import Made, Progress
+from deploykit.api.artefacts import Made, Progress, no_progress
 from deploykit.core.errors import GateFailed, Unsupported
 from deploykit.core.extras import require
 from deploykit.core.files import make_folder
@@ -36,6 +36,7 @@ MAX_DROP = (
 CONNECTIONS = 32
 READY_S = 60.0
 STOP_S = 30.0
+_STEPS = 9
 
 
 @dataclass(frozen=True)
@@ -51,26 +52,34 @@ class Toured:
 
 
 class _Steps:
-    """Names each step as it begins and keeps how long it took."""
+    """Reports how far the whole demo is, and how long each step took."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self.tell = tell
+    def __init__(self, on_step: Callable[[str], None], on_progress: Progress) -> None:
+        self.on_step = on_step
+        self.on_progress = on_progress
+        self.name = ""
         self.taken: list[tuple[str, float]] = []
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        self.name = name
+        self.progress("", 0.0)
         started = time.perf_counter()
         yield
         seconds = time.perf_counter() - started
         self.taken.append((name, round(seconds, 3)))
-        self.tell(f"  {seconds:6.1f} s  {name}")
+        self.on_step(f"  {seconds:6.1f} s  {name}")
+
+    def progress(self, what: str, share: float) -> None:
+        """How far the current step is, 0 to 1."""
+        self.on_progress(f"{self.name}  {what}".rstrip(), (len(self.taken) + share) / _STEPS)
 
 
 def demo(
     out: Path = Path("out"),
     *,
     quick: bool = False,
-    on_progress: Progress | None = None,
+    on_progress: Progress = no_progress,
     on_step: Callable[[str], None] = lambda _: None,
 ) -> Toured:
     """Run the main job into the folder `out`. Raises GateFailed when parity or accuracy fail."""
@@ -80,7 +89,7 @@ def demo(
     from deploykit.measure.report import report as reports
     from deploykit.measure.report.verdict import verdict
 
-    steps = _Steps(on_step)
+    steps = _Steps(on_step, on_progress)
     checkpoint, fp32 = out / "model.pt", out / "model.onnx"
     calib, test = out / "data" / "calibration.npz", out / "data" / "test.npz"
 
@@ -91,10 +100,10 @@ def demo(
             device="auto",
             epochs=8 if quick else None,
             save_splits=out / "data",
-            on_progress=on_progress,
+            on_progress=steps.progress,
         )
     with steps("export to ONNX, parity with PyTorch"):
-        exported = export.export(checkpoint, fp32)
+        exported = export.export(checkpoint, fp32, on_progress=steps.progress)
     gates = [reports.Gate("export", True, f"error {_worst(exported)}")]
     typed = {"fp32": fp32}
     for name in ("fp16", "int8"):
@@ -111,7 +120,6 @@ def demo(
             )
         gates.append(reports.Gate(f"{name} accuracy", True, _cost(made)))
     built: dict[str, Path] = {}
-    built = {}
     with steps("build for this machine's CPU"):
         for name in ("fp32", "int8"):  # ONNX Runtime's CPU kernels compute float16 in float32
             result = build.build(typed[name], "cpu", out=out / f"model.{name}.cpu.onnx")
@@ -134,7 +142,7 @@ def demo(
             quick=True,
             warmup_s=0.2 if quick else 1.0,
             seconds=0.5 if quick else 3.0,
-            on_progress=on_progress,
+            on_progress=steps.progress,
         )
     served = _fastest(report, {bench.BASELINE: built["fp32"], built["int8"].stem: built["int8"]})
     with steps(f"serve {served.name} over HTTP, under load"):

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.api import golden
-from deploykit.api.artefacts import Made, keep_if_equal, onnx_manifest, parity_sizes, staged
+from deploykit.api.artefacts import (
+    Made,
+    Progress,
+    keep_if_equal,
+    no_progress,
+    onnx_manifest,
+    parity_sizes,
+    staged,
+)
 from deploykit.core.artefact import sniff
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.evidence import Evidence, ExportRecord, Preflight, SourceRecord
@@ -45,6 +53,7 @@ def export(
     samples: Path | None = None,
     allow_pickle: bool = False,
     max_error: float = EXPORT_MAX_ERROR,
+    on_progress: Progress = no_progress,
 ) -> Made:
     """Export a PyTorch file to ONNX and prove that it computes the same at several sizes.
 
@@ -77,6 +86,7 @@ def export(
         raise BadInput(f"--exporter {exporter}: unknown", hint=f"one of: {known}")
     if opset is None:
         opset = exporters.opset_for(target) if target else exporters.DEFAULT_OPSET
+    on_progress("loading the model", 0.0)
     loaded = runtime.load_module(model, arch=arch, inputs=wanted, allow_pickle=allow_pickle)
     if pixels is not None:
         loaded = runtime.with_preprocess(loaded, pixels)
@@ -84,6 +94,7 @@ def export(
         loaded, inputs=_fixed(loaded.inputs, size), outputs=_fixed(loaded.outputs, size)
     )
     feeds = _feeds(loaded, samples, size)
+    on_progress("exporting", 0.1)
     with staged(out) as tmp:
         done = exporters.export_module(
             loaded.module,
@@ -97,8 +108,10 @@ def export(
         torch_engine = runtime.TorchEngine(loaded, model.name, "cpu", None)
         with torch_engine as reference, load(tmp, "cpu") as exported:
             names = (model.name, out.name)
+            on_progress("comparing with PyTorch", 0.7)
             parity = _compared(reference, exported, feeds, max_error, names, loaded.limits)
             recorded = golden.record(reference, _few(feeds, loaded.inputs), tmp)
+        on_progress("writing the manifest", 0.95)
         graph = Graph.open(tmp)
         problems = _preflight(graph, target)
         evidence = Evidence(

@@ -106,7 +106,7 @@ def export(
     """
     from deploykit.api import export as exporting
 
-    with output.shown_on_failure(as_json, tables.made):
+    with output.shown_on_failure(as_json, tables.made), Progress("export") as progress:
         result = exporting.export(
             model,
             out,
@@ -119,6 +119,7 @@ def export(
             preprocess=preprocess,
             samples=samples,
             allow_pickle=allow_pickle,
+            on_progress=progress,
         )
     output.show(result, tables.made(result), as_json=as_json)
 

@@ -46,13 +46,13 @@ class Progress:
                 refresh_per_second=4,
             )
             self.bar.start()
-            self.task = self.bar.add_task("", total=1.0, what=self.what)
+            self.task = self.bar.add_task("", total=None, what=self.what)  # it pulses
         return self
 
     def __call__(self, text: str, share: float) -> None:
         message = output.one_line(text)
         if self.bar is not None:
-            self.bar.update(self.task, completed=share, description=message)
+            self.bar.update(self.task, total=1.0, completed=share, description=message)
         elif time.monotonic() - self.last_s >= _QUIET_S:
             self.last_s = time.monotonic()
             output.note(f"{self.what}: {share * 100:3.0f} %  {message}")
