@@ -10,17 +10,17 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "train": "deploykit.api.build:train",
+    "train": "deploykit.api.train:train",
     "export": "deploykit.api.export:export",
     "quantize": "deploykit.api.quantize:quantize",
     "build": "deploykit.api.build:build",
     "load": "deploykit.runtimes.engine:load",
     "compare": "deploykit.api.compare:compare",
-    "inspect": "deploykit.api.compare:inspect",
-    "predict": "deploykit.api.compare:predict",
+    "inspect": "deploykit.api.inspect:inspect",
+    "predict": "deploykit.api.predict:predict",
     "bench": "deploykit.api.bench:bench",
     "serve": "deploykit.api.serve:serve",
-    "load_test": "deploykit.api.bench:load_test",
+    "load_test": "deploykit.api.load_test:load_test",
     "demo": "deploykit.api.demo:demo",
     "doctor": "deploykit.api.doctor:doctor",
     "profile": "deploykit.core.profile:load_profile",

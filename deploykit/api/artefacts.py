@@ -14,12 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.core.errors import GateFailed
+from deploykit.core.artefact import Artefact
+from deploykit.core.errors import BadInput, GateFailed
 from deploykit.core.evidence import Evaluation, Evidence, Parity, SearchRecord, WeightsFile
-from deploykit.core.files import sha256
+from deploykit.core.files import check_writable, sha256
 from deploykit.core.json_value import json_value
 from deploykit.core.machine import tool_versions
 from deploykit.core.manifest import Manifest, write_manifest
+from deploykit.core.paths import StrPath
 from deploykit.core.statistics_basic import Drop, Interval
 from deploykit.core.tensors import BATCH, TensorSpec
 
@@ -79,6 +81,15 @@ class Made:
     def to_dict(self) -> dict[str, Any]:
         shown = ("parity", "accuracy", "drop", "evaluation", "search")
         return json_value(self, *shown)
+
+
+def destination(model: Artefact, out: StrPath | None, suffix: str) -> Path:
+    """Where the result goes: `out`, else next to the model. Raises BadInput where that fails."""
+    place = Path(out) if out is not None else model.path.with_suffix(suffix)
+    check_writable(place)
+    if place.resolve() == model.path.resolve():
+        raise BadInput(f"{place}: is the model itself", hint="choose another `out`")
+    return place
 
 
 @contextlib.contextmanager

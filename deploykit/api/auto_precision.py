@@ -1,4 +1,4 @@
-"""`quantize --to auto`: the levels of a runtime, priced and judged, handed to the search."""
+"""Precision "auto": cost and evaluate the candidates of a runtime for the search."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.api.evaluate import Job, axis_sizes, judged, opened, typed_graph
+from deploykit.api.evaluate import (
+    Job,
+    axis_sizes,
+    convert_graph,
+    evaluate_engines,
+    open_both,
+    open_candidate,
+)
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Evaluation, SearchRecord, SearchStep
 from deploykit.core.precision import PAIRS, auto_levels
-from deploykit.core.profile import Profile, load_profile
+from deploykit.core.profile import load_profile
 
 if TYPE_CHECKING:
     from deploykit.api.artefacts import Progress
@@ -42,33 +49,30 @@ class _Candidate:
         return self.graph.path
 
 
-def searched(
-    job: Job,
-    out: Path,
-    target: Profile | None,
-    budget_s: float,
-    on_progress: Progress | None,
-) -> tuple[Graph, SearchRecord, Evaluation, list[str]]:
+def search_precision(
+    job: Job, out: Path, name: str, on_progress: Progress | None
+) -> tuple[Graph, SearchRecord, Evaluation | None, list[str]]:
     """Write the cheapest graph that passes to `out`, the model itself where float32 stays.
 
-    For ONNX Runtime a price is measured on this machine's CPU, for TensorRT it is predicted from
-    the peaks of `target`. Gives that graph, the search's
-    outcome, the judgement of what was kept, and notes.
+    For ONNX Runtime a cost is measured on this machine's CPU, for TensorRT it is predicted from the
+    peaks of the target. Returns that graph, what was tried, the
+    evaluation where something passed, and notes for the user.
     """
     from deploykit.onnx_graph import storage
     from deploykit.onnx_graph.graph import Graph
     from deploykit.quantization import search
 
+    budget_s = job.request.budget_s
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".auto.") as folder:
-        bench = _Bench(job, Path(folder), target, out.name)
+        bench = _Bench(job, Path(folder), name)
         began = time.monotonic()
 
         def tell(step: Step) -> None:
             if on_progress is not None:
                 word = "passes" if step.passed else "fails"
-                left = f", {len(step.wide)} nodes wide" if step.wide else ""
+                kept = f", {len(step.wide)} nodes kept in float32" if step.wide else ""
                 share = min((time.monotonic() - began) / budget_s, 1.0)
-                on_progress(f"{step.precision}{left} {word}: {step.text}", share)
+                on_progress(f"{step.precision}{kept} {word}: {step.text}", share)
 
         outcome = search.search(
             bench.levels(),
@@ -79,18 +83,17 @@ def searched(
         )
         notes = [outcome.text, *outcome.notes, bench.pricing]
         if outcome.best is None:
-            unchanged = job.source.save(out)
-            return unchanged, _record(outcome), judged(job, unchanged, out.name), notes
-        kept, wide = outcome.best.model, outcome.best.wide
-        if wide:
-            notes.append(f"left wide by the search: {', '.join(wide)}")
-        data = kept.path.with_name(f"{kept.path.name}.data")
+            return job.source.save(out), _record(outcome), None, notes
+        best, kept = outcome.best.model, outcome.best.wide
+        if kept:
+            notes.append(f"kept in float32 by the search: {', '.join(kept)}")
+        data = best.path.with_name(f"{best.path.name}.data")
         if data.exists():
-            storage.point_to(kept.path, f"{out.name}.data")
+            storage.point_to(best.path, f"{out.name}.data")
             data.replace(out.with_name(f"{out.name}.data"))
-        kept.path.replace(out)
-        judgement = bench.judgements[kept.path]
-        return Graph.open(out), _record(outcome), judgement, [*notes, *kept.notes]
+        best.path.replace(out)
+        passed = bench.passed[best.path]
+        return Graph.open(out), _record(outcome), passed, [*notes, *best.notes]
 
 
 def _record(outcome: Outcome[Any]) -> SearchRecord:
@@ -122,33 +125,24 @@ def _record(outcome: Outcome[Any]) -> SearchRecord:
 class _Bench:
     """Makes, prices and judges the candidates of one search."""
 
-    def __init__(
-        self,
-        job: Job,
-        folder: Path,
-        target: Profile | None,
-        name: str,
-    ) -> None:
-        self.job = job
-        self.folder = folder
-        self.measured = job.runtime == "onnxruntime"
-        self.target = target or load_profile(GENERIC_PROFILE)
+    def __init__(self, job: Job, folder: Path, name: str) -> None:
         if job.calib is None:
-            raise BadInput("--to auto needs calibration data", hint="--calib FILE.npz or a folder")
-        self.calib = job.calib
+            raise BadInput("precision auto needs calibration data: `calib`")
+        self.job, self.folder, self.calib = job, folder, job.calib
+        self.measured = job.request.runtime == "onnxruntime"
+        self.target = job.request.target or load_profile(GENERIC_PROFILE)
         self.inputs = job.source.inputs
         self.sizes = axis_sizes(self.calib, self.inputs, PRICED_BATCH)
         batch = f"batch {PRICED_BATCH}"
-        self.pricing = (
-            f"costs are measured on this machine, {batch}"
-            if self.measured
-            else f"costs are predicted for {self.target.name}, {batch}"
-            + ("" if target else " (no --profile was named)")
-        )
-        self.name = name  # of what is made, for tables and errors
-        self.judgements: dict[Path, Evaluation] = {}  # of what passed
-        self.made = 0
-        self.wanted: dict[str, Any] = {}
+        self.pricing = f"costs are predicted for {self.target.name}, {batch}"
+        if self.measured:
+            self.pricing = f"costs are measured on this machine, {batch}"
+        elif job.request.target is None:
+            self.pricing += " (no `profile` was named)"
+        self.name = name  # of the file that is made, for tables and errors
+        self.passed: dict[Path, Evaluation] = {}
+        self.candidates = 0
+        self.reference_outputs: dict[str, Any] = {}
 
     def levels(self) -> list[Level[Any]]:
         """Precisions to try, the narrowest first."""
@@ -157,7 +151,7 @@ class _Bench:
         scaled = qdq.quantizable(self.job.source)
         computing = tuple(cost.name for cost in self._costs(self.job.source) if cost.flops)
         levels = []
-        for each, other in auto_levels(self.job.runtime, self.target.precisions):
+        for each, other in auto_levels(self.job.request.runtime, self.target.precisions):
             name = each.name if other == "fp32" else f"{each.name}+{other}"
             nodes = scaled if each.writer == PAIRS else computing
             levels.append(self._level(name, each.bits, nodes))
@@ -166,13 +160,13 @@ class _Bench:
     def candidate(self, precision: str, wide: Collection[str]) -> _Candidate:
         """The model with the nodes named in `wide` left as they are, on disk and priced."""
         typed, notes = self._typed(precision, wide)
-        self.made += 1
-        typed = typed.save(self.folder / f"{self.made}.onnx")
+        self.candidates += 1
+        typed = typed.save(self.folder / f"{self.candidates}.onnx")
         return _Candidate(typed, self.cost_s(typed), tuple(notes))
 
     def _typed(self, precision: str, wide: Collection[str]) -> tuple[Graph, list[str]]:
         to, _, rest = precision.partition("+")
-        return typed_graph(self.job, to, rest or "fp32", wide)
+        return convert_graph(self.job, to, rest or "fp32", wide)
 
     def cost_s(self, graph: Graph) -> float:
         """Seconds of one call at PRICED_BATCH: measured, or the sum of its nodes' rooflines."""
@@ -181,7 +175,7 @@ class _Bench:
         if not self.measured:
             return cost.predicted_s(self._costs(graph), **self._peaks())
         feeds = self._feeds(PRICED_BATCH)
-        with self._opened(graph) as engine:
+        with self._open(graph) as engine:
             engine(feeds)
             times_s = []
             for _ in range(_RUNS):
@@ -193,9 +187,10 @@ class _Bench:
     def verdict(self, candidate: _Candidate) -> Verdict:
         from deploykit.quantization import search
 
-        found = judged(self.job, candidate.graph, self.name)
+        with open_both(self.job, candidate.graph) as (reference, engine):
+            found = evaluate_engines(self.job, reference, engine, self.name)
         if found.passed:
-            self.judgements[candidate.path] = found
+            self.passed[candidate.path] = found
         else:
             candidate.path.unlink()
             candidate.path.with_name(f"{candidate.path.name}.data").unlink(missing_ok=True)
@@ -260,16 +255,16 @@ class _Bench:
         return next(calib.batches(size))
 
     def _reference(self) -> list[Any]:
-        if not self.wanted:
+        if not self.reference_outputs:
             from deploykit.runtimes.engine import load
 
-            with load(self.job.source.path, "cpu") as engine:
-                self.wanted = engine(self._feeds(_HARM_SAMPLES))
-        return list(self.wanted.values())
+            with load(self.job.model, "cpu") as engine:
+                self.reference_outputs = engine(self._feeds(_HARM_SAMPLES))
+        return list(self.reference_outputs.values())
 
     def _outputs(self, graph: Graph) -> list[Any]:
-        with self._opened(graph) as engine:
+        with self._open(graph) as engine:
             return list(engine(self._feeds(_HARM_SAMPLES)).values())
 
-    def _opened(self, graph: Graph) -> Any:
-        return opened(self.job, graph.save(self.folder / "part.onnx"), self.folder)
+    def _open(self, graph: Graph) -> Any:
+        return open_candidate(self.job, graph.save(self.folder / "part.onnx"), self.folder)

@@ -1,4 +1,4 @@
-"""Measure: engines against the CPU baseline in one run, and a running server under load."""
+"""Time engines against the CPU baseline, interleaved in one run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.api.artefacts import PARITY_BATCHES, Progress
-from deploykit.core.artefact import read_manifest, sniff
+from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, Unsupported
-from deploykit.core.files import make_folder, sha256
+from deploykit.core.files import make_folder
 from deploykit.core.machine import Machine, default_threads, this_machine
+from deploykit.core.paths import StrPath
 from deploykit.core.precision import narrowest
 from deploykit.core.tensors import BATCH, TensorSpec
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from deploykit.measure.evaluate.parity import Parity
-    from deploykit.measure.load.generator import LoadResult
     from deploykit.measure.report.report import Accuracy, NotMeasured, Report
     from deploykit.measure.timing.sweep import Point, Setup, Timing
     from deploykit.runtimes.data.samples import Samples
@@ -34,31 +34,31 @@ BASELINE = "fp32 CPU"  # ONNX Runtime, one session on all physical cores
 
 
 @dataclass(frozen=True)
-class _Artefact:
-    path: Path
-    precision: str  # "fp32", "fp16", "int8"
-    sha256: str
-    format: str  # "onnx", "tensorrt"
+class _Measured:
+    """One artefact of the report. `precision`: "fp32", "fp16", "int8", ..."""
+
+    artefact: Artefact
+    precision: str
     built_on: Mapping[str, str]
     open: Callable[..., Engine]  # (device, threads)
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "file": self.path.name,
-            "sha256": self.sha256,
+            "file": self.artefact.name,
+            "sha256": self.artefact.sha256,
             "precision": self.precision,
-            "format": self.format,
+            "format": self.artefact.format,
             "built_on": dict(self.built_on),
         }
 
 
 def bench(
-    engines: Sequence[Path],
+    engines: Sequence[ArtefactLike],
     *,
-    baseline: Path | None = None,
+    baseline: ArtefactLike | None = None,
     batches: Sequence[int] = BATCHES,
-    out: Path = Path("report"),
-    data: Path | None = None,
+    out: StrPath = "report",
+    data: StrPath | None = None,
     device: str = "auto",
     quick: bool = False,
     warmup_s: float | None = None,
@@ -71,101 +71,113 @@ def bench(
     """Time `engines` against `baseline` (float32 .onnx on the CPU), interleaved, into a report.
 
     Without `baseline` it is the first engine, or the float32 model that a TensorRT engine was made
-    from where that lies beside it. Such an engine is proven first, or taken on `trust`: see
+    from if that is next to it. Such an engine is proven first, or opened with `trust`: see
     `open_proven`. `data`: labelled .npz; then accuracy is measured too, paired with the baseline's.
     Each point is timed for `seconds` after `warmup_s` (60 and 10; with `quick` 5 and 2, and marked
-    so).
+    so). `out`: the folder of the report.
     """
     from deploykit.measure.report import report as reports
     from deploykit.measure.report.verdict import verdict
-    from deploykit.measure.timing.sweep import Timing, sweep
-    from deploykit.runtimes.data.samples import random_feeds, read_samples
-    from deploykit.runtimes.devices import ThrottleWatch
+    from deploykit.measure.timing.sweep import Timing
 
-    make_folder(out)
-    told: set[str] = set()
-
-    def note(text: str) -> None:  # once, as an engine is opened several times
-        if text not in told:
-            told.add(text)
-            on_note(text)
-
-    found = [_artefact(path, trust, note) for path in engines]
-    reference = _artefact(baseline, trust, note) if baseline else _baseline(found[0], trust, note)
-    if reference.format != "onnx" or reference.precision != "fp32":
-        raise BadInput(
-            f"{reference.path}: is {reference.precision} in {reference.format}; the baseline is a "
-            "float32 model in ONNX",
-            hint="--baseline model.onnx, the file that the engine was made from",
-        )
-    every = list({item.sha256: item for item in (reference, *found)}.values())
-    machine = this_machine()
+    folder = make_folder(Path(out))
+    note = _Once(on_note)
+    found = [_measured(Artefact.open(source), trust, note) for source in engines]
+    given = _measured(Artefact.open(baseline), trust, note) if baseline else None
+    reference = _check_baseline(given or _baseline(found[0], trust, note))
+    every = list({item.artefact.sha256: item for item in (reference, *found)}.values())
     timing = Timing(
         warmup_s=(2.0 if quick else 10.0) if warmup_s is None else warmup_s,
         seconds=(5.0 if quick else 60.0) if seconds is None else seconds,
     )
-    with reference.open("cpu") as opened:
-        inputs = opened.inputs
-    samples = read_samples(data, inputs, labelled=True) if data else None
-    parity, accuracy = _proofs(reference, every, samples, device)
-    setups, gaps = _setups(reference, every, machine, device)
-    if samples is None:
-        gaps.append(reports.NotMeasured("accuracy", "no labelled data were given (--data)"))
-    with ThrottleWatch() as watch:
-        points = sweep(
-            setups, batches, timing, lambda n: random_feeds(inputs, {BATCH: n}), on_progress
-        )
+    run = _measure(reference, every, Path(data) if data else None, device)
+    points, throttled = _time(run, batches, timing, on_progress)
     report = reports.Report(
-        title=f"{reference.path.stem}: latency and throughput",
+        title=f"{reference.artefact.path.stem}: latency and throughput",
         created=now(),
         command=command,
         quick=quick,
         baseline=BASELINE,
-        machine=machine.to_dict(),
+        machine=run.machine.to_dict(),
         artefacts=tuple(item.to_dict() for item in every),
-        accuracy=tuple(accuracy),
-        parity=tuple(item.to_dict() for item in parity),
+        accuracy=tuple(run.accuracy),
+        parity=tuple(item.to_dict() for item in run.parity),
         points=tuple(points),
-        notes=(_method(timing), *sorted(told)),
-        throttled=watch.reasons if any(point.device != "cpu" for point in points) else (),
-        not_measured=tuple(gaps),
+        notes=(_method(timing), *sorted(note.seen)),
+        throttled=throttled,
+        not_measured=tuple(run.gaps),
     )
     report = replace(report, verdict=verdict(report))
-    reports.write(report, out)
+    reports.write(report, folder)
     return report
 
 
-def load_test(
-    url: str,
-    *,
-    model: str | None = None,
-    rate: float | None = None,
-    concurrency: int | None = None,
-    duration_s: float = 10.0,
-    batch: int = 1,
-    out: Path | None = None,
-    command: str = "",
-) -> LoadResult:
-    """Load a running server: `rate` requests per second (open loop) or `concurrency` of them."""
-    from deploykit.measure.load.generator import run_load
-    from deploykit.measure.report import report as reports
-    from deploykit.measure.report.verdict import verdict
+class _Once:
+    """Passes each note on once, as an engine is opened several times."""
 
-    if out is not None:
-        make_folder(out)
-    result = run_load(
-        url, model=model, rate=rate, concurrency=concurrency, duration_s=duration_s, batch=batch
-    )
-    if out is not None:
-        report = reports.Report(
-            title=f"{result.model} under load",
-            created=now(),
-            command=command,
-            machine=this_machine().to_dict(),
-            serving=(result,),
+    def __init__(self, on_note: Callable[[str], None]) -> None:
+        self.seen: set[str] = set()
+        self._on_note = on_note
+
+    def __call__(self, note: str) -> None:
+        if note not in self.seen:
+            self.seen.add(note)
+            self._on_note(note)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What is known before anything is timed, and the setups to time."""
+
+    machine: Machine
+    inputs: tuple[TensorSpec, ...]
+    parity: list[Parity]
+    accuracy: list[Accuracy]
+    setups: list[Setup]
+    gaps: list[NotMeasured]
+
+
+def _measure(
+    reference: _Measured, every: Sequence[_Measured], data: Path | None, device: str
+) -> _Run:
+    from deploykit.measure.report.report import NotMeasured
+    from deploykit.runtimes.data.samples import read_samples
+
+    machine = this_machine()
+    with reference.open("cpu") as engine:
+        inputs = engine.inputs
+    samples = read_samples(data, inputs, labelled=True) if data else None
+    parity, accuracy = _proofs(reference, every, samples, device)
+    setups, gaps = _setups(reference, every, machine, device)
+    if samples is None:
+        gaps.append(NotMeasured("accuracy", "no labelled data were given (`data`)"))
+    return _Run(machine, inputs, parity, accuracy, setups, gaps)
+
+
+def _time(
+    run: _Run, batches: Sequence[int], timing: Timing, on_progress: Progress | None
+) -> tuple[list[Point], tuple[str, ...]]:
+    """The points, and why the GPU was throttled meanwhile, if it was."""
+    from deploykit.measure.timing.sweep import sweep
+    from deploykit.runtimes.data.samples import random_feeds
+    from deploykit.runtimes.devices import ThrottleWatch
+
+    with ThrottleWatch() as watch:
+        points = sweep(
+            run.setups, batches, timing, lambda n: random_feeds(run.inputs, {BATCH: n}), on_progress
         )
-        reports.write(replace(report, verdict=verdict(report)), out)
-    return result
+    on_gpu = any(point.device != "cpu" for point in points)
+    return list(points), watch.reasons if on_gpu else ()
+
+
+def _check_baseline(found: _Measured) -> _Measured:
+    if found.artefact.format != "onnx" or found.precision != "fp32":
+        raise BadInput(
+            f"{found.artefact}: is {found.precision} in {found.artefact.format}; the baseline is a "
+            "float32 model in ONNX",
+            hint="`baseline`: the .onnx file that the engine was made from",
+        )
+    return found
 
 
 def best_cpu(points: Sequence[Point], batch: int, by: str) -> Point:
@@ -186,46 +198,45 @@ def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
-def _artefact(path: Path, trust: bool, note: Callable[[str], None]) -> _Artefact:
+def _measured(artefact: Artefact, trust: bool, note: Callable[[str], None]) -> _Measured:
     from deploykit.api.open import open_proven
     from deploykit.onnx_graph.graph import Graph
 
-    def opened(device: str = "cpu", threads: int | None = None) -> Engine:
-        return open_proven(path, device, threads=threads, trust=trust, on_note=note)[0]
+    def open_it(device: str = "cpu", threads: int | None = None) -> Engine:
+        return open_proven(artefact, device, threads=threads, trust=trust, on_note=note)[0]
 
-    kind = sniff(path)
-    if kind not in ("onnx", "tensorrt"):
-        raise BadInput(f"{path}: is a {kind} file; bench takes .onnx and .trt files")
+    if artefact.format not in ("onnx", "tensorrt"):
+        raise BadInput(f"{artefact}: is a {artefact.format} file; bench takes .onnx and .trt files")
     built_on: Mapping[str, str] = {}
-    if kind == "onnx":
-        precision = narrowest(Graph.open(path).precision)
+    if artefact.format == "onnx":
+        precision = narrowest(Graph.open(artefact.path).precision)
     else:
-        manifest = read_manifest(path)
+        manifest = artefact.manifest
         built_on = manifest.built_on if manifest else {}
         counted = narrowest(manifest.precision) if manifest else "unknown"
         precision = built_on.get("precision", counted)
-    return _Artefact(path, precision, sha256(path), kind, built_on, opened)
+    return _Measured(artefact, precision, built_on, open_it)
 
 
-def _baseline(first: _Artefact, trust: bool, note: Callable[[str], None]) -> _Artefact:
-    """`first` itself, or the float32 model beside it that an engine was made from."""
+def _baseline(first: _Measured, trust: bool, note: Callable[[str], None]) -> _Measured:
+    """`first` itself, or the float32 model next to it that an engine was made from."""
     from deploykit.api.verify import sources
 
-    manifest = read_manifest(first.path) if first.format == "tensorrt" else None
-    if first.format == "onnx":
+    if first.artefact.format == "onnx":
         return first
-    for path in sources(first.path, manifest) if manifest else ():
-        found = _artefact(path, trust, note)
+    manifest = first.artefact.manifest
+    for path in sources(first.artefact.path, manifest) if manifest else ():
+        found = _measured(Artefact.open(path), trust, note)
         if found.precision == "fp32":
             return found
     raise BadInput(
-        f"{first.path}: the float32 model that it was made from is not beside it",
-        hint="--baseline model.onnx, what all are compared with",
+        f"{first.artefact}: the float32 model that it was made from is not next to it",
+        hint="`baseline`: the .onnx file that all are compared with",
     )
 
 
 def _proofs(
-    reference: _Artefact, every: Sequence[_Artefact], samples: Samples | None, device: str
+    reference: _Measured, every: Sequence[_Measured], samples: Samples | None, device: str
 ) -> tuple[list[Parity], list[Accuracy]]:
     """Parity of each artefact with the baseline, and accuracy where there are labels."""
     from deploykit.measure.evaluate.accuracy import TOP1, top1_scores
@@ -245,10 +256,10 @@ def _proofs(
     with reference.open() as base:
         base_scores = top1_scores(base, samples) if samples else None
         for item in every:
-            with item.open(device if item.format == "tensorrt" else "cpu") as engine:
+            with item.open(device if item.artefact.format == "tensorrt" else "cpu") as engine:
                 most = engine.max_batch or 64
                 if item is not reference:
-                    names = (reference.path.name, item.path.name)
+                    names = (reference.artefact.name, item.artefact.name)
                     feeds = feeds_of(base.inputs, most)
                     parity.append(compare_engines(base, engine, feeds, names=names))
                 if samples is not None and base_scores is not None:
@@ -260,7 +271,7 @@ def _proofs(
 
 
 def _setups(
-    reference: _Artefact, every: Sequence[_Artefact], machine: Machine, device: str
+    reference: _Measured, every: Sequence[_Measured], machine: Machine, device: str
 ) -> tuple[list[Setup], list[NotMeasured]]:
     """The columns: the baseline, each artefact on the CPU in two ways, and on the GPU there is.
 
@@ -272,19 +283,19 @@ def _setups(
     gpu, why = _gpu(reference, machine, device)
     setups = []
     for item in every:
-        if item.format == "tensorrt":
-            setups.append(_setup(item, f"{item.path.stem}, TensorRT", device, 1, None))
+        if item.artefact.format == "tensorrt":
+            setups.append(_setup(item, f"{item.artefact.path.stem}, TensorRT", device, 1, None))
             continue
-        label = BASELINE if item is reference else item.path.stem
+        label = BASELINE if item is reference else item.artefact.path.stem
         setups.append(_setup(item, label, "cpu", 1, cores))
         if cores > 1:
             setups.append(_setup(item, f"{label}, {cores} sessions", "cpu", cores, 1))
         if gpu:
-            setups.append(_setup(item, f"{item.path.stem}, GPU", gpu, 1, None))
+            setups.append(_setup(item, f"{item.artefact.path.stem}, GPU", gpu, 1, None))
     return setups, [] if gpu else [NotMeasured("GPU", why)]
 
 
-def _gpu(reference: _Artefact, machine: Machine, device: str) -> tuple[str, str]:
+def _gpu(reference: _Measured, machine: Machine, device: str) -> tuple[str, str]:
     """The GPU to measure on, or "" and why there is none.
 
     With "auto" one that cannot be used is left out and the report says why; one that was asked for
@@ -293,7 +304,7 @@ def _gpu(reference: _Artefact, machine: Machine, device: str) -> tuple[str, str]
     from deploykit.runtimes.onnxruntime.engine import providers
 
     if device == "cpu":
-        return "", "--device cpu was asked for"
+        return "", "the CPU was asked for (`device`)"
     if device == "auto" and not machine.gpus:
         return "", "no NVIDIA GPU on this machine"
     if device == "auto" and "CUDAExecutionProvider" not in providers():
@@ -308,7 +319,7 @@ def _gpu(reference: _Artefact, machine: Machine, device: str) -> tuple[str, str]
     return chosen, ""
 
 
-def _setup(item: _Artefact, label: str, device: str, sessions: int, threads: int | None) -> Setup:
+def _setup(item: _Measured, label: str, device: str, sessions: int, threads: int | None) -> Setup:
     from deploykit.measure.timing.sweep import Setup
 
     return Setup(
@@ -317,6 +328,6 @@ def _setup(item: _Artefact, label: str, device: str, sessions: int, threads: int
         sessions=sessions,
         threads=threads,
         precision=item.precision,
-        file=item.path.name,
-        sha256=item.sha256,
+        file=item.artefact.name,
+        sha256=item.artefact.sha256,
     )

@@ -18,11 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.api import bench, build, compare, export, quantize
+from deploykit.api import bench, build, compare, export, load_test, predict, quantize, train
 from deploykit.api.artefacts import Made, Progress, no_progress
 from deploykit.core.errors import GateFailed, Unsupported
 from deploykit.core.extras import require
 from deploykit.core.files import make_folder
+from deploykit.core.json_value import json_value
+from deploykit.core.paths import StrPath
 
 if TYPE_CHECKING:
     from deploykit.measure.load.generator import LoadResult
@@ -48,7 +50,7 @@ class Toured:
     rows: tuple[tuple[str, ...], ...]
 
     def to_dict(self) -> dict[str, Any]:
-        return {"page": str(self.page), "report": self.report.to_dict()}
+        return json_value(self, without=("rows",))
 
 
 class _Steps:
@@ -76,91 +78,116 @@ class _Steps:
 
 
 def demo(
-    out: Path = Path("out"),
+    out: StrPath = "out",
     *,
     quick: bool = False,
     on_progress: Progress = no_progress,
     on_step: Callable[[str], None] = lambda _: None,
 ) -> Toured:
     """Run the main job into the folder `out`. Raises GateFailed when parity or accuracy fail."""
-    make_folder(out)
     for module in ("torch", "onnxscript", "sklearn", "onnxruntime"):
         require(module)
     from deploykit.measure.report import report as reports
     from deploykit.measure.report.verdict import verdict
 
-    steps = _Steps(on_step, on_progress)
-    checkpoint, fp32 = out / "model.pt", out / "model.onnx"
-    calib, test = out / "data" / "calibration.npz", out / "data" / "test.npz"
-
-    with steps(f"train {RECIPE}"):
-        build.train(
-            RECIPE,
-            checkpoint,
-            device="auto",
-            epochs=8 if quick else None,
-            save_splits=out / "data",
-            on_progress=steps.progress,
-        )
-    with steps("export to ONNX, parity with PyTorch"):
-        exported = export.export(checkpoint, fp32, on_progress=steps.progress)
-    gates = [reports.Gate("export", True, f"error {_worst(exported)}")]
-    typed = {"fp32": fp32}
-    for name in ("fp16", "int8"):
-        with steps(f"quantise to {name}, accuracy gate"):
-            typed[name] = out / f"model.{name}.onnx"
-            made = quantize.quantize(
-                fp32,
-                name,
-                typed[name],
-                calib=calib,
-                data=test,
-                max_drop=MAX_DROP,
-                runtime="onnxruntime",
-            )
-        gates.append(reports.Gate(f"{name} accuracy", True, _cost(made)))
-    built: dict[str, Path] = {}
-    with steps("build for this machine's CPU"):
-        for name in ("fp32", "int8"):  # ONNX Runtime's CPU kernels compute float16 in float32
-            result = build.build(typed[name], "cpu", out=out / f"model.{name}.cpu.onnx")
-            built[name] = result.path
-            gates.append(reports.Gate(f"build {name}", True, f"error {_worst(result)}"))
-    with steps("compare the built engine with PyTorch"):
-        compared = compare.compare(checkpoint, built["fp32"], data=test)
-        compared.raise_if_over()
-        detail = f"error {compared.parity.worst.error:.2g}"
-        gates.append(reports.Gate("built engine against PyTorch", True, detail))
-    with steps("predict the test split"):
-        compare.predict(built["int8"], test, out / "predictions.npz", device="cpu")
-    with steps("measure against the CPU baseline"):
-        report = bench.bench(
-            [typed["fp16"], built["int8"]],
-            baseline=fp32,
-            batches=(1, 32) if quick else (1, 4, 16, 64),
-            out=out,
-            data=test,
-            quick=True,
-            warmup_s=0.2 if quick else 1.0,
-            seconds=0.5 if quick else 3.0,
-            on_progress=steps.progress,
-        )
-    served = _fastest(report, {bench.BASELINE: built["fp32"], built["int8"].stem: built["int8"]})
-    with steps(f"serve {served.name} over HTTP, under load"):
-        serving = _served(served, 1.0 if quick else 5.0)
+    folder = make_folder(Path(out))
+    tour = _Tour(folder, quick, _Steps(on_step, on_progress))
+    tour.train_and_export()
+    tour.quantize()
+    tour.build()
+    tour.compare_and_predict()
+    report = tour.measure()
+    serving = tour.serve(report)
     report = replace(
         report,
         title=f"deploykit demo: {RECIPE} on handwritten digits",
-        command=f"deploykit demo -o {out}" + (" --quick" if quick else ""),
-        gates=tuple(gates),
+        command=f"deploykit demo -o {folder}" + (" --quick" if quick else ""),
+        gates=tuple(reports.Gate(name, True, detail) for name, detail in tour.gates),
         serving=serving,
-        steps=tuple(reports.Step(*step) for step in steps.taken),
+        steps=tuple(reports.Step(*step) for step in tour.steps.taken),
     )
     report = replace(report, verdict=verdict(report))
-    return Toured(reports.write(report, out), report, _rows(report))
+    return Toured(reports.write(report, folder), report, _rows(report))
 
 
-def _cost(made: Made) -> str:
-    return made.evaluation.describe() if made.evaluation else ""
+class _Tour:
+    """The steps of the demo, in order, and the files and gates that they leave."""
+
+    def __init__(self, out: Path, quick: bool, steps: _Steps) -> None:
+        self.out, self.quick, self.steps = out, quick, steps
+        self.checkpoint, self.test = out / "model.pt", out / "data" / "test.npz"
+        self.typed = {"fp32": out / "model.onnx"}
+        self.built: dict[str, Path] = {}
+        self.gates: list[tuple[str, str]] = []  # name, detail; a gate that fails ends the demo
+
+    def train_and_export(self) -> None:
+        with self.steps(f"train {RECIPE}"):
+            train.train(
+                RECIPE,
+                self.checkpoint,
+                epochs=8 if self.quick else None,
+                save_splits=self.out / "data",
+                on_progress=self.steps.progress,
+            )
+        with self.steps("export to ONNX, parity with PyTorch"):
+            made = export.export(
+                self.checkpoint, self.typed["fp32"], on_progress=self.steps.progress
+            )
+        self.gates.append(("export", f"error {_worst(made)}"))
+
+    def quantize(self) -> None:
+        for name in ("fp16", "int8"):
+            with self.steps(f"quantise to {name}, accuracy gate"):
+                made = quantize.quantize(
+                    self.typed["fp32"],
+                    name,
+                    self.out / f"model.{name}.onnx",
+                    calib=self.out / "data" / "calibration.npz",
+                    data=self.test,
+                    max_drop=MAX_DROP,
+                    runtime="onnxruntime",
+                )
+            self.typed[name] = made.path
+            cost = made.evaluation.describe() if made.evaluation else ""
+            self.gates.append((f"{name} accuracy", cost))
+
+    def build(self) -> None:
+        with self.steps("build for this machine's CPU"):
+            for name in ("fp32", "int8"):  # ONNX Runtime's CPU kernels compute float16 in float32
+                made = build.build(self.typed[name], "cpu", out=self.out / f"model.{name}.cpu.onnx")
+                self.built[name] = made.path
+                self.gates.append((f"build {name}", f"error {_worst(made)}"))
+
+    def compare_and_predict(self) -> None:
+        with self.steps("compare the built engine with PyTorch"):
+            compared = compare.compare(self.checkpoint, self.built["fp32"], data=self.test)
+            compared.raise_if_over()
+        detail = f"error {compared.parity.worst.error:.2g}"
+        self.gates.append(("built engine against PyTorch", detail))
+        with self.steps("predict the test split"):
+            out = self.out / "predictions.npz"
+            predict.predict(self.built["int8"], self.test, out, device="cpu")
+
+    def measure(self) -> Report:
+        quick = self.quick
+        with self.steps("measure against the CPU baseline"):
+            return bench.bench(
+                [self.typed["fp16"], self.built["int8"]],
+                baseline=self.typed["fp32"],
+                batches=(1, 32) if quick else (1, 4, 16, 64),
+                out=self.out,
+                data=self.test,
+                quick=True,
+                warmup_s=0.2 if quick else 1.0,
+                seconds=0.5 if quick else 3.0,
+                on_progress=self.steps.progress,
+            )
+
+    def serve(self, report: Report) -> tuple[LoadResult, ...]:
+        int8 = self.built["int8"]
+        best = _fastest(report, {bench.BASELINE: self.built["fp32"], int8.stem: int8})
+        with self.steps(f"serve {best.name} over HTTP, under load"):
+            return _served(best, 1.0 if self.quick else 5.0)
 
 
 def _worst(made: Made) -> str:
@@ -170,9 +197,9 @@ def _worst(made: Made) -> str:
 def _served(engine: Path, seconds: float) -> tuple[LoadResult, ...]:
     """Start a server for `engine`, load it closed, then open at a quarter of that rate, stop it."""
     with _server(engine) as url:
-        closed = bench.load_test(url, concurrency=CONNECTIONS, duration_s=seconds)
+        closed = load_test.load_test(url, concurrency=CONNECTIONS, duration_s=seconds)
         quarter = max(1.0, closed.achieved_per_s.value / 4)
-        opened = bench.load_test(url, rate=quarter, duration_s=seconds)
+        opened = load_test.load_test(url, rate=quarter, duration_s=seconds)
     return closed, opened
 
 

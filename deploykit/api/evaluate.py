@@ -1,15 +1,28 @@
-"""Make a typed graph and judge it: what `quantize` does once and `--to auto` often."""
+"""Convert a graph to a lower precision and evaluate it: `quantize` does it once, `auto` often."""
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from deploykit.core.evidence import Evaluation
-from deploykit.core.precision import ALL, BY_NAME, CAST
+from deploykit.api import golden
+from deploykit.api.artefacts import Progress
+from deploykit.core.artefact import Artefact
+from deploykit.core.errors import BadInput
+from deploykit.core.evidence import (
+    CalibrationRecord,
+    Evaluation,
+    Evidence,
+    GoldenSamples,
+    QuantizeRecord,
+)
+from deploykit.core.files import sha256
+from deploykit.core.precision import ALL, BY_NAME, CALIBRATED, CAST
+from deploykit.core.profile import Profile
 from deploykit.core.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -17,81 +30,261 @@ if TYPE_CHECKING:
     from deploykit.onnx_graph.graph import Graph
     from deploykit.quantization.calibrate import Calibration
     from deploykit.runtimes.data.samples import Samples
+    from deploykit.runtimes.engine import Engine
 
-
+DEFAULT_METRIC = "top1"
 MOST_SAMPLES, MOST_BYTES = 32, 64 << 20
+_FEW_AGREE = 0.9
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `quantize` was asked for; the fields are its parameters."""
+
+    to: str
+    runtime: str
+    target: Profile | None = None
+    other_nodes: str = "fp32"
+    calib: Path | None = None
+    data: Path | None = None
+    metric: str | None = None
+    max_drop: float | None = None
+    min_sqnr_db: float | None = None
+    calibrator: str | None = None
+    budget_s: float = 600.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """One model on its way to a lower precision: what it is judged on, and by what."""
+    """One model on its way to a lower precision: its graph, its data and what it must keep."""
 
+    model: Artefact
     source: Graph
+    request: Request
     calib: Samples | None
     test: Samples | None
     metric: Metric | None
-    max_drop: float | None
-    min_sqnr_db: float | None
-    runtime: str
     calibration: Calibration | None
+    calibration_record: CalibrationRecord | None
+    notes: tuple[str, ...]
     batch_size: int = MOST_SAMPLES  # of one call
 
+    @property
+    def samples(self) -> Samples | None:
+        """What both graphs are compared on; None for random inputs."""
+        return self.test or self.calib
 
-def typed_graph(
-    job: Job,
-    to: str,
-    rest: str = "fp32",
-    wide: Collection[str] = (),
+
+def prepare(model: Artefact, request: Request) -> Job:
+    """Open the graph, read and check the data, and calibrate."""
+    from deploykit.measure.evaluate.metrics import find_metric
+    from deploykit.onnx_graph.graph import Graph
+    from deploykit.quantization import calibrate
+    from deploykit.runtimes.data.checks import check_calibration
+    from deploykit.runtimes.data.samples import read_samples
+
+    source, to = Graph.open(model.path), request.to
+    calib = read_samples(request.calib, source.inputs) if request.calib else None
+    test = read_samples(request.data, source.inputs) if request.data else None
+    metric = find_metric(request.metric or DEFAULT_METRIC)
+    labelled = test is not None and test.labels is not None
+    _check_labels(request, test)
+    doubts = tuple(check_calibration(calib, source.inputs)) if calib else ()
+    # scales want outliers left out, the range guard of float16 wants them in: it reads `ranges`
+    default = calibrate.DEFAULT_METHOD if to in (*CALIBRATED, "auto") else "minmax"
+    method = request.calibrator or default
+    sizes = axis_sizes(test or calib, source.inputs, 1)
+    return Job(
+        model,
+        source,
+        request,
+        calib,
+        test,
+        metric if labelled else None,
+        calibrate.calibrate(source, calib, method=method) if calib else None,
+        _calibration_record(request, calib, method, doubts),
+        (*doubts, *_overlap(request, calib, test)),
+        batch_that_fits(source, sizes),
+    )
+
+
+def convert_and_evaluate(
+    job: Job, tmp: Path, name: str, on_progress: Progress | None
+) -> tuple[Graph, Evidence]:
+    """Write the graph in the requested precision to `tmp`; its evidence, with notes for the user.
+
+    Both graphs are opened once: the evaluation and the golden samples share them.
+    """
+    request, search, evaluation = job.request, None, None
+    if request.to == "auto":
+        from deploykit.api import auto_precision
+
+        typed, search, evaluation, notes = auto_precision.search_precision(
+            job, tmp, name, on_progress
+        )
+    else:
+        typed, notes = convert_graph(job, request.to, request.other_nodes)
+        typed = typed.save(tmp)
+    with open_both(job, typed) as (reference, candidate):
+        if evaluation is None:
+            evaluation = evaluate_engines(job, reference, candidate, name)
+        samples = _golden_samples(job, typed, reference, candidate)
+    return typed, Evidence(
+        parity=evaluation.parity,
+        accuracy=evaluation,
+        quantize=QuantizeRecord(request.to, request.other_nodes, request.runtime),
+        calibration=job.calibration_record,
+        search=search,
+        golden=samples,
+        notes=(*job.notes, *notes, *_not_measured(job, evaluation)),
+    )
+
+
+def convert_graph(
+    job: Job, to: str, other_nodes: str = "fp32", keep_float32: Collection[str] = ()
 ) -> tuple[Graph, list[str]]:
-    """The source in precision `to` but for the nodes named in `wide`, and notes on what is not."""
+    """The source in precision `to`, without the nodes in `keep_float32`, and notes for the user."""
     from deploykit.quantization.convert import convert
 
     typed, kept = convert(
-        job.source, to, job.calibration, runtime=job.runtime, other_nodes=rest, keep_float32=wide
+        job.source,
+        to,
+        job.calibration,
+        runtime=job.request.runtime,
+        other_nodes=other_nodes,
+        keep_float32=keep_float32,
     )
-    half = to if BY_NAME[to].writer == CAST else rest
+    half = to if BY_NAME[to].writer == CAST else other_nodes
     return typed, _half_notes(job, half, kept) if half != "fp32" else []
 
 
-def judged(job: Job, typed: Graph, name: str) -> Evaluation:
-    """`typed` against the float32 model, on labelled, calibration or random samples.
-
-    A graph for TensorRT is run with every float16 and bfloat16 tensor rounded through its type, as
-    half arithmetic does; one for ONNX Runtime is run as it will be.
-    """
-    from deploykit.measure.evaluate.evaluation import evaluate
+@contextlib.contextmanager
+def open_both(job: Job, typed: Graph) -> Iterator[tuple[Engine, Engine]]:
+    """The float32 model and `typed` as engines on the CPU."""
     from deploykit.runtimes.engine import load
 
     with (
-        tempfile.TemporaryDirectory(dir=typed.path.parent, prefix=".judged.") as folder,
-        opened(job, typed, Path(folder)) as candidate,  # first: it needs the most memory to open
-        load(job.source.path, "cpu") as reference,
+        tempfile.TemporaryDirectory(dir=typed.path.parent, prefix=".rounded.") as folder,
+        open_candidate(job, typed, Path(folder)) as candidate,  # first: it needs the most memory
+        load(job.model, "cpu") as reference,
     ):
-        return evaluate(
-            reference,
-            candidate,
-            samples=job.test or job.calib,
-            metric=job.metric,
-            max_drop=job.max_drop,
-            min_sqnr_db=job.min_sqnr_db,
-            names=(job.source.path.name, name),
-            batch_size=job.batch_size,
-        )
+        yield reference, candidate
 
 
-def opened(job: Job, typed: Graph, folder: Path) -> Any:
+def open_candidate(job: Job, typed: Graph, folder: Path) -> Engine:
+    """`typed` as its runtime will compute it.
+
+    For ONNX Runtime as it is; for TensorRT with every float16 and bfloat16 tensor rounded to its
+    type, as half arithmetic does.
+    """
     from deploykit.onnx_graph.graph import dtype_name
     from deploykit.quantization import simulate
     from deploykit.runtimes.engine import load
     from deploykit.runtimes.onnxruntime.engine import open_as_written
 
-    if job.runtime == "onnxruntime":
-        return load(typed.path, "cpu")
     types = {dtype_name(kind) for kind in typed.element_types.values()}
-    if not any(each.simulated and each.dtype in types for each in ALL):
+    rounds = any(each.simulated and each.dtype in types for each in ALL)
+    if job.request.runtime == "onnxruntime" or not rounds:
         return load(typed.path, "cpu")
     rounded = simulate.simulate(typed).save(folder / "rounded.onnx")
     return open_as_written(rounded.path)
+
+
+def evaluate_engines(job: Job, reference: Engine, candidate: Engine, name: str) -> Evaluation:
+    """The candidate against the float32 model, on labelled, calibration or random samples."""
+    from deploykit.measure.evaluate.evaluation import evaluate
+
+    request = job.request
+    return evaluate(
+        reference,
+        candidate,
+        samples=job.samples,
+        metric=job.metric,
+        max_drop=request.max_drop,
+        min_sqnr_db=request.min_sqnr_db,
+        names=(job.model.name, name),
+        batch_size=job.batch_size,
+    )
+
+
+def _golden_samples(
+    job: Job, typed: Graph, reference: Engine, candidate: Engine
+) -> GoldenSamples | None:
+    """Golden samples for the typed file, with a bound that fits its precision.
+
+    On real samples the answers are the float32 graph's: random ones, which `export` may have
+    recorded, are outside the range that INT8 and FP8 were scaled for. Without any: the model's own.
+    """
+    from deploykit.measure.evaluate.parity import compare_engines
+
+    samples = job.samples
+    if samples is None:
+        found = golden.carry(job.model, typed.path)
+    else:
+        size, _ = samples.batching(golden.SAMPLES, reference.inputs)
+        found = golden.record(reference, next(samples.batches(size)), typed.path)
+    if found is None:
+        return None
+    recorded, feeds = golden.recorded(found, typed.path, candidate.inputs, candidate.outputs)
+    return golden.loosened(found, compare_engines(recorded, candidate, [feeds]))
+
+
+def _check_labels(request: Request, test: Samples | None) -> None:
+    """Raise BadInput where a metric has no labels, or where even equal answers could not pass."""
+    from deploykit.measure.evaluate.evaluation import MAX_DROP
+    from deploykit.measure.statistics import samples_to_show_no_drop
+
+    metric = request.metric or DEFAULT_METRIC
+    if test is None or test.labels is None:
+        if request.metric is not None:
+            missing = f", {request.data} has none" if request.data else ""
+            raise BadInput(
+                f"`metric` {metric}: needs labels{missing}",
+                hint="`data`: an .npz with an array named 'labels'",
+            )
+        return
+    max_drop = MAX_DROP if request.max_drop is None else request.max_drop
+    fewest = samples_to_show_no_drop(max_drop)
+    if request.to == "auto" and metric == DEFAULT_METRIC and len(test) < fewest:
+        raise BadInput(
+            f"{test.where}: {len(test)} samples cannot show a drop within "
+            f"{max_drop * 100:g} pp even where there is none, {fewest} are needed",
+            hint="give more labelled samples, or a larger `max_drop`",
+        )
+
+
+def _overlap(request: Request, calib: Samples | None, test: Samples | None) -> tuple[str, ...]:
+    from deploykit.runtimes.data.checks import overlap
+
+    shared = overlap(calib, test) if calib and test else 0
+    if not shared or test is None:
+        return ()
+    note = f"{shared} of the {len(test)} samples of {request.data} are also in {request.calib}"
+    return (f"{note}: figures on samples that set the scales flatter",)
+
+
+def _calibration_record(
+    request: Request, samples: Samples | None, method: str, doubts: Sequence[str]
+) -> CalibrationRecord | None:
+    if samples is None or request.calib is None:
+        return None
+    digest = sha256(request.calib) if request.calib.is_file() else ""
+    return CalibrationRecord(not doubts, "; ".join(doubts), method, len(samples), digest)
+
+
+def _not_measured(job: Job, evaluation: Evaluation) -> list[str]:
+    """What an evaluation without labels cannot show."""
+    if job.metric is not None:
+        return []
+    on = job.samples.where if job.samples else "random inputs"
+    notes = [f"accuracy not measured: no labelled data (`data`); agreement and SQNR are of {on}"]
+    agreement = evaluation.agreement
+    if agreement is not None and agreement.value < _FEW_AGREE:
+        notes.append(
+            f"{(1 - agreement.value) * 100:.1f} % of the samples get another answer: measure on "
+            "labelled data before you rely on it"
+        )
+    return notes
 
 
 def _half_notes(job: Job, half: str, kept: Collection[str]) -> list[str]:
@@ -99,7 +292,7 @@ def _half_notes(job: Job, half: str, kept: Collection[str]) -> list[str]:
     if kept:
         notes.append(f"kept in float32, too close to float16's limit: {', '.join(kept)}")
     if half == "fp16" and job.calibration is None:
-        notes.append("activations not checked for float16 overflow: no calibration data (--calib)")
+        notes.append("activations not checked for float16 overflow: no calibration data (`calib`)")
     return notes + [BY_NAME[half].cpu_note] * bool(BY_NAME[half].cpu_note)
 
 
@@ -120,7 +313,7 @@ def axis_sizes(samples: Samples | None, inputs: Sequence[TensorSpec], batch: int
 def batch_that_fits(source: Graph, sizes: Mapping[str, int]) -> int:
     """Samples for one call: 32, fewer where the largest tensor of one sample is large.
 
-    `sizes`: of the dynamic axes at batch 1. Two engines run, each holding some such tensors.
+    `sizes`: of the dynamic axes at batch 1. Two engines run, each with some such tensors.
     """
     from deploykit.quantization import cost
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploykit.core.artefact import read_manifest
+from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput, NotFound
 from deploykit.core.evidence import GoldenSamples, Parity
 from deploykit.core.files import check_inside, sha256
@@ -51,14 +51,13 @@ def record(engine: Engine, feeds: Mapping[str, np.ndarray], artefact: Path) -> G
     return GoldenSamples(out.name, sha256(out), engine.runtime, MAX_ERROR)
 
 
-def carry(source: Path, to: Path) -> GoldenSamples | None:
-    """Copy the samples of `source` beside `to`; None where it has none."""
-    manifest = read_manifest(source)
-    found = named(source, manifest) if manifest else None
+def carry(source: Artefact, to: Path) -> GoldenSamples | None:
+    """Copy the samples of `source` next to `to`; None where it has none."""
+    found = named(source.path, source.manifest) if source.manifest else None
     if found is None:
         return None
-    shutil.copyfile(source.with_name(found.file), beside(to))
-    return GoldenSamples(beside(to).name, found.sha256, found.reference, found.max_error)
+    shutil.copyfile(source.path.with_name(found.file), beside(to))
+    return replace(found, file=beside(to).name)
 
 
 def loosened(golden: GoldenSamples, parity: Parity) -> GoldenSamples:
@@ -69,20 +68,19 @@ def loosened(golden: GoldenSamples, parity: Parity) -> GoldenSamples:
 
 
 def open_recorded(
-    artefact: Path, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]
+    artefact: Artefact, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]
 ) -> tuple[RecordedEngine, dict[str, np.ndarray], GoldenSamples]:
     """What was recorded, as an engine, its feeds, and the entry of the manifest.
 
     Raises NotFound where `artefact` has no samples, BadInput where they are not what it says.
     """
-    manifest = read_manifest(artefact)
-    golden = named(artefact, manifest) if manifest else None
+    golden = named(artefact.path, artefact.manifest) if artefact.manifest else None
     if golden is None:
         raise NotFound(
             f"{artefact}: has no golden samples beside it",
             hint="name a second file to compare with; `deploykit export` records samples",
         )
-    return *recorded(golden, artefact, inputs, outputs), golden
+    return *recorded(golden, artefact.path, inputs, outputs), golden
 
 
 def recorded(

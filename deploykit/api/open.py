@@ -1,8 +1,7 @@
 """Open an artefact for serving or timing; a TensorRT engine only once it is proven on its device.
 
-In: a path and a device. Out: engines. An engine that was built where it could not be run says so in
-its manifest ("verified": false): here it is run first, against the graph it was built from or the
-golden samples beside it, and what that showed is written into the manifest.
+An engine that was built where it could not run is run here first, against the graph it was built
+from or the golden samples next to it; the result is written into its manifest.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.api import verify
-from deploykit.core.artefact import read_manifest, sniff
+from deploykit.core.artefact import Artefact, ArtefactLike, read_manifest
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed
 from deploykit.core.evidence import Evidence, Layer
 from deploykit.core.manifest import Manifest, write_manifest
@@ -27,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def open_proven(
-    path: Path,
+    source: ArtefactLike,
     device: str = "auto",
     *,
     threads: int | None = None,
@@ -35,25 +34,26 @@ def open_proven(
     instances: int = 1,
     on_note: Callable[[str], None] = log.warning,
 ) -> list[Engine]:
-    """Open `path` `instances` times; who opens them closes them.
+    """Open an artefact `instances` times; the caller closes the engines.
 
-    `trust`: also a TensorRT engine without a manifest, or one that nothing here can prove; what
-    answers wrongly is never opened. `on_note` is told, once each, what a reader must know. Raises
-    GateFailed for an engine that answers otherwise than its graph, BadInput for one that cannot be
-    proven, and as `load` does.
+    `trust`: open a TensorRT engine without a manifest too, or one that nothing here can prove; one
+    whose outputs are wrong is never opened. `on_note` gets each warning once. Raises GateFailed for
+    an engine whose outputs differ from its graph's, BadInput for one that cannot be proven, and as
+    `load` does.
     """
     from deploykit.runtimes.engine import load
 
     if instances < 1:
         raise BadInput(f"1 instance or more is needed, got {instances}")
-    manifest = read_manifest(path) if sniff(path) == "tensorrt" else None
+    artefact = Artefact.open(source)
+    manifest = artefact.manifest if artefact.format == "tensorrt" else None
     engines: list[Engine] = []
     with ExitStack() as stack:
         for _ in range(instances):
-            engines.append(load(path, device, threads=threads, trust=trust))
+            engines.append(load(artefact, device, threads=threads, trust=trust))
             stack.callback(engines[-1].close)
             if len(engines) == 1 and manifest is not None:
-                _check(engines[0], path, manifest, trust, on_note)
+                _check(engines[0], artefact.path, manifest, trust, on_note)
         stack.pop_all()
     for note in engines[0].notes:
         on_note(note)
@@ -73,8 +73,8 @@ def _check(
         if not trust:
             raise BadInput(
                 f"{path}: was never run on its device, and cannot be proven here: {why}",
-                hint=f"put {manifest.built_on.get('model', 'its graph')} beside it, build it here, "
-                "or take it as it is with --trust",
+                hint=f"put {manifest.built_on.get('model', 'its graph')} next to it, build it "
+                "here, or open it unproven with `trust`",
             )
         on_note(f"{path}: taken on trust: it was never proven, as {why}")
         return

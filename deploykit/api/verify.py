@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from deploykit.api import golden
 from deploykit.api.artefacts import parity_sizes
-from deploykit.core.artefact import read_manifest
+from deploykit.api.evaluate import DEFAULT_METRIC, Request
+from deploykit.core.artefact import Artefact, read_manifest
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported
 from deploykit.core.evidence import (
     Evaluation,
@@ -100,7 +101,7 @@ def prove(
         return None, f"{why}, and its golden samples cannot be replayed: {exc.message}"
 
 
-def record(typed: Path, path: Path, sizes: Mapping[str, int]) -> GoldenSamples | None:
+def record(typed: Artefact, path: Path, sizes: Mapping[str, int]) -> GoldenSamples | None:
     """What `typed` answers on the CPU, kept beside `path`, so that it can be proven without it.
 
     `sizes`: of the dynamic axes. None where the graph does not run here, or its tensors are large.
@@ -157,25 +158,21 @@ def _replayed(found: GoldenSamples, engine: TensorRtEngine, path: Path, name: st
     return compare_engines(reference, engine, [feeds], max_error=found.max_error, names=names)
 
 
-def judge(
-    engine: TensorRtEngine,
-    source: Path,
-    data: Path,
-    *,
-    metric: str | None,
-    max_drop: float | None,
-    name: str,
+def evaluate_engine(
+    engine: TensorRtEngine, source: Artefact, request: Request, name: str
 ) -> Evaluation | None:
-    """The accuracy of `engine` against the model that was built; None where `data` has no labels.
+    """The accuracy of `engine` against the float32 model; None where the data has no labels.
 
-    Samples that do not fill the smallest batch it takes are left out. Raises BadInput.
+    Samples that do not fill the smallest batch it accepts are left out. Raises BadInput.
     """
     from deploykit.measure.evaluate.evaluation import evaluate
     from deploykit.measure.evaluate.metrics import find_metric
     from deploykit.runtimes.data.samples import read_samples
     from deploykit.runtimes.engine import load
 
-    samples = read_samples(data, engine.inputs)
+    if request.data is None:
+        return None
+    samples = read_samples(request.data, engine.inputs)
     if samples.labels is None:
         return None
     low, high = engine.limits.get(BATCH, (1, None))
@@ -183,15 +180,17 @@ def judge(
     size = min(32, high or 32) // low * low or low
     if low > 1:
         if len(samples) < low:
-            raise BadInput(f"{data}: {len(samples)} samples, the engine takes {low} at the least")
+            raise BadInput(
+                f"{request.data}: {len(samples)} samples, the engine needs {low} or more"
+            )
         samples = samples.first(len(samples) // low * low)
     with load(source, "cpu") as reference:
         return evaluate(
             reference,
             engine,
             samples=samples,
-            metric=find_metric(metric or "top1"),
-            max_drop=max_drop,
+            metric=find_metric(request.metric or DEFAULT_METRIC),
+            max_drop=request.max_drop,
             names=(source.name, name),
             batch_size=size,
         )

@@ -1,19 +1,39 @@
-"""Write the graph that ONNX Runtime optimised, so that a server does not do it again at each start.
+"""Write the graph that ONNX Runtime optimised, so that a server need not do it at each start.
 
-In: an `.onnx` file. Out: an `.onnx` file with fused nodes and, for an INT8 graph, integer kernels.
+The result has fused nodes and, for an INT8 graph, integer kernels.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+from deploykit.builders.builder import Built, Shapes
+from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.extras import require
 from deploykit.core.files import atomic_write, check_readable
+from deploykit.core.profile import Profile
 from deploykit.runtimes.onnxruntime.engine import onnxruntime_errors, session_options
 
 ort = require("onnxruntime")
+
+
+def build_engine(
+    model: Artefact,
+    out: Path,
+    target: Profile,
+    shapes: Shapes,
+    on_progress: Callable[[str, float], None] | None = None,  # noqa: ARG001 - takes seconds
+) -> Built:
+    """As `build`; raises BadInput for shapes, which ONNX Runtime has no use for."""
+    if shapes != Shapes():
+        raise BadInput(
+            f"profile '{target.name}' runs ONNX Runtime, which takes any batch and needs no shapes",
+            hint="batch, axes, level, DLA and the compatibility options are for TensorRT",
+        )
+    return Built({**build(model.path, out), "profile": target.name})
 
 
 def build(path: Path, out: Path, *, threads: int | None = None) -> dict[str, str]:

@@ -48,10 +48,10 @@ def train(
 
     Example: deploykit train mnist-cnn -o model.pt
     """
-    from deploykit.api import build
+    from deploykit.api import train as training
 
     with Progress("train") as progress:
-        result = build.train(
+        result = training.train(
             recipe,
             out,
             data=data,
@@ -150,7 +150,7 @@ def quantize(
     calibrator: Literal["minmax", "percentile", "entropy"] | None = None,
     runtime: Literal["tensorrt", "onnxruntime"] | None = None,
     profile: str | None = None,
-    rest: Literal["fp32", "fp16"] = "fp32",
+    other_nodes: Literal["fp32", "fp16"] = "fp32",
     as_json: bool = False,
 ) -> None:
     """Lower an ONNX model's precision and measure the lost accuracy.
@@ -172,7 +172,7 @@ def quantize(
             metric=metric,
             max_drop=max_drop,
             min_sqnr_db=min_sqnr_db,
-            rest=rest,
+            other_nodes=other_nodes,
             calibrator=calibrator,
             runtime=runtime,
             profile=profile,

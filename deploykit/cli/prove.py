@@ -18,9 +18,9 @@ def inspect(path: Path, as_json: bool = False) -> None:
 
     Example: deploykit inspect model.int8.onnx
     """
-    from deploykit.api import compare as proof
+    from deploykit.api import inspect as inspecting
 
-    result = proof.inspect(path)
+    result = inspecting.inspect(path)
     output.show(result, tables.inspection(result), as_json=as_json)
 
 
@@ -71,10 +71,10 @@ def predict(
 
     Example: deploykit predict model.onnx test.npz -o predictions.npz
     """
-    from deploykit.api import compare as proof
+    from deploykit.api import predict as predicting
 
     with Progress("predict") as progress:
-        result = proof.predict(
+        result = predicting.predict(
             engine, data, out, batch=batch, device=device, trust=trust, on_progress=progress
         )
     output.show(result, tables.predicted(result), as_json=as_json)

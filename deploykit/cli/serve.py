@@ -194,9 +194,9 @@ def load(
 
     Example: deploykit load http://127.0.0.1:8000 --concurrency 32
     """
-    from deploykit.api import bench as figures
+    from deploykit.api import load_test as loading
 
-    result = figures.load_test(
+    result = loading.load_test(
         url,
         model=model,
         rate=rate,

@@ -13,9 +13,11 @@ from deploykit.cli.output import Part, Table
 if TYPE_CHECKING:
     from deploykit.api.artefacts import Made
     from deploykit.api.build_tensorrt import CheckResult
-    from deploykit.api.compare import Compared, Inspection, Predicted
+    from deploykit.api.compare import Compared
     from deploykit.api.demo import Toured
     from deploykit.api.doctor import Health
+    from deploykit.api.inspect import Inspection
+    from deploykit.api.predict import Predicted
     from deploykit.core.evidence import SearchRecord
     from deploykit.core.profile import Profile
     from deploykit.measure.evaluate.parity import Parity

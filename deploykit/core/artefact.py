@@ -40,6 +40,13 @@ class Artefact:
         found.format  # noqa: B018 - raises for a file that is no model
         return found
 
+    @classmethod
+    def described(cls, path: StrPath, manifest: Manifest) -> Artefact:
+        """A file that was just written, with its manifest: nothing of it is read again."""
+        found = cls(path)
+        vars(found).update(format=manifest.format, sha256=manifest.sha256, manifest=manifest)
+        return found
+
     @cached_property
     def format(self) -> str:
         """ "onnx", "torch", "safetensors" or "tensorrt"; raises as `sniff` does."""

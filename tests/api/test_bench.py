@@ -72,9 +72,9 @@ def test_without_the_float32_model_a_baseline_is_asked_for(
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     moved = affine_onnx.rename(elsewhere / "model.onnx")
-    with pytest.raises(dk.BadInput, match="is not beside it") as caught:
+    with pytest.raises(dk.BadInput, match="is not next to it") as caught:
         timed(engine)
-    assert "--baseline" in (caught.value.hint or "")
+    assert "`baseline`" in (caught.value.hint or "")
     assert timed(engine, baseline=moved).artefacts[0]["file"] == "model.onnx"
 
 
@@ -188,6 +188,6 @@ def test_a_throttled_gpu_is_a_warning_or_with_strict_a_failure(
         sys.exit(main())
     assert bool(ended.value.code) is strict
     said = capfd.readouterr()
-    assert "the GPU was held back while it was timed: hw_thermal" in said.err
+    assert "the GPU was throttled while it was timed: hw_thermal" in said.err
     assert "no speed-up is stated" in said.out
     assert (out / "report.json").exists()

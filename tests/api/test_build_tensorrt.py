@@ -20,8 +20,10 @@ import pytest
 import deploykit as dk
 from deploykit.api import build as making
 from deploykit.api import build_tensorrt
-from deploykit.api.build_tensorrt import Labelled, Shapes, build_plan
-from deploykit.core.artefact import read_manifest
+from deploykit.api.build_tensorrt import PlanOptions, Shapes, prove_plan
+from deploykit.api.evaluate import Request
+from deploykit.builders.builder import find_builder
+from deploykit.core.artefact import Artefact, read_manifest
 from deploykit.core.files import sha256
 from deploykit.core.machine import Gpu, this_machine
 from deploykit.core.profile import load_profile
@@ -54,18 +56,20 @@ def layers(kind: str) -> str:
     return json.dumps({"Layers": [layer], "Bindings": ["x", "y"]})
 
 
-def built(model: Path, folder: Path, labelled: Labelled | None = None, **shapes: Any) -> Any:
-    stage = folder / "stage"
+def built(
+    model: Path,
+    folder: Path,
+    data: Path | None = None,
+    max_drop: float | None = None,
+    **shapes: Any,
+) -> Any:
+    """Build for a target that this machine is not."""
+    stage, l4 = folder / "stage", load_profile("l4")
     stage.mkdir()
-    return build_plan(
-        model,
-        model,
-        stage / "m.trt",
-        folder / "m.trt",
-        load_profile("l4"),
-        Shapes(**shapes),
-        labelled=labelled,
-    )
+    request = Request(to="fp32", runtime="tensorrt", target=l4, data=data, max_drop=max_drop)
+    options, source = PlanOptions(l4, Shapes(**shapes), request), Artefact.open(model)
+    plan = find_builder("tensorrt")(source, stage / "m.trt", l4, options.shapes, None)
+    return prove_plan(plan, source, source, stage / "m.trt", folder / "m.trt", options)
 
 
 def test_an_engine_that_cannot_run_here_is_kept_and_not_called_verified(
@@ -254,8 +258,7 @@ def test_its_own_accuracy_is_gated_on_labelled_data(
     x[:, 0] = 0.001
     data = tmp_path / "test.npz"
     np.savez(data, x=x, labels=np.zeros(400, np.int64))
-    labelled = Labelled(data, max_drop=0.02)
-    build = functools.partial(built, affine_onnx, tmp_path, labelled=labelled)
+    build = functools.partial(built, affine_onnx, tmp_path, data=data, max_drop=0.02)
     if passes:
         assert build().manifest.evidence.accuracy.passed is True
     else:
@@ -282,12 +285,12 @@ def test_a_jetson_is_told_by_its_board_and_not_by_the_name_of_its_gpu(
     nano = replace(this_machine(), gpus=(gpu,), board_ids=("nvidia,p3767-0005", "nvidia,tegra234"))
     monkeypatch.setattr(build_tensorrt, "this_machine", lambda: nano)
     with pytest.raises(dk.Unsupported, match="profile 'jetson-orin-nx-16gb' is not this machine"):
-        build_tensorrt.check_here(load_profile("jetson-orin-nx-16gb"), model)
+        build_tensorrt.check_here(load_profile("jetson-orin-nx-16gb"), Artefact(model))
     with replaced("tensorrt", fake_module(Behaviour())):
-        build_tensorrt.check_here(load_profile("jetson-orin-nano-8gb"), model)
+        build_tensorrt.check_here(load_profile("jetson-orin-nano-8gb"), Artefact(model))
         without_smi = replace(nano, gpus=(), board="Jetson Orin Nano", l4t="36.4.3")
         monkeypatch.setattr(build_tensorrt, "this_machine", lambda: without_smi)
-        build_tensorrt.check_here(load_profile("jetson-orin-nano-8gb"), model)
+        build_tensorrt.check_here(load_profile("jetson-orin-nano-8gb"), Artefact(model))
 
 
 # elsewhere

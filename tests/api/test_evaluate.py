@@ -30,4 +30,4 @@ def test_the_sizes_of_axes_come_from_the_samples() -> None:
     inputs = {"ids": np.zeros((9, 5), np.int64), "x": np.zeros((9, 3), np.float32)}
     assert axis_sizes(Samples(inputs, None, "here"), specs, 2) == {"N": 2, "T": 5}
     assert axis_sizes(None, specs, 2) == {"N": 2}
-    assert batch_that_fits(conv_relu(), {"N": 1}) == MOST_SAMPLES
+    assert batch_that_fits(Graph(conv_relu()), {"N": 1}) == MOST_SAMPLES

@@ -142,8 +142,8 @@ def test_what_cannot_be_proven_is_refused_and_says_what_is_missing(unproven: Pat
     with pytest.raises(dk.BadInput, match=r"cannot be proven here.*no golden samples") as caught:
         open_proven(unproven)
     assert caught.value.exit_code == 2
-    assert "put affine.onnx beside it" in (caught.value.hint or "")
-    assert "--trust" in (caught.value.hint or "")
+    assert "put affine.onnx next to it" in (caught.value.hint or "")
+    assert "`trust`" in (caught.value.hint or "")
 
 
 def test_what_cannot_be_proven_is_taken_on_trust_with_one_warning(unproven: Path) -> None:

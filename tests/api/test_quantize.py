@@ -59,7 +59,7 @@ def data(tmp_path: Path, model: Path) -> Path:
 def test_a_precision_is_in_the_file_and_keeps_the_answers(
     model: Path, calib: Path, to: str, rest: str, holds: set[str]
 ) -> None:
-    made = dk.quantize(model, to, calib=calib, rest=rest)
+    made = dk.quantize(model, to, calib=calib, other_nodes=rest)
     assert set(made.manifest.precision) == holds
     assert made.evaluation.passed
     assert made.evaluation.sqnr_db > 20
@@ -199,14 +199,14 @@ def test_a_budget_that_is_spent_before_anything_passed_leaves_float32(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"to": "fp8", "profile": "t4"}, "profile 't4' does not run it"),
-        ({"to": "fp12"}, "--to fp12"),
+        ({"to": "fp8", "profile": "t4"}, "`profile` t4 does not run fp8"),
+        ({"to": "fp12"}, "`to` 'fp12' is unknown"),
         ({"to": "int8", "calibrator": "guess"}, "unknown calibration method 'guess'"),
-        ({"to": "fp16", "rest": "fp16"}, "--rest fp16"),
-        ({"to": "int8", "rest": "fp16", "runtime": "onnxruntime"}, "--rest fp16"),
-        ({"to": "int8", "rest": "fp64"}, "--rest fp64"),
-        ({"to": "int8", "max_drop": 0.0}, "--max-drop 0.0"),
-        ({"to": "int8", "max_drop": float("nan")}, "--max-drop nan"),
+        ({"to": "fp16", "other_nodes": "fp16"}, "`other_nodes` fp16"),
+        ({"to": "int8", "other_nodes": "fp16", "runtime": "onnxruntime"}, "`other_nodes` fp16"),
+        ({"to": "int8", "other_nodes": "fp64"}, "`other_nodes` 'fp64'"),
+        ({"to": "int8", "max_drop": 0.0}, "`max_drop` must be"),
+        ({"to": "int8", "max_drop": float("nan")}, "`max_drop` must be"),
         ({"to": "int8", "min_sqnr_db": float("nan")}, "min_sqnr_db"),
         ({"to": "auto", "budget_s": 0.0}, "time budget"),
         ({"to": "auto", "budget_s": float("nan")}, "time budget"),
@@ -224,7 +224,7 @@ def test_options_that_cannot_be_are_refused(
 
 @pytest.mark.parametrize("to", ["int8", "fp8", "auto"])
 def test_scales_need_data(model: Path, to: str) -> None:
-    with pytest.raises(dk.BadInput, match=f"--to {to} needs calibration data"):
+    with pytest.raises(dk.BadInput, match=f"precision {to} needs calibration data"):
         dk.quantize(model, to)
 
 

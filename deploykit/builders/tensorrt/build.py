@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deploykit.builders.builder import Built
 from deploykit.builders.tensorrt.errors import Refusal, error_of, refuses_strong_typing
 from deploykit.builders.tensorrt.inspector import Layer, read_layers
 from deploykit.builders.tensorrt.memory import mib, workspace_that_fits
@@ -58,26 +59,6 @@ _NOT_PROVEN: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What is known of a plan. `layers` is None where this machine cannot read the plan back.
-
-    `flags_used`: names of builder and network flags. `timing_cache_sha256`: of the cache as the
-    build left it, empty if none was kept.
-    """
-
-    built_on: Mapping[str, str]
-    layers: tuple[Layer, ...] | None
-    notes: tuple[str, ...]
-    timing_cache_sha256: str
-    flags_used: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        layers = None if self.layers is None else [layer.to_dict() for layer in self.layers]
-        lists = {"notes": list(self.notes), "flags_used": list(self.flags_used)}
-        return {**vars(self), "built_on": dict(self.built_on), "layers": layers, **lists}
-
-
-@dataclass(frozen=True)
 class Checked:
     """What a check found. `problems`: each thing that was refused; empty when accepted.
 
@@ -111,7 +92,7 @@ class _Made:
     timing_sha256: str = ""
 
 
-def build(model: Path, out: Path, options: Options, on_progress: OnProgress | None = None) -> Facts:
+def build(model: Path, out: Path, options: Options, on_progress: OnProgress | None = None) -> Built:
     """Write the plan of `model` to `out`, whole or not at all. Takes seconds to hours.
 
     `on_progress(text, share)`: the share is from 0 to 1. Raises NotFound or BadInput for a damaged
@@ -134,7 +115,7 @@ def build(model: Path, out: Path, options: Options, on_progress: OnProgress | No
         tmp.write_bytes(made.plan)
     layers, notes = read_back(made.plan, options.flavour, host_code=options.version_compatible)
     progress.done("built")
-    return Facts(
+    return Built(
         _built_on(nv, model, options, here, made),
         layers,
         made.notes + notes,

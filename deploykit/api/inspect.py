@@ -1,0 +1,111 @@
+"""Describe what is in an artefact: tensors, precision, operators, origin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deploykit.core.artefact import Artefact, ArtefactLike
+from deploykit.core.errors import BadInput
+from deploykit.core.json_value import Record
+from deploykit.core.manifest import Manifest
+from deploykit.core.precision import names_of
+from deploykit.core.profile import load_profile, profile_names
+from deploykit.core.tensors import TensorSpec
+
+
+@dataclass(frozen=True)
+class Inspection(Record):
+    """What is in an artefact. `details` depends on the format.
+
+    `fits`: the profiles that offer its precisions; it was not tried there.
+    """
+
+    path: Path
+    format: str
+    size_bytes: int
+    sha256: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    precision: Mapping[str, int]
+    details: Mapping[str, Any]
+    fits: tuple[str, ...]
+    manifest: Manifest | None
+
+
+_Content = tuple[
+    tuple[TensorSpec, ...],
+    tuple[TensorSpec, ...],
+    Mapping[str, int],
+    Mapping[str, Any],
+    tuple[str, ...],
+]  # inputs, outputs, precision, details, fits
+
+
+def inspect(path: ArtefactLike) -> Inspection:
+    """Describe any artefact; a manifest next to it is read and checked against the file."""
+    artefact = Artefact.open(path)
+    manifest, size = artefact.manifest, artefact.path.stat().st_size
+    read = {"onnx": _onnx, "tensorrt": _tensorrt}.get(artefact.format, _torch)
+    content = read(artefact)
+    return Inspection(
+        artefact.path, artefact.format, size, artefact.sha256, *content, manifest=manifest
+    )
+
+
+def _onnx(artefact: Artefact) -> _Content:
+    from deploykit.onnx_graph.graph import Graph
+    from deploykit.quantization import cost
+
+    graph = Graph.open(artefact.path)
+    summary = graph.summary
+    shown = summary.to_dict().items()
+    details = {key: value for key, value in shown if key not in ("inputs", "outputs", "precision")}
+    details["mix"] = cost.mix(graph, {}).to_dict()
+    fits = _targets(summary.precision, summary.opset)
+    return summary.inputs, summary.outputs, summary.precision, details, fits
+
+
+def _torch(artefact: Artefact) -> _Content:
+    from deploykit.runtimes.torch.engine import look
+
+    inputs, outputs, details = look(artefact.path)
+    return inputs, outputs, {}, details, ("torch",)
+
+
+def _tensorrt(artefact: Artefact) -> _Content:
+    manifest = artefact.manifest
+    if manifest is None:
+        raise BadInput(
+            f"{artefact}: is a TensorRT engine without a manifest, so its content is unknown",
+            hint="deploykit build writes one next to every engine",
+        )
+    evidence = manifest.evidence
+    read, built = evidence.precision, evidence.build
+    found = {
+        "verified": evidence.verified,
+        "flags": list(built.flags) if built else None,
+        "shares": read.shares if read else None,
+        "time_shares": read.time_shares if read else None,
+    }
+    details = {key: value for key, value in found.items() if value is not None}
+    profile = manifest.built_on.get("profile")
+    fits = (profile,) if profile else ()
+    return manifest.inputs, manifest.outputs, manifest.precision, details, fits
+
+
+def _targets(precision: Mapping[str, int], opset: Mapping[str, int]) -> tuple[str, ...]:
+    """Profiles that offer every precision of the graph.
+
+    A graph with operators of another domain than ONNX's own runs on ONNX Runtime alone.
+    """
+    needed = names_of(precision)
+    standard = set(opset) <= {"", "ai.onnx"}
+    profiles = [load_profile(name) for name in profile_names()]
+    return tuple(
+        profile.name
+        for profile in profiles
+        if needed <= set(profile.precisions) and (standard or profile.runtime == "onnxruntime")
+    )

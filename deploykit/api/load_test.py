@@ -1,0 +1,47 @@
+"""Put a running server under load and measure how it answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploykit.api.bench import now
+from deploykit.core.files import make_folder
+from deploykit.core.machine import this_machine
+from deploykit.core.paths import StrPath
+
+if TYPE_CHECKING:
+    from deploykit.measure.load.generator import LoadResult
+
+
+def load_test(
+    url: str,
+    *,
+    model: str | None = None,
+    rate: float | None = None,
+    concurrency: int | None = None,
+    duration_s: float = 10.0,
+    batch: int = 1,
+    out: StrPath | None = None,
+    command: str = "",
+) -> LoadResult:
+    """Load a running server: `rate` requests per second (open loop) or `concurrency` of them."""
+    from deploykit.measure.load.generator import run_load
+    from deploykit.measure.report import report as reports
+    from deploykit.measure.report.verdict import verdict
+
+    folder = make_folder(Path(out)) if out is not None else None
+    result = run_load(
+        url, model=model, rate=rate, concurrency=concurrency, duration_s=duration_s, batch=batch
+    )
+    if folder is not None:
+        report = reports.Report(
+            title=f"{result.model} under load",
+            created=now(),
+            command=command,
+            machine=this_machine().to_dict(),
+            serving=(result,),
+        )
+        reports.write(replace(report, verdict=verdict(report)), folder)
+    return result

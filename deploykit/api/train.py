@@ -1,0 +1,76 @@
+"""Train a recipe into a checkpoint that `export` reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploykit.api.artefacts import Made, Progress
+from deploykit.core.evidence import Evidence, TrainingRecord
+from deploykit.core.files import check_writable, make_folder, sha256
+from deploykit.core.machine import tool_versions
+from deploykit.core.manifest import Manifest, write_manifest
+from deploykit.core.paths import StrPath
+from deploykit.core.recipe import load_recipe
+
+if TYPE_CHECKING:
+    from deploykit.core.recipe import Splits
+
+
+def train(
+    recipe: str,
+    out: StrPath,
+    *,
+    data: StrPath | None = None,
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    device: str = "auto",
+    amp: bool | None = None,
+    weights: StrPath | None = None,
+    seed: int = 0,
+    save_splits: StrPath | None = None,
+    on_progress: Progress | None = None,
+) -> Made:
+    """Train `recipe` ("mnist-cnn", `./mine.py` or `pkg.mod:RECIPE`) and write the checkpoint `out`.
+
+    `data`: the recipe's data, where it does not bring its own. `amp`: mixed precision; on by
+    default on a GPU. `weights`: a file to start from. `save_splits`: a folder that gets
+    calibration.npz and test.npz, for `quantize` and `predict`.
+    """
+    out, start = Path(out), Path(weights) if weights else None
+    check_writable(out)
+    chosen = load_recipe(recipe)
+    from deploykit.measure.statistics import proportion
+    from deploykit.runtimes.torch import engine as runtime
+    from deploykit.training import loop
+
+    initial = runtime.load_weights(start) if start else None
+    splits = chosen.data(Path(data) if data else None)
+    options = loop.Options(epochs, batch_size, device, amp, seed)
+    trained = loop.train(chosen, splits, options, weights=initial, on_progress=on_progress)
+    runtime.save_checkpoint(out, trained.module, recipe, chosen.inputs, chosen.outputs)
+    samples = len(trained.scores)
+    score = proportion(round(trained.scores.sum()), samples)
+    record = TrainingRecord(recipe, chosen.metric_name, samples, score, trained.figures)
+    manifest = Manifest(
+        format="torch",
+        inputs=chosen.inputs,
+        outputs=chosen.outputs,
+        precision={"float32": sum(1 for _ in trained.module.parameters())},
+        sha256=sha256(out),
+        made_from=(sha256(start),) if start else (),
+        made_with=tool_versions("torch"),
+        evidence=Evidence(training=record),
+    )
+    write_manifest(out, manifest)
+    if save_splits is not None:
+        _save(splits, Path(save_splits))
+    return Made(out, manifest)
+
+
+def _save(splits: Splits, folder: Path) -> None:
+    from deploykit.runtimes.data.samples import LABELS, write_npz
+
+    make_folder(folder)
+    for name, split in (("calibration", splits.calibration), ("test", splits.test)):
+        write_npz(folder / f"{name}.npz", {**split.inputs, LABELS: split.labels})

@@ -1,0 +1,58 @@
+"""The table of builders: each runtime's function that turns a typed ONNX graph into an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from deploykit.core.artefact import Artefact
+from deploykit.core.evidence import Layer
+from deploykit.core.json_value import Record
+from deploykit.core.profile import Profile
+
+# runtime of a profile -> "module:function" of the type `Builder`
+BUILDERS: Mapping[str, str] = {
+    "onnxruntime": "deploykit.builders.onnxruntime:build_engine",
+    "tensorrt": "deploykit.builders.tensorrt.target:build_engine",
+}
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What an engine is built for, as the user wrote it; None and () are the defaults."""
+
+    batch: str | None = None
+    axes: Sequence[str] = ()
+    level: int | None = None
+    version_compatible: bool = False
+    hardware_compatible: str | None = None  # "ampere-plus" or "same-compute-capability"
+    dla: int | None = None
+
+
+@dataclass(frozen=True)
+class Built(Record):
+    """What is known of a built engine. `layers` is None where they cannot be read back here.
+
+    `flags_used`: names of builder and network flags. `timing_cache_sha256`: of the cache after the
+    build, empty if none was kept.
+    """
+
+    built_on: Mapping[str, str]
+    layers: tuple[Layer, ...] | None = None
+    notes: tuple[str, ...] = ()
+    timing_cache_sha256: str = ""
+    flags_used: tuple[str, ...] = ()
+
+
+Builder = Callable[
+    [Artefact, Path, Profile, Shapes, "Callable[[str, float], None] | None"], Built
+]  # (graph, out, target, shapes, on_progress)
+
+
+def find_builder(runtime: str) -> Builder:
+    """The builder for a profile's runtime; its module is imported now."""
+    module, _, function = BUILDERS[runtime].partition(":")
+    found: Builder = getattr(import_module(module), function)
+    return found

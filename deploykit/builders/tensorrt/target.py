@@ -1,0 +1,65 @@
+"""Build or check a graph for a TensorRT target: the user's shapes become the builder's options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from deploykit.builders.builder import Built, Shapes
+from deploykit.builders.tensorrt import build as plans
+from deploykit.builders.tensorrt.build import Checked
+from deploykit.builders.tensorrt.options import Options
+from deploykit.builders.tensorrt.shapes import AxisRange, parse_axis, parse_batch
+from deploykit.core.artefact import Artefact
+from deploykit.core.errors import DeploykitError
+from deploykit.core.extras import installed
+from deploykit.core.profile import Profile
+from deploykit.onnx_graph.graph import Graph
+
+DEFAULT_BATCH = "1,8,32"
+
+
+def build_engine(
+    model: Artefact,
+    out: Path,
+    target: Profile,
+    shapes: Shapes,
+    on_progress: Callable[[str, float], None] | None = None,
+) -> Built:
+    """Write the plan of `model` to `out`; raises as `plans.build` does."""
+    options = options_of(target, shapes, model)
+    try:
+        from deploykit.runtimes.cuda.driver import Cudart
+
+        options = replace(options, free_bytes=Cudart(0).memory()[0])
+    except DeploykitError:  # no CUDA here: TensorRT itself says what is missing
+        pass
+    return plans.build(model.path, out, options, on_progress)
+
+
+def check(
+    model: Artefact,
+    target: Profile,
+    shapes: Shapes,
+    on_progress: Callable[[str, float], None] | None = None,
+) -> Checked:
+    """Parse and build with whatever NVIDIA builder is installed, and keep nothing."""
+    flavour = "tensorrt" if installed("tensorrt") or not installed("tensorrt_rtx") else "rtx"
+    options = replace(options_of(target, shapes, model), flavour=flavour)
+    return plans.check(model.path, options, on_progress)
+
+
+def options_of(target: Profile, shapes: Shapes, model: Artefact) -> Options:
+    """Raises BadInput for sizes that cannot be read."""
+    batched = any(spec.batched for spec in Graph.open(model.path).inputs)
+    text = shapes.batch or (DEFAULT_BATCH if batched else None)
+    return Options(
+        profile=target,
+        batch=parse_batch(text) if text else AxisRange(1, 1, 1),
+        axes=dict(parse_axis(each) for each in shapes.axes),
+        level=shapes.level,
+        version_compatible=shapes.version_compatible,
+        hardware_compatible=shapes.hardware_compatible,
+        dla=shapes.dla,
+    )
