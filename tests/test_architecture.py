@@ -56,11 +56,17 @@ CEILINGS = {  # where a room is above its budget: what it may have today. These 
     "runtimes": 4800,
     "exporters": 780,
     "onnx_graph+quantization": 3900,
-    "builders": 1600,
+    "builders": 1680,  # the table and what all builders share
     "serving": 9650,
     "api": 3500,
     "cli": 1800,
     "": 32500,
+}
+LONG = {  # functions over 60 lines
+    "api/export.py:export",
+    "api/serve.py:serve",
+    "serving/web/examples.py:_go",
+    "training/loop.py:train",
 }
 KNOWN_CYCLES = [  # for types alone; none may join them
     {"deploykit.serving.http2.headers", "deploykit.serving.http2.stream"},
@@ -225,6 +231,18 @@ def test_no_import_cycles_even_for_types() -> None:
 
     for module in graph:
         visit(module, ())
+
+
+def test_no_function_is_over_60_lines() -> None:
+    """Those in `LONG` are known; the list only shrinks."""
+    long = {
+        f"{name_of(path)}:{node.name}"
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and (node.end_lineno or node.lineno) - node.lineno + 1 > 60
+    }
+    assert long <= LONG
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

@@ -188,6 +188,6 @@ def test_a_throttled_gpu_is_a_warning_or_with_strict_a_failure(
         sys.exit(main())
     assert bool(ended.value.code) is strict
     said = capfd.readouterr()
-    assert "the GPU was throttled while it was timed: hw_thermal" in said.err
+    assert "the GPU lowered its clocks during the measurement: hw_thermal" in said.err
     assert "no speed-up is stated" in said.out
     assert (out / "report.json").exists()
