@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 GENERIC_PROFILE = "l4"  # whose peaks price a search that no profile was named for
 PRICED_BATCH = 8
-_HARM_SAMPLES = 16
+_SENSITIVITY_SAMPLES = 16
 _RUNS = 7  # of which the median is taken, where a price is measured
 
 
@@ -70,9 +70,13 @@ def search_precision(
         def tell(step: Step) -> None:
             if on_progress is not None:
                 word = "passes" if step.passed else "fails"
-                kept = f", {len(step.wide)} nodes kept in float32" if step.wide else ""
+                kept = (
+                    f", {len(step.float32_nodes)} nodes kept in float32"
+                    if step.float32_nodes
+                    else ""
+                )
                 share = min((time.monotonic() - began) / budget_s, 1.0)
-                on_progress(f"{step.precision}{kept} {word}: {step.text}", share)
+                on_progress(f"{step.precision}{kept} {word}: {step.why}", share)
 
         outcome = search.search(
             bench.levels(),
@@ -81,10 +85,10 @@ def search_precision(
             budget_s=budget_s,
             on_step=tell,
         )
-        notes = [outcome.text, *outcome.notes, bench.pricing]
+        notes = [outcome.why, *outcome.notes, bench.pricing]
         if outcome.best is None:
             return job.source.save(out), _record(outcome), None, notes
-        best, kept = outcome.best.model, outcome.best.wide
+        best, kept = outcome.best.model, outcome.best.float32_nodes
         if kept:
             notes.append(f"kept in float32 by the search: {', '.join(kept)}")
         data = best.path.with_name(f"{best.path.name}.data")
@@ -100,9 +104,9 @@ def _record(outcome: Outcome[Any]) -> SearchRecord:
     best = outcome.best
     return SearchRecord(
         passed=best is not None,
-        why=outcome.text,
+        why=outcome.why,
         precision=best.precision if best else "float32",
-        float32_nodes=best.wide if best else (),
+        float32_nodes=best.float32_nodes if best else (),
         cost_s=best.cost_s if best else None,
         drop=best.verdict.drop if best else None,
         stopped=outcome.stopped,
@@ -110,10 +114,10 @@ def _record(outcome: Outcome[Any]) -> SearchRecord:
         steps=tuple(
             SearchStep(
                 step.precision,
-                step.wide,
+                step.float32_nodes,
                 step.passed,
                 step.drop,
-                step.text,
+                step.why,
                 step.cost_s,
                 step.elapsed_s,
             )
@@ -208,7 +212,7 @@ class _Bench:
         every = frozenset(nodes)
         savings: dict[str, float] = {}
 
-        def harm(name: str) -> float:
+        def sensitivity(name: str) -> float:
             model, _ = self._typed(precision, every - {name})
             wanted, got = self._reference(), self._outputs(model)
             return search.noise_share(wanted, got)
@@ -224,7 +228,7 @@ class _Bench:
             nodes,
             make=lambda wide: self.candidate(precision, wide),
             cost_s=lambda candidate: candidate.cost_s,
-            harm=harm,
+            sensitivity=sensitivity,
             saving_s=saving_s,
         )
 
@@ -259,12 +263,12 @@ class _Bench:
             from deploykit.runtimes.engine import load
 
             with load(self.job.model, "cpu") as engine:
-                self.reference_outputs = engine(self._feeds(_HARM_SAMPLES))
+                self.reference_outputs = engine(self._feeds(_SENSITIVITY_SAMPLES))
         return list(self.reference_outputs.values())
 
     def _outputs(self, graph: Graph) -> list[Any]:
         with self._open(graph) as engine:
-            return list(engine(self._feeds(_HARM_SAMPLES)).values())
+            return list(engine(self._feeds(_SENSITIVITY_SAMPLES)).values())
 
     def _open(self, graph: Graph) -> Any:
         return open_candidate(self.job, graph.save(self.folder / "part.onnx"), self.folder)

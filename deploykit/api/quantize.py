@@ -135,7 +135,11 @@ def check(request: Request) -> None:
 
 
 def _manifest(job: Job, graph: Graph, evidence: Evidence) -> Manifest:
-    files = (job.request.calib, job.request.data)
-    data = [sha256(path) for path in files if path and path.is_file()]
-    sources = (job.model.sha256, *data)
+    data = job.request.data
+    hashes = (
+        job.model.sha256,
+        evidence.calibration.data_sha256 if evidence.calibration else "",
+        sha256(data) if data and data.is_file() else "",
+    )
+    sources = tuple(filter(None, hashes))
     return onnx_manifest(graph, sources, tools=("onnx", "onnxruntime"), evidence=evidence)

@@ -18,7 +18,7 @@ def test_the_time_budget_keeps_what_had_passed() -> None:
     assert outcome.best is not None
     assert outcome.best.precision == "fp16"
     assert 0 < len(network.ranked) < 100
-    assert outcome.text.endswith("(the time budget ran out)")
+    assert outcome.why.endswith("(the time budget ran out)")
 
 
 def test_nodes_that_there_was_no_time_to_rank_are_named_in_a_note() -> None:
@@ -32,7 +32,7 @@ def test_a_budget_that_ends_before_anything_passed_leaves_float32() -> None:
     network = Network({"int8": harms(8, FAILS), "fp16": harms(8)})
     outcome = network.search(budget_s=10)
     assert (outcome.best, outcome.stopped, len(outcome.steps)) == (None, "time budget", 1)
-    assert outcome.text == (
+    assert outcome.why == (
         "float32 stays: no narrower precision had passed (the time budget ran out)"
     )
 
@@ -51,7 +51,7 @@ def test_ctrl_c_keeps_the_best_so_far(later: int) -> None:
     outcome = network.search(on_step=stop)
     assert outcome.stopped == "interrupted"
     assert outcome.best is not None
-    assert len(outcome.best.wide) == [8, 6][later]  # 5 would have done
+    assert len(outcome.best.float32_nodes) == [8, 6][later]  # 5 would have done
 
 
 def test_ctrl_c_while_ranking_keeps_the_wider_level_that_passed() -> None:

@@ -1,4 +1,4 @@
-"""A made-up network: harm adds up over the narrow nodes, and so does the time."""
+"""A made-up network: sensitivity adds up over the narrow nodes, and so does the time."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from deploykit.core.errors import BadInput
 from deploykit.quantization.search import Level, Outcome, Step, Verdict, search
 
-Made = tuple[str, frozenset[str]]  # precision, nodes left wide
+Made = tuple[str, frozenset[str]]  # precision, nodes kept in float32
 
 
 def bits(precision: str) -> int:
     return 8 if "8" in precision else 16
 
 
-LIMIT = 1.0  # the harm that passes
+LIMIT = 1.0  # the sensitivity that passes
 
 
 @dataclass
@@ -38,13 +38,19 @@ class Network:
                 raise BadInput("nothing to quantize")
             return precision, wide
 
-        def harm(name: str) -> float:
+        def sensitivity(name: str) -> float:
             self.now += 1
             self.ranked.append(name)
             return harms[name]
 
         return Level(
-            precision, bits(precision), tuple(harms), make, self.cost_s, harm, lambda _: 0.008
+            precision,
+            bits(precision),
+            tuple(harms),
+            make,
+            self.cost_s,
+            sensitivity,
+            lambda _: 0.008,
         )
 
     def cost_s(self, made: Made) -> float:
@@ -56,7 +62,9 @@ class Network:
         self.now += 10
         self.judged.append(made)
         precision, wide = made
-        drop = sum(harm for name, harm in self.harms[precision].items() if name not in wide)
+        drop = sum(
+            sensitivity for name, sensitivity in self.harms[precision].items() if name not in wide
+        )
         return Verdict(drop <= LIMIT, drop, f"drop {drop:.2f}")
 
     def search(
@@ -75,7 +83,7 @@ class Network:
 
 
 def harms(count: int, bad: Mapping[int, float] | None = None) -> dict[str, float]:
-    """Nodes n0, n1, ... that do no harm, but for the `bad` ones."""
+    """Nodes n0, n1, ... that do no sensitivity, but for the `bad` ones."""
     return {f"n{number}": (bad or {}).get(number, 0.0) for number in range(count)}
 
 

@@ -1,4 +1,4 @@
-"""How harm is measured and ranked, and a search of real graphs by it."""
+"""How sensitivity is measured and ranked, and a search of real graphs by it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from tests.support.onnx_zoo import make, save
 
 
 def test_what_harms_most_for_what_it_saves_is_widened_first() -> None:
-    harm = {"cheap": 2.0, "dear": 3.0, "free": 0.1, "unknown": math.nan}
+    sensitivity = {"cheap": 2.0, "dear": 3.0, "free": 0.1, "unknown": math.nan}
     saving = {"cheap": 0.001, "dear": 0.004, "free": 0.0, "unknown": 1.0}
-    order = ranked(["late", "dear", "cheap", "free", "unknown"], harm, lambda name: saving[name])
+    order = ranked(
+        ["late", "dear", "cheap", "free", "unknown"], sensitivity, lambda name: saving[name]
+    )
     assert order == ["free", "unknown", "cheap", "dear", "late"]
 
 
@@ -99,11 +101,11 @@ def test_on_real_graphs_only_the_node_that_int8_ruins_stays_wide(tmp_path: Path)
         nodes,
         made,
         cost_s,
-        harm=lambda name: noise(made(frozenset(nodes) - {name})),
+        sensitivity=lambda name: noise(made(frozenset(nodes) - {name})),
         saving_s=saved.__getitem__,
     )
     outcome = search([level], judge, float32_cost_s=cost_s(model))
     assert not outcome.steps[0].passed
     assert outcome.best is not None
-    assert outcome.best.wide == ("guilty",)
+    assert outcome.best.float32_nodes == ("guilty",)
     assert outcome.best.cost_s < 0.95 * cost_s(model)

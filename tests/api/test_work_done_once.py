@@ -1,0 +1,65 @@
+"""What `quantize` to INT8 does once: read files, copy graphs, open sessions, hash."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+
+import deploykit as dk
+from deploykit.core import files
+from deploykit.onnx_graph import editor, graph, storage
+from tests.support.onnx_zoo import mnist_like, save
+
+# Parse the source; a skeleton of it and of the result; editors to find what is scaled, to calibrate
+# and to write the pairs; a session to calibrate and one for either graph.
+MOST = {"parse": 1, "skeleton": 2, "editor": 3, "session": 3}
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    counts = Counter[str]()
+
+    def count(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+    monkeypatch.setattr(storage, "parse", count("parse", storage.parse))
+    monkeypatch.setattr(graph, "make_skeleton", count("skeleton", graph.make_skeleton))
+    monkeypatch.setattr(editor.Editor, "__init__", count("editor", editor.Editor.__init__))
+    monkeypatch.setattr(
+        onnxruntime, "InferenceSession", count("session", onnxruntime.InferenceSession)
+    )
+    real = files.sha256
+
+    def hashed(path: Path) -> str:
+        counts[f"sha256 of {path.name}"] += 1
+        return real(path)
+
+    for module in list(sys.modules.values()):
+        ours = getattr(module, "__name__", "").startswith("deploykit")
+        if ours and vars(module).get("sha256") is real:
+            monkeypatch.setattr(module, "sha256", hashed)
+    return counts
+
+
+def test_quantizing_to_int8_reads_copies_and_opens_each_graph_once(
+    counts: Counter[str], tmp_path: Path
+) -> None:
+    model = save(mnist_like(), tmp_path / "model.onnx")
+    calib = tmp_path / "calib.npz"
+    images = np.random.default_rng(0).random((32, 1, 28, 28), dtype=np.float32)
+    np.savez(calib, image=images)
+    dk.quantize(model, "int8", tmp_path / "int8.onnx", calib=calib)
+    assert {name: counts[name] for name in MOST} == MOST
+    hashes = {name: count for name, count in counts.items() if name.startswith("sha256")}
+    assert set(hashes.values()) == {1}
