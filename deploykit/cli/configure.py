@@ -11,12 +11,6 @@ import typer
 
 from deploykit.cli.help import Command, in_words
 from deploykit.core.errors import BadInput, os_reason
-from deploykit.core.files import check_readable
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 class ConfigurableCommand(Command):
@@ -65,6 +59,12 @@ def _load(ctx: Any, _: Any, given: Path | str | None) -> Path | str | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    from deploykit.core.files import check_readable  # late: `--help` does without
+
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
     try:
         found: dict[str, Any] = tomllib.loads(check_readable(path).read_text(encoding="utf-8"))
         return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from deploykit.cli import output, tables
@@ -33,7 +32,7 @@ def profiles(name: str | None = None, as_json: bool = False) -> None:
     found = [load_profile(item) for item in ([name] if name else profile_names())]
     if as_json:
         documents = [profile.to_dict() for profile in found]
-        output.line(json.dumps(documents[0] if name else documents, indent=2, ensure_ascii=False))
+        output.show_json(documents[0] if name else documents)
     else:
         output.show_parts(tables.profile(found[0]) if name else tables.profiles(found))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -57,9 +56,15 @@ class Result(Protocol):
 def show(result: Result, parts: Sequence[Part], *, as_json: bool) -> None:
     """Print one JSON document, or lines and tables for people."""
     if as_json:
-        line(json.dumps(result.to_dict(), indent=2, ensure_ascii=False))
+        show_json(result.to_dict())
     else:
         show_parts(parts)
+
+
+def show_json(document: Any) -> None:
+    import json  # late: `--help` does without
+
+    line(json.dumps(document, indent=2, ensure_ascii=False))
 
 
 def show_parts(parts: Sequence[Part]) -> None:

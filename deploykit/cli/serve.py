@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import shlex
 import sys
 from collections.abc import Callable
@@ -216,6 +215,8 @@ def _ready(
     place = f"[{host}]" if ":" in host else host
     grpc = None if grpc_port is None else f"{place}:{grpc_port}"
     if options.log == "json" or not sys.stdout.isatty():
+        import json  # late: `--help` does without
+
         ready = {"event": "ready", "http": f"{place}:{http_port}", "grpc": grpc, "models": models}
         output.line(json.dumps(ready))
         return

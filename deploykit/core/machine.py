@@ -1,7 +1,7 @@
 """What this machine is: processor, memory, GPUs, Jetson release, installed packages.
 
-In: nothing, or a `root` that stands for `/` in tests. Out: `Machine`. Reading it never raises: what
-cannot be found out is None or empty, and `doctor` prints it as not known.
+Reading it never raises: what cannot be found out is None or empty, and `doctor` prints it as not
+known. Tests pass a `root` that stands for `/`.
 """
 
 from __future__ import annotations
