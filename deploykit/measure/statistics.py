@@ -1,9 +1,8 @@
-"""Percentiles, rates and differences with their 95 % intervals. Pure NumPy.
+"""Percentiles, rates and differences with their 95 % intervals, in NumPy alone.
 
-In: latencies in seconds, rates per round, scores per sample. Out: `Interval` and what is made of
-it. Every interval is two-sided, 95 %. The ones for percentiles take the samples as independent;
-calls that follow each other are not quite, so a difference between two engines is judged by `ratio`
-over interleaved rounds, never by two percentile intervals of one round.
+Every interval is two-sided, 95 %. Those of percentiles take the samples as independent, which calls
+in a row are not quite: compare two engines by `ratio` over interleaved rounds, not by the
+percentile intervals of one round.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ def proportion(successes: float, n: int) -> Interval:
     """A share of `n` trials with its Wilson score interval (Wilson, JASA 22, 1927).
 
     Trials that each succeed by a share of their own may be given by the sum of these: the interval
-    is then too wide rather than too narrow, as no other value in 0..1 varies as much as 0 and 1.
+    is then rather too large than too small, as no other values in 0..1 vary as much as 0 and 1.
     """
     if n < 1 or not 0 <= successes <= n:
         raise BadInput(f"{successes} of {n} is not a proportion")
@@ -138,7 +137,7 @@ def relative_rise(
     """Compare log-likelihoods of the same samples: how much perplexity rises, as a fraction.
 
     Scores: each sample's mean log-likelihood per token, shape (samples,); `weights`: its tokens, so
-    that long samples count as in the perplexity of the whole text; samples of weight 0 are left
+    that long samples count as in the perplexity of all the data; samples of weight 0 are left
     out. The rise is exp(mean difference) - 1, its interval the paired one carried through exp,
     which keeps its coverage. Samples are the clusters, as the tokens of one are not independent
     (Miller, "Adding Error Bars to Evals", arXiv:2411.00640); the weighted mean has the ratio
@@ -258,8 +257,8 @@ def _difference(
     n = len(differences)
     if 2 <= n < FEWEST_EQUAL and bool((differences == differences[0]).all()):
         raise BadInput(
-            f"{metric}: all {n} differences are equal, so they tell nothing of their spread",
-            hint=f"{FEWEST_EQUAL} samples or more are needed, some hundred serve best",
+            f"{metric}: all {n} differences are equal, so their spread is unknown",
+            hint=f"{FEWEST_EQUAL} samples or more are needed, better some hundred",
         )
     return _mean(differences, weights)
 

@@ -229,7 +229,7 @@ def test_scales_need_data(model: Path, to: str) -> None:
 
 
 def test_an_unknown_metric_is_refused(model: Path, data: Path) -> None:
-    with pytest.raises(dk.BadInput, match="'f1' is no metric"):
+    with pytest.raises(dk.BadInput, match="'f1' is not a metric"):
         dk.quantize(model, "fp16", data=data, metric="f1")
 
 

@@ -3,7 +3,7 @@
 // A chart: {name, title, series, x_label, y_label, x_ticks, x_log, zero, flag}, in a panel also
 // {alt, x_tight, y_top}: its text alternative, no rounded x axis, the least top of y. A series:
 // {label, look, marks, upper}; a mark: {x, y, low, high, text}. Series differ in colour, dash and
-// marker, so that none is told by its colour alone.
+// marker, so that none depends on its colour.
 
 const SPACE = "\u202f"; // narrow and unbreakable: groups thousands
 const MISSING = "–";

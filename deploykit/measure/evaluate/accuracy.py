@@ -1,8 +1,4 @@
-"""Task accuracy of an Engine on labelled samples.
-
-In: an Engine and `Samples` with labels. Out: one score per sample, 1.0 where the largest value of
-the first output is the label (top-1), so that two engines can be compared sample by sample.
-"""
+"""Top-1 accuracy: per sample 1.0 where the largest value of the first output is the label."""
 
 from __future__ import annotations
 
@@ -19,10 +15,10 @@ def top1(values: np.ndarray, labels: np.ndarray, where: str) -> np.ndarray:
     """1.0 where the largest of `values` (samples, classes) is the label, else 0.0.
 
     Returns float64 (samples,). Raises BadInput when the labels are not class numbers, or the values
-    not one per class.
+    are not one per class.
     """
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
-        raise BadInput(f"{where}: top-1 accuracy needs 'labels' of shape (samples,), whole numbers")
+        raise BadInput(f"{where}: top-1 accuracy needs integer 'labels' of shape (samples,)")
     if values.ndim != 2 or len(values) != len(labels) or values.shape[1] < 2:
         raise BadInput(
             f"{where}: the first output is {values.shape}, top-1 needs (samples, classes)"
@@ -30,7 +26,7 @@ def top1(values: np.ndarray, labels: np.ndarray, where: str) -> np.ndarray:
     if int(labels.min()) < 0 or int(labels.max()) >= values.shape[1]:
         raise BadInput(
             f"{where}: labels run from {labels.min()} to {labels.max()}, "
-            f"the model knows {values.shape[1]} classes"
+            f"the model has {values.shape[1]} classes"
         )
     right: np.ndarray = (values.argmax(1) == labels).astype(np.float64)
     return right

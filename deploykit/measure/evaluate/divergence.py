@@ -1,8 +1,7 @@
 """Find the first node at which two graphs differ.
 
-In: pairs of tensors in the order in which they are computed, and a way to run each graph that
-returns them. Out: `Divergence`, naming the node. Errors are those of `parity`. It goes in chunks of
-tensors: the activations of a whole model need not fit into memory.
+Pairs of tensors are compared in the order in which they are computed, in chunks: the activations of
+a whole model need not fit into memory. Errors are defined as in `parity`.
 """
 
 from __future__ import annotations
@@ -55,10 +54,10 @@ class Rise(Record):
 class Divergence(Record):
     """The first tensor whose error is above the bound, and the node that makes it.
 
-    `error`: infinite where `problem` says why. `before`: of the tensor compared just before it; 0
+    `error`: infinite where there is a `problem`. `before`: of the tensor compared just before it; 0
     for the first. `steepest`: where the error rose most, up to and with this node: another node
     where an error built up little by little. `batch`: size at which it was seen. `compared`:
-    tensors looked at up to this one.
+    tensors compared up to this one.
     """
 
     node: str
@@ -101,9 +100,8 @@ def first_divergence(
     """The first of `pairs` whose error exceeds `max_error` on any of the feeds; None if none does.
 
     `a` is the reference. Its tensors may be of another float type than those of `b`; a pair whose
-    shapes differ does not mean the same after all and is left out. Stops at the chunk that holds
-    the answer. Raises BadInput without feeds, for a bound that is none, and where no pair could be
-    compared.
+    shapes differ is left out. Stops at the chunk with the answer. Raises BadInput without feeds,
+    for a bound that is negative or not finite, and where no pair can be compared.
     """
     check_bound(max_error)
     if not feeds_list:
@@ -138,7 +136,7 @@ def first_divergence(
     if not compared:
         raise BadInput(
             "no tensor inside the two graphs can be compared: they share no names",
-            hint="compare a model with what was made from it, not with another export",
+            hint="compare a model with one that was made from it, not with another export",
         )
     return None
 
@@ -152,14 +150,14 @@ def tensor_error(a: np.ndarray, b: np.ndarray) -> tuple[float, str]:
     if a.dtype.kind in "biu" and b.dtype.kind in "biu":
         differing = int(np.count_nonzero(a != b))
         if differing:
-            return math.inf, f"{differing} of {a.size} whole numbers or booleans differ"
+            return math.inf, f"{differing} of {a.size} integers or booleans differ"
         return 0.0, ""
     x, y = a.astype(np.float64), b.astype(np.float64)
     masked = (x <= _MASK) & (y <= _HALF_MASK)
     x, y = x[~masked], y[~masked]
     both = np.isfinite(x) & np.isfinite(y)
     if not np.array_equal(x[~both], y[~both], equal_nan=True):
-        return math.inf, "NaN or infinity in one of the two where the other has something else"
+        return math.inf, "NaN or infinity in one of the two and not in the other"
     x, y = x[both], y[both]
     if not x.size:
         return 0.0, ""
@@ -170,7 +168,7 @@ def tensor_error(a: np.ndarray, b: np.ndarray) -> tuple[float, str]:
 def _errors(
     a: Tap, b: Tap, pairs: Sequence[Pair], feeds_list: Sequence[Arrays]
 ) -> Iterator[tuple[float, int, str] | None]:
-    """Of each pair the largest error, the batch it was seen at and the problem; None: not alike."""
+    """Each pair's largest error, its batch and the problem; None where the shapes differ."""
     run_a, run_b = a([pair.a_name for pair in pairs]), b([pair.b_name for pair in pairs])
     found: list[tuple[float, int, str] | None] = [None] * len(pairs)
     for feeds in feeds_list:

@@ -1,7 +1,7 @@
-"""How well an Engine does its task: one score per labelled sample, higher is better.
+"""Score an engine on labelled samples: one score per sample, higher is better.
 
-In: outputs and labels, batch by batch. Out: scores, so that two engines can be compared sample by
-sample, and the `Drop` between them. A user's own metric is a function of the same kind.
+Scores are per sample so that two engines can be compared on the same samples. A user's own metric
+is a function of the same kind.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from deploykit.measure.statistics import Drop, paired_drop, relative_rise
 from deploykit.runtimes.data.samples import Samples
 from deploykit.runtimes.engine import Arrays, Engine
 
-IGNORED = -100  # the label of a token that does not count: torch's cross_entropy's, and everyone's
-_BLOCK = 1 << 20  # logits that are held in float64 at a time
+IGNORED = -100  # the label of a token that does not count, as in torch's cross_entropy
+_BLOCK = 1 << 20  # logits converted to float64 at a time
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A score per sample, and how a drop of it is told.
+    """A score per sample, and the unit of a drop.
 
     `score`: outputs by name, in the model's order, and the labels of the same samples -> float64
     (samples,), higher is better. `unit`: "pp" for shares, "%" for log-likelihoods (the drop is
     perplexity's relative rise), "" for the score's own. `weigh`: labels -> (samples,), how much
-    each sample counts; None for all alike.
+    each sample counts; None for equal weights.
     """
 
     name: str
@@ -43,14 +43,14 @@ class Scores:
     """Scores and weights of the samples so far, in the order of the samples."""
 
     metric: Metric
-    where: str  # the data file, for error texts
+    where: str  # the data file, for error messages
     _values: list[np.ndarray] = field(default_factory=list)
     _weights: list[np.ndarray] = field(default_factory=list)
 
     def add(self, outputs: Arrays, labels: np.ndarray) -> None:
         """The next samples' outputs and labels. Raises BadInput naming the data or the metric."""
         labels = labels.view()
-        labels.flags.writeable = False  # the next engine is scored against the same ones
+        labels.flags.writeable = False  # the other engine is scored on the same labels
         try:
             self._values.append(self.metric.score(outputs, labels))
             if self.metric.weigh is not None:
@@ -103,29 +103,28 @@ def find_metric(name: str) -> Metric:
         return METRICS[name]
     if ":" not in name:
         raise BadInput(
-            f"'{name}' is no metric",
+            f"'{name}' is not a metric",
             hint=f"one of: {', '.join(METRICS)}; or your own, as pkg.mod:function or "
             "./file.py:function",
         )
     function = import_object(name)
     if not callable(function):
-        raise BadInput(f"{name}: is a {type(function).__name__}, a function is needed")
-    return Metric(name, "", lambda outputs, labels: _users(name, function, outputs, labels))
+        raise BadInput(f"{name}: is a {type(function).__name__}, not a function")
+    return Metric(name, "", lambda outputs, labels: _user_scores(name, function, outputs, labels))
 
 
 def log_likelihood(outputs: Arrays, labels: np.ndarray) -> np.ndarray:
     """The mean log-likelihood of each sample's labels under the first output, in nats per token.
 
     The first output: logits, float (samples, T, vocabulary) or (samples, vocabulary). `labels`:
-    whole numbers, (samples, T) or (samples,), each the token that the logits at its place predict;
+    integers, (samples, T) or (samples,), each the token that the logits at its place predict;
     -100 is left out, and a sample without any other label scores 0 (its weight is 0). Returns
     float64 (samples,). Raises BadInput.
     """
     logits = next(iter(outputs.values()))
     if labels.dtype.kind not in "iu" or logits.dtype.kind in "biu":
         raise BadInput(
-            f"{PERPLEXITY}: needs logits and labels that are whole numbers, "
-            f"got {logits.dtype} and {labels.dtype}"
+            f"{PERPLEXITY}: needs logits and integer labels, got {logits.dtype} and {labels.dtype}"
         )
     if logits.ndim not in (2, 3) or logits.shape[:-1] != labels.shape or not logits.shape[-1]:
         raise BadInput(
@@ -139,8 +138,8 @@ def log_likelihood(outputs: Arrays, labels: np.ndarray) -> np.ndarray:
     if used.size and (int(used.min()) < 0 or int(used.max()) >= vocabulary):
         raise BadInput(
             f"{PERPLEXITY}: labels run from {used.min()} to {used.max()}, the vocabulary has "
-            f"{vocabulary} words",
-            hint=f"{IGNORED} is the label of a token that shall not count",
+            f"{vocabulary} tokens",
+            hint=f"{IGNORED} is the label of a token that does not count",
         )
     rows = logits.reshape(-1, vocabulary)
     found = np.zeros(flat.shape)
@@ -148,7 +147,7 @@ def log_likelihood(outputs: Arrays, labels: np.ndarray) -> np.ndarray:
     for start in range(0, len(counted), step):
         places = counted[start : start + step]
         block = rows[places].astype(np.float64)
-        with np.errstate(invalid="ignore"):  # infinite logits: the score is NaN, and is refused
+        with np.errstate(invalid="ignore"):  # infinite logits give NaN, which is refused later
             block -= block.max(1, keepdims=True)
             chosen = block[np.arange(len(places)), flat[places].astype(np.intp)]
             found[places] = chosen - np.log(np.exp(block).sum(1))
@@ -161,10 +160,10 @@ def tokens(labels: np.ndarray) -> np.ndarray:
     return np.asarray((labels != IGNORED).reshape(len(labels), -1).sum(1, dtype=np.float64))
 
 
-def _users(
+def _user_scores(
     name: str, function: Callable[..., object], outputs: Arrays, labels: np.ndarray
 ) -> np.ndarray:
-    """A user's scores, checked: whatever is wrong with them is said in its name."""
+    """A user's scores, checked; errors name the metric."""
     try:
         found = np.asarray(function(outputs, labels))
     except (Exception, SystemExit) as exc:  # the user's own code may raise anything

@@ -1,8 +1,7 @@
 """Compare two engines on the same inputs, output by output.
 
-In: two engines and feeds. Out: `Parity`, one row per output and batch size. The first engine is the
-reference: errors are taken relative to its values. Only what can be compared is: different names,
-dtypes or shapes are an error that says what differs.
+The first engine is the reference: errors are relative to its values. Different names, dtypes or
+shapes raise an error.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.engine import Arrays, Engine
 
 MAX_ERROR = 1e-3
-BLOCK = 1 << 20  # values that are looked at in float64 at a time, whatever the outputs' size
+BLOCK = 1 << 20  # values that are converted to float64 at a time
 REL_FLOOR = 1e-6  # below it a reference value counts as this large in max_rel
 
 
@@ -34,11 +33,10 @@ def compare_engines(
 ) -> Parity:
     """Run both engines on each of the feeds and compare all outputs.
 
-    Feeds of one batch size share their rows. `names` stand in the table and in errors. `each` gets
+    Feeds of one batch size share their rows. `names` appear in the table and in errors. `each` gets
     the number of the feeds and the outputs of a and b, in the order of a's specs, until NaN or
-    infinity stands on one side only: of such outputs nothing more is to be learned. Raises BadInput
-    when inputs, outputs or their shapes differ, or when there is nothing to compare. Does not raise
-    when the bound is passed: `Parity.raise_if_over` does.
+    infinity is on one side only. Raises BadInput when inputs, outputs or their shapes differ, or
+    when there is nothing to compare. An exceeded bound does not raise: `Parity.raise_if_over` does.
     """
     check_bound(max_error)
     _check_same("input", a.inputs, b.inputs, names)
@@ -62,9 +60,9 @@ def compare_engines(
 
 
 def check_bound(max_error: float) -> float:
-    """`max_error`, if it can be one. Raises BadInput, as NaN would let everything pass."""
+    """`max_error`. Raises BadInput where it is negative or not finite: NaN would pass anything."""
     if not (math.isfinite(max_error) and max_error >= 0):
-        raise BadInput(f"the largest error must be 0 or more, got {max_error}")
+        raise BadInput(f"`max_error` must be 0 or more, got {max_error}")
     return max_error
 
 
@@ -186,9 +184,9 @@ class _Tally:
 
     def _problem(self) -> str:
         if not self.places_match:
-            return "NaN or infinity in one of the two where the other has something else"
+            return "NaN or infinity in one of the two and not in the other"
         if self.differing:
-            return f"{self.differing} of {self.values} whole numbers or booleans differ"
+            return f"{self.differing} of {self.values} integers or booleans differ"
         if self.values and not self.compared:
             return "no value is finite in either, so nothing could be compared"
         return ""

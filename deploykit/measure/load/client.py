@@ -1,8 +1,7 @@
-"""Send prepared HTTP requests over persistent connections, and note when each was answered.
+"""Send prepared HTTP requests over persistent connections, and record when each was answered.
 
-In: requests as bytes and a plan: so many connections that each send when their last answer is there
-(closed loop), or the times at which requests are due (open loop). Out: start, end and status of
-every request. One request costs a write, a parse and three numbers; nothing else is on its path.
+Closed loop: each connection sends its next request when it has the answer to the last. Open loop:
+requests are sent at given times. One request costs a write, a parse and three numbers.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from deploykit.measure.load.target import RemoteModel, error_text
 httptools = require("httptools")
 
 RETRY_S = 0.1  # between two attempts to connect to a server that refuses
-NO_ANSWER = 0  # stands for the status of a request that got none
+NO_ANSWER = 0  # the status of a request without an answer
 _OPEN_LOOP_START = 32  # connections opened beforehand; more follow when all are in use
-_ERROR_TEXTS = 8  # different ones that are kept
+_MAX_ERRORS = 8  # different error messages that are kept
 
 
 class _PreciseSelector(selectors.DefaultSelector):
@@ -69,7 +68,7 @@ class Client:
     """One run: its plan, its connections and what came back. Times are seconds since its start.
 
     `due_s`: when requests are due, ascending; None is the closed loop. Requests start before
-    `end_s`; lags are noted from `begin_s`, where the warm-up ends.
+    `end_s`; lags are recorded from `begin_s`, where the warm-up ends.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class Client:
         self.lags_s = array("d")  # open loop: how late the generator handed a request over
         self.errors: dict[str, int] = {}
         self.interrupted = False
-        self.busy = 0.0  # share of one core that the run took
+        self.busy = 0.0  # share of one core that the run used
         self._waiting: deque[float] = deque()  # open loop: due, but no connection is free
         self._idle: list[_Connection] = []
         self._connections: set[_Connection] = set()
@@ -99,7 +98,7 @@ class Client:
         self._ended = False
 
     def interrupt(self) -> None:
-        """End the run at once; it tells of nothing then."""
+        """End the run at once; it has no result then."""
         self.interrupted = True
         self._finish()
 
@@ -170,7 +169,7 @@ class Client:
         self.starts_s.append(start_s)
         self.ends_s.append(self.now())
         self.statuses.append(status)
-        if error is not None and (error in self.errors or len(self.errors) < _ERROR_TEXTS):
+        if error is not None and (error in self.errors or len(self.errors) < _MAX_ERRORS):
             self.errors[error] = self.errors.get(error, 0) + 1
 
     def opened(self, connection: _Connection) -> None:
@@ -208,7 +207,7 @@ class Client:
             self._open_if_wanted()
 
     def _not_connected(self, reason: str) -> None:
-        """What has no other connection to wait for fails; in a closed loop that is one request."""
+        """Fail the requests without a connection to wait for; in a closed loop that is one."""
         if self.due_s is None and not self._ended:
             self.record(self.now(), NO_ANSWER, f"cannot connect: {reason}")
         while self._waiting and not self._connections:
@@ -271,7 +270,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._complete = True
-        self._keep = self._parser.should_keep_alive()  # afterwards the parser has forgotten it
+        self._keep = self._parser.should_keep_alive()  # afterwards the parser does not know
 
     def _answered(self) -> None:
         start_s, self._start_s = self._start_s, None
@@ -295,7 +294,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         self._fail("the server closed the connection before it answered")
-        del self._parser  # it refers back to us: without it nothing waits for the garbage collector
+        del self._parser  # a reference cycle: without it nothing waits for the garbage collector
         self._client.lost(self)
 
     def give_up(self) -> None:

@@ -1,9 +1,8 @@
 """Put HTTP load on a running Open Inference Protocol server, and time its answers.
 
-In: a URL and either a number of connections (closed loop: each sends when its last answer is there)
-or a rate (open loop: send times drawn beforehand, latency counted from the intended time, so that a
-stall of the server is seen and not waited out). Out: `LoadResult`. The client shares its machine
-with the server more often than not, so that the path of one request is a write and a parse.
+Closed loop: a number of connections, each sends when its last request is answered. Open loop: a
+rate, with send times drawn beforehand; latency counts from the intended time, so that a stall of
+the server is part of it (no coordinated omission).
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ MAX_CONNECTIONS = 1024
 
 @dataclass(frozen=True)
 class LoadResult(Record):
-    """What came back. Counts are of requests sent (open loop: due) inside the measured time.
+    """Result of a load test. Counts are of requests sent (open loop: due) in the measured time.
 
     `latency` is of successes alone: in the open loop from the intended time to the answer, in the
     closed loop from the sending. `lag_p99_ms`: how late the generator itself was (open loop).
     `client_busy`: share of one core that the generator used. `generator_limited`: it could not keep
-    to its plan, so that the figures tell of the generator and give no verdict on the server.
+    to its plan, so the figures describe the generator, not the server.
     """
 
     url: str
     model: str
     mode: str  # "closed" | "open"
     concurrency: int | None
-    rate_per_s: float | None  # asked for
+    rate_per_s: float | None  # requested
     batch: int
     seed: int
     warmup_s: float
@@ -62,7 +61,9 @@ class LoadResult(Record):
     client_busy: float
     generator_limited: bool
     same_machine: bool
-    errors: Mapping[str, int] = field(default_factory=dict)  # the first few texts, with their count
+    errors: Mapping[str, int] = field(
+        default_factory=dict
+    )  # the first few messages, with their count
 
     shown: ClassVar[tuple[str, ...]] = ("first_error",)
 
@@ -126,7 +127,9 @@ def _check_options(
     if concurrency is not None and not 1 <= concurrency <= _most_connections():
         raise BadInput(f"concurrency must be 1 to {_most_connections()}, got {concurrency}")
     if not 0 < duration_s < float("inf") or not 0 <= warmup_s < float("inf"):
-        raise BadInput(f"durations must be above 0 s, got {duration_s} s, warm-up {warmup_s} s")
+        raise BadInput(
+            f"`duration_s` must be above 0, `warmup_s` 0 or more: {duration_s}, {warmup_s}"
+        )
     if rate is not None and not (
         rate > 0 and rate * duration_s >= 1 and rate * (duration_s + warmup_s) <= MAX_SENDS
     ):
@@ -139,7 +142,7 @@ def _check_options(
 
 
 def _most_connections() -> int:
-    """What this process may open at once, with some files left for everything else."""
+    """How many this process may open at once, less some files for other uses."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, min(MAX_CONNECTIONS, soft - 64) if soft > 0 else MAX_CONNECTIONS)
 
@@ -155,7 +158,7 @@ def _poisson(rate: float, span_s: float, seed: int) -> list[float]:
 
 @contextlib.contextmanager
 def _frozen_garbage() -> Iterator[None]:
-    """No garbage collection while requests are timed: a pause of ours is no latency of theirs."""
+    """No garbage collection while requests are timed: the client's pauses are not latency."""
     was_on = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -168,7 +171,7 @@ def _frozen_garbage() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ctrl_c(loop: asyncio.AbstractEventLoop, client: Client) -> Iterator[None]:
-    """Let Ctrl-C end the run. Raised inside a callback it would be logged there, and lost."""
+    """Let Ctrl-C end the run; KeyboardInterrupt raised in a callback would only be logged."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before in (
         None,
@@ -185,7 +188,7 @@ def _ctrl_c(loop: asyncio.AbstractEventLoop, client: Client) -> Iterator[None]:
 
 
 def result_of(client: Client, url: str, rate: float | None, *, batch: int, seed: int) -> LoadResult:
-    """Sum up a run that is over. `rate` None: it was a closed loop."""
+    """Summarise a run that is over. `rate` None: a closed loop."""
     start_s, end_s = np.array(client.starts_s), np.array(client.ends_s)
     status = np.array(client.statuses)
     measured = (start_s >= client.begin_s) & (start_s < client.end_s)

@@ -1,7 +1,7 @@
-"""Find the model to load on an Open Inference Protocol server, and make requests for it.
+"""Find a model on an Open Inference Protocol server, and prepare requests for it.
 
-In: a URL. Out: `RemoteModel` (where the model is and what it takes) and whole HTTP requests as
-bytes, tensors in the protocol's binary form. Everything here happens before the clock runs.
+Requests are whole HTTP messages as bytes, with tensors in the protocol's binary form. All of it
+happens before the timing starts.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from deploykit.runtimes.data.samples import random_feeds
 
 TIMEOUT_S = 10.0
 VARIANTS = 8  # different inputs, so that a cache in the server does not answer
-VARIANTS_BYTES = 64 << 20  # what they may take together; one is always made
+VARIANTS_BYTES = 64 << 20  # together; one is always made
 _MOST_BYTES = 16 << 20  # of an answer before the run
 _DTYPES = {PROTOCOL_NAMES[dtype]: dtype for dtype in DTYPE_BYTES if dtype != "bfloat16"}
 
 
 @dataclass(frozen=True)
 class RemoteModel:
-    """One model on one server. `address` is what to connect to, `host` what `Host:` says."""
+    """One model on one server. `address`: what to connect to. `host`: the `Host:` header."""
 
     url: str
     host: str
@@ -60,7 +60,7 @@ def find_model(url: str, model: str | None) -> RemoteModel:
         if names is None or len(names) != 1:
             have = "does not list its models" if names is None else f"serves {len(names)} models"
             listed = f": {', '.join(names)}" if names else ""
-            raise BadInput(f"{url}: {have}{listed}", hint="say which one with --model NAME")
+            raise BadInput(f"{url}: {have}{listed}", hint="choose one with `model`")
         model = names[0]
     elif names is not None and model not in names:
         raise NotFound(f"{url}: no model '{model}'", hint=f"the models are: {', '.join(names)}")
@@ -86,12 +86,12 @@ def _resolve(url: str) -> tuple[str, str, int]:
     if parts.scheme != "http" or not name or not re.fullmatch(r"[A-Za-z0-9.:_%-]+", name):
         raise BadInput(f"'{url}' is not an http:// URL", hint=hint)
     if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
-        raise BadInput(f"'{url}': only a host and a port are wanted", hint=hint)
+        raise BadInput(f"'{url}': only a host and a port are allowed", hint=hint)
     try:
         found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as exc:
         raise BadInput(f"{url}: no such host '{name}'", hint=hint) from exc
-    # A name such as localhost may stand for ::1 as well, where nobody listens: take what answers.
+    # localhost may resolve to ::1 first, where nothing listens: take the address that answers
     for family, kind, protocol, _, address in found:
         with socket.socket(family, kind, protocol) as candidate:
             candidate.settimeout(TIMEOUT_S)
@@ -233,7 +233,7 @@ def probe(remote: RemoteModel, request: bytes) -> None:
             f"{remote.url}: {remote.model}: no answer to an inference within {TIMEOUT_S:g} s"
         ) from exc
     except (OSError, http.client.HTTPException):
-        return  # the run counts it as a failure, with its text
+        return  # the run counts it as a failure, with its message
     if 400 <= response.status < 500:
         raise BadInput(
             f"{remote.url}: {remote.model}: answered {response.status}: {error_text(body)}"
@@ -241,7 +241,7 @@ def probe(remote: RemoteModel, request: bytes) -> None:
 
 
 def error_text(body: bytes) -> str:
-    """What an error answer says: its `error` member, else how its text begins; one line."""
+    """The message of an error answer: its `error` member, else the start of its body; one line."""
     found = _json(body)
     text = found.get("error") if isinstance(found, dict) else None
     if not isinstance(text, str):

@@ -1,11 +1,11 @@
-"""How figures are written: three significant digits, a narrow space for thousands, units fixed."""
+"""Format figures: three significant digits, a narrow space for thousands, fixed units."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 
-SPACE = "\u202f"  # narrow and unbreakable: groups thousands, and parts a value from its unit
+SPACE = "\u202f"  # narrow, no-break: groups thousands, and separates a value from its unit
 MISSING = "–"
 Parts = Mapping[str, float]  # {"value", "low", "high"}: an Interval in JSON
 
@@ -16,21 +16,21 @@ def number(value: float) -> str:
         return MISSING
     if value == 0:
         return "0"
-    for _ in range(2):  # twice, as 9.996 becomes 10.0 with one digit less behind the point
+    for _ in range(2):  # twice, as 9.996 becomes 10.0, with one decimal less
         digits = 2 - math.floor(math.log10(abs(value)))
         value = round(value, digits)
     return f"{value:,.{max(digits, 0)}f}".replace(",", SPACE).replace("-", "−")
 
 
 def tick(value: float, digits: int | None = None) -> str:
-    """A round number on an axis: 0.3, 10, 12 500; with so many digits behind the point if given."""
+    """A round number on an axis: 0.3, 10, 12 500; with `digits` decimals if given."""
     if digits is None and abs(value) < 1000:
         return f"{value:g}".replace("-", "−")
     return f"{value:,.{digits or 0}f}".replace(",", SPACE).replace("-", "−")
 
 
 def count(value: int) -> str:
-    """A whole number in full: 12345 -> "12 345"."""
+    """An integer in full: 12345 -> "12 345"."""
     return f"{value:,}".replace(",", SPACE).replace("-", "−")
 
 

@@ -1,8 +1,4 @@
-"""Write a report as Markdown: for pull requests, wikis and terminals.
-
-In: the document of `report.json`. Out: one text in the order of the page: verdict, short table,
-what the charts show, machine and command, everything else.
-"""
+"""Write a report as Markdown, for pull requests, wikis and terminals, in the order of the page."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from deploykit.measure.report.tables import Table, best_by_batch, details, machi
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """The same document gives the same text. What comes from files is escaped."""
+    """The same document gives the same Markdown. Strings of the document are escaped."""
     drawn, missing = charts(document)
     shown = [f"- **{chart.title}.** {_text(chart.finding)}" for chart in drawn]
     lines = [
@@ -61,7 +57,7 @@ def _row(cells: tuple[str, ...]) -> str:
 
 
 def _text(text: str) -> str:
-    """One line that Markdown shows as it is."""
+    """`text` on one line, escaped for Markdown."""
     line = " ".join(text.split(" ")).replace("\r", " ").replace("\n", " ")
     for mark in "\\`*_|[]<>":
         line = line.replace(mark, {"<": "&lt;", ">": "&gt;"}.get(mark, "\\" + mark))

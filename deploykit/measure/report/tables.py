@@ -1,7 +1,6 @@
-"""The tables of a report, for every format that it is written in.
+"""The tables of a report, as strings, for every format that it is written in.
 
-In: the document of `report.json`. Out: `Table`s of finished text. What was not measured says so; it
-is never a 0 or an empty cell.
+What was not measured is marked as such: never a 0 or an empty cell.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ NOT_MEASURED = "not measured"
 
 @dataclass(frozen=True)
 class Table:
-    """The first column names the row. `text`: the columns (from 0) that hold no figures."""
+    """The first column names the row. `text`: the columns (from 0) without figures."""
 
     title: str
     columns: tuple[str, ...]
@@ -40,9 +39,9 @@ def summary(document: Json) -> Table:
     """One row for each setup at its best batch, one for each load level; then what is missing."""
     accuracy = {str(row["precision"]): row for row in document["accuracy"]}
     rows = []
-    for label, of_one in by_label(document["points"]).items():
-        best = max(of_one, key=lambda point: float(point["throughput_per_s"]["value"]))
-        first, scored = of_one[0], accuracy.get(str(best["precision"]))
+    for label, chosen in by_label(document["points"]).items():
+        best = max(chosen, key=lambda point: float(point["throughput_per_s"]["value"]))
+        first, scored = chosen[0], accuracy.get(str(best["precision"]))
         rows.append(
             (
                 label,
@@ -88,7 +87,7 @@ def summary(document: Json) -> Table:
 
 
 def best_by_batch(document: Json) -> Table:
-    """The baseline beside the best that a CPU and a GPU did at each batch, whichever setup."""
+    """Per batch size the baseline, the best on a CPU and the best on a GPU, of any setup."""
     rows = []
     for batch in sorted({int(point["batch"]) for point in document["points"]}):
         here = [point for point in document["points"] if int(point["batch"]) == batch]
@@ -144,7 +143,7 @@ def _against(document: Json, label: str, point: Json) -> str:
 
 
 def details(document: Json) -> list[Table]:
-    """Everything else, in the order of the line from the weights to the served model."""
+    """Everything else, in the order of the steps from the weights to the served model."""
     tables = [
         _gates(document),
         _accuracy(document),
@@ -192,8 +191,8 @@ def parity_table(parity: Json) -> Table:
         for row in parity["rows"]
     )
     columns = ("output", "batch", "values", "error", "max abs", "rms", "SQNR (dB)", "argmax (%)")
-    word = "within" if parity["passed"] else "NOT within"
-    note = f"{word} the bound of {number(parity['max_error'])} on max |a−b| / max(1, max |a|)."
+    within = "within" if parity["passed"] else "NOT within"
+    note = f"{within} the bound of {number(parity['max_error'])} on max |a−b| / max(1, max |a|)."
     return Table(f"Parity of {parity['b']} with {parity['a']}", columns, rows, (0,), note)
 
 
@@ -216,8 +215,8 @@ def _points(document: Json) -> Table:
             _against(document, str(point["label"]), point),
             _how(point),
         )
-        for of_one in by_label(document["points"]).values()
-        for point in of_one
+        for chosen in by_label(document["points"]).values()
+        for point in chosen
     )
     columns = (
         "setup",
@@ -304,7 +303,7 @@ def _steps(document: Json) -> Table:
 
 
 def machine(document: Json) -> Table:
-    """What it ran on: one row for each thing that is known, packages last."""
+    """The machine and its software: one row per known property, packages last."""
     values: Json = document["machine"]
     rows = []
     for key, value in values.items():

@@ -1,7 +1,7 @@
-"""What a report says in a few sentences: unmet gates, the headline and its caveats, serving.
+"""Summarise a report in a few sentences: unmet gates, the headline and its caveats, serving.
 
-In: a `Report`. Out: sentences, the most important first. A ratio is only ever between two points of
-the same scenario and batch; where the intervals allow no difference, none is claimed.
+The most important sentence comes first. A ratio is only ever between two points of the same
+scenario and batch; where the intervals allow no difference, none is claimed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def verdict(report: Report) -> tuple[str, ...]:
         sentences.append(f"{len(unmet)} of {len(report.gates)} gates NOT met: {named}.")
     if report.throttled:
         sentences.append(
-            f"The GPU was held back ({', '.join(report.throttled)}): no speed-up is stated. "
+            f"The GPU was throttled ({', '.join(report.throttled)}): no speed-up is stated. "
             "Cool it, or lower its clocks to what it can hold, and measure again."
         )
     else:
@@ -41,7 +41,7 @@ def verdict(report: Report) -> tuple[str, ...]:
 def _headline(report: Report) -> list[str]:
     baseline = [point for point in report.points if point.label == report.baseline]
     others = [point for point in report.points if point.label != report.baseline]
-    paired = [(a, b) for a in others for b in baseline if _alike(a, b)]
+    paired = [(a, b) for a in others for b in baseline if _comparable(a, b)]
     if not report.points:
         return ["No engine was timed."]
     if not paired:
@@ -50,16 +50,16 @@ def _headline(report: Report) -> list[str]:
         return [f"{rate} at batch {best.batch}; no baseline was measured to compare it with."]
     candidate, reference = max(paired, key=lambda pair: pair[0].throughput_per_s.value)
     times = speedup(candidate, reference)
-    written = f"{number(times.value)}× [{number(times.low)}, {number(times.high)}]"
+    times_text = f"{number(times.value)}× [{number(times.low)}, {number(times.high)}]"
     where = f"at batch {candidate.batch}, end to end in process"
     if times.low <= 1 <= times.high:
-        said = f"No difference between {candidate.label} and {_named(reference)} {where}"
-        said += f" ({written})"
+        sentence = f"No difference between {candidate.label} and {_with_article(reference)} {where}"
+        sentence += f" ({times_text})"
     else:
-        said = f"{candidate.label} is {written} {_named(reference)} {where}"
-    said += f"; {_accuracy(report, candidate.precision)}"
+        sentence = f"{candidate.label} is {times_text} {_with_article(reference)} {where}"
+    sentence += f"; {_accuracy(report, candidate.precision)}"
     notes = dict.fromkeys(point.note for point in (candidate, reference) if point.note)
-    sentences = ["; ".join([said, *notes]) + "."]
+    sentences = ["; ".join([sentence, *notes]) + "."]
     own = _fastest([point for point in baseline if point.scenario == candidate.scenario])
     if own.batch != candidate.batch:
         rates = [number(point.throughput_per_s.value) for point in (own, candidate)]
@@ -70,12 +70,12 @@ def _headline(report: Report) -> list[str]:
     return sentences
 
 
-def _named(baseline: Point) -> str:
+def _with_article(baseline: Point) -> str:
     already = "baseline" in baseline.label.lower()
     return f"the {baseline.label}" if already else f"the baseline {baseline.label}"
 
 
-def _alike(a: Point, b: Point) -> bool:
+def _comparable(a: Point, b: Point) -> bool:
     return (a.scenario, a.batch, a.rounds) == (b.scenario, b.batch, b.rounds)
 
 
@@ -99,14 +99,16 @@ def _served(result: LoadResult) -> str:
         return f"{load} there is no verdict: the load generator was the limit, not the server."
     if result.latency is None:
         return f"{load} no request of {result.sent} was answered: {result.first_error}."
-    said = f"{load}: {spread(result.achieved_per_s.to_dict())} requests/s"
+    sentence = f"{load}: {spread(result.achieved_per_s.to_dict())} requests/s"
     for name, part in (("p50", result.latency.p50_ms), ("p99", result.latency.p99_ms)):
-        said += f", {name} {number(part.value)}{SPACE}ms" if part else f", {name} too few samples"
+        sentence += (
+            f", {name} {number(part.value)}{SPACE}ms" if part else f", {name} too few samples"
+        )
     counts = {"refused": result.refused, "expired": result.expired, "failed": result.failed}
     lost = [f"{count(n)} {what}" for what, n in counts.items() if n]
-    said += "; " + (
+    sentence += "; " + (
         f"{', '.join(lost)} of {count(result.sent)}" if lost else "none refused or failed"
     )
     if result.same_machine:
-        said += "; client and server shared one machine"
-    return said + "."
+        sentence += "; client and server shared one machine"
+    return sentence + "."

@@ -1,7 +1,6 @@
-"""One block of a closed loop: call engines without a pause for a set time, one or several at once.
+"""Call engines in a closed loop for a set time, one or several at once, and time every call.
 
-In: open engines and the inputs of one call. Out: `Block`, every call's time and the rate of them
-all. The garbage collector is off inside a block, and the clock is the caller's.
+The garbage collector is off meanwhile, and the clock is the caller's.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from deploykit.runtimes.engine import Arrays, Engine
 
 Clock = Callable[[], int]  # nanoseconds, monotonic
 
-_LOOK_S = 0.5  # between two looks for Ctrl-C
+_POLL_S = 0.5  # between two checks for Ctrl-C
 
 
 @dataclass(frozen=True)
 class Block:
-    """Each call's nanoseconds, shape (calls,), the rows they held, and rows per second overall."""
+    """Each call's nanoseconds, shape (calls,), the rows in all of them, and rows per second."""
 
     calls_ns: np.ndarray
     rows: int
@@ -109,7 +108,7 @@ def _run_together(
     engines: Sequence[Engine], feeds: Arrays, settle_ns: int, length_ns: int, clock: Clock
 ) -> list[array[int]]:
     """One thread per engine; they start together. The first failure stops all and is raised."""
-    # this thread arrives last: Ctrl-C inside `submit` would leave a session that nobody waits for
+    # this thread arrives last: after Ctrl-C inside `submit` no session is left waiting
     ready, done, stop = _Gate(len(engines) + 1), _Gate(len(engines)), threading.Event()
 
     def give_up() -> None:
@@ -125,7 +124,7 @@ def _run_together(
             ready.wait()
             calls = _loop(engine, feeds, length_ns, clock, stop.is_set)
             done.arrive()
-            while not done.is_open():  # keep the load up until the others' last call has ended
+            while not done.is_open():  # keep the load up until the others' last call ends
                 engine(feeds)
         except BaseException:
             give_up()
@@ -136,8 +135,8 @@ def _run_together(
         try:
             futures = [pool.submit(session, engine) for engine in engines]
             ready.arrive()
-            while wait(futures, timeout=_LOOK_S).not_done:
-                pass  # a signal that comes just before a wait without end would not be seen
+            while wait(futures, timeout=_POLL_S).not_done:
+                pass  # without a timeout a signal just before the wait would go unnoticed
         except BaseException:
             give_up()
             raise
@@ -148,7 +147,7 @@ def _run_together(
 def _no_garbage_collection() -> Iterator[None]:
     """No collection inside; afterwards as before.
 
-    Nothing is collected first: with torch loaded that takes a third of a second, for every block.
+    No collection before: with torch loaded it takes a third of a second, for every block.
     """
     was_enabled = gc.isenabled()
     gc.disable()

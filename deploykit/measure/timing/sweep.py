@@ -1,10 +1,8 @@
 """Time engines against each other in a closed loop, over batch sizes.
 
-In: `Setup`s (how to open an engine, how many at once), batch sizes and how long. Out: one `Point`
-per setup and batch. Per batch the setups take turns in rounds, A B C, C B A, …, so that drift of
-clocks and neighbours hits all alike and `stats.ratio` of two points' `round_rates` is paired. A
-closed loop sends the next call when the last has been answered: right for throughput, blind to
-stalls.
+Per batch size the setups take turns in rounds, A B C, C B A, …: drift of clocks and other load on
+the machine affects all of them, and the `ratio` of two points' `round_rates` is paired. A closed
+loop sends the next call when the last has been answered: right for throughput, blind to stalls.
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ Progress = Callable[[str, float], None]
 class Setup:
     """One column of a comparison. `engines` opens one Engine; `sessions` of them run at once.
 
-    `threads`: CPU threads of each engine, None where that means nothing. `device`: "" for what the
-    engine says of itself. `file` and `sha256` name the artefact for the report.
+    `threads`: CPU threads of each engine, None where that means nothing. `device`: "" for the
+    engine's own. `file` and `sha256` name the artefact in the report.
     """
 
     label: str
@@ -59,11 +57,11 @@ class Timing:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.seconds) and self.seconds > 0):
-            raise BadInput(f"the time per point must be above 0 s, got {self.seconds}")
+            raise BadInput(f"`seconds` must be above 0, got {self.seconds}")
         if not (math.isfinite(self.warmup_s) and self.warmup_s >= 0):
-            raise BadInput(f"the warm-up must be 0 s or more, got {self.warmup_s}")
+            raise BadInput(f"`warmup_s` must be 0 or more, got {self.warmup_s}")
         if self.rounds < 2:
-            raise BadInput(f"an interval needs 2 rounds or more, got {self.rounds}")
+            raise BadInput(f"`rounds` must be 2 or more for an interval, got {self.rounds}")
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class Point(Record):
 
     `latency` is of single calls over all rounds (`samples` of them), `throughput_per_s` rows per
     second with its interval over the rounds, `round_rates` the rows per second of each round in
-    order. `duration_s`: the timed seconds. `note`: what a reader must know, or "".
+    order. `duration_s`: the timed seconds. `note`: a caveat, or "".
     """
 
     label: str
@@ -105,8 +103,8 @@ def sweep(
 
     `feeds(batch)` gives the inputs of one call, `batch` rows; all setups get the same arrays, made
     before it is timed. A setup is left out at batches above its engine's `max_batch`.
-    `on_progress(what, share)` is told before each step, and 1.0 at the end. `clock`: nanoseconds,
-    monotonic. All engines are open at once and closed at the end, whatever happens.
+    `on_progress(what, share)` is called before each step, and with 1.0 at the end. `clock`: a
+    monotonic one, in nanoseconds. All engines are open at once and closed at the end.
 
     Raises BadInput on options that make no sense, or when no engine takes any of the batches.
     """
@@ -180,7 +178,7 @@ def _by_batch(points: Sequence[Point]) -> dict[int, Point]:
     found: dict[int, Point] = {}
     for point in points:
         if point.batch in found:
-            raise BadInput(f"batch {point.batch} stands twice on one side of a crossover")
+            raise BadInput(f"batch {point.batch} is there twice on one side of a crossover")
         found[point.batch] = point
     return found
 
@@ -188,12 +186,12 @@ def _by_batch(points: Sequence[Point]) -> dict[int, Point]:
 def _check_options(setups: Sequence[Setup], batches: Sequence[int]) -> None:
     labels = [setup.label for setup in setups]
     if not labels or len(set(labels)) != len(labels):
-        raise BadInput(f"one or more setups of different names are needed, got {labels}")
+        raise BadInput(f"setups need different labels, and there must be one or more: {labels}")
     if not batches or min(batches) < 1 or len(set(batches)) != len(batches):
-        raise BadInput(f"batch sizes must be 1 or more and different, got {list(batches)}")
+        raise BadInput(f"`batches` must be different sizes of 1 or more, got {list(batches)}")
     for setup in setups:
         if setup.sessions < 1:
-            raise BadInput(f"{setup.label}: sessions must be 1 or more, got {setup.sessions}")
+            raise BadInput(f"{setup.label}: `sessions` must be 1 or more, got {setup.sessions}")
 
 
 @dataclass(frozen=True)
@@ -237,7 +235,7 @@ class _Steps:
     total_s: float
     done_s: float = 0.0
 
-    def tell(self, what: str, length_s: float) -> None:
+    def begin(self, what: str, length_s: float) -> None:
         """Called before a step of `length_s`."""
         if self.on_progress is not None:
             self.on_progress(what, min(1.0, self.done_s / self.total_s))
@@ -263,14 +261,16 @@ def _time_batch(
     records = {column.setup.label: _Record() for column in columns}
     for column in columns:
         label = column.setup.label
-        progress.tell(f"{label}, batch {batch}: warm-up", timing.warmup_s)
+        progress.begin(f"{label}, batch {batch}: warm-up", timing.warmup_s)
         records[label].note = _warm_up(column, batch, feeds, timing.warmup_s, clock)
     block_s = timing.seconds / timing.rounds
-    settle_s = min(block_s * _SETTLE_SHARE, _SETTLE_MAX_S)  # caches and clocks that the others cost
+    settle_s = min(
+        block_s * _SETTLE_SHARE, _SETTLE_MAX_S
+    )  # to refill caches and settle clocks after another engine
     for number in range(timing.rounds):
         for column in columns if number % 2 == 0 else reversed(columns):
             label = column.setup.label
-            progress.tell(f"{label}, batch {batch}: round {number + 1}", block_s)
+            progress.begin(f"{label}, batch {batch}: round {number + 1}", block_s)
             block = run_block(column.engines, feeds, batch, block_s, clock, settle_s=settle_s)
             records[label].blocks.append(block)
     return [_point(column, batch, records[column.setup.label]) for column in columns]

@@ -21,8 +21,8 @@ def test_a_row_scores_1_where_the_largest_value_is_the_label() -> None:
 @pytest.mark.parametrize(
     ("values", "labels", "told"),
     [
-        (VALUES, np.array([1.0, 0.0, 1.0]), "whole numbers"),
-        (VALUES, np.array([[1], [0], [1]]), "whole numbers"),
+        (VALUES, np.array([1.0, 0.0, 1.0]), "integer"),
+        (VALUES, np.array([[1], [0], [1]]), "integer"),
         (VALUES[:2], np.array([1, 0, 1]), "samples, classes"),
         (VALUES[:, :1], np.array([0, 0, 0]), "samples, classes"),
         (VALUES, np.array([1, 0, 2]), "2 classes"),

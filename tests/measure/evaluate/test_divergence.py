@@ -212,7 +212,7 @@ def test_no_feeds_are_bad_input() -> None:
 
 
 def test_a_bound_that_is_none_is_bad_input() -> None:
-    with pytest.raises(BadInput, match="largest error"):
+    with pytest.raises(BadInput, match="`max_error`"):
         first_divergence(values(p=0), values(p=0), pairs_of("p"), FEEDS, max_error=math.nan)
 
 
@@ -251,7 +251,7 @@ def test_whole_numbers_differ_or_do_not() -> None:
     assert tensor_error(np.array([1, 2]), np.array([1, 2])) == (0.0, "")
     assert tensor_error(np.array([1, 2]), np.array([1, 3])) == (
         math.inf,
-        "1 of 2 whole numbers or booleans differ",
+        "1 of 2 integers or booleans differ",
     )
 
 

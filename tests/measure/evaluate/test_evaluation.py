@@ -283,7 +283,7 @@ def test_whole_numbers_alone_must_be_equal_on_random_inputs() -> None:
     assert evaluate(integer(0), integer(0), samples=None).passed
     found = evaluate(integer(0), integer(1), samples=None)
     assert not found.passed
-    assert "1 of 1 whole numbers or booleans differ" in found.why
+    assert "1 of 1 integers or booleans differ" in found.why
 
 
 def test_without_samples_random_inputs_of_several_batches_are_used() -> None:

@@ -108,9 +108,9 @@ def test_a_sample_whose_labels_are_all_ignored_weighs_nothing() -> None:
         (np.zeros((2, 4)), np.zeros((2, 3), int), r"labels of shape \(2, 3\)"),
         (np.zeros((2,)), np.zeros((), int), "need a first output of"),
         (np.zeros((2, 0)), np.zeros(2, int), "need a first output of"),
-        (np.zeros((2, 4)), np.zeros(2), "whole numbers, got float64 and float64"),
+        (np.zeros((2, 4)), np.zeros(2), "integer labels, got float64 and float64"),
         (np.zeros((2, 4), int), np.zeros(2, int), "needs logits"),
-        (np.zeros((2, 4)), np.array([0, 4]), "labels run from 0 to 4, the vocabulary has 4 words"),
+        (np.zeros((2, 4)), np.array([0, 4]), "labels run from 0 to 4, the vocabulary has 4 tokens"),
         (np.zeros((2, 4)), np.array([0, -1]), "labels run from -1 to 0"),
     ],
 )
@@ -228,11 +228,11 @@ def test_a_users_mistake_is_told_in_the_metrics_name(users: str, name: str, told
 
 
 def test_a_metric_that_is_none_is_refused_with_those_there_are(users: str) -> None:
-    with pytest.raises(BadInput, match="'f1' is no metric") as caught:
+    with pytest.raises(BadInput, match="'f1' is not a metric") as caught:
         find_metric("f1")
     assert caught.value.hint is not None
     assert "top1, perplexity" in caught.value.hint
-    with pytest.raises(BadInput, match="NUMBER: is a int, a function is needed"):
+    with pytest.raises(BadInput, match="NUMBER: is a int, not a function"):
         find_metric(f"{users}:NUMBER")
     with pytest.raises(NotFound, match="has no 'missing'"):
         find_metric(f"{users}:missing")

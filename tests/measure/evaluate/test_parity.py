@@ -225,7 +225,7 @@ def test_nothing_finite_on_either_side_proves_nothing() -> None:
 )
 def test_whole_numbers_and_booleans_compare_exactly(dtype: str, a: object, b: object) -> None:
     parity = compare(constant(a, dtype), constant(b, dtype))
-    with pytest.raises(GateFailed, match="1 of 2 whole numbers or booleans differ"):
+    with pytest.raises(GateFailed, match="1 of 2 integers or booleans differ"):
         replace(parity, max_error=1e9).raise_if_over()
     assert compare(constant(a, dtype), constant(a, dtype)).worst.error == 0
 
@@ -274,7 +274,7 @@ def test_an_error_equal_to_the_bound_passes() -> None:
 
 @pytest.mark.parametrize("bound", [-1e-3, math.nan, math.inf])
 def test_a_bound_that_bounds_nothing_is_refused(bound: float) -> None:
-    with pytest.raises(BadInput, match="largest error must be 0 or more"):
+    with pytest.raises(BadInput, match="`max_error` must be 0 or more"):
         compare_engines(FakeEngine(), FakeEngine(), feeds_of(1), max_error=bound)
 
 

@@ -70,7 +70,7 @@ def test_crossover_by_latency_wants_less() -> None:
 def test_crossover_needs_a_common_batch_once_each() -> None:
     with pytest.raises(BadInput, match="no batch size was measured on both"):
         crossover(points(b3=(1, 2)), CPU)
-    with pytest.raises(BadInput, match="batch 1 stands twice"):
+    with pytest.raises(BadInput, match="batch 1 is there twice"):
         crossover(CPU + CPU, CPU)
 
 

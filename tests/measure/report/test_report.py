@@ -283,7 +283,7 @@ def test_nothing_is_derived_from_a_run_whose_gpu_was_held_back(
 ) -> None:
     held = replace(report, throttled=("sw_thermal",))
     held = replace(held, verdict=verdict(held))
-    assert "The GPU was held back (sw_thermal): no speed-up is stated." in held.verdict[0]
+    assert "The GPU was throttled (sw_thermal): no speed-up is stated." in held.verdict[0]
     assert "×" not in " ".join(held.verdict)
     assert held.to_dict()["speedups"] == held.to_dict()["crossovers"] == []
     write(held, tmp_path)

@@ -289,12 +289,12 @@ def test_progress_rises_to_one_and_names_the_step(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("labels", "batches", "sessions", "problem"),
     [
-        ([], (1,), 1, "one or more setups"),
-        (["A", "A"], (1,), 1, "different names"),
-        (["A"], (), 1, "batch sizes"),
-        (["A"], (0, 1), 1, "batch sizes"),
-        (["A"], (1, 1), 1, "batch sizes"),
-        (["A"], (1,), 0, "A: sessions must be 1 or more"),
+        ([], (1,), 1, "setups need different labels"),
+        (["A", "A"], (1,), 1, "different labels"),
+        (["A"], (), 1, "`batches` must be"),
+        (["A"], (0, 1), 1, "`batches` must be"),
+        (["A"], (1, 1), 1, "`batches` must be"),
+        (["A"], (1,), 0, "A: `sessions` must be 1 or more"),
     ],
 )
 def test_options_that_make_no_sense_open_nothing(

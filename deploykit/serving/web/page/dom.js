@@ -26,7 +26,7 @@ export function setText(node, text) {
 }
 
 /** SVG text from charts.js as an element. */
-export const picture = (text) => new DOMParser().parseFromString(text, "image/svg+xml").documentElement;
+export const graphic = (text) => new DOMParser().parseFromString(text, "image/svg+xml").documentElement;
 
 export const empty = (text) => el("p", { class: "empty" }, text);
 

@@ -6,7 +6,7 @@ import { pack, readNpy, size, zeros } from "./tensors.js";
 const FREE = 224; // the side of an image where the model takes any
 
 /** What a model's only input takes as an image: {height, width, channels, last}; else null. */
-export function pictureOf(inputs) {
+export function imageOf(inputs) {
   if (inputs.length !== 1 || !["FP32", "FP16", "UINT8"].includes(inputs[0].datatype)) return null;
   const shape = inputs[0].shape;
   const side = (axis) => (axis === -1 ? FREE : axis);
@@ -35,8 +35,8 @@ function scaleChoice(input) {
 }
 
 /** A tensor from grey or RGB pixels: `at(y, x, channel)` gives 0 to 255. */
-function tensorOf(input, picture, choice, at) {
-  const { channels, height, width, last } = picture;
+function tensorOf(input, image, choice, at) {
+  const { channels, height, width, last } = image;
   const scale = choice ? SCALES[choice.querySelector("select").value] : SCALES["0 to 255"];
   const values = new Float32Array(channels * height * width);
   for (let c = 0; c < channels; c++) {
@@ -53,8 +53,8 @@ function tensorOf(input, picture, choice, at) {
 }
 
 /** A pad of the model's own pixels, to draw on with the pointer or the arrow keys. */
-export function pad(input, picture, changed) {
-  const { height, width } = picture;
+export function pad(input, image, changed) {
+  const { height, width } = image;
   const ink = new Float32Array(height * width); // 0 to 1
   const cursor = { x: Math.floor(width / 2), y: Math.floor(height / 2) };
   let focused = false, pen = null;
@@ -150,12 +150,12 @@ export function pad(input, picture, changed) {
   const help = el("p", { class: "hint", id: "pad-help" },
     "Draw with the pointer. With the keyboard: arrows move, Shift and arrows draw, Space draws a dot, Delete erases.");
   const node = el("div", {}, canvas, place, help, el("div", { class: "row" }, clear, example), choice);
-  return { node, tensors: async () => [tensorOf(input, picture, choice, (y, x) => 255 * ink[y * width + x])] };
+  return { node, tensors: async () => [tensorOf(input, image, choice, (y, x) => 255 * ink[y * width + x])] };
 }
 
 /** An image, dropped or chosen, scaled and cropped about its centre to the model's size. */
-export function photo(input, picture, changed) {
-  const { height, width, channels } = picture;
+export function photo(input, image, changed) {
+  const { height, width, channels } = image;
   let pixels = null;
   const canvas = el("canvas", { width, height, hidden: true, role: "img" });
   const file = el("input", { type: "file", accept: "image/*" });
@@ -195,7 +195,7 @@ export function photo(input, picture, changed) {
     node,
     tensors: async () => {
       if (pixels === null) throw new Error("choose an image first");
-      return [tensorOf(input, picture, choice, at)];
+      return [tensorOf(input, image, choice, at)];
     },
   };
 }

@@ -117,9 +117,9 @@ function models() {
     const seen = recent(each.name), lost = seen?.lostPerSecond;
     const [first, ...cells] = rows.children[i].children;
     first.firstChild.setAttribute("aria-pressed", String(each.name === chosen));
-    const texts = [each.not_ready ?? (each.notes.length ? "see notes" : "ready"), number(seen?.perSecond), ms(seen?.p50), ms(seen?.p99),
+    const values = [each.not_ready ?? (each.notes.length ? "see notes" : "ready"), number(seen?.perSecond), ms(seen?.p50), ms(seen?.p99),
       count(each.waiting), number(lost?.refused), number(lost?.expired), number(lost?.failed)];
-    texts.forEach((text, j) => setText(cells[j], text));
+    values.forEach((text, j) => setText(cells[j], text));
   });
 }
 

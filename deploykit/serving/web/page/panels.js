@@ -1,13 +1,13 @@
 // The panels of one model: its figures over time, where the time goes, its latencies and batches.
 
 import { PANEL, drawBars, drawStack, draw, number, tick } from "./charts.js";
-import { el, empty, picture } from "./dom.js";
+import { el, empty, graphic } from "./dom.js";
 import { between, time, timeTick } from "./figures.js";
 
 const SHORT_S = 120, LONG_S = 600; // the least and the most that a chart spans
 const STAGES = {
   decode: ["Decode", 7], queue: ["Queue", 2], join: ["Join", 5], copy_in: ["Copy in", 6], compute: ["Compute", 1],
-  copy_out: ["Copy out", 4], split: ["Split", 3], encode: ["Encode", 8], other: ["Hand-over", 0],
+  "copy_out": ["Copy out", 4], split: ["Split", 3], encode: ["Encode", 8], other: ["Hand-over", 0],
 };
 
 /** A line for each of `series`, [{label, look, values}]; `ages` are the values' ages in seconds. */
@@ -20,7 +20,7 @@ export function trend(title, unit, ages, series, smallest = 1) {
     title, alt: `${title}, now: ${now}`, zero: true, y_top: smallest, x_log: false, x_tight: true, x_ticks: ticks,
     series: series.map(({ label, look, values }) => ({ label, look, marks: values.map((y, i) => ({ x: -Math.min(ages[i], spanned), y })) })),
   }, PANEL);
-  return chart ? picture(chart) : empty("No request has been answered in this time.");
+  return chart ? graphic(chart) : empty("No request has been answered in this time.");
 }
 
 /** Bars of the answered requests by their latency. */
@@ -33,7 +33,7 @@ export function latencies(title, counts, bounds) {
     return { value, label: bound === undefined ? "more" : timeTick(bound) };
   });
   const most = bars.reduce((a, b) => (b.value > a.value ? b : a));
-  return picture(drawBars({ bars, alt: `${title}: most often up to ${most.label}` }));
+  return graphic(drawBars({ bars, alt: `${title}: most often up to ${most.label}` }));
 }
 
 /** Bars of the batches by their size; neighbouring sizes share a bar when there are many. */
@@ -43,7 +43,7 @@ export function batchSizes(title, pairs) {
   const bars = (sizes.length <= 10 ? sizes.map(([rows, value]) => ({ label: String(rows), value })) : byPowers(sizes));
   const total = bars.reduce((sum, bar) => sum + bar.value, 0);
   const shares = bars.map(({ label, value }) => `${label} rows ${((100 * value) / total).toFixed(0)} percent`).join(", ");
-  return picture(drawBars({ bars, alt: `${title}: ${shares}` }));
+  return graphic(drawBars({ bars, alt: `${title}: ${shares}` }));
 }
 
 function byPowers(sizes) {
@@ -67,7 +67,7 @@ export function stages({ stages: found, mean }) {
     el("i", { class: "swatch" }), el("b", {}, label), el("span", {}, time(value)),
     el("span", {}, `${((100 * value) / total).toFixed(0)} %`)));
   return [
-    picture(drawStack({ parts: used, alt: `Where the time goes: ${time(total)} per request` })),
+    graphic(drawStack({ parts: used, alt: `Where the time goes: ${time(total)} per request` })),
     el("ul", { class: "legend" }, ...rows),
     el("p", { class: "hint" }, "Hand-over: from an engine's thread to the one that answers."),
   ];

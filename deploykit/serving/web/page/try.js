@@ -2,7 +2,7 @@
 
 import { number } from "./charts.js";
 import { byId, el, meter, setText, show } from "./dom.js";
-import { arrays, example, json, pad, photo, pictureOf } from "./inputs.js";
+import { arrays, example, json, pad, photo, imageOf } from "./inputs.js";
 import { infer, inferJson, size } from "./tensors.js";
 
 const SHOWN = 48; // values of a tensor that are written out
@@ -10,12 +10,12 @@ const TOP = 5;
 
 /** Make the form for `model`; `headers()` gives what each request must carry. */
 export function tryIt(model, headers) {
-  const picture = pictureOf(model.inputs);
+  const image = imageOf(model.inputs);
   const clear = () => { setText(byId("took"), ""); show(byId("answer")); };
   const ways = {};
-  if (picture?.channels === 1 && picture.height <= 64 && picture.width <= 64) ways.Draw = () => pad(model.inputs[0], picture, clear);
-  if (picture) ways.Image = () => photo(model.inputs[0], picture, clear);
-  if (!picture) ways.Example = () => example(model.inputs);
+  if (image?.channels === 1 && image.height <= 64 && image.width <= 64) ways.Draw = () => pad(model.inputs[0], image, clear);
+  if (image) ways.Image = () => photo(model.inputs[0], image, clear);
+  if (!image) ways.Example = () => example(model.inputs);
   if (model.inputs.every((input) => input.datatype !== "FP16" && input.datatype !== "BF16")) ways.JSON = () => json(model.inputs);
   if (model.inputs.every((input) => input.datatype !== "BYTES" && input.datatype !== "BF16")) ways[".npy"] = () => arrays(model.inputs);
 
