@@ -6,6 +6,7 @@ reason, which `pytest -ra` (our default) prints.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -18,6 +19,10 @@ from tests.support.runtimes.cases import AFFINE, OPENERS, PRESENT, onnx_model
 # A shell starts background jobs with SIGINT ignored, and children inherit that; here it must work.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Workers share the cores: OpenMP threads that wait for one another would spin, and take minutes.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture
@@ -60,6 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "conformance: what every runtime promises")
+    config.addinivalue_line("markers", "xdist_group(name): tests that share a worker")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -18,9 +18,11 @@ pytestmark = [pytest.mark.torch, pytest.mark.nvidia]
 LARGE_LAYERS = ("bert-tiny", "resnet18")  # of 65,536 weights: smaller ones are not worth storing
 PAIRS = [(name, to) for name in SMALL for to in ("fp32", "fp16", "bf16", "int8", "fp8")]
 PAIRS += [(name, "int8-weight-only") for name in LARGE_LAYERS]
+# a member's files are made once, by one worker
+GROUPED = [pytest.param(*pair, marks=pytest.mark.xdist_group(pair[0])) for pair in PAIRS]
 
 
-@pytest.mark.parametrize(("name", "to"), PAIRS)
+@pytest.mark.parametrize(("name", "to"), GROUPED)
 def test_nvidia_takes_every_accepted_file(keeper: Keeper, name: str, to: str) -> None:
     try:
         made = keeper.quantized(name, to)
