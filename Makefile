@@ -34,6 +34,7 @@ test: lint
 
 test-all:
 	DEPLOYKIT_CAMPAIGN=1 $(MAKE) test
+	$(BIN)/python -m benchmarks.serve.soak
 
 docs: venv
 	$(BIN)/mkdocs build --strict

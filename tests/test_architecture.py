@@ -194,7 +194,7 @@ def test_heavy_imports_stay_with_their_owners(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_numpy_is_imported_late_above_the_rooms_and_never_in_core(path: Path) -> None:
+def test_numpy_is_imported_inside_functions_in_api_and_cli_and_never_in_core(path: Path) -> None:
     floor, _ = floor_of(module_of(path))
     if floor in (2, 3):
         return
@@ -305,7 +305,7 @@ def test_no_file_imports_a_test(path: Path) -> None:
         assert not is_test, f"{name_of_test(path)} imports {module}: share it in tests/support"
 
 
-def test_test_folders_hold_tests_alone() -> None:
+def test_folders_of_tests_hold_only_tests() -> None:
     names = [name_of_test(path) for path in TESTS.rglob("*.py")]
     others = [name for name in names if not name.startswith(PROGRAMS)]
     assert [n for n in others if not n.rpartition("/")[2].startswith(("test_", "conftest."))] == []

@@ -60,7 +60,7 @@ def test_the_int8_engine_computes_in_int8(demo: tuple[Path, object]) -> None:
     assert manifest.precision["int8"] >= 5  # three convolutions, two dense layers
 
 
-def test_accuracy_is_told_for_each_precision_with_its_interval(report: dict) -> None:
+def test_accuracy_is_reported_for_each_precision_with_its_interval(report: dict) -> None:
     rows = {row["precision"]: row for row in report["accuracy"]}
     assert set(rows) == {"fp32", "fp16", "int8"}
     for row in rows.values():
@@ -69,7 +69,7 @@ def test_accuracy_is_told_for_each_precision_with_its_interval(report: dict) -> 
     assert rows["int8"]["drop"]["high"] <= 0.02
 
 
-def test_latency_and_throughput_stand_beside_the_baseline(report: dict) -> None:
+def test_latency_and_throughput_are_compared_with_the_baseline(report: dict) -> None:
     labels = {point["label"] for point in report["points"]}
     assert report["baseline"] in labels
     assert any("int8" in label for label in labels)
@@ -78,7 +78,7 @@ def test_latency_and_throughput_stand_beside_the_baseline(report: dict) -> None:
         assert point["device"] == "cpu"
 
 
-def test_what_was_not_measured_is_said(report: dict) -> None:
+def test_the_report_lists_what_was_not_measured(report: dict) -> None:
     if not report["machine"]["gpus"]:
         assert "GPU" in {gap["what"] for gap in report["not_measured"]}
 

@@ -24,7 +24,7 @@ def run(place: Path, *words: object) -> str:
 
 @pytest.mark.torch
 @pytest.mark.slow
-def test_a_recipe_of_ones_own_is_trained_and_exported(tmp_path: Path) -> None:
+def test_a_users_recipe_is_trained_and_exported(tmp_path: Path) -> None:
     for module in ("torch", "onnxscript", "sklearn"):
         pytest.importorskip(module)
     recipe = ROOT / "examples/own_recipe.py"
@@ -39,7 +39,7 @@ def test_a_recipe_of_ones_own_is_trained_and_exported(tmp_path: Path) -> None:
     assert b"--arch" in refused.stderr
 
 
-def test_the_client_asks_a_server(tmp_path: Path) -> None:
+def test_the_example_client_gets_an_answer(tmp_path: Path) -> None:
     save(mnist_like(), tmp_path / "model.onnx")
     command = ["-m", "deploykit", "serve", "--engine", "mnist=model.onnx", "--http-port", "0"]
     server = subprocess.Popen([sys.executable, *command], cwd=tmp_path, stdout=subprocess.PIPE)

@@ -89,7 +89,7 @@ def all_expressions() -> list[str]:
 
 
 @pytest.mark.parametrize("expression", all_expressions())
-def test_what_is_asked_for_is_emitted(emitted: dict[str, set[str]], expression: str) -> None:
+def test_every_metric_in_a_panel_is_emitted(emitted: dict[str, set[str]], expression: str) -> None:
     names = names_in(expression)
     assert names
     for name in names:
@@ -102,7 +102,7 @@ def test_what_is_asked_for_is_emitted(emitted: dict[str, set[str]], expression: 
         assert set(re.split(r",\s*", grouped)) <= labels
 
 
-def test_every_metric_of_ours_is_drawn() -> None:
+def test_every_metric_is_in_a_panel() -> None:
     drawn = {name for expression in EXPRESSIONS for name in names_in(expression)}
     families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in drawn} | drawn
     ours = {name for name in METRICS if name.startswith("deploykit_")}
@@ -116,7 +116,7 @@ def test_every_metric_is_emitted(emitted: dict[str, set[str]]) -> None:
     assert families == METRICS.keys()
 
 
-def test_the_legends_use_labels_that_are_there(emitted: dict[str, set[str]]) -> None:
+def test_legends_use_existing_labels(emitted: dict[str, set[str]]) -> None:
     for panel in PANELS:
         for target in panel["targets"]:
             labels = set().union(*(emitted[name] for name in names_in(target["expr"])))
@@ -124,7 +124,7 @@ def test_the_legends_use_labels_that_are_there(emitted: dict[str, set[str]]) -> 
             assert used <= labels | ADDED, panel["title"]
 
 
-def test_panels_stand_beside_each_other_and_have_ids() -> None:
+def test_panels_do_not_overlap_and_have_ids() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in DASHBOARD["panels"]:
         place: dict[str, Any] = panel["gridPos"]

@@ -115,12 +115,14 @@ def test_the_metadata_names_license_python_and_extras(wheel: Path) -> None:
 @pytest.mark.parametrize(
     "words", [("--help",), ("profiles",), ("profiles", "h200"), ("doctor",)], ids=str
 )
-def test_the_bare_install_informs(bare: Installed, words: tuple[str, ...]) -> None:
+def test_the_bare_install_shows_help_profiles_and_doctor(
+    bare: Installed, words: tuple[str, ...]
+) -> None:
     done = bare.run(*words)
     assert done.returncode == 0, done.stderr
 
 
-def test_the_bare_installs_doctor_says_what_is_missing(bare: Installed) -> None:
+def test_doctor_names_what_the_bare_install_lacks(bare: Installed) -> None:
     seen = json.loads(bare.run("doctor", "--json").stdout)
     checks = {check["command"]: check for check in seen["checks"]}
     assert checks["inspect, profiles, load"]["works"]
@@ -160,7 +162,7 @@ def test_a_missing_extra_is_exit_3_with_the_install_line(bare: Installed, name: 
     assert not (bare.folder / "out.npz").exists()
 
 
-def test_the_light_runtime_quantises_builds_predicts_and_measures_without_torch(
+def test_the_cpu_extra_quantizes_builds_predicts_and_measures_without_torch(
     light: Installed,
 ) -> None:
     for words in (

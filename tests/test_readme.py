@@ -34,7 +34,9 @@ def server_of(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
         server.communicate()
 
 
-def test_the_readmes_blocks_run(tmp_path: Path, server_of: list[subprocess.Popen[str]]) -> None:
+def test_every_code_block_of_the_readme_runs(
+    tmp_path: Path, server_of: list[subprocess.Popen[str]]
+) -> None:
     place = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     address = "127.0.0.1:8000"
     ran = []

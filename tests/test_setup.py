@@ -56,7 +56,7 @@ def test_only_the_package_that_was_asked_for_is_listed(setup: ModuleType, index:
         ("", None),
     ],
 )
-def test_torchvision_is_of_its_torch_and_of_the_same_build_if_there_is_one(
+def test_torchvision_matches_the_version_and_if_possible_the_build_of_torch(
     setup: ModuleType, torch: str, torchvision: str | None
 ) -> None:
     versions = ["0.29.0", "0.28.2", "0.28.1+cpu", "0.28.0+cpu", "0.25.0"]

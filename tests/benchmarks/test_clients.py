@@ -94,7 +94,7 @@ def test_h2load_reads_rate_and_percentiles() -> None:
     assert sample.errors == 0
 
 
-def test_grpc_refusals_have_status_200_and_are_told_by_the_missing_bytes() -> None:
+def test_grpc_refusals_have_status_200_and_are_recognised_by_missing_bytes() -> None:
     sample = h2load_sample(H2LOAD.replace("150000", "100000"), LOG, 50)
     assert sample.errors == 1000
     assert sample.per_s == pytest.approx(1000)
@@ -180,7 +180,7 @@ needs_wrk = pytest.mark.skipif(shutil.which("wrk") is None, reason="wrk is not i
 
 @needs_wrk
 @pytest.mark.parametrize("slow", [False, True])
-def test_wrk_itself_sends_the_body_and_tells_what_came_back(port: int, slow: bool) -> None:
+def test_wrk_sends_the_body_and_reports_the_answers(port: int, slow: bool) -> None:
     ask = ENCODINGS["v2 binary"](ROWS)
     sample = wrk(port, ask, 2, 1, slow=slow)
     assert sample.errors == 0

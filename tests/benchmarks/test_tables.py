@@ -51,7 +51,7 @@ def test_the_share_is_of_the_best_batch_in_the_same_round() -> None:
     assert share.value == pytest.approx(0.5)
 
 
-def test_the_table_says_who_is_best_and_why_one_is_missing() -> None:
+def test_the_table_marks_the_best_and_says_why_one_is_missing() -> None:
     text = markdown(results())
     assert "2,000 at 8" not in text.splitlines()[0]
     assert "2,200 at 8" in text  # the median round's

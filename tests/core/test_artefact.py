@@ -38,17 +38,17 @@ def artefact(tmp_path: Path) -> Path:
     return path
 
 
-def test_manifest_stands_beside_its_artefact() -> None:
+def test_a_manifest_is_next_to_its_artefact() -> None:
     assert manifest_path(Path("a/model.onnx")) == Path("a/model.onnx.json")
 
 
-def test_manifest_comes_back_as_it_was(artefact: Path) -> None:
+def test_a_manifest_is_read_back_unchanged(artefact: Path) -> None:
     manifest = replace(MANIFEST, sha256=sha256(artefact))
     write_manifest(artefact, manifest)
     assert read_manifest(artefact) == manifest
 
 
-def test_artefact_without_a_manifest_is_welcome(artefact: Path) -> None:
+def test_an_artefact_needs_no_manifest(artefact: Path) -> None:
     assert read_manifest(artefact) is None
 
 
@@ -140,7 +140,7 @@ def zipped(path: Path, *names: str) -> bytes:
     ],
     ids=["plan", "plan-2", "onnx", "legacy-torch", "safetensors"],
 )
-def test_content_tells_the_format(tmp_path: Path, content: bytes, kind: str) -> None:
+def test_the_format_is_read_from_the_content(tmp_path: Path, content: bytes, kind: str) -> None:
     path = tmp_path / "file.jpg"  # the name says nothing
     path.write_bytes(content)
     assert sniff(path) == kind
@@ -172,14 +172,14 @@ def test_zip_that_pytorch_wrote_is_torch(tmp_path: Path, members: tuple[str, ...
     ],
     ids=["checkpoint", "torchscript", "pt2", "older-pt2", "both"],
 )
-def test_kinds_of_torch_files_are_told_by_their_members(
+def test_the_kind_of_a_torch_file_is_read_from_its_members(
     tmp_path: Path, members: tuple[str, ...], kind: str
 ) -> None:
     zipped(tmp_path / "f", *members)
     assert torch_kind(tmp_path / "f") == kind
 
 
-def test_a_torch_file_of_before_the_zip_format_is_a_pickle(tmp_path: Path) -> None:
+def test_a_torch_file_from_before_the_zip_format_is_a_pickle(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(pickle.dumps({"a": 1}, protocol=2))
     assert torch_kind(tmp_path / "f") == "pickle"
 
@@ -213,7 +213,7 @@ def test_files_that_torch_saves_are_torch(tmp_path: Path) -> None:
     ],
     ids=lambda value: repr(value[:12]) if isinstance(value, bytes) else None,
 )
-def test_other_files_are_refused_saying_what_they_are(
+def test_other_files_are_refused_with_what_they_are(
     tmp_path: Path, content: bytes, says: str
 ) -> None:
     path = tmp_path / "model.pt"
@@ -222,7 +222,7 @@ def test_other_files_are_refused_saying_what_they_are(
         sniff(path)
 
 
-def test_noise_is_never_another_exception(tmp_path: Path) -> None:
+def test_random_bytes_raise_bad_input_and_nothing_else(tmp_path: Path) -> None:
     random = np.random.default_rng(7)
     path = tmp_path / "noise"
     for head in (b"", b"PK\x03\x04", b"\x80", b"\x08", b"ftr"):
@@ -251,7 +251,7 @@ def test_zip_of_a_later_format_is_refused(tmp_path: Path) -> None:
         sniff(tmp_path / "f")
 
 
-def test_other_zips_are_told_apart(tmp_path: Path) -> None:
+def test_other_zip_files_are_refused_with_what_they_hold(tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", x=np.zeros(3))
     with pytest.raises(BadInput, match=r"holds NumPy arrays \(\.npz\), a model is needed"):
         sniff(tmp_path / "data.npz")
@@ -266,7 +266,7 @@ def test_engine_of_tensorrt_for_rtx_is_unsupported(tmp_path: Path) -> None:
         sniff(tmp_path / "f")
 
 
-def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+def test_folders_pipes_and_devices_are_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "empty").touch()
     for path in (tmp_path, tmp_path / "pipe", tmp_path / "empty", Path("/dev/zero")):

@@ -22,7 +22,7 @@ from deploykit.core import errors
         ("DeploykitError", 70, 500, "INTERNAL"),
     ],
 )
-def test_codes_are_the_published_ones(
+def test_exit_codes_are_the_published_ones(
     name: str, exit_code: int, http_status: int, grpc_status: str
 ) -> None:
     kind = getattr(errors, name)
@@ -47,10 +47,10 @@ def test_message_and_hint_survive_a_process_boundary() -> None:
     ("text", "line"),
     [("a\nb", "a"), ("\n  \n b \nc", "b"), ("", "ValueError"), (" \n", "ValueError")],
 )
-def test_first_line_is_fit_for_one_line(text: str, line: str) -> None:
+def test_first_line_returns_one_printable_line(text: str, line: str) -> None:
     assert errors.first_line(ValueError(text)) == line
 
 
-def test_os_reason_leaves_out_number_and_path() -> None:
+def test_os_reason_omits_number_and_path() -> None:
     assert errors.os_reason(PermissionError(13, "Permission denied", "/x")) == "Permission denied"
     assert errors.os_reason(OSError("odd")) == "odd"

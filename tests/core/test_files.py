@@ -102,7 +102,7 @@ def test_file_in_place_of_the_folder_is_refused(out: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="there is no /proc")
-def test_a_folder_that_only_says_it_can_be_written_to_is_refused() -> None:
+def test_a_folder_that_claims_to_be_writable_but_is_not_is_refused() -> None:
     with pytest.raises(BadInput, match=r"/proc/x\.bin: cannot be written"):
         check_writable(Path("/proc/x.bin"))
 
@@ -123,7 +123,7 @@ def test_name_too_long_for_the_file_system_is_refused(tmp_path: Path) -> None:
         check_writable(tmp_path / ("x" * 300))
 
 
-def test_file_system_that_takes_no_files_is_refused() -> None:
+def test_a_file_system_without_files_is_refused() -> None:
     with (
         pytest.raises(BadInput, match=r"/proc/out\.bin"),
         atomic_write(Path("/proc/out.bin")) as tmp,
@@ -256,13 +256,15 @@ def test_what_cannot_be_read_is_refused_by_kind(out: Path) -> None:
         check_readable(folder / "nothing")
 
 
-def test_sha256_is_the_files(tmp_path: Path) -> None:
+def test_sha256_is_that_of_the_files_content(tmp_path: Path) -> None:
     content = bytes(range(256)) * 9000  # more than one block
     (tmp_path / "f").write_bytes(content)
     assert sha256(tmp_path / "f") == hashlib.sha256(content).hexdigest()
 
 
-def test_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_is_where_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("DEPLOYKIT_CACHE", str(tmp_path / "mine"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_folder() == tmp_path / "mine"

@@ -75,7 +75,7 @@ print(resident_mib() - before)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="no glibc here")
-def test_large_blocks_go_back_to_the_system() -> None:
+def test_large_freed_blocks_return_to_the_system() -> None:
     kept = {
         how: int(subprocess.check_output([sys.executable, "-c", BATCHES, how]))
         for how in ("keep", "return")
@@ -123,7 +123,7 @@ def test_empty_root_is_all_unknown(tmp_path: Path) -> None:
     assert machine.usable_cores >= 1
 
 
-def test_nothing_in_the_files_makes_it_raise(jetson: Path) -> None:
+def test_garbage_in_system_files_raises_nothing(jetson: Path) -> None:
     for path in [path for path in jetson.rglob("*") if path.is_file()]:
         for content in (
             b"",
@@ -222,7 +222,7 @@ def test_gpus_keep_their_order() -> None:
 @pytest.mark.parametrize(
     "text", ["", "No devices were found\n", "NVIDIA-SMI has failed, because: x\n", "a,b,c,d,e\n"]
 )
-def test_other_texts_are_no_gpu(text: str) -> None:
+def test_other_output_of_nvidia_smi_is_not_a_gpu(text: str) -> None:
     assert parse_gpus(text) == ()
 
 
@@ -236,7 +236,7 @@ def test_other_texts_are_no_gpu(text: str) -> None:
     ],
     ids=["works", "fails", "not-text", "dies"],
 )
-def test_whatever_nvidia_smi_does_is_survived(
+def test_a_failing_nvidia_smi_means_no_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, count: int
 ) -> None:
     program = tmp_path / "nvidia-smi"
@@ -246,7 +246,9 @@ def test_whatever_nvidia_smi_does_is_survived(
     assert len(this_machine(tmp_path).gpus) == count
 
 
-def test_program_that_cannot_run_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_nvidia_smi_that_cannot_run_means_no_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_bytes(b"\x7fELF not really")
     program.chmod(0o755)

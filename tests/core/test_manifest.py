@@ -48,7 +48,7 @@ def of_version_1(name: str, folder: Path) -> Evidence:
     return read(Path(__file__).parent / "manifests_v1" / f"{name}.json", folder).evidence
 
 
-def test_evidence_comes_back_as_it_was_with_what_is_infinite(tmp_path: Path) -> None:
+def test_evidence_is_read_back_unchanged_with_infinite_values(tmp_path: Path) -> None:
     accuracy = Evaluation(PARITY, None, Interval(0.9, 0.8, 1.0), 40, True, "fine", None, 15.0)
     nested = Evidence(accuracy=accuracy, notes=("a note",))
     written = manifest(Evidence(parity=PARITY, source_graph=nested))
@@ -112,7 +112,7 @@ def test_a_manifest_of_version_1_is_read_and_written_as_version_2(
     assert load_manifest(tmp_path / "model") == found
 
 
-def test_what_version_1_said_of_a_quantised_model_is_kept(tmp_path: Path) -> None:
+def test_evidence_of_version_1_about_a_quantized_model_is_kept(tmp_path: Path) -> None:
     found = of_version_1("quantize-auto", tmp_path)
     assert found.quantize is not None
     assert found.search is not None
@@ -127,7 +127,7 @@ def test_what_version_1_said_of_a_quantised_model_is_kept(tmp_path: Path) -> Non
     assert nested.calibration.samples == 100
 
 
-def test_what_version_1_said_of_an_engine_is_kept(tmp_path: Path) -> None:
+def test_evidence_of_version_1_about_an_engine_is_kept(tmp_path: Path) -> None:
     found = of_version_1("build-l4-fp16", tmp_path)
     assert found.verified
     assert found.build is not None
@@ -137,7 +137,7 @@ def test_what_version_1_said_of_an_engine_is_kept(tmp_path: Path) -> None:
     assert not of_version_1("build-l4-not-run", tmp_path).verified
 
 
-def test_what_version_1_said_of_a_training_and_an_export_is_kept(tmp_path: Path) -> None:
+def test_evidence_of_version_1_about_training_and_export_is_kept(tmp_path: Path) -> None:
     trained = of_version_1("train", tmp_path).training
     assert isinstance(trained, TrainingRecord)
     assert (trained.recipe, trained.metric) == ("mnist-cnn", "top-1 accuracy")
@@ -164,7 +164,7 @@ def test_the_published_schema_is_that_of_the_classes() -> None:
     assert json.loads(SCHEMA.read_text()) == schema()
 
 
-def test_the_schema_refuses_what_is_no_manifest() -> None:
+def test_the_schema_refuses_other_documents() -> None:
     whole = manifest(Evidence(parity=PARITY)).to_dict()
     jsonschema.validate(whole, schema())
     for broken in ({**whole, "manifest": 1}, {**whole, "evidence": {"parity": {"passed": "yes"}}}):

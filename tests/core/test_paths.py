@@ -93,7 +93,7 @@ def test_what_is_not_there_is_not_found(reference: str, says: str) -> None:
     ],
 )
 @pytest.mark.parametrize("form", ["file", "module"])
-def test_code_that_fails_is_the_users_to_mend(
+def test_an_exception_in_users_code_is_bad_input(
     package: Path, code: str, says: str, form: str
 ) -> None:
     path = write(package / "failing_code.py", code)
@@ -120,7 +120,7 @@ def test_code_that_needs_an_extra_says_which(
     assert caught.value.exit_code == 3
 
 
-def test_error_of_ours_comes_through_as_it_is(tmp_path: Path) -> None:
+def test_an_error_of_deploykit_passes_through_unchanged(tmp_path: Path) -> None:
     code = "from deploykit.core.errors import Overloaded\nraise Overloaded('busy')"
     from deploykit.core.errors import Overloaded
 
@@ -128,7 +128,7 @@ def test_error_of_ours_comes_through_as_it_is(tmp_path: Path) -> None:
         import_object(f"{write(tmp_path / 'mine.py', code)}:x")
 
 
-def test_ctrl_c_comes_through(tmp_path: Path) -> None:
+def test_ctrl_c_passes_through(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.py", "raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
         import_object(f"{path}:x")

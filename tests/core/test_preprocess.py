@@ -57,7 +57,7 @@ def test_a_file_that_is_wrong_is_refused_by_name(tmp_path: Path, text: str, reas
     assert str(path) in caught.value.message
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+def test_bytes_that_are_not_utf_8_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "p.toml"
     path.write_bytes(b"\xff\xfe\x00mean")
     with pytest.raises(BadInput, match="not valid TOML"):
@@ -88,6 +88,6 @@ def test_the_image_becomes_bytes_with_its_channels_last() -> None:
     ],
     ids=str,
 )
-def test_no_image_or_two_are_refused(inputs: list[str]) -> None:
+def test_a_model_with_no_image_input_or_with_two_is_refused(inputs: list[str]) -> None:
     with pytest.raises(BadInput, match="exactly one is needed"):
         from_bytes([parse_spec(text) for text in inputs], IMAGENET)

@@ -179,7 +179,7 @@ def test_unknown_name_lists_the_known(name: str) -> None:
     assert caught.value.hint is not None
 
 
-def test_profile_of_ones_own_is_a_file(mine: Path) -> None:
+def test_a_users_profile_is_a_file(mine: Path) -> None:
     profile = load_profile(str(mine))
     assert (profile.name, profile.summary) == ("mine", "My board")
     assert profile.peak_ops_per_s == {"fp16": 1e12}
@@ -188,7 +188,7 @@ def test_profile_of_ones_own_is_a_file(mine: Path) -> None:
     assert load_profile(f"{mine}@30W").power_mode == "MODE_30W"
 
 
-def test_at_sign_in_a_folder_is_no_power_mode(mine: Path) -> None:
+def test_an_at_sign_in_a_folder_name_is_not_a_power_mode(mine: Path) -> None:
     folder = mine.parent / "a@b"
     folder.mkdir()
     moved = mine.rename(folder / "mine.toml")
@@ -196,7 +196,7 @@ def test_at_sign_in_a_folder_is_no_power_mode(mine: Path) -> None:
     assert load_profile(f"{moved}@15W").power_mode == "15W"
 
 
-def test_dictionary_is_plain_data(mine: Path) -> None:
+def test_a_profile_as_a_dictionary_is_plain_data(mine: Path) -> None:
     values = load_profile(str(mine)).to_dict()
     assert values["power_modes"][0] == {"name": "15W", "watts": 15.0, "gpu_mhz": None, "sms": None}
     assert values["precisions"] == ["fp32", "fp16"]
@@ -246,7 +246,7 @@ def test_line_is_that_of_the_whole_key(mine: Path) -> None:
         load_profile(change(mine, old, f"{old}memory = 1\n"))
 
 
-def test_file_that_is_no_profile_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_profile_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFound):
         load_profile(str(tmp_path / "nothing.toml"))
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
@@ -266,14 +266,14 @@ def machine(*gpus: Gpu, boards: tuple[str, ...] = (), board: str | None = None) 
     return replace(this_machine(), gpus=gpus, board_ids=boards, board=board)
 
 
-def test_a_jetson_is_told_by_its_board_with_and_without_nvidia_smi() -> None:
+def test_a_jetson_is_recognised_by_its_board_with_and_without_nvidia_smi() -> None:
     for gpus in ((ORIN,), ()):
         nano = machine(*gpus, boards=("nvidia,p3767-0005", "nvidia,tegra234"))
         fitting = [name for name in NAMES if fits(load_profile(name), nano)]
         assert fitting == ["jetson-orin-nano-8gb"]
 
 
-def test_a_board_that_no_profile_names_fits_none_by_its_gpus_name() -> None:
+def test_an_unknown_board_is_not_matched_by_the_name_of_its_gpu() -> None:
     unknown = machine(ORIN, boards=("acme,orin-carrier",))
     assert not any(fits(load_profile(name), unknown) for name in NAMES)
 
@@ -283,11 +283,11 @@ def test_any_of_several_gpus_may_be_the_target() -> None:
     assert [name for name in NAMES if fits(load_profile(name), two)] == ["l4", "h200"]
 
 
-def test_a_profile_that_names_nothing_is_no_machine() -> None:
+def test_a_profile_without_names_matches_no_machine() -> None:
     assert not fits(load_profile("cpu"), machine())
 
 
-def test_auto_chooses_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_chooses_the_matching_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "installed", lambda _name: True)
     nano = machine(boards=("nvidia,p3767-0005",), board="NVIDIA Jetson Orin Nano")
     thor = machine(Gpu("NVIDIA Thor", None, "580", "11.0"), boards=("nvidia,p3834-0008",))

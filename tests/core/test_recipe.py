@@ -63,7 +63,7 @@ def test_listing_imports_no_recipe() -> None:
     assert (run.stdout, run.stderr) == ("[]\n", "")
 
 
-def test_bundled_recipe_is_a_file_of_ours() -> None:
+def test_a_bundled_recipe_is_a_file_of_the_package() -> None:
     assert bundled("mnist-cnn") == paths.folder("models") / "mnist_cnn.py"
 
 
@@ -82,7 +82,7 @@ def test_bundled_recipe_is_a_file_of_ours() -> None:
         "/etc/passwd",
     ],
 )
-def test_name_out_of_a_file_can_name_nothing_else(name: str) -> None:
+def test_a_recipe_name_in_a_checkpoint_can_name_only_bundled_recipes(name: str) -> None:
     """A checkpoint holds its recipe's name: `bundled` is the gate before any code runs."""
     with pytest.raises(NotFound, match="no recipe") as caught:
         bundled(name)
@@ -95,7 +95,7 @@ def test_unknown_name_lists_the_known() -> None:
     assert "mnist-cnn" in str(caught.value.hint)
 
 
-def test_recipe_of_ones_own_is_a_file(tiny: Path) -> None:
+def test_a_users_recipe_is_a_file(tiny: Path) -> None:
     recipe = load_recipe(str(tiny))
     assert isinstance(recipe, Recipe)
     assert recipe.build() == "a module"
@@ -111,7 +111,7 @@ def test_recipe_may_be_a_module(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delitem(sys.modules, "tiny")
 
 
-def test_other_objects_are_no_recipe(tiny: Path) -> None:
+def test_other_objects_are_refused_as_recipes(tiny: Path) -> None:
     with pytest.raises(BadInput, match="is a int, not a deploykit Recipe"):
         load_recipe(f"{tiny}:NUMBER")
 

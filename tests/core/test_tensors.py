@@ -28,12 +28,12 @@ from deploykit.core.tensors import (
     ],
     ids=str,
 )
-def test_text_and_spec_are_the_same_thing(text: str, spec: TensorSpec) -> None:
+def test_a_spec_parses_from_its_string_and_prints_as_it(text: str, spec: TensorSpec) -> None:
     assert parse_spec(text) == spec
     assert str(spec) == text
 
 
-def test_spaces_round_the_parts_do_not_matter() -> None:
+def test_spaces_around_the_parts_are_ignored() -> None:
     assert parse_spec(" x : float32[ N , 3 ] ") == TensorSpec("x", "float32", ("N", 3))
 
 
@@ -60,7 +60,7 @@ def test_spaces_round_the_parts_do_not_matter() -> None:
     ],
     ids=lambda text: repr(text[:20]),
 )
-def test_bad_text_is_refused(text: str) -> None:
+def test_a_malformed_spec_is_refused(text: str) -> None:
     with pytest.raises(BadInput):
         parse_spec(text)
 
@@ -138,7 +138,7 @@ def test_any_size_fits_a_dynamic_axis(count: int) -> None:
         ("float32", (), "float32[]"),
     ],
 )
-def test_mismatch_says_both_sides(dtype: str, shape: tuple[int, ...], got: str) -> None:
+def test_a_mismatch_names_both_sides(dtype: str, shape: tuple[int, ...], got: str) -> None:
     assert mismatch(SPEC, dtype, shape) == f"input 'x' is float32[N,3], got {got}"
 
 
@@ -146,7 +146,7 @@ def test_concrete_takes_named_sizes_else_1() -> None:
     assert concrete(TensorSpec("x", "int64", ("N", 3, "T")), {"N": 8}) == (8, 3, 1)
 
 
-def test_sizes_are_numpys() -> None:
+def test_sizes_in_bytes_match_numpy() -> None:
     numpys = {name: np.dtype(name).itemsize for name in DTYPE_BYTES if name != "bfloat16"}
     assert {**numpys, "bfloat16": 2} == dict(DTYPE_BYTES)
 
@@ -156,7 +156,7 @@ def test_every_dtype_has_a_name_in_the_protocol() -> None:
     assert len(set(PROTOCOL_NAMES.values())) == len(PROTOCOL_NAMES)
 
 
-def test_what_numpy_has_not_is_held_by_arrays_that_it_has() -> None:
+def test_types_that_numpy_lacks_are_stored_in_types_that_it_has() -> None:
     held = {name: carrier(name) for name in PROTOCOL_NAMES if carrier(name) != name}
     assert held == {"bfloat16": "float32", "string": "object"}
     assert mismatch(TensorSpec("x", "string", ("N",)), "object", (2,)) is None
@@ -164,7 +164,7 @@ def test_what_numpy_has_not_is_held_by_arrays_that_it_has() -> None:
     assert mismatch(TensorSpec("x", "object", ("N",)), "float32", (2,)) is not None
 
 
-def test_a_typed_specification_cannot_be_of_text() -> None:
+def test_a_spec_on_the_command_line_cannot_be_a_string_tensor() -> None:
     with pytest.raises(BadInput, match="PyTorch"):
         parse_spec("x:string[N]")
     assert (

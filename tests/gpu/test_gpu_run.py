@@ -39,7 +39,9 @@ def test_without_a_gpu_nothing_is_run(tmp_path: Path) -> None:
         ("import os; os.kill(os.getpid(), 11)", "failed", "killed by SIGSEGV"),
     ],
 )
-def test_end_of_a_step_has_a_name(code: str, status: str, why: str, tmp_path: Path) -> None:
+def test_the_result_of_a_step_has_a_status(
+    code: str, status: str, why: str, tmp_path: Path
+) -> None:
     result = run_step(step(code), 60, tmp_path)
     assert (result.status, result.why) == (status, why)
     assert result.figures == ({"ms": 1.5} if status == "passed" else {})
@@ -58,7 +60,7 @@ def test_step_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
     assert result.seconds < 50
 
 
-def test_failure_is_recorded_and_the_rest_goes_on(tmp_path: Path) -> None:
+def test_a_failure_is_recorded_and_the_other_steps_run(tmp_path: Path) -> None:
     steps = [
         step("raise SystemExit(2)", title="a"),
         step("pass", title="b", after="a"),
@@ -86,7 +88,7 @@ def test_figures_are_those_that_prove_something() -> None:
     assert figures("") == {}
 
 
-def test_reason_of_an_empty_end_is_the_code() -> None:
+def test_a_step_without_output_reports_its_exit_code() -> None:
     assert reason("", "", 7) == "exit 7"
 
 
@@ -157,14 +159,14 @@ print(leak.grew(leak.watch(lambda _: lost.append(os.urandom(1 << 18)), 200)))
 """
 
 
-def test_a_lost_buffer_a_call_is_found() -> None:
+def test_a_leak_of_one_buffer_per_call_is_found() -> None:
     """In a process of its own: this one may hold freed memory that takes in 50 MiB unseen."""
     command = [sys.executable, "-c", LOSING]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("this process grew by")
 
 
-def test_growth_on_the_gpu_is_told() -> None:
+def test_growth_of_gpu_memory_is_reported() -> None:
     part = {"rss_growth_bytes": 0, "gpu_growth_bytes": 8 * MIB}
     assert leak.grew(part) == "memory in use on the GPU grew by 8 MiB"
     assert leak.grew({"rss_growth_bytes": None, "gpu_growth_bytes": None}) == ""

@@ -48,14 +48,14 @@ def network() -> Any:
     ],
     ids=["flags", "add_loop", "name", "get_dimension_name", "build_engine_with_config"],
 )
-def test_member_that_would_call_another_raises(
+def test_a_member_that_would_call_another_method_raises(
     network: Any, member: Callable[[Any], object]
 ) -> None:
     with pytest.raises(NotImplementedError, match="would call another method"):
         member(network)
 
 
-def test_member_that_works_is_let_through(network: Any) -> None:
+def test_a_member_that_works_is_passed_through(network: Any) -> None:
     given = network.get_input(0)
     assert (network.num_inputs, network.num_layers) == (1, 1)
     assert (given.name, tuple(given.shape), given.dtype) == ("x", (1, 8), trt.float32)
@@ -69,7 +69,7 @@ def test_plan_of_the_rig_is_one_of_tensorrt_for_rtx(network: Any) -> None:
     assert bytes(memoryview(plan)[:4]) == b"vtrt"
 
 
-def test_second_logger_of_a_process_is_warned_of(network: Any) -> None:
+def test_a_second_logger_in_a_process_gives_a_warning(network: Any) -> None:
     """Which of the two then hears what is TensorRT's affair: ours is one for the whole module."""
     second = _Log()
     trt.Builder(second)
@@ -77,7 +77,7 @@ def test_second_logger_of_a_process_is_warned_of(network: Any) -> None:
     assert any("differs from one already registered" in line for line in heard)
 
 
-def test_builder_answers_none_and_tells_the_log_why(network: Any) -> None:
+def test_the_builder_returns_none_and_logs_the_reason(network: Any) -> None:
     _LOG.lines.clear()
     builder = network.builder
     profile = builder.create_optimization_profile()

@@ -26,7 +26,7 @@ def test_lack_of_a_compiler_is_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_p
         fetch.compiler()
 
 
-def test_what_pip_says_is_the_reason_and_nothing_is_left(
+def test_the_error_of_pip_is_the_reason_and_nothing_remains(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """No index, no network: what an offline machine is like."""
@@ -38,7 +38,7 @@ def test_what_pip_says_is_the_reason_and_nothing_is_left(
     assert [path.name for path in (tmp_path / "rig").iterdir()] == [".gitignore"]
 
 
-def test_skip_is_no_failure(
+def test_a_skip_is_not_a_failure(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
@@ -92,14 +92,14 @@ def test_stub_is_repaired(raw: str, valid: str) -> None:
     assert "text" not in fixed
 
 
-def test_canary_is_wrong_in_the_versions_that_lack_the_member() -> None:
+def test_the_canary_fails_in_the_versions_that_lack_the_member() -> None:
     first = min(typed.wrong_lines("11.4.0.106"))  # BuilderFlag.FP16
     assert {line - first for line in typed.wrong_lines("11.4.0.106")} == {0, 2, 3, 4, 5, 6, 7}
     assert {line - first for line in typed.wrong_lines("10.16.1.11")} == {2, 6, 7}
     assert {line - first for line in typed.wrong_lines("10.3.0")} == {1, 2, 6, 7}
 
 
-def test_module_that_is_handed_about_gets_a_type(tmp_path: Path) -> None:
+def test_a_module_passed_as_an_argument_gets_a_type(tmp_path: Path) -> None:
     package = tmp_path / "deploykit"
     (package / "core").mkdir(parents=True)
     (package / "core" / "extras.py").write_text("def require(module: str) -> ModuleType: ...")

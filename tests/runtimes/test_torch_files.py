@@ -371,7 +371,7 @@ def test_an_archive_that_unpacks_to_far_more_than_it_is_is_refused(tmp_path: Pat
     ],
     ids=["empty", "page", "pointer", "noise", "onnx", "plan"],
 )
-def test_other_files_are_refused_saying_what_they_are(
+def test_other_files_are_refused_with_what_they_are(
     tmp_path: Path, content: bytes, told: str
 ) -> None:
     (tmp_path / "m.pt").write_bytes(content)

@@ -23,7 +23,7 @@ GROUPED = [pytest.param(*pair, marks=pytest.mark.xdist_group(pair[0])) for pair 
 
 
 @pytest.mark.parametrize(("name", "to"), GROUPED)
-def test_nvidia_takes_every_accepted_file(keeper: Keeper, name: str, to: str) -> None:
+def test_nvidias_builder_accepts_every_file_that_passed(keeper: Keeper, name: str, to: str) -> None:
     try:
         made = keeper.quantized(name, to)
     except GateFailed as exc:

@@ -51,7 +51,7 @@ def test_an_export_keeps_names_types_and_dynamic_axes(keeper: Keeper, name: str)
         ("bert-tiny", ("last_hidden_state", "pooler_output")),
     ],
 )
-def test_outputs_of_a_dict_or_dataclass_bear_its_keys(
+def test_outputs_of_a_dict_or_dataclass_are_named_by_its_keys(
     keeper: Keeper, name: str, outputs: tuple[str, ...]
 ) -> None:
     assert tuple(spec.name for spec in keeper.exported(name).manifest.outputs) == outputs
@@ -106,7 +106,7 @@ def test_bad_int8_loses_more_than_five_points_in_int8_and_its_file_is_rejected(
     assert "bad-int8.int8.rejected.onnx" in raised.value.message
 
 
-def test_auto_widens_the_guilty_node_of_bad_int8_and_no_other(
+def test_auto_keeps_only_the_sensitive_node_of_bad_int8_in_float32(
     keeper: Keeper, tmp_path: Path
 ) -> None:
     """For a target without FP8, whose scales would do as well as widening."""
