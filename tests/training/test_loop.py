@@ -160,7 +160,11 @@ def test_idx_files_are_read(mnist_cnn: Recipe, mnist_folder: Path) -> None:
         ("train-labels-idx1-ubyte", idx(np.full(1010, 11, np.uint8)), "0 to 9"),
         ("train-labels-idx1-ubyte", idx(np.zeros(7, np.uint8)), "differ in number"),
         ("t10k-images-idx3-ubyte.gz", b"not gzip", "cannot be read"),
-        ("t10k-images-idx3-ubyte.gz", gzip.compress(idx(np.zeros((5, 8, 8), np.uint8))), "28x28"),
+        (
+            "t10k-images-idx3-ubyte.gz",
+            gzip.compress(idx(np.zeros((5, 8, 8), np.uint8)), mtime=0),
+            "28x28",
+        ),
     ],
 )
 def test_damaged_idx_files_are_refused(
