@@ -1,11 +1,10 @@
-"""A hardware target: what `profiles/NAME.toml` says of it.
+"""A hardware target: what `profiles/NAME.toml`, or a file of your own, holds about it.
 
-In: a name, a name with a Jetson power mode (`jetson-orin-nano-8gb@15W`) or a path to a TOML file.
-Out: `Profile`. An unknown key is an error; a figure that no source was found for is listed in
-`unverified`, and reports print it as such.
+An unknown key is an error; a figure that no source was found for is listed in `unverified`, and
+reports print it as such. A Jetson power mode follows an at sign: `jetson-orin-nano-8gb@15W`.
 
 Units are base units: bytes, bytes/s, operations/s, watts. `memory_bytes` is the size as sold, with
-10^9 bytes to the GB; what programs really get is the driver's or `/proc/meminfo`'s to say.
+10^9 bytes to the GB; programs get what the driver or `/proc/meminfo` reports.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Profile:
     opset: int | None  # to export with, where the runtime needs an older one than the default
     gpu_names: tuple[str, ...]  # as the driver spells them; `auto` compares with these
     boards: tuple[str, ...]  # device tree ids: Jetson modules of a family share one GPU name
-    dla_cores: int  # deep learning accelerators beside the GPU, on some Jetson modules
+    dla_cores: int  # deep learning accelerators next to the GPU, on some Jetson modules
     power_modes: tuple[PowerMode, ...]
     power_mode: str | None  # the mode chosen with NAME@MODE
     notes: tuple[str, ...]
@@ -99,7 +98,7 @@ def load_profile(reference: str) -> Profile:
 
 
 def choose_profile() -> tuple[Profile, str]:
-    """The profile that fits this machine, and in words why it was chosen."""
+    """The profile that fits this machine, and why it was chosen, as text."""
     machine = this_machine()
     every = sorted(map(load_profile, profile_names()), key=lambda profile: not profile.boards)
     found = next((profile for profile in every if fits(profile, machine)), None)
@@ -139,22 +138,22 @@ def _with_mode(profile: Profile, mode: str) -> Profile:
 
 def _read(path: Path) -> Profile:
     try:
-        text = path.read_text(encoding="utf-8")
-        values = tomllib.loads(text)
+        content = path.read_text(encoding="utf-8")
+        values = tomllib.loads(content)
     except OSError as exc:
         raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
     except UnicodeDecodeError as exc:
         raise BadInput(f"{path}: is not a text file in UTF-8") from exc
     except (tomllib.TOMLDecodeError, RecursionError) as exc:
         raise BadInput(f"{path}: is not valid TOML: {exc}") from exc
-    fields = _Fields(path, text, values)
+    fields = _Fields(path, content, values)
     profile = Profile(
         name=path.stem,
-        summary=fields.text("summary"),
+        summary=fields.string("summary"),
         runtime=fields.choice("runtime", ("tensorrt", "onnxruntime")),
         device=fields.choice("device", ("cuda", "cpu")),
         architecture=fields.choice("architecture", ("x86_64", "aarch64", "any")),
-        precisions=fields.texts("precisions", HARDWARE),
+        precisions=fields.strings("precisions", HARDWARE),
         compute_capability=fields.version("compute_capability"),
         sm_count=fields.count("sm_count"),
         memory_bytes=fields.count("memory_bytes"),
@@ -166,14 +165,14 @@ def _read(path: Path) -> Profile:
         tensorrt_min=fields.version("tensorrt_min"),
         tensorrt_max=fields.version("tensorrt_max"),
         opset=fields.count("opset"),
-        gpu_names=fields.texts("gpu_names"),
-        boards=fields.texts("boards"),
+        gpu_names=fields.strings("gpu_names"),
+        boards=fields.strings("boards"),
         dla_cores=fields.count("dla_cores") or 0,
         power_modes=fields.modes("power_modes"),
         power_mode=None,
-        notes=fields.texts("notes"),
-        sources=fields.texts("sources"),
-        unverified=fields.texts("unverified"),
+        notes=fields.strings("notes"),
+        sources=fields.strings("sources"),
+        unverified=fields.strings("unverified"),
     )
     fields.refuse_unknown()
     _check(profile, values, fields)
@@ -195,9 +194,9 @@ def _check(profile: Profile, values: Mapping[str, Any], fields: _Fields) -> None
 class _Fields:
     """Takes keys out of a TOML table one by one; an error names the file, the line and the key."""
 
-    def __init__(self, path: Path, text: str, values: dict[str, Any], parent: str = "") -> None:
+    def __init__(self, path: Path, content: str, values: dict[str, Any], parent: str = "") -> None:
         self.path = path
-        self.text_of_file = text
+        self.content = content
         self.values = dict(values)
         self.parent = parent  # "power_modes[0]." inside that table
 
@@ -208,38 +207,38 @@ class _Fields:
         """Where the key is, else where the table that it should be in begins, else nothing."""
         for name in (key, self.parent.partition("[")[0].rstrip(".")):
             pattern = rf"""\s*\[*\s*(?:[\w-]+\s*\.\s*)?["']?{re.escape(name)}["']?\s*[=.\]]"""
-            for number, line in enumerate(self.text_of_file.splitlines(), 1):
+            for number, line in enumerate(self.content.splitlines(), 1):
                 if name and re.match(pattern, line):
                     return f":{number}"
         return ""
 
     def inner(self, values: dict[str, Any], parent: str) -> _Fields:
-        return _Fields(self.path, self.text_of_file, values, parent)
+        return _Fields(self.path, self.content, values, parent)
 
-    def text(self, key: str) -> str:
+    def string(self, key: str) -> str:
         value = self.values.pop(key, None)
         if not isinstance(value, str) or not value:
-            raise self.fail(key, "is needed, and is a text")
+            raise self.fail(key, "is needed, and is a string")
         return value
 
     def version(self, key: str) -> str | None:
         if key not in self.values:
             return None
-        value = self.text(key)
+        value = self.string(key)
         if not re.fullmatch(_VERSION, value):
-            raise self.fail(key, f"is a text such as '8.7', got {value!r}")
+            raise self.fail(key, f"is a string such as '8.7', got {value!r}")
         return value
 
     def choice(self, key: str, allowed: tuple[str, ...]) -> str:
-        value = self.text(key)
+        value = self.string(key)
         if value not in allowed:
             raise self.fail(key, f"is '{value}', not one of {', '.join(allowed)}")
         return value
 
-    def texts(self, key: str, allowed: tuple[str, ...] | None = None) -> tuple[str, ...]:
+    def strings(self, key: str, allowed: tuple[str, ...] | None = None) -> tuple[str, ...]:
         value = self.values.pop(key, [])
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.fail(key, "is a list of texts")
+            raise self.fail(key, "is a list of strings")
         for item in value:
             if allowed is not None and item not in allowed:
                 raise self.fail(key, f"holds '{item}', not one of {', '.join(allowed)}")
@@ -265,7 +264,7 @@ class _Fields:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _TOO_LARGE:
-            raise self.fail(key, f"is a whole number above 0, got {value!r}")
+            raise self.fail(key, f"is an integer above 0, got {value!r}")
         return value
 
     def peaks(self, key: str) -> dict[str, float]:
@@ -286,7 +285,7 @@ class _Fields:
             inner = self.inner(item, f"{key}[{number}].")
             modes.append(
                 PowerMode(
-                    name=inner.text("name"),
+                    name=inner.string("name"),
                     watts=inner.positive("watts"),
                     gpu_mhz=inner.count("gpu_mhz"),
                     sms=inner.count("sms"),

@@ -1,8 +1,7 @@
 """Run torch's two ONNX exporters: the current one (`dynamo`) and the older one (`torchscript`).
 
-In: a module in eval mode and its inputs' specs. Out: a graph in memory, in onnxscript's form, whose
-weights still are the module's own tensors: nothing is copied. Neither exporter writes a line to the
-terminal.
+The graph stays in memory, in onnxscript's form, and its weights still are the module's own tensors:
+nothing is copied. Neither exporter writes a line to the terminal.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def example_sizes(
 ) -> dict[str, int]:
     """A size for every dynamic axis; `sizes` goes first.
 
-    Axes of pictures and signals (the third or later of an input) get 64, 96, ...: several times
+    Axes of images and signals (the third or later of an input) get 64, 96, ...: several times
     halved they must still hold a kernel. The others get 2, 3, ...
     """
     given = dict(sizes or {})

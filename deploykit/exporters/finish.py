@@ -1,8 +1,7 @@
-"""From the graph that torch made to the file that deploykit writes.
+"""Name the tensors and axes of an exported graph as the specs do, clean it, and save it.
 
-In: a graph in onnxscript's form and the specs. Out: a file whose tensors and axes are named as the
-specs say, without notes on where a node came from: they hold paths of the machine, and the same
-model is to give the same bytes.
+Notes on where a node came from are removed: they hold paths of the machine, and the same model is
+to give the same bytes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Export a torch module to ONNX: torch's current exporter first, the older one only by name.
 
-In: a module in eval mode and its specs. Out: a float32 ONNX file whose tensors are named as the
-specs say and whose dynamic axes are dynamic, and an `Exported` that says which exporter wrote it
-and why. A graph that would silently be wrong is refused: one that keeps a single branch of an `if`
-on the data, or a single size of a dynamic axis.
+The tensors are named as the specs say and dynamic axes are dynamic; `Exported` says which exporter
+wrote the file and why. A graph that would silently be wrong is refused: one that keeps a single
+branch of an `if` on the data, or a single size of a dynamic axis.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Why torch could not export a model: the line of the user's own code, and one sentence.
 
-In: what torch raised, or the axis that came out as a constant. Out: a `NotExported` that names the
-file and line, and says whether torch's other exporter may be tried: a graph that silently keeps one
-branch of an `if`, or one size of an axis, is worse than none.
+`NotExported` names the file and line, and says whether torch's other exporter may be tried: a graph
+that silently keeps one branch of an `if`, or one size of an axis, is worse than none.
 """
 
 from __future__ import annotations

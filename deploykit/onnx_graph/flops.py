@@ -1,9 +1,8 @@
-"""Operations of a node by its operator and the shapes of its tensors.
+"""Operations of a node, from its operator and the shapes of its tensors.
 
-In: a node and `Shapes`. Out: a count, in which a multiply-add is 2; a bias, where the sums begin,
-costs nothing. A convolution does 2 * outputs * (input channels / groups) * kernel of them, a matrix
-product 2 * M * N * K. So ResNet-18 on 224x224 has 3.6e9, where torchvision states 1.81e9
-multiply-adds.
+A multiply-add counts 2; a bias, where the sums begin, costs nothing. A convolution does
+2 * outputs * (input channels / groups) * kernel of them, a matrix product 2 * M * N * K. So
+ResNet-18 on 224x224 has 3.6e9, where torchvision states 1.81e9 multiply-adds.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def _matrices(node: onnx.NodeProto, known: Shapes) -> int | None:
 
 
 def _recurrent(node: onnx.NodeProto, known: Shapes) -> int | None:
-    """Both matrices of every gate, direction and step; pointwise work is small beside them."""
+    """Both matrices of every gate, direction and step; pointwise work is small."""
     x, w, r = (known.shapes.get(name) for name in node.input[:3])
     if x is None or w is None or r is None:
         return None
@@ -103,11 +102,11 @@ def _pooling(node: onnx.NodeProto, known: Shapes) -> int | None:
 
 def _einsum(node: onnx.NodeProto, known: Shapes) -> int | None:
     """A multiply-add for each combination of all its indices."""
-    text = helper.get_node_attr_value(node, "equation").decode().replace(" ", "")
-    if "." in text:
+    equation = helper.get_node_attr_value(node, "equation").decode().replace(" ", "")
+    if "." in equation:
         return None
     sizes: dict[str, int] = {}
-    for letters, name in zip(text.split("->")[0].split(","), node.input, strict=False):
+    for letters, name in zip(equation.split("->")[0].split(","), node.input, strict=False):
         shape = known.shapes.get(name)
         if shape is None or len(shape) != len(letters):
             return None

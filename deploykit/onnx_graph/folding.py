@@ -1,8 +1,7 @@
-"""Fold what is constant, and batch normalisation into the convolution before it.
+"""Fold constants, and batch normalisation into the convolution before it.
 
-Works on an editor of a float32 graph. Quantization needs weights that are constants, and
-a convolution whose output is the normalised one. No tensor that is still there afterwards changes
-its name or meaning, so that ranges seen before stay true.
+Quantization needs weights that are constants, and a convolution whose output is the normalised one.
+No tensor that is still there afterwards changes its name or meaning: ranges seen before stay true.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def _evaluate(editor: Editor, node: onnx.NodeProto) -> np.ndarray:
 
 
 def _fold_batch_norms(editor: Editor) -> None:
-    """Conv -> BatchNormalization becomes one Conv, where nothing else reads what lies between."""
+    """Conv -> BatchNormalization becomes one Conv, where nothing else reads the tensor between."""
     graph, constants = editor.graph, editor.constants
     reads = Counter([*read_names(graph), *(value.name for value in graph.output)])
     producers = {name: node for node in graph.node for name in node.output}

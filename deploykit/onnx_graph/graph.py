@@ -122,7 +122,7 @@ class Graph:
         """What a caller must feed; initializers are left out.
 
         A dynamic axis without a name is `N` at place 0, else `NAME_PLACE`, as the runtimes name it.
-        Raises Unsupported for a tensor type that has no numpy dtype, such as text or a sequence.
+        Raises Unsupported for a tensor type that has no numpy dtype, such as a sequence.
         """
         fed = (value for value in self.model.graph.input if value.name not in self.initializers)
         return tuple(_spec(value) for value in fed)

@@ -1,8 +1,4 @@
-"""What kind of work a node does, and the type that it computes in: one answer for all who ask.
-
-In: the nodes of a main graph, the types of its tensors and its constants. Out: for each node the
-precision that a summary counts and a cost is priced at.
-"""
+"""The type that each node of a main graph computes in, as summaries count it and costs price it."""
 
 from __future__ import annotations
 

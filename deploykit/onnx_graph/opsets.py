@@ -1,8 +1,7 @@
-"""Raise a graph to a newer opset where nothing in it changes its meaning.
+"""Raise a graph, in place, to a newer opset where nothing in it changes its meaning.
 
-In: a model, changed in place. Out: the same nodes under a newer number, or a refusal that names the
-node. Newer opsets mostly allow more types; an operator that changed otherwise is not rewritten,
-since the exporter can write the newer form itself.
+Newer opsets mostly allow more types. An operator that changed otherwise is refused, not rewritten:
+the exporter can write the newer form itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Show tensors inside a graph, and find those of two graphs that mean the same.
+"""Make tensors inside a graph outputs, and find those of two graphs that mean the same.
 
-In: one model and names, or two models. Out: a model with these tensors as further outputs, or
-`Pair`s. The transforms of this folder keep the name of a tensor, or add a suffix to it; two graphs
-from different exporters share no names, and no pair is found.
+The writers of deploykit keep the name of a tensor, or add a suffix to it. Two graphs from different
+exporters share no names: no pair is found.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from deploykit.onnx_graph.graph import Graph, dtype_name
 from deploykit.onnx_graph.validate import RUNTIME_DOMAINS
 
 _TWIN = re.compile(r"(.+)_(?:float16|bfloat16|dequantized)_*")
-# What numpy has no type for is shown as float32, which holds each of its values.
+# What numpy has no type for is given as float32, which holds each of its values.
 _SHOWN_AS_FLOAT = frozenset(("bfloat16", "float8e4m3fn", "float8e5m2"))
 # INT8 is left out: a step more or less is no error, and its dequantized twin tells how large it is.
 _COMPARED = _SHOWN_AS_FLOAT | {"bool", "int32", "int64", "float16", "float32", "float64"}
@@ -79,7 +78,7 @@ def shared(a: Graph, b: Graph) -> tuple[Pair, ...]:
     """Tensors of the main graphs that mean the same in both, in the order in which `a` makes them.
 
     They have one name, or names that differ by what a transform adds: NAME_float16, NAME_bfloat16,
-    NAME_dequantized. A name that stands for another operator in `b` is chance and left out. Empty
+    NAME_dequantized. A name with another operator behind it in `b` is chance and left out. Empty
     where the graphs have no names in common, as after two exports.
     """
     twins = _makers(b)

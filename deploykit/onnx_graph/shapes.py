@@ -1,8 +1,4 @@
-"""Shapes and types of every tensor of a graph, its dynamic axes fixed to given sizes.
-
-In: a model and sizes by axis name. Out: `Shapes`. Weights are not copied: large ones stand in as
-inputs of the same type and shape.
-"""
+"""Infer shapes and types of every tensor of a graph, its dynamic axes fixed to given sizes."""
 
 from __future__ import annotations
 
@@ -183,6 +179,6 @@ def _small(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> b
 
 
 def elements_of(tensor: onnx.TensorProto) -> int:
-    """Elements that count as weights: 0 for text, flags and the whole numbers of shapes."""
-    whole = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL, TensorProto.STRING)
-    return 0 if tensor.data_type in whole else stored_elements(tensor)
+    """Elements that count as weights: 0 for strings, booleans and the integers of shapes."""
+    integers = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL, TensorProto.STRING)
+    return 0 if tensor.data_type in integers else stored_elements(tensor)

@@ -1,7 +1,7 @@
 """What is checked of an ONNX file before a native library sees it: each refusal names the culprit.
 
 `onnx.checker` alone is no validator: it passes tensors whose data are too short. ONNX Runtime reads
-data files that are hard links to what lies outside the model's folder.
+data files that are hard links to files outside the model's folder.
 """
 
 from __future__ import annotations
@@ -148,6 +148,6 @@ def _check_external(tensor: onnx.TensorProto, path: Path, where: str) -> None:
         raise BadInput(f"{where}: its offset or length is not a number") from None
     if length != stored_bytes(tensor) or offset < 0 or offset + length > info.st_size:
         raise BadInput(
-            f"{where}: needs {stored_bytes(tensor)} bytes, but is said to lie at {offset} with "
+            f"{where}: needs {stored_bytes(tensor)} bytes; the file says offset {offset}, "
             f"length {length} in {location} of {info.st_size} bytes"
         )

@@ -1,11 +1,10 @@
-"""Run data through a float32 graph once and note the range of every tensor.
+"""Run data through a float32 graph once and record the range of every tensor.
 
-In: an `.onnx` file and samples. Out: a `Calibration`, tensor name -> `Range`. The same one serves
-the range guard of `halves` (every value seen) and the scales of `qdq` (outliers left out, where the
-method does so).
+The same `Calibration` serves the range guard of float16 (every value seen) and the scales of INT8
+and FP8 (outliers left out, where the method does so).
 
 "percentile" is the default: of the three it lost least, in `benchmarks/quantizers.py`, on CNNs fed
-with pictures that have a few bright spots (SQNR 21.5 and 23.4 dB against 20.8 and 20.5 of "minmax"
+with images that have a few bright spots (SQNR 21.5 and 23.4 dB against 20.8 and 20.5 of "minmax"
 and 14.7 and 23.4 of "entropy"), and at most 0.1 dB on a transformer and an LSTM.
 """
 
@@ -28,7 +27,7 @@ from deploykit.onnx_graph.editor import Editor
 from deploykit.onnx_graph.folding import fold
 from deploykit.onnx_graph.graph import Graph
 from deploykit.quantization.histograms import Histogram
-from deploykit.quantization.qdq_placement import plan
+from deploykit.quantization.qdq_placement import place_pairs
 from deploykit.runtimes.data.samples import Samples
 from deploykit.runtimes.onnxruntime.engine import onnxruntime_errors, session_options
 
@@ -37,7 +36,7 @@ ort = require("onnxruntime")
 METHODS = ("minmax", "percentile", "entropy")
 DEFAULT_METHOD = "percentile"  # see benchmarks/quantizers.py: best or close to it on every model
 MIN_SAMPLES = 8  # fewer say nothing of a range: one odd sample would set every scale
-MOST_BYTES = 1 << 28  # of activations in one batch, were they all held at once
+MOST_BYTES = 1 << 28  # of activations in one batch, if they were all kept
 _REDUCTIONS = ("ReduceMin", "ReduceMax", "ReduceSum")
 
 
@@ -157,17 +156,17 @@ def check_samples(samples: Samples) -> None:
 
 
 def _scaled(graph: Graph) -> list[str]:
-    """The tensors that any layout of `qdq` gives a scale of their own."""
+    """The tensors that any placement of `qdq` gives a scale of their own."""
     editor = Editor(graph)
     fold(editor)
-    scaled = {name for runtime in RUNTIMES for name in plan(editor, runtime).scaled.values()}
+    scaled = {name for runtime in RUNTIMES for name in place_pairs(editor, runtime).scaled.values()}
     return sorted(name for name in scaled if graph.element_types.get(name) == TensorProto.FLOAT)
 
 
 def _weights(editor: Editor) -> dict[str, np.ndarray]:
     """What the editor's graph takes as inputs although no caller feeds it.
 
-    Fed at each run instead of being built into the session, they are held once, and there is no
+    Fed at each run instead of being built into the session, they are in memory once, without a
     limit of 2 GiB; ONNX Runtime takes the arrays without a copy.
     """
     fed = [value.name for value in editor.graph.input if value.name not in editor.inputs]

@@ -1,8 +1,6 @@
-"""What each node of a graph computes and moves, and the time that a roofline gives it.
+"""Predict what each node of a graph computes and moves, and how long a roofline says it takes.
 
-In: a model and the sizes of its dynamic axes. Out: a `NodeCost` for each node of the main graph,
-the graph's precision mix, and a predicted time. It is a model, there to rank nodes and candidates;
-what it leaves out stands at `predicted_s`.
+A model, there to rank nodes and candidates; `predicted_s` names what it leaves out.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class NodeCost:
     `precision`: the type it computes in, None for one that computes nothing in floating point or
     INT8. `read_bytes`, `write_bytes`: activations that go through memory. An elementwise node is
     taken to run inside the node before it where nothing else reads the tensor between: what both
-    move stands at the first.
+    move counts at the first.
     `weight_bytes`: constants as they are stored, scales left out; `weights`: their elements.
     """
 
@@ -66,7 +64,7 @@ class NodeCost:
 class Mix:
     """How a graph divides by precision: nodes, operations, weights (elements) and their bytes.
 
-    Nodes and operations stand under the type computed in, weights under the type stored. `unknown`
+    Nodes and operations count under the type computed in, weights under the type stored. `unknown`
     names the nodes whose operations are not known and in no figure.
     """
 
@@ -130,7 +128,7 @@ def node_s(cost: NodeCost, *, peaks: Mapping[str, float], bytes_per_s: float) ->
     if not (peak > 0 and bytes_per_s > 0):
         raise BadInput(
             "a predicted time needs the peaks of fp32 and of the memory bandwidth, above 0",
-            hint="both stand in a profile: peak_ops_per_s and bandwidth_bytes_per_s",
+            hint="a profile has both: peak_ops_per_s and bandwidth_bytes_per_s",
         )
     return max((cost.flops or 0) / peak, cost.traffic_bytes / bytes_per_s)
 
@@ -149,16 +147,16 @@ def predicted_s(
 
 
 def savings_s(
-    wide: Iterable[NodeCost],
-    narrow: Iterable[NodeCost],
+    before: Iterable[NodeCost],
+    after: Iterable[NodeCost],
     *,
     peaks: Mapping[str, float],
     bytes_per_s: float,
 ) -> dict[str, float]:
-    """Seconds that each node of `narrow` takes less than the node of that name in `wide`."""
-    before = {c.name: node_s(c, peaks=peaks, bytes_per_s=bytes_per_s) for c in wide}
-    after = {c.name: node_s(c, peaks=peaks, bytes_per_s=bytes_per_s) for c in narrow}
-    return {name: before[name] - after[name] for name in after if name in before}
+    """Seconds that each node of `after` takes less than the node of that name in `before`."""
+    old = {c.name: node_s(c, peaks=peaks, bytes_per_s=bytes_per_s) for c in before}
+    new = {c.name: node_s(c, peaks=peaks, bytes_per_s=bytes_per_s) for c in after}
+    return {name: old[name] - new[name] for name in new if name in old}
 
 
 class _Costing:

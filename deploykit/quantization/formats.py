@@ -1,7 +1,6 @@
-"""Numbers in fewer bits: scales, and the bytes that ONNX stores of INT8, INT4, FP8 and bfloat16.
+"""Store numbers in fewer bits: scales, and the bytes of INT8, INT4, FP8 and bfloat16.
 
-In: float32 arrays. Out: arrays or bytes, and scales; real = stored * scale. Large arrays go through
-in parts, so that what is needed besides them stays small.
+real = stored * scale. Large arrays are converted in parts, to need little memory.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def fp8_bytes(values: np.ndarray, scale: np.ndarray) -> bytes:
     for part in _rows(values):
         scaled = np.clip(values[part] / scale, -FP8_PEAK, FP8_PEAK)
         _, exponent = np.frexp(scaled)  # |scaled| in 2**(exponent - 1) * [1, 2)
-        power = np.maximum(exponent - 1, -6)  # below lie the subnormals ...
+        power = np.maximum(exponent - 1, -6)  # below are the subnormals ...
         power[scaled == 0] = -6  # ... and zero, whose exponent frexp gives as 0
         eighths = np.rint(np.ldexp(np.abs(scaled), 3 - power)).astype(np.int32)
         # 8..16 eighths: the leading one, and a carry out of the mantissa, add to the exponent
@@ -86,20 +85,20 @@ def int4_steps(
     `block` divides that axis. The scale has the matrix's shape, this axis divided by `block`.
     Raises BadInput for NaN and infinity, naming the tensor.
     """
-    wide = values if axis == 0 else values.T
-    steps = np.empty(wide.shape, np.int8)
-    scale = np.empty((len(wide) // block, wide.shape[1]), np.float32)
+    matrix = values if axis == 0 else values.T
+    steps = np.empty(matrix.shape, np.int8)
+    scale = np.empty((len(matrix) // block, matrix.shape[1]), np.float32)
     for number in range(len(scale)):
         part = slice(number * block, (number + 1) * block)
-        scale[number] = weight_scale(wide[part], 1, name, 7)
-        steps[part] = np.clip(np.rint(wide[part] / scale[number]), -7, 7)
+        scale[number] = weight_scale(matrix[part], 1, name, 7)
+        steps[part] = np.clip(np.rint(matrix[part] / scale[number]), -7, 7)
     if axis == 0:
         return steps, scale
     return np.ascontiguousarray(steps.T), np.ascontiguousarray(scale.T)
 
 
 def int4_bytes(steps: np.ndarray) -> bytes:
-    """Whole numbers in -8..7, two to a byte, the first in the low half."""
+    """Integers in -8..7, two to a byte, the first in the low half."""
     flat = steps.astype(np.int8).reshape(-1).view(np.uint8) & 0xF
     flat = np.pad(flat, (0, flat.size % 2))
     return (flat[::2] | (flat[1::2] << 4)).tobytes()

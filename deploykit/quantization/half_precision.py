@@ -1,13 +1,12 @@
 """Cast a float32 ONNX graph to half precision: float16 or bfloat16.
 
-In: a float32 model and the ranges seen by `calibrate`; pairs of INT8 or FP8 may be in it. Out: a
-model whose inputs and outputs are still float32. Nodes whose activations come near 65504, the
-largest float16, stay float32: a CPU would not show the overflow, a GPU would. bfloat16 has the
-range of float32 and needs no guard.
+Nodes whose activations come near 65504, the largest float16, stay float32: a CPU would not show the
+overflow, a GPU would. bfloat16 has the range of float32 and needs no guard. Inputs and outputs keep
+their types; pairs of INT8 or FP8 may be in the graph.
 
 A tensor keeps its name where it is float32; its half twin is `NAME_float16` (`NAME_bfloat16`). So
-bodies of If and Loop, which stay float32, still find the outer tensors that they name, and casts
-stand only where the two worlds meet.
+bodies of If and Loop, which stay float32, still find the outer tensors that they name, and there
+are casts only between the two types.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ if TYPE_CHECKING:  # so that a cast needs no onnxruntime
 LARGEST = precision.BY_NAME["fp16"].max_stored
 # Calibration sees a sample: what a model meets later may well be twice as large.
 GUARD = LARGEST / 2
-SMALLEST = 2.0**-25  # what lies below is rounded to 0
+SMALLEST = 2.0**-25  # smaller values are rounded to 0
 
 _FLOAT = TensorProto.FLOAT
 _PAIR = ("QuantizeLinear", "DequantizeLinear")
@@ -43,7 +42,7 @@ _PAIR_OPSET = 19  # the first whose pairs take half scales
 # A scale may be off by what INT8 itself rounds away: half a step of 127.
 _SCALE_ERROR = 1 / 254
 # Sums over a whole axis, and coordinates in pixels: 11 bits are too few whatever the range.
-_WIDE_OPERATORS = frozenset(("CumSum", "RoiAlign"))
+_FLOAT32_OPERATORS = frozenset(("CumSum", "RoiAlign"))
 _ARITHMETIC = frozenset(("Add", "Sub", "Mul", "Div", "Floor", "Ceil", "Round", "Sqrt", "Cast"))
 _INTEGERS = frozenset((TensorProto.INT32, TensorProto.INT64))
 
@@ -126,7 +125,7 @@ def to_half(
     for node in editor.graph.node:
         inputs, outputs = _half_places(node, editor.model, types, half)
         if node.name in stay or not (inputs or outputs):
-            writer.add_wide(node)
+            writer.add_float32(node)
         else:
             writer.add_half(node, inputs, outputs)
     return writer.finish(), kept
@@ -145,7 +144,7 @@ class _Writer:
         self.nodes: list[onnx.NodeProto] = []
         self.ready = editor.inputs | set(editor.constants)
 
-    def add_wide(self, node: onnx.NodeProto) -> None:
+    def add_float32(self, node: onnx.NodeProto) -> None:
         for name in _reads(node):
             self._need_float(name)
         self.nodes.append(node)
@@ -209,7 +208,7 @@ def _half_places(
 ) -> tuple[set[int], set[int]]:
     """The float32 inputs and outputs of `node`, by place, that its schema allows to be half."""
     nothing: tuple[set[int], set[int]] = set(), set()
-    if node.op_type in _WIDE_OPERATORS or node.domain not in ("", "ai.onnx"):
+    if node.op_type in _FLOAT32_OPERATORS or node.domain not in ("", "ai.onnx"):
         return nothing
     if any(True for _ in subgraphs(node)) or any(
         name and name not in types for name in (*node.input, *node.output)

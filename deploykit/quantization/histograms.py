@@ -1,7 +1,6 @@
-"""Histograms that grow with their data, and the range to keep of each.
+"""Count values in histograms that grow with their data, and choose the range to keep of each.
 
-In: arrays of one tensor, batch after batch. Out: the range that a percentile keeps, or the one
-whose INT8 steps lose the least information. A histogram holds 64 KiB, however much it has seen.
+A histogram holds 64 KiB, however much it has seen.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class Histogram:
 
 
 def _divergence(bins: np.ndarray, kept: int) -> float:
-    """KL divergence of the first `kept` bins, the rest clipped into the last, from 128 levels."""
+    """KL divergence of the first `kept` bins, those above clipped, from 128 levels."""
     wanted = bins[:kept].copy()
     wanted[-1] += bins[kept:].sum()
     starts = np.arange(_LEVELS) * len(wanted) // _LEVELS
@@ -86,6 +85,6 @@ def _divergence(bins: np.ndarray, kept: int) -> float:
     if not got.sum():
         return np.inf
     p, q = wanted / wanted.sum(), got / got.sum()
-    # what was clipped into a level that held nothing: as if a tenth of a value had been there
+    # what was clipped into an empty level: as if a tenth of a value had been there
     q = np.maximum(q, 0.1 / wanted.sum())
     return float((p[there] * np.log(p[there] / q[there])).sum())

@@ -47,7 +47,7 @@ def _without_pairs(source: Graph) -> tuple[Graph, tuple[str, ...]]:
         for node in editor.graph.node
         if node.op_type == "QuantizeLinear"
     }
-    names: dict[str, str] = {}  # a dequantized tensor -> what stands for it
+    names: dict[str, str] = {}  # a dequantized tensor -> what replaces it
     weights = set()
     for node in editor.graph.node:
         if node.op_type == "DequantizeLinear":

@@ -1,7 +1,6 @@
-"""What TensorRT's ONNX parser will refuse in a graph, told before anybody waits for a build.
+"""List what a target's TensorRT will refuse in a graph, before anybody waits for a build.
 
-In: a model and a target's profile. Out: each node that the target cannot take, and why. Only the
-graph is read, no weights. The tables are of the parser's own documents:
+Only the graph is read, no weights. The tables are of the parser's own documents:
 
 - operators: https://github.com/onnx/onnx-tensorrt/blob/main/docs/operators.md (10.15; 9.2 before)
 - in which version an operator came: docs/Changelog.md in the same repository
@@ -99,8 +98,8 @@ def unsupported(source: Graph, profile: Profile) -> tuple[Problem, ...]:
 
 def _version(profile: Profile) -> Version:
     """The oldest TensorRT that the target may run; the newest where nothing binds it."""
-    said = profile.tensorrt_min or profile.tensorrt_max
-    return tuple(int(part) for part in said.split(".")) if said else _NEWEST
+    oldest = profile.tensorrt_min or profile.tensorrt_max
+    return tuple(int(part) for part in oldest.split(".")) if oldest else _NEWEST
 
 
 def _name(version: Version) -> str:

@@ -1,10 +1,9 @@
 """Put INT8 or FP8 into a float32 ONNX graph as QuantizeLinear/DequantizeLinear pairs.
 
-In: a float32 model and its `Calibration`. Out: a model in which the inputs and weights of Conv,
-Gemm and MatMul pass through 8 bits. The runtimes want the pairs in different places. TensorRT: zero
-points of 0, a float bias and nothing between Conv and Relu (`Q DQ Conv Relu`); it refuses the rest.
-ONNX Runtime's integer kernels need the outputs quantized too; given TensorRT's graph it computes in
-float between the pairs, slower than without them.
+The inputs and weights of Conv, Gemm and MatMul pass through 8 bits. The runtimes want the pairs in
+different places. TensorRT: zero points of 0, a float bias and nothing between Conv and Relu
+(`Q DQ Conv Relu`); it refuses anything else. ONNX Runtime's integer kernels need the outputs
+quantized too; given TensorRT's graph it computes in float between the pairs, slower than without.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from deploykit.quantization.formats import (
     weight_scale,
 )
 from deploykit.quantization.histograms import TINY
-from deploykit.quantization.qdq_placement import Layout, plan, quantizable_nodes
+from deploykit.quantization.qdq_placement import Placement, place_pairs, quantizable_nodes
 
 RANGES_KEY = "deploykit.int8_ranges"  # of a graph's metadata: {tensor: [low, high]}
 _FP8 = TensorProto.FLOAT8E4M3FN
@@ -83,12 +82,12 @@ def to_pairs(
     if not float8 and not chained:
         _record_ranges(editor, calibration, keep_float32)
     writer = _Writer(editor, calibration, precision)
-    return writer.write(placement, chained=chained, skip=keep_float32)
+    return writer.write(placement, chained=chained, keep_float32=keep_float32)
 
 
 def _record_ranges(editor: Editor, calibration: Calibration, keep_float32: Collection[str]) -> None:
     """Into the metadata: what `move_pairs` needs to place the pairs for ONNX Runtime."""
-    scaled = plan(editor, "onnxruntime", skip=keep_float32).scaled
+    scaled = place_pairs(editor, "onnxruntime", keep_float32=keep_float32).scaled
     wanted = {*scaled, *scaled.values()}
     seen = {name: calibration.clipped[name] for name in wanted & set(calibration.clipped)}
     found = {
@@ -113,21 +112,21 @@ def _folded(source: Graph) -> Editor:
 
 
 def _placement(
-    editor: Editor, calibration: Calibration, runtime: str, skip: Collection[str]
-) -> Layout:
-    layout = plan(
+    editor: Editor, calibration: Calibration, runtime: str, keep_float32: Collection[str]
+) -> Placement:
+    placement = place_pairs(
         editor,
         runtime,
-        skip=skip,
+        keep_float32=keep_float32,
         holds=lambda name: bool(np.isfinite(_range(calibration, name).peak)),
     )
-    if not layout.chosen:
+    if not placement.chosen:
         raise BadInput(
             "the model has no Conv, Gemm or MatMul with constant float32 weights to quantize"
-            + (" beside those to skip" if skip else ""),
+            + (" other than those kept in float32" if keep_float32 else ""),
             hint="8 bits cannot speed it up; fp16 may: --to fp16",
         )
-    return layout
+    return placement
 
 
 def _range(calibration: Calibration, name: str) -> Range:
@@ -153,28 +152,30 @@ class _Writer:
         self.scales: dict[str, Scale] = {}
         self.stored: type[np.int8 | np.uint8] = np.int8
 
-    def write(self, layout: Layout, *, chained: bool = False, skip: Collection[str] = ()) -> Graph:
+    def write(
+        self, placement: Placement, *, chained: bool = False, keep_float32: Collection[str] = ()
+    ) -> Graph:
         """Rewire what the chosen nodes read.
 
-        `chained`: what any node but those in `skip` reads, so that ONNX Runtime sees `DQ op Q`;
+        `chained`: also what nodes not in `keep_float32` read, so that ONNX Runtime sees `DQ op Q`;
         with zero points, and the bias in integers.
         """
         # ONNX Runtime's x86 kernels take UINT8: it converts INT8, but not a tensor read twice
         self.stored = np.uint8 if chained else np.int8
-        for name in set(layout.scaled.values()):
+        for name in set(placement.scaled.values()):
             self.scales[name] = self._scale(name, asymmetric=chained)
         for number, node in enumerate(self.editor.graph.node):
             names = list(node.input)
-            chosen = number in layout.chosen
+            chosen = number in placement.chosen
             for place, name in enumerate(names):
                 if chosen and place == 1:
                     node.input[1] = self._weight(node)
-                elif name in layout.scaled and (
-                    (chained and node.name not in skip) or (chosen and place == 0)
+                elif name in placement.scaled and (
+                    (chained and node.name not in keep_float32) or (chosen and place == 0)
                 ):
-                    node.input[place] = self._activation(name, self.scales[layout.scaled[name]])
+                    node.input[place] = self._activation(name, self.scales[placement.scaled[name]])
             if chained and chosen and len(names) > 2 and names[2] in self.editor.constants:
-                self._bias(node, names, self.scales[layout.scaled[names[0]]])
+                self._bias(node, names, self.scales[placement.scaled[names[0]]])
             self.nodes.append(node)
         return self.editor.finish(self.nodes)
 

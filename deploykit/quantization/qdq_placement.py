@@ -1,8 +1,7 @@
-"""Where quantization puts its pairs: which nodes compute in 8 bits, and which tensors get a scale.
+"""Where pairs go: which nodes compute in 8 bits, and which tensors get a scale.
 
-In: a folded editor. Out: a `Layout`. Calibration asks it which tensors need a histogram, `qdq`
-writes it. TensorRT wants scales on what quantized nodes read and on nothing else; ONNX Runtime has
-integer kernels for a chain of nodes only if the tensors between them have scales too.
+TensorRT wants scales on what quantized nodes read and on nothing else; ONNX Runtime has integer
+kernels for a chain of nodes only if the tensors between them have scales too.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _COMPUTES = frozenset(("Add", "Mul", "GlobalAveragePool", "AveragePool", "Concat
 
 
 @dataclass(frozen=True)
-class Layout:
+class Placement:
     """`chosen`: places in the node list. `scaled`: tensor -> the one whose scale it shares."""
 
     chosen: tuple[int, ...]
@@ -39,31 +38,31 @@ def quantizable_nodes(editor: Editor) -> list[int]:
     return [n for n, node in enumerate(editor.graph.node) if _quantizable(node, editor.constants)]
 
 
-def plan(
+def place_pairs(
     editor: Editor,
     runtime: str,
     *,
-    skip: Collection[str] = (),
+    keep_float32: Collection[str] = (),
     holds: Callable[[str], bool] = lambda _: True,
-) -> Layout:
-    """The layout for `runtime`; nodes named in `skip` stay as they are.
+) -> Placement:
+    """The placement for `runtime`; nodes named in `keep_float32` stay as they are.
 
-    `holds`: whether a scale can hold a tensor, given its name. Raises BadInput for a name in `skip`
-    that no node has.
+    `holds`: whether a scale can hold a tensor, given its name. Raises BadInput for a name in
+    `keep_float32` that no node has.
     """
     if runtime not in RUNTIMES:
         raise BadInput(f"unknown runtime '{runtime}'", hint="one of: " + ", ".join(RUNTIMES))
     nodes = editor.graph.node
-    check_names(editor, skip)
+    check_names(editor, keep_float32)
     chosen = [
         n
         for n in quantizable_nodes(editor)
-        if nodes[n].name not in skip and holds(nodes[n].input[0])
+        if nodes[n].name not in keep_float32 and holds(nodes[n].input[0])
     ]
     scaled = {nodes[n].input[0]: nodes[n].input[0] for n in chosen}
     if runtime == "onnxruntime":
-        _spread(editor, scaled, set(chosen), skip, holds)
-    return Layout(tuple(chosen), scaled)
+        _spread(editor, scaled, set(chosen), keep_float32, holds)
+    return Placement(tuple(chosen), scaled)
 
 
 def check_names(editor: Editor, names: Collection[str]) -> None:
@@ -91,7 +90,7 @@ def _spread(
     editor: Editor,
     scaled: dict[str, str],
     chosen: set[int],
-    skip: Collection[str],
+    keep_float32: Collection[str],
     holds: Callable[[str], bool],
 ) -> None:
     """Add to `scaled` the tensors that follow, as long as ONNX Runtime has integer kernels."""
@@ -109,7 +108,7 @@ def _spread(
     for number, node in enumerate(editor.graph.node):
         inputs = [name for name in node.input if name]
         out = node.output[0] if node.output else ""
-        if node.name in skip:
+        if node.name in keep_float32:
             continue
         if node.op_type in _MOVES and inputs[0] in scaled:
             scaled[out] = scaled[inputs[0]]  # its own scale would need arithmetic in between

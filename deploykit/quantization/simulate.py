@@ -1,10 +1,8 @@
-"""Let a CPU feel half precision: round every half tensor, compute in float32 between.
+"""Make a CPU compute as a GPU does in half precision: round every half tensor, compute in float32.
 
-In: a graph that computes in float16 or bfloat16. Out: one that does the same on a CPU as on a GPU
-whose matrix units take half inputs and add up in float32: each result is rounded to its type, and
-overflows to infinity as it would there. ONNX Runtime's own CPU kernels for float16 hide both: what
-they lack they compute in float32, through a whole chain of nodes without rounding. For bfloat16 it
-has hardly any kernels at all.
+A GPU's matrix units take half inputs and add up in float32: each result is rounded to its type, and
+overflows to infinity. ONNX Runtime's own CPU kernels for float16 hide both: what they lack they
+compute in float32, through a whole chain of nodes without rounding. For bfloat16 it has hardly any.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Store the weights of large linear layers in 8 or 4 bits, and compute as before.
+"""Store the weights of large linear layers in 8 or 4 bits, and compute as before. Needs no data.
 
-In: a float32 model; no data are needed. Out: one whose MatMul and Gemm read such a weight through a
-DequantizeLinear. A layer that is bound by reading its weights (a language model, one row at a time)
-gets faster by as much as they get smaller; others only get smaller files.
+MatMul and Gemm read such a weight through a DequantizeLinear. A layer that is bound by reading its
+weights (a language model, one row at a time) gets faster by as much as they get smaller; others
+only get smaller files.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _int8(editor: Editor, name: str, axis: int) -> onnx.NodeProto:
 
 
 def _int4(editor: Editor, name: str, axis: int, block: int) -> onnx.NodeProto:
-    """`axis`: that of the inputs, along which blocks lie."""
+    """`axis`: that of the inputs, along which blocks run."""
     values = editor.array(name)
     size = _block_of(values.shape[axis], block) or block
     steps, scale = int4_steps(values, axis, size, name)

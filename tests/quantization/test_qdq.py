@@ -281,7 +281,7 @@ def test_a_skipped_name_that_no_node_has_is_refused(tmp_path: Path) -> None:
 
 def test_skipping_every_node_is_refused(tmp_path: Path) -> None:
     found = calibrate(save(linear(), tmp_path / "m.onnx"), samples(linear()))
-    with pytest.raises(BadInput, match="beside those to skip"):
+    with pytest.raises(BadInput, match="other than those kept in float32"):
         to_pairs(linear(), found, keep_float32=("gemm",))
 
 
