@@ -167,15 +167,15 @@ def infer(service, data: bytes, at: int, answer: Callable[[bytes], None]) -> Non
     """What deploykit.serving.grpc.methods does with a message, for the other stacks."""
     from deploykit.serving.oip import messages
     from deploykit.serving.oip.request import fill
-    from deploykit.serving.oip.response import results
+    from deploykit.serving.oip.response import collect_results
 
-    head, start, spans = messages.split(data, at)
-    message = messages.header(head)
+    head, start, spans = messages.split_request(data, at)
+    message = messages.parse_header(head)
     model = service.find(message.model_name, message.model_version or "1")
-    request = fill(messages.planned(head, spans, model.signature), data, start)
+    request = fill(messages.plan_request(head, spans, model.signature), data, start)
 
     def done(pending) -> None:
-        found = results(request, pending.outputs, model.signature)
+        found = collect_results(request, pending.outputs, model.signature)
         answer(b"".join(messages.encode("m", "1", request.id, found)))
 
     model.submit(request, done)

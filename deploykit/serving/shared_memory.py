@@ -102,7 +102,7 @@ class SharedMemory(Closing):
             self._regions[region] = _OpenRegion(str(key), start, size, file)
 
     def unregister(self, name: str | None = None) -> None:
-        """Close one region, or all for None. As in Triton, an unknown name is no error."""
+        """Close one region, or all for None. As in Triton, an unknown name is ignored."""
         with self._lock:
             for region in [each for each in self._regions if name in (None, each)]:
                 self._regions.pop(region).close()

@@ -15,7 +15,7 @@ from deploykit.serving.models.offload import Offload
 from deploykit.serving.models.repository import VERSION, ModelRepository, ServedModel
 from deploykit.serving.oip import messages
 from deploykit.serving.oip.request import Request, fill
-from deploykit.serving.oip.response import results
+from deploykit.serving.oip.response import collect_results
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +57,8 @@ class InferMethods:
 
     def _start(self, call: Call, reply_to: Replying, data: bytes, at: int) -> None:
         try:
-            head, start, spans = messages.split(data, at)
-            message = messages.header(head)
+            head, start, spans = messages.split_request(data, at)
+            message = messages.parse_header(head)
             model = self.repository.find(message.model_name, message.model_version or VERSION)
         except Exception as exc:  # noqa: BLE001 - every error is a reply
             fail_with(reply_to, exc)
@@ -105,7 +105,7 @@ class GrpcInference(Inference):
         if message is None:
             raise Overloaded("the client has gone")
         head, data, start, spans = message
-        plan = messages.planned(head, spans, self.model.signature)
+        plan = messages.plan_request(head, spans, self.model.signature)
         request = fill(plan, data, start, self._methods.repository.memory)
         call = self._call
         if call.deadline_s is not None:
@@ -116,7 +116,7 @@ class GrpcInference(Inference):
 
     def encode(self) -> list[bytes]:
         model, request = self.model, self.request
-        found = results(
+        found = collect_results(
             request, self.pending.outputs, model.signature, self._methods.repository.memory
         )
         return messages.encode(model.name, VERSION, request.id, found)
@@ -143,11 +143,11 @@ class Slot:
         return self._call.finished
 
     def reply(self, parts: list[bytes]) -> None:
-        self._put(messages.streamed(parts))
+        self._put(messages.wrap_in_stream(parts))
 
     def fail(self, status: str, message: str) -> None:
         log.info("%s: %s %s", quote(self._call.head.path), status, quote(message))
-        self._put(messages.failed(message))
+        self._put(messages.stream_error(message))
 
     def _put(self, parts: list[bytes]) -> None:
         self.parts = parts

@@ -1,9 +1,8 @@
-"""What one served model did, counted since the start: for `/stats` and for Prometheus.
+"""Count what one model served, for `/stats`, the dashboard and Prometheus.
 
-In: finished batches and requests, from the engine's thread and the transport's. Out: the statistics
-of the Open Inference Protocol and samples for Prometheus, under our names and Triton's. Counts
-never fall. A request costs about 1 µs in all: everything is counted in whole microseconds, a batch
-under one lock.
+The statistics of the Open Inference Protocol and the metrics under our names and Triton's come from
+the same counters, which never fall. Counting costs about 1 µs per request: integers in
+microseconds, and one lock per batch.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 @dataclass(slots=True)
-class _Computed:
-    """Time before, in and after the engine; each request is charged all of its batch's."""
+class _ComputeTimes:
+    """Time before, in and after the engine; each request is charged all of its batch's time."""
 
     count: int = 0
     input_us: int = 0
@@ -63,7 +62,7 @@ def _duration(count: int, us: int) -> dict[str, int]:
 
 
 class ModelMetrics(Watcher):
-    """The counters of one model. Safe from any thread, but for `answered`: the loop's alone."""
+    """The counters of one model. Thread-safe, except `answered`: for the event loop alone."""
 
     def __init__(self, name: str, version: str) -> None:
         self.name = name
@@ -72,8 +71,8 @@ class ModelMetrics(Watcher):
         self._outcomes = dict.fromkeys(OUTCOMES, 0)
         self._queue_us = 0
         self._fail_us = 0
-        self._compute = _Computed()
-        self._by_rows: dict[int, _Computed] = {}
+        self._compute = _ComputeTimes()
+        self._by_rows: dict[int, _ComputeTimes] = {}
         self._rows = 0
         self._runs = 0
         self._last_ms = 0
@@ -84,7 +83,7 @@ class ModelMetrics(Watcher):
         self._batch_rows = Histogram(ROWS)
 
     def ran(self, run: BatchRun) -> None:
-        """A batch ended well; called on the engine's thread."""
+        """Count a batch that succeeded; called on the engine's thread."""
         input_us = run.stack_us + run.copy_in_us
         output_us = run.copy_out_us + run.split_us
         busy_us = input_us + run.engine_us + output_us
@@ -117,7 +116,7 @@ class ModelMetrics(Watcher):
             self._compute_s.add(busy_us, count)
             by_rows = self._by_rows.get(rows)
             if by_rows is None:
-                by_rows = self._by_rows[rows] = _Computed()
+                by_rows = self._by_rows[rows] = _ComputeTimes()
             by_rows.add(input_us, run.engine_us, output_us, 1)
             self._batch_rows.add(rows)
             self._rows += rows
@@ -125,7 +124,7 @@ class ModelMetrics(Watcher):
             self._last_ms = int(time.time() * 1000)
 
     def answered(self, request: Pending, encode_us: int, now_us: int) -> None:
-        """A request's answer is ready to be sent; called on the event loop's thread only."""
+        """Count a response that is ready to be sent; called on the event loop's thread only."""
         self._stages["encode"].add(encode_us)
         self._request_s.add(request.decode_us + now_us - request.arrived_us)
 
@@ -140,7 +139,7 @@ class ModelMetrics(Watcher):
         self._count("cancelled")
 
     def bad_request(self) -> None:
-        """A request for this model was refused before it reached the queue."""
+        """Count a request that was rejected before it reached the queue."""
         self._count("bad_request")
 
     def _count(self, outcome: str, us: int = 0) -> None:
@@ -178,7 +177,7 @@ class ModelMetrics(Watcher):
             }
 
     def status(self) -> dict[str, Any]:
-        """The same counts for the page: plain numbers since the start, times in µs."""
+        """The same counts for the dashboard: numbers since the start, times in µs."""
         with self._lock:
             return {
                 "outcomes": dict(self._outcomes),

@@ -1,8 +1,6 @@
-"""Open Inference Protocol v2 over HTTP: request bytes to arrays, arrays to response bytes.
+"""The Open Inference Protocol v2 over HTTP: request bytes to arrays, arrays to response bytes.
 
-Pure functions. In: a body, the length of its JSON part, and the model's `Signature`. Out: a
-`Request` whose arrays fit the model, or BadInput that names the field; and a response's JSON part
-with its binary tails. What a request means is for `request.py` to say.
+Pure functions; `request.py` checks what a request means. Errors name the field.
 """
 
 from __future__ import annotations
@@ -20,18 +18,18 @@ from deploykit.core.errors import BadInput, quote
 from deploykit.core.tensors import Bytes
 from deploykit.serving.oip.request import (
     Binary,
-    Given,
+    InputData,
     Memory,
     Plan,
     Request,
+    RequestedOutput,
     Signature,
-    Wanted,
-    checked,
+    check_parameters,
     fill,
+    find_region,
     plan,
-    region_of,
 )
-from deploykit.serving.oip.response import best
+from deploykit.serving.oip.response import classify_output
 from deploykit.serving.oip.tensors import to_bytes, to_json
 
 MAX_NESTING = 100
@@ -50,11 +48,10 @@ def header_length(text: bytes | None) -> int | None:
 def decode(
     body: Bytes, json_bytes: int | None, model: Signature, memory: Memory | None = None
 ) -> Request:
-    """Read one request. `json_bytes`: how much of `body` is JSON, None for all of it, 0 for none.
+    """Decode a request. `json_bytes`: how much of `body` is JSON, None for all of it, 0 for none.
 
-    `memory`: the shared memory that may be referred to, None where that is not offered. Raises
-    BadInput for whatever does not fit the protocol or the model, TooLarge for tensors above
-    `model.max_bytes`.
+    `memory`: shared memory that the request may use, None if not offered. Raises BadInput for a
+    request that does not fit the protocol or the model, TooLarge above `model.max_bytes`.
     """
     size = len(body)
     if json_bytes is None:
@@ -66,7 +63,7 @@ def decode(
             f"Inference-Header-Content-Length is {json_bytes}, but the body has {size} bytes"
         )
     head = bytes(body[:json_bytes])
-    read = _read_again if json_bytes <= _CACHED_HEAD_BYTES else _read
+    read = _read_cached if json_bytes <= _CACHED_HEAD_BYTES else _read
     planned, binary_bytes = read(head, model)
     if size != json_bytes + binary_bytes:
         raise BadInput(
@@ -77,10 +74,10 @@ def decode(
 
 
 def _read(head: bytes, model: Signature) -> tuple[Plan, int]:
-    """What the JSON part says, and how many bytes should follow it."""
+    """The plan of the JSON part, and how many bytes must follow it."""
     document = parse_json(head)
-    parameters = checked(document.get("parameters"), "the request")
-    items, asked = document.get("inputs"), document.get("outputs")
+    parameters = check_parameters(document.get("parameters"), "the request")
+    items, requested = document.get("inputs"), document.get("outputs")
     if type(items) is not list or not items:
         raise BadInput("'inputs' must be a list of at least one input")
     at = 0
@@ -91,21 +88,21 @@ def _read(head: bytes, model: Signature) -> tuple[Plan, int]:
         data = _data(item, at)
         if isinstance(data, Binary) and type(data.size) is int:
             at += data.size
-        inputs.append(Given(item.get("name"), item.get("datatype"), item.get("shape"), data))
-    if asked is not None and type(asked) is not list:
+        inputs.append(InputData(item.get("name"), item.get("datatype"), item.get("shape"), data))
+    if requested is not None and type(requested) is not list:
         raise BadInput("'outputs' must be a list")
-    outputs = [_asked(item) for item in asked or ()]
+    outputs = [_requested(item) for item in requested or ()]
     return plan(inputs, outputs, parameters, document.get("id"), model), at
 
 
-_read_again = lru_cache(maxsize=256)(_read)
+_read_cached = lru_cache(maxsize=256)(_read)
 
 
 def _data(item: Mapping[str, Any], at: int) -> object:
-    """An input's one of the three: a list, the bytes `at` which it should be, or shared memory."""
+    """An input's data: a list, `Binary` from `at` on, or a shared-memory `Region`."""
     where = f"input {quote(item.get('name'))}"
-    parameters = checked(item.get("parameters"), where)
-    size, region = parameters.get("binary_data_size"), region_of(parameters, where)
+    parameters = check_parameters(item.get("parameters"), where)
+    size, region = parameters.get("binary_data_size"), find_region(parameters, where)
     if ("data" in item) + (size is not None) + (region is not None) != 1:
         raise BadInput(
             f"{where} needs exactly one of 'data', 'binary_data_size' and 'shared_memory_region'"
@@ -115,7 +112,7 @@ def _data(item: Mapping[str, Any], at: int) -> object:
     return item["data"] if region is None else region
 
 
-def _asked(item: object) -> tuple[object, object]:
+def _requested(item: object) -> tuple[object, object]:
     if type(item) is not dict:
         raise BadInput("each of 'outputs' must be an object with a 'name'")
     return item.get("name"), item.get("parameters")
@@ -145,7 +142,7 @@ def _check_nesting(document: object) -> None:
 
 
 def _raw(body: Bytes, model: Signature) -> Request:
-    """A request that is nothing but one tensor's bytes: batch 1, all outputs binary.
+    """A request of one tensor's bytes alone: batch 1, all outputs binary.
 
     A single variable axis follows from the number of bytes; for BYTES, all of them are one element.
     """
@@ -155,8 +152,8 @@ def _raw(body: Bytes, model: Signature) -> Request:
     if not body:
         raise BadInput(f"{why} has no bytes")
     slot = next(iter(model.inputs.values()))
-    text = not slot.item_bytes
-    axes = [1 if text and isinstance(axis, str) else axis for axis in slot.spec.shape]
+    strings = not slot.item_bytes
+    axes = [1 if strings and isinstance(axis, str) else axis for axis in slot.spec.shape]
     if model.max_batch:
         axes[0] = 1
     free = [place for place, axis in enumerate(axes) if isinstance(axis, str)]
@@ -166,12 +163,12 @@ def _raw(body: Bytes, model: Signature) -> Request:
     fixed_bytes = math.prod(sizes) * slot.item_bytes
     for place in free:
         axes[place] = len(body) // fixed_bytes if fixed_bytes else 0
-    if text:
+    if strings:
         if math.prod(sizes) != 1:
-            raise BadInput(f"{why} is one text, the input is {slot.spec}")
+            raise BadInput(f"{why} holds one string, the input is {slot.spec}")
         body = len(body).to_bytes(4, "little") + body
-    given = Given(slot.spec.name, slot.datatype, axes, Binary(body, 0, len(body)))
-    return fill(plan([given], None, {"binary_data_output": True}, None, model))
+    tensor = InputData(slot.spec.name, slot.datatype, axes, Binary(body, 0, len(body)))
+    return fill(plan([tensor], None, {"binary_data_output": True}, None, model))
 
 
 def encode(
@@ -184,22 +181,22 @@ def encode(
 ) -> tuple[list[bytes], int | None]:
     """The JSON part and the binary tails, and the JSON part's length when anything follows it.
 
-    `memory` is what the request was decoded with. Raises what its `write` raises, and BadInput when
-    an output asked for as JSON holds what JSON cannot carry.
+    `memory` is what the request was decoded with. Raises what its `write` raises, and BadInput for
+    an output that JSON cannot represent.
     """
     if request.id is None:
-        arrays = [outputs[wanted.name] for wanted in request.outputs]
+        arrays = [outputs[requested.name] for requested in request.outputs]
         shapes = tuple([array.shape for array in arrays])
-        known = _known_head(name, version, request.outputs, shapes, model)
-        if known is not None:
-            return [known, *[array.tobytes() for array in arrays]], len(known)
+        head = _cached_head(name, version, request.outputs, shapes, model)
+        if head is not None:
+            return [head, *[array.tobytes() for array in arrays]], len(head)
     items: list[dict[str, Any]] = []
     tails: list[bytes] = []
-    for wanted in request.outputs:
-        output, binary, classes, region = wanted
+    for requested in request.outputs:
+        output, binary, classes, region = requested
         array, datatype = outputs[output], model.outputs[output].datatype
         if classes:
-            array, datatype = best(wanted, array, model), "BYTES"
+            array, datatype = classify_output(requested, array, model), "BYTES"
         item: dict[str, Any] = {"name": output, "datatype": datatype, "shape": array.shape}
         if memory is not None and region is not None:
             # no 'parameters' here: with them the C++ client would look for a tail
@@ -224,16 +221,16 @@ def _head(name: str, version: str, request_id: str | None, items: list[dict[str,
 
 
 @lru_cache(maxsize=256)
-def _known_head(
+def _cached_head(
     name: str,
     version: str,
-    wanted: tuple[Wanted, ...],
+    requested: tuple[RequestedOutput, ...],
     shapes: tuple[tuple[int, ...], ...],
     model: Signature,
 ) -> bytes | None:
-    """The JSON part where all that follows are numbers as they are; None where it is not so."""
+    """The JSON part if all outputs are plain binary numbers, else None."""
     items = []
-    for each, shape in zip(wanted, shapes, strict=True):
+    for each, shape in zip(requested, shapes, strict=True):
         slot = model.outputs[each.name]
         size = math.prod(shape) * slot.item_bytes
         if not (each.binary and slot.item_bytes and size) or slot.datatype == "BF16":

@@ -1,9 +1,8 @@
 """ModelInferRequest bytes to a `Request`, an engine's results to ModelInferResponse bytes.
 
-In: a message as it came, whole. Out: what `request.py` makes of it, so that gRPC and HTTP refuse
-the same things in the same words. Tensors are not copied by protobuf: what precedes the raw
-contents is parsed, and kept, since most clients send the same again and again; the raw contents are
-read where they lie.
+protobuf parses only what precedes the raw contents, and that part is cached, as most clients send
+the same again and again; the raw contents are read in place, without a copy. `request.py` does
+the checks, so that gRPC and HTTP reject the same requests with the same messages.
 """
 
 from __future__ import annotations
@@ -14,29 +13,37 @@ from typing import Any
 
 from deploykit.core.errors import BadInput, quote
 from deploykit.serving.oip.protobuf import MESSAGES, DecodeError, Message
-from deploykit.serving.oip.request import Binary, Given, Plan, Signature, checked, plan, region_of
+from deploykit.serving.oip.request import (
+    Binary,
+    InputData,
+    Plan,
+    Signature,
+    check_parameters,
+    find_region,
+    plan,
+)
 from deploykit.serving.oip.response import Result
-from deploykit.serving.oip.tensors import typed
+from deploykit.serving.oip.tensors import typed_values
 
 _RAW_INPUT, _RAW_OUTPUT, _INFER_RESPONSE = 0x3A, b"\x32", b"\x12"  # fields 7, 6 and 2, with length
 _CACHED_BYTES = 2048
-_IGNORED = "triton_enable_empty_final_response"  # every answer of ours is the final one
+_IGNORED = "triton_enable_empty_final_response"  # each of our responses is the final one
 
 Span = tuple[int, int]  # offset from the first raw contents, bytes
 
 
 def parse(name: str, data: bytes) -> Any:
-    """A message of ours. Raises BadInput."""
+    """Parse a message of grpc_service.proto. Raises BadInput."""
     try:
         return MESSAGES[name].FromString(data)
     except DecodeError as exc:
         raise BadInput(f"the message is not a valid {name}") from exc
 
 
-def split(data: bytes, at: int) -> tuple[bytes, int, tuple[Span, ...]]:
+def split_request(data: bytes, at: int) -> tuple[bytes, int, tuple[Span, ...]]:
     """The part of a request before its raw contents, where these begin, and each one's span.
 
-    Fields may lie in any order; in an unusual one nothing is split off, which is slower.
+    Fields may come in any order; in an unusual one nothing is split off, which is slower.
     Raises BadInput.
     """
     size, first, begun = len(data), at, at
@@ -66,46 +73,46 @@ def split(data: bytes, at: int) -> tuple[bytes, int, tuple[Span, ...]]:
     return data[begun:first], first, tuple(spans)
 
 
-def header(head: bytes) -> Any:
-    """The request but for its raw contents. Not to be changed: it may be kept. Raises BadInput."""
-    return (_header_again if len(head) <= _CACHED_BYTES else _header)(head)
+def parse_header(head: bytes) -> Any:
+    """The request without its raw contents, read-only: it may be cached. Raises BadInput."""
+    return (_parse_header_cached if len(head) <= _CACHED_BYTES else _parse_header)(head)
 
 
-def planned(head: bytes, spans: tuple[Span, ...], model: Signature) -> Plan:
-    """What to read, for `request.fill`. Raises what `request.plan` raises."""
-    return (_plan_again if len(head) <= _CACHED_BYTES else _plan)(head, spans, model)
+def plan_request(head: bytes, spans: tuple[Span, ...], model: Signature) -> Plan:
+    """The plan for `request.fill`. Raises what `request.plan` raises."""
+    return (_plan_cached if len(head) <= _CACHED_BYTES else _plan)(head, spans, model)
 
 
-def _header(head: bytes) -> Any:
+def _parse_header(head: bytes) -> Any:
     return parse("ModelInferRequest", head)
 
 
-_header_again = lru_cache(maxsize=256)(_header)
+_parse_header_cached = lru_cache(maxsize=256)(_parse_header)
 
 
 def _plan(head: bytes, spans: tuple[Span, ...], model: Signature) -> Plan:
-    message = header(head)
+    message = parse_header(head)
     raw = [Binary(None, at, size) for at, size in spans]
     raw = raw or [Binary(each, 0, len(each)) for each in message.raw_input_contents]
-    rest = iter(raw)
-    inputs = [_given(item, rest, bool(raw)) for item in message.inputs]
+    unused = iter(raw)
+    inputs = [_input_data(item, unused, bool(raw)) for item in message.inputs]
     if not inputs:
         raise BadInput("'inputs' must be a list of at least one input")
-    left = sum(1 for _ in rest)
+    left = sum(1 for _ in unused)
     if left:
         text = f"raw_input_contents has {len(raw)} entries, {len(raw) - left} inputs need one"
         raise BadInput(text)
     outputs = [(item.name, _parameters(item)) for item in message.outputs]
-    parameters = checked(_parameters(message), "the request")
+    parameters = check_parameters(_parameters(message), "the request")
     return plan(inputs, outputs, parameters, message.id or None, model, binary=True)
 
 
-_plan_again = lru_cache(maxsize=256)(_plan)
+_plan_cached = lru_cache(maxsize=256)(_plan)
 
 
-def _given(item: Any, raw: Iterator[Binary], all_raw: bool) -> Given:
+def _input_data(item: Any, raw: Iterator[Binary], all_raw: bool) -> InputData:
     where = f"input {quote(item.name)}"
-    region = region_of(checked(_parameters(item), where), where)
+    region = find_region(check_parameters(_parameters(item), where), where)
     contents = {field.name: values for field, values in item.contents.ListFields()}
     if contents and (all_raw or region is not None):
         instead = "raw_input_contents" if all_raw else "shared_memory_region"
@@ -118,8 +125,8 @@ def _given(item: Any, raw: Iterator[Binary], all_raw: bool) -> Given:
         if data is None:
             raise BadInput("raw_input_contents has fewer entries than there are inputs")
     else:
-        data = typed(item.name, item.datatype, contents)
-    return Given(item.name, item.datatype, list(item.shape), data)
+        data = typed_values(item.name, item.datatype, contents)
+    return InputData(item.name, item.datatype, list(item.shape), data)
 
 
 def _parameters(of: Any) -> dict[str, Any]:
@@ -131,33 +138,35 @@ def _parameters(of: Any) -> dict[str, Any]:
     return values
 
 
-def encode(name: str, version: str, request_id: str | None, found: Sequence[Result]) -> list[bytes]:
+def encode(
+    name: str, version: str, request_id: str | None, results: Sequence[Result]
+) -> list[bytes]:
     """A ModelInferResponse in parts. Outputs in shared memory get empty raw contents."""
-    head = _opening(
+    head = _response_head(
         name,
         version,
         tuple(
-            (r.name, r.datatype, r.shape, r.wanted.region if r.array is None else None)
-            for r in found
+            (r.name, r.datatype, r.shape, r.requested.region if r.array is None else None)
+            for r in results
         ),
     )
     parts = [head]
     if request_id is not None:
         text = request_id.encode()
         parts.append(b"\x1a" + _varint(len(text)) + text)
-    for result in found:
-        payload = result.payload()
-        parts += (_RAW_OUTPUT + _varint(len(payload)), payload)
+    for result in results:
+        contents = result.raw_contents()
+        parts += (_RAW_OUTPUT + _varint(len(contents)), contents)
     return parts
 
 
-def streamed(parts: list[bytes]) -> list[bytes]:
+def wrap_in_stream(parts: list[bytes]) -> list[bytes]:
     """A ModelStreamInferResponse around a response."""
     return [_INFER_RESPONSE + _varint(sum(map(len, parts))), *parts]
 
 
 @lru_cache(maxsize=256)
-def _opening(name: str, version: str, outputs: tuple[tuple[Any, ...], ...]) -> bytes:
+def _response_head(name: str, version: str, outputs: tuple[tuple[Any, ...], ...]) -> bytes:
     response = MESSAGES["ModelInferResponse"](model_name=name, model_version=version)
     for output, datatype, shape, region in outputs:
         made = response.outputs.add(name=output, datatype=datatype, shape=shape)
@@ -180,7 +189,7 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def failed(text: str) -> list[bytes]:
-    """A ModelStreamInferResponse that says what was wrong."""
+def stream_error(text: str) -> list[bytes]:
+    """A ModelStreamInferResponse with an error message."""
     message: Message = MESSAGES["ModelStreamInferResponse"](error_message=text)
     return [message.SerializeToString()]

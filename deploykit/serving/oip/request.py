@@ -1,11 +1,8 @@
-"""The Open Inference Protocol's inference request, apart from how HTTP or gRPC carry it.
+"""An inference request of the Open Inference Protocol, whether HTTP or gRPC carries it.
 
-In: what a transport found (`Given` inputs, names and parameters of outputs, the request's own
-parameters) and the model's `Signature`. Out: a `Request` whose arrays fit the model, or BadInput
-that names the field. No value changes its type in silence, sizes are Python integers, and nothing
-is allocated before a length was checked against what is there. Pure, but for the shared memory
-that a transport may pass in.
-Byte order is little-endian, that of every platform deploykit runs on.
+`plan` checks everything that can be checked without the tensors' bytes; `fill` reads those. No
+value changes its type silently, sizes are Python integers, and nothing is allocated before a length
+was checked against the bytes that are there. Byte order is little-endian.
 """
 
 from __future__ import annotations
@@ -22,13 +19,13 @@ from deploykit.core.tensors import Bytes, InputKey, TensorSpec
 from deploykit.serving.oip.tensors import (
     BINARY_ONLY,
     LENGTH_BYTES,
-    TEXT_BYTES,
+    STRING_BYTES,
     Slot,
+    check_shape,
     flatten,
     from_bytes,
     from_list,
-    shape_of,
-    slot_for,
+    make_slot,
 )
 
 MAX_ID_BYTES = 1024
@@ -38,7 +35,7 @@ _MAX_NAME_BYTES = 256  # of a shared-memory region
 
 @dataclass(frozen=True, eq=False)
 class Signature:
-    """What a model takes and gives. `max_batch` is in rows, 0 where axis 0 is no batch."""
+    """A model's inputs and outputs. `max_batch` is in rows, 0 where axis 0 is no batch."""
 
     inputs: Mapping[str, Slot]
     outputs: Mapping[str, Slot]
@@ -54,7 +51,7 @@ def signature(
     max_bytes: int,
     labels: Mapping[str, Sequence[str]] | None = None,
 ) -> Signature:
-    takes, gives = ({spec.name: slot_for(spec) for spec in specs} for specs in (inputs, outputs))
+    takes, gives = ({spec.name: make_slot(spec) for spec in specs} for specs in (inputs, outputs))
     return Signature(takes, gives, max_batch, max_bytes, labels or {})
 
 
@@ -85,8 +82,8 @@ class Binary(NamedTuple):
     size: object
 
 
-class Given(NamedTuple):
-    """One input as the transport found it; nothing of it but `data`'s kind is checked.
+class InputData(NamedTuple):
+    """One input as the transport parsed it; only the type of `data` is checked.
 
     `data`: a list, flat or nested, of JSON's or gRPC's typed values; or `Binary`, or `Region`.
     """
@@ -97,7 +94,7 @@ class Given(NamedTuple):
     data: object
 
 
-class Wanted(NamedTuple):
+class RequestedOutput(NamedTuple):
     """One output to send: as binary data or as JSON, as its `classes` highest, or to `region`."""
 
     name: str
@@ -109,10 +106,10 @@ class Wanted(NamedTuple):
 class Request(NamedTuple):
     """A decoded inference request."""
 
-    feeds: dict[str, np.ndarray]  # in model order, not to be written to
+    feeds: dict[str, np.ndarray]  # in model order, read-only
     rows: int
     key: InputKey
-    outputs: tuple[Wanted, ...]  # in the order asked
+    outputs: tuple[RequestedOutput, ...]  # in the order of the request
     id: str | None = None
     timeout_us: int | None = None  # how long it may wait; None leaves it to the server
     priority: int = 0  # 1 is the highest, 0 leaves it to the server
@@ -133,15 +130,15 @@ class Part(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A request whose bytes are still to be read; it may be filled again and again."""
+    """A checked request whose tensors are still to be read, any number of times."""
 
     parts: tuple[Part, ...]  # in model order
-    rest: tuple[Any, ...]  # the fields of Request after `feeds`
+    fields: tuple[Any, ...]  # of Request, after `feeds`
     regions: bool  # whether any shared memory is referred to
 
 
 def build(
-    inputs: Sequence[Given],
+    inputs: Sequence[InputData],
     outputs: Sequence[tuple[object, object]] | None,
     parameters: Mapping[str, Any],
     name: object,
@@ -150,12 +147,12 @@ def build(
     *,
     binary: bool = False,
 ) -> Request:
-    """One request. `name` is its id; for the rest see `plan` and `fill`."""
+    """One request. `name` is its id; see `plan` and `fill`."""
     return fill(plan(inputs, outputs, parameters, name, model, binary=binary), memory=memory)
 
 
 def plan(
-    inputs: Sequence[Given],
+    inputs: Sequence[InputData],
     outputs: Sequence[tuple[object, object]] | None,
     parameters: Mapping[str, Any],
     name: object,
@@ -163,29 +160,28 @@ def plan(
     *,
     binary: bool = False,
 ) -> Plan:
-    """Everything about a request that can be known without its bytes.
+    """Check everything about a request that does not need its bytes.
 
-    `outputs`: names and parameters as they were asked for, None or empty for all. `parameters` have
-    been through `checked`. `binary`: all outputs are sent binary, whatever is asked. Raises
-    BadInput for whatever does not fit the protocol or the model, TooLarge for tensors above
-    `model.max_bytes`.
+    `outputs`: the requested names and their parameters, None or empty for all. `parameters` come
+    from `check_parameters`. `binary`: send all outputs binary in any case. Raises BadInput for a
+    request that does not fit the protocol or the model, TooLarge above `model.max_bytes`.
     """
     if name is not None and (type(name) is not str or len(name.encode()) > MAX_ID_BYTES):
         raise BadInput(f"'id' must be a string of at most {MAX_ID_BYTES} bytes")
-    wanted = _outputs(outputs, parameters, model, binary)
+    requested_outputs = _outputs(outputs, parameters, model, binary)
     parts = _inputs(inputs, model)
     key = tuple((part.name, part.slot.datatype, part.shape[1:]) for part in parts)
-    regions = any(part.region for part in parts) or any(item.region for item in wanted)
-    timeout_us = _whole(parameters, "timeout", "number of microseconds") or None
-    priority = _whole(parameters, "priority", "number")
-    rest = (_rows(parts, model), key, wanted, name, timeout_us, priority)
-    return Plan(parts, rest, regions)
+    regions = any(part.region for part in parts) or any(item.region for item in requested_outputs)
+    timeout_us = _integer(parameters, "timeout", "microseconds") or None
+    priority = _integer(parameters, "priority")
+    fields = (_rows(parts, model), key, requested_outputs, name, timeout_us, priority)
+    return Plan(parts, fields, regions)
 
 
 def fill(plan: Plan, body: Bytes = b"", start: int = 0, memory: Memory | None = None) -> Request:
-    """Read the bytes: those of parts without a body of their own lie in `body` from `start` on.
+    """Read the tensors; those without a body of their own are in `body` from `start` on.
 
-    That they are there has been checked by who cut them out. Raises BadInput.
+    The caller has checked that `body` is long enough. Raises BadInput.
     """
     if plan.regions and memory is None:
         raise BadInput("shared memory is not offered", hint="send binary data")
@@ -200,11 +196,11 @@ def fill(plan: Plan, body: Bytes = b"", start: int = 0, memory: Memory | None = 
                 feeds[name] = from_bytes(own, at, size, count, shape, slot)
         elif memory is not None:
             feeds[name] = from_bytes(memory.read(region), 0, size, count, shape, slot)
-    return Request(feeds, *plan.rest)
+    return Request(feeds, *plan.fields)
 
 
-def checked(parameters: object, where: str) -> Mapping[str, Any]:
-    """A `parameters` object, empty when absent; what we do not offer is refused, not ignored."""
+def check_parameters(parameters: object, where: str) -> Mapping[str, Any]:
+    """A `parameters` object, empty when absent. Raises BadInput for one that is not supported."""
     if parameters is None:
         return {}
     if not isinstance(parameters, Mapping):
@@ -214,12 +210,12 @@ def checked(parameters: object, where: str) -> Mapping[str, Any]:
             raise BadInput(f"{where}: parameter {quote(key)} is reserved")
     sequence = parameters.get("sequence_id")
     if sequence is not None and (sequence or type(sequence) not in (int, str)):
-        raise BadInput(f"{where}: 'sequence_id' is for stateful models, and this is none")
+        raise BadInput(f"{where}: 'sequence_id' is for stateful models, this one is stateless")
     return parameters
 
 
-def region_of(parameters: Mapping[str, Any], where: str) -> Region | None:
-    """The shared memory that `parameters` refer to, if any. Raises BadInput."""
+def find_region(parameters: Mapping[str, Any], where: str) -> Region | None:
+    """The shared memory that `parameters` name, if any. Raises BadInput."""
     name = parameters.get("shared_memory_region")
     if name is None:
         if any(key.startswith("shared_memory_") for key in parameters):
@@ -232,19 +228,19 @@ def region_of(parameters: Mapping[str, Any], where: str) -> Region | None:
     if "shared_memory_byte_size" not in parameters:
         raise BadInput(f"{where}: 'shared_memory_byte_size' is missing")
     offset, size = (
-        _whole(parameters, f"shared_memory_{what}", "number of bytes")
-        for what in ("offset", "byte_size")
+        _integer(parameters, f"shared_memory_{what}", "bytes") for what in ("offset", "byte_size")
     )
     return Region(name, offset, size)
 
 
-def _whole(parameters: Mapping[str, Any], key: str, what: str) -> int:
-    """A parameter that is a whole number, 0 when absent. Raises BadInput."""
+def _integer(parameters: Mapping[str, Any], key: str, unit: str = "") -> int:
+    """An integer parameter, 0 when absent. Raises BadInput."""
     value = parameters.get(key)
     if value is None:
         return 0
     if type(value) is not int or not 0 <= value < 1 << 64:
-        raise BadInput(f"'{key}' must be a whole {what}, got {quote(value)}")
+        unit = f" ({unit})" if unit else ""
+        raise BadInput(f"'{key}' must be an integer >= 0{unit}, got {quote(value)}")
     return value
 
 
@@ -256,36 +252,38 @@ def _flag(parameters: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def _outputs(
-    asked: Sequence[tuple[object, object]] | None,
+    requested: Sequence[tuple[object, object]] | None,
     parameters: Mapping[str, Any],
     model: Signature,
     binary: bool,
-) -> tuple[Wanted, ...]:
-    """The outputs in the order asked; all of them in model order when none is named."""
+) -> tuple[RequestedOutput, ...]:
+    """The outputs in the order of the request; all of them in model order when none is named."""
     by_default = _flag(parameters, "binary_data_output", False)
-    if not asked:
-        asked = [(name, None) for name in model.outputs]
-    if len(asked) > len(model.outputs):
-        raise BadInput(f"{len(asked)} outputs asked for, the model has {len(model.outputs)}")
-    chosen = tuple(_output(name, more, by_default, model, binary) for name, more in asked)
-    if len({wanted.name for wanted in chosen}) != len(chosen):
-        raise BadInput("the same output is asked for twice")
+    if not requested:
+        requested = [(name, None) for name in model.outputs]
+    if len(requested) > len(model.outputs):
+        raise BadInput(f"{len(requested)} outputs requested, the model has {len(model.outputs)}")
+    chosen = tuple(_output(name, more, by_default, model, binary) for name, more in requested)
+    if len({output.name for output in chosen}) != len(chosen):
+        raise BadInput("the same output is requested twice")
     return chosen
 
 
-def _output(name: object, more: object, by_default: bool, model: Signature, binary: bool) -> Wanted:
+def _output(
+    name: object, more: object, by_default: bool, model: Signature, binary: bool
+) -> RequestedOutput:
     if type(name) is not str or name not in model.outputs:
         names = ", ".join(model.outputs)
         raise BadInput(f"unknown output {quote(name)}", hint=f"the outputs are: {names}")
     where, datatype = f"output '{name}'", model.outputs[name].datatype
-    parameters = checked(more, where)
-    region = region_of(parameters, where)
+    parameters = check_parameters(more, where)
+    region = find_region(parameters, where)
     binary = _flag(parameters, "binary_data", by_default) or binary or region is not None
     classes = parameters.get("classification")
     if classes is not None:
         if type(classes) is not int or not 0 < classes <= MAX_CLASSES:
             raise BadInput(
-                f"{where}: 'classification' must be a whole number from 1 to {MAX_CLASSES}, "
+                f"{where}: 'classification' must be an integer from 1 to {MAX_CLASSES}, "
                 f"got {quote(classes)}"
             )
         if datatype == "BYTES":
@@ -293,53 +291,53 @@ def _output(name: object, more: object, by_default: bool, model: Signature, bina
     elif not binary and datatype in BINARY_ONLY:
         raise BadInput(
             f"{where} is {datatype}, which has no JSON form",
-            hint="ask for it with 'binary_data': true",
+            hint="request it with 'binary_data': true",
         )
-    return Wanted(name, binary, classes or 0, region)
+    return RequestedOutput(name, binary, classes or 0, region)
 
 
-def _inputs(inputs: Sequence[Given], model: Signature) -> tuple[Part, ...]:
+def _inputs(inputs: Sequence[InputData], model: Signature) -> tuple[Part, ...]:
     """The inputs in model order."""
     got: dict[str, Part] = {}
-    room = model.max_bytes
-    for given in inputs:
-        slot = model.inputs.get(given.name) if type(given.name) is str else None
+    budget = model.max_bytes
+    for item in inputs:
+        slot = model.inputs.get(item.name) if type(item.name) is str else None
         if slot is None:
             names = ", ".join(str(slot.spec) for slot in model.inputs.values())
-            raise BadInput(f"unknown input {quote(given.name)}", hint=f"the inputs are: {names}")
+            raise BadInput(f"unknown input {quote(item.name)}", hint=f"the inputs are: {names}")
         name = slot.spec.name
         if name in got:
-            raise BadInput(f"input '{name}' is given twice")
-        got[name], taken = _input(given, slot, model, room)
-        room -= taken
+            raise BadInput(f"input '{name}' appears twice")
+        got[name], needed = _input(item, slot, model, budget)
+        budget -= needed
     if len(got) < len(model.inputs):
         missing = next(name for name in model.inputs if name not in got)
         raise BadInput(f"missing input '{missing}'", hint=f"it is {model.inputs[missing].spec}")
     return tuple(got[name] for name in model.inputs)
 
 
-def _input(given: Given, slot: Slot, model: Signature, room: int) -> tuple[Part, int]:
-    """One input, and how many bytes have to be allocated for it: at most `room`."""
-    name, datatype, data = slot.spec.name, slot.datatype, given.data
-    if given.datatype != datatype:
-        raise BadInput(f"input '{name}' is {datatype}, got datatype {quote(given.datatype)}")
-    shape = shape_of(given.shape, slot, model.max_batch)
+def _input(item: InputData, slot: Slot, model: Signature, budget: int) -> tuple[Part, int]:
+    """One input, and how many bytes have to be allocated for it: at most `budget`."""
+    name, datatype, data = slot.spec.name, slot.datatype, item.data
+    if item.datatype != datatype:
+        raise BadInput(f"input '{name}' is {datatype}, got datatype {quote(item.datatype)}")
+    shape = check_shape(item.shape, slot, model.max_batch)
     count = math.prod(shape)  # Python integers: this cannot overflow
     if isinstance(data, (Binary, Region)):
         size = _size(data.size if isinstance(data, Binary) else data.byte_size, count, shape, slot)
-        lies_there = isinstance(data, Binary) and slot.item_bytes and datatype != "BF16"
-        taken = 0 if lies_there else _decoded_bytes(count, size, slot)
-        _check_room(taken, room, model, name)
+        in_place = isinstance(data, Binary) and slot.item_bytes and datatype != "BF16"
+        needed = 0 if in_place else _bytes_needed(count, size, slot)
+        _check_limit(needed, budget, model, name)
         if isinstance(data, Region):
-            return Part(name, slot, shape, count, 0, size, None, data, None), taken
-        return Part(name, slot, shape, count, data.at, size, data.body, None, None), taken
+            return Part(name, slot, shape, count, 0, size, None, data, None), needed
+        return Part(name, slot, shape, count, data.at, size, data.body, None, None), needed
     flat = flatten(data, count, shape, slot)
     size = 0 if slot.item_bytes else sum(len(x) for x in flat if type(x) in (str, bytes))
-    taken = _decoded_bytes(count, size, slot)
-    _check_room(taken, room, model, name)
+    needed = _bytes_needed(count, size, slot)
+    _check_limit(needed, budget, model, name)
     value = from_list(flat, shape, slot)
     value.flags.writeable = False
-    return Part(name, slot, shape, count, 0, 0, None, None, value), taken
+    return Part(name, slot, shape, count, 0, 0, None, None, value), needed
 
 
 def _size(size: object, count: int, shape: tuple[int, ...], slot: Slot) -> int:
@@ -354,14 +352,14 @@ def _size(size: object, count: int, shape: tuple[int, ...], slot: Slot) -> int:
     )
 
 
-def _decoded_bytes(count: int, size: int, slot: Slot) -> int:
-    return count * slot.dtype.itemsize if slot.item_bytes else count * TEXT_BYTES + size
+def _bytes_needed(count: int, size: int, slot: Slot) -> int:
+    return count * slot.dtype.itemsize if slot.item_bytes else count * STRING_BYTES + size
 
 
-def _check_room(taken: int, room: int, model: Signature, name: str) -> None:
-    if taken > room:
+def _check_limit(needed: int, budget: int, model: Signature, name: str) -> None:
+    if needed > budget:
         raise TooLarge(
-            f"with input '{name}' the request is {model.max_bytes - room + taken} bytes, "
+            f"with input '{name}' the request is {model.max_bytes - budget + needed} bytes, "
             f"above the limit of {model.max_bytes}",
             hint="send smaller requests, or start the server with a larger --max-body-bytes",
         )

@@ -1,8 +1,7 @@
-"""One tensor of the protocol: its list or its bytes to an array of the model's dtype, and back.
+"""One tensor of the protocol: a list or bytes to an array of the model's dtype, and back.
 
-In: what the client sent and the shape, checked already. Out: a numpy array; BadInput where numpy
-would change a value in silence: 1.5 to an integer, "1" to a number, 300 to int8, 1e300 to inf.
-Text is held by arrays of `str`, bfloat16 by float32, as `core.tensors.carrier` says.
+Raises BadInput where numpy would silently change a value: 1.5 to an integer, "1" to a number, 300
+to int8, 1e300 to inf. Strings are arrays of `str`, bfloat16 is float32: see `core.tensors.carrier`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from deploykit.core.errors import BadInput, quote
 from deploykit.core.tensors import DTYPE_BYTES, PROTOCOL_NAMES, Bytes, TensorSpec, carrier
 
 BINARY_ONLY = ("FP16", "BF16")  # the protocol gives them no JSON form
-TEXT_BYTES = 64  # what Python needs for a short text and its place in an array
+STRING_BYTES = 64  # of a short Python string and its place in an array
 LENGTH_BYTES = 4  # in front of every element of BYTES
 
 # the field of gRPC's InferTensorContents for each datatype; FP16 and BF16 have none
@@ -42,22 +41,22 @@ class Slot:
     spec: TensorSpec
     datatype: str
     dtype: np.dtype[Any]  # of the arrays that hold it
-    item_bytes: int  # of one element as it is sent; 0 for BYTES, which have no one size
-    plain: bool  # whether any bytes are an array as they are
+    item_bytes: int  # of one element as it is sent; 0 for BYTES, whose elements differ in size
+    plain: bool  # whether the bytes sent are the array's
 
 
-def slot_for(spec: TensorSpec) -> Slot:
+def make_slot(spec: TensorSpec) -> Slot:
     datatype, item_bytes = PROTOCOL_NAMES[spec.dtype], DTYPE_BYTES.get(spec.dtype, 0)
     plain = datatype not in ("BYTES", "BF16", "BOOL")
     return Slot(spec, datatype, np.dtype(carrier(spec.dtype)), item_bytes, plain)
 
 
-def shape_of(shape: object, slot: Slot, max_batch: int) -> tuple[int, ...]:
-    """A shape that fits the model; `max_batch` 0: axis 0 is no batch. Raises BadInput."""
+def check_shape(shape: object, slot: Slot, max_batch: int) -> tuple[int, ...]:
+    """A shape that fits the model; `max_batch` 0: axis 0 is not a batch. Raises BadInput."""
     spec = slot.spec
     if type(shape) is not list or not all(type(n) is int and n >= 0 for n in shape):
         raise BadInput(
-            f"input '{spec.name}': 'shape' must be a list of whole numbers, got {quote(shape)}"
+            f"input '{spec.name}': 'shape' must be a list of integers >= 0, got {quote(shape)}"
         )
     fits = len(shape) == len(spec.shape) and all(
         want == got or isinstance(want, str) for want, got in zip(spec.shape, shape, strict=True)
@@ -79,7 +78,7 @@ def from_bytes(
     if slot.plain and count:
         return _aligned(np.ndarray(shape, slot.dtype, body, at))
     if not slot.item_bytes:
-        return _as_texts(_elements(body, at, size, count, slot), shape, slot)
+        return _string_array(_elements(body, at, size, count, slot), shape, slot)
     if count == 0:
         return np.empty(_allocatable(shape, slot), slot.dtype)
     if slot.datatype == "BF16":
@@ -107,8 +106,7 @@ def _elements(body: Bytes, at: int, size: int, count: int, slot: Slot) -> list[b
         at = start + int.from_bytes(body[at:start], "little")
         if at > end:
             raise BadInput(
-                f"input '{name}': element {number} is said to have {at - start} bytes, "
-                f"{end - start} are left"
+                f"input '{name}': element {number} claims {at - start} bytes, {end - start} remain"
             )
         elements.append(bytes(body[start:at]))
     if at != end:
@@ -116,7 +114,7 @@ def _elements(body: Bytes, at: int, size: int, count: int, slot: Slot) -> list[b
     return elements
 
 
-def _as_texts(elements: Sequence[object], shape: tuple[int, ...], slot: Slot) -> np.ndarray:
+def _string_array(elements: Sequence[object], shape: tuple[int, ...], slot: Slot) -> np.ndarray:
     """An array of `str`, as engines take it; bytes among the elements must be UTF-8."""
     name = slot.spec.name
     array = np.empty(_allocatable(shape, slot), object)
@@ -134,12 +132,18 @@ def _as_texts(elements: Sequence[object], shape: tuple[int, ...], slot: Slot) ->
     return array
 
 
-def typed(name: object, datatype: object, contents: Mapping[str, Sequence[Any]]) -> list[Any]:
+def typed_values(
+    name: object, datatype: object, contents: Mapping[str, Sequence[Any]]
+) -> list[Any]:
     """The values of gRPC's typed contents; `contents`: each field's values. Raises BadInput."""
     right = CONTENTS.get(datatype) if type(datatype) is str else None
     for key, values in contents.items():
         if key != right and len(values):
-            of = "has no typed contents, use raw" if right is None else f"goes into {right}"
+            of = (
+                "has no typed contents, use raw contents"
+                if right is None
+                else f"belongs in {right}"
+            )
             raise BadInput(f"input {quote(name)}: {quote(datatype)} {of}, got {key}")
     return list(contents.get(right, ())) if right else []
 
@@ -171,7 +175,7 @@ def flatten(data: object, count: int, shape: tuple[int, ...], slot: Slot) -> lis
 def from_list(flat: list[Any], shape: tuple[int, ...], slot: Slot) -> np.ndarray:
     """A list of scalars as an array, each value unchanged but for a float's rounding."""
     if not slot.item_bytes:
-        return _as_texts(flat, shape, slot)
+        return _string_array(flat, shape, slot)
     if not flat:
         return np.empty(_allocatable(shape, slot), slot.dtype)
     name, datatype, dtype = slot.spec.name, slot.datatype, slot.dtype
@@ -196,7 +200,7 @@ def from_list(flat: list[Any], shape: tuple[int, ...], slot: Slot) -> np.ndarray
 
 
 def _allocatable(shape: tuple[int, ...], slot: Slot) -> tuple[int, ...]:
-    """The shape, if numpy can represent it: it multiplies even the sizes beside a 0."""
+    """The shape, if numpy can represent it: it multiplies all axes, even if one is 0."""
     if math.prod(max(1, n) for n in shape) * slot.dtype.itemsize > 1 << 62:
         raise BadInput(f"input '{slot.spec.name}': shape {quote(list(shape))} is too large")
     return shape
@@ -221,18 +225,18 @@ def to_bytes(array: np.ndarray, datatype: str) -> bytes:
 
 
 def to_json(array: np.ndarray, datatype: str, name: str) -> object:
-    """An output as orjson takes it, flat. Raises BadInput for what JSON cannot carry."""
+    """An output as orjson takes it, flat. Raises BadInput for what JSON cannot represent."""
     if datatype == "BYTES":
         try:
             return [x.decode() if type(x) is bytes else str(x) for x in array.flat]
         except UnicodeDecodeError:
             raise BadInput(
-                f"output '{name}' holds bytes that are not UTF-8, which JSON cannot carry",
-                hint="ask for it with 'binary_data': true",
+                f"output '{name}' holds bytes that are not UTF-8, which JSON cannot represent",
+                hint="request it with 'binary_data': true",
             ) from None
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise BadInput(
-            f"output '{name}' holds NaN or infinity, which JSON cannot carry",
-            hint="ask for it with 'binary_data': true",
+            f"output '{name}' holds NaN or infinity, which JSON cannot represent",
+            hint="request it with 'binary_data': true",
         )
     return np.ascontiguousarray(array).reshape(-1)

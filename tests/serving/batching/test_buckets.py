@@ -15,7 +15,7 @@ from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.batching.buckets import Buckets, relative_error
 from deploykit.serving.batching.policy import Pending
 from deploykit.serving.models.repository import ModelRepository, ServeOptions
-from deploykit.serving.oip.request import Request, Wanted
+from deploykit.serving.oip.request import Request, RequestedOutput
 from tests.support.serving.running import WAIT_S, GatedEngine
 
 onnx = pytest.importorskip("onnx")
@@ -77,7 +77,7 @@ def ids(length: int, rows: int = 1, seed: int = 0) -> dict[str, np.ndarray]:
 
 def ask(feeds: dict[str, np.ndarray]) -> Request:
     key = tuple((name, "INT64", array.shape[1:]) for name, array in feeds.items())
-    return Request(feeds, len(feeds["ids"]), key, (Wanted("mean", True),))
+    return Request(feeds, len(feeds["ids"]), key, (RequestedOutput("mean", True),))
 
 
 @pytest.fixture

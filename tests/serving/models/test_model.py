@@ -13,14 +13,14 @@ from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.batching.policy import Pending, Watcher
 from deploykit.serving.models.repository import ModelRepository, ServeOptions
 from deploykit.serving.observe.prometheus import exposition
-from deploykit.serving.oip.request import Request, Wanted
+from deploykit.serving.oip.request import Request, RequestedOutput
 from tests.support.serving.running import WAIT_S, GatedEngine
 from tests.support.serving.warming import Clock, TimedEngine, warmed
 
 
 def ask(rows: int = 1) -> Request:
     feeds = {"x": np.full((rows, 4), 3, np.float32)}
-    return Request(feeds, rows, (("x", "FP32", (4,)),), (Wanted("y", True),))
+    return Request(feeds, rows, (("x", "FP32", (4,)),), (RequestedOutput("y", True),))
 
 
 def test_the_configuration_shows_how_batches_are_formed() -> None:

@@ -11,13 +11,13 @@ from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.models.repository import ModelRepository, ServeOptions
 from deploykit.serving.observe.prometheus import Sample, exposition
-from deploykit.serving.oip.request import Request, Wanted
+from deploykit.serving.oip.request import Request, RequestedOutput
 from tests.support.serving.running import WAIT_S, GatedEngine
 
 
 def ask(rows: int = 1, **more: Any) -> Request:
     feeds = {"x": np.ones((rows, 4), np.float32)}
-    return Request(feeds, rows, (("x", "FP32", (4,)),), (Wanted("y", True),), **more)
+    return Request(feeds, rows, (("x", "FP32", (4,)),), (RequestedOutput("y", True),), **more)
 
 
 class Clock:

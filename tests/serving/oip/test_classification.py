@@ -10,21 +10,21 @@ import pytest
 
 from deploykit.core.errors import BadInput
 from deploykit.serving.oip import json as oip
-from deploykit.serving.oip.classification import classified
+from deploykit.serving.oip.classification import classify
 from tests.support.serving.requests import DTYPES, model, one, values
 
 ROWS = np.array([[1, 5, 10, 4], [7, 7, -1, 7]], np.float32)
 
 
 def test_the_highest_come_first_and_equal_ones_in_order() -> None:
-    assert classified(ROWS, 3, batched=True).tolist() == [
+    assert classify(ROWS, 3, batched=True).tolist() == [
         ["10.000000:2", "5.000000:1", "4.000000:3"],
         ["7.000000:0", "7.000000:1", "7.000000:3"],
     ]
 
 
 def test_labels_follow_where_there_are_some() -> None:
-    found = classified(ROWS[:1], 4, batched=True, labels=["apple", "pickle", "pie"])
+    found = classify(ROWS[:1], 4, batched=True, labels=["apple", "pickle", "pie"])
     assert found.tolist() == [
         ["10.000000:2:pie", "5.000000:1:pickle", "4.000000:3", "1.000000:0:apple"]
     ]
@@ -47,7 +47,7 @@ def test_labels_follow_where_there_are_some() -> None:
     ids=str,
 )
 def test_any_numbers_of_any_shape(array: np.ndarray, batched: bool, expected: list) -> None:
-    found = classified(array, 3, batched=batched)
+    found = classify(array, 3, batched=batched)
     assert found.tolist() == expected
     assert found.shape[:1] == ((len(array),) if batched else (len(expected),))
 

@@ -13,9 +13,16 @@ from hypothesis.extra import numpy as hnp
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec, carrier
 from deploykit.serving.oip import json as oip
-from deploykit.serving.oip.request import Binary, Given, Request, Signature, build, checked
+from deploykit.serving.oip.request import (
+    Binary,
+    InputData,
+    Request,
+    Signature,
+    build,
+    check_parameters,
+)
 from deploykit.serving.oip.request import signature as signature_of
-from deploykit.serving.oip.response import results
+from deploykit.serving.oip.response import collect_results
 from tests.support.campaign import rounds
 from tests.support.serving.requests import (
     DTYPES,
@@ -200,9 +207,9 @@ def test_what_was_encoded_decodes_to_the_same(dtype: str, draw: st.DataObject) -
     array = draw.draw(arrays(dtype))
     signature = model(dtype)
     asked = Request({}, len(array), (), _all(signature, binary=True))
-    (result,) = results(asked, {"y": array}, signature)
-    payload = result.payload()
-    given = Given("x", result.datatype, list(result.shape), Binary(payload, 0, len(payload)))
+    (result,) = collect_results(asked, {"y": array}, signature)
+    payload = result.raw_contents()
+    given = InputData("x", result.datatype, list(result.shape), Binary(payload, 0, len(payload)))
     again = build([given], None, {}, None, signature, binary=True)
     expected = array
     if dtype == "bfloat16":  # a NaN stays one, and becomes a quiet one
@@ -229,6 +236,6 @@ def test_what_was_encoded_as_json_decodes_to_the_same(dtype: str, draw: st.DataO
 
 
 def _all(signature: Signature, *, binary: bool) -> tuple:
-    item = Given("x", signature.inputs["x"].datatype, [0, 4], Binary(b"", 0, 0))
+    item = InputData("x", signature.inputs["x"].datatype, [0, 4], Binary(b"", 0, 0))
     asked = {"binary_data_output": binary}
-    return build([item], None, checked(asked, "the request"), None, signature).outputs
+    return build([item], None, check_parameters(asked, "the request"), None, signature).outputs

@@ -89,7 +89,7 @@ BAD_TENSORS = {
     "no datatype": ({"datatype": None}, "got datatype None"),
     "no shape": ({"shape": None}, "'shape' must be a list"),
     "a shape that is a number": ({"shape": 4}, "'shape' must be a list"),
-    "a float in the shape": ({"shape": [1.0, 4]}, "'shape' must be a list of whole numbers"),
+    "a float in the shape": ({"shape": [1.0, 4]}, "'shape' must be a list of integers"),
     "a word in the shape": ({"shape": ["1", 4]}, "'shape' must be"),
     "true in the shape": ({"shape": [True, 4]}, "'shape' must be"),
     "a negative size": ({"shape": [-1, -4]}, "'shape' must be"),
@@ -193,7 +193,7 @@ def test_a_lying_binary_size_is_refused(size: object) -> None:
 
 def test_the_same_input_twice_is_refused() -> None:
     item = json.loads(one())["inputs"][0]
-    with pytest.raises(BadInput, match="'x' is given twice"):
+    with pytest.raises(BadInput, match="'x' appears twice"):
         oip.decode(json.dumps({"inputs": [item, item]}).encode(), None, model())
 
 

@@ -61,11 +61,11 @@ BAD = {
     "an empty name": ({**REGION, "shared_memory_region": ""}, "must be a name"),
     "a number for a name": ({**REGION, "shared_memory_region": 5}, "must be a name"),
     "a long name": ({**REGION, "shared_memory_region": "r" * 257}, "must be a name"),
-    "a negative offset": ({**REGION, "shared_memory_offset": -1}, "whole number of bytes"),
-    "a huge offset": ({**REGION, "shared_memory_offset": 2**64}, "whole number of bytes"),
-    "an offset in words": ({**REGION, "shared_memory_offset": "8"}, "whole number of bytes"),
-    "a size in words": ({**REGION, "shared_memory_byte_size": "16"}, "whole number of bytes"),
-    "a true size": ({**REGION, "shared_memory_byte_size": True}, "whole number of bytes"),
+    "a negative offset": ({**REGION, "shared_memory_offset": -1}, "integer >= 0 .bytes."),
+    "a huge offset": ({**REGION, "shared_memory_offset": 2**64}, "integer >= 0 .bytes."),
+    "an offset in words": ({**REGION, "shared_memory_offset": "8"}, "integer >= 0 .bytes."),
+    "a size in words": ({**REGION, "shared_memory_byte_size": "16"}, "integer >= 0 .bytes."),
+    "a true size": ({**REGION, "shared_memory_byte_size": True}, "integer >= 0 .bytes."),
 }
 
 

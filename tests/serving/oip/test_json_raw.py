@@ -67,8 +67,8 @@ def test_a_raw_text_is_the_whole_body(axes: tuple[int | str, ...], max_batch: in
         (model("float32", "N", "H", "W"), 16, "one variable axis at most"),
         (model("float32", "N", "T", 2), 12, "is 8 bytes, got 12"),
         (model("float32", "T", 0, max_batch=0), 4, "is 0 bytes, got 4"),
-        (model("string", "N", 2), 4, "is one text, the input is x:string"),
-        (model("string", "N", "T", 2), 16, "is one text, the input is x:string"),
+        (model("string", "N", 2), 4, "holds one string, the input is x:string"),
+        (model("string", "N", "T", 2), 16, "holds one string, the input is x:string"),
     ],
 )
 def test_what_cannot_be_a_raw_request_is_refused(

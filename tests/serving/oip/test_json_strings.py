@@ -15,7 +15,7 @@ from deploykit.core.errors import BadInput, TooLarge
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.engine import load
 from deploykit.serving.oip import json as oip
-from deploykit.serving.oip.request import Request, Wanted
+from deploykit.serving.oip.request import Request, RequestedOutput
 from deploykit.serving.oip.request import signature as signature_of
 from tests.support.serving.requests import LIMIT, model, one, tensor, values, wire
 
@@ -45,8 +45,8 @@ def texts(*elements: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("payload", "message"),
     [
-        (texts(b"ab") + struct.pack("<I", 3) + b"cd", "element 1 is said to have 3 bytes, 2 are"),
-        (texts(b"ab") + b"\xff\xff\xff\xff" + b"cd", "said to have 4294967295 bytes, 2 are left"),
+        (texts(b"ab") + struct.pack("<I", 3) + b"cd", "element 1 claims 3 bytes, 2 remain"),
+        (texts(b"ab") + b"\xff\xff\xff\xff" + b"cd", "claims 4294967295 bytes, 2 remain"),
         (texts(b"ab", b"cd", b"ef"), "6 bytes follow the last of 2"),
         (texts(b"ab", b"cd") + b"\0", "1 bytes follow the last of 2"),
         (texts(b"abcd"), "the bytes end before element 1 of 2"),
@@ -109,7 +109,7 @@ def test_texts_count_with_what_python_needs_for_them() -> None:
 
 
 def answer(array: np.ndarray, *, binary: bool) -> list[bytes]:
-    request = Request({}, 1, (), (Wanted("y", binary),))
+    request = Request({}, 1, (), (RequestedOutput("y", binary),))
     return oip.encode("m", "1", request, {"y": array}, SIGNATURE)[0]
 
 

@@ -11,7 +11,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.tensors import TensorSpec
 from deploykit.serving.oip import messages as infer
 from deploykit.serving.oip.protobuf import MESSAGES
-from deploykit.serving.oip.request import Region, Request, Wanted, fill, signature
+from deploykit.serving.oip.request import Region, Request, RequestedOutput, fill, signature
 from deploykit.serving.oip.response import Result
 from tests.support.campaign import rounds
 
@@ -39,8 +39,8 @@ def raw(**fields: Any) -> Any:
 
 
 def decode(data: bytes, at: int = 0) -> Request:
-    head, start, spans = infer.split(data, at)
-    return fill(infer.planned(head, spans, TWO), data, start)
+    head, start, spans = infer.split_request(data, at)
+    return fill(infer.plan_request(head, spans, TWO), data, start)
 
 
 def test_raw_contents_are_read_where_they_lie() -> None:
@@ -154,8 +154,8 @@ def long_id(request: Any) -> None:
         (both, r"input 'a' has both 'contents' and raw_input_contents"),
         (one_short, "fewer entries than there are inputs"),
         (one_more, "has 3 entries, 2 inputs need one"),
-        (wrong_field, r"'FP32' goes into fp32_contents, got fp64_contents"),
-        (two_fields, "goes into fp32_contents, got int_contents"),
+        (wrong_field, r"'FP32' belongs in fp32_contents, got fp64_contents"),
+        (two_fields, "belongs in fp32_contents, got int_contents"),
         (out_of_range, "300 is out of range for INT8"),
         (no_contents, "has 2 elements, 'data' has 0"),
         (no_inputs, "at least one input"),
@@ -203,9 +203,9 @@ def test_an_answer_is_what_protobuf_reads() -> None:
     y = np.arange(2, dtype=np.float32).reshape(1, 2)
     region = Region("out", 4, 16)
     found = [
-        Result("y", "FP32", (1, 2), y, Wanted("y", True)),
-        Result("z", "INT8", (1, 3), None, Wanted("z", True, region=region)),
-        Result("t", "BYTES", (200,), np.array(["abc"] * 200, object), Wanted("t", True)),
+        Result("y", "FP32", (1, 2), y, RequestedOutput("y", True)),
+        Result("z", "INT8", (1, 3), None, RequestedOutput("z", True, region=region)),
+        Result("t", "BYTES", (200,), np.array(["abc"] * 200, object), RequestedOutput("t", True)),
     ]
     parts = infer.encode("m", "1", "die Nr. 7 ü", found)
     response = MESSAGES["ModelInferResponse"].FromString(b"".join(parts))
@@ -217,12 +217,14 @@ def test_an_answer_is_what_protobuf_reads() -> None:
     ]
     assert list(response.raw_output_contents) == [y.tobytes(), b"", b"\3\0\0\0abc" * 200]
     assert response.outputs[1].parameters["shared_memory_region"].string_param == "out"
-    streamed = MESSAGES["ModelStreamInferResponse"].FromString(b"".join(infer.streamed(parts)))
+    streamed = MESSAGES["ModelStreamInferResponse"].FromString(
+        b"".join(infer.wrap_in_stream(parts))
+    )
     assert streamed.infer_response == response
 
 
 def test_an_answer_without_an_id_has_none() -> None:
     y = np.zeros((1, 2), np.float32)
-    result = Result("y", "FP32", (1, 2), y, Wanted("y", True))
+    result = Result("y", "FP32", (1, 2), y, RequestedOutput("y", True))
     response = b"".join(infer.encode("m", "1", None, [result]))
     assert MESSAGES["ModelInferResponse"].FromString(response).id == ""

@@ -12,18 +12,18 @@ from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec
 from deploykit.serving.oip import json as oip
 from deploykit.serving.oip.request import (
     Binary,
-    Given,
+    InputData,
     Region,
-    Wanted,
+    RequestedOutput,
     build,
-    checked,
+    check_parameters,
     fill,
+    find_region,
     plan,
-    region_of,
 )
 from deploykit.serving.oip.request import signature as signature_of
-from deploykit.serving.oip.response import results
-from deploykit.serving.oip.tensors import CONTENTS, typed
+from deploykit.serving.oip.response import collect_results
+from deploykit.serving.oip.tensors import CONTENTS, typed_values
 from tests.support.serving.requests import (
     DTYPES,
     JSON_DTYPES,
@@ -35,10 +35,10 @@ from tests.support.serving.requests import (
 )
 
 
-def raw(dtype: str, array: np.ndarray, name: str = "x") -> Given:
+def raw(dtype: str, array: np.ndarray, name: str = "x") -> InputData:
     payload = wire(dtype, array)
     data = Binary(payload, 0, len(payload))
-    return Given(name, PROTOCOL_NAMES[dtype], list(array.shape), data)
+    return InputData(name, PROTOCOL_NAMES[dtype], list(array.shape), data)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -46,9 +46,9 @@ def test_raw_contents_each_in_bytes_of_their_own(dtype: str) -> None:
     array = values(dtype, 3, 4)
     request = build([raw(dtype, array)], None, {}, "7", model(dtype), binary=True)
     np.testing.assert_array_equal(request.feeds["x"], array, strict=True)
-    assert (request.rows, request.id, request.outputs) == (3, "7", (Wanted("y", True),))
-    (result,) = results(request, {"y": array}, model(dtype))
-    assert result.payload() == wire(dtype, array)
+    assert (request.rows, request.id, request.outputs) == (3, "7", (RequestedOutput("y", True),))
+    (result,) = collect_results(request, {"y": array}, model(dtype))
+    assert result.raw_contents() == wire(dtype, array)
     assert (result.name, result.datatype, result.shape) == ("y", PROTOCOL_NAMES[dtype], (3, 4))
 
 
@@ -58,8 +58,10 @@ def test_typed_contents(dtype: str) -> None:
     array = values(dtype, 2, 4)
     datatype = PROTOCOL_NAMES[dtype]
     sent = [x.encode() if dtype == "string" else x for x in array.ravel().tolist()]
-    data = typed("x", datatype, {CONTENTS[datatype]: sent})
-    request = build([Given("x", datatype, [2, 4], data)], None, {}, None, model(dtype), binary=True)
+    data = typed_values("x", datatype, {CONTENTS[datatype]: sent})
+    request = build(
+        [InputData("x", datatype, [2, 4], data)], None, {}, None, model(dtype), binary=True
+    )
     np.testing.assert_array_equal(request.feeds["x"], array, strict=True)
 
 
@@ -76,8 +78,8 @@ def test_typed_contents(dtype: str) -> None:
 )
 def test_small_integers_are_checked_though_their_field_is_wider(dtype: str, value: int) -> None:
     datatype = PROTOCOL_NAMES[dtype]
-    data = typed("x", datatype, {CONTENTS[datatype]: [value, 0, 0, 0]})
-    given = Given("x", datatype, [1, 4], data)
+    data = typed_values("x", datatype, {CONTENTS[datatype]: [value, 0, 0, 0]})
+    given = InputData("x", datatype, [1, 4], data)
     with pytest.raises(BadInput, match=f"{value} is out of range for {datatype}"):
         build([given], None, {}, None, model(dtype))
 
@@ -87,29 +89,29 @@ def test_small_integers_are_checked_though_their_field_is_wider(dtype: str, valu
 def test_values_in_the_wrong_field_are_refused(dtype: str, field: str) -> None:
     datatype = PROTOCOL_NAMES[dtype]
     if CONTENTS.get(datatype) == field:
-        assert typed("x", datatype, {field: [1], "none": []}) == [1]
+        assert typed_values("x", datatype, {field: [1], "none": []}) == [1]
         return
     with pytest.raises(BadInput, match=f"'{datatype}' .*, got {field}"):
-        typed("x", datatype, {field: [1], CONTENTS.get(datatype, "none"): []})
+        typed_values("x", datatype, {field: [1], CONTENTS.get(datatype, "none"): []})
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_has_no_typed_contents(dtype: str) -> None:
     datatype = PROTOCOL_NAMES[dtype]
-    given = Given("x", datatype, [1, 4], typed("x", datatype, {}))
+    given = InputData("x", datatype, [1, 4], typed_values("x", datatype, {}))
     with pytest.raises(BadInput, match="must be sent as binary data"):
         build([given], None, {}, None, model(dtype), binary=True)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_typed_floats_may_be_what_json_cannot_carry(value: float) -> None:
-    given = Given("x", "FP32", [1, 4], [value, 1.0, 2.0, 3.0])
+    given = InputData("x", "FP32", [1, 4], [value, 1.0, 2.0, 3.0])
     request = build([given], None, {}, None, model(), binary=True)
     np.testing.assert_array_equal(request.feeds["x"], np.array([[value, 1, 2, 3]], np.float32))
 
 
 def test_a_finite_number_never_becomes_infinite() -> None:
-    given = Given("x", "FP32", [1, 4], [np.inf, 1e300, 2.0, 3.0])
+    given = InputData("x", "FP32", [1, 4], [np.inf, 1e300, 2.0, 3.0])
     with pytest.raises(BadInput, match="out of range for FP32"):
         build([given], None, {}, None, model())
 
@@ -117,7 +119,7 @@ def test_a_finite_number_never_becomes_infinite() -> None:
 def test_grpc_sends_every_output_binary_also_half_precision() -> None:
     array = values("float16", 1, 4)
     request = build([raw("float16", array)], [("y", None)], {}, None, model("float16"), binary=True)
-    assert request.outputs == (Wanted("y", True),)
+    assert request.outputs == (RequestedOutput("y", True),)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +133,7 @@ def test_grpc_sends_every_output_binary_also_half_precision() -> None:
     ],
 )
 def test_shapes_as_protobuf_carries_them(shape: list[int], message: str) -> None:
-    given = Given("x", "FP32", shape, Binary(bytes(16), 0, 16))
+    given = InputData("x", "FP32", shape, Binary(bytes(16), 0, 16))
     with pytest.raises(BadInput, match=message):
         build([given], None, {}, None, model())
 
@@ -141,7 +143,9 @@ def test_http_and_grpc_refuse_in_the_same_words() -> None:
     wrong = {"name": "x", "datatype": "FP64", "shape": [1, 4], "data": [1, 2, 3, 4]}
     with pytest.raises(BadInput) as over_http:
         oip.decode(json.dumps({"inputs": [wrong]}).encode(), None, model())
-    given = Given("x", "FP64", [1, 4], typed("x", "FP64", {"fp64_contents": [1, 2, 3, 4]}))
+    given = InputData(
+        "x", "FP64", [1, 4], typed_values("x", "FP64", {"fp64_contents": [1, 2, 3, 4]})
+    )
     with pytest.raises(BadInput) as over_grpc:
         build([given], None, {}, None, model())
     assert over_http.value.message == over_grpc.value.message
@@ -149,8 +153,8 @@ def test_http_and_grpc_refuse_in_the_same_words() -> None:
 
 def test_a_plan_may_be_filled_again_and_again() -> None:
     given = [
-        Given("b", "INT64", [1], Binary(None, 0, 8)),
-        Given("a", "FP32", [1, 2], Binary(None, 8, 8)),
+        InputData("b", "INT64", [1], Binary(None, 0, 8)),
+        InputData("a", "FP32", [1, 2], Binary(None, 8, 8)),
     ]
     kept = plan(given, None, {}, None, two_inputs())
     for number in range(3):
@@ -169,7 +173,7 @@ def test_the_limit_is_on_all_inputs_together(dtype: str) -> None:
     one_of_two = array.nbytes if dtype != "string" else sum(64 + len(t.encode()) for t in array)
     enough, short = (signature_of(specs, specs, 0, 2 * one_of_two - less) for less in (0, 1))
     if dtype == "float64":
-        given = [Given(name, "FP64", [count], array.tolist()) for name in "ab"]
+        given = [InputData(name, "FP64", [count], array.tolist()) for name in "ab"]
     else:
         given = [raw(dtype, array, name) for name in "ab"]
         if dtype == "string":  # the lengths in front are sent too
@@ -184,18 +188,18 @@ def test_the_limit_is_on_all_inputs_together(dtype: str) -> None:
 @pytest.mark.parametrize("parameters", [[], "x", 5, True])
 def test_parameters_are_an_object(parameters: object) -> None:
     with pytest.raises(BadInput, match="must be an object"):
-        checked(parameters, "the request")
+        check_parameters(parameters, "the request")
 
 
 def test_a_region_over_either_transport() -> None:
     parameters = {"shared_memory_region": "r", "shared_memory_byte_size": 16}
-    region = region_of(parameters, "input 'x'")
+    region = find_region(parameters, "input 'x'")
     assert region == Region("r", 0, 16)
-    assert region_of({"other": 1}, "input 'x'") is None
+    assert find_region({"other": 1}, "input 'x'") is None
     memory = FakeMemory(32)
     wanted = [("y", {**parameters, "shared_memory_offset": 16})]
-    given = [Given("x", "FP32", [1, 4], region)]
+    given = [InputData("x", "FP32", [1, 4], region)]
     request = build(given, wanted, {}, None, model(), memory, binary=True)
-    (result,) = results(request, {"y": np.ones((1, 4), np.float32)}, model(), memory)
-    assert (result.array, result.payload()) == (None, b"")
+    (result,) = collect_results(request, {"y": np.ones((1, 4), np.float32)}, model(), memory)
+    assert (result.array, result.raw_contents()) == (None, b"")
     assert memory.bytes[16:] == np.ones(4, np.float32).tobytes()

@@ -12,7 +12,7 @@ import pytest
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec
 from deploykit.runtimes.data.samples import random_feeds
 from deploykit.serving.oip import json as oip
-from deploykit.serving.oip.request import Binary, Given, build
+from deploykit.serving.oip.request import Binary, InputData, build
 from deploykit.serving.oip.request import signature as signature_of
 from deploykit.serving.oip.tensors import to_bytes
 from tests.support.serving.requests import DTYPES, LIMIT, model, one, values
@@ -32,7 +32,7 @@ def test_a_picture_is_not_copied_between_the_body_and_the_engine(kind: type) -> 
 
 def test_a_picture_over_grpc_is_not_copied_either() -> None:
     payload = values("uint8", 1, 224, 224, 3).tobytes()
-    given = Given("x", "UINT8", [1, 224, 224, 3], Binary(payload, 0, len(payload)))
+    given = InputData("x", "UINT8", [1, 224, 224, 3], Binary(payload, 0, len(payload)))
     request = build([given], None, {}, None, model("uint8", "N", 224, 224, 3), binary=True)
     assert np.shares_memory(request.feeds["x"], np.frombuffer(payload, np.uint8))
 
