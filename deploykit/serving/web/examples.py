@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from deploykit.core.tensors import concrete
 from deploykit.serving.models.repository import ServedModel
 from deploykit.serving.oip.tensors import BINARY_ONLY, LENGTH_BYTES, Slot
 
+_GO = Path(__file__).with_name("example.go").read_text(encoding="utf-8")
 _MOST_VALUES = 16  # of a request that are written out
 _NOT_NUMPY = ("BYTES", "BF16")  # a numpy array does not hold the bytes that are sent
 
@@ -154,63 +156,11 @@ def _go(model: ServedModel, address: Address) -> str | None:
         f"fill({json.dumps(_value(slot))}, {math.prod(shape)})}},"
         for slot, shape in slots
     )
-    system = '\n\t"os"' if address.token else ""
-    header = '\n\trequest.Header.Set("Authorization", "Bearer "+os.Getenv("TOKEN"))'
-    return f"""package main
-
-import (
-\t"bytes"
-\t"encoding/json"
-\t"fmt"
-\t"log"
-\t"net/http"{system}
-)
-
-type Tensor struct {{
-\tName     string `json:"name"`
-\tDatatype string `json:"datatype"`
-\tShape    []int  `json:"shape"`
-\tData     []any  `json:"data"`
-}}
-
-func fill(value any, count int) []any {{
-\tvalues := make([]any, count)
-\tfor i := range values {{
-\t\tvalues[i] = value
-\t}}
-\treturn values
-}}
-
-func check(err error) {{
-\tif err != nil {{
-\t\tlog.Fatal(err)
-\t}}
-}}
-
-func main() {{
-\tbody, err := json.Marshal(map[string]any{{"inputs": []Tensor{{
-{lines}
-\t}}}})
-\tcheck(err)
-\turl := "{address.url}/v2/models/{model.name}/infer"
-\trequest, err := http.NewRequest("POST", url, bytes.NewReader(body))
-\tcheck(err){header if address.token else ""}
-\tresponse, err := http.DefaultClient.Do(request)
-\tcheck(err)
-\tdefer response.Body.Close()
-\tvar answer struct {{
-\t\tOutputs []Tensor
-\t\tError   string
-\t}}
-\tcheck(json.NewDecoder(response.Body).Decode(&answer))
-\tif response.StatusCode != http.StatusOK {{
-\t\tlog.Fatal(answer.Error)
-\t}}
-\tfor _, output := range answer.Outputs {{
-\t\tfmt.Println(output.Name, output.Shape, output.Data)
-\t}}
-}}
-"""
+    url = f"{address.url}/v2/models/{model.name}/infer"
+    program = _GO.replace("\t\tINPUTS", lines).replace("URL", url)
+    if address.token:
+        return program.replace(" // TOKEN", "")
+    return "".join(line for line in program.splitlines(True) if "// TOKEN" not in line)
 
 
 def _arrays(model: ServedModel) -> str:
