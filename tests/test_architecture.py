@@ -31,7 +31,7 @@ OWNERS = {
     "httptools": {"serving/server.py", "serving/http/head.py", "measure/load/client.py"},
     "uvloop": {"serving/server.py", "measure/load/client.py"},
     "orjson": {"serving/", "measure/load/target.py"},
-    "hpack": {"serving/http2/headers.py", "serving/http2/connection.py"},
+    "hpack": {"serving/http2/"},
     "google": {"serving/oip/protobuf.py", "onnx_graph/storage.py"},
     "pynvml": {"runtimes/devices.py"},
     "prometheus_client": {"serving/observe/prometheus.py"},
@@ -69,8 +69,6 @@ LONG = {  # functions over 60 lines
     "training/loop.py:train",
 }
 KNOWN_CYCLES = [  # for types alone; none may join them
-    {"deploykit.serving.http2.headers", "deploykit.serving.http2.stream"},
-    {"deploykit.serving.http2.flow", "deploykit.serving.http2.stream"},
     {"deploykit.serving.http.exchange", "deploykit.serving.http.connection"},
 ]
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Protocol
 
 from deploykit.core.errors import DeploykitError, Overloaded, quote
-from deploykit.serving.http2.stream import Call
+from deploykit.serving.grpc.call import Call
 from deploykit.serving.models.inference import Inference
 from deploykit.serving.models.offload import Offload
 from deploykit.serving.models.repository import VERSION, ModelRepository, ServedModel
@@ -28,7 +28,7 @@ class Replying(Protocol):
     cancel: Callable[[], object] | None
 
     @property
-    def finished(self) -> bool: ...
+    def gone(self) -> bool: ...
     def reply(self, parts: list[bytes]) -> None: ...
     def fail(self, status: str, message: str) -> None: ...
 
@@ -53,7 +53,7 @@ class InferMethods:
     def end_stream(self, call: Call) -> None:
         """The client has sent its last message."""
         if not call.slots:
-            call.finish()
+            call.complete()
 
     def _start(self, call: Call, reply_to: Replying, data: bytes, at: int) -> None:
         try:
@@ -84,18 +84,11 @@ class GrpcInference(Inference):
         reply_to: Replying,
         message: tuple[bytes, bytes, int, tuple[messages.Span, ...]],
     ) -> None:
-        super().__init__(model, methods.offload, call.head.trace)
+        super().__init__(model, reply_to, methods.offload, call.head.trace)
         self._methods = methods
         self._call = call
         self._reply_to = reply_to
         self._message: tuple[bytes, bytes, int, tuple[messages.Span, ...]] | None = message
-
-    @property
-    def gone(self) -> bool:
-        return self._call.finished
-
-    def watch(self, cancel: Callable[[], object] | None) -> None:
-        self._reply_to.cancel = cancel
 
     def release(self) -> None:
         self._message = None
@@ -107,9 +100,8 @@ class GrpcInference(Inference):
         head, data, start, spans = message
         plan = messages.plan_request(head, spans, self.model.signature)
         request = fill(plan, data, start, self._methods.repository.memory)
-        call = self._call
-        if call.deadline_s is not None:
-            left_us = int((call.deadline_s - call.connection.shared.clock_s()) * 1e6)
+        left_us = self._call.left_us
+        if left_us is not None:
             asked_us = request.timeout_us or left_us
             request = request._replace(timeout_us=max(1, min(asked_us, left_us)))
         return request
@@ -139,7 +131,7 @@ class Slot:
         self.cancel: Callable[[], object] | None = None
 
     @property
-    def finished(self) -> bool:
+    def gone(self) -> bool:
         return self._call.finished
 
     def reply(self, parts: list[bytes]) -> None:
@@ -156,7 +148,7 @@ class Slot:
         if not slots or slots[0].parts is None:
             return
         while slots and slots[0].parts is not None:
-            call.send(slots.popleft().parts)
+            call.send_message(slots.popleft().parts)
         call.read()  # what waited for this reply, or the end
 
 

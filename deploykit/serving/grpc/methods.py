@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from deploykit.core.errors import BadInput, NotFound, Unsupported, quote
+from deploykit.serving.grpc.call import Call
+from deploykit.serving.grpc.headers import Method
 from deploykit.serving.grpc.infer import InferMethods, fail_with
-from deploykit.serving.http2.headers import Method
-from deploykit.serving.http2.stream import Call
 from deploykit.serving.models.offload import Offload
 from deploykit.serving.models.repository import VERSION, ModelRepository, ServedModel
 from deploykit.serving.oip import messages as infer
@@ -52,14 +52,14 @@ class Calls:
             **(_regions(service.memory) if service.memory is not None else {}),
         }
         self.methods = {
-            f"/{SERVICE}/ServerLive": Method(_unary("ServerLive", self._live), open=True),
-            f"/{SERVICE}/ServerReady": Method(_unary("ServerReady", self._ready), open=True),
+            f"/{SERVICE}/ServerLive": Method(_unary("ServerLive", self._live), public=True),
+            f"/{SERVICE}/ServerReady": Method(_unary("ServerReady", self._ready), public=True),
             f"/{SERVICE}/ModelInfer": Method(inference.infer),
             f"/{SERVICE}/ModelStreamInfer": Method(inference.stream, inference.end_stream),
             **{f"/{SERVICE}/{name}": Method(_not_offered) for name in _EXTENSIONS},
             **{f"/{SERVICE}/{name}": Method(_unary(name, to)) for name, to in unary.items()},
-            f"/{_HEALTH}/Check": Method(_unary("HealthCheck", self._check), open=True),
-            f"/{_HEALTH}/Watch": Method(self._watch, open=True),
+            f"/{_HEALTH}/Check": Method(_unary("HealthCheck", self._check), public=True),
+            f"/{_HEALTH}/Watch": Method(self._watch, public=True),
         }
 
     def tick(self) -> None:
@@ -133,7 +133,7 @@ class Calls:
 
     def _tell(self, call: Call, name: str, status: int) -> None:
         self._watching[call] = (name, status)
-        call.send([_message("HealthCheckResponse", status=status).SerializeToString()])
+        call.send_message([_message("HealthCheckResponse", status=status).SerializeToString()])
 
 
 def _message(name: str, **values: Any) -> Message:

@@ -8,10 +8,11 @@ import ssl
 from collections.abc import Callable
 from functools import partial
 
+from deploykit.serving.grpc.call import Call
+from deploykit.serving.grpc.headers import HeadParser
 from deploykit.serving.grpc.methods import Calls
 from deploykit.serving.http2.connection import Connection
-from deploykit.serving.http2.flow import Shared
-from deploykit.serving.http2.headers import Limits
+from deploykit.serving.http2.flow import Limits, Shared
 from deploykit.serving.models.offload import Offload
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.options import ServeOptions
@@ -40,9 +41,8 @@ class GrpcServer:
         self._options = options
         self._calls = Calls(service, offload)
         limits = limits or Limits()
-        self._shared = Shared(
-            self._calls.methods, guard.allows, limits, options.max_body_bytes, held
-        )
+        parse = HeadParser(self._calls.methods, guard.allows, limits.headers)
+        self._shared = Shared(parse, Call, limits, options.max_body_bytes, held)
         self._tls: ssl.SSLContext | None = None
         if options.tls_cert is not None and options.tls_key is not None:
             self._tls = tls_context(options.tls_cert, options.tls_key)

@@ -254,7 +254,7 @@ class Connection(asyncio.BufferedProtocol):
     def _hold(self, size: int) -> bool:
         if self._exchange.hold(size):
             return True
-        self._refuse(503, self.listener.held.text, RETRY)
+        self._refuse(503, self.listener.held.message, RETRY)
         return False
 
     def _complete(self, exchange: Exchange, body: Bytes) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -76,21 +76,13 @@ class HttpInference(Inference):
 
     def __init__(self, route: InferRoute, call: Call, json_bytes: int | None) -> None:
         trace = call.head.trace
-        super().__init__(
-            route.model, route.offload, None if trace is None else trace.decode("latin-1")
-        )
+        text = None if trace is None else trace.decode("latin-1")
+        super().__init__(route.model, call, route.offload, text)
         self._route = route
         self._call = call
         self.json_bytes = json_bytes
         self.body: Bytes | None = call.body
         call.body = b""
-
-    @property
-    def gone(self) -> bool:
-        return self._call.gone
-
-    def watch(self, cancel: Callable[[], object] | None) -> None:
-        self._call.cancel = cancel
 
     def release(self) -> None:
         self.body = None

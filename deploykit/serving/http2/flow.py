@@ -1,8 +1,7 @@
-"""The side of an HTTP/2 connection that counts: windows both ways, what is written, and the end.
+"""Flow control of an HTTP/2 connection: windows both ways, what is written, deadlines and the end.
 
-In: calls that have something to send, or to receive. Out: as many bytes as the client's windows
-take, and as much window for the client as its messages need, oldest first, within what one
-connection may hold.
+Large messages get receive window as they need it, oldest first, within what one connection may
+hold.
 """
 
 from __future__ import annotations
@@ -11,49 +10,71 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import cast
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
 
-from deploykit.serving.http2.headers import Limits, Method
-from deploykit.serving.http2.stream import (
+from deploykit.serving.http2.frames import (
+    ENHANCE_YOUR_CALM,
     GOAWAY,
     NO_ERROR,
-    ROOM,
     SETTINGS,
+    STREAM_WINDOW,
     WINDOW_UPDATE,
-    Call,
     frame,
 )
+from deploykit.serving.http2.headers import Pairs
+from deploykit.serving.http2.stream import Stream
 from deploykit.serving.transport.memory import MemoryBudget
 
 log = logging.getLogger(__name__)
 
-FRAME_BYTES = 1 << 14  # of the largest frame we take: what HTTP/2 starts with
+FRAME_BYTES = 1 << 14  # of the largest frame we accept: what HTTP/2 starts with
 FIRST_WINDOW = 65535
-CONNECTION_ROOM = 1 << 24  # bytes of DATA that a client may send before it must see an update
-BUDGET = 4  # messages of the largest size that one connection may be sending at once
-ENHANCE_YOUR_CALM = 11
+CONNECTION_WINDOW = 1 << 24  # bytes of DATA that a client may send before it must see an update
+_RESERVED_MESSAGES = 4  # of the largest size that one connection may be sending at once
 _TOGETHER_BYTES = 1 << 18  # written at once
-_HIGH_WATER_BYTES = 1 << 20  # not taken by the client: it is not read from
+_HIGH_WATER_BYTES = 1 << 20  # not read by the client: then we read nothing from it
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one connection may send and how long it may take."""
+
+    connections: int = 4096
+    streams: int = 512  # at once on one connection
+    outstanding: int = 256  # replies of one stream that are not sent yet
+    header_bytes: int = 64 << 10
+    headers: int = 100
+    empty_frames: int = 2000  # between two ticks: pings, resets, ...
+    header_s: float = 10.0  # from the connection to its settings; from a header block to its end
+    body_s: float = 30.0  # of one message
+    idle_s: float = 75.0  # without a stream
+    write_s: float = 30.0  # a client that does not read its reply
+    linger_s: float = 2.0  # to let it read why its connection is closed
 
 
 class Shared:
-    """What all connections of one server share."""
+    """What all connections of one server share.
+
+    `parse` makes a head of a stream's headers, `open` a stream on a connection from its number and
+    its head.
+    """
 
     def __init__(
         self,
-        methods: Mapping[str, Method],
-        allows: Callable[[bytes | None], bool],
+        parse: Callable[[Pairs], Any],
+        open: Callable[[Any, int, Any], Stream],  # noqa: A002 - it opens a stream
         limits: Limits,
-        max_body_bytes: int,
-        held: MemoryBudget,
+        max_message_bytes: int,
+        memory: MemoryBudget,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.held = held
-        self.methods = methods
-        self.allows = allows
+        self.parse = parse
+        self.open = open
         self.limits = limits
-        self.max_body_bytes = max_body_bytes
+        self.max_message_bytes = max_message_bytes
+        self.memory = memory
         self.connections: set[Flow] = set()
         self.clock_s = clock_s
         self.now_s = clock_s()
@@ -70,31 +91,31 @@ class Shared:
 
 
 class Flow(asyncio.Protocol):
-    """One client's connection; `grpc_wire.Connection` reads its frames."""
+    """One client's connection; `Connection` reads its frames."""
 
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
-        self.calls: dict[int, Call] = {}
+        self.streams: dict[int, Stream] = {}
         self.frame_bytes = FRAME_BYTES  # of the largest frame that the client takes
-        self.window = FIRST_WINDOW  # bytes of DATA that the client will take
+        self.send_window = FIRST_WINDOW  # bytes of DATA that the client will take
         self.first_window = FIRST_WINDOW  # and on a new stream
         self.last = 0  # the highest stream that the client has opened
-        self.deaf = False  # nothing more is read
-        self.settled = False  # the client has sent its settings
-        self.amid_headers = False
-        self.nuisances = 0
-        self.since_s = shared.now_s  # without a call, or with half a header block
+        self.closed_for_reading = False  # nothing more is read
+        self.has_settings = False  # the client has sent its settings
+        self.in_header_block = False
+        self.empty_frames = 0
+        self.since_s = shared.now_s  # without a stream, or with half a header block
         self._received = 0  # bytes of DATA since our last update
         self._reserved = 0  # bytes that large messages were given
-        self._asking: deque[Call] = deque()
+        self._asking: deque[Stream] = deque()
         self._out: list[bytes] = []
         self._out_bytes = 0
         self._stalled_s: float | None = None  # since when the client does not read
-        self._blocked_s: float | None = None  # since when its windows hold an answer back
+        self._blocked_s: float | None = None  # since when its windows hold up a reply
 
     @property
     def unanswered(self) -> int:
-        return sum(call.unanswered for call in self.calls.values())
+        return sum(stream.unanswered for stream in self.streams.values())
 
     # -- asyncio ---------------------------------------------------------------------------------
 
@@ -104,18 +125,18 @@ class Flow(asyncio.Protocol):
         self._transport.set_write_buffer_limits(_HIGH_WATER_BYTES)
         self.shared.connections.add(self)
         limits = self.shared.limits
-        values = ((3, limits.calls), (4, ROOM), (6, limits.header_bytes))
+        values = ((3, limits.streams), (4, STREAM_WINDOW), (6, limits.header_bytes))
         settings = b"".join(n.to_bytes(2, "big") + v.to_bytes(4, "big") for n, v in values)
-        more = (CONNECTION_ROOM - 65535).to_bytes(4, "big")
+        more = (CONNECTION_WINDOW - 65535).to_bytes(4, "big")
         self.write(frame(SETTINGS, 0, 0, settings) + frame(WINDOW_UPDATE, 0, 0, more))
         if len(self.shared.connections) > limits.connections:
             self.end(ENHANCE_YOUR_CALM, f"there are {limits.connections} connections already")
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
-        self.deaf = True
+        self.closed_for_reading = True
         self.shared.connections.discard(self)
-        for call in list(self.calls.values()):
-            call.gone()
+        for stream in list(self.streams.values()):
+            stream.cancelled()
 
     def pause_writing(self) -> None:
         self._stalled_s = self.shared.now_s
@@ -131,60 +152,60 @@ class Flow(asyncio.Protocol):
     def received(self, size: int) -> None:
         """Bytes of DATA have come, on whatever stream; the client may send as many more."""
         self._received += size
-        if self._received > CONNECTION_ROOM // 2:
+        if self._received > CONNECTION_WINDOW // 2:
             self._update(0, self._received)
             self._received = 0
 
-    def ask(self, call: Call, more: int) -> None:
-        """Let the client send `more` bytes of a large message, when the connection may hold it."""
-        if not call.asked_bytes:
-            call.asked_bytes = more
-            self._asking.append(call)
+    def reserve(self, stream: Stream, more: int) -> None:
+        """Let the client send `more` bytes of a large message once the connection can hold them."""
+        if not stream.asked_bytes:
+            stream.asked_bytes = more
+            self._asking.append(stream)
             self._grant()
 
-    def release(self, call: Call) -> None:
-        """What was given for a large message is free again."""
-        self._reserved -= call.granted_bytes
-        call.granted_bytes = 0
+    def release(self, stream: Stream) -> None:
+        """The window of a large message is free for others."""
+        self._reserved -= stream.granted_bytes
+        stream.granted_bytes = 0
         if self._asking:
             self._grant()
 
     def _grant(self) -> None:
-        budget = BUDGET * self.shared.max_body_bytes
+        budget = _RESERVED_MESSAGES * self.shared.max_message_bytes
         while self._asking:
-            call = self._asking[0]
-            more = call.asked_bytes
-            if not call.finished and self._reserved and self._reserved + more > budget:
+            stream = self._asking[0]
+            more = stream.asked_bytes
+            if not stream.finished and self._reserved and self._reserved + more > budget:
                 return
             self._asking.popleft()
-            call.asked_bytes = 0
-            if not call.finished:
-                call.granted_bytes += more
+            stream.asked_bytes = 0
+            if not stream.finished:
+                stream.granted_bytes += more
                 self._reserved += more
-                self.allow(call, more)
+                self.allow(stream, more)
 
-    def allow(self, call: Call, more: int) -> None:
-        call.room += more
-        self._update(call.id, more)
+    def allow(self, stream: Stream, more: int) -> None:
+        stream.receive_window += more
+        self._update(stream.id, more)
 
     def _update(self, number: int, more: int) -> None:
         self.write(frame(WINDOW_UPDATE, 0, number, more.to_bytes(4, "big")))
 
-    def can_send(self, call: Call) -> int:
-        """Bytes of DATA that may go out for this call now."""
+    def sendable(self, stream: Stream) -> int:
+        """Bytes of DATA that may be sent on this stream now."""
         if self._stalled_s is not None:
             return 0
-        return min(self.window, call.window)
+        return min(self.send_window, stream.send_window)
 
-    def sent(self, call: Call, size: int) -> None:
-        self.window -= size
-        call.window -= size
+    def sent(self, stream: Stream, size: int) -> None:
+        self.send_window -= size
+        stream.send_window -= size
         self._blocked_s = None
 
     def push(self) -> None:
-        for call in list(self.calls.values()):
-            if call.out or call.trailers is not None:
-                call.push()
+        for stream in list(self.streams.values()):
+            if stream.out or stream.trailers is not None:
+                stream.push()
 
     # -- deadlines and the end -------------------------------------------------------------------
 
@@ -207,56 +228,52 @@ class Flow(asyncio.Protocol):
         self._out.clear()
         self._out_bytes = 0
 
-    def drop(self, call: Call) -> None:
-        """The call is over."""
-        self.calls.pop(call.id, None)
-        call.release(call.held)
-        self.release(call)
-        if not self.calls:
+    def drop(self, stream: Stream) -> None:
+        """The stream is over."""
+        self.streams.pop(stream.id, None)
+        self.release(stream)
+        if not self.streams:
             self.since_s = self.shared.now_s
 
     def check(self, now_s: float) -> None:
-        """Close the connection, or end a call, that is past a limit."""
+        """Close the connection if it is past a limit, and let each stream check its own."""
         limits, waited_s = self.shared.limits, now_s - self.since_s
-        self.nuisances = 0
-        for call in list(self.calls.values()):
-            if call.deadline_s is not None and call.deadline_s <= now_s:
-                call.fail("DEADLINE_EXCEEDED", "the call's deadline has passed")
-            elif call.reading and now_s - call.since_s > limits.body_s:
-                call.fail("DEADLINE_EXCEEDED", "the message took too long to come")
-        if not any(call.out for call in self.calls.values()):
+        self.empty_frames = 0
+        for stream in list(self.streams.values()):
+            stream.check(now_s)
+        if not any(stream.out for stream in self.streams.values()):
             self._blocked_s = None
         elif self._blocked_s is None:
             self._blocked_s = now_s
         since_s = self._stalled_s if self._stalled_s is not None else self._blocked_s
         late = since_s is not None and now_s - since_s > limits.write_s
-        if self.deaf:
+        if self.closed_for_reading:
             late = late or waited_s > limits.linger_s
-        elif self.amid_headers or not self.settled:
+        elif self.in_header_block or not self.has_settings:
             late = late or waited_s > limits.header_s
         if late:
             self._transport.abort()
-        elif not self.calls and waited_s > limits.idle_s:
+        elif not self.streams and waited_s > limits.idle_s:
             self.close()
 
     def close(self) -> None:
-        """Say that no call will be taken any more, and close once what was written has gone out."""
+        """Accept no more streams, and close once what was written has been sent."""
         self.end(NO_ERROR, "")
 
     def end(self, code: int, text: str) -> None:
         """Read no more. `code` is HTTP/2's; a client at fault gets time to read why."""
-        if self.deaf:
+        if self.closed_for_reading:
             return
-        self.deaf = True
+        self.closed_for_reading = True
         about = self.last.to_bytes(4, "big") + code.to_bytes(4, "big") + text.encode()
         self.write(frame(GOAWAY, 0, 0, about))
         self._flush()
         if not code:
             self._transport.close()
             return
-        log.info("a gRPC connection is closed: %s", text)
-        for call in list(self.calls.values()):
-            call.gone()
+        log.info("an HTTP/2 connection is closed: %s", text)
+        for stream in list(self.streams.values()):
+            stream.cancelled()
         if self._transport.can_write_eof():
             self._transport.write_eof()
             self.since_s = self.shared.now_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from deploykit.core.errors import BadInput
 from deploykit.serving.batching.delivery import monotonic_us
@@ -19,6 +19,16 @@ from deploykit.serving.models.offload import Offload, Result
 from deploykit.serving.oip.request import Request
 
 
+class Client(Protocol):
+    """Who waits for the reply: a call, or one message of a streaming call."""
+
+    cancel: Callable[[], object] | None  # to call if the client leaves
+
+    @property
+    def gone(self) -> bool:
+        """Whether the client has left: no reply would reach it."""
+
+
 class Inference:
     """A protocol subclasses it to parse bytes to a Request and to write a reply.
 
@@ -26,24 +36,31 @@ class Inference:
     methods but `decode` and `encode` run on the event loop's thread.
     """
 
-    __slots__ = ("_admitted", "_offload", "_started_us", "model", "pending", "request", "trace")
+    __slots__ = (
+        "_admitted",
+        "_offload",
+        "_started_us",
+        "client",
+        "model",
+        "pending",
+        "request",
+        "trace",
+    )
 
     request: Request
     pending: Pending
 
-    def __init__(self, model: ServedModel, offload: Offload, trace: str | None) -> None:
+    def __init__(
+        self, model: ServedModel, client: Client, offload: Offload, trace: str | None
+    ) -> None:
         self.model = model
+        self.client = client
         self.trace = trace  # the client's W3C traceparent
         self._offload = offload
         self._admitted = False
         self._started_us = monotonic_us()
 
     # -- what a protocol provides ----------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def gone(self) -> bool:
-        """Whether the client has left: no reply would reach it."""
 
     @abstractmethod
     def decode(self) -> Request:
@@ -59,10 +76,6 @@ class Inference:
     @abstractmethod
     def fail(self, error: Exception) -> None:
         """Send an error reply."""
-
-    @abstractmethod
-    def watch(self, cancel: Callable[[], object] | None) -> None:
-        """Call `cancel` if the client leaves."""
 
     @abstractmethod
     def release(self) -> None:
@@ -88,12 +101,12 @@ class Inference:
     def start_offloaded(self) -> None:
         """Decode the request on another thread and queue it then."""
         self._admitted = not self.model.draining
-        self.watch(self.release)  # else bodies that no client waits for could pile up
+        self.client.cancel = self.release  # else bodies that no client waits for could pile up
         self._offload(self.decode_large, self._decoded)
 
     def _decoded(self, result: Result[Request]) -> None:
-        self.watch(None)
-        if not self.gone:
+        self.client.cancel = None
+        if not self.client.gone:
             self._queue(result, offloaded=True)
 
     def _queue(self, result: Result[Request], *, offloaded: bool = False) -> None:
@@ -115,14 +128,14 @@ class Inference:
                 model.metrics.bad_request()
             self.fail(exc)
         else:
-            self.watch(partial(model.cancel, pending))
+            self.client.cancel = partial(model.cancel, pending)
         finally:
             del result  # it holds the error, which holds this frame, which holds the body
 
     def _done(self, pending: Pending) -> None:
         """The engine has run, or the request has failed."""
-        self.watch(None)
-        if self.gone:
+        self.client.cancel = None
+        if self.client.gone:
             return
         if pending.error is not None:
             self.fail(pending.error)

@@ -30,6 +30,6 @@ class MemoryBudget:
         return self.bytes <= self.limit or self.bytes == own
 
     @property
-    def text(self) -> str:
+    def message(self) -> str:
         """Why there is no room."""
         return f"the server holds {self.limit} bytes of requests already"

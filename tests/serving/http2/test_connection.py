@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deploykit.runtimes.fake import FakeEngine
-from deploykit.serving.http2.headers import Limits
+from deploykit.serving.http2.flow import Limits
 from tests.support.serving.grpc_cases import (
     INFER,
     Answer,
@@ -233,7 +233,7 @@ def test_unknown_frames_and_settings_are_ignored(client: Frames) -> None:
 def test_opened_and_reset_again_and_again() -> None:
     """CVE-2023-44487: it ends, and what was queued has left the queue."""
     data = infer_bytes()
-    limits = Limits(nuisances=100)
+    limits = Limits(empty_frames=100)
     with serving(limits=limits) as running, frames(running.port) as client:
         with contextlib.suppress(ConnectionError):
             for stream in range(1, 20_001, 2):
@@ -246,7 +246,7 @@ def test_opened_and_reset_again_and_again() -> None:
 
 
 def test_more_calls_at_once_than_allowed() -> None:
-    with serving(limits=Limits(calls=3)) as running, frames(running.port) as client:
+    with serving(limits=Limits(streams=3)) as running, frames(running.port) as client:
         for stream in (1, 3, 5, 7):
             client.open(stream)
         client.until(lambda: 7 in client.answers)

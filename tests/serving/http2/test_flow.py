@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from deploykit.runtimes.fake import FakeEngine
-from deploykit.serving.http2.headers import Limits
+from deploykit.serving.http2.flow import Limits
 from tests.support.serving.grpc_cases import (
     INFER,
     Answer,
@@ -162,8 +162,8 @@ def test_a_stream_of_a_thousand_errors_does_not_pile_up(served: Serving, client:
     client.send(0, 1, 1, b"")
     client.until(lambda: len(client.answers.get(1, Answer()).data) == 65535)
     client.settle()
-    (connection,) = served.see(lambda: [c for c in served.server._shared.connections if c.calls])
-    assert len(connection.calls[1].out) < 10
+    (connection,) = served.see(lambda: [c for c in served.server._shared.connections if c.streams])
+    assert len(connection.streams[1].out) < 10
     client.send(8, 0, 1, (1 << 30).to_bytes(4, "big"))
     client.send(8, 0, 0, (1 << 30).to_bytes(4, "big"))
     answer = client.answer(1)

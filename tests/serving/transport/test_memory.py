@@ -141,7 +141,7 @@ def test_grpc_messages_on_many_connections_together_have_a_limit(eventually: Eve
     size = LIMIT // 2
     message = b"\0" + (size + 8).to_bytes(4, "big") + bytes(size - 5)  # 8 are still to come
     with serving(max_held_bytes=LIMIT) as server:
-        held = server.server._shared.held
+        held = server.server._shared.memory
         with frames(server.port) as first:
             for stream in (1, 3):
                 first.open(stream)
@@ -170,7 +170,7 @@ def messages(data: bytes) -> int:
 def test_each_message_of_a_grpc_stream_is_held_until_its_answer(eventually: Eventually) -> None:
     stream = INFER.replace("ModelInfer", "ModelStreamInfer")
     with serving() as server, frames(server.port) as client:
-        held = server.server._shared.held
+        held = server.server._shared.memory
         client.open(1, stream)
         for value in range(3):
             client.message(1, infer_bytes(value=value), end=False)

@@ -18,11 +18,11 @@ import pytest
 
 from deploykit.core.tensors import Bytes
 from deploykit.runtimes.fake import FakeEngine
+from deploykit.serving.grpc.call import Call as GrpcCall
 from deploykit.serving.http.connection import Connection
 from deploykit.serving.http.exchange import Exchange
 from deploykit.serving.http.head import Limits
 from deploykit.serving.http.infer import InferRoute
-from deploykit.serving.http2.stream import Call as GrpcCall
 from deploykit.serving.models.repository import ModelRepository, ServeOptions
 from deploykit.serving.transport.call import Head
 from tests.support.campaign import rounds
@@ -302,7 +302,7 @@ def fill(client: Frames, stream: int, size: int) -> None:
 
 def test_health_is_told_though_there_is_no_room(eventually: Eventually) -> None:
     with serving(max_held_bytes=4000) as server, frames(server.port) as first:
-        counted = server.server._shared.held
+        counted = server.server._shared.memory
         fill(first, 1, 4000)
         eventually(lambda: counted.bytes == 4000)
         with frames(server.port) as client:
@@ -322,7 +322,7 @@ def test_a_watcher_of_the_health_is_no_request_that_waits(eventually: Eventually
         client.open(1, f"{HEALTH}Watch")
         client.message(1, b"")
         client.until(lambda: len(client.answers.get(1, Answer()).data) > 0, 1)
-        assert server.see(lambda: (shared.unanswered, shared.held.bytes)) == (0, 0)
+        assert server.see(lambda: (shared.unanswered, shared.memory.bytes)) == (0, 0)
         engine.warm = True
         client.open(3)
         client.message(3, infer_bytes())
@@ -351,7 +351,7 @@ def test_parallel_bodies_on_one_connection_are_answered_or_refused(eventually: E
             assert UNAVAILABLE in found
             assert found <= {0, UNAVAILABLE}
             assert client.call(99, MESSAGE).status == 0
-        eventually(lambda: server.server._shared.held.bytes == 0)
+        eventually(lambda: server.server._shared.memory.bytes == 0)
 
 
 @pytest.mark.parametrize("seed", range(rounds(3, 100)))
@@ -381,11 +381,11 @@ def test_hostile_grpc_clients_at_random(eventually: Eventually, seed: int) -> No
                         client.message(stream, data, end=end, compressed=zipped)
                     if chance.random() < 0.3:
                         client.send(3, 0, stream, bytes([0, 0, 0, 8]))
-                    assert shared.held.bytes >= 0
+                    assert shared.memory.bytes >= 0
                 if chance.random() < 0.5:
                     client.settle()
         eventually(lambda: not shared.connections)
-        eventually(lambda: server.see(lambda: (shared.unanswered, shared.held.bytes)) == (0, 0))
+        eventually(lambda: server.see(lambda: (shared.unanswered, shared.memory.bytes)) == (0, 0))
         with thirsty(server.port) as client:
             assert client.call(1, MESSAGE).status == 0
             bad = client.call(3, b"\xff" * 100)

@@ -1,0 +1,333 @@
+"""One gRPC call on an HTTP/2 stream: messages to its Method, replies and a status back.
+
+No header of a reply refers to HPACK's dynamic table, so replies are constants and need no state.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import quote as percent_encode
+
+from deploykit.core.errors import DeploykitError, UnknownEncoding, quote
+from deploykit.serving.grpc.assembly import PREFIX_BYTES, MessageReader
+from deploykit.serving.grpc.headers import Head, Method
+from deploykit.serving.http2.flow import Flow
+from deploykit.serving.http2.frames import (
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    FRAME,
+    HEADERS,
+    STREAM_WINDOW,
+    frame,
+    literal,
+)
+from deploykit.serving.http2.stream import Stream
+from deploykit.serving.transport.compression import decompress
+
+log = logging.getLogger(__name__)
+
+_HEALTH_BYTES = 1024  # of a message to a public method, at most: "are you ready?"
+_MESSAGES_A_TURN = 64  # of one streaming call, before other calls get their turn
+
+STATUS = {
+    "OK": 0,
+    "CANCELLED": 1,
+    "INVALID_ARGUMENT": 3,
+    "DEADLINE_EXCEEDED": 4,
+    "NOT_FOUND": 5,
+    "RESOURCE_EXHAUSTED": 8,
+    "UNIMPLEMENTED": 12,
+    "INTERNAL": 13,
+    "UNAVAILABLE": 14,
+    "UNAUTHENTICATED": 16,
+}
+_REPLY_HEADERS = b"\x88" + literal(b"content-type", b"application/grpc")  # 0x88: ":status: 200"
+_REPLY_HEADERS += literal(b"grpc-accept-encoding", b"identity,deflate,gzip")
+_OK = literal(b"grpc-status", b"0")
+_SAFE = " !\"#$&'()*+,/:;<=>?@[\\]^_`{|}~"  # of a message in a header; not "%"
+_LONGEST_MESSAGE = 1000
+
+
+class Call(Stream):
+    """From its headers to its trailers."""
+
+    __slots__ = (
+        "_in_turn",
+        "_reader",
+        "_received_one",
+        "_since_s",
+        "_sizes",
+        "answering",
+        "cancel",
+        "deadline_s",
+        "head",
+        "held",
+        "opened",
+        "slots",
+    )
+
+    link: Flow
+
+    def __init__(self, link: Flow, number: int, head: Head) -> None:
+        super().__init__(link, number)
+        shared = link.shared
+        self.head = head
+        self.held = 0  # bytes counted in the server's memory budget
+        self.answering = 0  # messages delivered and not answered
+        self.slots: deque[Any] = deque()  # of a streaming call's replies, in order
+        self.opened = False  # the reply's headers were sent
+        self.cancel: Callable[[], object] | None = None  # to call if the client gives up
+        self._reader = MessageReader()
+        self._sizes: deque[int] = deque()  # bytes of each delivered message of a streaming call
+        self._in_turn = False  # messages are being delivered, now or in the loop's next turn
+        self._received_one = False
+        self._since_s = shared.now_s
+        timeout_us = head.timeout_us
+        self.deadline_s: float | None = None
+        if timeout_us is not None:  # `now_s` is a tick old
+            self.deadline_s = shared.clock_s() + timeout_us / 1e6
+
+    @property
+    def unanswered(self) -> int:
+        return self.answering or (1 if self.out or self.trailers is not None else 0)
+
+    @property
+    def gone(self) -> bool:
+        """Whether no reply would reach the client."""
+        return self.finished
+
+    @property
+    def left_us(self) -> int | None:
+        """Until the client's deadline; None when it has set none."""
+        if self.deadline_s is None:
+            return None
+        return int((self.deadline_s - self.link.shared.clock_s()) * 1e6)
+
+    # -- messages in -----------------------------------------------------------------------------
+
+    def begin(self, *, ended: bool) -> None:
+        if self.head.refusal is not None:
+            self.ended = ended
+            self.fail(*self.head.refusal)
+        elif ended:
+            self.received(b"", True)
+
+    def received(self, piece: bytes, ended: bool) -> None:
+        self.ended = self.ended or ended
+        if piece:
+            if not self._reader.have:
+                self._since_s = self.link.shared.now_s
+            self._reader.add(piece)
+            if not self._hold(len(piece)):
+                return
+        self.read()
+
+    def read(self) -> None:
+        """Deliver the messages that are complete, while replies can be sent."""
+        if not self._in_turn:  # a message that is answered at once comes back here
+            self._in_turn = True
+            self._in_turn = self._deliver_all()
+
+    resume = read
+
+    def _read_on(self) -> None:
+        self._in_turn = False
+        self.read()
+
+    def _deliver_all(self) -> bool:
+        """Whether it goes on in the loop's next turn, so that other calls get theirs."""
+        method, shared, reader = self.head.method, self.link.shared, self._reader
+        left = _MESSAGES_A_TURN
+        while reader.have >= PREFIX_BYTES and not self.finished and method is not None:
+            if not reader.need and reader.measure() > shared.max_message_bytes + PREFIX_BYTES:
+                self._too_large()
+                return False
+            if reader.have < reader.need or (method.ended is None and not self.ended):
+                break
+            if self.out or len(self.slots) >= shared.limits.outstanding:
+                return False  # read on when the client has read some replies
+            if not left:
+                self.link.later(self._read_on)
+                return True
+            left -= 1
+            self._deliver(method)
+        if self.finished or method is None:
+            return False
+        missing = reader.need - reader.have
+        if missing > self.receive_window:
+            self.link.reserve(self, missing - self.receive_window)
+        if self.ended:
+            self._all_received(method)
+        return False
+
+    def _all_received(self, method: Method) -> None:
+        reader = self._reader
+        if reader.have:
+            size = reader.need or PREFIX_BYTES
+            self.fail("INVALID_ARGUMENT", f"the message ends after {reader.have} of {size} bytes")
+        elif method.ended is not None:
+            method.ended(self)
+        elif not self._received_one:
+            self.fail("INVALID_ARGUMENT", "the call holds no message")
+
+    def _deliver(self, method: Method) -> None:
+        reader, size = self._reader, self._reader.need
+        data, at = reader.take(), PREFIX_BYTES
+        self.link.release(self)
+        if method.ended is None:
+            if reader.have:
+                self.fail("INVALID_ARGUMENT", "the call holds more than one message")
+                return
+        else:
+            used = STREAM_WINDOW - self.receive_window - reader.have
+            if used > STREAM_WINDOW // 2 and not self.ended:
+                self.link.allow(self, used)
+        if data[0]:
+            plain = self._decompressed(data)
+            if plain is None or not self._hold(len(plain)):
+                return
+            data, at = plain, 0
+            size += len(plain)
+        if method.ended is not None:
+            self._sizes.append(size)
+        self._received_one = True
+        self.answering += 1
+        method.message(self, data, at)
+
+    def _decompressed(self, data: bytes) -> bytes | None:
+        """The message's bytes; None when the call has failed. Stops at the limit, not after it."""
+        encoding = self.head.encoding
+        if data[0] != 1 or encoding == b"identity":
+            self.fail("INVALID_ARGUMENT", "a message's first byte does not fit 'grpc-encoding'")
+            return None
+        try:
+            limit = self.link.shared.max_message_bytes
+            return bytes(decompress(data[PREFIX_BYTES:], encoding, limit))
+        except UnknownEncoding:
+            text = f"grpc-encoding is {quote(encoding)}; send gzip, deflate or plain messages"
+            self.fail("UNIMPLEMENTED", text)
+        except DeploykitError as exc:
+            self.fail(exc.grpc_status, exc.message)
+        return None
+
+    def _too_large(self) -> None:
+        limit = self.link.shared.max_message_bytes
+        self.fail(
+            "RESOURCE_EXHAUSTED",
+            f"the message is above {limit} bytes; start the server with a larger --max-body-bytes",
+        )
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def _hold(self, size: int) -> bool:
+        """Count bytes; above the budget the call fails, unless it only asks for the health."""
+        self.held += size
+        memory, method = self.link.shared.memory, self.head.method
+        public = method is not None and method.public and self.held <= _HEALTH_BYTES
+        if memory.add(size, self.held) or public:
+            return True
+        self.fail("UNAVAILABLE", memory.message)
+        return False
+
+    def _free(self, size: int) -> None:
+        self.held -= size
+        self.link.shared.memory.bytes -= size
+
+    # -- replies ---------------------------------------------------------------------------------
+
+    def reply(self, parts: list[bytes]) -> None:
+        """The only reply of a call, and its end."""
+        if self.finished:
+            return
+        link, number = self.link, self.id
+        length = PREFIX_BYTES + sum(map(len, parts))
+        if length <= link.sendable(self) and length <= link.frame_bytes:
+            link.sent(self, length)
+            link.write(
+                b"".join(
+                    (
+                        FRAME.pack(0, len(_REPLY_HEADERS), HEADERS, END_HEADERS, number),
+                        _REPLY_HEADERS,
+                        FRAME.pack(length >> 16, length & 0xFFFF, DATA, 0, number),
+                        b"\0",
+                        (length - PREFIX_BYTES).to_bytes(4, "big"),
+                        *parts,
+                        FRAME.pack(0, len(_OK), HEADERS, END_HEADERS | END_STREAM, number),
+                        _OK,
+                    )
+                )
+            )
+            self.finish()
+            return
+        self.send_message(parts)
+        self.complete()
+
+    def send_message(self, parts: list[bytes]) -> None:
+        """One reply of several."""
+        if self.finished:
+            return
+        if not self.opened:
+            self.opened = True
+            self.link.write(frame(HEADERS, END_HEADERS, self.id, _REPLY_HEADERS))
+        length = sum(map(len, parts))
+        self.answering = max(0, self.answering - 1)  # health updates answer no message
+        if self._sizes:
+            self._free(self._sizes.popleft())
+        elif self.ended:
+            self._free(self.held)
+        self.send((b"\0" + length.to_bytes(4, "big"), *parts))
+
+    def complete(self) -> None:
+        """No more replies: the call went well."""
+        self._end(_OK)
+
+    def fail(self, status: str, message: str) -> None:
+        """End the call with an error; what was sent before it still goes out."""
+        if self.finished or self.trailers is not None:
+            return
+        cancel, self.cancel = self.cancel, None
+        if cancel is not None:
+            cancel()
+        log.info("%s: %s %s", quote(self.head.path), status, quote(message))
+        block = literal(b"grpc-status", b"%d" % STATUS[status])
+        encoded = percent_encode(message[:_LONGEST_MESSAGE], safe=_SAFE).encode()
+        block += literal(b"grpc-message", encoded)
+        self._end(block if self.opened else _REPLY_HEADERS + block)
+
+    def _end(self, block: bytes) -> None:
+        if self.finished or self.trailers is not None:
+            return
+        self.answering = 0
+        self.slots.clear()
+        self.end(frame(HEADERS, END_HEADERS | END_STREAM, self.id, block))
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def check(self, now_s: float) -> None:
+        if self.deadline_s is not None and self.deadline_s <= now_s:
+            self.fail("DEADLINE_EXCEEDED", "the call's deadline has passed")
+        elif self._incomplete and now_s - self._since_s > self.link.shared.limits.body_s:
+            self.fail("DEADLINE_EXCEEDED", "the message took too long to come")
+
+    @property
+    def _incomplete(self) -> bool:
+        """Whether the client still has to send: half a message, or a call's only one."""
+        method = self.head.method
+        one = method is not None and method.ended is None
+        return not self.ended and (self._reader.have > 0 or one)
+
+    def cancelled(self) -> None:
+        cancel, self.cancel = self.cancel, None
+        self.finish()
+        if cancel is not None:
+            cancel()
+
+    def finish(self) -> None:
+        self.answering = 0
+        self._reader.clear()
+        super().finish()
+        self._free(self.held)

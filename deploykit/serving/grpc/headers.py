@@ -1,0 +1,82 @@
+"""What the headers of a gRPC call say, or why the call is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deploykit.core.errors import quote
+
+_TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
+_UNITS_US = {b"H": 3.6e9, b"M": 6e7, b"S": 1e6, b"m": 1e3, b"u": 1.0, b"n": 1e-3}
+
+
+@dataclass(frozen=True)
+class Method:
+    """What serves a method. `message(call, data, at)`: the message is `data[at:]`.
+
+    `ended(call)`: the client may send several messages, and has sent its last. `public`: needs no
+    token.
+    """
+
+    message: Callable[[Any, bytes, int], None]  # gets the Call
+    ended: Callable[[Any], None] | None = None
+    public: bool = False
+
+
+@dataclass(frozen=True)
+class Head:
+    """What the headers of a call say. `refusal`: the status and the text to answer at once."""
+
+    path: str
+    method: Method | None
+    timeout_us: int | None
+    trace: str | None
+    encoding: bytes  # of compressed messages
+    refusal: tuple[str, str] | None
+
+
+class HeadParser:
+    """Makes a Head of a call's headers. `allows`: whether an authorization is valid."""
+
+    def __init__(
+        self,
+        methods: Mapping[str, Method],
+        allows: Callable[[bytes | None], bool],
+        max_headers: int,
+    ) -> None:
+        self._methods = methods
+        self._allows = allows
+        self._max_headers = max_headers
+
+    def __call__(self, pairs: list[tuple[bytes, bytes]]) -> Head:
+        values = dict(pairs)
+        path = values.get(b":path", b"").decode("latin-1")
+        method = self._methods.get(path)
+        trace = values.get(b"traceparent")
+        timeout = values.get(b"grpc-timeout")
+        match = None if timeout is None else _TIMEOUT.fullmatch(timeout)
+        refusal: tuple[str, str] | None = None
+        if values.get(b":method") != b"POST" or not values.get(b"content-type", b"").startswith(
+            b"application/grpc"
+        ):
+            refusal = ("UNIMPLEMENTED", "this port speaks gRPC only")
+        elif len(pairs) > self._max_headers:
+            refusal = ("RESOURCE_EXHAUSTED", f"there are more than {self._max_headers} headers")
+        elif not (method and method.public) and not self._allows(values.get(b"authorization")):
+            text = "a token is needed: send the metadata 'authorization: Bearer TOKEN'"
+            refusal = ("UNAUTHENTICATED", text)
+        elif method is None:
+            refusal = ("UNIMPLEMENTED", f"there is no method {quote(path)}")
+        elif timeout is not None and match is None:
+            refusal = ("INVALID_ARGUMENT", f"grpc-timeout is {quote(timeout)}")
+        return Head(
+            path,
+            method,
+            None if match is None else max(1, int(int(match[1]) * _UNITS_US[match[2]])),
+            None if trace is None else trace.decode("latin-1"),
+            values.get(b"grpc-encoding", b"identity"),
+            refusal,
+        )
