@@ -57,7 +57,7 @@ def load_preprocess(reference: str) -> Preprocess:
         return IMAGENET
     if not reference.endswith(".toml"):
         raise BadInput(
-            f"--preprocess {reference}: is neither 'imagenet' nor a .toml file",
+            f"`preprocess` {reference}: is neither 'imagenet' nor a .toml file",
             hint="a file holds: mean = [0.5, 0.5, 0.5] and std = [0.5, 0.5, 0.5]",
         )
     path = check_readable(Path(reference))
@@ -92,7 +92,7 @@ def from_bytes(inputs: Sequence[TensorSpec], preprocess: Preprocess) -> tuple[in
     ]
     if len(found) != 1:
         raise BadInput(
-            f"--preprocess {preprocess.name}: {len(found)} inputs are "
+            f"`preprocess` {preprocess.name}: {len(found)} inputs are "
             f"float32[N,{preprocess.channels},H,W], exactly one is needed",
             hint="the inputs are: " + ", ".join(map(str, inputs)),
         )

@@ -141,7 +141,7 @@ def test_a_batch_that_is_no_range_is_refused(
     model: Path, tmp_path: Path, use: Use, batch: str
 ) -> None:
     use()
-    with pytest.raises(dk.BadInput, match="--batch"):
+    with pytest.raises(dk.BadInput, match="`batch`"):
         built(model, tmp_path, batch=batch)
 
 

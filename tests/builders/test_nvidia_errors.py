@@ -185,9 +185,9 @@ def test_the_builder_answers_late_what_we_check_early(
 @ask
 @needs
 def test_profile_contradictions_are_ours_to_tell(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="--batch: 8,4,2 is no range"):
+    with pytest.raises(BadInput, match="`batch`: 8,4,2 is no range"):
         checked(linear(), tmp_path, batch=AxisRange(8, 4, 2))
-    with pytest.raises(BadInput, match="--axis T: no input"):
+    with pytest.raises(BadInput, match="`axes` T: no input"):
         checked(linear(), tmp_path, axes={"T": BATCH})
 
 

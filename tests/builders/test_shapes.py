@@ -33,7 +33,7 @@ def test_a_range_of_sizes_is_read(text: str, expected: tuple[int, int, int]) -> 
     ["", "1,8", "1,2,3,4", "a", "1,,3", "-1,2,3", "1.5", "8,4,2", "1,9,8", "0,0,0", "9" * 11],
 )
 def test_what_is_no_range_is_bad_input_naming_the_option(text: str) -> None:
-    with pytest.raises(BadInput, match="--batch"):
+    with pytest.raises(BadInput, match="`batch`"):
         parse_batch(text)
 
 
@@ -48,7 +48,7 @@ def test_an_axis_is_read_with_its_name() -> None:
 
 @pytest.mark.parametrize("text", ["16,128,512", "=1,2,3", "T", "T=", "T=5,4,3"])
 def test_an_axis_without_name_or_range_is_bad_input(text: str) -> None:
-    with pytest.raises(BadInput, match="--axis"):
+    with pytest.raises(BadInput, match="`axes`"):
         parse_axis(text)
 
 
@@ -82,27 +82,27 @@ def test_a_scalar_input_has_empty_shapes() -> None:
 def test_an_axis_without_a_range_names_input_axis_and_option() -> None:
     with pytest.raises(BadInput, match="input 'ids': axis 1, 'T'") as caught:
         ranges([parse_spec("ids:int64[N,T]")], BATCH, {})
-    assert caught.value.hint == "--axis T=MIN,OPT,MAX"
+    assert caught.value.hint == "`axes` T=MIN,OPT,MAX"
 
 
 def test_an_unknown_axis_is_bad_input_listing_those_there_are() -> None:
-    with pytest.raises(BadInput, match="--axis W: no input") as caught:
+    with pytest.raises(BadInput, match="`axes` W: no input") as caught:
         ranges([parse_spec("x:float32[N,T,4]")], BATCH, {"W": BATCH})
     assert caught.value.hint == "dynamic axes: T"
 
 
 def test_the_batch_is_not_an_axis_option() -> None:
-    with pytest.raises(BadInput, match="--axis N: is the batch") as caught:
+    with pytest.raises(BadInput, match="`axes` N: is the batch") as caught:
         ranges([parse_spec("x:float32[N,4]")], BATCH, {"N": AxisRange(1, 2, 3)})
-    assert caught.value.hint == "--batch 1,2,3"
+    assert caught.value.hint == "`batch` 1,2,3"
 
 
 @pytest.mark.parametrize(
     ("batch", "axes", "option"),
     [
-        (AxisRange(8, 4, 32), {}, "--batch"),
-        (BATCH, {"T": AxisRange(5, 1, 9)}, "--axis T"),
-        (BATCH, {"T": AxisRange(-1, 1, 9)}, "--axis T"),
+        (AxisRange(8, 4, 32), {}, "`batch`"),
+        (BATCH, {"T": AxisRange(5, 1, 9)}, "`axes` T"),
+        (BATCH, {"T": AxisRange(-1, 1, 9)}, "`axes` T"),
     ],
 )
 def test_ranges_made_in_python_are_checked_too(
@@ -115,7 +115,7 @@ def test_ranges_made_in_python_are_checked_too(
 def test_a_fixed_batch_cannot_be_given_a_range() -> None:
     with pytest.raises(BadInput, match="axis 0 of input 'x' is fixed at 4") as caught:
         ranges([parse_spec("x:float32[4,3]")], BATCH, {})
-    assert "--batch 4" in (caught.value.hint or "")
+    assert "`batch` 4" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize("size", [1, 4], ids=["nothing asked", "the same size"])
@@ -126,7 +126,7 @@ def test_a_fixed_batch_takes_its_own_size_or_none(size: int) -> None:
 
 def test_a_batch_that_sets_nothing_is_bad_input() -> None:
     points = {"P": AxisRange(1, 500, 1000)}
-    with pytest.raises(BadInput, match="--batch 1,8,32: no input has a batch"):
+    with pytest.raises(BadInput, match="`batch` 1,8,32: no input has a batch"):
         ranges([parse_spec("points:float32[P,3]")], BATCH, points)
     assert ranges([parse_spec("points:float32[P,3]")], AxisRange(1, 1, 1), points)
 

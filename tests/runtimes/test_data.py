@@ -134,7 +134,7 @@ def test_samples_that_do_not_fill_one_batch_are_refused() -> None:
         ("x:float32[N,3,8,9]", np.zeros((2, 8, 9, 3), "f4"), "looks like NHWC", "(0, 3, 1, 2)"),
         ("x:float32[N,3,H,W]", np.zeros((2, 8, 9, 3), "u1"), "looks like NHWC", "(0, 3, 1, 2)"),
         ("x:uint8[N,8,9,3]", np.zeros((2, 3, 8, 9), "u1"), "looks like NCHW", "(0, 2, 3, 1)"),
-        ("x:float32[N,3,8,9]", np.zeros((2, 3, 8, 9), "u1"), "got uint8", "--preprocess"),
+        ("x:float32[N,3,8,9]", np.zeros((2, 3, 8, 9), "u1"), "got uint8", "`preprocess`"),
         ("x:float32[N,3]", np.zeros((2, 3), "f8"), "got float64", "x.astype('float32')"),
     ],
 )

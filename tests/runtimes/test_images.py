@@ -144,7 +144,7 @@ def test_a_model_that_takes_no_bytes_is_told_how_it_could(folder: Path, specs: s
     picture(folder / "a.png")
     with pytest.raises(BadInput, match="need a model with one input uint8") as caught:
         read_samples(folder, tuple(map(parse_spec, specs.split())))
-    assert "--preprocess" in (caught.value.hint or "")
+    assert "`preprocess`" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize(

@@ -308,7 +308,7 @@ def _check_flavour(plan: bytes, out: Path, options: Options) -> None:
         raise Unsupported(
             f"{out}: not kept: the library here is TensorRT for RTX, whose plans the TensorRT of "
             f"profile {options.profile.name} cannot load",
-            hint="build on the target; here only --check can be done",
+            hint="build on the target; here it can only be checked: deploykit build --check",
         )
     if found != options.flavour:
         raise Unsupported(

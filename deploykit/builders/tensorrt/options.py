@@ -1,8 +1,4 @@
-"""What a plan is to be built for, and what of that a target or a TensorRT cannot give.
-
-In: a profile and what was asked for on the command line. Out: `Options`, or an error that names the
-option. All of it is asked before TensorRT parses a byte.
-"""
+"""What a plan is built for, checked against the target before anything is parsed."""
 
 from __future__ import annotations
 
@@ -70,21 +66,22 @@ def check_options(options: Options) -> None:
         raise BadInput(f"the optimisation level is 0 to {LEVELS[-1]}, got {level}")
     if hardware is not None and hardware not in HARDWARE:
         raise BadInput(
-            f"--hardware-compatible {hardware}: is no level", hint="one of: " + ", ".join(HARDWARE)
+            f"`hardware_compatible` {hardware}: is not a level",
+            hint="one of: " + ", ".join(HARDWARE),
         )
     oldest = numbers(HARDWARE.get(hardware or "", ""))
     if profile.compute_capability is not None and numbers(profile.compute_capability) < oldest:
         raise Unsupported(
-            f"--hardware-compatible {hardware}: profile {profile.name} has compute capability "
+            f"`hardware_compatible` {hardware}: profile {profile.name} has compute capability "
             f"{profile.compute_capability}, {HARDWARE[str(hardware)]} or later is needed",
-            hint="--hardware-compatible same-compute-capability",
+            hint="`hardware_compatible` same-compute-capability",
         )
     if options.dla is not None and not 0 <= options.dla < profile.dla_cores:
         cores = profile.dla_cores
         raise Unsupported(
-            f"--dla {options.dla}: profile {profile.name} has "
+            f"`dla` {options.dla}: profile {profile.name} has "
             + (f"{cores} DLA core{'s'[: cores > 1]}, counted from 0" if cores else "no DLA"),
-            hint="deploykit build without --dla runs everything on the GPU",
+            hint="without `dla` the build runs everything on the GPU",
         )
 
 
@@ -103,4 +100,4 @@ def check_target(nv: Any, options: Options) -> None:
 def hardware_level(nv: Any, name: str) -> Any:
     """TensorRT's member for one of HARDWARE. Raises Unsupported where this one has it not."""
     levels = nv.HardwareCompatibilityLevel
-    return member(levels, name.upper().replace("-", "_"), f"--hardware-compatible {name}")
+    return member(levels, name.upper().replace("-", "_"), f"`hardware_compatible` {name}")

@@ -32,37 +32,37 @@ class AxisRange:
         return f"{self.minimum},{self.optimum},{self.maximum}"
 
 
-def parse_batch(text: str, option: str = "--batch") -> AxisRange:
-    """Read "MIN,OPT,MAX", or one number for all three. Raises BadInput naming `option`."""
+def parse_batch(text: str, parameter: str = "`batch`") -> AxisRange:
+    """Read "MIN,OPT,MAX", or one number for all three. Raises BadInput naming `parameter`."""
     parts = [part.strip() for part in text.split(",")]
     if len(parts) not in (1, 3) or not all(_NUMBER.fullmatch(part) for part in parts):
         raise BadInput(
-            f"{option}: '{text}' is not a range of sizes",
+            f"{parameter}: '{text}' is not a range of sizes",
             hint="write MIN,OPT,MAX, for example 1,8,32, or one size",
         )
     sizes = [int(part) for part in parts]
-    return checked(AxisRange(sizes[0], sizes[len(sizes) // 2], sizes[-1]), option)
+    return checked(AxisRange(sizes[0], sizes[len(sizes) // 2], sizes[-1]), parameter)
 
 
 def parse_axis(text: str) -> tuple[str, AxisRange]:
-    """Read "NAME=MIN,OPT,MAX", what `--axis` takes. Raises BadInput."""
+    """Read "NAME=MIN,OPT,MAX", one of `axes`. Raises BadInput."""
     name, equals, sizes = text.partition("=")
     if not equals or not name.strip():
         raise BadInput(
-            f"--axis: '{text}' names no axis", hint="write NAME=MIN,OPT,MAX, such as T=16,128,512"
+            f"`axes`: '{text}' names no axis", hint="write NAME=MIN,OPT,MAX, such as T=16,128,512"
         )
-    return name.strip(), parse_batch(sizes, f"--axis {name.strip()}")
+    return name.strip(), parse_batch(sizes, f"`axes` {name.strip()}")
 
 
-def checked(axis: AxisRange, option: str) -> AxisRange:
+def checked(axis: AxisRange, parameter: str) -> AxisRange:
     """`axis` if 0 <= minimum <= optimum <= maximum with an optimum of 1 or more; else BadInput."""
     if not 0 <= axis.minimum <= axis.optimum <= axis.maximum:
         raise BadInput(
-            f"{option}: {axis} is no range: MIN <= OPT <= MAX is needed, none below 0",
+            f"{parameter}: {axis} is no range: MIN <= OPT <= MAX is needed, none below 0",
             hint="OPT is the size to be fastest at, such as 1,8,32",
         )
     if axis.optimum < 1 or axis.maximum > LARGEST:
-        raise BadInput(f"{option}: {axis}: OPT is 1 or more and MAX at most {LARGEST}")
+        raise BadInput(f"{parameter}: {axis}: OPT is 1 or more and MAX at most {LARGEST}")
     return axis
 
 
@@ -76,17 +76,17 @@ def ranges(
     set: it is then 1, or the fixed size of axis 0. Raises BadInput naming the input, the axis and
     the option to use: a range out of order, a name that no input has, an axis without a range.
     """
-    checked(batch, "--batch")
+    checked(batch, "`batch`")
     for name, axis in others.items():
-        checked(axis, f"--axis {name}")
+        checked(axis, f"`axes` {name}")
     dynamic = {axis for spec in inputs for axis in spec.shape if isinstance(axis, str)}
     for name in others:
         if name == BATCH:
-            raise BadInput(f"--axis {BATCH}: is the batch", hint=f"--batch {others[name]}")
+            raise BadInput(f"`axes` {BATCH}: is the batch", hint=f"`batch` {others[name]}")
         if name not in dynamic:
             known = ", ".join(sorted(dynamic - {BATCH})) or "none but the batch"
             raise BadInput(
-                f"--axis {name}: no input has a dynamic axis of that name",
+                f"`axes` {name}: no input has a dynamic axis of that name",
                 hint=f"dynamic axes: {known}",
             )
     batches = {str(spec.shape[0]) for spec in inputs if spec.batched} - set(others)
@@ -101,7 +101,7 @@ def _shapes(spec: TensorSpec, sizes: Mapping[str, AxisRange]) -> ShapeRange:
         if isinstance(axis, str) and axis not in sizes:
             raise BadInput(
                 f"input '{spec.name}': axis {place}, '{axis}', is dynamic and has no range",
-                hint=f"--axis {axis}=MIN,OPT,MAX",
+                hint=f"`axes` {axis}=MIN,OPT,MAX",
             )
 
     def at(bound: str) -> Shape:
@@ -118,9 +118,9 @@ def _check_fixed(inputs: Sequence[TensorSpec], batch: AxisRange) -> None:
     if batch in sizes | {AxisRange(1, 1, 1)}:
         return
     if not fixed:
-        raise BadInput(f"--batch {batch}: no input has a batch", hint="leave --batch out")
+        raise BadInput(f"`batch` {batch}: no input has a batch", hint="leave `batch` out")
     name, size = fixed[0].name, fixed[0].shape[0]
     raise BadInput(
-        f"--batch {batch}: axis 0 of input '{name}' is fixed at {size}",
-        hint=f"--batch {size}, or export again with a dynamic batch",
+        f"`batch` {batch}: axis 0 of input '{name}' is fixed at {size}",
+        hint=f"`batch` {size}, or export again with a dynamic batch",
     )

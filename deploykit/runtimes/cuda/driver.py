@@ -177,7 +177,7 @@ def _check_driver(device: str) -> None:
     """Raise Unsupported where there is no driver, or one too old for these bindings."""
     none = Unsupported(
         f"{device}: no NVIDIA driver is loaded",
-        hint="in a container: is it started with the GPU (--gpus all)? see: deploykit doctor",
+        hint="in a container, start it with: docker run --gpus all; see: deploykit doctor",
     )
     try:
         code, count = cudart.cudaGetDeviceCount()

@@ -82,7 +82,7 @@ def _takes_bytes(inputs: Sequence[TensorSpec], where: str) -> TensorSpec:
     raise BadInput(
         f"{where}: holds pictures, which need a model with one input uint8[N,H,W,3] or "
         f"uint8[N,H,W,1]; its inputs are: {names}",
-        hint="export with --preprocess imagenet (or a file of your own), so that the model takes "
+        hint="export with `preprocess` imagenet (or a file of your own), so that the model takes "
         "bytes; or store what it takes as .npz",
     )
 

@@ -121,7 +121,7 @@ def _cure(spec: TensorSpec, array: np.ndarray) -> tuple[str, str | None]:
             ):
                 return f"; it looks like {layout}", f"np.transpose(x, {order})"
     if array.dtype == np.uint8 and spec.dtype.startswith("float"):
-        return "", "normalise as was done for training, or export with --preprocess"
+        return "", "normalise as was done for training, or export with `preprocess`"
     if array.dtype.name != spec.dtype:
         return "", f"x.astype('{spec.dtype}')"
     return "", None

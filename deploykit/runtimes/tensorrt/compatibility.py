@@ -100,7 +100,7 @@ def _unknown(path: Path, content: bytes, trust: bool) -> Plan:
     if not trust:
         raise BadInput(
             f"{path}: has no manifest ({beside}), so nothing tells what it is or where it runs",
-            hint="an engine is a program: build it here, or load one that you built with --trust",
+            hint="an engine is a program: build it here, or open your own with `trust`",
         )
     note = f"{path}: loaded without a manifest, on trust: neither its origin nor its GPU is checked"
     return Plan(content, (note,), host_code=False)
