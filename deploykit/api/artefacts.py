@@ -35,6 +35,11 @@ def no_progress(what: str, share: float) -> None:
     """For callers who do not ask how far a verb is."""
 
 
+def span(progress: Progress, start: float, end: float) -> Progress:
+    """The progress of a step that takes a verb from share `start` to share `end`."""
+    return lambda what, share: progress(what, start + (end - start) * share)
+
+
 PARITY_BATCHES = (1, 2, 7, 32)
 _LENGTHS = (5, 12, 1, 33)  # of sequences, one for each of the batches
 _SIDES = (64, 96, 64, 128)  # of images whose height or width is dynamic

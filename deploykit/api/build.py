@@ -12,8 +12,10 @@ from deploykit.api.artefacts import (
     Progress,
     destination,
     keep_if_equal,
+    no_progress,
     onnx_manifest,
     parity_sizes,
+    span,
     staged,
 )
 from deploykit.api.build_tensorrt import CheckResult, PlanOptions, check_here, prove_plan
@@ -47,7 +49,7 @@ def build(
     max_error: float = BUILD_MAX_ERROR,
     shapes: Shapes | None = None,
     out: StrPath | None = None,
-    on_progress: Progress | None = None,
+    on_progress: Progress = no_progress,
 ) -> Made:
     """Build `model` for a hardware profile; with `precision`, quantise it first.
 
@@ -72,10 +74,13 @@ def build(
     with staged(place) as tmp:
         typed, quantized = source, None
         if request.to != "fp32":
-            quantized = _quantize(source, request, tmp, place, on_progress)
+            quantized = _quantize(source, request, tmp, place, span(on_progress, 0.0, 0.6))
             typed = Artefact.described(tmp.with_name("typed.onnx"), quantized.manifest)
         files = _Files(source, typed, *_place_pairs(typed, target, tmp))
-        built = find_builder(target.runtime)(files.placed, tmp, target, options.shapes, on_progress)
+        step = span(on_progress, 0.6 if quantized else 0.0, 0.8)
+        step("building", 0.0)
+        built = find_builder(target.runtime)(files.placed, tmp, target, options.shapes, step)
+        on_progress("comparing with the model", 0.8)
         if target.runtime == "tensorrt":
             made = prove_plan(built, source, typed, tmp, place, options)
         else:
@@ -100,10 +105,11 @@ def _check(source: Artefact, options: PlanOptions, out: StrPath | None) -> Path:
 
 
 def _quantize(
-    source: Artefact, request: Request, tmp: Path, place: Path, on_progress: Progress | None
+    source: Artefact, request: Request, tmp: Path, place: Path, on_progress: Progress
 ) -> Made:
     """Write `typed.onnx` next to `tmp`. What fails its evaluation is kept as rejected."""
     typed = tmp.with_name("typed.onnx")
+    on_progress("calibrating" if request.calib else "reading the model", 0.0)
     made = write_typed(prepare(source, request), typed, place.with_suffix(".onnx"), on_progress)
     if made.evaluation is not None and not made.evaluation.passed:
         keep_if_passed(typed, made, request.to)  # raises

@@ -109,7 +109,7 @@ def prepare(model: Artefact, request: Request) -> Job:
 
 
 def convert_and_evaluate(
-    job: Job, tmp: Path, name: str, on_progress: Progress | None
+    job: Job, tmp: Path, name: str, on_progress: Progress
 ) -> tuple[Graph, Evidence]:
     """Write the graph in the requested precision to `tmp`; its evidence, with notes for the user.
 
@@ -123,8 +123,10 @@ def convert_and_evaluate(
             job, tmp, name, on_progress
         )
     else:
+        on_progress(f"converting to {request.to}", 0.3)
         typed, notes = convert_graph(job, request.to, request.other_nodes)
         typed = typed.save(tmp)
+        on_progress("measuring accuracy", 0.5)
     with open_both(job, typed) as (reference, candidate):
         if evaluation is None:
             evaluation = evaluate_engines(job, reference, candidate, name)

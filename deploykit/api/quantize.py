@@ -5,7 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploykit.api.artefacts import Made, Progress, destination, keep, onnx_manifest, reject, staged
+from deploykit.api.artefacts import (
+    Made,
+    Progress,
+    destination,
+    keep,
+    no_progress,
+    onnx_manifest,
+    reject,
+    staged,
+)
 from deploykit.api.evaluate import Job, Request, convert_and_evaluate, prepare
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, GateFailed
@@ -45,7 +54,7 @@ def quantize(
     runtime: str | None = None,
     profile: str | None = None,
     budget_s: float = 600.0,
-    on_progress: Progress | None = None,
+    on_progress: Progress = no_progress,
 ) -> Made:
     """Put `to` ("fp16", "bf16", "int8", "fp8", "int8-weight-only", ... or "auto") into the graph.
 
@@ -78,12 +87,13 @@ def quantize(
     )
     check(request)
     place = destination(source, out, f".{to}.onnx")
+    on_progress("calibrating" if calib else "reading the model", 0.0)
     job = prepare(source, request)
     with staged(place) as tmp:
         return keep_if_passed(tmp, write_typed(job, tmp, place, on_progress), to)
 
 
-def write_typed(job: Job, tmp: Path, place: Path, on_progress: Progress | None) -> Made:
+def write_typed(job: Job, tmp: Path, place: Path, on_progress: Progress) -> Made:
     """Write the graph in the requested precision to `tmp`, with the manifest it has at `place`."""
     graph, evidence = convert_and_evaluate(job, tmp, place.name, on_progress)
     return Made(place, _manifest(job, graph, evidence), evidence.notes)

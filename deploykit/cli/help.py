@@ -6,13 +6,13 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
 from deploykit.cli import output
 from deploykit.cli.options import GENERAL
-from deploykit.core.errors import DeploykitError
 
 DOCS = "https://deploykit.readthedocs.io/en/latest/cli/"
 RENAMED = {"--rest": "--other-nodes"}  # old flag -> new flag; the old ones go in version 0.3
@@ -44,12 +44,8 @@ class Command(TyperCommand):
         return super().parse_args(ctx, [_current(word) for word in args])
 
     def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except DeploykitError as exc:
-            exc.message = with_flags(exc.message, self.params)
-            exc.hint = exc.hint and with_flags(exc.hint, self.params)
-            raise
+        output.spell = partial(with_flags, self.params)
+        return super().invoke(ctx)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ARG002 - typer's signature
         pieces = ["[OPTIONS]"]
@@ -149,7 +145,7 @@ def spelled(parameter: Any) -> str:
     return str(max(parameter.opts, key=len))
 
 
-def with_flags(message: str, parameters: Iterable[Any]) -> str:
+def with_flags(parameters: Iterable[Any], message: str) -> str:
     """`message` with each parameter name in backticks spelled as it is typed."""
     flags = {each.name: spelled(each) for each in parameters}
     return _PARAMETER.sub(lambda match: flags.get(match[1], match[0]), message)

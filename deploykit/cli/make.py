@@ -133,7 +133,8 @@ Accuracy:{_ACCURACY}
 --min-sqnr DB          Without labels: least signal-to-noise ratio of each output [15]
 --calibrator           How scales are computed from the calibration data [percentile]
 Target:
---runtime              What will run the file: the profile's without this, or TensorRT
+--runtime              What will run the file; they want INT8 nodes at different places
+        [the profile's, or tensorrt]
 --profile PROFILE      The hardware: checks the precision, and auto predicts its latency
 --other-nodes          Precision of the nodes that are not quantized
 {JSON}""")

@@ -47,6 +47,9 @@ class Table:
 Part = str | Table
 
 
+spell: Callable[[str], str] = str  # parameter names in messages as the running command has them
+
+
 class Result(Protocol):
     """What a verb returns."""
 
@@ -70,7 +73,7 @@ def show_json(document: Any) -> None:
 def show_parts(parts: Sequence[Part]) -> None:
     """Print with rich on a terminal, as plain text elsewhere."""
     if not is_terminal(sys.stdout):
-        line("\n".join(part if isinstance(part, str) else part.plain() for part in parts))
+        line("\n".join(spell(part) if isinstance(part, str) else part.plain() for part in parts))
         return
     from rich.console import Console
     from rich.table import Table as RichTable
@@ -81,7 +84,7 @@ def show_parts(parts: Sequence[Part]) -> None:
     for part in parts:
         if isinstance(part, str):
             first = part.lstrip().partition(" ")[0]
-            console.print(Text(part, style=_STYLES.get(first, "")), soft_wrap=True)
+            console.print(Text(spell(part), style=_STYLES.get(first, "")), soft_wrap=True)
             continue
         head = any(part.header)
         table = RichTable(box=None, show_header=head, pad_edge=False, padding=(0, 2, 0, 0))
@@ -107,7 +110,7 @@ def line(text: str) -> None:
 def note(text: str) -> None:
     """Print one line on stderr, if anybody reads it."""
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print(spell(text), file=sys.stderr, flush=True)
 
 
 def error(exc: DeploykitError) -> None:

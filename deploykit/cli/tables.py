@@ -62,7 +62,7 @@ def made(result: Made) -> list[Part]:
             Table((f"{drop.metric}, n = {drop.n}", "value (95 %)", f"against {names[0]}"), rows),
         ]
     if result.evaluation and not result.drop:
-        lines += ["", f"judged by {result.evaluation.describe()}: {result.evaluation.why}"]
+        lines += ["", f"checked by {result.evaluation.describe()}: {result.evaluation.why}"]
     if result.search:
         lines += ["", *steps(result.search)]
     if result.parity:

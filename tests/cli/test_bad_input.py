@@ -150,7 +150,7 @@ OPTIONS = {
     "unknown build precision": (("build", "MODEL", "--profile", "cpu", "--precision", "x"), "x"),
     "build precision of another target": (
         ("build", "MODEL", "--profile", "cpu", "--precision", "bf16"),
-        "profile 'cpu' does not run it",
+        "--profile cpu does not run bf16",
     ),
     "metric without labels": (
         ("quantize", "MODEL", "--to", "fp16", "--metric", "perplexity"),
@@ -164,7 +164,10 @@ OPTIONS = {
     "int8 without data": (("quantize", "MODEL", "--to", "int8"), "calibration"),
     "max drop of 0": (("quantize", "MODEL", "--to", "fp16", "--max-drop", "0"), "--max-drop"),
     "unknown device": (("predict", "MODEL", "DATA", "-o", "OUT", "--device", "tpu"), "tpu"),
-    "batch of 0": (("predict", "MODEL", "DATA", "-o", "OUT", "--batch", "0"), "--batch 0"),
+    "batch of 0": (
+        ("predict", "MODEL", "DATA", "-o", "OUT", "--batch", "0"),
+        "--batch must be 1 or more",
+    ),
     "batches of words": (("bench", "MODEL", "--batches", "1,two"), "1,two"),
     "negative seconds": (("bench", "MODEL", "--seconds", "-1", "-o", "REPORT"), "-1"),
     "max error nan": (("compare", "MODEL", "MODEL", "--max-error", "nan"), "nan"),
@@ -240,7 +243,7 @@ def test_a_bug_is_exit_70_with_one_line(
     def broken(*_: object) -> None:
         raise RuntimeError("first\nsecond")
 
-    monkeypatch.setattr("deploykit.api.compare.inspect", broken)
+    monkeypatch.setattr("deploykit.api.inspect.inspect", broken)
     ran = run("inspect", model)
     assert ran.code == 70
     assert "RuntimeError: first second" in ran.error()

@@ -133,3 +133,9 @@ def test_a_parameter_in_an_error_is_spelled_as_its_flag(
     ran = run("quantize", model, "--to", "fp16")
     assert ran.error() == "error: --max-drop and --budget of MODEL: `other`"
     assert "hint: lower --max-drop" in ran.err
+
+
+def test_a_parameter_in_a_note_is_spelled_as_its_flag(run: Run, model: Path) -> None:
+    ran = run("quantize", model, "--to", "fp16")
+    assert "`" not in ran.out
+    assert "--data" in ran.out
