@@ -1,8 +1,6 @@
-"""An artefact on its way to its place: staged, judged, then kept or rejected.
+"""Write an artefact to a temporary place, then keep it, or reject it as `NAME.rejected.EXT`.
 
-In: where it shall stand. Out: `Made`. What fails its gate stands beside it as `NAME.rejected.EXT`,
-and what stood at the place before is as it was. Files whose names begin with the artefact's own
-(weights in `NAME.data`, `NAME.golden.npz`) move with it.
+A rejected one leaves the previous file as it was. Weights (`NAME.data`) and samples move with it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The demo: the whole main job on real data, from training to a report, in one go.
-
-Everything it makes stands in one folder. The server it starts is a process of its own, as a user's
-would be, and is ended whatever happens.
-"""
+"""The demo: the whole main job on real data, from training to a report, in one folder."""
 
 from __future__ import annotations
 
