@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from deploykit.measure.timing.sweep import Point
 
 RECIPE = "mnist-cnn"
-MAX_DROP = (
-    0.02  # 540 test samples cannot prove less: one flipped answer alone moves the bound 0.6 pp
-)
+MAX_DROP = 0.02  # 540 test samples cannot prove less: one changed answer moves the bound 0.6 pp
 CONNECTIONS = 32
 READY_S = 60.0
 STOP_S = 30.0
