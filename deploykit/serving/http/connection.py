@@ -1,8 +1,7 @@
-"""One client's connection: read requests, hand them to the routes, answer in their order.
+"""One client's HTTP/1.1 connection: read requests, hand them to the routes, reply in their order.
 
-In: bytes. Out: `Exchange`s for the routes, and their replies in the order of the requests. Every
-wait has a limit here. A head that came before, byte for byte, is not parsed again: a client repeats
-its own. A body that does not come with its head is received straight into the memory it stays in.
+Every wait has a limit. A head that came before, byte for byte, is not parsed again: clients repeat
+theirs. A body that does not come with its head is received straight into the memory it stays in.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from email.utils import formatdate
+from enum import IntEnum
 from http import HTTPStatus
 from typing import cast
 
@@ -26,11 +26,25 @@ from deploykit.serving.transport.call import RETRY, Head, reply_error
 from deploykit.serving.transport.memory import MemoryBudget
 from deploykit.serving.transport.security import AccessControl
 
-_IDLE, _HEAD, _BODY = range(3)
 _READ_BYTES = 64 << 10
 _KNOWN_HEADS = 1024
 _KNOWN_HEAD_BYTES = 1024
 _UNREAD = Head()
+
+
+class State(IntEnum):
+    """What a connection does with what it receives. Below LAST it reads requests."""
+
+    IDLE = 0  # waits for a request
+    HEAD = 1  # has part of a head
+    BODY = 2  # has a head, and part of its body
+    LAST = 3  # reads nothing more; closes after the reply to the last request
+    REFUSED = 4  # reads nothing more; the reply that says why is still to be sent
+    LINGERING = 5  # that reply is on its way: the client gets time to read it
+    CLOSED = 6
+
+
+IDLE, HEAD, BODY, LAST, REFUSED, LINGERING, CLOSED = State
 
 
 class Listener:
@@ -106,16 +120,17 @@ class Connection(asyncio.BufferedProtocol):
         self._exchanges: deque[Exchange] = deque()  # read whole, not yet answered
         self._exchange = Exchange(self, _UNREAD)  # the one being read
         self._reader: HeadReader | None = None  # of a head that came in pieces, or is new
-        self._room: memoryview | None = None  # what is still to come of a body of known length
+        self._body_left: memoryview | None = None  # what is still to come of a body of known length
         self._body: memoryview = self.listener.view
         self._chunks: Chunks | None = None
-        self._stage = _IDLE
-        self._served = False
+        self._state = IDLE
+        self._served = False  # a request has been read whole
         self._since_s = listener.now_s
-        self._deaf = False  # nothing more is read: refused, or the last request has come
-        self._lingering = False
         self._stalled_s: float | None = None  # since when the client does not read
-        self.gone = False
+
+    @property
+    def gone(self) -> bool:
+        return self._state is CLOSED
 
     @property
     def unanswered(self) -> int:
@@ -134,8 +149,8 @@ class Connection(asyncio.BufferedProtocol):
             self._refuse(503, f"there are {self._limits.connections} connections already")
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
-        self._deaf = self.gone = True
-        self._forget()
+        self._state = CLOSED
+        self._discard()
         self._exchange.release()
         del self._exchange  # it holds us: without this only the collector would free either
         self.listener.connections.discard(self)
@@ -147,20 +162,20 @@ class Connection(asyncio.BufferedProtocol):
                 exchange.cancel = None
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
-        return self.listener.view if self._room is None else self._room
+        return self.listener.view if self._body_left is None else self._body_left
 
     def buffer_updated(self, nbytes: int) -> None:
-        room = self._room
-        if room is not None:
+        left = self._body_left
+        if left is not None:
             if not self._hold(nbytes):
                 return
-            if nbytes < len(room):
-                self._room = room[nbytes:]
+            if nbytes < len(left):
+                self._body_left = left[nbytes:]
                 return
-            self._room = None
+            self._body_left = None
             body, self._body = self._body, self.listener.view  # an idle client's takes no memory
             self._complete(self._exchange, body)
-        elif not self._deaf:
+        elif self._state < LAST:
             self._read(nbytes)
         if len(self._exchanges) >= self._limits.pipelined:
             self._transport.pause_reading()
@@ -180,11 +195,11 @@ class Connection(asyncio.BufferedProtocol):
         listener = self.listener
         data, view = listener.read_into, listener.view
         at = 0
-        while at < end and not self._deaf:
+        while at < end and self._state < LAST:
             if self._chunks is not None:
                 at += self._read_chunks(self._chunks, bytes(view[at:end]))
                 continue
-            if self._stage == _IDLE:
+            if self._state is IDLE:
                 stop = data.find(END, at, end) + len(END)
                 if stop >= len(END):
                     head = listener.known(bytes(view[at:stop]))
@@ -194,7 +209,7 @@ class Connection(asyncio.BufferedProtocol):
                 if data.startswith(b"\r\n", at, end):
                     at += 2  # some clients send an empty line after a body
                     continue
-                self._enter(_HEAD)
+                self._enter(HEAD)
                 self._reader = HeadReader(self._limits, listener.access, listener.max_body_bytes)
             at = self._read_head(cast("HeadReader", self._reader), at, end)
 
@@ -212,14 +227,14 @@ class Connection(asyncio.BufferedProtocol):
         """A head is read: take its body, from `at` on, as far as it is here."""
         exchange = self._exchange = Exchange(self, head)
         if head.refusal is not None:
-            self._enter(_BODY)
+            self._enter(BODY)
             self._refuse(head.refusal.status, head.refusal.text, head.refusal.headers)
             return end
         here, length, view = end - at, head.length, self.listener.view
         if length is not None and here >= length:
             self._complete(exchange, bytes(view[at : at + length]) if length else b"")
             return at + length
-        self._enter(_BODY)
+        self._enter(BODY)
         if head.expect and not here and not self._exchanges:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if length is None:
@@ -230,12 +245,12 @@ class Connection(asyncio.BufferedProtocol):
             )
             return at
         try:
-            self._body = _room(length, head.json_bytes)
+            self._body = _body_memory(length, head.json_bytes)
         except MemoryError:
             self._refuse(503, f"there is no memory for a body of {length} bytes", RETRY)
             return end
         self._body[:here] = view[at:end]
-        self._room = self._body[here:]
+        self._body_left = self._body[here:]
         return end
 
     def _read_chunks(self, chunks: Chunks, data: bytes) -> int:
@@ -259,9 +274,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def _complete(self, exchange: Exchange, body: Bytes) -> None:
         exchange.body = body
-        self._stage = _IDLE
+        self._state = IDLE if exchange.keep_alive else LAST
         self._served = True
-        self._deaf = not exchange.keep_alive
         self._exchanges.append(exchange)
         self.listener.handle(exchange)
 
@@ -283,72 +297,72 @@ class Connection(asyncio.BufferedProtocol):
                 return
         if full and len(exchanges) < self._limits.pipelined and self._stalled_s is None:
             self._transport.resume_reading()
-        if not exchanges and self._stage == _IDLE:
+        if not exchanges and self._state is IDLE:
             self._since_s = self.listener.now_s
 
     def _refuse(self, status: int, text: str, headers: bytes = b"") -> None:
         """Answer, after what is still to be answered, and read no more."""
-        if self._deaf:
+        if self._state >= LAST:
             return
-        self._deaf = self._lingering = True
-        self._forget()
-        exchange = self._exchange if self._stage == _BODY else Exchange(self, _UNREAD)
+        exchange = self._exchange if self._state is BODY else Exchange(self, _UNREAD)
+        self._state = REFUSED
+        self._discard()
         exchange.keep_alive = False
         self._exchanges.append(exchange)
         reply_error(exchange, status, text, headers)
 
     def _finish(self) -> None:
         """The last reply is on its way. A client that still sends gets time to read it."""
-        self._deaf = True
         for exchange in self._exchanges:
             exchange.release()
         self._exchanges.clear()
-        if self._lingering and self._transport.can_write_eof():
+        if self._state is REFUSED and self._transport.can_write_eof():
             self._transport.write_eof()
-            self._since_s = self.listener.now_s
+            self._enter(LINGERING)
         else:
+            self._enter(LINGERING if self._state is REFUSED else LAST)
             self._transport.close()
 
-    def _forget(self) -> None:
-        """Let go of what was read of a request that will not be answered."""
-        self._room = self._chunks = self._reader = None
+    def _discard(self) -> None:
+        """Free what was read of a request that will not be answered."""
+        self._body_left = self._chunks = self._reader = None
         self._body = self.listener.view
 
     # -- deadlines and the end -------------------------------------------------------------------
 
-    def _enter(self, stage: int) -> None:
-        self._stage = stage
+    def _enter(self, state: State) -> None:
+        self._state = state
         self._since_s = self.listener.now_s
 
     def check(self, now_s: float) -> None:
         """Close the connection if it is past a limit."""
-        limits, waited_s = self._limits, now_s - self._since_s
+        limits, waited_s, state = self._limits, now_s - self._since_s, self._state
         if self._stalled_s is not None:
             if now_s - self._stalled_s > limits.write_s:
                 self._transport.abort()
-        elif self._lingering and not self._exchanges:
+        elif state is LINGERING:
             if waited_s > limits.linger_s:
                 self._transport.abort()
-        elif self._deaf or self._exchanges:
+        elif state >= LAST or self._exchanges:
             return  # a reply is being made
-        elif self._stage == _IDLE:
+        elif state is IDLE:
             if waited_s > (limits.idle_s if self._served else limits.header_s):
                 self._transport.close()
-        elif waited_s > (limits.header_s if self._stage == _HEAD else limits.body_s):
-            part = "headers" if self._stage == _HEAD else "body"
+        elif waited_s > (limits.header_s if state is HEAD else limits.body_s):
+            part = "headers" if state is HEAD else "body"
             self._refuse(408, f"the request's {part} took too long")
 
     def close(self) -> None:
         """Close once what was written has gone out."""
-        self._deaf = True
-        self._forget()
+        self._state = LAST
+        self._discard()
         self._transport.close()
 
     def abort(self) -> None:
         self._transport.abort()
 
 
-def _room(length: int, json_bytes: bytes | None) -> memoryview:
+def _body_memory(length: int, json_bytes: bytes | None) -> memoryview:
     """`length` bytes, unwritten; what follows the JSON part begins where numbers may begin.
 
     The operating system lends the memory as it is written to: a length that a client only claims
