@@ -240,7 +240,7 @@ def one_model(name: str, run: Run, folder: Path, options: argparse.Namespace, en
     files = prepare(one, folder, samples=SAMPLES)
     found.parameters = files.parameters
     exported = dk.export(
-        files.model, folder / f"{name}.onnx", arch=files.arch, inputs=list(files.inputs)
+        files.model, out=folder / f"{name}.onnx", arch=files.arch, inputs=list(files.inputs)
     ).path
     onnx_files = {"fp32": exported}
     try:

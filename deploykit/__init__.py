@@ -1,43 +1,102 @@
 """From a PyTorch model to fast, proven inference: `import deploykit as dk`, then `dk.export(...)`.
 
-Importing this imports nothing else; each name below is loaded on first use.
+Importing this imports nothing else: each name is loaded on first use. Type checkers and editors
+read the imports below, which name the same objects as `_PUBLIC`.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
+__all__ = [
+    "Artefact",
+    "BadInput",
+    "DeploykitError",
+    "Engine",
+    "GateFailed",
+    "MissingExtra",
+    "NotFound",
+    "TensorSpec",
+    "Unsupported",
+    "bench",
+    "build",
+    "compare",
+    "demo",
+    "doctor",
+    "export",
+    "inspect",
+    "load",
+    "load_test",
+    "predict",
+    "profile",
+    "quantize",
+    "serve",
+    "train",
+]
+
 _PUBLIC = {
-    "train": "deploykit.api.train:train",
-    "export": "deploykit.api.export:export",
-    "quantize": "deploykit.api.quantize:quantize",
-    "build": "deploykit.api.build:build",
-    "load": "deploykit.runtimes.engine:load",
-    "compare": "deploykit.api.compare:compare",
-    "inspect": "deploykit.api.inspect:inspect",
-    "predict": "deploykit.api.predict:predict",
+    "Artefact": "deploykit.core.artefact:Artefact",
+    "BadInput": "deploykit.core.errors:BadInput",
+    "DeploykitError": "deploykit.core.errors:DeploykitError",
+    "Engine": "deploykit.runtimes.engine:Engine",
+    "GateFailed": "deploykit.core.errors:GateFailed",
+    "MissingExtra": "deploykit.core.errors:MissingExtra",
+    "NotFound": "deploykit.core.errors:NotFound",
+    "TensorSpec": "deploykit.core.tensors:TensorSpec",
+    "Unsupported": "deploykit.core.errors:Unsupported",
     "bench": "deploykit.api.bench:bench",
-    "serve": "deploykit.api.serve:serve",
-    "load_test": "deploykit.api.load_test:load_test",
+    "build": "deploykit.api.build:build",
+    "compare": "deploykit.api.compare:compare",
     "demo": "deploykit.api.demo:demo",
     "doctor": "deploykit.api.doctor:doctor",
+    "export": "deploykit.api.export:export",
+    "inspect": "deploykit.api.inspect:inspect",
+    "load": "deploykit.runtimes.engine:load",
+    "load_test": "deploykit.api.load_test:load_test",
+    "predict": "deploykit.api.predict:predict",
     "profile": "deploykit.core.profile:load_profile",
-    "Engine": "deploykit.runtimes.engine:Engine",
-    "DeploykitError": "deploykit.core.errors:DeploykitError",
-    "GateFailed": "deploykit.core.errors:GateFailed",
-    "BadInput": "deploykit.core.errors:BadInput",
-    "Unsupported": "deploykit.core.errors:Unsupported",
+    "quantize": "deploykit.api.quantize:quantize",
+    "serve": "deploykit.api.serve:serve",
+    "train": "deploykit.api.train:train",
 }
 
+if TYPE_CHECKING:
+    from deploykit.api.bench import bench
+    from deploykit.api.build import build
+    from deploykit.api.compare import compare
+    from deploykit.api.demo import demo
+    from deploykit.api.doctor import doctor
+    from deploykit.api.export import export
+    from deploykit.api.inspect import inspect
+    from deploykit.api.load_test import load_test
+    from deploykit.api.predict import predict
+    from deploykit.api.quantize import quantize
+    from deploykit.api.serve import serve
+    from deploykit.api.train import train
+    from deploykit.core.artefact import Artefact
+    from deploykit.core.errors import (
+        BadInput,
+        DeploykitError,
+        GateFailed,
+        MissingExtra,
+        NotFound,
+        Unsupported,
+    )
+    from deploykit.core.profile import load_profile as profile
+    from deploykit.core.tensors import TensorSpec
+    from deploykit.runtimes.engine import Engine, load
+else:
 
-def __getattr__(name: str) -> object:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'deploykit' has no attribute '{name}'")
-    module, _, attribute = _PUBLIC[name].partition(":")
-    return getattr(import_module(module), attribute)
+    def __getattr__(name: str) -> object:
+        if name not in _PUBLIC:
+            raise AttributeError(f"module 'deploykit' has no attribute '{name}'")
+        from importlib import import_module
+
+        module, _, attribute = _PUBLIC[name].partition(":")
+        return getattr(import_module(module), attribute)
 
 
 def __dir__() -> list[str]:
-    return [*_PUBLIC, "__version__"]
+    return [*__all__, "__version__"]

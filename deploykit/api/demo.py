@@ -125,7 +125,7 @@ class _Tour:
             )
         with self.steps("export to ONNX, parity with PyTorch"):
             made = export.export(
-                self.checkpoint, self.typed["fp32"], on_progress=self.steps.progress
+                self.checkpoint, out=self.typed["fp32"], on_progress=self.steps.progress
             )
         self.gates.append(("export", f"error {_worst(made)}"))
 

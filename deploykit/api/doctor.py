@@ -7,15 +7,18 @@ from typing import Any
 
 from deploykit.core.errors import Unsupported
 from deploykit.core.extras import install_hint, installed
+from deploykit.core.json_value import json_value
 from deploykit.core.machine import Machine, this_machine
 
 # command -> modules that it needs beyond the base
 _NEEDS = {
-    "inspect, profiles, load": (),
-    "quantize, predict, bench, serve, build --profile cpu": ("onnxruntime",),
+    "inspect, profiles": (),
+    "load": ("httptools",),
+    "quantize, predict, bench, build --profile cpu": ("onnxruntime",),
+    "serve": ("onnxruntime", "httptools"),
     "export": ("torch", "onnxscript", "onnxruntime"),
     "train": ("torch", "sklearn"),
-    "demo": ("torch", "onnxscript", "onnxruntime", "sklearn"),
+    "demo": ("torch", "onnxscript", "onnxruntime", "sklearn", "httptools"),
     "build --check": ("tensorrt",),
 }
 
@@ -28,9 +31,6 @@ class Check:
     works: bool
     why: str
 
-    def to_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
 
 @dataclass(frozen=True)
 class Health:
@@ -42,12 +42,7 @@ class Health:
     warnings: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "machine": self.machine.to_dict(),
-            "providers": list(self.providers),
-            "checks": [check.to_dict() for check in self.checks],
-            "warnings": list(self.warnings),
-        }
+        return json_value(self)
 
 
 def doctor() -> Health:

@@ -1,11 +1,12 @@
-"""Export a PyTorch file to ONNX, and prove that both compute the same."""
+"""Export a PyTorch model to ONNX, and prove that both compute the same."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deploykit.api import golden
 from deploykit.api.artefacts import (
@@ -17,113 +18,98 @@ from deploykit.api.artefacts import (
     parity_sizes,
     staged,
 )
-from deploykit.core.artefact import sniff
+from deploykit.api.source import Source, open_source
+from deploykit.core.artefact import ArtefactLike
 from deploykit.core.errors import BadInput, DeploykitError
-from deploykit.core.evidence import Evidence, ExportRecord, Preflight, SourceRecord
-from deploykit.core.files import check_writable, sha256
-from deploykit.core.preprocess import load_preprocess
+from deploykit.core.evidence import (
+    Evidence,
+    ExportRecord,
+    GoldenSamples,
+    Parity,
+    Preflight,
+    Problem,
+)
+from deploykit.core.files import check_writable
+from deploykit.core.paths import StrPath
+from deploykit.core.preprocess import Preprocess, load_preprocess
 from deploykit.core.profile import choose_profile, load_profile
 from deploykit.core.tensors import BATCH, TensorSpec, parse_spec
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
+    from deploykit.api.source import Tensors
     from deploykit.core.profile import Profile
-    from deploykit.measure.evaluate.parity import Parity
+    from deploykit.exporters.onnx import Exported
     from deploykit.onnx_graph.graph import Graph
     from deploykit.runtimes.engine import Engine
-    from deploykit.runtimes.torch.engine import Loaded
+    from deploykit.runtimes.torch.loaded import Loaded
 
-Limits = Mapping[str, tuple[int, "int | None"]]  # least and largest size by axis
+    Limits = Mapping[str, tuple[int, int | None]]  # least and largest size by axis
 
 EXPORT_MAX_ERROR = 1e-4  # float32 on both sides: only the order of additions differs
 
 
 def export(
-    model: Path,
-    out: Path | None = None,
+    model: ArtefactLike | torch.nn.Module,
+    example_inputs: Tensors | None = None,
     *,
+    out: StrPath | None = None,
     arch: str | None = None,
     inputs: Sequence[str] = (),
-    batch: str = "dynamic",
+    batch: str | int = "dynamic",
+    dynamic_axes: Mapping[str, Mapping[int, str]] | None = None,
     opset: int | None = None,
     profile: str | None = None,
     exporter: str = "auto",
     preprocess: str | None = None,
-    samples: Path | None = None,
+    samples: StrPath | None = None,
     allow_pickle: bool = False,
     max_error: float = EXPORT_MAX_ERROR,
     on_progress: Progress = no_progress,
 ) -> Made:
-    """Export a PyTorch file to ONNX and prove that it computes the same at several sizes.
+    """Export a PyTorch model to ONNX and prove that it computes the same at several sizes.
 
-    `inputs`: specs as text, where the file does not hold them. `profile`: the target, which decides
-    the opset and whose parser's operators are checked. `preprocess`: "imagenet" or a TOML file;
-    the graph then takes bytes. `samples`: real inputs to compare and to record as golden samples,
-    else seeded random ones. Raises GateFailed past `max_error`.
+    `model`: a live `nn.Module`, which stays as it is; a .pt, .pth, .ckpt, .pt2, .safetensors or
+    TorchScript file; or a Hugging Face folder. `example_inputs`: a tensor, a tuple of tensors by
+    position or a dict of tensors by name, from which the specs follow; axis 0 is the batch, and
+    `dynamic_axes` names further axes of any size, {"input_ids": {1: "T"}}. `inputs` gives the specs
+    instead, 'x:float32[N,3,224,224]' for each. `out`: by default the model's name with .onnx; a
+    live module needs one.
+
+    `arch`: what builds the model of bare weights, pkg.mod:callable or ./file.py:callable. `batch`:
+    "dynamic" or a size. `profile`: the target, which decides the opset and whose operators are
+    checked. `preprocess`: "imagenet" or a TOML file; the graph then takes bytes. `samples`: real
+    inputs (.npz or a folder) to compare on, of which a few are kept as golden samples; without
+    them, seeded random ones. `max_error`: the bound of max |a-b| / max(1, max |a|).
+
+    Raises BadInput for what is missing or wrong, MissingExtra, and GateFailed past `max_error`; the
+    file is then kept as NAME.rejected.onnx.
     """
-    out = out or model.with_suffix(".onnx")
-    check_writable(out)
-    wanted = tuple(parse_spec(text) for text in inputs)
-    kind = sniff(model)
-    if kind not in ("torch", "safetensors"):
-        raise BadInput(
-            f"{model}: is a {kind} file, not a PyTorch file",
-            hint="export takes .pt, .pth, .pt2, .safetensors and TorchScript files",
-        )
-    if out.resolve() == model.resolve():
-        raise BadInput(f"{out}: is the model itself", hint="choose another -o")
-    size = _batch_size(batch)
-    pixels = load_preprocess(preprocess) if preprocess else None
-    target = _target(profile)
-    from deploykit.exporters import onnx as exporters
+    target, size = _target(profile), _batch_size(batch)
+    place = _destination(model, out)
     from deploykit.onnx_graph.graph import Graph
-    from deploykit.runtimes.engine import load
-    from deploykit.runtimes.torch import engine as runtime
 
-    if exporter not in exporters.EXPORTERS:
-        known = ", ".join(exporters.EXPORTERS)
-        raise BadInput(f"--exporter {exporter}: unknown", hint=f"one of: {known}")
-    if opset is None:
-        opset = exporters.opset_for(target) if target else exporters.DEFAULT_OPSET
+    pixels = load_preprocess(preprocess) if preprocess else None
+    opset = _check_options(exporter, opset, target)
     on_progress("loading the model", 0.0)
-    loaded = runtime.load_module(model, arch=arch, inputs=wanted, allow_pickle=allow_pickle)
-    if pixels is not None:
-        loaded = runtime.with_preprocess(loaded, pixels)
-    loaded = replace(
-        loaded, inputs=_fixed(loaded.inputs, size), outputs=_fixed(loaded.outputs, size)
+    source = open_source(
+        model, example_inputs, tuple(map(parse_spec, inputs)), dynamic_axes, arch, allow_pickle
     )
-    feeds = _feeds(loaded, samples, size)
-    on_progress("exporting", 0.1)
-    with staged(out) as tmp:
-        done = exporters.export_module(
-            loaded.module,
-            loaded.inputs,
-            loaded.outputs,
-            tmp,
-            opset=opset,
-            exporter=exporter,
-            sizes={axis: low + 1 for axis, (low, _) in loaded.limits.items() if low > 1},
-        )
-        torch_engine = runtime.TorchEngine(loaded, model.name, "cpu", None)
-        with torch_engine as reference, load(tmp, "cpu") as exported:
-            names = (model.name, out.name)
-            on_progress("comparing with PyTorch", 0.7)
-            parity = _compared(reference, exported, feeds, max_error, names, loaded.limits)
-            recorded = golden.record(reference, _few(feeds, loaded.inputs), tmp)
+    source = replace(source, loaded=_prepare(source.loaded, pixels, size))
+    feeds = _feeds(source, Path(samples) if samples else None, size)
+    with staged(place) as tmp:
+        on_progress("exporting", 0.1)
+        done = _write(source.loaded, tmp, opset, exporter)
+        on_progress("comparing with PyTorch", 0.7)
+        parity, recorded = _prove(source, tmp, feeds, max_error, place.name)
         on_progress("writing the manifest", 0.95)
         graph = Graph.open(tmp)
         problems = _preflight(graph, target)
         evidence = Evidence(
             parity=parity,
-            source=SourceRecord(
-                loaded.source,
-                sha256(model),
-                loaded.ran_pickle,
-                arch,
-                sha256(code) if (code := _file_of(arch)) else None,
-                tuple(loaded.notes),
-            ),
+            source=source.record,
             export=ExportRecord(
                 done.exporter,
                 done.opset,
@@ -134,26 +120,36 @@ def export(
             preflight=Preflight(target.name, tuple(problems)) if target else None,
             golden=recorded,
         )
-        manifest = onnx_manifest(
-            graph,
-            (sha256(model),),
-            tools=("torch", "onnx", "onnxscript"),
-            evidence=evidence,
-        )
-        notes = list(loaded.notes)
-        if loaded.ran_pickle:
-            notes.append(f"{model.name} ran code of its own while it was loaded (--allow-pickle)")
-        if done.fallback:
-            notes.append(f"exported with torch's older {done.exporter} exporter: {done.fallback}")
-        if recorded is None:
-            notes.append("no golden samples recorded: inputs and outputs are too large")
-        notes += [
-            f"preflight for {target.name}: node '{p.node}' ({p.operator}): {p.why}"
-            for p in problems
-            if target
-        ]
-        made = Made(out, manifest, tuple(notes))
-        return keep_if_equal(tmp, made, parity)
+        tools = ("torch", "onnx", "onnxscript")
+        manifest = onnx_manifest(graph, source.hashes, tools=tools, evidence=evidence)
+        notes = _notes(source, done, recorded, target, problems)
+        return keep_if_equal(tmp, Made(place, manifest, notes), parity)
+
+
+def _destination(model: ArtefactLike | torch.nn.Module, out: StrPath | None) -> Path:
+    """Where the graph goes. Raises BadInput where it cannot be written or is the model itself."""
+    source = Path(model) if isinstance(model, (str, os.PathLike)) else None
+    if out is None and source is None:
+        raise BadInput("`out` is missing: a live module has no file name", hint="out='model.onnx'")
+    folder = source is not None and source.is_dir()
+    own = source.with_name(f"{source.resolve().name}.onnx") if source and folder else None
+    place = Path(out) if out is not None else own or Path(str(source)).with_suffix(".onnx")
+    check_writable(place)
+    if source is not None and place.resolve() == source.resolve():
+        raise BadInput(f"{place}: is the model itself", hint="choose another `out`")
+    return place
+
+
+def _check_options(exporter: str, opset: int | None, target: Profile | None) -> int:
+    """The opset to write. Raises BadInput for an unknown exporter, MissingExtra without torch."""
+    from deploykit.exporters import onnx as exporters
+
+    if exporter not in exporters.EXPORTERS:
+        known = ", ".join(exporters.EXPORTERS)
+        raise BadInput(f"`exporter` {exporter}: unknown", hint=f"one of: {known}")
+    if opset is not None:
+        return opset
+    return exporters.opset_for(target) if target else exporters.DEFAULT_OPSET
 
 
 def _target(profile: str | None) -> Profile | None:
@@ -162,30 +158,49 @@ def _target(profile: str | None) -> Profile | None:
     return choose_profile()[0] if profile == "auto" else load_profile(profile)
 
 
-def _preflight(graph: Graph, target: Profile | None) -> Sequence[Any]:
-    if target is None:
-        return ()
-    from deploykit.quantization import preflight
-
-    return preflight.unsupported(graph, target)
-
-
-def _file_of(arch: str | None) -> Path | None:
-    """The user's own file that `--arch` names; None for a module of a package."""
-    where = (arch or "").rpartition(":")[0]
-    return Path(where) if where.endswith(".py") else None
+def _batch_size(batch: str | int) -> int | None:
+    """None for "dynamic", else the fixed size."""
+    text = str(batch)
+    if text == "dynamic":
+        return None
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise BadInput(f"`batch` {batch}: must be 'dynamic' or a size of at least 1")
+    return int(text)
 
 
-def _feeds(loaded: Loaded, samples: Path | None, size: int | None) -> list[dict[str, np.ndarray]]:
-    """Inputs to compare on, at every size of the dynamic axes."""
+def _prepare(loaded: Loaded, pixels: Preprocess | None, size: int | None) -> Loaded:
+    """`loaded` behind the preprocessing, its batch fixed at `size` unless that is None."""
+    if pixels is not None:
+        from deploykit.runtimes.torch.loaded import with_preprocess
+
+        loaded = with_preprocess(loaded, pixels)
+    if size is None:
+        return loaded
+
+    def fix(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+        return tuple(
+            replace(spec, shape=tuple(size if axis == BATCH else axis for axis in spec.shape))
+            for spec in specs
+        )
+
+    return replace(loaded, inputs=fix(loaded.inputs), outputs=fix(loaded.outputs))
+
+
+def _feeds(source: Source, samples: Path | None, size: int | None) -> list[dict[str, np.ndarray]]:
+    """Inputs to compare on: the examples, and others at every size of the dynamic axes."""
+    from deploykit.core.tensors import mismatch
     from deploykit.runtimes.data.samples import random_feeds, read_samples
 
-    inputs, sizes = loaded.inputs, parity_sizes(loaded.inputs, loaded.limits)
+    inputs, sizes = source.loaded.inputs, parity_sizes(source.loaded.inputs, source.loaded.limits)
+    feeds: list[dict[str, np.ndarray]] = []
+    if source.example is not None:
+        example = dict(source.example)
+        if not any(mismatch(s, example[s.name].dtype.name, example[s.name].shape) for s in inputs):
+            feeds.append(example)  # else the batch is fixed at another size, or it takes bytes
     if samples is None:
-        return [random_feeds(inputs, each, seed) for seed, each in enumerate(sizes)]
+        return feeds + [random_feeds(inputs, each, seed) for seed, each in enumerate(sizes)]
     found = read_samples(samples, inputs)
     counts = [size] if size else [each[BATCH] for each in sizes if BATCH in each]
-    feeds = []
     for count in counts or [1]:
         first = next(found.batches(count))
         if len(next(iter(first.values()))) == count:
@@ -195,17 +210,38 @@ def _feeds(loaded: Loaded, samples: Path | None, size: int | None) -> list[dict[
     return feeds
 
 
-def _few(
-    feeds: Sequence[Mapping[str, np.ndarray]], inputs: tuple[TensorSpec, ...]
-) -> Mapping[str, np.ndarray]:
-    """Golden samples: the first few rows of the largest feeds, or all of a fixed batch."""
-    largest = max(feeds, key=lambda each: sum(array.nbytes for array in each.values()))
-    if not all(spec.batched for spec in inputs):
-        return largest
-    return {name: array[: golden.SAMPLES] for name, array in largest.items()}
+def _write(loaded: Loaded, tmp: Path, opset: int, exporter: str) -> Exported:
+    from deploykit.exporters import onnx as exporters
+
+    return exporters.export_module(
+        loaded.module,
+        loaded.inputs,
+        loaded.outputs,
+        tmp,
+        opset=opset,
+        exporter=exporter,
+        sizes={axis: low + 1 for axis, (low, _) in loaded.limits.items() if low > 1},
+    )
 
 
-def _compared(
+def _prove(
+    source: Source,
+    tmp: Path,
+    feeds: Sequence[Mapping[str, np.ndarray]],
+    max_error: float,
+    out_name: str,
+) -> tuple[Parity, GoldenSamples | None]:
+    """Compare the graph with the module, and record golden samples next to the graph."""
+    from deploykit.runtimes.engine import load
+    from deploykit.runtimes.torch.engine import TorchEngine
+
+    loaded, names = source.loaded, (source.name, out_name)
+    with TorchEngine(loaded, source.name, "cpu", None) as reference, load(tmp, "cpu") as exported:
+        parity = _compare(reference, exported, feeds, max_error, names, loaded.limits)
+        return parity, golden.record(reference, _few(feeds, loaded.inputs), tmp)
+
+
+def _compare(
     reference: Engine,
     exported: Engine,
     feeds: Sequence[Mapping[str, np.ndarray]],
@@ -219,7 +255,7 @@ def _compared(
     try:
         return compare_engines(reference, exported, feeds, max_error=max_error, names=names)
     except DeploykitError as exc:
-        axis = _baked(reference, exported, limits)
+        axis = _fixed_axis(reference, exported, limits)
         if axis is None:
             raise
         raise BadInput(
@@ -230,7 +266,7 @@ def _compared(
         ) from exc
 
 
-def _baked(reference: Engine, exported: Engine, limits: Limits) -> str | None:
+def _fixed_axis(reference: Engine, exported: Engine, limits: Limits) -> str | None:
     """The first dynamic axis along which the graph fails and the model does not."""
     from deploykit.measure.evaluate.parity import compare_engines
     from deploykit.runtimes.data.samples import random_feeds
@@ -250,20 +286,41 @@ def _baked(reference: Engine, exported: Engine, limits: Limits) -> str | None:
     return None
 
 
-def _batch_size(batch: str) -> int | None:
-    """None for "dynamic", else the fixed size."""
-    if batch == "dynamic":
-        return None
-    if not batch.isascii() or not batch.isdigit() or int(batch) < 1:
-        raise BadInput(f"--batch {batch}: 'dynamic' or a size of 1 or more is needed")
-    return int(batch)
+def _few(
+    feeds: Sequence[Mapping[str, np.ndarray]], inputs: tuple[TensorSpec, ...]
+) -> Mapping[str, np.ndarray]:
+    """Golden samples: the first few rows of the largest feeds, or all of a fixed batch."""
+    largest = max(feeds, key=lambda each: sum(array.nbytes for array in each.values()))
+    if not all(spec.batched for spec in inputs):
+        return largest
+    return {name: array[: golden.SAMPLES] for name, array in largest.items()}
 
 
-def _fixed(specs: tuple[TensorSpec, ...], size: int | None) -> tuple[TensorSpec, ...]:
-    """The specs with the batch axis fixed at `size`; as they are for None."""
-    if size is None:
-        return specs
-    return tuple(
-        replace(spec, shape=tuple(size if axis == BATCH else axis for axis in spec.shape))
-        for spec in specs
-    )
+def _preflight(graph: Graph, target: Profile | None) -> Sequence[Problem]:
+    if target is None:
+        return ()
+    from deploykit.quantization import preflight
+
+    return preflight.unsupported(graph, target)
+
+
+def _notes(
+    source: Source,
+    done: Exported,
+    recorded: GoldenSamples | None,
+    target: Profile | None,
+    problems: Sequence[Problem],
+) -> tuple[str, ...]:
+    notes = list(source.loaded.notes)
+    if source.loaded.ran_pickle:
+        notes.append(f"{source.name} ran code of its own while it was loaded (`allow_pickle`)")
+    if done.fallback:
+        notes.append(f"exported with torch's older {done.exporter} exporter: {done.fallback}")
+    if recorded is None:
+        notes.append("no golden samples recorded: inputs and outputs are too large")
+    notes += [
+        f"preflight for {target.name}: node '{each.node}' ({each.operator}): {each.why}"
+        for each in problems
+        if target
+    ]
+    return tuple(notes)

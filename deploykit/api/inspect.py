@@ -69,7 +69,7 @@ def _onnx(artefact: Artefact) -> _Content:
 
 
 def _torch(artefact: Artefact) -> _Content:
-    from deploykit.runtimes.torch.engine import look
+    from deploykit.runtimes.torch.open import look
 
     inputs, outputs, details = look(artefact.path)
     return inputs, outputs, {}, details, ("torch",)

@@ -41,7 +41,7 @@ def train(
     check_writable(out)
     chosen = load_recipe(recipe)
     from deploykit.measure.statistics import proportion
-    from deploykit.runtimes.torch import engine as runtime
+    from deploykit.runtimes.torch import open as runtime
     from deploykit.training import loop
 
     initial = runtime.load_weights(start) if start else None

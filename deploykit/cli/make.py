@@ -109,7 +109,7 @@ def export(
     with output.shown_on_failure(as_json, tables.made), Progress("export") as progress:
         result = exporting.export(
             model,
-            out,
+            out=out,
             arch=arch,
             inputs=inputs or (),
             batch=batch,

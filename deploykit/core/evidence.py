@@ -270,11 +270,16 @@ class TrainingRecord(Record):
 
 @dataclass(frozen=True)
 class SourceRecord(Record):
-    """The file that was exported. `ran_pickle`: loading it ran code that was in the file."""
+    """What was exported. `ran_pickle`: loading it ran code that was in the file.
+
+    `model_class`: of a live module, whose `sha256` is that of its weights, or of a Hugging Face
+    folder; with several files of weights, the hash of their hashes.
+    """
 
     kind: str
     sha256: str
     ran_pickle: bool
+    model_class: str | None = None
     arch: str | None = None
     arch_sha256: str | None = None
     notes: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ EXTRAS: Mapping[str, str] = {
     "torch": "export",
     "onnxscript": "export",
     "safetensors": "export",
+    "transformers": "huggingface",
     "sklearn": "train",
     "PIL": "images",
     "opentelemetry": "trace",

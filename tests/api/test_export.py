@@ -64,10 +64,10 @@ SPEC = "image:float32[N,3,8,8]"
 def test_the_graph_takes_bytes_and_normalises_them_as_imagenet_says(
     weights: Path, arch: str, tmp_path: Path
 ) -> None:
-    plain = dk.export(weights, tmp_path / "plain.onnx", arch=f"{arch}:Net", inputs=[SPEC])
+    plain = dk.export(weights, out=tmp_path / "plain.onnx", arch=f"{arch}:Net", inputs=[SPEC])
     made = dk.export(
         weights,
-        tmp_path / "bytes.onnx",
+        out=tmp_path / "bytes.onnx",
         arch=f"{arch}:Net",
         inputs=[SPEC],
         preprocess="imagenet",
@@ -89,7 +89,7 @@ def test_the_graph_takes_bytes_and_normalises_them_as_imagenet_says(
 def test_an_export_records_samples_and_compare_replays_them(
     weights: Path, arch: str, tmp_path: Path
 ) -> None:
-    made = dk.export(weights, tmp_path / "m.onnx", arch=f"{arch}:Net", inputs=[SPEC])
+    made = dk.export(weights, out=tmp_path / "m.onnx", arch=f"{arch}:Net", inputs=[SPEC])
     samples = golden.beside(made.path)
     assert samples.is_file()
     replayed = dk.compare(made.path)
@@ -115,7 +115,7 @@ def test_an_export_records_samples_and_compare_replays_them(
 def test_golden_samples_outside_the_folder_are_refused(
     weights: Path, arch: str, tmp_path: Path, name: str
 ) -> None:
-    made = dk.export(weights, tmp_path / "m.onnx", arch=f"{arch}:Net", inputs=[SPEC])
+    made = dk.export(weights, out=tmp_path / "m.onnx", arch=f"{arch}:Net", inputs=[SPEC])
     document = json.loads(manifest_path(made.path).read_text())
     document["evidence"]["golden"]["file"] = name
     manifest_path(made.path).write_text(json.dumps(document))
@@ -126,7 +126,7 @@ def test_golden_samples_outside_the_folder_are_refused(
 def test_what_is_made_from_an_export_carries_its_samples(
     weights: Path, arch: str, tmp_path: Path
 ) -> None:
-    made = dk.export(weights, tmp_path / "m.onnx", arch=f"{arch}:Net", inputs=[SPEC])
+    made = dk.export(weights, out=tmp_path / "m.onnx", arch=f"{arch}:Net", inputs=[SPEC])
     half = dk.quantize(made.path, "fp16", tmp_path / "h.onnx")
     built = dk.build(half.path, "cpu", out=tmp_path / "b.onnx")
     bounds = [dk.inspect(item.path).manifest.evidence.golden.max_error for item in (made, half)]
@@ -148,7 +148,9 @@ def test_real_samples_are_compared_and_recorded(weights: Path, arch: str, tmp_pa
     data = tmp_path / "d.npz"
     images = np.random.default_rng(0).random((40, 3, 8, 8), dtype=np.float32)
     np.savez(data, image=images)
-    made = dk.export(weights, tmp_path / "m.onnx", arch=f"{arch}:Net", inputs=[SPEC], samples=data)
+    made = dk.export(
+        weights, out=tmp_path / "m.onnx", arch=f"{arch}:Net", inputs=[SPEC], samples=data
+    )
     with np.load(golden.beside(made.path)) as arrays:
         np.testing.assert_array_equal(arrays["inputs/image"], images[: golden.SAMPLES])
 
@@ -157,7 +159,7 @@ def test_the_manifest_says_what_was_loaded_and_how_it_was_exported(
     weights: Path, arch: str, tmp_path: Path
 ) -> None:
     made = dk.export(
-        weights, tmp_path / "m.onnx", arch=f"{arch}:Net", inputs=[SPEC], profile="h200"
+        weights, out=tmp_path / "m.onnx", arch=f"{arch}:Net", inputs=[SPEC], profile="h200"
     )
     manifest = read_manifest(made.path)
     assert manifest is not None
@@ -173,7 +175,7 @@ def test_the_manifest_says_what_was_loaded_and_how_it_was_exported(
 def test_a_jetson_gets_an_older_opset(weights: Path, arch: str, tmp_path: Path) -> None:
     made = dk.export(
         weights,
-        tmp_path / "m.onnx",
+        out=tmp_path / "m.onnx",
         arch=f"{arch}:Net",
         inputs=[SPEC],
         profile="jetson-orin-nano-8gb",
@@ -189,7 +191,7 @@ def test_a_size_that_the_model_reads_as_a_number_is_named_with_its_axis(
         with pytest.raises(dk.BadInput, match=r"axis.*N|N.*axis"):
             dk.export(
                 weights,
-                tmp_path / "m.onnx",
+                out=tmp_path / "m.onnx",
                 arch=f"{arch}:Fixed",
                 inputs=[SPEC],
                 exporter=exporter,
@@ -198,14 +200,16 @@ def test_a_size_that_the_model_reads_as_a_number_is_named_with_its_axis(
 
 
 def test_a_fixed_batch_is_what_was_asked(weights: Path, arch: str, tmp_path: Path) -> None:
-    made = dk.export(weights, tmp_path / "m.onnx", arch=f"{arch}:Fixed", inputs=[SPEC], batch="4")
+    made = dk.export(
+        weights, out=tmp_path / "m.onnx", arch=f"{arch}:Fixed", inputs=[SPEC], batch="4"
+    )
     assert made.manifest.inputs[0].shape[0] == 4
 
 
 def test_the_output_may_not_be_the_input(weights: Path, arch: str) -> None:
     before = weights.read_bytes()
     with pytest.raises(dk.BadInput, match="the model itself"):
-        dk.export(weights, weights, arch=f"{arch}:Net", inputs=[SPEC])
+        dk.export(weights, out=weights, arch=f"{arch}:Net", inputs=[SPEC])
     assert weights.read_bytes() == before
 
 
@@ -228,5 +232,5 @@ def test_the_users_own_file_is_in_the_manifest_by_its_hash(
 ) -> None:
     from deploykit.core.files import sha256
 
-    made = dk.export(weights, tmp_path / "m.onnx", arch=f"{arch}:Net", inputs=[SPEC])
+    made = dk.export(weights, out=tmp_path / "m.onnx", arch=f"{arch}:Net", inputs=[SPEC])
     assert made.manifest.evidence.source.arch_sha256 == sha256(Path(arch))

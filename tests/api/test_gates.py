@@ -40,7 +40,7 @@ def test_an_export_that_differs_is_kept_beside_its_place(tmp_path: Path) -> None
     pytest.importorskip("torch")
     pytest.importorskip("onnxscript")
     from deploykit.core.recipe import load_recipe
-    from deploykit.runtimes.torch.engine import save_checkpoint
+    from deploykit.runtimes.torch.open import save_checkpoint
 
     recipe = load_recipe("mnist-cnn")
     path = tmp_path / "m.pt"

@@ -16,7 +16,7 @@ from deploykit.core.errors import BadInput  # noqa: E402
 from deploykit.core.tensors import parse_spec  # noqa: E402
 from deploykit.exporters.onnx import export_module  # noqa: E402
 from deploykit.runtimes.engine import load  # noqa: E402
-from deploykit.runtimes.torch.engine import save_checkpoint  # noqa: E402
+from deploykit.runtimes.torch.open import save_checkpoint  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -104,7 +104,7 @@ def test_a_fixed_batch_is_fixed(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("batch", ["0", "-1", "two", ""])
 def test_a_batch_that_is_no_size_is_refused(checkpoint: Path, batch: str) -> None:
-    with pytest.raises(BadInput, match="--batch"):
+    with pytest.raises(BadInput, match="`batch`"):
         export(checkpoint, arch=f"{checkpoint.parent}/arch.py:Small", batch=batch)
 
 

@@ -14,14 +14,13 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from deploykit.core.errors import BadInput, Unsupported  # noqa: E402
 from deploykit.core.tensors import TensorSpec, parse_spec  # noqa: E402
 from deploykit.runtimes.cuda.errors import OutOfMemory  # noqa: E402
-from deploykit.runtimes.torch.engine import (  # noqa: E402
-    TorchEngine,
+from deploykit.runtimes.torch.engine import TorchEngine, open_engine  # noqa: E402
+from deploykit.runtimes.torch.files import users_code  # noqa: E402
+from deploykit.runtimes.torch.open import (  # noqa: E402
     load_module,
     load_weights,
-    open_engine,
     save_checkpoint,
 )
-from deploykit.runtimes.torch.files import users_code  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -70,16 +69,17 @@ def test_a_checkpoint_of_somebody_elses_recipe_asks_for_the_architecture(tmp_pat
         save_checkpoint(tmp_path / "m.pt", torch.nn.Linear(4, 2), name, [INPUT], [INPUT])
         with pytest.raises(BadInput, match="does not come with deploykit") as caught:
             load_module(tmp_path / "m.pt")
-        assert "--arch" in str(caught.value.hint)
+        assert "`arch`" in str(caught.value.hint)
 
 
 def test_a_bare_state_dict_needs_arch_and_inputs(weights: Path, arch: Path) -> None:
-    with pytest.raises(BadInput, match="bare state_dict") as caught:
+    with pytest.raises(BadInput, match="what the model is or what its inputs are") as caught:
         load_module(weights)
-    assert "--arch" in str(caught.value.hint)
-    with pytest.raises(BadInput, match="what the model's inputs are") as caught:
+    assert "`arch`" in str(caught.value.hint)
+    assert "`inputs`" in str(caught.value.hint)
+    with pytest.raises(BadInput, match="what its inputs are") as caught:
         load_module(weights, arch=f"{arch}:Two")
-    assert "--input" in str(caught.value.hint)
+    assert "`inputs`" in str(caught.value.hint)
     loaded = load_module(weights, arch=f"{arch}:Two", inputs=[INPUT])
     assert loaded.outputs == (TensorSpec("output", "float32", ("N", 2)),)
 
@@ -137,7 +137,7 @@ def test_a_checkpoint_says_its_inputs_itself(tmp_path: Path, arch: Path) -> None
 
 
 def test_weights_alone_are_no_engine(weights: Path) -> None:
-    with pytest.raises(BadInput, match="bare state_dict") as caught:
+    with pytest.raises(BadInput, match="contains weights only") as caught:
         open_engine(weights)
     assert "export" in str(caught.value.hint)
 
@@ -205,7 +205,7 @@ def test_the_engine_takes_arrays_that_may_not_be_written_to(weights: Path, arch:
 
 
 def test_a_look_counts_tensors_and_runs_no_code(tmp_path: Path) -> None:
-    from deploykit.runtimes.torch.engine import look
+    from deploykit.runtimes.torch.open import look
 
     weights, whole = tmp_path / "w.pt", tmp_path / "s.pt"
     torch.save(torch.nn.Linear(4, 2).state_dict(), weights)

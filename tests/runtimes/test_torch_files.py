@@ -22,8 +22,8 @@ safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is no
 from deploykit.core.artefact import sniff, torch_kind  # noqa: E402
 from deploykit.core.errors import BadInput, NotFound  # noqa: E402
 from deploykit.core.tensors import TensorSpec, parse_spec  # noqa: E402
-from deploykit.runtimes.torch.engine import load_module, load_weights  # noqa: E402
 from deploykit.runtimes.torch.files import read  # noqa: E402
+from deploykit.runtimes.torch.open import load_module, load_weights  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -127,7 +127,7 @@ def test_whole_models_are_refused_without_permission(
     SAVERS[kind](linear, tmp_path / "m.pt")
     with pytest.raises(BadInput, match=r"m\.pt: .*run .*so it was not loaded") as caught:
         load_module(tmp_path / "m.pt", inputs=[INPUT])
-    assert "--allow-pickle" in str(caught.value.hint)
+    assert "`allow_pickle`" in str(caught.value.hint)
 
 
 def bombs(marker: Path) -> dict[str, Callable[[Path], object]]:
@@ -165,7 +165,7 @@ def test_nothing_in_a_file_runs_without_permission(tmp_path: Path, kind: str) ->
     for call in (load_module, load_weights):
         with pytest.raises(BadInput, match=r"evil\.pt: .*so it was not loaded") as caught:
             call(tmp_path / "evil.pt")
-        assert "--allow-pickle" in str(caught.value.hint)
+        assert "`allow_pickle`" in str(caught.value.hint)
     assert not marker.exists()
 
 
@@ -207,7 +207,7 @@ def test_permission_is_not_used_where_it_is_not_needed(
 
 def test_arch_beside_a_whole_model_is_refused(tmp_path: Path, linear: torch.nn.Module) -> None:
     torch.save(linear, tmp_path / "m.pt")
-    with pytest.raises(BadInput, match="whole model, so --arch a:b"):
+    with pytest.raises(BadInput, match="whole model, so `arch` a:b"):
         load_module(tmp_path / "m.pt", arch="a:b", inputs=[INPUT], allow_pickle=True)
 
 

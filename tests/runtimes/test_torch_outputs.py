@@ -16,7 +16,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from deploykit.core.errors import BadInput  # noqa: E402
 from deploykit.core.tensors import parse_spec  # noqa: E402
 from deploykit.runtimes.torch.describe import describe  # noqa: E402
-from deploykit.runtimes.torch.engine import Loaded, load_module  # noqa: E402
+from deploykit.runtimes.torch.loaded import Loaded  # noqa: E402
+from deploykit.runtimes.torch.open import load_module  # noqa: E402
 from deploykit.runtimes.torch.outputs import adapted, binding, flatten, output_names  # noqa: E402
 
 pytestmark = pytest.mark.torch

@@ -16,7 +16,9 @@ from torch.export import Dim  # noqa: E402
 
 from deploykit.core.errors import BadInput  # noqa: E402
 from deploykit.core.tensors import parse_spec  # noqa: E402
-from deploykit.runtimes.torch.engine import Loaded, TorchEngine, load_module  # noqa: E402
+from deploykit.runtimes.torch.engine import TorchEngine  # noqa: E402
+from deploykit.runtimes.torch.loaded import Loaded  # noqa: E402
+from deploykit.runtimes.torch.open import load_module  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -110,8 +112,8 @@ def test_the_user_may_rename_and_fix_a_programs_axes(busy: Path) -> None:
         (("x:float64[N,4]", "i:int64[N,T]", "m:bool[N,T]"), "does not take x:float64"),
         (("x:float32[N,D]", "i:int64[N,T]", "m:bool[N,T]"), r"axis 1 of input x:float32\[N,D\]"),
         (("x:float32[N,4]", "i:int64[B,T]", "m:bool[N,T]"), r"axis 0 of input i:int64\[B,T\]"),
-        (("x:float32[99,4]", "i:int64[99,T]", "m:bool[99,T]"), "of 99 .* takes 1 to 64"),
-        (("x:float32[N,4]", "i:int64[N,3]", "m:bool[N,3]"), "of 3 .* takes 4 to any"),
+        (("x:float32[99,4]", "i:int64[99,T]", "m:bool[99,T]"), "size 99, .* takes 1 to 64"),
+        (("x:float32[N,4]", "i:int64[N,3]", "m:bool[N,3]"), "size 3, .* takes 4 to any"),
     ],
     ids=["number", "dtype", "static", "apart", "above", "below"],
 )
@@ -173,8 +175,8 @@ def test_torchscript_keeps_its_control_flow(script: tuple[Path, Looping]) -> Non
         torch.testing.assert_close(found.module(x, ids)[0], script[1](x, ids)[0])
 
 
-def test_torchscript_needs_its_inputs_said(script: tuple[Path, Looping]) -> None:
-    with pytest.raises(BadInput, match="does not say what the model's inputs are"):
+def test_torchscript_needs_its_inputs(script: tuple[Path, Looping]) -> None:
+    with pytest.raises(BadInput, match="does not say what its inputs are"):
         opened(script[0])
 
 

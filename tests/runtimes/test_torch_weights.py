@@ -40,7 +40,7 @@ def arch(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["Two", "ready"])
 def test_a_callable_or_a_ready_module_is_the_architecture(arch: Path, name: str) -> None:
-    assert isinstance(build(f"{arch}:{name}"), torch.nn.Linear)
+    assert isinstance(build(f"{arch}:{name}")[0], torch.nn.Linear)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_torchvision_made_for_another_torch_is_imported_all_the_same() -> None
         pytest.skip("torchvision is not installed")
     code = (
         "from deploykit.runtimes.torch.weights import build\n"
-        "print(type(build('torchvision.models:squeezenet1_1')).__name__)"
+        "print(type(build('torchvision.models:squeezenet1_1')[0]).__name__)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ran.stdout.strip() == "SqueezeNet", ran.stderr

@@ -1,8 +1,8 @@
 """Find what a module's outputs are by running it: their names, dtypes and dynamic axes.
 
-In: an `Adapter` and the inputs' specs. Out: the outputs' specs. The module runs on zeros at one set
-of sizes, then again with one dynamic axis larger: an output axis that follows one input axis gets
-that axis's name; one that moves in any other way gets a name of its own.
+The module runs on zeros at one set of sizes, then again with one dynamic axis larger: an output's
+axis that follows one input axis gets that axis's name; one that changes in any other way gets a
+name of its own.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _SEQUENCE_SIZES = (_SMALL, 32, 64, 224, 1024)
 _IMAGE_SIZES = (64, 224, _SMALL)
 
 
-class _NotTaken(BadInput):
-    """The module raised an exception at these sizes; others may do."""
+class _Failed(BadInput):
+    """The module raised an exception at these sizes; others may work."""
 
 
 def describe(
@@ -66,14 +66,14 @@ def describe(
 def _first_that_runs(
     where: str, adapter: Adapter, inputs: Sequence[TensorSpec]
 ) -> tuple[dict[str, int], int, Leaves]:
-    """Sizes and a value of whole numbers at which the module runs; else the first failure."""
-    whole = any("float" not in spec.dtype for spec in inputs)
+    """Sizes and a value for integers at which the module runs; else the first failure."""
+    integers = any("float" not in spec.dtype for spec in inputs)
     failure: BadInput | None = None
     for sizes in _size_choices(inputs):
-        for fill in (0, 1) if whole else (0,):  # a length of 0 is refused, an id of 0 is not
+        for fill in (0, 1) if integers else (0,):  # a length of 0 is refused, an id of 0 is not
             try:
                 return sizes, fill, _run(where, adapter, inputs, sizes, fill)
-            except _NotTaken as exc:
+            except _Failed as exc:
                 failure = failure or exc
     raise failure or BadInput(f"{where}: no size to try")
 
@@ -116,13 +116,13 @@ def _larger(
             break
         try:
             found.append((larger, _run(where, adapter, inputs, {**sizes, axis: larger}, fill)))
-        except _NotTaken as exc:
+        except _Failed as exc:
             failure = failure or exc
     if not found:
         raise BadInput(
             f"{where}: axis {axis} is not dynamic in this model, which takes a size of {size}: "
             f"{failure}",
-            hint=f"give axis {axis} a fixed size in --input, or change the model",
+            hint=f"give axis {axis} a fixed size in `inputs`, or change the model",
         )
     return found
 
@@ -137,14 +137,14 @@ def _run(
         raise
     except Exception as exc:  # the user's module may raise anything
         tried = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-        raise _NotTaken(
+        raise _Failed(
             f"{where}: the model does not take {', '.join(map(str, inputs))}"
             f"{f' (tried {tried})' if tried else ''}: {type(exc).__name__}: {first_line(exc)}"
         ) from exc
 
 
 def _feeds(inputs: Sequence[TensorSpec], sizes: Mapping[str, int], fill: int) -> list[Any]:
-    """Zeros for real numbers, `fill` for whole ones and truth values."""
+    """Zeros for floats, `fill` for integers and booleans."""
     return [
         torch.full(
             concrete(spec, sizes),

@@ -1,6 +1,5 @@
 """Read a PyTorch file of any kind, without running code in it unless that is allowed.
 
-In: a path. Out: `Content`: what kind of file it is, what it holds, and whether its code could run.
 Weights are read by torch's restricted unpickler, which knows tensors and plain values only; `.pt2`,
 TorchScript and everything else that a pickle can hold is opened when `allow_pickle` says so.
 """
@@ -14,7 +13,7 @@ import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,33 +24,51 @@ from deploykit.runtimes.cuda.errors import OutOfMemory
 
 torch = require("torch")
 
-# where training scripts put the weights beside epoch, optimizer and so on; the first found is taken
+# where training scripts put the weights next to epoch, optimizer and so on; the first is taken
 _WEIGHT_KEYS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
+_PICKLE_AND_INPUTS = "`allow_pickle`, and `inputs` for each input, as 'x:float32[N,3,224,224]'"
 _REFUSED = re.compile(r"GLOBAL (\S+)")  # in torch's message: the object that the pickle asks for
-_TALKATIVE = (  # they log a traceback for a damaged .pt2 before they raise it
+_VERBOSE = (  # they log a traceback for a damaged .pt2 before they raise it
     "torch.export",
     "torch.export.pt2_archive._package",
     "torch._export.serde.serialize",
 )
 
 
+# Lightning keeps hyper_parameters in an AttributeDict: read as a dict, without Lightning
+_LIGHTNING_DICTS = [
+    (dict, f"{package}.AttributeDict")
+    for package in (
+        "lightning.fabric.utilities.data",
+        "lightning.pytorch.utilities.parsing",
+        "lightning_fabric.utilities.data",
+        "pytorch_lightning.utilities.parsing",
+    )
+]
+
+
 @dataclass(frozen=True)
 class Content:
     """What a file holds.
 
-    `source` is "checkpoint" (`value`: its dict), "state_dict" or "safetensors" (tensors by name),
-    "torch.export" (an ExportedProgram), "TorchScript" or "pickle" (a module). `notes`: what was
-    picked out of the file or done to it, one sentence each.
+    `source` is "checkpoint" (`value`: its dict), "state_dict", "safetensors" or "Lightning"
+    (tensors by name), "torch.export" (an ExportedProgram), "TorchScript" or "pickle" (a module).
+    `notes`: what was picked out of the file or done to it, one sentence each. `arguments`: the
+    hyper_parameters that Lightning saved.
     """
 
     source: str
     value: Any
     ran_pickle: bool
     notes: tuple[str, ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read(path: Path, *, allow_pickle: bool) -> Content:
-    """Open `path` by its content. Raises NotFound, BadInput; MissingExtra for `.safetensors`."""
+def read(path: Path, *, allow_pickle: bool, described: bool = True) -> Content:
+    """Open `path` by its content. Raises NotFound, BadInput; MissingExtra for `.safetensors`.
+
+    `described`: whether the inputs are known; else a refusal asks for them too.
+    """
     kind = sniff(path)
     if kind == "safetensors":
         from deploykit.runtimes.torch import safetensors
@@ -61,15 +78,16 @@ def read(path: Path, *, allow_pickle: bool) -> Content:
         raise BadInput(f"{path}: is a file for {kind}, a PyTorch file is needed")
     form = torch_kind(path)
     if form == "pickle":
-        return _sorted_out(path, *_unpickled(path, allow_pickle=allow_pickle))
+        return _classify(path, *_unpickle(path, allow_pickle=allow_pickle))
     if not allow_pickle:
+        needed = "`allow_pickle`" if described or form == "torch.export" else _PICKLE_AND_INPUTS
         raise BadInput(
             f"{path}: is a {form} file, and loading it may run code stored in it, so it was not "
             "loaded",
-            hint="if you trust whoever made the file: --allow-pickle; else ask for the weights "
-            "alone and name what builds the model: --arch pkg.mod:callable",
+            hint=f"if you trust whoever made the file: {needed}; else ask for the weights "
+            "alone and name what builds the model with `arch`",
         )
-    with users_code(f"{path}: cannot be loaded as {form}"), _quiet():
+    with users_code(f"{path}: cannot be loaded as {form}"), quiet(*_VERBOSE):
         if form == "torch.export":
             with path.open("rb") as handle:  # by its path, it insists on a name ending in .pt2
                 value = torch.export.load(handle)
@@ -82,7 +100,7 @@ def read(path: Path, *, allow_pickle: bool) -> Content:
 def users_code(where: object) -> Iterator[None]:
     """Any exception of the user's own code becomes a BadInput that begins with `where`.
 
-    A GPU without room for it is OutOfMemory: there the code is not at fault.
+    A GPU without enough memory is OutOfMemory: there the code is not at fault.
     """
     try:
         yield
@@ -95,9 +113,9 @@ def users_code(where: object) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch's remarks on its own formats, their age and their future, off the terminal."""
-    loggers = [logging.getLogger(name) for name in _TALKATIVE]
+def quiet(*names: str) -> Iterator[None]:
+    """Keep warnings, and what these loggers say below an error, off the terminal."""
+    loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
@@ -123,10 +141,14 @@ def is_state_dict(content: Any) -> bool:
     )
 
 
-def _sorted_out(path: Path, value: Any, ran_pickle: bool) -> Content:
+def _classify(path: Path, value: Any, ran_pickle: bool) -> Content:
     """Tell a checkpoint, weights and a module apart; look one level down for the last two."""
     if isinstance(value, Mapping) and "deploykit_checkpoint" in value:
         return Content("checkpoint", value, ran_pickle)
+    if _is_lightning(value):
+        arguments = value.get("hyper_parameters")
+        arguments = dict(arguments) if isinstance(arguments, Mapping) else {}
+        return Content("Lightning", value["state_dict"], ran_pickle, arguments=arguments)
     found, notes = value, []
     if isinstance(value, Mapping) and not is_state_dict(value):
         for key in _WEIGHT_KEYS:
@@ -145,11 +167,19 @@ def _sorted_out(path: Path, value: Any, ran_pickle: bool) -> Content:
     )
 
 
-def _unpickled(path: Path, *, allow_pickle: bool) -> tuple[Any, bool]:
+def _is_lightning(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and is_state_dict(value.get("state_dict"))
+        and ("hyper_parameters" in value or "pytorch-lightning_version" in value)
+    )
+
+
+def _unpickle(path: Path, *, allow_pickle: bool) -> tuple[Any, bool]:
     """What the pickle at `path` holds, and whether it was allowed to run code for that."""
     mmap = zipfile.is_zipfile(path)  # weights are then copied into the module straight from disk
     try:
-        with _quiet():
+        with quiet(*_VERBOSE), torch.serialization.safe_globals(_LIGHTNING_DICTS):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap), False
     except pickle.UnpicklingError as exc:
         refusal = exc
@@ -162,16 +192,16 @@ def _unpickled(path: Path, *, allow_pickle: bool) -> tuple[Any, bool]:
             f"{path}: loading it would run Python code stored in the file{what}, so it was not "
             "loaded",
             hint="save the weights alone: torch.save(model.state_dict(), path); or, if you trust "
-            "whoever made the file: --allow-pickle",
+            "whoever made the file: `allow_pickle`",
         ) from refusal
     try:
-        with _quiet():
+        with quiet(*_VERBOSE):
             return torch.load(path, map_location="cpu", weights_only=False, mmap=mmap), True
     except (ImportError, AttributeError) as exc:  # a pickle holds the names of classes, not classes
         raise BadInput(
             f"{path}: cannot be unpickled: {_reason(exc)}",
             hint="it needs the code that it was saved with: put that on PYTHONPATH, or save the "
-            "weights alone and use --arch",
+            "weights alone and use `arch`",
         ) from exc
     except Exception as exc:  # code of the file may raise anything
         raise _damaged(path, exc) from exc

@@ -1,8 +1,8 @@
-"""What a module answers, as a flat list of tensors with names.
+"""Flatten what a module returns into a list of named tensors.
 
-In: whatever a `forward` returns: a tensor, or tuples, lists, dicts, named tuples and dataclasses of
-them, one inside the other. Out: the tensors in order with a name each; None is left out. `Adapter`
-makes of any module one that takes its inputs by position and returns such a tuple.
+A `forward` may return a tensor, or nested tuples, lists, dicts, named tuples and dataclasses of
+tensors; None is left out. `Adapter` wraps any module as one that takes its inputs by position and
+returns a flat tuple.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def flatten(value: Any, place: Place = ()) -> list[tuple[Place, Any]]:
 
 
 def _items(value: Any) -> list[tuple[Any, Any]] | None:
-    """What `value` holds, by key, field or position; None if it is nothing of that kind."""
+    """The items of `value` by key, field or position; None if it is no container."""
     if isinstance(value, Mapping):  # also the output classes of transformers, without their Nones
         return list(value.items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -85,7 +85,7 @@ class Adapter(torch.nn.Module):  # type: ignore[misc, name-defined] # torch is i
         self.training = False
 
     def train(self, mode: bool = True) -> Adapter:
-        """Nothing: `module` was put into eval mode, and some modules cannot be asked again."""
+        """Nothing: `module` is in eval mode already, and some modules refuse a second call."""
         del mode
         return self
 
@@ -117,7 +117,7 @@ def binding(module: Any, names: Sequence[str]) -> tuple[Binding, tuple[str, ...]
 
     By keyword if `forward` has a parameter of each name, else by position.
     """
-    parameters = _parameter_names(module)
+    parameters = parameter_names(module)
     known = [name for name in names if name in parameters]
     if names and len(known) == len(names):
         keywords = tuple(names)
@@ -126,7 +126,7 @@ def binding(module: Any, names: Sequence[str]) -> tuple[Binding, tuple[str, ...]
     return (lambda inputs: (inputs, {})), (note,) if known else ()
 
 
-def _parameter_names(module: Any) -> list[str]:
+def parameter_names(module: Any) -> list[str]:
     """The parameters of `forward` that can be given by keyword; none if it does not say."""
     schema = getattr(module.forward, "schema", None)
     if schema is not None:  # TorchScript has no Python signature

@@ -1,7 +1,6 @@
 """What a torch.export file (`.pt2`) says of itself: it holds its inputs, ranges and outputs.
 
-In: an ExportedProgram, and the inputs that the user named, if any. Out: a module and its specs. The
-program is not run: each output's shape is written in it, in the symbols of the inputs' axes.
+The program is not run: each output's shape is written in it, in the symbols of the inputs' axes.
 """
 
 from __future__ import annotations
@@ -94,15 +93,15 @@ def _inputs(
         own.append(make_spec(name, _dtype(tensor), shape))
     if not wanted:
         return own, axes
-    said = f"the file's own are {', '.join(map(str, own)) or 'none'}"
+    hint = f"the file's own are {', '.join(map(str, own)) or 'none'}"
     if [(len(s.shape), s.dtype) for s in wanted] != [(len(s.shape), s.dtype) for s in own]:
-        raise BadInput(f"{where}: does not take {', '.join(map(str, wanted))}", hint=said)
+        raise BadInput(f"{where}: does not take {', '.join(map(str, wanted))}", hint=hint)
     named: dict[Any, int | str] = {}
     for spec, tensor in zip(wanted, tensors, strict=True):
         for at, (axis, size) in enumerate(zip(spec.shape, tensor.shape, strict=True)):
             fixed = isinstance(size, int)
             if axis != (size if fixed else named.setdefault(size.node.expr, axis)):
-                raise BadInput(f"{where}: axis {at} of input {spec} differs", hint=said)
+                raise BadInput(f"{where}: axis {at} of input {spec} differs", hint=hint)
     return list(wanted), named
 
 
@@ -126,7 +125,7 @@ def _limits(where: str, program: Any, axes: Mapping[Any, int | str]) -> Limits:
         high = int(span.upper) if span.upper.is_Integer else None
         if isinstance(axis, int) and not low <= axis <= (high or axis):
             raise BadInput(
-                f"{where}: an axis of {axis} was asked for, the file takes {low} to {high or 'any'}"
+                f"{where}: an axis has size {axis}, but the file takes {low} to {high or 'any'}"
             )
         if isinstance(axis, str):
             limits[axis] = (low, high)

@@ -1,7 +1,7 @@
 """Build the user's architecture and put a file's weights into it.
 
-In: `pkg.mod:callable` and tensors by name. Out: the filled module, and notes on everything that was
-not a plain copy. Weights that do not fit are named: missing, unexpected, of another shape or kind.
+Everything that is not a plain copy is noted. Weights that do not fit are named: missing,
+unexpected, of another shape or kind.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,53 +34,60 @@ _TORCHVISION_OPERATORS = (
 _T = TypeVar("_T")
 
 
-def build(arch: str) -> Any:
+def build(arch: str, arguments: Mapping[str, Any] | None = None) -> tuple[Any, tuple[str, ...]]:
     """The module on the CPU that `arch`, `pkg.mod:callable` or `./file.py:callable`, builds.
 
-    It is called without arguments. Raises BadInput, NotFound, MissingExtra.
+    It is called with those `arguments` that it names, otherwise without any; a note lists them.
+    Raises BadInput, NotFound, MissingExtra.
     """
-    found = with_torchvision(lambda: import_object(arch))
+    found: Any = with_torchvision(lambda: import_object(arch))
+    given: dict[str, Any] = {}
     if not isinstance(found, torch.nn.Module):
-        found = _called(arch, found)
+        given = _arguments(arch, found, arguments or {})
+        with users_code(f"`arch` {arch}"):
+            found = with_torchvision(partial(found, **given))
     if not isinstance(found, torch.nn.Module):
-        raise BadInput(f"--arch {arch}: returned a {type(found).__name__}, not a torch.nn.Module")
-    return found.cpu()
+        raise BadInput(f"`arch` {arch}: returned a {type(found).__name__}, not a torch.nn.Module")
+    note = "built with the file's hyper_parameters: "
+    notes = (note + ", ".join(f"{k}={v!r}" for k, v in given.items()),) if given else ()
+    return found.cpu(), notes
 
 
-def _called(arch: str, found: Any) -> Any:
-    if not callable(found):
-        raise BadInput(f"--arch {arch}: is a {type(found).__name__}, a callable is needed")
-    needed = _needed_arguments(found)
-    if needed:
-        raise BadInput(
-            f"--arch {arch}: needs the arguments {', '.join(needed)}",
-            hint="write a function without arguments and name that: "
-            f"def build(): return {arch.rpartition(':')[2]}(...)  ->  --arch ./file.py:build",
-        )
-    with users_code(f"--arch {arch}"):
-        return with_torchvision(found)
-
-
-def _needed_arguments(function: Callable[..., Any]) -> list[str]:
+def _arguments(arch: str, function: Any, offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `offered` that `function` takes. Raises BadInput where it needs others."""
+    if not callable(function):
+        raise BadInput(f"`arch` {arch}: is a {type(function).__name__}, a callable is needed")
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # written in C
-        return []
+        return {}
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    given = {p.name: offered[p.name] for p in parameters if p.kind in named and p.name in offered}
     open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in open_ended]
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in open_ended]
+    lacking = [name for name in needed if name not in given]
+    if lacking:
+        raise BadInput(
+            f"`arch` {arch}: needs the arguments {', '.join(lacking)}",
+            hint="write a function without arguments and name that: "
+            f"def build(): return {arch.rpartition(':')[2]}(...)  ->  `arch` ./file.py:build",
+        )
+    return given
 
 
 def with_torchvision(run: Callable[[], _T]) -> _T:
     """`run()`, once more if it imported a torchvision that was built for another torch.
 
-    Such a one (its wheel beside a CPU build of torch) stops at its first operator, though its
-    networks need none of them; with the operators declared it imports. A torchvision that matches
-    never comes here.
+    Such a torchvision (its usual wheel next to a CPU build of torch) fails at its first operator,
+    though its networks need none of them; with the operators declared it imports.
     """
     try:
         return run()
     except Exception as exc:  # only looked at: what it is not for goes on
-        if "operator torchvision::" not in str(exc):
+        cause: BaseException | None = exc  # transformers wraps it
+        while cause is not None and "operator torchvision::" not in str(cause):
+            cause = cause.__cause__
+        if cause is None:
             raise
         _declare_torchvision_operators()
         return run()
@@ -94,10 +101,17 @@ def _declare_torchvision_operators() -> Any:
     return library
 
 
-def fill(where: Path, module: Any, weights: Mapping[str, Any]) -> tuple[str, ...]:
-    """Copy `weights` into `module`; returns notes. Raises BadInput when they do not fit."""
-    weights, notes = _without_prefix(module, weights)
+def fill(where: Path, module: Any, weights: Mapping[str, Any], source: str = "") -> tuple[str, ...]:
+    """Copy `weights` into `module`; returns notes. Raises BadInput when they do not fit.
+
+    `source`: a "Lightning" checkpoint may hold more than the model, as a loss with weights.
+    """
     own = module.state_dict()
+    notes: list[str] = []
+    if source == "Lightning":
+        weights, notes = _of_attribute(own, weights)
+    weights, removed = _without_prefix(module, weights)
+    notes += removed
     _check_kinds(where, own, weights)
     try:
         missing, unexpected = module.load_state_dict(weights, strict=False)
@@ -105,7 +119,7 @@ def fill(where: Path, module: Any, weights: Mapping[str, Any]) -> tuple[str, ...
         raise _misfit(where, _differences(own, weights) or [_second_line(exc)]) from exc
     tied = _tied(module, missing)
     if tied:
-        notes.append(f"not in the file, as they share another's weights: {_listed(tied)}")
+        notes.append(f"not in the file, as they share another's weights: {listed(tied)}")
     missing = [key for key in missing if key not in tied]
     if missing or unexpected:
         raise _misfit(where, _differences(own, weights, missing, unexpected))
@@ -133,8 +147,23 @@ def _without_prefix(module: Any, weights: Mapping[str, Any]) -> tuple[Mapping[st
     return weights, notes
 
 
+def _of_attribute(
+    own: Mapping[str, Any], weights: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], list[str]]:
+    """The weights of the one attribute of a LightningModule that has all the names in `own`."""
+    prefixes = dict.fromkeys(f"{key.partition('.')[0]}." for key in weights)
+    fitting = [each for each in prefixes if all(f"{each}{name}" in weights for name in own)]
+    if not own or len(fitting) != 1:
+        return weights, []
+    prefix = fitting[0]
+    others = [key for key in weights if not key.startswith(prefix)]
+    notes = [f"took the weights under '{prefix}'; not used: {listed(others)}"]
+    own_part = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
+    return own_part, notes
+
+
 def _check_kinds(where: Path, own: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
-    """Refuse whole numbers for real ones and so on: torch would convert them in silence."""
+    """Refuse integers for floats and so on: torch would convert them silently."""
     wrong = [
         f"{key} is {_type(value)} in the file, {_type(own[key])} in the model"
         for key, value in weights.items()
@@ -143,7 +172,7 @@ def _check_kinds(where: Path, own: Mapping[str, Any], weights: Mapping[str, Any]
         or value.is_complex() != own[key].is_complex()
     ]
     if wrong:
-        raise _misfit(where, [_listed(wrong)])
+        raise _misfit(where, [listed(wrong)])
 
 
 def _differences(
@@ -161,14 +190,14 @@ def _differences(
     if shapes:
         missing = [key for key in own if key not in weights]
         unexpected = [key for key in weights if key not in own]
-    said = [f"size mismatch: {_listed(shapes)}"] if shapes else []
+    found = [f"size mismatch: {listed(shapes)}"] if shapes else []
     if missing or unexpected:
-        said += [f"missing {_listed(missing)}", f"unexpected {_listed(unexpected)}"]
-    return said
+        found += [f"missing {listed(missing)}", f"unexpected {listed(unexpected)}"]
+    return found
 
 
 def _tied(module: Any, missing: Sequence[str]) -> list[str]:
-    """Of the missing names, those of a parameter that stands in the module under another name."""
+    """Of the missing names, those of a parameter that the module also has under another name."""
     holders: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), []).append(name)
@@ -188,7 +217,8 @@ def _is_tensor(*values: Any) -> bool:
     )
 
 
-def _listed(words: Sequence[str]) -> str:
+def listed(words: Sequence[str]) -> str:
+    """The first ten, and how many more."""
     more = f" and {len(words) - _LISTED} more" if len(words) > _LISTED else ""
     return ", ".join(words[:_LISTED]) + more if words else "none"
 
@@ -202,5 +232,5 @@ def _type(tensor: Any) -> str:
 
 
 def _second_line(exc: Exception) -> str:
-    """What load_state_dict says below its heading, in one line."""
+    """The reasons below the heading of load_state_dict's message, in one line."""
     return " ".join(line.strip() for line in str(exc).splitlines()[1:3]) or first_line(exc)

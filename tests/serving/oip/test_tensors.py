@@ -78,7 +78,8 @@ def test_bfloat16_of_a_slice_that_is_not_contiguous() -> None:
 def test_a_bfloat16_model_in_pytorch_is_served_as_bf16() -> None:
     """bfloat16 in and out on the wire, float32 in between, bfloat16 in the model itself."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    from deploykit.runtimes.torch.engine import Loaded, TorchEngine
+    from deploykit.runtimes.torch.engine import TorchEngine
+    from deploykit.runtimes.torch.loaded import Loaded
 
     class Half(torch.nn.Module):  # type: ignore[misc, name-defined]
         def forward(self, x: Any) -> tuple[Any]:
@@ -86,7 +87,7 @@ def test_a_bfloat16_model_in_pytorch_is_served_as_bf16() -> None:
             return (x * 2,)
 
     x, y = (TensorSpec(name, "bfloat16", ("N", 4)) for name in "xy")
-    engine = TorchEngine(Loaded(Half(), (x,), (y,), None, "checkpoint", False), "half", "cpu", None)
+    engine = TorchEngine(Loaded(Half(), (x,), (y,), "checkpoint"), "half", "cpu", None)
     signature = signature_of([x], [y], 8, LIMIT)
     array = values("bfloat16", 2, 4)
     body, json_bytes = one("bfloat16", array, parameters={"binary_data_output": True})

@@ -180,7 +180,8 @@ def open_onnxruntime(folder: Path, case: Case, device: str = "cpu") -> Engine:
 def open_torch(folder: Path, case: Case, device: str = "cpu") -> Engine:
     """A deploykit checkpoint whose architecture is a file, as with `--arch ./model.py:Model`."""
     from deploykit.core.paths import import_object
-    from deploykit.runtimes.torch.engine import TorchEngine, load_module, save_checkpoint
+    from deploykit.runtimes.torch.engine import TorchEngine
+    from deploykit.runtimes.torch.open import load_module, save_checkpoint
 
     source = folder / f"{case.name.replace('-', '_')}.py"
     arguments = ", ".join(spec.name for spec in case.input_specs)

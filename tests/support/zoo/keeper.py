@@ -44,7 +44,7 @@ class Keeper:
             try:
                 found = dk.export(
                     files.model,
-                    self.folder / f"{name}.onnx",
+                    out=self.folder / f"{name}.onnx",
                     arch=files.arch,
                     inputs=list(files.inputs),
                 )

@@ -1,0 +1,193 @@
+"""Open a PyTorch file or a Hugging Face folder as a module in eval mode with its specs.
+
+Nothing in a file runs as code unless `allow_pickle` says so: a checkpoint names a recipe that comes
+with deploykit, and no other Python object.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deploykit.core.artefact import sniff, torch_kind
+from deploykit.core.errors import BadInput, NotFound
+from deploykit.core.extras import require
+from deploykit.core.files import atomic_write
+from deploykit.core.recipe import bundled, load_recipe
+from deploykit.core.tensors import TensorSpec, parse_spec
+from deploykit.runtimes.torch.files import Content, is_state_dict, read, users_code
+from deploykit.runtimes.torch.loaded import (
+    NAME_THE_ARCHITECTURE,
+    Loaded,
+    by_position,
+    describe_module,
+    missing,
+)
+from deploykit.runtimes.torch.outputs import adapted, binding
+from deploykit.runtimes.torch.preprocess import before
+from deploykit.runtimes.torch.programs import open_program
+from deploykit.runtimes.torch.weights import build, fill
+
+torch = require("torch")
+
+CHECKPOINT_VERSION = 1
+_WHOLE_MODELS = ("torch.export", "TorchScript", "pickle")
+
+
+def save_checkpoint(
+    out: Path,
+    module: Any,
+    recipe: str,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+) -> None:
+    """Write weights, the recipe's name and the specs: tensors and strings only, no code."""
+    document = {
+        "deploykit_checkpoint": CHECKPOINT_VERSION,
+        "recipe": recipe,
+        "inputs": [str(spec) for spec in inputs],
+        "outputs": [str(spec) for spec in outputs],
+        "state_dict": module.state_dict(),
+    }
+    with atomic_write(out) as tmp:
+        torch.save(document, tmp)
+
+
+def load_weights(path: Path) -> dict[str, Any]:
+    """The tensors by name in a checkpoint or in a file of bare weights. Raises BadInput."""
+    return dict(_weights_of(path, read(path, allow_pickle=False)))
+
+
+def load_module(
+    path: Path,
+    *,
+    arch: str | None = None,
+    inputs: Sequence[TensorSpec] = (),
+    allow_pickle: bool = False,
+) -> Loaded:
+    """Open `path`, a file or a folder with config.json and model.safetensors.
+
+    `arch`: `pkg.mod:callable` that builds the module of bare weights; `inputs`: its specs; both are
+    needed where the file does not hold them. Raises NotFound, BadInput, MissingExtra.
+    """
+    if path.is_dir():
+        from deploykit.runtimes.torch import huggingface
+
+        return huggingface.load_folder(path, arch, inputs)
+    content = read(path, allow_pickle=allow_pickle, described=bool(inputs))
+    if content.source == "checkpoint":
+        return _from_checkpoint(path, content, arch, inputs)
+    if content.source in _WHOLE_MODELS:
+        if arch is not None:
+            raise BadInput(f"{path}: holds a whole model, so `arch` {arch} has nothing to build")
+        return _from_whole_model(path, content, inputs)
+    if arch is None or not inputs:
+        raise missing(path, arch=arch is None, inputs=not inputs)
+    module, built_with = build(arch, content.arguments)
+    notes = (*content.notes, *built_with, *fill(path, module, content.value, content.source))
+    with users_code(path):
+        return describe_module(path, module, inputs, content.source, notes=notes)
+
+
+def model_files(path: Path) -> list[Path]:
+    """The files that hold the model's weights: `path`, or those in the folder."""
+    if not path.is_dir():
+        return [path]
+    from deploykit.runtimes.torch import huggingface
+
+    return huggingface.weight_files(path)
+
+
+def look(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], dict[str, Any]]:
+    """Inputs and outputs, as far as the file says, and what it holds; no code of it runs.
+
+    Raises NotFound, BadInput, MissingExtra.
+    """
+    if sniff(path) == "torch" and (form := torch_kind(path)) != "pickle":
+        return (), (), {"kind": form, "contents": "not opened, as that may run code of the file"}
+    content = read(path, allow_pickle=False)
+    weights = _weights_of(path, content)
+    details: dict[str, Any] = {
+        "kind": content.source,
+        "tensors": len(weights),
+        "parameters": sum(tensor.numel() for tensor in weights.values()),
+        "weight_bytes": sum(t.numel() * t.element_size() for t in weights.values()),
+        "types": dict(Counter(str(t.dtype).removeprefix("torch.") for t in weights.values())),
+    }
+    if content.source != "checkpoint":
+        return (), (), details
+    loaded = load_module(path)
+    return loaded.inputs, loaded.outputs, {**details, "recipe": loaded.recipe}
+
+
+def _from_whole_model(path: Path, content: Content, inputs: Sequence[TensorSpec]) -> Loaded:
+    with users_code(path):
+        if content.source != "torch.export":
+            return describe_module(
+                path,
+                content.value.cpu(),
+                inputs,
+                content.source,
+                ran_pickle=content.ran_pickle,
+                notes=content.notes,
+            )
+        program = open_program(str(path), content.value, inputs)
+    return Loaded(
+        program.module,
+        program.inputs,
+        program.outputs,
+        content.source,
+        ran_pickle=content.ran_pickle,
+        notes=program.notes,
+        limits=program.limits,
+    )
+
+
+def _weights_of(path: Path, content: Content) -> Mapping[str, Any]:
+    found = content.value
+    weights: Any = found.get("state_dict") if content.source == "checkpoint" else found
+    if not is_state_dict(weights):
+        raise BadInput(f"{path}: holds no state_dict")
+    tensors: Mapping[str, Any] = weights
+    return tensors
+
+
+def _from_checkpoint(
+    path: Path, content: Content, arch: str | None, wanted: Sequence[TensorSpec]
+) -> Loaded:
+    document = content.value
+    name, version = document.get("recipe"), document["deploykit_checkpoint"]
+    listed = [document.get("inputs"), document.get("outputs")]
+    if version != CHECKPOINT_VERSION:
+        raise BadInput(
+            f"{path}: is a checkpoint of version {version}, this is {CHECKPOINT_VERSION}"
+        )
+    if not isinstance(name, str) or not all(isinstance(item, list) for item in listed):
+        raise BadInput(f"{path}: is a damaged deploykit checkpoint")
+    inputs, outputs = (tuple(parse_spec(str(spec)) for spec in item or []) for item in listed)
+    if wanted and tuple(wanted) != inputs:
+        raise BadInput(
+            f"{path}: its inputs are {', '.join(map(str, inputs))}",
+            hint="a deploykit checkpoint contains them: leave `inputs` out",
+        )
+    preprocess = None
+    if arch is not None:
+        module, _ = build(arch)
+    else:
+        try:
+            bundled(name)  # a packaged recipe by its name: never a path or module out of a file
+        except NotFound:
+            raise BadInput(
+                f"{path}: was trained with the recipe '{name}', which does not come with deploykit",
+                hint=NAME_THE_ARCHITECTURE,
+            ) from None
+        recipe = load_recipe(name)
+        module, preprocess = recipe.build(), recipe.preprocess
+    notes = fill(path, module, _weights_of(path, content))
+    bind, more = binding(module, [spec.name for spec in inputs])
+    if preprocess is not None:
+        module, bind, more = before(module, inputs, preprocess), by_position, notes[:0]
+    adapter = adapted(module.eval(), bind, len(inputs))
+    return Loaded(adapter, inputs, outputs, content.source, name, notes=(*notes, *more))

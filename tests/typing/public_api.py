@@ -1,0 +1,58 @@
+"""Typical calls of the public API: never run, only read by type checkers (test_typing.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from typing_extensions import assert_type
+
+import deploykit as dk
+from deploykit.api.artefacts import Made
+from deploykit.api.compare import Compared, Inspection, Predicted
+from deploykit.core.profile import Profile
+
+
+def paths_are_strings_or_path_likes() -> None:
+    assert_type(dk.export("model.pt"), Made)
+    assert_type(dk.export(Path("model.pt"), out="model.onnx"), Made)
+
+
+def a_live_module_goes_in_with_its_example(net: torch.nn.Module) -> None:
+    example = torch.zeros(1, 3, 8, 8)
+    assert_type(dk.export(net, example, out="net.onnx"), Made)
+    assert_type(dk.export(net, (example, example), out="net.onnx"), Made)
+    named = {"image": example}
+    assert_type(dk.export(net, named, out="net.onnx", dynamic_axes={"image": {2: "H"}}), Made)
+
+
+def results_have_types() -> None:
+    assert_type(dk.compare(Path("a.onnx"), Path("b.onnx")), Compared)
+    assert_type(dk.inspect(Path("a.onnx")), Inspection)
+    assert_type(dk.predict(Path("a.onnx"), Path("data.npz"), Path("out.npz")), Predicted)
+    assert_type(dk.profile("h200"), Profile)
+
+
+def an_engine_takes_and_returns_arrays() -> None:
+    with dk.load("model.onnx", "cpu") as engine:
+        assert_type(engine, dk.Engine)
+        outputs = engine({"image": np.zeros((1, 1, 28, 28), np.float32)})
+        assert_type(outputs, "dict[str, np.ndarray]")
+        assert_type(engine.inputs, "tuple[dk.TensorSpec, ...]")
+
+
+def errors_form_a_tree() -> None:
+    try:
+        dk.load("missing.onnx")
+    except dk.NotFound as exc:
+        assert_type(exc.hint, "str | None")
+        wrong: dk.BadInput = exc
+        base: dk.DeploykitError = wrong
+        assert_type(base.message, str)
+
+
+def wrong_calls_are_found() -> None:
+    dk.export("model.pt", batch=dk)  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
+    dk.export("model.pt", missing=1)  # type: ignore[call-arg] # pyright: ignore[reportCallIssue]
+    dk.nothing  # type: ignore[attr-defined] # noqa: B018 # pyright: ignore[reportAttributeAccessIssue]
