@@ -58,12 +58,11 @@ CEILINGS = {  # where a room is above its budget: what it may have today. These 
     "onnx_graph+quantization": 3900,
     "builders": 1680,  # the table and what all builders share
     "serving": 9650,
-    "api": 3500,
+    "api": 3650,
     "cli": 1800,
     "": 32500,
 }
 LONG = {  # functions over 60 lines
-    "api/export.py:export",
     "api/serve.py:serve",
     "serving/web/examples.py:_go",
     "training/loop.py:train",

@@ -89,8 +89,6 @@ def export(
     """
     target, size = _target(profile), _batch_size(batch)
     place = _destination(model, out)
-    from deploykit.onnx_graph.graph import Graph
-
     pixels = load_preprocess(preprocess) if preprocess else None
     opset = _check_options(exporter, opset, target)
     on_progress("loading the model", 0.0)
@@ -105,25 +103,40 @@ def export(
         on_progress("comparing with PyTorch", 0.7)
         parity, recorded = _prove(source, tmp, feeds, max_error, place.name)
         on_progress("writing the manifest", 0.95)
-        graph = Graph.open(tmp)
-        problems = _preflight(graph, target)
-        evidence = Evidence(
-            parity=parity,
-            source=source.record,
-            export=ExportRecord(
-                done.exporter,
-                done.opset,
-                done.fallback or None,
-                target.name if target else None,
-                pixels,
-            ),
-            preflight=Preflight(target.name, tuple(problems)) if target else None,
-            golden=recorded,
-        )
-        tools = ("torch", "onnx", "onnxscript")
-        manifest = onnx_manifest(graph, source.hashes, tools=tools, evidence=evidence)
-        notes = _notes(source, done, recorded, target, problems)
-        return keep_if_equal(tmp, Made(place, manifest, notes), parity)
+        made = _record(source, done, place, tmp, (parity, recorded), target, pixels)
+        return keep_if_equal(tmp, made, parity)
+
+
+def _record(
+    source: Source,
+    done: Exported,
+    place: Path,
+    tmp: Path,
+    proof: tuple[Parity, GoldenSamples | None],
+    target: Profile | None,
+    pixels: Preprocess | None,
+) -> Made:
+    """The manifest of the graph at `tmp`, and the notes for the user."""
+    from deploykit.onnx_graph.graph import Graph
+
+    graph = Graph.open(tmp)
+    problems = _preflight(graph, target)
+    evidence = Evidence(
+        parity=proof[0],
+        source=source.record,
+        export=ExportRecord(
+            done.exporter,
+            done.opset,
+            done.fallback or None,
+            target.name if target else None,
+            pixels,
+        ),
+        preflight=Preflight(target.name, tuple(problems)) if target else None,
+        golden=proof[1],
+    )
+    tools = ("torch", "onnx", "onnxscript")
+    manifest = onnx_manifest(graph, source.hashes, tools=tools, evidence=evidence)
+    return Made(place, manifest, _notes(source, done, proof[1], target, problems))
 
 
 def _destination(model: ArtefactLike | torch.nn.Module, out: StrPath | None) -> Path:
