@@ -58,7 +58,7 @@ CEILINGS = {  # where a room is above its budget: what it may have today. These 
     "onnx_graph+quantization": 3900,
     "builders": 1680,  # the table and what all builders share
     "serving": 9650,
-    "api": 3650,
+    "api": 3720,
     "cli": 1800,
     "": 32500,
 }
