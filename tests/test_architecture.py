@@ -60,12 +60,11 @@ CEILINGS = {  # where a room is above its budget: what it may have today. These 
     "serving": 9650,
     "api": 3720,
     "cli": 1800,
-    "": 32500,
+    "": 32950,
 }
 LONG = {  # functions over 60 lines
     "api/serve.py:serve",
     "serving/web/examples.py:_go",
-    "training/loop.py:train",
 }
 KNOWN_CYCLES = [  # for types alone; none may join them
     {"deploykit.serving.http.exchange", "deploykit.serving.http.connection"},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,63 +59,71 @@ def train(
     batch_size = _positive("batch size", options.batch_size, recipe.batch_size)
     device = choose_device(options.device)
     amp = device.type == "cuda" if options.amp is None else options.amp
-
     torch.manual_seed(options.seed)
     module = recipe.build().to(device)
     if weights is not None:
         module.load_state_dict(weights)
+    data = _tensors(splits.train, device)
     run = before(module, recipe.inputs, recipe.preprocess).to(device)
-    inputs, labels = _tensors(splits.train, device)
-    names = list(inputs)
-    optimiser = torch.optim.Adam(module.parameters(), lr=recipe.learning_rate)
-    half = torch.float16 if device.type == "cuda" else torch.bfloat16
-    scaler = torch.amp.GradScaler(device.type, enabled=amp and device.type == "cuda")
-    shuffle = torch.Generator().manual_seed(options.seed)
-    steps = epochs * -(-len(labels) // batch_size)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, T_max=steps)
-
     module.train()
     started = time.perf_counter()
     mean_loss = float("nan")
-    for epoch in range(epochs):
+    losses = _epochs(recipe, run, data, device, amp, batch_size, epochs, options.seed)
+    for epoch, mean_loss in enumerate(losses, 1):
+        if not np.isfinite(mean_loss):
+            raise Unsupported(
+                f"training diverged: the loss is {mean_loss} after epoch {epoch}",
+                hint="switch mixed precision off (`amp`), or lower the recipe's learning rate",
+            )
+        if on_progress is not None:
+            on_progress(f"epoch {epoch}/{epochs}, loss {mean_loss:.4f}", epoch / epochs)
+    seconds = time.perf_counter() - started
+    module = copy.deepcopy(module).cpu().eval()
+    figures = {
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "device": str(device),
+        "amp": amp,
+        "seed": options.seed,
+        "train_samples": len(data[1]),
+        "train_seconds": round(seconds, 3),
+        "final_loss": mean_loss,
+        "data": splits.source,
+    }
+    return Trained(module, score(module, recipe, splits.test), figures)
+
+
+def _epochs(
+    recipe: Recipe,
+    run: torch.nn.Module,
+    data: tuple[dict[str, torch.Tensor], torch.Tensor],
+    device: torch.device,
+    amp: bool,
+    batch_size: int,
+    epochs: int,
+    seed: int,
+) -> Iterator[float]:
+    """Train `run` in place; the mean loss after each epoch."""
+    inputs, labels = data
+    optimiser = torch.optim.Adam(run.parameters(), lr=recipe.learning_rate)
+    half = torch.float16 if device.type == "cuda" else torch.bfloat16
+    scaler = torch.amp.GradScaler(device.type, enabled=amp and device.type == "cuda")
+    shuffle = torch.Generator().manual_seed(seed)
+    steps = epochs * -(-len(labels) // batch_size)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, T_max=steps)
+    for _ in range(epochs):
         total = torch.zeros((), device=device)
         for index in torch.split(torch.randperm(len(labels), generator=shuffle), batch_size):
             index = index.to(device)
             optimiser.zero_grad(set_to_none=True)
             with torch.autocast(device.type, dtype=half, enabled=amp):
-                loss = recipe.loss(run(*(inputs[name][index] for name in names)), labels[index])
+                loss = recipe.loss(run(*(part[index] for part in inputs.values())), labels[index])
             scaler.scale(loss).backward()
             scaler.step(optimiser)
             scaler.update()
             schedule.step()
             total += loss.detach() * len(index)
-        mean_loss = float(total) / len(labels)
-        if not np.isfinite(mean_loss):
-            raise Unsupported(
-                f"training diverged: the loss is {mean_loss} after epoch {epoch + 1}",
-                hint="try --no-amp, or a recipe with a lower learning rate",
-            )
-        if on_progress is not None:
-            on_progress(f"epoch {epoch + 1}/{epochs}, loss {mean_loss:.4f}", (epoch + 1) / epochs)
-    seconds = time.perf_counter() - started
-
-    module = copy.deepcopy(module).cpu().eval()
-    scores = score(module, recipe, splits.test)
-    return Trained(
-        module,
-        scores,
-        {
-            "epochs": epochs,
-            "batch_size": batch_size,
-            "device": str(device),
-            "amp": amp,
-            "seed": options.seed,
-            "train_samples": len(labels),
-            "train_seconds": round(seconds, 3),
-            "final_loss": mean_loss,
-            "data": splits.source,
-        },
-    )
+        yield float(total) / len(labels)
 
 
 def score(
@@ -147,7 +155,7 @@ def choose_device(name: str) -> torch.device:
         raise BadInput(f"unknown device '{name}'", hint="one of: auto, cpu, cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise Unsupported(
-            f"device '{name}' was asked for, but torch {torch.__version__} sees no GPU",
+            f"device '{name}' was requested, but torch {torch.__version__} sees no GPU",
             hint="see: deploykit doctor",
         )
     return device
