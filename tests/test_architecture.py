@@ -60,7 +60,7 @@ CEILINGS = {  # where a room is above its budget: what it may have today. These 
     "serving": 9650,
     "api": 3720,
     "cli": 1800,
-    "": 32950,
+    "": 33150,
 }
 LONG = {  # functions over 60 lines
     "api/serve.py:serve",
