@@ -14,7 +14,7 @@ import pytest
 import deploykit
 
 ROOT = Path(__file__).resolve().parents[2]
-CALLS = ROOT / "tests" / "typing" / "public_api.py"
+CALLS = ROOT / "tests" / "support" / "typing" / "public_api.py"
 
 
 def test_type_checkers_see_the_objects_that_are_loaded_at_run_time() -> None:
