@@ -1,0 +1,102 @@
+"""Run the fenced code blocks of a Markdown page in their order, in one folder.
+
+`sh` and `python` blocks run. `console` blocks show what a person types elsewhere (on a GPU, on a
+Jetson, in a fresh checkout) and what comes back: `unknown_options` finds commands in them that the
+command line would refuse.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[2]
+_FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path, *languages: str) -> list[tuple[str, str]]:
+    """The fenced blocks in one of `languages`, in order: (language, text)."""
+    found = _FENCE.findall(page.read_text(encoding="utf-8"))
+    return [(language, text) for language, text in found if language in languages]
+
+
+def run_page(page: Path, folder: Path) -> list[list[str]]:
+    """Run the page's `sh` and `python` blocks in `folder`; the commands that ran.
+
+    A server that a block starts is there for the blocks after it, on a free port that replaces the
+    page's 8000. Fails on the first command that does not exit with 0.
+    """
+    address, ran = "127.0.0.1:8000", []
+    with ExitStack() as stack:
+        for language, text in blocks(page, "sh", "python"):
+            text = text.replace("127.0.0.1:8000", address)
+            if language == "python":
+                commands = [[sys.executable, "-c", text]]
+            else:
+                lines = text.replace("\\\n", " ").splitlines()
+                commands = [shlex.split(line, comments=True) for line in lines]
+            for command in filter(None, commands):
+                if command[:2] == ["deploykit", "serve"]:
+                    address = stack.enter_context(_server(command, folder))
+                    continue
+                done = subprocess.run(
+                    command, cwd=folder, env=_place(), capture_output=True, text=True, check=False
+                )
+                assert done.returncode == 0, (command, done.stdout, done.stderr)
+                ran.append(command)
+    return ran
+
+
+def unknown_options(page: Path, helps: dict[str, str]) -> list[str]:
+    """`deploykit` commands and options in `console` blocks that `helps` (by command) lacks."""
+    unknown = []
+    for _, text in blocks(page, "console"):
+        for line in text.replace("\\\n", " ").splitlines():
+            words = line.removeprefix("$ ").split("#")[0].split()
+            if not line.startswith("$ deploykit ") or len(words) < 2 or words[1].startswith("-"):
+                continue
+            known = helps.get(words[1])
+            if known is None:
+                unknown.append(words[1])
+                continue
+            options = [word.split("=")[0] for word in words[2:] if re.match(r"--?[a-z]", word)]
+            unknown += [
+                f"{words[1]} {option}"
+                for option in options
+                if not re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", known)
+            ]
+    return unknown
+
+
+@contextmanager
+def _server(command: list[str], folder: Path) -> Iterator[str]:
+    """Start `deploykit serve` on free ports; its HTTP address."""
+    command = [word if word not in ("8000", "8001") else "0" for word in command]
+    for option in ("--http-port", "--grpc-port"):
+        if option not in command:
+            command += [option, "0"]
+    server = subprocess.Popen(
+        command, cwd=folder, env=_place(), stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
+    )
+    try:
+        assert server.stdout is not None
+        ready = server.stdout.readline()
+        assert ready, f"the server did not start: {command}"
+        yield json.loads(ready)["http"]
+    finally:
+        server.terminate()
+        server.communicate()
+
+
+def _place() -> dict[str, str]:
+    """The environment with this interpreter's programs first, and a torchvision that imports."""
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    modules = f"{_ROOT / 'tests' / 'support' / 'site'}{os.pathsep}{_ROOT}"
+    return {**os.environ, "PATH": programs, "PYTHONPATH": modules}
