@@ -105,6 +105,7 @@ def test_the_metadata_names_license_python_and_extras(wheel: Path) -> None:
         "trace",
         "export",
         "images",
+        "serve",
         "train",
         "quantize",
         "ray",
@@ -145,7 +146,7 @@ NEEDS = {
     "predict": (("predict", "model.onnx", "data.npz", "-o", "out.npz"), "deploykit[cpu]"),
     "bench": (("bench", "model.onnx"), "deploykit[cpu]"),
     "compare": (("compare", "model.onnx", "model.onnx"), "deploykit[cpu]"),
-    "serve": (("serve", "--engine", "model.onnx"), "deploykit[cpu]"),
+    "serve": (("serve", "model.onnx"), "deploykit[serve]"),
     "demo": (("demo",), "deploykit[export]"),
 }
 

@@ -72,7 +72,7 @@ def test_every_command_of_the_program_is_in_the_readme() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "deploykit", "--help"], capture_output=True, text=True, check=True
     )
-    names = re.findall(r"^  (\w+)  ", done.stdout.partition("Commands:")[2], re.MULTILINE)
+    names = re.findall(r"^  (\w+)  ", done.stdout.partition("Options:")[0], re.MULTILINE)
     assert len(names) >= 12
     for name in names:
         assert f"deploykit {name}" in text or f"make {name}" in text, name
