@@ -39,7 +39,7 @@ from deploykit.core.machine import this_machine  # noqa: E402
 from deploykit.measure.evaluate.parity import compare_engines  # noqa: E402
 from deploykit.measure.statistics import Interval, ratio, throughput  # noqa: E402
 from deploykit.measure.timing.sweep import Point, Setup, Timing, crossover, sweep  # noqa: E402
-from deploykit.onnx_graph.graph import load_graph  # noqa: E402
+from deploykit.onnx_graph.graph import Graph  # noqa: E402
 from deploykit.quantization.cost import node_costs  # noqa: E402
 from tests.support.zoo import models  # noqa: E402
 from tests.support.zoo.members import STEPS, ZOO, Member, prepare  # noqa: E402
@@ -248,7 +248,7 @@ def one_model(name: str, run: Run, folder: Path, options: argparse.Namespace, en
         onnx_files["fp16"] = half.path
     except GateFailed as exc:
         found.notes.append(f"no fp16 file: {exc.message}")
-    graph = load_graph(exported)
+    graph = Graph.open(exported)
     samples = one.sample(SAMPLES, 3)
     columns = all_columns(
         one.build(),

@@ -34,7 +34,7 @@ import onnxruntime as ort
 import torch
 from torch import nn
 
-from deploykit.onnx_graph.graph import load_graph, save_graph
+from deploykit.onnx_graph.graph import Graph
 from deploykit.quantization.calibrate import METHODS, calibrate
 from deploykit.quantization.half_precision import to_half
 from deploykit.quantization.qdq import to_pairs
@@ -256,8 +256,9 @@ def rows(name: str, folder: Path) -> Iterator[tuple[str, ...]]:
         for who in ("deploykit", "onnxruntime"):
             start = time.perf_counter()
             if who == "deploykit":
-                found = calibrate(path, samples, method=method)
-                save_graph(to_pairs(load_graph(path), found), out)
+                source = Graph.open(path)
+                found = calibrate(source, samples, method=method)
+                to_pairs(source, found).save(out)
             else:
                 with quiet():
                     theirs(path, data, method, out)
@@ -272,16 +273,18 @@ def rows(name: str, folder: Path) -> Iterator[tuple[str, ...]]:
     for who in ("deploykit", "onnxconverter-common"):
         start = time.perf_counter()
         if who == "deploykit":
-            half, _ = to_half(load_graph(path), "fp16", calibrate(path, samples).ranges)
+            source = Graph.open(path)
+            half, _ = to_half(source, "fp16", calibrate(source, samples).ranges)
         else:
             try:
                 from onnxconverter_common import float16
             except ImportError:
                 continue
             with quiet():
-                half = float16.convert_float_to_float16(onnx.load(path), keep_io_types=True)
+                theirs_half = float16.convert_float_to_float16(onnx.load(path), keep_io_types=True)
+            half = Graph(theirs_half)
         seconds = time.perf_counter() - start
-        save_graph(simulate(half), out)
+        simulate(half).save(out)
         yield name, "fp16", who, *judged(wanted, outputs(out, test)), f"{seconds:.1f}"
 
 
