@@ -58,12 +58,11 @@ CEILINGS = {  # where a room is above its budget: what it may have today. These 
     "onnx_graph+quantization": 3900,
     "builders": 1680,  # the table and what all builders share
     "serving": 9650,
-    "api": 3720,
+    "api": 3870,
     "cli": 1800,
-    "": 33150,
+    "": 33400,
 }
 LONG = {  # functions over 60 lines
-    "api/serve.py:serve",
     "serving/web/examples.py:_go",
 }
 KNOWN_CYCLES = [  # for types alone; none may join them

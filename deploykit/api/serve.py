@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.api.open import open_proven
-from deploykit.core.artefact import sniff
+from deploykit.api.running_server import RunningServer
+from deploykit.core.artefact import Artefact, ArtefactLike, sniff
 from deploykit.core.errors import BadInput, Unsupported, os_reason
 from deploykit.core.files import check_readable
 from deploykit.core.machine import return_large_blocks, usable_cores
+from deploykit.core.paths import StrPath
 
 if TYPE_CHECKING:
+    from deploykit.api.running_server import OnStart
     from deploykit.runtimes.engine import Engine
+    from deploykit.serving.models.reload import Source
     from deploykit.serving.models.shadow import Shadow
     from deploykit.serving.observe.tracing import Tracer
     from deploykit.serving.options import ServeOptions
+    from deploykit.serving.server import Server
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +37,71 @@ _PAD = re.compile(r"(?P<name>[^=]+)=(?P<value>[^=]+)")
 _SHADOW_THREADS = 1  # of the reference: it must not take the cores from what serves
 
 OnReady = Callable[[str, int, "int | None", list[str]], None]  # host, HTTP port, gRPC port, names
+Models = ArtefactLike | Sequence[ArtefactLike] | Mapping[str, ArtefactLike]
 
 
 def serve(
+    models: Models,
+    *,
+    host: str = "127.0.0.1",
+    http_port: int = 0,
+    grpc_port: int | None = 0,
+    device: str = "auto",
+    threads: int | None = None,
+    instances: int = 1,
+    max_batch: int = 32,
+    max_delay_us: int = 0,
+    preferred: Sequence[int] = (),
+    slo_ms: float | None = None,
+    buckets: Mapping[str, Sequence[int]] | None = None,
+    pad: Mapping[str, float] | None = None,
+    queue: int = 1024,
+    timeout_ms: int = 30_000,
+    max_body_bytes: int = 64 << 20,
+    max_held_bytes: int | None = None,
+    trust: bool = False,
+    cpu_fallback: bool = False,
+    reload: bool = True,
+    shared_memory: bool = False,
+    token: str | None = None,
+    tls_cert: StrPath | None = None,
+    tls_key: StrPath | None = None,
+    origins: Sequence[str] = (),
+    shadows: Mapping[str, ArtefactLike] | None = None,
+    shadow_rate: float = 0.01,
+    shadow_alarm: float = 0.01,
+    otlp: str | None = None,
+) -> RunningServer:
+    """Serve models over HTTP and gRPC from a thread of this process; return when it is ready.
+
+    `models`: a file, several, or files by name. Port 0: a free one; `grpc_port` None: HTTP alone.
+    `instances`: engines per model. `max_batch`: samples in one call. `slo_ms`: adapt batch and
+    delay to keep p99 below. `buckets`: pad a dynamic axis to these sizes, {"T": (16, 32)}, with the
+    values of `pad`, {"input_ids": 0}. `queue`: waiting requests per model. `token`: what clients
+    send as a bearer token. `shadows`: by model, a file that runs a share of the requests again.
+
+    Raises BadInput, NotFound, MissingExtra, Unsupported where the device is missing, GateFailed for
+    an engine that fails its proof.
+    """
+    given = dict(locals())
+    from deploykit.serving.options import ServeOptions
+
+    given |= {
+        "preferred": tuple(preferred),
+        "buckets": {axis: tuple(sizes) for axis, sizes in (buckets or {}).items()},
+        "pad": pad or {},
+        "tls_cert": Path(tls_cert) if tls_cert else None,
+        "tls_key": Path(tls_key) if tls_key else None,
+        "origins": tuple(origins),
+    }
+    settings = ServeOptions(**{each.name: given[each.name] for each in fields(ServeOptions)})
+    files = _files_by_name(models)
+    references = {name: Path(file) for name, file in (shadows or {}).items()}
+    opening = Opening(device, threads, instances, trust, cpu_fallback)
+    return RunningServer(partial(_run, files, references, settings, opening, reload), settings)
+
+
+def serve_until_stopped(
     engines: Sequence[str],
     *,
     device: str = "auto",
@@ -49,41 +118,49 @@ def serve(
     on_ready: OnReady | None = None,
     **options: Any,
 ) -> int:
-    """Serve until SIGTERM or Ctrl-C; returns how many accepted requests were left unanswered.
+    """Serve until SIGTERM or Ctrl-C, for the command line; its strings are read here.
 
-    `engines`, `shadows`: `FILE` or `NAME=FILE`; a name left out is the file's, without its
-    extension, and for a shadow the only model's. `instances`: engines a model, which share its
-    queue. `trust`: see `open_proven`. `cpu_fallback`: an ONNX model whose `device` is not to be had
-    runs on the CPU, and says so wherever it is shown. `reload`: take over a file that is replaced.
-    `token_file`: its first line is what a client must send. `buckets`: `AXIS=16,32`, `pads`:
-    `INPUT=0`. `log_format`: text or json lines on stderr. `options`: those of `ServeOptions`.
-    `on_ready(host, http_port, grpc_port, names)` is called when requests are taken; without gRPC
-    its port is None.
+    `engines`, `shadows`: `FILE` or `NAME=FILE`, for a shadow NAME is optional where there is one
+    model. `token_file`: its first line is the token. `buckets`: `AXIS=16,32`, `pads`: `INPUT=0`.
+    `log_format`: text or json lines on stderr. `options`: those of `ServeOptions`. Returns how many
+    accepted requests were left unanswered.
     """
-    from deploykit.serving import server as http
-    from deploykit.serving.models.reload import Reloader, Source
     from deploykit.serving.observe import logs
+    from deploykit.serving.options import ServeOptions
 
-    settings = http.ServeOptions(
+    settings = ServeOptions(
         token=_token(token_file), buckets=_buckets(buckets), pad=_pads(pads), **options
     )
     files = _named("--engine", engines)
     if not files:
         raise BadInput("no engine to serve", hint="--engine FILE or --engine NAME=FILE")
     references = _references(shadows, list(files))
+    opening = Opening(device, threads, instances, trust, cpu_fallback)
+
+    def started(_server: Server, host: str, port: int, grpc: int | None, names: list[str]) -> None:
+        if on_ready is not None:
+            on_ready(host, port, grpc, names)
+
+    with logs.configure(log_format):
+        return _run(files, references, settings, opening, reload, started)
+
+
+def _run(
+    files: Mapping[str, Path],
+    references: Mapping[str, Path],
+    settings: ServeOptions,
+    opening: Opening,
+    reload: bool,
+    on_start: OnStart,
+) -> int:
+    """Open the models and serve them until the server is stopped."""
+    from deploykit.serving import server as http
+    from deploykit.serving.models.reload import Source
+
     if references and not settings.shadow_rate:
         raise BadInput("--shadow: needs a --shadow-rate above 0")
     return_large_blocks()
     with ExitStack() as stack:
-        stack.enter_context(logs.configure(log_format))
-        opening = partial(
-            _open,
-            device=device,
-            threads=threads,
-            instances=instances,
-            trust=trust,
-            cpu_fallback=cpu_fallback,
-        )
         sources = {name: Source(file, partial(opening, file)) for name, file in files.items()}
         models: dict[str, Sequence[Engine]] = {}
         for name, source in sources.items():
@@ -94,50 +171,82 @@ def serve(
         tracer = _tracer(settings.otlp, stack)
         server = http.Server(models, settings)
         server.service.files.update(files)
-        server.service.add_metrics(logs.samples)
-        for name, shadow in shadowing.items():
-            server.service.find(name).watch(shadow)
-            server.service.add_metrics(shadow.samples)
-        if tracer is not None:
-            server.service.add_metrics(tracer.samples)
-            for name, model in server.service.models.items():
-                model.watch(tracer.watch(name))
-        if reload:
-            reloader = stack.enter_context(Reloader(server.service, sources))
-            server.service.add_metrics(reloader.samples)
-            for name, model in server.service.models.items():
-                model.remark = partial(reloader.error, name)
+        _watch(server, shadowing, tracer, sources if reload else {}, stack)
 
-        def ready(at_host: str, at_port: int, at_grpc_port: int | None) -> None:
-            if on_ready is not None:
-                on_ready(at_host, at_port, at_grpc_port, list(models))
+        def ready(host: str, port: int, grpc_port: int | None) -> None:
+            on_start(server, host, port, grpc_port, list(models))
 
         return server.run(ready)
 
 
-def _open(
-    file: Path,
-    *,
-    device: str,
-    threads: int | None,
-    instances: int,
-    trust: bool,
-    cpu_fallback: bool,
-) -> Sequence[Engine]:
-    if instances < 1:
-        raise BadInput(f"--instances {instances}: 1 or more is needed")
-    if threads is None and instances > 1:
-        threads = max(1, usable_cores() // instances)
-    try:
-        return open_proven(file, device, threads=threads, trust=trust, instances=instances)
-    except Unsupported as exc:
-        if not (cpu_fallback and device.startswith("cuda") and sniff(file) == "onnx"):
-            raise
-        engines: list[Any] = open_proven(file, "cpu", threads=threads, instances=instances)
-        for engine in engines:
-            engine.notes = (*engine.notes, f"runs on the CPU, not on {device}: {exc.message}")
-        log.warning("%s: %s", file, engines[0].notes[-1])
-        return engines
+def _watch(
+    server: Server,
+    shadowing: Mapping[str, Shadow],
+    tracer: Tracer | None,
+    sources: Mapping[str, Source],
+    stack: ExitStack,
+) -> None:
+    """Add shadows, traces, the logs' figures and the reloading of `sources` to the server."""
+    from deploykit.serving.models.reload import Reloader
+    from deploykit.serving.observe import logs
+
+    service = server.service
+    service.add_metrics(logs.samples)
+    for name, shadow in shadowing.items():
+        service.find(name).watch(shadow)
+        service.add_metrics(shadow.samples)
+    if tracer is not None:
+        service.add_metrics(tracer.samples)
+        for name, model in service.models.items():
+            model.watch(tracer.watch(name))
+    if sources:
+        reloader = stack.enter_context(Reloader(service, sources))
+        service.add_metrics(reloader.samples)
+        for name, model in service.models.items():
+            model.remark = partial(reloader.error, name)
+
+
+def _files_by_name(models: Models) -> dict[str, Path]:
+    if isinstance(models, Mapping):
+        files = {name: Path(file) for name, file in models.items()}
+    else:
+        several = [models] if isinstance(models, (str, os.PathLike, Artefact)) else models
+        files = _named("`models`", [str(each) for each in several])
+    if not files:
+        raise BadInput("`models` names no file to serve")
+    return files
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How the models' engines are opened."""
+
+    device: str
+    threads: int | None
+    instances: int
+    trust: bool
+    cpu_fallback: bool
+
+    def __call__(self, file: Path) -> Sequence[Engine]:
+        threads, count = self.threads, self.instances
+        if count < 1:
+            raise BadInput(f"`instances` {count}: 1 or more is needed")
+        if threads is None and count > 1:
+            threads = max(1, usable_cores() // count)
+        try:
+            return open_proven(
+                file, self.device, threads=threads, trust=self.trust, instances=count
+            )
+        except Unsupported as exc:
+            cuda = self.device.startswith("cuda")
+            if not (self.cpu_fallback and cuda and sniff(file) == "onnx"):
+                raise
+            engines: list[Any] = open_proven(file, "cpu", threads=threads, instances=count)
+            note = f"runs on the CPU, not on {self.device}: {exc.message}"
+            for engine in engines:
+                engine.notes = (*engine.notes, note)
+            log.warning("%s: %s", file, note)
+            return engines
 
 
 def _shadows(

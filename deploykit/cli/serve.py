@@ -132,7 +132,7 @@ def serve(options: ServeOptions) -> None:
     """
     from deploykit.api import serve as service
 
-    dropped = service.serve(
+    dropped = service.serve_until_stopped(
         [*(options.engine or ()), *(options.models or ())],
         host=options.host,
         http_port=options.http_port,

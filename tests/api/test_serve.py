@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
+import signal
 import threading
 import urllib.error
 import urllib.request
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 
 import deploykit as dk
+from deploykit.api.serve import serve_until_stopped
 from deploykit.serving import server as http
 from tests.support.onnx_zoo import linear, mnist_like, save
 
@@ -84,7 +87,7 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Serving:
 
         def run() -> None:
             try:
-                dk.serve(engines, http_port=0, on_ready=on_ready, **options)
+                serve_until_stopped(engines, http_port=0, on_ready=on_ready, **options)
             except BaseException as exc:
                 failed.append(exc)
                 raise
@@ -118,7 +121,7 @@ def test_a_missing_gpu_is_an_error_unless_the_cpu_was_allowed(
     if "CUDAExecutionProvider" in providers():
         pytest.skip("a CUDA provider is here")
     with pytest.raises(dk.Unsupported):
-        dk.serve([str(model)], device="cuda", http_port=0)
+        dk.serve(model, device="cuda")
     with serving(f"m={model}", device="cuda", cpu_fallback=True) as served:
         said = "runs on the CPU, not on cuda"
         parameters = served.get("/v2/models/m")["parameters"]
@@ -179,7 +182,7 @@ def test_a_token_is_asked_for(serving: Serving, model: Path, tmp_path: Path) -> 
         ({"buckets": ["Q=16"]}, "no served model has an input with that axis"),
         ({"pads": ["x"]}, "INPUT=VALUE"),
         ({"pads": ["x=y"]}, "INPUT=VALUE"),
-        ({"instances": 0}, "--instances 0"),
+        ({"instances": 0}, "`instances` 0"),
         ({"token_file": Path("/nonexistent")}, "/nonexistent"),
         ({"token_file": "EMPTY"}, "its first line is empty"),
         ({"token_file": "SHORT"}, "at least 16"),
@@ -201,10 +204,43 @@ def test_options_that_cannot_be(
         shadows = [text.replace("MODEL", str(model)) for text in options["shadows"]]
         options = {**options, "shadows": shadows}
     with pytest.raises(dk.BadInput, match=said):
-        dk.serve([str(model)], http_port=0, **options)
+        serve_until_stopped([str(model)], http_port=0, **options)
 
 
 def test_a_shadow_of_another_model_is_refused(model: Path, tmp_path: Path) -> None:
     other = save(linear(), tmp_path / "linear.onnx")
     with pytest.raises(dk.BadInput, match="the shadow's inputs"):
-        dk.serve([str(model)], http_port=0, shadows=[str(other)], shadow_rate=0.5)
+        dk.serve(model, shadows={"model": other}, shadow_rate=0.5)
+
+
+def test_a_server_in_a_thread_answers_until_it_is_closed(model: Path) -> None:
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with dk.serve({"digits": str(model)}) as server:
+        assert server.models == ("digits",)
+        assert server.grpc_url is not None
+        with urllib.request.urlopen(f"{server.url}/v2/models/digits", timeout=WAIT_S) as reply:
+            assert json.loads(reply.read())["name"] == "digits"
+        assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert server.close() == 0
+    assert "closed" in repr(server)
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(server.url, timeout=WAIT_S)
+
+
+def test_two_servers_run_side_by_side_in_one_process(model: Path) -> None:
+    with dk.serve(model, grpc_port=None) as first, dk.serve([model], grpc_port=None) as second:
+        assert first.url != second.url
+        assert first.grpc_url is None
+
+
+def test_a_server_that_cannot_start_raises_where_it_was_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(dk.NotFound):
+        dk.serve(tmp_path / "absent.onnx")
+    with pytest.raises(dk.BadInput, match="no file to serve"):
+        dk.serve([])
+
+
+def test_serving_from_python_leaves_logging_alone(model: Path) -> None:
+    before = list(logging.getLogger().handlers)
+    with dk.serve(model, grpc_port=None):
+        assert logging.getLogger().handlers == before

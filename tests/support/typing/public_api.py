@@ -10,7 +10,10 @@ from typing_extensions import assert_type
 
 import deploykit as dk
 from deploykit.api.artefacts import Made
-from deploykit.api.compare import Compared, Inspection, Predicted
+from deploykit.api.compare import Compared
+from deploykit.api.inspect import Inspection
+from deploykit.api.predict import Predicted
+from deploykit.api.running_server import RunningServer
 from deploykit.core.profile import Profile
 
 
@@ -28,9 +31,11 @@ def a_live_module_goes_in_with_its_example(net: torch.nn.Module) -> None:
 
 
 def results_have_types() -> None:
-    assert_type(dk.compare(Path("a.onnx"), Path("b.onnx")), Compared)
-    assert_type(dk.inspect(Path("a.onnx")), Inspection)
-    assert_type(dk.predict(Path("a.onnx"), Path("data.npz"), Path("out.npz")), Predicted)
+    assert_type(dk.quantize("model.onnx", "fp16"), Made)
+    assert_type(dk.build("model.onnx", "cpu"), Made)
+    assert_type(dk.compare("a.onnx", Path("b.onnx")), Compared)
+    assert_type(dk.inspect("a.onnx"), Inspection)
+    assert_type(dk.predict("a.onnx", "data.npz", "out.npz"), Predicted)
     assert_type(dk.profile("h200"), Profile)
 
 
@@ -40,6 +45,14 @@ def an_engine_takes_and_returns_arrays() -> None:
         outputs = engine({"image": np.zeros((1, 1, 28, 28), np.float32)})
         assert_type(outputs, "dict[str, np.ndarray]")
         assert_type(engine.inputs, "tuple[dk.TensorSpec, ...]")
+
+
+def a_server_is_a_context_manager() -> None:
+    with dk.serve({"digits": "model.onnx"}, max_batch=8, buckets={"T": [16, 32]}) as server:
+        assert_type(server, RunningServer)
+        assert_type(server.url, str)
+        assert_type(server.grpc_url, "str | None")
+        assert_type(server.close(), int)
 
 
 def errors_form_a_tree() -> None:
@@ -54,5 +67,6 @@ def errors_form_a_tree() -> None:
 
 def wrong_calls_are_found() -> None:
     dk.export("model.pt", batch=dk)  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
+    dk.serve("model.onnx", max_bach=8)  # type: ignore[call-arg] # pyright: ignore[reportCallIssue]
     dk.export("model.pt", missing=1)  # type: ignore[call-arg] # pyright: ignore[reportCallIssue]
     dk.nothing  # type: ignore[attr-defined] # noqa: B018 # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,75 @@
+"""The server that `dk.serve` returns: it runs in a thread of its own until it is closed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deploykit.serving.options import ServeOptions
+    from deploykit.serving.server import Server
+
+    # the server, its host, HTTP port and gRPC port, the models' names
+    OnStart = Callable[[Server, str, int, int | None, list[str]], None]
+
+
+class RunningServer:
+    """A server in a thread of its own; a context manager that closes it."""
+
+    def __init__(self, run: Callable[[OnStart], int], settings: ServeOptions) -> None:
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._unanswered = 0
+        self._scheme = "https" if settings.tls_cert else "http"
+        self._thread = threading.Thread(target=self._serve, args=(run,), name="deploykit serve")
+        self._thread.start()
+        self._ready.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def _serve(self, run: Callable[[OnStart], int]) -> None:
+        try:
+            self._unanswered = run(self._started)
+        except BaseException as exc:  # noqa: BLE001 - raised again where it is waited for
+            self._failure = exc
+        finally:
+            self._ready.set()
+
+    def _started(
+        self, server: Server, host: str, port: int, grpc_port: int | None, names: list[str]
+    ) -> None:
+        place = f"[{host}]" if ":" in host else host
+        self._server = server
+        self.models = tuple(names)
+        self.url = f"{self._scheme}://{place}:{port}"
+        self.grpc_url = None if grpc_port is None else f"{place}:{grpc_port}"
+        self._ready.set()
+
+    def wait(self) -> int:
+        """Block until the server has ended; the number of accepted requests without an answer.
+
+        Raises what ended it otherwise.
+        """
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+        return self._unanswered
+
+    def close(self) -> int:
+        """Answer what was accepted, then end; returns as `wait`. A second call does nothing."""
+        if self._thread.is_alive():
+            with suppress(RuntimeError):  # it has just ended of itself
+                self._server.stop()
+        return self.wait()
+
+    def __enter__(self) -> RunningServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "running" if self._thread.is_alive() else "closed"
+        return f"RunningServer({self.url!r}, models={list(self.models)}, {state})"
