@@ -1,9 +1,6 @@
-"""Serve models over HTTP/1.1, and gRPC beside it: one event loop, no task or thread per request.
+"""Serve models over HTTP/1.1 and gRPC: one event loop, no task or thread per request.
 
-In: engines by name and `ServeOptions`. Out: a listening server, until SIGTERM or SIGINT; then every
-request taken is answered and `run` returns. `benchmarks/http_stacks.py` holds the measurement that
-chose uvloop with a parser of our own wiring; the limits that such a parser lacks are in wire.py and
-connection.py.
+`benchmarks/http_stacks.py` holds the measurement that chose uvloop with our own use of httptools.
 """
 
 from __future__ import annotations
@@ -113,16 +110,18 @@ class Server:
         self._worker = JsonWorker()
         scheme = "https" if tls else "http"
         self._routes = Routes(self.service, self._offload, self._worker, scheme=scheme)
-        held = MemoryBudget(options.max_held_bytes, options.max_body_bytes)
-        self.service.add_metrics(partial(_held_samples, held))
-        self._listener = Listener(self._routes.handle, limits, access, options.max_body_bytes, held)
+        memory = MemoryBudget(options.max_held_bytes, options.max_body_bytes)
+        self.service.add_metrics(partial(_held_samples, memory))
+        self._listener = Listener(
+            self._routes.handle, limits, access, options.max_body_bytes, memory
+        )
         make = partial(Connection, self._listener)
         self._acceptor = Acceptor(self._loop, self._socket, self._listener, make, tls)
         self._grpc: GrpcServer | None = None
         if options.grpc_port is not None:
             from deploykit.serving.grpc.server import GrpcServer
 
-            self._grpc = GrpcServer(self.service, options, guard, held, self._offload)
+            self._grpc = GrpcServer(self.service, options, guard, memory, self._offload)
         self._stopped = asyncio.Event()
         self._signals = 0
         self._signalled_s = -ECHO_S
@@ -245,8 +244,8 @@ class Server:
                 signal.signal(number, handler)
 
 
-def _held_samples(held: MemoryBudget) -> list[Sample]:
+def _held_samples(memory: MemoryBudget) -> list[Sample]:
     return [
-        Sample("deploykit_held_bytes", {}, held.bytes),
-        Sample("deploykit_held_limit_bytes", {}, held.limit),
+        Sample("deploykit_held_bytes", {}, memory.bytes),
+        Sample("deploykit_held_limit_bytes", {}, memory.limit),
     ]

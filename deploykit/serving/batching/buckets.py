@@ -1,9 +1,7 @@
-"""Let requests of different lengths share a batch: lengthen a dynamic axis to the next bucket.
+"""Let requests of different lengths share a batch: pad a dynamic axis to the next bucket.
 
-In: for an axis the lengths of its buckets, and what each input is filled up with. Out: a key that
-requests of one bucket have in common, their rows joined at the bucket's length, and outputs cut
-back to each request's own. A model without a mask answers otherwise when its input is lengthened:
-so `check` runs the engine both ways, and refuses what does not agree.
+A model without a mask may answer differently when its input is padded: `check` runs the engine
+both ways and refuses a model whose outputs disagree.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ class Buckets:
         self._outputs = {spec.name: self._axes(spec) for spec in outputs}
         for axis, found in self.lengths.items():
             if axis not in self._where:
-                raise BadInput(f"model '{name}': no input has an axis '{axis}' beside the batch")
+                raise BadInput(f"model '{name}': no input has an axis '{axis}' besides the batch")
             if not found or found[0] < 1:
                 raise BadInput(f"--buckets {axis}: lengths are 1 or more, got {list(found)}")
 

@@ -74,7 +74,7 @@ class BatchRun(NamedTuple):
 
 
 class Watcher:
-    """Is told what happened, on whichever thread it happened; this one ignores it all."""
+    """Receives events, on whichever thread they happen; this one ignores them."""
 
     def ran(self, run: BatchRun) -> None:
         """A batch ended well."""
@@ -90,7 +90,7 @@ class Watcher:
 
 
 class Watchers(Watcher):
-    """Tells several, in order."""
+    """Passes events to several, in order."""
 
     def __init__(self, *watchers: Watcher) -> None:
         self._watchers = watchers

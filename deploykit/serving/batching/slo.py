@@ -16,7 +16,7 @@ Out: a BatchPolicy, anew each time `step` is called. Pure: the clock is passed i
   more is expected within the time that running it apart would cost, 2 t(1) - t(2). It never waits
   longer than that time, so that it loses at most as much as it might have saved (the ski-rental
   bound; Karlin et al., 1988), nor longer than --max-delay-us if that is given, nor than the SLO
-  leaves beside two batches. Few requests, as a lone client's, never wait.
+  leaves after two batches. Few requests, as a lone client's, never wait.
 - **Correction.** t leaves out what happens between batches. When more than 1 in 100 requests are
   late all the same, the time that is reckoned with is cut by a tenth, and given back in growing
   steps while they are in time: additive increase, multiplicative decrease, as in Clipper

@@ -1,8 +1,6 @@
-"""Join the rows of requests into one feed, and give each request its own rows of the outputs.
+"""Join requests along axis 0 into one input, and give each request its own rows of the outputs.
 
-In: requests with equal keys; outputs of the engine. Out: arrays by input name; each request's
-`outputs`. What the engine returns is held against what it promised first: no request ever gets
-another's row.
+Outputs are checked against what the engine promised first: no request ever gets another's row.
 """
 
 from __future__ import annotations

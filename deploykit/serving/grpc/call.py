@@ -65,7 +65,7 @@ class Call(Stream):
         "cancel",
         "deadline_s",
         "head",
-        "held",
+        "held_bytes",
         "opened",
         "slots",
     )
@@ -76,7 +76,7 @@ class Call(Stream):
         super().__init__(link, number)
         shared = link.shared
         self.head = head
-        self.held = 0  # bytes counted in the server's memory budget
+        self.held_bytes = 0  # bytes counted in the server's memory budget
         self.answering = 0  # messages delivered and not answered
         self.slots: deque[Any] = deque()  # of a streaming call's replies, in order
         self.opened = False  # the reply's headers were sent
@@ -225,16 +225,16 @@ class Call(Stream):
 
     def _hold(self, size: int) -> bool:
         """Count bytes; above the budget the call fails, unless it only asks for the health."""
-        self.held += size
+        self.held_bytes += size
         memory, method = self.link.shared.memory, self.head.method
-        public = method is not None and method.public and self.held <= _HEALTH_BYTES
-        if memory.add(size, self.held) or public:
+        public = method is not None and method.public and self.held_bytes <= _HEALTH_BYTES
+        if memory.add(size, self.held_bytes) or public:
             return True
         self.fail("UNAVAILABLE", memory.message)
         return False
 
     def _free(self, size: int) -> None:
-        self.held -= size
+        self.held_bytes -= size
         self.link.shared.memory.bytes -= size
 
     # -- replies ---------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class Call(Stream):
         if self._sizes:
             self._free(self._sizes.popleft())
         elif self.ended:
-            self._free(self.held)
+            self._free(self.held_bytes)
         self.send((b"\0" + length.to_bytes(4, "big"), *parts))
 
     def complete(self) -> None:
@@ -330,4 +330,4 @@ class Call(Stream):
         self.answering = 0
         self._reader.clear()
         super().finish()
-        self._free(self.held)
+        self._free(self.held_bytes)

@@ -34,7 +34,7 @@ class GrpcServer:
         service: ModelRepository,
         options: ServeOptions,
         guard: Guard,
-        held: MemoryBudget,
+        memory: MemoryBudget,
         offload: Offload,
         limits: Limits | None = None,
     ) -> None:
@@ -42,7 +42,7 @@ class GrpcServer:
         self._calls = Calls(service, offload)
         limits = limits or Limits()
         parse = HeadParser(self._calls.methods, guard.allows, limits.headers)
-        self._shared = Shared(parse, Call, limits, options.max_body_bytes, held)
+        self._shared = Shared(parse, Call, limits, options.max_body_bytes, memory)
         self._tls: ssl.SSLContext | None = None
         if options.tls_cert is not None and options.tls_key is not None:
             self._tls = tls_context(options.tls_cert, options.tls_key)
@@ -66,7 +66,7 @@ class GrpcServer:
         return port
 
     async def stop(self, grace_s: float) -> None:
-        """Wait up to `grace_s` for what was taken, then close. The service was told to drain."""
+        """Wait up to `grace_s` for accepted calls, then close. Drain the repository before."""
         await self._until(lambda: not self._shared.unanswered, grace_s)
         self._acceptor.close()
         self._socket.close()

@@ -1,8 +1,4 @@
-"""A body that comes in chunks (RFC 9112, 7.1), read strictly and within limits.
-
-In: bytes as they arrive. Out: the pieces of the body, and where it ended. Pure; chunk extensions
-and trailers are read and dropped.
-"""
+"""Read a chunked body (RFC 9112, 7.1) strictly and within limits; trailers are dropped."""
 
 from __future__ import annotations
 

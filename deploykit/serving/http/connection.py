@@ -56,10 +56,10 @@ class Listener:
         limits: Limits,
         access: AccessControl,
         max_body_bytes: int,
-        held: MemoryBudget,
+        memory: MemoryBudget,
     ) -> None:
         self.handle = handle
-        self.held = held
+        self.memory = memory
         self.limits = limits
         self.access = access
         self.max_body_bytes = max_body_bytes
@@ -269,7 +269,7 @@ class Connection(asyncio.BufferedProtocol):
     def _hold(self, size: int) -> bool:
         if self._exchange.hold(size):
             return True
-        self._refuse(503, self.listener.held.message, RETRY)
+        self._refuse(503, self.listener.memory.message, RETRY)
         return False
 
     def _complete(self, exchange: Exchange, body: Bytes) -> None:

@@ -1,8 +1,4 @@
-"""One request over HTTP and its reply; see call.Call.
-
-In: a head, later a body, then what a route replies. Out: the reply's bytes, for the connection to
-send when the replies before it were sent.
-"""
+"""One HTTP request and its reply, which waits for the replies to the requests before it."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ _JOINED_BYTES = 64 << 10  # a larger reply is written in parts rather than copie
 class Exchange:
     """What is known of one request, and what is to be sent for it."""
 
-    __slots__ = ("answer", "body", "cancel", "connection", "head", "held", "keep_alive")
+    __slots__ = ("answer", "body", "cancel", "connection", "head", "held_bytes", "keep_alive")
 
     def __init__(self, connection: Connection, head: Head) -> None:
         self.connection = connection
@@ -30,16 +26,16 @@ class Exchange:
         self.cancel: Callable[[], object] | None = None
         self.keep_alive = head.keep_alive
         self.answer: list[Bytes] | None = None
-        self.held = 0  # bytes that are counted in the listener's
+        self.held_bytes = 0  # bytes that are counted in the listener's
 
     def hold(self, size: int) -> bool:
         """Count `size` bytes until this is answered; whether the server has room for them."""
-        self.held += size
-        return self.connection.listener.held.add(size, self.held)
+        self.held_bytes += size
+        return self.connection.listener.memory.add(size, self.held_bytes)
 
     def release(self) -> None:
-        self.connection.listener.held.bytes -= self.held
-        self.held = 0
+        self.connection.listener.memory.bytes -= self.held_bytes
+        self.held_bytes = 0
 
     @property
     def gone(self) -> bool:
@@ -50,7 +46,7 @@ class Exchange:
         connection, head = self.connection, self.head
         if connection.gone:
             return
-        if self.held:  # what was asked is not needed any more, whenever the reply can go
+        if self.held_bytes:  # what was asked is not needed any more, whenever the reply can go
             self.release()
         listener = connection.listener
         length = sum(map(len, parts))

@@ -1,8 +1,7 @@
-"""The head of an HTTP/1.1 message: bytes to a checked `Head`, within limits.
+"""Parse the head of an HTTP/1.1 request into a checked `Head`, within limits.
 
-In: bytes as they arrive. Out: a Head, or the Refusal that ends the connection. The parser,
-llhttp, has no limits of its own and sees heads only: bodies are read by the connection, straight to
-where they stay. A message that can be read in two ways is refused.
+The parser, llhttp, has no limits of its own and sees heads only: the connection reads bodies
+straight to where they stay. A message that can be read in two ways is refused.
 """
 
 from __future__ import annotations

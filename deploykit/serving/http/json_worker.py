@@ -1,9 +1,8 @@
-"""A process beside the server for work that would hold everybody up.
+"""A process for JSON work that would block the event loop.
 
-In: a function of a module and its arguments. Out: what it returned or raised. Reading 30 MB of JSON
-keeps Python's lock for a second or two, on whatever thread it is done, and no other request would
-be looked at meanwhile. The process starts with the first such work, and ends when the server does.
-Arrays and bodies travel as they are; what comes through the pipe is our own, so it is unpickled.
+Parsing 30 MB of JSON holds Python's lock for a second or two on any thread. The process starts with
+the first such work and ends with the server. Arrays and bodies are sent as they are; the pipe
+carries only our own pickles.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The routes of the server over a ModelRepository: a call in, one reply out.
+"""The routes of the HTTP server, in a table made at start: each gets a Call and replies once.
 
-In: a `Call` that the transport has read whole and bounded. Out: exactly one `reply`, at once or,
-for inference, when the engine is done. Routes stand in a table made at start: no name in a target
-ever becomes a path, and an unknown one is a plain 404.
+No name in a target ever becomes a path, and an unknown one is a plain 404.
 """
 
 from __future__ import annotations
@@ -72,7 +70,7 @@ class Routes:
         self._service = service
         self._scheme = scheme
         self._offload = offload
-        self.grpc_port: int | None = None  # to be told to people
+        self.grpc_port: int | None = None  # shown on the page
         self.status = Status(service)
         self._table: dict[str, tuple[str, Route]] = {
             "/v2": ("GET", _value(service.metadata)),

@@ -1,7 +1,4 @@
-"""What an engine must be to be served, and to take the place of another.
-
-In: engines. Out: the rows of a batch; BadInput or Unsupported where clients would notice.
-"""
+"""What an engine needs in order to be served, and to replace another."""
 
 from __future__ import annotations
 

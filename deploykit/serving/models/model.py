@@ -1,8 +1,6 @@
-"""One served model: its engines under one name, with its queue, its counters and its description.
+"""One served model: engines under one name, with their queue, counters and description.
 
-In: engines that are alike and `ServeOptions`. Out: metadata and configuration as the Open Inference
-Protocol's JSON values, and the way of a request to an engine. Engines can be replaced while others
-are served: what was taken before is finished by those that took it.
+Engines can be replaced while requests are served: the old ones finish what they accepted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Notice that an engine's file was replaced, load it beside the old engine, and swap.
+"""Notice that an engine's file was replaced, load the new one and swap it in.
 
-In: for each model its file and what loads it. Out: calls of the service's `replace`, from a thread
-of its own; a file that cannot be loaded, or is another model, leaves the old engine serving, and
-says why in the log and in `error`. It is tried again when the file changes again.
+A file that cannot be loaded, or is another model, leaves the old engine serving; the log and
+`error` say why. It is tried again when the file changes again.
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ class Source:
     def __init__(self, path: Path, load: Load) -> None:
         self.path = path
         self.load = load
-        self._beside: tuple[File, list[str]] | None = None
+        self._external: tuple[File, list[str]] | None = None
         self.settled = self.seen = self.files()
 
     def files(self) -> tuple[File, ...]:
         """The file, the files of weights that it names, and last its manifest, as they are now."""
         model = _file(self.path)
-        if self._beside is None or self._beside[0] != model:
-            self._beside = model, external_files(self.path)
-        beside = [self.path.parent / location for location in self._beside[1]]
-        return (model, *map(_file, beside), _file(manifest_path(self.path)))
+        if self._external is None or self._external[0] != model:
+            self._external = model, external_files(self.path)
+        external = [self.path.parent / location for location in self._external[1]]
+        return (model, *map(_file, external), _file(manifest_path(self.path)))
 
 
 class Reloader(Closing):

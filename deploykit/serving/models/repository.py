@@ -1,8 +1,4 @@
-"""The served models by name: what they are, how they do, and the way to their engines.
-
-In: engines and `ServeOptions`. Out: metadata, readiness and statistics as the Open Inference
-Protocol's JSON values, and `infer`, which queues a decoded request. No transport is known here.
-"""
+"""The served models by name: metadata, readiness and statistics, and their shared resources."""
 
 from __future__ import annotations
 

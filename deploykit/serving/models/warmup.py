@@ -1,8 +1,7 @@
-"""Run an engine at every shape that is foreseen, before the first user would have to wait for it.
+"""Run an engine at every expected shape before the first request, with zeros as inputs.
 
-In: an Engine and what it will be asked for. Out: how long batches took by their rows, and notes on
-what could not be run. The inputs are zeros. A batch size that fails here, or returns something else
-than the engine promises, would fail every user: it is an error that names it.
+A batch size that fails here, or returns something else than the engine promises, would fail every
+request: it is an error that names the shape.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""One request as the transport hands it to a route, and the replies that every route shares.
+"""One HTTP request as a route sees it, and the replies that every route shares.
 
-In: a `Head` that was checked and a body that was read whole. Out: exactly one `reply`. Nothing here
-knows sockets: a test's call is as good as a connection's.
+Nothing here knows sockets.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Compressed bodies: a request made plain, and an answer made smaller if the client asks for it.
+"""Decompress request bodies, and compress replies for clients that accept it.
 
-In: a body and its Content-Encoding, or an answer and the client's Accept-Encoding. Out: bytes. The
-limit on a request is on what comes out, and is looked at while it comes. Pure.
+The limit on a request applies to its decompressed size, and is checked while it is decompressed.
 """
 
 from __future__ import annotations

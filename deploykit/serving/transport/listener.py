@@ -1,8 +1,6 @@
-"""The listening socket: an address, and the connections that come to it.
+"""A listening socket and the connections it accepts, their TLS handshake included.
 
-In: host and port, or the socket bound to them. Out: accepted connections with a protocol each, and
-their TLS handshake done. When the process is out of file descriptors nothing is accepted for a
-while: those who wait are not lost, and the loop does not spin.
+While the process is out of file descriptors it accepts nothing: clients wait in the backlog.
 """
 
 from __future__ import annotations
@@ -130,7 +128,7 @@ class Acceptor:
             client.setblocking(False)
             limit = self._crowd.limits.connections
             if self._tls and len(self._greeting) + len(self._crowd.connections) >= limit:
-                client.close()  # without TLS it is told, by what `make` made
+                client.close()  # without TLS the protocol says why
                 log.info("a connection was closed: there are %d already", limit)
                 continue
             task = self._loop.create_task(self._greet(client))

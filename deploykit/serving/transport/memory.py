@@ -1,7 +1,6 @@
-"""How many bytes of requests a server holds, over all connections of both protocols.
+"""The memory budget for requests, over all connections of both protocols.
 
-In: sizes, as bodies come and as they are unpacked. Out: whether there is room. Each connection has
-limits of its own, but thousands of them, each within its own, could together take all memory.
+Each connection has limits of its own, but thousands of them could together take all memory.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ class MemoryBudget:
         self.bytes = 0
 
     def add(self, size: int, own: int) -> bool:
-        """Count `size` more bytes of a request, which has `own` with them; whether there is room.
+        """Count `size` more bytes of a request that has `own` with them; whether they fit.
 
-        There is for a request that holds all that is held: who is alone is bound by his own limit.
+        A request that is alone in the server may exceed the budget; its own limit bounds it.
         """
         self.bytes += size
         return self.bytes <= self.limit or self.bytes == own
 
     @property
     def message(self) -> str:
-        """Why there is no room."""
+        """Why a request does not fit."""
         return f"the server holds {self.limit} bytes of requests already"

@@ -1,7 +1,6 @@
-"""Who may call the server: token, Host and Origin, and the TLS that carries them.
+"""Who may call the server: token, Host and Origin, and TLS.
 
-In: the options, and of a request the headers that say who sends it. Out: yes or the refusal. A
-browser runs pages of strangers, so a server that answers on localhost only must not answer a page
+A browser runs pages of strangers, so a server that answers on localhost only must not answer a page
 from elsewhere (DNS rebinding, foreign forms), whatever the method.
 """
 

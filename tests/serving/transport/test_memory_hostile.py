@@ -113,7 +113,7 @@ def test_nothing_is_held_in_the_end(eventually: Eventually, name: str) -> None:
     limits = Limits(body_s=0.0) if name == "too slow" else Limits()
     engine = FakeEngine(width=WIDE)
     with running({"m": engine}, limits, max_held_bytes=LIMIT, max_body_bytes=LIMIT) as server:
-        counted = server.server._listener.held
+        counted = server.server._listener.memory
         raw = Raw(server.port)
         raw.send(data)
         if status is None:
@@ -222,7 +222,7 @@ def test_aborted_uploads_leave_nothing_behind(eventually: Eventually) -> None:
             for number in range(60):
                 with contextlib.closing(Raw(server.port)) as raw, contextlib.suppress(OSError):
                     raw.send(data[number % 3])
-            eventually(lambda: not listener.connections and not listener.held.bytes)
+            eventually(lambda: not listener.connections and not listener.memory.bytes)
             eventually(lambda: count(Connection, Exchange) <= before)
         finally:
             gc.enable()
@@ -238,7 +238,7 @@ def test_hostile_http_clients_at_random(eventually: Eventually, seed: int) -> No
     data = [data for data, _ in ENDS.values()]
     models = {"m": FakeEngine(width=WIDE)}
     with running(models, max_held_bytes=LIMIT, max_body_bytes=LIMIT) as server:
-        counted = server.server._listener.held
+        counted = server.server._listener.memory
         raws: list[Raw] = []
         for _ in range(40):
             if len(raws) < 3 or chance.random() < 0.3:

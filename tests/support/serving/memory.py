@@ -14,7 +14,7 @@ def raw_infer(values: np.ndarray, **headers: str) -> bytes:
 
 
 def held(server: Running) -> int:
-    return server.server._listener.held.bytes
+    return server.server._listener.memory.bytes
 
 
 def part(raw: Raw, data: bytes, size: int) -> None:
