@@ -44,7 +44,11 @@ class Command(TyperCommand):
         return super().parse_args(ctx, [_current(word) for word in args])
 
     def invoke(self, ctx: Any) -> Any:
-        output.spell = partial(with_flags, self.params)
+        commands = getattr(ctx.find_root().command, "commands", {}).values()
+        options = [
+            each for command in commands for each in command.params if each.opts[0][0] == "-"
+        ]
+        output.spell = partial(with_flags, [*options, *self.params])  # the last of a name counts
         return super().invoke(ctx)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ARG002 - typer's signature
