@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from deploykit.measure.report.report import Report
+from scripts.class_tables import PAGES as TABLES
+from scripts.class_tables import written
 from tests.support.blocks import blocks, run_page, unknown_options
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,3 +80,17 @@ def test_every_block_names_its_language(page: Path) -> None:
     fences = re.findall(r"^```(\w*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert all(fences[::2]), "a fence without a language"
     assert set(fences[::2]) <= {"sh", "python", "console", "text", "toml", "json", "yaml"}
+
+
+@pytest.mark.parametrize("page", TABLES, ids=lambda page: page.stem)
+def test_the_tables_name_every_class_and_key(page: Path) -> None:
+    """When this fails: python scripts/class_tables.py."""
+    assert page.read_text(encoding="utf-8") == written(page)
+
+
+def test_the_page_on_reports_explains_every_key_at_the_top() -> None:
+    text = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+    rows = text.partition("## Keys")[2].partition("\n###")[0].splitlines()
+    first = " ".join(row.split("|")[1] for row in rows if row.startswith("| `"))
+    keys = Report(title="", created="", command="").to_dict()
+    assert sorted(re.findall(r"`(\w+)`", first)) == sorted(keys)

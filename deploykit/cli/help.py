@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 from deploykit.cli import output
 from deploykit.cli.options import GENERAL
 
-DOCS = "https://deploykit.readthedocs.io/en/latest/cli/"
+DOCS = "docs/cli.md"
 RENAMED = {"--rest": "--other-nodes"}  # old flag -> new flag; the old ones go in version 0.3
 _PARAMETER = re.compile(r"`(\w+)`")
 _BRACKETS = re.compile(r"<([^>]*)>")
@@ -82,9 +82,8 @@ class Command(TyperCommand):
         sections[GENERAL] = sections.pop(GENERAL)
         write_sections(formatter, sections)
 
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        anchor = ctx.command_path.replace(" ", "-")
-        formatter.write(f"\n{output.bold('Documentation:')} {DOCS}#{anchor}\n")
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - as above
+        formatter.write(f"\n{output.bold('Documentation:')} {DOCS}\n")
 
 
 class Group(TyperGroup):

@@ -36,13 +36,13 @@ def run_page(page: Path, folder: Path) -> list[list[str]]:
     address, ran = "127.0.0.1:8000", []
     with ExitStack() as stack:
         for language, text in blocks(page, "sh", "python"):
-            text = text.replace("127.0.0.1:8000", address)
             if language == "python":
                 commands = [[sys.executable, "-c", text]]
             else:
                 lines = text.replace("\\\n", " ").splitlines()
                 commands = [shlex.split(line, comments=True) for line in lines]
             for command in filter(None, commands):
+                command = [word.replace("127.0.0.1:8000", address) for word in command]
                 if command[:2] == ["deploykit", "serve"]:
                     address = stack.enter_context(_server(command, folder))
                     continue
