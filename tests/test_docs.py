@@ -15,10 +15,16 @@ from deploykit.measure.report.report import Report
 from scripts.class_tables import PAGES as TABLES
 from scripts.class_tables import written
 from tests.support.blocks import blocks, run_page, unknown_options
+from tests.support.campaign import only_in_a_campaign
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-RUNNABLE = [page for page in PAGES if blocks(page, "sh", "python")]
+LONG = {"howto-resnet", "howto-detector"}  # they export torchvision models: minutes of CPU time
+RUNNABLE = [
+    pytest.param(page, id=page.stem, marks=[only_in_a_campaign] if page.stem in LONG else [])
+    for page in PAGES
+    if blocks(page, "sh", "python")
+]
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +65,7 @@ def test_site_builds_in_strict_mode(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.torch
-@pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", RUNNABLE)
 def test_code_blocks_run(page: Path, tmp_path: Path) -> None:
     for module in ("torch", "onnxscript", "sklearn", "onnxruntime", "tritonclient"):
         pytest.importorskip(module)

@@ -22,7 +22,7 @@ from deploykit.core.extras import installed
 from deploykit.core.files import check_readable
 from deploykit.core.json_value import json_value
 from deploykit.core.machine import Machine, this_machine
-from deploykit.core.precision import HARDWARE
+from deploykit.core.precision import HARDWARE, RUNTIMES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -150,7 +150,7 @@ def _read(path: Path) -> Profile:
     profile = Profile(
         name=path.stem,
         summary=fields.string("summary"),
-        runtime=fields.choice("runtime", ("tensorrt", "onnxruntime")),
+        runtime=fields.choice("runtime", RUNTIMES),
         device=fields.choice("device", ("cuda", "cpu")),
         architecture=fields.choice("architecture", ("x86_64", "aarch64", "any")),
         precisions=fields.strings("precisions", HARDWARE),
