@@ -37,7 +37,7 @@ DIALECT = {  # what we do not write -> what we write instead
     "rows a batch|a batch's rows": "rows per batch",
     r"(?<!there\s)is no (error|reason|answer|file|folder|number|proof|failure|model)": "is not",
     "who (asks?|sends?|reads?|calls?|waits?|wants?)": "a client that, which",
-    "Out:": "one sentence on what the file is for",
+    "(?-i:Out):": "one sentence on what the file is for",
 }
 _LETTER = "[A-Za-z]"
 

@@ -22,7 +22,7 @@ from deploykit.api.build_tensorrt import CheckResult, PlanOptions, check_here, p
 from deploykit.api.evaluate import Request, prepare
 from deploykit.api.quantize import TARGETS, keep_if_passed, write_typed
 from deploykit.api.quantize import check as check_request
-from deploykit.builders.builder import Built, Shapes, find_builder
+from deploykit.builders.builder import BuildResult, Shapes, find_builder
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import BuildRecord, Evidence
@@ -143,7 +143,7 @@ def _place_pairs(typed: Artefact, target: Profile, tmp: Path) -> tuple[Artefact,
 
 
 def _prove_onnx(
-    built: Built, files: _Files, target: Profile, tmp: Path, place: Path, max_error: float
+    built: BuildResult, files: _Files, target: Profile, tmp: Path, place: Path, max_error: float
 ) -> Made:
     """Compare the optimised graph with the one it was built from, and keep it."""
     from deploykit.measure.evaluate.parity import compare_engines

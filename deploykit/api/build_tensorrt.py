@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from deploykit.api import golden, verify
 from deploykit.api.artefacts import Made, Progress, keep, reject
 from deploykit.api.evaluate import Request
-from deploykit.builders.builder import Built
+from deploykit.builders.builder import BuildResult
 from deploykit.builders.builder import Shapes as Shapes
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import DeploykitError, GateFailed, Unsupported
@@ -25,7 +25,7 @@ from deploykit.core.profile import Profile, fits
 from deploykit.core.tensors import TensorSpec
 
 if TYPE_CHECKING:
-    from deploykit.builders.tensorrt.build import Checked
+    from deploykit.builders.tensorrt.build import BuildCheck
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class CheckResult:
 
     path: Path
     profile: str
-    checked: Checked
+    checked: BuildCheck
 
     def to_dict(self) -> dict[str, Any]:
         return {"path": str(self.path), "profile": self.profile, **self.checked.to_dict()}
@@ -66,7 +66,12 @@ def check(
 
 
 def prove_plan(
-    built: Built, source: Artefact, typed: Artefact, tmp: Path, place: Path, options: PlanOptions
+    built: BuildResult,
+    source: Artefact,
+    typed: Artefact,
+    tmp: Path,
+    place: Path,
+    options: PlanOptions,
 ) -> Made:
     """Prove the plan `tmp`, built from `typed` (made from `source`), and keep it at `place`.
 
@@ -88,7 +93,7 @@ def prove_plan(
 
 
 def _manifest(
-    built: Built, source: Artefact, typed: Artefact, tmp: Path, options: PlanOptions
+    built: BuildResult, source: Artefact, typed: Artefact, tmp: Path, options: PlanOptions
 ) -> Manifest:
     """The manifest of a plan that has not run yet, and golden samples next to it."""
     from deploykit.builders.tensorrt import inspector
@@ -198,7 +203,7 @@ def _is_target(machine: Machine, target: Profile) -> bool:
     return fits(target, machine) or not (target.boards or target.gpu_names)
 
 
-def _built_on(built: Built) -> Mapping[str, str]:
+def _built_on(built: BuildResult) -> Mapping[str, str]:
     """What the builder knows, but first what the device that it used says of itself.
 
     `nvidia-smi` counts GPUs that CUDA_VISIBLE_DEVICES hides, and knows no multiprocessors.

@@ -1,4 +1,4 @@
-"""The table of builders: each runtime's function that turns a typed ONNX graph into an engine."""
+"""The table of builders: each runtime's function that builds an engine from an ONNX graph."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BUILDERS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Shapes:
-    """What an engine is built for, as the user wrote it; None and () are the defaults."""
+    """The user's build options, as strings where they name sizes; None and () are the defaults."""
 
     batch: str | None = None
     axes: Sequence[str] = ()
@@ -32,11 +32,11 @@ class Shapes:
 
 
 @dataclass(frozen=True)
-class Built(Record):
-    """What is known of a built engine. `layers` is None where they cannot be read back here.
+class BuildResult(Record):
+    """Facts about a built engine. `layers` is None where this machine cannot read them back.
 
     `flags_used`: names of builder and network flags. `timing_cache_sha256`: of the cache after the
-    build, empty if none was kept.
+    build, empty without a cache.
     """
 
     built_on: Mapping[str, str]
@@ -47,7 +47,7 @@ class Built(Record):
 
 
 Builder = Callable[
-    [Artefact, Path, Profile, Shapes, "Callable[[str, float], None] | None"], Built
+    [Artefact, Path, Profile, Shapes, "Callable[[str, float], None] | None"], BuildResult
 ]  # (graph, out, target, shapes, on_progress)
 
 

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from deploykit.builders.builder import Built, Shapes
+from deploykit.builders.builder import BuildResult, Shapes
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.extras import require
@@ -26,23 +26,24 @@ def build_engine(
     target: Profile,
     shapes: Shapes,
     on_progress: Callable[[str, float], None] | None = None,  # noqa: ARG001 - takes seconds
-) -> Built:
-    """As `build`; raises BadInput for shapes, which ONNX Runtime has no use for."""
+) -> BuildResult:
+    """As `build`; raises BadInput for build options, which are for TensorRT."""
     if shapes != Shapes():
         raise BadInput(
-            f"profile '{target.name}' runs ONNX Runtime, which takes any batch and needs no shapes",
-            hint="batch, axes, level, DLA and the compatibility options are for TensorRT",
+            f"profile '{target.name}' runs ONNX Runtime, which takes no build options",
+            hint="leave out `batch`, `axes`, `level`, `dla`, `version_compatible` and "
+            "`hardware_compatible`: they are for TensorRT",
         )
-    return Built({**build(model.path, out), "profile": target.name})
+    return BuildResult({**build(model.path, out), "profile": target.name})
 
 
 def build(path: Path, out: Path, *, threads: int | None = None) -> dict[str, str]:
-    """Optimise `path` into `out`; returns what it was built on, for the manifest.
+    """Optimise `path` into `out`; returns the facts for the manifest's `built_on`.
 
-    The level is "extended": its result runs on any CPU. The one above it, which rewrites the
-    memory layout for the machine at hand, is applied by the runtime on loading. `threads`: as in
-    `load`, for the work done here. Raises BadInput or Unsupported for a graph that ONNX Runtime
-    refuses or a full disk, BadInput when `out` cannot be written; `out` is whole or as it was.
+    The level is "extended", whose result runs on any CPU. The next level rewrites the memory layout
+    for one machine, so the runtime applies it on loading. `threads`: as in `load`. Raises BadInput
+    or Unsupported for a graph that ONNX Runtime refuses or a full disk, BadInput when `out` cannot
+    be written; `out` is complete or unchanged.
     """
     check_readable(path)
     options = session_options(threads)
@@ -54,12 +55,12 @@ def build(path: Path, out: Path, *, threads: int | None = None) -> dict[str, str
                 ort.InferenceSession(
                     str(path), sess_options=options, providers=["CPUExecutionProvider"]
                 )
-        except BadInput as exc:  # of a full disk ONNX Runtime says only that it could not write
+        except BadInput as exc:  # ONNX Runtime does not report a full disk as such
             need, free = path.stat().st_size, shutil.disk_usage(out.parent).free
             if "serialization failed" not in str(exc.__cause__) or free > need:
                 raise
             raise Unsupported(
-                f"{out}: no space left on the disk: about {need:,} bytes needed"
+                f"{out}: no space left on the disk: about {need:,} bytes are needed"
             ) from exc
     return {
         "runtime": f"onnxruntime {ort.__version__}",

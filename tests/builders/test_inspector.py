@@ -127,7 +127,7 @@ def test_truth_values_and_indices_do_not_count_as_precision() -> None:
 
 def test_a_node_that_runs_wider_than_asked_is_a_mismatch() -> None:
     found = mismatches({"conv": "int8", "relu": "float32"}, [conv("Half", "Half", "Half")])
-    assert found == ("'conv' was asked in int8 and runs in float16",)
+    assert found == ("'conv' was requested in int8 and runs in float16",)
 
 
 @pytest.mark.parametrize(

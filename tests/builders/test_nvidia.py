@@ -174,7 +174,7 @@ def rtx(tmp_path: Path) -> None:
 def test_a_plan_of_rtx_is_never_kept_as_trt(tmp_path: Path) -> None:
     out = tmp_path / "m.trt"
     out.write_bytes(b"previous")
-    with pytest.raises(Unsupported, match="not kept: the library here is TensorRT for RTX"):
+    with pytest.raises(Unsupported, match="not written: the installed library is TensorRT for RTX"):
         build(save(linear(), tmp_path / "m.onnx"), out, options())
     assert out.read_bytes() == b"previous"
 

@@ -73,21 +73,21 @@ def _integer_operator() -> onnx.ModelProto:
     ("graph", "words"),
     [
         (foreign, "Magic 'm' needs a plugin"),
-        (_text, "a type that TensorRT has not, such as text"),
-        (_integer_operator, "QLinearMatMul 'qmm' is of ONNX Runtime's integer operators"),
+        (_text, "a type that TensorRT does not support, such as string"),
+        (_integer_operator, "QLinearMatMul 'qmm' is an integer operator of ONNX Runtime"),
         (
             lambda: quantized(np.array(0, np.int32), np.ones(4, np.int32)),
             "'bias_dq' dequantizes an int32 bias",
         ),
-        (lambda: quantized(np.array(3, np.int8)), "zero point that is not 0"),
+        (lambda: quantized(np.array(3, np.int8)), "zero point other than 0"),
         (
             lambda: quantized(np.array(128, np.uint8), np.ones(4, np.uint8)),
-            "only symmetric INT8 is taken",
+            "TensorRT supports symmetric INT8 only",
         ),
     ],
     ids=["foreign domain", "text", "QOperator", "int32 bias", "asymmetric", "uint8"],
 )
-def test_what_the_parser_refuses_is_told_in_words(
+def test_each_refusal_of_the_parser_is_explained(
     graph: Callable[[], onnx.ModelProto], words: str, tmp_path: Path
 ) -> None:
     found = checked(graph(), tmp_path)
@@ -139,7 +139,7 @@ def test_weights_beside_the_model_are_read_and_missed(tmp_path: Path) -> None:
 @ask
 @needs
 def test_the_parser_itself_names_missing_weights(tmp_path: Path) -> None:
-    """Ours asks before it; this is what is told if they go missing in between."""
+    """Ours asks before it; this is the message if they go missing in between."""
     nv = module.module()
     path = tmp_path / "m.onnx"
     onnx.save_model(linear(), path, save_as_external_data=True, size_threshold=0, location="m.data")
@@ -147,9 +147,9 @@ def test_the_parser_itself_names_missing_weights(tmp_path: Path) -> None:
     builder = module.start(nv)
     network = builder.create_network(1 << int(nv.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = nv.OnnxParser(network, module.logger(nv))
-    with module.collected(nv) as lines:
+    with module.collect_log(nv) as lines:
         assert not parser.parse_from_file(str(path))
-    assert f"cannot be read: {tmp_path / 'm.data'}" in module.reason(lines.errors, parser)
+    assert f"cannot be read: {tmp_path / 'm.data'}" in module.refusals(lines, parser)[0].text
 
 
 @ask
@@ -173,27 +173,27 @@ def test_the_builder_answers_late_what_we_check_early(
     parser = nv.OnnxParser(network, module.logger(nv))
     assert parser.parse_from_file(str(save(linear(), tmp_path / "m.onnx")))
     config = builder.create_builder_config()
-    with module.collected(nv) as lines:
+    with module.collect_log(nv) as lines:
         if sizes:
             profile = builder.create_optimization_profile()
             profile.set_shape("x", *sizes)
             config.add_optimization_profile(profile)
         assert builder.build_serialized_network(network, config) is None
-    assert words in module.reason(lines.errors)
+    assert words in module.refusals(lines)[0].text
 
 
 @ask
 @needs
-def test_profile_contradictions_are_ours_to_tell(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="`batch`: 8,4,2 is no range"):
+def test_contradictory_ranges_are_refused_before_the_build(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="`batch`: 8,4,2 is not a range"):
         checked(linear(), tmp_path, batch=AxisRange(8, 4, 2))
-    with pytest.raises(BadInput, match="`axes` T: no input"):
+    with pytest.raises(BadInput, match="`axes`: no input"):
         checked(linear(), tmp_path, axes={"T": BATCH})
 
 
 @ask
 @needs
-def test_a_workspace_too_small_is_told(tmp_path: Path) -> None:
+def test_a_workspace_too_small_is_reported(tmp_path: Path) -> None:
     found = checked(linear(), tmp_path, workspace_bytes=1024)
     assert found.problems == ("no kernel fits into the workspace",)
 

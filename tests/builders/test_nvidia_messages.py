@@ -5,6 +5,8 @@ Nothing here needs TensorRT.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from deploykit.builders.tensorrt import module
@@ -98,10 +100,11 @@ def test_only_what_blames_strong_typing_does(line: str, blames: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "numbers"), [("10.3.0", (10, 3)), ("11.4.0.106", (11, 4)), ("10.0.1", (10, 0))]
+    ("text", "numbers"),
+    [("10.3.0", (10, 3)), ("11.4.0.106", (11, 4)), ("10.0.1", (10, 0))],
 )
 def test_a_version_is_read(text: str, numbers: tuple[int, int]) -> None:
-    assert module.check_version(text) == numbers
+    assert module.version(SimpleNamespace(__version__=text)) == numbers
 
 
 def test_a_member_that_is_not_there_names_what_needs_it() -> None:

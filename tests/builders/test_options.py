@@ -49,7 +49,7 @@ def test_ampere_and_later_is_not_built_for_what_came_before(use: Use, model: Pat
 def test_a_level_that_is_none_is_bad_input(use: Use, model: Path) -> None:
     use()
     with pytest.raises(
-        BadInput, match="`hardware_compatible` everything: is not a level"
+        BadInput, match="`hardware_compatible`: unknown level 'everything"
     ) as caught:
         check(model, options(hardware_compatible="everything"))
     assert "ampere-plus" in (caught.value.hint or "")

@@ -82,19 +82,19 @@ def test_a_scalar_input_has_empty_shapes() -> None:
 def test_an_axis_without_a_range_names_input_axis_and_option() -> None:
     with pytest.raises(BadInput, match="input 'ids': axis 1, 'T'") as caught:
         ranges([parse_spec("ids:int64[N,T]")], BATCH, {})
-    assert caught.value.hint == "`axes` T=MIN,OPT,MAX"
+    assert caught.value.hint == "give it one: `axes` T=MIN,OPT,MAX"
 
 
 def test_an_unknown_axis_is_bad_input_listing_those_there_are() -> None:
-    with pytest.raises(BadInput, match="`axes` W: no input") as caught:
+    with pytest.raises(BadInput, match="`axes`: no input has a dynamic axis 'W'") as caught:
         ranges([parse_spec("x:float32[N,T,4]")], BATCH, {"W": BATCH})
     assert caught.value.hint == "dynamic axes: T"
 
 
 def test_the_batch_is_not_an_axis_option() -> None:
-    with pytest.raises(BadInput, match="`axes` N: is the batch") as caught:
+    with pytest.raises(BadInput, match="`axes`: N is the batch") as caught:
         ranges([parse_spec("x:float32[N,4]")], BATCH, {"N": AxisRange(1, 2, 3)})
-    assert caught.value.hint == "`batch` 1,2,3"
+    assert caught.value.hint == "write it as `batch` 1,2,3"
 
 
 @pytest.mark.parametrize(

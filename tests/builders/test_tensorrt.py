@@ -79,7 +79,7 @@ def test_tensorrt_before_10_is_refused_with_the_reason(
     use: Use, model: Path, out: Path, version: str
 ) -> None:
     use(version=version)
-    with pytest.raises(Unsupported, match=rf"TensorRT {re.escape(version)} is here.*no types"):
+    with pytest.raises(Unsupported, match=rf"TensorRT {re.escape(version)} is installed.*no types"):
         build(model, out, options())
 
 
@@ -100,7 +100,7 @@ def test_a_profile_that_ends_before_this_tensorrt_is_refused(
 ) -> None:
     use(version="11.4.0")
     old = replace(load_profile("l4"), tensorrt_max="10.16")
-    with pytest.raises(Unsupported, match=r"profile l4: runs TensorRT 10.3 to 10.16, here is 11"):
+    with pytest.raises(Unsupported, match=r"TensorRT 10\.3 to 10\.16, the installed one is 11"):
         build(model, out, Options(old, BATCH))
 
 
@@ -161,7 +161,7 @@ def test_dla_falls_back_to_the_gpu(use: Use, model: Path, out: Path) -> None:
 
 def test_a_dla_core_that_is_not_there_is_refused(use: Use, model: Path, out: Path) -> None:
     use(dla_cores=1)
-    with pytest.raises(Unsupported, match="DLA core 1: TensorRT finds 1"):
+    with pytest.raises(Unsupported, match="`dla` 1: TensorRT finds 1"):
         build(model, out, options(WITH_DLA, dla=1))
 
 
@@ -201,7 +201,7 @@ def test_a_version_compatible_plan_may_bring_its_own_code(use: Use, model: Path,
 
 
 @pytest.mark.parametrize(
-    ("layers", "why"), [(None, "was not read back"), ("{broken", "cannot be read")]
+    ("layers", "why"), [(None, "could not be read back"), ("{broken", "cannot be read")]
 )
 def test_without_layers_the_plan_is_kept_and_the_reason_noted(
     use: Use, model: Path, out: Path, layers: str | None, why: str
@@ -220,8 +220,8 @@ def test_lines_are_collected_within_the_block_only(use: Use) -> None:
     use()
     nv = module.module()
     log, error = module.logger(nv), Severity.ERROR
-    with module.collected(nv) as outer:
-        with module.collected(nv) as inner:
+    with module.collect_log(nv) as outer:
+        with module.collect_log(nv) as inner:
             log.log(error, "first")
         log.log(error, "second")
     log.log(error, "third")
@@ -251,7 +251,7 @@ def test_a_plan_of_rtx_is_known_by_its_first_bytes() -> None:
 
 def test_rtx_that_turns_out_to_be_tensorrt_is_not_kept(use: Use, model: Path, out: Path) -> None:
     use()
-    with pytest.raises(Unsupported, match="rtx was asked for, the library here is tensorrt"):
+    with pytest.raises(Unsupported, match="`flavour` is rtx, the installed library is tensorrt"):
         build(model, out.with_suffix(".rtx"), options(flavour="rtx"))
     assert not out.with_suffix(".rtx").exists()
 

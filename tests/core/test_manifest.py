@@ -68,7 +68,7 @@ def test_an_engine_is_verified_once_it_was_read_back_and_ran_and_nothing_failed(
     assert not Evidence(parity=PARITY).verified
     assert not Evidence(precision=read_back).verified
     assert not Evidence(parity=PARITY, precision=PrecisionReadBack(None)).verified
-    wider = PrecisionReadBack((), ("'conv' was asked in int8 and runs in float32",))
+    wider = PrecisionReadBack((), ("'conv' was requested in int8 and runs in float32",))
     assert Evidence(parity=PARITY, precision=wider).wrong == wider.wider[0]
     assert Evidence(parity=over, precision=read_back).wrong == over.why
 

@@ -238,7 +238,7 @@ def test_plan_without_manifest_is_refused_with_the_way_to_trust_it(plan: Path) -
     with pytest.raises(BadInput, match=r"m\.trt: has no manifest \(m\.trt\.json\)") as caught:
         open_plan(plan, HERE)
     assert caught.value.exit_code == 2
-    assert "--trust" in (caught.value.hint or "")
+    assert "`trust`" in (caught.value.hint or "")
 
 
 def test_trusted_plan_without_manifest_comes_with_a_warning(plan: Path) -> None:

@@ -110,7 +110,7 @@ def test_without_tensorrt_the_way_to_get_it_is_told() -> None:
 @pytest.mark.nvidia
 def test_tensorrt_before_10_and_the_lean_runtime_are_refused_with_words() -> None:
     check_version = module().check_version
-    with pytest.raises(Unsupported, match=r"TensorRT 8\.6\.1 is here"):
+    with pytest.raises(Unsupported, match=r"TensorRT 8\.6\.1 is installed"):
         check_version("8.6.1", full=True)
     with pytest.raises(Unsupported, match="lean runtime"):
         check_version("10.3.0", full=False)

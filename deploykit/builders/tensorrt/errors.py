@@ -1,8 +1,7 @@
-"""What TensorRT's parser and builder say, in words that name the culprit and the cure.
+"""Turn TensorRT's parser and builder errors into messages that name the culprit and the cure.
 
-In: the parser's errors, the lines of the log. Out: a `Refusal` each. TensorRT answers with the
-condition that failed in its source ("false") or only in its log; the texts matched here were
-collected by giving it files that it refuses.
+TensorRT reports the condition that failed in its source ("false") or only writes to its log; the
+messages matched here were collected by giving it files that it refuses.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ class ParserError:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a file or a build is refused. `damaged`: the file is wrong, not merely out of reach."""
+    """Why TensorRT refuses a file or a build. `damaged`: invalid, not just unsupported."""
 
     text: str
     hint: str | None = None
     damaged: bool = False
 
 
-# text of the error -> what it means; the first that is found wins
+# pattern in TensorRT's message -> refusal; the first match wins
 _PARSER: Sequence[tuple[str, Refusal]] = (
     (
         "Failed to parse the ONNX model",
@@ -50,25 +49,27 @@ _PARSER: Sequence[tuple[str, Refusal]] = (
     ),
     (
         "type Int32 but must have type",
-        Refusal("{node} dequantizes an int32 bias, which TensorRT does not take", _QUANTIZE),
+        Refusal("{node} dequantizes an int32 bias, which TensorRT does not support", _QUANTIZE),
     ),
     (
         "Non-zero zero point",
-        Refusal("{node} has a zero point that is not 0: only symmetric INT8 is taken", _QUANTIZE),
+        Refusal(
+            "{node} has a zero point other than 0: TensorRT supports symmetric INT8 only", _QUANTIZE
+        ),
     ),
     (
         "unsupported input type of UINT8",
-        Refusal("{node} quantizes to uint8: only symmetric INT8 is taken", _QUANTIZE),
+        Refusal("{node} quantizes to uint8: TensorRT supports symmetric INT8 only", _QUANTIZE),
     ),
     (
         "Failed to convert ONNX date type",
-        Refusal("an input or a tensor is of a type that TensorRT has not, such as text"),
+        Refusal("a tensor has a type that TensorRT does not support, such as string"),
     ),
     (
         "must have same input types|must be of same type",
         Refusal(
             "{node} mixes the types {types}",
-            "put the precision in with: deploykit quantize MODEL --to fp16",
+            "write the precision into the file: deploykit quantize MODEL --to fp16",
             damaged=True,
         ),
     ),
@@ -80,17 +81,19 @@ _PARSER: Sequence[tuple[str, Refusal]] = (
 _BUILDER: Sequence[tuple[str, Refusal]] = (
     (
         "workspace limit|insufficient workspace|increase the .*workspace",
-        Refusal("no kernel fits into the workspace", "allow a larger workspace"),
+        Refusal(
+            "no kernel fits into the workspace", "choose a larger workspace: `workspace_bytes`"
+        ),
     ),
     (
         r"libnvinfer_lean|libnvinfer_builder|libnvinfer_dispatch",
-        Refusal("TensorRT's lean runtime is not installed, which a version compatible plan needs"),
+        Refusal("a version compatible plan needs TensorRT's lean runtime, which is not installed"),
     ),
     (
         "out of memory|OutOfMemory|Requested amount of GPU memory",
         Refusal(
             "the GPU ran out of memory while building",
-            "close what else uses the GPU, or ask for a smaller workspace or batch",
+            "stop other programs that use the GPU, or choose a smaller workspace or batch",
         ),
     ),
     (
@@ -103,7 +106,7 @@ _CAN_FAIL = re.compile(r"strongly[ _-]?typed|any supported formats consistent wi
 
 
 def parser_refusal(error: ParserError, log: Sequence[str] = ()) -> Refusal:
-    """One parser error in words; `log`: the error lines, which name a missing data file."""
+    """Explain one parser error; `log`: the log's error lines, which name a missing data file."""
     node = f"{error.operator or 'a node'} '{error.node}'" if error.node else error.operator
     for pattern, refusal in _PARSER:
         if re.search(pattern, error.text):
@@ -117,7 +120,7 @@ def parser_refusal(error: ParserError, log: Sequence[str] = ()) -> Refusal:
             return Refusal(text, refusal.hint, refusal.damaged)
     if _QOPERATORS.match(error.operator):
         return Refusal(
-            f"{node} is of ONNX Runtime's integer operators: TensorRT wants Q/DQ pairs", _QUANTIZE
+            f"{node} is an integer operator of ONNX Runtime: TensorRT needs Q/DQ pairs", _QUANTIZE
         )
     if error.code == "UNSUPPORTED_NODE" or error.text.strip() in ("", "false"):
         return Refusal(f"operator {node or 'unknown'} is not supported by TensorRT")
@@ -125,21 +128,21 @@ def parser_refusal(error: ParserError, log: Sequence[str] = ()) -> Refusal:
 
 
 def build_refusal(errors: Sequence[str]) -> Refusal:
-    """Why a build gave no plan, from the error lines of its log, oldest first."""
-    told = [line for line in errors if NO_DRIVER not in line]
-    for line in told:
+    """Why a build produced no plan, from the error lines of its log, oldest first."""
+    lines = [line for line in errors if NO_DRIVER not in line]
+    for line in lines:
         for pattern, refusal in _BUILDER:
             if re.search(pattern, line, re.IGNORECASE):
                 return refusal
-    if told:
-        return Refusal(first_sentence(told[0]))
+    if lines:
+        return Refusal(first_sentence(lines[0]))
     if errors:
         return Refusal("no NVIDIA driver on this machine", "see: deploykit doctor")
     return Refusal(NO_REASON)
 
 
 def error_of(where: str, refusals: Sequence[Refusal]) -> DeploykitError:
-    """BadInput or Unsupported that names the first refusal and every other in the same line."""
+    """One BadInput or Unsupported with every refusal in its message and the first one's hint."""
     first = refusals[0]
     text = "; ".join(refusal.text for refusal in refusals)
     kind = BadInput if first.damaged else Unsupported
@@ -147,16 +150,15 @@ def error_of(where: str, refusals: Sequence[Refusal]) -> DeploykitError:
 
 
 def refuses_strong_typing(errors: Sequence[str]) -> bool:
-    """Whether the log blames strong typing itself, or kernels that its types leave none for.
+    """Whether the log blames strong typing, or finds no kernel for the types that it fixes.
 
-    TensorRT 10.0 to 10.11 has strongly typed networks for which it has no implementation, though
-    the same types without the flag build.
+    TensorRT 10.0 to 10.11 cannot build some strongly typed networks that build without the flag.
     """
     return any(_CAN_FAIL.search(line) for line in errors)
 
 
 def first_sentence(text: str) -> str:
-    """A line of the log without TensorRT's own function, error code and source position."""
+    """The first log line without TensorRT's function name, error code and source position."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), NO_REASON)
     line = re.sub(r"^(\[\S+?\]|\w+::\w+:)\s*", "", line)
     line = re.sub(r"^Error Code \d+: [\w ]+ \((.*)\)$", r"\1", line)

@@ -1,8 +1,7 @@
-"""Names of the dynamic axes of a model's inputs, read off the protobuf.
+"""Read the names of a model's dynamic input axes from its protobuf.
 
-In: a path. Out: for each input the name of each axis, None for one without. TensorRT's parser knows
-sizes, and names only in some versions; the onnx package is slow to import and loads the weights.
-Names in the file are the field numbers of onnx.proto.
+TensorRT's parser keeps the names only in some versions; the onnx package is slow to import and
+loads the weights. Constants are field numbers of onnx.proto.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _DIM, _DIM_PARAM = 1, 2  # of TensorShapeProto, of its Dimension
 
 
 def axis_names(path: Path) -> dict[str, tuple[str | None, ...]]:
-    """Empty for a file that cannot be read: parsing it then says what is wrong."""
+    """Axis names by input, None for an unnamed axis; {} for a file that cannot be read."""
     try:
         with Pages(path) as data:
             values = _inside(data, [(0, len(data))], _GRAPH, _INPUT)
@@ -30,9 +29,9 @@ def axis_names(path: Path) -> dict[str, tuple[str | None, ...]]:
 
 
 def spec(name: str, dtype: str, shape: Sequence[int], names: Sequence[str | None]) -> TensorSpec:
-    """An input as TensorRT sees it, -1 being a dynamic axis, with `names` where the file has them.
+    """The spec of an input of TensorRT's `shape`, in which -1 is a dynamic axis.
 
-    An axis without one is named as everywhere in deploykit: `N` at place 0, else `NAME_PLACE`.
+    An axis that `names` leaves unnamed is `N` at position 0, else `NAME_POSITION`.
     """
     named = [*names, *[None] * len(shape)]
     return TensorSpec(

@@ -1,9 +1,8 @@
-"""What the engine inspector says a plan really computes in, compared with what the graph asked.
+"""Read from TensorRT's engine inspector in which precision each layer of a plan computes.
 
-In: the inspector's JSON at detailed verbosity (NVIDIA: "Engine Inspector" in the TensorRT guide;
-"Migrating IEngineInspector Usage from TensorRT 10.x to 11.x" for the newer field names). Out: a
-`Layer` each, shares by precision, and the nodes that run wider than asked. A layer of a plan is
-often several fused nodes, and a node can be named by several layers.
+Source: NVIDIA's TensorRT guide, "Engine Inspector", JSON at detailed verbosity; "Migrating
+IEngineInspector Usage from TensorRT 10.x to 11.x" for the newer field names. A layer of a plan is
+often several fused nodes, and several layers can name one node.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from deploykit.core.evidence import Layer as Layer
+from deploykit.core.evidence import Layer
 from deploykit.core.precision import ALL, BITS
 
 _FLOATS = ("float32", "float16", "bfloat16")
@@ -36,7 +35,7 @@ def computes(layer: Layer) -> bool:
 
 
 def read_layers(text: str) -> tuple[Layer, ...]:
-    """The layers in the inspector's JSON, in order. Raises ValueError for what is not its JSON."""
+    """The layers in the inspector's JSON, in order. Raises ValueError for any other text."""
     document = json.loads(text, strict=False)  # names may hold the separator 0x1F as it is
     if not isinstance(document, dict) or not isinstance(document.get("Layers"), list):
         raise ValueError("no list of layers")
@@ -44,10 +43,10 @@ def read_layers(text: str) -> tuple[Layer, ...]:
 
 
 def mismatches(asked: Mapping[str, str], layers: Sequence[Layer]) -> tuple[str, ...]:
-    """Nodes that no layer runs as narrow as `asked`, each in words; empty when all is as asked.
+    """One sentence for each node that runs in a higher precision than `asked`; empty if none does.
 
-    `asked`: node of the graph -> precision. Layers that only move data prove nothing and are left
-    out; so is a node that no layer names, as it was folded away (`unseen` lists those).
+    `asked`: node of the graph -> precision. Layers that only move data are ignored, and so are
+    nodes that no layer names because they were folded away: `unseen` lists those.
     """
     found: dict[str, set[str]] = defaultdict(set)
     for layer in layers:
@@ -59,20 +58,20 @@ def mismatches(asked: Mapping[str, str], layers: Sequence[Layer]) -> tuple[str, 
         seen = found.get(node)
         narrowest = min(seen, key=lambda name: (BITS[name], name)) if seen else None
         if narrowest and BITS[narrowest] > BITS.get(precision, 64):
-            problems.append(f"'{node}' was asked in {precision} and runs in {narrowest}")
+            problems.append(f"'{node}' was requested in {precision} and runs in {narrowest}")
     return tuple(problems)
 
 
 def unseen(asked: Iterable[str], layers: Sequence[Layer]) -> tuple[str, ...]:
-    """The nodes of `asked` that no computing layer names: folded, or not told by the inspector."""
+    """The nodes of `asked` that no computing layer names: folded away, or not reported."""
     named = {node for layer in layers if computes(layer) for node in layer.onnx_nodes}
     return tuple(node for node in asked if node not in named)
 
 
 def shares(layers: Sequence[Layer], time_ms: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Share, 0 to 1, of the computing layers by precision; of their time where `time_ms` is given.
+    """Share, 0 to 1, of the computing layers by precision; of their time with `time_ms`.
 
-    `time_ms`: layer name -> milliseconds, as a profiler reports it; a layer not there counts 0.
+    `time_ms`: layer name -> milliseconds from a profiler; a layer without an entry counts 0.
     """
     sums: dict[str, float] = defaultdict(float)
     for layer in layers:
@@ -83,7 +82,7 @@ def shares(layers: Sequence[Layer], time_ms: Mapping[str, float] | None = None) 
 
 
 def _layer(item: object) -> Layer:
-    if isinstance(item, str):  # names only: the plan was not built at detailed verbosity
+    if isinstance(item, str):  # the plan was not built at detailed verbosity
         return Layer(item, "", None, _nodes(item, ""))
     if not isinstance(item, dict):
         raise ValueError("a layer is neither a name nor an object")
@@ -105,8 +104,8 @@ def _nodes(name: str, metadata: str) -> tuple[str, ...]:
 def _computed_in(item: Mapping[str, Any]) -> str | None:
     """The narrowest type that flows through, but not narrower than the weights.
 
-    A fused Quantize makes an output narrow, a fused Cast an input wide: neither is what the layer
-    computes in. Weights stored narrow beside wide activations (weight-only) are computed wide.
+    A fused Quantize lowers an output's precision and a fused Cast raises an input's: the layer
+    computes in neither. Weight-only quantization computes in the type of the activations.
     """
     inputs, outputs = _types(item.get("Inputs")), _types(item.get("Outputs"))
     flowing = [name for name in inputs if name in BITS]

@@ -1,7 +1,6 @@
-"""How much GPU memory a build needs at least, told before it starts.
+"""Predict how much GPU memory a build needs at least, before it starts.
 
-In: sizes read off the file and the parsed network. Out: bytes, or an error with both figures. A
-build that runs out takes minutes to say so, and on a board whose CPU and GPU share their memory the
+A build that runs out of memory takes minutes to fail, and where CPU and GPU share their memory the
 system may kill it instead.
 """
 
@@ -15,13 +14,13 @@ from pathlib import Path
 from deploykit.core.errors import Unsupported
 from deploykit.runtimes.onnxruntime.file import external_files
 
-LEAST_WORKSPACE = 64 << 20  # with less, kernels of a common size are left out or none is found
-_ELEMENT_BYTES = 4  # no tensor between layers is wider than float32 but indices, which are small
+LEAST_WORKSPACE = 64 << 20  # with less, TensorRT drops common kernels or finds none
+_ELEMENT_BYTES = 4  # float32, the largest type between layers but for small index tensors
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes on the device: weights once, the workspace in full, tensors between layers."""
+    """Bytes on the device; `activations`: the tensors between layers."""
 
     weights: int
     workspace: int
@@ -33,17 +32,16 @@ class Need:
 
 
 def weight_bytes(model: Path) -> int:
-    """Size of the file and of the data files beside it: what its weights take, near enough."""
+    """Size of the file and its external data files, which approximates the weights."""
     files = [model, *(model.parent / name for name in external_files(model))]
     return sum(file.stat().st_size for file in files)
 
 
 def activation_bytes(shapes: Iterable[Sequence[int]], batch: int, others: int) -> int:
-    """Two of the largest tensor: a layer's input and output are alive together.
+    """A lower bound: twice the largest tensor, as a layer's input and output exist together.
 
-    `shapes`: of all tensors, -1 where dynamic; axis 0 is then taken as `batch`, any other as
-    `others`. An estimate from below: branches keep more alive, and a size that is computed from
-    several axes can be larger.
+    `shapes`: of all tensors, -1 where dynamic; such an axis 0 counts as `batch`, any other axis as
+    `others`. Branches keep more tensors alive, and a computed size can be larger.
     """
     largest = 0
     for shape in shapes:
@@ -56,10 +54,10 @@ def activation_bytes(shapes: Iterable[Sequence[int]], batch: int, others: int) -
 
 
 def workspace_that_fits(need: Need, free_bytes: int | None, where: str) -> int:
-    """The workspace of `need`, or what the device's `free_bytes` leave of it; None is not known.
+    """The workspace of `need`, cut to what `free_bytes` (None if not known) leaves.
 
-    TensorRT takes a limit, not an amount: with less it chooses among fewer kernels. Raises
-    Unsupported where weights and activations leave less than LEAST_WORKSPACE.
+    The workspace is a limit: with less, TensorRT chooses among fewer kernels. Raises Unsupported
+    where weights and activations leave less than LEAST_WORKSPACE.
     """
     if free_bytes is None or need.total <= free_bytes:
         return need.workspace
@@ -68,12 +66,12 @@ def workspace_that_fits(need: Need, free_bytes: int | None, where: str) -> int:
         return left
     raise Unsupported(
         f"{where}: building needs {mib(need.weights)} of GPU memory for weights, "
-        f"{mib(need.activations)} for activations and {mib(LEAST_WORKSPACE)} to work in, "
-        f"{mib(free_bytes)} are free",
-        hint="close what else uses the GPU, or ask for a smaller batch",
+        f"{mib(need.activations)} for activations and {mib(LEAST_WORKSPACE)} of workspace, "
+        f"but only {mib(free_bytes)} are free",
+        hint="stop other programs that use the GPU, or choose a smaller batch",
     )
 
 
 def mib(size: int) -> str:
-    """A size for people."""
+    """1048576 is "1 MiB"."""
     return f"{size / (1 << 20):,.0f} MiB"

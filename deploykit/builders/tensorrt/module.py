@@ -1,7 +1,7 @@
-"""NVIDIA's builder: the one file of this room that imports `tensorrt` or `tensorrt_rtx`.
+"""Import NVIDIA's builder, `tensorrt` or `tensorrt_rtx`, and read what it refuses from its log.
 
-In: which of the two is wanted. Out: the module, with one logger a process whose lines go to
-whoever collects at that moment: TensorRT keeps the first logger it is given and ignores others.
+TensorRT keeps the first logger of a process and ignores any other, so one logger serves all: each
+`collect_log` block receives the lines of its time.
 """
 
 from __future__ import annotations
@@ -9,33 +9,34 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from deploykit.builders.tensorrt.errors import ParserError, Refusal, build_refusal, parser_refusal
 from deploykit.core.errors import BadInput, MissingExtra, Unsupported
 from deploykit.core.extras import installed, require
-from deploykit.runtimes.tensorrt.log import logger
+from deploykit.runtimes.tensorrt.compatibility import check_version, version_numbers
+from deploykit.runtimes.tensorrt.log import LogLines, logger
 
 if TYPE_CHECKING:
     import tensorrt as trt
 
 FLAVOURS: Mapping[str, str] = {"tensorrt": "tensorrt", "rtx": "tensorrt_rtx"}
-OLDEST = (10, 0)  # what has the API used here; tested from 10.3
-RTX_MAGIC = b"vtrt"  # a plan of TensorRT for RTX, whichever module's name it was made under
+RTX_MAGIC = b"vtrt"  # the first bytes of a plan of TensorRT for RTX, whatever the module's name
 _T = TypeVar("_T")
 
 
 def module(flavour: str = "tensorrt") -> Any:
-    """`tensorrt`; for "rtx" `tensorrt_rtx`, or the `tensorrt` that has RTX's library behind it.
+    """Import `tensorrt`; for "rtx" `tensorrt_rtx`, else a `tensorrt` that wraps RTX's library.
 
-    Which library that is shows only in the plan it writes. Raises MissingExtra when neither is
+    Which library `tensorrt` wraps shows only in its plans. Raises MissingExtra when neither is
     installed, Unsupported when it does not load or is older than TensorRT 10, BadInput for another
     flavour.
     """
     if flavour not in FLAVOURS:
-        raise BadInput(f"unknown flavour '{flavour}'", hint="one of: " + ", ".join(FLAVOURS))
+        raise BadInput(
+            f"`flavour`: unknown value '{flavour}'", hint="one of: " + ", ".join(FLAVOURS)
+        )
     if flavour == "rtx" and installed(FLAVOURS["rtx"]):
         return require(FLAVOURS["rtx"])
     if flavour == "rtx" and not installed(FLAVOURS["tensorrt"]):
@@ -45,43 +46,25 @@ def module(flavour: str = "tensorrt") -> Any:
     return found
 
 
-def version(nv: Any) -> tuple[int, int]:
-    """Major and minor version of a module that `module` gave."""
-    return numbers(str(nv.__version__))
-
-
-def check_version(text: str) -> tuple[int, int]:
-    """Major and minor of TensorRT's version `text`; raises Unsupported for one before 10."""
-    found = numbers(text)
-    if found < OLDEST:
-        raise Unsupported(
-            f"TensorRT {text} is here, 10.3 or later is needed: before 10 a network has no types "
-            "of its own, so the precision that a file was checked in would not be kept",
-            hint="JetPack 6.1 brings TensorRT 10.3; elsewhere: pip install 'deploykit[tensorrt]'",
-        )
-    return found
+def version(nv: Any) -> tuple[int, ...]:
+    """Major and minor version of TensorRT."""
+    return version_numbers(str(nv.__version__))[:2]
 
 
 def member(owner: Any, name: str, what: str) -> Any:
-    """`owner.name`, for what came after 10.3. Raises Unsupported saying that `what` needs more."""
+    """`owner.name`, newer than 10.3. Raises Unsupported: `what` needs a newer TensorRT."""
     try:
         return getattr(owner, name)
     except AttributeError as exc:
-        raise Unsupported(f"{what}: needs a newer TensorRT, this one has no {name}") from exc
-
-
-@dataclass
-class Lines:
-    """What TensorRT logged: errors and warnings, oldest first."""
-
-    errors: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+        raise Unsupported(
+            f"{what}: needs a newer TensorRT; the installed one has no {name}"
+        ) from exc
 
 
 @contextlib.contextmanager
-def collected(nv: Any) -> Iterator[Lines]:
-    """Collect the log lines of this block; one thread at a time, as the logger is the process's."""
-    lines = Lines()
+def collect_log(nv: Any) -> Iterator[LogLines]:
+    """Collect TensorRT's log lines during the block; one thread at a time."""
+    lines = LogLines()
     with _busy:
         log = logger(nv)
         before, log.sink = log.sink, lines
@@ -95,8 +78,8 @@ _busy = threading.RLock()
 
 
 def start(nv: Any) -> trt.Builder:
-    """A builder. Raises Unsupported where it cannot start: TensorRT itself needs a driver."""
-    with collected(nv) as lines:
+    """Create a builder. Raises Unsupported where TensorRT cannot start, as without a driver."""
+    with collect_log(nv) as lines:
         try:
             builder: trt.Builder = nv.Builder(logger(nv))
             return builder
@@ -108,12 +91,12 @@ def start(nv: Any) -> trt.Builder:
 
 
 def maybe(value: _T) -> _T | None:
-    """`value`, which may be None though NVIDIA's signatures do not say so: that is how it fails."""
+    """`value`, typed as optional: TensorRT returns None on failure, which its signatures omit."""
     return value
 
 
 def parser_errors(parser: trt.OnnxParser) -> tuple[ParserError, ...]:
-    """All errors of the last parse; a node without a name is told by its number."""
+    """All errors of the last parse; a node without a name is given by its number."""
     found = []
     for number in range(parser.num_errors):
         error = parser.get_error(number)
@@ -124,19 +107,8 @@ def parser_errors(parser: trt.OnnxParser) -> tuple[ParserError, ...]:
     return tuple(found)
 
 
-def refusals(lines: Lines, parser: trt.OnnxParser | None = None) -> tuple[Refusal, ...]:
-    """Why a parse (with its `parser`) or a build was refused, one or more."""
+def refusals(lines: LogLines, parser: trt.OnnxParser | None = None) -> tuple[Refusal, ...]:
+    """Why TensorRT refused a parse (with its `parser`) or a build: one reason or more."""
     found = parser_errors(parser) if parser is not None else ()
-    told = [parser_refusal(error, lines.errors) for error in found]
-    return tuple(dict.fromkeys(told)) or (build_refusal(lines.errors),)
-
-
-def reason(lines: Sequence[str], parser: trt.OnnxParser | None = None) -> str:
-    """The first of `refusals` in one line; `lines`: the errors of the log."""
-    return refusals(Lines(list(lines)), parser)[0].text
-
-
-def numbers(text: str) -> tuple[int, int]:
-    """Major and minor of "10.13.3.9"; zeros for what is no version."""
-    match = re.match(r"(\d+)\.(\d+)", text)
-    return (int(match[1]), int(match[2])) if match else (0, 0)
+    reasons = [parser_refusal(error, lines.errors) for error in found]
+    return tuple(dict.fromkeys(reasons)) or (build_refusal(lines.errors),)

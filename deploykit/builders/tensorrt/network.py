@@ -1,8 +1,4 @@
-"""What is read off a parsed network, and the sizes that it is to be built for.
-
-In: TensorRT's network and the file it was parsed from. Out: its inputs with named axes, its element
-types, a prediction of the memory a build needs, an optimisation profile.
-"""
+"""Read a parsed network: its inputs, element types and memory need; add its size ranges."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ _BY_TYPE: Mapping[str, Precision] = {each.tensorrt_type: each for each in ALL if
 def inputs_of(network: trt.INetworkDefinition, model: Path) -> list[TensorSpec]:
     """The network's inputs, dynamic axes by their names in the file.
 
-    Raises Unsupported for an input whose values set a shape: it would need ranges of values.
+    Raises Unsupported for an input whose values set a shape: that needs ranges of values.
     """
     names = axis_names(model)
     found: list[TensorSpec] = []
@@ -35,8 +31,8 @@ def inputs_of(network: trt.INetworkDefinition, model: Path) -> list[TensorSpec]:
         tensor = network.get_input(number)
         if tensor.is_shape_tensor:
             raise Unsupported(
-                f"{model}: input '{tensor.name}' sets a shape inside the graph by its values",
-                hint="export it with that value as a constant",
+                f"{model}: input '{tensor.name}' determines a shape inside the graph by its values",
+                hint="export the model again with that value as a constant",
             )
         kind = tensor.dtype.name
         dtype = _BY_TYPE[kind].dtype if kind in _BY_TYPE else kind.lower()
@@ -45,13 +41,13 @@ def inputs_of(network: trt.INetworkDefinition, model: Path) -> list[TensorSpec]:
 
 
 def element_types(network: trt.INetworkDefinition) -> set[str]:
-    """Names of TensorRT's DataType that any tensor of the network has: {"FLOAT", "HALF"}."""
+    """Names of the TensorRT DataTypes of all tensors, such as {"FLOAT", "HALF"}."""
     inputs = (network.get_input(number) for number in range(network.num_inputs))
     return {tensor.dtype.name for tensor in (*inputs, *_tensors(network))}
 
 
 def precision_flags(dtypes: Iterable[str]) -> tuple[str, ...]:
-    """The builder flags, by name, that a weakly typed network of these element types needs."""
+    """Names of the builder flags that a weakly typed network of these element types needs."""
     present = set(dtypes)
     needed = (each for kind, each in _BY_TYPE.items() if kind in present)
     return tuple(each.builder_flag for each in needed if each.builder_flag)
@@ -64,7 +60,7 @@ def memory_need(
     batch: AxisRange,
     axes: Mapping[str, AxisRange],
 ) -> Need:
-    """A prediction from below, at the largest sizes asked for."""
+    """A lower bound of the memory, at the largest sizes of the build."""
     others = max((axis.maximum for axis in axes.values()), default=1)
     shapes = (_shape(tensor) for tensor in _tensors(network))
     activations = activation_bytes(shapes, batch.maximum, others)
@@ -77,18 +73,18 @@ def add_profile(
     inputs: Sequence[TensorSpec],
     sizes: Mapping[str, ShapeRange],
 ) -> None:
-    """Tell `config` the sizes of the inputs that have a dynamic axis."""
+    """Add an optimisation profile with the sizes of the inputs that have a dynamic axis."""
     dynamic = [given for given in inputs if any(isinstance(axis, str) for axis in given.shape)]
     if not dynamic:
         return
     profile = builder.create_optimization_profile()
     for given in dynamic:
         profile.set_shape(given.name, *sizes[given.name])
-    config.add_optimization_profile(profile)  # one that is refused makes the build say why
+    config.add_optimization_profile(profile)  # a refused one fails the build, with a reason
 
 
 def _tensors(network: trt.INetworkDefinition) -> Iterator[trt.ITensor]:
-    """Outputs of every layer; one that is not used is None."""
+    """Outputs of every layer; TensorRT gives None for an unused one."""
     for number in range(network.num_layers):
         layer = network.get_layer(number)
         for place in range(layer.num_outputs):
@@ -98,7 +94,7 @@ def _tensors(network: trt.INetworkDefinition) -> Iterator[trt.ITensor]:
 
 
 def _shape(tensor: trt.ITensor) -> tuple[int, ...]:
-    """-1 where dynamic; empty for a tensor whose rank is not known before the build."""
+    """-1 where dynamic; empty for a tensor of unknown rank."""
     try:
         return tuple(int(size) for size in tensor.shape)
     except ValueError:  # the bindings raise it for a rank of -1

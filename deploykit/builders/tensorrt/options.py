@@ -1,4 +1,4 @@
-"""What a plan is built for, checked against the target before anything is parsed."""
+"""The options of a TensorRT build, checked against the target before anything is parsed."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deploykit.builders.tensorrt.module import member, numbers, version
+from deploykit.builders.tensorrt.module import member, version
 from deploykit.builders.tensorrt.shapes import AxisRange
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.profile import Profile
+from deploykit.runtimes.tensorrt.compatibility import version_numbers
 
 LEVELS = range(6)  # builder optimisation levels; TensorRT's own default is 3
-# name of a hardware compatibility level -> the oldest compute capability that can be built for
+# hardware compatibility level -> the oldest compute capability that it covers
 HARDWARE: Mapping[str, str] = {"ampere-plus": "8.0", "same-compute-capability": "0.0"}
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to build for. `axes`: dynamic axes other than the batch, by name.
+    """Options of one build. `axes`: ranges of the dynamic axes other than the batch, by name.
 
-    `workspace_bytes` and `level` (0 to 5): the profile's and TensorRT's own where None.
-    `timing_cache`: a file to use instead of the one in the cache folder. `version_compatible`: for
-    later TensorRT of the same major. `hardware_compatible`: one of HARDWARE, for GPUs from Ampere
-    on or for any of the same compute capability. `dla`: the number of a DLA core; layers that it
-    does not take fall back to the GPU. `flavour`: "tensorrt" or "rtx". `free_bytes` of GPU memory:
-    where given, the prediction is held to it and the workspace is cut to what it leaves.
+    `workspace_bytes`, `level` (0 to 5): None for the profile's and TensorRT's defaults.
+    `timing_cache`: a file to use instead of the one in the cache folder. `version_compatible`: run
+    on later TensorRT of the same major version. `hardware_compatible`: one of HARDWARE. `dla`: the
+    number of a DLA core; layers that it does not support run on the GPU. `flavour`: "tensorrt" or
+    "rtx". `free_bytes`: free GPU memory, to which the workspace is cut.
     """
 
     profile: Profile
@@ -46,7 +46,7 @@ class Options:
         return self.workspace_bytes or self.profile.workspace_bytes
 
     def built_on(self) -> dict[str, object]:
-        """For the manifest. Compared on loading, or needed to build again: `runtimes.plan`."""
+        """The manifest's part that loading compares, and that building again needs."""
         return {
             "flavour": self.flavour,
             "profile": self.profile.name,
@@ -60,44 +60,47 @@ class Options:
 
 
 def check_options(options: Options) -> None:
-    """Raise BadInput or Unsupported for what no TensorRT gives this profile's target."""
+    """Raise BadInput or Unsupported for options that the profile's target cannot have."""
     profile, level, hardware = options.profile, options.level, options.hardware_compatible
     if level is not None and level not in LEVELS:
-        raise BadInput(f"the optimisation level is 0 to {LEVELS[-1]}, got {level}")
+        raise BadInput(f"`level` must be 0 to {LEVELS[-1]}, got {level}")
     if hardware is not None and hardware not in HARDWARE:
         raise BadInput(
-            f"`hardware_compatible` {hardware}: is not a level",
+            f"`hardware_compatible`: unknown level '{hardware}'",
             hint="one of: " + ", ".join(HARDWARE),
         )
-    oldest = numbers(HARDWARE.get(hardware or "", ""))
-    if profile.compute_capability is not None and numbers(profile.compute_capability) < oldest:
+    oldest = version_numbers(HARDWARE.get(hardware or "", ""))
+    if (
+        profile.compute_capability is not None
+        and version_numbers(profile.compute_capability) < oldest
+    ):
         raise Unsupported(
             f"`hardware_compatible` {hardware}: profile {profile.name} has compute capability "
             f"{profile.compute_capability}, {HARDWARE[str(hardware)]} or later is needed",
-            hint="`hardware_compatible` same-compute-capability",
+            hint="use `hardware_compatible` same-compute-capability",
         )
     if options.dla is not None and not 0 <= options.dla < profile.dla_cores:
         cores = profile.dla_cores
         raise Unsupported(
             f"`dla` {options.dla}: profile {profile.name} has "
             + (f"{cores} DLA core{'s'[: cores > 1]}, counted from 0" if cores else "no DLA"),
-            hint="without `dla` the build runs everything on the GPU",
+            hint="leave out `dla` to run everything on the GPU",
         )
 
 
 def check_target(nv: Any, options: Options) -> None:
     """Raise Unsupported when the profile's target does not run this TensorRT."""
     low, high = options.profile.tensorrt_min, options.profile.tensorrt_max
-    before = low is not None and version(nv) < numbers(low)
-    after = high is not None and version(nv) > numbers(high)
+    before = low is not None and version(nv) < version_numbers(low)
+    after = high is not None and version(nv) > version_numbers(high)
     if options.flavour == "tensorrt" and (before or after):
         raise Unsupported(
             f"profile {options.profile.name}: runs TensorRT {low or '10.3'} to {high or 'newer'}, "
-            f"here is {nv.__version__}"
+            f"the installed one is {nv.__version__}"
         )
 
 
 def hardware_level(nv: Any, name: str) -> Any:
-    """TensorRT's member for one of HARDWARE. Raises Unsupported where this one has it not."""
+    """TensorRT's enum member for one of HARDWARE. Raises Unsupported where it lacks that."""
     levels = nv.HardwareCompatibilityLevel
     return member(levels, name.upper().replace("-", "_"), f"`hardware_compatible` {name}")

@@ -1,7 +1,6 @@
-"""Follow a build: how far it is, and stop it on a signal.
+"""Report the progress of a TensorRT build, and stop it on a signal.
 
-In: TensorRT's phases, which nest and each have a number of steps. Out: calls of
-`on_progress(text, share)`, the share from 0 to 1 and never falling.
+TensorRT's phases nest, and each has a number of steps; the share reported never falls.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ class _Phase:
 
 
 class Progress:
-    """The open phases of one build; `stop`: the signal that came, `failure`: a callback's error.
+    """The open phases of one build; `stop`: a signal received, `failure`: a callback's exception.
 
-    TensorRT prints and forgets an exception in a callback: so it is kept, and raised by
-    `raise_if_stopped` once the build has ended.
+    TensorRT prints and drops an exception in a callback, so `raise_if_stopped` raises it once the
+    build has ended.
     """
 
     def __init__(self, on_progress: OnProgress | None) -> None:
@@ -40,35 +39,35 @@ class Progress:
 
     def start(self, name: str, parent: str | None, steps: int) -> None:
         self._phases[name] = _Phase(parent, max(1, steps))
-        self.tell(name)
+        self.report(name)
 
     def step(self, name: str, number: int) -> bool:
-        """Step `number`, from 0, of phase `name` is done; False asks TensorRT to stop."""
+        """Step `number`, from 0, of phase `name` is done; False stops TensorRT."""
         if name in self._phases:
             self._phases[name].done = number + 1
-            self.tell(name)
+            self.report(name)
         return self.stop is None and self.failure is None
 
     def finish(self, name: str) -> None:
         self._phases.pop(name, None)
 
-    def tell(self, text: str) -> None:
+    def report(self, phase: str) -> None:
         """Call `on_progress` with the share of all open phases."""
         self.share = min(1.0, max(self.share, self._share(None)))
         if self.on_progress is None or self.failure is not None:
             return
         try:
-            self.on_progress(text, self.share)
+            self.on_progress(phase, self.share)
         except BaseException as exc:  # noqa: BLE001 - raised after the build, which would drop it
             self.failure = exc
 
-    def done(self, text: str) -> None:
-        """Tell that all is done; what the callback raises comes through."""
+    def complete(self, phase: str) -> None:
+        """Report the share 1.0; the callback's exceptions propagate."""
         if self.on_progress is not None:
-            self.on_progress(text, 1.0)
+            self.on_progress(phase, 1.0)
 
     def raise_if_stopped(self) -> None:
-        """Raise what a callback raised; after a signal what its own handler raises."""
+        """Raise a callback's exception, or after a signal run its own handler."""
         if self.failure is not None:
             raise self.failure
         if self.stop is not None:
@@ -76,7 +75,7 @@ class Progress:
             raise KeyboardInterrupt
 
     def _share(self, parent: str | None) -> float:
-        """How far the newest phase below `parent` is, its step under way counted in part."""
+        """Share of the newest phase below `parent`; its current step counts in part."""
         for name, phase in reversed(self._phases.items()):
             if phase.parent == parent:
                 inner = self._share(name) if phase.done < phase.steps else 0.0
@@ -85,7 +84,7 @@ class Progress:
 
 
 def monitor(nv: Any, progress: Progress) -> Any:
-    """An IProgressMonitor that tells `progress`; keep it alive until the build has ended."""
+    """An IProgressMonitor that updates `progress`; keep it alive until the build has ended."""
     base: Any = nv.IProgressMonitor
 
     class Monitor(base):  # type: ignore[misc]
@@ -106,10 +105,10 @@ def monitor(nv: Any, progress: Progress) -> Any:
 
 @contextlib.contextmanager
 def interruptible(progress: Progress) -> Iterator[None]:
-    """Keep Ctrl-C and SIGTERM in `progress.stop` during the block, in the thread that gets them.
+    """Store Ctrl-C and SIGTERM in `progress.stop` during the block, in the main thread.
 
-    Their handlers would raise inside TensorRT's callback, where the exception is lost. Signals that
-    the process ignores or leaves to the system stay so.
+    Their handlers would raise inside TensorRT's callback, where the exception is lost. Signals with
+    the system's default or ignored stay as they are.
     """
 
     def keep(number: int, _frame: FrameType | None) -> None:

@@ -1,7 +1,6 @@
-"""The sizes that a plan is built for: smallest, best and largest shape of each input.
+"""Parse and check the size ranges of a plan: smallest, optimum and largest shape of each input.
 
-In: the inputs of a model, a range for the batch and one for each other dynamic axis. Out: three
-shapes an input. All is checked here, as TensorRT's own answers come late and only in its log.
+All checks are made here, as TensorRT reports its own late and only in its log.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.tensors import BATCH, TensorSpec
 
 Shape = tuple[int, ...]
-ShapeRange = tuple[Shape, Shape, Shape]  # smallest, best, largest
+ShapeRange = tuple[Shape, Shape, Shape]  # smallest, optimum, largest
 
 LARGEST = (1 << 31) - 1  # TensorRT computes a tensor's offsets from 32-bit sizes
 _NUMBER = re.compile(r"[0-9]{1,10}")
@@ -33,7 +32,7 @@ class AxisRange:
 
 
 def parse_batch(text: str, parameter: str = "`batch`") -> AxisRange:
-    """Read "MIN,OPT,MAX", or one number for all three. Raises BadInput naming `parameter`."""
+    """Parse "MIN,OPT,MAX", or one number for all three. Raises BadInput naming `parameter`."""
     parts = [part.strip() for part in text.split(",")]
     if len(parts) not in (1, 3) or not all(_NUMBER.fullmatch(part) for part in parts):
         raise BadInput(
@@ -41,11 +40,11 @@ def parse_batch(text: str, parameter: str = "`batch`") -> AxisRange:
             hint="write MIN,OPT,MAX, for example 1,8,32, or one size",
         )
     sizes = [int(part) for part in parts]
-    return checked(AxisRange(sizes[0], sizes[len(sizes) // 2], sizes[-1]), parameter)
+    return _check_range(AxisRange(sizes[0], sizes[len(sizes) // 2], sizes[-1]), parameter)
 
 
 def parse_axis(text: str) -> tuple[str, AxisRange]:
-    """Read "NAME=MIN,OPT,MAX", one of `axes`. Raises BadInput."""
+    """Parse "NAME=MIN,OPT,MAX", one of `axes`. Raises BadInput."""
     name, equals, sizes = text.partition("=")
     if not equals or not name.strip():
         raise BadInput(
@@ -54,39 +53,41 @@ def parse_axis(text: str) -> tuple[str, AxisRange]:
     return name.strip(), parse_batch(sizes, f"`axes` {name.strip()}")
 
 
-def checked(axis: AxisRange, parameter: str) -> AxisRange:
+def _check_range(axis: AxisRange, parameter: str) -> AxisRange:
     """`axis` if 0 <= minimum <= optimum <= maximum with an optimum of 1 or more; else BadInput."""
     if not 0 <= axis.minimum <= axis.optimum <= axis.maximum:
         raise BadInput(
-            f"{parameter}: {axis} is no range: MIN <= OPT <= MAX is needed, none below 0",
-            hint="OPT is the size to be fastest at, such as 1,8,32",
+            f"{parameter}: {axis} is not a range: MIN <= OPT <= MAX is needed, none below 0",
+            hint="OPT is the size to optimise for; an example: 1,8,32",
         )
     if axis.optimum < 1 or axis.maximum > LARGEST:
-        raise BadInput(f"{parameter}: {axis}: OPT is 1 or more and MAX at most {LARGEST}")
+        raise BadInput(f"{parameter}: {axis}: OPT must be 1 or more and MAX at most {LARGEST}")
     return axis
 
 
 def ranges(
     inputs: Sequence[TensorSpec], batch: AxisRange, others: Mapping[str, AxisRange]
 ) -> dict[str, ShapeRange]:
-    """Smallest, best and largest shape of every input, by name.
+    """Smallest, optimum and largest shape of every input, by name.
 
-    A dynamic axis takes its range from `others` by name. One that is not there is the batch if it
-    is axis 0 of an input, or has the name of one that is. With no such axis `batch` has nothing to
-    set: it is then 1, or the fixed size of axis 0. Raises BadInput naming the input, the axis and
-    the option to use: a range out of order, a name that no input has, an axis without a range.
+    A dynamic axis takes its range from `others` by name, else from `batch` if it is axis 0 of an
+    input or shares its name. Without such an axis `batch` must be 1 or the fixed size of axis 0.
+    Raises BadInput naming the input, the axis and the parameter: a range out of order, a name that
+    no input has, an axis without a range.
     """
-    checked(batch, "`batch`")
+    _check_range(batch, "`batch`")
     for name, axis in others.items():
-        checked(axis, f"`axes` {name}")
+        _check_range(axis, f"`axes` {name}")
     dynamic = {axis for spec in inputs for axis in spec.shape if isinstance(axis, str)}
     for name in others:
         if name == BATCH:
-            raise BadInput(f"`axes` {BATCH}: is the batch", hint=f"`batch` {others[name]}")
+            raise BadInput(
+                f"`axes`: {BATCH} is the batch", hint=f"write it as `batch` {others[name]}"
+            )
         if name not in dynamic:
             known = ", ".join(sorted(dynamic - {BATCH})) or "none but the batch"
             raise BadInput(
-                f"`axes` {name}: no input has a dynamic axis of that name",
+                f"`axes`: no input has a dynamic axis '{name}'",
                 hint=f"dynamic axes: {known}",
             )
     batches = {str(spec.shape[0]) for spec in inputs if spec.batched} - set(others)
@@ -101,7 +102,7 @@ def _shapes(spec: TensorSpec, sizes: Mapping[str, AxisRange]) -> ShapeRange:
         if isinstance(axis, str) and axis not in sizes:
             raise BadInput(
                 f"input '{spec.name}': axis {place}, '{axis}', is dynamic and has no range",
-                hint=f"`axes` {axis}=MIN,OPT,MAX",
+                hint=f"give it one: `axes` {axis}=MIN,OPT,MAX",
             )
 
     def at(bound: str) -> Shape:
@@ -122,5 +123,5 @@ def _check_fixed(inputs: Sequence[TensorSpec], batch: AxisRange) -> None:
     name, size = fixed[0].name, fixed[0].shape[0]
     raise BadInput(
         f"`batch` {batch}: axis 0 of input '{name}' is fixed at {size}",
-        hint=f"`batch` {size}, or export again with a dynamic batch",
+        hint=f"use `batch` {size}, or export again with a dynamic batch",
     )

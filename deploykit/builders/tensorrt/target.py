@@ -1,4 +1,4 @@
-"""Build or check a graph for a TensorRT target: the user's shapes become the builder's options."""
+"""Build or check a graph for a TensorRT target, with the user's options parsed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from deploykit.builders.builder import Built, Shapes
+from deploykit.builders.builder import BuildResult, Shapes
 from deploykit.builders.tensorrt import build as plans
-from deploykit.builders.tensorrt.build import Checked
+from deploykit.builders.tensorrt.build import BuildCheck
 from deploykit.builders.tensorrt.options import Options
 from deploykit.builders.tensorrt.shapes import AxisRange, parse_axis, parse_batch
 from deploykit.core.artefact import Artefact
@@ -26,14 +26,14 @@ def build_engine(
     target: Profile,
     shapes: Shapes,
     on_progress: Callable[[str, float], None] | None = None,
-) -> Built:
+) -> BuildResult:
     """Write the plan of `model` to `out`; raises as `plans.build` does."""
     options = options_of(target, shapes, model)
     try:
         from deploykit.runtimes.cuda.driver import Cudart
 
         options = replace(options, free_bytes=Cudart(0).memory()[0])
-    except DeploykitError:  # no CUDA here: TensorRT itself says what is missing
+    except DeploykitError:  # no CUDA: TensorRT itself reports what is missing
         pass
     return plans.build(model.path, out, options, on_progress)
 
@@ -43,15 +43,15 @@ def check(
     target: Profile,
     shapes: Shapes,
     on_progress: Callable[[str, float], None] | None = None,
-) -> Checked:
-    """Parse and build with whatever NVIDIA builder is installed, and keep nothing."""
+) -> BuildCheck:
+    """Parse and build with the installed NVIDIA builder, and write nothing."""
     flavour = "tensorrt" if installed("tensorrt") or not installed("tensorrt_rtx") else "rtx"
     options = replace(options_of(target, shapes, model), flavour=flavour)
     return plans.check(model.path, options, on_progress)
 
 
 def options_of(target: Profile, shapes: Shapes, model: Artefact) -> Options:
-    """Raises BadInput for sizes that cannot be read."""
+    """Raises BadInput for invalid sizes."""
     batched = any(spec.batched for spec in Graph.open(model.path).inputs)
     text = shapes.batch or (DEFAULT_BATCH if batched else None)
     return Options(

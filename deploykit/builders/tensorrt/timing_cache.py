@@ -1,8 +1,7 @@
-"""TensorRT's timing cache: what was measured of kernels, kept between builds.
+"""Keep TensorRT's timing cache, its measurements of kernels, between builds.
 
-In: which TensorRT, GPU and driver. Out: a file in the cache folder, read with tolerance and
-replaced whole. Two builds that start from the same cache choose the same kernels, unless they meet
-one that was not timed before.
+Two builds that start from one cache choose the same kernels, unless one meets a kernel that was not
+timed before.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.builders.tensorrt.errors import NO_DRIVER
-from deploykit.builders.tensorrt.module import collected, maybe
+from deploykit.builders.tensorrt.module import collect_log, maybe
 from deploykit.core.errors import BadInput, DeploykitError, os_reason
 from deploykit.core.files import atomic_write, cache_folder, make_folder
 from deploykit.core.machine import Machine
@@ -24,9 +23,9 @@ if TYPE_CHECKING:
 
 
 def cache_path(tensorrt: str, here: Machine) -> Path | None:
-    """Where the cache of this TensorRT, GPU and driver is kept; None where there is no GPU."""
+    """The cache file of this TensorRT, GPU and driver; None where there is no GPU."""
     gpu = here.gpus[0] if here.gpus else None
-    name = gpu.name if gpu else here.board  # nvidia-smi came late to Jetson
+    name = gpu.name if gpu else here.board  # an older Jetson has no nvidia-smi
     driver = gpu.driver if gpu else here.l4t
     if name is None or driver is None:
         return None
@@ -36,42 +35,46 @@ def cache_path(tensorrt: str, here: Machine) -> Path | None:
 
 
 def use_cache(nv: Any, config: trt.IBuilderConfig, path: Path) -> tuple[bool, str, tuple[str, ...]]:
-    """Give `config` the cache at `path`, an empty one if there is none.
+    """Set the cache at `path` on `config`, an empty one if there is no file.
 
-    Returns whether what it holds after the build is to be kept, the SHA-256 of what was taken
-    (empty if nothing was), and what to note: a file that was refused is replaced, unless it was
-    refused for want of a driver. Raises BadInput when the file is there and cannot be read.
+    Returns whether to write the cache back after the build, the SHA-256 of the cache in use (empty
+    without one) and notes. A refused file is replaced, unless only the driver is missing. Raises
+    BadInput when the file cannot be read.
     """
     try:
         content = path.read_bytes() if path.exists() else b""
     except OSError as exc:
         raise BadInput(f"{path}: the timing cache cannot be read: {os_reason(exc)}") from exc
-    with collected(nv) as lines:
+    with collect_log(nv) as lines:
         cache = maybe(config.create_timing_cache(content))
         taken = cache is not None and config.set_timing_cache(cache, False)
         if not taken and content:
             config.set_timing_cache(config.create_timing_cache(b""), False)
-    if not content or (taken and not told_of_cache(lines.errors + lines.warnings)):
+    if not content or (taken and not mentions_cache(lines.errors + lines.warnings)):
         return True, hashlib.sha256(content).hexdigest() if content else "", ()
     if any(NO_DRIVER in line for line in lines.errors):
         return (
             False,
             "",
-            (f"{path}: the timing cache is not used: no NVIDIA driver on this machine",),
+            (f"{path}: the timing cache is not used: this machine has no NVIDIA driver",),
         )
-    why = "damaged, or of another TensorRT or GPU"
-    return True, "", (f"{path}: the timing cache was refused ({why}), started with an empty one",)
+    why = "damaged, or from another TensorRT or GPU"
+    return (
+        True,
+        "",
+        (f"{path}: TensorRT refused the timing cache ({why}); the build starts with an empty one",),
+    )
 
 
-def told_of_cache(log: Sequence[str]) -> bool:
-    """Whether the log complains of the timing cache: it is told nowhere else."""
+def mentions_cache(log: Sequence[str]) -> bool:
+    """Whether the log complains about the timing cache, which TensorRT reports nowhere else."""
     return any("timing cache" in line.lower() for line in log)
 
 
 def keep_cache(config: trt.IBuilderConfig, path: Path) -> tuple[str, tuple[str, ...]]:
-    """Write what the build has timed to `path`; returns its SHA-256 and what to note.
+    """Write the timings of the build to `path`; returns their SHA-256 and notes.
 
-    A cache that cannot be written spoils no build: it is noted, and the hash is of what would be.
+    A cache that cannot be written becomes a note, not an error.
     """
     cache = maybe(config.get_timing_cache())
     if cache is None:
@@ -83,5 +86,5 @@ def keep_cache(config: trt.IBuilderConfig, path: Path) -> tuple[str, tuple[str, 
         with atomic_write(path) as tmp:
             tmp.write_bytes(content)
     except DeploykitError as exc:
-        return digest, (f"the timing cache was not kept: {exc.message}",)
+        return digest, (f"the timing cache was not written: {exc.message}",)
     return digest, ()

@@ -21,6 +21,7 @@ from deploykit.core.precision import CALIBRATED
 
 # keys of `Manifest.built_on`, beside those of `Here.facts`
 HARDWARE_COMPATIBLE = "hardware_compatible"  # "ampere-plus" or "same-compute-capability"
+_OLDEST = (10, 0)  # the first with the API used here; tested from 10.3
 _NO = ("", "no", "false", "none")
 # the oldest driver branch of each CUDA major: CUDA Compatibility, "Minor Version Compatibility"
 _DRIVERS: Mapping[int, int] = {12: 525, 13: 580}
@@ -131,7 +132,7 @@ def differences(
     capability = built.get("compute_capability", "")
     same = not (capability and here.compute_capability) or capability == here.compute_capability
     if level not in _NO and level != "same-compute-capability":  # Ampere and later
-        if _numbers(here.compute_capability) < (8, 0) and here.compute_capability:
+        if version_numbers(here.compute_capability) < (8, 0) and here.compute_capability:
             yield (
                 f"compute capability {here.compute_capability}, where the engine needs 8.0 or later"
             )
@@ -147,7 +148,7 @@ def differences(
 
 def _tensorrt(built: Mapping[str, str], here: Here, version_compatible: bool) -> Iterator[str]:
     version = built.get("tensorrt", "")
-    there, now = _numbers(version), _numbers(here.tensorrt)
+    there, now = version_numbers(version), version_numbers(here.tensorrt)
     known = min(len(there), len(now))  # a Jetson's package says 10.3.0, PyPI's 10.3.0.26
     if known == 0 or there[:known] == now[:known]:
         return
@@ -174,7 +175,7 @@ def _silicon(built: Mapping[str, str], here: Here) -> Iterator[str]:
 
 def _cuda(built: Mapping[str, str], here: Here) -> Iterator[str]:
     """The driver must know the CUDA major of the plan's kernels."""
-    there, now = _numbers(built.get("cuda", "")), _numbers(here.cuda)
+    there, now = version_numbers(built.get("cuda", "")), version_numbers(here.cuda)
     if there and now and now[0] < there[0]:
         needed = _DRIVERS.get(there[0])
         yield (
@@ -190,7 +191,7 @@ def _notes(path: Path, manifest: Manifest, here: Here) -> tuple[str, ...]:
     if missing:
         notes.append(f"{path}: its manifest does not say its {' and '.join(missing)}")
     driver = built.get("driver", "")
-    if driver and here.driver and _numbers(here.driver) < _numbers(driver):
+    if driver and here.driver and version_numbers(here.driver) < version_numbers(driver):
         notes.append(
             f"{path}: was built with driver {driver}, here is the older {here.driver}: not tested"
         )
@@ -238,7 +239,23 @@ def _word(path: Path) -> str:
     return shlex.quote(str(path))
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def check_version(version: str, *, full: bool = True) -> None:
+    """Raise Unsupported for a TensorRT before 10, or one without its builder."""
+    if version_numbers(version) < _OLDEST:
+        raise Unsupported(
+            f"TensorRT {version} is installed, 10.3 or later is needed: before 10 a network has no "
+            "types of its own, so the precision that was verified would be lost",
+            hint="JetPack 6.1 brings TensorRT 10.3; elsewhere: pip install 'deploykit[tensorrt]'",
+        )
+    if not full:
+        raise Unsupported(
+            f"the installed tensorrt module is the lean runtime of {version}; the full one is "
+            "needed",
+            hint="pip install 'deploykit[tensorrt]'",
+        )
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
     """(10, 13, 3) of "10.13.3.post1"; empty for what does not begin with a number."""
     match = re.match(r"\d{1,6}(\.\d{1,6})*", version)
     return tuple(int(part) for part in match[0].split(".")) if match else ()

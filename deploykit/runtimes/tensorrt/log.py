@@ -1,7 +1,6 @@
-"""The one logger that TensorRT is given: it keeps the first of a process and ignores all others.
+"""The one logger that TensorRT receives, as it keeps the first of a process and ignores any other.
 
-In: the module, `tensorrt` or `tensorrt_rtx`. Out: its ILogger. Whoever builds sets a `sink` for
-that time; error lines that nobody collects are kept for whoever runs an engine.
+A build sets `sink` to collect its lines; otherwise error lines wait in `errors` for the engine.
 """
 
 from __future__ import annotations
@@ -9,28 +8,30 @@ from __future__ import annotations
 import functools
 import logging
 from collections import deque
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 _logger = logging.getLogger(__name__)
 
 
-class Sink(Protocol):
-    """Where lines go while somebody collects them, oldest first."""
+@dataclass
+class LogLines:
+    """Errors and warnings that TensorRT logged, oldest first."""
 
-    errors: list[str]
-    warnings: list[str]
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
 
 @functools.cache
 def logger(nv: Any) -> Any:
-    """The process's ILogger for `nv`, with `sink` and `errors`; all lines go to `logging`, too."""
+    """The process's ILogger for `nv`; every line also goes to `logging`, at level debug."""
     base: Any = nv.ILogger
     severity: Any = base.Severity
 
     class Log(base):  # type: ignore[misc]
         def __init__(self) -> None:
             base.__init__(self)
-            self.sink: Sink | None = None
+            self.sink: LogLines | None = None
             self.errors: deque[str] = deque(maxlen=50)
 
         def log(self, level: Any, text: str) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from deploykit.core.artefact import ArtefactLike
 from deploykit.core.errors import Unsupported
 from deploykit.core.extras import installed, require
-from deploykit.runtimes.tensorrt.compatibility import Here, open_plan
+from deploykit.runtimes.tensorrt.compatibility import Here, check_version, open_plan
 from deploykit.runtimes.tensorrt.engine import TensorRtEngine
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ if installed("tensorrt_lean") and not installed("tensorrt"):
         hint="pip install 'deploykit[tensorrt]'; on a Jetson it comes with JetPack",
     )
 trt = require("tensorrt")
-
-OLDEST = (10, 0)  # the first with the calls used here; tested from 10.3
 
 
 def open_engine(
@@ -70,18 +68,3 @@ def here(driver: Cudart) -> Here:
         found.driver,
         found.cuda,
     )
-
-
-def check_version(version: str, *, full: bool) -> None:
-    """Raise Unsupported for a TensorRT before 10, or one without its builder."""
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if numbers < OLDEST:
-        raise Unsupported(
-            f"TensorRT {version} is here, 10.3 or later is needed",
-            hint="JetPack 6.1 brings TensorRT 10.3; elsewhere: pip install 'deploykit[tensorrt]'",
-        )
-    if not full:
-        raise Unsupported(
-            f"the tensorrt module here is the lean runtime of {version}; the full one is needed",
-            hint="pip install 'deploykit[tensorrt]'",
-        )

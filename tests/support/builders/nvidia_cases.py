@@ -11,7 +11,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploykit.builders.tensorrt.build import Checked, check
+from deploykit.builders.tensorrt.build import BuildCheck, check
 from deploykit.builders.tensorrt.options import Options
 from deploykit.builders.tensorrt.shapes import AxisRange
 from deploykit.core.profile import load_profile
@@ -30,7 +30,7 @@ def options(**more: Any) -> Options:
     return Options(load_profile("l4"), small.pop("batch", BATCH), **small)
 
 
-def checked(model: onnx.ModelProto, tmp_path: Path, **more: Any) -> Checked:
+def checked(model: onnx.ModelProto, tmp_path: Path, **more: Any) -> BuildCheck:
     return check(save(model, tmp_path / "m.onnx"), options(**more))
 
 
