@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -25,6 +26,39 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "--wheel-dir", folder, ROOT], check=True)
     return next(folder.glob("deploykit-*.whl"))
+
+
+def test_the_index_accepts_the_wheel_and_the_sdist(wheel: Path, tmp_path: Path) -> None:
+    build = "from hatchling.build import build_sdist; print(build_sdist(__import__('sys').argv[1]))"
+    made = subprocess.run(
+        [sys.executable, "-c", build, tmp_path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    sdist = tmp_path / made.stdout.split()[-1]
+    done = subprocess.run(
+        [sys.executable, "-m", "twine", "check", "--strict", wheel, sdist],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("PASSED") == 2
+
+
+def test_every_extra_holds_packages_and_the_base_holds_no_web_stack(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        lines = archive.read(name).decode().splitlines()
+    needed = [line.split(": ", 1)[1] for line in lines if line.startswith("Requires-Dist")]
+    base = {re.split(r"[<>=;\[ ]", each)[0] for each in needed if "extra ==" not in each}
+    assert base <= {"numpy", "onnx", "rich", "typer", "tomli"}
+    for line in lines:
+        if line.startswith("Provides-Extra"):
+            extra = line.split(": ")[1]
+            assert any(f"extra == '{extra}'" in each for each in needed), extra
 
 
 def clean() -> dict[str, str]:
@@ -105,6 +139,7 @@ def test_the_metadata_names_license_python_and_extras(wheel: Path) -> None:
         "trace",
         "export",
         "images",
+        "huggingface",
         "serve",
         "train",
         "quantize",
@@ -126,7 +161,8 @@ def test_the_bare_install_shows_help_profiles_and_doctor(
 def test_doctor_names_what_the_bare_install_lacks(bare: Installed) -> None:
     seen = json.loads(bare.run("doctor", "--json").stdout)
     checks = {check["command"]: check for check in seen["checks"]}
-    assert checks["inspect, profiles, load"]["works"]
+    assert checks["inspect, profiles"]["works"]
+    assert "deploykit[serve]" in checks["load"]["why"]
     assert not checks["export"]["works"]
     assert "deploykit[export]" in checks["export"]["why"]
     assert seen["providers"] == []
@@ -147,6 +183,7 @@ NEEDS = {
     "bench": (("bench", "model.onnx"), "deploykit[cpu]"),
     "compare": (("compare", "model.onnx", "model.onnx"), "deploykit[cpu]"),
     "serve": (("serve", "model.onnx"), "deploykit[serve]"),
+    "load": (("load", "http://127.0.0.1:9"), "deploykit[serve]"),
     "demo": (("demo",), "deploykit[export]"),
 }
 

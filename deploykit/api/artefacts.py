@@ -85,6 +85,25 @@ class Made:
         shown = ("parity", "accuracy", "drop", "evaluation", "search")
         return json_value(self, *shown)
 
+    def _repr_html_(self) -> str:
+        from deploykit.measure.report import notebook
+
+        html = notebook.facts_html(
+            self.path.name,
+            {
+                "file": self.path,
+                "inputs": ", ".join(map(str, self.manifest.inputs)),
+                "outputs": ", ".join(map(str, self.manifest.outputs)),
+                "nodes by precision": ", ".join(
+                    f"{name} {count}" for name, count in self.manifest.precision.items()
+                ),
+                "notes": "; ".join(self.notes),
+            },
+        )
+        if self.evaluation is not None:
+            return html + notebook.evaluation_html(self.evaluation)
+        return html + (notebook.parity_html(self.parity) if self.parity else "")
+
 
 def destination(model: Artefact, out: StrPath | None, suffix: str) -> Path:
     """Where the result goes: `out`, else next to the model. Raises BadInput where that fails."""

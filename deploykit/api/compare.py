@@ -34,6 +34,14 @@ class Compared:
     def to_dict(self) -> dict[str, Any]:
         return {**self.parity.to_dict(), "divergence": json_value(self.divergence)}
 
+    def _repr_html_(self) -> str:
+        from deploykit.measure.report import notebook
+
+        difference = self.divergence.text if self.divergence else None
+        facts = {"result": self.parity.why, "first difference": difference}
+        title = f"{self.parity.b} compared with {self.parity.a}"
+        return notebook.facts_html(title, facts) + notebook.parity_html(self.parity)
+
     def raise_if_over(self) -> None:
         """Raise GateFailed naming the worst row, and the first node that differs."""
         try:

@@ -34,6 +34,19 @@ class Inspection(Record):
     fits: tuple[str, ...]
     manifest: Manifest | None
 
+    def _repr_html_(self) -> str:
+        from deploykit.measure.report import notebook
+
+        facts = {
+            "format": self.format,
+            "bytes": f"{self.size_bytes:,}",
+            "sha256": self.sha256,
+            "inputs": ", ".join(map(str, self.inputs)),
+            "outputs": ", ".join(map(str, self.outputs)),
+            "nodes by precision": ", ".join(f"{k} {v}" for k, v in self.precision.items()),
+        }
+        return notebook.facts_html(self.path.name, facts)
+
 
 _Content = tuple[
     tuple[TensorSpec, ...],

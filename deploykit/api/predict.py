@@ -27,6 +27,11 @@ class Predicted(Record):
     device: str
     accuracy: Interval | None
 
+    def _repr_html_(self) -> str:
+        from deploykit.measure.report import notebook
+
+        return notebook.facts_html("Predictions", self.to_dict() | {"accuracy": self.accuracy})
+
 
 def predict(
     engine: ArtefactLike,

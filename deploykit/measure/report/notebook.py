@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,12 @@ def evaluation_html(evaluation: Evaluation) -> str:
     rows = (("result", verdict), ("reason", evaluation.why), ("measured", evaluation.describe()))
     table = Table("Evaluation", ("", ""), rows, (0, 1))
     return html_table(table) + parity_html(evaluation.parity)
+
+
+def facts_html(title: str, facts: Mapping[str, object]) -> str:
+    """A table of names and values, under a title; values that are None or empty are left out."""
+    rows = tuple((name, str(value)) for name, value in facts.items() if value not in (None, ""))
+    return html_table(Table(title, ("", ""), rows, (0, 1)))
 
 
 def _frame(drawn: Sequence[Chart]) -> str:
