@@ -15,15 +15,17 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.json_value import Record
-from deploykit.measure.load.client import Client, event_loop
 from deploykit.measure.load.target import find_model, make_requests, probe
 from deploykit.measure.statistics import Interval, Latency, throughput
+
+if TYPE_CHECKING:
+    from deploykit.measure.load.client import Client  # needs [serve], which a report does not
 
 SLICES = 20  # the measured time is cut into these, for the interval of the rate
 BUSY_CORE = 0.9  # a closed-loop client that used more of its one core was the limit itself
@@ -96,6 +98,8 @@ def run_load(
     Raises BadInput (no such server, not this protocol, contradictory options, a request that the
     server calls wrong) or NotFound (no such model).
     """
+    from deploykit.measure.load.client import Client, event_loop
+
     _check_options(concurrency, rate, duration_s, warmup_s, batch)
     remote = find_model(url, model)
     requests = make_requests(remote, batch, seed)
