@@ -58,9 +58,9 @@ CEILINGS = {  # where a room is above its budget: what it may have today. These 
     "onnx_graph+quantization": 3900,
     "builders": 1655,  # the table and what all builders share
     "serving": 9470,
-    "api": 3870,
+    "api": 3940,
     "cli": 1800,
-    "": 33400,
+    "": 33600,
 }
 LONG = {  # functions over 60 lines
     "serving/web/examples.py:_go",
