@@ -28,7 +28,7 @@ def test_a_users_recipe_is_trained_and_exported(tmp_path: Path) -> None:
     for module in ("torch", "onnxscript", "sklearn"):
         pytest.importorskip(module)
     recipe = ROOT / "examples/own_recipe.py"
-    out = run(tmp_path, "-m", "deploykit", "train", recipe, "-o", "d.pt", "--json")
+    out = run(tmp_path, "-m", "deploykit", "train", recipe, "-o", "d.pt", "--epochs", "5", "--json")
     assert json.loads(out)["accuracy"]["value"] > 0.85
     run(tmp_path, "-m", "deploykit", "export", "d.pt", "--arch", f"{recipe}:build")
     assert (tmp_path / "d.onnx").is_file()

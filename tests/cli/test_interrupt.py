@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.campaign import only_in_a_campaign
 from tests.support.onnx_zoo import mnist_like, save
 
 LIMIT_S = 120.0
@@ -164,6 +165,7 @@ def busy(url: str) -> bool:
     return stats["inference_count"] > 100
 
 
+@only_in_a_campaign
 @pytest.mark.torch
 @pytest.mark.slow
 def test_ctrl_c_in_the_demo_leaves_no_process(place: Path) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.campaign import only_in_a_campaign
+
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from deploykit.core.errors import BadInput, NotFound, Unsupported  # noqa: E402
@@ -118,7 +120,7 @@ def test_the_network_is_the_articles(mnist_cnn: Recipe) -> None:
     assert tuple(module(torch.zeros(3, 1, 28, 28)).shape) == (3, 10)
 
 
-@pytest.mark.slow
+@only_in_a_campaign
 def test_the_recipe_reaches_97_percent_on_the_digits(mnist_cnn: Recipe) -> None:
     trained = train(mnist_cnn, mnist_cnn.data(None), Options(device="cpu"))
     assert trained.scores.mean() >= 0.97

@@ -19,7 +19,7 @@ from tests.support.zoo import data  # noqa: E402
 from tests.support.zoo.keeper import MAX_DROP, SMALL, Keeper  # noqa: E402
 from tests.support.zoo.members import SEED_TEST, ZOO  # noqa: E402
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 LABELLED = tuple(name for name in SMALL if ZOO[name].labelled)
 # Lost on purpose: every other pair must pass.
