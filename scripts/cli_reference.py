@@ -39,8 +39,8 @@ grpc = false
 
 
 def render() -> str:
-    """The page. Help is wrapped at 100 columns and has no colour."""
-    os.environ |= {"COLUMNS": "100", "NO_COLOR": "1"}
+    """The page. Help is wrapped at 80 columns, what a page shows without a scroll bar, and has no colour."""
+    os.environ |= {"COLUMNS": "80", "NO_COLOR": "1"}
     from deploykit.cli.main import app
 
     root = typer.main.get_command(app)

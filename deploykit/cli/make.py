@@ -68,7 +68,8 @@ def train(
 
 
 @described(f"""
-MODEL                  A .pt, .pth, .pt2, .safetensors or TorchScript file
+MODEL                  A .pt, .pth, .ckpt, .pt2, .safetensors or TorchScript file, or a Hugging Face
+        folder
 {OUT}
 --profile PROFILE      The hardware target: sets the opset and reports operators that it lacks
 --preprocess imagenet|FILE.toml  Put scaling and normalisation into the graph, which then takes
