@@ -39,7 +39,7 @@ grpc = false
 
 
 def render() -> str:
-    """The page. Help is wrapped at 80 columns, what a page shows without a scroll bar, and has no colour."""
+    """The page. Help is wrapped at 80 columns, which a page shows whole, and has no colour."""
     os.environ |= {"COLUMNS": "80", "NO_COLOR": "1"}
     from deploykit.cli.main import app
 
