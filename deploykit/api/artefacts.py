@@ -1,6 +1,7 @@
-"""Write an artefact to a temporary place, then keep it, or reject it as `NAME.rejected.EXT`.
+"""Write an artefact to a temporary path, then keep it, or reject it as `NAME.rejected.EXT`.
 
-A rejected one leaves the previous file as it was. Weights (`NAME.data`) and samples move with it.
+A rejected one leaves the previous file as it was. Weights (`NAME.data`) and golden samples move
+with it.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from deploykit.core.tensors import BATCH, TensorSpec
 if TYPE_CHECKING:
     from deploykit.onnx_graph.graph import Graph
 
-Progress = Callable[[str, float], None]  # what happens now, share done 0..1
+Progress = Callable[[str, float], None]  # the current step, share done 0..1
 
 
 def no_progress(what: str, share: float) -> None:
-    """For callers who do not ask how far a verb is."""
+    """Ignore progress."""
 
 
 def span(progress: Progress, start: float, end: float) -> Progress:
-    """The progress of a step that takes a verb from share `start` to share `end`."""
+    """Report a step that takes the whole from share `start` to share `end`."""
     return lambda what, share: progress(what, start + (end - start) * share)
 
 
@@ -46,7 +47,7 @@ _SIDECARS = {"weights": ".data", "golden": ".golden.npz"}  # field of the eviden
 
 @dataclass(frozen=True)
 class Made:
-    """An artefact that a verb wrote, its manifest, and notes for the user."""
+    """An artefact that was written, its manifest, and notes for the user."""
 
     path: Path
     manifest: Manifest
@@ -115,42 +116,42 @@ def destination(model: Artefact, out: StrPath | None, suffix: str) -> Path:
 
 
 @contextlib.contextmanager
-def staged(out: Path) -> Iterator[Path]:
-    """A path in a temporary folder beside `out`, on the same disk: keeping it is a rename."""
+def stage(out: Path) -> Iterator[Path]:
+    """A path in a temporary folder next to `out`, on the same disk: keeping it is a rename."""
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
         yield Path(folder) / out.name
 
 
 def keep(tmp: Path, made: Made) -> Made:
-    """Put the staged file at `made.path`, its manifest after it; what lies beside it goes first."""
+    """Move `tmp` to `made.path`: weights and samples first, the manifest last."""
     for suffix in _SIDECARS.values():
         source = tmp.with_name(tmp.name + suffix)
         target = made.path.with_name(made.path.name + suffix)
         if source.exists():
             source.replace(target)
         else:
-            target.unlink(missing_ok=True)  # of the file that stood here before
+            target.unlink(missing_ok=True)  # of the previous file
     tmp.replace(made.path)
     write_manifest(made.path, made.manifest)
     return made
 
 
 def reject(tmp: Path, made: Made) -> Made:
-    """Put the staged file beside `made.path` under a name that says it was rejected."""
-    beside = made.path.with_name(f"{made.path.stem}.rejected{made.path.suffix}")
+    """Move `tmp` next to `made.path`, as NAME.rejected.EXT."""
+    place = made.path.with_name(f"{made.path.stem}.rejected{made.path.suffix}")
     if tmp.with_name(f"{tmp.name}.data").exists():
         from deploykit.onnx_graph.storage import point_to
 
-        point_to(tmp, f"{beside.name}.data")
+        point_to(tmp, f"{place.name}.data")
         made = replace(made, manifest=replace(made.manifest, sha256=sha256(tmp)))
     moved = {
-        name: replace(found, file=beside.name + suffix)
+        name: replace(found, file=place.name + suffix)
         for name, suffix in _SIDECARS.items()
         if (found := getattr(made.evidence, name)) is not None
     }
     evidence = replace(made.evidence, **moved)
     made = replace(made, manifest=replace(made.manifest, evidence=evidence))
-    return keep(tmp, replace(made, path=beside))
+    return keep(tmp, replace(made, path=place))
 
 
 def keep_if_equal(tmp: Path, made: Made, parity: Parity) -> Made:

@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from deploykit.api.artefacts import Progress
     from deploykit.onnx_graph.graph import Graph
     from deploykit.quantization.cost import NodeCost
-    from deploykit.quantization.search import Level, Outcome, Step, Verdict
+    from deploykit.quantization.search import Level, Outcome, Verdict
 
-GENERIC_PROFILE = "l4"  # whose peaks price a search that no profile was named for
-PRICED_BATCH = 8
+GENERIC_PROFILE = "l4"  # predicts the costs where no profile is named
+COST_BATCH = 8
 _SENSITIVITY_SAMPLES = 16
-_RUNS = 7  # of which the median is taken, where a price is measured
+_RUNS = 7  # the median is the cost, where it is measured
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A typed graph on disk: large models would not fit into memory several times."""
+    """A graph in one precision, on disk: large models would not fit into memory several times."""
 
     graph: Graph
     cost_s: float
@@ -50,13 +50,13 @@ class _Candidate:
 
 
 def search_precision(
-    job: Job, out: Path, name: str, on_progress: Progress | None
+    job: Job, out: Path, name: str, on_progress: Progress
 ) -> tuple[Graph, SearchRecord, Evaluation | None, list[str]]:
     """Write the cheapest graph that passes to `out`, the model itself where float32 stays.
 
     For ONNX Runtime a cost is measured on this machine's CPU, for TensorRT it is predicted from the
-    peaks of the target. Returns that graph, what was tried, the
-    evaluation where something passed, and notes for the user.
+    peaks of the target. Returns that graph, what was tried, the evaluation where something passed,
+    and notes for the user.
     """
     from deploykit.onnx_graph import storage
     from deploykit.onnx_graph.graph import Graph
@@ -64,28 +64,23 @@ def search_precision(
 
     budget_s = job.request.budget_s
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".auto.") as folder:
-        bench = _Bench(job, Path(folder), name)
+        candidates = _Candidates(job, Path(folder), name)
         began = time.monotonic()
 
-        def tell(step: Step) -> None:
-            if on_progress is not None:
-                word = "passes" if step.passed else "fails"
-                kept = (
-                    f", {len(step.float32_nodes)} nodes kept in float32"
-                    if step.float32_nodes
-                    else ""
-                )
-                share = min((time.monotonic() - began) / budget_s, 1.0)
-                on_progress(f"{step.precision}{kept} {word}: {step.why}", share)
+        def report(step: SearchStep) -> None:
+            count, result = len(step.float32_nodes), "passes" if step.passed else "fails"
+            kept = f", {count} nodes kept in float32" if count else ""
+            share = min((time.monotonic() - began) / budget_s, 1.0)
+            on_progress(f"{step.precision}{kept} {result}: {step.why}", share)
 
         outcome = search.search(
-            bench.levels(),
-            bench.verdict,
-            float32_cost_s=bench.cost_s(job.source),
+            candidates.levels(),
+            candidates.evaluate,
+            float32_cost_s=candidates.cost_s(job.source),
             budget_s=budget_s,
-            on_step=tell,
+            on_step=report,
         )
-        notes = [outcome.why, *outcome.notes, bench.pricing]
+        notes = [outcome.why, *outcome.notes, candidates.cost_note]
         if outcome.best is None:
             return job.source.save(out), _record(outcome), None, notes
         best, kept = outcome.best.model, outcome.best.float32_nodes
@@ -96,7 +91,7 @@ def search_precision(
             storage.point_to(best.path, f"{out.name}.data")
             data.replace(out.with_name(f"{out.name}.data"))
         best.path.replace(out)
-        passed = bench.passed[best.path]
+        passed = candidates.passed[best.path]
         return Graph.open(out), _record(outcome), passed, [*notes, *best.notes]
 
 
@@ -111,23 +106,12 @@ def _record(outcome: Outcome[Any]) -> SearchRecord:
         drop=best.verdict.drop if best else None,
         stopped=outcome.stopped,
         notes=outcome.notes,
-        steps=tuple(
-            SearchStep(
-                step.precision,
-                step.float32_nodes,
-                step.passed,
-                step.drop,
-                step.why,
-                step.cost_s,
-                step.elapsed_s,
-            )
-            for step in outcome.steps
-        ),
+        steps=outcome.steps,
     )
 
 
-class _Bench:
-    """Makes, prices and judges the candidates of one search."""
+class _Candidates:
+    """Writes, costs and evaluates the candidates of one search."""
 
     def __init__(self, job: Job, folder: Path, name: str) -> None:
         if job.calib is None:
@@ -136,20 +120,20 @@ class _Bench:
         self.measured = job.request.runtime == "onnxruntime"
         self.target = job.request.target or load_profile(GENERIC_PROFILE)
         self.inputs = job.source.inputs
-        self.sizes = axis_sizes(self.calib, self.inputs, PRICED_BATCH)
-        batch = f"batch {PRICED_BATCH}"
-        self.pricing = f"costs are predicted for {self.target.name}, {batch}"
+        self.sizes = axis_sizes(self.calib, self.inputs, COST_BATCH)
+        batch = f"batch {COST_BATCH}"
+        self.cost_note = f"costs are predicted for {self.target.name}, {batch}"
         if self.measured:
-            self.pricing = f"costs are measured on this machine, {batch}"
+            self.cost_note = f"costs are measured on this machine, {batch}"
         elif job.request.target is None:
-            self.pricing += " (no `profile` was named)"
-        self.name = name  # of the file that is made, for tables and errors
+            self.cost_note += " (no `profile` was named)"
+        self.name = name  # of the resulting file, for tables and errors
         self.passed: dict[Path, Evaluation] = {}
-        self.candidates = 0
+        self.written = 0
         self.reference_outputs: dict[str, Any] = {}
 
     def levels(self) -> list[Level[Any]]:
-        """Precisions to try, the narrowest first."""
+        """Precisions to try, fewest bits first."""
         from deploykit.quantization import qdq
 
         scaled = qdq.quantizable(self.job.source)
@@ -161,24 +145,24 @@ class _Bench:
             levels.append(self._level(name, each.bits, nodes))
         return levels
 
-    def candidate(self, precision: str, wide: Collection[str]) -> _Candidate:
-        """The model with the nodes named in `wide` left as they are, on disk and priced."""
-        typed, notes = self._typed(precision, wide)
-        self.candidates += 1
-        typed = typed.save(self.folder / f"{self.candidates}.onnx")
-        return _Candidate(typed, self.cost_s(typed), tuple(notes))
+    def make(self, precision: str, keep_float32: Collection[str]) -> _Candidate:
+        """The model in `precision` but for the nodes in `keep_float32`, on disk, with its cost."""
+        graph, notes = self._convert(precision, keep_float32)
+        self.written += 1
+        graph = graph.save(self.folder / f"{self.written}.onnx")
+        return _Candidate(graph, self.cost_s(graph), tuple(notes))
 
-    def _typed(self, precision: str, wide: Collection[str]) -> tuple[Graph, list[str]]:
-        to, _, rest = precision.partition("+")
-        return convert_graph(self.job, to, rest or "fp32", wide)
+    def _convert(self, precision: str, keep_float32: Collection[str]) -> tuple[Graph, list[str]]:
+        to, _, other_nodes = precision.partition("+")
+        return convert_graph(self.job, to, other_nodes or "fp32", keep_float32)
 
     def cost_s(self, graph: Graph) -> float:
-        """Seconds of one call at PRICED_BATCH: measured, or the sum of its nodes' rooflines."""
+        """Seconds of one call at COST_BATCH: measured, or the sum of its nodes' rooflines."""
         from deploykit.quantization import cost
 
         if not self.measured:
             return cost.predicted_s(self._costs(graph), **self._peaks())
-        feeds = self._feeds(PRICED_BATCH)
+        feeds = self._feeds(COST_BATCH)
         with self._open(graph) as engine:
             engine(feeds)
             times_s = []
@@ -188,7 +172,7 @@ class _Bench:
                 times_s.append(time.perf_counter() - began)
         return statistics.median(times_s)
 
-    def verdict(self, candidate: _Candidate) -> Verdict:
+    def evaluate(self, candidate: _Candidate) -> Verdict:
         from deploykit.quantization import search
 
         with open_both(self.job, candidate.graph) as (reference, engine):
@@ -213,7 +197,7 @@ class _Bench:
         savings: dict[str, float] = {}
 
         def sensitivity(name: str) -> float:
-            model, _ = self._typed(precision, every - {name})
+            model, _ = self._convert(precision, every - {name})
             wanted, got = self._reference(), self._outputs(model)
             return search.noise_share(wanted, got)
 
@@ -226,20 +210,22 @@ class _Bench:
             precision,
             bits,
             nodes,
-            make=lambda wide: self.candidate(precision, wide),
+            make=lambda keep_float32: self.make(precision, keep_float32),
             cost_s=lambda candidate: candidate.cost_s,
             sensitivity=sensitivity,
             saving_s=saving_s,
         )
 
     def _savings(self, precision: str) -> Mapping[str, float]:
-        """Predicted seconds that each node saves; where prices are measured, by its operations."""
+        """Predicted seconds that each node saves; where costs are measured, its operations."""
         from deploykit.quantization import cost
 
-        wide = self._costs(self.job.source)
+        float32 = self._costs(self.job.source)
         if self.measured:
-            return {each.name: float(each.flops or 0) for each in wide}
-        return cost.savings_s(wide, self._costs(self._typed(precision, ())[0]), **self._peaks())
+            return {each.name: float(each.flops or 0) for each in float32}
+        return cost.savings_s(
+            float32, self._costs(self._convert(precision, ())[0]), **self._peaks()
+        )
 
     def _costs(self, graph: Graph) -> tuple[NodeCost, ...]:
         from deploykit.quantization import cost

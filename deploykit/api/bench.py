@@ -220,12 +220,12 @@ def _measured(artefact: Artefact, trust: bool, note: Callable[[str], None]) -> _
 
 def _baseline(first: _Measured, trust: bool, note: Callable[[str], None]) -> _Measured:
     """`first` itself, or the float32 model next to it that an engine was made from."""
-    from deploykit.api.verify import sources
+    from deploykit.api.verify import find_sources
 
     if first.artefact.format == "onnx":
         return first
     manifest = first.artefact.manifest
-    for path in sources(first.artefact.path, manifest) if manifest else ():
+    for path in find_sources(first.artefact.path, manifest) if manifest else ():
         found = _measured(Artefact.open(path), trust, note)
         if found.precision == "fp32":
             return found

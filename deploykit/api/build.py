@@ -16,11 +16,11 @@ from deploykit.api.artefacts import (
     onnx_manifest,
     parity_sizes,
     span,
-    staged,
+    stage,
 )
 from deploykit.api.build_tensorrt import CheckResult, PlanOptions, check_here, prove_plan
 from deploykit.api.evaluate import Request, prepare
-from deploykit.api.quantize import TARGETS, keep_if_passed, write_typed
+from deploykit.api.quantize import TARGETS, keep_if_passed, write_quantized
 from deploykit.api.quantize import check as check_request
 from deploykit.builders.builder import BuildResult, Shapes, find_builder
 from deploykit.core.artefact import Artefact, ArtefactLike
@@ -30,8 +30,10 @@ from deploykit.core.manifest import write_manifest
 from deploykit.core.paths import StrPath
 from deploykit.core.profile import Profile, choose_profile, load_profile
 
-BUILD_MAX_ERROR = 1e-3  # fused float16 and INT8 kernels round at other places than the typed graph
-_MOVED = (
+BUILD_MAX_ERROR = (
+    1e-3  # fused float16 and INT8 kernels round at other places than the graph_file graph
+)
+_PAIRS_MOVED = (
     "the INT8 pairs, placed for TensorRT, were placed for ONNX Runtime with the ranges that the "
     "graph records; `quantize` with this profile measures their accuracy"
 )
@@ -55,8 +57,8 @@ def build(
 
     `calib`, `data`, `metric`, `max_drop`: as in `quantize`. `shapes`: what a TensorRT engine is
     built for. Raises GateFailed when the built file differs from its source by more than
-    `max_error` (an engine: see `prove_plan`) or has layers wider than asked, or when the quantised
-    graph fails its evaluation; Unsupported for a target that cannot be built for here.
+    `max_error` (an engine: see `prove_plan`) or runs layers in more bits than asked, or when the
+    quantised graph fails its evaluation; Unsupported for a target that cannot be built for here.
     """
     target, why = choose_profile() if profile == "auto" else (load_profile(profile), "")
     source = _open(model)
@@ -71,26 +73,26 @@ def build(
     )
     options = PlanOptions(target, shapes or Shapes(), request)
     place = _check(source, options, out)
-    with staged(place) as tmp:
-        typed, quantized = source, None
+    with stage(place) as tmp:
+        graph_file, quantized = source, None
         if request.to != "fp32":
             quantized = _quantize(source, request, tmp, place, span(on_progress, 0.0, 0.6))
-            typed = Artefact.described(tmp.with_name("typed.onnx"), quantized.manifest)
-        files = _Files(source, typed, *_place_pairs(typed, target, tmp))
+            graph_file = Artefact.from_manifest(tmp.with_name("typed.onnx"), quantized.manifest)
+        files = _Files(source, graph_file, *_place_pairs(graph_file, target, tmp))
         step = span(on_progress, 0.6 if quantized else 0.0, 0.8)
         step("building", 0.0)
         built = find_builder(target.runtime)(files.placed, tmp, target, options.shapes, step)
         on_progress("comparing with the model", 0.8)
         if target.runtime == "tensorrt":
-            made = prove_plan(built, source, typed, tmp, place, options)
+            made = prove_plan(built, source, graph_file, tmp, place, options)
         else:
             made = _prove_onnx(built, files, target, tmp, place, max_error)
     chosen = (f"profile auto: {target.name} ({why})",) if why else ()
-    return replace(made, notes=(*_cost(quantized), *chosen, *made.notes))
+    return replace(made, notes=(*_cost_notes(quantized), *chosen, *made.notes))
 
 
 def _check(source: Artefact, options: PlanOptions, out: StrPath | None) -> Path:
-    """Where the engine goes. Raises BadInput, Unsupported: all that can be known before work."""
+    """Where the engine goes. Raises BadInput, Unsupported for all that shows before the work."""
     target, request = options.target, options.request
     if target.runtime == "tensorrt":
         check_here(target, source)
@@ -108,37 +110,38 @@ def _quantize(
     source: Artefact, request: Request, tmp: Path, place: Path, on_progress: Progress
 ) -> Made:
     """Write `typed.onnx` next to `tmp`. What fails its evaluation is kept as rejected."""
-    typed = tmp.with_name("typed.onnx")
-    on_progress("calibrating" if request.calib else "reading the model", 0.0)
-    made = write_typed(prepare(source, request), typed, place.with_suffix(".onnx"), on_progress)
+    graph_file = tmp.with_name("typed.onnx")
+    made = write_quantized(
+        prepare(source, request, on_progress), graph_file, place.with_suffix(".onnx"), on_progress
+    )
     if made.evaluation is not None and not made.evaluation.passed:
-        keep_if_passed(typed, made, request.to)  # raises
+        keep_if_passed(graph_file, made, request.to)  # raises
     if made.search and made.search.interrupted:
         raise KeyboardInterrupt
-    write_manifest(typed, made.manifest)
+    write_manifest(graph_file, made.manifest)
     return made
 
 
 @dataclass(frozen=True)
 class _Files:
-    """The model, its typed graph, and that graph with its pairs where the runtime needs them."""
+    """The model, its graph in the requested precision, and that graph with its pairs moved."""
 
     source: Artefact
-    typed: Artefact
+    graph_file: Artefact
     placed: Artefact
     moved: bool
 
 
-def _place_pairs(typed: Artefact, target: Profile, tmp: Path) -> tuple[Artefact, bool]:
+def _place_pairs(graph_file: Artefact, target: Profile, tmp: Path) -> tuple[Artefact, bool]:
     """The graph with its INT8 pairs where ONNX Runtime has kernels, and whether they moved."""
     from deploykit.onnx_graph.graph import Graph
     from deploykit.quantization.moving import move_pairs
 
     if target.runtime != "onnxruntime":
-        return typed, False
-    moved = move_pairs(Graph.open(typed.path), "onnxruntime")
+        return graph_file, False
+    moved = move_pairs(Graph.open(graph_file.path), "onnxruntime")
     if moved is None:
-        return typed, False
+        return graph_file, False
     return Artefact.open(moved.save(tmp.with_name("placed.onnx")).path), True
 
 
@@ -151,19 +154,19 @@ def _prove_onnx(
     from deploykit.runtimes.data.samples import random_feeds
     from deploykit.runtimes.engine import load
 
-    source, typed, placed = files.source, files.typed, files.placed
+    source, graph_file, placed = files.source, files.graph_file, files.placed
     with load(placed, "cpu") as reference, load(tmp, "cpu") as engine:
         sizes = parity_sizes(engine.inputs)
         feeds = [random_feeds(engine.inputs, each, seed) for seed, each in enumerate(sizes)]
-        names = (placed.name, place.name)
+        names = (_describe(files), place.name)
         parity = compare_engines(reference, engine, feeds, max_error=max_error, names=names)
-        samples = golden.carry(typed, tmp)
+        samples = golden.carry(graph_file, tmp)
         if samples is not None and files.moved:  # recorded with the pairs at other places
-            replay, inputs = golden.recorded(samples, tmp, engine.inputs, engine.outputs)
-            samples = golden.loosened(samples, compare_engines(replay, engine, [inputs]))
+            replay, inputs = golden.open_samples(samples, tmp, engine.inputs, engine.outputs)
+            samples = golden.loosen(samples, compare_engines(replay, engine, [inputs]))
     asked, result = Graph.open(placed.path).precision, Graph.open(tmp)
     _check_integers(source, target, asked, result.precision)
-    before = typed.manifest if typed is not source else None
+    before = graph_file.manifest if graph_file is not source else None
     evidence = Evidence(
         parity=parity,
         build=BuildRecord(target.name),
@@ -177,8 +180,16 @@ def _prove_onnx(
         evidence=evidence,
         built_on=dict(built.built_on),
     )
-    notes = (*([_MOVED] if files.moved else []), *_changed(asked, manifest.precision))
+    notes = (*([_PAIRS_MOVED] if files.moved else []), *_precision_notes(asked, manifest.precision))
     return keep_if_equal(tmp, Made(place, manifest, notes), parity)
+
+
+def _describe(files: _Files) -> str:
+    """How a message names the graph that was built: the user never sees the temporary file."""
+    quantize = files.graph_file.manifest.evidence.quantize if files.graph_file.manifest else None
+    if files.graph_file is files.source or quantize is None:
+        return files.source.name
+    return f"{files.source.name} in {quantize.to}"
 
 
 def _check_integers(
@@ -187,7 +198,7 @@ def _check_integers(
     """Raise BadInput where ONNX Runtime runs no INT8 node as such: slower than float32."""
     if not asked.get("int8") or built.get("int8"):
         return
-    source = next(verify.sources(model.path, model.manifest), None) if model.manifest else None
+    source = next(verify.find_sources(model.path, model.manifest), None) if model.manifest else None
     raise BadInput(
         f"{model}: ONNX Runtime runs none of its {asked['int8']} INT8 nodes in integers: their "
         "pairs are placed for TensorRT, and the file does not record the ranges to move them",
@@ -196,16 +207,17 @@ def _check_integers(
     )
 
 
-def _cost(quantized: Made | None) -> tuple[str, ...]:
+def _cost_notes(quantized: Made | None) -> tuple[str, ...]:
     """What the lower precision cost, as notes."""
     if quantized is None:
         return ()
     search, evaluation = quantized.search, quantized.evaluation
     found = (search.why,) if search else ()
-    return (*found, *((evaluation.describe(),) if evaluation else ()), *quantized.notes)
+    cost = (f"against {evaluation.parity.a}: {evaluation.describe()}",) if evaluation else ()
+    return (*found, *cost, *quantized.notes)
 
 
-def _changed(asked: Mapping[str, int], built: Mapping[str, int]) -> tuple[str, ...]:
+def _precision_notes(asked: Mapping[str, int], built: Mapping[str, int]) -> tuple[str, ...]:
     """A note for each precision of which the built engine has fewer nodes than the graph."""
     return tuple(
         f"{name}: {count} nodes in the graph, {built.get(name, 0)} in the built engine: the others "

@@ -39,7 +39,7 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What NVIDIA's builder on this machine says of a file; no engine was kept."""
+    """What NVIDIA's builder on this machine reports on a file; no engine was kept."""
 
     path: Path
     profile: str
@@ -68,18 +68,18 @@ def check(
 def prove_plan(
     built: BuildResult,
     source: Artefact,
-    typed: Artefact,
+    graph_file: Artefact,
     tmp: Path,
     place: Path,
     options: PlanOptions,
 ) -> Made:
-    """Prove the plan `tmp`, built from `typed` (made from `source`), and keep it at `place`.
+    """Prove the plan `tmp`, built from `graph_file` (made from `source`), and keep it at `place`.
 
-    Raises GateFailed when a layer runs wider than the graph asks, the outputs differ, or the
-    accuracy on labelled data drops; the engine is then kept as NAME.rejected.trt.
+    Raises GateFailed when a layer runs in more bits than asked, the outputs differ, or the accuracy
+    on labelled data drops; the engine is then kept as NAME.rejected.trt.
     """
-    manifest = _manifest(built, source, typed, tmp, options)
-    evidence, why = _prove(tmp, manifest, typed, source, options.request, place.name)
+    manifest = _manifest(built, source, graph_file, tmp, options)
+    evidence, why = _prove(tmp, manifest, graph_file, source, options.request, place.name)
     manifest = replace(manifest, evidence=evidence)
     made = Made(place, manifest, (*built.notes, *([why] if why else [])))
     if evidence.wrong:
@@ -93,20 +93,26 @@ def prove_plan(
 
 
 def _manifest(
-    built: BuildResult, source: Artefact, typed: Artefact, tmp: Path, options: PlanOptions
+    built: BuildResult, source: Artefact, graph_file: Artefact, tmp: Path, options: PlanOptions
 ) -> Manifest:
     """The manifest of a plan that has not run yet, and golden samples next to it."""
     from deploykit.builders.tensorrt import inspector
     from deploykit.onnx_graph.graph import Graph
 
-    graph, layers, request = Graph.open(typed.path), built.layers, options.request
-    wider = inspector.mismatches(verify.asked(graph), layers) if layers is not None else ()
-    samples = golden.carry(typed, tmp) or verify.record(typed, tmp, _sizes(options, graph.inputs))
-    precision = _counted(layers) if layers is not None else graph.precision
+    graph, layers, request = Graph.open(graph_file.path), built.layers, options.request
+    wider = (
+        inspector.mismatches(verify.requested_precisions(graph), layers)
+        if layers is not None
+        else ()
+    )
+    samples = golden.carry(graph_file, tmp) or verify.record(
+        graph_file, tmp, _sizes(options, graph.inputs)
+    )
+    precision = _count(layers) if layers is not None else graph.precision
     if samples is not None:
         bound = max(samples.max_error, max_engine_error(precision))
         samples = replace(samples, max_error=bound)
-    before = typed.manifest.evidence if typed.manifest else None
+    before = graph_file.manifest.evidence if graph_file.manifest else None
     quantized = before.quantize if before else None
     return Manifest(
         format="tensorrt",
@@ -114,7 +120,7 @@ def _manifest(
         outputs=graph.outputs,
         precision=precision,
         sha256=sha256(tmp),
-        made_from=tuple(dict.fromkeys((source.sha256, typed.sha256))),
+        made_from=tuple(dict.fromkeys((source.sha256, graph_file.sha256))),
         made_with=tool_versions("tensorrt", "onnx"),
         built_on={
             **_built_on(built),
@@ -136,22 +142,22 @@ def _manifest(
 def _prove(
     tmp: Path,
     manifest: Manifest,
-    typed: Artefact,
+    graph_file: Artefact,
     source: Artefact,
     request: Request,
     name: str,
 ) -> tuple[Evidence, str]:
-    """The evidence with what running the staged engine shows; why there is none, where so."""
+    """Run the staged engine and add to its evidence; the reason where it cannot run here."""
     from deploykit.runtimes.engine import load
 
     write_manifest(tmp, manifest)  # an engine is opened with its manifest only
     evidence, parity, why = manifest.evidence, None, ""
     read = evidence.precision
     try:
-        with load(Artefact.described(tmp, manifest), "auto") as opened:
+        with load(Artefact.from_manifest(tmp, manifest), "auto") as opened:
             engine: Any = opened
-            parity, why = verify.prove(engine, tmp, manifest, typed.path, name)
-            with contextlib.suppress(DeploykitError):  # a figure to read: no reason to fail
+            parity, why = verify.prove(engine, tmp, manifest, graph_file.path, name)
+            with contextlib.suppress(DeploykitError):  # a figure for information: no reason to fail
                 times = engine.layer_times_ms(verify.feeds_for(engine)[-1])
                 if read is not None:
                     read = verify.read_back(read.layers, read.wider, times)
@@ -167,7 +173,7 @@ def _prove(
 
 
 def _sizes(options: PlanOptions, inputs: Sequence[TensorSpec]) -> dict[str, int]:
-    """Sizes of the dynamic axes to record samples at: few rows, the others at their optimum."""
+    """Sizes of the dynamic axes to record samples at: a small batch, else the optimum."""
     from deploykit.builders.tensorrt.shapes import parse_axis, parse_batch
 
     batch, axes = options.shapes.batch, dict(map(parse_axis, options.shapes.axes))
@@ -199,12 +205,12 @@ def check_here(target: Profile, model: Artefact) -> None:
 
 
 def _is_target(machine: Machine, target: Profile) -> bool:
-    """As `choose_profile` tells it; a profile that names neither board nor GPU fits any."""
+    """As `choose_profile` decides; a profile that names neither board nor GPU fits any."""
     return fits(target, machine) or not (target.boards or target.gpu_names)
 
 
 def _built_on(built: BuildResult) -> Mapping[str, str]:
-    """What the builder knows, but first what the device that it used says of itself.
+    """What the builder reports, overridden by what the CUDA driver reports of the device.
 
     `nvidia-smi` counts GPUs that CUDA_VISIBLE_DEVICES hides, and knows no multiprocessors.
     """
@@ -219,7 +225,7 @@ def _built_on(built: BuildResult) -> Mapping[str, str]:
     return {**built.built_on, **here(device).facts()}
 
 
-def _counted(layers: Sequence[Layer]) -> dict[str, int]:
+def _count(layers: Sequence[Layer]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for layer in layers:
         if layer.precision is not None:

@@ -90,7 +90,7 @@ def _replay(artefact: Artefact, max_error: float | None, device: str) -> Parity:
     from deploykit.runtimes.engine import load
 
     with load(artefact, _place(artefact, device)) as engine:
-        recorded, feeds, found = golden.open_recorded(artefact, engine.inputs, engine.outputs)
+        recorded, feeds, found = golden.find_and_open(artefact, engine.inputs, engine.outputs)
         bound = found.max_error if max_error is None else max_error
         names = (f"{found.reference}, recorded", artefact.name)
         return compare_engines(recorded, engine, [feeds], max_error=bound, names=names)

@@ -39,7 +39,7 @@ _FEW_AGREE = 0.9
 
 @dataclass(frozen=True)
 class Request:
-    """What `quantize` was asked for; the fields are its parameters."""
+    """The parameters of `quantize`."""
 
     to: str
     runtime: str
@@ -56,7 +56,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Job:
-    """One model on its way to a lower precision: its graph, its data and what it must keep."""
+    """One model to convert: its graph, its data, and the metric that it is evaluated by."""
 
     model: Artefact
     source: Graph
@@ -71,11 +71,11 @@ class Job:
 
     @property
     def samples(self) -> Samples | None:
-        """What both graphs are compared on; None for random inputs."""
+        """The samples to compare both graphs on; None for random inputs."""
         return self.test or self.calib
 
 
-def prepare(model: Artefact, request: Request) -> Job:
+def prepare(model: Artefact, request: Request, on_progress: Progress) -> Job:
     """Open the graph, read and check the data, and calibrate."""
     from deploykit.measure.evaluate.metrics import find_metric
     from deploykit.onnx_graph.graph import Graph
@@ -83,6 +83,7 @@ def prepare(model: Artefact, request: Request) -> Job:
     from deploykit.runtimes.data.checks import check_calibration
     from deploykit.runtimes.data.samples import read_samples
 
+    on_progress("reading the model", 0.0)
     source, to = Graph.open(model.path), request.to
     calib = read_samples(request.calib, source.inputs) if request.calib else None
     test = read_samples(request.data, source.inputs) if request.data else None
@@ -90,7 +91,9 @@ def prepare(model: Artefact, request: Request) -> Job:
     labelled = test is not None and test.labels is not None
     _check_labels(request, test)
     doubts = tuple(check_calibration(calib, source.inputs)) if calib else ()
-    # scales want outliers left out, the range guard of float16 wants them in: it reads `ranges`
+    if calib:
+        on_progress("calibrating", 0.1)
+    # the default for scales clips outliers; the check for float16 overflow needs them
     default = calibrate.DEFAULT_METHOD if to in (*CALIBRATED, "auto") else "minmax"
     method = request.calibrator or default
     sizes = axis_sizes(test or calib, source.inputs, 1)
@@ -119,19 +122,19 @@ def convert_and_evaluate(
     if request.to == "auto":
         from deploykit.api import auto_precision
 
-        typed, search, evaluation, notes = auto_precision.search_precision(
+        converted, search, evaluation, notes = auto_precision.search_precision(
             job, tmp, name, on_progress
         )
     else:
         on_progress(f"converting to {request.to}", 0.3)
-        typed, notes = convert_graph(job, request.to, request.other_nodes)
-        typed = typed.save(tmp)
+        converted, notes = convert_graph(job, request.to, request.other_nodes)
+        converted = converted.save(tmp)
         on_progress("measuring accuracy", 0.5)
-    with open_both(job, typed) as (reference, candidate):
+    with open_both(job, converted) as (reference, candidate):
         if evaluation is None:
             evaluation = evaluate_engines(job, reference, candidate, name)
-        samples = _golden_samples(job, typed, reference, candidate)
-    return typed, Evidence(
+        samples = _golden_samples(job, converted, reference, candidate)
+    return converted, Evidence(
         parity=evaluation.parity,
         accuracy=evaluation,
         quantize=QuantizeRecord(request.to, request.other_nodes, request.runtime),
@@ -145,10 +148,10 @@ def convert_and_evaluate(
 def convert_graph(
     job: Job, to: str, other_nodes: str = "fp32", keep_float32: Collection[str] = ()
 ) -> tuple[Graph, list[str]]:
-    """The source in precision `to`, without the nodes in `keep_float32`, and notes for the user."""
+    """The source in precision `to`, except the nodes in `keep_float32`, and notes for the user."""
     from deploykit.quantization.convert import convert
 
-    typed, kept = convert(
+    converted, kept = convert(
         job.source,
         to,
         job.calibration,
@@ -157,24 +160,26 @@ def convert_graph(
         keep_float32=keep_float32,
     )
     half = to if BY_NAME[to].writer == CAST else other_nodes
-    return typed, _half_notes(job, half, kept) if half != "fp32" else []
+    return converted, _half_notes(job, half, kept) if half != "fp32" else []
 
 
 @contextlib.contextmanager
-def open_both(job: Job, typed: Graph) -> Iterator[tuple[Engine, Engine]]:
-    """The float32 model and `typed` as engines on the CPU."""
+def open_both(job: Job, converted: Graph) -> Iterator[tuple[Engine, Engine]]:
+    """The float32 model and `converted` as engines on the CPU."""
     from deploykit.runtimes.engine import load
 
     with (
-        tempfile.TemporaryDirectory(dir=typed.path.parent, prefix=".rounded.") as folder,
-        open_candidate(job, typed, Path(folder)) as candidate,  # first: it needs the most memory
+        tempfile.TemporaryDirectory(dir=converted.path.parent, prefix=".rounded.") as folder,
+        open_candidate(
+            job, converted, Path(folder)
+        ) as candidate,  # first: it needs the most memory
         load(job.model, "cpu") as reference,
     ):
         yield reference, candidate
 
 
-def open_candidate(job: Job, typed: Graph, folder: Path) -> Engine:
-    """`typed` as its runtime will compute it.
+def open_candidate(job: Job, converted: Graph, folder: Path) -> Engine:
+    """`converted` as its runtime will compute it.
 
     For ONNX Runtime as it is; for TensorRT with every float16 and bfloat16 tensor rounded to its
     type, as half arithmetic does.
@@ -184,11 +189,11 @@ def open_candidate(job: Job, typed: Graph, folder: Path) -> Engine:
     from deploykit.runtimes.engine import load
     from deploykit.runtimes.onnxruntime.engine import open_as_written
 
-    types = {dtype_name(kind) for kind in typed.element_types.values()}
+    types = {dtype_name(kind) for kind in converted.element_types.values()}
     rounds = any(each.simulated and each.dtype in types for each in ALL)
     if job.request.runtime == "onnxruntime" or not rounds:
-        return load(typed.path, "cpu")
-    rounded = simulate.simulate(typed).save(folder / "rounded.onnx")
+        return load(converted.path, "cpu")
+    rounded = simulate.simulate(converted).save(folder / "rounded.onnx")
     return open_as_written(rounded.path)
 
 
@@ -210,25 +215,28 @@ def evaluate_engines(job: Job, reference: Engine, candidate: Engine, name: str) 
 
 
 def _golden_samples(
-    job: Job, typed: Graph, reference: Engine, candidate: Engine
+    job: Job, converted: Graph, reference: Engine, candidate: Engine
 ) -> GoldenSamples | None:
-    """Golden samples for the typed file, with a bound that fits its precision.
+    """Golden samples for the converted graph, with a bound that fits its precision.
 
-    On real samples the answers are the float32 graph's: random ones, which `export` may have
-    recorded, are outside the range that INT8 and FP8 were scaled for. Without any: the model's own.
+    With data, the float32 graph's outputs on the first samples: the random inputs that `export` may
+    have recorded are outside the range that INT8 and FP8 are scaled for. Without data, a copy of
+    the model's own.
     """
     from deploykit.measure.evaluate.parity import compare_engines
 
     samples = job.samples
     if samples is None:
-        found = golden.carry(job.model, typed.path)
+        found = golden.carry(job.model, converted.path)
     else:
         size, _ = samples.batching(golden.SAMPLES, reference.inputs)
-        found = golden.record(reference, next(samples.batches(size)), typed.path)
+        found = golden.record(reference, next(samples.batches(size)), converted.path)
     if found is None:
         return None
-    recorded, feeds = golden.recorded(found, typed.path, candidate.inputs, candidate.outputs)
-    return golden.loosened(found, compare_engines(recorded, candidate, [feeds]))
+    recorded, feeds = golden.open_samples(
+        found, converted.path, candidate.inputs, candidate.outputs
+    )
+    return golden.loosen(found, compare_engines(recorded, candidate, [feeds]))
 
 
 def _check_labels(request: Request, test: Samples | None) -> None:
@@ -262,7 +270,7 @@ def _overlap(request: Request, calib: Samples | None, test: Samples | None) -> t
     if not shared or test is None:
         return ()
     note = f"{shared} of the {len(test)} samples of {request.data} are also in {request.calib}"
-    return (f"{note}: figures on samples that set the scales flatter",)
+    return (f"{note}: accuracy on samples that also set the scales looks too good",)
 
 
 def _calibration_record(
@@ -275,7 +283,7 @@ def _calibration_record(
 
 
 def _not_measured(job: Job, evaluation: Evaluation) -> list[str]:
-    """What an evaluation without labels cannot show."""
+    """Notes on what an evaluation without labels cannot show."""
     if job.metric is not None:
         return []
     on = job.samples.where if job.samples else "random inputs"
@@ -283,7 +291,7 @@ def _not_measured(job: Job, evaluation: Evaluation) -> list[str]:
     agreement = evaluation.agreement
     if agreement is not None and agreement.value < _FEW_AGREE:
         notes.append(
-            f"{(1 - agreement.value) * 100:.1f} % of the samples get another answer: measure on "
+            f"{(1 - agreement.value) * 100:.1f} % of the samples change their answer: measure on "
             "labelled data before you rely on it"
         )
     return notes

@@ -16,7 +16,7 @@ from deploykit.api.artefacts import (
     no_progress,
     onnx_manifest,
     parity_sizes,
-    staged,
+    stage,
 )
 from deploykit.api.source import Source, open_source
 from deploykit.core.artefact import ArtefactLike
@@ -97,7 +97,7 @@ def export(
     )
     source = replace(source, loaded=_prepare(source.loaded, pixels, size))
     feeds = _feeds(source, Path(samples) if samples else None, size)
-    with staged(place) as tmp:
+    with stage(place) as tmp:
         on_progress("exporting", 0.1)
         done = _write(source.loaded, tmp, opset, exporter)
         on_progress("comparing with PyTorch", 0.7)

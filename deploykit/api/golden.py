@@ -1,7 +1,7 @@
-"""Golden samples: inputs and PyTorch's answers, kept beside an artefact to be replayed anywhere.
+"""Golden samples: inputs and PyTorch's outputs, kept next to an artefact for replay.
 
 `FILE.golden.npz` holds arrays `inputs/NAME` and `outputs/NAME`; the manifest names it with its hash
-and the largest error that a replay may have. What is made from an artefact carries its samples on.
+and the largest error that a replay may have. What is made from it gets a copy.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ SAMPLES = 4
 MAX_ERROR = 1e-3  # of a replay in float32 on another runtime
 _INPUTS, _OUTPUTS = "inputs/", "outputs/"
 _LARGEST_BYTES = 64 << 20
-# A typed graph may differ on another runtime by as much again as it did where it was made.
+# In low precision the error on another runtime may be twice the one measured here.
 _MARGIN = 2.0
 
 
-def beside(artefact: Path) -> Path:
+def samples_path(artefact: Path) -> Path:
     return artefact.with_name(f"{artefact.name}.golden.npz")
 
 
 def record(engine: Engine, feeds: Mapping[str, np.ndarray], artefact: Path) -> GoldenSamples | None:
-    """Run `engine` once and write feeds and outputs beside `artefact`; None where that is large."""
+    """Run `engine` once and write feeds and outputs next to `artefact`; None if too large."""
     from deploykit.runtimes.data.samples import write_npz
 
     outputs = engine(feeds)
@@ -46,50 +46,50 @@ def record(engine: Engine, feeds: Mapping[str, np.ndarray], artefact: Path) -> G
     arrays |= {f"{_OUTPUTS}{name}": array for name, array in outputs.items()}
     if sum(array.nbytes for array in arrays.values()) > _LARGEST_BYTES:
         return None
-    out = beside(artefact)
+    out = samples_path(artefact)
     write_npz(out, arrays)
     return GoldenSamples(out.name, sha256(out), engine.runtime, MAX_ERROR)
 
 
 def carry(source: Artefact, to: Path) -> GoldenSamples | None:
     """Copy the samples of `source` next to `to`; None where it has none."""
-    found = named(source.path, source.manifest) if source.manifest else None
+    found = find_samples(source.path, source.manifest) if source.manifest else None
     if found is None:
         return None
-    shutil.copyfile(source.path.with_name(found.file), beside(to))
-    return replace(found, file=beside(to).name)
+    shutil.copyfile(source.path.with_name(found.file), samples_path(to))
+    return replace(found, file=samples_path(to).name)
 
 
-def loosened(golden: GoldenSamples, parity: Parity) -> GoldenSamples:
-    """The same samples with a bound that fits a typed graph: twice the error measured here."""
+def loosen(golden: GoldenSamples, parity: Parity) -> GoldenSamples:
+    """The same samples with a bound for low precision: twice the error measured here."""
     worst = parity.worst.error
     bound = max(golden.max_error, _MARGIN * worst) if worst < float("inf") else golden.max_error
     return replace(golden, max_error=bound)
 
 
-def open_recorded(
+def find_and_open(
     artefact: Artefact, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]
 ) -> tuple[RecordedEngine, dict[str, np.ndarray], GoldenSamples]:
-    """What was recorded, as an engine, its feeds, and the entry of the manifest.
+    """The golden samples of `artefact`: an engine, its feeds, and their entry in the manifest.
 
-    Raises NotFound where `artefact` has no samples, BadInput where they are not what it says.
+    Raises NotFound where there are none, BadInput where they are not what the manifest says.
     """
-    golden = named(artefact.path, artefact.manifest) if artefact.manifest else None
+    golden = find_samples(artefact.path, artefact.manifest) if artefact.manifest else None
     if golden is None:
         raise NotFound(
-            f"{artefact}: has no golden samples beside it",
+            f"{artefact}: has no golden samples next to it",
             hint="name a second file to compare with; `deploykit export` records samples",
         )
-    return *recorded(golden, artefact.path, inputs, outputs), golden
+    return *open_samples(golden, artefact.path, inputs, outputs), golden
 
 
-def recorded(
+def open_samples(
     golden: GoldenSamples,
     artefact: Path,
     inputs: tuple[TensorSpec, ...],
     outputs: tuple[TensorSpec, ...],
 ) -> tuple[RecordedEngine, dict[str, np.ndarray]]:
-    """The samples beside `artefact` as an engine, and its feeds. Raises BadInput."""
+    """The samples next to `artefact` as an engine, and its feeds. Raises BadInput."""
     from deploykit.runtimes.data.samples import read_npz
     from deploykit.runtimes.recorded import RecordedEngine
 
@@ -107,8 +107,8 @@ def recorded(
     return RecordedEngine(inputs, outputs, (feeds, values), golden.reference), feeds
 
 
-def named(artefact: Path, manifest: Manifest) -> GoldenSamples | None:
-    """The samples that a manifest names, once the file is there and is the one it describes."""
+def find_samples(artefact: Path, manifest: Manifest) -> GoldenSamples | None:
+    """The samples that a manifest names, checked against the hash in it."""
     found = manifest.evidence.golden
     if found is None:
         return None

@@ -63,12 +63,12 @@ def open_proven(
 def _check(
     engine: Any, path: Path, manifest: Manifest, trust: bool, on_note: Callable[[str], None]
 ) -> None:
-    """Let pass what was proven, or is now. Raises GateFailed, BadInput."""
+    """Prove the engine unless that was done before. Raises GateFailed, BadInput."""
     evidence = manifest.evidence
     if evidence.verified:
         return
-    typed = verify.typed_of(path, manifest)
-    parity, why = verify.prove(engine, path, manifest, typed, path.name)
+    graph = verify.find_graph(path, manifest)
+    parity, why = verify.prove(engine, path, manifest, graph, path.name)
     if parity is None:
         if not trust:
             raise BadInput(
@@ -76,42 +76,44 @@ def _check(
                 hint=f"put {manifest.built_on.get('model', 'its graph')} next to it, build it "
                 "here, or open it unproven with `trust`",
             )
-        on_note(f"{path}: taken on trust: it was never proven, as {why}")
+        on_note(f"{path}: opened unproven (`trust`): {why}")
         return
     read = evidence.precision
     if read is None or read.layers is None:
-        read = verify.read_back(*_layers(path, manifest, typed))
+        read = verify.read_back(*_layers(path, manifest, graph))
     evidence = replace(evidence, parity=parity, precision=read)
     _write(path, manifest, evidence, on_note)
     if evidence.wrong:
         raise GateFailed(
             f"{path}: {evidence.wrong}",
-            hint="it does not answer as the graph it was built from: build it again on this device",
+            hint="its outputs differ from those of the graph it was built from: build it again",
         )
     if not evidence.verified:
-        on_note(f"{path}: answers as its graph; which types its layers run in is not known")
+        on_note(f"{path}: computes what its graph does; which types its layers run in is not known")
 
 
 def _layers(
-    path: Path, manifest: Manifest, typed: Path | None
+    path: Path, manifest: Manifest, graph: Path | None
 ) -> tuple[tuple[Layer, ...] | None, tuple[str, ...]]:
-    """The layers of a plan that was not read back when it was built, and those wider than asked."""
+    """Read back a plan: its layers, and the nodes that run in more bits than asked for."""
     from deploykit.builders.tensorrt import build, inspector
     from deploykit.onnx_graph.graph import Graph
 
-    if typed is None:
+    if graph is None:
         return None, ()
     host_code = manifest.version_compatible
     layers, _ = build.read_back(path.read_bytes(), host_code=host_code)
-    return layers, inspector.mismatches(verify.asked(Graph.open(typed)), layers) if layers else ()
+    return layers, inspector.mismatches(
+        verify.requested_precisions(Graph.open(graph)), layers
+    ) if layers else ()
 
 
 def _write(
     path: Path, manifest: Manifest, evidence: Evidence, on_note: Callable[[str], None]
 ) -> None:
-    """Into the manifest, whole or not at all; a folder that cannot be written to is a note."""
+    """Write the evidence into the manifest; where the folder is read-only, pass a note on."""
     try:
-        if read_manifest(path) == manifest:  # not of an engine that was built meanwhile
+        if read_manifest(path) == manifest:  # else the engine was built anew meanwhile
             write_manifest(path, replace(manifest, evidence=evidence))
     except DeploykitError as exc:
-        on_note(f"the proof was not kept, so it will be made again: {exc.message}")
+        on_note(f"the proof could not be saved and will be made again: {exc.message}")

@@ -54,7 +54,7 @@ def predict(
     from deploykit.runtimes.data.samples import read_samples, write_npz
 
     if batch < 1:
-        raise BadInput(f"`batch` {batch}: 1 or more is needed")
+        raise BadInput(f"`batch` must be 1 or more, got {batch}")
     out, data = Path(out), Path(data)
     check_writable(out)
     (proven,) = open_proven(engine, device, trust=trust)

@@ -13,7 +13,7 @@ from deploykit.api.artefacts import (
     no_progress,
     onnx_manifest,
     reject,
-    staged,
+    stage,
 )
 from deploykit.api.evaluate import Job, Request, convert_and_evaluate, prepare
 from deploykit.core.artefact import Artefact, ArtefactLike
@@ -87,13 +87,12 @@ def quantize(
     )
     check(request)
     place = destination(source, out, f".{to}.onnx")
-    on_progress("calibrating" if calib else "reading the model", 0.0)
-    job = prepare(source, request)
-    with staged(place) as tmp:
-        return keep_if_passed(tmp, write_typed(job, tmp, place, on_progress), to)
+    job = prepare(source, request, on_progress)
+    with stage(place) as tmp:
+        return keep_if_passed(tmp, write_quantized(job, tmp, place, on_progress), to)
 
 
-def write_typed(job: Job, tmp: Path, place: Path, on_progress: Progress) -> Made:
+def write_quantized(job: Job, tmp: Path, place: Path, on_progress: Progress) -> Made:
     """Write the graph in the requested precision to `tmp`, with the manifest it has at `place`."""
     graph, evidence = convert_and_evaluate(job, tmp, place.name, on_progress)
     return Made(place, _manifest(job, graph, evidence), evidence.notes)

@@ -1,8 +1,7 @@
-"""Prove an engine on the device it is for: against the graph it was built from, or its samples.
+"""Prove a TensorRT engine on its device: against the graph it was built from, or golden samples.
 
-In: an opened TensorRT engine, its manifest, and what lies beside it. Out: `Parity`, or in words why
-nothing could be compared. The graph is the better witness, as it answers at every size; the golden
-samples need no second file and no ONNX Runtime.
+The graph is the better reference, as it runs at every size; golden samples need no second file and
+no ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -49,22 +48,22 @@ def read_back(
     return PrecisionReadBack(tuple(layers), tuple(wider), shares(layers), time_shares)
 
 
-def asked(graph: Graph) -> dict[str, str]:
-    """Node -> the precision that the graph asks for it."""
+def requested_precisions(graph: Graph) -> dict[str, str]:
+    """Node -> the precision that the graph asks for."""
     from deploykit.quantization import cost
 
     costs = cost.node_costs(graph, {})
     return {each.name: each.precision for each in costs if each.precision is not None}
 
 
-def typed_of(path: Path, manifest: Manifest) -> Path | None:
-    """The very graph that `path` was built from, if it lies beside it; whatever its name."""
-    return _beside(path).get(manifest.made_from[-1]) if manifest.made_from else None
+def find_graph(path: Path, manifest: Manifest) -> Path | None:
+    """The graph that `path` was built from, found next to it by its hash."""
+    return _hashes_next_to(path).get(manifest.made_from[-1]) if manifest.made_from else None
 
 
-def sources(path: Path, manifest: Manifest) -> Iterator[Path]:
-    """The ONNX files beside `path` that it was made from, then theirs, as their manifests tell."""
-    hashes, wanted = _beside(path), list(manifest.made_from)
+def find_sources(path: Path, manifest: Manifest) -> Iterator[Path]:
+    """The ONNX files next to `path` that it was made from, then theirs, by their manifests."""
+    hashes, wanted = _hashes_next_to(path), list(manifest.made_from)
     while wanted:
         found = hashes.pop(wanted.pop(0), None)
         if found is not None:
@@ -73,36 +72,35 @@ def sources(path: Path, manifest: Manifest) -> Iterator[Path]:
             wanted += before.made_from if before else ()
 
 
-def _beside(path: Path) -> dict[str, Path]:
-    """The files in the folder of `path` that are called .onnx, by their hash."""
+def _hashes_next_to(path: Path) -> dict[str, Path]:
+    """The .onnx files in the folder of `path`, by their hash."""
     return {sha256(file): file for file in sorted(path.parent.glob("*.onnx")) if file.is_file()}
 
 
 def prove(
-    engine: TensorRtEngine, path: Path, manifest: Manifest, typed: Path | None, name: str
+    engine: TensorRtEngine, path: Path, manifest: Manifest, graph: Path | None, name: str
 ) -> tuple[Parity | None, str]:
-    """Run `engine` against `typed` on the CPU, else against the golden samples beside `path`.
+    """Compare `engine` with `graph` on the CPU, else with the golden samples next to `path`.
 
-    `name` stands for the engine in what is told. None and the reason where neither is there, or
-    can be run here.
+    `name`: of the engine, for messages. None and the reason where neither is there or runs here.
     """
-    why = "the graph it was built from is not beside it"
-    if typed is not None:
+    why = "the graph it was built from is not next to it"
+    if graph is not None:
         try:
-            return _against(typed, engine, name, max_engine_error(manifest.precision)), ""
+            return _compare_with(graph, engine, name, max_engine_error(manifest.precision)), ""
         except Unsupported as exc:  # no ONNX Runtime, or a type that its CPU provider has not
             why = exc.message
     try:
-        found = golden.named(path, manifest)
+        found = golden.find_samples(path, manifest)
         if found is None:
             return None, f"{why}, and it has no golden samples"
-        return _replayed(found, engine, path, name), ""
+        return _replay(found, engine, path, name), ""
     except (BadInput, Unsupported) as exc:
         return None, f"{why}, and its golden samples cannot be replayed: {exc.message}"
 
 
-def record(typed: Artefact, path: Path, sizes: Mapping[str, int]) -> GoldenSamples | None:
-    """What `typed` answers on the CPU, kept beside `path`, so that it can be proven without it.
+def record(graph: Artefact, path: Path, sizes: Mapping[str, int]) -> GoldenSamples | None:
+    """Record golden samples of `graph` next to `path`, run on the CPU.
 
     `sizes`: of the dynamic axes. None where the graph does not run here, or its tensors are large.
     """
@@ -110,7 +108,7 @@ def record(typed: Artefact, path: Path, sizes: Mapping[str, int]) -> GoldenSampl
     from deploykit.runtimes.engine import load
 
     try:
-        with load(typed, "cpu") as reference:
+        with load(graph, "cpu") as reference:
             return golden.record(reference, random_feeds(reference.inputs, sizes), path)
     except DeploykitError:
         return None
@@ -124,23 +122,23 @@ def feeds_for(engine: TensorRtEngine) -> list[dict[str, np.ndarray]]:
     return [random_feeds(engine.inputs, each, seed) for seed, each in enumerate(sizes)]
 
 
-def _against(typed: Path, engine: TensorRtEngine, name: str, max_error: float) -> Parity:
+def _compare_with(graph: Path, engine: TensorRtEngine, name: str, max_error: float) -> Parity:
     from deploykit.measure.evaluate.parity import compare_engines
     from deploykit.runtimes.engine import load
 
-    with load(typed, "cpu") as reference:
+    with load(graph, "cpu") as reference:
         return compare_engines(
-            reference, engine, feeds_for(engine), max_error=max_error, names=(typed.name, name)
+            reference, engine, feeds_for(engine), max_error=max_error, names=(graph.name, name)
         )
 
 
-def _replayed(found: GoldenSamples, engine: TensorRtEngine, path: Path, name: str) -> Parity:
-    """The recorded rows, as many of them as the engine takes at once."""
+def _replay(found: GoldenSamples, engine: TensorRtEngine, path: Path, name: str) -> Parity:
+    """Compare with the golden samples, as many rows as the engine takes at once."""
     from deploykit.measure.evaluate.parity import compare_engines
     from deploykit.runtimes.recorded import RecordedEngine
 
     inputs, outputs = engine.inputs, engine.outputs
-    recorded, feeds = golden.recorded(found, path, inputs, outputs)
+    recorded, feeds = golden.open_samples(found, path, inputs, outputs)
     values = recorded(feeds)
     low, high = engine.limits.get(BATCH, (1, None))
     rows = min(max(golden.SAMPLES, low), high or golden.SAMPLES)

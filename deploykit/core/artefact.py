@@ -37,11 +37,11 @@ class Artefact:
         """
         fresh = isinstance(source, Artefact) and source._stamp == _stamp(source.path)
         found = source if isinstance(source, Artefact) and fresh else cls(_path_of(source))
-        found.format  # noqa: B018 - raises for a file that is no model
+        found.format  # noqa: B018 - raises for a file that is not a model
         return found
 
     @classmethod
-    def described(cls, path: StrPath, manifest: Manifest) -> Artefact:
+    def from_manifest(cls, path: StrPath, manifest: Manifest) -> Artefact:
         """A file that was just written, with its manifest: nothing of it is read again."""
         found = cls(path)
         vars(found).update(format=manifest.format, sha256=manifest.sha256, manifest=manifest)

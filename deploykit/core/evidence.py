@@ -1,6 +1,6 @@
 """Evidence: what was measured of an artefact and whether it passed, one class per kind of proof.
 
-`Evidence` stands in every manifest. Each proof has `passed`, `why` and its figures, and where it
+`Evidence` is part of every manifest. Each proof has `passed`, `why` and its figures, and where it
 was made on data, the data's SHA-256. JSON has no infinity: a figure that is infinite is null there,
 and comes back as infinity.
 """
@@ -156,7 +156,7 @@ class Layer(Record):
 
 @dataclass(frozen=True)
 class PrecisionReadBack(Record):
-    """What an engine's layers compute in, as its inspector tells; `layers` None: not read back.
+    """What an engine's layers compute in, as its inspector reports; `layers` None: not read back.
 
     `wider`: nodes that run wider than the graph asks. `shares`, `time_shares`: 0 to 1 by precision,
     of the layers and of their time.
@@ -182,7 +182,7 @@ class PrecisionReadBack(Record):
 
 @dataclass(frozen=True)
 class CalibrationRecord(Record):
-    """The data that set the scales; `passed`: nothing in them speaks against it."""
+    """The data that set the scales; `passed`: no doubt about it."""
 
     passed: bool
     why: str
@@ -202,7 +202,11 @@ class QuantizeRecord(Record):
 
 @dataclass(frozen=True)
 class SearchStep(Record):
-    """One model that the search tried; `float32_nodes`: the nodes that it kept in float32."""
+    """One model that the search tried.
+
+    `float32_nodes`: those kept in float32, most sensitive first; `elapsed_s`: since the search
+    began. Where no model could be made, `cost_s` and `drop` are infinite and `why` is the reason.
+    """
 
     precision: str
     float32_nodes: tuple[str, ...]
@@ -334,9 +338,9 @@ class BuildRecord(Record):
 
 @dataclass(frozen=True)
 class Evidence(Record):
-    """What is known of one artefact; None: was not looked at.
+    """What is known of one artefact; None: not examined.
 
-    `source_graph`: the evidence of the typed graph that an engine was built from.
+    `source_graph`: the evidence of the graph that an engine was built from.
     """
 
     parity: Parity | None = None
@@ -359,7 +363,7 @@ class Evidence(Record):
 
     @property
     def wrong(self) -> str:
-        """Why an engine may not be used, in one line; empty if nothing speaks against it."""
+        """Why an engine may not be used, in one line; empty if there is no reason."""
         if self.precision is not None and self.precision.wider:
             return self.precision.why
         failed = [each for each in (self.parity, self.accuracy) if each and not each.passed]
@@ -367,6 +371,6 @@ class Evidence(Record):
 
     @property
     def verified(self) -> bool:
-        """It was read back, it ran, and nothing speaks against it."""
+        """Its precisions were read back, it ran, and no proof failed."""
         read = self.precision is not None and self.precision.layers is not None
         return read and self.parity is not None and not self.wrong

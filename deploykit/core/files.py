@@ -1,7 +1,7 @@
-"""Files that are written whole or not at all, and their hashes.
+"""Write files whole or not at all, check paths, and hash files.
 
-In: a destination. Out: a sibling temporary file that replaces it only when the block ended well, so
-that a failure, a full disk or Ctrl-C leaves what was there before.
+A file is written next to its destination and renamed once it is complete: a failure, a full disk or
+Ctrl-C leaves the previous one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deploykit.core.errors import BadInput, NotFound, Unsupported, os_reason
 
 @contextlib.contextmanager
 def atomic_write(out: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `out`; on a clean exit fsync it and rename it to `out`.
+    """Yield a temporary path next to `out`; on a clean exit fsync it and rename it to `out`.
 
     Raises BadInput when `out` cannot be written there, Unsupported when the disk is full.
     """
@@ -55,7 +55,7 @@ def write_json(out: Path, document: object) -> None:
 
 
 def check_writable(out: Path) -> None:
-    """Raise BadInput unless a file can be put at `out`; ask before the long work, not after it."""
+    """Raise BadInput unless a file can be written at `out`; call it before the long work."""
     folder = out.parent
     try:
         if not folder.is_dir():
@@ -110,7 +110,7 @@ def sha256(path: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """What can be made again is kept in `$DEPLOYKIT_CACHE`, else in the user's cache folder."""
+    """Where to keep what can be made again: `$DEPLOYKIT_CACHE`, else in the user's cache folder."""
     chosen = os.environ.get("DEPLOYKIT_CACHE")
     if chosen:
         return Path(chosen)

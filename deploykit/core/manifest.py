@@ -84,9 +84,9 @@ def load_manifest(artefact: Path) -> Manifest | None:
     except (ValueError, RecursionError) as exc:
         raise BadInput(f"{path}: is not valid JSON: {exc}") from exc
     if isinstance(values, dict) and values.get("manifest") == 1:
-        from deploykit.core.manifest_v1 import upgraded
+        from deploykit.core.manifest_v1 import upgrade
 
-        values = upgraded(values, str(path))
+        values = upgrade(values, str(path))
     return _manifest(values, str(path))
 
 
@@ -114,7 +114,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def from_json(kind: Any, value: object, where: str) -> Any:
-    """`value` out of a JSON document as the type `kind`; BadInput, naming `where`, if it is none.
+    """`value` out of a JSON document as the type `kind`; BadInput, naming `where`, if not.
 
     A dataclass's fields that are missing take their defaults; what it does not know is left out.
     """
@@ -149,7 +149,7 @@ def from_json(kind: Any, value: object, where: str) -> Any:
 
 
 def _of(kind: type, value: object, where: str) -> Any:
-    """`value`, if it is of the JSON type `kind`; a boolean is no number."""
+    """`value`, if it is of the JSON type `kind`; a boolean is not a number."""
     accepted = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or (kind is not bool and isinstance(value, bool)):
         raise BadInput(f"{where} must be {_NAMES[kind]}")

@@ -9,7 +9,7 @@ from deploykit.core.errors import BadInput
 _RENAMED_STEP = {"wide": "float32_nodes", "text": "why"}
 
 
-def upgraded(values: dict[str, Any], where: str) -> dict[str, Any]:
+def upgrade(values: dict[str, Any], where: str) -> dict[str, Any]:
     """The document of version 2 that says the same. Raises BadInput for one that is damaged."""
     checks = values.get("checks")
     if not isinstance(checks, dict):

@@ -18,7 +18,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def folder(name: str) -> Path:
-    """The folder `profiles` or `models`: inside an installed wheel, else beside the package."""
+    """The folder `profiles` or `models`: inside an installed wheel, else next to the package."""
     packaged = _PACKAGE / "_data" / name
     return packaged if packaged.is_dir() else _PACKAGE.parent / name
 

@@ -21,6 +21,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from deploykit.core.errors import BadInput, Unsupported
+from deploykit.core.evidence import SearchStep
 
 LEAST_GAIN = 0.05  # predictions and measurements are no finer, and a wider type is safer
 
@@ -61,23 +62,6 @@ class Level(Generic[Model]):
 
 
 @dataclass(frozen=True)
-class Step:
-    """One model that was tried.
-
-    `float32_nodes`: those kept in float32, most sensitive first; `elapsed_s`: since the search
-    began. Where none could be made, `cost_s` and `drop` are infinite and `why` is the reason.
-    """
-
-    precision: str
-    float32_nodes: tuple[str, ...]
-    passed: bool
-    drop: float
-    why: str
-    cost_s: float
-    elapsed_s: float
-
-
-@dataclass(frozen=True)
 class Found(Generic[Model]):
     """A model that passed."""
 
@@ -97,7 +81,7 @@ class Outcome(Generic[Model]):
     """
 
     best: Found[Model] | None
-    steps: tuple[Step, ...]
+    steps: tuple[SearchStep, ...]
     notes: tuple[str, ...]
     stopped: str
 
@@ -128,7 +112,7 @@ def search(
     float32_cost_s: float = math.inf,
     budget_s: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
-    on_step: Callable[[Step], object] | None = None,
+    on_step: Callable[[SearchStep], object] | None = None,
 ) -> Outcome[Model]:
     """The cheapest model that passes; see the head of this file for the order of work.
 
@@ -224,7 +208,7 @@ class _Run(Generic[Model]):
         float32_cost_s: float,
         clock: Callable[[], float],
         deadline: float,
-        on_step: Callable[[Step], object] | None,
+        on_step: Callable[[SearchStep], object] | None,
     ) -> None:
         self.evaluate = evaluate
         self.float32_cost_s = float32_cost_s
@@ -233,7 +217,7 @@ class _Run(Generic[Model]):
         self.deadline = deadline
         self.on_step = on_step
         self.best: Found[Model] | None = None
-        self.steps: list[Step] = []
+        self.steps: list[SearchStep] = []
         self.notes: list[str] = []
 
     def search(self, levels: Sequence[Level[Model]]) -> None:
@@ -346,7 +330,7 @@ class _Run(Generic[Model]):
     ) -> None:
         elapsed_s = self.clock() - self.began
         passed, drop, why = verdict.passed, verdict.drop, verdict.why
-        step = Step(level.precision, kept, passed, drop, why, cost_s, elapsed_s)
+        step = SearchStep(level.precision, kept, passed, drop, why, cost_s, elapsed_s)
         self.steps.append(step)
         if self.on_step is not None:
             self.on_step(step)

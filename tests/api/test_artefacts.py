@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import deploykit as dk
-from deploykit.api.artefacts import Made, keep, onnx_manifest, parity_sizes, reject, staged
+from deploykit.api.artefacts import Made, keep, onnx_manifest, parity_sizes, reject, stage
 from deploykit.core.artefact import read_manifest
 from deploykit.core.evidence import Evidence
 from deploykit.core.tensors import parse_spec
@@ -28,7 +28,7 @@ def large(value: float) -> bytes:
 
 
 def write(out: Path, value: float, *, good: bool = True) -> Made:
-    with staged(out) as tmp:
+    with stage(out) as tmp:
         save_graph(large(value), tmp, limit_bytes=1024)
         assert tmp.with_name(f"{tmp.name}.data").is_file()
         made = Made(out, onnx_manifest(Graph.open(tmp), (), tools=("onnx",), evidence=Evidence()))
@@ -74,7 +74,7 @@ def test_weights_that_were_changed_are_refused(tmp_path: Path) -> None:
 def test_a_model_in_one_file_takes_the_weights_of_the_last_one_away(tmp_path: Path) -> None:
     out = tmp_path / "m.onnx"
     write(out, 1.0)
-    with staged(out) as tmp:
+    with stage(out) as tmp:
         save_graph(linear(), tmp)
         keep(
             tmp, Made(out, onnx_manifest(Graph.open(tmp), (), tools=("onnx",), evidence=Evidence()))

@@ -90,7 +90,7 @@ def test_an_export_records_samples_and_compare_replays_them(
     weights: Path, arch: str, tmp_path: Path
 ) -> None:
     made = dk.export(weights, out=tmp_path / "m.onnx", arch=f"{arch}:Net", inputs=[SPEC])
-    samples = golden.beside(made.path)
+    samples = golden.samples_path(made.path)
     assert samples.is_file()
     replayed = dk.compare(made.path)
     assert replayed.parity.passed
@@ -151,7 +151,7 @@ def test_real_samples_are_compared_and_recorded(weights: Path, arch: str, tmp_pa
     made = dk.export(
         weights, out=tmp_path / "m.onnx", arch=f"{arch}:Net", inputs=[SPEC], samples=data
     )
-    with np.load(golden.beside(made.path)) as arrays:
+    with np.load(golden.samples_path(made.path)) as arrays:
         np.testing.assert_array_equal(arrays["inputs/image"], images[: golden.SAMPLES])
 
 

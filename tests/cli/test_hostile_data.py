@@ -219,7 +219,7 @@ def test_what_is_no_file_is_exit_2_at_once(
     stop.start()
     try:
         words = [places.get(word, word) for word in OPENERS[command]]
-        refused(run, *words, naming=path.name if command != "preprocess" else "model.onnx")
+        refused(run, *words, naming=path.name)
     finally:
         stop.cancel()
     assert not (tmp_path / "out").exists()

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from deploykit.quantization.search import Level, Step, Verdict, not_worth, search
+from deploykit.core.evidence import SearchStep
+from deploykit.quantization.search import Level, Verdict, not_worth, search
 from tests.support.graphs.search_network import FAILS, Network, harms
 
 
@@ -140,7 +141,7 @@ def test_a_level_that_cannot_be_made_is_a_step_that_says_why() -> None:
 
 
 def test_each_step_tells_what_was_wide_how_it_did_and_what_it_costs() -> None:
-    seen: list[Step] = []
+    seen: list[SearchStep] = []
     network = Network({"int8": harms(4, {1: 9.0, 2: 9.0})})
     outcome = network.search(on_step=seen.append)
     assert tuple(seen) == outcome.steps

@@ -7,7 +7,8 @@ import math
 import pytest
 
 from deploykit.core.errors import BadInput
-from deploykit.quantization.search import Level, Step, search
+from deploykit.core.evidence import SearchStep
+from deploykit.quantization.search import Level, search
 from tests.support.graphs.search_network import FAILS, Network, harms
 
 
@@ -40,9 +41,9 @@ def test_a_budget_that_ends_before_anything_passed_leaves_float32() -> None:
 @pytest.mark.parametrize("later", [0, 1])
 def test_ctrl_c_keeps_the_best_so_far(later: int) -> None:
     network = Network({"int8": harms(64, dict.fromkeys(range(5), 9.0))})
-    since: list[Step] = []
+    since: list[SearchStep] = []
 
-    def stop(step: Step) -> None:
+    def stop(step: SearchStep) -> None:
         if step.passed or since:
             since.append(step)
         if len(since) > later:
