@@ -133,7 +133,7 @@ def check(request: Request) -> None:
         raise BadInput(f"`max_drop` must be a fraction above 0, at most 1, got {request.max_drop}")
     if to in (*CALIBRATED, "auto") and request.calib is None:
         raise BadInput(
-            f"precision {to} needs calibration data: `calib`",
+            f"`calib` is missing: {to} needs calibration data",
             hint="an .npz of the inputs or a folder, some 100 samples",
         )
     if target and to in HARDWARE and to not in target.precisions:
