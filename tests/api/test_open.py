@@ -146,10 +146,10 @@ def test_what_cannot_be_proven_is_refused_and_says_what_is_missing(unproven: Pat
     assert "`trust`" in (caught.value.hint or "")
 
 
-def test_what_cannot_be_proven_is_taken_on_trust_with_one_warning(unproven: Path) -> None:
+def test_what_cannot_be_proven_is_opened_on_request_with_one_warning(unproven: Path) -> None:
     alone(unproven)
     (note,) = opened(unproven, trust=True)
-    assert "on trust" in note
+    assert "unproven" in note
     assert verified(unproven) is False
 
 
@@ -215,7 +215,7 @@ def test_a_folder_that_cannot_be_written_to_is_a_note(
 
     monkeypatch.setattr(files.tempfile, "TemporaryFile", refuse)  # root may write anywhere
     (note,) = opened(unproven)
-    assert "was not kept" in note
+    assert "could not be saved" in note
     assert manifest_path(unproven).read_bytes() == before
 
 

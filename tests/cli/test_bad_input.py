@@ -166,7 +166,7 @@ OPTIONS = {
     "unknown device": (("predict", "MODEL", "DATA", "-o", "OUT", "--device", "tpu"), "tpu"),
     "batch of 0": (
         ("predict", "MODEL", "DATA", "-o", "OUT", "--batch", "0"),
-        "--batch 0: 1 or more",
+        "--batch must be 1 or more",
     ),
     "batches of words": (("bench", "MODEL", "--batches", "1,two"), "1,two"),
     "negative seconds": (("bench", "MODEL", "--seconds", "-1", "-o", "REPORT"), "-1"),

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from deploykit.core.errors import BadInput
-from deploykit.quantization.search import Level, Outcome, Step, Verdict, search
+from deploykit.core.evidence import SearchStep
+from deploykit.quantization.search import Level, Outcome, Verdict, search
 
 Made = tuple[str, frozenset[str]]  # precision, nodes kept in float32
 
@@ -68,7 +69,7 @@ class Network:
         return Verdict(drop <= LIMIT, drop, f"drop {drop:.2f}")
 
     def search(
-        self, *, budget_s: float = math.inf, on_step: Callable[[Step], object] | None = None
+        self, *, budget_s: float = math.inf, on_step: Callable[[SearchStep], object] | None = None
     ) -> Outcome[Made]:
         levels = [self.level(precision) for precision in self.harms]
         every = len(next(iter(self.harms.values())))
