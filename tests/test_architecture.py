@@ -57,17 +57,14 @@ CEILINGS = {  # where a room is above its budget: what it may have today. These 
     "exporters": 780,
     "onnx_graph+quantization": 3900,
     "builders": 1655,  # the table and what all builders share
-    "serving": 9470,
+    "serving": 9490,
     "api": 3940,
     "cli": 1800,
-    "": 33600,
+    "": 33300,
 }
 LONG = {  # functions over 60 lines
     "serving/web/examples.py:_go",
 }
-KNOWN_CYCLES = [  # for types alone; none may join them
-    {"deploykit.serving.http.exchange", "deploykit.serving.http.connection"},
-]
 
 # the rooms of serving/, lowest first: a file imports from rooms that stand before its own
 SERVING = [
@@ -221,8 +218,7 @@ def test_no_import_cycles_even_for_types() -> None:
         if module in done:
             return
         for other in sorted(graph[module]):
-            if {module, other} not in KNOWN_CYCLES:
-                visit(other, (*trail, module))
+            visit(other, (*trail, module))
         done.add(module)
 
     for module in graph:

@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from deploykit.core.tensors import Bytes
 from deploykit.serving.transport.call import Head
-
-if TYPE_CHECKING:
-    from deploykit.serving.http.connection import Connection
+from deploykit.serving.transport.memory import MemoryBudget
 
 _JOINED_BYTES = 64 << 10  # a larger reply is written in parts rather than copied together
+
+
+class Listener(Protocol):
+    """What an exchange needs of the server's listener."""
+
+    memory: MemoryBudget
+    draining: bool
+
+    def line(self, status: int) -> bytes: ...
+
+
+class Connection(Protocol):
+    """What an exchange needs of the connection that it came on."""
+
+    @property
+    def listener(self) -> Listener: ...
+
+    @property
+    def gone(self) -> bool: ...
+
+    def is_last(self, exchange: Exchange) -> bool: ...
+
+    def flush(self) -> None: ...
 
 
 class Exchange:
