@@ -68,14 +68,14 @@ def main() -> int:
             source = _huge(folder)
             measures.append(("A 2.7 GB model", lambda side: huge(side, folder, *source), 1))
         for title, measure, rounds in measures:
-            text += f"\n## {title}\n\n{table(in_turn(measure, sides, rounds))}\n"
+            text += f"\n## {title}\n\n{table(run_in_order(measure, sides, rounds))}\n"
             if options.out:
                 options.out.write_text(text, encoding="utf-8")
     print(text)
     return 0
 
 
-def in_turn(
+def run_in_order(
     measure: Callable[[Path], dict[str, float]], sides: tuple[Path, Path], rounds: int
 ) -> Figures:
     """Figures of both sides; where there are several rounds, one before them warms the disk."""

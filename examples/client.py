@@ -1,9 +1,9 @@
-"""Ask a served model with the standard library and NumPy alone: one binary request.
+"""Send one binary request to a served model, with only the standard library and NumPy.
 
     deploykit serve --engine mnist=model.int8.onnx
     python examples/client.py http://127.0.0.1:8000 mnist
 
-Sends one zero image; shows how the Open Inference Protocol puts bytes behind its JSON header.
+Sends one zero image; shows how the Open Inference Protocol appends bytes to its JSON header.
 """
 
 from __future__ import annotations

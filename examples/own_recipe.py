@@ -1,10 +1,10 @@
-"""A recipe of one's own: a two-layer network on scikit-learn's digits, 8x8 pixels as 64 numbers.
+"""Your own recipe: a two-layer network on scikit-learn's digits, 8x8 pixels as 64 numbers.
 
     deploykit train examples/own_recipe.py -o digits.pt --save-splits digits
     deploykit export digits.pt --arch examples/own_recipe.py:build
 
-A checkpoint of a recipe that does not come with deploykit never runs code by itself: `--arch` says
-which code builds the model.
+A checkpoint of your own recipe never runs code by itself: `--arch` names the code that builds the
+model.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Small CNN on handwritten digits: conv 32, 64, 64, then dense 64 and 10, on 1x28x28 pixels.
 
 The network of "Deep Learning GPU Essentials": three 3x3 convolutions without padding, max-pooling
-by 2 after the first two, ReLU throughout, with the flatten that its listing lacks; its softmax is
+by 2 after the first two, ReLU throughout, plus the flatten that its listing lacks; the softmax is
 in the loss. 93,322 parameters.
 
 Data: without `--data`, the 1,797 real handwritten digits that come with scikit-learn (UCI "Optical
-Recognition of Handwritten Digits", 8x8 pixels, resized here to 28x28), split once and for all into
+Recognition of Handwritten Digits", 8x8 pixels, resized here to 28x28), always split into
 1,077 to train, 180 to calibrate and 540 to test. With `--data DIR`, MNIST's four IDX files
 (`train-images-idx3-ubyte` and so on, also `.gz`): 59,000 to train, 1,000 to calibrate, 10,000 to
 test.
@@ -60,7 +60,7 @@ def _digits() -> Splits:
     digits = require("sklearn.datasets").load_digits()
     small = torch.from_numpy(digits.images.astype(np.float32) / 16.0)[:, None]
     large = F.interpolate(small, size=(SIDE, SIDE), mode="bilinear", align_corners=False)
-    order = np.random.RandomState(0).permutation(len(large))  # its stream is fixed for all time
+    order = np.random.RandomState(0).permutation(len(large))  # RandomState's stream never changes
     images, labels = large.numpy()[order], digits.target.astype(np.int64)[order]
     first, second = DIGITS_TRAIN, DIGITS_TRAIN + DIGITS_CALIBRATION
     return Splits(
@@ -74,14 +74,14 @@ def _digits() -> Splits:
 def _mnist(folder: Path) -> Splits:
     if not folder.is_dir():
         raise NotFound(
-            f"{folder}: no such folder", hint="the folder that holds MNIST's four IDX files"
+            f"{folder}: no such folder", hint="name the folder with MNIST's four IDX files"
         )
     images = _pixels(_idx(folder, "train-images-idx3-ubyte", 3))
     labels = _idx(folder, "train-labels-idx1-ubyte", 1).astype(np.int64)
     test_images = _pixels(_idx(folder, "t10k-images-idx3-ubyte", 3))
     test_labels = _idx(folder, "t10k-labels-idx1-ubyte", 1).astype(np.int64)
     if len(images) != len(labels) or len(test_images) != len(test_labels):
-        raise BadInput(f"{folder}: images and labels differ in number")
+        raise BadInput(f"{folder}: has different numbers of images and labels")
     if len(images) <= MNIST_CALIBRATION:
         raise BadInput(
             f"{folder}: {len(images)} training images; more than {MNIST_CALIBRATION} needed"
@@ -113,19 +113,19 @@ def _idx(folder: Path, name: str, dimensions: int) -> np.ndarray:
     for size in shape:
         count *= size
     if len(values) != count:
-        raise BadInput(f"{folder / name}: {count} bytes announced, {len(values)} there")
+        raise BadInput(f"{folder / name}: its header declares {count} bytes, it has {len(values)}")
     return values.reshape(shape)
 
 
 def _pixels(raw: np.ndarray) -> np.ndarray:
     if raw.shape[1:] != (SIDE, SIDE):
-        raise BadInput(f"images are {raw.shape[1:]}, {SIDE}x{SIDE} is needed")
+        raise BadInput(f"images must be {SIDE}x{SIDE}, got {raw.shape[1:]}")
     return (raw.astype(np.float32) / 255.0)[:, None]
 
 
 def _split(images: np.ndarray, labels: np.ndarray) -> Split:
     if len(labels) and (labels.min() < 0 or labels.max() > 9):
-        raise BadInput(f"labels run from {labels.min()} to {labels.max()}, 0 to 9 is needed")
+        raise BadInput(f"labels must be 0 to 9, got {labels.min()} to {labels.max()}")
     return Split({"image": images}, labels)
 
 

@@ -1,6 +1,6 @@
-"""The errors deploykit raises, and the only place that knows exit codes and HTTP statuses.
+"""The errors that deploykit raises, and the only place that knows exit codes and HTTP statuses.
 
-Rooms raise these; `cli/main.py` and `serving/http.py` translate them once, at the edge.
+The command line and the server translate them once, at their edge.
 """
 
 # ruff: noqa: N818 - an error is named after what is wrong: BadInput, not BadInputError
@@ -14,7 +14,7 @@ EXIT_INTERRUPTED = 130
 
 
 class DeploykitError(Exception):
-    """What is wrong (`message`, one line naming the culprit) and what to do about it (`hint`)."""
+    """What is wrong (`message`, one line that names the culprit) and how to fix it (`hint`)."""
 
     exit_code: ClassVar[int] = EXIT_BUG
     http_status: ClassVar[int] = 500
@@ -27,7 +27,7 @@ class DeploykitError(Exception):
 
 
 class GateFailed(DeploykitError):
-    """A gate was not met: parity, accuracy, SLO. `result` is what was measured: show it first."""
+    """A gate was not met: parity, accuracy, SLO. `result` has the measurements: show it first."""
 
     exit_code = 1
 
@@ -59,7 +59,7 @@ class TooLarge(BadInput):
 
 
 class UnknownEncoding(BadInput):
-    """A request's body is compressed in a way that is not offered."""
+    """A request's body has an unsupported Content-Encoding."""
 
     http_status = 415
 
@@ -93,7 +93,7 @@ class Expired(DeploykitError):
 
 
 def first_line(exc: BaseException) -> str:
-    """The first non-empty line of an exception's text, else its class name."""
+    """The first non-empty line of an exception's message, else its class name."""
     for line in str(exc).splitlines():
         if line.strip():
             return line.strip()

@@ -39,7 +39,7 @@ def require(module: str) -> ModuleType:
     """Import `module`, one of EXTRAS or a module inside it.
 
     Raises MissingExtra when its package is not installed, Unsupported when it is but does not load.
-    Ctrl-C and SIGTERM take effect when the import is over, a second one at once.
+    Ctrl-C and SIGTERM take effect after the import, a second one at once.
     """
     top = module.partition(".")[0]
     try:
@@ -67,37 +67,37 @@ def installed(module: str) -> bool:
     """Whether `module` could be imported, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package that it is in
+    except ModuleNotFoundError:  # its package is missing too
         return False
 
 
 @contextlib.contextmanager
 def _signals_afterwards() -> Iterator[None]:
-    """Hold the first Ctrl-C or SIGTERM of the block back until its end.
+    """Defer the first Ctrl-C or SIGTERM of the block to its end.
 
-    A native module that is loading loses what their handlers raise, or makes an ImportError of it.
-    Signals that the process ignores or leaves to the system stay so.
+    A native module that is loading loses the exception of a signal handler, or turns it into an
+    ImportError. Signals with the system's default or ignored stay as they are.
     """
-    came: list[int] = []
-    held: dict[int, Callable[[int, FrameType | None], object]] = {}
+    received: list[int] = []
+    handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
 
     def restore() -> None:
-        for number, handler in held.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
-    def hold(number: int, _frame: FrameType | None) -> None:
-        came.append(number)
+    def defer(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
         restore()
 
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             handler = signal.getsignal(number)
             if callable(handler):
-                held[number] = handler
-                signal.signal(number, hold)
+                handlers[number] = handler
+                signal.signal(number, defer)
     try:
         yield
     finally:
         restore()
-        if came:
-            held[came[0]](came[0], None)
+        if received:
+            handlers[received[0]](received[0], None)

@@ -1,7 +1,7 @@
-"""Write files whole or not at all, check paths, and hash files.
+"""Write files completely or not at all, check paths before use, hash files.
 
-A file is written next to its destination and renamed once it is complete: a failure, a full disk or
-Ctrl-C leaves the previous one.
+A failure, a full disk or Ctrl-C leaves the old file in place: a temporary file replaces it only at
+the end.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ def write_json(out: Path, document: object) -> None:
 
 
 def check_writable(out: Path) -> None:
-    """Raise BadInput unless a file can be written at `out`; call it before the long work."""
+    """Raise BadInput unless a file can be written at `out`; call it before long work."""
     folder = out.parent
     try:
         if not folder.is_dir():
             raise BadInput(f"{out}: the folder {folder} does not exist", hint=f"mkdir -p {folder}")
         if out.is_dir():
-            raise BadInput(f"{out}: is a folder, a file name is needed")
+            raise BadInput(f"{out}: is a folder; a file name is needed")
         if out.exists() and not out.is_file():  # renaming over /dev/null would replace it
             raise BadInput(f"{out}: is not a regular file, so it is not replaced")
-        with tempfile.TemporaryFile(dir=folder):  # /proc says that it may be written to
+        with tempfile.TemporaryFile(dir=folder):  # /proc grants write access that it lacks
             pass
     except OSError as exc:
         raise BadInput(f"{out}: cannot be written: {os_reason(exc)}") from exc
@@ -90,7 +90,7 @@ def check_readable(path: Path) -> Path:
     except OSError as exc:
         raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
     if stat.S_ISDIR(info.st_mode):
-        raise BadInput(f"{path}: is a folder, a file is needed")
+        raise BadInput(f"{path}: is a folder; a file is needed")
     if not stat.S_ISREG(info.st_mode):
         raise BadInput(f"{path}: is not a regular file")
     if info.st_size == 0:
@@ -110,7 +110,7 @@ def sha256(path: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """Where to keep what can be made again: `$DEPLOYKIT_CACHE`, else in the user's cache folder."""
+    """The folder for caches: `$DEPLOYKIT_CACHE`, else `deploykit` in the user's cache folder."""
     chosen = os.environ.get("DEPLOYKIT_CACHE")
     if chosen:
         return Path(chosen)
@@ -119,27 +119,27 @@ def cache_folder() -> Path:
 
 
 def check_inside(folder: Path, location: str, where: str) -> os.stat_result:
-    """Raise BadInput unless `location` is a regular file of one name below `folder`.
+    """Raise BadInput unless `location` is a regular file below `folder` without links to it.
 
-    A model may name files for its weights; without this it could read any file of the user's.
-    `where` opens the error. Returns what the file system says of the file.
+    A model may name files for its weights; without this check it could read any file of the user.
+    `where` begins the error message. Returns the file's status.
     """
     parts = PurePosixPath(location).parts
     if not parts or location.startswith("/") or "\\" in location or ".." in parts:
-        raise BadInput(f"{where}: its data lie outside the model's folder: '{location}'")
+        raise BadInput(f"{where}: its data file is outside the model's folder: '{location}'")
     file = folder
     try:
         for part in parts:
             file = file / part
             info = file.lstat()
             if stat.S_ISLNK(info.st_mode):
-                raise BadInput(f"{where}: its data are reached through a symbolic link, {file}")
+                raise BadInput(f"{where}: its data file is behind a symbolic link, {file}")
     except (OSError, ValueError) as exc:
         raise BadInput(f"{where}: its data file {location} cannot be read: {exc}") from exc
     if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1:
         raise BadInput(
-            f"{where}: its data file {file} is not a regular file of one name (hard links: "
+            f"{where}: its data file {file} is not a regular file without hard links (links: "
             f"{info.st_nlink})",
-            hint="copy it: a file with several names may be one that the model must not read",
+            hint="copy it: a hard link may lead to a file that the model must not read",
         )
     return info

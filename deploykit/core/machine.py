@@ -1,7 +1,6 @@
-"""What this machine is: processor, memory, GPUs, Jetson release, installed packages.
+"""Describe this machine: processor, memory, GPUs, Jetson release, installed packages.
 
-Reading it never raises: what cannot be found out is None or empty, and `doctor` prints it as not
-known. Tests pass a `root` that stands for `/`.
+Reading never raises: unknown values are None or empty. Tests pass a `root` in place of `/`.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _QUERY = "name,memory.total,driver_version,compute_cap"
 
 @dataclass(frozen=True)
 class Gpu:
-    """One NVIDIA GPU as its driver reports it; None is not reported (memory on a Jetson)."""
+    """One NVIDIA GPU as its driver reports it; None where not reported (memory on a Jetson)."""
 
     name: str
     memory_bytes: int | None
@@ -140,16 +139,15 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def default_threads(root: Path = Path("/")) -> int:
-    """CPU threads for one call: a core each, as two hyper-threads share one core's arithmetic."""
+    """CPU threads for one call: one per core, as hyper-threads share a core's arithmetic."""
     return min(usable_cores(root), _physical_cores(_text(root / "proc/cpuinfo")))
 
 
 def return_large_blocks(nbytes: int = 1 << 20) -> None:
-    """Have blocks of `nbytes` or more go back to the system when they are freed, for good.
+    """Make malloc return freed blocks of `nbytes` or more to the system, from now on.
 
-    glibc's own threshold rises with each such block that is freed, up to 32 MiB (mallopt(3)), and
-    what lies below it stays with the process: a server then keeps its largest batches. Does nothing
-    with another C library.
+    glibc raises its threshold with each such block, up to 32 MiB (mallopt(3)), and keeps smaller
+    ones: a server would keep the memory of its largest batches. Does nothing in another C library.
     """
     import ctypes  # costs more than the rest of this file
 

@@ -1,7 +1,7 @@
-"""How pixels become a model's floats, as part of the model.
+"""Preprocessing of pixels, which becomes part of the model.
 
-In: `imagenet` or a TOML file. Out: `Preprocess`. It goes into the graph, so that a client sends
-bytes and training, ONNX Runtime, an engine and a server all compute the same. Nothing is resized.
+It goes into the graph, so that clients send bytes, and training, ONNX Runtime, an engine and a
+server compute the same. Nothing is resized.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ else:
 
 @dataclass(frozen=True)
 class Preprocess:
-    """value = (byte * scale - mean) / std, channel by channel, in the order of the bytes.
+    """value = (byte * scale - mean) / std, per channel, in the order of the bytes.
 
-    A uint8 image (N, H, W, C) comes in, float32 (N, C, H, W) goes on to the model.
+    The input is a uint8 image (N, H, W, C); the model gets float32 (N, C, H, W).
     """
 
     name: str
@@ -44,7 +44,7 @@ class Preprocess:
         return json_value(self)
 
 
-# https://docs.pytorch.org/vision/stable/models.html: what its ImageNet weights were trained with.
+# https://docs.pytorch.org/vision/stable/models.html: the preprocessing of its ImageNet weights
 IMAGENET = Preprocess("imagenet", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
@@ -57,7 +57,7 @@ def load_preprocess(reference: str) -> Preprocess:
         return IMAGENET
     if not reference.endswith(".toml"):
         raise BadInput(
-            f"`preprocess` {reference}: is neither 'imagenet' nor a .toml file",
+            f"`preprocess`: '{reference}' is neither 'imagenet' nor a .toml file",
             hint="a file holds: mean = [0.5, 0.5, 0.5] and std = [0.5, 0.5, 0.5]",
         )
     path = check_readable(Path(reference))
@@ -69,18 +69,22 @@ def load_preprocess(reference: str) -> Preprocess:
         raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
     unknown = set(values) - {"mean", "std", "scale"}
     if unknown:
-        raise BadInput(f"{path}: unknown key '{sorted(unknown)[0]}'", hint="mean, std, scale")
+        raise BadInput(
+            f"{path}: unknown key '{sorted(unknown)[0]}'", hint="the keys are: mean, std, scale"
+        )
     mean, std = (_numbers(values.get(key), f"{path}: {key}") for key in ("mean", "std"))
     (scale,) = _numbers([values.get("scale", 1 / 255)], f"{path}: scale")
     if len(mean) != len(std):
-        raise BadInput(f"{path}: {len(mean)} values of mean, {len(std)} of std")
+        raise BadInput(
+            f"{path}: mean has {len(mean)} values, std has {len(std)}; both need one per channel"
+        )
     if min(std) <= 0 or scale <= 0:
         raise BadInput(f"{path}: std and scale must be above 0")
     return Preprocess(path.stem, mean, std, scale)
 
 
 def from_bytes(inputs: Sequence[TensorSpec], preprocess: Preprocess) -> tuple[int, TensorSpec]:
-    """Which input is the image, and its spec as bytes: uint8, channels last.
+    """The position of the image among the inputs, and its spec as uint8, channels last.
 
     Raises BadInput unless exactly one input is float32 (N, C, H, W) with the channels of
     `preprocess`.
@@ -93,7 +97,7 @@ def from_bytes(inputs: Sequence[TensorSpec], preprocess: Preprocess) -> tuple[in
     if len(found) != 1:
         raise BadInput(
             f"`preprocess` {preprocess.name}: {len(found)} inputs are "
-            f"float32[N,{preprocess.channels},H,W], exactly one is needed",
+            f"float32[N,{preprocess.channels},H,W], exactly one must be",
             hint="the inputs are: " + ", ".join(map(str, inputs)),
         )
     place, spec = found[0]
@@ -107,5 +111,5 @@ def _numbers(values: object, where: str) -> tuple[float, ...]:
         for item in values
     )
     if not isinstance(values, list) or not values or not good:
-        raise BadInput(f"{where}: must be a list of numbers, one a channel")
+        raise BadInput(f"{where}: must be a list of numbers, one per channel")
     return tuple(float(item) for item in values)

@@ -1,7 +1,7 @@
-"""A recipe: what to train on what. Training needs it whole, loading a checkpoint needs its `build`.
+"""A recipe: how to build a model, and the data and loss to train it with.
 
-In: a name (`mnist-cnn`), a path (`./mine.py`) or an import string (`pkg.mod:RECIPE`). Out:
-`Recipe`. A recipe is callables only, so that this file needs neither torch nor numpy.
+Training uses all of it, opening a checkpoint only `build`. It holds callables, so this file needs
+neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Splits:
-    """The same samples never stand in two of these. `source` says where they come from."""
+    """Training, calibration and test data without common samples; `source`: their origin."""
 
     train: Split
     calibration: Split
@@ -44,9 +44,8 @@ class Recipe:
     `build()` gives a torch module with fresh weights; `data(path or None)` the splits;
     `inputs`/`outputs` the specs that `export` uses; `metric(outputs, labels)` one value per sample
     in 0..1 (for top-1: right or wrong), `metric_name` its name. `epochs`, `batch_size` and
-    `learning_rate` are the defaults of `train`. `preprocess`: where the data and `inputs` are
-    bytes, uint8 (N, H, W, C), and `build()` takes normalised float32 (N, C, H, W); training, export
-    and what is made from it all do the same then.
+    `learning_rate` are the defaults of `train`. `preprocess`: for data and `inputs` of bytes, uint8
+    (N, H, W, C), where `build()` takes normalised float32 (N, C, H, W).
     """
 
     build: Callable[[], Any]
@@ -64,7 +63,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class RecipeInfo:
-    """A recipe's name and what the first line of its file says of it."""
+    """A recipe's name and the first line of its docstring."""
 
     name: str
     summary: str
@@ -75,7 +74,7 @@ class RecipeInfo:
 
 
 def list_recipes() -> list[RecipeInfo]:
-    """The recipes that come with deploykit; reads their docstrings and imports nothing."""
+    """The recipes that come with deploykit, without importing them."""
     found = []
     for path in sorted(resources.folder("models").glob("[a-z]*.py")):
         docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
@@ -83,7 +82,7 @@ def list_recipes() -> list[RecipeInfo]:
     return found
 
 
-def bundled(name: str) -> Path:
+def find_bundled(name: str) -> Path:
     """The file of a recipe that comes with deploykit. Raises NotFound for any other name."""
     paths = {info.name: info.path for info in list_recipes()}
     if name not in paths:
@@ -101,8 +100,10 @@ def load_recipe(reference: str) -> Recipe:
     elif ":" in reference:
         target = reference
     else:
-        target = f"{bundled(reference)}:RECIPE"
+        target = f"{find_bundled(reference)}:RECIPE"
     recipe = resources.import_object(target)
     if not isinstance(recipe, Recipe):
-        raise BadInput(f"{reference}: RECIPE is a {type(recipe).__name__}, not a deploykit Recipe")
+        raise BadInput(
+            f"{reference}: RECIPE is a {type(recipe).__name__}; it must be a deploykit Recipe"
+        )
     return recipe

@@ -1,8 +1,8 @@
 """Names, dtypes and shapes of a model's inputs and outputs.
 
-In: text such as `x:float32[N,3,224,224]`. Out: `TensorSpec`. Dtypes are numpy's names as strings,
-so nothing here needs numpy, and two that numpy has not: `carrier` says which arrays hold those. An
-axis that is a name is dynamic, and axis 0 named `N` is the batch.
+Dtypes are numpy's names as strings, so nothing here needs numpy, and two that numpy lacks:
+`carrier` names the dtype of their arrays. A named axis is dynamic, and axis 0 named `N` is the
+batch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DTYPE_BYTES: Mapping[str, int] = {
     "float64": 8,
 }
 
-# Open Inference Protocol, "Tensor Data Types": all dtypes, also text, whose elements differ in size
+# Open Inference Protocol, "Tensor Data Types": all dtypes, with strings, which have no fixed size
 PROTOCOL_NAMES: Mapping[str, str] = {
     "bool": "BOOL",
     "uint8": "UINT8",
@@ -82,10 +82,7 @@ class TensorSpec:
 
 
 def carrier(dtype: str) -> str:
-    """The numpy dtype of the arrays that hold `dtype`, where numpy itself has no such thing.
-
-    bfloat16 is held by float32, which has every value of it; text by objects that are each a `str`.
-    """
+    """The numpy dtype of arrays of `dtype`: numpy lacks bfloat16 (float32) and strings (object)."""
     return _CARRIERS.get(dtype, dtype)
 
 
@@ -98,7 +95,7 @@ def parse_spec(text: str) -> TensorSpec:
             hint="write it as NAME:DTYPE[AXES], for example 'x:float32[N,3,224,224]'",
         )
     if match["dtype"] == "string":
-        raise BadInput(f"'{text}': PyTorch, whose inputs are given so, has no tensors of text")
+        raise BadInput(f"'{text}': PyTorch has no tensors of strings")
     axes_text = match["axes"].strip()
     axes = [axis.strip() for axis in axes_text.split(",")] if axes_text else []
     return make_spec(match["name"], match["dtype"], [_axis(axis, text) for axis in axes])
@@ -111,7 +108,7 @@ def _axis(axis: str, text: str) -> int | str:
         return axis
     raise BadInput(
         f"'{text}': axis '{axis}' is neither a size nor a name",
-        hint="a size is a whole number, a dynamic axis is a name such as N or T",
+        hint="a size is an integer, a dynamic axis is a name such as N or T",
     )
 
 
@@ -137,10 +134,7 @@ def spec_from_dict(values: Mapping[str, object], where: str) -> TensorSpec:
 
 
 def mismatch(spec: TensorSpec, dtype: str, shape: Sequence[int]) -> str | None:
-    """Why an array of numpy's `dtype` and `shape` cannot be fed to `spec`, or None if it can.
-
-    Says the whole of both sides, so that a reader sees which axis differs.
-    """
+    """Why an array of numpy's `dtype` and `shape` does not fit `spec`, or None if it fits."""
     fits = len(shape) == len(spec.shape) and all(
         isinstance(want, str) or want == got for want, got in zip(spec.shape, shape, strict=True)
     )
@@ -152,5 +146,5 @@ def mismatch(spec: TensorSpec, dtype: str, shape: Sequence[int]) -> str | None:
 
 
 def concrete(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape with each dynamic axis replaced by its size in `sizes`; an axis not there is 1."""
+    """The shape with each dynamic axis replaced by its size in `sizes`, by default 1."""
     return tuple(sizes.get(axis, 1) if isinstance(axis, str) else axis for axis in spec.shape)

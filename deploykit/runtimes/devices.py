@@ -1,8 +1,8 @@
-"""What the GPUs of this machine do now: NVML where it answers, a Jetson's sysfs where it does not.
+"""Read the state of this machine's GPUs: from NVML, and on a Jetson from sysfs.
 
-In: nothing, or a `root` that stands for `/` in tests. Out: one `Gpu` each. Reading never raises:
-what cannot be found out is None. On a Jetson NVML is absent or answers a part only (Thor: load, but
-neither memory nor power), so each value comes from the first source that has it.
+Reading never raises: an unknown value is None. On a Jetson NVML is missing or incomplete (Thor:
+load, but neither memory nor power), so each value comes from the first source that has it. Tests
+pass a `root` in place of `/`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from deploykit.core.extras import installed
 from deploykit.runtimes.engine import Closing
 
-# bits of nvmlDeviceGetCurrentClocksEventReasons that mean: slower than it could be
+# bits of nvmlDeviceGetCurrentClocksEventReasons that lower the clocks
 THROTTLES: Mapping[str, int] = {
     "power_cap": 0x04,
     "hw_slowdown": 0x08,
@@ -26,14 +26,14 @@ THROTTLES: Mapping[str, int] = {
     "hw_thermal": 0x40,
     "power_brake": 0x80,
 }
-TOTAL_RAILS = ("VDD_IN", "POM_5V_IN", "VIN")  # those that hold all others
+TOTAL_RAILS = ("VDD_IN", "POM_5V_IN", "VIN")  # sums of all other rails
 _LOADS = ("sys/devices/platform/gpu.0/load", "sys/devices/gpu.0/load")  # per mille
 _TEGRA_GPU = re.compile(r"(^|[.])(gpu|ga10b|gv11b|gp10b|gm20b)$|^gpu-gpc")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU now; None is what neither source tells. `rails`: watts by name, of a Jetson."""
+    """The state of one GPU; None where unknown. `rails`: a Jetson's watts by power rail."""
 
     uuid: str
     name: str
@@ -64,11 +64,11 @@ class Devices:
         self._open = False
 
     def read(self) -> tuple[Gpu, ...]:
-        """Every GPU as it is now. Takes about a millisecond each; never raises."""
+        """The state of every GPU. Takes about a millisecond each; never raises."""
         gpus = self._from_nvml()
         try:
             tegra = jetson(self._root)
-        except OSError:  # no file descriptor is left to look with
+        except OSError:  # out of file descriptors
             tegra = None
         if tegra is None:
             return gpus
@@ -85,7 +85,7 @@ class Devices:
             self._ask("nvmlShutdown")
 
     def _ask(self, name: str, *args: Any) -> Any:
-        """One call of NVML, None when this GPU or this driver does not answer it."""
+        """One call of NVML; None where the GPU or driver does not support it."""
         try:
             return getattr(self._nvml, name)(*args)
         except (self._nvml.NVMLError, AttributeError):  # AttributeError: an older nvidia-ml-py
@@ -95,7 +95,7 @@ class Devices:
         if self._nvml is None:
             return ()
         try:
-            if not self._open:  # again each time until it works: the driver may come up later
+            if not self._open:  # retried each time: the driver may load later
                 self._nvml.nvmlInit()
                 self._open = True
             count = self._nvml.nvmlDeviceGetCount()
@@ -111,9 +111,9 @@ class Devices:
         busy = self._ask("nvmlDeviceGetUtilizationRates", handle)
         memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
         reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
-        if reasons is None:  # drivers before 535 know it by this name
+        if reasons is None:  # its name before driver 535
             reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
-        held = tuple(name for name, bit in THROTTLES.items() if (reasons or 0) & bit)
+        throttled = tuple(name for name, bit in THROTTLES.items() if (reasons or 0) & bit)
         return Gpu(
             uuid=str(self._ask("nvmlDeviceGetUUID", handle) or f"gpu-{index}"),
             name=str(self._ask("nvmlDeviceGetName", handle) or "NVIDIA GPU"),
@@ -130,7 +130,7 @@ class Devices:
                 self._ask("nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_MEM)
             ),
             temperature_c=self._ask("nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),
-            throttled=None if reasons is None else held,
+            throttled=None if reasons is None else throttled,
         )
 
 
@@ -146,7 +146,7 @@ def _hertz(mhz: int | None) -> int | None:
 
 
 def jetson(root: Path) -> Gpu | None:
-    """A Jetson's GPU; None on another machine. Memory is shared: used is what the GPU holds."""
+    """A Jetson's GPU; None on another machine. Memory is shared; used is the GPU's part."""
     found = sorted(root.glob("sys/class/devfreq/*"))
     clocks = [entry for entry in found if _TEGRA_GPU.search(entry.name)]
     loads = [*(entry / "device/load" for entry in clocks), *(root / path for path in _LOADS)]
@@ -156,7 +156,7 @@ def jetson(root: Path) -> Gpu | None:
     rails = dict(_rails(root))
     total = next((rails[name] for name in TOTAL_RAILS if name in rails), None)
     if total is None and rails:
-        total = sum(rails.values())  # AGX Orin has no rail of all
+        total = sum(rails.values())  # AGX Orin has no total rail
     memory = _meminfo(root)
     model = _text(root / "proc/device-tree/model").strip("\0 \n")
     return Gpu(
@@ -217,10 +217,7 @@ def _temperature(root: Path) -> float | None:
 
 
 class ThrottleWatch(Closing):
-    """Looks at the GPUs each `every_s` on a thread of its own, from now on to `close`.
-
-    `reasons`: why one of them ran slower than it could, as far as was seen.
-    """
+    """Collects why GPUs throttle, in a thread that reads them every `every_s` until `close`."""
 
     def __init__(self, devices: Devices | None = None, *, every_s: float = 0.5) -> None:
         self._devices = devices or Devices()

@@ -121,12 +121,14 @@ def load(
     a TensorRT engine without a manifest too, with a note.
     """
     if not _DEVICE.fullmatch(device):
-        raise BadInput(f"unknown device '{device}'", hint="one of: auto, cpu, cuda, cuda:N")
+        raise BadInput(
+            f"`device`: unknown value '{device}'", hint="one of: auto, cpu, cuda, cuda:N"
+        )
     if threads is not None and threads < 1:
-        raise BadInput(f"threads must be 1 or more, got {threads}")
+        raise BadInput(f"`threads` must be 1 or more, got {threads}")
     artefact = Artefact.open(source)
     if artefact.format not in RUNTIMES:
-        raise Unsupported(f"{artefact}: no runtime for {artefact.format} files in this version")
+        raise Unsupported(f"{artefact}: this version has no runtime for {artefact.format} files")
     if artefact.format == "tensorrt":
         _check_gpu(artefact)
     module, _, function = RUNTIMES[artefact.format].partition(":")
@@ -135,7 +137,7 @@ def load(
 
 
 def _check_gpu(artefact: Artefact) -> None:
-    """Say that there is no GPU before asking for the gigabytes of TensorRT's packages."""
+    """Report a missing GPU before the hint to install TensorRT's gigabytes of packages."""
     if installed("tensorrt") and installed("cuda"):
         return
     machine = this_machine()
@@ -147,7 +149,7 @@ def _check_gpu(artefact: Artefact) -> None:
 
 
 class FeedCheck:
-    """`check_feeds` of one artefact that does not look twice at shapes it has found right."""
+    """`check_feeds` of one artefact, which skips shapes that it has accepted before."""
 
     def __init__(self, specs: tuple[TensorSpec, ...], where: str) -> None:
         self._specs = specs
@@ -186,9 +188,9 @@ def check_feeds(specs: tuple[TensorSpec, ...], feeds: Arrays, where: str) -> int
             raise BadInput(
                 f"{where}: input '{name}' is a {type(array).__name__}, not a NumPy array"
             )
-        if not array.dtype.isnative:  # native libraries would read its bytes the wrong way round
+        if not array.dtype.isnative:  # native libraries would misread its bytes
             raise BadInput(
-                f"{where}: input '{name}' is not in this machine's byte order",
+                f"{where}: input '{name}' has the other byte order than this machine",
                 hint="array.astype(array.dtype.newbyteorder('='))",
             )
         problem = mismatch(spec, array.dtype.name, array.shape)

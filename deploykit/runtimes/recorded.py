@@ -30,7 +30,9 @@ class RecordedEngine(BaseEngine):
         check_feeds(self.inputs, feeds, self.runtime)
         for name, array in self._feeds.items():
             if not np.array_equal(feeds[name], array, equal_nan=array.dtype.kind == "f"):
-                raise BadInput(f"{self.runtime}: was not recorded for this input '{name}'")
+                raise BadInput(
+                    f"{self.runtime}: has no recorded outputs for this value of input '{name}'"
+                )
         return {name: array.copy() for name, array in self._values.items()}
 
     def close(self) -> None:

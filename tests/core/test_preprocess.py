@@ -36,7 +36,7 @@ def test_without_a_scale_bytes_become_0_to_1(tmp_path: Path) -> None:
     ("text", "reason"),
     [
         ("mean = [0.5]", "std: must be a list"),
-        ("mean = [0.5]\nstd = [0.5, 0.5]", "1 values of mean, 2 of std"),
+        ("mean = [0.5]\nstd = [0.5, 0.5]", "mean has 1 values, std has 2"),
         ("mean = [0.5]\nstd = [0.0]", "above 0"),
         ("mean = [0.5]\nstd = [1.0]\nscale = -1", "above 0"),
         ("mean = [0.5]\nstd = [nan]", "std: must be a list of numbers"),
@@ -89,5 +89,5 @@ def test_the_image_becomes_bytes_with_its_channels_last() -> None:
     ids=str,
 )
 def test_a_model_with_no_image_input_or_with_two_is_refused(inputs: list[str]) -> None:
-    with pytest.raises(BadInput, match="exactly one is needed"):
+    with pytest.raises(BadInput, match="exactly one must be"):
         from_bytes([parse_spec(text) for text in inputs], IMAGENET)

@@ -8,7 +8,7 @@ import pytest
 
 from deploykit.core import paths
 from deploykit.core.errors import BadInput, NotFound
-from deploykit.core.recipe import Recipe, bundled, list_recipes, load_recipe
+from deploykit.core.recipe import Recipe, find_bundled, list_recipes, load_recipe
 
 TINY = '''\
 """A recipe of one's own."""
@@ -64,7 +64,7 @@ def test_listing_imports_no_recipe() -> None:
 
 
 def test_a_bundled_recipe_is_a_file_of_the_package() -> None:
-    assert bundled("mnist-cnn") == paths.folder("models") / "mnist_cnn.py"
+    assert find_bundled("mnist-cnn") == paths.folder("models") / "mnist_cnn.py"
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ def test_a_bundled_recipe_is_a_file_of_the_package() -> None:
     ],
 )
 def test_a_recipe_name_in_a_checkpoint_can_name_only_bundled_recipes(name: str) -> None:
-    """A checkpoint holds its recipe's name: `bundled` is the gate before any code runs."""
+    """A checkpoint holds its recipe's name: `find_bundled` is the gate before any code runs."""
     with pytest.raises(NotFound, match="no recipe") as caught:
-        bundled(name)
+        find_bundled(name)
     assert "mnist-cnn" in str(caught.value.hint)
 
 
@@ -112,7 +112,7 @@ def test_recipe_may_be_a_module(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_other_objects_are_refused_as_recipes(tiny: Path) -> None:
-    with pytest.raises(BadInput, match="is a int, not a deploykit Recipe"):
+    with pytest.raises(BadInput, match="is a int; it must be a deploykit Recipe"):
         load_recipe(f"{tiny}:NUMBER")
 
 

@@ -30,17 +30,17 @@ def test_good_data_give_no_warning() -> None:
     assert check_calibration(samples_of(pixels()), NHWC) == ()
 
 
-def test_few_samples_are_told() -> None:
+def test_few_samples_are_reported() -> None:
     (warning,) = check_calibration(samples_of(good(99)), NCHW)
-    assert warning.startswith("calib: 99 samples are few")
+    assert warning.startswith("calib: only 99 samples")
 
 
 @pytest.mark.parametrize(("repeated", "warned"), [(10, False), (11, True)])
-def test_many_repeated_samples_are_told_with_their_number(repeated: int, warned: bool) -> None:
+def test_many_repeated_samples_are_counted(repeated: int, warned: bool) -> None:
     array = good()
     array[:repeated] = array[-1]
     found = check_calibration(samples_of(array), NCHW)
-    expected = ("calib: 11 of 100 samples repeat another one",) if warned else ()
+    expected = ("calib: 11 of 100 samples are duplicates",) if warned else ()
     assert found == expected
 
 
@@ -48,17 +48,17 @@ def test_samples_repeat_only_where_all_their_inputs_do() -> None:
     array = np.repeat(good(1), 100, axis=0)
     samples = samples_of(array, mask=np.arange(100))
     specs = (*NCHW, parse_spec("mask:int64[N]"))
-    assert not any("repeat" in text for text in check_calibration(samples, specs))
+    assert not any("duplicates" in text for text in check_calibration(samples, specs))
 
 
 @pytest.mark.parametrize(("factor", "warned"), [(1.0, False), (255.0, True)])
-def test_pixels_that_do_not_look_normalised_are_told(factor: float, warned: bool) -> None:
+def test_pixels_that_do_not_look_normalised_are_reported(factor: float, warned: bool) -> None:
     array = np.float32(factor) * np.random.default_rng(0).random((100, 3, 4, 4), np.float32)
     found = check_calibration(samples_of(array), NCHW)
-    assert any("do not look normalised" in text for text in found) is warned
+    assert any("look unnormalised" in text for text in found) is warned
 
 
-def test_large_values_that_are_no_pixels_are_not_told() -> None:
+def test_large_values_that_are_no_pixels_are_not_reported() -> None:
     array = np.random.default_rng(0).standard_normal((100, 8)).astype(np.float32) * 1000
     assert check_calibration(samples_of(array), (parse_spec("x:float32[N,8]"),)) == ()
 
@@ -73,9 +73,9 @@ def test_a_channel_that_never_changes_is_named() -> None:
     assert warning == "calib: channel 0 of 'x' is 0 everywhere"
 
 
-def test_pictures_that_are_all_black_are_told() -> None:
+def test_images_that_are_all_black_are_reported() -> None:
     found = check_calibration(samples_of(pixels() * 0), NHWC)
-    assert any("99 of 100 samples repeat" in text for text in found)
+    assert any("99 of 100 samples are duplicates" in text for text in found)
     assert sum("is 0 everywhere" in text for text in found) == 3
 
 

@@ -145,7 +145,7 @@ def test_batch_above_the_largest_is_refused_by_number(engine: Engine) -> None:
         ({"x": np.array([["a"] * 4])}, r"input 'x' .* got str"),
         ({"x": np.array([[None] * 4])}, r"input 'x' .* got object"),
         ({"x": rows(1).tolist()}, "input 'x' is a list, not a NumPy array"),
-        ({"x": rows(1).astype(">f4")}, "input 'x' is not in this machine's byte order"),
+        ({"x": rows(1).astype(">f4")}, "input 'x' has the other byte order than this machine"),
     ],
     ids=lambda value: None if isinstance(value, dict) else re.sub(r"\W+", "-", value),
 )

@@ -10,7 +10,7 @@ import pytest
 
 from deploykit.runtimes.cuda.errors import OutOfMemory
 from deploykit.runtimes.cuda.execution import Pipeline
-from deploykit.runtimes.cuda.memory import Buffer, Shape, byte_count, rounded
+from deploykit.runtimes.cuda.memory import Buffer, Shape, byte_count, round_up
 from tests.support.runtimes.cuda_runs import ONE_CALL, X, Y, pipeline, right, rows
 from tests.support.runtimes.fake_cuda import Affine, FakeCuda
 
@@ -80,8 +80,8 @@ def test_larger_batch_replaces_the_buffers_and_frees_the_old_ones_first() -> Non
 
 @pytest.mark.parametrize("nbytes", [1, 511, 512, 513, 4096, 4097, 10**6, 123_456_789])
 def test_sizes_are_rounded_up_by_a_quarter_at_most(nbytes: int) -> None:
-    assert nbytes <= rounded(nbytes) <= nbytes * 1.25 + 512
-    assert rounded(nbytes) % 512 == 0
+    assert nbytes <= round_up(nbytes) <= nbytes * 1.25 + 512
+    assert round_up(nbytes) % 512 == 0
 
 
 def test_growing_byte_by_byte_allocates_seldom() -> None:
@@ -227,7 +227,7 @@ def test_integrated_gpu_copies_nothing() -> None:
         for n in range(4):
             assert right(run({"x": rows(2, start=n)}), rows(2, start=n))
     assert cuda.names("copy_in", "copy_out", "allocate") == []
-    assert cuda.count["mapped"] == 2
+    assert cuda.count["device_address"] == 2
     assert cuda.held() == {}
 
 

@@ -72,7 +72,7 @@ def test_other_byte_order_is_turned(npz: Path) -> None:
 
 def test_inputs_must_hold_as_many_samples(npz: Path) -> None:
     write_npz(npz, {"x": rows(3), "b": np.zeros(2, np.int64)})
-    with pytest.raises(BadInput, match=r"hold \[2, 3\] samples"):
+    with pytest.raises(BadInput, match=r"have \[2, 3\] samples"):
         read_samples(npz, (X, B))
 
 
@@ -124,7 +124,7 @@ def test_a_fixed_batch_decides_the_batch_size(
 
 
 def test_samples_that_do_not_fill_one_batch_are_refused() -> None:
-    with pytest.raises(BadInput, match="d: 7 samples do not fill the model's batch of 8"):
+    with pytest.raises(BadInput, match="d: 7 samples do not fill the model's fixed batch of 8"):
         Samples({"x": rows(7)}, None, "d").batching(4, [TensorSpec("x", "float32", (8, 3))])
 
 

@@ -53,7 +53,7 @@ def test_objects_are_never_unpickled(npz: Path, tmp_path: Path) -> None:
     objects = np.empty(1, dtype=object)
     objects[0] = Payload(marker)
     np.savez(npz, x=objects)
-    with pytest.raises(BadInput, match=r"data\.npz: 'x' holds Python objects") as caught:
+    with pytest.raises(BadInput, match=r"data\.npz: 'x' contains Python objects") as caught:
         read_npz(npz)
     assert caught.value.hint is not None
     assert not marker.exists()
@@ -76,7 +76,7 @@ def test_objects_are_never_pickled(npz: Path) -> None:
 def test_header_that_claims_more_than_the_file_holds_takes_no_memory(npz: Path) -> None:
     with zipfile.ZipFile(npz, "w") as archive:
         archive.writestr("x.npy", header(f"({10**9},)") + bytes(72))
-    says = r"'x' says it is float32\[1000000000\], but 72 bytes"
+    says = r"'x': its header declares float32\[1000000000\], but the data has 72 bytes"
     with peak_memory_grows_by_at_most(64 << 20), pytest.raises(BadInput, match=says):
         read_npz(npz)
 
@@ -96,7 +96,7 @@ def test_archive_that_unpacks_beyond_the_memory_is_refused(npz: Path) -> None:
     with zipfile.ZipFile(npz, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x.npy", content + bytes(4096))
         archive.filelist[0].file_size = len(content) + 4 * count
-    says = "holds 100000 GB of arrays"
+    says = "contains 100000 GB of arrays"
     with peak_memory_grows_by_at_most(64 << 20), pytest.raises(BadInput, match=says):
         read_npz(npz)
 
@@ -127,12 +127,12 @@ def test_single_array_file_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_folder_missing_file_and_empty_archive_are_refused(npz: Path, tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"is a folder, an \.npz file is needed"):
+    with pytest.raises(BadInput, match=r"is a folder; an \.npz file is needed"):
         read_npz(tmp_path)
     with pytest.raises(NotFound):
         read_npz(tmp_path / "nothing.npz")
     np.savez(npz)
-    with pytest.raises(BadInput, match="holds no arrays"):
+    with pytest.raises(BadInput, match="contains no arrays"):
         read_npz(npz)
 
 
@@ -155,6 +155,6 @@ def test_objects_in_a_single_array_are_never_unpickled(tmp_path: Path) -> None:
     objects = np.empty(1, dtype=object)
     objects[0] = Payload(tmp_path / "ran")
     np.save(tmp_path / "x.npy", objects, allow_pickle=True)
-    with pytest.raises(BadInput, match="holds Python objects"):
+    with pytest.raises(BadInput, match="contains Python objects"):
         read_samples(tmp_path / "x.npy", (X,))
     assert not (tmp_path / "ran").exists()

@@ -58,7 +58,7 @@ def test_single_arrays_of_a_folder_are_joined(folder: Path) -> None:
 def test_arrays_that_cannot_be_joined_are_named(folder: Path, other: dict[str, np.ndarray]) -> None:
     write_npz(folder / "a.npz", {"x": rows(2)})
     write_npz(folder / "b.npz", other)
-    with pytest.raises(BadInput, match=r"b\.npz: holds .*; a\.npz holds x:float32\[N,3\]"):
+    with pytest.raises(BadInput, match=r"b\.npz: has .*; a\.npz has x:float32\[N,3\]"):
         read_samples(folder, (X,))
 
 
@@ -69,7 +69,7 @@ def test_a_folder_that_unpacks_beyond_the_memory_is_refused(folder: Path) -> Non
     with zipfile.ZipFile(folder / "b.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x.npy", content + bytes(4096))
         archive.filelist[0].file_size = len(content) + 4 * count
-    says = "data: holds 200000 GB of arrays"
+    says = "data: contains 200000 GB of arrays"
     with peak_memory_grows_by_at_most(64 << 20), pytest.raises(BadInput, match=says):
         read_samples(folder, (X,))
 
@@ -85,7 +85,7 @@ def test_an_empty_folder_is_refused(folder: Path) -> None:
 def test_a_file_that_is_no_data_is_named_not_left_out(folder: Path) -> None:
     write_npz(folder / "a.npz", {"x": rows(2)})
     (folder / "README.txt").write_text("these are samples", encoding="utf-8")
-    with pytest.raises(BadInput, match=r"README\.txt: is no file of data"):
+    with pytest.raises(BadInput, match=r"README\.txt: is not a data file"):
         read_samples(folder, (X,))
 
 
@@ -95,13 +95,13 @@ def test_files_beside_folders_and_folders_too_deep_are_refused(folder: Path) -> 
     with pytest.raises(BadInput, match=r"both files \(a\.npz\) and folders \(class\)"):
         read_samples(folder, (X,))
     (folder / "a.npz").rename(folder / "class" / "a.npz")
-    with pytest.raises(BadInput, match=r"a\.npz: is no file of data"):  # arrays hold their labels
+    with pytest.raises(BadInput, match=r"a\.npz: is not a data file"):  # arrays hold their labels
         read_samples(folder, (X,))
     (folder / "class" / "a.npz").unlink()
     with pytest.raises(BadInput, match="class: the class folder is empty"):
         read_samples(folder, (X,))
     (folder / "class" / "deeper").mkdir()
-    with pytest.raises(BadInput, match="deeper: is a folder; a class folder holds pictures only"):
+    with pytest.raises(BadInput, match="deeper: is a folder; a class folder contains images only"):
         read_samples(folder, (X,))
 
 
@@ -154,5 +154,5 @@ def test_what_cannot_be_read_is_named(folder: Path) -> None:
 def test_pictures_beside_arrays_are_refused(folder: Path) -> None:
     write_npz(folder / "a.npz", {"x": rows(2)})
     (folder / "b.PNG").write_bytes(b"not looked at")
-    with pytest.raises(BadInput, match=r"both pictures \(b\.PNG\) and arrays \(a\.npz\)"):
+    with pytest.raises(BadInput, match=r"both images \(b\.PNG\) and arrays \(a\.npz\)"):
         read_samples(folder, (X,))

@@ -74,7 +74,7 @@ def test_a_flat_folder_has_no_labels_to_ask_for(folder: Path) -> None:
     picture(folder / "a.png")
     with pytest.raises(BadInput, match="no array 'labels'") as caught:
         read_samples(folder, COLOUR, labelled=True)
-    assert "a sub-folder per class" in (caught.value.hint or "")
+    assert "one sub-folder per class" in (caught.value.hint or "")
 
 
 def test_grey_is_turned_to_colour_and_colour_to_grey(folder: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_palette_with_transparency_is_read_without_a_warning(folder: Path) -> 
 
 def test_sixteen_bits_are_refused_not_cut(folder: Path) -> None:
     Image.fromarray(np.full((4, 6), 40000, np.uint16)).save(folder / "a.png")
-    with pytest.raises(BadInput, match=r"a\.png: has more than 8 bits a channel"):
+    with pytest.raises(BadInput, match=r"a\.png: has more than 8 bits per channel"):
         read_samples(folder, GREY)
 
 
@@ -115,7 +115,7 @@ def test_dynamic_sizes_are_those_of_the_first_picture(folder: Path) -> None:
     picture(folder / "b.png", 5, 7)
     assert pixels_of(read_samples(folder, ANY)).shape == (2, 5, 7, 3)
     picture(folder / "c.png", 7, 5)
-    says = r"c\.png: is 5x7 \(width x height\), the first picture, a\.png, is 7x5"
+    says = r"c\.png: is 5x7 \(width x height\), the first image, a\.png, is 7x5"
     with pytest.raises(BadInput, match=says):
         read_samples(folder, ANY)
 
@@ -126,7 +126,7 @@ def test_a_picture_of_another_size_is_refused_with_both_sizes(folder: Path) -> N
     says = r"b\.png: is 6x8 \(width x height\), the model's image:uint8\[N,4,6,3\] is 6x4"
     with pytest.raises(BadInput, match=says) as caught:
         read_samples(folder, COLOUR)
-    assert "not resized" in (caught.value.hint or "")
+    assert "not resize" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_one_file_that_is_no_picture_is_named(
 @pytest.mark.parametrize("kind", ["GIF", "BMP", "TIFF"])
 def test_a_picture_of_another_format_is_refused_whatever_its_name(folder: Path, kind: str) -> None:
     Image.new("RGB", (6, 4)).save(folder / "a.png", format=kind)
-    with pytest.raises(BadInput, match=r"a\.png: is not a readable picture: is neither PNG nor"):
+    with pytest.raises(BadInput, match=r"a\.png: is not a readable image: is neither PNG nor"):
         read_samples(folder, COLOUR)
 
 
@@ -183,7 +183,7 @@ def test_a_truncated_picture_is_named(folder: Path, name: str, keep: float) -> N
     picture(folder / name, 64, 64)
     content = (folder / name).read_bytes()
     (folder / name).write_bytes(content[: int(len(content) * keep)])
-    with pytest.raises(BadInput, match=rf"{name}: is not a readable picture"):
+    with pytest.raises(BadInput, match=rf"{name}: is not a readable image"):
         read_samples(folder, specs)
 
 
@@ -227,7 +227,7 @@ def test_more_pixels_than_memory_are_refused(folder: Path, monkeypatch: pytest.M
     for number in range(3):
         picture(folder / f"{number}.png")
     monkeypatch.setattr("deploykit.runtimes.data.images.memory_bytes", lambda: 3 * 4 * 6 * 3 - 1)
-    with pytest.raises(BadInput, match="pictures: holds 0 GB of pixels, this machine's memory"):
+    with pytest.raises(BadInput, match="pictures: contains 0 GB of pixels, this machine's memory"):
         read_samples(folder, COLOUR)
 
 

@@ -161,7 +161,7 @@ def test_cuda_with_every_node_on_the_cpu_is_refused(affine_onnx: Path) -> None:
 
 def test_onnxruntime_that_cannot_tell_is_a_note() -> None:
     (note,) = check_placement(Path("m.onnx"), object(), "1.20.0")
-    assert "onnxruntime 1.20.0 cannot tell" in note
+    assert "onnxruntime 1.20.0 does not report" in note
 
 
 def test_nodes_that_stay_on_the_cpu_are_counted_and_named() -> None:

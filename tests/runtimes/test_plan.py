@@ -119,7 +119,7 @@ def test_onnx_file_by_another_name_is_named(tmp_path: Path, with_manifest: bool)
     path = save(linear(), tmp_path / "m.trt")
     if with_manifest:
         write_manifest(path, described())
-    with pytest.raises(BadInput, match="not a TensorRT engine but a file of the format onnx") as e:
+    with pytest.raises(BadInput, match="not a TensorRT engine; its format is onnx") as e:
         open_plan(path, HERE, trust=True)
     assert f"deploykit build {path}" in (e.value.hint or "")
 
@@ -246,7 +246,7 @@ def test_trusted_plan_without_manifest_comes_with_a_warning(plan: Path) -> None:
     opened, manifest = open_plan(plan, HERE, trust=True)
     assert manifest is None
     assert opened.content == CONTENT
-    assert "on trust" in opened.notes[0]
+    assert "neither its origin" in opened.notes[0]
     assert not opened.host_code  # code of unknown origin is not run
 
 
@@ -258,7 +258,7 @@ def test_manifest_of_another_plan_is_refused(plan: Path) -> None:
 
 def test_manifest_without_a_hash_describes_nothing(plan: Path) -> None:
     write_manifest(plan, replace(described(), sha256=""))
-    with pytest.raises(BadInput, match=r"m\.trt\.json holds no SHA-256"):
+    with pytest.raises(BadInput, match=r"m\.trt\.json has no SHA-256"):
         open_plan(plan, HERE)
 
 

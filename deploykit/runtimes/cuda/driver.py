@@ -1,9 +1,8 @@
-"""CUDA itself, through NVIDIA's cuda-bindings: the `Driver` of a real GPU.
+"""Call CUDA through NVIDIA's cuda-bindings: the `Driver` of a real GPU.
 
-In: the number of a device. Out: `Cudart`, and what the device is. cuda-bindings rather than
-cuda-core: it has every call used here (pinned and mapped memory, capture) from 12.6 to 13, its
-import is cheaper, and it answers with CUDA's own codes. It brings CUDA's runtime along, so what is
-needed beside it is a driver.
+cuda-bindings rather than cuda-core: it has every call used here (pinned and mapped memory, capture)
+from 12.6 to 13, imports faster and returns CUDA's own error codes. It brings CUDA's runtime, so the
+machine only needs a driver.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ class Device:
     compute_capability: str  # "9.0"
     sm_count: int
     integrated: bool
-    driver: str  # "580.65.06"; empty where the kernel does not say
+    driver: str  # "580.65.06"; empty where the kernel does not report it
     cuda: str  # the newest CUDA that the driver runs, "13.0"
 
 
 class Cudart:
-    """CUDA on device `number`; `spin`: wait on a busy core (fast), else asleep (spares it)."""
+    """CUDA on device `number`; `spin`: wait with a busy core (fastest), else asleep."""
 
     def __init__(self, number: int, *, spin: bool = True) -> None:
         self.number, self.device = number, f"cuda:{number}"
@@ -71,8 +70,8 @@ class Cudart:
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes of the device.
 
-        Where CPU and GPU share their memory CUDA counts the system's caches as used (CUDA for
-        Tegra, "Estimating Total Allocatable Device Memory"): there the system is asked, too.
+        Where CPU and GPU share memory, CUDA counts the system's caches as used (CUDA for Tegra,
+        "Estimating Total Allocatable Device Memory"), so the kernel's figure is used if larger.
         """
         free, total = self._all("cudaMemGetInfo")
         return max(free, available_bytes()) if self.integrated else free, total
@@ -92,7 +91,7 @@ class Cudart:
     def unpin(self, address: int) -> None:
         self._all("cudaFreeHost", address)
 
-    def mapped(self, address: int) -> int:
+    def device_address(self, address: int) -> int:
         return int(self._of("cudaHostGetDevicePointer", address, 0))
 
     def array(self, address: int, nbytes: int) -> np.ndarray:
@@ -127,7 +126,7 @@ class Cudart:
         self._all("cudaMemcpyAsync", host, device, nbytes, _OUT, stream)
 
     def begin_capture(self, stream: int) -> None:
-        # other threads of the process may allocate meanwhile: only this one's calls are watched
+        # thread-local: other threads may allocate meanwhile
         mode = cudart.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         self._all("cudaStreamBeginCapture", stream, mode)
 
@@ -145,7 +144,7 @@ class Cudart:
         self._all("cudaGraphExecDestroy", graph)
 
     def _all(self, call: str, *arguments: Any) -> tuple[Any, ...]:
-        """The values that `call` answers with. Raises what its code means."""
+        """The return values of `call`. Raises the error for its code."""
         code, *values = getattr(cudart, call)(*arguments)
         if code != _SUCCESS:
             raise _error(self.device, call, code)
@@ -159,7 +158,7 @@ class Cudart:
         if code == cudart.cudaError_t.cudaErrorMemoryAllocation:
             error = _error(self.device, call, code)
             if call != "cudaMalloc" and not self.integrated:
-                raise error  # the host's memory, of which the device knows nothing
+                raise error  # host memory: the device's figures do not explain it
             raise out_of_memory(self.device, nbytes, *self.memory()) from error
         if code != _SUCCESS:
             raise _error(self.device, call, code)
@@ -168,9 +167,9 @@ class Cudart:
 
 def _error(device: str, call: str, code: Any) -> DeploykitError:
     text = cudart.cudaGetErrorString(code)[1]
-    cudart.cudaGetLastError()  # takes it out of the thread's state, where a library would find it
-    said = text.decode(errors="replace") if isinstance(text, bytes) else str(text)
-    return cuda_error(device, call, getattr(code, "name", f"error {code}"), said)
+    cudart.cudaGetLastError()  # clears the thread's error state for other libraries
+    message = text.decode(errors="replace") if isinstance(text, bytes) else str(text)
+    return cuda_error(device, call, getattr(code, "name", f"error {code}"), message)
 
 
 def _check_driver(device: str) -> None:
@@ -198,13 +197,13 @@ def _check_driver(device: str) -> None:
     raise _error(device, "cudaGetDeviceCount", code)
 
 
-def names_by_text() -> dict[str, str]:
-    """CUDA's error texts, which is how other libraries report them, and their codes' names."""
+def error_names() -> dict[str, str]:
+    """Names of CUDA's codes by error message, which is what other libraries report."""
     return {cudart.cudaGetErrorString(code)[1].decode(): code.name for code in cudart.cudaError_t}
 
 
 def available_bytes(file: Path = _MEMORY_FILE) -> int:
-    """What the system could give a program without swapping; 0 where it does not say."""
+    """Memory that a program can get without swapping; 0 where the kernel does not report it."""
     try:
         match = re.search(r"^MemAvailable:\s*(\d+) kB", file.read_text(), re.MULTILINE)
     except OSError:

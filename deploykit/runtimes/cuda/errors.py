@@ -1,8 +1,4 @@
-"""What CUDA's error codes mean to us.
-
-In: the name of a code, as "cudaErrorIllegalAddress", and where it came up. Out: the error to raise.
-CUDA itself is not imported.
-"""
+"""Map CUDA's error codes to our errors, without importing CUDA."""
 
 from __future__ import annotations
 
@@ -12,14 +8,14 @@ from deploykit.core.errors import DeploykitError, Unsupported
 
 
 class OutOfMemory(Unsupported):
-    """The device has not enough memory now. The call failed; the next, smaller one may not."""
+    """The device has too little free memory for this call; a smaller one may succeed."""
 
     http_status = 503
     grpc_status = "UNAVAILABLE"
 
 
 class DeviceLost(Unsupported):
-    """The CUDA context is gone and every later call in this process fails: end the process."""
+    """The CUDA context is lost and every later call in this process fails: end the process."""
 
     http_status = 503
     grpc_status = "UNAVAILABLE"
@@ -29,8 +25,8 @@ class CaptureRefused(Unsupported):
     """The work cannot be captured as a CUDA graph; it can still be run without one."""
 
 
-# CUDA Runtime API, "Data types used by CUDA Runtime", enum cudaError: whose text says that the
-# process must be ended, that hardware failed or that the context is gone
+# CUDA Runtime API, "Data types used by CUDA Runtime", enum cudaError: codes after which the process
+# must end, or with which hardware failed or the context is gone
 _STICKY = {
     "CudartUnloading",
     "PriorLaunchFailure",
@@ -141,43 +137,43 @@ CODES: Mapping[int, str] = {  # for libraries that report a code by its number
 
 
 def cuda_error(device: str, call: str, name: str, text: str) -> DeploykitError:
-    """The error for a `call` of CUDA that answered `name`; memory has `out_of_memory`.
+    """The error for a CUDA `call` that returned the code `name`.
 
-    A code that means that we called CUDA wrongly is a plain DeploykitError: a bug of ours.
+    A code for wrong use of CUDA is a plain DeploykitError: a bug in deploykit.
     """
     code = name.removeprefix("cudaError")
-    said = f"{device}: {call}: {name}: {text}"
+    message = f"{device}: {call}: {name}: {text}"
     if code == "MemoryAllocation":
-        return OutOfMemory(f"{device}: out of memory in {call}", hint=_LESS)
+        return OutOfMemory(f"{device}: out of memory in {call}", hint=USE_LESS_MEMORY)
     if code in _STICKY:
         return DeviceLost(
             f"{device}: the GPU is lost to this process ({name} in {call}: {text})",
-            hint="start the process again; if it comes back: dmesg | grep Xid, deploykit doctor",
+            hint="restart the process; if it happens again: dmesg | grep Xid; deploykit doctor",
         )
     if code in _UNUSABLE:
         return Unsupported(f"{device}: no usable GPU: {name}: {text}", hint="see: deploykit doctor")
     if code == "InvalidDevice":
-        return Unsupported(f"{device}: there is no such GPU here", hint="see: deploykit doctor")
+        return Unsupported(f"{device}: this machine has no such GPU", hint="see: deploykit doctor")
     if code in _OTHER_GPU:
         return Unsupported(
-            said, hint="the file or package was built for another GPU: build it here"
+            message, hint="the file or package was built for another GPU: build it on this machine"
         )
     if code in _CAPTURE:
-        return CaptureRefused(said)
+        return CaptureRefused(message)
     if code in _LACKING:
-        return Unsupported(said)
-    return DeploykitError(said)
+        return Unsupported(message)
+    return DeploykitError(message)
 
 
 def out_of_memory(device: str, need_bytes: int, free_bytes: int, total_bytes: int) -> OutOfMemory:
     return OutOfMemory(
         f"{device}: out of memory: {_size(need_bytes)} needed, {_size(free_bytes)} free of "
         f"{_size(total_bytes)}",
-        hint=_LESS,
+        hint=USE_LESS_MEMORY,
     )
 
 
-_LESS = "use a smaller batch, or end what else uses the GPU (nvidia-smi)"
+USE_LESS_MEMORY = "use a smaller batch, or stop other programs that use the GPU (see: nvidia-smi)"
 
 
 def _size(count: int) -> str:

@@ -1,9 +1,8 @@
-"""Feed a GPU: pinned staging memory, device buffers, streams, graphs, and copies beside compute.
+"""Run calls on a GPU with pinned staging memory, streams and graphs, copies overlapping compute.
 
-In: a `Driver`, which is CUDA or a stand-in for it, and a function that makes `Work`. Out: a
-`Pipeline`, called with arrays. Nothing here knows TensorRT: whatever can be enqueued on a stream
-can be run. Each slot has a stream, buffers and work of its own, so that while one slot computes
-another one's inputs and outputs are copied; who has no second call ready only ever uses one.
+Independent of TensorRT: a `Work` is anything that can be enqueued on a stream. Each slot has its
+own stream, buffers and work, so that one slot computes while another one copies; a caller with one
+call at a time only uses one slot.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from deploykit.runtimes.engine import Arrays, Closing
 
 
 class Ticket:
-    """One call under way."""
+    """One call in flight."""
 
     def __init__(self, pipeline: Pipeline, slot: Slot) -> None:
         self.pipeline, self.slot = pipeline, slot
         self.answer: dict[str, np.ndarray] | DeploykitError | None = None
 
     def result(self) -> dict[str, np.ndarray]:
-        """Wait for it: arrays of the caller's own. Raises DeviceLost and other CUDA errors."""
+        """Wait for the outputs, which the caller owns. Raises DeviceLost and other CUDA errors."""
         if self.answer is None:
             self.pipeline.finish(self.slot)
         if isinstance(self.answer, dict):
@@ -39,12 +38,12 @@ class Ticket:
 
 
 class Pipeline(Closing):
-    """Calls of one model, up to `slots` of them under way at once; for one thread at a time.
+    """Calls of one model, up to `slots` of them in flight; used by one thread at a time.
 
-    `graphs`: batch sizes whose whole sequence, copies included, is captured as a CUDA graph the
-    second time it is run; every other size is enqueued step by step. `pad`: a call is filled with
-    zero rows up to the next size of `graphs`; only for a model whose rows do not depend on each
-    other. `scratch_bytes`: device memory that each slot's work shares.
+    `graphs`: batch sizes captured with their copies as a CUDA graph at their second run; other
+    sizes are enqueued step by step. `pad`: fill a call with zero rows up to the next size of
+    `graphs`, for models whose rows are independent. `scratch_bytes`: device memory for the work of
+    each slot.
     """
 
     def __init__(
@@ -82,8 +81,8 @@ class Pipeline(Closing):
         self._free.append(self._idle())
 
     def map(self, batches: Iterable[Arrays]) -> Iterator[dict[str, np.ndarray]]:
-        """The answers in order, with all slots kept busy."""
-        return in_turn(self.submit, batches, self.slots)
+        """The outputs in order, with all slots busy."""
+        return run_in_order(self.submit, batches, self.slots)
 
     def submit(self, feeds: Arrays) -> Ticket:
         """Copy `feeds`, which fit `inputs`, and start the call; waits only for a slot.
@@ -102,7 +101,7 @@ class Pipeline(Closing):
         try:
             slot.start(arrays, None if run == rows else run, capture)
         except BaseException as exc:
-            slot.quiet()  # its copies may still be reading the staging memory
+            slot.wait_idle()  # its copies may still be reading the staging memory
             self._free.append(slot)
             if isinstance(exc, DeviceLost):
                 self._lost = exc
@@ -111,7 +110,7 @@ class Pipeline(Closing):
         return ticket
 
     def finish(self, slot: Slot) -> None:
-        """Wait for the call under way in `slot` and keep its answer with its ticket."""
+        """Wait for the call in flight in `slot` and store its answer in its ticket."""
         answer = slot.finish()
         self.last_copies_us = slot.copies_us
         self._busy.pop(slot).answer = answer
@@ -121,7 +120,7 @@ class Pipeline(Closing):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Why a graph that was asked for was not made."""
+        """Why a requested CUDA graph was not captured."""
         return tuple(note for slot in self._all for note in slot.notes)
 
     def bucket(self, rows: int | None) -> tuple[int | None, bool]:
@@ -132,7 +131,7 @@ class Pipeline(Closing):
         return (larger[0], True) if larger else (rows, False)
 
     def close(self) -> None:
-        """End what is under way and give everything back."""
+        """Finish the calls in flight and release all memory."""
         if self._closed:
             return
         self._closed = True
@@ -144,9 +143,9 @@ class Pipeline(Closing):
             slot.release()
 
     def _idle(self) -> Slot:
-        """A slot at rest: one that was used, else a new one, else the one that was started first.
+        """An idle slot: a used one, else a new one, else the oldest call's once it has finished.
 
-        So memory goes into a second slot only when two calls are under way.
+        A second slot takes memory only when two calls are in flight.
         """
         if not self._free and len(self._all) < self.slots:
             slot = Slot(self.driver, self.make, self.inputs, self.outputs, self.scratch_bytes)
@@ -157,10 +156,10 @@ class Pipeline(Closing):
         return self._free.pop()
 
 
-def in_turn(
+def run_in_order(
     submit: Callable[[Arrays], Ticket], batches: Iterable[Arrays], slots: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Each answer in order, while up to `slots` calls are under way."""
+    """Each call's outputs in order, with up to `slots` calls in flight."""
     waiting: deque[Ticket] = deque()
     for feeds in batches:
         waiting.append(submit(feeds))

@@ -1,8 +1,4 @@
-"""What is asked of CUDA, and the memory that one tensor needs on both sides.
-
-In: a `Driver`, which is CUDA or a stand-in for it. Out: `Buffer`, pinned and device memory that
-grows with what it has to hold.
-"""
+"""The calls that a pipeline makes to CUDA (`Driver`), and pinned plus device memory (`Buffer`)."""
 
 from __future__ import annotations
 
@@ -17,9 +13,9 @@ Shape = tuple[int, ...]
 
 
 class Driver(Protocol):
-    """What this file asks of CUDA on one device. Addresses and handles are whole numbers.
+    """CUDA on one device. Addresses and handles are integers.
 
-    Each method raises what `cuda_errors` makes of CUDA's answer.
+    Each method raises the error that `cuda_error` makes of CUDA's code.
     """
 
     @property
@@ -32,7 +28,7 @@ class Driver(Protocol):
     def free(self, address: int) -> None: ...
     def pin(self, nbytes: int) -> int: ...  # page-locked host memory
     def unpin(self, address: int) -> None: ...
-    def mapped(self, address: int) -> int: ...  # the device's address of pinned memory
+    def device_address(self, address: int) -> int: ...  # the device's address of pinned memory
     def array(self, address: int, nbytes: int) -> np.ndarray: ...  # pinned memory as uint8
     def open_stream(self) -> int: ...
     def close_stream(self, stream: int) -> None: ...
@@ -60,17 +56,19 @@ class Buffer:
         return 0 < self.size >= nbytes
 
     def reserve(self, nbytes: int) -> None:
-        """Hold at least `nbytes`; what was there is lost. Raises OutOfMemory, then holding none."""
+        """Grow to at least `nbytes`, losing the content. Raises OutOfMemory, and is then empty."""
         if self.fits(nbytes):
             return
         self.release()  # first: the old and the new together may not fit
-        size = rounded(nbytes)
+        size = round_up(nbytes)
         try:
             self.host = self.driver.pin(size)
             if not self.host_only:
                 zero_copy = self.driver.integrated
                 self.device = (
-                    self.driver.mapped(self.host) if zero_copy else self.driver.allocate(size)
+                    self.driver.device_address(self.host)
+                    if zero_copy
+                    else self.driver.allocate(size)
                 )
         except DeploykitError:
             self.release()
@@ -92,8 +90,8 @@ class Buffer:
                 self.driver.unpin(host)
 
 
-def rounded(nbytes: int) -> int:
-    """A size to allocate: a quarter more at most, so that growing a little needs no new block."""
+def round_up(nbytes: int) -> int:
+    """A size to allocate, at most a quarter more, so that small growth needs no new block."""
     step = max(512, 1 << max(0, nbytes.bit_length() - 3))
     return max(1, -(-nbytes // step)) * step
 

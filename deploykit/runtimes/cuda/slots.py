@@ -1,7 +1,7 @@
-"""One call on a GPU: its stream, its buffers, its work, and the CUDA graphs made of them.
+"""One slot of a pipeline: its stream, buffers and work, and the CUDA graphs captured from them.
 
-In: arrays. Out: arrays. A slot stages its inputs in pinned memory, enqueues copies and work on its
-own stream and returns at once; `finish` waits. What was laid out for certain shapes is kept.
+A slot stages its inputs in pinned memory, enqueues copies and work on its own stream and returns;
+`finish` waits. The layout of each combination of shapes is kept.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Work(Protocol):
     """What runs on a slot's stream, as a TensorRT context does. Raises DeploykitError only."""
 
     def shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape | None]:
-        """Set the inputs' shapes; the outputs', None where only running it tells."""
+        """Set the inputs' shapes; returns the outputs', None where they depend on the data."""
         ...
 
     def bind(self, addresses: Mapping[str, int]) -> None:
-        """Set the device addresses of inputs and outputs, but for those of unknown shape."""
+        """Set the device addresses of inputs and outputs, except those of unknown shape."""
         ...
 
     def enqueue(self, stream: int) -> None: ...
@@ -49,7 +49,7 @@ MakeWork = Callable[[int, int], Work]  # (stream, address of its scratch memory)
 
 
 class _Layout:
-    """How a call of certain shapes is run: views into the staging memory, and the copies."""
+    """How to run calls of certain shapes: views into the staging memory, and the copies."""
 
     def __init__(self, work: Work, shapes: Mapping[str, Shape], capture: bool) -> None:
         self.work, self.shapes, self.capture = work, shapes, capture
@@ -65,7 +65,7 @@ class _Layout:
 
 
 class Slot:
-    """A stream, its buffers and its work; at rest, or with one call under way."""
+    """A stream, its buffers and its work; idle, or with one call in flight."""
 
     def __init__(
         self,
@@ -96,9 +96,9 @@ class Slot:
             raise
 
     def start(self, arrays: Sequence[np.ndarray], rows: int | None, capture: bool) -> None:
-        """Enqueue a call, as a graph once it ran before if `capture`.
+        """Enqueue a call; with `capture`, as a graph from its second run on.
 
-        `rows`: fill axis 0 of every array with zeros up to so many; None to take them as they are.
+        `rows`: pad axis 0 of every array with zeros up to this size; None for no padding.
         """
         if rows is None:
             key = tuple(array.shape for array in arrays)
@@ -123,9 +123,9 @@ class Slot:
         self.driver.record(self.event, self.stream)
 
     def finish(self) -> dict[str, np.ndarray] | DeploykitError:
-        """Wait for the call under way: its answer in fresh arrays, or why there is none."""
+        """Wait for the call in flight: its outputs in new arrays, or why there are none."""
         if self._running is None:
-            return DeploykitError(f"{self.driver.device}: no call is under way")
+            return DeploykitError(f"{self.driver.device}: no call is in flight")
         try:
             self.driver.wait(self.event)
         except DeploykitError as exc:
@@ -139,13 +139,13 @@ class Slot:
         self.copies_us = (self.copies_us[0], (time.perf_counter_ns() - before_ns) // 1000)
         return answers
 
-    def quiet(self) -> None:
+    def wait_idle(self) -> None:
         """Wait, after a failure, until nothing reads or writes the buffers."""
         with contextlib.suppress(DeploykitError):
             self.driver.wait_stream(self.stream)
 
     def release(self) -> None:
-        self._forget()
+        self._drop_layouts()
         for work in self._works.values():
             work.close()
         self._works.clear()
@@ -168,7 +168,7 @@ class Slot:
         inputs, outputs = self.inputs, self.outputs
         capture = capture and (key in self._works or len(self._works) <= _MOST_GRAPHS)
         shapes = {spec.name: shape for spec, shape in zip(inputs, key, strict=True)}
-        # TensorRT: a graph holds as long as its context is left as it was. So one for each.
+        # TensorRT: a graph is valid while its context is unchanged, so each graph has its own.
         work = self._work(key if capture else None)
         layout = _Layout(work, shapes, capture)
         layout.shared = not capture
@@ -212,11 +212,11 @@ class Slot:
             self._buffers.setdefault(name, Buffer(self.driver))
         if all(self._buffers[name].fits(nbytes) for name, nbytes in sizes.items()):
             return
-        self._forget()  # before a buffer moves: views and graphs point into it
+        self._drop_layouts()  # views and graphs point into the buffers that move
         for name, nbytes in sizes.items():
             self._buffers[name].reserve(nbytes)
 
-    def _forget(self) -> None:
+    def _drop_layouts(self) -> None:
         for layout in self._layouts.values():
             with contextlib.suppress(DeploykitError):
                 if layout.graph:
@@ -239,7 +239,7 @@ class Slot:
             self._fetch_late(layout)
 
     def _fetch_late(self, layout: _Layout) -> None:
-        """Copy out what only now has a shape, into memory that no other layout points to."""
+        """Copy out the outputs of data-dependent shape, into memory of their own."""
         for spec in layout.late:
             address, shape = layout.work.late(spec.name)
             buffer = self._late.setdefault(spec.name, Buffer(self.driver, host_only=True))
@@ -250,14 +250,14 @@ class Slot:
             layout.answers[spec.name] = buffer.view(spec.dtype, shape)
 
     def _capture(self, layout: _Layout) -> None:
-        """Record the whole sequence as a graph, or note why not and go on without."""
+        """Capture the whole sequence as a graph, or note why not and run without."""
         refused: DeploykitError | None = None
         self.driver.begin_capture(self.stream)
         try:
             self._enqueue(layout)
         except DeploykitError as exc:
             refused = exc
-        finally:  # whatever happened: a stream left capturing would run nothing, in silence
+        finally:  # always: a stream left capturing silently runs nothing
             graph = self._end_capture()
         if isinstance(graph, DeploykitError):
             refused = refused or graph

@@ -1,7 +1,4 @@
-"""Look at data for what would make a calibration or an evaluation worse than it seems.
-
-In: `Samples`. Out: warnings, and how many samples two sets share. Nothing here refuses data.
-"""
+"""Warn about data that makes a calibration or an evaluation look better than it is."""
 
 from __future__ import annotations
 
@@ -13,23 +10,22 @@ import numpy as np
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.data.samples import Samples
 
-FEW = 100  # samples, below which a calibration rests on chance
+FEW = 100  # samples; fewer make a calibration depend on chance
 _NORMALISED = 16.0  # pixels scaled to a standard deviation of 1 span some 5, those in 0..1 span 1
 
 
 def check_calibration(samples: Samples, inputs: Sequence[TensorSpec]) -> tuple[str, ...]:
-    """Warnings, one sentence each, of what makes a calibration worse than it looks.
+    """One warning each for few samples, duplicates, pixels not normalised, a constant channel.
 
-    Few samples, many of them alike, pixels that were not normalised, a channel that never changes.
-    What cannot calibrate anything (NaN, all samples the same) is refused where it is done.
+    The calibration itself refuses data that cannot calibrate anything: NaN, all samples equal.
     """
     count = len(samples)
     found = []
     if count < FEW:
-        found.append(f"{count} samples are few: some hundred, like the real ones, serve best")
-    alike = count - len(set(_digests(samples)))
-    if alike * 10 > count:
-        found.append(f"{alike} of {count} samples repeat another one")
+        found.append(f"only {count} samples: a few hundred real ones are better")
+    repeated = count - len(set(_digests(samples)))
+    if repeated * 10 > count:
+        found.append(f"{repeated} of {count} samples are duplicates")
     for spec in inputs:
         array = samples.inputs[spec.name]
         axis = _channel_axis(spec)
@@ -39,8 +35,8 @@ def check_calibration(samples: Samples, inputs: Sequence[TensorSpec]) -> tuple[s
         low, high = array.min(others), array.max(others)
         if spec.dtype.startswith("float") and high.max() - low.min() > _NORMALISED:
             found.append(
-                f"'{spec.name}' runs from {low.min():g} to {high.max():g}: its pixels do not look "
-                "normalised; do the same as for training"
+                f"'{spec.name}' ranges from {low.min():g} to {high.max():g}: its pixels look "
+                "unnormalised; preprocess them as for training"
             )
         for channel in np.flatnonzero(low == high):
             found.append(f"channel {channel} of '{spec.name}' is {low[channel]:g} everywhere")
@@ -48,7 +44,7 @@ def check_calibration(samples: Samples, inputs: Sequence[TensorSpec]) -> tuple[s
 
 
 def _channel_axis(spec: TensorSpec) -> int | None:
-    """The axis of a picture's channels, 1 or 3 of them: the last of bytes, else the second."""
+    """The axis of an image's 1 or 3 channels: for uint8 the last first, else the second first."""
     if len(spec.shape) != 4:
         return None
     order = (3, 1) if spec.dtype == "uint8" else (1, 3)
@@ -56,10 +52,7 @@ def _channel_axis(spec: TensorSpec) -> int | None:
 
 
 def overlap(calib: Samples, test: Samples) -> int:
-    """How many samples of `test` are in `calib` too, byte for byte.
-
-    A model that was fitted to its own test data looks better than it is.
-    """
+    """How many samples of `test` are also in `calib`, byte for byte."""
     known = set(_digests(calib))
     return sum(digest in known for digest in _digests(test))
 

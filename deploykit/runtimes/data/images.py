@@ -1,8 +1,7 @@
-"""Decode pictures into the bytes that a model takes: uint8 [N,H,W,3], or [N,H,W,1] for grey.
+"""Decode PNG and JPEG images into a model's input: uint8 [N,H,W,3], or [N,H,W,1] for grey.
 
-In: `.png` and `.jpg` files, and the model's input. Out: one array. Nothing is resized or turned: a
-picture of another size is refused, as the model would not see what its user thinks. Sizes are read
-from the headers and checked before a pixel is decoded.
+Nothing is resized or rotated: an image of another size is an error, as the model would not see what
+its user expects. Sizes are read from the headers and checked before a pixel is decoded.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from deploykit.core.tensors import TensorSpec
 
 Image = require("PIL.Image")
 
-MAX_PIXELS = 25_000_000  # of one picture: a header of 74 bytes can claim 65535 x 65535
+MAX_PIXELS = 25_000_000  # of one image: a header of 74 bytes can declare 65535 x 65535
 _FORMATS = ("JPEG", "PNG")
 _MODES = {3: "RGB", 1: "L"}
 
@@ -49,27 +48,26 @@ _DAMAGED = (
 
 
 def read_images(files: Sequence[Path], inputs: Sequence[TensorSpec], where: str) -> np.ndarray:
-    """The pictures in this order, uint8 (files, H, W, channels), for a model with these `inputs`.
+    """The images in this order, uint8 (files, H, W, channels), for a model with these `inputs`.
 
-    Colour is turned to grey and grey to colour as the input asks, transparency is left out, and
-    the orientation that a camera noted is not applied. Where H or W are dynamic the first picture
-    gives them. Raises NotFound or BadInput naming the file; BadInput for a model that takes no
-    bytes.
+    Converts colour to grey and grey to colour as the input needs; drops transparency; ignores the
+    EXIF orientation. The first image sets a dynamic H or W. Raises NotFound or BadInput naming the
+    file; BadInput for a model whose input is not uint8.
     """
     spec = _takes_bytes(inputs, where)
     height, width, channels = spec.shape[1:]
     size: list[int | str] = [height, width]
     pixels: np.ndarray | None = None
     for number, file in enumerate(files):
-        with _opened(file) as image:
+        with _open_image(file) as image:
             _check_size(image, size, file, files[0], spec)
             if pixels is None:
                 shape = (len(files), image.height, image.width, int(channels))
                 pixels = _empty(shape, where)
                 size = [image.height, image.width]
-            pixels[number] = _decoded(image, int(channels), file)
+            pixels[number] = _decode(image, int(channels), file)
     if pixels is None:
-        raise BadInput(f"{where}: holds no pictures")
+        raise BadInput(f"{where}: contains no images")
     return pixels
 
 
@@ -80,25 +78,25 @@ def _takes_bytes(inputs: Sequence[TensorSpec], where: str) -> TensorSpec:
         return spec
     names = ", ".join(map(str, inputs))
     raise BadInput(
-        f"{where}: holds pictures, which need a model with one input uint8[N,H,W,3] or "
+        f"{where}: contains images, which need a model with one input uint8[N,H,W,3] or "
         f"uint8[N,H,W,1]; its inputs are: {names}",
-        hint="export with `preprocess` imagenet (or a file of your own), so that the model takes "
-        "bytes; or store what it takes as .npz",
+        hint="export with `preprocess` imagenet (or your own file), so that the model takes uint8; "
+        "or store its float inputs as .npz",
     )
 
 
 @contextlib.contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    """The picture with its header read. Pillow's damage reports become BadInput naming `file`."""
+def _open_image(file: Path) -> Iterator[Any]:
+    """Open an image and read its header. Pillow's errors become BadInput naming `file`."""
     check_readable(file)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # our own limit is below the one it warns at
+            warnings.simplefilter("ignore")  # our limit is below its own
             with file.open("rb") as handle, Image.open(handle, formats=_FORMATS) as image:
                 yield image
     except _DAMAGED as exc:
         reason = "is neither PNG nor JPEG" if _unknown(exc) else first_line(exc)
-        raise BadInput(f"{file}: is not a readable picture: {reason}") from exc
+        raise BadInput(f"{file}: is not a readable image: {reason}") from exc
 
 
 def _unknown(exc: BaseException) -> bool:
@@ -108,7 +106,7 @@ def _unknown(exc: BaseException) -> bool:
 def _check_size(
     image: Any, size: Sequence[int | str], file: Path, first: Path, spec: TensorSpec
 ) -> None:
-    """`size`: height and width, a name where any will do."""
+    """`size`: height and width; a name allows any size."""
     if image.width * image.height > MAX_PIXELS:
         raise BadInput(
             f"{file}: is {image.width}x{image.height}, above the limit of "
@@ -119,11 +117,11 @@ def _check_size(
     if list(found) == wanted:
         return
     fixed = all(isinstance(axis, int) for axis in spec.shape[1:3])
-    owner = f"the model's {spec}" if fixed else f"the first picture, {first.name},"
+    owner = f"the model's {spec}" if fixed else f"the first image, {first.name},"
     raise BadInput(
         f"{file}: is {image.width}x{image.height} (width x height), "
         f"{owner} is {wanted[1]}x{wanted[0]}",
-        hint="pictures are not resized here: resize them as was done for training",
+        hint="deploykit does not resize images: resize them as for training",
     )
 
 
@@ -131,18 +129,18 @@ def _empty(shape: tuple[int, ...], where: str) -> np.ndarray:
     most_bytes = memory_bytes()
     if most_bytes is not None and math.prod(shape) > most_bytes:
         raise BadInput(
-            f"{where}: holds {math.prod(shape) / 1e9:.0f} GB of pixels, "
+            f"{where}: contains {math.prod(shape) / 1e9:.0f} GB of pixels, "
             f"this machine's memory is {most_bytes / 1e9:.0f} GB"
         )
     return np.empty(shape, np.uint8)
 
 
-def _decoded(image: Any, channels: int, file: Path) -> np.ndarray:
+def _decode(image: Any, channels: int, file: Path) -> np.ndarray:
     """uint8 (H, W, channels)."""
-    if image.mode[0] in "IF":  # turning these into bytes would cut off, not scale
+    if image.mode[0] in "IF":  # conversion to bytes would clip, not scale
         raise BadInput(
-            f"{file}: has more than 8 bits a channel ({image.mode})",
-            hint="store it with 8 bits as was done for training",
+            f"{file}: has more than 8 bits per channel ({image.mode})",
+            hint="store it with 8 bits per channel, as for training",
         )
     pixels: np.ndarray = np.asarray(image.convert(_MODES[channels]))
     return pixels.reshape(image.height, image.width, channels)

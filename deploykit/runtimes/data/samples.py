@@ -1,9 +1,8 @@
-"""Open data: the arrays of a model's inputs, and labels where there are any.
+"""Read data: arrays for a model's inputs, and labels.
 
-In: an `.npz` whose arrays are named after the model's inputs (one array of any name, also an
-`.npy`, will do for a model with one input), with an optional array `labels`; a folder of such
-files; or a folder of pictures, whose sub-folders, if there are any, are the classes. Out:
-`Samples`. Nothing is unpickled.
+Formats: an `.npz` with one array per input name and perhaps `labels`; an `.npy` (or an `.npz` with
+one array of any name) for a model with one input; a folder of such files; a folder of images, whose
+sub-folders are the classes. Pickled objects are never loaded.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from deploykit.core.machine import memory_bytes
 from deploykit.core.tensors import BATCH, TensorSpec, carrier, concrete, mismatch
 
 LABELS = "labels"
-PICTURES = (".png", ".jpg", ".jpeg")
+IMAGES = (".png", ".jpg", ".jpeg")
 ARRAYS = (".npz", ".npy")
 
 
@@ -37,7 +36,7 @@ class Samples:
 
     inputs: Mapping[str, np.ndarray]
     labels: np.ndarray | None
-    where: str  # the file, for error texts
+    where: str  # the file or folder, for error messages
 
     def __len__(self) -> int:
         return len(next(iter(self.inputs.values())))
@@ -55,15 +54,15 @@ class Samples:
     def batching(self, most: int, specs: Sequence[TensorSpec]) -> tuple[int, int]:
         """The batch size for a model with these inputs, and how many samples fill whole batches.
 
-        `most` where the batch is dynamic, and all samples; else the model's own, which leaves out
-        what does not fill the last batch. Raises BadInput when not one batch is filled.
+        A dynamic batch uses `most` and all samples; a fixed one drops the samples that do not fill
+        the last batch. Raises BadInput when they do not fill one batch.
         """
         fixed = next((n for spec in specs for n in spec.shape[:1] if isinstance(n, int)), None)
         if fixed is None:
             return most, len(self)
         if not 0 < fixed <= len(self):
             raise BadInput(
-                f"{self.where}: {len(self)} samples do not fill the model's batch of {fixed}"
+                f"{self.where}: {len(self)} samples do not fill the model's fixed batch of {fixed}"
             )
         return fixed, len(self) // fixed * fixed
 
@@ -71,9 +70,8 @@ class Samples:
 def read_samples(path: Path, inputs: tuple[TensorSpec, ...], *, labelled: bool = False) -> Samples:
     """Read `path` for a model with these `inputs`. Raises BadInput when it does not fit them.
 
-    Axis 0 of each array is the samples, also where the model's own axis 0 is fixed. `labelled`:
-    labels must be there. A folder is read in the order of its files' names; with a sub-folder for
-    each class the labels are their numbers, also in the order of their names.
+    Axis 0 of each array is the samples, even where the model's axis 0 is fixed. `labelled`: labels
+    are required. Files are read in the order of their names; class folders are numbered in theirs.
     """
     arrays = _read_folder(path, inputs) if _is_folder(path) else _read_file(path)
     labels = arrays.pop(LABELS, None)
@@ -97,13 +95,13 @@ def read_samples(path: Path, inputs: tuple[TensorSpec, ...], *, labelled: bool =
     counts = {len(array) for array in chosen.values()}
     if len(counts) != 1 or 0 in counts:
         raise BadInput(
-            f"{path}: its arrays hold {sorted(counts)} samples; equal and above 0 is needed"
+            f"{path}: its arrays have {sorted(counts)} samples; all need the same number, above 0"
         )
     count = counts.pop()
     if labelled and labels is None:
         raise BadInput(
             f"{path}: no array '{LABELS}'",
-            hint="labelled data are needed here; in a folder of pictures: a sub-folder per class",
+            hint="add an array of labels; in a folder of images, one sub-folder per class",
         )
     if labels is not None and labels.shape[:1] != (count,):
         raise BadInput(f"{path}: {count} samples but labels of shape {labels.shape}")
@@ -111,7 +109,7 @@ def read_samples(path: Path, inputs: tuple[TensorSpec, ...], *, labelled: bool =
 
 
 def _cure(spec: TensorSpec, array: np.ndarray) -> tuple[str, str | None]:
-    """What an array that does not fit looks like, and a hint."""
+    """A guess at what an array that does not fit is, and a hint."""
     if array.ndim == len(spec.shape) == 4:
         shapes = replace(spec, shape=(BATCH, *spec.shape[1:]))
         for layout, order in (("NHWC", (0, 3, 1, 2)), ("NCHW", (0, 2, 3, 1))):
@@ -121,7 +119,7 @@ def _cure(spec: TensorSpec, array: np.ndarray) -> tuple[str, str | None]:
             ):
                 return f"; it looks like {layout}", f"np.transpose(x, {order})"
     if array.dtype == np.uint8 and spec.dtype.startswith("float"):
-        return "", "normalise as was done for training, or export with `preprocess`"
+        return "", "normalise as for training, or export with `preprocess`"
     if array.dtype.name != spec.dtype:
         return "", f"x.astype('{spec.dtype}')"
     return "", None
@@ -130,62 +128,62 @@ def _cure(spec: TensorSpec, array: np.ndarray) -> tuple[str, str | None]:
 def read_npz(path: Path) -> dict[str, np.ndarray]:
     """All arrays of an `.npz`; raises BadInput for anything else, and for pickled objects.
 
-    Headers are read and added up first: a small file can claim, or unpack to, any size.
+    Sizes in the headers are added up first: a small file can declare, or unpack to, any size.
     """
     if _is_folder(path):
-        raise BadInput(f"{path}: is a folder, an .npz file is needed")
+        raise BadInput(f"{path}: is a folder; an .npz file is needed")
     if _is_npy(path):
-        raise BadInput(f"{path}: is a single .npy array, an .npz is needed")
+        raise BadInput(f"{path}: is a single .npy array; an .npz is needed")
     return _read_file(path)
 
 
 def _read_file(path: Path) -> dict[str, np.ndarray]:
-    _check_memory(str(path), _claimed_bytes(path))
+    _check_memory(str(path), _declared_bytes(path))
     return _load(path)
 
 
 def _read_folder(folder: Path, inputs: tuple[TensorSpec, ...]) -> dict[str, np.ndarray]:
-    """Arrays by name of a folder's files, or its pictures; with `labels` where it has classes."""
+    """Arrays by name from a folder of arrays or images; with `labels` where it has classes."""
     files, classes = _entries(folder)
     if files and classes:
         raise BadInput(
-            f"{folder}: holds both files ({files[0].name}) and folders ({classes[0].name})",
-            hint="either the data lie in it, or one sub-folder of pictures for each class",
+            f"{folder}: contains both files ({files[0].name}) and folders ({classes[0].name})",
+            hint="use either files only, or one sub-folder of images per class",
         )
     labels = []
     for number, kind in enumerate(classes):
-        pictures, deeper = _entries(kind)
+        images, deeper = _entries(kind)
         if deeper:
-            raise BadInput(f"{deeper[0]}: is a folder; a class folder holds pictures only")
-        if not pictures:
+            raise BadInput(f"{deeper[0]}: is a folder; a class folder contains images only")
+        if not images:
             raise BadInput(f"{kind}: the class folder is empty")
-        files += pictures
-        labels += [number] * len(pictures)
+        files += images
+        labels += [number] * len(images)
     if not files:
         raise BadInput(f"{folder}: the folder is empty")
     for file in files:
-        if file.suffix.lower() not in PICTURES + (() if classes else ARRAYS):
+        if file.suffix.lower() not in IMAGES + (() if classes else ARRAYS):
             raise BadInput(
-                f"{file}: is no file of data",
-                hint=f"a folder of data holds {' '.join(PICTURES)} or {' '.join(ARRAYS)} files and "
-                "nothing else; class folders hold pictures",
+                f"{file}: is not a data file",
+                hint=f"a data folder contains {' '.join(IMAGES)} or {' '.join(ARRAYS)} files and "
+                "nothing else; class folders contain images",
             )
-    pictured = [file for file in files if file.suffix.lower() in PICTURES]
-    if not pictured:
-        return _joined(files, str(folder))
-    if len(pictured) < len(files):
-        other = next(file for file in files if file not in pictured)
+    images = [file for file in files if file.suffix.lower() in IMAGES]
+    if not images:
+        return _join_files(files, str(folder))
+    if len(images) < len(files):
+        other = next(file for file in files if file not in images)
         raise BadInput(
-            f"{folder}: holds both pictures ({pictured[0].name}) and arrays ({other.name})"
+            f"{folder}: contains both images ({images[0].name}) and arrays ({other.name})"
         )
     from deploykit.runtimes.data.images import read_images  # Pillow is not needed for arrays
 
-    arrays = {"pictures": read_images(files, inputs, str(folder))}
+    arrays = {"images": read_images(files, inputs, str(folder))}
     return arrays | {LABELS: np.array(labels, np.int64)} if labels else arrays
 
 
 def _entries(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The files and the folders in a folder by name, hidden ones left out. Raises BadInput."""
+    """The files and the folders in a folder, by name, without hidden ones. Raises BadInput."""
     try:
         found = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as exc:
@@ -198,12 +196,12 @@ def _is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
     except OSError:
-        return False  # whatever is wrong with it is said when it is opened
+        return False  # opening it reports what is wrong
 
 
-def _joined(files: Sequence[Path], where: str) -> dict[str, np.ndarray]:
-    """The arrays of several files, each joined along axis 0."""
-    needed_bytes = sum(_claimed_bytes(file) for file in files)
+def _join_files(files: Sequence[Path], where: str) -> dict[str, np.ndarray]:
+    """Concatenate the arrays of several files along axis 0."""
+    needed_bytes = sum(_declared_bytes(file) for file in files)
     _check_memory(where, needed_bytes * (2 if len(files) > 1 else 1))  # parts and whole
     parts = [_load(file) for file in files]
     kinds = [
@@ -213,14 +211,14 @@ def _joined(files: Sequence[Path], where: str) -> dict[str, np.ndarray]:
     for file, kind in zip(files, kinds, strict=True):
         if kind != kinds[0] or not all(joins for _, _, joins in kind.values()):
             raise BadInput(
-                f"{file}: holds {_listed(kind)}; {files[0].name} holds {_listed(kinds[0])}",
+                f"{file}: has {_describe(kind)}; {files[0].name} has {_describe(kinds[0])}",
                 hint="files of one folder are joined: names, dtypes and all axes but the first "
                 "must be equal",
             )
     return {name: np.concatenate([part.pop(name) for part in parts]) for name in kinds[0]}
 
 
-def _listed(kind: Mapping[str, tuple[np.dtype, tuple[int, ...], bool]]) -> str:
+def _describe(kind: Mapping[str, tuple[np.dtype, tuple[int, ...], bool]]) -> str:
     return ", ".join(
         f"{name}:{dtype}[{','.join(map(str, ('N', *shape) if joins else ()))}]"
         for name, (dtype, shape, joins) in sorted(kind.items())
@@ -231,7 +229,7 @@ def _check_memory(where: str, needed_bytes: int) -> None:
     most_bytes = memory_bytes()
     if most_bytes is not None and needed_bytes > most_bytes:
         raise BadInput(
-            f"{where}: holds {needed_bytes / 1e9:.0f} GB of arrays, "
+            f"{where}: contains {needed_bytes / 1e9:.0f} GB of arrays, "
             f"this machine's memory is {most_bytes / 1e9:.0f} GB"
         )
 
@@ -241,23 +239,23 @@ def _is_npy(path: Path) -> bool:
         return handle.read(6) == npy.MAGIC_PREFIX
 
 
-def _claimed_bytes(path: Path) -> int:
-    """What the arrays of a file will take, each header checked. Raises NotFound or BadInput."""
+def _declared_bytes(path: Path) -> int:
+    """The memory that the arrays of a file need, by their headers. Raises NotFound or BadInput."""
     with _damage(path):
         if _is_npy(path):
             with path.open("rb") as handle:
-                return _checked_bytes(f"{path}: the array", handle, path.stat().st_size)
+                return _check_header(f"{path}: the array", handle, path.stat().st_size)
         with zipfile.ZipFile(path) as archive:
             total = 0
             for info in _members(archive):
                 with archive.open(info) as member:
                     where = f"{path}: '{_array_name(info)}'"
-                    total += _checked_bytes(where, member, info.file_size)
+                    total += _check_header(where, member, info.file_size)
             return total
 
 
 def _load(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a file that `_claimed_bytes` has checked; an .npy's is named "array"."""
+    """The arrays of a file that `_declared_bytes` has checked; an .npy's is named "array"."""
     with _damage(path):
         if _is_npy(path):
             with path.open("rb") as handle:
@@ -268,13 +266,13 @@ def _load(path: Path) -> dict[str, np.ndarray]:
                 with archive.open(info) as member:
                     arrays[_array_name(info)] = npy.read_array(member, allow_pickle=False)
     if not arrays:
-        raise BadInput(f"{path}: holds no arrays")
+        raise BadInput(f"{path}: contains no arrays")
     return arrays
 
 
 @contextlib.contextmanager
 def _damage(path: Path) -> Iterator[None]:
-    """What zipfile, zlib and numpy raise on damaged or encrypted input, as BadInput."""
+    """Turn the errors of zipfile, zlib and numpy on damaged or encrypted files into BadInput."""
     try:
         yield
     except _DAMAGED as exc:
@@ -304,32 +302,32 @@ def _array_name(info: zipfile.ZipInfo) -> str:
     return info.filename.removesuffix(".npy")
 
 
-def _checked_bytes(where: str, member: IO[bytes], file_bytes: int) -> int:
-    """The size of one array, once its header agrees with the size of its file."""
+def _check_header(where: str, member: IO[bytes], file_bytes: int) -> int:
+    """The bytes of one array. Raises BadInput when its header disagrees with its file's size."""
     version = npy.read_magic(member)
     if version not in ((1, 0), (2, 0)):
-        raise BadInput(f"{where} is no plain array (.npy {version})")
+        raise BadInput(f"{where} is in the unsupported .npy format version {version}")
     read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
     shape, _, dtype = read_header(member)
     header_bytes = member.tell()
     if dtype.hasobject:
         raise BadInput(
-            f"{where} holds Python objects, which are not loaded",
+            f"{where} contains Python objects, which are not loaded",
             hint="save numbers: np.savez(path, x=np.asarray(values, dtype='float32'))",
         )
     size = math.prod(shape) * dtype.itemsize
     if header_bytes + size != file_bytes:
         raise BadInput(
-            f"{where} says it is {dtype}{list(shape)}, "
-            f"but {file_bytes - header_bytes} bytes of data are there"
+            f"{where}: its header declares {dtype}{list(shape)}, "
+            f"but the data has {file_bytes - header_bytes} bytes"
         )
     return size
 
 
 def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays by name, whole or not at all."""
+    """Write arrays by name, completely or not at all."""
     with atomic_write(path) as tmp, zipfile.ZipFile(tmp, "w") as archive:
-        for name, array in arrays.items():  # np.savez cannot take every name: "file" is its own
+        for name, array in arrays.items():  # np.savez reserves the name "file"
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 npy.write_array(member, np.asarray(array), allow_pickle=False)
 
@@ -339,10 +337,9 @@ def random_feeds(
 ) -> dict[str, np.ndarray]:
     """Seeded inputs for timing and parity.
 
-    Standard normal floats, bytes from 0 to 255, other whole numbers from 0 to 9, the same as texts,
-    booleans; for a mask, by its name, zeros and ones of which the first of each row is a one: over
-    a row that is masked altogether attention is not defined. `sizes`: the size of each dynamic
-    axis; one that is not there is 1.
+    Standard normal floats, uint8 from 0 to 255, other integers and strings from 0 to 9, booleans. A
+    mask, by its name, gets zeros and ones, with a one first in each row: attention over a fully
+    masked row is undefined. `sizes`: the size of each dynamic axis, 1 by default.
     """
     random = np.random.default_rng(seed)
     feeds = {}
@@ -355,7 +352,7 @@ def random_feeds(
         elif "mask" in spec.name.lower():
             feeds[spec.name] = random.integers(0, 2, shape).astype(spec.dtype)
             feeds[spec.name][..., :1] = 1
-        elif spec.dtype == "uint8":  # pixels; ids are never that small a type
+        elif spec.dtype == "uint8":  # pixels: ids need a larger type
             feeds[spec.name] = random.integers(0, 256, shape).astype(np.uint8)
         elif spec.dtype == "bool":
             feeds[spec.name] = random.integers(0, 2, shape).astype(bool)

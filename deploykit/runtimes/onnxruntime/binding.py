@@ -1,8 +1,7 @@
 """Call an ONNX Runtime session through buffers that stay on its device.
 
-In: a session and the sizes worth a CUDA graph. Out: a callable. `session.run` allocates on the GPU
-in every call; here each shape keeps its input buffers, and where a graph is made its outputs too.
-The module is passed in, so that a session on the CPU can be bound in the same way.
+`session.run` allocates on the GPU in every call; here each shape keeps its input buffers, and with
+a CUDA graph its outputs too. The module is passed in, so that tests can bind a CPU session.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from deploykit.core.errors import Unsupported
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.engine import Arrays
 
-_MOST_SHAPES = 8  # without a graph, whose buffers are kept
+_MOST_SHAPES = 8  # of those without a graph; graphs are kept
 _NO_GRAPH = -1  # ONNX Runtime's gpu_graph_id for a run that is not captured
 
 Key = tuple[tuple[int, ...], ...]
 
 
 class _Bound:
-    """Buffers for the inputs of one shape; of its outputs once a run has shown their shapes."""
+    """Input buffers of one shape; output buffers once a run has shown their shapes."""
 
     def __init__(self, io: Any, values: list[Any], graph: int | None) -> None:
         self.io, self.values, self.graph = io, values, graph
@@ -34,9 +33,9 @@ class _Bound:
 
 
 class Binding:
-    """One session's calls on `device`, as ("cuda", 0).
+    """One session's calls on `device`, such as ("cuda", 0).
 
-    `graphs`: batch sizes to capture; the session was opened with `enable_cuda_graph` then.
+    `graphs`: batch sizes to capture, for a session opened with `enable_cuda_graph`.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class Binding:
         self.last_copies_us = (0, 0)  # of the last call: to the device, and back
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        """Run once; `feeds` fit the inputs. ONNX Runtime's own exceptions come through."""
+        """Run once; `feeds` fit the inputs. ONNX Runtime's exceptions propagate."""
         key = tuple(feeds[spec.name].shape for spec in self._inputs)
         bound = self._bound.get(key) or self._bind(key)
         started_ns = time.perf_counter_ns()
@@ -92,12 +91,12 @@ class Binding:
         for spec in self._outputs:
             io.bind_output(spec.name, *self._device)
         bound = self._bound[key] = _Bound(io, values, self._graph(key))
-        if self._graphs:  # the first run of a shape shows what it puts out: nothing is captured yet
+        if self._graphs:  # a shape's first run shows its output shapes, and is not captured
             bound.options = self._run_options(_NO_GRAPH)
         return bound
 
     def _graph(self, key: Key) -> int | None:
-        """A number for the graph of this shape; each has its own."""
+        """A number for the graph of this shape, or None for no graph."""
         fixed = self._batched is None
         if not self._graphs or not (fixed or key[self._batched or 0][0] in self._graphs):
             return None
@@ -105,7 +104,7 @@ class Binding:
         return self._captured
 
     def _keep_outputs(self, bound: _Bound, answers: Mapping[str, np.ndarray]) -> None:
-        """From now on into the same memory, as a captured graph writes nowhere else."""
+        """Bind the outputs to fixed memory: a captured graph always writes there."""
         for spec in self._outputs:
             value = self._value(answers[spec.name].shape, spec.dtype)
             bound.io.bind_ortvalue_output(spec.name, value)
@@ -124,35 +123,35 @@ class Binding:
 
 
 def placement(session: Any) -> dict[str, list[str]] | None:
-    """Operators by the provider that runs them; None where this ONNX Runtime cannot tell.
+    """Operators by the provider that runs them; None where this ONNX Runtime cannot report them.
 
     The session was opened with `session.record_ep_graph_assignment_info`, which came with 1.24.
     """
-    tell = getattr(session, "get_provider_graph_assignment_info", None)
-    if tell is None:
+    read = getattr(session, "get_provider_graph_assignment_info", None)
+    if read is None:
         return None
     found: dict[str, list[str]] = {}
-    for part in tell():
+    for part in read():
         found.setdefault(part.ep_name, []).extend(node.op_type for node in part.get_nodes())
     return found
 
 
 def check_placement(path: Path, session: Any, version: str) -> tuple[str, ...]:
-    """A note on nodes that stay on the CPU, or that this cannot be told.
+    """A note on nodes that run on the CPU, or that this is unknown.
 
     Raises Unsupported when all of them do.
     """
     placed = placement(session)
     if placed is None:
-        return (f"{path}: onnxruntime {version} cannot tell which nodes run on the CPU",)
+        return (f"{path}: onnxruntime {version} does not report which nodes run on the CPU",)
     if placed and set(placed) == {"CPUExecutionProvider"}:
-        raise Unsupported(f"{path}: CUDA was asked for, but every node runs on the CPU")
+        raise Unsupported(f"{path}: `device` is cuda, but every node runs on the CPU")
     note = placement_note(placed)
     return (f"{path}: {note}",) if note else ()
 
 
 def placement_note(placed: Mapping[str, Sequence[str]]) -> str | None:
-    """Which nodes stay on the CPU though CUDA was asked for; None when none does."""
+    """Which nodes run on the CPU in a CUDA session; None if none does."""
     kept = placed.get("CPUExecutionProvider", ())
     if not kept:
         return None

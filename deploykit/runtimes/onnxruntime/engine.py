@@ -1,9 +1,8 @@
 """Run an `.onnx` file with ONNX Runtime, on its CPU or CUDA provider.
 
-In: a path and a device. Out: an `Engine`. The provider that really runs is read back after loading:
-CUDA asked and CPU given is an error, since ONNX Runtime itself only logs it; single nodes that stay
-on the CPU are a note. On CUDA, inputs and outputs keep their buffers, and batches may be captured
-as CUDA graphs.
+The provider is read back after loading: CPU in place of CUDA is an error here, while ONNX Runtime
+only logs it; single nodes on the CPU become a note. On CUDA, inputs and outputs keep their buffers,
+and batches may be captured as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from deploykit.core.extras import require
 from deploykit.core.files import check_inside
 from deploykit.core.machine import default_threads
 from deploykit.core.tensors import BATCH, TensorSpec
-from deploykit.runtimes.cuda.errors import CODES, OutOfMemory, cuda_error
+from deploykit.runtimes.cuda.errors import CODES, USE_LESS_MEMORY, OutOfMemory, cuda_error
 from deploykit.runtimes.engine import Arrays, BaseEngine, FeedCheck
 from deploykit.runtimes.onnxruntime.binding import Binding, check_placement
 from deploykit.runtimes.onnxruntime.file import (
@@ -55,11 +54,11 @@ _OF_CUDA = (
     ort_state.EPFail,
     RuntimeError,
 )
-# operators that can take the size of what they make from an input's values, which are whole numbers
+# operators whose output size can come from an integer input's values
 _SIZED = frozenset(
     {"ConstantOfShape", "Expand", "OneHot", "Pad", "Range", "Resize", "Tile", "Upsample"}
 )
-_CUDA_SAID = re.compile(r"CUDA failure (\d+): ([^;\n]*)")
+_CUDA_FAILURE = re.compile(r"CUDA failure (\d+): ([^;\n]*)")
 _NO_MEMORY = re.compile(r"(?:requested buffer of size|smaller than requested bytes of) (\d+)")
 
 
@@ -73,7 +72,7 @@ def open_engine(
 ) -> OnnxRuntimeEngine:
     """Open an ONNX file; raises BadInput for an invalid graph, Unsupported for the device.
 
-    `graphs`: batch sizes to run as CUDA graphs, on CUDA; those that cannot are in `notes`.
+    `graphs`: batch sizes to run as CUDA graphs, on CUDA; `notes` names those that cannot.
     """
     path = Path(source)
     cuda = "CUDAExecutionProvider" in ort.get_available_providers()
@@ -81,22 +80,21 @@ def open_engine(
         device = "cuda" if cuda else "cpu"
     if device != "cpu" and not cuda:
         raise Unsupported(
-            f"{path}: device '{device}' was asked for, but this onnxruntime has no CUDA provider",
+            f"{path}: `device` is {device}, but this onnxruntime has no CUDA provider",
             hint="pip uninstall onnxruntime; pip install 'deploykit[gpu]'; see: deploykit doctor",
         )
     return OnnxRuntimeEngine(path, device, threads, graphs=graphs)
 
 
 def open_as_written(path: Path, threads: int | None = None) -> OnnxRuntimeEngine:
-    """Open `path` on the CPU, each node run as it stands: nothing is fused, no cast is dropped."""
+    """Open `path` on the CPU without optimisation: no node is fused, no cast is dropped."""
     return OnnxRuntimeEngine(path, "cpu", threads, optimise=False)
 
 
 class OnnxRuntimeEngine(BaseEngine):
     """One InferenceSession. `session` is open to builders and benchmarks.
 
-    `notes`: what runs otherwise than asked: nodes left on the CPU, CUDA graphs that were refused.
-    `steady`: a call's time follows from its inputs' shapes, so that no values make it hang.
+    `notes`: nodes that run on the CPU, CUDA graphs that were refused.
     """
 
     def __init__(
@@ -127,8 +125,8 @@ class OnnxRuntimeEngine(BaseEngine):
         self.device = _device_in_use(path, self.session, device)
         self.steady = self.device == "cpu" and _is_steady(path, self.inputs)
         self._binding: Binding | None = None
-        held = {spec.dtype for spec in (*self.inputs, *self.outputs)}
-        if self.device != "cpu" and "string" not in held:  # text never lies in a GPU's memory
+        dtypes = {spec.dtype for spec in (*self.inputs, *self.outputs)}
+        if self.device != "cpu" and "string" not in dtypes:  # strings are never in GPU memory
             kind, _, number = self.device.partition(":")
             placed = (kind, int(number))
             self.notes += check_placement(path, self.session, ort.__version__)
@@ -159,7 +157,7 @@ class OnnxRuntimeEngine(BaseEngine):
 
 
 def _is_steady(path: Path, inputs: Sequence[TensorSpec]) -> bool:
-    """Whether no values in an input can make a call long: by a loop, a size or a text."""
+    """Whether no input value can make a call slow: through a loop, a size or a string."""
     kinds = {spec.dtype for spec in inputs}
     if "string" in kinds:
         return False
@@ -168,10 +166,10 @@ def _is_steady(path: Path, inputs: Sequence[TensorSpec]) -> bool:
 
 
 def session_options(threads: int | None, *, half: bool = False) -> Any:
-    """Options of every session we open: no spinning threads, and no output but errors.
+    """Options of every session: no spinning threads, and only errors logged.
 
-    `half`: the graph holds float16. At its default level ONNX Runtime's CPU provider crashes on
-    some float16 graphs (seen with a transformer encoder, 1.31.1), so the level below is used.
+    `half`: the graph has float16. At its default level ONNX Runtime's CPU provider crashes on some
+    float16 graphs (seen with a transformer encoder, 1.31.1), so the level below is used.
     """
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads or default_threads()
@@ -187,14 +185,14 @@ def _session(
     path: Path, device: str, threads: int | None, *, optimise: bool, graphs: bool = False
 ) -> Any:
     options = session_options(threads, half=holds_half(path))
-    weights = _weights_beside(path)  # alive until the session has copied them
+    weights = _external_weights(path)  # alive until the session has copied them
     if weights and hasattr(options, "add_external_initializers_from_files_in_memory"):
-        # 1.23 cannot: it maps the files, and ends with SIGBUS if one is truncated meanwhile
+        # 1.23 lacks it: it maps the files, and a truncated one ends the process with SIGBUS
         sizes = [data.nbytes for data in weights.values()]
         options.add_external_initializers_from_files_in_memory(
             [*weights], [*weights.values()], sizes
         )
-    # optimised, 1.31.1 answers wrongly where there is float8 (98.5 % became 75 % on a small CNN)
+    # optimised float8 graphs are wrong in 1.31.1 (accuracy 98.5 % became 75 % on a small CNN)
     if not optimise or holds_float8(path):
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     providers: list[Any] = ["CPUExecutionProvider"]
@@ -212,13 +210,15 @@ def _session(
         )
 
 
-def _weights_beside(path: Path) -> dict[str, np.ndarray]:
-    """The bytes of each file that holds weights, by the location the model names.
+def _external_weights(path: Path) -> dict[str, np.ndarray]:
+    """The bytes of each external weights file, by its location in the model.
 
-    Left to itself ONNX Runtime maps such a file, and who truncates it ends the process (SIGBUS).
+    ONNX Runtime would map the file, and truncating it would end the process (SIGBUS).
     """
     found = {}
-    for location in external_files(path):  # ONNX Runtime 1.23 reads any, later ones hard links
+    for location in external_files(
+        path
+    ):  # ONNX Runtime 1.23 reads any file, later ones follow hard links
         check_inside(path.parent, location, f"{path}: its weights")
         try:
             found[location] = np.fromfile(path.parent / location, np.uint8)
@@ -234,17 +234,17 @@ def _device_in_use(path: Path, session: Any, asked: str) -> str:
     if asked != "cpu" and first == "CUDAExecutionProvider":
         return asked if ":" in asked else "cuda:0"
     raise Unsupported(
-        f"{path}: device '{asked}' was asked for, but ONNX Runtime chose {first}",
-        hint="its CUDA and cuDNN libraries did not load; see: deploykit doctor",
+        f"{path}: `device` is {asked}, but ONNX Runtime chose {first}",
+        hint="its CUDA or cuDNN libraries did not load; see: deploykit doctor",
     )
 
 
 def _spec(path: Path, node: Any) -> TensorSpec:
-    """ONNX Runtime gives an unnamed dynamic axis as None; it gets a name of its own here."""
+    """The spec of `node`; an unnamed dynamic axis, None in ONNX Runtime, gets a name."""
     dtype = _DTYPES.get(node.type)
     if dtype is None:
         raise Unsupported(
-            f"{path}: tensor '{node.name}' is a {node.type}, which is not offered",
+            f"{path}: tensor '{node.name}' is a {node.type}, which is not supported",
             hint="export the model with float32 inputs and outputs",
         )
     shape: list[int | str] = []
@@ -256,7 +256,7 @@ def _spec(path: Path, node: Any) -> TensorSpec:
 
 @contextlib.contextmanager
 def onnxruntime_errors(path: Path, device: str = "cpu") -> Iterator[None]:
-    """Turn ONNX Runtime's exceptions into ours, naming the file; on CUDA also CUDA's own."""
+    """Turn exceptions of ONNX Runtime, and on CUDA those of CUDA, into ours that name the file."""
     try:
         with _cuda_failures(path, device):
             yield
@@ -274,21 +274,21 @@ def onnxruntime_errors(path: Path, device: str = "cpu") -> Iterator[None]:
 
 @contextlib.contextmanager
 def _cuda_failures(path: Path, device: str) -> Iterator[None]:
-    """What CUDA answered, by its code: it comes as an exception of almost any class."""
+    """Turn CUDA's failures, which arrive as many exception classes, into ours by their code."""
     try:
         yield
     except _OF_CUDA as exc:
         text = str(exc)
-        memory, said = _NO_MEMORY.search(text), _CUDA_SAID.search(text)
-        if device == "cpu" or not (memory or said):
+        memory, failure = _NO_MEMORY.search(text), _CUDA_FAILURE.search(text)
+        if device == "cpu" or not (memory or failure):
             raise
         if memory:
             need = int(memory[1]) / 2**20
             raise OutOfMemory(
                 f"{path}: {device}: out of memory: {need:,.1f} MiB needed at once",
-                hint="use a smaller batch, or end what else uses the GPU (nvidia-smi)",
+                hint=USE_LESS_MEMORY,
             ) from exc
-        number, words = (said[1], said[2].strip()) if said else ("0", "")
+        number, words = (failure[1], failure[2].strip()) if failure else ("0", "")
         name = CODES.get(int(number), f"error {number}")
         raise cuda_error(f"{path}: {device}", "ONNX Runtime", f"cudaError{name}", words) from exc
 

@@ -1,8 +1,7 @@
-"""Facts about an `.onnx` file from its protobuf's field headers, without the onnx package.
+"""Read facts about an `.onnx` file from its protobuf's field headers, without the onnx package.
 
-In: a path. Out: whether it holds float16 or an operator, and which other files hold its weights.
-The onnx package is slow to import and loads the weights; a server needs neither. A file that cannot
-be read gives no facts: loading it then says what is wrong.
+The onnx package is slow to import and loads the weights; a server needs neither. An unreadable file
+has no facts here: loading it reports what is wrong.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Decide whether a TensorRT plan may be loaded here, before TensorRT sees a byte of it.
+"""Decide whether this machine may load a TensorRT plan, before TensorRT reads a byte of it.
 
-In: a plan, its manifest, and what is `Here`. Out: its bytes, or an error that says in words what
-differs and how to build it again. TensorRT itself crashes on some damaged plans and calls others
-valid, and a plan is a program: only the one that its manifest describes is let through.
+TensorRT crashes on some damaged plans and accepts others, and a plan can contain code: only a plan
+that its manifest describes is loaded. An error names each difference and the command that builds
+the plan again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deploykit.core.errors import BadInput, Unsupported, os_reason
 from deploykit.core.manifest import Manifest, manifest_path
 from deploykit.core.precision import CALIBRATED
 
-# keys of `Manifest.built_on`, beside those of `Here.facts`
+# a key of `Manifest.built_on`, next to those of `Here.facts`
 HARDWARE_COMPATIBLE = "hardware_compatible"  # "ampere-plus" or "same-compute-capability"
 _OLDEST = (10, 0)  # the first with the API used here; tested from 10.3
 _NO = ("", "no", "false", "none")
@@ -29,7 +29,7 @@ _DRIVERS: Mapping[int, int] = {12: 525, 13: 580}
 
 @dataclass(frozen=True)
 class Here:
-    """What a plan is bound to. An empty text or 0 is not known, and not compared."""
+    """What a plan depends on here. Empty strings and 0 are unknown, and not compared."""
 
     tensorrt: str  # "10.13.3.9"
     gpu: str  # "NVIDIA H200"
@@ -49,29 +49,29 @@ class Plan:
 
     content: bytes
     notes: tuple[str, ...]
-    host_code: bool  # version compatible: it brings the code of its own runtime along
+    host_code: bool  # version compatible: it contains its own runtime
 
 
 def open_plan(path: Path, here: Here, trust: bool = False) -> tuple[Plan, Manifest | None]:
-    """Read the manifest beside `path`, then `check_plan`. Raises as both do."""
-    kind(path)
+    """Read the manifest of `path`, then `check_plan`. Raises as both do."""
+    check_format(path)
     manifest = read_manifest(path)
     return check_plan(path, manifest, here, trust), manifest
 
 
 def check_plan(path: Path, manifest: Manifest | None, here: Here, trust: bool = False) -> Plan:
-    """The plan at `path`, if it is the one that `manifest` describes and this machine can run it.
+    """The plan at `path`, if `manifest` describes it and this machine can run it.
 
-    `trust`: load one without a manifest too, with a note. Raises BadInput for what is damaged, not
-    described or no plan, Unsupported for a plan of another TensorRT, GPU or driver.
+    `trust`: load one without a manifest too, with a note. Raises BadInput for a file that is
+    damaged, not described or not a plan, Unsupported for a plan of another TensorRT, GPU or driver.
     """
-    kind(path)
+    check_format(path)
     try:
-        content = path.read_bytes()  # once: what was hashed is what is loaded
+        content = path.read_bytes()  # once, so that the hashed bytes are the loaded ones
     except OSError as exc:
         raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
     if manifest is None:
-        return _unknown(path, content, trust)
+        return _trusted_plan(path, content, trust)
     _check_content(path, content, manifest)
     manifest = replace(manifest, built_on=_printable(manifest.built_on))
     wrong = tuple(differences(manifest.built_on, here, manifest.version_compatible))
@@ -83,42 +83,41 @@ def check_plan(path: Path, manifest: Manifest | None, here: Here, trust: bool = 
     return Plan(content, _notes(path, manifest, here), manifest.version_compatible)
 
 
-def kind(path: Path) -> None:
-    """Raise NotFound, BadInput or, for TensorRT for RTX, Unsupported unless `path` may be a plan.
-
-    Says what the file is instead: an ONNX model by another name, a web page, an empty file.
-    """
+def check_format(path: Path) -> None:
+    """Raise NotFound, BadInput or, for TensorRT for RTX, Unsupported unless this may be a plan."""
     found = sniff(path)
     if found != "tensorrt":
         raise BadInput(
-            f"{path}: is not a TensorRT engine but a file of the format {found}",
-            hint=f"deploykit build {_word(path)} -o engine.trt" if found == "onnx" else None,
+            f"{path}: is not a TensorRT engine; its format is {found}",
+            hint=f"deploykit build {_quoted(path)} -o engine.trt" if found == "onnx" else None,
         )
 
 
-def _unknown(path: Path, content: bytes, trust: bool) -> Plan:
-    beside = manifest_path(path).name
+def _trusted_plan(path: Path, content: bytes, trust: bool) -> Plan:
+    manifest_name = manifest_path(path).name
     if not trust:
         raise BadInput(
-            f"{path}: has no manifest ({beside}), so nothing tells what it is or where it runs",
-            hint="an engine is a program: build it here, or open your own with `trust`",
+            f"{path}: has no manifest ({manifest_name}), so its origin and target are unknown",
+            hint="an engine can run code: build it here, or open your own with `trust`",
         )
-    note = f"{path}: loaded without a manifest, on trust: neither its origin nor its GPU is checked"
+    note = f"{path}: loaded without a manifest: neither its origin nor its GPU was checked"
     return Plan(content, (note,), host_code=False)
 
 
 def _check_content(path: Path, content: bytes, manifest: Manifest) -> None:
-    beside = manifest_path(path).name
+    manifest_name = manifest_path(path).name
     if manifest.format != "tensorrt":
-        raise BadInput(f"{path}: {beside} describes a file of the format {manifest.format}")
+        raise BadInput(f"{path}: {manifest_name} describes a file of the format {manifest.format}")
     if manifest.evidence.weights is not None:
-        raise BadInput(f"{path}: {beside} names a file of weights, which an engine does not have")
+        raise BadInput(
+            f"{path}: {manifest_name} names a weights file, which an engine does not have"
+        )
     if not manifest.sha256:
-        raise BadInput(f"{path}: {beside} holds no SHA-256 of it", hint="build it again")
+        raise BadInput(f"{path}: {manifest_name} has no SHA-256 for it", hint="build it again")
     if hashlib.sha256(content).hexdigest() != manifest.sha256.lower():
         raise BadInput(
-            f"{path}: is not the file that {beside} describes (SHA-256 differs): cut, damaged or "
-            "changed",
+            f"{path}: is not the file that {manifest_name} describes (SHA-256 differs): truncated, "
+            "damaged or changed",
             hint="copy it again, or build it again",
         )
 
@@ -126,7 +125,7 @@ def _check_content(path: Path, content: bytes, manifest: Manifest) -> None:
 def differences(
     built: Mapping[str, str], here: Here, version_compatible: bool = False
 ) -> Iterator[str]:
-    """What keeps a plan that was `built` on such a machine from running here, in words."""
+    """Each reason why a plan with these facts in `built_on` cannot run here, as a clause."""
     yield from _tensorrt(built, here, version_compatible)
     level = built.get(HARDWARE_COMPATIBLE, "").lower()
     capability = built.get("compute_capability", "")
@@ -142,7 +141,7 @@ def differences(
             f"({built.get('gpu', 'unknown GPU')})"
         )
     elif level in _NO:
-        yield from _silicon(built, here)
+        yield from _gpu_differences(built, here)
     yield from _cuda(built, here)
 
 
@@ -161,8 +160,8 @@ def _tensorrt(built: Mapping[str, str], here: Here, version_compatible: bool) ->
         yield f"{text} (a version compatible engine runs on later versions, not on earlier ones)"
 
 
-def _silicon(built: Mapping[str, str], here: Here) -> Iterator[str]:
-    """GPUs of one compute capability still differ in what was tuned: memory, multiprocessors."""
+def _gpu_differences(built: Mapping[str, str], here: Here) -> Iterator[str]:
+    """GPUs of one compute capability differ in what was tuned: memory, multiprocessors."""
     gpu, count = built.get("gpu", ""), built.get("sm_count", "")
     if gpu and here.gpu and gpu != here.gpu:
         yield f"{here.gpu} here, {gpu} there"
@@ -189,19 +188,19 @@ def _notes(path: Path, manifest: Manifest, here: Here) -> tuple[str, ...]:
     missing = [key for key in ("tensorrt", "gpu", "compute_capability") if not built.get(key)]
     notes = []
     if missing:
-        notes.append(f"{path}: its manifest does not say its {' and '.join(missing)}")
+        notes.append(f"{path}: its manifest does not name its {' and '.join(missing)}")
     driver = built.get("driver", "")
     if driver and here.driver and version_numbers(here.driver) < version_numbers(driver):
         notes.append(
-            f"{path}: was built with driver {driver}, here is the older {here.driver}: not tested"
+            f"{path}: was built with driver {driver}; the older {here.driver} here is not tested"
         )
     return tuple(notes)
 
 
 def rebuild(path: Path, manifest: Manifest, here: Here) -> str:
-    """The command that builds the plan for this machine, from what its manifest says.
+    """The command that builds the plan for this machine, from its manifest.
 
-    Made from two files, it was typed while it was built; else its model is typed already.
+    A plan made from two files was quantized during the build, so the precision is an option.
     """
     built = manifest.built_on
     source = _name(built, "model")
@@ -218,24 +217,24 @@ def rebuild(path: Path, manifest: Manifest, here: Here) -> str:
         words.append(f"--calib {_name(built, 'calib') or 'DATA'}")
     words += [f"--axis {shlex.quote(axis)}" for axis in built.get("axes", "").split()]
     words += ["--version-compatible"] * manifest.version_compatible
-    words += ["-o", _word(path)]
+    words += ["-o", _quoted(path)]
     if manifest.made_from and not source:
         words.append(f"(MODEL.onnx: SHA-256 {manifest.made_from[0][:12]}...)")
     return " ".join(words)
 
 
 def _name(built: Mapping[str, str], key: str) -> str:
-    """A file as a word of the command: its name only, as no path out of a manifest is followed."""
+    """A file name, quoted; without its folder, as paths in a manifest are not trusted."""
     name = PurePosixPath(built.get(key, "")).name
     return shlex.quote(name) if name else ""
 
 
 def _printable(built: Mapping[str, str]) -> dict[str, str]:
-    """Words out of a file: nothing that moves a terminal's cursor, and no endless ones."""
+    """Values safe for a terminal: printable characters, at most 80."""
     return {key: "".join(c for c in text if c.isprintable())[:80] for key, text in built.items()}
 
 
-def _word(path: Path) -> str:
+def _quoted(path: Path) -> str:
     return shlex.quote(str(path))
 
 

@@ -1,7 +1,4 @@
-"""Run a `.trt` plan with TensorRT.
-
-The plan is checked against its manifest and this machine before TensorRT reads a byte of it.
-"""
+"""Open a `.trt` plan with TensorRT, checked first against its manifest and this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
 
 if installed("tensorrt_lean") and not installed("tensorrt"):
     raise Unsupported(
-        "tensorrt_lean is installed, which only runs version compatible engines; the full TensorRT "
+        "tensorrt_lean is installed, which runs version compatible engines only; the full TensorRT "
         "is needed",
         hint="pip install 'deploykit[tensorrt]'; on a Jetson it comes with JetPack",
     )
@@ -38,8 +35,8 @@ def open_engine(
 ) -> TensorRtEngine:
     """Open a plan on "cuda:N" ("auto" and "cuda": the first GPU).
 
-    `trust`: also without a manifest. `slots`, `graphs`: see `Pipeline`. Raises BadInput for a plan
-    that is damaged or not described, Unsupported for one of another machine, and for no GPU.
+    `trust`: also open one without a manifest. `slots`, `graphs`: see `Pipeline`. Raises BadInput
+    for a plan that is damaged or not described, Unsupported for another machine's, or without GPU.
     """
     path = Path(source)
     if device == "cpu":
@@ -48,17 +45,17 @@ def open_engine(
             hint="deploykit build MODEL.onnx --profile cpu makes a file for the CPU",
         )
     check_version(str(trt.__version__), full=hasattr(trt, "Builder"))
-    from deploykit.runtimes.cuda.driver import Cudart, names_by_text  # after TensorRT is found
+    from deploykit.runtimes.cuda.driver import Cudart, error_names  # after TensorRT is found
 
     driver = Cudart(int(device.partition(":")[2] or 0))
     plan, manifest = open_plan(path, here(driver), trust)
     return TensorRtEngine(
-        trt, driver, path, plan, manifest, slots=slots, graphs=graphs, cuda_texts=names_by_text()
+        trt, driver, path, plan, manifest, slots=slots, graphs=graphs, cuda_errors=error_names()
     )
 
 
 def here(driver: Cudart) -> Here:
-    """What a plan must have been built for to run on this device."""
+    """The facts about this device that a plan depends on."""
     found = driver.describe()
     return Here(
         str(trt.__version__),

@@ -1,8 +1,4 @@
-"""What a TensorRT engine takes and gives, and for which sizes it was built.
-
-In: an engine as TensorRT opened it, and its manifest. Out: `TensorSpec`s, the optimisation
-profiles, and which of them takes certain shapes. Nothing here runs anything.
-"""
+"""Read a TensorRT engine's inputs, outputs and optimisation profiles, without running it."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from deploykit.runtimes.engine import Arrays
 if TYPE_CHECKING:
     import tensorrt as trt
 
-# by name, as the numbers are TensorRT's own; BF16, FP8, INT4 and FP4 are none of NumPy's
+# NumPy has no BF16, FP8, INT4 and FP4
 _DTYPES: Mapping[str, str] = {
     "FLOAT": "float32",
     "HALF": "float16",
@@ -30,15 +26,15 @@ _DTYPES: Mapping[str, str] = {
     "BOOL": "bool",
 }
 
-Ranges = Mapping[str, tuple[Shape, Shape, Shape]]  # input -> smallest, best, largest shape
+Ranges = Mapping[str, tuple[Shape, Shape, Shape]]  # input -> smallest, optimum, largest shape
 
 
 def specs(
     engine: trt.ICudaEngine, path: Path, manifest: Manifest | None
 ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """Inputs and outputs; the dynamic axes have the names that the manifest gives them.
+    """Inputs and outputs; dynamic axes have their names from the manifest.
 
-    Raises Unsupported for a tensor that NumPy cannot carry or that is not plain device memory.
+    Raises Unsupported for a type that NumPy lacks, or a tensor that is not linear device memory.
     """
     known = {spec.name: spec for spec in (*manifest.inputs, *manifest.outputs)} if manifest else {}
     found: dict[str, list[TensorSpec]] = {"INPUT": [], "OUTPUT": []}
@@ -47,13 +43,15 @@ def specs(
         kind = engine.get_tensor_dtype(name).name
         if kind not in _DTYPES:
             raise Unsupported(
-                f"{path}: tensor '{name}' is {kind}, which is not offered for inputs and outputs",
+                f"{path}: tensor '{name}' is {kind}, which is not supported for inputs and outputs",
                 hint="build it from a model whose inputs and outputs are float32 or float16",
             )
         if engine.is_shape_inference_io(name) or engine.get_tensor_location(name).name != "DEVICE":
-            raise Unsupported(f"{path}: tensor '{name}' is a shape tensor, which is not offered")
+            raise Unsupported(f"{path}: tensor '{name}' is a shape tensor, which is not supported")
         if engine.get_tensor_format(name).name != "LINEAR":
-            raise Unsupported(f"{path}: tensor '{name}' is not laid out in rows")
+            raise Unsupported(
+                f"{path}: tensor '{name}' has a vectorised memory format; a linear one is needed"
+            )
         sizes = tuple(engine.get_tensor_shape(name))
         names: Sequence[int | str] = known[name].shape if name in known else ()
         if len(names) != len(sizes):
@@ -69,7 +67,7 @@ def specs(
 def optimisation_profiles(
     engine: trt.ICudaEngine, inputs: Sequence[TensorSpec]
 ) -> tuple[Ranges, ...]:
-    """Smallest, best and largest shape of each input, for each optimisation profile."""
+    """Smallest, optimum and largest shape of each input, for each optimisation profile."""
 
     def shapes(name: str, profile: int) -> tuple[Shape, Shape, Shape]:
         low, best, high = (tuple(s) for s in engine.get_tensor_profile_shape(name, profile))
@@ -103,7 +101,7 @@ def axis_limits(
 
 
 def choose_profile(profiles: Sequence[Ranges], shapes: Mapping[str, Shape]) -> int | None:
-    """The profile that takes `shapes`; of several, the one that was tuned for the nearest sizes."""
+    """The profile that accepts `shapes`; of several, the one tuned for the nearest sizes."""
     fitting = [
         (sum(_distance(shape, ranges[name][1]) for name, shape in shapes.items()), number)
         for number, ranges in enumerate(profiles)
@@ -123,12 +121,16 @@ def _within(shape: Shape, span: tuple[Shape, Shape, Shape]) -> bool:
     )
 
 
-def misfit(profiles: Sequence[Ranges], inputs: Sequence[TensorSpec], feeds: Arrays) -> str:
+def describe_mismatch(
+    profiles: Sequence[Ranges], inputs: Sequence[TensorSpec], feeds: Arrays
+) -> str:
     """Which axis is out of the range that the engine was built for."""
     for spec in inputs:
         for axis, size in enumerate(feeds[spec.name].shape):
             spans = [(p[spec.name][0][axis], p[spec.name][2][axis]) for p in profiles]
             if not any(low <= size <= high for low, high in spans):
-                said = " or ".join(f"{low} to {high}" for low, high in dict.fromkeys(spans))
-                return f"input '{spec.name}': axis {spec.shape[axis]} is {size}, built for {said}"
+                allowed = " or ".join(f"{low} to {high}" for low, high in dict.fromkeys(spans))
+                return (
+                    f"input '{spec.name}': axis {spec.shape[axis]} is {size}, built for {allowed}"
+                )
     return "the sizes fit none of the engine's optimisation profiles together"

@@ -15,7 +15,7 @@ from deploykit.core.artefact import sniff, torch_kind
 from deploykit.core.errors import BadInput, NotFound
 from deploykit.core.extras import require
 from deploykit.core.files import atomic_write
-from deploykit.core.recipe import bundled, load_recipe
+from deploykit.core.recipe import find_bundled, load_recipe
 from deploykit.core.tensors import TensorSpec, parse_spec
 from deploykit.runtimes.torch.files import Content, is_state_dict, read, users_code
 from deploykit.runtimes.torch.loaded import (
@@ -177,7 +177,9 @@ def _from_checkpoint(
         module, _ = build(arch)
     else:
         try:
-            bundled(name)  # a packaged recipe by its name: never a path or module out of a file
+            find_bundled(
+                name
+            )  # a packaged recipe by its name: never a path or module out of a file
         except NotFound:
             raise BadInput(
                 f"{path}: was trained with the recipe '{name}', which does not come with deploykit",

@@ -165,7 +165,7 @@ def test_a_fixed_batch_runs_at_its_size_and_leaves_the_rest_out() -> None:
     found = evaluate(a, b, samples=samples_of(14), metric=TOP1)
     assert a.batches == b.batches == [4, 4, 4]
     assert found.samples == 12
-    with pytest.raises(BadInput, match="3 samples do not fill the model's batch of 4"):
+    with pytest.raises(BadInput, match="3 samples do not fill the model's fixed batch of 4"):
         evaluate(a, b, samples=samples_of(3), metric=TOP1)
 
 

@@ -60,7 +60,7 @@ class FakeCuda:
         self._queue(stream).append(op)
 
     def at(self, address: int, nbytes: int) -> np.ndarray:
-        """Device memory, mapped host memory included."""
+        """Device memory, device_address host memory included."""
         blocks = {**self.device_blocks, **(self.host_blocks if self.integrated else {})}
         for base, block in blocks.items():
             if base <= address and address + nbytes <= base + block.nbytes:
@@ -98,8 +98,8 @@ class FakeCuda:
         self._called("unpin")
         self.host_blocks.pop(address)[:] = POISON
 
-    def mapped(self, address: int) -> int:
-        self._called("mapped")
+    def device_address(self, address: int) -> int:
+        self._called("device_address")
         assert self.integrated
         return address
 

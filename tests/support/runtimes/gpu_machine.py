@@ -92,7 +92,7 @@ def gpu_machine(
     cuda = Cuda()
     does.seen["cuda"] = cuda
     nv = fake.FakeTensorRt(cuda)
-    driver = SimpleNamespace(Cudart=lambda _number: cuda, names_by_text=dict)
+    driver = SimpleNamespace(Cudart=lambda _number: cuda, error_names=dict)
     bindings = (
         replaced("deploykit.runtimes.cuda.driver", driver) if has_cuda else replaced("cuda", None)
     )

@@ -52,7 +52,7 @@ class Opened:
         self.nv.fail = fail or {}
         plan = Plan(plan_bytes(tensors, profiles, scratch=scratch), notes, host_code=False)
         self.engine = TensorRtEngine(
-            self.nv, self.cuda, Path("m.trt"), plan, manifest, cuda_texts=TEXTS, **options
+            self.nv, self.cuda, Path("m.trt"), plan, manifest, cuda_errors=TEXTS, **options
         )
 
 
