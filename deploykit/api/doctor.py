@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from deploykit.core.errors import Unsupported
 from deploykit.core.extras import install_hint, installed
-from deploykit.core.json_value import json_value
+from deploykit.core.json_value import Record
 from deploykit.core.machine import Machine, this_machine
 
 # command -> modules that it needs beyond the base
@@ -33,16 +32,13 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Health:
+class Health(Record):
     """The machine, ONNX Runtime's providers, the checks and warnings."""
 
     machine: Machine
     providers: tuple[str, ...]
     checks: tuple[Check, ...]
     warnings: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return json_value(self)
 
 
 def doctor() -> Health:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploykit.api.artefacts import Progress
+from deploykit.api.artefacts import Progress, no_progress
 from deploykit.api.open import open_proven
 from deploykit.core.artefact import ArtefactLike
 from deploykit.core.errors import BadInput
@@ -41,7 +41,7 @@ def predict(
     batch: int = 32,
     device: str = "auto",
     trust: bool = False,
-    on_progress: Progress | None = None,
+    on_progress: Progress = no_progress,
 ) -> Predicted:
     """Run every sample of an .npz or a folder through `engine` into an .npz of outputs by name.
 
@@ -66,9 +66,8 @@ def predict(
         for number, feeds in enumerate(samples.batches(size), 1):
             for name, values in opened(feeds).items():
                 parts[name].append(values)
-            if on_progress is not None:
-                done = min(number * size, len(samples))
-                on_progress(f"{done}/{len(samples)} samples", done / len(samples))
+            done = min(number * size, len(samples))
+            on_progress(f"{done}/{len(samples)} samples", done / len(samples))
         seconds = time.perf_counter() - started
         outputs = {name: np.concatenate(arrays) for name, arrays in parts.items()}
         write_npz(out, outputs)

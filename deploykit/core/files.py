@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import os
 import stat
@@ -107,6 +108,22 @@ def sha256(path: Path) -> str:
         while block := handle.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+class HashingWriter(io.BufferedWriter):
+    """A new binary file, written from start to end, with the SHA-256 of what was written."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "wb"))
+        self._digest = hashlib.sha256()
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        self._digest.update(data)
+        return super().write(data)
+
+    @property
+    def sha256(self) -> str:
+        return self._digest.hexdigest()
 
 
 def cache_folder() -> Path:

@@ -20,7 +20,7 @@ from deploykit.core import paths
 from deploykit.core.errors import BadInput, NotFound, os_reason
 from deploykit.core.extras import installed
 from deploykit.core.files import check_readable
-from deploykit.core.json_value import json_value
+from deploykit.core.json_value import Record
 from deploykit.core.machine import Machine, this_machine
 from deploykit.core.precision import HARDWARE, RUNTIMES
 
@@ -44,7 +44,7 @@ class PowerMode:
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(Record):
     """A hardware target. Peaks are dense (no sparsity) and of the GPU alone; None is not known."""
 
     name: str
@@ -72,9 +72,6 @@ class Profile:
     notes: tuple[str, ...]
     sources: tuple[str, ...]
     unverified: tuple[str, ...]  # keys without a source; a peak is "peak_ops_per_s.int8"
-
-    def to_dict(self) -> dict[str, Any]:
-        return json_value(self)
 
 
 def profile_names() -> list[str]:

@@ -17,6 +17,7 @@ import onnx
 import onnx.inliner
 from onnx import TensorProto
 
+from deploykit.core import files
 from deploykit.core.errors import BadInput, Unsupported, first_line
 from deploykit.core.json_value import json_value
 from deploykit.core.tensors import BATCH, DTYPE_BYTES, TensorSpec
@@ -58,9 +59,15 @@ class Graph:
     never changed: `Editor` makes a new Graph.
     """
 
-    def __init__(self, model: onnx.ModelProto, path: Path = Path("model")) -> None:
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        path: Path = Path("model"),
+        hashes: Mapping[str, str] | None = None,
+    ) -> None:
         self.model = model
         self.path = path
+        self._hashes = hashes or {}  # of the files that were just written, by name
 
     @classmethod
     def open(cls, path: Path) -> Graph:
@@ -90,7 +97,12 @@ class Graph:
         move the two together. Returns a handle of what was written. Raises BadInput if `out` is
         not writable.
         """
-        return Graph(storage.write(self.model, self.path.parent, out, limit_bytes), out)
+        model, hashes = storage.write(self.model, self.path.parent, out, limit_bytes)
+        return Graph(model, out, hashes)
+
+    def sha256(self, file: Path) -> str:
+        """The SHA-256 of its own file or of its weights', read again only if it was not `save`d."""
+        return self._hashes.get(file.name) or files.sha256(file)
 
     def array(self, name: str) -> np.ndarray:
         """The values of an initializer; read only."""

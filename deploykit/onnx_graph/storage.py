@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploykit.core.errors import BadInput, os_reason
 from deploykit.core.extras import require
-from deploykit.core.files import atomic_write
+from deploykit.core.files import HashingWriter, atomic_write
 from deploykit.core.protobuf import Pages, spans, varint
 from deploykit.onnx_graph.skeleton import SMALL_BYTES, copy_fields, stored_bytes
 
@@ -120,10 +120,13 @@ def tensor_array(tensor: onnx.TensorProto, folder: Path) -> np.ndarray:
     return numpy_helper.to_array(whole)
 
 
-def write(model: onnx.ModelProto, folder: Path, out: Path, limit_bytes: int) -> onnx.ModelProto:
+def write(
+    model: onnx.ModelProto, folder: Path, out: Path, limit_bytes: int
+) -> tuple[onnx.ModelProto, dict[str, str]]:
     """Write `model`, whose data are in `folder`, to `out`; above the limit OUT.data holds weights.
 
-    The data file is in its place before the model. Returns the model as `parse` would read it.
+    The data file is in its place before the model. Returns the model as `parse` would read it, and
+    the SHA-256 of each file by its name.
     """
     written = onnx.ModelProto()
     copy_fields(model, written, left_out="graph")
@@ -139,20 +142,22 @@ def write(model: onnx.ModelProto, folder: Path, out: Path, limit_bytes: int) -> 
     data = {name: stored_bytes(tensor) for name, tensor in large.items()}
     # 64 bytes a tensor hold its name and shape
     if written.ByteSize() + sum(data.values()) + 64 * len(large) <= limit_bytes:
-        with atomic_write(out) as tmp, tmp.open("wb") as handle:
+        with atomic_write(out) as tmp, HashingWriter(tmp) as handle:
             offsets = _write_inline(written, large, folder, handle)
         file = out.name
     else:
         file = f"{out.name}.data"
-        with atomic_write(out.with_name(file)) as tmp, tmp.open("wb") as handle:
+        with atomic_write(out.with_name(file)) as tmp, HashingWriter(tmp) as handle:
             offsets = dict(_write_aligned(large, folder, handle))
+    hashes = {file: handle.sha256}
     for tensor in written.graph.initializer:
         if tensor.name in large:
             refer(tensor, file, offsets[tensor.name], data[tensor.name])
     if file != out.name:
-        with atomic_write(out) as tmp:
-            tmp.write_bytes(written.SerializeToString(deterministic=True))
-    return written
+        with atomic_write(out) as tmp, HashingWriter(tmp) as handle:
+            handle.write(written.SerializeToString(deterministic=True))
+        hashes[out.name] = handle.sha256
+    return written, hashes
 
 
 def _write_inline(

@@ -7,9 +7,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from deploykit.core import files
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.tensors import TensorSpec
-from deploykit.onnx_graph.graph import name_nodes
+from deploykit.onnx_graph.graph import Graph, name_nodes
 from deploykit.runtimes.engine import load
 from tests.support.graphs.data import feeds, samples
 from tests.support.graphs.protos import (
@@ -185,6 +186,18 @@ def test_above_the_limit_weights_lie_beside_the_file_aligned_and_exact(tmp_path:
     wanted = {t.name: numpy_helper.to_array(t) for t in mnist_like().graph.initializer}
     for tensor in load_graph(out).graph.initializer:  # which checks external data
         np.testing.assert_array_equal(numpy_helper.to_array(tensor), wanted[tensor.name])
+
+
+@pytest.mark.parametrize("limit_bytes", [LIMIT, 1 << 31])
+def test_a_saved_graph_knows_the_hashes_of_its_files(limit_bytes: int, tmp_path: Path) -> None:
+    saved = Graph(mnist_like()).save(tmp_path / "m.onnx", limit_bytes=limit_bytes)
+    written = sorted(tmp_path.iterdir())
+    assert len(written) == (2 if limit_bytes == LIMIT else 1)
+    known = [saved.sha256(file) for file in written]
+    assert known == [files.sha256(file) for file in written]
+    for file in written:
+        file.unlink()
+    assert [saved.sha256(file) for file in written] == known  # without reading them again
 
 
 def test_a_file_with_its_weights_beside_it_runs(tmp_path: Path) -> None:
