@@ -63,7 +63,7 @@ def spans() -> None:
     tracer = Tracer("http://127.0.0.1:1")
     tracer.close()
     watcher: Any = tracer.watch("m")
-    measure("note a request", lambda: watcher.ran(run), per=32)
+    measure("note a request", lambda: watcher.record_run(run), per=32)
     (noted, *_) = tracer._queue
     measure("spans of a request, ours", lambda: list(tracer._spans(noted, 0)))
     provider, made = TracerProvider(shutdown_on_exit=False), InMemorySpanExporter()

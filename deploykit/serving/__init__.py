@@ -1,9 +1,9 @@
-"""The server: the extra [serve]. Importing any of it says what to install if that is missing."""
+"""The server: the extra [serve]. Importing it reports what to install if that is missing."""
 
 from deploykit.core.extras import installed, missing, require
 
 for _module in ("orjson", "uvloop", "httptools"):
     require(_module)
-for _module in ("google.protobuf", "hpack", "prometheus_client"):  # imported when they are needed
+for _module in ("google.protobuf", "hpack", "prometheus_client"):  # imported on first use
     if not installed(_module):
         raise missing(_module.partition(".")[0])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deploykit.core.errors import BadInput
 
-VERSION = "1"  # of every model: one file is served under one name
+VERSION = "1"  # every model has one version
 _BOUNDS: Mapping[str, tuple[float, float]] = {
     "http_port": (0, 65535),
     "grpc_port": (0, 65535),
@@ -28,9 +28,9 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
 class ServeOptions:
     """How to serve. `max_batch` in rows, `queue` in requests per model. Raises BadInput.
 
-    `grpc_port` None: HTTP alone. `slo_ms`: the latency that batch and delay are steered by, None
-    for fixed ones. `token`: what a client must send as `Authorization: Bearer`. `buckets`: lengths
-    that a dynamic axis is padded to, `pad` the value for each input that has such an axis.
+    `grpc_port` None: no gRPC. `slo_ms`: adapt batch size and delay to this latency; None: both are
+    fixed. `token`: required from clients as `Authorization: Bearer`. `buckets`: lengths that a
+    dynamic axis is padded to; `pad`: the padding value per input.
     """
 
     host: str = "127.0.0.1"
@@ -38,7 +38,7 @@ class ServeOptions:
     grpc_port: int | None = None
     max_batch: int = 32
     max_delay_us: int = 0
-    preferred: tuple[int, ...] = ()  # batch sizes in rows that are worth waiting for
+    preferred: tuple[int, ...] = ()  # batch sizes in rows that run without further delay
     slo_ms: float | None = None
     buckets: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     pad: Mapping[str, float] = field(default_factory=dict)
@@ -49,30 +49,25 @@ class ServeOptions:
     token: str | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
-    origins: tuple[str, ...] = ()  # of pages that may call a server that is not on loopback
+    origins: tuple[str, ...] = ()  # web origins that may call a server that is not on loopback
     shared_memory: bool = False
-    shadow_rate: float = 0.0  # share of live requests that the shadow engine runs again
-    shadow_alarm: float = 0.01  # share of disagreeing rows from which /metrics shows an alarm
-    otlp: str | None = None  # where traces go, http(s)://host:port
+    shadow_rate: float = 0.0  # share of live requests that the shadow engine repeats
+    shadow_alarm: float = 0.01  # share of disagreeing rows that raises the alarm in /metrics
+    otlp: str | None = None  # OTLP collector for traces, http(s)://host:port
 
     def __post_init__(self) -> None:
         for name, (low, high) in _BOUNDS.items():
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
-                raise BadInput(f"{option(name)} must be between {low} and {high}, got {value}")
+                raise BadInput(f"`{name}` must be between {low} and {high}, got {value}")
         for size in self.preferred:
             if not 1 <= size <= self.max_batch:
                 raise BadInput(
-                    f"--preferred {size} must be between 1 and --max-batch {self.max_batch}"
+                    f"`preferred` {size} must be between 1 and `max_batch` {self.max_batch}"
                 )
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise BadInput("--tls-cert and --tls-key go together")
+            raise BadInput("`tls_cert` and `tls_key` must be given together")
         if self.token is not None and (len(self.token) < 16 or not self.token.isprintable()):
-            raise BadInput("the token must have at least 16 printable characters")
+            raise BadInput("`token` must have at least 16 printable characters")
         if self.http_port and self.http_port == self.grpc_port:
-            raise BadInput(f"--http-port and --grpc-port are both {self.http_port}")
-
-
-def option(name: str) -> str:
-    """`max_batch` as it is typed: `--max-batch`."""
-    return "--" + name.replace("_", "-")
+            raise BadInput(f"`http_port` and `grpc_port` are both {self.http_port}")

@@ -43,9 +43,9 @@ __all__ = ["Limits", "ServeOptions", "Server", "run"]
 
 TICK_S = 0.1  # how late a deadline may be noticed
 DRAIN_S = 30.0  # how long a shutdown waits for an engine
-CLOSE_S = 5.0  # how long it then waits for clients to read their answers
-FATAL_S = 1.0  # the same three, once the device is lost: a supervisor is to start us anew
-ECHO_S = 1.0  # within it a second SIGTERM is the first one again
+CLOSE_S = 5.0  # how long it then waits for clients to read their replies
+FATAL_S = 1.0  # replaces these limits once the device is lost: a supervisor should restart us
+ECHO_S = 1.0  # a second SIGTERM within it counts as the same one
 OFFLOAD_THREADS = 2  # for large and compressed bodies
 
 OnReady = Callable[[str, int, "int | None"], None]  # host, HTTP port, gRPC port
@@ -61,15 +61,15 @@ def run(
     """Serve until SIGTERM or SIGINT; call `on_ready(host, http_port, grpc_port)` when ready.
 
     Returns how many accepted requests were not answered: 0 unless an engine hangs. A second signal
-    raises KeyboardInterrupt at once, but for a SIGTERM within a second of another. Raises BadInput
-    when the host or a port cannot be had or a certificate is wrong, DeviceLost when the device is
-    gone and only a new process can have it.
+    raises KeyboardInterrupt at once, except a SIGTERM within a second of another. Raises BadInput
+    if the host or a port is not available or a certificate is invalid, DeviceLost if the device is
+    lost and only a new process can use it.
     """
     server = Server(models, options, limits)
 
     def ready(host: str, port: int, grpc_port: int | None) -> None:
         gc.collect()
-        gc.freeze()  # else a full collection looks at all modules: 20 ms without an answer
+        gc.freeze()  # else a full collection scans all modules: 20 ms without a reply
         on_ready(host, port, grpc_port)
 
     try:
@@ -79,7 +79,7 @@ def run(
 
 
 class Server:
-    """A server that has its address already; `run` blocks, `stop` may be called from any thread."""
+    """A server that is bound to its address. `run` blocks; any thread may call `stop`."""
 
     def __init__(
         self,
@@ -93,25 +93,26 @@ class Server:
         if options.tls_cert is not None and options.tls_key is not None:
             tls = tls_context(options.tls_cert, options.tls_key)
         self._options = options
-        self._handlers: dict[int, Any] = {}  # whose the signals were before
+        self._handlers: dict[int, Any] = {}  # the previous signal handlers
         self._socket = bind(options.host, options.http_port)
         self._loop = uvloop.new_event_loop()
         try:
             self.host, self.port = self._socket.getsockname()[:2]
             loopback = is_loopback(self.host)
             access = AccessControl(guard, loopback=loopback, origins=options.origins, public=FILES)
-            self.service = ModelRepository(
+            self.repository = ModelRepository(
                 models, options, deliver=self._deliver, call_soon=self._loop.call_soon
             )
+            self.service = self.repository  # the attribute's former name
         except BaseException:
             self._release()
             raise
         self._offload = ThreadOffload(self._loop, OFFLOAD_THREADS)
         self._worker = JsonWorker()
         scheme = "https" if tls else "http"
-        self._routes = Routes(self.service, self._offload, self._worker, scheme=scheme)
+        self._routes = Routes(self.repository, self._offload, self._worker, scheme=scheme)
         memory = MemoryBudget(options.max_held_bytes, options.max_body_bytes)
-        self.service.add_metrics(partial(_held_samples, memory))
+        self.repository.add_metrics(partial(_held_samples, memory))
         self._listener = Listener(
             self._routes.handle, limits, access, options.max_body_bytes, memory
         )
@@ -121,30 +122,30 @@ class Server:
         if options.grpc_port is not None:
             from deploykit.serving.grpc.server import GrpcServer
 
-            self._grpc = GrpcServer(self.service, options, guard, memory, self._offload)
+            self._grpc = GrpcServer(self.repository, options, guard, memory, self._offload)
         self._stopped = asyncio.Event()
         self._signals = 0
         self._signalled_s = -ECHO_S
         self._interrupted = False
 
     def run(self, on_ready: OnReady) -> int:
-        """As the function `run`; outside the main thread signals are left alone."""
+        """As the function `run`; outside the main thread it installs no signal handlers."""
         aborted = True
         try:
-            self.service.warm_up()
+            self.repository.warm_up()
             dropped = self._loop.run_until_complete(self._serve(on_ready))
             aborted = False
         finally:
             self._offload.close()
             self._worker.close()
-            self.service.close(drain=False, timeout_s=0 if aborted else self._limit_s(CLOSE_S))
+            self.repository.close(drain=False, timeout_s=0 if aborted else self._limit_s(CLOSE_S))
             self._release()
-        if self.service.fatal:
-            raise DeviceLost(self.service.fatal, hint="start the server again")
+        if self.repository.fatal:
+            raise DeviceLost(self.repository.fatal, hint="start the server again")
         return dropped
 
     def stop(self) -> None:
-        """Begin the shutdown that a first signal begins."""
+        """Start a graceful shutdown, as the first signal does."""
         self._loop.call_soon_threadsafe(self._begin_drain)
 
     @property
@@ -152,7 +153,7 @@ class Server:
         return self._listener.unanswered + (self._grpc.unanswered if self._grpc else 0)
 
     def _limit_s(self, usual_s: float) -> float:
-        return FATAL_S if self.service.fatal else usual_s
+        return FATAL_S if self.repository.fatal else usual_s
 
     async def _serve(self, on_ready: OnReady) -> int:
         loop = self._loop
@@ -170,13 +171,13 @@ class Server:
             await self._stopped.wait()
             await self._until(lambda: not self._unanswered, DRAIN_S)
             self._acceptor.close()
-            self._socket.close()  # from here on a client is refused, not left waiting
+            self._socket.close()  # new clients are refused from now on instead of waiting
             dropped = self._unanswered
             self._listener.close_all()
             if self._grpc:
                 await self._grpc.stop(self._limit_s(CLOSE_S) if self._signals < 2 else 0.0)
             left, acceptor = self._listener.connections, self._acceptor
-            await self._until(lambda: not (left or acceptor.greeting), CLOSE_S)
+            await self._until(lambda: not (left or acceptor.handshakes), CLOSE_S)
         finally:
             ticking.cancel()
             for connection in list(self._listener.connections):
@@ -192,12 +193,15 @@ class Server:
         if is_loopback(self.host):
             return
         if options.token is None:
-            log.warning("listening on %s: whoever reaches it may use the models", self.host)
+            log.warning(
+                "listening on %s without a token: anyone who can connect may use the models",
+                self.host,
+            )
         elif options.tls_cert is None:
-            log.warning("listening on %s without TLS: the token can be read on its way", self.host)
+            log.warning("listening on %s without TLS: the token is sent in clear text", self.host)
 
     async def _until(self, reached: Callable[[], bool], limit_s: float) -> None:
-        """Wait; not after a second signal, nor longer than is left once the device is lost."""
+        """Wait until `reached()`; stops early after a second signal or once the device is lost."""
         begin_s = self._loop.time()
         while not reached() and self._signals < 2:
             if self._loop.time() - begin_s > self._limit_s(limit_s):
@@ -206,16 +210,16 @@ class Server:
 
     async def _tick(self) -> None:
         while True:
-            self.service.expire()
+            self.repository.expire()
             self._listener.tick(time.monotonic())
             self._routes.status.history.tick(time.monotonic_ns() // 1000)
-            if self.service.fatal and not self._stopped.is_set():
-                log.error("%s; the server ends", self.service.fatal)
+            if self.repository.fatal and not self._stopped.is_set():
+                log.error("%s; the server ends", self.repository.fatal)
                 self._begin_drain()
             await asyncio.sleep(TICK_S)
 
     def _deliver(self, requests: Sequence[Pending]) -> None:
-        """Called on an engine's thread: one wake-up of the loop for the whole batch."""
+        """Called on an engine's thread: wakes the loop once per batch."""
         try:
             self._loop.call_soon_threadsafe(deliver_inline, requests)
         except RuntimeError:  # the loop is closed: the engine hung past the shutdown
@@ -225,22 +229,22 @@ class Server:
         now_s = self._loop.time()
         echo = number == signal.SIGTERM and now_s - self._signalled_s < ECHO_S
         self._signalled_s = now_s
-        if echo:  # `timeout` and others send it to a process and to its group
+        if echo:  # `timeout` sends it to the process and to its group
             return
         self._signals += 1
         self._interrupted = self._interrupted or number == signal.SIGINT
         self._begin_drain()
 
     def _begin_drain(self) -> None:
-        self.service.drain()
+        self.repository.drain()
         self._listener.draining = True
         self._stopped.set()
 
     def _release(self) -> None:
         self._socket.close()
-        self._loop.close()  # uvloop leaves its handlers behind: Ctrl-C would do nothing any more
+        self._loop.close()  # uvloop does not restore signal handlers: Ctrl-C would stop working
         for number, handler in self._handlers.items():
-            if handler is not None:  # it was not Python's
+            if handler is not None:  # None: it was not set from Python
                 signal.signal(number, handler)
 
 

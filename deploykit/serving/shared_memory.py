@@ -2,7 +2,7 @@
 
 A client on this machine registers a span of an object below /dev/shm under a name; inputs are
 copied from it and outputs are written into it. The object is never mapped: a client may truncate
-it at any time, which would end a process that reads a mapping of it (SIGBUS). The copy also keeps
+it at any time, which would kill a process that reads a mapping of it (SIGBUS). The copy also keeps
 a client from changing an input after it was checked. Error messages name regions, never files.
 """
 
@@ -71,13 +71,13 @@ class SharedMemory(Closing):
     def __init__(self, max_bytes: int = 64 << 20) -> None:
         self._max_bytes = max_bytes
         self._regions: dict[str, _OpenRegion] = {}
-        # reads hold it, so that a descriptor is not closed and reused in the middle of one
+        # held during reads, so that no descriptor is closed and reused meanwhile
         self._lock = threading.Lock()
 
     def register(self, name: object, key: object, offset: object, byte_size: object) -> None:
         """Open the object `key` ("/NAME") and call `byte_size` bytes at `offset` of it `name`.
 
-        The values may be anything a client sent. Raises BadInput, also when the name is taken.
+        The values come from a client. Raises BadInput, also if the name is taken.
         """
         region = _region_name(name)
         where = f"region '{region}'"
@@ -92,7 +92,7 @@ class SharedMemory(Closing):
             if region in self._regions:
                 raise BadInput(f"{where} is already registered", hint="unregister it first")
             if len(self._regions) >= MAX_REGIONS:
-                raise BadInput(f"{where}: {MAX_REGIONS} regions are registered, the most allowed")
+                raise BadInput(f"{where}: {MAX_REGIONS} regions are registered, the maximum")
             file = _open(where, bare)
             try:
                 _check_size(where, file, start + size)
@@ -108,7 +108,7 @@ class SharedMemory(Closing):
                 self._regions.pop(region).close()
 
     def status(self, name: str | None = None) -> list[dict[str, Any]]:
-        """Name, key, offset and byte_size of one region or of all. Raises NotFound."""
+        """Name, key, offset and byte_size of one region, or of all for None. Raises NotFound."""
         with self._lock:
             found = [
                 {"name": each, "key": r.key, "offset": r.offset, "byte_size": r.byte_size}
@@ -125,7 +125,7 @@ class SharedMemory(Closing):
             raise TooLarge(
                 f"region {quote(region.name)}: {quote(region.byte_size)} bytes are above the limit "
                 f"of {self._max_bytes}",
-                hint="start the server with a larger --max-body-bytes",
+                hint="start the server with a larger `max_body_bytes`",
             )
         with self._lock:
             found = self._find(region)
@@ -179,7 +179,7 @@ def _integer(where: str, field: str, value: object, least: int) -> int:
 
 
 def _open(where: str, name: str) -> int:
-    """Open an object for reading and writing, or only for reading where no more is permitted."""
+    """Open an object for reading and writing, or for reading if the permissions allow no more."""
     flags = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # opening a FIFO must not block
     path = f"{FOLDER}/{name}"
     try:

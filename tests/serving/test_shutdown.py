@@ -151,13 +151,13 @@ def test_the_end_waits_for_pipelined_requests_too() -> None:
 def test_a_port_in_use_is_named() -> None:
     with running() as server, pytest.raises(BadInput) as caught:
         Server({"m": FakeEngine()}, ServeOptions(http_port=server.port))
-    assert f"--http-port {server.port}: already in use" in caught.value.message
+    assert f"`http_port` {server.port}: already in use" in caught.value.message
     assert "0 picks a free one" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no such host", "x" * 300])
 def test_a_host_that_cannot_be_had_is_named(host: str) -> None:
-    with pytest.raises(BadInput, match=f"--host {host}"):
+    with pytest.raises(BadInput, match=f"`host` {host}"):
         Server({"m": FakeEngine()}, ServeOptions(host=host, http_port=0))
 
 

@@ -159,7 +159,7 @@ def test_a_wrong_shape_is_shown_beside_the_right_one(client: Any) -> None:
 
 
 def test_a_batch_above_the_limit_names_the_option(client: Any) -> None:
-    with pytest.raises(triton.InferenceServerException, match="--max-batch"):
+    with pytest.raises(triton.InferenceServerException, match="`max_batch`"):
         client.infer("linear", [input_x(rows(17))])
 
 

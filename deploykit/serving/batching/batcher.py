@@ -30,7 +30,7 @@ from deploykit.serving.batching.threads import ThreadExecutor
 
 
 class Retired(Overloaded):
-    """These engines were replaced: another Batcher has the model's queue now."""
+    """The engines were replaced: submit to the model's new Batcher."""
 
 
 class Batcher(Closing):
@@ -80,7 +80,7 @@ class Batcher(Closing):
 
     @property
     def inline_max_rows(self) -> float:
-        """Batches of up to so many rows run on the event loop's thread."""
+        """Batches of up to this many rows run on the event loop's thread."""
         return self._inline.max_rows if self._inline else 0
 
     @inline_max_rows.setter
@@ -98,7 +98,7 @@ class Batcher(Closing):
 
     @property
     def lost(self) -> bool:
-        """Whether an engine's GPU is gone; then nothing is accepted any more."""
+        """Whether an engine has lost its GPU; then no request is accepted."""
         return self._dispatch.lost
 
     @property
@@ -116,12 +116,12 @@ class Batcher(Closing):
 
     @property
     def policy(self) -> BatchPolicy:
-        """The policy now: an SLO changes batch, delay and queue all the time."""
+        """The current policy: with an SLO, batch, delay and queue change over time."""
         return self._queue.policy
 
     @property
     def hung(self) -> int:
-        """Number of engines whose call has taken so long that it is not expected to return."""
+        """Number of engines whose call is not expected to return any more."""
         limit_us = self._clock_us() - self._hung_us
         since = [worker.runner.since_us for worker in self._workers]
         return sum(each is not None and each <= limit_us for each in since)
@@ -146,8 +146,8 @@ class Batcher(Closing):
     ) -> Pending:
         """Queue one checked request; `deliver` calls `done` exactly once.
 
-        It may wait `wait_us` for an engine, and is answered within `give_up_us` whatever the
-        engine does. Raises Overloaded when the queue is full or closed.
+        It may wait `wait_us` for an engine and is answered within `give_up_us`, even if the
+        engine hangs. Raises Overloaded when the queue is full or closed.
         """
         now_us = self._clock_us()
         last_us = now_us + give_up_us
@@ -169,34 +169,34 @@ class Batcher(Closing):
         if self._retired:
             return Retired("the engine was replaced")
         dispatch, policy = self._dispatch, self.policy
-        dispatch.watcher.refused()
+        dispatch.watcher.record_refusal()
         if dispatch.lost:
             return device_lost(dispatch.name)
         if dispatch.closing:
             return shutting_down()
         if self.waiting < policy.queue:
             return Overloaded(
-                f"model '{dispatch.name}' could not answer within --slo-ms",
-                hint="try again later, or allow more time with a larger --slo-ms",
+                f"model '{dispatch.name}' could not answer within `slo_ms`",
+                hint="try again later, or allow more time with a larger `slo_ms`",
             )
         return Overloaded(
             f"the queue of model '{dispatch.name}' is full ({policy.queue} requests)",
-            hint="try again later, or start the server with a larger --queue",
+            hint="try again later, or start the server with a larger `queue`",
         )
 
     def cancel(self, request: Pending) -> bool:
-        """Remove a request that no client waits for. False when an engine has it or had it."""
+        """Remove a waiting request. False if an engine is running it or has run it."""
         with self._dispatch.lock:
             if not self._queue.remove(request):
                 return False
             request.finished = True
-        self.watcher.cancelled()
+        self.watcher.record_cancellation()
         return True
 
     def expire(self) -> None:
         """Answer requests past their deadline, even while all engines are busy; call it often.
 
-        With an SLO it also sets batch and delay anew.
+        With an SLO it also updates the policy.
         """
         dispatch, now_us = self._dispatch, self._clock_us()
         with dispatch.lock:
@@ -209,7 +209,7 @@ class Batcher(Closing):
         dispatch.finish(late, now_us)
 
     def close(self, *, drain: bool = True, timeout_s: float | None = None) -> int:
-        """Accept no more; answer what is queued (or refuse it, without `drain`); end the threads.
+        """Accept no more requests; answer the queued ones, or refuse them without `drain`.
 
         Returns how many requests are still unanswered after `timeout_s`: 0 unless an engine hangs.
         """
@@ -218,7 +218,7 @@ class Batcher(Closing):
         return self.unanswered
 
     def retire(self) -> None:
-        """Accept no more; answer what is queued, then close the engines. Does not wait for it."""
+        """Accept no more; answer queued requests, then close the engines. Does not wait."""
         self._retired = self._threads.close_engines = True
         self._dispatch.stop(None)
 

@@ -26,10 +26,10 @@ _CHECKED = 64  # combinations of lengths
 
 
 class Buckets:
-    """The buckets of one model, whose axis 0 is the batch. Raises BadInput for what cannot be.
+    """The buckets of one model, whose axis 0 is the batch. Raises BadInput.
 
-    `lengths`: by the name of an axis, those that its inputs have. `pad`: by the name of an input
-    what it is filled up with, 0 where nothing is said.
+    `lengths`: the bucket lengths of each axis. `pad`: the padding value of each input, 0 by
+    default.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Buckets:
     ) -> None:
         self.lengths = {axis: tuple(sorted(set(found))) for axis, found in lengths.items()}
         self._name = name
-        self._where: dict[str, tuple[str, int]] = {}  # axis -> an input and its axis that have it
+        self._where: dict[str, tuple[str, int]] = {}  # axis -> an input that has it, and where
         self._inputs: dict[str, dict[int, str]] = {}
         self._fill: dict[str, np.ndarray] = {}
         self._carried = tuple(
@@ -60,7 +60,7 @@ class Buckets:
             if axis not in self._where:
                 raise BadInput(f"model '{name}': no input has an axis '{axis}' besides the batch")
             if not found or found[0] < 1:
-                raise BadInput(f"--buckets {axis}: lengths are 1 or more, got {list(found)}")
+                raise BadInput(f"`buckets` {axis}: lengths are 1 or more, got {list(found)}")
 
     def _axes(self, spec: TensorSpec) -> dict[int, str]:
         return {
@@ -74,14 +74,14 @@ class Buckets:
         found = self._keys.get(key)
         if found is None:
             found = tuple(
-                (name, datatype, self._lengthened(name, shape)) for name, datatype, shape in key
+                (name, datatype, self._bucket_shape(name, shape)) for name, datatype, shape in key
             )
             if len(self._keys) >= _CACHED:
                 self._keys.clear()
             self._keys[key] = found
         return found
 
-    def _lengthened(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _bucket_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         longer = list(shape)
         for number, axis in self._inputs[name].items():
             length, lengths = shape[number - 1], self.lengths[axis]
@@ -91,12 +91,12 @@ class Buckets:
                     f"{lengths[-1]}",
                     hint="send shorter inputs, or start the server with a larger bucket",
                 )
-            if length:  # nothing at all is left alone: no check could say what it becomes
+            if length:  # an empty axis is not padded: `check` cannot cover it
                 longer[number - 1] = lengths[bisect_left(lengths, length)]
         return tuple(longer)
 
     def stack(self, batch: Sequence[Pending]) -> Arrays:
-        """The rows of requests with one key along axis 0, each at the key's lengths."""
+        """Join the rows of requests with equal keys, each padded to the key's lengths."""
         rows = sum([request.rows for request in batch])
         joined: dict[str, np.ndarray] = {}
         for name, _, shape in batch[0].key:
@@ -104,21 +104,21 @@ class Buckets:
             if all(array.shape[1:] == shape for array in arrays):
                 joined[name] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
                 continue
-            whole = joined[name] = np.empty((rows, *shape), arrays[0].dtype)
-            whole[...] = self._fill[name]
+            padded = joined[name] = np.empty((rows, *shape), arrays[0].dtype)
+            padded[...] = self._fill[name]
             start = 0
             for array in arrays:
                 end = start + len(array)
                 there = (slice(start, end), *map(slice, array.shape[1:]))
-                whole[there] = array
+                padded[there] = array
                 start = end
         return joined
 
     def cut(self, request: Pending, outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Outputs of `request` with each bucketed axis at the length of its own inputs."""
-        return {name: self._shortened(name, array, request) for name, array in outputs.items()}
+        """Crop each bucketed axis of the outputs to the length of the request's own inputs."""
+        return {name: self._crop(name, array, request) for name, array in outputs.items()}
 
-    def _shortened(self, name: str, array: np.ndarray, request: Pending) -> np.ndarray:
+    def _crop(self, name: str, array: np.ndarray, request: Pending) -> np.ndarray:
         axes = self._outputs.get(name)
         if not axes:
             return array
@@ -136,10 +136,10 @@ class Buckets:
         ]
 
     def check(self, engine: Engine, most_rows: int) -> None:
-        """Run random inputs of some lengths alone and lengthened; raise BadInput if they differ.
+        """Run random inputs unpadded and padded; raise BadInput if the outputs differ.
 
-        The lengthened ones run together, as in service, so a row that leaks into another shows.
-        A length that the engine refuses alone is left out, as long as another one is there.
+        The padded ones run as one batch, as in production, so leakage between rows is found too.
+        A length that the engine rejects unpadded is skipped, as long as another one works.
         """
         for batch in self._samples(most_rows):
             together = engine(self.stack(batch))
@@ -157,8 +157,8 @@ class Buckets:
                     self._compare(name, got, alone[name], request)
             if not compared:
                 raise BadInput(
-                    f"model '{self._name}': it runs at no length below the bucket of "
-                    f"{self._lengths(batch[-1])}, so what the bucket changes cannot be checked"
+                    f"model '{self._name}': no length below the bucket of "
+                    f"{self._lengths(batch[-1])} runs, so the effect of padding cannot be checked"
                 )
 
     def _samples(self, most_rows: int) -> Iterator[list[Pending]]:
@@ -173,22 +173,22 @@ class Buckets:
                     lengths[axis] = low + round(part * (high - low))
                 feeds = random_feeds(self._carried, lengths, seed)
                 key = tuple((name, "", array.shape[1:]) for name, array in feeds.items())
-                batch.append(Pending(feeds, 1, self.key(key), _nobody, 0, 0, 0))
+                batch.append(Pending(feeds, 1, self.key(key), _ignore, 0, 0, 0))
             yield batch
 
     def _compare(self, name: str, got: np.ndarray, want: np.ndarray, request: Pending) -> None:
         where = f"model '{self._name}': output '{name}' at {self._lengths(request)}"
         if got.shape != want.shape:
             raise BadInput(
-                f"{where}: shape {list(got.shape)} where lengthened, {list(want.shape)} alone",
-                hint="serve it without --buckets",
+                f"{where}: shape {list(got.shape)} padded, {list(want.shape)} unpadded",
+                hint="serve it without `buckets`",
             )
         error = relative_error(got, want)
         if not error <= TOLERANCE:
             raise BadInput(
-                f"{where} changes by {error:.2g} (relative) when its input is filled up to the "
+                f"{where} changes by {error:.2g} (relative) when its input is padded to the "
                 f"bucket; at most {TOLERANCE:g} is allowed",
-                hint="give it a mask, the right --pad values, or serve it without --buckets",
+                hint="give it a mask, the right `pad` values, or serve it without `buckets`",
             )
 
     def _lengths(self, request: Pending) -> str:
@@ -198,7 +198,7 @@ class Buckets:
 
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:
-    """The largest difference, relative to the largest value wanted; inf where one is no number."""
+    """The largest difference, relative to the largest value wanted; inf if one is not a number."""
     if want.dtype.kind not in "fiub":
         return 0.0 if np.array_equal(got, want) else math.inf
     got, want = got.astype(np.float64), want.astype(np.float64)
@@ -209,15 +209,15 @@ def relative_error(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def _fill(spec: TensorSpec, value: float) -> np.ndarray:
-    """`value` in the dtype of an input. Raises BadInput where it does not fit."""
+    """`value` in the dtype of an input. Raises BadInput if it does not fit."""
     if spec.dtype == "string":
-        raise BadInput(f"input '{spec.name}' is text, which cannot be filled up to a bucket")
+        raise BadInput(f"input '{spec.name}' holds strings, which cannot be padded to a bucket")
     with np.errstate(all="ignore"):
         filled = np.asarray(value).astype(carrier(spec.dtype))
     if spec.dtype[0] in "biu" and spec.dtype != "bfloat16" and float(filled) != value:
-        raise BadInput(f"--pad {spec.name}={value:g}: the input is {spec.dtype}")
+        raise BadInput(f"`pad` {spec.name}={value:g}: the input is {spec.dtype}")
     return filled
 
 
-def _nobody(_: Pending) -> None:
-    """What is checked is answered to nobody."""
+def _ignore(_: Pending) -> None:
+    """The requests of `check` have no client."""

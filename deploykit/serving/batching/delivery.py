@@ -12,7 +12,9 @@ from deploykit.serving.batching.policy import Pending
 log = logging.getLogger(__name__)
 
 Deliver = Callable[[Sequence[Pending]], None]
-CallSoon = Callable[[Callable[[], None]], object]  # runs it on the event loop's thread, soon
+CallSoon = Callable[
+    [Callable[[], None]], object
+]  # runs a function on the event loop's thread, soon
 
 
 def monotonic_us() -> int:
@@ -26,7 +28,7 @@ def mark_expired(requests: Sequence[Pending], now_us: int) -> None:
         waited_ms = (now_us - request.arrived_us) / 1e3
         request.error = Expired(
             f"the request waited {waited_ms:.0f} ms, past its time limit",
-            hint="send fewer requests at once, or allow more time ('timeout', --timeout-ms)",
+            hint="send fewer requests at once, or allow more time ('timeout', `timeout_ms`)",
         )
 
 

@@ -94,7 +94,7 @@ class Dispatch:
                     finished.append(request)
             worker.running = ()
             if self.steering is not None and not any(errors):
-                self.steering.ran(batch, now_us, ended_us)
+                self.steering.record_run(batch, now_us, ended_us)
         if worker.runner.lost:
             self.lost = True
             self.stop(device_lost(self.name))
@@ -120,7 +120,7 @@ class Dispatch:
         for request in requests:
             if request.error is not None:
                 try:
-                    self.watcher.failed(request, now_us)
+                    self.watcher.record_failure(request, now_us)
                 except Exception:  # a failing watcher must not hold up the replies
                     log.exception("model '%s': recording a failed request failed", self.name)
         if requests:

@@ -13,8 +13,8 @@ class InlineExecutor:
     """Runs batches of up to `max_rows` rows inline; wakes the engine's thread for longer ones.
 
     `call_soon` runs a function on the event loop once what has been received is read. For
-    `spin_us` after an inline run the loop does not sleep: a client that sends its next request at
-    once is answered sooner.
+    `spin_us` after an inline run the loop does not sleep, so that the next request of the same
+    client is answered sooner.
     """
 
     def __init__(self, dispatch: Dispatch, call_soon: CallSoon, spin_us: int) -> None:

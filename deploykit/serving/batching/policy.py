@@ -1,4 +1,4 @@
-"""What a waiting request is, and when a batch of them is due. Pure: the clock is passed in."""
+"""A waiting request, and the rule for when a batch is due. Pure: the clock is passed in."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from deploykit.core.tensors import InputKey
 from deploykit.runtimes.engine import Arrays
 
 LEVELS = 3  # of priority; 1 is run first
-DEFAULT_LEVEL = 2  # of a request without a priority, or with one that is no level, as in Triton
+DEFAULT_LEVEL = 2  # for a request without a valid priority, as in Triton
 
 
 @dataclass(frozen=True)
 class BatchPolicy:
     """`max_batch` in rows, 0 for a model that is never batched; `queue` in waiting requests.
 
-    `preferred`: batches of so many rows are run without waiting for the delay to pass, as in
+    `preferred`: batch sizes in rows that run without waiting for the delay to pass, as in
     Triton. `queue_rows`: rows that may wait, None for as many as `queue` allows.
     """
 
@@ -33,29 +33,29 @@ class BatchPolicy:
 
 @dataclass(eq=False, slots=True)
 class Pending:
-    """One request, from `submit` to its answer. Only `outputs` or `error` is set at the end."""
+    """One request, from `submit` to its reply. At the end, either `outputs` or `error` is set."""
 
     feeds: Arrays
     rows: int
     key: InputKey  # requests with equal keys may run together
     done: Callable[[Pending], None]
     arrived_us: int
-    deadline_us: int  # past it a waiting request is not run any more
-    give_up_us: int  # past it even a running request is answered with Expired
-    priority: int = 0  # as the client gave it
+    deadline_us: int  # a request that still waits then expires
+    give_up_us: int  # even a running request is answered with Expired then
+    priority: int = 0  # as the client sent it
     trace: str | None = None  # the client's W3C traceparent
-    decode_us: int = 0  # what reading the request took, before it arrived here
+    decode_us: int = 0  # time to decode the request, before it arrived here
     outputs: dict[str, np.ndarray] = field(default_factory=dict)
     error: DeploykitError | None = None
     finished: bool = False
 
 
 class BatchRun(NamedTuple):
-    """One run of the engine that went well: who was in it, and what each part took.
+    """A successful run of the engine: its requests, and the time of each stage.
 
-    The copies are 0 for an engine that does not time them apart; `engine_us` is without them.
-    `idle_us`: how long the requests, added up, waited while the engine that ran them was idle.
-    `instance`: which of the model's engines it was.
+    The copies are 0 for an engine that does not time them; `engine_us` excludes them.
+    `idle_us`: the sum of the times that requests waited while the engine was idle.
+    `instance`: the number of the engine.
     """
 
     requests: Sequence[Pending]
@@ -74,19 +74,19 @@ class BatchRun(NamedTuple):
 
 
 class Watcher:
-    """Receives events, on whichever thread they happen; this one ignores them."""
+    """Receives events on the thread where they happen; this base class ignores them."""
 
-    def ran(self, run: BatchRun) -> None:
-        """A batch ended well."""
+    def record_run(self, run: BatchRun) -> None:
+        """A batch succeeded."""
 
-    def failed(self, request: Pending, now_us: int) -> None:
+    def record_failure(self, request: Pending, now_us: int) -> None:
         """A request ended with `request.error`."""
 
-    def refused(self) -> None:
-        """A request was not taken, the queue being full or closed."""
+    def record_refusal(self) -> None:
+        """A request was refused: the queue is full or closed."""
 
-    def cancelled(self) -> None:
-        """A waiting request was taken back by its owner."""
+    def record_cancellation(self) -> None:
+        """The sender cancelled a waiting request."""
 
 
 class Watchers(Watcher):
@@ -95,29 +95,28 @@ class Watchers(Watcher):
     def __init__(self, *watchers: Watcher) -> None:
         self._watchers = watchers
 
-    def ran(self, run: BatchRun) -> None:
+    def record_run(self, run: BatchRun) -> None:
         for watcher in self._watchers:
-            watcher.ran(run)
+            watcher.record_run(run)
 
-    def failed(self, request: Pending, now_us: int) -> None:
+    def record_failure(self, request: Pending, now_us: int) -> None:
         for watcher in self._watchers:
-            watcher.failed(request, now_us)
+            watcher.record_failure(request, now_us)
 
-    def refused(self) -> None:
+    def record_refusal(self) -> None:
         for watcher in self._watchers:
-            watcher.refused()
+            watcher.record_refusal()
 
-    def cancelled(self) -> None:
+    def record_cancellation(self) -> None:
         for watcher in self._watchers:
-            watcher.cancelled()
+            watcher.record_cancellation()
 
 
 def due(waiting: Iterable[Pending], policy: BatchPolicy, now_us: int) -> int:
     """How many requests at the head of `waiting`, all of one key, to run now; 0 means wait.
 
-    The largest preferred size that the requests add up to, while the delay has not passed; else
-    all that fit into `max_batch`, once that is full or the delay has passed. A request of more rows
-    than that runs alone.
+    Before the delay has passed: the largest preferred size that the requests add up to. Else, or
+    once the batch is full: all that fit into `max_batch`. A request of more rows runs alone.
     """
     take = rows = preferred = 0
     oldest_us = now_us

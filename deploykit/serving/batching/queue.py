@@ -1,7 +1,7 @@
-"""Requests that wait for an engine, grouped by priority and shape and run oldest first.
+"""Queue requests for an engine, grouped by priority and shape, oldest first.
 
-No locks and no clock: `Dispatch` has them. Requests of other shapes do not break a batch up.
-Nothing walks over all waiting requests but the search for expired ones, made only when there are.
+No locks and no clock: `Dispatch` has them. Requests of other shapes do not split a batch. Only the
+search for expired requests visits all of them, and it runs only when some have expired.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Group:
     def __init__(self, level: int, key: InputKey) -> None:
         self.level = level
         self.key = key
-        self.requests: OrderedDict[Pending, None] = OrderedDict()  # any can leave at once
+        self.requests: OrderedDict[Pending, None] = OrderedDict()  # removes any in constant time
         self.rows = 0
 
     @property
@@ -31,7 +31,7 @@ class _Group:
         return next(iter(self.requests))
 
     def order(self, now_us: int) -> tuple[int, int]:
-        """By priority, then by age; once half of its time is gone, a request overtakes others."""
+        """By priority, then by age; a request past half of its time limit overtakes others."""
         oldest = self.oldest
         urgent = now_us >= (oldest.arrived_us + oldest.deadline_us) // 2
         return 0 if urgent else self.level, oldest.arrived_us
@@ -46,7 +46,7 @@ class RequestQueue:
         self.rows = 0
         self.added_rows = 0
         self._groups: dict[tuple[int, InputKey], _Group] = {}  # none of them empty
-        self._last = _Group(DEFAULT_LEVEL, ())  # where the last request went, empty or not
+        self._last = _Group(DEFAULT_LEVEL, ())  # of the last request; may be empty
         self._soonest_us = _NEVER_US  # no deadline is before it
 
     def fits(self, rows: int) -> bool:
@@ -96,7 +96,7 @@ class RequestQueue:
                 return batch
             count = due(requests, policy, now_us)
             if not count and hurry:
-                count = len(requests)  # it would have run already, had it been too much
+                count = len(requests)  # above `max_batch` it would have run already
             if count:
                 batch = [requests.popitem(False)[0] for _ in range(count)]
                 self._removed(group, batch)

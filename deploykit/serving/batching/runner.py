@@ -1,8 +1,7 @@
 """Run one batch on one engine and set the outputs or the error of each request.
 
-A batch that fails is run again request by request, once, so that none fails its neighbours. A
-batch that ran out of memory is not: more runs would keep the memory full. After a lost GPU nothing
-runs any more.
+The requests of a failed batch run again one by one, once, so that a bad one fails alone. After
+running out of memory they do not: more runs would keep the memory full. Nothing runs on a lost GPU.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class Runner:
             self._instance,
         )
         try:
-            watcher.ran(run)
+            watcher.record_run(run)
         except Exception:  # a failing watcher must not end the engine's thread
             log.exception("model '%s': recording a batch failed", self._name)
         return None
@@ -107,9 +106,9 @@ class Runner:
         if isinstance(exc, (OutOfMemory, MemoryError)):
             return Overloaded(
                 f"model '{name}': out of memory in a batch of {size} requests",
-                hint="try again later, with fewer rows, or start the server with less --max-batch",
+                hint="try again later, with fewer rows, or start the server with less `max_batch`",
             )
-        if isinstance(exc, BadInput):  # the request passed our own checks
+        if isinstance(exc, BadInput):  # although the request passed our own checks
             return BadInput(
                 f"model '{name}': the engine refused the values or the shape of this request",
                 hint="the server's log says why",

@@ -1,27 +1,25 @@
-"""Choose batch, delay and queue so that 99 of 100 requests are answered within `--slo-ms`.
+"""Adapt batch size, delay and queue so that 99 % of the requests are answered within `slo_ms`.
 
-In: how long batches took by their rows, how many rows arrive, and how many requests came too late.
-Out: a BatchPolicy, anew each time `step` is called. Pure: the clock is passed in.
+`step` computes a BatchPolicy from the batch times, the arrival rate and the share of late requests.
+Pure: the clock is passed in.
 
-- **Batch.** Who comes just after a batch has begun waits for it and then for his own, so the batch
-  is the largest with 2 t(rows) within the SLO: the rule of Nexus (Shen et al., SOSP 2019). t is
-  what 19 of 20 batches keep to: a line through the sizes that were measured, times the pace of the
-  machine now, times how far the times spread. Sizes just above the largest are tried as if they
-  took no longer. Rows that make a batch at most a quarter longer than one row alone are always let
-  in: without them it would be hardly sooner, and answer far fewer.
-- **Queue.** With no bound no batch size holds an SLO under overload. As many rows may wait as go
-  out in time, a batch in t, with one already running; more are refused at once (`Overloaded`) and
-  can go elsewhere. Near the capacity that leaves, chance alone refuses some per cent.
-- **Delay.** An idle engine waits only while that is likely to pay: if, at the present rate, a row
-  more is expected within the time that running it apart would cost, 2 t(1) - t(2). It never waits
-  longer than that time, so that it loses at most as much as it might have saved (the ski-rental
-  bound; Karlin et al., 1988), nor longer than --max-delay-us if that is given, nor than the SLO
-  leaves after two batches. Few requests, as a lone client's, never wait.
-- **Correction.** t leaves out what happens between batches. When more than 1 in 100 requests are
-  late all the same, the time that is reckoned with is cut by a tenth, and given back in growing
-  steps while they are in time: additive increase, multiplicative decrease, as in Clipper
-  (Crankshaw et al., NSDI 2017). It is never cut below three quarters of the SLO: what is late then
-  is late because of something else, and smaller batches would only answer fewer.
+- **Batch size.** A request that arrives just after a batch started waits for that batch and then
+  for its own, so the size is the largest with 2 t(rows) within the SLO, as in Nexus (Shen et al.,
+  SOSP 2019). t is the 95th percentile of the batch time: interpolated between measured sizes,
+  times the current pace of the machine, times the spread. Sizes slightly above the largest measured
+  one are assumed to take no longer. Rows that make a batch at most 25 % longer than a single row
+  are always accepted: without them latency would hardly improve, and throughput would drop.
+- **Queue.** Without a bound, no batch size meets an SLO under overload. Only as many rows may wait
+  as can be answered in time behind a running batch; more are refused at once (`Overloaded`). Close
+  to capacity, random arrivals alone cause some per cent of refusals.
+- **Delay.** An idle engine waits only if, at the current rate, another row is expected within the
+  time that batching it would save, 2 t(1) - t(2). The delay never exceeds that time, so waiting
+  costs at most what it could have saved (the ski-rental bound; Karlin et al., 1988), nor
+  `max_delay_us` if set, nor what the SLO leaves after two batches. A single client never waits.
+- **Correction.** t excludes the time between batches. While more than 1 % of the requests are late,
+  the budget is cut by a tenth, else it recovers in growing steps: additive increase, multiplicative
+  decrease, as in Clipper (Crankshaw et al., NSDI 2017). It stays above three quarters of the SLO:
+  below that, batches are not the cause, and smaller ones would only reduce throughput.
 """
 
 from __future__ import annotations
@@ -33,25 +31,25 @@ from deploykit.serving.batching.policy import BatchPolicy, Pending
 
 _LATE_SHARE = 0.01
 _QUANTILE = 0.95
-_WIDEST = 1.5  # spread that is reckoned with
-_CHEAP = 1.25  # times that of one row
-_STEP = 1.25  # from the largest size that was measured to one that is tried
-_WEIGHT = 0.1  # of the newest batch in the pace of all sizes
-_SHAPE_WEIGHT = 0.02  # and in that of its own size
-_ODD = 0.5  # what is farther off counts as no farther: somebody else had the machine
+_MAX_SPREAD = 1.5
+_CHEAP = 1.25  # times the time of one row
+_STEP = 1.25  # from the largest measured size to the next one to try
+_WEIGHT = 0.1  # of a batch in the pace of all sizes
+_SHAPE_WEIGHT = 0.02  # of a batch in the time of its own size
+_ODD = 0.5  # larger deviations are clipped: other programs used the machine
 _SPREAD_PACE = 0.02
-_FORGET_US = 30_000_000  # a batch size not run for so long is tried again
+_FORGET_US = 30_000_000  # a batch size that did not run for this long is tried again
 _SHORTEST_DELAY_US = 100  # a thread's sleep is no finer
-_ENOUGH = 100  # requests to judge by
-_JUDGE_US = 1_000_000  # and time
+_MIN_REQUESTS = 100  # for a correction
+_CORRECT_US = 1_000_000  # between corrections
 _RATE_US = 500_000  # the arrival rate is a mean over about this long
-_MOST, _LEAST = 0.95, 0.75  # of the share of the SLO that is reckoned with
+_MOST, _LEAST = 0.95, 0.75  # share of the SLO in the budget
 _DOWN, _UP, _FASTER = 0.9, 0.005, 1.5
 
 
 @dataclass
 class _Measured:
-    """Batches of about `rows` rows take some `us` where the pace is 1."""
+    """Batches of about `rows` rows take about `us` at pace 1."""
 
     rows: float
     us: float
@@ -59,23 +57,23 @@ class _Measured:
 
 
 class Steering:
-    """Steers one model of `engines` engines. `base` holds what must not be exceeded."""
+    """Adapts the policy of one model with `engines` engines. `base`: the upper limits."""
 
     def __init__(self, slo_us: int, base: BatchPolicy, engines: int = 1) -> None:
         self._slo_us = slo_us
         self._base = base
         self._engines = engines
         self._measured: dict[int, _Measured] = {}
-        self._pace = 1.0  # of the machine now: it slows down or speeds up all sizes
-        self._spread = 1.0  # of the times around their mean
+        self._pace = 1.0  # current slowdown of the machine, common to all sizes
+        self._spread = 1.0  # 95th percentile over the mean
         self._share = _MOST
         self._up = _UP
-        self._judged_us = 0
+        self._corrected_us = 0
         self._requests = self._late = 0
         self._rate = 0.0  # rows per µs
         self._last: tuple[int, int] | None = None
 
-    def measured(self, rows: int, busy_us: int, now_us: int) -> None:
+    def record_time(self, rows: int, busy_us: int, now_us: int) -> None:
         """A batch of `rows` took `busy_us`."""
         rows, busy_us = max(1, rows), max(1, busy_us)
         known = self._measured.get(_size_class(rows))
@@ -84,22 +82,22 @@ class Steering:
             return
         off = busy_us / (self._pace * self._mean_us(rows)) - 1
         step = _SPREAD_PACE * ((1 + off > self._spread) - (1 - _QUANTILE))
-        self._spread = min(max(1.0, self._spread * (1 + step)), _WIDEST)
+        self._spread = min(max(1.0, self._spread * (1 + step)), _MAX_SPREAD)
         self._pace *= 1 + _WEIGHT * max(-_ODD, min(_ODD, off))
         known.us *= 1 + _SHAPE_WEIGHT * max(-_ODD, min(_ODD, off))
         known.rows += _SHAPE_WEIGHT * (rows - known.rows)
         known.seen_us = now_us
 
-    def ran(self, batch: Sequence[Pending], started_us: int, ended_us: int) -> None:
-        """A batch was run well; its requests are about to be answered."""
-        self.measured(sum([r.rows for r in batch]), ended_us - started_us, ended_us)
+    def record_run(self, batch: Sequence[Pending], started_us: int, ended_us: int) -> None:
+        """A batch succeeded; its requests are about to be answered."""
+        self.record_time(sum([r.rows for r in batch]), ended_us - started_us, ended_us)
         in_time_us = ended_us - self._slo_us
         self._requests += len(batch)
         self._late += sum([r.arrived_us - r.decode_us < in_time_us for r in batch])
 
     def step(self, now_us: int, added_rows: int) -> BatchPolicy:
-        """What holds from now on. `added_rows`: all that ever arrived."""
-        self._see_rate(now_us, added_rows)
+        """The policy from now on. `added_rows`: the rows that have arrived in total."""
+        self._update_rate(now_us, added_rows)
         if not self._measured:
             return self._base
         self._correct(now_us)
@@ -116,7 +114,7 @@ class Steering:
         )
 
     def time_us(self, rows: float) -> float:
-        """What nearly every batch of `rows` rows keeps to."""
+        """The 95th percentile of the time of a batch of `rows` rows."""
         return self._mean_us(rows) * self._pace * self._spread
 
     def _mean_us(self, rows: float) -> float:
@@ -144,7 +142,7 @@ class Steering:
         return low
 
     def _forget(self, rows: int, now_us: int) -> None:
-        """Sizes above those in use are not measured any more: what they took may have changed."""
+        """Forget old times of sizes above those in use: they may have changed."""
         for key, point in list(self._measured.items()):
             old = now_us - point.seen_us > _FORGET_US
             if (
@@ -162,16 +160,16 @@ class Steering:
         return delay_us if delay_us >= _SHORTEST_DELAY_US else 0
 
     def _correct(self, now_us: int) -> None:
-        if self._requests < _ENOUGH or now_us - self._judged_us < _JUDGE_US:
+        if self._requests < _MIN_REQUESTS or now_us - self._corrected_us < _CORRECT_US:
             return
-        self._judged_us = now_us
+        self._corrected_us = now_us
         if self._late > self._requests * _LATE_SHARE:
             self._share, self._up = max(_LEAST, self._share * _DOWN), _UP
         else:
             self._share, self._up = min(_MOST, self._share + self._up), self._up * _FASTER
         self._requests = self._late = 0
 
-    def _see_rate(self, now_us: int, added_rows: int) -> None:
+    def _update_rate(self, now_us: int, added_rows: int) -> None:
         if self._last is not None and now_us > self._last[0]:
             passed_us = now_us - self._last[0]
             weight = min(1.0, passed_us / _RATE_US)

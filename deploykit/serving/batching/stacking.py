@@ -1,6 +1,6 @@
 """Join requests along axis 0 into one input, and give each request its own rows of the outputs.
 
-Outputs are checked against what the engine promised first: no request ever gets another's row.
+Outputs are checked against the engine's declaration first: no request gets another's rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Cut = Callable[[Pending, dict[str, np.ndarray]], dict[str, np.ndarray]]
 
 
 class EngineFailed(DeploykitError):  # noqa: N818 - named as its siblings in core/errors.py
-    """The engine raised, or returned something else than it promised; the log says what."""
+    """The engine raised, or returned other outputs than declared; the log has the details."""
 
 
 def stack(batch: Sequence[Pending]) -> Arrays:
@@ -34,14 +34,14 @@ def stack(batch: Sequence[Pending]) -> Arrays:
 class Splitter:
     """Checks and splits the outputs of one engine. `joined`: axis 0 of every output is the batch.
 
-    `cut` shortens what a request's inputs were lengthened by; None for nothing.
+    `cut` removes the padding of a request's outputs; None without buckets.
     """
 
     def __init__(
         self, outputs: Sequence[TensorSpec], *, joined: bool, cut: Cut | None = None
     ) -> None:
-        self._promised = tuple(
-            _Promise(spec.name, np.dtype(carrier(spec.dtype)), spec.shape) for spec in outputs
+        self._declared = tuple(
+            _Declared(spec.name, np.dtype(carrier(spec.dtype)), spec.shape) for spec in outputs
         )
         self._joined = joined
         self._cut = cut
@@ -53,7 +53,7 @@ class Splitter:
             batch[0].outputs = self._own(batch[0], dict(outputs))
             return
         start = 0
-        arrays = [(promise.name, outputs[promise.name]) for promise in self._promised]
+        arrays = [(declared.name, outputs[declared.name]) for declared in self._declared]
         for request in batch:
             end = start + request.rows
             request.outputs = self._own(request, {name: a[start:end] for name, a in arrays})
@@ -64,25 +64,25 @@ class Splitter:
 
     def check(self, outputs: Mapping[str, np.ndarray], rows: int) -> None:
         """Raise EngineFailed unless these can be the outputs of `rows` rows."""
-        for promise in self._promised:
-            array = outputs.get(promise.name)
-            if array is None or array.dtype != promise.dtype:
+        for declared in self._declared:
+            array = outputs.get(declared.name)
+            if array is None or array.dtype != declared.dtype:
                 got = "nothing" if array is None else array.dtype.name
                 raise EngineFailed(
-                    f"the engine returned {got} for output '{promise.name}' ({promise.dtype})"
+                    f"the engine returned {got} for output '{declared.name}' ({declared.dtype})"
                 )
             shape = array.shape
             if self._joined and (not shape or shape[0] != rows):
                 raise EngineFailed(
-                    f"the engine returned shape {list(shape)} for output '{promise.name}', "
+                    f"the engine returned shape {list(shape)} for output '{declared.name}', "
                     f"{rows} rows were expected"
                 )
-            if shape != promise.seen:
-                promise.see(shape)
+            if shape != declared.seen:
+                declared.check(shape)
 
 
-class _Promise:
-    """What the engine says of one output. `seen`: the last shape that was found to keep it."""
+class _Declared:
+    """The declared dtype and shape of one output. `seen`: the last shape that passed the check."""
 
     __slots__ = ("axes", "dtype", "name", "seen")
 
@@ -92,7 +92,7 @@ class _Promise:
         self.axes = axes
         self.seen: tuple[int, ...] | None = None
 
-    def see(self, shape: tuple[int, ...]) -> None:
+    def check(self, shape: tuple[int, ...]) -> None:
         fits = len(shape) == len(self.axes) and all(
             isinstance(want, str) or want == got for want, got in zip(self.axes, shape, strict=True)
         )

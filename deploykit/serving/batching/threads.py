@@ -85,6 +85,6 @@ class ThreadExecutor:
             if worker in dispatch.idle:
                 dispatch.idle.remove(worker)
             else:
-                dispatch.lock.release()  # another thread wakes it, or runs its engine inline
+                dispatch.lock.release()  # another thread will wake it, or runs its engine inline
                 worker.wake.acquire()
                 dispatch.lock.acquire()

@@ -1,4 +1,4 @@
-"""Put the pieces of a stream together to gRPC's messages, which have a prefix of 5 bytes."""
+"""Assemble gRPC messages, which have a prefix of 5 bytes, from the pieces of a stream."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ PREFIX_BYTES = 5  # compressed or not, length
 
 
 class MessageReader:
-    """`have`: bytes that are not taken yet. `need`: of the next message, prefix included."""
+    """`have`: bytes received and not taken. `need`: of the next message with its prefix."""
 
     __slots__ = ("_begin", "_pieces", "have", "need")
 
@@ -14,21 +14,21 @@ class MessageReader:
         self._pieces: list[bytes] = []
         self._begin = 0  # of the next message, in the first piece
         self.have = 0
-        self.need = 0  # 0 while not known
+        self.need = 0  # 0 while unknown
 
     def add(self, piece: bytes) -> None:
         self._pieces.append(piece)
         self.have += len(piece)
 
     def measure(self) -> int:
-        """`need`, read from the prefix, which must be here."""
+        """Read `need` from the prefix, which must have arrived."""
         self._join()
         prefix = self._pieces[0][self._begin : self._begin + PREFIX_BYTES]
         self.need = PREFIX_BYTES + int.from_bytes(prefix[1:], "big")
         return self.need
 
     def take(self) -> bytes:
-        """The next message with its prefix; all of it must be here."""
+        """The next message with its prefix, which must have arrived."""
         self._join()
         data, at, need = self._pieces[0], self._begin, self.need
         self.have -= need

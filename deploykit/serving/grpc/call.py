@@ -1,6 +1,6 @@
 """One gRPC call on an HTTP/2 stream: messages to its Method, replies and a status back.
 
-No header of a reply refers to HPACK's dynamic table, so replies are constants and need no state.
+Reply headers do not use HPACK's dynamic table, so they are constants.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from deploykit.serving.transport.compression import decompress
 
 log = logging.getLogger(__name__)
 
-_HEALTH_BYTES = 1024  # of a message to a public method, at most: "are you ready?"
-_MESSAGES_A_TURN = 64  # of one streaming call, before other calls get their turn
+_HEALTH_BYTES = 1024  # largest message to a public method over the memory budget
+_MESSAGES_PER_TURN = 64  # of a streaming call before other calls get their turn
 
 STATUS = {
     "OK": 0,
@@ -48,12 +48,12 @@ STATUS = {
 _REPLY_HEADERS = b"\x88" + literal(b"content-type", b"application/grpc")  # 0x88: ":status: 200"
 _REPLY_HEADERS += literal(b"grpc-accept-encoding", b"identity,deflate,gzip")
 _OK = literal(b"grpc-status", b"0")
-_SAFE = " !\"#$&'()*+,/:;<=>?@[\\]^_`{|}~"  # of a message in a header; not "%"
+_SAFE = " !\"#$&'()*+,/:;<=>?@[\\]^_`{|}~"  # characters of a message that need no encoding; not "%"
 _LONGEST_MESSAGE = 1000
 
 
 class Call(Stream):
-    """From its headers to its trailers."""
+    """A call from its headers to its trailers."""
 
     __slots__ = (
         "_in_turn",
@@ -61,13 +61,13 @@ class Call(Stream):
         "_received_one",
         "_since_s",
         "_sizes",
-        "answering",
         "cancel",
         "deadline_s",
         "head",
         "held_bytes",
         "opened",
         "slots",
+        "unreplied",
     )
 
     link: Flow
@@ -77,32 +77,32 @@ class Call(Stream):
         shared = link.shared
         self.head = head
         self.held_bytes = 0  # bytes counted in the server's memory budget
-        self.answering = 0  # messages delivered and not answered
-        self.slots: deque[Any] = deque()  # of a streaming call's replies, in order
-        self.opened = False  # the reply's headers were sent
-        self.cancel: Callable[[], object] | None = None  # to call if the client gives up
+        self.unreplied = 0  # messages delivered and not answered
+        self.slots: deque[Any] = deque()  # replies of a streaming call, in order
+        self.opened = False  # the reply's headers have been sent
+        self.cancel: Callable[[], object] | None = None  # called if the client cancels
         self._reader = MessageReader()
         self._sizes: deque[int] = deque()  # bytes of each delivered message of a streaming call
-        self._in_turn = False  # messages are being delivered, now or in the loop's next turn
+        self._in_turn = False  # messages are being delivered, now or in the next turn of the loop
         self._received_one = False
         self._since_s = shared.now_s
         timeout_us = head.timeout_us
         self.deadline_s: float | None = None
-        if timeout_us is not None:  # `now_s` is a tick old
+        if timeout_us is not None:  # `now_s` may be a tick old
             self.deadline_s = shared.clock_s() + timeout_us / 1e6
 
     @property
     def unanswered(self) -> int:
-        return self.answering or (1 if self.out or self.trailers is not None else 0)
+        return self.unreplied or (1 if self.unsent or self.trailers is not None else 0)
 
     @property
     def gone(self) -> bool:
-        """Whether no reply would reach the client."""
+        """Whether the call has ended: no reply can be sent."""
         return self.finished
 
     @property
     def left_us(self) -> int | None:
-        """Until the client's deadline; None when it has set none."""
+        """Time until the client's deadline; None without one."""
         if self.deadline_s is None:
             return None
         return int((self.deadline_s - self.link.shared.clock_s()) * 1e6)
@@ -122,36 +122,36 @@ class Call(Stream):
             if not self._reader.have:
                 self._since_s = self.link.shared.now_s
             self._reader.add(piece)
-            if not self._hold(len(piece)):
+            if not self._reserve(len(piece)):
                 return
         self.read()
 
     def read(self) -> None:
-        """Deliver the messages that are complete, while replies can be sent."""
-        if not self._in_turn:  # a message that is answered at once comes back here
+        """Deliver complete messages, while replies can be sent."""
+        if not self._in_turn:  # a message that is answered immediately re-enters here
             self._in_turn = True
             self._in_turn = self._deliver_all()
 
     resume = read
 
-    def _read_on(self) -> None:
+    def _continue(self) -> None:
         self._in_turn = False
         self.read()
 
     def _deliver_all(self) -> bool:
-        """Whether it goes on in the loop's next turn, so that other calls get theirs."""
+        """Returns whether to continue in the next turn of the loop, after other calls."""
         method, shared, reader = self.head.method, self.link.shared, self._reader
-        left = _MESSAGES_A_TURN
+        left = _MESSAGES_PER_TURN
         while reader.have >= PREFIX_BYTES and not self.finished and method is not None:
             if not reader.need and reader.measure() > shared.max_message_bytes + PREFIX_BYTES:
                 self._too_large()
                 return False
             if reader.have < reader.need or (method.ended is None and not self.ended):
                 break
-            if self.out or len(self.slots) >= shared.limits.outstanding:
-                return False  # read on when the client has read some replies
+            if self.unsent or len(self.slots) >= shared.limits.outstanding:
+                return False  # continue when the client has read some replies
             if not left:
-                self.link.later(self._read_on)
+                self.link.call_soon(self._continue)
                 return True
             left -= 1
             self._deliver(method)
@@ -187,19 +187,19 @@ class Call(Stream):
             if used > STREAM_WINDOW // 2 and not self.ended:
                 self.link.allow(self, used)
         if data[0]:
-            plain = self._decompressed(data)
-            if plain is None or not self._hold(len(plain)):
+            plain = self._decompress(data)
+            if plain is None or not self._reserve(len(plain)):
                 return
             data, at = plain, 0
             size += len(plain)
         if method.ended is not None:
             self._sizes.append(size)
         self._received_one = True
-        self.answering += 1
+        self.unreplied += 1
         method.message(self, data, at)
 
-    def _decompressed(self, data: bytes) -> bytes | None:
-        """The message's bytes; None when the call has failed. Stops at the limit, not after it."""
+    def _decompress(self, data: bytes) -> bytes | None:
+        """The message's bytes; None if the call has failed. Stops at the size limit."""
         encoding = self.head.encoding
         if data[0] != 1 or encoding == b"identity":
             self.fail("INVALID_ARGUMENT", "a message's first byte does not fit 'grpc-encoding'")
@@ -218,13 +218,13 @@ class Call(Stream):
         limit = self.link.shared.max_message_bytes
         self.fail(
             "RESOURCE_EXHAUSTED",
-            f"the message is above {limit} bytes; start the server with a larger --max-body-bytes",
+            f"the message is above {limit} bytes; start the server with a larger `max_body_bytes`",
         )
 
     # -- memory ----------------------------------------------------------------------------------
 
-    def _hold(self, size: int) -> bool:
-        """Count bytes; above the budget the call fails, unless it only asks for the health."""
+    def _reserve(self, size: int) -> bool:
+        """Count bytes in the memory budget; above it the call fails, except small health checks."""
         self.held_bytes += size
         memory, method = self.link.shared.memory, self.head.method
         public = method is not None and method.public and self.held_bytes <= _HEALTH_BYTES
@@ -240,7 +240,7 @@ class Call(Stream):
     # -- replies ---------------------------------------------------------------------------------
 
     def reply(self, parts: list[bytes]) -> None:
-        """The only reply of a call, and its end."""
+        """Send the only reply of a call and end it."""
         if self.finished:
             return
         link, number = self.link, self.id
@@ -267,14 +267,14 @@ class Call(Stream):
         self.complete()
 
     def send_message(self, parts: list[bytes]) -> None:
-        """One reply of several."""
+        """Send one of several replies."""
         if self.finished:
             return
         if not self.opened:
             self.opened = True
             self.link.write(frame(HEADERS, END_HEADERS, self.id, _REPLY_HEADERS))
         length = sum(map(len, parts))
-        self.answering = max(0, self.answering - 1)  # health updates answer no message
+        self.unreplied = max(0, self.unreplied - 1)  # health updates reply to no message
         if self._sizes:
             self._free(self._sizes.popleft())
         elif self.ended:
@@ -282,11 +282,11 @@ class Call(Stream):
         self.send((b"\0" + length.to_bytes(4, "big"), *parts))
 
     def complete(self) -> None:
-        """No more replies: the call went well."""
+        """End the call with status OK."""
         self._end(_OK)
 
     def fail(self, status: str, message: str) -> None:
-        """End the call with an error; what was sent before it still goes out."""
+        """End the call with an error, after the replies before it."""
         if self.finished or self.trailers is not None:
             return
         cancel, self.cancel = self.cancel, None
@@ -301,7 +301,7 @@ class Call(Stream):
     def _end(self, block: bytes) -> None:
         if self.finished or self.trailers is not None:
             return
-        self.answering = 0
+        self.unreplied = 0
         self.slots.clear()
         self.end(frame(HEADERS, END_HEADERS | END_STREAM, self.id, block))
 
@@ -315,7 +315,7 @@ class Call(Stream):
 
     @property
     def _incomplete(self) -> bool:
-        """Whether the client still has to send: half a message, or a call's only one."""
+        """Whether the client has still to send the rest of a message, or the only message."""
         method = self.head.method
         one = method is not None and method.ended is None
         return not self.ended and (self._reader.have > 0 or one)
@@ -327,7 +327,7 @@ class Call(Stream):
             cancel()
 
     def finish(self) -> None:
-        self.answering = 0
+        self.unreplied = 0
         self._reader.clear()
         super().finish()
         self._free(self.held_bytes)

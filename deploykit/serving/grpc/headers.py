@@ -1,4 +1,4 @@
-"""What the headers of a gRPC call say, or why the call is refused."""
+"""Parse the headers of a gRPC call, or say why it is refused."""
 
 from __future__ import annotations
 
@@ -15,31 +15,30 @@ _UNITS_US = {b"H": 3.6e9, b"M": 6e7, b"S": 1e6, b"m": 1e3, b"u": 1.0, b"n": 1e-3
 
 @dataclass(frozen=True)
 class Method:
-    """What serves a method. `message(call, data, at)`: the message is `data[at:]`.
+    """The handlers of a method. `message(call, data, at)`: the message is `data[at:]`.
 
-    `ended(call)`: the client may send several messages, and has sent its last. `public`: needs no
-    token.
+    `ended(call)`: for methods with several messages, after the last. `public`: needs no token.
     """
 
-    message: Callable[[Any, bytes, int], None]  # gets the Call
+    message: Callable[[Any, bytes, int], None]  # called with the Call
     ended: Callable[[Any], None] | None = None
     public: bool = False
 
 
 @dataclass(frozen=True)
 class Head:
-    """What the headers of a call say. `refusal`: the status and the text to answer at once."""
+    """The parsed headers of a call. `refusal`: status and message of an immediate error reply."""
 
     path: str
     method: Method | None
     timeout_us: int | None
     trace: str | None
-    encoding: bytes  # of compressed messages
+    encoding: bytes  # for compressed messages
     refusal: tuple[str, str] | None
 
 
 class HeadParser:
-    """Makes a Head of a call's headers. `allows`: whether an authorization is valid."""
+    """Makes a Head from a call's headers. `allows`: whether an authorization is valid."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Inference over gRPC, as one call or as a stream: a message to a Request, outputs to a reply."""
+"""Inference over gRPC, as one call or as a stream: decode messages, encode replies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LARGE_BYTES = 256 << 10  # typed contents above it are decoded on another thread
 
 
 class Replying(Protocol):
-    """Where one reply goes: a Call, or a Slot of a streaming one."""
+    """The receiver of one reply: a Call, or a Slot of a streaming call."""
 
     cancel: Callable[[], object] | None
 
@@ -51,7 +51,7 @@ class InferMethods:
         self._start(call, slot, data, at)
 
     def end_stream(self, call: Call) -> None:
-        """The client has sent its last message."""
+        """After the client's last message."""
         if not call.slots:
             call.complete()
 
@@ -96,14 +96,14 @@ class GrpcInference(Inference):
     def decode(self) -> Request:
         message = self._message
         if message is None:
-            raise Overloaded("the client has gone")
+            raise Overloaded("the client has disconnected")
         head, data, start, spans = message
         plan = messages.plan_request(head, spans, self.model.signature)
         request = fill(plan, data, start, self._methods.repository.memory)
         left_us = self._call.left_us
         if left_us is not None:
-            asked_us = request.timeout_us or left_us
-            request = request._replace(timeout_us=max(1, min(asked_us, left_us)))
+            wait_us = request.timeout_us or left_us
+            request = request._replace(timeout_us=max(1, min(wait_us, left_us)))
         return request
 
     def encode(self) -> list[bytes]:
@@ -121,7 +121,7 @@ class GrpcInference(Inference):
 
 
 class Slot:
-    """The place of one reply in a streaming call, whose replies keep the order of its messages."""
+    """The place of one reply in a streaming call: replies keep the order of the messages."""
 
     __slots__ = ("_call", "cancel", "parts")
 
@@ -149,7 +149,7 @@ class Slot:
             return
         while slots and slots[0].parts is not None:
             call.send_message(slots.popleft().parts)
-        call.read()  # what waited for this reply, or the end
+        call.read()  # messages that waited for this reply, or the end
 
 
 def _cancel_all(slots: deque[Slot]) -> None:
@@ -160,7 +160,7 @@ def _cancel_all(slots: deque[Slot]) -> None:
 
 
 def fail_with(reply_to: Replying, error: Exception) -> None:
-    """An error as the reply; one that is not ours is logged, and does not leave the server."""
+    """Send an error as the reply; one that is not a DeploykitError is logged and not sent."""
     if isinstance(error, DeploykitError):
         message = f"{error.message}; {error.hint}" if error.hint else error.message
         reply_to.fail(error.grpc_status, message)

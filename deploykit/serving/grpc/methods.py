@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 SERVICE = "inference.GRPCInferenceService"
 _HEALTH = "grpc.health.v1.Health"
-_EXTENSIONS = (  # those that this server has stand in `Calls.methods`
+_EXTENSIONS = (  # not supported, unless `Calls.methods` has them
     "RepositoryModelLoad",
     "RepositoryModelUnload",
     "TraceSetting",
@@ -36,20 +36,22 @@ _SERVING, _NOT_SERVING, _UNKNOWN = 1, 2, 3
 
 
 class Calls:
-    """`methods` by path. `offload`: see Inference."""
+    """The handlers of all methods by path. `offload`: see Inference."""
 
-    def __init__(self, service: ModelRepository, offload: Offload) -> None:
-        self._service = service
-        self.inference = inference = InferMethods(service, offload)
+    def __init__(self, repository: ModelRepository, offload: Offload) -> None:
+        self._repository = repository
+        self.inference = inference = InferMethods(repository, offload)
         self._watching: dict[Call, tuple[str, int]] = {}
         unary: dict[str, Callable[[Any], Message]] = {
-            "ServerMetadata": lambda _: message_from("ServerMetadataResponse", service.metadata()),
+            "ServerMetadata": lambda _: message_from(
+                "ServerMetadataResponse", repository.metadata()
+            ),
             "ModelReady": self._model_ready,
             "ModelMetadata": self._model_metadata,
             "ModelConfig": self._model_config,
             "ModelStatistics": self._statistics,
             "RepositoryIndex": self._index,
-            **(_regions(service.memory) if service.memory is not None else {}),
+            **(_regions(repository.memory) if repository.memory is not None else {}),
         }
         self.methods = {
             f"/{SERVICE}/ServerLive": Method(_unary("ServerLive", self._live), public=True),
@@ -63,63 +65,63 @@ class Calls:
         }
 
     def tick(self) -> None:
-        """Tell those who watch the health what has changed."""
+        """Send health changes to the Watch calls."""
         for call, (name, status) in list(self._watching.items()):
             now = self._health(name)
             if now != status:
-                self._tell(call, name, now)
+                self._send_health(call, name, now)
 
-    # -- one message in, one out -----------------------------------------------------------------
+    # -- unary methods ---------------------------------------------------------------------------
 
     def _live(self, _: Any) -> Message:
         return _message("ServerLiveResponse", live=True)
 
     def _ready(self, _: Any) -> Message:
-        return _message("ServerReadyResponse", ready=self._service.why_not_ready() is None)
+        return _message("ServerReadyResponse", ready=self._repository.why_not_ready() is None)
 
-    def _model_ready(self, asked: Any) -> Message:
+    def _model_ready(self, request: Any) -> Message:
         try:
-            model = self._find(asked.name, asked.version)
-            ready = self._service.why_not_ready(model) is None
+            model = self._find(request.name, request.version)
+            ready = self._repository.why_not_ready(model) is None
         except NotFound:
             ready = False
         return _message("ModelReadyResponse", ready=ready)
 
-    def _model_metadata(self, asked: Any) -> Message:
-        model = self._find(asked.name, asked.version)
+    def _model_metadata(self, request: Any) -> Message:
+        model = self._find(request.name, request.version)
         return message_from("ModelMetadataResponse", model.metadata())
 
-    def _model_config(self, asked: Any) -> Message:
-        model = self._find(asked.name, asked.version)
+    def _model_config(self, request: Any) -> Message:
+        model = self._find(request.name, request.version)
         return message_from("ModelConfigResponse", {"config": model.config()})
 
-    def _statistics(self, asked: Any) -> Message:
-        model = self._find(asked.name, asked.version) if asked.name else None
-        return message_from("ModelStatisticsResponse", self._service.statistics(model))
+    def _statistics(self, request: Any) -> Message:
+        model = self._find(request.name, request.version) if request.name else None
+        return message_from("ModelStatisticsResponse", self._repository.statistics(model))
 
-    def _index(self, asked: Any) -> Message:
-        models = self._service.index()
-        if asked.ready:
+    def _index(self, request: Any) -> Message:
+        models = self._repository.index()
+        if request.ready:
             models = [model for model in models if model["state"] == "READY"]
         return message_from("RepositoryIndexResponse", {"models": models})
 
     def _find(self, name: str, version: str) -> ServedModel:
-        return self._service.find(name, version or VERSION)
+        return self._repository.find(name, version or VERSION)
 
     # -- health ----------------------------------------------------------------------------------
 
     def _health(self, name: str) -> int:
         if name in ("", SERVICE):
-            return _NOT_SERVING if self._service.why_not_ready() else _SERVING
-        model = self._service.models.get(name)
+            return _NOT_SERVING if self._repository.why_not_ready() else _SERVING
+        model = self._repository.models.get(name)
         if model is None:
             return _UNKNOWN
-        return _NOT_SERVING if self._service.why_not_ready(model) else _SERVING
+        return _NOT_SERVING if self._repository.why_not_ready(model) else _SERVING
 
-    def _check(self, asked: Any) -> Message:
-        status = self._health(asked.service)
+    def _check(self, request: Any) -> Message:
+        status = self._health(request.service)
         if status == _UNKNOWN:
-            raise NotFound(f"there is no service {quote(asked.service)}")
+            raise NotFound(f"there is no service {quote(request.service)}")
         return _message("HealthCheckResponse", status=status)
 
     def _watch(self, call: Call, data: bytes, at: int) -> None:
@@ -129,9 +131,9 @@ class Calls:
             fail_with(call, exc)
             return
         call.cancel = partial(self._watching.pop, call, None)
-        self._tell(call, name, self._health(name))
+        self._send_health(call, name, self._health(name))
 
-    def _tell(self, call: Call, name: str, status: int) -> None:
+    def _send_health(self, call: Call, name: str, status: int) -> None:
         self._watching[call] = (name, status)
         call.send_message([_message("HealthCheckResponse", status=status).SerializeToString()])
 
@@ -154,23 +156,23 @@ def _unary(name: str, make: Callable[[Any], Message]) -> Callable[[Call, bytes, 
 def _regions(memory: SharedMemory) -> dict[str, Callable[[Any], Message]]:
     """The methods of the system shared-memory extension."""
 
-    def status(asked: Any) -> Message:
-        regions = {region["name"]: region for region in memory.status(asked.name or None)}
+    def status(request: Any) -> Message:
+        regions = {region["name"]: region for region in memory.status(request.name or None)}
         return message_from("SystemSharedMemoryStatusResponse", {"regions": regions})
 
-    def register(asked: Any) -> Message:
-        memory.register(asked.name, asked.key, asked.offset, asked.byte_size)
+    def register(request: Any) -> Message:
+        memory.register(request.name, request.key, request.offset, request.byte_size)
         return _message("SystemSharedMemoryRegisterResponse")
 
-    def unregister(asked: Any) -> Message:
-        memory.unregister(asked.name or None)
+    def unregister(request: Any) -> Message:
+        memory.unregister(request.name or None)
         return _message("SystemSharedMemoryUnregisterResponse")
 
     return {
         "SystemSharedMemoryStatus": status,
         "SystemSharedMemoryRegister": register,
         "SystemSharedMemoryUnregister": unregister,
-        # NVIDIA's examples begin by calling it
+        # NVIDIA's examples call it first
         "CudaSharedMemoryUnregister": lambda _: _message("CudaSharedMemoryUnregisterResponse"),
     }
 
@@ -180,7 +182,7 @@ def _not_offered(call: Call, _data: bytes, _at: int) -> None:
 
 
 def _reply(call: Call, make: Callable[[], list[bytes]]) -> None:
-    """Answer a call that has one reply."""
+    """Reply to a unary call."""
     try:
         parts = make()
     except Exception as exc:  # noqa: BLE001 - every error is a reply

@@ -1,4 +1,4 @@
-"""The gRPC server: its port, its clock and its end, on the event loop of the HTTP server."""
+"""The gRPC server: port, timers and shutdown, on the event loop of the HTTP server."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from deploykit.serving.transport.security import Guard, tls_context
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1  # how late a deadline may be noticed
-CLOSE_S = 5.0  # how long clients may take to read their last answers
+CLOSE_S = 5.0  # how long clients may take to read their last replies
 
 
 class GrpcServer:
-    """Serves `service` on `options.grpc_port`. All methods are for the event loop's thread."""
+    """Serves a repository on `options.grpc_port`. Call all methods on the event loop's thread."""
 
     def __init__(
         self,
-        service: ModelRepository,
+        repository: ModelRepository,
         options: ServeOptions,
         guard: Guard,
         memory: MemoryBudget,
@@ -39,7 +39,7 @@ class GrpcServer:
         limits: Limits | None = None,
     ) -> None:
         self._options = options
-        self._calls = Calls(service, offload)
+        self._calls = Calls(repository, offload)
         limits = limits or Limits()
         parse = HeadParser(self._calls.methods, guard.allows, limits.headers)
         self._shared = Shared(parse, Call, limits, options.max_body_bytes, memory)
@@ -50,13 +50,13 @@ class GrpcServer:
 
     @property
     def unanswered(self) -> int:
-        """Calls that came whole and whose answers have not been written."""
+        """Complete calls whose replies have not been written."""
         return self._shared.unanswered
 
     async def start(self) -> int:
-        """Listen; returns the port. Raises BadInput when it cannot be had."""
+        """Listen; returns the port. Raises BadInput if it is not available."""
         self._loop = asyncio.get_running_loop()
-        listening = bind(self._options.host, self._options.grpc_port or 0, "--grpc-port")
+        listening = bind(self._options.host, self._options.grpc_port or 0, "`grpc_port`")
         port: int = listening.getsockname()[1]
         make = partial(Connection, self._shared)
         self._socket = listening
@@ -66,14 +66,14 @@ class GrpcServer:
         return port
 
     async def stop(self, grace_s: float) -> None:
-        """Wait up to `grace_s` for accepted calls, then close. Drain the repository before."""
+        """Wait up to `grace_s` for accepted calls, then close. Drain the repository first."""
         await self._until(lambda: not self._shared.unanswered, grace_s)
         self._acceptor.close()
         self._socket.close()
         for connection in list(self._shared.connections):
             connection.close()
         left, acceptor = self._shared.connections, self._acceptor
-        await self._until(lambda: not (left or acceptor.greeting), min(grace_s, CLOSE_S))
+        await self._until(lambda: not (left or acceptor.handshakes), min(grace_s, CLOSE_S))
         self._ticking.cancel()
         for connection in list(self._shared.connections):
             connection.abort()

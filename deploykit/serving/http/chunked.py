@@ -11,7 +11,7 @@ _SIZE_LINE_BYTES = 4096
 _SIZE_LINE, _DATA, _DATA_END, _TRAILER = range(4)
 
 
-class Chunks:
+class ChunkedBody:
     """The state of one chunked body. Raises BadInput, and TooLarge above a limit."""
 
     def __init__(self, *, max_body_bytes: int, max_chunks: int, max_trailer_bytes: int) -> None:
@@ -20,7 +20,7 @@ class Chunks:
         self._max_trailer_bytes = max_trailer_bytes
         self._pieces: list[bytes] = []
         self._state = _SIZE_LINE
-        self._line = b""  # what has come of a size line, a chunk's end or a trailer
+        self._line = b""  # the part received of a size line, a chunk's end or a trailer
         self._left = 0  # bytes of this chunk still to come
         self._body_bytes = self._chunks = self._trailer_bytes = 0
         self.done = False
@@ -30,7 +30,7 @@ class Chunks:
         return self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
 
     def feed(self, data: bytes, at: int = 0) -> int:
-        """Take what belongs to the body, from `at` on; the index behind it."""
+        """Consume the body's bytes from `at` on; returns the index after them."""
         while at < len(data) and not self.done:
             if self._state == _DATA:
                 piece = data[at : at + self._left]
@@ -44,10 +44,10 @@ class Chunks:
             piece = data[at : end or len(data)]
             self._line += piece
             at += len(piece)
-            self._read_line(whole=end > 0)
+            self._read_line(complete=end > 0)
         return at
 
-    def _read_line(self, *, whole: bool) -> None:
+    def _read_line(self, *, complete: bool) -> None:
         line = self._line
         if self._state == _DATA_END:
             if not b"\r\n".startswith(line):
@@ -55,12 +55,12 @@ class Chunks:
         elif self._state == _TRAILER:
             if self._trailer_bytes + len(line) > self._max_trailer_bytes:
                 limit = self._max_trailer_bytes
-                raise TooLarge(f"what follows the last chunk is above {limit} bytes")
-            if whole and not line.endswith(b"\r\n"):
+                raise TooLarge(f"the trailers are above {limit} bytes")
+            if complete and not line.endswith(b"\r\n"):
                 raise BadInput("a line after the last chunk does not end with CR LF")
         elif len(line) > _SIZE_LINE_BYTES:
             raise BadInput(f"the line of a chunk's size is above {_SIZE_LINE_BYTES} bytes")
-        if not whole:
+        if not complete:
             return
         self._line = b""
         if self._state == _DATA_END:
@@ -83,6 +83,6 @@ class Chunks:
         if self._body_bytes > self._max_body_bytes:
             raise TooLarge(
                 f"the body is above {self._max_body_bytes} bytes",
-                hint="start the server with a larger --max-body-bytes",
+                hint="start the server with a larger `max_body_bytes`",
             )
         self._state = _DATA if self._left else _TRAILER

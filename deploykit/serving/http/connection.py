@@ -1,7 +1,7 @@
-"""One client's HTTP/1.1 connection: read requests, hand them to the routes, reply in their order.
+"""One client's HTTP/1.1 connection: read requests, pass them to the routes, reply in order.
 
-Every wait has a limit. A head that came before, byte for byte, is not parsed again: clients repeat
-theirs. A body that does not come with its head is received straight into the memory it stays in.
+Every wait has a limit. A head equal to a previous one is not parsed again: clients repeat theirs. A
+large body is received directly into its final memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from deploykit.core.errors import DeploykitError
 from deploykit.core.tensors import Bytes
-from deploykit.serving.http.chunked import Chunks
+from deploykit.serving.http.chunked import ChunkedBody
 from deploykit.serving.http.exchange import Exchange
 from deploykit.serving.http.head import END, HeadReader, Limits
 from deploykit.serving.transport.call import RETRY, Head, reply_error
@@ -33,14 +33,14 @@ _UNREAD = Head()
 
 
 class State(IntEnum):
-    """What a connection does with what it receives. Below LAST it reads requests."""
+    """What a connection does with received bytes. Below LAST it reads requests."""
 
-    IDLE = 0  # waits for a request
-    HEAD = 1  # has part of a head
-    BODY = 2  # has a head, and part of its body
-    LAST = 3  # reads nothing more; closes after the reply to the last request
-    REFUSED = 4  # reads nothing more; the reply that says why is still to be sent
-    LINGERING = 5  # that reply is on its way: the client gets time to read it
+    IDLE = 0  # waiting for a request
+    HEAD = 1  # part of a head received
+    BODY = 2  # a head and part of its body received
+    LAST = 3  # reads no more; closes after the last reply
+    REFUSED = 4  # reads no more; the error reply is still to be sent
+    LINGERING = 5  # the client gets time to read the error reply
     CLOSED = 6
 
 
@@ -48,7 +48,7 @@ IDLE, HEAD, BODY, LAST, REFUSED, LINGERING, CLOSED = State
 
 
 class Listener:
-    """What all connections of one server share. `handle` gets each request once it is whole."""
+    """The state shared by all connections of a server. `handle` gets each complete request."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Listener:
         self.max_body_bytes = max_body_bytes
         self.draining = False
         self.connections: set[Connection] = set()
-        self.read_into = bytearray(_READ_BYTES)  # by whichever connection has something to read
+        self.read_into = bytearray(_READ_BYTES)  # shared: only one connection reads at a time
         self.view = memoryview(self.read_into)
         self._known: dict[bytes, Head] = {}
         self._lines: dict[int, bytes] = {}
@@ -73,7 +73,7 @@ class Listener:
         self.tick(time.monotonic())
 
     def tick(self, now_s: float) -> None:
-        """Close what took too long."""
+        """Close connections that are past a limit."""
         self.now_s = now_s
         date = formatdate(usegmt=True)
         if date != self._date:
@@ -83,18 +83,18 @@ class Listener:
             connection.check(now_s)
 
     def known(self, raw: bytes) -> Head | None:
-        """What these bytes said the last time."""
+        """The cached Head of these bytes."""
         return self._known.get(raw)
 
     def keep(self, raw: bytes, head: Head) -> None:
-        """Remember a head; not one that names its trace, as each request's is another."""
+        """Cache a head; not with a trace id, which differs in each request."""
         if len(raw) <= _KNOWN_HEAD_BYTES and head.trace is None:
             if len(self._known) >= _KNOWN_HEADS:
                 self._known.clear()
             self._known[raw] = head
 
     def line(self, status: int) -> bytes:
-        """The status line and the Date of a reply, made once a second."""
+        """The status line and the Date of a reply, cached for a second."""
         found = self._lines.get(status)
         if found is None:
             text = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nDate: {self._date}\r\n"
@@ -103,7 +103,7 @@ class Listener:
 
     @property
     def unanswered(self) -> int:
-        """Requests that were read whole and whose reply has not been written."""
+        """Complete requests whose reply has not been written."""
         return sum(connection.unanswered for connection in self.connections)
 
     def close_all(self) -> None:
@@ -117,14 +117,14 @@ class Connection(asyncio.BufferedProtocol):
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
         self._limits = listener.limits
-        self._exchanges: deque[Exchange] = deque()  # read whole, not yet answered
+        self._exchanges: deque[Exchange] = deque()  # complete, not yet answered
         self._exchange = Exchange(self, _UNREAD)  # the one being read
-        self._reader: HeadReader | None = None  # of a head that came in pieces, or is new
-        self._body_left: memoryview | None = None  # what is still to come of a body of known length
+        self._reader: HeadReader | None = None  # of an incomplete or uncached head
+        self._body_left: memoryview | None = None  # memory for the rest of a body of known length
         self._body: memoryview = self.listener.view
-        self._chunks: Chunks | None = None
+        self._chunks: ChunkedBody | None = None
         self._state = IDLE
-        self._served = False  # a request has been read whole
+        self._served = False  # at least one request was complete
         self._since_s = listener.now_s
         self._stalled_s: float | None = None  # since when the client does not read
 
@@ -137,7 +137,7 @@ class Connection(asyncio.BufferedProtocol):
         return len(self._exchanges)
 
     def is_last(self, exchange: Exchange) -> bool:
-        """Whether no request came after this one, so that the connection may end with its reply."""
+        """Whether this is the latest request, so that the connection may end with its reply."""
         return bool(self._exchanges) and self._exchanges[-1] is exchange
 
     # -- asyncio ---------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class Connection(asyncio.BufferedProtocol):
         self._state = CLOSED
         self._discard()
         self._exchange.release()
-        del self._exchange  # it holds us: without this only the collector would free either
+        del self._exchange  # a reference cycle: only the garbage collector would free it
         self.listener.connections.discard(self)
         exchanges, self._exchanges = self._exchanges, deque()
         for exchange in exchanges:
@@ -167,13 +167,13 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         left = self._body_left
         if left is not None:
-            if not self._hold(nbytes):
+            if not self._reserve(nbytes):
                 return
             if nbytes < len(left):
                 self._body_left = left[nbytes:]
                 return
             self._body_left = None
-            body, self._body = self._body, self.listener.view  # an idle client's takes no memory
+            body, self._body = self._body, self.listener.view  # frees the memory of the body
             self._complete(self._exchange, body)
         elif self._state < LAST:
             self._read(nbytes)
@@ -191,7 +191,7 @@ class Connection(asyncio.BufferedProtocol):
     # -- requests --------------------------------------------------------------------------------
 
     def _read(self, end: int) -> None:
-        """Take what has just been received: the first `end` bytes of the shared buffer."""
+        """Process received data: the first `end` bytes of the shared buffer."""
         listener = self.listener
         data, view = listener.read_into, listener.view
         at = 0
@@ -219,26 +219,26 @@ class Connection(asyncio.BufferedProtocol):
         if head is None:
             return end
         self._reader = None
-        if head.refusal is None and reader.bytes == used:  # it came in one piece
+        if head.refusal is None and reader.bytes == used:  # received in one piece
             self.listener.keep(raw[:used], head)
         return self._begin(head, at + used, end)
 
     def _begin(self, head: Head, at: int, end: int) -> int:
-        """A head is read: take its body, from `at` on, as far as it is here."""
+        """Start a request: take the received part of its body from `at` on."""
         exchange = self._exchange = Exchange(self, head)
         if head.refusal is not None:
             self._enter(BODY)
             self._refuse(head.refusal.status, head.refusal.text, head.refusal.headers)
             return end
-        here, length, view = end - at, head.length, self.listener.view
-        if length is not None and here >= length:
+        received, length, view = end - at, head.length, self.listener.view
+        if length is not None and received >= length:
             self._complete(exchange, bytes(view[at : at + length]) if length else b"")
             return at + length
         self._enter(BODY)
-        if head.expect and not here and not self._exchanges:
+        if head.expect and not received and not self._exchanges:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if length is None:
-            self._chunks = Chunks(
+            self._chunks = ChunkedBody(
                 max_body_bytes=self.listener.max_body_bytes,
                 max_chunks=self._limits.chunks,
                 max_trailer_bytes=self._limits.header_bytes,
@@ -249,25 +249,25 @@ class Connection(asyncio.BufferedProtocol):
         except MemoryError:
             self._refuse(503, f"there is no memory for a body of {length} bytes", RETRY)
             return end
-        self._body[:here] = view[at:end]
-        self._body_left = self._body[here:]
+        self._body[:received] = view[at:end]
+        self._body_left = self._body[received:]
         return end
 
-    def _read_chunks(self, chunks: Chunks, data: bytes) -> int:
+    def _read_chunks(self, chunks: ChunkedBody, data: bytes) -> int:
         try:
             used = chunks.feed(data)
         except DeploykitError as exc:
             self._refuse(exc.http_status, f"{exc.message}; {exc.hint}" if exc.hint else exc.message)
             return len(data)
-        if not self._hold(used):
+        if not self._reserve(used):
             return len(data)
         if chunks.done:
             self._chunks = None
             self._complete(self._exchange, chunks.body)
         return used
 
-    def _hold(self, size: int) -> bool:
-        if self._exchange.hold(size):
+    def _reserve(self, size: int) -> bool:
+        if self._exchange.reserve(size):
             return True
         self._refuse(503, self.listener.memory.message, RETRY)
         return False
@@ -279,19 +279,19 @@ class Connection(asyncio.BufferedProtocol):
         self._exchanges.append(exchange)
         self.listener.handle(exchange)
 
-    # -- answers ---------------------------------------------------------------------------------
+    # -- replies ---------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Send the replies that are next in order."""
         exchanges = self._exchanges
         full = len(exchanges) >= self._limits.pipelined
-        while exchanges and (answer := exchanges[0].answer) is not None:
+        while exchanges and (answer := exchanges[0].pending_reply) is not None:
             exchange = exchanges.popleft()
             if len(answer) == 1:
                 self._transport.write(answer[0])
             else:
                 self._transport.writelines(answer)
-            exchange.answer = None
+            exchange.pending_reply = None
             if not exchange.keep_alive:
                 self._finish()
                 return
@@ -301,7 +301,7 @@ class Connection(asyncio.BufferedProtocol):
             self._since_s = self.listener.now_s
 
     def _refuse(self, status: int, text: str, headers: bytes = b"") -> None:
-        """Answer, after what is still to be answered, and read no more."""
+        """Reply with an error after the pending replies, and read no more."""
         if self._state >= LAST:
             return
         exchange = self._exchange if self._state is BODY else Exchange(self, _UNREAD)
@@ -312,7 +312,7 @@ class Connection(asyncio.BufferedProtocol):
         reply_error(exchange, status, text, headers)
 
     def _finish(self) -> None:
-        """The last reply is on its way. A client that still sends gets time to read it."""
+        """The last reply was written. A client that is still sending gets time to read it."""
         for exchange in self._exchanges:
             exchange.release()
         self._exchanges.clear()
@@ -324,7 +324,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.close()
 
     def _discard(self) -> None:
-        """Free what was read of a request that will not be answered."""
+        """Free the data of an incomplete request."""
         self._body_left = self._chunks = self._reader = None
         self._body = self.listener.view
 
@@ -344,7 +344,7 @@ class Connection(asyncio.BufferedProtocol):
             if waited_s > limits.linger_s:
                 self._transport.abort()
         elif state >= LAST or self._exchanges:
-            return  # a reply is being made
+            return  # a reply is pending
         elif state is IDLE:
             if waited_s > (limits.idle_s if self._served else limits.header_s):
                 self._transport.close()
@@ -353,7 +353,7 @@ class Connection(asyncio.BufferedProtocol):
             self._refuse(408, f"the request's {part} took too long")
 
     def close(self) -> None:
-        """Close once what was written has gone out."""
+        """Close once all written data is sent."""
         self._state = LAST
         self._discard()
         self._transport.close()
@@ -363,9 +363,9 @@ class Connection(asyncio.BufferedProtocol):
 
 
 def _body_memory(length: int, json_bytes: bytes | None) -> memoryview:
-    """`length` bytes, unwritten; what follows the JSON part begins where numbers may begin.
+    """Uninitialised memory for a body; the binary part is aligned for numbers.
 
-    The operating system lends the memory as it is written to: a length that a client only claims
+    The operating system allocates pages on the first write, so a length that a client only claims
     costs nothing.
     """
     json = int(json_bytes) if json_bytes is not None and json_bytes[:18].isdigit() else 0

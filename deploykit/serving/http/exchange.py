@@ -9,7 +9,7 @@ from deploykit.core.tensors import Bytes
 from deploykit.serving.transport.call import Head
 from deploykit.serving.transport.memory import MemoryBudget
 
-_JOINED_BYTES = 64 << 10  # a larger reply is written in parts rather than copied together
+_JOINED_BYTES = 64 << 10  # larger replies are written in parts, without a copy
 
 
 class Listener(Protocol):
@@ -36,9 +36,17 @@ class Connection(Protocol):
 
 
 class Exchange:
-    """What is known of one request, and what is to be sent for it."""
+    """A request, and its reply until it is sent."""
 
-    __slots__ = ("answer", "body", "cancel", "connection", "head", "held_bytes", "keep_alive")
+    __slots__ = (
+        "body",
+        "cancel",
+        "connection",
+        "head",
+        "held_bytes",
+        "keep_alive",
+        "pending_reply",
+    )
 
     def __init__(self, connection: Connection, head: Head) -> None:
         self.connection = connection
@@ -46,11 +54,11 @@ class Exchange:
         self.body: Bytes = b""
         self.cancel: Callable[[], object] | None = None
         self.keep_alive = head.keep_alive
-        self.answer: list[Bytes] | None = None
-        self.held_bytes = 0  # bytes that are counted in the listener's
+        self.pending_reply: list[Bytes] | None = None
+        self.held_bytes = 0  # bytes counted in the memory budget
 
-    def hold(self, size: int) -> bool:
-        """Count `size` bytes until this is answered; whether the server has room for them."""
+    def reserve(self, size: int) -> bool:
+        """Count `size` bytes in the memory budget until the reply; whether they fit."""
         self.held_bytes += size
         return self.connection.listener.memory.add(size, self.held_bytes)
 
@@ -63,11 +71,11 @@ class Exchange:
         return self.connection.gone
 
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:
-        """Send, or keep until the replies before it were sent; nothing if the client has gone."""
+        """Send after the replies before it; does nothing if the client has disconnected."""
         connection, head = self.connection, self.head
         if connection.gone:
             return
-        if self.held_bytes:  # what was asked is not needed any more, whenever the reply can go
+        if self.held_bytes:  # the request is not needed any more
             self.release()
         listener = connection.listener
         length = sum(map(len, parts))
@@ -82,8 +90,10 @@ class Exchange:
             parts = ()
         if length <= _JOINED_BYTES:
             line = listener.line(status)
-            self.answer = [b"".join((line, headers, head.cors, size, state, b"\r\n", *parts))]
+            self.pending_reply = [
+                b"".join((line, headers, head.cors, size, state, b"\r\n", *parts))
+            ]
         else:
             first = (listener.line(status), headers, head.cors, size, state, b"\r\n")
-            self.answer = [b"".join(first), *parts]
+            self.pending_reply = [b"".join(first), *parts]
         connection.flush()

@@ -1,7 +1,7 @@
 """Parse the head of an HTTP/1.1 request into a checked `Head`, within limits.
 
-The parser, llhttp, has no limits of its own and sees heads only: the connection reads bodies
-straight to where they stay. A message that can be read in two ways is refused.
+llhttp, the parser, has no limits itself and gets heads only: the connection reads the bodies.
+Ambiguous messages are refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from deploykit.core.errors import quote
 from deploykit.serving.transport.call import Head, Refusal
 from deploykit.serving.transport.security import AccessControl, allow_origin
 
-_KEPT = frozenset(
+_USED = frozenset(
     {
         b"host",
         b"origin",
@@ -42,33 +42,33 @@ class Limits:
     chunks: int = 65_536
     pipelined: int = 16
     connections: int = 4096
-    header_s: float = 10.0  # from the connection, or from a message's first byte; TLS too
+    header_s: float = 10.0  # from the connection or a message's first byte; also for TLS
     body_s: float = 30.0
     idle_s: float = 75.0
-    write_s: float = 30.0  # a client that does not read its answer
-    linger_s: float = 2.0  # to let it read why it was refused
+    write_s: float = 30.0  # for a client that does not read its reply
+    linger_s: float = 2.0  # for reading the error reply
 
 
 class HeadReader:
-    """Reads the head of one message, in as many pieces as it takes."""
+    """Reads the head of one message, in any number of pieces."""
 
     def __init__(self, limits: Limits, access: AccessControl, max_body_bytes: int) -> None:
         self._limits = limits
-        self._door = access
+        self._access = access
         self._max_body_bytes = max_body_bytes
         self._parser = httptools.HttpRequestParser(self)
         self._target = b""
         self._headers: dict[bytes, bytes] = {}
         self._count = self._header_bytes = 0
         self.bytes = 0  # fed so far
-        self._seam = b""  # the last bytes fed, where the end of the head may have begun
+        self._seam = b""  # the last bytes fed, which may begin the end of the head
         self._complete = self._old = self._keep_alive = False
         self._refused: Refusal | None = None
 
     def feed(self, data: bytes) -> tuple[int, Head | None]:
-        """How many bytes of `data` belong to the head, and the Head once it is whole.
+        """Returns how many bytes of `data` belong to the head, and the Head once it is complete.
 
-        A Head with a `refusal` ends the connection; it may come before the head is whole.
+        A Head with a `refusal` ends the connection; it may come before the head is complete.
         """
         seam = self._seam + data
         stop = seam.find(END)
@@ -78,7 +78,7 @@ class HeadReader:
         try:
             self._parser.feed_data(data[:used])
         except httptools.HttpParserUpgrade:
-            pass  # an offer to speak something else, which a server may leave unanswered
+            pass  # an offer of another protocol, which a server may ignore
         except httptools.HttpParserError as exc:
             self._refuse(400, f"the request is not valid HTTP/1.1: {quote(str(exc))}")
         if self.bytes > self._limits.header_bytes:
@@ -88,7 +88,7 @@ class HeadReader:
         if self._refused is None and not self._complete:
             return used, None
         head = self._head() if self._refused is None else self._refused_head()
-        del self._parser  # it holds us: without this only the collector would free either
+        del self._parser  # a reference cycle: only the garbage collector would free it
         return used, head
 
     def _refused_head(self) -> Head:
@@ -114,18 +114,18 @@ class HeadReader:
         elif self._header_bytes > self._limits.header_bytes:
             self._refuse(431, f"the headers are above {self._limits.header_bytes} bytes")
         name = name.lower()
-        if name in _KEPT:
+        if name in _USED:
             if name in self._headers and name != b"accept":
                 self._refuse(400, f"the header {quote(name.decode())} is given twice")
             self._headers[name] = value
 
     def on_headers_complete(self) -> None:
-        # The parser forgets these with the end of the message, which may be here too.
+        # The parser drops these at the end of the message, which may follow at once.
         self._complete = True
         self._old = self._parser.get_http_version() == "1.0"
         self._keep_alive = self._parser.should_keep_alive()
 
-    # -- what the head says ----------------------------------------------------------------------
+    # -- the checked head ----------------------------------------------------------------------
 
     def _head(self) -> Head:
         headers, old = self._headers, self._old
@@ -140,11 +140,11 @@ class HeadReader:
             self._refuse(400, "the header Host is missing")
         elif coding is not None and (old or coding.strip().lower() != b"chunked"):
             self._refuse(400, f"Transfer-Encoding {quote(coding)} is not offered, only chunked")
-        elif refusal := self._door.refusal(method, path, host, origin, authorization):
+        elif refusal := self._access.refusal(method, path, host, origin, authorization):
             self._refused = refusal
         elif length is not None and length > self._max_body_bytes:
             limit = f"the body is above {self._max_body_bytes} bytes"
-            self._refuse(413, f"{limit}; start the server with a larger --max-body-bytes")
+            self._refuse(413, f"{limit}; start the server with a larger `max_body_bytes`")
         return Head(
             method=method,
             target=target,

@@ -1,7 +1,7 @@
-"""Inference over HTTP: a call's body to a Request, the engine's outputs to a reply.
+"""Inference over HTTP: decode a call's body, encode the outputs as its reply.
 
-Large JSON and compressed bodies are offloaded: to another thread, and what would hold Python's
-lock for long to another process.
+Large JSON and compressed bodies are offloaded to another thread, very large JSON, which would hold
+the GIL for long, to another process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
 _COMPRESSED = b"Content-Encoding: %s\r\nVary: Accept-Encoding\r\n"
-LARGE_BYTES = 256 << 10  # of JSON, in or out: offloaded to a thread
+LARGE_BYTES = 256 << 10  # of JSON, of a request or a reply: offloaded to a thread
 _LONG_BYTES = 1 << 20  # about 20 ms of JSON: offloaded to the process
 _REGION = b"shared_memory_region"
 
@@ -52,14 +52,16 @@ class InferRoute:
         self.max_body_bytes = repository.options.max_body_bytes
         self.large_replies = _may_be_large(model)
         slots = model.signature.inputs.values()
-        self._strings = any(slot.datatype == "BYTES" for slot in slots)  # decoded one by one
+        self._strings = any(
+            slot.datatype == "BYTES" for slot in slots
+        )  # decoded one by one, which is slow
 
     def __call__(self, call: Call) -> None:
         """Raises BadInput for a wrong header."""
         try:
             json_bytes = json.header_length(call.head.json_bytes)
         except BadInput:
-            self.model.metrics.bad_request()
+            self.model.metrics.record_bad_request()
             raise
         slow = len(call.body) if json_bytes is None or self._strings else json_bytes
         inference = HttpInference(self, call, json_bytes)
@@ -88,28 +90,28 @@ class HttpInference(Inference):
         self.body = None
 
     def reserve(self) -> None:
-        if not self._call.hold(self._decoded_bytes):
+        if not self._call.reserve(self._decoded_bytes):
             raise Overloaded("the server holds too many bytes of requests already")
 
     def decode(self) -> Request:
         body = self.body
         if body is None:
-            raise Overloaded("the client has gone")
+            raise Overloaded("the client has disconnected")
         return json.decode(body, self.json_bytes, self.model.signature, self._route.memory)
 
     def decode_large(self) -> Request:
         body, self.body = self.body, None
         if body is None:
-            raise Overloaded("the client has gone")
+            raise Overloaded("the client has disconnected")
         route, json_bytes, encoding = self._route, self.json_bytes, self._call.head.encoding
         if encoding is not None:
             body = compression.decompress(body, encoding, route.max_body_bytes)
         signature, size = self.model.signature, len(body) if json_bytes is None else json_bytes
-        elsewhere = size > _LONG_BYTES
-        if elsewhere and route.memory is not None:  # only this process has the shared memory
-            elsewhere = _REGION not in bytes(body[:size])
-        if route.worker is not None and elsewhere:
-            # as an array: Python 3.11's collector crashes on a memoryview that others hold
+        in_process = size > _LONG_BYTES
+        if in_process and route.memory is not None:  # the worker process has no shared memory
+            in_process = _REGION not in bytes(body[:size])
+        if route.worker is not None and in_process:
+            # as an array: Python 3.11's garbage collector crashes on a shared memoryview
             array = np.frombuffer(body, np.uint8)
             request: Request = route.worker.run(json.decode, array, json_bytes, signature)
         else:
@@ -127,11 +129,11 @@ class HttpInference(Inference):
         route, model, request = self._route, self.model, self.request
         outputs, signature = self.pending.outputs, model.signature
         in_memory = any(wanted.region for wanted in request.outputs)
-        elsewhere = route.large_replies and not in_memory and self._json_bytes_above(_LONG_BYTES)
-        if route.worker is not None and elsewhere:
-            asked = request._replace(feeds={})
+        in_process = route.large_replies and not in_memory and self._json_bytes_above(_LONG_BYTES)
+        if route.worker is not None and in_process:
+            small = request._replace(feeds={})
             parts, json_bytes = route.worker.run(
-                json.encode, model.name, VERSION, asked, outputs, signature
+                json.encode, model.name, VERSION, small, outputs, signature
             )
         else:
             parts, json_bytes = json.encode(
@@ -139,7 +141,7 @@ class HttpInference(Inference):
             )
         headers = JSON if json_bytes is None else _BINARY % json_bytes
         accept = self._call.head.accept_encoding
-        coding = compression.chosen(accept) if accept else None
+        coding = compression.choose_encoding(accept) if accept else None
         if coding is None:
             return headers, parts
         return headers + _COMPRESSED % coding, [compression.compress(parts, coding)]
@@ -156,7 +158,7 @@ class HttpInference(Inference):
             reply_bug(self._call)
 
     def _json_bytes_above(self, limit_bytes: int) -> bool:
-        """Whether an output to send as JSON, strings or classes is larger: raw numbers are fast."""
+        """Whether an output sent as JSON, strings or classes is larger; raw numbers are fast."""
         for wanted in self.request.outputs:
             array = self.pending.outputs[wanted.name]
             raw = wanted.binary and not wanted.classes and array.dtype.kind != "O"
@@ -166,13 +168,13 @@ class HttpInference(Inference):
 
 
 def _memory_bytes(array: np.ndarray) -> int:
-    """Bytes of memory, those of its strings included."""
+    """Bytes of memory including its strings."""
     strings = sum(map(sys.getsizeof, array.flat)) if array.dtype.kind == "O" else 0
     return array.nbytes + strings
 
 
 def _may_be_large(model: ServedModel) -> bool:
-    """Whether any reply can be: not if every output is small at the largest batch."""
+    """Whether any output can be large, at the largest batch."""
     for slot in model.signature.outputs.values():
         axes = list(slot.spec.shape)
         if model.max_batch:

@@ -1,8 +1,8 @@
 """A process for JSON work that would block the event loop.
 
-Parsing 30 MB of JSON holds Python's lock for a second or two on any thread. The process starts with
-the first such work and ends with the server. Arrays and bodies are sent as they are; the pipe
-carries only our own pickles.
+Parsing 30 MB of JSON holds the GIL for a second or two on any thread. The process starts on first
+use and ends with the server. Arrays and bodies are sent without a copy; the pipe carries only our
+own pickles.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CLOSE_S = 1.0
 
 
 class JsonWorker(Closing):
-    """One such process. Safe from any thread; one piece of work at a time."""
+    """The process. Thread-safe; runs one function at a time."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -39,7 +39,7 @@ class JsonWorker(Closing):
         self._closed = False
 
     def run(self, function: Callable[..., T], *args: Any) -> T:
-        """`function(*args)`, done there. Raises what it raised, Overloaded if the process ended."""
+        """Run `function(*args)` there. Raises what it raises, Overloaded if the process ended."""
         with self._lock:
             process = self._start()
             assert process.stdin is not None
@@ -56,7 +56,7 @@ class JsonWorker(Closing):
         return result
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process."""
         self._closed = True
         if self._process is not None:
             self._end(self._process)
@@ -99,22 +99,22 @@ def _receive(stream: IO[bytes]) -> Any:
 
 
 def _read(stream: IO[bytes], size: int) -> memoryview:
-    whole = np.empty(size, np.uint8).data
-    left = whole
+    data = np.empty(size, np.uint8).data
+    left = data
     while left:
         count = stream.readinto(left)  # type: ignore[attr-defined]
         if not count:
             raise EOFError
         left = left[count:]
-    return whole
+    return data
 
 
 def main() -> None:
-    """The process: work from standard input, results to standard output, until it is closed."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the server decides when it ends
+    """Run functions from standard input, write results to standard output, until it closes."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the server ends this process
         signal.signal(number, signal.SIG_IGN)
     work, results = sys.stdin.buffer, sys.stdout.buffer
-    with contextlib.suppress(EOFError, BrokenPipeError):  # the server has gone
+    with contextlib.suppress(EOFError, BrokenPipeError):  # the server has ended
         while True:
             function, args = _receive(work)
             try:

@@ -1,6 +1,6 @@
-"""The routes of the HTTP server, in a table made at start: each gets a Call and replies once.
+"""The routes of the HTTP server in a table: each gets a Call and replies once.
 
-No name in a target ever becomes a path, and an unknown one is a plain 404.
+No name in a target becomes a file path; an unknown one is a plain 404.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from deploykit.serving.web.status import Status
 
 log = logging.getLogger(__name__)
 
-_SHOWN = (  # a page loads nothing from elsewhere, and nobody shows it inside another
+_PAGE_HEADERS = (  # a page loads nothing from other sites and cannot be framed
     b"Content-Security-Policy: default-src 'self'; frame-ancestors 'none'\r\n"
     b"X-Content-Type-Options: nosniff\r\nReferrer-Policy: no-referrer\r\nContent-Type: %s\r\n"
 )
@@ -57,50 +57,53 @@ Route = Callable[[Call], None]
 
 
 class Routes:
-    """The table: path -> (verb, what answers it). HEAD is GET without a body."""
+    """The table: path -> (method, route). HEAD is GET without a body."""
 
     def __init__(
         self,
-        service: ModelRepository,
+        repository: ModelRepository,
         offload: Offload = run_inline,
         worker: JsonWorker | None = None,
         *,
         scheme: str = "http",
     ) -> None:
-        self._service = service
+        self._repository = repository
         self._scheme = scheme
         self._offload = offload
-        self.grpc_port: int | None = None  # shown on the page
-        self.status = Status(service)
+        self.grpc_port: int | None = None  # for the examples at /docs
+        self.status = Status(repository)
         self._table: dict[str, tuple[str, Route]] = {
-            "/v2": ("GET", _value(service.metadata)),
-            "/v2/": ("GET", _value(service.metadata)),
+            "/v2": ("GET", _value(repository.metadata)),
+            "/v2/": ("GET", _value(repository.metadata)),
             "/v2/health/live": ("GET", _value(lambda: {"live": True})),
             "/v2/health/ready": ("GET", self._ready(None, {"ready": True})),
-            "/v2/models/stats": ("GET", _value(service.statistics)),
+            "/v2/models/stats": ("GET", _value(repository.statistics)),
             "/v2/repository/index": ("POST", self._index),
             "/metrics": ("GET", self._metrics),
             "/status": ("GET", self._status),
-            "/openapi.json": ("GET", _value(partial(openapi.document, service))),
+            "/openapi.json": ("GET", _value(partial(openapi.document, repository))),
             "/docs": ("GET", self._guide),
         }
         for path, (content_type, body) in FILES.items():
             self._table[path] = ("GET", _text(content_type, partial(bytes, body)))
-        for name, model in service.models.items():
+        for name, model in repository.models.items():
             ready = {"name": name, "ready": True}
             for base in (f"/v2/models/{name}", f"/v2/models/{name}/versions/{VERSION}"):
                 self._table[base] = ("GET", _value(model.metadata))
                 self._table[f"{base}/ready"] = ("GET", self._ready(model, ready))
                 self._table[f"{base}/config"] = ("GET", _value(model.config))
-                statistics = partial(service.statistics, model)
+                statistics = partial(repository.statistics, model)
                 self._table[f"{base}/stats"] = ("GET", _value(statistics))
-                self._table[f"{base}/infer"] = ("POST", InferRoute(service, model, offload, worker))
+                self._table[f"{base}/infer"] = (
+                    "POST",
+                    InferRoute(repository, model, offload, worker),
+                )
 
     def handle(self, call: Call) -> None:
         """Answer one call, now or later. Never raises: a bug is a 500, not a lost connection."""
         try:
             head = call.head
-            if head.method == "OPTIONS" and head.cors:  # a browser asks for its page
+            if head.method == "OPTIONS" and head.cors:  # a CORS preflight request
                 call.reply(200, PREFLIGHT, [])
                 return
             verb, route = self._table.get(head.path) or self._find(head.path)
@@ -117,26 +120,26 @@ class Routes:
             reply_bug(call)
 
     def _find(self, path: str) -> tuple[str, Route]:
-        """What is not in the table. Raises NotFound, Unsupported."""
+        """Routes that are not in the table. Raises NotFound, Unsupported."""
         region = _REGION.fullmatch(path)
-        if region and self._service.memory is not None:
+        if region and self._repository.memory is not None:
             verb, make = _REGION_ROUTES[region["what"]]
-            return verb, partial(make, self._service.memory, region["name"])
-        if path == _UNREGISTER_CUDA and self._service.memory is not None:
+            return verb, partial(make, self._repository.memory, region["name"])
+        if path == _UNREGISTER_CUDA and self._repository.memory is not None:
             return "POST", lambda call: call.reply(200, JSON, [])
         if path.startswith(_NOT_OFFERED) or path.endswith("/trace/setting"):
             raise Unsupported("this extension is not offered by this server")
         if path.startswith("/v2/models/"):
             parts = path.split("/")
             version = parts[5] if len(parts) > 5 and parts[4] == "versions" else VERSION
-            self._service.find(parts[3], version)
+            self._repository.find(parts[3], version)
         raise NotFound(f"there is no route {quote(path)}")
 
     def _ready(self, model: ServedModel | None, value: Mapping[str, Any]) -> Route:
         body = orjson.dumps(value)
 
         def route(call: Call) -> None:
-            reason = self._service.why_not_ready(model)
+            reason = self._repository.why_not_ready(model)
             if reason is not None:
                 raise Overloaded(reason)
             call.reply(200, JSON, [body])
@@ -145,8 +148,8 @@ class Routes:
 
     def _metrics(self, call: Call) -> None:
         accept = (call.head.accept or b"").decode("latin-1")
-        work = partial(exposition, self._service.samples(), accept)
-        self._offload(work, partial(_reply_metrics, call))  # takes some ms a model
+        work = partial(exposition, self._repository.samples(), accept)
+        self._offload(work, partial(_reply_metrics, call))  # takes some ms per model
 
     def _status(self, call: Call) -> None:
         answer = self.status.answer(call.head.target.partition("?")[2])
@@ -154,16 +157,16 @@ class Routes:
 
     def _guide(self, call: Call) -> None:
         host = (call.head.host or b"localhost").decode("latin-1")
-        token = self._service.options.token is not None
+        token = self._repository.options.token is not None
         address = Address(self._scheme, host, self.grpc_port, token)
-        page = guide.page(self._service, self.status.files, address)
-        call.reply(200, _SHOWN % guide.CONTENT_TYPE.encode(), [page])
+        page = guide.page(self._repository, self.status.files, address)
+        call.reply(200, _PAGE_HEADERS % guide.CONTENT_TYPE.encode(), [page])
 
     def _index(self, call: Call) -> None:
         wanted = parse_json(bytes(call.body)).get("ready", False) if call.body else False
         if type(wanted) is not bool:
             raise BadInput(f"'ready' must be true or false, got {quote(wanted)}")
-        found = self._service.index()
+        found = self._repository.index()
         chosen = [each for each in found if each["state"] == "READY" or not wanted]
         call.reply(200, JSON, [orjson.dumps(chosen)])
 
@@ -171,7 +174,7 @@ class Routes:
 def _reply_metrics(call: Call, result: Callable[[], tuple[bytes, str]]) -> None:
     try:
         text, content_type = result()
-        call.reply(200, _SHOWN % content_type.encode(), [text])
+        call.reply(200, _PAGE_HEADERS % content_type.encode(), [text])
     except Exception:
         log.exception("the metrics could not be written")
         reply_bug(call)
@@ -182,11 +185,11 @@ def _value(make: Callable[[], object]) -> Route:
 
 
 def _text(content_type: str, make: Callable[[], bytes]) -> Route:
-    headers = _SHOWN % content_type.encode()
+    headers = _PAGE_HEADERS % content_type.encode()
     return lambda call: call.reply(200, headers, [make()])
 
 
-# -- system shared memory: an answer names a client's region, never a file
+# -- system shared memory: a reply names a client's region, never a file
 
 
 def _regions(memory: SharedMemory, name: str | None, call: Call) -> None:

@@ -1,4 +1,4 @@
-"""One HTTP/2 connection: reads its frames and gives their content to the streams.
+"""One HTTP/2 connection: reads frames and passes their content to the streams.
 
 `benchmarks/grpc_stacks.py` holds the measurement that chose this over grpcio's servers.
 """
@@ -51,10 +51,10 @@ class Connection(Flow):
     def __init__(self, shared: Shared) -> None:
         super().__init__(shared)
         self._heads = HeaderReader(shared.parse, shared.limits.header_bytes)
-        self._left = b""  # a frame's beginning
-        self._block: list[bytes] = []  # headers that go on in the next frame
+        self._left = b""  # an incomplete frame
+        self._block: list[bytes] = []  # an incomplete header block
         self._block_of = (0, 0)
-        self._greeted = False
+        self._has_preface = False
 
     # -- frames in -------------------------------------------------------------------------------
 
@@ -74,14 +74,14 @@ class Connection(Flow):
             self.end(INTERNAL_ERROR, "an error inside the server; its log says more")
 
     def _frames(self, data: bytes) -> int:
-        """Take every whole frame; returns where the rest begins."""
+        """Process every complete frame; returns the index after them."""
         at, size = 0, len(data)
-        if not self._greeted:
+        if not self._has_preface:
             if not data.startswith(PREFACE[:size]):
                 raise ConnectionFault(PROTOCOL_ERROR, "this port speaks HTTP/2 with gRPC only")
             if size < len(PREFACE):
                 return 0
-            self._greeted = True
+            self._has_preface = True
             at = len(PREFACE)
         while size - at >= 9 and not self.closed_for_reading:
             high, low, kind, flags, number = FRAME.unpack_from(data, at)
@@ -92,7 +92,7 @@ class Connection(Flow):
             if end > size:
                 break
             if self.in_header_block and kind != CONTINUATION:
-                raise ConnectionFault(PROTOCOL_ERROR, "a header block was not ended")
+                raise ConnectionFault(PROTOCOL_ERROR, "a frame inside a header block")
             if kind == DATA:
                 self._data(data, at + 9, end, flags, number)
             elif kind == HEADERS:
@@ -106,15 +106,15 @@ class Connection(Flow):
         length = end - at
         stream = self.streams.get(number)
         if stream is None and (number > self.last or not number & 1):
-            raise ConnectionFault(PROTOCOL_ERROR, "data on a stream that was never opened")
+            raise ConnectionFault(PROTOCOL_ERROR, "DATA on an idle stream")
         self.received(length)
         if flags & PADDED:
             if not length or data[at] >= length:
-                raise ConnectionFault(PROTOCOL_ERROR, "more padding than frame")
+                raise ConnectionFault(PROTOCOL_ERROR, "more padding than the frame has")
             end -= data[at]
             at += 1
         if stream is None:
-            return  # it was answered already
+            return  # the stream has ended
         stream.receive_window -= length
         if stream.receive_window < 0:
             raise ConnectionFault(FLOW_CONTROL_ERROR, "more data than the window allows")
@@ -133,7 +133,7 @@ class Connection(Flow):
         if flags & PRIORITIZED:
             start += 5
         if start > end:
-            raise ConnectionFault(PROTOCOL_ERROR, "more padding than frame")
+            raise ConnectionFault(PROTOCOL_ERROR, "more padding than the frame has")
         block = payload[start:end]
         if not flags & END_HEADERS:
             self._block, self._block_of = [block], (flags, number)
@@ -145,7 +145,7 @@ class Connection(Flow):
     def _continued(self, payload: bytes, flags: int, number: int) -> None:
         block, (first, expected) = self._block, self._block_of
         if not self.in_header_block or number != expected:
-            raise ConnectionFault(PROTOCOL_ERROR, "headers go on that had not begun")
+            raise ConnectionFault(PROTOCOL_ERROR, "CONTINUATION without HEADERS")
         block.append(payload)
         if not payload:
             self._count_empty()
@@ -164,7 +164,7 @@ class Connection(Flow):
                 stream.received(b"", True)  # trailers
             return
         if not number & 1:
-            raise ConnectionFault(PROTOCOL_ERROR, "a stream number that is not the client's")
+            raise ConnectionFault(PROTOCOL_ERROR, "a client's stream number must be odd")
         self.last = number
         if len(self.streams) >= self.shared.limits.streams:
             self._count_empty()
@@ -181,7 +181,7 @@ class Connection(Flow):
         elif kind == RST_STREAM:
             self._count_empty()
             if len(payload) != 4 or not number or number > self.last:
-                raise ConnectionFault(PROTOCOL_ERROR, "a reset of no stream")
+                raise ConnectionFault(PROTOCOL_ERROR, "RST_STREAM for an idle stream")
             stream = self.streams.get(number)
             if stream is not None:
                 stream.cancelled()
@@ -191,17 +191,17 @@ class Connection(Flow):
         elif kind == PING:
             self._count_empty()
             if len(payload) != 8 or number:
-                raise ConnectionFault(FRAME_SIZE_ERROR, "a ping has 8 bytes and no stream")
+                raise ConnectionFault(FRAME_SIZE_ERROR, "PING must have 8 bytes and stream 0")
             if not flags & ACK:
                 self.write(frame(PING, ACK, 0, payload))
         elif kind == PUSH_PROMISE:
             raise ConnectionFault(PROTOCOL_ERROR, "a client does not push")
         elif kind == PRIORITY or kind > CONTINUATION:
-            self._count_empty()  # RFC 9113: to be ignored
+            self._count_empty()  # ignored, as RFC 9113 requires
 
     def _settings(self, flags: int, number: int, payload: bytes) -> None:
         if number or len(payload) % 6 or (flags & ACK and payload):
-            raise ConnectionFault(FRAME_SIZE_ERROR, "settings of a wrong form")
+            raise ConnectionFault(FRAME_SIZE_ERROR, "malformed SETTINGS")
         self.has_settings = True
         if flags & ACK:
             return
@@ -224,7 +224,7 @@ class Connection(Flow):
     def _window_update(self, number: int, payload: bytes) -> None:
         more = int.from_bytes(payload, "big") & LARGEST_WINDOW
         if len(payload) != 4 or not more or number > self.last:
-            raise ConnectionFault(PROTOCOL_ERROR, "a window update of a wrong form")
+            raise ConnectionFault(PROTOCOL_ERROR, "malformed WINDOW_UPDATE")
         if number == 0:
             self.send_window += more
             if self.send_window > LARGEST_WINDOW:
@@ -241,4 +241,4 @@ class Connection(Flow):
     def _count_empty(self) -> None:
         self.empty_frames += 1
         if self.empty_frames > self.shared.limits.empty_frames:
-            raise ConnectionFault(ENHANCE_YOUR_CALM, "too many frames that carry nothing")
+            raise ConnectionFault(ENHANCE_YOUR_CALM, "too many frames without content")

@@ -1,7 +1,6 @@
-"""Flow control of an HTTP/2 connection: windows both ways, what is written, deadlines and the end.
+"""Flow control of an HTTP/2 connection: windows in both directions, writes, deadlines, the end.
 
-Large messages get receive window as they need it, oldest first, within what one connection may
-hold.
+Large messages are granted receive window, oldest first, up to a limit per connection.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from deploykit.serving.transport.memory import MemoryBudget
 
 log = logging.getLogger(__name__)
 
-FRAME_BYTES = 1 << 14  # of the largest frame we accept: what HTTP/2 starts with
+FRAME_BYTES = 1 << 14  # the largest frame that we accept: HTTP/2's default
 FIRST_WINDOW = 65535
-CONNECTION_WINDOW = 1 << 24  # bytes of DATA that a client may send before it must see an update
-_RESERVED_MESSAGES = 4  # of the largest size that one connection may be sending at once
+CONNECTION_WINDOW = 1 << 24  # bytes of DATA that a client may send before an update
+_RESERVED_MESSAGES = 4  # of maximum size that one connection may send at once
 _TOGETHER_BYTES = 1 << 18  # written at once
-_HIGH_WATER_BYTES = 1 << 20  # not read by the client: then we read nothing from it
+_HIGH_WATER_BYTES = 1 << 20  # unsent bytes from which on we stop reading
 
 
 @dataclass(frozen=True)
@@ -42,23 +41,23 @@ class Limits:
     """What one connection may send and how long it may take."""
 
     connections: int = 4096
-    streams: int = 512  # at once on one connection
-    outstanding: int = 256  # replies of one stream that are not sent yet
+    streams: int = 512  # concurrent, per connection
+    outstanding: int = 256  # unsent replies of one stream
     header_bytes: int = 64 << 10
     headers: int = 100
     empty_frames: int = 2000  # between two ticks: pings, resets, ...
-    header_s: float = 10.0  # from the connection to its settings; from a header block to its end
+    header_s: float = 10.0  # until the settings arrive; until a header block is complete
     body_s: float = 30.0  # of one message
     idle_s: float = 75.0  # without a stream
-    write_s: float = 30.0  # a client that does not read its reply
-    linger_s: float = 2.0  # to let it read why its connection is closed
+    write_s: float = 30.0  # for a client that does not read its reply
+    linger_s: float = 2.0  # for reading the reason of a close
 
 
 class Shared:
-    """What all connections of one server share.
+    """The state shared by all connections of a server.
 
-    `parse` makes a head of a stream's headers, `open` a stream on a connection from its number and
-    its head.
+    `parse` makes a head from a stream's headers; `open` makes a stream from connection, number and
+    head.
     """
 
     def __init__(
@@ -104,14 +103,14 @@ class Flow(asyncio.Protocol):
         self.has_settings = False  # the client has sent its settings
         self.in_header_block = False
         self.empty_frames = 0
-        self.since_s = shared.now_s  # without a stream, or with half a header block
+        self.since_s = shared.now_s  # start of the current wait: idle, or inside a header block
         self._received = 0  # bytes of DATA since our last update
-        self._reserved = 0  # bytes that large messages were given
-        self._asking: deque[Stream] = deque()
-        self._out: list[bytes] = []
-        self._out_bytes = 0
-        self._stalled_s: float | None = None  # since when the client does not read
-        self._blocked_s: float | None = None  # since when its windows hold up a reply
+        self._reserved = 0  # window granted to large messages
+        self._waiting: deque[Stream] = deque()
+        self._writes: list[bytes] = []
+        self._write_bytes = 0
+        self._stalled_s: float | None = None  # when the client stopped reading
+        self._blocked_s: float | None = None  # when its windows began to block a reply
 
     @property
     def unanswered(self) -> int:
@@ -150,35 +149,35 @@ class Flow(asyncio.Protocol):
     # -- windows ---------------------------------------------------------------------------------
 
     def received(self, size: int) -> None:
-        """Bytes of DATA have come, on whatever stream; the client may send as many more."""
+        """Count received bytes of DATA on any stream and let the client send as many more."""
         self._received += size
         if self._received > CONNECTION_WINDOW // 2:
             self._update(0, self._received)
             self._received = 0
 
     def reserve(self, stream: Stream, more: int) -> None:
-        """Let the client send `more` bytes of a large message once the connection can hold them."""
-        if not stream.asked_bytes:
-            stream.asked_bytes = more
-            self._asking.append(stream)
+        """Grant window for `more` bytes of a large message once the connection's limit allows."""
+        if not stream.requested_bytes:
+            stream.requested_bytes = more
+            self._waiting.append(stream)
             self._grant()
 
     def release(self, stream: Stream) -> None:
-        """The window of a large message is free for others."""
+        """Return the window granted to a large message."""
         self._reserved -= stream.granted_bytes
         stream.granted_bytes = 0
-        if self._asking:
+        if self._waiting:
             self._grant()
 
     def _grant(self) -> None:
         budget = _RESERVED_MESSAGES * self.shared.max_message_bytes
-        while self._asking:
-            stream = self._asking[0]
-            more = stream.asked_bytes
+        while self._waiting:
+            stream = self._waiting[0]
+            more = stream.requested_bytes
             if not stream.finished and self._reserved and self._reserved + more > budget:
                 return
-            self._asking.popleft()
-            stream.asked_bytes = 0
+            self._waiting.popleft()
+            stream.requested_bytes = 0
             if not stream.finished:
                 stream.granted_bytes += more
                 self._reserved += more
@@ -204,32 +203,32 @@ class Flow(asyncio.Protocol):
 
     def push(self) -> None:
         for stream in list(self.streams.values()):
-            if stream.out or stream.trailers is not None:
+            if stream.unsent or stream.trailers is not None:
                 stream.push()
 
     # -- deadlines and the end -------------------------------------------------------------------
 
     def write(self, data: bytes) -> None:
-        """Send, together with what else is written in this turn of the loop."""
-        if not self._out:
+        """Send, joined with other writes of this turn of the loop."""
+        if not self._writes:
             self._loop.call_soon(self._flush)
-        self._out.append(data)
-        self._out_bytes += len(data)
-        if self._out_bytes > _TOGETHER_BYTES:
+        self._writes.append(data)
+        self._write_bytes += len(data)
+        if self._write_bytes > _TOGETHER_BYTES:
             self._flush()
 
-    def later(self, what: Callable[[], None]) -> None:
-        """Call it in the loop's next turn."""
-        self._loop.call_soon(what)
+    def call_soon(self, function: Callable[[], None]) -> None:
+        """Call it in the next turn of the loop."""
+        self._loop.call_soon(function)
 
     def _flush(self) -> None:
-        if self._out and not self._transport.is_closing():
-            self._transport.write(b"".join(self._out))
-        self._out.clear()
-        self._out_bytes = 0
+        if self._writes and not self._transport.is_closing():
+            self._transport.write(b"".join(self._writes))
+        self._writes.clear()
+        self._write_bytes = 0
 
     def drop(self, stream: Stream) -> None:
-        """The stream is over."""
+        """Forget a finished stream."""
         self.streams.pop(stream.id, None)
         self.release(stream)
         if not self.streams:
@@ -241,7 +240,7 @@ class Flow(asyncio.Protocol):
         self.empty_frames = 0
         for stream in list(self.streams.values()):
             stream.check(now_s)
-        if not any(stream.out for stream in self.streams.values()):
+        if not any(stream.unsent for stream in self.streams.values()):
             self._blocked_s = None
         elif self._blocked_s is None:
             self._blocked_s = now_s
@@ -257,16 +256,16 @@ class Flow(asyncio.Protocol):
             self.close()
 
     def close(self) -> None:
-        """Accept no more streams, and close once what was written has been sent."""
+        """Accept no more streams; close once all written data is sent."""
         self.end(NO_ERROR, "")
 
     def end(self, code: int, text: str) -> None:
-        """Read no more. `code` is HTTP/2's; a client at fault gets time to read why."""
+        """Send GOAWAY and read no more; after an error, wait for the client to read it."""
         if self.closed_for_reading:
             return
         self.closed_for_reading = True
-        about = self.last.to_bytes(4, "big") + code.to_bytes(4, "big") + text.encode()
-        self.write(frame(GOAWAY, 0, 0, about))
+        payload = self.last.to_bytes(4, "big") + code.to_bytes(4, "big") + text.encode()
+        self.write(frame(GOAWAY, 0, 0, payload))
         self._flush()
         if not code:
             self._transport.close()

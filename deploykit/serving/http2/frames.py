@@ -12,11 +12,11 @@ STREAM_CLOSED, FRAME_SIZE_ERROR, REFUSED_STREAM, CANCEL = 5, 6, 7, 8
 COMPRESSION_ERROR, ENHANCE_YOUR_CALM = 9, 11
 FRAME = struct.Struct(">BHBBI")  # length (8 + 16 bits), type, flags, stream
 LARGEST_WINDOW = (1 << 31) - 1
-STREAM_WINDOW = 1 << 20  # bytes that a client may send on a stream before it sees an update
+STREAM_WINDOW = 1 << 20  # bytes that a client may send on a stream before an update
 
 
 class ConnectionFault(Exception):  # noqa: N818 - RFC 9113 calls it a connection error
-    """The connection cannot go on; `code` is one of the error codes."""
+    """The connection must close; `code` is one of HTTP/2's error codes."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -28,7 +28,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def literal(name: bytes, value: bytes) -> bytes:
-    """An HPACK header that the client must not put into its table; a name is below 127 bytes."""
+    """An HPACK literal that is not added to the client's table; the name is below 127 bytes."""
     return b"\x00" + bytes([len(name)]) + name + _length(len(value)) + value
 
 

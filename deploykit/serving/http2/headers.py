@@ -1,4 +1,4 @@
-"""Header blocks of HTTP/2 (HPACK, RFC 7541). A block that came before is looked up, not decoded."""
+"""Decode HTTP/2 header blocks (HPACK, RFC 7541), with a cache of previous blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Pairs = list[tuple[bytes, bytes]]
 
 
 class _Table(HeaderTable):
-    """HPACK's dynamic table that counts its changes: after one, equal blocks mean other headers."""
+    """HPACK's dynamic table that counts its changes: they change what equal blocks mean."""
 
     changes = 0
 
@@ -29,7 +29,7 @@ class _Table(HeaderTable):
 
 
 class HeaderReader(Generic[H]):
-    """Reads the header blocks of one connection; `parse` makes a value of names and values."""
+    """Reads the header blocks of one connection; `parse` makes a head from names and values."""
 
     def __init__(self, parse: Callable[[Pairs], H], max_bytes: int) -> None:
         self._parse = parse
@@ -38,7 +38,7 @@ class HeaderReader(Generic[H]):
         self._known: dict[bytes, H] = {}
 
     def read(self, block: bytes) -> H:
-        """Raises HPACKError, after which the connection cannot go on."""
+        """Raises HPACKError, after which the connection must close."""
         head = self._known.get(block)
         if head is not None:
             return head

@@ -1,4 +1,4 @@
-"""One HTTP/2 stream: its windows and what it sends. A subclass gives what it receives a meaning."""
+"""One HTTP/2 stream: its windows and its output. A subclass interprets what it receives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deploykit.serving.http2.frames import DATA, FRAME, NO_ERROR, RST_STREAM, ST
 
 
 class Link(Protocol):
-    """What a stream needs of its connection."""
+    """The part of a connection that a stream uses."""
 
     frame_bytes: int
     first_window: int
@@ -26,16 +26,16 @@ class Stream:
     """From its headers to its trailers."""
 
     __slots__ = (
-        "asked_bytes",
         "ended",
         "finished",
         "granted_bytes",
         "id",
         "link",
-        "out",
         "receive_window",
+        "requested_bytes",
         "send_window",
         "trailers",
+        "unsent",
     )
 
     def __init__(self, link: Link, number: int) -> None:
@@ -43,14 +43,14 @@ class Stream:
         self.id = number
         self.send_window = link.first_window  # bytes of DATA that the client accepts
         self.receive_window = STREAM_WINDOW  # bytes of DATA that the client may still send
-        self.granted_bytes = 0  # what was added to it for a large message
-        self.asked_bytes = 0  # what is to be added once the connection can hold it
-        self.out: deque[memoryview] = deque()  # DATA that the windows hold up
-        self.trailers: bytes | None = None  # the frame that follows `out`
-        self.ended = False  # the client has sent its last
+        self.granted_bytes = 0  # added to it for a large message
+        self.requested_bytes = 0  # to be added once the connection's limit allows
+        self.unsent: deque[memoryview] = deque()  # DATA blocked by the windows
+        self.trailers: bytes | None = None  # the frame that follows `unsent`
+        self.ended = False  # the client sends no more
         self.finished = False
 
-    # -- what a subclass provides ----------------------------------------------------------------
+    # -- for subclasses --------------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -59,28 +59,28 @@ class Stream:
 
     @abstractmethod
     def begin(self, *, ended: bool) -> None:
-        """The headers have been read; `ended`: nothing follows them."""
+        """The headers have been read; `ended`: nothing follows."""
 
     @abstractmethod
     def received(self, piece: bytes, ended: bool) -> None:
-        """The content of a DATA frame; `ended`: the last of the stream."""
+        """The content of a DATA frame; `ended`: it is the last."""
 
     @abstractmethod
     def resume(self) -> None:
-        """All that was to be sent has been; more may be."""
+        """All output was sent; there may be more."""
 
     @abstractmethod
     def check(self, now_s: float) -> None:
-        """Fail the stream if it is past a limit; called every so often."""
+        """Fail the stream if it is past a limit; called periodically."""
 
     @abstractmethod
     def cancelled(self) -> None:
-        """The client gave up, or its connection has ended."""
+        """The client cancelled the stream or disconnected."""
 
     # -- output ----------------------------------------------------------------------------------
 
     def send(self, parts: Iterable[bytes]) -> None:
-        self.out.extend(map(memoryview, parts))
+        self.unsent.extend(map(memoryview, parts))
         self.push()
 
     def end(self, trailers: bytes) -> None:
@@ -90,17 +90,17 @@ class Stream:
 
     def push(self) -> None:
         """Send what the windows allow."""
-        link, out = self.link, self.out
-        while out:
+        link, unsent = self.link, self.unsent
+        while unsent:
             take = min(link.sendable(self), link.frame_bytes)
             if take <= 0:
                 return
             pieces = []
             size = 0
-            while out and size < take:
-                piece = out.popleft()
+            while unsent and size < take:
+                piece = unsent.popleft()
                 if size + len(piece) > take:
-                    out.appendleft(piece[take - size :])
+                    unsent.appendleft(piece[take - size :])
                     piece = piece[: take - size]
                 pieces.append(piece)
                 size += len(piece)
@@ -111,13 +111,13 @@ class Stream:
             self.resume()
         else:
             link.write(self.trailers)
-            if not self.ended:  # the client need not send the rest
+            if not self.ended:  # the client need not send more
                 link.write(frame(RST_STREAM, 0, self.id, NO_ERROR.to_bytes(4, "big")))
             self.finish()
 
     def finish(self) -> None:
-        """The stream is over, whatever was to be sent."""
+        """End the stream; unsent output is dropped."""
         self.finished = True
         self.trailers = None
-        self.out.clear()
+        self.unsent.clear()
         self.link.drop(self)

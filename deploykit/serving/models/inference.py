@@ -1,7 +1,7 @@
 """One inference request from its bytes to its reply, for every protocol.
 
-Decode, queue, encode. What takes long is offloaded to another thread, so that other requests do
-not wait for it.
+Decode, queue, encode. Slow work is offloaded to another thread, so that other requests do not wait
+for it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from deploykit.serving.oip.request import Request
 
 
 class Client(Protocol):
-    """Who waits for the reply: a call, or one message of a streaming call."""
+    """The receiver of the reply: a call, or one message of a streaming call."""
 
-    cancel: Callable[[], object] | None  # to call if the client leaves
+    cancel: Callable[[], object] | None  # called if the client disconnects
 
     @property
     def gone(self) -> bool:
-        """Whether the client has left: no reply would reach it."""
+        """Whether the client has disconnected."""
 
 
 class Inference:
@@ -60,7 +60,7 @@ class Inference:
         self._admitted = False
         self._started_us = monotonic_us()
 
-    # -- what a protocol provides ----------------------------------------------------------------
+    # -- for subclasses ----------------------------------------------------------------------------
 
     @abstractmethod
     def decode(self) -> Request:
@@ -68,7 +68,7 @@ class Inference:
 
     @abstractmethod
     def encode(self) -> Any:
-        """The reply to `request`, out of the outputs of `pending`."""
+        """The reply to `request` from the outputs of `pending`."""
 
     @abstractmethod
     def send(self, reply: Any) -> None: ...
@@ -79,14 +79,14 @@ class Inference:
 
     @abstractmethod
     def release(self) -> None:
-        """Free the request's bytes; the arrays hold what they need of them."""
+        """Free the request's bytes; arrays keep those that they use."""
 
     def decode_large(self) -> Request:
         """Decode on another thread; `release` may have been called. Raises BadInput, Overloaded."""
         return self.decode()
 
     def reserve(self) -> None:
-        """Count the memory of an offloaded `request`. Raises Overloaded when there is none."""
+        """Count the memory of an offloaded `request`. Raises Overloaded above the budget."""
 
     def encodes_slowly(self) -> bool:
         """Whether `encode` takes long enough to be offloaded."""
@@ -101,7 +101,7 @@ class Inference:
     def start_offloaded(self) -> None:
         """Decode the request on another thread and queue it then."""
         self._admitted = not self.model.draining
-        self.client.cancel = self.release  # else bodies that no client waits for could pile up
+        self.client.cancel = self.release  # else bodies of disconnected clients could pile up
         self._offload(self.decode_large, self._decoded)
 
     def _decoded(self, result: Result[Request]) -> None:
@@ -125,12 +125,12 @@ class Inference:
             )
         except Exception as exc:  # noqa: BLE001 - every error is a reply
             if isinstance(exc, BadInput):
-                model.metrics.bad_request()
+                model.metrics.record_bad_request()
             self.fail(exc)
         else:
             self.client.cancel = partial(model.cancel, pending)
         finally:
-            del result  # it holds the error, which holds this frame, which holds the body
+            del result  # it refers to the error, whose traceback refers to this frame and the body
 
     def _done(self, pending: Pending) -> None:
         """The engine has run, or the request has failed."""
@@ -155,6 +155,6 @@ class Inference:
             self.fail(exc)
         else:
             now_us = monotonic_us()
-            self.model.metrics.answered(pending, now_us - self._started_us, now_us)
+            self.model.metrics.record_answer(pending, now_us - self._started_us, now_us)
         finally:
             del result, self.pending  # see _queue; the pending request refers back to this

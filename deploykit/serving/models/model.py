@@ -38,8 +38,8 @@ from deploykit.serving.options import VERSION, ServeOptions
 
 log = logging.getLogger(__name__)
 
-SPIN_US = 100  # of a core after a batch; a lone client got 10 to 20 % more answers, on 2 cores
-_PLATFORMS: Mapping[str, tuple[str, str]] = {  # Triton's (platform, backend), which clients know
+SPIN_US = 100  # after a batch; a single client got 10 to 20 % more replies, on 2 cores
+_PLATFORMS: Mapping[str, tuple[str, str]] = {  # Triton's names (platform, backend)
     "onnxruntime": ("onnxruntime_onnx", "onnxruntime"),
     "tensorrt": ("tensorrt_plan", "tensorrt"),
     "torch": ("pytorch_libtorch", "pytorch"),
@@ -77,33 +77,33 @@ class ServedModel:
         self._call_soon = call_soon
         self._preferred = tuple(n for n in sorted(set(options.preferred)) if n <= self.max_batch)
         self._warm_notes: tuple[str, ...] = ()
-        self.remark: Callable[[], str | None] = lambda: None  # one more of `notes`, when it has one
-        self._swap = threading.Lock()  # one replacement, or the end, at a time
+        self.remark: Callable[[], str | None] = lambda: None  # an additional note, or None
+        self._swap = threading.Lock()  # for replacements and the end
         self.draining = False  # only admitted requests are still accepted
         self._limit_us = options.timeout_ms * 1000
         self._closed = False
-        self._before: list[Batcher] = []  # whose engines were replaced, and may still be at it
+        self._replaced: list[Batcher] = []  # replaced, and perhaps still running
         self._steering = self._new_steering(len(engines))
         self.batcher = self._new_batcher(self.engines, self._steering)
 
     # -- life ----------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        """Run every engine at every foreseen shape; before the first request.
+        """Run every engine at every expected shape, before the first request.
 
-        Also checks that buckets change no answer. Raises what does not work, naming the shape.
+        Also checks that padding to buckets changes no output. An error names the shape that failed.
         """
         self._warm_notes, self.batcher.inline_max_rows = self._warm(self.engines, self._steering)
 
     def replace(self, engines: Sequence[Engine]) -> None:
-        """Warm up `engines` and let them serve from now on; those before end after their last run.
+        """Warm up `engines` and serve with them from now on.
 
-        They are closed then, and the new ones after `close`. Raises BadInput for engines that
-        clients would notice, and what a warm-up raises: then nothing has changed, and the new
-        engines are still the caller's.
+        The previous ones answer what they accepted and are closed then; `close` closes the new
+        ones. Raises BadInput for incompatible engines, and what a warm-up raises: then nothing
+        has changed, and the caller still owns the new engines.
         """
         if not engines:
-            raise BadInput(f"model '{self.name}': there is no engine to replace it")
+            raise BadInput(f"model '{self.name}': no engine was given to replace it")
         for engine in engines:
             check_compatible(self.name, self.engines[0], engine)
             if engine.max_batch is not None and engine.max_batch < self.max_batch:
@@ -117,14 +117,14 @@ class ServedModel:
             if self._closed:
                 raise shutting_down()
             before = self.batcher
-            self._before = [each for each in self._before if not each.ended] + [before]
+            self._replaced = [each for each in self._replaced if not each.ended] + [before]
             self.batcher = self._new_batcher(engines, steering, close_engines=True)
             self.batcher.inline_max_rows = inline_max_rows
             self.engines, self._steering, self._warm_notes = tuple(engines), steering, notes
         before.retire()
 
     def close(self, *, drain: bool = True, timeout_s: float | None = None) -> int:
-        """End the engines' threads. Returns the requests that stay unanswered."""
+        """End the engines' threads. Returns the number of unanswered requests."""
         with self._swap:
             self._closed = True
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -133,11 +133,11 @@ class ServedModel:
                 drain=drain,
                 timeout_s=None if end_s is None else max(0.0, end_s - time.monotonic()),
             )
-            for batcher in (self.batcher, *self._before)
+            for batcher in (self.batcher, *self._replaced)
         )
 
     def why_not_ready(self) -> str | None:
-        """One sentence; None when it takes requests and can be expected to answer them."""
+        """The reason in one sentence; None if it accepts requests and can answer them."""
         batcher = self.batcher
         if batcher.lost:
             return f"model '{self.name}': the GPU is lost to this server, which will stop"
@@ -147,12 +147,12 @@ class ServedModel:
 
     @property
     def device(self) -> str:
-        """What runs it: "cpu", "cuda:0"."""
+        """Such as "cpu" or "cuda:0"."""
         return self.engines[0].device
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What people should know: what runs otherwise than asked, and engines that hang."""
+        """Messages for the operator: settings that could not be met, and engines that hang."""
         found = [note for engine in self.engines for note in engine.notes]
         hung = self.batcher.hung
         if hung:
@@ -173,11 +173,11 @@ class ServedModel:
     ) -> Pending:
         """Queue a request; `done` gets it with its outputs or its error.
 
-        `admitted`: it came before the shutdown began, and is still answered. Raises Overloaded,
+        `admitted`: it arrived before the shutdown began and is still answered. Raises Overloaded,
         and BadInput for an input longer than its buckets.
         """
         if self.draining and not admitted:
-            self.metrics.refused()
+            self.metrics.record_refusal()
             raise shutting_down()
         key = request.key if self.buckets is None else self.buckets.key(request.key)
         limit_us, wait_us = self._limit_us, request.timeout_us
@@ -196,55 +196,55 @@ class ServedModel:
                     trace=trace,
                     decode_us=decode_us,
                 )
-            except Retired:  # replaced at this very moment: the new one is already set
+            except Retired:  # replaced in this moment: `self.batcher` is the new one already
                 continue
 
     def cancel(self, pending: Pending) -> bool:
-        """Take back a waiting request. False when an engine has it or had it."""
-        return any(batcher.cancel(pending) for batcher in (self.batcher, *self._before))
+        """Cancel a waiting request. False if an engine is running it or has run it."""
+        return any(batcher.cancel(pending) for batcher in (self.batcher, *self._replaced))
 
     def expire(self) -> None:
         """Answer requests past their deadline; called every so often."""
-        for batcher in (*self._before, self.batcher):
+        for batcher in (*self._replaced, self.batcher):
             batcher.expire()
 
     @property
     def waiting(self) -> int:
         """Requests in the queue."""
-        return sum(batcher.waiting for batcher in (self.batcher, *self._before))
+        return sum(batcher.waiting for batcher in (self.batcher, *self._replaced))
 
     @property
     def unanswered(self) -> int:
-        """Requests taken and not yet delivered."""
-        return sum(batcher.unanswered for batcher in (self.batcher, *self._before))
+        """Requests accepted and not yet delivered."""
+        return sum(batcher.unanswered for batcher in (self.batcher, *self._replaced))
 
     def watch(self, watcher: Watcher) -> None:
-        """Tell `watcher` too, from now on."""
+        """Add a watcher."""
         self._watcher = self.batcher.watcher = Watchers(self._watcher, watcher)
 
     # -- description ---------------------------------------------------------------------------
 
     def metadata(self) -> dict[str, Any]:
-        """The protocol's, and `parameters`: what it runs on and the notes on that."""
+        """The protocol's model metadata; `parameters` has the device and the notes."""
         return {
             "name": self.name,
             "versions": [VERSION],
             "platform": self._platform()[0],
-            "inputs": [_described(slot) for slot in self.signature.inputs.values()],
-            "outputs": [_described(slot) for slot in self.signature.outputs.values()],
+            "inputs": [_describe(slot) for slot in self.signature.inputs.values()],
+            "outputs": [_describe(slot) for slot in self.signature.outputs.values()],
             "parameters": {"device": self.device, "notes": "; ".join(self.notes)},
         }
 
     def config(self) -> dict[str, Any]:
-        """Triton's ModelConfig; with batching, `dims` leave the batch out."""
+        """Triton's ModelConfig; with batching, `dims` exclude the batch axis."""
         platform, backend = self._platform()
         config: dict[str, Any] = {
             "name": self.name,
             "platform": platform,
             "backend": backend,
             "max_batch_size": self.max_batch,
-            "input": [self._configured(slot) for slot in self.signature.inputs.values()],
-            "output": [self._configured(slot) for slot in self.signature.outputs.values()],
+            "input": [self._config_entry(slot) for slot in self.signature.inputs.values()],
+            "output": [self._config_entry(slot) for slot in self.signature.outputs.values()],
             "instance_group": [_instances(self.name, self.engines)],
             "model_transaction_policy": {"decoupled": False},
         }
@@ -261,7 +261,7 @@ class ServedModel:
         runtime = self.engines[0].runtime.partition(" ")[0]
         return _PLATFORMS.get(runtime, (f"deploykit_{runtime}", runtime))
 
-    def _configured(self, slot: Slot) -> dict[str, Any]:
+    def _config_entry(self, slot: Slot) -> dict[str, Any]:
         dims = _shape(slot.spec)[1 if self.max_batch else 0 :]
         return {"name": slot.spec.name, "data_type": _data_type(slot), "dims": dims}
 
@@ -285,7 +285,7 @@ class ServedModel:
             *(Sample(name, labels, value) for name, value in values.items() if value is not None),
         ]
 
-    # -- making --------------------------------------------------------------------------------
+    # -- set-up ---------------------------------------------------------------------------------
 
     def _policy(self) -> BatchPolicy:
         options = self._options
@@ -316,10 +316,10 @@ class ServedModel:
     def _warm(
         self, engines: Sequence[Engine], steering: Steering | None
     ) -> tuple[tuple[str, ...], float]:
-        """Notes, and up to how many rows a batch may be run on the event loop's thread."""
+        """Returns notes, and the largest batch to run on the event loop's thread."""
         lengths = self.buckets.sizes() if self.buckets else [{}]
         notes: tuple[str, ...] = ()
-        here = self._call_soon is not None and steering is None and not self._options.max_delay_us
+        inline = self._call_soon is not None and steering is None and not self._options.max_delay_us
         inline_max_rows = math.inf
         for engine in engines:
             if self.buckets is not None:
@@ -332,20 +332,20 @@ class ServedModel:
                 preferred=self._preferred,
                 lengths=lengths,
             )
-            steady = here and engine.steady
+            steady = inline and engine.steady
             again_us = 5 * SHORT_US if steady else AGAIN_US if steering else 0
             times, notes = warm_up.run(again_us=again_us)
             inline_max_rows = min(inline_max_rows, short_rows(times)) if steady else 0
             if steering is not None:
                 for rows, taken_us in times.items():
-                    steering.measured(rows, taken_us, self._clock_us())
+                    steering.record_time(rows, taken_us, self._clock_us())
         for note in notes:
             log.info("model '%s': %s", self.name, note)
         return notes, inline_max_rows
 
 
 def _buckets(name: str, engine: Engine, options: ServeOptions) -> Buckets | None:
-    """Those of the options' buckets whose axes this model has."""
+    """The buckets of the options whose axes this model has."""
     axes = {axis for spec in engine.inputs for axis in spec.shape[1:]}
     lengths = {axis: found for axis, found in options.buckets.items() if axis in axes}
     if not lengths:
@@ -369,5 +369,5 @@ def _data_type(slot: Slot) -> str:
     return "TYPE_STRING" if slot.datatype == "BYTES" else f"TYPE_{slot.datatype}"
 
 
-def _described(slot: Slot) -> dict[str, Any]:
+def _describe(slot: Slot) -> dict[str, Any]:
     return {"name": slot.spec.name, "datatype": slot.datatype, "shape": _shape(slot.spec)}

@@ -1,4 +1,4 @@
-"""Run work on other threads, and what follows it on the event loop's."""
+"""Run slow work on other threads and its continuation on the event loop's thread."""
 
 from __future__ import annotations
 

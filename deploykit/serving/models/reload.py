@@ -1,7 +1,7 @@
-"""Notice that an engine's file was replaced, load the new one and swap it in.
+"""Watch engine files and replace an engine when its file changes.
 
-A file that cannot be loaded, or is another model, leaves the old engine serving; the log and
-`error` say why. It is tried again when the file changes again.
+If the new file cannot be loaded or holds another model, the old engine keeps serving; the log and
+`error` report why. The next attempt follows the next change of the file.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ Load = Callable[[], Sequence[Engine]]
 
 
 class Replaces(Protocol):
-    """What of the service is needed here."""
+    """The part of ModelRepository that is used here."""
 
     def replace(self, name: str, engines: Sequence[Engine]) -> None: ...
 
 
 class Source:
-    """The file of one model and how it is loaded. Make it before the first `load`.
+    """The file of one model and how it is loaded. Create it before the first `load`.
 
-    What changed since then is noticed, so nothing that is written during the start is missed.
+    It detects changes since its creation, so none during start-up is missed.
     """
 
     def __init__(self, path: Path, load: Load) -> None:
@@ -47,7 +47,7 @@ class Source:
         self.settled = self.seen = self.files()
 
     def files(self) -> tuple[File, ...]:
-        """The file, the files of weights that it names, and last its manifest, as they are now."""
+        """The current state of the file, its external weights and, last, its manifest."""
         model = _file(self.path)
         if self._external is None or self._external[0] != model:
             self._external = model, external_files(self.path)
@@ -56,12 +56,12 @@ class Source:
 
 
 class Reloader(Closing):
-    """Looks at every source each `poll_s`; what stayed the same for two looks is loaded."""
+    """Polls every source each `poll_s`; loads a changed file once two polls find it unchanged."""
 
     def __init__(
-        self, service: Replaces, sources: Mapping[str, Source], *, poll_s: float = POLL_S
+        self, repository: Replaces, sources: Mapping[str, Source], *, poll_s: float = POLL_S
     ) -> None:
-        self._service = service
+        self._repository = repository
         self._sources = dict(sources)
         self._poll_s = poll_s
         self._errors: dict[str, str] = {}
@@ -71,7 +71,7 @@ class Reloader(Closing):
         self._thread.start()
 
     def error(self, name: str) -> str | None:
-        """Why the file of model `name` does not serve, though it is newer; None if all is well."""
+        """Why the newer file of model `name` is not in use; None if it is."""
         return self._errors.get(name)
 
     def samples(self) -> list[Sample]:
@@ -82,28 +82,28 @@ class Reloader(Closing):
             *(Sample("deploykit_reload_failed", labels[n], n in self._errors) for n in labels),
         ]
 
-    def look(self) -> None:
-        """One look at every source; loads what changed and has been left alone since the last."""
+    def poll(self) -> None:
+        """Poll every source; load those that changed, but not since the last poll."""
         for name, source in self._sources.items():
             files = source.files()
             stable, source.seen = files == source.seen, files
-            # a manifest alone is only of interest to a file that was refused: opening one may
-            # write into it, that the file was proven
+            # a changed manifest matters only for a file that was rejected: opening a file may
+            # record its verification there
             end = None if name in self._errors else -1
             if stable and files[:end] != source.settled[:end]:
                 self._reload(name, source)
 
     def close(self) -> None:
-        """End the thread; one that is loading a large file is left behind after a while."""
+        """End the thread; does not wait long for one that is loading a large file."""
         self._closing.set()
         self._thread.join(CLOSE_S)
 
     def _loop(self) -> None:
         while not self._closing.wait(self._poll_s):
             try:
-                self.look()
+                self.poll()
             except Exception:
-                log.exception("looking for replaced engine files failed")
+                log.exception("checking for replaced engine files failed")
 
     def _reload(self, name: str, source: Source) -> None:
         files = source.seen
@@ -112,31 +112,35 @@ class Reloader(Closing):
             if not files[0][1]:  # no inode
                 raise NotFound("the file is gone")
             if not self._swap(name, source):
-                return  # written to while it was read: the next looks see to it
+                return  # changed while it was read: the next polls handle it
         except DeploykitError as exc:
             text = exc.message.replace(f"{source.path.parent}/", "")
             problem = text.removeprefix(f"model '{name}': ")
-        except Exception as exc:  # noqa: BLE001 - whatever a loader raises, the old engine serves on
+        except Exception as exc:  # noqa: BLE001 - the old engine keeps serving
             problem = f"{type(exc).__name__}: {first_line(exc)}"
         source.settled = files
         if problem is None:
             self._reloads[name] += 1
             self._errors.pop(name, None)
-            log.info("model '%s': %s was replaced and serves now", name, source.path.name)
+            log.info("model '%s': %s was replaced and is in use", name, source.path.name)
         else:
             self._errors[name] = problem
-            log.error("model '%s': the engine in use stays, as its file fails: %s", name, problem)
+            log.error(
+                "model '%s': the new file was rejected, the previous engine stays in use: %s",
+                name,
+                problem,
+            )
 
     def _swap(self, name: str, source: Source) -> bool:
-        """Load, and let it be checked and swapped in. False when the file changed meanwhile.
+        """Load the file and replace the engine. False if the file changed meanwhile.
 
-        Raises what is wrong with it.
+        Raises whatever is wrong with the file.
         """
         engines = source.load()
         swapped = False
         try:
             if source.files()[:-1] == source.seen[:-1]:
-                self._service.replace(name, engines)
+                self._repository.replace(name, engines)
                 swapped = True
         finally:
             if not swapped:

@@ -36,7 +36,7 @@ _RESERVED = (".", "..", "stats")
 class ModelRepository:
     """Models by name. `deliver` and `call_soon`: see Batcher.
 
-    The engines stay the caller's to close, after `close`; those given to `replace` do not.
+    The caller closes the engines after `close`, except those passed to `replace`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ModelRepository:
         if options.shared_memory:
             self.memory = SharedMemory(options.max_body_bytes)
         self.sampler = Sampler()
-        self.files: dict[str, Path] = {}  # that the models were loaded from, where there is one
+        self.files: dict[str, Path] = {}  # where each model was loaded from, if known
         self._samples: list[Callable[[], Iterable[Sample]]] = [self.sampler.samples]
         try:
             for name, engines in models.items():
@@ -77,23 +77,23 @@ class ModelRepository:
             raise
 
     def _check_buckets(self) -> None:
-        """An axis that no model has is a slip of the pen."""
+        """Raise BadInput for an axis that no model has."""
         served = [model.buckets.lengths for model in self.models.values() if model.buckets]
         for axis in self.options.buckets:
             if not any(axis in lengths for lengths in served):
                 raise BadInput(
-                    f"--buckets {axis}: no served model has an input with that axis, and a batch",
+                    f"`buckets` {axis}: no served model has an input with that axis, and a batch",
                     hint="deploykit inspect shows the names of the axes",
                 )
 
     def warm_up(self) -> None:
-        """Run each engine at every foreseen shape; before the first request.
+        """Run each engine at every expected shape, before the first request.
 
-        Raises what does not work: an engine that fails, or answers otherwise in a bucket.
+        Raises if an engine fails, or if padding changes its outputs.
         """
         for model in self.models.values():
             model.warm_up()
-        self.sampler.latest()  # so that the first scrape finds the process and the GPUs
+        self.sampler.latest()  # so that the first scrape includes the process and the GPUs
 
     def find(self, name: str, version: str = VERSION) -> ServedModel:
         """Raises NotFound."""
@@ -106,24 +106,24 @@ class ModelRepository:
         return model
 
     def replace(self, name: str, engines: Sequence[Engine]) -> None:
-        """Let `engines` serve model `name` from now on: see `ServedModel.replace`."""
+        """Serve model `name` with `engines` from now on: see `ServedModel.replace`."""
         self.find(name).replace(engines)
 
     def expire(self) -> None:
-        """Answer requests past their deadline; to be called every so often."""
+        """Answer requests past their deadline; called periodically."""
         for model in self.models.values():
             model.expire()
 
     @property
     def fatal(self) -> str | None:
-        """Why this process cannot go on serving, and must end; None while it can."""
+        """Why this process cannot continue to serve and must end; None while it can."""
         for model in self.models.values():
             if model.batcher.lost:
                 return f"model '{model.name}': the GPU is lost to this process"
         return None
 
     def why_not_ready(self, model: ServedModel | None = None) -> str | None:
-        """Why requests should go elsewhere, of one model or of all; None when they need not."""
+        """Why one model, or the server, is not ready; None if it is."""
         if self.draining:
             return "the server is shutting down"
         reasons = (each.why_not_ready() for each in ([model] if model else self.models.values()))
@@ -134,13 +134,13 @@ class ModelRepository:
         return sum(model.unanswered for model in self.models.values())
 
     def drain(self) -> None:
-        """Take no more requests; those taken are still answered. Not ready from now on."""
+        """Accept no more requests and report not ready; accepted ones are still answered."""
         self.draining = True
         for model in self.models.values():
             model.draining = True
 
     def close(self, *, drain: bool = True, timeout_s: float | None = None) -> int:
-        """End the engines' threads. Returns the requests that stay unanswered: 0 but for a hang."""
+        """End the engines' threads. Returns the unanswered requests: 0 unless an engine hangs."""
         self.drain()
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         left = sum(
@@ -166,7 +166,7 @@ class ModelRepository:
         return {"model_stats": [each.metrics.statistics() for each in chosen]}
 
     def index(self) -> list[dict[str, str]]:
-        """The repository index: every model, and whether it takes requests."""
+        """The repository index: every model and whether it accepts requests."""
         reasons = {name: self.why_not_ready(model) for name, model in self.models.items()}
         return [
             {
@@ -179,10 +179,10 @@ class ModelRepository:
         ]
 
     def add_metrics(self, samples: Callable[[], Iterable[Sample]]) -> None:
-        """Let /metrics contain what `samples` returns too."""
+        """Add what `samples` returns to /metrics."""
         self._samples.append(samples)
 
     def samples(self) -> list[Sample]:
-        """What /metrics contains now."""
+        """The current values for /metrics."""
         collect = [*(model.samples for model in self.models.values()), *self._samples]
         return [sample for each in collect for sample in each()]

@@ -1,14 +1,14 @@
-"""Run a share of the live requests again on a reference engine, and count where the two disagree.
+"""Repeat a share of the live requests on a reference engine and count disagreements.
 
-In: batches that ended well, as a `Watcher`. Out: counters and an alarm for /metrics. Serving never
-waits for it: what is sampled is copied into a short bounded queue, and dropped when that is full.
+Serving never waits for it: samples are copied into a short bounded queue, or dropped when it is
+full.
 
-A row disagrees when, in any output,
-- class scores (floats of two axes, at least two wide) have their largest value elsewhere, or are
-  off by more than ten times `max_error`: quantised scores wander by a few per cent unharmed;
-- other floats are off by more than `max_error`, relative to the largest reference value of the row;
-- anything else differs at all.
-The alarm looks at the last rows only, and asks for enough of them: see `alarming`.
+A row disagrees if, in any output,
+- class scores (floats with two axes, at least two classes) have another highest class, or differ by
+  more than ten times `max_error`: quantised scores may vary by a few per cent;
+- other floats differ by more than `max_error`, relative to the row's largest reference value;
+- other values differ at all.
+The alarm considers recent rows only, and needs enough of them: see `exceeds`.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ log = logging.getLogger(__name__)
 
 QUEUE = 64  # sampled requests that may wait for the reference engine
 QUEUE_BYTES = 64 << 20
-WINDOW_ROWS = 2000  # what the alarm looks back on
-LEAST = 3  # disagreeing rows before there is an alarm: one alone is no share
-# Share of the time in which the reference may run. Not a low priority of its thread: preempted with
-# the interpreter's lock it would stall the server (p99 of 10 to 365 ms was seen with nice 19).
+WINDOW_ROWS = 2000  # that the alarm considers
+LEAST = 3  # disagreeing rows before there can be an alarm
+# Share of the time in which the reference may run. A low thread priority would not do: preempted
+# while it holds the GIL, the thread would stall the server (p99 of 10 to 365 ms with nice 19).
 DUTY = 0.25
-_TURN = 0.6180339887498949  # of a circle: the steps between samples that repeat latest
-_Z = 1.96  # 95 % of a normal distribution lie within
+_TURN = 0.6180339887498949  # the golden ratio's fraction: spreads the samples evenly
+_Z = 1.96  # 95 % of a normal distribution are within
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How `rows` rows of one request compared."""
+    """The comparison of one request of `rows` rows."""
 
     rows: int
     disagreements: int
@@ -58,7 +58,7 @@ class _Sample:
 
 
 class Shadow(Watcher, Closing):
-    """Samples a `rate` of the requests of one model. `reference` stays the caller's to close."""
+    """Samples a `rate` of the requests of one model. The caller closes `reference`."""
 
     def __init__(
         self, name: str, reference: Engine, *, rate: float, alarm: float, max_error: float = 1e-2
@@ -81,14 +81,14 @@ class Shadow(Watcher, Closing):
         self._thread = threading.Thread(target=self._loop, name=f"shadow {name}", daemon=True)
         self._thread.start()
 
-    def ran(self, run: BatchRun) -> None:
-        """Take copies of the sampled requests; called on an engine's thread."""
+    def record_run(self, run: BatchRun) -> None:
+        """Copy sampled requests into the queue; called on an engine's thread."""
         for request in run.requests:
-            self._count += 1  # of several engines' threads: one lost now and then does not matter
+            self._count += 1  # engines' threads race here: a lost count does not matter
             if self._count * _TURN % 1.0 < self._rate:
-                self._take(request.feeds, request.outputs)
+                self._sample(request.feeds, request.outputs)
 
-    def _take(self, feeds: Arrays, outputs: Arrays) -> None:
+    def _sample(self, feeds: Arrays, outputs: Arrays) -> None:
         size = sum(array.nbytes for array in (*feeds.values(), *outputs.values()))
         with self._changed:
             if (
@@ -122,7 +122,7 @@ class Shadow(Watcher, Closing):
         return [Sample(name, labels, value) for name, value in values.items()]
 
     def close(self) -> None:
-        """End the thread, after the sample it is at; what is queued is forgotten."""
+        """End the thread after its current sample; queued ones are dropped."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -147,24 +147,24 @@ class Shadow(Watcher, Closing):
                     self._max_error,
                     batched=self._batched,
                 )
-            except Exception as exc:  # noqa: BLE001 - the reference's trouble is not the server's
+            except Exception as exc:  # noqa: BLE001 - it must not affect the server
                 text = f"{type(exc).__name__}: {first_line(exc)}"
                 log.warning("shadow of model '%s': the reference failed: %s", self._name, text)
                 with self._changed:
                     self._dropped += 1
             else:
-                self._note(found)
-            rest_s = (time.monotonic() - began_s) * (1 / DUTY - 1)
+                self._record(found)
+            pause_s = (time.monotonic() - began_s) * (1 / DUTY - 1)
             with self._changed:
-                self._changed.wait_for(lambda: self._closing, rest_s)
+                self._changed.wait_for(lambda: self._closing, pause_s)
 
-    def _note(self, found: Comparison) -> None:
+    def _record(self, found: Comparison) -> None:
         self._recent.append(found)
         rows = sum(each.rows for each in self._recent)
         while rows > WINDOW_ROWS and len(self._recent) > 1:
             rows -= self._recent.popleft().rows
         wrong = sum(each.disagreements for each in self._recent)
-        alarm = alarming(wrong, rows, self._alarm)
+        alarm = exceeds(wrong, rows, self._alarm)
         with self._changed:
             self._rows += found.rows
             self._disagreements += found.disagreements
@@ -173,7 +173,7 @@ class Shadow(Watcher, Closing):
         if began:
             log.warning(
                 "shadow of model '%s': %d of the last %d rows disagree with the reference, more "
-                "than --shadow-alarm %g allows",
+                "than `shadow_alarm` %g allows",
                 self._name,
                 wrong,
                 rows,
@@ -181,10 +181,10 @@ class Shadow(Watcher, Closing):
             )
 
 
-def alarming(disagreements: int, rows: int, threshold: float) -> bool:
-    """Whether more than `threshold` of all rows disagree, as far as this many rows can tell.
+def exceeds(disagreements: int, rows: int, threshold: float) -> bool:
+    """Whether the share of disagreeing rows is above `threshold`, with 95 % confidence.
 
-    The lower bound of Wilson's 95 % interval of the share must be above it.
+    The lower bound of Wilson's interval must be above it.
     """
     if disagreements < LEAST:
         return False
@@ -195,7 +195,7 @@ def alarming(disagreements: int, rows: int, threshold: float) -> bool:
 
 
 def compare(live: Arrays, reference: Arrays, max_error: float, *, batched: bool) -> Comparison:
-    """Outputs of one request, row by row along axis 0; one row in all unless `batched`."""
+    """Compare the outputs of one request row by row along axis 0; as one row unless `batched`."""
     rows = len(next(iter(reference.values()))) if batched else 1
     wrong = np.zeros(rows, bool)
     worst = 0.0
@@ -232,7 +232,7 @@ def _relative_errors(got_RK: np.ndarray, want_RK: np.ndarray) -> np.ndarray:
 
 
 def check_reference(served: Engine, reference: Engine) -> None:
-    """Raise BadInput unless `reference` takes what `served` takes and answers under its names."""
+    """Raise BadInput unless `reference` has the same inputs and output names as `served`."""
     takes = [(spec.name, spec.dtype, len(spec.shape)) for spec in served.inputs]
     if [(spec.name, spec.dtype, len(spec.shape)) for spec in reference.inputs] != takes:
         raise BadInput(

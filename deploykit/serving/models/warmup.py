@@ -1,7 +1,7 @@
 """Run an engine at every expected shape before the first request, with zeros as inputs.
 
-A batch size that fails here, or returns something else than the engine promises, would fail every
-request: it is an error that names the shape.
+A batch size that fails here, or returns other outputs than declared, would fail every request:
+the error names the shape.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from deploykit.runtimes.cuda.errors import DeviceLost, OutOfMemory
 from deploykit.runtimes.engine import Arrays, Engine
 from deploykit.serving.batching.stacking import Splitter
 
-BETWEEN_US = 100_000  # what the sizes may take together that nobody asked for
-AGAIN_US = 50_000  # what took less is run again where times count: a first run takes longer
+BETWEEN_US = 100_000  # for batch sizes that no option names, together
+AGAIN_US = 50_000  # shorter runs are repeated where times matter: a first run takes longer
 SHORT_US = 2000
 _RUNS = 3
-_GUESSES = (1, 2, 4, 8, 16, 32, 64, 128, 224, 256, 512)  # of an axis of which nothing is known
+_GUESSES = (1, 2, 4, 8, 16, 32, 64, 128, 224, 256, 512)  # sizes to try for an unknown axis
 
 
 class WarmUp:
-    """One engine under the name of its model. `max_batch` 0: axis 0 is no batch.
+    """One engine under the name of its model. `max_batch` 0: axis 0 is not the batch.
 
     `lengths`: combinations of sizes of the axes that have buckets.
     """
@@ -47,17 +47,18 @@ class WarmUp:
         self._splitter = Splitter(engine.outputs, joined=max_batch > 0)
         self._batch_axis = str(engine.inputs[0].shape[0]) if max_batch else None
         self._lengths = lengths
-        self._asked = sorted({1, *preferred, max_batch}) if max_batch else [1]
+        self._required = sorted({1, *preferred, max_batch}) if max_batch else [1]
         self._between = [
             rows
             for rows in takewhile(lambda rows: rows < max_batch, _powers())
-            if rows not in self._asked
+            if rows not in self._required
         ]
 
     def run(self, *, again_us: int = 0) -> tuple[dict[int, int], tuple[str, ...]]:
-        """µs by rows, at the greatest lengths, and notes; the least of some runs below `again_us`.
+        """Returns µs by rows at the longest lengths, and notes.
 
-        Raises what the engine raises, naming model and shape; else Unsupported.
+        Runs shorter than `again_us` are repeated; the shortest counts. An error of the engine names
+        model and shape; one that is not a DeploykitError becomes Unsupported.
         """
         known = {self._batch_axis, *self._lengths[0]}
         free = {
@@ -70,7 +71,7 @@ class WarmUp:
             return {}, self._guess(sorted(free))
         times: dict[int, int] = {}
         for lengths in self._lengths:
-            times = {rows: self._time(rows, lengths, again_us) for rows in self._asked}
+            times = {rows: self._time(rows, lengths, again_us) for rows in self._required}
         spent_us = 0
         for rows in self._between:
             spent_us += 2 * max([us for size, us in times.items() if size < rows])
@@ -87,7 +88,7 @@ class WarmUp:
                 self._engine(self._zeros(1, {**self._lengths[-1], **dict.fromkeys(axes, size)}))
             except (DeviceLost, OutOfMemory):
                 raise
-            except Exception:  # noqa: BLE001, S112 - another size may do
+            except Exception:  # noqa: BLE001, S112 - try the next size
                 continue
             return ()
         return (f"not warmed up: no size of {', '.join(axes)} is known to work",)
@@ -96,19 +97,20 @@ class WarmUp:
         feeds = self._zeros(rows, lengths)
         found: list[int] = []
         while not found or (len(found) < _RUNS and found[-1] < again_us):
-            began_us = self._clock_us()
+            started_us = self._clock_us()
             try:
                 self._splitter.check(self._engine(feeds), rows)
             except DeploykitError as exc:
                 raise type(exc)(
-                    f"model '{self._name}' cannot run {_shown(feeds)}: {exc.message}", hint=exc.hint
+                    f"model '{self._name}' cannot run {_format_shapes(feeds)}: {exc.message}",
+                    hint=exc.hint,
                 ) from exc
             except Exception as exc:
                 raise Unsupported(
-                    f"model '{self._name}' cannot run {_shown(feeds)}: {first_line(exc)}",
-                    hint="a smaller --max-batch may do",
+                    f"model '{self._name}' cannot run {_format_shapes(feeds)}: {first_line(exc)}",
+                    hint="try a smaller `max_batch`",
                 ) from exc
-            found.append(self._clock_us() - began_us)
+            found.append(self._clock_us() - started_us)
         return min(found)
 
     def _zeros(self, rows: int, lengths: Mapping[str, int]) -> Arrays:
@@ -122,7 +124,7 @@ class WarmUp:
 
 
 def short_rows(times: Mapping[int, int]) -> float:
-    """Up to how many rows a batch is short by the times of `WarmUp.run`; inf if all are."""
+    """The largest batch that ran within SHORT_US, by `WarmUp.run`; inf if all did."""
     short = [rows for rows, us in times.items() if us <= SHORT_US]
     return math.inf if times and len(short) == len(times) else max(short, default=0)
 
@@ -134,5 +136,5 @@ def _powers() -> Iterator[int]:
         rows *= 2
 
 
-def _shown(feeds: Arrays) -> str:
+def _format_shapes(feeds: Arrays) -> str:
     return ", ".join(f"{name} {list(array.shape)}" for name, array in feeds.items())

@@ -1,7 +1,7 @@
-"""Write log lines from a thread, as text or as JSON, so that a slow reader cannot stop serving.
+"""Write log lines from a thread, as text or as JSON, so that a slow reader cannot block the server.
 
-Each record is one line of printable characters, written to a file descriptor. When nobody reads,
-lines are dropped, counted (`deploykit_log_lines_dropped_total`) and reported once somebody does.
+Each record is one line of printable characters, written to a file descriptor. Without a reader,
+lines are dropped, counted (`deploykit_log_lines_dropped_total`) and reported once there is one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deploykit.core.errors import BadInput
 from deploykit.runtimes.engine import Closing
 from deploykit.serving.observe.prometheus import Sample
 
-QUEUE_RECORDS = 1000  # that may wait to be written
+QUEUE_RECORDS = 1000  # that may be queued
 MAX_LINE = 16_384  # characters
 CLOSE_S = 1.0  # how long writing the last lines may take
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -71,7 +71,7 @@ class _Listener(QueueListener):
         self._write(record)
 
     def stop(self) -> None:
-        """Wait for the thread a second at most: nobody may be reading. It is a daemon."""
+        """Wait for the thread, for a second at most: there may be no reader. It is a daemon."""
         self.enqueue_sentinel()
         if self._thread is not None:
             self._thread.join(CLOSE_S)
@@ -93,7 +93,7 @@ def configure(kind: str, fd: int = 2) -> LogQueue:
     `kind`: text or json. Raises BadInput on another.
     """
     if kind not in _FORMATTERS:
-        raise BadInput(f"--log {kind}: must be one of {', '.join(_FORMATTERS)}")
+        raise BadInput(f"`log_format` {kind}: must be one of {', '.join(_FORMATTERS)}")
     handler = LogQueue(_FORMATTERS[kind](), fd)
     logging.getLogger().addHandler(handler)
     logging.getLogger("deploykit").setLevel(logging.INFO)
@@ -101,7 +101,7 @@ def configure(kind: str, fd: int = 2) -> LogQueue:
 
 
 def samples() -> list[Sample]:
-    """The lines dropped so far for Prometheus, if the log was configured here."""
+    """For Prometheus: the lines dropped so far, if `configure` was called."""
     handlers = [each for each in logging.getLogger().handlers if isinstance(each, LogQueue)]
     dropped = sum(handler.dropped for handler in handlers)
     return [Sample("deploykit_log_lines_dropped_total", {}, dropped)] if handlers else []

@@ -1,7 +1,7 @@
 """Count what one model served, for `/stats`, the dashboard and Prometheus.
 
-The statistics of the Open Inference Protocol and the metrics under our names and Triton's come from
-the same counters, which never fall. Counting costs about 1 µs per request: integers in
+The statistics of the Open Inference Protocol and the metrics under our names and Triton's use the
+same counters, which never decrease. Counting costs about 1 µs per request: integers in
 microseconds, and one lock per batch.
 """
 
@@ -26,17 +26,17 @@ TRITON_REASONS: Mapping[str, tuple[str, ...]] = {
     "OTHER": ("bad_request",),
 }
 STAGES = ("decode", "queue", "join", "copy_in", "compute", "copy_out", "split", "encode")
-US = 1_000_000  # to a second
+US = 1_000_000  # per second
 _DECADES = (10, 100, 1000, 10_000, 100_000, 1_000_000)
 STAGE_US = (*(step * decade for decade in _DECADES for step in (1, 2, 5)), 10 * US)
-_FINE = (1, 1.5, 2, 3, 4, 5, 6, 8)  # as p50 and p99 are read from it
+_FINE = (1, 1.5, 2, 3, 4, 5, 6, 8)  # fine steps, for p50 and p99
 REQUEST_US = (50, *(int(step * decade) for decade in _DECADES[1:] for step in _FINE), 10 * US)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 @dataclass(slots=True)
 class _ComputeTimes:
-    """Time before, in and after the engine; each request is charged all of its batch's time."""
+    """Time before, in and after the engine; each request counts its batch's full time."""
 
     count: int = 0
     input_us: int = 0
@@ -62,7 +62,7 @@ def _duration(count: int, us: int) -> dict[str, int]:
 
 
 class ModelMetrics(Watcher):
-    """The counters of one model. Thread-safe, except `answered`: for the event loop alone."""
+    """The counters of one model. Thread-safe, except `record_answer`: for the event loop only."""
 
     def __init__(self, name: str, version: str) -> None:
         self.name = name
@@ -82,7 +82,7 @@ class ModelMetrics(Watcher):
         self._request_s = Histogram(REQUEST_US, US)
         self._batch_rows = Histogram(ROWS)
 
-    def ran(self, run: BatchRun) -> None:
+    def record_run(self, run: BatchRun) -> None:
         """Count a batch that succeeded; called on the engine's thread."""
         input_us = run.stack_us + run.copy_in_us
         output_us = run.copy_out_us + run.split_us
@@ -123,22 +123,22 @@ class ModelMetrics(Watcher):
             self._runs += 1
             self._last_ms = int(time.time() * 1000)
 
-    def answered(self, request: Pending, encode_us: int, now_us: int) -> None:
+    def record_answer(self, request: Pending, encode_us: int, now_us: int) -> None:
         """Count a response that is ready to be sent; called on the event loop's thread only."""
         self._stages["encode"].add(encode_us)
         self._request_s.add(request.decode_us + now_us - request.arrived_us)
 
-    def failed(self, request: Pending, now_us: int) -> None:
+    def record_failure(self, request: Pending, now_us: int) -> None:
         outcome = "expired" if isinstance(request.error, Expired) else "failed"
         self._count(outcome, now_us - request.arrived_us)
 
-    def refused(self) -> None:
+    def record_refusal(self) -> None:
         self._count("rejected")
 
-    def cancelled(self) -> None:
+    def record_cancellation(self) -> None:
         self._count("cancelled")
 
-    def bad_request(self) -> None:
+    def record_bad_request(self) -> None:
         """Count a request that was rejected before it reached the queue."""
         self._count("bad_request")
 
@@ -229,5 +229,5 @@ class ModelMetrics(Watcher):
 def split_by(
     name: str, labels: Mapping[str, str], label: str, values: Mapping[str, float | Buckets]
 ) -> Iterator[Sample]:
-    """Samples of one metric that differ in the value of `label`."""
+    """Samples of one metric, one for each value of `label`."""
     return (Sample(name, {**labels, label: each}, value) for each, value in values.items())

@@ -1,7 +1,7 @@
-"""Read the state of the process and the GPUs in the background: no scrape waits for a driver.
+"""Sample the process and the GPUs in the background: no scrape waits for a driver.
 
-`Sampler.latest` returns the newest `Snapshot` at once. While it is called now and then, a thread
-makes a new one every second; otherwise the thread sleeps, and an old snapshot is not returned.
+`Sampler.latest` returns the newest `Snapshot` without waiting. While it is called now and then, a
+thread takes one every second; otherwise the thread sleeps. Old snapshots are not returned.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deploykit.runtimes.devices import THROTTLES, Devices, Gpu
 from deploykit.serving.observe.prometheus import Sample
 
 INTERVAL_S = 1.0
-KEEP_ON_S = 90.0  # after the last question; more than the usual pause between two scrapes
+KEEP_ON_S = 90.0  # after the last call; longer than the usual scrape interval
 STALE_S = 5.0
 _PROCESS = {
     "process_resident_memory_bytes": "resident_bytes",
@@ -45,7 +45,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What was seen at `at_s` of the monotonic clock. No process: it could not be read."""
+    """The state at `at_s` of the monotonic clock. `process` None: it could not be read."""
 
     at_s: float
     process: Process | None
@@ -53,7 +53,7 @@ class Snapshot:
 
 
 class Sampler:
-    """The thread starts at the first question. Safe from any thread."""
+    """Thread-safe. Its own thread starts on the first call."""
 
     def __init__(
         self, devices: Devices | None = None, clock_s: Callable[[], float] = time.monotonic
@@ -63,13 +63,13 @@ class Sampler:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._newest: Snapshot | None = None
-        self._asked_s = clock_s()
+        self._called_s = clock_s()
         self._closing = False
 
     def latest(self) -> Snapshot | None:
-        """The newest sample, None when there is none of the last seconds. Never waits."""
+        """The newest snapshot, None if there is no recent one. Never waits."""
         with self._changed:
-            now_s = self._asked_s = self._clock_s()
+            now_s = self._called_s = self._clock_s()
             if self._thread is None and not self._closing:
                 self._thread = threading.Thread(target=self._loop, name="sampler", daemon=True)
                 self._thread.start()
@@ -79,13 +79,13 @@ class Sampler:
 
     def samples(self) -> list[Sample]:
         """The process and the GPUs for Prometheus."""
-        seen = self.latest()
-        if seen is None:
+        latest = self.latest()
+        if latest is None:
             return []
-        process = vars(seen.process) if seen.process else {}
+        process = vars(latest.process) if latest.process else {}
         return [
             *(Sample(name, {}, process[field]) for name, field in _PROCESS.items() if process),
-            *(sample for gpu in seen.gpus for sample in gpu_samples(gpu)),
+            *(sample for gpu in latest.gpus for sample in gpu_samples(gpu)),
         ]
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class Sampler:
             self._closing = True
             self._changed.notify()
         if self._thread is not None:
-            self._thread.join(INTERVAL_S)  # a driver that hangs is left behind: a daemon
+            self._thread.join(INTERVAL_S)  # it is a daemon: does not wait for a driver that hangs
 
     def _loop(self) -> None:
         devices = self._devices or Devices()
@@ -102,13 +102,13 @@ class Sampler:
                 at_s = self._clock_s()
                 try:
                     process = this_process()
-                except OSError:  # no file descriptor is left to look with
+                except OSError:  # no file descriptor is left
                     process = None
                 snapshot = Snapshot(at_s, process, devices.read())
                 with self._changed:
                     self._newest = snapshot
                     self._changed.wait_for(lambda: self._closing, INTERVAL_S)
-                    while not self._closing and self._clock_s() - self._asked_s > KEEP_ON_S:
+                    while not self._closing and self._clock_s() - self._called_s > KEEP_ON_S:
                         self._changed.wait()
                     if self._closing:
                         return
@@ -117,7 +117,7 @@ class Sampler:
 
 
 def this_process(root: Path = Path("/proc/self")) -> Process:
-    """Read this process, on Linux. Raises OSError. Many open files take a while to list."""
+    """Read /proc for this process. Raises OSError. Slow with many open files."""
     fields = (root / "stat").read_text().rpartition(")")[2].split()
     ticks = os.sysconf("SC_CLK_TCK")
     return Process(
@@ -132,7 +132,7 @@ def this_process(root: Path = Path("/proc/self")) -> Process:
 
 @lru_cache(maxsize=1)
 def _since_1970_s(since_boot_s: float) -> float:
-    """Kept, as it must not move when the wall clock is set."""
+    """Cached, as it must not change when the wall clock is set."""
     return round(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot_s, 2)
 
 
@@ -148,7 +148,7 @@ _GAUGES: Mapping[str, Callable[[Gpu], float | None]] = {
 
 
 def gpu_samples(gpu: Gpu) -> Iterator[Sample]:
-    """One GPU for Prometheus, without the values that its source does not report."""
+    """One GPU for Prometheus; values that its source does not report are left out."""
     uuid = {"gpu_uuid": gpu.uuid}
     about = {"name": gpu.name, "index": str(gpu.index), "source": gpu.source}
     yield Sample("deploykit_gpu_info", {**uuid, **about}, 1)

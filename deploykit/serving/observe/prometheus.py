@@ -1,7 +1,7 @@
-"""Every metric of the server, and the text that /metrics answers with.
+"""The table of all metrics, and the response of /metrics.
 
-Names are ours (`deploykit_`), Triton's (`nv_`) and those that every process has (`process_`).
-Counting is done elsewhere; prometheus_client writes the text when somebody asks for it.
+Names are ours (`deploykit_`), Triton's (`nv_`) and the standard ones of a process (`process_`).
+prometheus_client writes the response; `metrics.py` counts.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ METRICS: Mapping[str, tuple[str, str]] = {  # name -> type, help
     # models
     "deploykit_model_ready": ("gauge", "1 while the model is ready."),
     "deploykit_model_info": ("gauge", "Always 1; the labels name its runtime and device."),
-    "deploykit_model_notes": ("gauge", "Ways in which it runs other than asked; see the page /."),
+    "deploykit_model_notes": ("gauge", "Settings that could not be met; see the dashboard."),
     "deploykit_engines": ("gauge", "Engines (instances) of the model."),
     "deploykit_engines_hung": ("gauge", "Engines that do not return from a request."),
-    "deploykit_batch_limit_rows": ("gauge", "Most rows per batch; --slo-ms adjusts it."),
-    "deploykit_queue_limit_rows": ("gauge", "Most rows that may wait, where --slo-ms bounds them."),
+    "deploykit_batch_limit_rows": ("gauge", "Most rows per batch; `slo_ms` adjusts it."),
+    "deploykit_queue_limit_rows": ("gauge", "Most rows that may wait, where `slo_ms` bounds them."),
     "deploykit_batch_delay_seconds": ("gauge", "How long an idle engine waits for more rows."),
     "deploykit_reloads_total": ("counter", "Times a replaced engine file was loaded."),
     "deploykit_reload_failed": ("gauge", "1 while the engine's new file cannot be loaded."),
@@ -68,7 +68,7 @@ METRICS: Mapping[str, tuple[str, str]] = {  # name -> type, help
     "deploykit_shadow_disagreements_total": ("counter", "Compared rows that disagreed."),
     "deploykit_shadow_dropped_total": ("counter", "Sampled requests that were not compared."),
     "deploykit_shadow_max_error": ("gauge", "Largest relative error of the compared rows."),
-    "deploykit_shadow_alarm": ("gauge", "1 while more rows disagree than --shadow-alarm allows."),
+    "deploykit_shadow_alarm": ("gauge", "1 while more rows disagree than `shadow_alarm` allows."),
     # the server
     "deploykit_held_bytes": ("gauge", "Bytes of large requests that the server holds now."),
     "deploykit_held_limit_bytes": ("gauge", "The most bytes of large requests it may hold."),
@@ -102,7 +102,7 @@ METRICS: Mapping[str, tuple[str, str]] = {  # name -> type, help
 
 
 class Buckets(NamedTuple):
-    """A histogram's counts at one moment: cumulative by upper bound, and the sum of its values."""
+    """A histogram's counts, cumulative by upper bound, and the sum of its values."""
 
     counts: list[tuple[str, int]]
     total: float
@@ -119,8 +119,8 @@ class Sample(NamedTuple):
 class Histogram:
     """Counts per bucket; a value equal to a bound belongs to that bound's bucket.
 
-    `bounds` and values are integers in a unit of which `per` make the unit of the metric: bounds in
-    microseconds and `per` 1,000,000 for a histogram in seconds.
+    `bounds` and values are integers; `per` of them make one unit of the metric: microseconds and
+    1,000,000 for a histogram in seconds.
     """
 
     def __init__(self, bounds: Sequence[int], per: int = 1) -> None:
@@ -141,7 +141,7 @@ class Histogram:
 
 
 class _Collector:
-    """What prometheus_client writes: the samples by metric, in the order of METRICS."""
+    """The samples by metric in the order of METRICS, for prometheus_client."""
 
     def __init__(self, samples: Iterable[Sample]) -> None:
         self._by_name: dict[str, list[Sample]] = {}
@@ -159,7 +159,7 @@ class _Collector:
         for name in sorted(self._by_name, key=_ORDER.__getitem__):
             kind, description = METRICS[name]
             make = families[kind]
-            if kind == "counter" and not name.endswith("_total"):  # as OpenMetrics demands
+            if kind == "counter" and not name.endswith("_total"):  # as OpenMetrics requires
                 make = core.UnknownMetricFamily
             samples = self._by_name[name]
             family = make(name, description, labels=list(samples[0].labels))
@@ -173,11 +173,11 @@ _ORDER = {name: place for place, name in enumerate(METRICS)}
 
 
 def exposition(samples: Iterable[Sample], accept: str = "") -> tuple[bytes, str]:
-    """The samples as text and its content type, OpenMetrics where `accept` asks for it."""
+    """The samples as text with its content type; OpenMetrics if `accept` asks for it."""
     from prometheus_client.exposition import choose_encoder, generate_latest
 
     encode, content_type = choose_encoder(accept)
     text = encode(_Collector(samples))
-    if encode is generate_latest:  # all untyped ones are Triton's counters, which lack _total
+    if encode is generate_latest:  # the untyped ones are Triton's counters without _total
         text = text.replace(b" untyped\n", b" counter\n")
     return text, content_type

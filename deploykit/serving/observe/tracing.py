@@ -1,8 +1,7 @@
 """OpenTelemetry: a span for each request, with a child for each of its stages, sent by OTLP/HTTP.
 
-Serving never waits for it: times are noted in a bounded queue, and a thread makes and sends the
-spans. A request's W3C traceparent is the parent; one that is not sampled is left out. Needs
-deploykit[trace].
+Serving never waits for it: times go into a bounded queue, and a thread makes and sends the spans.
+A request's W3C traceparent is the parent; unsampled traces are skipped. Needs deploykit[trace].
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from deploykit.serving.observe.prometheus import Sample
 
 log = logging.getLogger(__name__)
 
-QUEUE_REQUESTS = 8192  # that may wait to be sent
+QUEUE_REQUESTS = 8192  # that may be queued
 EXPORT_REQUESTS = 128  # in one message, some thousand spans
-PAUSE_S = 0.5  # between two looks at an empty queue
+PAUSE_S = 0.5  # between polls of an empty queue
 EXPORT_S = 5.0  # how long sending one message may take, retries included
 CLOSE_S = 3.0
 _STAGES = ("join", "copy_in", "compute", "copy_out", "split")
 
 
 class _Timing(NamedTuple):
-    """What the spans of one request need, without its arrays."""
+    """The times of one request for its spans."""
 
     model: str
     traceparent: str | None
@@ -52,7 +51,7 @@ class _Timing(NamedTuple):
         return self.arrived_us - self.decode_us
 
     def stages(self) -> Iterator[tuple[str, int, int]]:
-        """Name, start and end in µs of each stage that took time."""
+        """Name, start and end in µs of each stage with a duration."""
         at_us = self.begun_us
         durations_us = (self.decode_us, self.started_us - self.arrived_us, *self.stages_us)
         for name, took_us in zip(("decode", "queue", *_STAGES), durations_us, strict=False):
@@ -67,7 +66,7 @@ class Tracer(Closing):
     def __init__(self, endpoint: str, *, clock_us: Callable[[], int] = monotonic_us) -> None:
         parts = urlsplit(endpoint)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise BadInput(f"--otlp {endpoint}: must be http://HOST:PORT or https://HOST:PORT")
+            raise BadInput(f"`otlp` {endpoint}: must be http://HOST:PORT or https://HOST:PORT")
         self._trace = require("opentelemetry.trace")
         self._make_span = require("opentelemetry.sdk.trace").ReadableSpan
         otlp = require("opentelemetry.exporter.otlp.proto.http.trace_exporter")
@@ -94,7 +93,7 @@ class Tracer(Closing):
         self._thread.start()
 
     def watch(self, model: str) -> Watcher:
-        """A Watcher that notes the requests of one model."""
+        """A Watcher for the requests of one model."""
         return _ModelWatcher(self, model)
 
     def samples(self) -> list[Sample]:
@@ -109,7 +108,7 @@ class Tracer(Closing):
         self._thread.join(CLOSE_S)
         self._exporter.shutdown()
 
-    def note(self, requests: Sequence[_Timing]) -> None:
+    def add(self, requests: Sequence[_Timing]) -> None:
         with self._changed:
             free = QUEUE_REQUESTS - len(self._queue)
             self._queue.extend(requests[:free])
@@ -185,17 +184,17 @@ class Tracer(Closing):
 
 
 class _ModelWatcher(Watcher):
-    """Notes the requests of one model; called on an engine's thread."""
+    """Records the requests of one model; called on an engine's thread."""
 
     def __init__(self, tracer: Tracer, model: str) -> None:
         self._tracer = tracer
         self._model = model
 
-    def ran(self, run: BatchRun) -> None:
+    def record_run(self, run: BatchRun) -> None:
         stages_us = (run.stack_us, run.copy_in_us, run.engine_us, run.copy_out_us, run.split_us)
         ended_us = run.started_us + run.busy_us
         count = len(run.requests)
-        self._tracer.note(
+        self._tracer.add(
             [
                 _Timing(
                     self._model, each.trace, each.rows, each.arrived_us, each.decode_us,
@@ -205,9 +204,9 @@ class _ModelWatcher(Watcher):
             ]
         )  # fmt: skip
 
-    def failed(self, request: Pending, now_us: int) -> None:
+    def record_failure(self, request: Pending, now_us: int) -> None:
         error = request.error.message if request.error else "failed"
-        self._tracer.note(
+        self._tracer.add(
             [
                 _Timing(
                     self._model, request.trace, request.rows, request.arrived_us,

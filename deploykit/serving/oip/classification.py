@@ -33,7 +33,7 @@ def classify(
 
 
 def _highest(numbers: np.ndarray, count: int) -> list[int]:
-    """Indices of the `count` highest values; sorting backwards keeps equal values in order."""
+    """Indices of the `count` highest values; sorting in reverse keeps equal values in order."""
     order = np.argsort(numbers[::-1], kind="stable")[::-1]
     order = len(numbers) - 1 - order
     if numbers.dtype.kind == "f":  # numpy sorts NaN above every number

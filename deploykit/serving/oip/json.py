@@ -33,11 +33,11 @@ from deploykit.serving.oip.response import classify_output
 from deploykit.serving.oip.tensors import to_bytes, to_json
 
 MAX_NESTING = 100
-_CACHED_HEAD_BYTES = 2048  # most clients send the same JSON part again and again
+_CACHED_HEAD_BYTES = 2048  # most clients repeat the same JSON part
 
 
 def header_length(text: bytes | None) -> int | None:
-    """The value of Inference-Header-Content-Length; None when it was not sent. Raises BadInput."""
+    """The value of Inference-Header-Content-Length; None without it. Raises BadInput."""
     if text is None:
         return None
     if not text.isdigit() or len(text) > 18:
@@ -48,9 +48,9 @@ def header_length(text: bytes | None) -> int | None:
 def decode(
     body: Bytes, json_bytes: int | None, model: Signature, memory: Memory | None = None
 ) -> Request:
-    """Decode a request. `json_bytes`: how much of `body` is JSON, None for all of it, 0 for none.
+    """Decode a request. `json_bytes`: size of the JSON part, None for all of `body`, 0 for none.
 
-    `memory`: shared memory that the request may use, None if not offered. Raises BadInput for a
+    `memory`: shared memory that the request may use, None if disabled. Raises BadInput for a
     request that does not fit the protocol or the model, TooLarge above `model.max_bytes`.
     """
     size = len(body)
@@ -74,7 +74,7 @@ def decode(
 
 
 def _read(head: bytes, model: Signature) -> tuple[Plan, int]:
-    """The plan of the JSON part, and how many bytes must follow it."""
+    """The plan from the JSON part, and how many bytes must follow it."""
     document = parse_json(head)
     parameters = check_parameters(document.get("parameters"), "the request")
     items, requested = document.get("inputs"), document.get("outputs")
@@ -142,9 +142,9 @@ def _check_nesting(document: object) -> None:
 
 
 def _raw(body: Bytes, model: Signature) -> Request:
-    """A request of one tensor's bytes alone: batch 1, all outputs binary.
+    """A request of raw tensor bytes only: batch 1, all outputs binary.
 
-    A single variable axis follows from the number of bytes; for BYTES, all of them are one element.
+    One variable axis is inferred from the number of bytes; BYTES have one element.
     """
     why = "a raw binary request (Inference-Header-Content-Length: 0)"
     if len(model.inputs) != 1:
@@ -179,10 +179,10 @@ def encode(
     model: Signature,
     memory: Memory | None = None,
 ) -> tuple[list[bytes], int | None]:
-    """The JSON part and the binary tails, and the JSON part's length when anything follows it.
+    """The JSON part and the binary tails, and the JSON part's length if binary data follow.
 
-    `memory` is what the request was decoded with. Raises what its `write` raises, and BadInput for
-    an output that JSON cannot represent.
+    `memory`: as for `decode`. Raises what its `write` raises, and BadInput for an output that JSON
+    cannot represent.
     """
     if request.id is None:
         arrays = [outputs[requested.name] for requested in request.outputs]
@@ -199,7 +199,7 @@ def encode(
             array, datatype = classify_output(requested, array, model), "BYTES"
         item: dict[str, Any] = {"name": output, "datatype": datatype, "shape": array.shape}
         if memory is not None and region is not None:
-            # no 'parameters' here: with them the C++ client would look for a tail
+            # no 'parameters': with them the C++ client expects a binary tail
             memory.write(region, to_bytes(array, datatype))
         elif binary:
             tail = to_bytes(array, datatype)

@@ -1,7 +1,7 @@
-"""ModelInferRequest bytes to a `Request`, an engine's results to ModelInferResponse bytes.
+"""Decode ModelInferRequest messages and encode ModelInferResponse messages.
 
-protobuf parses only what precedes the raw contents, and that part is cached, as most clients send
-the same again and again; the raw contents are read in place, without a copy. `request.py` does
+protobuf parses only the part before the raw contents, and that part is cached, as most clients
+repeat it; the raw contents are read in place, without a copy. `request.py` does
 the checks, so that gRPC and HTTP reject the same requests with the same messages.
 """
 
@@ -27,7 +27,7 @@ from deploykit.serving.oip.tensors import typed_values
 
 _RAW_INPUT, _RAW_OUTPUT, _INFER_RESPONSE = 0x3A, b"\x32", b"\x12"  # fields 7, 6 and 2, with length
 _CACHED_BYTES = 2048
-_IGNORED = "triton_enable_empty_final_response"  # each of our responses is the final one
+_IGNORED = "triton_enable_empty_final_response"  # each of our responses is final
 
 Span = tuple[int, int]  # offset from the first raw contents, bytes
 
@@ -41,7 +41,7 @@ def parse(name: str, data: bytes) -> Any:
 
 
 def split_request(data: bytes, at: int) -> tuple[bytes, int, tuple[Span, ...]]:
-    """The part of a request before its raw contents, where these begin, and each one's span.
+    """The part of a request before its raw contents, their start, and the span of each.
 
     Fields may come in any order; in an unusual one nothing is split off, which is slower.
     Raises BadInput.
@@ -129,9 +129,9 @@ def _input_data(item: Any, raw: Iterator[Binary], all_raw: bool) -> InputData:
     return InputData(item.name, item.datatype, list(item.shape), data)
 
 
-def _parameters(of: Any) -> dict[str, Any]:
+def _parameters(message: Any) -> dict[str, Any]:
     values = {}
-    for key, value in of.parameters.items():
+    for key, value in message.parameters.items():
         chosen = value.WhichOneof("parameter_choice")
         if chosen is not None and key != _IGNORED:
             values[key] = getattr(value, chosen)

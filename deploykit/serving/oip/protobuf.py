@@ -1,7 +1,7 @@
 """The messages of grpc_service.proto and health.proto as classes, in a private descriptor pool.
 
-protobuf's global pool refuses a second definition of a name, and tritonclient defines the same
-names there: with a private pool, server and client can live in one process.
+protobuf's global pool rejects a second definition of a name, and tritonclient defines the same
+names: with a private pool, server and client can run in one process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MESSAGES: Final[Mapping[str, Any]] = _classes()
 
 
 def message_from(name: str, values: Mapping[str, Any]) -> Message:
-    """A message from the HTTP side's JSON object; members that gRPC does not have are dropped."""
+    """A message from the JSON object of the HTTP API; members unknown to gRPC are dropped."""
     message: Message = MESSAGES[name]()
     ParseDict(dict(values), message, ignore_unknown_fields=True)
     return message

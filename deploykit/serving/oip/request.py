@@ -1,8 +1,8 @@
-"""An inference request of the Open Inference Protocol, whether HTTP or gRPC carries it.
+"""Check an inference request of the Open Inference Protocol, for HTTP and gRPC alike.
 
-`plan` checks everything that can be checked without the tensors' bytes; `fill` reads those. No
-value changes its type silently, sizes are Python integers, and nothing is allocated before a length
-was checked against the bytes that are there. Byte order is little-endian.
+`plan` checks everything except the tensors' bytes; `fill` reads those. No value changes its type
+silently, sizes are Python integers, and memory is allocated only after a length was checked against
+the received bytes. Byte order is little-endian.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MAX_NAME_BYTES = 256  # of a shared-memory region
 
 @dataclass(frozen=True, eq=False)
 class Signature:
-    """A model's inputs and outputs. `max_batch` is in rows, 0 where axis 0 is no batch."""
+    """A model's inputs and outputs. `max_batch` is in rows, 0 if axis 0 is not the batch."""
 
     inputs: Mapping[str, Slot]
     outputs: Mapping[str, Slot]
@@ -65,9 +65,9 @@ class Region:
 
 
 class Memory(Protocol):
-    """The registered regions. `read` copies: what was checked cannot be changed by the client.
+    """The registered regions. `read` copies, so that the client cannot change checked data.
 
-    Both raise BadInput for a region that is not there, and for data that do not fit into it.
+    Both raise BadInput for an unknown region and for data that do not fit into it.
     """
 
     def read(self, region: Region) -> memoryview: ...
@@ -75,7 +75,7 @@ class Memory(Protocol):
 
 
 class Binary(NamedTuple):
-    """`size` bytes of `body` from `at` on. Without a body they are in the one `fill` is given."""
+    """`size` bytes of `body` from `at` on. None: the body passed to `fill`."""
 
     body: Bytes | None
     at: int
@@ -83,9 +83,9 @@ class Binary(NamedTuple):
 
 
 class InputData(NamedTuple):
-    """One input as the transport parsed it; only the type of `data` is checked.
+    """One input as parsed by the transport; only the type of `data` is checked.
 
-    `data`: a list, flat or nested, of JSON's or gRPC's typed values; or `Binary`, or `Region`.
+    `data`: a flat or nested list of JSON's or gRPC's values, or `Binary`, or `Region`.
     """
 
     name: object
@@ -95,7 +95,7 @@ class InputData(NamedTuple):
 
 
 class RequestedOutput(NamedTuple):
-    """One output to send: as binary data or as JSON, as its `classes` highest, or to `region`."""
+    """One output to send: binary or JSON, whole or its `classes` highest values, or in `region`."""
 
     name: str
     binary: bool
@@ -111,12 +111,12 @@ class Request(NamedTuple):
     key: InputKey
     outputs: tuple[RequestedOutput, ...]  # in the order of the request
     id: str | None = None
-    timeout_us: int | None = None  # how long it may wait; None leaves it to the server
-    priority: int = 0  # 1 is the highest, 0 leaves it to the server
+    timeout_us: int | None = None  # how long it may wait; None: the server's default
+    priority: int = 0  # 1 is the highest; 0: the server's default
 
 
 class Part(NamedTuple):
-    """One input of a `Plan`: an array, or where its bytes are."""
+    """One input of a `Plan`: an array, or the place of its bytes."""
 
     name: str
     slot: Slot
@@ -130,11 +130,11 @@ class Part(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A checked request whose tensors are still to be read, any number of times."""
+    """A checked request without its tensors; reusable."""
 
     parts: tuple[Part, ...]  # in model order
     fields: tuple[Any, ...]  # of Request, after `feeds`
-    regions: bool  # whether any shared memory is referred to
+    regions: bool  # whether it uses shared memory
 
 
 def build(
@@ -160,10 +160,10 @@ def plan(
     *,
     binary: bool = False,
 ) -> Plan:
-    """Check everything about a request that does not need its bytes.
+    """Check everything about a request except its tensors' bytes.
 
     `outputs`: the requested names and their parameters, None or empty for all. `parameters` come
-    from `check_parameters`. `binary`: send all outputs binary in any case. Raises BadInput for a
+    from `check_parameters`. `binary`: send all outputs as binary data. Raises BadInput for a
     request that does not fit the protocol or the model, TooLarge above `model.max_bytes`.
     """
     if name is not None and (type(name) is not str or len(name.encode()) > MAX_ID_BYTES):
@@ -179,12 +179,12 @@ def plan(
 
 
 def fill(plan: Plan, body: Bytes = b"", start: int = 0, memory: Memory | None = None) -> Request:
-    """Read the tensors; those without a body of their own are in `body` from `start` on.
+    """Read the tensors; those without their own body are in `body` from `start` on.
 
     The caller has checked that `body` is long enough. Raises BadInput.
     """
     if plan.regions and memory is None:
-        raise BadInput("shared memory is not offered", hint="send binary data")
+        raise BadInput("shared memory is not enabled", hint="send binary data")
     feeds = {}
     for name, slot, shape, count, at, size, own, region, value in plan.parts:
         if value is not None:
@@ -200,7 +200,7 @@ def fill(plan: Plan, body: Bytes = b"", start: int = 0, memory: Memory | None = 
 
 
 def check_parameters(parameters: object, where: str) -> Mapping[str, Any]:
-    """A `parameters` object, empty when absent. Raises BadInput for one that is not supported."""
+    """A `parameters` object, empty when absent. Raises BadInput if not supported."""
     if parameters is None:
         return {}
     if not isinstance(parameters, Mapping):
@@ -361,7 +361,7 @@ def _check_limit(needed: int, budget: int, model: Signature, name: str) -> None:
         raise TooLarge(
             f"with input '{name}' the request is {model.max_bytes - budget + needed} bytes, "
             f"above the limit of {model.max_bytes}",
-            hint="send smaller requests, or start the server with a larger --max-body-bytes",
+            hint="send smaller requests, or start the server with a larger `max_body_bytes`",
         )
 
 

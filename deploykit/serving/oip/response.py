@@ -1,4 +1,4 @@
-"""An engine's outputs as a request asks for them: whole, classified or in shared memory."""
+"""Collect the outputs that a request asks for: whole, classified or in shared memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def collect_results(
 ) -> list[Result]:
     """The requested outputs in the order of the request.
 
-    `memory` is what the request was decoded with. Raises what its `write` raises.
+    `memory`: as the request was decoded with. Raises what its `write` raises.
     """
     found = []
     for requested in request.outputs:

@@ -1,4 +1,4 @@
-"""One tensor of the protocol: a list or bytes to an array of the model's dtype, and back.
+"""Convert one tensor between the protocol's lists or bytes and an array of the model's dtype.
 
 Raises BadInput where numpy would silently change a value: 1.5 to an integer, "1" to a number, 300
 to int8, 1e300 to inf. Strings are arrays of `str`, bfloat16 is float32: see `core.tensors.carrier`.
@@ -18,7 +18,7 @@ from deploykit.core.errors import BadInput, quote
 from deploykit.core.tensors import DTYPE_BYTES, PROTOCOL_NAMES, Bytes, TensorSpec, carrier
 
 BINARY_ONLY = ("FP16", "BF16")  # the protocol gives them no JSON form
-STRING_BYTES = 64  # of a short Python string and its place in an array
+STRING_BYTES = 64  # memory of a short Python string and its reference
 LENGTH_BYTES = 4  # in front of every element of BYTES
 
 # the field of gRPC's InferTensorContents for each datatype; FP16 and BF16 have none
@@ -41,8 +41,8 @@ class Slot:
     spec: TensorSpec
     datatype: str
     dtype: np.dtype[Any]  # of the arrays that hold it
-    item_bytes: int  # of one element as it is sent; 0 for BYTES, whose elements differ in size
-    plain: bool  # whether the bytes sent are the array's
+    item_bytes: int  # of one element on the wire; 0 for BYTES, whose elements vary
+    plain: bool  # whether the bytes on the wire equal the array's
 
 
 def make_slot(spec: TensorSpec) -> Slot:
@@ -66,7 +66,7 @@ def check_shape(shape: object, slot: Slot, max_batch: int) -> tuple[int, ...]:
     if max_batch and shape[0] > max_batch:
         raise BadInput(
             f"input '{spec.name}': batch {quote(shape[0])} is above {max_batch}",
-            hint="send smaller requests, or start the server with a larger --max-batch",
+            hint="send smaller requests, or start the server with a larger `max_batch`",
         )
     return tuple(shape)
 
@@ -82,8 +82,8 @@ def from_bytes(
     if count == 0:
         return np.empty(_allocatable(shape, slot), slot.dtype)
     if slot.datatype == "BF16":
-        halves = np.frombuffer(body, np.uint16, count, at)
-        return (halves.astype(np.uint32) << 16).view(np.float32).reshape(shape)
+        upper = np.frombuffer(body, np.uint16, count, at)
+        return (upper.astype(np.uint32) << 16).view(np.float32).reshape(shape)
     if np.frombuffer(body, np.uint8, count, at).max() > 1:
         raise BadInput(f"input '{slot.spec.name}': a BOOL byte is neither 0 nor 1")
     flags: np.ndarray = np.ndarray(shape, slot.dtype, body, at)
@@ -91,7 +91,7 @@ def from_bytes(
 
 
 def _aligned(array: np.ndarray) -> np.ndarray:
-    """Native libraries may demand that numbers begin at multiples of their size."""
+    """Native libraries may require aligned numbers."""
     return array if array.flags.aligned else array.copy()
 
 
@@ -124,8 +124,8 @@ def _string_array(elements: Sequence[object], shape: tuple[int, ...], slot: Slot
             try:
                 element = element.decode()
             except UnicodeDecodeError:
-                text = f"input '{name}': element {number} is not UTF-8, which this model needs"
-                raise BadInput(text) from None
+                message = f"input '{name}': element {number} is not UTF-8, which this model needs"
+                raise BadInput(message) from None
         elif type(element) is not str:
             raise BadInput(f"input '{name}' is BYTES, 'data' holds {quote(element)}")
         flat[number] = element
@@ -212,15 +212,15 @@ def to_bytes(array: np.ndarray, datatype: str) -> bytes:
         return b"".join(
             part
             for element in array.flat
-            for text in (element if type(element) is bytes else str(element).encode(),)
-            for part in (len(text).to_bytes(LENGTH_BYTES, "little"), text)
+            for data in (element if type(element) is bytes else str(element).encode(),)
+            for part in (len(data).to_bytes(LENGTH_BYTES, "little"), data)
         )
     if datatype == "BF16":
         bits = np.ascontiguousarray(array, np.float32).reshape(-1).view(np.uint32)
-        halves = (bits + (0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-        lost = np.isnan(array.reshape(-1))  # rounding would turn some into infinity
-        halves[lost] = (bits[lost] >> 16) | 0x40
-        return halves.tobytes()
+        upper = (bits + (0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        nans = np.isnan(array.reshape(-1))  # rounding would turn some into infinity
+        upper[nans] = (bits[nans] >> 16) | 0x40
+        return upper.tobytes()
     return array.tobytes()
 
 

@@ -1,7 +1,4 @@
-"""One HTTP request as a route sees it, and the replies that every route shares.
-
-Nothing here knows sockets.
-"""
+"""One HTTP request as a route sees it, and error replies. Independent of sockets."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ RETRY = b"Retry-After: 1\r\n"
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a request is not even read; `headers` belong to the reply."""
+    """Why a request is refused before its body is read; `headers` belong to the reply."""
 
     status: int
     text: str
@@ -32,7 +29,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A request's line and the headers that mean something here. Equal bytes give an equal Head."""
+    """A request's first line and the headers in use. Equal bytes give an equal Head."""
 
     method: str = ""
     target: str = ""
@@ -40,7 +37,7 @@ class Head:
     host: bytes | None = None
     keep_alive: bool = False
     old: bool = False  # HTTP/1.0
-    length: int | None = 0  # of the body, bytes; None: it comes in chunks
+    length: int | None = 0  # of the body in bytes; None: chunked
     expect: bool = False  # the client waits for "100 Continue"
     json_bytes: bytes | None = None  # the header Inference-Header-Content-Length
     encoding: bytes | None = None  # Content-Encoding
@@ -48,23 +45,23 @@ class Head:
     accept_encoding: bytes | None = None
     authorization: bytes | None = None
     trace: bytes | None = None  # traceparent
-    cors: bytes = b""  # headers of every reply, for a page of another, allowed origin
+    cors: bytes = b""  # CORS headers of the reply, for an allowed origin
     refusal: Refusal | None = None
 
 
 class Call(Protocol):
-    """One request, and the way back to who sent it."""
+    """One request and the connection back to its client."""
 
     head: Head
     body: Bytes
-    cancel: Callable[[], object] | None  # what to do if the client goes before the reply
+    cancel: Callable[[], object] | None  # called if the client disconnects before the reply
 
     @property
     def gone(self) -> bool:
-        """Whether the client has left: no reply would reach it."""
+        """Whether the client has disconnected."""
 
-    def hold(self, size: int) -> bool:
-        """Count `size` bytes more until the reply; whether the server has room for them."""
+    def reserve(self, size: int) -> bool:
+        """Count `size` more bytes in the memory budget until the reply; whether they fit."""
 
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None: ...
 
@@ -75,7 +72,7 @@ def reply_exception(call: Call, exc: DeploykitError) -> None:
 
 
 def reply_bug(call: Call) -> None:
-    """Say that it is our fault; the caller has logged what happened."""
+    """Reply that the server failed; the caller has logged the error."""
     reply_error(call, 500, "an error inside the server; its log says more")
 
 

@@ -1,6 +1,6 @@
 """Decompress request bodies, and compress replies for clients that accept it.
 
-The limit on a request applies to its decompressed size, and is checked while it is decompressed.
+The size limit of a request applies to the decompressed size, checked during decompression.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from collections.abc import Iterable
 from deploykit.core.errors import BadInput, TooLarge, UnknownEncoding, quote
 from deploykit.core.tensors import Bytes
 
-_WINDOWS = {b"gzip": 31, b"deflate": 15}  # zlib's `wbits`; deflate is what zlib wraps
-_PIECE_BYTES = 1 << 16  # given to zlib at once
-_GROWTH_BYTES = 1 << 20  # taken from it at once
+_WINDOWS = {b"gzip": 31, b"deflate": 15}  # zlib's `wbits`; deflate has zlib's header
+_PIECE_BYTES = 1 << 16  # passed to zlib at once
+_GROWTH_BYTES = 1 << 20  # produced by it at once
 _MEMBERS = 256  # of one gzip body: each costs time, however short
 _QUALITY = re.compile(rb"0(\.\d{0,3})?|1(\.0{0,3})?")
-_FAST = 1  # a level: higher ones cost a server more than they save
+_FAST = 1  # compression level: higher ones cost a server more than they save
 
 
 def decompress(body: Bytes, encoding: bytes, max_bytes: int) -> Bytes:
-    """`body` without its Content-Encoding, itself if that is identity.
+    """`body` decompressed; unchanged if the encoding is identity.
 
-    Raises UnknownEncoding for what is neither gzip nor deflate, TooLarge above `max_bytes`, and
-    BadInput for a body that is cut off, damaged or followed by something.
+    Raises UnknownEncoding unless it is gzip or deflate, TooLarge above `max_bytes`, and
+    BadInput for a truncated or damaged body, or one with trailing bytes.
     """
     name = encoding.strip().lower()
     if name in (b"identity", b""):
         return body
     if name not in _WINDOWS:
         raise UnknownEncoding(
-            f"Content-Encoding {quote(encoding.decode('latin-1'))} is not offered",
+            f"Content-Encoding {quote(encoding.decode('latin-1'))} is not supported",
             hint="send gzip, deflate or plain bytes",
         )
     try:
@@ -43,7 +43,7 @@ def decompress(body: Bytes, encoding: bytes, max_bytes: int) -> Bytes:
 
 def _inflate(body: Bytes, name: str, max_bytes: int) -> bytes:
     out = io.BytesIO()
-    at, members, room = 0, 0, max_bytes
+    at, members, remaining = 0, 0, max_bytes
     while at < len(body) or members == 0:
         if members == _MEMBERS:
             raise BadInput(f"the body is {name} in more than {_MEMBERS} parts")
@@ -55,14 +55,14 @@ def _inflate(body: Bytes, name: str, max_bytes: int) -> bytes:
                 piece, at = body[at : at + _PIECE_BYTES], at + _PIECE_BYTES
             if not piece:
                 raise BadInput(f"the body ends in the middle of its {name} data")
-            got = stream.decompress(piece, min(room + 1, _GROWTH_BYTES))
-            if len(got) > room:
+            got = stream.decompress(piece, min(remaining + 1, _GROWTH_BYTES))
+            if len(got) > remaining:
                 raise TooLarge(
                     f"the body is above the limit of {max_bytes} bytes when decompressed",
                     hint="send smaller requests, or start the server with a larger "
-                    "--max-body-bytes",
+                    "`max_body_bytes`",
                 )
-            room -= len(got)
+            remaining -= len(got)
             out.write(got)
         at = min(at, len(body)) - len(stream.unused_data)
         if name != "gzip" and at < len(body):  # only gzip may have several members
@@ -70,10 +70,10 @@ def _inflate(body: Bytes, name: str, max_bytes: int) -> bytes:
     return out.getvalue()
 
 
-def chosen(accept: bytes) -> bytes | None:
-    """What the client prefers to plain bytes, b"gzip" or b"deflate", by its Accept-Encoding.
+def choose_encoding(accept: bytes) -> bytes | None:
+    """b"gzip" or b"deflate" if Accept-Encoding prefers it to plain bytes, else None.
 
-    A coding that is not named, or only as `*`, was not asked for.
+    Only codings that are named count, not `*`.
     """
     weights = {}
     for item in accept.lower().split(b","):
@@ -95,6 +95,6 @@ def _weight(parameters: Iterable[bytes]) -> float:
 
 
 def compress(parts: Iterable[Bytes], coding: bytes) -> bytes:
-    """The parts as one compressed body; `coding` is what `chosen` returned."""
+    """The parts as one compressed body; `coding` as returned by `choose_encoding`."""
     stream = zlib.compressobj(_FAST, zlib.DEFLATED, _WINDOWS[coding])
     return b"".join([*map(stream.compress, parts), stream.flush()])

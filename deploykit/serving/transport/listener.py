@@ -1,6 +1,6 @@
 """A listening socket and the connections it accepts, their TLS handshake included.
 
-While the process is out of file descriptors it accepts nothing: clients wait in the backlog.
+While the process has no file descriptors left, clients wait in the backlog.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from deploykit.core.errors import BadInput, first_line, os_reason
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024
-PAUSE_S = 0.2  # without file descriptors
-_BURST = 64  # connections accepted before others get their turn
+PAUSE_S = 0.2  # after running out of file descriptors
+_BURST = 64  # connections accepted per turn of the event loop
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-def bind(host: str, port: int, option: str = "--http-port") -> socket.socket:
-    """A listening socket; who connects early waits. Raises BadInput naming host or `option`."""
+def bind(host: str, port: int, parameter: str = "`http_port`") -> socket.socket:
+    """A listening socket; early clients wait. Raises BadInput naming `host` or `parameter`."""
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as exc:
         reason = os_reason(exc) if isinstance(exc, OSError) else "not a host name"
-        raise BadInput(f"--host {host}: {reason}") from exc
+        raise BadInput(f"`host` {host}: {reason}") from exc
     problem: OSError | None = None
     for family, kind, protocol, _, address in sorted(found, key=lambda item: item[0]):
         listening = socket.socket(family, kind, protocol)
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(address)
-            listening.listen(BACKLOG)  # now: only this finds a port that another server has
+            listening.listen(BACKLOG)  # now, as only this detects a port in use
         except OSError as exc:
             listening.close()
             problem = exc
@@ -45,9 +45,9 @@ def bind(host: str, port: int, option: str = "--http-port") -> socket.socket:
             return listening
     reason = os_reason(problem) if problem else "no address"
     if problem is not None and problem.errno == errno.EADDRINUSE:
-        hint = f"stop what uses it, or choose another with {option} (0 picks a free one)"
-        raise BadInput(f"{option} {port}: already in use on {host}", hint=hint) from problem
-    raise BadInput(f"--host {host}, {option} {port}: {reason}") from problem
+        hint = f"stop its program, or choose another with {parameter} (0 picks a free one)"
+        raise BadInput(f"{parameter} {port}: already in use on {host}", hint=hint) from problem
+    raise BadInput(f"`host` {host}, {parameter} {port}: {reason}") from problem
 
 
 def is_loopback(host: str) -> bool:
@@ -55,7 +55,7 @@ def is_loopback(host: str) -> bool:
 
 
 class Limits(Protocol):
-    """Of connections: how many at once, and how long one may take for its handshake."""
+    """The number of connections, and the time for a handshake."""
 
     @property
     def connections(self) -> int: ...
@@ -63,8 +63,8 @@ class Limits(Protocol):
     def header_s(self) -> float: ...
 
 
-class Crowd(Protocol):
-    """Who is connected already, and what is allowed."""
+class Connections(Protocol):
+    """The open connections and their limits."""
 
     @property
     def limits(self) -> Limits: ...
@@ -73,36 +73,36 @@ class Crowd(Protocol):
 
 
 class Acceptor:
-    """Accepts until `close`, a protocol from `make` for each. The socket stays the caller's."""
+    """Accepts connections until `close`, each with a protocol from `make`. Does not own the socket."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         listening: socket.socket,
-        crowd: Crowd,
+        open_connections: Connections,
         make: Callable[[], asyncio.BaseProtocol],
         tls: ssl.SSLContext | None,
     ) -> None:
         self._loop = loop
         self._socket = listening
-        self._crowd = crowd
+        self._open_connections = open_connections
         self._make = make
         self._tls = tls
-        self._greeting: set[asyncio.Task[None]] = set()
+        self._handshakes: set[asyncio.Task[None]] = set()
         self._paused: asyncio.TimerHandle | None = None
         self._closed = False
 
     @property
-    def greeting(self) -> int:
-        """Connections accepted that have no protocol yet."""
-        return len(self._greeting)
+    def handshakes(self) -> int:
+        """Accepted connections that have no protocol yet."""
+        return len(self._handshakes)
 
     def open(self) -> None:
         self._paused = None
         self._loop.add_reader(self._socket, self._accept)
 
     def close(self) -> None:
-        """Accept who waits already, and no one after that."""
+        """Accept the clients in the backlog, and none after that."""
         if self._closed:
             return
         self._closed = True
@@ -111,7 +111,7 @@ class Acceptor:
         else:
             self._loop.remove_reader(self._socket)
             self._accept()
-        for task in self._greeting if self._tls else ():
+        for task in self._handshakes if self._tls else ():
             task.cancel()
 
     def _accept(self) -> None:
@@ -126,28 +126,31 @@ class Acceptor:
                 self._pause(exc)
                 return
             client.setblocking(False)
-            limit = self._crowd.limits.connections
-            if self._tls and len(self._greeting) + len(self._crowd.connections) >= limit:
-                client.close()  # without TLS the protocol says why
+            limit = self._open_connections.limits.connections
+            if (
+                self._tls
+                and len(self._handshakes) + len(self._open_connections.connections) >= limit
+            ):
+                client.close()  # without TLS the protocol replies with the reason
                 log.info("a connection was closed: there are %d already", limit)
                 continue
-            task = self._loop.create_task(self._greet(client))
-            self._greeting.add(task)
-            task.add_done_callback(self._greeting.discard)
+            task = self._loop.create_task(self._handshake(client))
+            self._handshakes.add(task)
+            task.add_done_callback(self._handshakes.discard)
 
     def _pause(self, exc: OSError) -> None:
-        log.warning("no connection can be accepted for now: %s", os_reason(exc))
+        log.warning("connections cannot be accepted for now: %s", os_reason(exc))
         if not self._closed:
             self._loop.remove_reader(self._socket)
             self._paused = self._loop.call_later(PAUSE_S, self.open)
 
-    async def _greet(self, client: socket.socket) -> None:
+    async def _handshake(self, client: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(
                 self._make,
                 client,
                 ssl=self._tls,
-                ssl_handshake_timeout=self._crowd.limits.header_s if self._tls else None,
+                ssl_handshake_timeout=self._open_connections.limits.header_s if self._tls else None,
             )
         except OSError as exc:  # ssl.SSLError is one
             client.close()

@@ -1,6 +1,6 @@
 """The memory budget for requests, over all connections of both protocols.
 
-Each connection has limits of its own, but thousands of them could together take all memory.
+Each connection has its limits, but thousands of them together could use all memory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ _UNKNOWN_MEMORY = 4 << 30
 
 
 class MemoryBudget:
-    """`bytes` of requests that were read and not yet answered; `limit` of them may be."""
+    """`bytes` of requests that were received and not yet answered, up to `limit`."""
 
     def __init__(self, limit: int | None, max_body_bytes: int) -> None:
         """`limit` None: a quarter of this machine's memory, but at least one largest body."""
@@ -21,7 +21,7 @@ class MemoryBudget:
         self.bytes = 0
 
     def add(self, size: int, own: int) -> bool:
-        """Count `size` more bytes of a request that has `own` with them; whether they fit.
+        """Count `size` more bytes of a request, which has `own` in total then; whether they fit.
 
         A request that is alone in the server may exceed the budget; its own limit bounds it.
         """
@@ -30,5 +30,5 @@ class MemoryBudget:
 
     @property
     def message(self) -> str:
-        """Why a request does not fit."""
+        """The error message for a request that does not fit."""
         return f"the server holds {self.limit} bytes of requests already"

@@ -1,7 +1,7 @@
 """Who may call the server: token, Host and Origin, and TLS.
 
-A browser runs pages of strangers, so a server that answers on localhost only must not answer a page
-from elsewhere (DNS rebinding, foreign forms), whatever the method.
+Any web page can send requests to localhost from the user's browser, so a server on loopback must
+refuse those of other sites (DNS rebinding, cross-site forms), whatever the method.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from deploykit.serving.transport.call import Refusal
 
 _LOCAL = re.compile(rb"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 _ORIGIN = re.compile(r"https?://[^/\s@]+", re.IGNORECASE)
-HEALTH = "/v2/health/"  # what a supervisor asks without a token
+HEALTH = "/v2/health/"  # open to health checks without a token
 
 
 class Guard:
-    """Checks `Authorization: Bearer TOKEN` in a time that does not depend on what is wrong."""
+    """Checks `Authorization: Bearer TOKEN` in constant time."""
 
     def __init__(self, token: str | None) -> None:
         self._digest = None if token is None else hashlib.sha256(token.encode()).digest()
@@ -36,7 +36,7 @@ class Guard:
 
 
 class AccessControl:
-    """The rules for one server: its token, and where the pages that call it may come from."""
+    """The rules of one server: its token, and the origins of pages that may call it."""
 
     def __init__(
         self,
@@ -46,11 +46,11 @@ class AccessControl:
         origins: Sequence[str] = (),
         public: Collection[str] = (),
     ) -> None:
-        """`public`: paths that need no token, as the page that asks people for it."""
+        """`public`: paths that need no token, such as the dashboard, which asks for it."""
         for origin in origins:
             if not _ORIGIN.fullmatch(origin):
                 raise BadInput(
-                    f"--origin {origin}: not an origin",
+                    f"`origin` {origin}: not an origin",
                     hint="scheme, host and port as a browser sends them: https://example.org:8080",
                 )
         self._guard = guard
@@ -66,14 +66,14 @@ class AccessControl:
         origin: bytes | None,
         authorization: bytes | None,
     ) -> Refusal | None:
-        """Why a request is not to be answered, None if it is."""
+        """Why a request is refused; None if it is allowed."""
         if self._loopback and host is not None and not _LOCAL.fullmatch(host):
-            return Refusal(403, "this server answers on localhost only; see --host")
+            return Refusal(403, "this server answers on localhost only; see `host`")
         if origin is not None and not self._is_known(origin, host):
             text = f"pages of {ascii(origin.decode('latin-1'))[:80]} may not call this server"
-            return Refusal(403, f"{text}; see --origin")
+            return Refusal(403, f"{text}; see `origins`")
         open_ = path.startswith(HEALTH) or path in self._public
-        # what a browser asks before it lets a page ask: it sends no token with it
+        # browsers send CORS preflight requests without a token
         open_ = open_ or (method == "OPTIONS" and origin is not None)
         if not open_ and not self._guard.allows(authorization):
             text = "a token is needed: send the header 'Authorization: Bearer TOKEN'"
@@ -88,7 +88,7 @@ class AccessControl:
 
 
 def allow_origin(origin: bytes) -> bytes:
-    """The headers with which a browser lets a page of `origin`, known already, read a reply."""
+    """The headers that let a page of `origin`, which is allowed, read a reply."""
     return (
         b"Access-Control-Allow-Origin: " + origin + b"\r\nVary: Origin\r\n"
         b"Access-Control-Expose-Headers: Inference-Header-Content-Length\r\n"
@@ -104,17 +104,17 @@ PREFLIGHT = (
 
 
 def tls_context(cert: Path, key: Path) -> ssl.SSLContext:
-    """TLS 1.2 or newer with this certificate. Raises BadInput naming the file that is wrong."""
-    for option, path in (("--tls-cert", cert), ("--tls-key", key)):
+    """TLS 1.2 or newer with this certificate. Raises BadInput naming the invalid file."""
+    for parameter, path in (("`tls_cert`", cert), ("`tls_key`", key)):
         try:
-            text = path.read_bytes()
+            data = path.read_bytes()
         except OSError as exc:
-            raise BadInput(f"{option} {path}: {os_reason(exc)}") from exc
-        if b"-----BEGIN " not in text:
-            raise BadInput(f"{option} {path}: not a PEM file", hint="it begins with -----BEGIN")
-        if option == "--tls-key" and b"ENCRYPTED" in text:
+            raise BadInput(f"{parameter} {path}: {os_reason(exc)}") from exc
+        if b"-----BEGIN " not in data:
+            raise BadInput(f"{parameter} {path}: not a PEM file", hint="it begins with -----BEGIN")
+        if parameter == "`tls_key`" and b"ENCRYPTED" in data:
             raise BadInput(
-                f"{option} {path}: the key is encrypted",
+                f"{parameter} {path}: the key is encrypted",
                 hint="openssl pkey -in KEY -out PLAIN writes it without its password",
             )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -124,7 +124,7 @@ def tls_context(cert: Path, key: Path) -> ssl.SSLContext:
         context.load_cert_chain(cert, key)
     except ssl.SSLError as exc:
         if exc.reason == "KEY_VALUES_MISMATCH":
-            raise BadInput(f"--tls-key {key} does not belong to --tls-cert {cert}") from exc
+            raise BadInput(f"`tls_key` {key} does not belong to `tls_cert` {cert}") from exc
         reason = exc.reason or first_line(exc)
-        raise BadInput(f"--tls-cert {cert}, --tls-key {key}: {reason}") from exc
+        raise BadInput(f"`tls_cert` {cert}, `tls_key` {key}: {reason}") from exc
     return context

@@ -1,6 +1,6 @@
-"""Write programs that call a served model: curl, JavaScript, Go and Python, to be run as they are.
+"""Write complete programs that call a served model: curl, JavaScript, Go and Python.
 
-They hold the model's own names, types and shapes. One that cannot carry the model's types is None.
+They use the model's names, types and shapes; None if a language cannot send its types.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from deploykit.serving.models.repository import ServedModel
 from deploykit.serving.oip.tensors import BINARY_ONLY, LENGTH_BYTES, Slot
 
 _GO = Path(__file__).with_name("example.go").read_text(encoding="utf-8")
-_MOST_VALUES = 16  # of a request that are written out
-_NOT_NUMPY = ("BYTES", "BF16")  # a numpy array does not hold the bytes that are sent
+_MOST_VALUES = 16  # of a request, as literals
+_NOT_NUMPY = ("BYTES", "BF16")  # their bytes on the wire differ from numpy's
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a client reaches the server; `host` with its port, as in the header Host."""
+    """The server's address; `host` includes the port, as in the header Host."""
 
     scheme: str
     host: str
@@ -54,7 +54,7 @@ def examples(model: ServedModel, address: Address) -> dict[str, str]:
 
 
 def _slots(model: ServedModel) -> list[tuple[Slot, list[int]]]:
-    """Each input with a shape that the model accepts: one row, the smallest buckets."""
+    """Each input with a valid shape: one row, the smallest buckets."""
     lengths = model.buckets.lengths if model.buckets is not None else {}
     sizes = {axis: min(found) for axis, found in lengths.items()}
     found = []
@@ -72,17 +72,17 @@ def _value(slot: Slot) -> Any:
     return {"BYTES": "text", "BOOL": True}.get(slot.datatype, 1)
 
 
-def _described(slot: Slot, shape: list[int]) -> dict[str, Any]:
+def _describe(slot: Slot, shape: list[int]) -> dict[str, Any]:
     return {"name": slot.spec.name, "datatype": slot.datatype, "shape": shape}
 
 
-def _quoted(text: str) -> str:
-    """For a shell, as one word."""
+def _shell_quote(text: str) -> str:
+    """`text` as one word for a shell."""
     return "'" + text.replace("'", "'\"'\"'") + "'"
 
 
 def _curl(model: ServedModel, address: Address) -> str | None:
-    """Values as JSON where they are few; else zeros behind a JSON header."""
+    """A few values as JSON, or else zeros after a JSON header."""
     if not _has_json(*model.signature.outputs.values()):
         return None
     slots = _slots(model)
@@ -91,23 +91,23 @@ def _curl(model: ServedModel, address: Address) -> str | None:
     url = f"{address.url}/v2/models/{model.name}/infer"
     if sum(sizes) <= _MOST_VALUES and _has_json(*(slot for slot, _ in slots)):
         inputs = [
-            {**_described(slot, shape), "data": [_value(slot)] * size}
+            {**_describe(slot, shape), "data": [_value(slot)] * size}
             for (slot, shape), size in zip(slots, sizes, strict=True)
         ]
         lines = ",\n".join(f"    {json.dumps(item)}" for item in inputs)
         body = f'{{\n  "inputs": [\n{lines}\n  ]\n}}'
-        return f"curl {url}{header} \\\n  -d {_quoted(body)}\n"
+        return f"curl {url}{header} \\\n  -d {_shell_quote(body)}\n"
     counts = [
         size * (slot.item_bytes or LENGTH_BYTES)
         for (slot, _), size in zip(slots, sizes, strict=True)
     ]
     inputs = [
-        {**_described(slot, shape), "parameters": {"binary_data_size": count}}
+        {**_describe(slot, shape), "parameters": {"binary_data_size": count}}
         for (slot, shape), count in zip(slots, counts, strict=True)
     ]
     lines = ",\n".join(f"  {json.dumps(item)}" for item in inputs)
     return (
-        f'header={_quoted(f"""{{"inputs": [{chr(10)}{lines}{chr(10)}]}}""")}\n'
+        f'header={_shell_quote(f"""{{"inputs": [{chr(10)}{lines}{chr(10)}]}}""")}\n'
         "# zeros; send the values of your tensors, little-endian, in place of `head`\n"
         f'{{ printf %s "$header"; head -c {sum(counts)} /dev/zero; }} |\n'
         f"curl {url}{header} \\\n"
@@ -176,7 +176,7 @@ def _arrays(model: ServedModel) -> str:
 
 
 def _python(model: ServedModel, address: Address) -> str | None:
-    """None for tensors whose bytes numpy alone does not make or read."""
+    """None for types that need more than numpy."""
     signature = model.signature
     slots = [*signature.inputs.values(), *signature.outputs.values()]
     if any(slot.datatype in _NOT_NUMPY for slot in slots):

@@ -1,6 +1,6 @@
-"""Write the page at /docs: what each served model takes, and programs that call it.
+"""Write the page /docs: each model's inputs and outputs, and programs that call it.
 
-Every name is escaped. The page is whole without scripts; docs.js adds tabs and copy buttons.
+Every name is escaped. The page works without scripts; docs.js adds tabs and copy buttons.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from deploykit.serving.web.model_files import ModelFiles
 CONTENT_TYPE = "text/html; charset=utf-8"
 
 
-def page(service: ModelRepository, files: ModelFiles, address: Address) -> bytes:
-    models = service.models.values()
+def page(repository: ModelRepository, files: ModelFiles, address: Address) -> bytes:
+    models = repository.models.values()
     links = "".join(f'<a href="#{m.name}">{escape(m.name)}</a> ' for m in models)
     contents = f'<nav class="contents" aria-label="Models">{links}</nav>' if len(models) > 1 else ""
     sections = [_section(model, files.facts(model), address) for model in models]
@@ -33,7 +33,7 @@ def _section(model: ServedModel, facts: Mapping[str, Any] | None, address: Addre
         for kind, slot in tensors
     )
     batch = f"up to {model.max_batch} rows per request" if model.max_batch else "not batched"
-    about = f"{escape(model.engines[0].runtime)} on {escape(model.device)}, {batch}"
+    summary = f"{escape(model.engines[0].runtime)} on {escape(model.device)}, {batch}"
     blocks = "".join(
         f'<div class="example"><h3>{title}</h3><pre tabindex="0"><code>{escape(code)}</code></pre>'
         "</div>"
@@ -41,7 +41,7 @@ def _section(model: ServedModel, facts: Mapping[str, Any] | None, address: Addre
     )
     name = escape(model.name)
     return (
-        f'<section id="{name}" aria-label="{name}"><h2>{name}</h2><p class="quiet">{about}</p>'
+        f'<section id="{name}" aria-label="{name}"><h2>{name}</h2><p class="quiet">{summary}</p>'
         f'{_file(facts)}<div class="wide"><table><thead><tr><th scope="col">Tensor</th>'
         '<th scope="col">Name</th><th scope="col">Type</th><th scope="col">Shape</th></tr></thead>'
         f'<tbody>{rows}</tbody></table></div><div class="examples">{blocks}</div></section>'

@@ -1,4 +1,4 @@
-"""Keep the models' counters of the last ten minutes: a reload of the page keeps its charts."""
+"""Keep the models' counters of the last ten minutes, so that the charts survive a reload."""
 
 from __future__ import annotations
 
@@ -15,27 +15,25 @@ EVERY_US = 2_000_000
 
 class _Sample(NamedTuple):
     at_us: int
-    models: (
-        orjson.Fragment
-    )  # as JSON already: 300 dicts of every model would take six times as much
+    models: orjson.Fragment  # JSON: dicts would take six times the memory
 
 
 class History:
     """The newest `KEPT` samples. Used on the event loop's thread only."""
 
-    def __init__(self, service: ModelRepository) -> None:
-        self._service = service
+    def __init__(self, repository: ModelRepository) -> None:
+        self._repository = repository
         self._samples: deque[_Sample] = deque(maxlen=KEPT)
         self._due_us = 0
 
     def tick(self, now_us: int) -> None:
-        """Take a sample if one is due; takes some 10 µs per model, every 2 s."""
+        """Take a sample if one is due: about 10 µs per model, every 2 s."""
         if now_us < self._due_us:
             return
         self._due_us = now_us + EVERY_US
         models = [
             {"name": model.name, "waiting": model.waiting, **model.metrics.status()}
-            for model in self._service.models.values()
+            for model in self._repository.models.values()
         ]
         self._samples.append(_Sample(now_us, orjson.Fragment(orjson.dumps(models))))
 

@@ -32,10 +32,10 @@ class ModelFiles:
         if path is None:
             return None
         engines, facts = self._known.get(model.name, ((), None))
-        if engines is not model.engines:  # not looked at yet, or replaced since
+        if engines is not model.engines:  # not read yet, or replaced since
             self._known[model.name] = (model.engines, None)
-            reading = (model.name, model.engines, path)
-            threading.Thread(target=self._read, args=reading, daemon=True).start()
+            args = (model.name, model.engines, path)
+            threading.Thread(target=self._read, args=args, daemon=True).start()
             return None
         return facts
 

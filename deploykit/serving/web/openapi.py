@@ -13,10 +13,10 @@ from deploykit.serving.models.repository import ModelRepository
 _FILE = Path(__file__).with_name("openapi.json")
 
 
-def document(service: ModelRepository) -> dict[str, Any]:
+def document(repository: ModelRepository) -> dict[str, Any]:
     found: dict[str, Any] = orjson.loads(_FILE.read_bytes())
     found["info"]["version"] = __version__
-    found["components"]["parameters"]["model"]["schema"]["enum"] = list(service.models)
-    if service.options.token is not None:
+    found["components"]["parameters"]["model"]["schema"]["enum"] = list(repository.models)
+    if repository.options.token is not None:
         found["security"] = [{"token": []}]
     return found

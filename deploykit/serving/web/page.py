@@ -1,4 +1,4 @@
-"""The dashboard's files by path, read once; they request nothing but this server's own routes."""
+"""The dashboard's files by path, read once; they load nothing from other sites."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JSON behind the dashboard: counters since the start, and samples of them from before."""
+"""The JSON for the dashboard: counters since the start, and their recent samples."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ _NUMBER = re.compile(r"[0-9]{1,18}").fullmatch
 
 
 class Status:
-    """Answers GET /status in some 20 µs per model, without waiting for anything."""
+    """Answers GET /status in about 20 µs per model, without waiting."""
 
-    def __init__(self, service: ModelRepository) -> None:
-        self._service = service
-        self.history = History(service)
-        self.files = ModelFiles(service.files)
+    def __init__(self, repository: ModelRepository) -> None:
+        self._repository = repository
+        self.history = History(repository)
+        self.files = ModelFiles(repository.files)
 
     def answer(self, query: str) -> dict[str, Any]:
-        """Plain numbers since the start, times in µs: two answers give the rates between them.
+        """Totals since the start, times in µs: two responses give the rates between them.
 
         `query`: `since=N` adds the samples after the time N (0 for all) as `history`.
         """
-        service, sample = self._service, self._service.sampler.latest()
+        repository, sample = self._repository, self._repository.sampler.latest()
         since = parse_qs(query).get("since", [""])[0]
         return {
             "version": __version__,
             "at_us": time.monotonic_ns() // 1000,
             "at_s": time.time(),
-            "not_ready": service.why_not_ready(),
+            "not_ready": repository.why_not_ready(),
             "process": json_value(sample.process) if sample else None,
             "gpus": [gpu.to_dict() for gpu in sample.gpus] if sample else [],
             "buckets_us": REQUEST_US,
-            "models": [self._model(model) for model in service.models.values()],
+            "models": [self._model(model) for model in repository.models.values()],
             "history_kept": KEPT,
             "history": self.history.since(int(since)) if _NUMBER(since) else [],
         }
@@ -57,9 +57,9 @@ class Status:
             "max_batch": model.max_batch,
             "batch_limit": policy.max_batch,
             "delay_us": policy.max_delay_us,
-            "queue": self._service.options.queue,
+            "queue": self._repository.options.queue,
             "notes": list(model.notes),
-            "not_ready": self._service.why_not_ready(model),
+            "not_ready": self._repository.why_not_ready(model),
             "file": self.files.facts(model),
             "inputs": metadata["inputs"],
             "outputs": metadata["outputs"],

@@ -137,7 +137,7 @@ def test_a_full_queue_refuses_at_once(engine: GatedEngine, answers: Answers) -> 
             batcher.submit(rows(i), 1, KEY, answers.done)
         with pytest.raises(Overloaded, match="queue of model 'm' is full") as caught:
             batcher.submit(rows(9), 1, KEY, answers.done)
-        assert "--queue" in (caught.value.hint or "")
+        assert "`queue`" in (caught.value.hint or "")
         engine.gate.set()
         answers.wait(3)
     assert 9 not in answers.order

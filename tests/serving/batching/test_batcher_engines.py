@@ -46,7 +46,7 @@ class Notes(Watcher):
     def __init__(self) -> None:
         self.runs: list[BatchRun] = []
 
-    def ran(self, run: BatchRun) -> None:
+    def record_run(self, run: BatchRun) -> None:
         self.runs.append(run)
 
 
@@ -272,7 +272,7 @@ def test_retired_engines_finish_what_they_took_and_are_closed(answers: Answers) 
 
 def test_a_watcher_or_an_answer_that_fails_ends_no_thread(answers: Answers) -> None:
     class Broken(Watcher):
-        def ran(self, _run: BatchRun) -> None:
+        def record_run(self, _run: BatchRun) -> None:
             raise RuntimeError("a watcher's trouble")
 
     def fails(_: Pending) -> None:

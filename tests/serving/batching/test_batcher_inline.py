@@ -194,7 +194,7 @@ def test_the_cost_of_waiting_for_the_loop_is_counted(
         def __init__(self) -> None:
             self.runs: list[BatchRun] = []
 
-        def ran(self, run: BatchRun) -> None:
+        def record_run(self, run: BatchRun) -> None:
             self.runs.append(run)
 
     clock, notes = Clock(), Notes()
@@ -218,7 +218,7 @@ def test_a_server_runs_short_batches_on_its_loops_thread(engine: Threads) -> Non
     try:
         body = infer_json([1, 2, 3, 4], [1, 4])
         for inline_max_rows in (0, math.inf):
-            batcher = server.service.find("m").batcher
+            batcher = server.repository.find("m").batcher
             asleep(batcher)
             batcher.inline_max_rows = inline_max_rows
             assert served.ask("POST", "/v2/models/m/infer", body).status == 200

@@ -116,10 +116,10 @@ def test_requests_of_several_lengths_share_a_batch_and_get_their_own_answers(
 
     held = MemoryBudget()
     held.inputs, held.outputs = engine.inputs, engine.outputs
-    service = ModelRepository({"m": held}, ServeOptions(buckets={"T": (16, 8)}))
-    service.warm_up()
+    repository = ModelRepository({"m": held}, ServeOptions(buckets={"T": (16, 8)}))
+    repository.warm_up()
     held.warm = True
-    model = service.find("m")
+    model = repository.find("m")
     first = model.submit(ask(ids(16)), lambda _: None)
     assert held.entered.acquire(timeout=WAIT_S)
     sent = [
@@ -127,7 +127,7 @@ def test_requests_of_several_lengths_share_a_batch_and_get_their_own_answers(
         for length, rows in [(3, 1), (8, 2), (5, 1), (9, 1), (1, 3)]
     ]
     held.gate.set()
-    service.close()
+    repository.close()
     assert held.batches == [(1, 16), (7, 8), (1, 16)]
     for request in [first, *sent]:
         alone = engine(request.feeds)
@@ -143,10 +143,10 @@ def test_a_model_that_answers_the_same_passes_the_check(engine: Engine) -> None:
 def test_a_model_without_a_mask_is_refused_at_start(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     engine = load(text_model(tmp_path, masked=False), "cpu")
-    service = ModelRepository({"bert": engine}, ServeOptions(buckets=LENGTHS))
+    repository = ModelRepository({"bert": engine}, ServeOptions(buckets=LENGTHS))
     with pytest.raises(BadInput, match=r"model 'bert': output 'mean' at T=\d changes by [0-9.]+"):
-        service.warm_up()
-    service.close()
+        repository.warm_up()
+    repository.close()
 
 
 class Longer(FakeEngine):
@@ -171,7 +171,7 @@ def test_a_row_that_leaks_into_its_neighbours_is_found() -> None:
 def test_an_output_that_cannot_be_cut_back_is_found() -> None:
     engine = Longer()
     engine.outputs = (TensorSpec("y", "float32", ("N", "M")),)  # as long as T, but not by name
-    with pytest.raises(BadInput, match=r"shape \[1, 4\] where lengthened, \[1, 1\] alone"):
+    with pytest.raises(BadInput, match=r"shape \[1, 4\] padded, \[1, 1\] unpadded"):
         buckets(engine).check(engine, 8)
 
 
@@ -206,11 +206,11 @@ def test_a_lost_gpu_is_not_taken_for_a_length() -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"buckets": {"S": (4,)}}, "--buckets S: no served model"),
-        ({"buckets": {"N": (4,)}}, "--buckets N: no served model"),
+        ({"buckets": {"S": (4,)}}, "`buckets` S: no served model"),
+        ({"buckets": {"N": (4,)}}, "`buckets` N: no served model"),
         ({"buckets": {"T": ()}}, "lengths are 1 or more"),
         ({"buckets": {"T": (0, 4)}}, "lengths are 1 or more"),
-        ({"buckets": LENGTHS, "pad": {"ids": 0.5}}, r"--pad ids=0\.5: the input is int64"),
+        ({"buckets": LENGTHS, "pad": {"ids": 0.5}}, r"`pad` ids=0\.5: the input is int64"),
     ],
     ids=["unknown axis", "the batch", "no lengths", "a length of 0", "a fill that does not fit"],
 )

@@ -116,7 +116,7 @@ class Moody(FakeEngine):
 
 
 class Rude(Watcher):
-    def failed(self, *_: object) -> None:
+    def record_failure(self, *_: object) -> None:
         raise RuntimeError("a watcher's own trouble")
 
 
@@ -212,7 +212,7 @@ class Run:
         self.loop.stop()
         for sent in self.sent:
             assert self.answers[sent] == (0 if sent in self.cancelled else 1), sent
-        assert all(batcher.ended for batcher in (self.model.batcher, *self.model._before))
+        assert all(batcher.ended for batcher in (self.model.batcher, *self.model._replaced))
         assert not any(engine.overlapped for engine in self.engines)
         assert self.model.waiting == self.model.unanswered == 0
         if drained:

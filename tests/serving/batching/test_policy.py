@@ -87,23 +87,23 @@ def test_several_watchers_are_all_told() -> None:
         def __init__(self) -> None:
             self.seen: list[object] = []
 
-        def ran(self, run: BatchRun) -> None:
+        def record_run(self, run: BatchRun) -> None:
             self.seen.append(run)
 
-        def failed(self, request: Pending, now_us: int) -> None:
+        def record_failure(self, request: Pending, now_us: int) -> None:
             self.seen.append((request, now_us))
 
-        def refused(self) -> None:
+        def record_refusal(self) -> None:
             self.seen.append("refused")
 
-        def cancelled(self) -> None:
+        def record_cancellation(self) -> None:
             self.seen.append("cancelled")
 
     first, second, request = Notes(), Notes(), pending()
     both = Watchers(first, second)
     run = BatchRun([], 0, 0, 0, 0, 0, 0)
-    both.ran(run)
-    both.failed(request, 5)
-    both.refused()
-    both.cancelled()
+    both.record_run(run)
+    both.record_failure(request, 5)
+    both.record_refusal()
+    both.record_cancellation()
     assert first.seen == second.seen == [run, (request, 5), "refused", "cancelled"]

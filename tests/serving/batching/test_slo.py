@@ -50,7 +50,7 @@ class Simulation:
         self.answers: list[Answer] = []
         if self.steering:
             for rows in warm:
-                self.steering.measured(rows, round(times(rows, 0)), 0)
+                self.steering.record_time(rows, round(times(rows, 0)), 0)
 
     def run(self, arrivals: Sequence[int]) -> list[Answer]:
         events: list[tuple[int, int, str, Any]] = []
@@ -87,7 +87,7 @@ class Simulation:
 
     def _answer(self, started_us: int, requests: list[Pending], now_us: int) -> None:
         if self.steering:
-            self.steering.ran(requests, started_us, now_us)
+            self.steering.record_run(requests, started_us, now_us)
         self.answers += [Answer(r.arrived_us, now_us - r.arrived_us) for r in requests]
 
 
@@ -182,7 +182,7 @@ def test_noise_is_reckoned_with() -> None:
 def test_a_batch_is_reckoned_with_what_nearly_every_one_keeps_to() -> None:
     steering = Steering(SLO_US, BatchPolicy(8))
     for n in range(500):
-        steering.measured(8, 24_000 if n % 10 == 0 else 18_000, n)
+        steering.record_time(8, 24_000 if n % 10 == 0 else 18_000, n)
     assert 22_000 <= steering.time_us(8) <= 26_000  # the mean is 18,600
 
 
@@ -201,7 +201,7 @@ def test_what_happens_between_batches_is_corrected_for() -> None:
     class Hidden(Simulation):
         def _answer(self, started_us: int, requests: list[Pending], now_us: int) -> None:
             assert self.steering is not None
-            self.steering.measured(len(requests), now_us - started_us - 4000, now_us)
+            self.steering.record_time(len(requests), now_us - started_us - 4000, now_us)
             self.steering._requests += len(requests)
             late = [now_us - request.arrived_us > SLO_US for request in requests]
             self.steering._late += sum(late)
@@ -210,7 +210,7 @@ def test_what_happens_between_batches_is_corrected_for() -> None:
     simulation = Hidden(slower, BatchPolicy(32), slo_us=SLO_US, warm=())
     assert simulation.steering is not None
     for rows in (1, 2, 4, 8, 16, 32):
-        simulation.steering.measured(rows, round(affine(rows, 0)), 0)
+        simulation.steering.record_time(rows, round(affine(rows, 0)), 0)
     answers = simulation.run(poisson((30, 3000)))
     assert p99_us(answers, 15) <= 1.06 * SLO_US  # 45 ms uncorrected
     assert p99_us(answers, 0, 3) > SLO_US
@@ -219,7 +219,7 @@ def test_what_happens_between_batches_is_corrected_for() -> None:
 def test_the_batch_is_the_largest_that_goes_twice_into_the_slo() -> None:
     steering = Steering(SLO_US, BatchPolicy(64))
     for rows in (1, 64):
-        steering.measured(rows, round(affine(rows, 0)), 0)
+        steering.record_time(rows, round(affine(rows, 0)), 0)
     policy = steering.step(0, 0)
     budget_us = 0.95 * SLO_US
     assert 2 * affine(policy.max_batch, 0) <= budget_us < 2 * affine(policy.max_batch + 1, 0)
@@ -228,11 +228,11 @@ def test_the_batch_is_the_largest_that_goes_twice_into_the_slo() -> None:
 
 def test_a_size_that_was_slow_once_is_tried_again() -> None:
     steering = Steering(SLO_US, BatchPolicy(64))
-    steering.measured(8, 12_000, 0)
-    steering.measured(16, 60_000, 0)  # the machine was busy with something else
+    steering.record_time(8, 12_000, 0)
+    steering.record_time(16, 60_000, 0)  # the machine was busy with something else
     assert steering.step(0, 0).max_batch == 9
     for now_us in (20 * S, 31 * S):
-        steering.measured(8, 12_000, now_us)
+        steering.record_time(8, 12_000, now_us)
         assert steering.step(now_us, 0).max_batch == 9  # forgotten at the end of the second step
     assert steering.step(32 * S, 0).max_batch == 12
 
@@ -245,7 +245,7 @@ def test_nothing_measured_means_nothing_changed() -> None:
 def test_an_slo_that_cannot_be_met_is_served_in_small_batches() -> None:
     steering = Steering(100, BatchPolicy(32))
     for rows in (1, 2):
-        steering.measured(rows, 1000 * rows, 0)
+        steering.record_time(rows, 1000 * rows, 0)
     policy = steering.step(0, 0)
     assert (policy.max_batch, policy.max_delay_us, policy.queue_rows) == (1, 0, 1)
 
@@ -263,13 +263,13 @@ def test_larger_batches_are_found_out_by_trying() -> None:
 def test_rows_that_cost_next_to_nothing_are_let_in_even_where_the_slo_is_out_of_reach() -> None:
     steering = Steering(15_000, BatchPolicy(32))
     for rows in (1, 32):
-        steering.measured(rows, round(affine(rows, 0)), 0)
+        steering.record_time(rows, round(affine(rows, 0)), 0)
     assert steering.step(0, 0).max_batch == 6  # 13 ms, where one row takes 10.5
 
 
 def test_a_model_without_batching_stays_without() -> None:
     steering = Steering(SLO_US, BatchPolicy(0))
-    steering.measured(1, 2000, 0)
+    steering.record_time(1, 2000, 0)
     policy = steering.step(0, 0)
     assert policy.max_batch == 0
     assert policy.queue_rows == 18  # one runs, 18 wait: 19 x 2 ms is 95 % of the SLO
@@ -284,7 +284,7 @@ def test_an_idle_engine_waits_only_where_that_is_likely_to_pay(per_s: int, delay
     """A run apart costs 2 ms more than one together: 500 rows/s make it one row in that time."""
     steering = Steering(SLO_US, BatchPolicy(8))
     for rows in (1, 2, 4, 8):
-        steering.measured(rows, 2000 + 100 * rows, 0)
+        steering.record_time(rows, 2000 + 100 * rows, 0)
     policies = [steering.step(n * TICK_US, n * per_s // 10) for n in range(50)]
     assert policies[-1].max_delay_us == delay_us
     assert policies[0].max_delay_us == 0
@@ -293,7 +293,7 @@ def test_an_idle_engine_waits_only_where_that_is_likely_to_pay(per_s: int, delay
 def test_a_delay_that_was_given_is_the_most() -> None:
     steering = Steering(SLO_US, BatchPolicy(8, max_delay_us=300))
     for rows in (1, 2, 8):
-        steering.measured(rows, 2000 + 100 * rows, 0)
+        steering.record_time(rows, 2000 + 100 * rows, 0)
     delays = [steering.step(n * TICK_US, n * 500).max_delay_us for n in range(20)]
     assert delays[0] == 0
     assert delays[-1] == 300

@@ -83,7 +83,7 @@ def test_metadata_config_and_index(client: Any, served: Serving) -> None:
     assert config["input"] == [{"name": "x", "data_type": "TYPE_FP32", "dims": ["4"]}]
     assert "dynamic_batching" in config
     names = [model.name for model in client.get_model_repository_index().models]
-    assert names == list(served.service.models)
+    assert names == list(served.repository.models)
 
 
 @pytest.mark.parametrize("dtype", sorted(PROTOCOL_NAMES))
@@ -237,7 +237,7 @@ def test_statistics_grow_by_what_was_asked(client: Any) -> None:
     [
         (rows(1), "other", "NOT_FOUND", "there is no model 'other'; served here: m"),
         (rows(1, width=5), "m", "INVALID_ARGUMENT", r"x:float32\[N,4\], got shape \[1, 5\]"),
-        (rows(17), "m", "INVALID_ARGUMENT", "--max-batch"),
+        (rows(17), "m", "INVALID_ARGUMENT", "`max_batch`"),
     ],
 )
 def test_refusals_have_https_words(

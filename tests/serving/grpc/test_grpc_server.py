@@ -52,7 +52,7 @@ def ask(channel: Any, name: str, answer: str, timeout: float = WAIT_S, **options
 
 def test_a_port_in_use_is_said_with_its_option() -> None:
     with serving() as running:
-        said = pytest.raises(BadInput, match=f"--grpc-port {running.port}: already in use")
+        said = pytest.raises(BadInput, match=f"`grpc_port` {running.port}: already in use")
         with said, serving(grpc_port=running.port):
             pass
 
@@ -105,7 +105,7 @@ def test_tls(tmp_path: Path) -> None:
 
 
 def waiting(running: Serving) -> int:
-    return running.service.models["m"].waiting
+    return running.repository.models["m"].waiting
 
 
 @pytest.mark.parametrize("how", ["deadline", "parameter"])
@@ -207,7 +207,7 @@ def test_a_full_queue_is_unavailable(gated: tuple[Serving, GatedEngine]) -> None
             client.message(stream, infer_bytes(value=stream))
         refused = client.answer(7)
         assert refused.status == 14
-        assert "--queue" in refused.headers["grpc-message"]
+        assert "`queue`" in refused.headers["grpc-message"]
         engine.gate.set()
         assert [client.answer(stream).status for stream in (1, 3, 5)] == [0, 0, 0]
 
@@ -260,7 +260,7 @@ def test_the_drain(gated: tuple[Serving, GatedEngine], eventually: Any) -> None:
         client.open(1)
         client.message(1, infer_bytes(value=1))
         assert engine.entered.acquire(timeout=WAIT_S)
-        running.service.drain()
+        running.repository.drain()
         stopping = asyncio.run_coroutine_threadsafe(running.server.stop(WAIT_S), running.loop)
         live = other.call(1, b"", f"{SERVICE}/ServerLive")
         assert MESSAGES["ServerLiveResponse"].FromString(live.data[5:]).live
@@ -308,7 +308,7 @@ def test_health_is_watched() -> None:
         assert next(seen).status == 1
         assert next(watch(b"\n\5other", timeout=WAIT_S)).status == 3
         assert running.see(lambda: running.server.unanswered) == 0
-        running.service.drain()
+        running.repository.drain()
         assert next(seen).status == 2
         seen.cancel()
 

@@ -105,7 +105,7 @@ def test_the_length_of_the_json_part_of_a_compressed_body(small: Running) -> Non
 
 BODY = gzip.compress(infer_json([1, 2, 3, 4], [1, 4]))
 COMPRESSED = {
-    "E1 a bomb": (gzip.compress(bytes(100 << 20), 9), "gzip", 413, "--max-body-bytes"),
+    "E1 a bomb": (gzip.compress(bytes(100 << 20), 9), "gzip", 413, "`max_body_bytes`"),
     "E1 a deflated bomb": (zlib.compress(bytes(100 << 20), 9), "deflate", 413, ""),
     "E2 cut off": (BODY[:-10], "gzip", 400, ""),
     "E2 rubbish after it": (BODY + b"rubbish", "gzip", 400, ""),
@@ -193,7 +193,7 @@ def test_the_decoded_size_counts_too() -> None:
         body = json.dumps({"inputs": [{**item, "data": [0] * 2_621_440}]}, separators=(",", ":"))
         reply = server.ask("POST", INFER, body.encode())
         assert reply.status == 413
-        assert "--max-body-bytes" in reply.json["error"]
+        assert "`max_body_bytes`" in reply.json["error"]
         assert server.ask("POST", INFER, infer_json([1] * 4, [1, 4])).status == 200
 
 

@@ -102,7 +102,7 @@ def test_what_is_being_read_when_the_end_begins_is_answered(
         raw.send(request("POST", INFER, zeros(3_000_000)))
         eventually(lambda: server.server._listener.unanswered == 1)
         server.server.stop()
-        eventually(lambda: server.server.service.draining)
+        eventually(lambda: server.server.repository.draining)
         late = server.ask("POST", INFER, zeros(200_000))
         assert late.status == 503
         reply = raw.reply()

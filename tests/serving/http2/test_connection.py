@@ -53,7 +53,7 @@ def test_a_message_of_the_largest_size_is_taken_and_one_byte_more_is_not() -> No
         assert client.call(1, infer_bytes(value=2)).status == 0
         refused = client.call(3, infer_bytes(value=2, id="a"))  # three bytes more
         assert refused.status == RESOURCE_EXHAUSTED
-        assert "--max-body-bytes" in refused.headers["grpc-message"]
+        assert "`max_body_bytes`" in refused.headers["grpc-message"]
 
 
 def test_a_large_message_is_refused_before_it_has_come(client: Frames) -> None:

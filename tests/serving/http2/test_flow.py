@@ -163,7 +163,7 @@ def test_a_stream_of_a_thousand_errors_does_not_pile_up(served: Serving, client:
     client.until(lambda: len(client.answers.get(1, Answer()).data) == 65535)
     client.settle()
     (connection,) = served.see(lambda: [c for c in served.server._shared.connections if c.streams])
-    assert len(connection.streams[1].out) < 10
+    assert len(connection.streams[1].unsent) < 10
     client.send(8, 0, 1, (1 << 30).to_bytes(4, "big"))
     client.send(8, 0, 0, (1 << 30).to_bytes(4, "big"))
     answer = client.answer(1)

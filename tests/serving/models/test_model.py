@@ -24,12 +24,12 @@ def ask(rows: int = 1) -> Request:
 
 
 def test_the_configuration_shows_how_batches_are_formed() -> None:
-    service = ModelRepository(
+    repository = ModelRepository(
         {"m": [FakeEngine(), FakeEngine()]},
         ServeOptions(max_batch=8, max_delay_us=500, preferred=(8, 4)),
     )
-    config = service.find("m").config()
-    service.close()
+    config = repository.find("m").config()
+    repository.close()
     assert config["dynamic_batching"] == {
         "preferred_batch_size": [4, 8],
         "max_queue_delay_microseconds": 500,
@@ -55,9 +55,9 @@ def test_what_an_engine_notes_is_shown_once() -> None:
     engines = [FakeEngine(), FakeEngine()]
     for engine in engines:
         engine.notes = ("runs on the CPU: asked for cuda:0",)  # type: ignore[attr-defined]
-    service = ModelRepository({"m": engines}, ServeOptions())
-    assert service.find("m").notes == ("runs on the CPU: asked for cuda:0",)
-    service.close()
+    repository = ModelRepository({"m": engines}, ServeOptions())
+    assert repository.find("m").notes == ("runs on the CPU: asked for cuda:0",)
+    repository.close()
 
 
 def test_engines_of_one_model_must_be_alike() -> None:
@@ -69,50 +69,52 @@ def test_a_watcher_that_comes_later_is_told_too_also_of_new_engines() -> None:
     seen: list[object] = []
 
     class Notes(Watcher):
-        def ran(self, run: object) -> None:
+        def record_run(self, run: object) -> None:
             seen.append(run)
 
-    service = ModelRepository({"m": FakeEngine()}, ServeOptions())
-    service.find("m").watch(Notes())
-    service.replace("m", [FakeEngine()])
-    service.find("m").submit(ask(), lambda _: None)
-    service.close()
+    repository = ModelRepository({"m": FakeEngine()}, ServeOptions())
+    repository.find("m").watch(Notes())
+    repository.replace("m", [FakeEngine()])
+    repository.find("m").submit(ask(), lambda _: None)
+    repository.close()
     assert len(seen) == 1
-    assert service.statistics()["model_stats"][0]["inference_count"] == 1
+    assert repository.statistics()["model_stats"][0]["inference_count"] == 1
 
 
 def test_with_an_slo_the_batch_is_steered_from_what_the_warm_up_took() -> None:
     clock = Clock()
-    service = ModelRepository(
+    repository = ModelRepository(
         {"m": TimedEngine(clock, 1000, 1000)}, ServeOptions(slo_ms=20), clock_us=clock
     )
-    service.warm_up()
-    model = service.find("m")
+    repository.warm_up()
+    model = repository.find("m")
     assert model.batcher.policy.max_batch == 32
-    service.expire()
+    repository.expire()
     assert model.batcher.policy.max_batch == 8  # 2 x (1 + 8) ms, within 95 % of 20 ms
-    shown = exposition(service.samples())[0].decode()
-    service.close()
+    shown = exposition(repository.samples())[0].decode()
+    repository.close()
     assert 'deploykit_batch_limit_rows{model="m",version="1"} 8.0\n' in shown
     assert 'deploykit_queue_limit_rows{model="m",version="1"} 8.0\n' in shown
 
 
 def test_what_cannot_meet_the_slo_is_refused_with_a_reason() -> None:
     clock, engine = Clock(), GatedEngine()
-    service = ModelRepository({"m": engine}, ServeOptions(max_batch=1, slo_ms=0.1), clock_us=clock)
-    model = service.find("m")
+    repository = ModelRepository(
+        {"m": engine}, ServeOptions(max_batch=1, slo_ms=0.1), clock_us=clock
+    )
+    model = repository.find("m")
     assert model._steering is not None
-    model._steering.measured(1, 10**6, 0)
-    service.expire()
+    model._steering.record_time(1, 10**6, 0)
+    repository.expire()
     engine.warm = True
     model.submit(ask(), lambda _: None)
     assert engine.entered.acquire(timeout=WAIT_S)
     assert model.batcher.policy.queue_rows == 1
     model.submit(ask(), lambda _: None)
-    with pytest.raises(Overloaded, match="--slo-ms"):
+    with pytest.raises(Overloaded, match="`slo_ms`"):
         model.submit(ask(), lambda _: None)
     engine.gate.set()
-    service.close()
+    repository.close()
 
 
 # -- replacing engines --------------------------------------------------------------------------
@@ -131,21 +133,21 @@ class Plus(GatedEngine):
 
 def test_what_was_taken_is_finished_by_the_old_engine_which_is_then_closed() -> None:
     old, new = Plus(0), Plus(100)
-    service = ModelRepository({"m": old}, ServeOptions(max_batch=2))
-    model = service.find("m")
+    repository = ModelRepository({"m": old}, ServeOptions(max_batch=2))
+    model = repository.find("m")
     old.warm = True
     before = [model.submit(ask(), lambda _: None)]
     assert old.entered.acquire(timeout=WAIT_S)
     before += [model.submit(ask(), lambda _: None) for _ in range(5)]
-    service.replace("m", [new])
+    repository.replace("m", [new])
     assert not old.closed
     came = threading.Event()
     after = model.submit(ask(), lambda _: came.set())
     assert came.wait(WAIT_S)  # the new one serves while the old one is still busy
-    assert service.unanswered == model.unanswered == 6
+    assert repository.unanswered == model.unanswered == 6
     assert model.cancel(before[-1])
     old.gate.set()
-    service.close()
+    repository.close()
     assert [request.error for request in before] == [None] * 6
     assert [float(request.outputs["y"][0, 0]) for request in before[:5]] == [7] * 5
     assert float(after.outputs["y"][0, 0]) == 107
@@ -157,18 +159,18 @@ def test_what_was_taken_is_finished_by_the_old_engine_which_is_then_closed() -> 
 
 def test_a_deadline_holds_for_what_an_old_engine_has() -> None:
     clock, old = Clock(), Plus()
-    service = ModelRepository({"m": old}, ServeOptions(timeout_ms=1), clock_us=clock)
+    repository = ModelRepository({"m": old}, ServeOptions(timeout_ms=1), clock_us=clock)
     old.warm = True
-    stuck = service.find("m").submit(ask(), lambda _: None)
+    stuck = repository.find("m").submit(ask(), lambda _: None)
     assert old.entered.acquire(timeout=WAIT_S)
-    service.replace("m", [Plus()])
+    repository.replace("m", [Plus()])
     clock.us = 1000
-    service.expire()
+    repository.expire()
     assert stuck.error is not None
-    assert service.unanswered == 0
-    assert service.why_not_ready() is None
+    assert repository.unanswered == 0
+    assert repository.why_not_ready() is None
     old.gate.set()
-    service.close()
+    repository.close()
 
 
 @pytest.mark.parametrize(
@@ -184,11 +186,11 @@ def test_engines_that_clients_would_notice_are_refused(
     engine: FakeEngine | None, match: str
 ) -> None:
     old = FakeEngine()
-    service = ModelRepository({"m": old}, ServeOptions())
+    repository = ModelRepository({"m": old}, ServeOptions())
     with pytest.raises(BadInput, match=match):
-        service.replace("m", [engine] if engine else [])
-    pending = service.find("m").submit(ask(), lambda _: None)
-    service.close()
+        repository.replace("m", [engine] if engine else [])
+    pending = repository.find("m").submit(ask(), lambda _: None)
+    repository.close()
     assert pending.error is None
     assert not old.closed  # it is still the caller's
     assert engine is None or not engine.closed
@@ -199,25 +201,25 @@ def test_engines_that_fail_to_warm_up_change_nothing() -> None:
         def __call__(self, _feeds: Any) -> dict[str, np.ndarray]:
             raise RuntimeError("boom")
 
-    service = ModelRepository({"m": FakeEngine()}, ServeOptions())
+    repository = ModelRepository({"m": FakeEngine()}, ServeOptions())
     with pytest.raises(Unsupported, match="boom"):
-        service.replace("m", [Broken()])
-    pending = service.find("m").submit(ask(), lambda _: None)
-    service.close()
+        repository.replace("m", [Broken()])
+    pending = repository.find("m").submit(ask(), lambda _: None)
+    repository.close()
     assert pending.error is None
 
 
 def test_no_engines_are_taken_after_the_end() -> None:
-    service = ModelRepository({"m": FakeEngine()}, ServeOptions())
-    service.close()
+    repository = ModelRepository({"m": FakeEngine()}, ServeOptions())
+    repository.close()
     with pytest.raises(Overloaded, match="shutting down"):
-        service.replace("m", [FakeEngine()])
+        repository.replace("m", [FakeEngine()])
 
 
 def test_replacing_under_load_fails_no_request() -> None:
     """Requests from another thread all the while engines are replaced again and again."""
-    service = ModelRepository({"m": Plus()}, ServeOptions(queue=1 << 20))
-    model = service.find("m")
+    repository = ModelRepository({"m": Plus()}, ServeOptions(queue=1 << 20))
+    model = repository.find("m")
     sent: list[Pending] = []
     stop = threading.Event()
 
@@ -229,10 +231,10 @@ def test_replacing_under_load_fails_no_request() -> None:
     sender.start()
     engines = [Plus() for _ in range(20)]
     for engine in engines:
-        service.replace("m", [engine])
+        repository.replace("m", [engine])
     stop.set()
     sender.join(WAIT_S)
-    assert service.close() == 0
+    assert repository.close() == 0
     assert len(sent) > 20
     assert [request.error for request in sent if request.error] == []
     assert all(float(request.outputs["y"][0, 0]) == 7 for request in sent)

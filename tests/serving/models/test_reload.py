@@ -60,9 +60,9 @@ class Serving:
         self.loaded: list[Engine] = []
         source = Source(path, self.load)
         first = load(path, "cpu", threads=1)
-        self.service = ModelRepository({"m": first}, ServeOptions())
-        self.service.warm_up()
-        self.reloader = Reloader(self.service, {"m": source}, poll_s=3600)
+        self.repository = ModelRepository({"m": first}, ServeOptions())
+        self.repository.warm_up()
+        self.reloader = Reloader(self.repository, {"m": source}, poll_s=3600)
         self._ended = threading.Event()
         self.failures: list[DeploykitError] = []
         self.seen: set[float] = set()
@@ -83,7 +83,7 @@ class Serving:
             answered.set()
 
         request = Request(FEEDS, 1, KEY, ())
-        self.service.find("m").submit(request, done)
+        self.repository.find("m").submit(request, done)
         assert answered.wait(LIMIT_S)
         return found[0].error or float(found[0].outputs["y"][0, 0])
 
@@ -97,15 +97,15 @@ class Serving:
 
     def look(self) -> None:
         """Twice, as only what stays the same is loaded."""
-        self.reloader.look()
-        self.reloader.look()
+        self.reloader.poll()
+        self.reloader.poll()
 
     def close(self) -> None:
         self._ended.set()
         for thread in self._threads:
             thread.join()
         self.reloader.close()
-        self.service.close()
+        self.repository.close()
 
 
 @pytest.fixture
@@ -124,9 +124,9 @@ def test_a_replaced_file_serves_without_a_failed_request(
     assert serving.ask() == 2.0
     for number in (2, 3, 4, 5):
         placed(model(tmp_path / "new.onnx", number), serving.path)
-        serving.reloader.look()
+        serving.reloader.poll()
         assert serving.ask() == number  # the one before: the new one may not be whole yet
-        serving.reloader.look()
+        serving.reloader.poll()
         assert serving.ask() == number + 1
         serving.look()
     serving.close()
@@ -217,7 +217,7 @@ def test_a_file_being_written_is_left_alone_until_it_is_whole(
         for at in range(0, len(whole), 40):
             file.write(whole[at : at + 40])
             file.flush()
-            serving.reloader.look()
+            serving.reloader.poll()
     assert caplog.records == []
     assert serving.ask() == 2.0
     serving.look()
@@ -251,12 +251,12 @@ def test_a_change_during_the_start_is_not_missed(tmp_path: Path) -> None:
     source = Source(path, lambda: [load(path, "cpu")])
     with (
         load(path, "cpu") as first,
-        contextlib.closing(ModelRepository({"m": first}, ServeOptions())) as service,
+        contextlib.closing(ModelRepository({"m": first}, ServeOptions())) as repository,
     ):
         placed(model(tmp_path / "new.onnx", 2.0), path)
-        with Reloader(service, {"m": source}, poll_s=3600) as reloader:
-            reloader.look()
-            reloader.look()
+        with Reloader(repository, {"m": source}, poll_s=3600) as reloader:
+            reloader.poll()
+            reloader.poll()
             assert counts(reloader) == (1, 0)
 
 
@@ -314,9 +314,9 @@ def test_the_thread_looks_by_itself_and_ends(tmp_path: Path, eventually) -> None
     source = Source(path, lambda: [load(path, "cpu")])
     with (
         load(path, "cpu") as first,
-        contextlib.closing(ModelRepository({"m": first}, ServeOptions())) as service,
+        contextlib.closing(ModelRepository({"m": first}, ServeOptions())) as repository,
     ):
-        with Reloader(service, {"m": source}, poll_s=0.01) as reloader:
+        with Reloader(repository, {"m": source}, poll_s=0.01) as reloader:
             placed(model(tmp_path / "new.onnx", 2.0), path)
             eventually(lambda: counts(reloader)[0] == 1)
         assert not [each for each in threading.enumerate() if each.name == "reload"]

@@ -36,9 +36,9 @@ def test_a_name_that_could_be_a_path_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["m", "resnet-18_v1.5", "..m", "a" * 128])
 def test_a_plain_name_is_taken(name: str) -> None:
-    service = ModelRepository({name: FakeEngine()}, ServeOptions())
-    assert service.find(name).name == name
-    service.close()
+    repository = ModelRepository({name: FakeEngine()}, ServeOptions())
+    assert repository.find(name).name == name
+    repository.close()
 
 
 def test_no_model_at_all_is_refused() -> None:
@@ -73,21 +73,21 @@ def test_a_model_without_inputs_is_refused_and_no_thread_is_left() -> None:
 
 
 def test_an_unknown_model_is_not_found() -> None:
-    service = ModelRepository({"m": FakeEngine()}, ServeOptions())
+    repository = ModelRepository({"m": FakeEngine()}, ServeOptions())
     with pytest.raises(NotFound, match="no model 'x'"):
-        service.find("x")
+        repository.find("x")
     with pytest.raises(NotFound, match="no version '2'"):
-        service.find("m", "2")
-    service.close()
+        repository.find("m", "2")
+    repository.close()
 
 
 def test_a_draining_service_takes_nothing_and_says_so() -> None:
-    service = ModelRepository({"m": FakeEngine()}, ServeOptions())
-    assert service.why_not_ready() is None
-    service.drain()
+    repository = ModelRepository({"m": FakeEngine()}, ServeOptions())
+    assert repository.why_not_ready() is None
+    repository.drain()
     with pytest.raises(Overloaded, match="shutting down"):
-        service.find("m").submit(ask(), lambda _: None)
-    assert service.index() == [
+        repository.find("m").submit(ask(), lambda _: None)
+    assert repository.index() == [
         {
             "name": "m",
             "version": "1",
@@ -95,9 +95,9 @@ def test_a_draining_service_takes_nothing_and_says_so() -> None:
             "reason": "the server is shutting down",
         }
     ]
-    assert service.why_not_ready(service.find("m")) == "the server is shutting down"
-    assert b'outcome="rejected",version="1"} 1.0\n' in exposition(service.samples())[0]
-    service.close()
+    assert repository.why_not_ready(repository.find("m")) == "the server is shutting down"
+    assert b'outcome="rejected",version="1"} 1.0\n' in exposition(repository.samples())[0]
+    repository.close()
 
 
 def test_several_engines_of_one_name_share_its_queue() -> None:
@@ -105,23 +105,23 @@ def test_several_engines_of_one_name_share_its_queue() -> None:
     for engine in engines:
         engine.warm = True
         engine.entered = engines[0].entered
-    service = ModelRepository({"m": engines}, ServeOptions())
-    model = service.find("m")
+    repository = ModelRepository({"m": engines}, ServeOptions())
+    model = repository.find("m")
     for _ in range(2):  # the second runs while the first is held
         model.submit(ask(), lambda _: None)
         assert engines[0].entered.acquire(timeout=WAIT_S)
     for engine in engines:
         engine.gate.set()
-    service.close()
+    repository.close()
     assert model.config()["instance_group"] == [{"name": "m_0", "count": 2, "kind": "KIND_CPU"}]
 
 
 def test_what_the_client_sent_along_reaches_the_batcher() -> None:
-    service = ModelRepository({"m": FakeEngine()}, ServeOptions())
-    model = service.find("m")
+    repository = ModelRepository({"m": FakeEngine()}, ServeOptions())
+    model = repository.find("m")
     pending = model.submit(ask(priority=3), lambda _: None, trace="00-ab-cd-01", decode_us=7)
     assert (pending.priority, pending.trace, pending.decode_us) == (3, "00-ab-cd-01", 7)
-    service.close()
+    repository.close()
 
 
 def test_a_lost_gpu_is_fatal_and_not_ready() -> None:
@@ -130,60 +130,61 @@ def test_a_lost_gpu_is_fatal_and_not_ready() -> None:
             raise DeviceLost("/home/me/m.trt: cuda:0: the GPU is lost")
 
     came = threading.Event()
-    service = ModelRepository({"good": FakeEngine(), "m": Lost()}, ServeOptions())
-    assert service.fatal is None
-    service.find("m").submit(ask(), lambda _: came.set())
+    repository = ModelRepository({"good": FakeEngine(), "m": Lost()}, ServeOptions())
+    assert repository.fatal is None
+    repository.find("m").submit(ask(), lambda _: came.set())
     assert came.wait(WAIT_S)
-    assert service.fatal == "model 'm': the GPU is lost to this process"
-    assert service.why_not_ready() == service.fatal
-    assert [entry["state"] for entry in service.index()] == ["UNAVAILABLE", "UNAVAILABLE"]
-    service.close()
+    assert repository.fatal == "model 'm': the GPU is lost to this process"
+    assert repository.why_not_ready() == repository.fatal
+    assert [entry["state"] for entry in repository.index()] == ["UNAVAILABLE", "UNAVAILABLE"]
+    repository.close()
 
 
 def test_a_hung_engine_is_not_ready_until_it_returns() -> None:
     clock, engine = Clock(), GatedEngine()
     engine.warm = True
-    service = ModelRepository(
+    repository = ModelRepository(
         {"good": FakeEngine(), "m": engine}, ServeOptions(timeout_ms=1), clock_us=clock
     )
-    model, came = service.find("m"), threading.Event()
+    model, came = repository.find("m"), threading.Event()
     pending = model.submit(ask(), lambda _: came.set())
     assert engine.entered.acquire(timeout=WAIT_S)
     clock.us = 1000
-    service.expire()
+    repository.expire()
     assert pending.error is not None
     assert pending.error.http_status == 504
-    assert service.why_not_ready(model) is None
+    assert repository.why_not_ready(model) is None
     clock.us = 2000
-    assert "does not return" in (service.why_not_ready(model) or "")
-    assert service.why_not_ready() == service.why_not_ready(model)
-    assert [entry["state"] for entry in service.index()] == ["READY", "UNAVAILABLE"]
+    assert "does not return" in (repository.why_not_ready(model) or "")
+    assert repository.why_not_ready() == repository.why_not_ready(model)
+    assert [entry["state"] for entry in repository.index()] == ["READY", "UNAVAILABLE"]
     assert "1 of 1 engines do not return" in " ".join(model.notes)
     assert (
-        b'deploykit_engines_hung{model="m",version="1"} 1.0\n' in exposition(service.samples())[0]
+        b'deploykit_engines_hung{model="m",version="1"} 1.0\n'
+        in exposition(repository.samples())[0]
     )
     engine.gate.set()
     came.clear()
     model.submit(ask(), lambda _: came.set())
     assert came.wait(WAIT_S)
-    assert service.why_not_ready() is None
-    service.close()
+    assert repository.why_not_ready() is None
+    repository.close()
 
 
 def test_shared_memory_is_there_only_if_it_was_asked_for() -> None:
     for asked in (False, True):
-        service = ModelRepository({"m": FakeEngine()}, ServeOptions(shared_memory=asked))
-        assert (service.memory is not None) is asked
-        assert ("system_shared_memory" in service.metadata()["extensions"]) is asked
-        service.close()
+        repository = ModelRepository({"m": FakeEngine()}, ServeOptions(shared_memory=asked))
+        assert (repository.memory is not None) is asked
+        assert ("system_shared_memory" in repository.metadata()["extensions"]) is asked
+        repository.close()
 
 
 def test_statistics_of_one_batch() -> None:
-    service = ModelRepository({"m": FakeEngine()}, ServeOptions())
-    model = service.find("m")
+    repository = ModelRepository({"m": FakeEngine()}, ServeOptions())
+    model = repository.find("m")
     model.submit(ask(3), lambda _: None)
-    service.close()  # waits for the answer
-    stats = service.statistics(model)["model_stats"][0]
+    repository.close()  # waits for the answer
+    stats = repository.statistics(model)["model_stats"][0]
     assert (stats["inference_count"], stats["execution_count"]) == (3, 1)
     assert [batch["batch_size"] for batch in stats["batch_stats"]] == [3]
     times = stats["inference_stats"]
@@ -195,15 +196,15 @@ def test_statistics_of_one_batch() -> None:
 def test_every_request_of_a_batch_is_counted_and_charged_its_whole_time() -> None:
     engine = GatedEngine()
     engine.warm = True
-    service = ModelRepository({"m": engine}, ServeOptions())
-    model = service.find("m")
+    repository = ModelRepository({"m": engine}, ServeOptions())
+    model = repository.find("m")
     model.submit(ask(), lambda _: None)
     assert engine.entered.acquire(timeout=WAIT_S)
     for _ in range(3):
         model.submit(ask(2), lambda _: None)
     engine.gate.set()
-    service.close()
-    stats = service.statistics(model)["model_stats"][0]
+    repository.close()
+    stats = repository.statistics(model)["model_stats"][0]
     assert (stats["inference_count"], stats["execution_count"]) == (7, 2)
     ran = ("success", "queue", "compute_input", "compute_infer", "compute_output")
     assert {stats["inference_stats"][part]["count"] for part in ran} == {4}
@@ -218,28 +219,28 @@ def test_failures_are_told_apart() -> None:
         def __call__(self, _feeds: Any) -> dict[str, np.ndarray]:
             raise RuntimeError("broken")
 
-    service = ModelRepository({"m": Broken()}, ServeOptions())
-    model = service.find("m")
+    repository = ModelRepository({"m": Broken()}, ServeOptions())
+    model = repository.find("m")
     model.submit(ask(), lambda _: None)
-    model.metrics.bad_request()
-    service.close()
-    text = exposition(service.samples())[0].decode()
+    model.metrics.record_bad_request()
+    repository.close()
+    text = exposition(repository.samples())[0].decode()
     for outcome, count in {"failed": 1, "bad_request": 1, "success": 0, "expired": 0}.items():
         assert (
             f'deploykit_requests_total{{model="m",outcome="{outcome}",version="1"}} {count}.0\n'
             in text
         )
     assert 'nv_inference_request_failure{model="m",reason="BACKEND",version="1"} 1.0\n' in text
-    assert service.statistics()["model_stats"][0]["inference_stats"]["fail"]["count"] == 2
+    assert repository.statistics()["model_stats"][0]["inference_stats"]["fail"]["count"] == 2
 
 
 def test_every_line_of_the_metrics_is_prometheus_text() -> None:
-    service = ModelRepository({"a": FakeEngine(), "b": FakeEngine()}, ServeOptions())
-    service.add_metrics(lambda: [Sample("deploykit_held_bytes", {}, 1)])
-    lines = exposition(service.samples())[0].decode().splitlines()
+    repository = ModelRepository({"a": FakeEngine(), "b": FakeEngine()}, ServeOptions())
+    repository.add_metrics(lambda: [Sample("deploykit_held_bytes", {}, 1)])
+    lines = exposition(repository.samples())[0].decode().splitlines()
     families = [line.split()[2] for line in lines if "# TYPE" in line]
     samples = [line for line in lines if not line.startswith("#")]
-    service.close()
+    repository.close()
     assert "deploykit_held_bytes" in families
     assert len(families) == len(set(families))
     for line in samples:

@@ -22,9 +22,9 @@ from deploykit.serving.models.shadow import (
     WINDOW_ROWS,
     Comparison,
     Shadow,
-    alarming,
     check_reference,
     compare,
+    exceeds,
 )
 from tests.support.serving.running import GatedEngine, infer_json, running
 
@@ -63,7 +63,7 @@ def test_the_share_sampled_is_the_rate_evenly(rate: float) -> None:
         taken: list[int] = []
         shadow._take = lambda feeds, _: taken.append(int(feeds["x"][0, 0]))  # type: ignore[method-assign]
         for number in range(10_000):
-            shadow.ran(run_of(answered(rows(1, number), rows(1))))
+            shadow.record_run(run_of(answered(rows(1, number), rows(1))))
     assert abs(len(taken) - 10_000 * rate) <= 2
     if 0 < rate < 1:
         gaps = np.diff(taken)
@@ -76,7 +76,7 @@ def test_the_share_sampled_is_the_rate_evenly(rate: float) -> None:
 def test_equal_answers_agree(eventually: Eventually) -> None:
     with shadowed(FakeEngine()) as shadow:
         x = rows(3)
-        shadow.ran(run_of(answered(x, 2 * x + 1), answered(x[:1], 2 * x[:1] + 1)))
+        shadow.record_run(run_of(answered(x, 2 * x + 1), answered(x[:1], 2 * x[:1] + 1)))
         eventually(lambda: value(shadow, "total") == 4)
         assert value(shadow, "disagreements_total") == 0
         assert value(shadow, "max_error") == 0
@@ -90,25 +90,25 @@ def test_disagreements_are_counted_by_row_and_raise_an_alarm(
         x = rows(8)
         wrong = 2 * x + 1
         wrong[2, 0], wrong[5, 1] = 1000.0, np.nan
-        shadow.ran(run_of(answered(x, wrong)))
+        shadow.record_run(run_of(answered(x, wrong)))
         eventually(lambda: value(shadow, "total") == 8)
         assert value(shadow, "disagreements_total") == 2
         assert value(shadow, "max_error") == math.inf
         assert value(shadow, "alarm") == 0  # two rows are no share yet
         for _ in range(3):
-            shadow.ran(run_of(answered(x, wrong)))
+            shadow.record_run(run_of(answered(x, wrong)))
         eventually(lambda: value(shadow, "total") == 32)
         assert value(shadow, "alarm") == 1
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
         assert "shadow of model 'm': 4 of the last 16 rows disagree" in caplog.messages[0]
 
         x = rows(WINDOW_ROWS)  # it looks at the last rows only
-        shadow.ran(run_of(answered(x, 2 * x + 1)))
+        shadow.record_run(run_of(answered(x, 2 * x + 1)))
         eventually(lambda: value(shadow, "total") == 32 + WINDOW_ROWS)
         assert value(shadow, "alarm") == 0
         assert value(shadow, "disagreements_total") == 8
         assert len(caplog.records) == 1
-        shadow.ran(run_of(answered(x[:100], x[:100])))
+        shadow.record_run(run_of(answered(x[:100], x[:100])))
         eventually(lambda: value(shadow, "alarm") == 1)
         assert "100 of the last 100 rows" in caplog.messages[1]
 
@@ -119,7 +119,7 @@ def test_serving_does_not_wait_for_a_slow_reference(eventually: Eventually) -> N
     with shadowed(engine) as shadow:
         x = rows(1)
         for _ in range(QUEUE + 20):
-            shadow.ran(run_of(answered(x, 2 * x + 1)))
+            shadow.record_run(run_of(answered(x, 2 * x + 1)))
         dropped = value(shadow, "dropped_total")
         assert 19 <= dropped <= 20  # one may be with the reference
         engine.gate.set()
@@ -135,12 +135,12 @@ def test_large_samples_are_bounded_by_their_bytes(
     x = rows(1)  # 32 bytes with its output
     with shadowed(engine) as shadow:
         for _ in range(6):
-            shadow.ran(run_of(answered(x, 2 * x + 1)))
+            shadow.record_run(run_of(answered(x, 2 * x + 1)))
         assert 2 <= value(shadow, "dropped_total") <= 3
         engine.gate.set()
     with shadowed(FakeEngine()) as shadow:  # what was compared takes none of the room
         for count in range(1, 9):
-            shadow.ran(run_of(answered(x, 2 * x + 1)))
+            shadow.record_run(run_of(answered(x, 2 * x + 1)))
             eventually(lambda count=count: value(shadow, "total") == count)
         assert value(shadow, "dropped_total") == 0
 
@@ -152,7 +152,7 @@ def test_a_sample_is_a_copy(eventually: Eventually) -> None:
     with shadowed(engine) as shadow:
         x = rows(2)
         y = 2 * x + 1
-        shadow.ran(run_of(answered(x, y)))
+        shadow.record_run(run_of(answered(x, y)))
         x[:], y[:] = 0, 77
         engine.gate.set()
         eventually(lambda: value(shadow, "total") == 2)
@@ -164,7 +164,7 @@ def test_a_reference_that_fails_is_told_and_counted(
 ) -> None:
     with shadowed(FakeEngine(max_batch=1)) as shadow:
         x = rows(2)
-        shadow.ran(run_of(answered(x, 2 * x + 1), answered(x[:1], 2 * x[:1] + 1)))
+        shadow.record_run(run_of(answered(x, 2 * x + 1), answered(x[:1], 2 * x[:1] + 1)))
         eventually(lambda: value(shadow, "total") == 1)
         assert value(shadow, "dropped_total") == 1
     assert "the reference failed: BadInput: fake: batch 2 is above 1" in caplog.messages[0]
@@ -176,7 +176,7 @@ def test_closing_ends_the_thread_and_leaves_the_engine(eventually: Eventually) -
         pass
     assert not [each for each in threading.enumerate() if each.name == "shadow m"]
     assert not engine.closed
-    shadow.ran(run_of(answered(rows(1), rows(1))))  # a batch that ends after it is no error
+    shadow.record_run(run_of(answered(rows(1), rows(1))))  # a batch that ends after it is no error
     assert value(shadow, "dropped_total") == 1
 
 
@@ -192,7 +192,7 @@ class Drifting(FakeEngine):
 def test_a_live_server_is_watched(eventually: Eventually) -> None:
     engine = Drifting()
     with running({"m": engine}) as server, shadowed(FakeEngine()) as shadow:
-        server.server.service.models["m"].watch(shadow)
+        server.server.repository.models["m"].watch(shadow)
         for first in (1, -1, 2, -2, -3):
             body = infer_json([first, 2, 3, 4], [1, 4])
             assert server.ask("POST", "/v2/models/m/infer", body).status == 200
@@ -274,13 +274,13 @@ def test_without_a_batch_axis_an_answer_is_one_row() -> None:
     ],
 )
 def test_when_there_is_an_alarm(wrong: int, count: int, threshold: float, alarm: bool) -> None:
-    assert alarming(wrong, count, threshold) is alarm
+    assert exceeds(wrong, count, threshold) is alarm
 
 
 def test_the_lower_bound_is_wilsons() -> None:
     """10 of 100 with 95 %: 0.0552 to 0.1744 (Wilson 1927; any table)."""
-    assert alarming(10, 100, 0.0551)
-    assert not alarming(10, 100, 0.0553)
+    assert exceeds(10, 100, 0.0551)
+    assert not exceeds(10, 100, 0.0553)
 
 
 class Other(FakeEngine):

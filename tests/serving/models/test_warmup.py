@@ -34,9 +34,9 @@ def test_every_foreseen_batch_is_warmed_up(options: dict[str, Any], batches: lis
 
 def test_every_engine_is_warmed_up() -> None:
     engines = [FakeEngine(), FakeEngine()]
-    service = ModelRepository({"m": engines}, ServeOptions(max_batch=2))
-    service.warm_up()
-    service.close()
+    repository = ModelRepository({"m": engines}, ServeOptions(max_batch=2))
+    repository.warm_up()
+    repository.close()
     assert [engine.batches for engine in engines] == [[1, 2], [1, 2]]
 
 
@@ -105,14 +105,14 @@ def test_short_batches_of_a_steady_engine_are_run_by_the_event_loop(
 ) -> None:
     clock = Clock()
     engine = kind(clock, 0, SHORT_US // 8)
-    service = ModelRepository(
+    repository = ModelRepository(
         {"m": engine}, ServeOptions(**options), clock_us=clock, call_soon=lambda _: None
     )
-    service.warm_up()
-    assert service.find("m").batcher.inline_max_rows == rows
-    service.replace("m", [kind(clock, 0, SHORT_US // 4)])
-    assert service.find("m").batcher.inline_max_rows == (4 if rows == 8 else rows and 4)
-    service.close()
+    repository.warm_up()
+    assert repository.find("m").batcher.inline_max_rows == rows
+    repository.replace("m", [kind(clock, 0, SHORT_US // 4)])
+    assert repository.find("m").batcher.inline_max_rows == (4 if rows == 8 else rows and 4)
+    repository.close()
 
 
 def test_without_an_event_loop_nothing_is_run_by_it() -> None:
@@ -158,16 +158,16 @@ def test_a_batch_that_fails_is_named_at_start(
                 raise problem
             return super().__call__(feeds)
 
-    service = ModelRepository({"m": Failing()}, ServeOptions(max_batch=8))
+    repository = ModelRepository({"m": Failing()}, ServeOptions(max_batch=8))
     with pytest.raises(kind, match=r"model 'm' cannot run x \[8, 4\]"):
-        service.warm_up()
-    service.close()
+        repository.warm_up()
+    repository.close()
 
 
 def test_an_engine_that_breaks_its_promise_is_found_at_start() -> None:
     engine = FakeEngine()
     engine.outputs = (TensorSpec("y", "float32", ("N", 5)),)
-    service = ModelRepository({"m": engine}, ServeOptions())
+    repository = ModelRepository({"m": engine}, ServeOptions())
     with pytest.raises(DeploykitError, match=r"returned shape \[1, 4\] for output 'y'"):
-        service.warm_up()
-    service.close()
+        repository.warm_up()
+    repository.close()

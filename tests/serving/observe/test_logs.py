@@ -137,7 +137,7 @@ def test_closing_restores_the_loggers() -> None:
 
 
 def test_an_unknown_kind_is_rejected() -> None:
-    with pytest.raises(BadInput, match=r"--log xml.*text, json"):
+    with pytest.raises(BadInput, match=r"`log_format` xml.*text, json"):
         configure("xml")
 
 

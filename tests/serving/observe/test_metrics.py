@@ -57,8 +57,8 @@ def stage(families: dict[str, Any], what: str, name: str) -> float:
 
 def test_the_stages_of_each_request_of_a_batch_are_counted() -> None:
     metrics = ModelMetrics("m", "1")
-    metrics.ran(run(pending(1000), pending(1400, decode_us=9), copies_us=(40, 50)))
-    metrics.answered(pending(1000), 6, 2000)
+    metrics.record_run(run(pending(1000), pending(1400, decode_us=9), copies_us=(40, 50)))
+    metrics.record_answer(pending(1000), 6, 2000)
     found = parsed(metrics)
     sums_us = {name: round(stage(found, "sum", name) * 1e6) for name in STAGES}
     assert sums_us == {
@@ -77,7 +77,7 @@ def test_the_stages_of_each_request_of_a_batch_are_counted() -> None:
 
 def test_copies_that_an_engine_does_not_time_are_not_counted_as_zero() -> None:
     metrics = ModelMetrics("m", "1")
-    metrics.ran(run(pending()))
+    metrics.record_run(run(pending()))
     found = parsed(metrics)
     assert stage(found, "count", "copy_in") == stage(found, "count", "copy_out") == 0
     assert stage(found, "count", "compute") == 1
@@ -85,7 +85,7 @@ def test_copies_that_an_engine_does_not_time_are_not_counted_as_zero() -> None:
 
 def test_the_whole_request_goes_from_the_first_byte_decoded_to_the_answer() -> None:
     metrics = ModelMetrics("m", "1")
-    metrics.answered(pending(1000, decode_us=30), 6, 2500)
+    metrics.record_answer(pending(1000, decode_us=30), 6, 2500)
     found = parsed(metrics)
     name = "deploykit_request_seconds"
     assert value(found, name, f"{name}_sum") == pytest.approx(1530e-6)
@@ -95,7 +95,7 @@ def test_the_whole_request_goes_from_the_first_byte_decoded_to_the_answer() -> N
 
 def test_triton_charges_copies_to_input_and_output() -> None:
     metrics = ModelMetrics("m", "1")
-    metrics.ran(run(pending(), copies_us=(40, 50)))
+    metrics.record_run(run(pending(), copies_us=(40, 50)))
     found = parsed(metrics)
     parts = {
         part: value(found, f"nv_inference_{part}_duration_us", f"nv_inference_{part}_duration_us")
@@ -109,21 +109,21 @@ def test_triton_charges_copies_to_input_and_output() -> None:
 
 def test_the_cost_of_waiting_adds_up() -> None:
     metrics = ModelMetrics("m", "1")
-    metrics.ran(run(pending(), idle_us=1500))
-    metrics.ran(run(pending(), idle_us=500))
+    metrics.record_run(run(pending(), idle_us=1500))
+    metrics.record_run(run(pending(), idle_us=500))
     name = "deploykit_batch_wait_seconds"
     assert value(parsed(metrics), name, f"{name}_total") == pytest.approx(2e-3)
 
 
 def test_failures_have_tritons_reasons() -> None:
     metrics = ModelMetrics("m", "1")
-    metrics.refused()
+    metrics.record_refusal()
     late, broken = pending(), pending()
     late.error, broken.error = Expired("late"), BadInput("no")
-    metrics.failed(late, 2000)
-    metrics.failed(broken, 2000)
-    metrics.cancelled()
-    metrics.bad_request()
+    metrics.record_failure(late, 2000)
+    metrics.record_failure(broken, 2000)
+    metrics.record_cancellation()
+    metrics.record_bad_request()
     found = parsed(metrics)
     name = "nv_inference_request_failure"
     reasons = {
@@ -142,8 +142,8 @@ def test_failures_have_tritons_reasons() -> None:
 def test_every_histogram_is_cumulative_and_ends_in_its_count() -> None:
     metrics = [ModelMetrics("a", "1"), ModelMetrics("b", "1")]
     for each in metrics:
-        each.ran(run(pending(rows=3), pending(0), copies_us=(1, 20_000_000)))
-        each.answered(pending(), 5, 5_000_000)
+        each.record_run(run(pending(rows=3), pending(0), copies_us=(1, 20_000_000)))
+        each.record_answer(pending(), 5, 5_000_000)
     families = parsed(*metrics)
     kinds = {name: family.type for name, family in families.items()}
     histograms = [name for name, kind in kinds.items() if kind == "histogram"]
@@ -173,8 +173,8 @@ def test_models_share_one_family() -> None:
 
 def test_counts_for_the_page_are_those_of_the_metrics() -> None:
     metrics = ModelMetrics("m", "1")
-    metrics.ran(run(pending(rows=2), pending(rows=2), idle_us=70))
-    metrics.answered(pending(), 5, 2000)
+    metrics.record_run(run(pending(rows=2), pending(rows=2), idle_us=70))
+    metrics.record_answer(pending(), 5, 2000)
     found = metrics.status()
     assert (found["rows"], found["runs"], found["idle_us"]) == (4, 1, 70)
     assert found["batches"] == {"4": 1}
@@ -208,7 +208,7 @@ def test_a_histogram_in_seconds_takes_whole_microseconds() -> None:
 )
 def test_the_format_is_the_one_that_the_client_accepts(accept: str, content_type: str) -> None:
     metrics = ModelMetrics("m", "1")
-    metrics.ran(run(pending()))
+    metrics.record_run(run(pending()))
     text, found = exposition(metrics.samples(0, 0), accept)
     assert found.startswith(content_type)
     read = read_open_metrics if content_type == OPEN_METRICS else text_string_to_metric_families

@@ -92,7 +92,9 @@ def sent(collector: Collector, act: Callable[[Tracer], None]) -> list[Any]:
 
 def test_a_request_is_a_span_with_a_child_for_each_stage(collector: Collector) -> None:
     parent = f"00-{TRACE}-{SPAN}-01"
-    spans = sent(collector, lambda tracer: tracer.watch("m").ran(run(pending(parent), pending())))
+    spans = sent(
+        collector, lambda tracer: tracer.watch("m").record_run(run(pending(parent), pending()))
+    )
     assert collector.services == {"deploykit"}
     assert set(collector.paths) == {"/v1/traces"}
     assert len(spans) == 16
@@ -120,7 +122,8 @@ def test_a_request_is_a_span_with_a_child_for_each_stage(collector: Collector) -
 
 def test_a_trace_that_the_client_does_not_sample_is_left_out(collector: Collector) -> None:
     spans = sent(
-        collector, lambda tracer: tracer.watch("m").ran(run(pending(f"00-{TRACE}-{SPAN}-00")))
+        collector,
+        lambda tracer: tracer.watch("m").record_run(run(pending(f"00-{TRACE}-{SPAN}-00"))),
     )
     assert spans == []
 
@@ -128,7 +131,7 @@ def test_a_trace_that_the_client_does_not_sample_is_left_out(collector: Collecto
 def test_the_span_of_a_failed_request_has_its_error(collector: Collector) -> None:
     late = pending()
     late.error = Expired("the request waited 40 ms, past its time limit")
-    spans = sent(collector, lambda tracer: tracer.watch("m").failed(late, 5_040_100))
+    spans = sent(collector, lambda tracer: tracer.watch("m").record_failure(late, 5_040_100))
     root = next(span for span in spans if span.name == "infer m")
     assert root.status.code == 2
     assert root.status.message == "the request waited 40 ms, past its time limit"
@@ -138,7 +141,7 @@ def test_the_span_of_a_failed_request_has_its_error(collector: Collector) -> Non
 def test_spans_of_a_real_server_are_children_of_the_callers(collector: Collector) -> None:
     body = infer_json([1, 2, 3, 4], [1, 4])
     with Tracer(collector.url) as tracer, running({"m": FakeEngine()}) as server:
-        server.server.service.find("m").watch(tracer.watch("m"))
+        server.server.repository.find("m").watch(tracer.watch("m"))
         head = {"Traceparent": f"00-{TRACE}-{SPAN}-01"}
         assert server.ask("POST", "/v2/models/m/infer", body, **head).status == 200
     roots = [span for span in collector.spans if span.name == "infer m"]
@@ -164,7 +167,7 @@ def test_spans_of_a_real_server_are_children_of_the_callers(collector: Collector
 def test_an_invalid_traceparent_starts_a_trace_of_its_own(
     collector: Collector, traceparent: str | None, valid: bool
 ) -> None:
-    spans = sent(collector, lambda tracer: tracer.watch("m").ran(run(pending(traceparent))))
+    spans = sent(collector, lambda tracer: tracer.watch("m").record_run(run(pending(traceparent))))
     root = next(span for span in spans if span.name == "infer m")
     assert (
         (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE, SPAN)
@@ -175,7 +178,7 @@ def test_an_invalid_traceparent_starts_a_trace_of_its_own(
 
 @pytest.mark.parametrize("endpoint", ["localhost:4318", "grpc://h:4317", "http://", "file:///etc"])
 def test_an_endpoint_of_another_kind_is_rejected(endpoint: str) -> None:
-    with pytest.raises(BadInput, match="--otlp"):
+    with pytest.raises(BadInput, match="`otlp`"):
         Tracer(endpoint)
 
 
@@ -184,17 +187,17 @@ def test_spans_that_the_collector_rejects_are_counted_as_dropped(
 ) -> None:
     collector.status = 400
     with Tracer(collector.url) as tracer:
-        tracer.watch("m").ran(run(pending(), pending()))
+        tracer.watch("m").record_run(run(pending(), pending()))
         eventually(lambda: tracer.samples()[0].value == 2)
         collector.status = 200
         collector.spans.clear()
-        tracer.watch("m").ran(run(pending()))
+        tracer.watch("m").record_run(run(pending()))
         eventually(lambda: len(collector.spans) == 8)
 
 
 def test_a_queue_that_is_full_drops_and_counts(collector: Collector) -> None:
     with Tracer(collector.url) as tracer:
         with tracer._changed:  # the thread that sends is blocked
-            tracer.watch("m").ran(run(*[pending() for _ in range(QUEUE_REQUESTS + 5)]))
+            tracer.watch("m").record_run(run(*[pending() for _ in range(QUEUE_REQUESTS + 5)]))
             assert tracer.samples()[0].value == 5
         tracer._queue.clear()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from deploykit.core.errors import BadInput, TooLarge, UnknownEncoding
 from deploykit.serving.oip import json
-from deploykit.serving.transport.compression import chosen, compress, decompress
+from deploykit.serving.transport.compression import choose_encoding, compress, decompress
 from tests.support.serving.requests import model, one, values
 
 LIMIT = 1 << 20
@@ -34,7 +34,7 @@ def test_what_was_packed_comes_out(encoding: bytes, size: int, noise: bool) -> N
 def test_one_byte_over_the_limit_is_refused(encoding: bytes, size: int) -> None:
     with pytest.raises(TooLarge, match=f"limit of {LIMIT} bytes") as caught:
         decompress(PACK[encoding](bytes(size)), encoding, LIMIT)
-    assert "--max-body-bytes" in (caught.value.hint or "")
+    assert "`max_body_bytes`" in (caught.value.hint or "")
 
 
 @settings(deadline=None, database=None, derandomize=True)
@@ -182,7 +182,7 @@ def test_the_header_counts_the_json_part_before_it_was_compressed() -> None:
 def test_an_answer_is_compressed_only_if_that_is_preferred(
     accept: bytes, expected: bytes | None
 ) -> None:
-    assert chosen(accept) == expected
+    assert choose_encoding(accept) == expected
 
 
 @pytest.mark.parametrize("coding", PACK, ids=str)

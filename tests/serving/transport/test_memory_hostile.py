@@ -185,10 +185,10 @@ class Seen:
 def test_a_body_that_waits_to_be_read_goes_with_its_client() -> None:
     aside: list[tuple[Callable[[], object], Callable[[Callable[[], object]], None]]] = []
     options = ServeOptions()
-    service = ModelRepository({"m": FakeEngine()}, options, deliver=lambda _: None)
+    repository = ModelRepository({"m": FakeEngine()}, options, deliver=lambda _: None)
     try:
         infer = InferRoute(
-            service, service.find("m"), lambda work, then: aside.append((work, then)), None
+            repository, repository.find("m"), lambda work, then: aside.append((work, then)), None
         )
         array = np.zeros(LIMIT, np.uint8)
         alive = weakref.ref(array)
@@ -204,7 +204,7 @@ def test_a_body_that_waits_to_be_read_goes_with_its_client() -> None:
         then(work)
         assert call.status == 0
     finally:
-        service.close(drain=False)
+        repository.close(drain=False)
 
 
 def test_aborted_uploads_leave_nothing_behind(eventually: Eventually) -> None:
@@ -327,7 +327,7 @@ def test_a_watcher_of_the_health_is_no_request_that_waits(eventually: Eventually
         client.open(3)
         client.message(3, infer_bytes())
         assert engine.entered.acquire(timeout=WAIT_S)
-        server.service.drain()
+        server.repository.drain()
         client.until(lambda: len(client.answers[1].data) > 7, 1)  # it is told of the end
         assert server.see(lambda: shared.unanswered) == 1
         engine.gate.set()

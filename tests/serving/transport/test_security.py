@@ -130,7 +130,7 @@ def test_an_allowed_page_may_call_a_server_that_is_not_on_loopback() -> None:
 
 @pytest.mark.parametrize("origin", ["app.example", "*", "https://a/b", "https://"])
 def test_what_is_no_origin_is_refused_at_the_start(origin: str) -> None:
-    with pytest.raises(BadInput, match="--origin"):
+    with pytest.raises(BadInput, match="`origin`"):
         Server({"m": FakeEngine()}, ServeOptions(http_port=0, origins=(origin,)))
 
 
@@ -255,13 +255,13 @@ def test_a_wrong_certificate_is_named(pem: tuple[Path, Path], tmp_path: Path) ->
     absent, text = tmp_path / "absent.pem", _written(tmp_path, "text.pem", "hello")
     torn = _written(tmp_path, "torn.pem", cert.read_text()[:200])
     for files, said in (
-        ((absent, key), f"--tls-cert {absent}: No such file"),
-        ((cert, absent), f"--tls-key {absent}: No such file"),
-        ((text, key), f"--tls-cert {text}: not a PEM file"),
+        ((absent, key), f"`tls_cert` {absent}: No such file"),
+        ((cert, absent), f"`tls_key` {absent}: No such file"),
+        ((text, key), f"`tls_cert` {text}: not a PEM file"),
         ((torn, key), str(torn)),
-        ((cert, other), f"--tls-key {other} does not belong to --tls-cert {cert}"),
-        ((cert, locked), f"--tls-key {locked}: the key is encrypted"),
-        ((cert, tmp_path), f"--tls-key {tmp_path}: Is a directory"),
+        ((cert, other), f"`tls_key` {other} does not belong to `tls_cert` {cert}"),
+        ((cert, locked), f"`tls_key` {locked}: the key is encrypted"),
+        ((cert, tmp_path), f"`tls_key` {tmp_path}: Is a directory"),
     ):
         with pytest.raises(BadInput) as caught:
             Server(

@@ -139,7 +139,7 @@ def test_the_file_that_is_served_is_named_with_its_hash(
     pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
     digest = hashlib.sha256(affine_onnx.read_bytes()).hexdigest()
     with load(affine_onnx, "cpu") as engine, running({"m": engine}) as server:
-        server.server.service.files["m"] = affine_onnx
+        server.server.repository.files["m"] = affine_onnx
         eventually(lambda: server.ask("GET", "/status").json["models"][0]["file"] is not None)
         facts = server.ask("GET", "/status").json["models"][0]["file"]
         assert facts["name"] == affine_onnx.name

@@ -188,7 +188,7 @@ def test_a_draining_and_an_unreachable_server_are_reported(
 ) -> None:
     with load(files["bands"], "cpu") as engine, running({"bands": engine}) as server:
         opened(browser, server)
-        server.server.service.drain()
+        server.server.repository.drain()
         browser.until(
             "document.querySelector('#state').innerText === "
             "'not ready: the server is shutting down'"

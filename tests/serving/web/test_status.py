@@ -47,7 +47,7 @@ def test_it_says_why_it_is_not_ready_and_what_people_should_know(server: Running
     with running({"m": engine}) as server:
         assert server.ask("GET", "/status").json["models"][0]["notes"] == list(engine.notes)
         connection = server.connect()
-        server.server.service.drain()
+        server.server.repository.drain()
         connection.send(b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n")
         reply = connection.reply()
         assert reply is not None
@@ -81,7 +81,7 @@ def test_it_keeps_samples_of_the_counters_and_gives_those_after_a_time(
 
 def test_the_history_is_bounded() -> None:
     with running({"m": FakeEngine()}) as server:
-        history = History(server.server.service)
+        history = History(server.server.repository)
         for i in range(KEPT + 10):
             history.tick(i * EVERY_US)
             history.tick(i * EVERY_US + 1)  # not due yet

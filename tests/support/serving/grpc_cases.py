@@ -57,11 +57,11 @@ class Serving:
         self, models: Mapping[str, Any], options: ServeOptions, limits: Limits | None
     ) -> None:
         self.loop = uvloop.new_event_loop()
-        self.service = ModelRepository(models, options, deliver=self._deliver)
+        self.repository = ModelRepository(models, options, deliver=self._deliver)
         held = MemoryBudget(options.max_held_bytes, options.max_body_bytes)
         self.offload = ThreadOffload(self.loop, 1)
         guard = Guard(options.token)
-        self.server = GrpcServer(self.service, options, guard, held, self.offload, limits)
+        self.server = GrpcServer(self.repository, options, guard, held, self.offload, limits)
         self._thread = threading.Thread(target=self._run, daemon=True)  # else no exit
         self._thread.start()
         try:
@@ -84,11 +84,11 @@ class Serving:
         return self.do(call())
 
     def stop(self, grace_s: float = WAIT_S) -> None:
-        self.service.drain()
+        self.repository.drain()
         self.do(self.server.stop(grace_s))
 
     def close(self) -> None:
-        self.service.close(drain=False, timeout_s=5)
+        self.repository.close(drain=False, timeout_s=5)
         self.offload.close()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(WAIT_S)
@@ -102,7 +102,7 @@ class Serving:
         self.loop.call_soon_threadsafe(deliver_inline, requests)
 
     def _tick(self) -> None:
-        self.service.expire()
+        self.repository.expire()
         self.loop.call_later(0.02, self._tick)
 
 

@@ -51,7 +51,7 @@ class Lengths(FakeEngine):
 
 
 def warmed(engine: FakeEngine, **options: Any) -> ServedModel:
-    service = ModelRepository({"m": engine}, ServeOptions(**options))
-    service.warm_up()
-    service.close()
-    return service.find("m")
+    repository = ModelRepository({"m": engine}, ServeOptions(**options))
+    repository.warm_up()
+    repository.close()
+    return repository.find("m")
