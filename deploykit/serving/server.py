@@ -117,7 +117,10 @@ class Server:
             self._routes.handle, limits, access, options.max_body_bytes, memory
         )
         make = partial(Connection, self._listener)
-        self._acceptor = Acceptor(self._loop, self._socket, self._listener, make, tls)
+        self._acceptor = Acceptor(
+            self._loop, self._socket, make, tls,
+            self._listener.connections, limits.connections, limits.header_s,
+        )  # fmt: skip
         self._grpc: GrpcServer | None = None
         if options.grpc_port is not None:
             from deploykit.serving.grpc.server import GrpcServer

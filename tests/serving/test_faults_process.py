@@ -81,7 +81,7 @@ def test_f4_an_engine_file_that_goes_does_not_take_the_server_along(
         else:
             path.rename(tmp_path / "elsewhere")
         until(lambda: server.infer(1, 2, 3) == before and server.gauge("deploykit_reload_failed"))
-        until(lambda: [line for line in server.said() if "the engine in use stays" in line])
+        until(lambda: [line for line in server.said() if "the new file was rejected" in line])
         assert server.infer(1, 2, 3) == before
         assert server.status("/v2/health/ready") == 200
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from deploykit.core.errors import Overloaded
-from deploykit.core.tensors import InputKey
-from deploykit.runtimes.engine import Arrays, Closing, Engine
+from deploykit.runtimes.engine import Closing, Engine
 from deploykit.serving.batching.buckets import Buckets
 from deploykit.serving.batching.delivery import (
     CallSoon,
@@ -131,38 +130,17 @@ class Batcher(Closing):
         """Whether every thread has ended: after `close` or `retire`, unless an engine hangs."""
         return self._threads.ended
 
-    def submit(
-        self,
-        feeds: Arrays,
-        rows: int,
-        key: InputKey,
-        done: Callable[[Pending], None],
-        *,
-        wait_us: int = NEVER_US,
-        give_up_us: int = NEVER_US,
-        priority: int = 0,
-        trace: str | None = None,
-        decode_us: int = 0,
-    ) -> Pending:
-        """Queue one checked request; `deliver` calls `done` exactly once.
+    def submit(self, request: Pending) -> None:
+        """Queue a checked request; `deliver` gets it exactly once.
 
-        It may wait `wait_us` for an engine and is answered within `give_up_us`, even if the
-        engine hangs. Raises Overloaded when the queue is full or closed.
+        Raises Overloaded if the queue is full or closed.
         """
-        now_us = self._clock_us()
-        last_us = now_us + give_up_us
-        deadline_us = now_us + wait_us
-        if deadline_us > last_us:
-            deadline_us = last_us
-        request = Pending(
-            feeds, rows, key, done, now_us, deadline_us, last_us, priority, trace, decode_us
-        )
         dispatch, queue = self._dispatch, self._queue
         with dispatch.lock:
-            if not dispatch.closing and queue.fits(rows):
+            if not dispatch.closing and queue.fits(request.rows):
                 if queue.add(request) and dispatch.idle:
                     self._executor.wake()
-                return request
+                return
         raise self._refusal()
 
     def _refusal(self) -> Overloaded:

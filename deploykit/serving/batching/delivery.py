@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -19,6 +20,12 @@ CallSoon = Callable[
 
 def monotonic_us() -> int:
     return time.monotonic_ns() // 1000
+
+
+def countdown(timeout_s: float | None) -> Callable[[], float | None]:
+    """A function that returns the seconds left of `timeout_s`."""
+    end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    return lambda: None if timeout_s is None else max(0.0, end_s - time.monotonic())
 
 
 def mark_expired(requests: Sequence[Pending], now_us: int) -> None:

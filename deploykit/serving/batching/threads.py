@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 
+from deploykit.serving.batching.delivery import countdown
 from deploykit.serving.batching.dispatch import NEVER_US, Dispatch, Worker
 from deploykit.serving.batching.policy import Pending
 
@@ -36,9 +36,9 @@ class ThreadExecutor:
         self._dispatch.idle.pop().wake.release()
 
     def join(self, timeout_s: float | None) -> None:
-        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        left_s = countdown(timeout_s)
         for thread in self._threads:
-            thread.join(None if end_s is None else max(0.0, end_s - time.monotonic()))
+            thread.join(left_s())
 
     @property
     def ended(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from deploykit.core.errors import DeploykitError, Overloaded, quote
 from deploykit.serving.grpc.call import Call
-from deploykit.serving.models.inference import Inference
+from deploykit.serving.models.inference import Client, Inference
 from deploykit.serving.models.offload import Offload
 from deploykit.serving.models.repository import VERSION, ModelRepository, ServedModel
 from deploykit.serving.oip import messages
@@ -22,13 +22,9 @@ log = logging.getLogger(__name__)
 LARGE_BYTES = 256 << 10  # typed contents above it are decoded on another thread
 
 
-class Replying(Protocol):
+class Replying(Client, Protocol):
     """The receiver of one reply: a Call, or a Slot of a streaming call."""
 
-    cancel: Callable[[], object] | None
-
-    @property
-    def gone(self) -> bool: ...
     def reply(self, parts: list[bytes]) -> None: ...
     def fail(self, status: str, message: str) -> None: ...
 

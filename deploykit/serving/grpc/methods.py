@@ -145,10 +145,12 @@ def _message(name: str, **values: Any) -> Message:
 
 def _unary(name: str, make: Callable[[Any], Message]) -> Callable[[Call, bytes, int], None]:
     def message(call: Call, data: bytes, at: int) -> None:
-        def answer() -> list[bytes]:
-            return [make(infer.parse(f"{name}Request", data[at:])).SerializeToString()]
-
-        _reply(call, answer)
+        try:
+            reply = make(infer.parse(f"{name}Request", data[at:])).SerializeToString()
+        except Exception as exc:  # noqa: BLE001 - every error is a reply
+            fail_with(call, exc)
+        else:
+            call.reply([reply])
 
     return message
 
@@ -179,13 +181,3 @@ def _regions(memory: SharedMemory) -> dict[str, Callable[[Any], Message]]:
 
 def _not_offered(call: Call, _data: bytes, _at: int) -> None:
     fail_with(call, Unsupported("this extension is not offered by this server"))
-
-
-def _reply(call: Call, make: Callable[[], list[bytes]]) -> None:
-    """Reply to a unary call."""
-    try:
-        parts = make()
-    except Exception as exc:  # noqa: BLE001 - every error is a reply
-        fail_with(call, exc)
-    else:
-        call.reply(parts)

@@ -60,7 +60,11 @@ class GrpcServer:
         port: int = listening.getsockname()[1]
         make = partial(Connection, self._shared)
         self._socket = listening
-        self._acceptor = Acceptor(self._loop, listening, self._shared, make, self._tls)
+        shared, limits = self._shared, self._shared.limits
+        self._acceptor = Acceptor(
+            self._loop, listening, make, self._tls,
+            shared.connections, limits.connections, limits.header_s,
+        )  # fmt: skip
         self._acceptor.open()
         self._ticking = asyncio.ensure_future(self._tick())
         return port

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.engine import Engine
 from deploykit.serving.batching.batcher import Batcher, Retired, shutting_down
 from deploykit.serving.batching.buckets import Buckets
-from deploykit.serving.batching.delivery import CallSoon
+from deploykit.serving.batching.delivery import CallSoon, countdown
 from deploykit.serving.batching.policy import (
     DEFAULT_LEVEL,
     LEVELS,
@@ -127,14 +126,8 @@ class ServedModel:
         """End the engines' threads. Returns the number of unanswered requests."""
         with self._swap:
             self._closed = True
-        end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        return sum(
-            batcher.close(
-                drain=drain,
-                timeout_s=None if end_s is None else max(0.0, end_s - time.monotonic()),
-            )
-            for batcher in (self.batcher, *self._replaced)
-        )
+        left_s, batchers = countdown(timeout_s), (self.batcher, *self._replaced)
+        return sum(each.close(drain=drain, timeout_s=left_s()) for each in batchers)
 
     def why_not_ready(self) -> str | None:
         """The reason in one sentence; None if it accepts requests and can answer them."""
@@ -183,19 +176,15 @@ class ServedModel:
         limit_us, wait_us = self._limit_us, request.timeout_us
         if wait_us is None or wait_us > limit_us:
             wait_us = limit_us
+        now_us = self._clock_us()
+        pending = Pending(
+            request.feeds, request.rows, key, done, now_us, now_us + wait_us, now_us + limit_us,
+            request.priority, trace, decode_us,
+        )  # fmt: skip
         while True:
             try:
-                return self.batcher.submit(
-                    request.feeds,
-                    request.rows,
-                    key,
-                    done,
-                    wait_us=wait_us,
-                    give_up_us=limit_us,
-                    priority=request.priority,
-                    trace=trace,
-                    decode_us=decode_us,
-                )
+                self.batcher.submit(pending)
+                return pending
             except Retired:  # replaced in this moment: `self.batcher` is the new one already
                 continue
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from deploykit import __version__
 from deploykit.core.errors import BadInput, NotFound, quote
 from deploykit.runtimes.engine import Engine
-from deploykit.serving.batching.delivery import CallSoon, deliver_inline, monotonic_us
+from deploykit.serving.batching.delivery import CallSoon, countdown, deliver_inline, monotonic_us
 from deploykit.serving.batching.policy import Pending
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.observe.process import Sampler
@@ -142,14 +141,8 @@ class ModelRepository:
     def close(self, *, drain: bool = True, timeout_s: float | None = None) -> int:
         """End the engines' threads. Returns the unanswered requests: 0 unless an engine hangs."""
         self.drain()
-        end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        left = sum(
-            model.close(
-                drain=drain,
-                timeout_s=None if end_s is None else max(0.0, end_s - time.monotonic()),
-            )
-            for model in self.models.values()
-        )
+        left_s = countdown(timeout_s)
+        left = sum(model.close(drain=drain, timeout_s=left_s()) for model in self.models.values())
         self.sampler.close()
         if self.memory is not None:
             self.memory.close()

@@ -17,24 +17,12 @@ if TYPE_CHECKING:
 METRICS: Mapping[str, tuple[str, str]] = {  # name -> type, help
     # requests
     "deploykit_requests_total": ("counter", "Inference requests by outcome."),
-    "deploykit_request_seconds": (
-        "histogram",
-        "Time in the server of a successful request, all stages together.",
-    ),
-    "deploykit_stage_seconds": (
-        "histogram",
-        "Time of each stage of a successful request; each is charged all of its batch's time.",
-    ),
+    "deploykit_request_seconds": ("histogram", "Time in the server of a successful request."),
+    "deploykit_stage_seconds": ("histogram", "Time of each stage of a successful request's batch."),
     "deploykit_queue_seconds": ("histogram", "Time a request waited for the engine."),
-    "deploykit_compute_seconds": (
-        "histogram",
-        "Time of a request's batch: join, copy in, compute, copy out, split.",
-    ),
+    "deploykit_compute_seconds": ("histogram", "Time of a request's batch, copies included."),
     "deploykit_batch_rows": ("histogram", "Rows in each batch that the engine ran."),
-    "deploykit_batch_wait_seconds_total": (
-        "counter",
-        "Time that requests waited while an engine was idle: the cost of waiting for a batch.",
-    ),
+    "deploykit_batch_wait_seconds_total": ("counter", "Time requests waited for a fuller batch."),
     "deploykit_queue_depth": ("gauge", "Requests waiting for the engine now."),
     "deploykit_requests_in_flight": ("gauge", "Requests accepted and not answered yet."),
     "nv_inference_request_success": ("counter", "Requests that succeeded."),
@@ -44,15 +32,9 @@ METRICS: Mapping[str, tuple[str, str]] = {  # name -> type, help
     "nv_inference_pending_request_count": ("gauge", "Requests waiting for the engine now."),
     "nv_inference_request_duration_us": ("counter", "Total time of successful requests."),
     "nv_inference_queue_duration_us": ("counter", "Total time successful requests waited."),
-    "nv_inference_compute_input_duration_us": (
-        "counter",
-        "Total time to join the inputs and copy them to the device.",
-    ),
+    "nv_inference_compute_input_duration_us": ("counter", "Total time to join and copy inputs."),
     "nv_inference_compute_infer_duration_us": ("counter", "Total time in the engine."),
-    "nv_inference_compute_output_duration_us": (
-        "counter",
-        "Total time to copy the outputs from the device and split them.",
-    ),
+    "nv_inference_compute_output_duration_us": ("counter", "Total time to copy and split outputs."),
     # models
     "deploykit_model_ready": ("gauge", "1 while the model is ready."),
     "deploykit_model_info": ("gauge", "Always 1; the labels name its runtime and device."),
@@ -72,14 +54,8 @@ METRICS: Mapping[str, tuple[str, str]] = {  # name -> type, help
     # the server
     "deploykit_held_bytes": ("gauge", "Bytes of large requests that the server holds now."),
     "deploykit_held_limit_bytes": ("gauge", "The most bytes of large requests it may hold."),
-    "deploykit_log_lines_dropped_total": (
-        "counter",
-        "Log lines dropped because the reader of the log was too slow.",
-    ),
-    "deploykit_spans_dropped_total": (
-        "counter",
-        "Traced requests dropped because the collector was too slow.",
-    ),
+    "deploykit_log_lines_dropped_total": ("counter", "Log lines that no reader took in time."),
+    "deploykit_spans_dropped_total": ("counter", "Traced requests that no collector took in time."),
     "process_resident_memory_bytes": ("gauge", "Resident memory of this process."),
     "process_cpu_seconds_total": ("counter", "Processor time of this process, user and system."),
     "process_start_time_seconds": ("gauge", "Start of this process, in seconds since 1970."),

@@ -29,8 +29,8 @@ from deploykit.serving.oip.request import (
     find_region,
     plan,
 )
-from deploykit.serving.oip.response import classify_output
-from deploykit.serving.oip.tensors import to_bytes, to_json
+from deploykit.serving.oip.response import collect_results
+from deploykit.serving.oip.tensors import to_json
 
 MAX_NESTING = 100
 _CACHED_HEAD_BYTES = 2048  # most clients repeat the same JSON part
@@ -192,21 +192,18 @@ def encode(
             return [head, *[array.tobytes() for array in arrays]], len(head)
     items: list[dict[str, Any]] = []
     tails: list[bytes] = []
-    for requested in request.outputs:
-        output, binary, classes, region = requested
-        array, datatype = outputs[output], model.outputs[output].datatype
-        if classes:
-            array, datatype = classify_output(requested, array, model), "BYTES"
-        item: dict[str, Any] = {"name": output, "datatype": datatype, "shape": array.shape}
-        if memory is not None and region is not None:
-            # no 'parameters': with them the C++ client expects a binary tail
-            memory.write(region, to_bytes(array, datatype))
-        elif binary:
-            tail = to_bytes(array, datatype)
+    for result in collect_results(request, outputs, model, memory):
+        item: dict[str, Any] = {
+            "name": result.name, "datatype": result.datatype, "shape": result.shape
+        }  # fmt: skip
+        if result.array is None:
+            pass  # in shared memory; no 'parameters': with them the C++ client expects a tail
+        elif result.requested.binary:
+            tail = result.raw_contents()
             item["parameters"] = {"binary_data_size": len(tail)}
             tails.append(tail)
         else:
-            item["data"] = to_json(array, datatype, output)
+            item["data"] = to_json(result.array, result.datatype, result.name)
         items.append(item)
     head = _head(name, version, request.id, items)
     return [head, *tails], len(head) if any(tails) else None

@@ -137,20 +137,6 @@ class Plan(NamedTuple):
     regions: bool  # whether it uses shared memory
 
 
-def build(
-    inputs: Sequence[InputData],
-    outputs: Sequence[tuple[object, object]] | None,
-    parameters: Mapping[str, Any],
-    name: object,
-    model: Signature,
-    memory: Memory | None = None,
-    *,
-    binary: bool = False,
-) -> Request:
-    """One request. `name` is its id; see `plan` and `fill`."""
-    return fill(plan(inputs, outputs, parameters, name, model, binary=binary), memory=memory)
-
-
 def plan(
     inputs: Sequence[InputData],
     outputs: Sequence[tuple[object, object]] | None,

@@ -40,16 +40,12 @@ def collect_results(
     for requested in request.outputs:
         array, datatype = outputs[requested.name], model.outputs[requested.name].datatype
         if requested.classes:
-            array, datatype = classify_output(requested, array, model), "BYTES"
+            labels, batched = model.labels.get(requested.name, ()), model.max_batch > 0
+            array = classify(array, requested.classes, batched=batched, labels=labels)
+            datatype = "BYTES"
         inline: np.ndarray | None = array
         if memory is not None and requested.region is not None:
             memory.write(requested.region, to_bytes(array, datatype))
             inline = None
         found.append(Result(requested.name, datatype, array.shape, inline, requested))
     return found
-
-
-def classify_output(requested: RequestedOutput, array: np.ndarray, model: Signature) -> np.ndarray:
-    """The requested number of highest values of an output, as strings."""
-    labels = model.labels.get(requested.name, ())
-    return classify(array, requested.classes, batched=model.max_batch > 0, labels=labels)

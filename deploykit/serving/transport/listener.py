@@ -11,7 +11,6 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Sized
-from typing import Protocol
 
 from deploykit.core.errors import BadInput, first_line, os_reason
 
@@ -54,38 +53,24 @@ def is_loopback(host: str) -> bool:
     return host == "::1" or host.startswith("127.")
 
 
-class Limits(Protocol):
-    """The number of connections, and the time for a handshake."""
-
-    @property
-    def connections(self) -> int: ...
-    @property
-    def header_s(self) -> float: ...
-
-
-class Connections(Protocol):
-    """The open connections and their limits."""
-
-    @property
-    def limits(self) -> Limits: ...
-    @property
-    def connections(self) -> Sized: ...
-
-
 class Acceptor:
-    """Accepts connections until `close`, each with a protocol from `make`. Does not own the socket."""
+    """Accepts connections until `close`; `make` returns a protocol for each."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         listening: socket.socket,
-        open_connections: Connections,
         make: Callable[[], asyncio.BaseProtocol],
         tls: ssl.SSLContext | None,
+        connections: Sized,
+        max_connections: int,
+        handshake_s: float,
     ) -> None:
         self._loop = loop
         self._socket = listening
-        self._open_connections = open_connections
+        self._connections = connections
+        self._max_connections = max_connections
+        self._handshake_s = handshake_s if tls else None
         self._make = make
         self._tls = tls
         self._handshakes: set[asyncio.Task[None]] = set()
@@ -126,13 +111,10 @@ class Acceptor:
                 self._pause(exc)
                 return
             client.setblocking(False)
-            limit = self._open_connections.limits.connections
-            if (
-                self._tls
-                and len(self._handshakes) + len(self._open_connections.connections) >= limit
-            ):
+            count = len(self._handshakes) + len(self._connections)
+            if self._tls and count >= self._max_connections:
                 client.close()  # without TLS the protocol replies with the reason
-                log.info("a connection was closed: there are %d already", limit)
+                log.info("a connection was closed: there are %d already", count)
                 continue
             task = self._loop.create_task(self._handshake(client))
             self._handshakes.add(task)
@@ -150,7 +132,7 @@ class Acceptor:
                 self._make,
                 client,
                 ssl=self._tls,
-                ssl_handshake_timeout=self._open_connections.limits.header_s if self._tls else None,
+                ssl_handshake_timeout=self._handshake_s,
             )
         except OSError as exc:  # ssl.SSLError is one
             client.close()

@@ -13,6 +13,7 @@ from deploykit.serving.batching.batcher import Batcher
 from deploykit.serving.batching.delivery import deliver_inline
 from deploykit.serving.batching.policy import BatchPolicy, Pending
 from deploykit.serving.batching.stacking import EngineFailed
+from tests.support.serving.loops import submit
 from tests.support.serving.running import WAIT_S, GatedEngine
 
 KEY = (("x", "FP32", (4,)),)
@@ -65,13 +66,13 @@ def answers() -> Answers:
 
 def busy(batcher: Batcher, engine: GatedEngine, answers: Answers) -> None:
     """Put one request into the engine, where it stays until the gate opens."""
-    batcher.submit(rows(-1), 1, KEY, answers.done)
+    submit(batcher, rows(-1), 1, KEY, answers.done)
     assert engine.entered.acquire(timeout=WAIT_S)
 
 
 def test_an_idle_engine_runs_a_lone_request_at_once(answers: Answers) -> None:
     with Batcher([FakeEngine()], BatchPolicy(), clock_us=Clock()) as batcher:
-        batcher.submit(rows(5), 1, KEY, answers.done)
+        submit(batcher, rows(5), 1, KEY, answers.done)
         answers.wait(1)  # the clock stands still: it did not wait for time to pass
 
 
@@ -81,7 +82,9 @@ def test_every_request_gets_its_own_rows(
 ) -> None:
     with Batcher([engine], BatchPolicy(max_batch=8)) as batcher:
         busy(batcher, engine, answers)
-        sent = [batcher.submit(rows(i * 100, n), n, KEY, answers.done) for i, n in enumerate(sizes)]
+        sent = [
+            submit(batcher, rows(i * 100, n), n, KEY, answers.done) for i, n in enumerate(sizes)
+        ]
         engine.gate.set()
         answers.wait(len(sizes) + 1)
     for request in sent:
@@ -94,7 +97,7 @@ def test_what_queued_while_the_engine_was_busy_runs_together(
     with Batcher([engine], BatchPolicy(max_batch=4)) as batcher:
         busy(batcher, engine, answers)
         for i in range(6):
-            batcher.submit(rows(i), 1, KEY, answers.done)
+            submit(batcher, rows(i), 1, KEY, answers.done)
         engine.gate.set()
         answers.wait(7)
     assert engine.batches == [1, 4, 2]
@@ -105,7 +108,7 @@ def test_requests_are_delivered_once_per_batch(engine: GatedEngine, answers: Ans
     with Batcher([engine], BatchPolicy(max_batch=8), deliver=answers.deliver) as batcher:
         busy(batcher, engine, answers)
         for i in range(5):
-            batcher.submit(rows(i), 1, KEY, answers.done)
+            submit(batcher, rows(i), 1, KEY, answers.done)
         engine.gate.set()
         answers.wait(6)
     assert [len(group) for group in answers.groups] == [1, 5]
@@ -124,7 +127,7 @@ def test_requests_of_other_shapes_are_not_joined(answers: Answers) -> None:
         busy(batcher, engine, answers)
         for width in (2, 2, 3, 2):
             feeds = {"x": np.ones((1, width), np.float32)}
-            batcher.submit(feeds, 1, (("x", "FP32", (width,)),), answers.done)
+            submit(batcher, feeds, 1, (("x", "FP32", (width,)),), answers.done)
         engine.gate.set()
         answers.wait(5)
     assert engine.batches == [1, 3, 1]  # nor do they break up a batch of others
@@ -134,9 +137,9 @@ def test_a_full_queue_refuses_at_once(engine: GatedEngine, answers: Answers) -> 
     with Batcher([engine], BatchPolicy(queue=2), name="m") as batcher:
         busy(batcher, engine, answers)
         for i in range(2):
-            batcher.submit(rows(i), 1, KEY, answers.done)
+            submit(batcher, rows(i), 1, KEY, answers.done)
         with pytest.raises(Overloaded, match="queue of model 'm' is full") as caught:
-            batcher.submit(rows(9), 1, KEY, answers.done)
+            submit(batcher, rows(9), 1, KEY, answers.done)
         assert "`queue`" in (caught.value.hint or "")
         engine.gate.set()
         answers.wait(3)
@@ -147,8 +150,8 @@ def test_an_expired_request_never_reaches_the_engine(engine: GatedEngine, answer
     clock = Clock()
     with Batcher([engine], BatchPolicy(), clock_us=clock) as batcher:
         busy(batcher, engine, answers)
-        late = batcher.submit(rows(7), 1, KEY, answers.done, wait_us=1000)
-        good = batcher.submit(rows(8), 1, KEY, answers.done, wait_us=5000)
+        late = submit(batcher, rows(7), 1, KEY, answers.done, wait_us=1000)
+        good = submit(batcher, rows(8), 1, KEY, answers.done, wait_us=5000)
         clock.us = 1000
         engine.gate.set()
         answers.wait(3)
@@ -161,7 +164,7 @@ def test_expire_answers_while_the_engine_is_busy(engine: GatedEngine, answers: A
     clock = Clock()
     with Batcher([engine], BatchPolicy(), clock_us=clock) as batcher:
         busy(batcher, engine, answers)
-        late = batcher.submit(rows(7), 1, KEY, answers.done, wait_us=1000)
+        late = submit(batcher, rows(7), 1, KEY, answers.done, wait_us=1000)
         clock.us = 1000
         batcher.expire()
         assert isinstance(late.error, Expired)
@@ -173,7 +176,7 @@ def test_expire_answers_while_the_engine_is_busy(engine: GatedEngine, answers: A
 def test_a_request_in_a_hung_engine_is_answered_once(engine: GatedEngine, answers: Answers) -> None:
     clock = Clock()
     with Batcher([engine], BatchPolicy(), clock_us=clock) as batcher:
-        stuck = batcher.submit(rows(3), 1, KEY, answers.done, give_up_us=1000)
+        stuck = submit(batcher, rows(3), 1, KEY, answers.done, give_up_us=1000)
         assert engine.entered.acquire(timeout=WAIT_S)
         clock.us = 1000
         batcher.expire()
@@ -187,8 +190,8 @@ def test_a_cancelled_request_never_reaches_the_engine(
 ) -> None:
     with Batcher([engine], BatchPolicy()) as batcher:
         busy(batcher, engine, answers)
-        gone = batcher.submit(rows(7), 1, KEY, answers.done)
-        batcher.submit(rows(8), 1, KEY, answers.done)
+        gone = submit(batcher, rows(7), 1, KEY, answers.done)
+        submit(batcher, rows(8), 1, KEY, answers.done)
         assert batcher.cancel(gone)
         assert not batcher.cancel(gone)
         engine.gate.set()
@@ -215,7 +218,7 @@ def test_a_failing_request_does_not_fail_its_neighbours(answers: Answers) -> Non
     engine = Fragile()
     with Batcher([engine], BatchPolicy(max_batch=8), name="m") as batcher:
         busy(batcher, engine, answers)
-        sent = [batcher.submit(rows(i), 1, KEY, answers.done) for i in (12, 13, 14)]
+        sent = [submit(batcher, rows(i), 1, KEY, answers.done) for i in (12, 13, 14)]
         engine.gate.set()
         answers.wait(4)
     assert isinstance(sent[1].error, EngineFailed)
@@ -227,7 +230,7 @@ def test_an_engine_error_shows_no_path_to_the_client(answers: Answers) -> None:
     engine = Fragile()
     engine.gate.set()
     with Batcher([engine], BatchPolicy(), name="m") as batcher:
-        request = batcher.submit(rows(13), 1, KEY, answers.done)
+        request = submit(batcher, rows(13), 1, KEY, answers.done)
         answers.wait(1)
     assert request.error is not None
     assert request.error.http_status == 500
@@ -250,8 +253,8 @@ def test_missing_rows_are_never_filled_with_a_neighbours(answers: Answers) -> No
     engine = Short()
     with Batcher([engine], BatchPolicy(max_batch=8)) as batcher:
         busy(batcher, engine, answers)
-        two = batcher.submit(rows(0, 2), 2, KEY, answers.done)
-        one = batcher.submit(rows(50), 1, KEY, answers.done)
+        two = submit(batcher, rows(0, 2), 2, KEY, answers.done)
+        one = submit(batcher, rows(50), 1, KEY, answers.done)
         engine.gate.set()
         answers.wait(3)
     assert isinstance(two.error, EngineFailed)
@@ -267,7 +270,7 @@ def test_an_output_that_breaks_the_promise_is_an_error(answers: Answers, wrong) 
             return wrong
 
     with Batcher([Wrong()], BatchPolicy()) as batcher:
-        request = batcher.submit(rows(1), 1, KEY, answers.done)
+        request = submit(batcher, rows(1), 1, KEY, answers.done)
         answers.wait(1)
     assert isinstance(request.error, EngineFailed)
 
@@ -275,21 +278,21 @@ def test_an_output_that_breaks_the_promise_is_an_error(answers: Answers, wrong) 
 def test_close_answers_all_that_is_queued(engine: GatedEngine, answers: Answers) -> None:
     batcher = Batcher([engine], BatchPolicy(max_batch=2, max_delay_us=10**9))
     for i in range(2):
-        batcher.submit(rows(i), 1, KEY, answers.done)
+        submit(batcher, rows(i), 1, KEY, answers.done)
     assert engine.entered.acquire(timeout=WAIT_S)
     for i in range(2, 7):
-        batcher.submit(rows(i), 1, KEY, answers.done)
+        submit(batcher, rows(i), 1, KEY, answers.done)
     engine.gate.set()
     assert batcher.close() == 0
     assert sorted(answers.order) == list(range(7))
     with pytest.raises(Overloaded, match="shutting down"):
-        batcher.submit(rows(9), 1, KEY, answers.done)
+        submit(batcher, rows(9), 1, KEY, answers.done)
 
 
 def test_close_without_drain_refuses_what_is_queued(engine: GatedEngine, answers: Answers) -> None:
     batcher = Batcher([engine], BatchPolicy())
     busy(batcher, engine, answers)
-    waiting = batcher.submit(rows(1), 1, KEY, answers.done)
+    waiting = submit(batcher, rows(1), 1, KEY, answers.done)
     assert batcher.close(drain=False, timeout_s=0) == 1  # the one in the engine
     assert isinstance(waiting.error, Overloaded)
     engine.gate.set()

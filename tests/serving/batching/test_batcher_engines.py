@@ -15,6 +15,7 @@ from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.batching.batcher import Batcher
 from deploykit.serving.batching.policy import BatchPolicy, BatchRun, Pending, Watcher
 from deploykit.serving.batching.stacking import EngineFailed
+from tests.support.serving.loops import submit
 from tests.support.serving.running import WAIT_S, GatedEngine
 
 KEY = (("x", "FP32", (4,)),)
@@ -94,7 +95,7 @@ def test_no_request_waits_while_an_engine_is_idle(answers: Answers, count: int) 
     engines = gated(count)
     with Batcher(engines, BatchPolicy(max_batch=8)) as batcher:
         for n in range(count):
-            batcher.submit(rows(n), 1, KEY, answers.done)
+            submit(batcher, rows(n), 1, KEY, answers.done)
             entered(engines[:1])  # each is taken while those before are held in an engine
         for engine in engines:
             engine.gate.set()
@@ -106,7 +107,7 @@ def test_what_one_batch_leaves_over_goes_to_the_other_engine(answers: Answers) -
     engines = gated(2)
     with Batcher(engines, BatchPolicy(max_batch=4, max_delay_us=10**9)) as batcher:
         for n in range(8):
-            batcher.submit(rows(n), 1, KEY, answers.done)
+            submit(batcher, rows(n), 1, KEY, answers.done)
         entered(engines)
         assert batcher.waiting == 0
         for engine in engines:
@@ -124,7 +125,7 @@ def test_what_is_due_at_the_same_time_is_run_at_the_same_time(
     with Batcher(engines, policy, clock_us=clock) as batcher:
         for n, kind in enumerate(("one", "other")):
             eventually(lambda: len(batcher._dispatch.idle) == 2)
-            batcher.submit(rows(n), 1, (("x", kind, (4,)),), answers.done)
+            submit(batcher, rows(n), 1, (("x", kind, (4,)),), answers.done)
         eventually(lambda: len(batcher._dispatch.idle) == 2)
         clock.us = 1000
         entered(engines)
@@ -137,7 +138,7 @@ def test_what_is_due_at_the_same_time_is_run_at_the_same_time(
 def test_a_hung_engine_does_not_stop_its_sibling(answers: Answers) -> None:
     clock, engines = Clock(), gated(2)
     with Batcher(engines, BatchPolicy(), clock_us=clock, hung_us=2000) as batcher:
-        stuck = batcher.submit(rows(0), 1, KEY, answers.done, give_up_us=1000)
+        stuck = submit(batcher, rows(0), 1, KEY, answers.done, give_up_us=1000)
         entered(engines[:1])
         (hung,) = [engine for engine in engines if engine.fed]
         other = engines[1 - engines.index(hung)]
@@ -148,7 +149,7 @@ def test_a_hung_engine_does_not_stop_its_sibling(answers: Answers) -> None:
         assert isinstance(stuck.error, Expired)
         assert batcher.hung == 1
         for n in range(1, 6):
-            batcher.submit(rows(n), 1, KEY, answers.done)
+            submit(batcher, rows(n), 1, KEY, answers.done)
             answers.wait(1)
         hung.gate.set()
     assert answers.order == [0, 1, 2, 3, 4, 5]
@@ -158,7 +159,7 @@ def test_a_hung_engine_does_not_stop_its_sibling(answers: Answers) -> None:
 def test_an_engine_that_returns_after_all_is_not_hung_any_more(answers: Answers) -> None:
     clock, (engine,) = Clock(), gated(1)
     with Batcher([engine], BatchPolicy(), clock_us=clock, hung_us=2000) as batcher:
-        batcher.submit(rows(0), 1, KEY, answers.done)
+        submit(batcher, rows(0), 1, KEY, answers.done)
         entered([engine])
         clock.us = 1999
         assert batcher.hung == 0
@@ -167,7 +168,7 @@ def test_an_engine_that_returns_after_all_is_not_hung_any_more(answers: Answers)
         engine.gate.set()
         answers.wait(1)
         assert batcher.hung == 0
-        good = batcher.submit(rows(1), 1, KEY, answers.done)
+        good = submit(batcher, rows(1), 1, KEY, answers.done)
         answers.wait(1)
         assert good.error is None
 
@@ -178,10 +179,10 @@ def test_out_of_memory_refuses_one_batch_and_the_next_is_right(
 ) -> None:
     engine = Raising(problem)
     with Batcher([engine], BatchPolicy(), name="m") as batcher:
-        bad = batcher.submit(rows(0, 2), 2, KEY, answers.done)
+        bad = submit(batcher, rows(0, 2), 2, KEY, answers.done)
         answers.wait(1)
         engine.problem = None
-        good = batcher.submit(rows(3), 1, KEY, answers.done)
+        good = submit(batcher, rows(3), 1, KEY, answers.done)
         answers.wait(1)
     assert isinstance(bad.error, Overloaded)
     assert "out of memory" in bad.error.message
@@ -197,9 +198,9 @@ def test_a_batch_that_ran_out_of_memory_is_not_tried_again(answers: Answers) -> 
             return failing(feeds) if held.gate.is_set() else held(feeds)
 
     with Batcher([Both()], BatchPolicy(max_batch=8)) as batcher:
-        batcher.submit(rows(0), 1, KEY, answers.done)
+        submit(batcher, rows(0), 1, KEY, answers.done)
         entered([held])
-        sent = [batcher.submit(rows(n), 1, KEY, answers.done) for n in (1, 2, 3)]
+        sent = [submit(batcher, rows(n), 1, KEY, answers.done) for n in (1, 2, 3)]
         held.gate.set()
         answers.wait(4)
     assert failing.calls == 1
@@ -215,15 +216,15 @@ def test_a_lost_device_refuses_what_waits_and_whatever_comes(answers: Answers) -
     engine = Lost()
     engine.warm = True
     with Batcher([engine], BatchPolicy(max_batch=2), name="m") as batcher:
-        sent = [batcher.submit(rows(0), 1, KEY, answers.done)]
+        sent = [submit(batcher, rows(0), 1, KEY, answers.done)]
         entered([engine])
-        sent += [batcher.submit(rows(n), 1, KEY, answers.done) for n in range(1, 6)]
+        sent += [submit(batcher, rows(n), 1, KEY, answers.done) for n in range(1, 6)]
         engine.gate.set()
         answers.wait(6)
         assert batcher.lost
         assert batcher.unanswered == 0
         with pytest.raises(Overloaded, match="GPU is lost"):
-            batcher.submit(rows(9), 1, KEY, answers.done)
+            submit(batcher, rows(9), 1, KEY, answers.done)
     assert engine.fed == [0]  # it was not called again
     assert {type(request.error) for request in sent} == {Overloaded}
     assert {request.error.http_status for request in sent} == {503}
@@ -231,7 +232,7 @@ def test_a_lost_device_refuses_what_waits_and_whatever_comes(answers: Answers) -
 
 def test_values_that_only_the_engine_can_refuse_are_the_clients_fault(answers: Answers) -> None:
     with Batcher([Raising(BadInput("/home/m.onnx: axis T is 9"))], BatchPolicy()) as batcher:
-        request = batcher.submit(rows(0), 1, KEY, answers.done)
+        request = submit(batcher, rows(0), 1, KEY, answers.done)
         answers.wait(1)
     assert isinstance(request.error, BadInput)
     assert "/home" not in request.error.message
@@ -248,7 +249,7 @@ def test_an_output_of_another_shape_is_an_error_that_says_so(
             return {"y": np.zeros(shape, np.float32)}
 
     with Batcher([Wrong()], BatchPolicy()) as batcher:
-        request = batcher.submit(rows(0), 1, KEY, answers.done)
+        request = submit(batcher, rows(0), 1, KEY, answers.done)
         answers.wait(1)
     assert isinstance(request.error, EngineFailed)
     assert str(list(shape)) in request.error.message
@@ -258,7 +259,7 @@ def test_retired_engines_finish_what_they_took_and_are_closed(answers: Answers) 
     (engine,) = gated(1)
     batcher = Batcher([engine], BatchPolicy(max_batch=2))
     for n in range(5):
-        batcher.submit(rows(n), 1, KEY, answers.done)
+        submit(batcher, rows(n), 1, KEY, answers.done)
     entered([engine])
     batcher.retire()
     assert not engine.closed
@@ -279,9 +280,9 @@ def test_a_watcher_or_an_answer_that_fails_ends_no_thread(answers: Answers) -> N
         raise RuntimeError("an answer's trouble")
 
     with Batcher([FakeEngine()], BatchPolicy(), watcher=Broken()) as batcher:
-        batcher.submit(rows(0), 1, KEY, fails)
+        submit(batcher, rows(0), 1, KEY, fails)
         for n in (1, 2):
-            batcher.submit(rows(n), 1, KEY, answers.done)
+            submit(batcher, rows(n), 1, KEY, answers.done)
         answers.wait(2)
     assert answers.order == [1, 2]
 
@@ -298,7 +299,7 @@ def test_copies_that_an_engine_times_are_told_apart(answers: Answers) -> None:
             return super().__call__(feeds)
 
     with Batcher([Copying()], BatchPolicy(), clock_us=clock, watcher=notes) as batcher:
-        batcher.submit(rows(0), 1, KEY, answers.done)
+        submit(batcher, rows(0), 1, KEY, answers.done)
         answers.wait(1)
     (run,) = notes.runs
     assert (run.copy_in_us, run.engine_us, run.copy_out_us, run.busy_us) == (20, 50, 30, 100)
@@ -313,12 +314,12 @@ def test_the_cost_of_waiting_is_what_an_idle_engine_let_pass(
     with Batcher([engine], policy, clock_us=clock, watcher=notes) as batcher:
         eventually(lambda: bool(batcher._dispatch.idle))
         clock.us = 1000
-        batcher.submit(rows(0), 1, KEY, answers.done)
+        submit(batcher, rows(0), 1, KEY, answers.done)
         clock.us = 1300
-        batcher.submit(rows(1), 1, KEY, answers.done)
+        submit(batcher, rows(1), 1, KEY, answers.done)
         entered([engine])
         for n in (2, 3):  # these wait for the engine, which is busy: that costs nothing
-            batcher.submit(rows(n), 1, KEY, answers.done)
+            submit(batcher, rows(n), 1, KEY, answers.done)
         clock.us = 5000
         engine.gate.set()
         answers.wait(4)

@@ -19,7 +19,7 @@ from deploykit.serving.batching.batcher import Batcher
 from deploykit.serving.batching.policy import BatchPolicy, BatchRun, Watcher
 from deploykit.serving.batching.stacking import EngineFailed
 from deploykit.serving.server import ServeOptions, Server
-from tests.support.serving.loops import KEY, Answers, Clock, Loop, Threads, asleep, row
+from tests.support.serving.loops import KEY, Answers, Clock, Loop, Threads, asleep, row, submit
 from tests.support.serving.running import WAIT_S, GatedEngine, Running, infer_json
 
 
@@ -49,7 +49,7 @@ def batcher(engine: Threads, loop: Loop) -> Iterator[Batcher]:
 def test_what_one_turn_of_the_loop_read_runs_together_there(
     batcher: Batcher, engine: Threads, loop: Loop, answers: Answers
 ) -> None:
-    sent = [batcher.submit(row(i), 1, KEY, answers.done) for i in range(3)]
+    sent = [submit(batcher, row(i), 1, KEY, answers.done) for i in range(3)]
     assert engine.batches == []
     assert loop.turn() == 1
     assert engine.batches == [3]
@@ -66,10 +66,10 @@ def test_the_loop_is_given_back_after_each_batch(
     batcher: Batcher, engine: Threads, loop: Loop, answers: Answers
 ) -> None:
     for i in range(6):
-        batcher.submit(row(i), 1, KEY, answers.done)
+        submit(batcher, row(i), 1, KEY, answers.done)
     loop.turn()
     assert engine.batches == [4]
-    batcher.submit(row(6), 1, KEY, answers.done)
+    submit(batcher, row(6), 1, KEY, answers.done)
     assert loop.turn() == 1
     assert engine.batches == [4, 3]
     assert loop.turn() == 0
@@ -79,14 +79,14 @@ def test_a_batch_that_is_not_short_is_run_by_the_engines_thread(
     batcher: Batcher, engine: Threads, loop: Loop, answers: Answers
 ) -> None:
     batcher.inline_max_rows = 2
-    batcher.submit(row(0), 1, KEY, answers.done)
-    batcher.submit(row(1, 2), 2, KEY, answers.done)
+    submit(batcher, row(0), 1, KEY, answers.done)
+    submit(batcher, row(1, 2), 2, KEY, answers.done)
     assert loop.turn() == 1
     answers.wait(2)
     assert engine.batches == [3]
     assert threading.get_ident() not in engine.threads
     asleep(batcher)
-    batcher.submit(row(2, 2), 2, KEY, answers.done)
+    submit(batcher, row(2, 2), 2, KEY, answers.done)
     loop.turn()
     assert engine.threads[1] == threading.get_ident()
 
@@ -101,10 +101,10 @@ def test_a_failing_batch_fails_no_neighbour_there_either(loop: Loop, answers: An
     with Batcher([Picky()], BatchPolicy(), call_soon=loop.call_soon) as batcher:
         batcher.inline_max_rows = math.inf
         asleep(batcher)
-        sent = [batcher.submit(row(i), 1, KEY, answers.done) for i in range(3)]
+        sent = [submit(batcher, row(i), 1, KEY, answers.done) for i in range(3)]
         loop.turn()
         assert [type(request.error) for request in sent] == [type(None), EngineFailed, type(None)]
-        again = batcher.submit(row(5), 1, KEY, answers.done)
+        again = submit(batcher, row(5), 1, KEY, answers.done)
         loop.turn()
         assert again.error is None
 
@@ -116,8 +116,8 @@ def test_what_expired_before_the_loop_came_to_it_is_not_run(
     with Batcher([engine], BatchPolicy(), clock_us=clock, call_soon=loop.call_soon) as batcher:
         batcher.inline_max_rows = math.inf
         asleep(batcher)
-        late = batcher.submit(row(0), 1, KEY, answers.done, wait_us=10)
-        kept = batcher.submit(row(1), 1, KEY, answers.done)
+        late = submit(batcher, row(0), 1, KEY, answers.done, wait_us=10)
+        kept = submit(batcher, row(1), 1, KEY, answers.done)
         clock.us = 11
         loop.turn()
         assert isinstance(late.error, Expired)
@@ -129,10 +129,10 @@ def test_what_expired_before_the_loop_came_to_it_is_not_run(
 def test_a_cancelled_request_leaves_the_loop_nothing_to_do(
     batcher: Batcher, engine: Threads, loop: Loop, answers: Answers
 ) -> None:
-    assert batcher.cancel(batcher.submit(row(0), 1, KEY, answers.done))
+    assert batcher.cancel(submit(batcher, row(0), 1, KEY, answers.done))
     assert loop.turn() == 1
     assert engine.batches == []
-    batcher.submit(row(1), 1, KEY, answers.done)
+    submit(batcher, row(1), 1, KEY, answers.done)
     loop.turn()
     assert answers.order == [1]
 
@@ -140,7 +140,7 @@ def test_a_cancelled_request_leaves_the_loop_nothing_to_do(
 def test_close_answers_what_the_loop_did_not_come_to(
     batcher: Batcher, engine: Threads, loop: Loop, answers: Answers
 ) -> None:
-    batcher.submit(row(0), 1, KEY, answers.done)
+    submit(batcher, row(0), 1, KEY, answers.done)
     assert batcher.close() == 0
     assert engine.batches == [1]
     assert threading.get_ident() not in engine.threads
@@ -159,7 +159,7 @@ def test_an_engine_that_is_closed_while_it_runs_here_ends_its_thread(
     batcher = Batcher([engine], BatchPolicy(), call_soon=loop.call_soon)
     batcher.inline_max_rows = math.inf
     asleep(batcher)
-    batcher.submit(row(0), 1, KEY, answers.done)
+    submit(batcher, row(0), 1, KEY, answers.done)
     loop.turn()
     assert answers.order == [0]
     batcher.close()
@@ -175,11 +175,11 @@ def test_while_one_engine_is_busy_the_loop_runs_another(loop: Loop, answers: Ans
         batcher._dispatch.idle.sort(
             key=lambda worker: worker.runner.engine is slow
         )  # the last is next
-        batcher.submit(row(0), 1, KEY, answers.done)
+        submit(batcher, row(0), 1, KEY, answers.done)
         loop.turn()
         assert slow.entered.acquire(timeout=WAIT_S)
         batcher.inline_max_rows = math.inf
-        batcher.submit(row(1), 1, KEY, answers.done)
+        submit(batcher, row(1), 1, KEY, answers.done)
         loop.turn()
         assert answers.order == [1]
         assert quick.threads == [threading.get_ident()]
@@ -206,7 +206,7 @@ def test_the_cost_of_waiting_for_the_loop_is_counted(
         asleep(batcher)
         for begin_us in (100, 200):
             clock.us = begin_us
-            batcher.submit(row(0), 1, KEY, answers.done)
+            submit(batcher, row(0), 1, KEY, answers.done)
             clock.us += 7
             loop.turn()
     assert [run.idle_us for run in notes.runs] == [7, 7]
@@ -262,11 +262,11 @@ def test_the_loop_is_kept_awake_for_a_while_after_a_batch(
     ) as batcher:
         batcher.inline_max_rows = math.inf
         asleep(batcher)
-        batcher.submit(row(0), 1, KEY, answers.done)
+        submit(batcher, row(0), 1, KEY, answers.done)
         loop.turn()
         clock.us = 99
         assert [loop.turn(), loop.turn()] == [1, 1]
-        batcher.submit(row(1), 1, KEY, answers.done)
+        submit(batcher, row(1), 1, KEY, answers.done)
         assert loop.turn() == 2  # the last turn that was only kept awake, and the batch
         assert answers.order == [0, 1]
         clock.us += 100

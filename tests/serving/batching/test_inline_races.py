@@ -34,6 +34,7 @@ from tests.support.serving.loops import (
     Threads,
     asleep,
     row,
+    submit,
 )
 from tests.support.serving.running import WAIT_S, request, running
 
@@ -272,14 +273,14 @@ def test_a_thread_whose_wait_ends_while_its_engine_runs_here_keeps_no_lock() -> 
 
     def run() -> None:
         batcher.inline_max_rows = math.inf
-        batcher.submit(row(0), 1, KEY, answers.done)
+        submit(batcher, row(0), 1, KEY, answers.done)
         with batcher._dispatch.lock:
             batcher._dispatch.idle.pop().wake.release()
         asleep(batcher)  # for a millisecond, and again: the clock stands still
         with batcher._dispatch.lock:
             batcher._queue.policy = BatchPolicy(max_batch=4)
         loop.turn()
-        batcher.submit(row(1), 1, KEY, answers.done)
+        submit(batcher, row(1), 1, KEY, answers.done)
         loop.turn()
 
     thread = threading.Thread(target=run, daemon=True)
@@ -298,7 +299,7 @@ def test_a_batch_that_may_wait_is_left_to_the_engines_thread() -> None:
     with Batcher([engine], policy, clock_us=clock, call_soon=loop.call_soon) as batcher:
         batcher.inline_max_rows = math.inf
         asleep(batcher)
-        batcher.submit(row(0), 1, KEY, answers.done)
+        submit(batcher, row(0), 1, KEY, answers.done)
         assert [loop.turn(), loop.turn()] == [1, 0]
     assert answers.order == [0]
 
@@ -309,7 +310,7 @@ def test_a_request_without_rows_is_no_short_batch_where_none_is() -> None:
     with Batcher([engine], BatchPolicy(max_batch=4), call_soon=loop.call_soon) as batcher:
         assert batcher.inline_max_rows == 0
         asleep(batcher)
-        batcher.submit(row(0, 0), 0, KEY, lambda _: came.release())
+        submit(batcher, row(0, 0), 0, KEY, lambda _: came.release())
         loop.turn()
         assert came.acquire(timeout=WAIT_S)
     assert threading.get_ident() not in engine.threads
@@ -323,14 +324,14 @@ def test_a_watcher_that_fails_keeps_no_answer() -> None:
     ) as batcher:
         batcher.inline_max_rows = math.inf
         asleep(batcher)
-        late = batcher.submit(row(0), 1, KEY, answers.done, wait_us=10)
+        late = submit(batcher, row(0), 1, KEY, answers.done, wait_us=10)
         clock.us = 11
         loop.turn()
         assert isinstance(late.error, Expired)
-        late = batcher.submit(row(1), 1, KEY, answers.done, wait_us=10)
+        late = submit(batcher, row(1), 1, KEY, answers.done, wait_us=10)
         clock.us = 30
         batcher.expire()
-        batcher.submit(row(2), 1, KEY, answers.done)
+        submit(batcher, row(2), 1, KEY, answers.done)
         loop.turn()
         assert answers.order == [0, 1, 2]
     assert engine.batches == [1]
@@ -343,14 +344,14 @@ def test_what_is_asked_while_answering_asks_for_one_turn_of_the_loop() -> None:
         answers.done(request)
         if len(answers.order) == 1:
             for value in (2, 3):
-                batcher.submit(row(value), 1, KEY, answers.done)
+                submit(batcher, row(value), 1, KEY, answers.done)
 
     with Batcher(
         [Threads(), Threads()], BatchPolicy(max_batch=1), call_soon=loop.call_soon
     ) as batcher:
         batcher.inline_max_rows = math.inf
         asleep(batcher)
-        batcher.submit(row(1), 1, KEY, again)
+        submit(batcher, row(1), 1, KEY, again)
         loop.turn()
         assert len(loop.asked) == 1
         while loop.turn():

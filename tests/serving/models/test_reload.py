@@ -134,7 +134,7 @@ def test_a_replaced_file_serves_without_a_failed_request(
     assert serving.seen  # by those that asked all the while
     assert serving.seen <= {2.0, 3.0, 4.0, 5.0, 6.0}
     assert [record.getMessage() for record in caplog.records] == [
-        "model 'm': m.onnx was replaced and serves now"
+        "model 'm': m.onnx was replaced and is in use"
     ] * 4
     assert counts(serving.reloader) == (4, 0)
 

@@ -61,7 +61,7 @@ def test_the_share_sampled_is_the_rate_evenly(rate: float) -> None:
     engine = GatedEngine()
     with shadowed(engine, rate) as shadow:
         taken: list[int] = []
-        shadow._take = lambda feeds, _: taken.append(int(feeds["x"][0, 0]))  # type: ignore[method-assign]
+        shadow._sample = lambda feeds, _: taken.append(int(feeds["x"][0, 0]))  # type: ignore[method-assign]
         for number in range(10_000):
             shadow.record_run(run_of(answered(rows(1, number), rows(1))))
     assert abs(len(taken) - 10_000 * rate) <= 2

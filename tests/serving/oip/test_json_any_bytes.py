@@ -18,7 +18,6 @@ from deploykit.serving.oip.request import (
     InputData,
     Request,
     Signature,
-    build,
     check_parameters,
 )
 from deploykit.serving.oip.request import signature as signature_of
@@ -30,6 +29,7 @@ from tests.support.serving.requests import (
     LIMIT,
     FakeMemory,
     binary,
+    build,
     model,
     one,
     two_inputs,

@@ -50,7 +50,7 @@ def test_an_input_and_an_output_in_shared_memory(dtype: str) -> None:
 @pytest.mark.parametrize("body", [ask(**REGION), ask_output(**REGION)], ids=["input", "output"])
 def test_shared_memory_is_refused_where_it_is_not_offered(body: bytes) -> None:
     for _ in range(2):  # also when the JSON part is known from before
-        with pytest.raises(BadInput, match="shared memory is not offered"):
+        with pytest.raises(BadInput, match="shared memory is not enabled"):
             oip.decode(body, None, model())
     oip.decode(body, None, model(), FakeMemory(16))
 

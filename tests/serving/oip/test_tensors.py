@@ -12,10 +12,10 @@ import pytest
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec
 from deploykit.runtimes.data.samples import random_feeds
 from deploykit.serving.oip import json as oip
-from deploykit.serving.oip.request import Binary, InputData, build
+from deploykit.serving.oip.request import Binary, InputData
 from deploykit.serving.oip.request import signature as signature_of
 from deploykit.serving.oip.tensors import to_bytes
-from tests.support.serving.requests import DTYPES, LIMIT, model, one, values
+from tests.support.serving.requests import DTYPES, LIMIT, build, model, one, values
 
 
 @pytest.mark.parametrize("kind", [bytes, memoryview], ids=["bytes", "memoryview"])

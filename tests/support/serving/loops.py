@@ -7,8 +7,11 @@ from collections.abc import Callable
 
 import numpy as np
 
+from deploykit.core.tensors import InputKey
+from deploykit.runtimes.engine import Arrays
 from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.batching.batcher import Batcher
+from deploykit.serving.batching.dispatch import NEVER_US
 from deploykit.serving.batching.policy import Pending
 from tests.support.serving.running import WAIT_S
 
@@ -69,6 +72,26 @@ class Answers:
 
 def row(value: float, count: int = 1) -> dict[str, np.ndarray]:
     return {"x": np.full((count, 4), value, np.float32)}
+
+
+def submit(
+    batcher: Batcher,
+    feeds: Arrays,
+    rows: int,
+    key: InputKey,
+    done: Callable[[Pending], None],
+    *,
+    wait_us: int = NEVER_US,
+    give_up_us: int = NEVER_US,
+    priority: int = 0,
+) -> Pending:
+    """Submit a request that may wait `wait_us` and is answered within `give_up_us`."""
+    now_us = batcher._clock_us()
+    last_us = now_us + give_up_us
+    deadline_us = min(now_us + wait_us, last_us)
+    request = Pending(feeds, rows, key, done, now_us, deadline_us, last_us, priority)
+    batcher.submit(request)
+    return request
 
 
 def asleep(batcher: Batcher) -> None:
