@@ -57,7 +57,7 @@ CEILINGS = {  # where a room is above its budget: what it may have today. These 
     "exporters": 780,
     "onnx_graph+quantization": 3860,
     "builders": 1655,  # the table and what all builders share
-    "serving": 9490,
+    "serving": 9393,
     "api": 3920,
     "cli": 1800,
     "": 33300,

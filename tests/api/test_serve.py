@@ -187,7 +187,7 @@ def test_a_token_is_asked_for(serving: Serving, model: Path, tmp_path: Path) -> 
         ({"token_file": "EMPTY"}, "its first line is empty"),
         ({"token_file": "SHORT"}, "at least 16"),
         ({"log_format": "xml"}, "`log_format` xml"),
-        ({"tls_cert": Path("x.pem")}, "go together"),
+        ({"tls_cert": Path("x.pem")}, "must be given together"),
         ({"otlp": "x"}, "`otlp` x"),
     ],
     ids=str,

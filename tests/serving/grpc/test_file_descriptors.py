@@ -28,7 +28,7 @@ def process(tmp_path: Path) -> Iterator[Process]:
 
 def waits(process: Process) -> bool:
     """Whether it has found that it can accept nobody; both ports say it in the same words."""
-    return any("no connection can be accepted" in line for line in process.said())
+    return any("connections cannot be accepted" in line for line in process.said())
 
 
 def grpc_port(process: Process) -> int:

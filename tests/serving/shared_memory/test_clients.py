@@ -217,5 +217,5 @@ def test_without_the_option_nothing_is_offered(tmp_path: Path) -> None:
                 with pytest.raises(InferenceServerException) as caught:
                     client.register_system_shared_memory("r", "/test-r", 64)
                 assert caught.value.status() in ("501", "StatusCode.UNIMPLEMENTED")
-                with pytest.raises(InferenceServerException, match="not offered"):
+                with pytest.raises(InferenceServerException, match="not enabled"):
                     client.infer(**asked(kind))
