@@ -126,9 +126,12 @@ class Canvas {
     this.add(`<text x="${px(x)}" y="${px(y)}" text-anchor="${anchor}" class="${kind}">${escape(text)}</text>`);
   }
 
-  /** Write `text` at the first of [x, y, anchor] where it covers nothing; else nowhere. */
-  textIfFree(places, text, kind = "small") {
-    const free = places.find(([x, y, anchor]) => this.fits(textBox(x, y, text, anchor)));
+  /** Write `text` at the first of [x, y, anchor] where `gap` pixels on both sides are free; else nowhere. */
+  textIfFree(places, text, kind = "small", gap = 0) {
+    const free = places.find(([x, y, anchor]) => {
+      const [left, top, right, bottom] = textBox(x, y, text, anchor);
+      return this.fits([left - gap, top, right + gap, bottom]);
+    });
     if (free) this.text(free[0], free[1], text, free[2], kind);
   }
 
@@ -315,7 +318,7 @@ export function drawBars({ bars, alt }, frame = PANEL) {
     const named = bars.length <= 12 ? bar.value > 0 : bar.value === most; // else the shares would cover the bars
     if (named) canvas.textIfFree([[middle, bottom - height - 5, "middle"]], share < 1 ? "<1 %" : `${share.toFixed(0)} %`, "tick");
     const half = textWidth(bar.label) / 2;
-    if (middle >= half && middle + half <= frame.width) canvas.textIfFree([[middle, bottom + 17, "middle"]], bar.label, "tick");
+    if (middle >= half && middle + half <= frame.width) canvas.textIfFree([[middle, bottom + 17, "middle"]], bar.label, "tick", FONT / 2);
   });
   return canvas.svg(frame, alt);
 }

@@ -8,7 +8,6 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from deploykit import __version__
-from deploykit.core.json_value import json_value
 from deploykit.serving.models.repository import ModelRepository, ServedModel
 from deploykit.serving.observe.metrics import REQUEST_US
 from deploykit.serving.web.history import KEPT, History
@@ -37,7 +36,9 @@ class Status:
             "at_us": time.monotonic_ns() // 1000,
             "at_s": time.time(),
             "not_ready": repository.why_not_ready(),
-            "process": json_value(sample.process) if sample else None,
+            "process": {**vars(sample.process), "at_s": sample.at_s}
+            if sample and sample.process
+            else None,
             "gpus": [gpu.to_dict() for gpu in sample.gpus] if sample else [],
             "buckets_us": REQUEST_US,
             "models": [self._model(model) for model in repository.models.values()],

@@ -12,7 +12,7 @@ const SMOOTH = 3; // samples that a point of the latency chart is taken over
 
 let samples = []; // the server's, of the last minutes, oldest first
 let now = null; // the newest answer of the server
-let before = null; // the one before it
+let processor = { at_s: null, cpu_s: null, share: null }; // between the two latest looks at the process
 let chosen = null; // a model's name
 let token = null;
 let timer = null;
@@ -39,8 +39,8 @@ async function look() {
 
 function take(next) {
   const restarted = now && (next.at_us < now.at_us || next.models.some((model) => model.runs < (named(now, model.name)?.runs ?? 0)));
-  if (restarted) [samples, now] = [[], null];
-  [before, now] = [now, next];
+  if (restarted) [samples, now, processor] = [[], null, { at_s: null }];
+  now = next;
   samples = [...samples, ...now.history].slice(-now.history_kept);
   if (!named(now, chosen)) {
     chosen = now.models[0].name;
@@ -71,7 +71,11 @@ function server() {
   else state("good", "ready");
   const process = now.process;
   setText(byId("uptime"), process ? `up ${span(now.at_s - process.started_s)}` : "");
-  const cpu = process && before?.process ? (process.cpu_s - before.process.cpu_s) / seconds(now, before) : null;
+  if (process && process.at_s !== processor.at_s) {
+    const share = processor.at_s === null ? null : (process.cpu_s - processor.cpu_s) / (process.at_s - processor.at_s);
+    processor = { at_s: process.at_s, cpu_s: process.cpu_s, share };
+  }
+  const cpu = process ? processor.share : null;
   show(byId("process"), ...(process ? pairs({
     Memory: bytes(process.resident_bytes),
     Processor: cpu === null ? "–" : `${(100 * cpu).toFixed(0)} % of a core`,
