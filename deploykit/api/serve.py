@@ -170,7 +170,7 @@ def _run(
         shadowing = _shadows(references, models, settings, stack)
         tracer = _tracer(settings.otlp, stack)
         server = http.Server(models, settings)
-        server.service.files.update(files)
+        server.repository.files.update(files)
         _watch(server, shadowing, tracer, sources if reload else {}, stack)
 
         def ready(host: str, port: int, grpc_port: int | None) -> None:
@@ -190,19 +190,19 @@ def _watch(
     from deploykit.serving.models.reload import Reloader
     from deploykit.serving.observe import logs
 
-    service = server.service
-    service.add_metrics(logs.samples)
+    repository = server.repository
+    repository.add_metrics(logs.samples)
     for name, shadow in shadowing.items():
-        service.find(name).watch(shadow)
-        service.add_metrics(shadow.samples)
+        repository.find(name).watch(shadow)
+        repository.add_metrics(shadow.samples)
     if tracer is not None:
-        service.add_metrics(tracer.samples)
-        for name, model in service.models.items():
+        repository.add_metrics(tracer.samples)
+        for name, model in repository.models.items():
             model.watch(tracer.watch(name))
     if sources:
-        reloader = stack.enter_context(Reloader(service, sources))
-        service.add_metrics(reloader.samples)
-        for name, model in service.models.items():
+        reloader = stack.enter_context(Reloader(repository, sources))
+        repository.add_metrics(reloader.samples)
+        for name, model in repository.models.items():
             model.remark = partial(reloader.error, name)
 
 

@@ -103,7 +103,6 @@ class Server:
             self.repository = ModelRepository(
                 models, options, deliver=self._deliver, call_soon=self._loop.call_soon
             )
-            self.service = self.repository  # the attribute's former name
         except BaseException:
             self._release()
             raise
