@@ -276,9 +276,9 @@ def _tracer(endpoint: str | None, stack: ExitStack) -> Tracer | None:
     return stack.enter_context(Tracer(endpoint))
 
 
-def _named(option: str, texts: Sequence[str]) -> dict[str, Path]:
+def _named(option: str, values: Sequence[str]) -> dict[str, Path]:
     files: dict[str, Path] = {}
-    for text in texts:
+    for text in values:
         match = _NAMED.fullmatch(text)
         path = Path(match["file"] if match else text)
         name = match["name"] if match else path.stem
@@ -320,9 +320,9 @@ def _token(file: Path | None) -> str | None:
     return first
 
 
-def _buckets(texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
+def _buckets(values: Sequence[str]) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
-    for text in texts:
+    for text in values:
         match = _SIZES.fullmatch(text)
         if not match or match["axis"] in found:
             raise BadInput(
@@ -333,9 +333,9 @@ def _buckets(texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _pads(texts: Sequence[str]) -> dict[str, float]:
+def _pads(values: Sequence[str]) -> dict[str, float]:
     found: dict[str, float] = {}
-    for text in texts:
+    for text in values:
         match = _PAD.fullmatch(text)
         try:
             value = float(match["value"]) if match else None

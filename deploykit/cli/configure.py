@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from deploykit.cli.help import Command, in_words
+from deploykit.cli.help import Command, reword
 from deploykit.core.errors import BadInput, os_reason
 
 
@@ -87,5 +87,5 @@ def _checked(ctx: Any, option: Any, value: Any, where: str) -> Any:
     try:
         option.process_value(ctx, found)
     except typer.BadParameter as exc:
-        raise BadInput(f"{where}: {in_words(exc.message)}") from exc
+        raise BadInput(f"{where}: {reword(exc.message)}") from exc
     return found

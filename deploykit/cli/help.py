@@ -19,8 +19,8 @@ RENAMED = {"--rest": "--other-nodes"}  # old flag -> new flag; the old ones go i
 _PARAMETER = re.compile(r"`(\w+)`")
 _BRACKETS = re.compile(r"<([^>]*)>")
 _EXTRA = re.compile(r"\[[^\[\]]*\]$")
-_IN_WORDS = re.compile(r"(default: )\(([^()]*)\)")
-_WORDS = {
+_DEFAULT = re.compile(r"(default: )\(([^()]*)\)")
+_REWORDED = {
     "Value error, ": "",
     "Input should be": "must be",
     ", unable to parse string as an integer": "",
@@ -137,8 +137,8 @@ def _unbroken(text: str, width: int) -> str:
 
 
 def _plain(text: str) -> str:
-    """Choices without typer's `<>`, and a default in words without its `()`."""
-    return _BRACKETS.sub(r"\1", _IN_WORDS.sub(r"\1\2", text)).replace("  [", " [")
+    """Choices without typer's `<>`, and a default that is a sentence without its `()`."""
+    return _BRACKETS.sub(r"\1", _DEFAULT.sub(r"\1\2", text)).replace("  [", " [")
 
 
 def spelled(parameter: Any) -> str:
@@ -154,9 +154,9 @@ def with_flags(parameters: Iterable[Any], message: str) -> str:
     return _PARAMETER.sub(lambda match: flags.get(match[1], match[0]), message)
 
 
-def in_words(message: str) -> str:
+def reword(message: str) -> str:
     """An error of typer's or pydantic's on one line, in plain words."""
-    for old, new in _WORDS.items():
+    for old, new in _REWORDED.items():
         message = message.replace(old, new)
     return message.rstrip(".")
 

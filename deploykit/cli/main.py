@@ -17,7 +17,7 @@ import typer
 
 from deploykit.cli import machine, make, output, prove, serve
 from deploykit.cli.configure import ConfigurableCommand
-from deploykit.cli.help import Command, Group, in_words
+from deploykit.cli.help import Command, Group, reword
 from deploykit.core.errors import EXIT_BUG, EXIT_INTERRUPTED, BadInput, DeploykitError
 
 app = typer.Typer(
@@ -145,7 +145,7 @@ def _interrupted() -> NoReturn:
 
 
 def _failed(exc: Exception) -> NoReturn:
-    """One of our errors, a usage error of typer's (it has `format_message`), or a bug of ours."""
+    """One of our errors, a usage error of typer's (it has `format_message`), or a bug."""
     if isinstance(exc, DeploykitError):
         output.error(exc)
         sys.exit(exc.exit_code)
@@ -168,7 +168,7 @@ def _usage_error(exc: Any, message: str) -> BadInput:
     source = context.get_parameter_source(parameter.name) if context and parameter else None
     if source is not None and source.name == "ENVIRONMENT":
         message = f"{parameter.envvar}: {message}"
-    text = in_words(message)
+    text = reword(message)
     return BadInput(text or "a command is needed", hint=f"see: {command} --help")
 
 

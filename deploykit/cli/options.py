@@ -54,9 +54,9 @@ def described(page: str) -> Callable[[_Function], _Function]:
     return decorate
 
 
-def _info(words: list[str], about: str, section: str | None) -> Any:
-    names = [word for word in words if word.startswith("-")]
-    metavar = " ".join(word for word in words if not word.startswith("-")) or None
+def _info(declared: list[str], about: str, section: str | None) -> Any:
+    names = [word for word in declared if word.startswith("-")]
+    metavar = " ".join(word for word in declared if not word.startswith("-")) or None
     match = _DEFAULT.fullmatch(about)
     about, default = match.groups() if match else (about, None)
     complete = next((do for key, do in _COMPLETE.items() if (metavar or "").startswith(key)), None)

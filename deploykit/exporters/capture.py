@@ -111,7 +111,7 @@ def by_torchscript(
         for spec in (*inputs, *outputs)
     }
     file = Path(tempfile.mkdtemp(dir=folder)) / "model.onnx"
-    with _exporting() as told, _no_output():
+    with _exporting() as warned, _no_output():
         try:
             example = _example(inputs, sizes)
             if is_scripted(module) and not isinstance(module, _SCRIPTED):
@@ -132,7 +132,7 @@ def by_torchscript(
             raise explain(exc, inputs, sizes) from exc
     frozen = [
         describe(item.filename, item.lineno)
-        for item in told
+        for item in warned
         if issubclass(item.category, torch.jit.TracerWarning)
         and _FROZEN in str(item.message)
         and is_users(item.filename)
@@ -224,13 +224,13 @@ def _exporting() -> Iterator[list[warnings.WarningMessage]]:
     try:
         with (
             torch.no_grad(),
-            warnings.catch_warnings(record=True) as told,
+            warnings.catch_warnings(record=True) as warned,
             contextlib.redirect_stdout(silent),
             contextlib.redirect_stderr(silent),
             _unlogged("torch", "onnxscript", "onnx_ir"),
         ):
             warnings.simplefilter("always")
-            yield told
+            yield warned
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
 

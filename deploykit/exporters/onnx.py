@@ -59,7 +59,7 @@ def export_module(
     sizes: Mapping[str, int] | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> Exported:
-    """Write `module` to `out`; past `max_bytes` of weights, these to OUT.data beside it.
+    """Write `module` to `out`; past `max_bytes` of weights, these to OUT.data next to it.
 
     `module.forward` takes one tensor for each of `inputs`, by position, and returns a tuple in the
     order of `outputs`. `exporter`: "auto" takes torch's current exporter, and the older one where

@@ -76,27 +76,27 @@ def explain(
             hint="write it with torch.where or torch.cond, or compute it outside the model",
             final=True,
         )
-    told = first_line(chain[-1])
-    if match := _SIZE_TAKEN.search(told):  # one that must equal another, or be no smaller
+    reason = first_line(chain[-1])
+    if match := _SIZE_TAKEN.search(reason):  # one that must equal another, or be no smaller
         for spec in inputs:
             for at, axis in enumerate(spec.shape):
                 if sizes.get(str(axis)) == int(match[1]) and match[2] == match[3]:
                     return baked(spec, at, int(match[2]), place)
                 if sizes.get(str(axis)) == int(match[1]) < int(match[2]):
                     return TooSmall(spec, at, int(match[2]))
-    if "Constraints violated" in told:
+    if "Constraints violated" in reason:
         lines = [line.strip(" -") for line in str(chain[-1]).splitlines()[1:] if line.strip()]
         return NotExported(
-            f"the inputs' axes are not free: {_SOURCE.sub('', lines[0] if lines else told)}",
+            f"the inputs' axes are not free: {_SOURCE.sub('', lines[0] if lines else reason)}",
             hint=_FREE_HINT,
             final=True,
         )
-    if match := _NO_OPERATOR.search(told):
-        told = f"ONNX has no operator for {match[1]}"
-    told = textwrap.shorten(told, _LONGEST, placeholder=" ...")
+    if match := _NO_OPERATOR.search(reason):
+        reason = f"ONNX has no operator for {match[1]}"
+    reason = textwrap.shorten(reason, _LONGEST, placeholder=" ...")
     where = f" ({place})" if place else ""
     return NotExported(
-        f"torch cannot export the model: {told}{where}",
+        f"torch cannot export the model: {reason}{where}",
         captured=any(type(item).__name__ == "ConversionError" for item in chain),
     )
 

@@ -20,7 +20,7 @@ from deploykit.onnx_graph.validate import RUNTIME_DOMAINS
 _TWIN = re.compile(r"(.+)_(?:float16|bfloat16|dequantized)_*")
 # What numpy has no type for is given as float32, which holds each of its values.
 _SHOWN_AS_FLOAT = frozenset(("bfloat16", "float8e4m3fn", "float8e5m2"))
-# INT8 is left out: a step more or less is no error, and its dequantized twin tells how large it is.
+# INT8 is left out: one step more or less is expected, and its dequantized twin shows its size.
 _COMPARED = _SHOWN_AS_FLOAT | {"bool", "int32", "int64", "float16", "float32", "float64"}
 # Nodes that give a tensor another type, and nodes into which others are merged.
 _CONVERTS = frozenset(("Cast", "QuantizeLinear", "DequantizeLinear", "Identity"))

@@ -160,7 +160,7 @@ def savings_s(
 
 
 class _Costing:
-    """Who makes and who reads each tensor, views and dequantized twins seen through."""
+    """The maker and the readers of each tensor, views and dequantized twins seen through."""
 
     def __init__(self, known: Shapes) -> None:
         self.known = known

@@ -176,7 +176,7 @@ def sensitivities(
 
 
 def noise_share(wanted: Sequence[np.ndarray], got: Sequence[np.ndarray]) -> float:
-    """Harm seen at the outputs: noise energy by signal energy, added up over the outputs.
+    """Sensitivity seen at the outputs: noise energy by signal energy, added up over the outputs.
 
     Places that are not finite in `wanted` are left out; a value that is not where `wanted` is
     finite makes it infinite. For an integer output: the share that differs.
@@ -318,7 +318,7 @@ class _Run(Generic[Model]):
     def _passes(
         self, level: Level[Model], model: Model, kept: tuple[str, ...], cost_s: float
     ) -> bool:
-        """Judge it. What passes is the best at once: Ctrl-C may come at any time."""
+        """Evaluate it. What passes is the best at once: Ctrl-C may come at any time."""
         verdict = self.evaluate(model)
         if verdict.passed:
             self.best = Found(level.precision, model, kept, verdict, cost_s)
