@@ -19,7 +19,7 @@ from tests.support.campaign import only_in_a_campaign
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-LONG = {"howto-resnet", "howto-detector"}  # they export torchvision models: minutes of CPU time
+LONG = {"howto-resnet", "howto-detector", "howto-bert"}  # they take minutes of CPU time
 RUNNABLE = [
     pytest.param(page, id=page.stem, marks=[only_in_a_campaign] if page.stem in LONG else [])
     for page in PAGES

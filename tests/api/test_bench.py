@@ -163,7 +163,7 @@ def test_the_command_warns_once_of_what_it_takes_on_trust(
     assert not ended.value.code
     warnings = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
     assert len(warnings) == 1
-    assert warnings[0].startswith(f"warning: {engine}: loaded without a manifest, on trust")
+    assert warnings[0].startswith(f"warning: {engine}: loaded without a manifest: neither")
 
 
 @pytest.mark.parametrize("strict", [False, True])

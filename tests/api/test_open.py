@@ -236,7 +236,7 @@ def test_an_engine_without_a_manifest_is_opened_on_trust_alone(unproven: Path) -
     with pytest.raises(dk.BadInput, match="has no manifest"):
         open_proven(unproven)
     (note,) = opened(unproven, trust=True)
-    assert "without a manifest, on trust" in note
+    assert "without a manifest: neither its origin" in note
 
 
 def test_one_proof_does_for_several_instances(unproven: Path) -> None:

@@ -15,11 +15,11 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the command passes on; nothing is served."""
     seen: dict[str, Any] = {}
 
-    def serve(engines: list[str], **options: Any) -> int:
+    def serve_until_stopped(engines: list[str], **options: Any) -> int:
         seen.update(options, engines=engines)
         return 0
 
-    monkeypatch.setattr("deploykit.api.serve.serve", serve)
+    monkeypatch.setattr("deploykit.api.serve.serve_until_stopped", serve_until_stopped)
     return seen
 
 

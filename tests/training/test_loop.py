@@ -158,9 +158,9 @@ def test_idx_files_are_read(mnist_cnn: Recipe, mnist_folder: Path) -> None:
         ("train-labels-idx1-ubyte", None, "no such file"),
         ("train-labels-idx1-ubyte", b"", "not an IDX file"),
         ("train-labels-idx1-ubyte", b"<html>", "not an IDX file"),
-        ("train-labels-idx1-ubyte", idx(np.zeros(1010, np.uint8))[:-1], "1010 bytes announced"),
+        ("train-labels-idx1-ubyte", idx(np.zeros(1010, np.uint8))[:-1], "declares 1010 bytes"),
         ("train-labels-idx1-ubyte", idx(np.full(1010, 11, np.uint8)), "0 to 9"),
-        ("train-labels-idx1-ubyte", idx(np.zeros(7, np.uint8)), "differ in number"),
+        ("train-labels-idx1-ubyte", idx(np.zeros(7, np.uint8)), "different numbers of images"),
         ("t10k-images-idx3-ubyte.gz", b"not gzip", "cannot be read"),
         (
             "t10k-images-idx3-ubyte.gz",
