@@ -6,7 +6,7 @@ read the imports below, which name the same objects as `_PUBLIC`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+TYPE_CHECKING = False  # checkers take it for true; importing typing costs more than all else here
 
 __version__ = "0.1.0"
 
