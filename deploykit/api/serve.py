@@ -133,7 +133,7 @@ def serve_until_stopped(
     )
     files = _named("--engine", engines)
     if not files:
-        raise BadInput("no engine to serve", hint="--engine FILE or --engine NAME=FILE")
+        raise BadInput("no engine to serve", hint="give one as FILE or NAME=FILE")
     references = _references(shadows, list(files))
     opening = Opening(device, threads, instances, trust, cpu_fallback)
 
@@ -158,7 +158,7 @@ def _run(
     from deploykit.serving.models.reload import Source
 
     if references and not settings.shadow_rate:
-        raise BadInput("--shadow: needs a --shadow-rate above 0")
+        raise BadInput("`shadow` needs a `shadow_rate` above 0")
     return_large_blocks()
     with ExitStack() as stack:
         sources = {name: Source(file, partial(opening, file)) for name, file in files.items()}
@@ -296,11 +296,11 @@ def _references(shadows: Sequence[str], models: Sequence[str]) -> dict[str, Path
     for text in shadows:
         match = _NAMED.fullmatch(text)
         if not match and len(models) > 1:
-            raise BadInput(f"--shadow {text}: of which model?", hint="--shadow NAME=FILE")
+            raise BadInput(f"`shadow` {text}: of which model?", hint="`shadow` NAME=FILE")
         name = match["name"] if match else models[0]
         if name not in models or name in found:
             raise BadInput(
-                f"--shadow {text}: " + ("is given twice" if name in found else "no such model"),
+                f"`shadow` {text}: " + ("is given twice" if name in found else "no such model"),
                 hint="served here: " + ", ".join(models),
             )
         found[name] = Path(match["file"] if match else text)
@@ -314,9 +314,9 @@ def _token(file: Path | None) -> str | None:
         first = check_readable(file).read_text("utf-8").partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as exc:
         reason = os_reason(exc) if isinstance(exc, OSError) else "is not text"
-        raise BadInput(f"--token-file {file}: {reason}") from exc
+        raise BadInput(f"`token_file` {file}: {reason}") from exc
     if not first:
-        raise BadInput(f"--token-file {file}: its first line is empty")
+        raise BadInput(f"`token_file` {file}: its first line is empty")
     return first
 
 
@@ -326,7 +326,7 @@ def _buckets(values: Sequence[str]) -> dict[str, tuple[int, ...]]:
         match = _SIZES.fullmatch(text)
         if not match or match["axis"] in found:
             raise BadInput(
-                f"--buckets {text}: AXIS=16,32,64 is needed, each axis once",
+                f"`buckets` {text}: AXIS=16,32,64 is needed, each axis once",
                 hint="deploykit inspect shows the names of the axes",
             )
         found[match["axis"]] = tuple(map(int, match["sizes"].split(",")))
@@ -342,6 +342,6 @@ def _pads(values: Sequence[str]) -> dict[str, float]:
         except ValueError:
             value = None
         if match is None or value is None or match["name"] in found:
-            raise BadInput(f"--pad {text}: INPUT=VALUE is needed, each input once")
+            raise BadInput(f"`pad` {text}: INPUT=VALUE is needed, each input once")
         found[match["name"]] = value
     return found

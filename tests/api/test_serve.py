@@ -177,7 +177,7 @@ def test_a_token_is_asked_for(serving: Serving, model: Path, tmp_path: Path) -> 
     [
         ({"shadows": ["x=MODEL"], "shadow_rate": 0.1}, "no such model"),
         ({"shadows": ["MODEL", "MODEL"], "shadow_rate": 0.1}, "given twice"),
-        ({"shadows": ["MODEL"]}, "--shadow-rate"),
+        ({"shadows": ["MODEL"]}, "`shadow_rate` above 0"),
         ({"buckets": ["T"]}, "AXIS=16,32,64"),
         ({"buckets": ["Q=16"]}, "no served model has an input with that axis"),
         ({"pads": ["x"]}, "INPUT=VALUE"),
