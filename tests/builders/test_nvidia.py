@@ -193,7 +193,7 @@ def test_an_rtx_plan_is_kept_where_it_was_asked_for(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("rtx")
 def test_a_version_compatible_plan_needs_the_lean_runtime(tmp_path: Path) -> None:
     found = checked(linear(), tmp_path, version_compatible=True)
-    assert "lean runtime is not installed" in found.problems[0]
+    assert "lean runtime, which is not installed" in found.problems[0]
 
 
 @ask
