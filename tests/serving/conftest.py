@@ -1,4 +1,4 @@
-"""A server that tests of one file share, certificates, and waiting for other threads."""
+"""Fixtures: a server shared by the tests of a file, certificates, waiting for other threads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def pem(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture
 def eventually() -> Callable[[Callable[[], bool]], None]:
-    """Wait for another thread's or process's doing."""
+    """Wait until another thread or process has done something."""
 
     def wait(reached: Callable[[], bool]) -> None:
         pause = threading.Event()

@@ -1,3 +1,5 @@
+"""The batcher with one engine: grouping, the queue's limit, deadlines, errors and closing."""
+
 from __future__ import annotations
 
 import threading
@@ -91,7 +93,7 @@ def test_every_request_gets_its_own_rows(
         np.testing.assert_array_equal(request.outputs["y"], request.feeds["x"] * 2 + 1)
 
 
-def test_what_queued_while_the_engine_was_busy_runs_together(
+def test_requests_queued_while_the_engine_is_busy_run_as_one_batch(
     engine: GatedEngine, answers: Answers
 ) -> None:
     with Batcher([engine], BatchPolicy(max_batch=4)) as batcher:
@@ -104,7 +106,7 @@ def test_what_queued_while_the_engine_was_busy_runs_together(
     assert answers.order == [-1, 0, 1, 2, 3, 4, 5]
 
 
-def test_requests_are_delivered_once_per_batch(engine: GatedEngine, answers: Answers) -> None:
+def test_answers_are_delivered_once_per_batch(engine: GatedEngine, answers: Answers) -> None:
     with Batcher([engine], BatchPolicy(max_batch=8), deliver=answers.deliver) as batcher:
         busy(batcher, engine, answers)
         for i in range(5):
@@ -114,7 +116,7 @@ def test_requests_are_delivered_once_per_batch(engine: GatedEngine, answers: Ans
     assert [len(group) for group in answers.groups] == [1, 5]
 
 
-def test_requests_of_other_shapes_are_not_joined(answers: Answers) -> None:
+def test_requests_of_different_shapes_are_not_batched_together(answers: Answers) -> None:
     class AnyWidth(GatedEngine):
         def __init__(self) -> None:
             super().__init__()
@@ -160,7 +162,9 @@ def test_an_expired_request_never_reaches_the_engine(engine: GatedEngine, answer
     assert engine.fed == [-1, 8]
 
 
-def test_expire_answers_while_the_engine_is_busy(engine: GatedEngine, answers: Answers) -> None:
+def test_an_expired_request_is_answered_while_the_engine_is_busy(
+    engine: GatedEngine, answers: Answers
+) -> None:
     clock = Clock()
     with Batcher([engine], BatchPolicy(), clock_us=clock) as batcher:
         busy(batcher, engine, answers)
@@ -214,7 +218,7 @@ class Fragile(GatedEngine):
         return outputs
 
 
-def test_a_failing_request_does_not_fail_its_neighbours(answers: Answers) -> None:
+def test_a_failing_request_does_not_fail_other_requests_of_its_batch(answers: Answers) -> None:
     engine = Fragile()
     with Batcher([engine], BatchPolicy(max_batch=8), name="m") as batcher:
         busy(batcher, engine, answers)
@@ -226,7 +230,7 @@ def test_a_failing_request_does_not_fail_its_neighbours(answers: Answers) -> Non
     assert sent[2].outputs["y"][0, 0] == 29
 
 
-def test_an_engine_error_shows_no_path_to_the_client(answers: Answers) -> None:
+def test_an_engine_error_sent_to_the_client_contains_no_file_path(answers: Answers) -> None:
     engine = Fragile()
     engine.gate.set()
     with Batcher([engine], BatchPolicy(), name="m") as batcher:
@@ -249,7 +253,7 @@ class Short(GatedEngine):
         return {"y": outputs["y"][: max(1, len(feeds["x"]) - 1)]}
 
 
-def test_missing_rows_are_never_filled_with_a_neighbours(answers: Answers) -> None:
+def test_missing_output_rows_are_never_taken_from_another_request(answers: Answers) -> None:
     engine = Short()
     with Batcher([engine], BatchPolicy(max_batch=8)) as batcher:
         busy(batcher, engine, answers)
@@ -264,7 +268,7 @@ def test_missing_rows_are_never_filled_with_a_neighbours(answers: Answers) -> No
 
 
 @pytest.mark.parametrize("wrong", [{}, {"y": np.zeros((1, 4), np.float64)}], ids=["none", "dtype"])
-def test_an_output_that_breaks_the_promise_is_an_error(answers: Answers, wrong) -> None:
+def test_an_output_that_does_not_match_its_spec_is_an_error(answers: Answers, wrong) -> None:
     class Wrong(FakeEngine):
         def __call__(self, _feeds):
             return wrong
@@ -275,7 +279,7 @@ def test_an_output_that_breaks_the_promise_is_an_error(answers: Answers, wrong) 
     assert isinstance(request.error, EngineFailed)
 
 
-def test_close_answers_all_that_is_queued(engine: GatedEngine, answers: Answers) -> None:
+def test_close_answers_all_queued_requests(engine: GatedEngine, answers: Answers) -> None:
     batcher = Batcher([engine], BatchPolicy(max_batch=2, max_delay_us=10**9))
     for i in range(2):
         submit(batcher, rows(i), 1, KEY, answers.done)
@@ -289,7 +293,7 @@ def test_close_answers_all_that_is_queued(engine: GatedEngine, answers: Answers)
         submit(batcher, rows(9), 1, KEY, answers.done)
 
 
-def test_close_without_drain_refuses_what_is_queued(engine: GatedEngine, answers: Answers) -> None:
+def test_close_without_drain_refuses_queued_requests(engine: GatedEngine, answers: Answers) -> None:
     batcher = Batcher([engine], BatchPolicy())
     busy(batcher, engine, answers)
     waiting = submit(batcher, rows(1), 1, KEY, answers.done)

@@ -72,7 +72,7 @@ def rows(first: float, count: int = 1) -> dict[str, np.ndarray]:
 
 
 def gated(count: int) -> list[GatedEngine]:
-    """Engines that say in one semaphore, that of the first, that a request is in one of them."""
+    """Engines that share one semaphore, which is released each time a request enters one."""
     engines = [GatedEngine() for _ in range(count)]
     for engine in engines:
         engine.warm = True
@@ -96,14 +96,14 @@ def test_no_request_waits_while_an_engine_is_idle(answers: Answers, count: int) 
     with Batcher(engines, BatchPolicy(max_batch=8)) as batcher:
         for n in range(count):
             submit(batcher, rows(n), 1, KEY, answers.done)
-            entered(engines[:1])  # each is taken while those before are held in an engine
+            entered(engines[:1])  # each starts while the earlier ones are still inside an engine
         for engine in engines:
             engine.gate.set()
         answers.wait(count)
     assert sorted(engine.batches for engine in engines) == [[1]] * count
 
 
-def test_what_one_batch_leaves_over_goes_to_the_other_engine(answers: Answers) -> None:
+def test_requests_beyond_one_full_batch_go_to_the_other_engine(answers: Answers) -> None:
     engines = gated(2)
     with Batcher(engines, BatchPolicy(max_batch=4, max_delay_us=10**9)) as batcher:
         for n in range(8):
@@ -116,10 +116,10 @@ def test_what_one_batch_leaves_over_goes_to_the_other_engine(answers: Answers) -
     assert [engine.batches for engine in engines] == [[4], [4]]
 
 
-def test_what_is_due_at_the_same_time_is_run_at_the_same_time(
+def test_two_batches_due_at_the_same_time_run_on_two_engines(
     answers: Answers, eventually: Callable[[Callable[[], bool]], None]
 ) -> None:
-    """Two shapes whose delay ends together; the thread with the timer takes only one of them."""
+    """Two shapes whose delay ends together; the thread with the timer takes only one batch."""
     clock, engines = Clock(), gated(2)
     policy = BatchPolicy(max_batch=4, max_delay_us=1000)
     with Batcher(engines, policy, clock_us=clock) as batcher:
@@ -135,7 +135,7 @@ def test_what_is_due_at_the_same_time_is_run_at_the_same_time(
     assert [len(engine.fed) for engine in engines] == [1, 1]
 
 
-def test_a_hung_engine_does_not_stop_its_sibling(answers: Answers) -> None:
+def test_a_hung_engine_does_not_stop_the_other_engine(answers: Answers) -> None:
     clock, engines = Clock(), gated(2)
     with Batcher(engines, BatchPolicy(), clock_us=clock, hung_us=2000) as batcher:
         stuck = submit(batcher, rows(0), 1, KEY, answers.done, give_up_us=1000)
@@ -156,7 +156,7 @@ def test_a_hung_engine_does_not_stop_its_sibling(answers: Answers) -> None:
     assert hung.fed == [0]
 
 
-def test_an_engine_that_returns_after_all_is_not_hung_any_more(answers: Answers) -> None:
+def test_an_engine_that_returns_late_is_no_longer_counted_as_hung(answers: Answers) -> None:
     clock, (engine,) = Clock(), gated(1)
     with Batcher([engine], BatchPolicy(), clock_us=clock, hung_us=2000) as batcher:
         submit(batcher, rows(0), 1, KEY, answers.done)
@@ -174,7 +174,7 @@ def test_an_engine_that_returns_after_all_is_not_hung_any_more(answers: Answers)
 
 
 @pytest.mark.parametrize("problem", [OutOfMemory("/home/me/m.trt: cuda:0"), MemoryError()])
-def test_out_of_memory_refuses_one_batch_and_the_next_is_right(
+def test_out_of_memory_fails_one_batch_and_the_next_succeeds(
     answers: Answers, problem: Exception
 ) -> None:
     engine = Raising(problem)
@@ -190,24 +190,24 @@ def test_out_of_memory_refuses_one_batch_and_the_next_is_right(
     np.testing.assert_array_equal(good.outputs["y"], rows(3)["x"] * 2 + 1)
 
 
-def test_a_batch_that_ran_out_of_memory_is_not_tried_again(answers: Answers) -> None:
-    held, failing = gated(1)[0], Raising(OutOfMemory("no"))
+def test_a_batch_that_ran_out_of_memory_is_not_retried(answers: Answers) -> None:
+    blocked, failing = gated(1)[0], Raising(OutOfMemory("no"))
 
     class Both(FakeEngine):
         def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
-            return failing(feeds) if held.gate.is_set() else held(feeds)
+            return failing(feeds) if blocked.gate.is_set() else blocked(feeds)
 
     with Batcher([Both()], BatchPolicy(max_batch=8)) as batcher:
         submit(batcher, rows(0), 1, KEY, answers.done)
-        entered([held])
+        entered([blocked])
         sent = [submit(batcher, rows(n), 1, KEY, answers.done) for n in (1, 2, 3)]
-        held.gate.set()
+        blocked.gate.set()
         answers.wait(4)
     assert failing.calls == 1
     assert {type(request.error) for request in sent} == {Overloaded}
 
 
-def test_a_lost_device_refuses_what_waits_and_whatever_comes(answers: Answers) -> None:
+def test_a_lost_device_refuses_queued_and_new_requests(answers: Answers) -> None:
     class Lost(GatedEngine):
         def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
             super().__call__(feeds)
@@ -230,7 +230,9 @@ def test_a_lost_device_refuses_what_waits_and_whatever_comes(answers: Answers) -
     assert {request.error.http_status for request in sent} == {503}
 
 
-def test_values_that_only_the_engine_can_refuse_are_the_clients_fault(answers: Answers) -> None:
+def test_bad_input_raised_by_the_engine_is_reported_to_the_client_as_bad_input(
+    answers: Answers,
+) -> None:
     with Batcher([Raising(BadInput("/home/m.onnx: axis T is 9"))], BatchPolicy()) as batcher:
         request = submit(batcher, rows(0), 1, KEY, answers.done)
         answers.wait(1)
@@ -241,7 +243,7 @@ def test_values_that_only_the_engine_can_refuse_are_the_clients_fault(answers: A
 @pytest.mark.parametrize(
     "shape", [(1, 5), (1,), (), (1, 4, 1)], ids=["wider", "flatter", "a scalar", "deeper"]
 )
-def test_an_output_of_another_shape_is_an_error_that_says_so(
+def test_an_output_of_the_wrong_shape_is_an_error_that_gives_the_shape(
     answers: Answers, shape: tuple[int, ...]
 ) -> None:
     class Wrong(FakeEngine):
@@ -255,7 +257,7 @@ def test_an_output_of_another_shape_is_an_error_that_says_so(
     assert str(list(shape)) in request.error.message
 
 
-def test_retired_engines_finish_what_they_took_and_are_closed(answers: Answers) -> None:
+def test_retired_engines_finish_their_requests_and_are_closed(answers: Answers) -> None:
     (engine,) = gated(1)
     batcher = Batcher([engine], BatchPolicy(max_batch=2))
     for n in range(5):
@@ -271,7 +273,7 @@ def test_retired_engines_finish_what_they_took_and_are_closed(answers: Answers) 
     assert answers.order == [0, 1, 2, 3, 4]
 
 
-def test_a_watcher_or_an_answer_that_fails_ends_no_thread(answers: Answers) -> None:
+def test_an_exception_in_a_watcher_or_callback_ends_no_thread(answers: Answers) -> None:
     class Broken(Watcher):
         def record_run(self, _run: BatchRun) -> None:
             raise RuntimeError("a watcher's trouble")
@@ -287,7 +289,7 @@ def test_a_watcher_or_an_answer_that_fails_ends_no_thread(answers: Answers) -> N
     assert answers.order == [1, 2]
 
 
-def test_copies_that_an_engine_times_are_told_apart(answers: Answers) -> None:
+def test_copy_times_of_the_engine_are_reported_separately(answers: Answers) -> None:
     clock, notes = Clock(), Notes()
 
     class Copying(FakeEngine):
@@ -305,10 +307,10 @@ def test_copies_that_an_engine_times_are_told_apart(answers: Answers) -> None:
     assert (run.copy_in_us, run.engine_us, run.copy_out_us, run.busy_us) == (20, 50, 30, 100)
 
 
-def test_the_cost_of_waiting_is_what_an_idle_engine_let_pass(
+def test_idle_time_is_how_long_an_idle_engine_delayed_a_batch(
     answers: Answers, eventually: Callable[[Callable[[], bool]], None]
 ) -> None:
-    """Two rows for a batch of two: the first waits 300 µs for it, nobody waits for an engine."""
+    """A batch of two rows: the first row waits 300 µs for the second while the engine is idle."""
     clock, notes, (engine,) = Clock(), Notes(), gated(1)
     policy = BatchPolicy(max_batch=2, max_delay_us=10**9)
     with Batcher([engine], policy, clock_us=clock, watcher=notes) as batcher:
@@ -318,7 +320,7 @@ def test_the_cost_of_waiting_is_what_an_idle_engine_let_pass(
         clock.us = 1300
         submit(batcher, rows(1), 1, KEY, answers.done)
         entered([engine])
-        for n in (2, 3):  # these wait for the engine, which is busy: that costs nothing
+        for n in (2, 3):  # these wait for a busy engine, which is not idle time
             submit(batcher, rows(n), 1, KEY, answers.done)
         clock.us = 5000
         engine.gate.set()

@@ -1,4 +1,4 @@
-"""Batches that are run on the thread of the event loop that submits them."""
+"""Batches that run inline, on the event loop's thread that submitted them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def batcher(engine: Threads, loop: Loop) -> Iterator[Batcher]:
         yield batcher
 
 
-def test_what_one_turn_of_the_loop_read_runs_together_there(
+def test_requests_read_in_one_loop_iteration_run_inline_as_one_batch(
     batcher: Batcher, engine: Threads, loop: Loop, answers: Answers
 ) -> None:
     sent = [submit(batcher, row(i), 1, KEY, answers.done) for i in range(3)]
@@ -62,7 +62,7 @@ def test_what_one_turn_of_the_loop_read_runs_together_there(
     assert loop.turn() == 0
 
 
-def test_the_loop_is_given_back_after_each_batch(
+def test_the_loop_runs_one_inline_batch_per_iteration(
     batcher: Batcher, engine: Threads, loop: Loop, answers: Answers
 ) -> None:
     for i in range(6):
@@ -75,7 +75,7 @@ def test_the_loop_is_given_back_after_each_batch(
     assert loop.turn() == 0
 
 
-def test_a_batch_that_is_not_short_is_run_by_the_engines_thread(
+def test_a_batch_above_inline_max_rows_runs_on_the_engines_thread(
     batcher: Batcher, engine: Threads, loop: Loop, answers: Answers
 ) -> None:
     batcher.inline_max_rows = 2
@@ -91,7 +91,9 @@ def test_a_batch_that_is_not_short_is_run_by_the_engines_thread(
     assert engine.threads[1] == threading.get_ident()
 
 
-def test_a_failing_batch_fails_no_neighbour_there_either(loop: Loop, answers: Answers) -> None:
+def test_a_failing_request_run_inline_does_not_fail_other_requests(
+    loop: Loop, answers: Answers
+) -> None:
     class Picky(Threads):
         def __call__(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             if 1 in feeds["x"]:
@@ -109,7 +111,7 @@ def test_a_failing_batch_fails_no_neighbour_there_either(loop: Loop, answers: An
         assert again.error is None
 
 
-def test_what_expired_before_the_loop_came_to_it_is_not_run(
+def test_a_request_that_expires_before_its_inline_run_is_not_run(
     engine: Threads, loop: Loop, answers: Answers
 ) -> None:
     clock = Clock()
@@ -126,7 +128,7 @@ def test_what_expired_before_the_loop_came_to_it_is_not_run(
     assert engine.batches == [1]
 
 
-def test_a_cancelled_request_leaves_the_loop_nothing_to_do(
+def test_a_cancelled_request_is_not_run_inline(
     batcher: Batcher, engine: Threads, loop: Loop, answers: Answers
 ) -> None:
     assert batcher.cancel(submit(batcher, row(0), 1, KEY, answers.done))
@@ -137,19 +139,17 @@ def test_a_cancelled_request_leaves_the_loop_nothing_to_do(
     assert answers.order == [1]
 
 
-def test_close_answers_what_the_loop_did_not_come_to(
+def test_close_answers_requests_that_the_loop_has_not_run_yet(
     batcher: Batcher, engine: Threads, loop: Loop, answers: Answers
 ) -> None:
     submit(batcher, row(0), 1, KEY, answers.done)
     assert batcher.close() == 0
     assert engine.batches == [1]
     assert threading.get_ident() not in engine.threads
-    assert loop.turn() == 1  # comes too late, and finds nothing
+    assert loop.turn() == 1  # the scheduled call finds an empty queue
 
 
-def test_an_engine_that_is_closed_while_it_runs_here_ends_its_thread(
-    loop: Loop, answers: Answers
-) -> None:
+def test_an_engine_retired_during_an_inline_run_is_closed(loop: Loop, answers: Answers) -> None:
     class Closer(Threads):
         def __call__(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             batcher.retire()
@@ -167,7 +167,9 @@ def test_an_engine_that_is_closed_while_it_runs_here_ends_its_thread(
     assert engine.closed
 
 
-def test_while_one_engine_is_busy_the_loop_runs_another(loop: Loop, answers: Answers) -> None:
+def test_the_loop_runs_a_second_engine_while_the_first_is_busy(
+    loop: Loop, answers: Answers
+) -> None:
     slow, quick = GatedEngine(), Threads()
     slow.warm = True
     with Batcher([slow, quick], BatchPolicy(max_batch=4), call_soon=loop.call_soon) as batcher:
@@ -187,7 +189,7 @@ def test_while_one_engine_is_busy_the_loop_runs_another(loop: Loop, answers: Ans
         answers.wait(2)
 
 
-def test_the_cost_of_waiting_for_the_loop_is_counted(
+def test_idle_time_includes_waiting_for_the_loop(
     engine: Threads, loop: Loop, answers: Answers
 ) -> None:
     class Notes(Watcher):
@@ -212,7 +214,7 @@ def test_the_cost_of_waiting_for_the_loop_is_counted(
     assert [run.idle_us for run in notes.runs] == [7, 7]
 
 
-def test_a_server_runs_short_batches_on_its_loops_thread(engine: Threads) -> None:
+def test_a_server_runs_small_batches_on_its_event_loop_thread(engine: Threads) -> None:
     server = Server({"m": engine}, ServeOptions(http_port=0))
     served = Running(server)
     try:
@@ -228,8 +230,8 @@ def test_a_server_runs_short_batches_on_its_loops_thread(engine: Threads) -> Non
         served.close()
 
 
-def test_a_server_leaves_the_collector_and_the_signals_as_they_were() -> None:
-    """While it serves, what was made before readiness is kept from the collector."""
+def test_a_server_restores_the_garbage_collector_and_signal_handlers() -> None:
+    """While it serves, the collector skips the objects made before it was ready."""
     frozen: list[int] = []
 
     def ready(*_: object) -> None:
@@ -253,7 +255,7 @@ def test_a_server_leaves_the_collector_and_the_signals_as_they_were() -> None:
     assert after == handlers
 
 
-def test_the_loop_is_kept_awake_for_a_while_after_a_batch(
+def test_the_loop_spins_for_spin_us_after_a_batch(
     engine: Threads, loop: Loop, answers: Answers
 ) -> None:
     clock = Clock()
@@ -267,7 +269,7 @@ def test_the_loop_is_kept_awake_for_a_while_after_a_batch(
         clock.us = 99
         assert [loop.turn(), loop.turn()] == [1, 1]
         submit(batcher, row(1), 1, KEY, answers.done)
-        assert loop.turn() == 2  # the last turn that was only kept awake, and the batch
+        assert loop.turn() == 2  # the last iteration of the spin, and the batch
         assert answers.order == [0, 1]
         clock.us += 100
         assert [loop.turn(), loop.turn()] == [1, 0]

@@ -1,3 +1,5 @@
+"""Inputs of variable length, padded to the lengths of `buckets`."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -89,22 +91,24 @@ def engine(tmp_path: Path) -> Engine:
 @pytest.mark.parametrize(
     ("length", "bucket"), [(0, 0), (1, 4), (4, 4), (5, 8), (8, 8)], ids=lambda n: str(n)
 )
-def test_a_length_goes_to_the_next_bucket(engine: Engine, length: int, bucket: int) -> None:
+def test_a_length_is_rounded_up_to_the_next_bucket(
+    engine: Engine, length: int, bucket: int
+) -> None:
     key = buckets(engine).key(ask(ids(length)).key)
     assert [shape for _, _, shape in key] == [(bucket,)] * 2
 
 
-def test_a_length_above_the_largest_is_the_clients_fault(engine: Engine) -> None:
+def test_a_length_above_the_largest_bucket_is_bad_input(engine: Engine) -> None:
     with pytest.raises(BadInput, match="axis T is 9, this server takes at most 8"):
         buckets(engine).key(ask(ids(9)).key)
 
 
-def test_requests_of_several_lengths_share_a_batch_and_get_their_own_answers(
+def test_requests_of_different_lengths_share_a_batch_and_get_unpadded_outputs(
     engine: Engine,
 ) -> None:
-    """The real engine behind a real queue: batches are formed while it is held."""
+    """A real engine behind a real queue: batches form while the engine is blocked."""
 
-    class MemoryBudget(GatedEngine):
+    class Blocking(GatedEngine):
         inputs = engine.inputs
 
         def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
@@ -114,21 +118,21 @@ def test_requests_of_several_lengths_share_a_batch_and_get_their_own_answers(
                 assert self.gate.wait(WAIT_S)
             return engine(feeds)
 
-    held = MemoryBudget()
-    held.inputs, held.outputs = engine.inputs, engine.outputs
-    repository = ModelRepository({"m": held}, ServeOptions(buckets={"T": (16, 8)}))
+    blocked = Blocking()
+    blocked.inputs, blocked.outputs = engine.inputs, engine.outputs
+    repository = ModelRepository({"m": blocked}, ServeOptions(buckets={"T": (16, 8)}))
     repository.warm_up()
-    held.warm = True
+    blocked.warm = True
     model = repository.find("m")
     first = model.submit(ask(ids(16)), lambda _: None)
-    assert held.entered.acquire(timeout=WAIT_S)
+    assert blocked.entered.acquire(timeout=WAIT_S)
     sent = [
         model.submit(ask(ids(length, rows)), lambda _: None)
         for length, rows in [(3, 1), (8, 2), (5, 1), (9, 1), (1, 3)]
     ]
-    held.gate.set()
+    blocked.gate.set()
     repository.close()
-    assert held.batches == [(1, 16), (7, 8), (1, 16)]
+    assert blocked.batches == [(1, 16), (7, 8), (1, 16)]
     for request in [first, *sent]:
         alone = engine(request.feeds)
         for name, want in alone.items():
@@ -136,7 +140,7 @@ def test_requests_of_several_lengths_share_a_batch_and_get_their_own_answers(
             np.testing.assert_allclose(request.outputs[name], want, rtol=1e-6, atol=1e-6)
 
 
-def test_a_model_that_answers_the_same_passes_the_check(engine: Engine) -> None:
+def test_a_model_whose_outputs_padding_does_not_change_passes_the_check(engine: Engine) -> None:
     buckets(engine, {"T": (1, 2, 16)}).check(engine, 32)
 
 
@@ -158,7 +162,7 @@ class Longer(FakeEngine):
         self.outputs = (TensorSpec("y", "float32", ("N", "T")),)
 
 
-def test_a_row_that_leaks_into_its_neighbours_is_found() -> None:
+def test_a_model_whose_rows_affect_each_other_is_refused() -> None:
     class Leaking(Longer):
         def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
             return {"y": super().__call__(feeds)["y"] + feeds["x"].sum(dtype=np.float32)}
@@ -168,14 +172,14 @@ def test_a_row_that_leaks_into_its_neighbours_is_found() -> None:
         buckets(engine).check(engine, 8)
 
 
-def test_an_output_that_cannot_be_cut_back_is_found() -> None:
+def test_an_output_whose_padding_cannot_be_removed_is_refused() -> None:
     engine = Longer()
     engine.outputs = (TensorSpec("y", "float32", ("N", "M")),)  # as long as T, but not by name
     with pytest.raises(BadInput, match=r"shape \[1, 4\] padded, \[1, 1\] unpadded"):
         buckets(engine).check(engine, 8)
 
 
-def test_lengths_that_the_engine_refuses_alone_are_left_out() -> None:
+def test_the_check_skips_lengths_that_the_engine_refuses() -> None:
     class Least(Longer):
         least = 3
 
@@ -191,7 +195,7 @@ def test_lengths_that_the_engine_refuses_alone_are_left_out() -> None:
         buckets(engine).check(engine, 8)
 
 
-def test_a_lost_gpu_is_not_taken_for_a_length() -> None:
+def test_a_lost_gpu_during_the_check_is_not_mistaken_for_a_refused_length() -> None:
     class Lost(Longer):
         def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
             if len(feeds["x"]) == 1:
@@ -212,16 +216,22 @@ def test_a_lost_gpu_is_not_taken_for_a_length() -> None:
         ({"buckets": {"T": (0, 4)}}, "lengths are 1 or more"),
         ({"buckets": LENGTHS, "pad": {"ids": 0.5}}, r"`pad` ids=0\.5: the input is int64"),
     ],
-    ids=["unknown axis", "the batch", "no lengths", "a length of 0", "a fill that does not fit"],
+    ids=[
+        "unknown axis",
+        "the batch",
+        "no lengths",
+        "a length of 0",
+        "a pad value of the wrong type",
+    ],
 )
-def test_what_cannot_be_is_said_at_start(
+def test_impossible_bucket_options_are_refused_at_start(
     engine: Engine, options: dict[str, Any], match: str
 ) -> None:
     with pytest.raises(BadInput, match=match):
         ModelRepository({"m": engine}, ServeOptions(**options))
 
 
-def test_an_input_is_filled_up_with_its_own_value() -> None:
+def test_each_input_is_padded_with_its_own_value() -> None:
     specs = (TensorSpec("a", "int64", ("N", "T")), TensorSpec("b", "float32", ("N", 2, "T")))
     found = Buckets("m", specs, specs, LENGTHS, {"a": 7, "b": -1.5})
     feeds = {"a": np.zeros((1, 3), np.int64), "b": np.zeros((1, 2, 3), np.float32)}
@@ -251,13 +261,15 @@ def test_a_request_that_fits_its_bucket_is_not_copied(engine: Engine) -> None:
         ([1.0], [np.inf], np.inf),
         ([], [], 0),
     ],
-    ids=["equal", "off", "both no number", "only one", "infinite", "nothing"],
+    ids=["equal", "off", "both nan", "one nan", "infinite", "empty"],
 )
-def test_relative_errors(got: list[float], want: list[float], error: float) -> None:
+def test_relative_error_of_floats_nan_and_infinity(
+    got: list[float], want: list[float], error: float
+) -> None:
     assert relative_error(np.array(got), np.array(want)) == pytest.approx(error)
 
 
-def test_text_agrees_only_if_it_is_equal() -> None:
-    texts = np.array(["a", "b"], object)
-    assert relative_error(texts, texts.copy()) == 0
-    assert relative_error(texts, texts[::-1]) == np.inf
+def test_strings_agree_only_if_they_are_equal() -> None:
+    strings = np.array(["a", "b"], object)
+    assert relative_error(strings, strings.copy()) == 0
+    assert relative_error(strings, strings[::-1]) == np.inf

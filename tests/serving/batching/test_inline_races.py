@@ -1,7 +1,6 @@
-"""A batcher whose batches run on an event loop's thread and on threads of its own, at random.
+"""Random races between inline batches and the batches of the engines' threads.
 
-Whatever happens at once, each request that was taken is answered exactly once, or cancelled, and
-the threads end.
+Each accepted request is answered exactly once or cancelled, and all threads end.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ class Rude(Watcher):
 
 
 class Run:
-    """One server's life with what is asked of it."""
+    """One served model under random requests, cancellations and replacements."""
 
     def __init__(self, seed: int) -> None:
         self.chance = chance = random.Random(seed)
@@ -140,8 +139,8 @@ class Run:
             "m", self.make(), options, self.loop.deliver, monotonic_us, self.loop.call_soon
         )
         self.model.watch(Rude())
-        self.free(self.engines)
-        self.turn_about()
+        self.start_failing(self.engines)
+        self.switch_inline_max_rows()
 
     def make(self) -> list[Moody]:
         chance = self.chance
@@ -154,14 +153,14 @@ class Run:
     def replace(self) -> None:
         engines = self.make()
         self.model.replace(engines)
-        self.free(engines)
+        self.start_failing(engines)
 
-    def free(self, engines: list[Moody]) -> None:
-        """They were warmed up: from now on they have moods."""
+    def start_failing(self, engines: list[Moody]) -> None:
+        """After the warm-up: from now on the engines fail at random."""
         for engine in engines:
             engine.calm = False
 
-    def turn_about(self) -> None:
+    def switch_inline_max_rows(self) -> None:
         self.model.batcher.inline_max_rows = self.chance.choice([0, 2, math.inf, math.inf])
 
     def done(self, request: Pending) -> None:
@@ -170,14 +169,14 @@ class Run:
             np.testing.assert_array_equal(request.outputs["y"], request.feeds["x"] * 2 + 1)
         luck = self.chance.random()
         if luck < 0.1:
-            self.submit()  # a client that asks on at once
+            self.submit()  # a client that sends its next request at once
         elif luck < 0.15:
             raise ValueError("an answer that cannot be sent")
 
     def submit(self) -> None:
         chance = self.chance
         rows = min(chance.choice([0, 1, 1, 1, 2, 3]), self.model.max_batch)
-        asked = Request(
+        sent = Request(
             feeds=row(chance.random(), rows),
             rows=rows,
             key=chance.choice([KEY, KEY, WIDER]),
@@ -187,7 +186,7 @@ class Run:
             priority=chance.choice([0, 1, 3]),
         )
         with contextlib.suppress(Overloaded):
-            self.sent.append(self.model.submit(asked, self.done))
+            self.sent.append(self.model.submit(sent, self.done))
 
     def cancel(self) -> None:
         if self.sent:
@@ -195,8 +194,8 @@ class Run:
             if self.model.cancel(victim):
                 self.cancelled.add(victim)
 
-    def some(self) -> None:
-        """What one turn of the loop reads from its clients."""
+    def random_requests(self) -> None:
+        """What one iteration of the loop reads from its clients."""
         chance = self.chance
         for _ in range(chance.randrange(6)):
             self.submit()
@@ -206,7 +205,7 @@ class Run:
         elif luck < 0.4:
             self.model.expire()
         elif luck < 0.5:
-            self.turn_about()
+            self.switch_inline_max_rows()
 
     def check(self, *, drained: bool) -> None:
         self.loop.do(lambda: None)  # what was delivered
@@ -222,21 +221,23 @@ class Run:
 
 
 @pytest.fixture
-def hasty() -> Iterator[None]:
-    """Threads take turns more often than usual."""
+def frequent_thread_switches() -> Iterator[None]:
+    """Make the interpreter switch threads every 10 µs."""
     before_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(before_s)
 
 
-@pytest.mark.usefixtures("hasty")
+@pytest.mark.usefixtures("frequent_thread_switches")
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("seed", range(40))
-def test_every_request_is_answered_once(seed: int, eventually: Eventually) -> None:
+def test_every_accepted_request_is_answered_once_or_cancelled(
+    seed: int, eventually: Eventually
+) -> None:
     run = Run(seed)
     for _ in range(run.chance.randrange(3, 40)):
-        run.loop.soon(run.some)
+        run.loop.soon(run.random_requests)
         luck = run.chance.random()
         if luck < 0.1:
             run.replace()
@@ -252,13 +253,13 @@ def test_every_request_is_answered_once(seed: int, eventually: Eventually) -> No
 
 
 class Brief(Clock):
-    """Engines' threads wait for real: what is left of a delay is a millisecond at most."""
+    """Stands still, so that an engine's thread always has a millisecond of delay left."""
 
     us = 1_000_000
 
 
-def test_a_thread_whose_wait_ends_while_its_engine_runs_here_keeps_no_lock() -> None:
-    """The policy had a delay when its thread fell asleep, and has none any more."""
+def test_a_thread_that_wakes_during_an_inline_run_of_its_engine_keeps_no_lock() -> None:
+    """The policy had a delay when the thread began to wait, and has none now."""
 
     class Long(Threads):
         def __call__(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -276,7 +277,7 @@ def test_a_thread_whose_wait_ends_while_its_engine_runs_here_keeps_no_lock() -> 
         submit(batcher, row(0), 1, KEY, answers.done)
         with batcher._dispatch.lock:
             batcher._dispatch.idle.pop().wake.release()
-        asleep(batcher)  # for a millisecond, and again: the clock stands still
+        asleep(batcher)  # in waits of a millisecond, as the clock stands still
         with batcher._dispatch.lock:
             batcher._queue.policy = BatchPolicy(max_batch=4)
         loop.turn()
@@ -286,14 +287,14 @@ def test_a_thread_whose_wait_ends_while_its_engine_runs_here_keeps_no_lock() -> 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(WAIT_S)
-    assert not thread.is_alive(), "it hangs"
+    assert not thread.is_alive(), "the batcher hangs"
     answers.wait(2)
     assert batcher.close(timeout_s=WAIT_S) == 0
     assert sorted(answers.order) == [0, 1]
 
 
-def test_a_batch_that_may_wait_is_left_to_the_engines_thread() -> None:
-    """Else the loop would ask for its turn again and again until the delay has passed."""
+def test_a_batch_that_is_still_delayed_is_left_to_the_engines_thread() -> None:
+    """Otherwise the loop would reschedule itself until the delay has passed."""
     clock, loop, answers, engine = Clock(), Loop(), Answers(), Threads()
     policy = BatchPolicy(max_batch=4, max_delay_us=60_000_000)
     with Batcher([engine], policy, clock_us=clock, call_soon=loop.call_soon) as batcher:
@@ -304,7 +305,7 @@ def test_a_batch_that_may_wait_is_left_to_the_engines_thread() -> None:
     assert answers.order == [0]
 
 
-def test_a_request_without_rows_is_no_short_batch_where_none_is() -> None:
+def test_a_request_without_rows_does_not_run_inline_when_inline_is_off() -> None:
     loop, engine = Loop(), Threads()
     came = threading.Semaphore(0)
     with Batcher([engine], BatchPolicy(max_batch=4), call_soon=loop.call_soon) as batcher:
@@ -316,7 +317,7 @@ def test_a_request_without_rows_is_no_short_batch_where_none_is() -> None:
     assert threading.get_ident() not in engine.threads
 
 
-def test_a_watcher_that_fails_keeps_no_answer() -> None:
+def test_an_exception_in_a_watcher_does_not_stop_answers() -> None:
     clock, loop, answers = Clock(), Loop(), Answers()
     engine = Threads()
     with Batcher(
@@ -337,7 +338,7 @@ def test_a_watcher_that_fails_keeps_no_answer() -> None:
     assert engine.batches == [1]
 
 
-def test_what_is_asked_while_answering_asks_for_one_turn_of_the_loop() -> None:
+def test_requests_submitted_in_a_callback_schedule_one_loop_iteration() -> None:
     loop, answers = Loop(), Answers()
 
     def again(request: Pending) -> None:
@@ -359,7 +360,7 @@ def test_what_is_asked_while_answering_asks_for_one_turn_of_the_loop() -> None:
         answers.wait(3)
 
 
-def test_a_request_without_rows_to_a_server_that_waits_for_more() -> None:
+def test_a_server_with_a_batch_delay_answers_requests_without_rows() -> None:
     with running(max_delay_us=2000) as server:
         body = b'{"inputs":[{"name":"x","datatype":"FP32","shape":[0,4],"data":[]}]}'
         raws = [server.connect() for _ in range(8)]

@@ -1,3 +1,5 @@
+"""How many queued requests a batch policy makes due."""
+
 from __future__ import annotations
 
 import pytest
@@ -26,7 +28,7 @@ def pending(rows: int = 1, arrived_us: int = 0) -> Pending:
         ([pending(9), pending()], 100, 0, 1),
     ],
     ids=[
-        "nothing waits",
+        "the queue is empty",
         "an idle engine takes one at once",
         "the delay has not passed",
         "the delay has passed",
@@ -38,7 +40,9 @@ def pending(rows: int = 1, arrived_us: int = 0) -> Pending:
         "more rows than a batch may have run alone",
     ],
 )
-def test_how_many_are_due(queue, max_delay_us: int, now_us: int, take: int) -> None:
+def test_a_batch_is_due_when_full_or_when_its_delay_has_passed(
+    queue, max_delay_us: int, now_us: int, take: int
+) -> None:
     assert due(queue, BatchPolicy(8, max_delay_us), now_us) == take
 
 
@@ -69,7 +73,9 @@ def test_how_many_are_due(queue, max_delay_us: int, now_us: int, take: int) -> N
         "a full queue is cut to a preferred size",
     ],
 )
-def test_preferred_sizes(rows: list[int], max_delay_us: int, now_us: int, take: int) -> None:
+def test_batches_are_cut_to_preferred_sizes(
+    rows: list[int], max_delay_us: int, now_us: int, take: int
+) -> None:
     policy = BatchPolicy(8, max_delay_us, preferred=(4, 6))
     assert due([pending(n) for n in rows], policy, now_us) == take
 
@@ -78,11 +84,11 @@ def test_a_model_without_batching_runs_one_request_at_a_time() -> None:
     assert due([pending(), pending()], BatchPolicy(0), 0) == 1
 
 
-def test_the_parts_of_a_run_add_up() -> None:
+def test_the_busy_time_of_a_run_is_the_sum_of_its_stages() -> None:
     assert BatchRun([], 0, 1, 2, 4, 8, 16).busy_us == 31
 
 
-def test_several_watchers_are_all_told() -> None:
+def test_every_watcher_gets_every_event() -> None:
     class Notes(Watcher):
         def __init__(self) -> None:
             self.seen: list[object] = []

@@ -1,4 +1,4 @@
-"""The controller alone, and in a simulation: real queue and policy, a fake clock, no threads."""
+"""The SLO controller alone, and in a simulation with the real queue and a fake clock."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Simulation:
         warm: Sequence[int] = (1, 2, 4, 8, 16, 32),
     ) -> None:
         self.times = times
-        self.lanes = RequestQueue(policy)
+        self.queue = RequestQueue(policy)
         self.steering = None if slo_us is None else Steering(slo_us, policy, engines)
         self.idle = engines
         self.policies: list[BatchPolicy] = []
@@ -64,26 +64,26 @@ class Simulation:
             if what == "arrive":
                 self._arrive(now_us)
             elif what == "tick" and self.steering:
-                self.lanes.policy = self.steering.step(now_us, self.lanes.added_rows)
-                self.policies.append(self.lanes.policy)
+                self.queue.policy = self.steering.step(now_us, self.queue.added_rows)
+                self.policies.append(self.queue.policy)
             elif what == "end":
                 self.idle += 1
                 self._answer(*batch, now_us)
-            while self.idle and (taken := self.lanes.take(now_us)):
+            while self.idle and (taken := self.queue.take(now_us)):
                 self.idle -= 1
                 count += 1
                 end_us = now_us + round(self.times(len(taken), now_us))
                 heapq.heappush(events, (end_us, count, "end", (now_us, taken)))
-            if self.idle and self.lanes.count:
+            if self.idle and self.queue.count:
                 count += 1
-                heapq.heappush(events, (max(now_us + 1, self.lanes.next_us()), count, "look", None))
+                heapq.heappush(events, (max(now_us + 1, self.queue.next_us()), count, "look", None))
         return self.answers
 
     def _arrive(self, now_us: int) -> None:
-        if not self.lanes.fits(1):
+        if not self.queue.fits(1):
             self.answers.append(Answer(now_us, None))
             return
-        self.lanes.add(Pending({}, 1, (), lambda _: None, now_us, 1 << 60, 1 << 60))
+        self.queue.add(Pending({}, 1, (), lambda _: None, now_us, 1 << 60, 1 << 60))
 
     def _answer(self, started_us: int, requests: list[Pending], now_us: int) -> None:
         if self.steering:
@@ -126,7 +126,7 @@ def refused(answers: Sequence[Answer], begin_s: float = 0, end_s: float = 1e9) -
 STEP = poisson((4, 200), (4, 800), (4, 3000), (4, 200))
 
 
-def test_a_load_step_is_within_the_slo_in_every_second() -> None:
+def test_the_p99_stays_within_the_slo_in_every_second_of_a_load_step() -> None:
     """200, 800, 3,000 (three times what there is capacity for) and again 200 requests a second."""
     answers = Simulation(affine, BatchPolicy(32), slo_us=SLO_US).run(STEP)
     assert max(each_second(answers, 16)) <= SLO_US
@@ -134,7 +134,7 @@ def test_a_load_step_is_within_the_slo_in_every_second() -> None:
     assert refused(answers, 12.1) == 0
     goodput_per_s = len([a for a in answers if 8 * S <= a.arrived_us < 12 * S]) / 4
     goodput_per_s *= 1 - refused(answers, 8, 12)
-    assert goodput_per_s >= 0.85 * 1000  # nearly all that 20 rows at a time can do
+    assert goodput_per_s >= 0.85 * 1000  # nearly all the throughput of 20 rows at a time
 
 
 @pytest.mark.parametrize(
@@ -149,13 +149,13 @@ def test_a_load_step_is_within_the_slo_in_every_second() -> None:
     ],
     ids=["large", "small", "none", "the right size", "with a delay", "a short queue"],
 )
-def test_no_fixed_setting_is_within_the_slo_all_along(fixed: BatchPolicy) -> None:
+def test_no_fixed_policy_stays_within_the_slo_during_a_load_step(fixed: BatchPolicy) -> None:
     answers = Simulation(affine, fixed).run(STEP)
     assert max(each_second(answers, 16)) > SLO_US
 
 
 @pytest.mark.parametrize("slower", [0.5, 2.0], ids=["faster", "slower"])
-def test_an_engine_that_changes_its_pace_is_followed(slower: float) -> None:
+def test_the_controller_follows_an_engine_whose_speed_changes(slower: float) -> None:
     """At 6 s, batches take another time than the warm-up said."""
 
     def times(rows: int, now_us: int) -> float:
@@ -169,7 +169,7 @@ def test_an_engine_that_changes_its_pace_is_followed(slower: float) -> None:
     assert (limits[-1] > limits[50]) is (slower < 1)
 
 
-def test_noise_is_reckoned_with() -> None:
+def test_the_p99_stays_within_the_slo_when_batch_times_are_noisy() -> None:
     random = np.random.default_rng(1)
 
     def times(rows: int, now_us: int) -> float:
@@ -179,21 +179,21 @@ def test_noise_is_reckoned_with() -> None:
     assert p99_us(answers, 4) <= SLO_US
 
 
-def test_a_batch_is_reckoned_with_what_nearly_every_one_keeps_to() -> None:
+def test_the_time_of_a_batch_is_an_upper_percentile_not_the_mean() -> None:
     steering = Steering(SLO_US, BatchPolicy(8))
     for n in range(500):
         steering.record_time(8, 24_000 if n % 10 == 0 else 18_000, n)
     assert 22_000 <= steering.time_us(8) <= 26_000  # the mean is 18,600
 
 
-def test_several_engines_let_more_wait() -> None:
+def test_several_engines_raise_the_row_limit_of_the_queue() -> None:
     answers = Simulation(affine, BatchPolicy(32), slo_us=SLO_US, engines=3).run(poisson((5, 2500)))
     assert p99_us(answers) <= SLO_US
     assert refused(answers) <= 0.05
 
 
-def test_what_happens_between_batches_is_corrected_for() -> None:
-    """A batch takes 4 ms more than what is measured of it: the share of the SLO is cut."""
+def test_unmeasured_time_between_batches_is_corrected_for() -> None:
+    """A batch takes 4 ms more than is measured: the controller uses less of the SLO."""
 
     def slower(rows: int, now_us: int) -> float:
         return affine(rows, now_us) + 4000
@@ -216,7 +216,7 @@ def test_what_happens_between_batches_is_corrected_for() -> None:
     assert p99_us(answers, 0, 3) > SLO_US
 
 
-def test_the_batch_is_the_largest_that_goes_twice_into_the_slo() -> None:
+def test_the_batch_limit_is_the_largest_that_fits_twice_into_the_slo() -> None:
     steering = Steering(SLO_US, BatchPolicy(64))
     for rows in (1, 64):
         steering.record_time(rows, round(affine(rows, 0)), 0)
@@ -226,7 +226,7 @@ def test_the_batch_is_the_largest_that_goes_twice_into_the_slo() -> None:
     assert policy.queue_rows == policy.max_batch
 
 
-def test_a_size_that_was_slow_once_is_tried_again() -> None:
+def test_a_batch_size_that_was_slow_once_is_tried_again() -> None:
     steering = Steering(SLO_US, BatchPolicy(64))
     steering.record_time(8, 12_000, 0)
     steering.record_time(16, 60_000, 0)  # the machine was busy with something else
@@ -237,7 +237,7 @@ def test_a_size_that_was_slow_once_is_tried_again() -> None:
     assert steering.step(32 * S, 0).max_batch == 12
 
 
-def test_nothing_measured_means_nothing_changed() -> None:
+def test_the_policy_is_unchanged_before_anything_was_measured() -> None:
     base = BatchPolicy(32, 500, queue=7, preferred=(4,))
     assert Steering(SLO_US, base).step(0, 0) is base
 
@@ -250,8 +250,8 @@ def test_an_slo_that_cannot_be_met_is_served_in_small_batches() -> None:
     assert (policy.max_batch, policy.max_delay_us, policy.queue_rows) == (1, 0, 1)
 
 
-def test_larger_batches_are_found_out_by_trying() -> None:
-    """Nothing is known but one row, which takes a quarter of the SLO."""
+def test_larger_batches_are_tried_step_by_step() -> None:
+    """Only a batch of one row was measured: it takes a quarter of the SLO."""
     simulation = Simulation(affine, BatchPolicy(32), slo_us=SLO_US, warm=(1,))
     answers = simulation.run(poisson((20, 1500)))
     limits = [policy.max_batch for policy in simulation.policies]
@@ -260,14 +260,14 @@ def test_larger_batches_are_found_out_by_trying() -> None:
     assert p99_us(answers) <= SLO_US
 
 
-def test_rows_that_cost_next_to_nothing_are_let_in_even_where_the_slo_is_out_of_reach() -> None:
+def test_an_slo_that_cannot_be_met_still_allows_rows_that_add_little_time() -> None:
     steering = Steering(15_000, BatchPolicy(32))
     for rows in (1, 32):
         steering.record_time(rows, round(affine(rows, 0)), 0)
     assert steering.step(0, 0).max_batch == 6  # 13 ms, where one row takes 10.5
 
 
-def test_a_model_without_batching_stays_without() -> None:
+def test_a_model_without_batching_stays_unbatched() -> None:
     steering = Steering(SLO_US, BatchPolicy(0))
     steering.record_time(1, 2000, 0)
     policy = steering.step(0, 0)
@@ -278,10 +278,10 @@ def test_a_model_without_batching_stays_without() -> None:
 @pytest.mark.parametrize(
     ("per_s", "delay_us"),
     [(20, 0), (400, 0), (600, 2000), (5000, 2000)],
-    ids=["a lone client", "too few to pay", "it pays", "many"],
+    ids=["a lone client", "too few", "enough", "many"],
 )
-def test_an_idle_engine_waits_only_where_that_is_likely_to_pay(per_s: int, delay_us: int) -> None:
-    """A run apart costs 2 ms more than one together: 500 rows/s make it one row in that time."""
+def test_a_delay_is_set_only_when_requests_come_often_enough(per_s: int, delay_us: int) -> None:
+    """A separate batch costs 2 ms more than a joint one; at 500 rows/s, a row comes every 2 ms."""
     steering = Steering(SLO_US, BatchPolicy(8))
     for rows in (1, 2, 4, 8):
         steering.record_time(rows, 2000 + 100 * rows, 0)
@@ -290,7 +290,7 @@ def test_an_idle_engine_waits_only_where_that_is_likely_to_pay(per_s: int, delay
     assert policies[0].max_delay_us == 0
 
 
-def test_a_delay_that_was_given_is_the_most() -> None:
+def test_the_given_max_delay_us_is_the_upper_limit() -> None:
     steering = Steering(SLO_US, BatchPolicy(8, max_delay_us=300))
     for rows in (1, 2, 8):
         steering.record_time(rows, 2000 + 100 * rows, 0)

@@ -1,4 +1,4 @@
-"""The gRPC port of a process that has no file descriptors left."""
+"""The gRPC port of a process that has run out of file descriptors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def process(tmp_path: Path) -> Iterator[Process]:
 
 
 def waits(process: Process) -> bool:
-    """Whether it has found that it can accept nobody; both ports say it in the same words."""
+    """Whether the log says that no connection can be accepted; both ports use one message."""
     return any("connections cannot be accepted" in line for line in process.said())
 
 
@@ -35,7 +35,9 @@ def grpc_port(process: Process) -> int:
     return int(process.grpc.rpartition(":")[2])
 
 
-def test_who_was_accepted_is_served_and_who_waits_is_accepted_later(process: Process) -> None:
+def test_without_file_descriptors_open_connections_are_served_and_new_ones_accepted_later(
+    process: Process,
+) -> None:
     port = grpc_port(process)
     with contextlib.closing(Frames(port)) as first:
         assert first.call(1, infer_bytes(value=3)).status == 0
@@ -56,7 +58,9 @@ def test_who_was_accepted_is_served_and_who_waits_is_accepted_later(process: Pro
 
 
 @pytest.mark.parametrize("crowded", ["grpc", "http"])
-def test_a_crowd_at_one_port_is_survived_by_the_other(process: Process, crowded: str) -> None:
+def test_too_many_connections_at_one_port_do_not_break_the_other(
+    process: Process, crowded: str
+) -> None:
     port = grpc_port(process)
     crowd = [Frames(port) if crowded == "grpc" else Raw(process.port) for _ in range(CROWD)]
     until(lambda: waits(process))
@@ -69,7 +73,7 @@ def test_a_crowd_at_one_port_is_survived_by_the_other(process: Process, crowded:
     until(lambda: process.gauge("deploykit_held_bytes") == 0)
 
 
-def test_a_shutdown_while_it_waits_ends(process: Process) -> None:
+def test_a_server_without_file_descriptors_can_be_shut_down(process: Process) -> None:
     crowd = [Frames(grpc_port(process)) for _ in range(CROWD)]
     until(lambda: waits(process))
     process.popen.terminate()

@@ -1,4 +1,4 @@
-"""The clients that most users bring: the real tritonclient.grpc, sync, async, streaming and aio."""
+"""The real tritonclient.grpc against the server: sync, async, streaming and aio."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ def test_the_server_and_the_models_are_live_and_ready(client: Any) -> None:
     assert not client.is_model_ready("m", "2")
 
 
-def test_metadata_config_and_index(client: Any, served: Serving) -> None:
+def test_the_client_reads_metadata_config_and_repository_index(
+    client: Any, served: Serving
+) -> None:
     assert client.get_server_metadata().name == "deploykit"
     metadata = client.get_model_metadata("m")
     assert [(t.name, t.datatype, list(t.shape)) for t in metadata.inputs] == [
@@ -87,7 +89,7 @@ def test_metadata_config_and_index(client: Any, served: Serving) -> None:
 
 
 @pytest.mark.parametrize("dtype", sorted(PROTOCOL_NAMES))
-def test_each_datatype_raw(client: Any, dtype: str) -> None:
+def test_each_datatype_is_sent_and_returned_as_raw_contents(client: Any, dtype: str) -> None:
     array = sent(dtype)
     answer = client.infer(dtype, [tensor(array, PROTOCOL_NAMES[dtype])], request_id="a7")
     np.testing.assert_array_equal(answer.as_numpy("y"), array)
@@ -96,8 +98,8 @@ def test_each_datatype_raw(client: Any, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", sorted(set(PROTOCOL_NAMES) - {"float16", "bfloat16"}))
-def test_each_datatype_typed(client: Any, dtype: str) -> None:
-    """As clients in other languages send it; the answer is raw all the same."""
+def test_each_datatype_is_accepted_as_typed_contents(client: Any, dtype: str) -> None:
+    """Clients in other languages send typed contents; the answer is raw."""
     request = service_pb2.ModelInferRequest(model_name=dtype)
     array = sent(dtype)
     item = request.inputs.add(name="x", datatype=PROTOCOL_NAMES[dtype], shape=array.shape)
@@ -110,7 +112,7 @@ def test_each_datatype_typed(client: Any, dtype: str) -> None:
     np.testing.assert_array_equal(answer.as_numpy("y"), array)
 
 
-def test_chosen_outputs_and_classification(client: Any) -> None:
+def test_a_chosen_output_can_be_classified(client: Any) -> None:
     wanted = triton.InferRequestedOutput("y", class_count=2)
     answer = client.infer("m", [tensor(rows(2))], outputs=[wanted]).as_numpy("y")
     assert answer.tolist() == [
@@ -120,20 +122,22 @@ def test_chosen_outputs_and_classification(client: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (1, 4), (16, 4)])
-def test_batches_from_none_to_the_largest(client: Any, shape: tuple[int, int]) -> None:
+def test_batches_from_zero_rows_to_max_batch_are_answered(
+    client: Any, shape: tuple[int, int]
+) -> None:
     array = rows(shape[0])
     answer = client.infer("m", [tensor(array)]).as_numpy("y")
     np.testing.assert_array_equal(answer, array * 2 + 1)
 
 
-def test_a_tensor_of_10_megabytes_both_ways(client: Any) -> None:
+def test_a_tensor_of_10_megabytes_is_sent_and_returned(client: Any) -> None:
     array = rows(1, width=2_500_000)
     answer = client.infer("wide", [tensor(array)]).as_numpy("y")
     np.testing.assert_array_equal(answer, array * 2 + 1)
 
 
-def test_many_large_ones_at_once(client: Any) -> None:
-    """More bytes than one connection may hold: the windows let them come one after the other."""
+def test_many_large_requests_at_once_are_all_answered(client: Any) -> None:
+    """More bytes than one connection may buffer: flow control lets them in one after another."""
     arrays = [rows(1, number, width=2_500_000) for number in range(10)]
     answers: queue.Queue[Any] = queue.Queue()
     for number, array in enumerate(arrays):
@@ -162,7 +166,7 @@ def test_async_requests_get_their_own_answers(client: Any) -> None:
         np.testing.assert_array_equal(result.as_numpy("y"), rows(1 + number % 3, number) * 2 + 1)
 
 
-def test_a_stream_is_answered_in_order_errors_included(served: Serving) -> None:
+def test_a_stream_answers_requests_and_errors_in_order(served: Serving) -> None:
     answers: queue.Queue[Any] = queue.Queue()
     with triton.InferenceServerClient(f"127.0.0.1:{served.port}") as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
@@ -185,7 +189,7 @@ def test_a_stream_is_answered_in_order_errors_included(served: Serving) -> None:
         client.stop_stream()
 
 
-def test_the_aio_client(served: Serving) -> None:
+def test_the_aio_client_infers_and_streams(served: Serving) -> None:
     async def ask() -> None:
         async with triton_aio.InferenceServerClient(f"127.0.0.1:{served.port}") as client:
             assert await client.is_server_ready()
@@ -208,13 +212,13 @@ def test_the_aio_client(served: Serving) -> None:
 
 
 @pytest.mark.parametrize("how", ["gzip", "deflate"])
-def test_compressed_messages(client: Any, how: str) -> None:
+def test_compressed_messages_are_accepted(client: Any, how: str) -> None:
     array = rows(16)
     answer = client.infer("m", [tensor(array)], compression_algorithm=how).as_numpy("y")
     np.testing.assert_array_equal(answer, array * 2 + 1)
 
 
-def test_statistics_grow_by_what_was_asked(client: Any) -> None:
+def test_statistics_count_requests_and_rows(client: Any) -> None:
     before = client.get_inference_statistics("int8").model_stats[0]
     for _ in range(3):
         client.infer("int8", [tensor(np.zeros((4, 3), np.int8), "INT8")])
@@ -240,7 +244,7 @@ def test_statistics_grow_by_what_was_asked(client: Any) -> None:
         (rows(17), "m", "INVALID_ARGUMENT", "`max_batch`"),
     ],
 )
-def test_refusals_have_https_words(
+def test_errors_have_the_messages_of_the_http_server(
     client: Any, array: np.ndarray, name: str, status: str, said: str
 ) -> None:
     with pytest.raises(triton.InferenceServerException, match=said) as caught:
@@ -248,12 +252,12 @@ def test_refusals_have_https_words(
     assert caught.value.status() == f"StatusCode.{status}"
 
 
-def test_a_version_that_is_not_there(client: Any) -> None:
+def test_an_unknown_version_is_named_in_the_error(client: Any) -> None:
     with pytest.raises(triton.InferenceServerException, match="no version '2'"):
         client.infer("m", [tensor(rows(1))], model_version="2")
 
 
-def test_what_is_not_offered_is_unimplemented(client: Any) -> None:
+def test_methods_that_are_not_offered_are_unimplemented(client: Any) -> None:
     for call in (
         lambda: client.load_model("m"),
         lambda: client.unload_model("m"),
@@ -269,8 +273,8 @@ def test_what_is_not_offered_is_unimplemented(client: Any) -> None:
         assert caught.value.status() == "StatusCode.UNIMPLEMENTED"
 
 
-def test_another_client_that_speaks_grpc(served: Serving) -> None:
-    """With the stub of grpcio, as generated for tritonclient: the whole service is there."""
+def test_a_plain_grpcio_client_finds_every_method(served: Serving) -> None:
+    """With the stub that was generated for tritonclient: no method is missing."""
     import grpc
 
     with grpc.insecure_channel(f"127.0.0.1:{served.port}") as channel:

@@ -1,4 +1,4 @@
-"""Token, TLS, deadlines, cancelled calls, health and the end of the server."""
+"""The gRPC server: token, TLS, deadlines, cancelled calls, health and shutdown."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def ask(channel: Any, name: str, answer: str, timeout: float = WAIT_S, **options
     return call(options.pop("data", b""), timeout=timeout, **options)
 
 
-def test_a_port_in_use_is_said_with_its_option() -> None:
+def test_a_port_in_use_is_named_with_its_parameter() -> None:
     with serving() as running:
         said = pytest.raises(BadInput, match=f"`grpc_port` {running.port}: already in use")
         with said, serving(grpc_port=running.port):
             pass
 
 
-def test_the_token_is_asked_for_everything_but_health() -> None:
+def test_every_method_but_health_requires_the_token() -> None:
     with (
         serving(token=TOKEN) as running,
         grpc.insecure_channel(f"127.0.0.1:{running.port}") as channel,
@@ -78,7 +78,7 @@ def test_the_token_is_asked_for_everything_but_health() -> None:
         assert answer.name == "deploykit"
 
 
-def test_tls(tmp_path: Path) -> None:
+def test_a_tls_server_answers_tls_clients_only(tmp_path: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
     command += [
@@ -109,7 +109,7 @@ def waiting(running: Serving) -> int:
 
 
 @pytest.mark.parametrize("how", ["deadline", "parameter"])
-def test_a_call_whose_time_is_up_in_the_queue_is_not_run(
+def test_a_call_that_expires_in_the_queue_is_not_run(
     gated: tuple[Serving, GatedEngine], how: str
 ) -> None:
     running, engine = gated
@@ -133,7 +133,7 @@ def test_a_call_whose_time_is_up_in_the_queue_is_not_run(
     assert engine.fed == [1, 4]
 
 
-def test_a_deadline_is_reckoned_from_now_and_not_from_the_last_tick() -> None:
+def test_a_deadline_counts_from_the_call_not_from_the_last_tick() -> None:
     with serving() as running, frames(running.port) as client:
         running.see(running.server._ticking.cancel)
 
@@ -157,7 +157,7 @@ def test_a_call_ends_at_its_deadline_even_while_it_runs(
         assert running.see(lambda: running.server.unanswered) == 0
 
 
-def test_a_cancelled_call_leaves_the_queue(
+def test_a_cancelled_call_is_removed_from_the_queue(
     gated: tuple[Serving, GatedEngine], eventually: Any
 ) -> None:
     running, engine = gated
@@ -177,7 +177,7 @@ def test_a_cancelled_call_leaves_the_queue(
     assert engine.fed == [1, 5]
 
 
-def test_calls_of_a_connection_that_ends_leave_the_queue(
+def test_calls_of_a_closed_connection_are_removed_from_the_queue(
     gated: tuple[Serving, GatedEngine], eventually: Any
 ) -> None:
     running, engine = gated
@@ -196,7 +196,7 @@ def test_calls_of_a_connection_that_ends_leave_the_queue(
     assert engine.fed == [1]
 
 
-def test_a_full_queue_is_unavailable(gated: tuple[Serving, GatedEngine]) -> None:
+def test_a_full_queue_answers_unavailable(gated: tuple[Serving, GatedEngine]) -> None:
     running, engine = gated
     with frames(running.port) as client:
         client.open(1)
@@ -212,8 +212,10 @@ def test_a_full_queue_is_unavailable(gated: tuple[Serving, GatedEngine]) -> None
         assert [client.answer(stream).status for stream in (1, 3, 5)] == [0, 0, 0]
 
 
-def test_a_stream_waits_for_the_answers_it_is_owed(gated: tuple[Serving, GatedEngine]) -> None:
-    """Its client has ended; what does not fit into the queue is refused, in its place."""
+def test_a_half_closed_stream_stays_open_until_all_answers_are_sent(
+    gated: tuple[Serving, GatedEngine],
+) -> None:
+    """The client has closed its side; a request beyond the queue is refused in its turn."""
     running, engine = gated
     with frames(running.port) as client:
         client.open(1, STREAM)
@@ -237,7 +239,7 @@ def test_a_stream_waits_for_the_answers_it_is_owed(gated: tuple[Serving, GatedEn
     assert answer.status == 0
 
 
-def test_a_stream_is_not_read_while_it_is_owed_too_much(eventually: Any) -> None:
+def test_a_stream_with_too_many_outstanding_requests_is_not_read(eventually: Any) -> None:
     engine = GatedEngine()
     with serving({"m": engine}, Limits(outstanding=4), max_batch=1) as running:
         engine.warm = True
@@ -254,7 +256,9 @@ def test_a_stream_is_not_read_while_it_is_owed_too_much(eventually: Any) -> None
         assert engine.fed == list(range(12))
 
 
-def test_the_drain(gated: tuple[Serving, GatedEngine], eventually: Any) -> None:
+def test_during_the_drain_accepted_calls_finish_and_new_ones_are_refused(
+    gated: tuple[Serving, GatedEngine], eventually: Any
+) -> None:
     running, engine = gated
     with frames(running.port) as client, frames(running.port) as other:
         client.open(1)
@@ -279,7 +283,7 @@ def test_the_drain(gated: tuple[Serving, GatedEngine], eventually: Any) -> None:
             pass
 
 
-def test_the_end_does_not_wait_longer_than_it_may(gated: tuple[Serving, GatedEngine]) -> None:
+def test_shutdown_waits_no_longer_than_grace_s(gated: tuple[Serving, GatedEngine]) -> None:
     running, engine = gated
     with frames(running.port) as client:
         client.open(1)
@@ -290,7 +294,7 @@ def test_the_end_does_not_wait_longer_than_it_may(gated: tuple[Serving, GatedEng
         assert client.closed()
 
 
-def test_health_is_watched() -> None:
+def test_health_can_be_checked_and_watched() -> None:
     with serving() as running, grpc.insecure_channel(f"127.0.0.1:{running.port}") as channel:
         check = MESSAGES["HealthCheckRequest"]
         path = "/grpc.health.v1.Health"
@@ -313,7 +317,9 @@ def test_health_is_watched() -> None:
         seen.cancel()
 
 
-def test_large_typed_contents_are_read_aside(gated: tuple[Serving, GatedEngine]) -> None:
+def test_large_typed_contents_of_the_wrong_size_are_refused(
+    gated: tuple[Serving, GatedEngine],
+) -> None:
     running, engine = gated
     engine.gate.set()
     request = MESSAGES["ModelInferRequest"](model_name="m")
@@ -325,7 +331,7 @@ def test_large_typed_contents_are_read_aside(gated: tuple[Serving, GatedEngine])
         assert "has 4 elements, 'data' has 100000" in refused.headers["grpc-message"]
 
 
-def test_shared_memory_is_registered_and_used() -> None:
+def test_shared_memory_is_registered_and_used_for_input_and_output() -> None:
     from multiprocessing.shared_memory import SharedMemory
 
     block = SharedMemory(create=True, size=64)
@@ -370,7 +376,7 @@ def test_shared_memory_is_registered_and_used() -> None:
         block.unlink()
 
 
-def test_an_engine_that_fails_is_internal_and_says_nothing_of_the_host() -> None:
+def test_an_engine_error_is_internal_and_shows_no_file_path() -> None:
     class Failing(GatedEngine):
         def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
             if self.warm:

@@ -1,4 +1,4 @@
-"""HTTP/1.1 itself: order, limits, deadlines, hostile messages, through a real socket."""
+"""HTTP/1.1: order, limits, deadlines and malformed messages, through a real socket."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_one_connection_serves_many_requests(server: Running) -> None:
         assert status(raw) == 200
 
 
-def test_a_request_may_come_byte_by_byte(server: Running) -> None:
+def test_a_request_sent_byte_by_byte_is_answered(server: Running) -> None:
     raw = server.connect()
     for byte in numbered(1):
         raw.send(bytes([byte]))
@@ -75,7 +75,7 @@ def test_pipelined_requests_are_answered_in_order(gated: tuple[Running, GatedEng
     assert replies[2].json["outputs"][0]["data"][0] == 5
 
 
-def test_many_pipelined_requests_pause_the_reading_and_all_are_answered(server: Running) -> None:
+def test_five_hundred_pipelined_requests_are_all_answered_in_order(server: Running) -> None:
     raw = server.connect()
     sender = threading.Thread(target=raw.send, args=(b"".join(numbered(i) for i in range(500)),))
     sender.start()
@@ -88,7 +88,7 @@ def test_many_pipelined_requests_pause_the_reading_and_all_are_answered(server: 
     assert firsts == [2 * i + 1 for i in range(500)]
 
 
-def test_a_client_that_pipelines_too_much_is_read_no_further() -> None:
+def test_reading_stops_when_a_client_pipelines_too_much() -> None:
     engine = GatedEngine()
     with running({"m": engine}) as server:
         engine.warm = True
@@ -101,7 +101,7 @@ def test_a_client_that_pipelines_too_much_is_read_no_further() -> None:
         assert status(raw) == 200
 
 
-def test_connection_close_is_honoured(server: Running) -> None:
+def test_a_connection_close_header_closes_after_the_answer(server: Running) -> None:
     raw = server.connect()
     raw.send(request("GET", "/v2/health/live", Connection="close") + LIVE)
     reply = raw.reply()
@@ -110,7 +110,7 @@ def test_connection_close_is_honoured(server: Running) -> None:
     assert raw.ended()
 
 
-def test_http_1_0_closes_unless_asked_to_stay(server: Running) -> None:
+def test_http_1_0_connections_close_unless_keep_alive_is_requested(server: Running) -> None:
     raw = server.connect()
     raw.send(b"GET /v2/health/live HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
     reply = raw.reply()
@@ -140,7 +140,7 @@ def test_expect_100_continue_is_answered_before_the_body(server: Running) -> Non
     assert status(raw) == 200
 
 
-# -- hostile messages: one clear answer, then the end
+# -- malformed messages: one error answer, then the connection is closed
 
 
 HOSTILE = {
@@ -190,7 +190,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize(("data", "expected"), HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_message_is_refused_and_the_server_goes_on(
+def test_a_malformed_message_is_refused_and_the_server_keeps_serving(
     server: Running, data: bytes, expected: int
 ) -> None:
     raw = server.connect()
@@ -205,21 +205,21 @@ def test_a_hostile_message_is_refused_and_the_server_goes_on(
     assert good.json["outputs"][0]["data"] == [3, 5, 7, 9]
 
 
-def test_a_header_that_never_ends_is_refused_before_it_fills_the_memory(server: Running) -> None:
+def test_an_endless_header_is_refused_with_431(server: Running) -> None:
     raw = server.connect()
     raw.send(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nlong: ")
     raw.send(b"a" * 100_000)
     assert status(raw) == 431
 
 
-def test_too_many_chunks_are_refused() -> None:
+def test_too_many_chunks_get_413() -> None:
     with running(limits=Limits(chunks=100)) as server:
         raw = server.connect()
         raw.send(request("POST", INFER, Transfer_Encoding="chunked") + b"1\r\na\r\n" * 101)
         assert status(raw) == 413
 
 
-def test_a_trailer_that_never_ends_is_refused() -> None:
+def test_an_endless_trailer_gets_413() -> None:
     limits = Limits(header_bytes=1000, chunks=10)
     with running(limits=limits, max_body_bytes=1000) as server:
         raw = server.connect()
@@ -228,7 +228,7 @@ def test_a_trailer_that_never_ends_is_refused() -> None:
         assert status(raw) == 413
 
 
-def test_requests_before_a_broken_one_are_answered(gated: tuple[Running, GatedEngine]) -> None:
+def test_requests_before_a_malformed_one_are_answered(gated: tuple[Running, GatedEngine]) -> None:
     server, engine = gated
     raw = server.connect()
     raw.send(numbered(1) + b"nonsense\r\n\r\n")
@@ -238,13 +238,13 @@ def test_requests_before_a_broken_one_are_answered(gated: tuple[Running, GatedEn
     assert raw.ended()
 
 
-def test_a_body_of_just_the_limit_is_read(server: Running) -> None:
+def test_a_body_of_exactly_the_limit_is_read(server: Running) -> None:
     reply = server.ask("POST", INFER, b" " * 100_000)
     assert reply.status == 400
     assert "not valid JSON" in reply.json["error"]
 
 
-def test_too_many_connections_are_refused() -> None:
+def test_a_connection_above_the_limit_gets_503() -> None:
     with running(limits=Limits(connections=1)) as server:
         first = server.connect()
         first.send(LIVE)
@@ -264,7 +264,7 @@ def test_too_many_connections_are_refused() -> None:
     ],
     ids=["nothing", "half a header", "half a body"],
 )
-def test_a_client_that_stops_sending_is_let_go(
+def test_a_client_that_stops_sending_is_disconnected(
     limits: Limits, data: bytes, expected: int | None
 ) -> None:
     with running(limits=limits) as server:
@@ -274,7 +274,7 @@ def test_a_client_that_stops_sending_is_let_go(
         assert raw.ended()
 
 
-def test_an_idle_connection_is_let_go() -> None:
+def test_an_idle_connection_is_closed() -> None:
     with running(limits=Limits(idle_s=0.01)) as server:
         raw = server.connect()
         raw.send(LIVE)
@@ -282,7 +282,7 @@ def test_an_idle_connection_is_let_go() -> None:
         assert raw.ended()
 
 
-def test_waiting_for_the_engine_is_not_idling() -> None:
+def test_a_connection_that_waits_for_the_engine_is_not_idle() -> None:
     engine = GatedEngine()
     with running({"m": engine}, Limits(idle_s=0.01, header_s=0.01, body_s=0.01)) as server:
         engine.warm = True
@@ -290,23 +290,23 @@ def test_waiting_for_the_engine_is_not_idling() -> None:
         patient.send(numbered(1))
         assert engine.entered.acquire(timeout=WAIT_S)
         idle = server.connect()
-        assert idle.ended()  # the deadlines were looked at after the request was read
+        assert idle.ended()  # the deadlines were checked after the request was read
         engine.gate.set()
         assert status(patient) == 200
 
 
-def test_a_client_that_does_not_read_is_let_go(
+def test_a_client_that_does_not_read_its_answers_is_disconnected(
     eventually: Callable[[Callable[[], bool]], None],
 ) -> None:
     with running(limits=Limits(write_s=0.01)) as server:
         raw = server.connect()
-        asking = request("GET", "/metrics") * 100
+        requests = request("GET", "/metrics") * 100
         connections = server.server._listener.connections
 
         def push() -> bool:
             try:
                 raw.socket.settimeout(0.01)
-                raw.send(asking)
+                raw.send(requests)
             except OSError:
                 pass
             return not connections
@@ -318,7 +318,7 @@ def test_a_client_that_does_not_read_is_let_go(
 # -- the engine is busy
 
 
-def test_a_full_queue_answers_503_at_once(gated: tuple[Running, GatedEngine]) -> None:
+def test_a_full_queue_gets_503_at_once(gated: tuple[Running, GatedEngine]) -> None:
     server, engine = gated
     raws = [server.connect() for _ in range(6)]
     raws[0].send(numbered(0))
@@ -336,7 +336,9 @@ def test_a_full_queue_answers_503_at_once(gated: tuple[Running, GatedEngine]) ->
     assert [status(raw) for raw in raws[:5]] == [200] * 5
 
 
-def test_a_timeout_is_answered_while_the_engine_is_busy(gated: tuple[Running, GatedEngine]) -> None:
+def test_a_request_that_times_out_gets_504_while_the_engine_is_busy(
+    gated: tuple[Running, GatedEngine],
+) -> None:
     server, engine = gated
     busy, late = server.connect(), server.connect()
     busy.send(numbered(0))
@@ -348,7 +350,7 @@ def test_a_timeout_is_answered_while_the_engine_is_busy(gated: tuple[Running, Ga
     assert 7 not in engine.fed
 
 
-def test_a_hung_engine_is_answered_for_at_the_servers_own_limit() -> None:
+def test_a_request_in_a_hung_engine_gets_504_at_the_servers_time_limit() -> None:
     engine = GatedEngine()
     with running({"m": engine}, timeout_ms=1) as server:
         engine.warm = True
@@ -358,7 +360,7 @@ def test_a_hung_engine_is_answered_for_at_the_servers_own_limit() -> None:
         engine.gate.set()
 
 
-def test_the_request_of_a_client_that_left_never_reaches_the_engine(
+def test_a_disconnected_clients_request_never_reaches_the_engine(
     gated: tuple[Running, GatedEngine],
 ) -> None:
     server, engine = gated
@@ -375,7 +377,7 @@ def test_the_request_of_a_client_that_left_never_reaches_the_engine(
     assert engine.fed == [0, 8]
 
 
-def test_half_a_request_never_reaches_the_engine(gated: tuple[Running, GatedEngine]) -> None:
+def test_an_incomplete_request_never_reaches_the_engine(gated: tuple[Running, GatedEngine]) -> None:
     server, engine = gated
     gone = server.connect()
     gone.send(numbered(7)[:-1])
@@ -386,7 +388,7 @@ def test_half_a_request_never_reaches_the_engine(gated: tuple[Running, GatedEngi
 
 
 def _until_waiting(server: Running, count: int) -> None:
-    """Until `count` requests wait for the engine, as the metrics tell it."""
+    """Wait until the metrics show `count` requests in the queue."""
     line = f'deploykit_queue_depth{{model="m",version="1"}} {count}.0\n'
     for _ in range(10_000):
         if line in server.ask("GET", "/metrics").body.decode():

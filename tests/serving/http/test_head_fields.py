@@ -1,4 +1,4 @@
-"""Heads that come again are not parsed again, and are never mistaken for others."""
+"""Cached request heads: a repeated head is not parsed again, nor mistaken for another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def reader() -> HeadReader:
     return HeadReader(Limits(), AccessControl(Guard(None), loopback=True), 1000)
 
 
-def test_the_end_of_a_head_is_found_wherever_it_is_cut() -> None:
+def test_a_head_split_at_any_byte_is_parsed() -> None:
     for cut in range(len(LIVE) + 1):
         found = reader()
         used, head = found.feed(LIVE[:cut]) if cut else (0, None)
@@ -27,12 +27,12 @@ def test_the_end_of_a_head_is_found_wherever_it_is_cut() -> None:
         assert (head.method, head.path, head.refusal) == ("GET", "/v2/health/live", None)
 
 
-def test_a_request_inside_a_header_is_not_learnt_as_one(server: Running) -> None:
-    """The second packet is, byte for byte, a request; here it is the end of another's header."""
+def test_a_packet_inside_a_header_is_not_cached_as_a_head(server: Running) -> None:
+    """The second packet looks like a whole request but is the end of the first one's header."""
     inside = b"POST /v2/repository/index HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n"
     raw = server.connect()
     raw.send(b"GET /v2/health/live HTTP/1.1\r\nx: ")
-    assert server.ask("GET", "/v2").status == 200  # the first packet was read by now
+    assert server.ask("GET", "/v2").status == 200  # the first packet has been read by now
     raw.send(inside)
     first = raw.reply()
     assert first is not None
@@ -54,7 +54,7 @@ def test_the_same_head_twice_gives_two_answers(server: Running) -> None:
 
 
 @pytest.mark.parametrize("empty", [b"\r\n", b"\r\n\r\n"])
-def test_empty_lines_before_a_request_are_passed_over(server: Running, empty: bytes) -> None:
+def test_empty_lines_before_a_request_are_skipped(server: Running, empty: bytes) -> None:
     raw = server.connect()
     raw.send(empty + LIVE + empty + LIVE)
     for _ in range(2):
@@ -63,7 +63,7 @@ def test_empty_lines_before_a_request_are_passed_over(server: Running, empty: by
         assert reply.status == 200
 
 
-def test_an_offer_to_speak_something_else_is_left_unanswered(server: Running) -> None:
+def test_an_upgrade_header_is_ignored(server: Running) -> None:
     raw = server.connect()
     raw.send(request("GET", "/v2/health/live", Connection="Upgrade", Upgrade="h2c"))
     reply = raw.reply()

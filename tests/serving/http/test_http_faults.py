@@ -1,4 +1,4 @@
-"""Slow readers, no file descriptors, large bodies beside small ones, a lost device."""
+"""HTTP under faults: slow readers, no file descriptors, large bodies, a lost device."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def good(server: Running) -> int:
 
 
 @pytest.mark.parametrize("count", [1, 15_000, 16_384, 100_000, 2_000_000])
-def test_a_body_of_any_size_arrives_whole_however_it_is_cut(count: int) -> None:
-    """From one packet to many; a body that does not come with its head is received in place."""
+def test_a_body_of_any_size_split_anywhere_arrives_whole(count: int) -> None:
+    """From one packet to many; a body after its head is received directly into its buffer."""
     rows = np.random.default_rng(count).random((1, count), dtype=np.float32)
     data = binary_request(rows)
     with running({"m": free_axis()}) as server:
@@ -86,8 +86,8 @@ def test_a_body_of_any_size_arrives_whole_however_it_is_cut(count: int) -> None:
         )
         for begin, end in itertools.pairwise(cuts):
             raw.send(data[begin:end])
-        rest = data + GOOD + data  # pipelined, with a small one between
-        sender = threading.Thread(target=raw.send, args=(rest,))
+        pipelined = data + GOOD + data
+        sender = threading.Thread(target=raw.send, args=(pipelined,))
         sender.start()
         for expected in (rows, rows, None, rows):
             reply = raw.reply()
@@ -101,7 +101,7 @@ def test_a_body_of_any_size_arrives_whole_however_it_is_cut(count: int) -> None:
 
 
 def test_a_large_body_reaches_the_engine_without_a_copy() -> None:
-    """What was received is what the engine is given: aligned, and not joined from pieces."""
+    """The engine gets an aligned view of the received buffer, not a joined copy."""
     seen: list[np.ndarray] = []
 
     class Seeing(FakeEngine):
@@ -113,19 +113,19 @@ def test_a_large_body_reaches_the_engine_without_a_copy() -> None:
     rows = np.random.default_rng(0).random((1, 500_000), dtype=np.float32)
     with running({"m": engine}, max_batch=1) as server:
         raw = server.connect()
-        for name in ("", "a", "bb", "ccc"):  # so that the numbers begin at any byte of the body
+        for name in ("", "a", "bb", "ccc"):  # the values then begin at any byte of the body
             raw.send(binary_request(rows, id=name))
             reply = raw.reply()
             assert reply is not None
             assert reply.status == 200
-            given = seen[-1]
-            assert given.flags.aligned
-            assert origin(given).nbytes > rows.nbytes  # it lies where the JSON part lies too
-            np.testing.assert_array_equal(given, rows)
+            feed = seen[-1]
+            assert feed.flags.aligned
+            assert origin(feed).nbytes > rows.nbytes  # the buffer holds the JSON part too
+            np.testing.assert_array_equal(feed, rows)
 
 
 def origin(array: np.ndarray) -> np.ndarray:
-    """The array whose memory this one shows."""
+    """The array that owns this one's memory."""
     base: object = array
     while isinstance(base, memoryview) or (isinstance(base, np.ndarray) and base.base is not None):
         base = base.obj if isinstance(base, memoryview) else base.base
@@ -133,7 +133,7 @@ def origin(array: np.ndarray) -> np.ndarray:
     return base
 
 
-def test_a_length_that_is_only_claimed_takes_no_memory() -> None:
+def test_a_content_length_without_a_body_allocates_nothing() -> None:
     with running(max_body_bytes=1 << 30) as server:
         before = rss_bytes()
         raws = [server.connect() for _ in range(20)]
@@ -143,8 +143,8 @@ def test_a_length_that_is_only_claimed_takes_no_memory() -> None:
         assert rss_bytes() - before < 64 << 20
 
 
-def test_a_large_json_is_read_beside_the_others_and_in_its_turn() -> None:
-    """Replies keep the order of the requests, whichever of them took long to read."""
+def test_answers_keep_the_order_of_requests_after_a_large_json_body() -> None:
+    """A body that takes long to decode does not overtake or delay other connections."""
     count = 200_000
     body = infer_json([0.5] * count, [1, count])
     assert len(body) > 256 << 10
@@ -162,11 +162,11 @@ def test_a_large_json_is_read_beside_the_others_and_in_its_turn() -> None:
         assert replies[2].json == {"live": True}
 
 
-# -- clients that take long
+# -- slow clients
 
 
-def test_slow_clients_do_not_slow_others(eventually: Callable[[Callable[[], bool]], None]) -> None:
-    """T4: 300 silent, half-headed and half-bodied clients, and one that is good."""
+def test_slow_clients_do_not_delay_others(eventually: Callable[[Callable[[], bool]], None]) -> None:
+    """T4: 300 clients that send nothing, half a head or half a body, and one good client."""
     limits = Limits(header_s=1.0, body_s=1.0, idle_s=1.0)
     with running(limits=limits) as server:
         raws = [server.connect() for _ in range(300)]
@@ -180,7 +180,7 @@ def test_slow_clients_do_not_slow_others(eventually: Callable[[Callable[[], bool
         assert good(server) == 200
 
 
-def test_a_drip_of_bytes_does_not_move_the_deadline() -> None:
+def test_sending_byte_by_byte_does_not_extend_the_deadline() -> None:
     """T2: the limit counts from the first byte."""
     with running(limits=Limits(header_s=0.5)) as server:
         raw = server.connect()
@@ -200,12 +200,12 @@ def test_a_drip_of_bytes_does_not_move_the_deadline() -> None:
         assert b" 408 " in answer
 
 
-def test_clients_that_never_read_a_large_answer_are_dropped(
+def test_clients_that_never_read_a_large_answer_are_disconnected(
     eventually: Callable[[Callable[[], bool]], None],
 ) -> None:
     """F13, with a deadline of half a second."""
     rows = np.zeros((1, 2_000_000), np.float32)
-    asking = binary_request(rows)
+    data = binary_request(rows)
     with running({"m": free_axis()}, Limits(write_s=0.5)) as server:
         assert good(server) == 200
         before = rss_bytes()
@@ -213,7 +213,7 @@ def test_clients_that_never_read_a_large_answer_are_dropped(
         for _ in range(30):
             raw = server.connect()
             raw.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            raw.send(asking)
+            raw.send(data)
             raws.append(raw)
         assert good(server) == 200
         connections = server.server._listener.connections
@@ -241,7 +241,7 @@ def few_files() -> Iterator[subprocess.Popen[str]]:
     process.communicate(timeout=WAIT_S)
 
 
-def test_without_file_descriptors_the_server_waits_and_goes_on(
+def test_without_file_descriptors_the_server_keeps_serving_open_connections(
     few_files: subprocess.Popen[str],
 ) -> None:
     """F15."""
@@ -250,9 +250,9 @@ def test_without_file_descriptors_the_server_waits_and_goes_on(
     first = Raw(port)
     crowd = [Raw(port) for _ in range(100)]
     began_s = cpu_s(few_files.pid)
-    threading.Event().wait(1.0)  # a second, of which the processor's share is measured
+    threading.Event().wait(1.0)  # the CPU time of this second is measured
     assert cpu_s(few_files.pid) - began_s < 0.5
-    first.send(GOOD)  # accepted before: it is served
+    first.send(GOOD)  # accepted before the limit was reached: it is served
     reply = first.reply()
     assert reply is not None
     assert reply.status == 200
@@ -279,7 +279,7 @@ class Lost(GatedEngine):
         return super().__call__(feeds)
 
 
-def test_a_lost_device_ends_the_server_with_its_reason() -> None:
+def test_a_lost_device_stops_the_server_with_exit_code_3() -> None:
     engine = Lost()
     server = Server({"m": engine}, ServeOptions(http_port=0))
     caught: list[BaseException] = []
@@ -302,7 +302,7 @@ def test_a_lost_device_ends_the_server_with_its_reason() -> None:
     assert reply.status == 503
     assert "retry-after" in reply.headers
     raw.close()
-    thread.join(5.0)  # what the fault list allows
+    thread.join(5.0)  # the fault list allows five seconds
     assert not thread.is_alive()
     assert len(caught) == 1
     assert getattr(caught[0], "exit_code", None) == 3

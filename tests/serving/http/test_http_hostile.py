@@ -1,4 +1,4 @@
-"""Hostile messages over HTTP: the answer, and seven checks after each (see hostile.py)."""
+"""Hostile HTTP messages: the answer, and seven checks after each (see hostile.py)."""
 
 from __future__ import annotations
 
@@ -71,19 +71,21 @@ WIRE = {
 
 
 @pytest.mark.parametrize(("data", "status"), WIRE.values(), ids=WIRE)
-def test_the_wire(small: Running, data: bytes, status: int | tuple[int, ...]) -> None:
+def test_malformed_and_forbidden_requests_are_refused(
+    small: Running, data: bytes, status: int | tuple[int, ...]
+) -> None:
     big = len(data) > 1 << 20
     survives(small, data, status, repeats=5 if big else 100, slack_bytes=4 << 20)
 
 
-def test_a_million_chunks_of_one_byte(small: Running) -> None:
+def test_a_million_chunks_of_one_byte_are_refused(small: Running) -> None:
     """T9."""
     data = CHUNKED + b"1\r\na\r\n" * 1_000_000
     survives(small, data, (400, 413), says="65536 chunks", repeats=5)
 
 
 @pytest.mark.parametrize("value", ["99999999999", "-1", "abc", "", "1e3", "9" * 30, "9999999"])
-def test_the_length_of_the_json_part(small: Running, value: str) -> None:
+def test_a_wrong_inference_header_length_is_refused(small: Running, value: str) -> None:
     """B1 to B3."""
     data = request(
         "POST", INFER, infer_json([1] * 4, [1, 4]), Inference_Header_Content_Length=value
@@ -91,7 +93,7 @@ def test_the_length_of_the_json_part(small: Running, value: str) -> None:
     survives(small, data, 400, says="Inference-Header-Content-Length")
 
 
-def test_the_length_of_the_json_part_of_a_compressed_body(small: Running) -> None:
+def test_a_header_length_beyond_a_compressed_body_is_refused(small: Running) -> None:
     """B2."""
     data = request(
         "POST",
@@ -108,7 +110,7 @@ COMPRESSED = {
     "E1 a bomb": (gzip.compress(bytes(100 << 20), 9), "gzip", 413, "`max_body_bytes`"),
     "E1 a deflated bomb": (zlib.compress(bytes(100 << 20), 9), "deflate", 413, ""),
     "E2 cut off": (BODY[:-10], "gzip", 400, ""),
-    "E2 rubbish after it": (BODY + b"rubbish", "gzip", 400, ""),
+    "E2 trailing bytes": (BODY + b"rubbish", "gzip", 400, ""),
     "E2 plain bytes": (infer_json([1] * 4, [1, 4]), "gzip", 400, "gzip"),
     "E2 nothing": (b"", "gzip", 400, ""),
     "E3 br": (BODY, "br", 415, ""),
@@ -121,7 +123,7 @@ COMPRESSED = {
 @pytest.mark.parametrize(
     ("body", "encoding", "status", "says"), COMPRESSED.values(), ids=COMPRESSED
 )
-def test_compressed_bodies(
+def test_hostile_compressed_bodies_are_refused(
     small: Running, body: bytes, encoding: str, status: int, says: str
 ) -> None:
     data = request("POST", INFER, body, Content_Encoding=encoding)
@@ -136,10 +138,10 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_is_looked_up_and_nothing_else(
+def test_an_unknown_model_name_is_not_found_and_opens_no_file(
     small: Running, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """N1, N2, N3, N5: not found, and no file is looked for."""
+    """N1, N2, N3, N5."""
     touched: list[object] = []
     for place, attribute in (("builtins", "open"), ("os", "stat"), ("os", "open")):
         module = __import__(place)
@@ -159,13 +161,13 @@ def test_a_name_is_looked_up_and_nothing_else(
 
 
 @pytest.mark.parametrize("version", ["-1", "1e3", "../1", "01", "9" * 20, "", "%31"])
-def test_a_version_is_looked_up_and_nothing_else(small: Running, version: str) -> None:
+def test_a_malformed_version_is_not_found(small: Running, version: str) -> None:
     """N4."""
     data = request("POST", f"/v2/models/m/versions/{version}/infer", infer_json([1] * 4, [1, 4]))
     survives(small, data, (404, 400), repeats=2)
 
 
-def test_unknown_names_make_no_metrics(small: Running) -> None:
+def test_unknown_model_names_add_no_metrics(small: Running) -> None:
     """W6."""
     raw = small.connect()
     for start in range(0, 10_000, 10):
@@ -178,13 +180,13 @@ def test_unknown_names_make_no_metrics(small: Running) -> None:
     assert set(re.findall(r'model="([^"]*)"', metrics)) == {"m"}
 
 
-def test_what_a_client_sends_is_escaped_in_the_log(small: Running) -> None:
+def test_a_request_target_is_escaped_in_the_log(small: Running) -> None:
     target = "/v2/models/a%0aERROR\x1b[2J\xe9"
     survives(small, f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode(), (404, 400))
 
 
-def test_the_decoded_size_counts_too() -> None:
-    """B8: 2.6 million zeros as JSON are small, as FP32 they are above the limit."""
+def test_json_that_decodes_above_the_body_limit_gets_413() -> None:
+    """B8: 2.6 million zeros are below the limit as JSON and above it as FP32."""
     engine = FakeEngine()
     engine.inputs = (TensorSpec("x", "float32", ("N", "T")),)
     engine.outputs = (TensorSpec("y", "float32", ("N", "T")),)
@@ -197,8 +199,8 @@ def test_the_decoded_size_counts_too() -> None:
         assert server.ask("POST", INFER, infer_json([1] * 4, [1, 4])).status == 200
 
 
-def test_a_neighbour_in_the_batch_is_answered_as_if_alone() -> None:
-    """D10, and the fourth check: NaN and infinity beside a good row change nothing in it."""
+def test_nan_in_one_request_does_not_change_others_in_its_batch() -> None:
+    """D10, and the fourth check: the answer equals that of the request alone, byte for byte."""
     with running() as server:
         rows = np.array([[1, 2, 3, 4]], np.float32)
         alone = server.ask("POST", INFER, infer_json(rows[0].tolist(), [1, 4])).body

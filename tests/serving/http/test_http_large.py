@@ -1,4 +1,4 @@
-"""Requests and answers that take long to read or to write: others are not held up by them."""
+"""Large JSON requests and answers: they are offloaded and do not delay other clients."""
 
 from __future__ import annotations
 
@@ -36,29 +36,29 @@ def zeros(count: int) -> bytes:
     return f'{{"inputs":[{{{item}}}],{wanted}}}'.encode()
 
 
-def test_thirty_megabytes_of_json_hold_nobody_up(server: Running) -> None:
-    """B8: on a thread of the server the longest wait was 1.9 s, as JSON keeps Python's lock."""
+def test_thirty_megabytes_of_json_do_not_delay_other_requests(server: Running) -> None:
+    """B8: in a thread of the server the longest wait was 1.9 s, as JSON holds the GIL."""
     body = zeros(15_000_000)
     replies = []
-    asking = threading.Thread(target=lambda: replies.append(server.ask("POST", INFER, body)))
+    sender = threading.Thread(target=lambda: replies.append(server.ask("POST", INFER, body)))
     raw = server.connect()
     longest_s = 0.0
-    asking.start()
-    while asking.is_alive():
+    sender.start()
+    while sender.is_alive():
         begin_s = time.monotonic()
         raw.send(LIVE)
         reply = raw.reply()
         assert reply is not None
         longest_s = max(longest_s, time.monotonic() - begin_s)
-    asking.join()
+    sender.join()
     assert replies[0].status == 200
     assert len(replies[0].body) > 60_000_000
     assert longest_s < 1.0
 
 
 @pytest.mark.parametrize("count", [1000, 150_000, 700_000])
-def test_an_answer_is_the_same_wherever_it_is_read(server: Running, count: int) -> None:
-    """On the loop, on a thread, in the other process; plain and compressed."""
+def test_an_answer_is_the_same_wherever_its_json_is_decoded(server: Running, count: int) -> None:
+    """On the event loop, in a thread or in the JSON worker; plain and compressed."""
     body = infer_json([0.5] * count, [1, count])
     plain = server.ask("POST", INFER, body)
     assert plain.status == 200
@@ -70,14 +70,14 @@ def test_an_answer_is_the_same_wherever_it_is_read(server: Running, count: int) 
     assert gzip.decompress(small.body) == plain.body
 
 
-def test_what_is_wrong_is_said_wherever_it_is_found(server: Running) -> None:
+def test_an_error_is_the_same_wherever_the_json_is_decoded(server: Running) -> None:
     for count in (10, 150_000, 700_000):
         reply = server.ask("POST", INFER, infer_json([0.5] * count, [1, count + 1]))
         assert reply.status == 400
         assert f"'data' has {count}" in reply.json["error"]
 
 
-def test_a_reader_that_was_killed_is_replaced(server: Running) -> None:
+def test_a_killed_json_worker_is_replaced(server: Running) -> None:
     body = zeros(1_000_000)
     assert server.ask("POST", INFER, body).status == 200
     process = server.server._worker._process
@@ -91,7 +91,7 @@ def test_a_reader_that_was_killed_is_replaced(server: Running) -> None:
     assert server.ask("POST", INFER, body).status == 200
 
 
-def test_what_is_being_read_when_the_end_begins_is_answered(
+def test_a_body_being_decoded_at_shutdown_is_answered(
     eventually: Callable[[Callable[[], bool]], None],
 ) -> None:
     engine = FakeEngine()
@@ -112,22 +112,22 @@ def test_what_is_being_read_when_the_end_begins_is_answered(
         assert server.stop() == 0
 
 
-def test_it_ends_with_the_server() -> None:
-    with JsonWorker() as reader:
-        assert reader.run(sum, [1, 2, 3]) == 6
-        process = reader._process
+def test_closing_the_json_worker_ends_its_process() -> None:
+    with JsonWorker() as worker:
+        assert worker.run(sum, [1, 2, 3]) == 6
+        process = worker._process
         assert process is not None
     assert process.returncode is not None
     with pytest.raises(Overloaded, match="shutting down"):
-        reader.run(sum, [1])
+        worker.run(sum, [1])
 
 
 def refuse(limit: int) -> None:
     raise TooLarge(f"above {limit}", hint="send less")
 
 
-def test_an_error_comes_back_as_it_was_raised() -> None:
-    with JsonWorker() as reader:
+def test_an_error_in_the_json_worker_keeps_its_type_and_hint() -> None:
+    with JsonWorker() as worker:
         with pytest.raises(TooLarge, match="above 5") as caught:
-            reader.run(refuse, 5)
+            worker.run(refuse, 5)
         assert caught.value.hint == "send less"

@@ -25,12 +25,12 @@ INFER = "/v2/models/m/infer"
         ("/v2/health/live?verbose=1", {"live": True}),
     ],
 )
-def test_health(server: Running, target: str, expected: object) -> None:
+def test_health_and_readiness_routes_answer(server: Running, target: str, expected: object) -> None:
     reply = server.ask("GET", target)
     assert (reply.status, reply.json) == (200, expected)
 
 
-def test_the_server_advertises_what_it_does(server: Running) -> None:
+def test_the_server_metadata_lists_the_extensions(server: Running) -> None:
     document = server.ask("GET", "/v2").json
     assert document["name"] == "deploykit"
     assert {"binary_tensor_data", "model_configuration", "statistics"} <= set(
@@ -39,7 +39,7 @@ def test_the_server_advertises_what_it_does(server: Running) -> None:
 
 
 @pytest.mark.parametrize("base", ["/v2/models/m", "/v2/models/m/versions/1"])
-def test_metadata_and_config_differ_by_the_batch_axis(server: Running, base: str) -> None:
+def test_metadata_includes_the_batch_axis_and_config_does_not(server: Running, base: str) -> None:
     metadata, config = (server.ask("GET", base + end).json for end in ("", "/config"))
     assert metadata["versions"] == ["1"]
     assert metadata["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}]
@@ -48,7 +48,7 @@ def test_metadata_and_config_differ_by_the_batch_axis(server: Running, base: str
     assert config["dynamic_batching"]["max_queue_delay_microseconds"] == 0
 
 
-def test_a_fixed_first_axis_is_not_batched() -> None:
+def test_a_model_with_a_fixed_first_axis_is_not_batched() -> None:
     engine = FakeEngine()
     engine.inputs = (TensorSpec("x", "float32", (2, 4)),)
     engine.outputs = (TensorSpec("y", "float32", (2, 4)),)
@@ -61,14 +61,14 @@ def test_a_fixed_first_axis_is_not_batched() -> None:
         assert server.ask("POST", INFER, infer_json([0] * 4, [1, 4])).status == 400
 
 
-def test_outputs_with_another_first_axis_are_not_batched() -> None:
+def test_a_model_whose_output_has_another_first_axis_is_not_batched() -> None:
     engine = FakeEngine()
     engine.outputs = (TensorSpec("y", "float32", ("found", 4)),)
     with running({"m": engine}) as server:
         assert server.ask("GET", "/v2/models/m/config").json["max_batch_size"] == 0
 
 
-def test_max_batch_is_that_of_the_engine_when_it_is_smaller() -> None:
+def test_max_batch_is_limited_by_the_engine() -> None:
     with running({"m": FakeEngine(max_batch=3)}) as server:
         assert server.ask("GET", "/v2/models/m/config").json["max_batch_size"] == 3
         reply = server.ask("POST", INFER, infer_json([0] * 16, [4, 4]))
@@ -82,7 +82,7 @@ def test_the_engine_is_warmed_up_before_the_first_request() -> None:
         assert {1, 8} <= set(engine.batches)
 
 
-def test_infer_answers_with_the_id_and_the_numbers(server: Running) -> None:
+def test_infer_returns_the_id_and_the_outputs(server: Running) -> None:
     reply = server.ask("POST", INFER, infer_json([1, 2, 3, 4], [1, 4], id="a\n\u001b[2Jé"))
     assert reply.status == 200
     assert reply.headers["content-type"] == "application/json"
@@ -94,7 +94,7 @@ def test_infer_answers_with_the_id_and_the_numbers(server: Running) -> None:
     }
 
 
-def test_infer_with_bytes_both_ways(server: Running) -> None:
+def test_infer_accepts_and_returns_binary_tensors(server: Running) -> None:
     rows = np.arange(8, dtype=np.float32).reshape(2, 4)
     item = {
         "name": "x",
@@ -168,7 +168,7 @@ def test_an_unknown_route_is_not_found(server: Running, target: str) -> None:
         "/v2/logging",
     ],
 )
-def test_what_is_not_offered_says_so(server: Running, target: str) -> None:
+def test_a_protocol_route_that_is_not_offered_gets_501(server: Running, target: str) -> None:
     reply = server.ask("POST", target, b"{}")
     assert reply.status == 501
     assert "not offered" in reply.json["error"]
@@ -186,7 +186,7 @@ def test_what_is_not_offered_says_so(server: Running, target: str) -> None:
         ("PUT", "/metrics", "GET, HEAD"),
     ],
 )
-def test_a_wrong_verb_is_not_allowed(server: Running, method: str, target: str, allow: str) -> None:
+def test_a_wrong_method_gets_405(server: Running, method: str, target: str, allow: str) -> None:
     reply = server.ask(method, target)
     assert reply.status == 405
     assert reply.headers["allow"] == allow
@@ -195,7 +195,9 @@ def test_a_wrong_verb_is_not_allowed(server: Running, method: str, target: str, 
 
 
 @pytest.mark.parametrize("target", ["/v2/health/live", "/v2/health/ready", "/v2/models/m/ready"])
-def test_head_has_the_headers_of_get_and_no_body(server: Running, target: str) -> None:
+def test_a_head_request_gets_the_headers_of_get_without_a_body(
+    server: Running, target: str
+) -> None:
     raw = server.connect()
     raw.send(f"HEAD {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
     head = raw.reply(body=False)
@@ -208,7 +210,7 @@ def test_head_has_the_headers_of_get_and_no_body(server: Running, target: str) -
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff" * 50, b'{"inputs": [5]}'])
-def test_a_bad_body_is_400_and_the_connection_goes_on(server: Running, body: bytes) -> None:
+def test_a_bad_body_gets_400_and_the_connection_stays_open(server: Running, body: bytes) -> None:
     raw = server.connect()
     for content, status in ((body, 400), (GOOD, 200)):
         size = f"Host: localhost\r\nContent-Length: {len(content)}\r\n\r\n".encode()
@@ -234,7 +236,7 @@ def test_two_models_answer_by_their_names() -> None:
         assert names == ["a", "b.2"]
 
 
-def test_nan_in_a_json_output_asks_for_binary() -> None:
+def test_nan_in_a_json_output_is_refused_with_a_hint_at_binary_data() -> None:
     class Nan(FakeEngine):
         def __call__(self, feeds):
             return {"y": super().__call__(feeds)["y"] * np.float32("nan")}

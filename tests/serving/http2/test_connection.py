@@ -1,4 +1,4 @@
-"""What comes over HTTP/2 that no client of good will sends, and what must come of it."""
+"""Malformed and hostile HTTP/2: each gets the error that the standard names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROTOCOL_ERROR, FLOW_CONTROL_ERROR, FRAME_SIZE_ERROR, COMPRESSION_ERROR, CALM = 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Serving]:
-    """One server for everything here; after each test it must answer as before."""
+    """One server for this file; after each test it must still answer."""
     models = {"m": FakeEngine(), "wide": FakeEngine(width=1_000_000)}
     with serving(models, max_body_bytes=8 << 20) as running:
         yield running
@@ -47,7 +47,7 @@ def client(served: Serving) -> Iterator[Frames]:
         assert first_value(after.call(1, infer_bytes(value=20))) == 41
 
 
-def test_a_message_of_the_largest_size_is_taken_and_one_byte_more_is_not() -> None:
+def test_a_message_of_exactly_the_size_limit_is_accepted() -> None:
     size = len(infer_bytes())
     with serving(max_body_bytes=size) as running, frames(running.port) as client:
         assert client.call(1, infer_bytes(value=2)).status == 0
@@ -56,14 +56,14 @@ def test_a_message_of_the_largest_size_is_taken_and_one_byte_more_is_not() -> No
         assert "`max_body_bytes`" in refused.headers["grpc-message"]
 
 
-def test_a_large_message_is_refused_before_it_has_come(client: Frames) -> None:
+def test_a_message_above_the_limit_is_refused_before_it_arrives(client: Frames) -> None:
     client.open(1)
     client.send(0, 0, 1, b"\0" + (1 << 31).to_bytes(4, "big"))
     refused = client.answer(1)
     assert refused.status == RESOURCE_EXHAUSTED
     client.until(lambda: refused.reset is not None)
     assert refused.reset == 0
-    client.send(0, 1, 1, b"the rest")  # it was on its way
+    client.send(0, 1, 1, b"late data")  # it was already under way
     assert client.call(3, infer_bytes()).status == 0
 
 
@@ -75,27 +75,29 @@ def test_a_large_message_is_refused_before_it_has_come(client: Frames) -> None:
         (b"", "there is no model ''"),
     ],
 )
-def test_messages_that_are_no_protobuf(client: Frames, data: bytes, said: str) -> None:
+def test_messages_that_are_not_protobuf_are_invalid_arguments(
+    client: Frames, data: bytes, said: str
+) -> None:
     answer = client.call(1, data)
     assert answer.status in (INVALID_ARGUMENT, 5)
     assert said in answer.headers["grpc-message"]
     assert client.call(3, b"\xff", LIVE).status == INVALID_ARGUMENT
 
 
-def test_methods_that_there_are_not(client: Frames) -> None:
+def test_unknown_methods_are_unimplemented(client: Frames) -> None:
     for stream, path in enumerate(("/inference.GRPCInferenceService/Nothing", "/", "", "x" * 9000)):
         answer = client.call(2 * stream + 1, b"", path)
         assert answer.status == UNIMPLEMENTED
 
 
-def test_what_is_not_grpc(client: Frames) -> None:
+def test_http2_requests_that_are_not_grpc_are_unimplemented(client: Frames) -> None:
     client.open(1, **{":method": "GET"}, flags=5)
     assert client.answer(1).status == UNIMPLEMENTED
     client.open(3, content_type="application/json", flags=5)
     assert client.answer(3).status == UNIMPLEMENTED
 
 
-def test_calls_with_no_message_half_a_message_and_two(client: Frames) -> None:
+def test_unary_calls_need_exactly_one_whole_message(client: Frames) -> None:
     client.open(1, flags=5)
     assert "no message" in client.answer(1).headers["grpc-message"]
     client.open(3)
@@ -108,7 +110,7 @@ def test_calls_with_no_message_half_a_message_and_two(client: Frames) -> None:
     assert [client.answers[n].status for n in (1, 3, 5)] == [INVALID_ARGUMENT] * 3
 
 
-def test_a_message_in_frames_of_one_byte_with_padding(client: Frames) -> None:
+def test_a_message_in_padded_frames_of_one_byte_is_read(client: Frames) -> None:
     data = infer_bytes(value=5)
     data = b"\0" + len(data).to_bytes(4, "big") + data
     client.open(1)
@@ -117,7 +119,7 @@ def test_a_message_in_frames_of_one_byte_with_padding(client: Frames) -> None:
     assert first_value(client.answer(1)) == 11
 
 
-def test_headers_in_many_frames_with_padding_and_priority(client: Frames) -> None:
+def test_headers_in_many_frames_with_padding_and_priority_are_read(client: Frames) -> None:
     pairs = {":method": "POST", ":path": INFER, "content-type": "application/grpc+proto"}
     block = client.encoder.encode(list(pairs.items()))
     client.send(1, 8 | 32, 1, b"\2" + b"\0\0\0\0\7" + block[:3] + b"\0\0")
@@ -127,7 +129,7 @@ def test_headers_in_many_frames_with_padding_and_priority(client: Frames) -> Non
     assert first_value(client.answer(1)) == 5
 
 
-def test_equal_header_blocks_mean_what_the_table_says_now(client: Frames) -> None:
+def test_equal_header_blocks_are_decoded_with_the_current_dynamic_table(client: Frames) -> None:
     """`be` is the first entry of the dynamic table; a new entry moves it."""
     start = client.encoder.encode([(":method", "POST"), ("content-type", "application/grpc")])
 
@@ -137,7 +139,7 @@ def test_equal_header_blocks_mean_what_the_table_says_now(client: Frames) -> Non
         return client.answer(stream).status
 
     def newest(path: str) -> bytes:
-        return b"\x44" + bytes([len(path)]) + path.encode()  # :path, to be kept
+        return b"\x44" + bytes([len(path)]) + path.encode()  # :path, added to the table
 
     assert ask(1, start + newest(LIVE)) == 0
     plain = b"\x83\x0f\x10\x10application/grpc\xbe"
@@ -155,14 +157,16 @@ def test_equal_header_blocks_mean_what_the_table_says_now(client: Frames) -> Non
         ({"grpc_timeout": "1x"}, "'1x'"),
     ],
 )
-def test_headers_that_are_refused(client: Frames, metadata: dict[str, str], said: str) -> None:
+def test_too_many_headers_and_a_malformed_timeout_are_refused(
+    client: Frames, metadata: dict[str, str], said: str
+) -> None:
     refused = client.call(1, infer_bytes(), **metadata)
     assert refused.status in (RESOURCE_EXHAUSTED, INVALID_ARGUMENT)
     assert said in refused.headers["grpc-message"]
     assert client.call(3, infer_bytes()).status == 0
 
 
-def test_headers_of_a_megabyte(client: Frames) -> None:
+def test_a_header_block_of_a_megabyte_closes_the_connection(client: Frames) -> None:
     client.send(1, 0, 1, b"\x00\x01a" + b"\x7f" * 16000)
     with contextlib.suppress(ConnectionError):  # it need not read all of it
         for _ in range(64):
@@ -171,8 +175,10 @@ def test_headers_of_a_megabyte(client: Frames) -> None:
     assert client.goaway == CALM
 
 
-def test_a_small_block_that_stands_for_much(client: Frames) -> None:
-    """One large entry of the table, and then one byte for each time that it is meant."""
+def test_a_header_block_that_decompresses_to_megabytes_closes_the_connection(
+    client: Frames,
+) -> None:
+    """One large entry of the dynamic table, then one byte for each reference to it."""
     entry = b"\x40\x01a\x7f\x81\x1e" + b"x" * 4000
     client.send(1, 4, 1, entry + b"\xbe" * 10_000)
     assert client.closed()
@@ -182,7 +188,7 @@ def test_a_small_block_that_stands_for_much(client: Frames) -> None:
 @pytest.mark.parametrize(
     "block", [b"\xff\xff\xff\xff\xff\xff", b"\x80", b"\xc5", b"\x40", b"\x3f\xff\x7f"]
 )
-def test_headers_that_are_no_hpack(client: Frames, block: bytes) -> None:
+def test_headers_that_are_not_hpack_close_the_connection(client: Frames, block: bytes) -> None:
     client.send(1, 4, 1, block)
     assert client.closed()
     assert client.goaway == COMPRESSION_ERROR
@@ -204,10 +210,10 @@ def test_headers_that_are_no_hpack(client: Frames, block: bytes) -> None:
         ([(4, 0, 0, b"\0\4\xff\xff\xff\xff")], FLOW_CONTROL_ERROR),
         ([(4, 0, 0, b"\0\5\0\0\0\1")], PROTOCOL_ERROR),
         ([(1, 4, 2, b"\x82")], PROTOCOL_ERROR),  # a stream that is not the client's
-        ([(1, 0, 1, b"\x82"), (6, 0, 0, bytes(8))], PROTOCOL_ERROR),  # amid headers
+        ([(1, 0, 1, b"\x82"), (6, 0, 0, bytes(8))], PROTOCOL_ERROR),  # within a header block
         ([(1, 0, 1, b"\x82"), (9, 4, 3, b"")], PROTOCOL_ERROR),
-        ([(9, 4, 1, b"")], PROTOCOL_ERROR),  # headers go on that had not begun
-        ([(1, 12, 1, b"\x09\x82")], PROTOCOL_ERROR),  # more padding than frame
+        ([(9, 4, 1, b"")], PROTOCOL_ERROR),  # a continuation without headers
+        ([(1, 12, 1, b"\x09\x82")], PROTOCOL_ERROR),  # more padding than the frame is long
         ([(1, 12, 1, b"")], PROTOCOL_ERROR),
         ([(6, 0, 0, bytes(8))] * 3000, CALM),  # pings
         ([(4, 0, 0, b"")] * 3000, CALM),
@@ -216,7 +222,9 @@ def test_headers_that_are_no_hpack(client: Frames, block: bytes) -> None:
     ],
     ids=lambda value: f"{value[0][0]}x{len(value)}" if isinstance(value, list) else str(value),
 )
-def test_frames_that_end_the_connection(client: Frames, send: Any, code: int) -> None:
+def test_invalid_frames_close_the_connection_with_their_error_code(
+    client: Frames, send: Any, code: int
+) -> None:
     with contextlib.suppress(ConnectionError):
         client.socket.sendall(b"".join(packed(*frame) for frame in send))
     assert client.closed()
@@ -230,8 +238,8 @@ def test_unknown_frames_and_settings_are_ignored(client: Frames) -> None:
     assert client.call(1, infer_bytes()).status == 0
 
 
-def test_opened_and_reset_again_and_again() -> None:
-    """CVE-2023-44487: it ends, and what was queued has left the queue."""
+def test_rapid_reset_closes_the_connection_and_empties_the_queue() -> None:
+    """CVE-2023-44487."""
     data = infer_bytes()
     limits = Limits(empty_frames=100)
     with serving(limits=limits) as running, frames(running.port) as client:
@@ -245,7 +253,7 @@ def test_opened_and_reset_again_and_again() -> None:
         assert running.see(lambda: running.server.unanswered) == 0
 
 
-def test_more_calls_at_once_than_allowed() -> None:
+def test_a_stream_above_the_limit_is_refused() -> None:
     with serving(limits=Limits(streams=3)) as running, frames(running.port) as client:
         for stream in (1, 3, 5, 7):
             client.open(stream)
@@ -262,7 +270,7 @@ def compressed(client: Frames, stream: int, data: bytes, encoding: str) -> Answe
     return client.answer(stream)
 
 
-def test_compressed_messages_are_bounded() -> None:
+def test_a_compressed_message_above_the_limit_is_refused() -> None:
     with serving(max_body_bytes=100_000) as running, frames(running.port) as client:
         bomb = zlib.compress(bytes(50_000_000), 9)
         refused = compressed(client, 1, bomb, "deflate")
@@ -282,14 +290,14 @@ def test_compressed_messages_are_bounded() -> None:
         b"PRI * HTTP/3",
     ],
 )
-def test_what_is_no_http2_is_closed(served: Serving, hello: bytes) -> None:
+def test_a_client_that_does_not_speak_http2_is_disconnected(served: Serving, hello: bytes) -> None:
     with frames(served.port, greet=False) as client:
         client.socket.sendall(hello)
         assert client.closed()
         assert client.goaway == PROTOCOL_ERROR
 
 
-def test_the_greeting_may_come_byte_by_byte(served: Serving) -> None:
+def test_a_connection_preface_sent_byte_by_byte_is_read(served: Serving) -> None:
     with frames(served.port, greet=False) as client:
         client.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for byte in b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n":
@@ -298,7 +306,7 @@ def test_the_greeting_may_come_byte_by_byte(served: Serving) -> None:
         assert client.call(1, infer_bytes()).status == 0
 
 
-def test_more_connections_than_allowed() -> None:
+def test_a_connection_above_the_limit_is_closed() -> None:
     limits = Limits(connections=2)
     with serving(limits=limits) as running, frames(running.port) as a, frames(running.port) as b:
         assert a.call(1, infer_bytes()).status == 0

@@ -1,4 +1,4 @@
-"""Windows, slow clients and clients that do not read: nothing is held that nobody takes."""
+"""HTTP/2 flow control: windows, slow clients, and clients that do not read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROTOCOL_ERROR, FLOW_CONTROL_ERROR, FRAME_SIZE_ERROR, COMPRESSION_ERROR, CALM = 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Serving]:
-    """One server for everything here; after each test it must answer as before."""
+    """One server for this file; after each test it must still answer."""
     models = {"m": FakeEngine(), "wide": FakeEngine(width=1_000_000)}
     with serving(models, max_body_bytes=8 << 20) as running:
         yield running
@@ -45,7 +45,7 @@ def client(served: Serving) -> Iterator[Frames]:
         assert first_value(after.call(1, infer_bytes(value=20))) == 41
 
 
-def test_more_data_than_the_window_allows(client: Frames) -> None:
+def test_more_data_than_the_window_allows_closes_the_connection(client: Frames) -> None:
     client.open(1)
     client.send(0, 0, 1, b"\0" + (4 << 20).to_bytes(4, "big") + bytes(1000))
     client.until(lambda: 1 in client.updates)  # it may send the message, and no more
@@ -61,8 +61,8 @@ def test_more_data_than_the_window_allows(client: Frames) -> None:
     assert client.goaway == FLOW_CONTROL_ERROR
 
 
-def test_large_messages_wait_for_each_other() -> None:
-    """A connection holds four of the largest; the fifth may go on when one has come."""
+def test_a_connection_gives_windows_to_four_large_messages_at_a_time() -> None:
+    """A connection buffers four of the largest messages; the fifth waits until one has ended."""
     size = 8 << 20
     prefix = b"\0" + size.to_bytes(4, "big")
     with serving(max_body_bytes=size) as running, frames(running.port) as client:
@@ -70,8 +70,8 @@ def test_large_messages_wait_for_each_other() -> None:
             client.open(stream)
             client.send(0, 0, stream, prefix)
         client.settle()
-        given = [stream for stream in (1, 3, 5, 7, 9) if stream in client.updates]
-        assert given == [1, 3, 5, 7]
+        granted = [stream for stream in (1, 3, 5, 7, 9) if stream in client.updates]
+        assert granted == [1, 3, 5, 7]
         client.send(3, 0, 3, (8).to_bytes(4, "big"))
         client.settle()
         assert 9 in client.updates
@@ -95,8 +95,8 @@ def test_answers_wait_for_the_clients_window(served: Serving) -> None:
         assert (answer.status, first_value(answer)) == (0, 7)
 
 
-def test_a_large_answer_goes_out_as_the_connection_lets_it(served: Serving) -> None:
-    """4 MB through the first 65535 bytes of window, opened bit by bit."""
+def test_a_large_answer_is_sent_as_the_connection_window_allows(served: Serving) -> None:
+    """4 MB through the first 65535 bytes of window, which is then extended step by step."""
     request = infer_bytes(value=3, width=1_000_000, model_name="wide")
     with frames(served.port, settings=b"\0\4\x7f\xff\xff\xff") as client:
         client.open(1)
@@ -109,7 +109,7 @@ def test_a_large_answer_goes_out_as_the_connection_lets_it(served: Serving) -> N
     assert np.frombuffer(data[-4_000_000:], np.float32).tolist()[::999_999] == [7, 7]
 
 
-def test_clients_that_are_too_slow() -> None:
+def test_clients_that_exceed_a_time_limit_are_disconnected() -> None:
     quick = Limits(header_s=0.2, body_s=0.2, write_s=0.2, idle_s=1.0)
     with serving(limits=quick) as running:
         with frames(running.port, greet=False) as silent:
@@ -122,10 +122,10 @@ def test_clients_that_are_too_slow() -> None:
             body.send(0, 0, 1, b"\0\0")
             assert body.answer(1).status == DEADLINE_EXCEEDED
             assert body.call(3, infer_bytes()).status == 0
-        with frames(running.port, settings=b"\0\4\0\0\0\0") as deaf:
-            deaf.open(1)
-            deaf.message(1, infer_bytes())
-            assert deaf.closed()
+        with frames(running.port, settings=b"\0\4\0\0\0\0") as no_window:
+            no_window.open(1)
+            no_window.message(1, infer_bytes())
+            assert no_window.closed()
         with frames(running.port) as idle:
             assert idle.call(1, infer_bytes()).status == 0
             assert idle.closed()
@@ -137,7 +137,7 @@ def test_clients_that_are_too_slow() -> None:
         assert running.see(lambda: running.server.unanswered) == 0
 
 
-def test_a_client_that_does_not_read_is_left(eventually: Any) -> None:
+def test_a_client_that_does_not_read_is_disconnected(eventually: Any) -> None:
     models = {"wide": FakeEngine(width=1_000_000)}
     request = infer_bytes(width=1_000_000, model_name="wide")
     window = b"\0\4\x7f\xff\xff\xff"
@@ -146,15 +146,17 @@ def test_a_client_that_does_not_read_is_left(eventually: Any) -> None:
         frames(running.port, settings=window) as client,
     ):
         client.send(8, 0, 0, (1 << 30).to_bytes(4, "big"))
-        with contextlib.suppress(ConnectionError):  # it may be left before it has sent all
+        with contextlib.suppress(
+            ConnectionError
+        ):  # the server may disconnect it before it has sent everything
             for stream in (1, 3, 5, 7):
                 client.open(stream)
                 client.message(stream, request)
         eventually(lambda: not running.see(lambda: running.server._shared.connections))
 
 
-def test_a_stream_of_a_thousand_errors_does_not_pile_up(served: Serving, client: Frames) -> None:
-    """Each is answered before the next is read, and none is read that the client cannot take."""
+def test_unsent_error_answers_of_a_stream_are_bounded(served: Serving, client: Frames) -> None:
+    """Each request is answered before the next is read, and none is read without a window."""
     client.open(1, STREAM)
     piece = b"\0" + (3).to_bytes(4, "big") + b"\xff\xff\xff"
     for _ in range(20):

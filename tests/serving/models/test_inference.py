@@ -1,4 +1,4 @@
-"""What HTTP and gRPC share on the way of a request: each outcome is counted once."""
+"""The inference path that HTTP and gRPC share: each outcome is counted once."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def ask(rows: int = 1) -> Request:
     return Request(feeds, rows, (("x", "FP32", (4,)),), (RequestedOutput("y", True),))
 
 
-def test_the_configuration_shows_how_batches_are_formed() -> None:
+def test_the_configuration_shows_the_batching_options() -> None:
     repository = ModelRepository(
         {"m": [FakeEngine(), FakeEngine()]},
         ServeOptions(max_batch=8, max_delay_us=500, preferred=(8, 4)),
@@ -51,21 +51,21 @@ def test_the_configuration_names_the_gpu() -> None:
     }
 
 
-def test_what_an_engine_notes_is_shown_once() -> None:
+def test_equal_notes_of_two_engines_are_shown_once() -> None:
     engines = [FakeEngine(), FakeEngine()]
     for engine in engines:
-        engine.notes = ("runs on the CPU: asked for cuda:0",)  # type: ignore[attr-defined]
+        engine.notes = ("runs on the CPU: requested cuda:0",)  # type: ignore[attr-defined]
     repository = ModelRepository({"m": engines}, ServeOptions())
-    assert repository.find("m").notes == ("runs on the CPU: asked for cuda:0",)
+    assert repository.find("m").notes == ("runs on the CPU: requested cuda:0",)
     repository.close()
 
 
-def test_engines_of_one_model_must_be_alike() -> None:
+def test_engines_of_one_model_must_have_the_same_inputs() -> None:
     with pytest.raises(BadInput, match="the inputs of one engine are"):
         ModelRepository({"m": [FakeEngine(), FakeEngine(width=5)]}, ServeOptions())
 
 
-def test_a_watcher_that_comes_later_is_told_too_also_of_new_engines() -> None:
+def test_a_watcher_added_later_sees_the_runs_of_replaced_engines() -> None:
     seen: list[object] = []
 
     class Notes(Watcher):
@@ -81,7 +81,7 @@ def test_a_watcher_that_comes_later_is_told_too_also_of_new_engines() -> None:
     assert repository.statistics()["model_stats"][0]["inference_count"] == 1
 
 
-def test_with_an_slo_the_batch_is_steered_from_what_the_warm_up_took() -> None:
+def test_with_an_slo_the_batch_limit_follows_from_warm_up_times() -> None:
     clock = Clock()
     repository = ModelRepository(
         {"m": TimedEngine(clock, 1000, 1000)}, ServeOptions(slo_ms=20), clock_us=clock
@@ -97,7 +97,7 @@ def test_with_an_slo_the_batch_is_steered_from_what_the_warm_up_took() -> None:
     assert 'deploykit_queue_limit_rows{model="m",version="1"} 8.0\n' in shown
 
 
-def test_what_cannot_meet_the_slo_is_refused_with_a_reason() -> None:
+def test_a_request_that_cannot_meet_the_slo_is_refused() -> None:
     clock, engine = Clock(), GatedEngine()
     repository = ModelRepository(
         {"m": engine}, ServeOptions(max_batch=1, slo_ms=0.1), clock_us=clock
@@ -121,7 +121,7 @@ def test_what_cannot_meet_the_slo_is_refused_with_a_reason() -> None:
 
 
 class Plus(GatedEngine):
-    """Adds `more` to what a FakeEngine answers."""
+    """Adds `more` to the output of a FakeEngine."""
 
     def __init__(self, more: float = 0, **options: Any) -> None:
         super().__init__(**options)
@@ -131,7 +131,7 @@ class Plus(GatedEngine):
         return {"y": super().__call__(feeds)["y"] + np.float32(self.more)}
 
 
-def test_what_was_taken_is_finished_by_the_old_engine_which_is_then_closed() -> None:
+def test_a_replaced_engine_finishes_its_requests_and_is_closed() -> None:
     old, new = Plus(0), Plus(100)
     repository = ModelRepository({"m": old}, ServeOptions(max_batch=2))
     model = repository.find("m")
@@ -157,7 +157,7 @@ def test_what_was_taken_is_finished_by_the_old_engine_which_is_then_closed() -> 
     assert old.batches == [1, 2, 2]
 
 
-def test_a_deadline_holds_for_what_an_old_engine_has() -> None:
+def test_a_deadline_applies_to_requests_of_a_replaced_engine() -> None:
     clock, old = Clock(), Plus()
     repository = ModelRepository({"m": old}, ServeOptions(timeout_ms=1), clock_us=clock)
     old.warm = True
@@ -182,7 +182,7 @@ def test_a_deadline_holds_for_what_an_old_engine_has() -> None:
     ],
     ids=["another shape", "smaller batches", "none"],
 )
-def test_engines_that_clients_would_notice_are_refused(
+def test_replacement_engines_must_accept_the_same_requests(
     engine: FakeEngine | None, match: str
 ) -> None:
     old = FakeEngine()
@@ -192,11 +192,11 @@ def test_engines_that_clients_would_notice_are_refused(
     pending = repository.find("m").submit(ask(), lambda _: None)
     repository.close()
     assert pending.error is None
-    assert not old.closed  # it is still the caller's
+    assert not old.closed  # the caller still owns it
     assert engine is None or not engine.closed
 
 
-def test_engines_that_fail_to_warm_up_change_nothing() -> None:
+def test_engines_that_fail_to_warm_up_do_not_replace_the_old_ones() -> None:
     class Broken(FakeEngine):
         def __call__(self, _feeds: Any) -> dict[str, np.ndarray]:
             raise RuntimeError("boom")
@@ -209,14 +209,14 @@ def test_engines_that_fail_to_warm_up_change_nothing() -> None:
     assert pending.error is None
 
 
-def test_no_engines_are_taken_after_the_end() -> None:
+def test_replacing_engines_after_close_is_refused() -> None:
     repository = ModelRepository({"m": FakeEngine()}, ServeOptions())
     repository.close()
     with pytest.raises(Overloaded, match="shutting down"):
         repository.replace("m", [FakeEngine()])
 
 
-def test_replacing_under_load_fails_no_request() -> None:
+def test_replacing_engines_under_load_fails_no_request() -> None:
     """Requests from another thread all the while engines are replaced again and again."""
     repository = ModelRepository({"m": Plus()}, ServeOptions(queue=1 << 20))
     model = repository.find("m")

@@ -1,4 +1,4 @@
-"""An engine's file is replaced while it serves: faults F4 and F5."""
+"""Reloading a model's file while it serves: faults F4 and F5."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ FEEDS = {"x": np.ones((1, 4), np.float32)}
 KEY = (("x", "FP32", (4,)),)
 
 
-def model(path: Path, value: float, *, width: int = 4, beside: bool = False) -> Path:
-    """Write y = x + value, the value in a file of its own with `beside`."""
+def model(path: Path, value: float, *, width: int = 4, external: bool = False) -> Path:
+    """Write y = x + value; with `external` the value is in a separate file."""
     weights = numpy_helper.from_array(np.full((1, width), value, np.float32), "w")
     graph = helper.make_graph(
         [helper.make_node("Add", ["x", "w"], ["y"])],
@@ -43,17 +43,17 @@ def model(path: Path, value: float, *, width: int = 4, beside: bool = False) -> 
         [weights],
     )
     found = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    onnx.save(found, path, save_as_external_data=beside, location="w.bin", size_threshold=0)
+    onnx.save(found, path, save_as_external_data=external, location="w.bin", size_threshold=0)
     return path
 
 
-def placed(new: Path, path: Path) -> None:
-    """As a careful user or our own `build` replaces a file."""
+def replace(new: Path, path: Path) -> None:
+    """Rename over the old file, as `build` does."""
     new.replace(path)
 
 
 class Serving:
-    """A ModelRepository of one ONNX file, asked all the time by two threads, and its Reloader."""
+    """A ModelRepository of one ONNX file, called all the time by two threads, and its Reloader."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -66,7 +66,7 @@ class Serving:
         self._ended = threading.Event()
         self.failures: list[DeploykitError] = []
         self.seen: set[float] = set()
-        self._threads = [threading.Thread(target=self._ask_on) for _ in range(2)]
+        self._threads = [threading.Thread(target=self._send_requests) for _ in range(2)]
         for thread in self._threads:
             thread.start()
 
@@ -87,7 +87,7 @@ class Serving:
         assert answered.wait(LIMIT_S)
         return found[0].error or float(found[0].outputs["y"][0, 0])
 
-    def _ask_on(self) -> None:
+    def _send_requests(self) -> None:
         while not self._ended.is_set():
             answer = self.ask()
             if isinstance(answer, DeploykitError):
@@ -95,8 +95,8 @@ class Serving:
             else:
                 self.seen.add(answer)
 
-    def look(self) -> None:
-        """Twice, as only what stays the same is loaded."""
+    def poll_twice(self) -> None:
+        """A file is loaded when it is unchanged between two polls."""
         self.reloader.poll()
         self.reloader.poll()
 
@@ -119,19 +119,19 @@ def test_a_replaced_file_serves_without_a_failed_request(
     serving: Serving, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "deploykit.serving.models.reload")
-    serving.look()
+    serving.poll_twice()
     assert serving.loaded == []  # nothing changed
     assert serving.ask() == 2.0
     for number in (2, 3, 4, 5):
-        placed(model(tmp_path / "new.onnx", number), serving.path)
+        replace(model(tmp_path / "new.onnx", number), serving.path)
         serving.reloader.poll()
-        assert serving.ask() == number  # the one before: the new one may not be whole yet
+        assert serving.ask() == number  # still the old model: the new file may not be complete yet
         serving.reloader.poll()
         assert serving.ask() == number + 1
-        serving.look()
+        serving.poll_twice()
     serving.close()
     assert serving.failures == []
-    assert serving.seen  # by those that asked all the while
+    assert serving.seen
     assert serving.seen <= {2.0, 3.0, 4.0, 5.0, 6.0}
     assert [record.getMessage() for record in caplog.records] == [
         "model 'm': m.onnx was replaced and is in use"
@@ -139,10 +139,10 @@ def test_a_replaced_file_serves_without_a_failed_request(
     assert counts(serving.reloader) == (4, 0)
 
 
-def test_the_engines_before_are_closed_once_idle(serving: Serving, tmp_path: Path) -> None:
+def test_replaced_engines_are_closed_once_idle(serving: Serving, tmp_path: Path) -> None:
     for number in (2, 3):
-        placed(model(tmp_path / "new.onnx", number), serving.path)
-        serving.look()
+        replace(model(tmp_path / "new.onnx", number), serving.path)
+        serving.poll_twice()
     serving.close()
     for engine in serving.loaded:
         with pytest.raises(DeploykitError, match="closed"):
@@ -179,14 +179,14 @@ WHY = {
 
 
 @pytest.mark.parametrize("fault", BAD)
-def test_f5_a_bad_new_file_leaves_the_old_engine_serving(
+def test_f5_a_bad_new_file_leaves_the_old_engine_serving_and_is_reported_once(
     serving: Serving, tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     BAD[fault](serving.path)
     for _ in range(5):
-        serving.look()
+        serving.poll_twice()
     assert serving.ask() == 2.0
-    assert len(caplog.records) == 1  # told, and tried, once
+    assert len(caplog.records) == 1  # reported once
     reason = serving.reloader.error("m")
     assert reason is not None
     assert reason in caplog.messages[0]
@@ -199,8 +199,8 @@ def test_f5_a_bad_new_file_leaves_the_old_engine_serving(
 
     if fault == "a folder":
         serving.path.rmdir()
-    placed(model(tmp_path / "new.onnx", 7.0), serving.path)
-    serving.look()
+    replace(model(tmp_path / "new.onnx", 7.0), serving.path)
+    serving.poll_twice()
     assert serving.ask() == 8.0
     assert serving.reloader.error("m") is None
     assert counts(serving.reloader)[1] == 0
@@ -208,10 +208,10 @@ def test_f5_a_bad_new_file_leaves_the_old_engine_serving(
     assert serving.failures == []
 
 
-def test_a_file_being_written_is_left_alone_until_it_is_whole(
+def test_a_file_being_written_is_not_loaded_until_it_is_complete(
     serving: Serving, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As `cp` does it: longer at each look."""
+    """As `cp` writes it: longer at each poll."""
     whole = model(tmp_path / "new.onnx", 2.0).read_bytes()
     with serving.path.open("wb") as file:
         for at in range(0, len(whole), 40):
@@ -220,7 +220,7 @@ def test_a_file_being_written_is_left_alone_until_it_is_whole(
             serving.reloader.poll()
     assert caplog.records == []
     assert serving.ask() == 2.0
-    serving.look()
+    serving.poll_twice()
     assert serving.ask() == 3.0
 
 
@@ -233,16 +233,16 @@ def test_a_file_changed_while_it_is_loaded_is_loaded_again(
     def slow() -> list[Engine]:
         engines = real()
         if later:
-            placed(later.pop(), serving.path)
+            replace(later.pop(), serving.path)
         return engines
 
     serving.reloader._sources["m"].load = slow
-    placed(model(tmp_path / "new.onnx", 2.0), serving.path)
-    serving.look()
+    replace(model(tmp_path / "new.onnx", 2.0), serving.path)
+    serving.poll_twice()
     assert serving.ask() == 2.0
     with pytest.raises(DeploykitError, match="closed"):
         serving.loaded[0](FEEDS)
-    serving.look()
+    serving.poll_twice()
     assert serving.ask() == 10.0
 
 
@@ -253,7 +253,7 @@ def test_a_change_during_the_start_is_not_missed(tmp_path: Path) -> None:
         load(path, "cpu") as first,
         contextlib.closing(ModelRepository({"m": first}, ServeOptions())) as repository,
     ):
-        placed(model(tmp_path / "new.onnx", 2.0), path)
+        replace(model(tmp_path / "new.onnx", 2.0), path)
         with Reloader(repository, {"m": source}, poll_s=3600) as reloader:
             reloader.poll()
             reloader.poll()
@@ -261,18 +261,20 @@ def test_a_change_during_the_start_is_not_missed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changed", ["w.bin", "m.onnx.json"])
-def test_weights_and_manifest_count_as_the_file(tmp_path: Path, changed: str) -> None:
-    path = model(tmp_path / "m.onnx", 1.0, beside=True)
+def test_a_change_of_weights_or_manifest_is_a_change_of_the_model(
+    tmp_path: Path, changed: str
+) -> None:
+    path = model(tmp_path / "m.onnx", 1.0, external=True)
     source = Source(path, list)
     before = source.files()
     (tmp_path / changed).write_bytes(b"\0" * 100)
     assert source.files() != before
 
 
-def test_a_manifest_counts_only_for_a_file_that_was_refused(
+def test_a_changed_manifest_reloads_only_a_model_that_was_refused(
     serving: Serving, tmp_path: Path
 ) -> None:
-    """Opening a file may write into its manifest; and a manifest may come after its file."""
+    """Opening a model may update its manifest, and a manifest may be copied after its model."""
     manifest = tmp_path / "m.onnx.json"
     real = serving.load
 
@@ -284,32 +286,32 @@ def test_a_manifest_counts_only_for_a_file_that_was_refused(
 
     serving.reloader._sources["m"].load = proven
     manifest.write_text("{}")
-    serving.look()
+    serving.poll_twice()
     assert serving.loaded == []
     manifest.unlink()
-    placed(model(tmp_path / "new.onnx", 2.0), serving.path)
-    serving.look()
+    replace(model(tmp_path / "new.onnx", 2.0), serving.path)
+    serving.poll_twice()
     assert serving.reloader.error("m") == "m.onnx: its manifest is missing"
     manifest.write_text("{}")
-    serving.look()
+    serving.poll_twice()
     assert serving.ask() == 3.0
     for _ in range(3):
-        serving.look()
+        serving.poll_twice()
     assert len(serving.loaded) == 1
 
 
-def test_weights_beside_are_reloaded_too(tmp_path: Path) -> None:
-    serving = Serving(model(tmp_path / "m.onnx", 1.0, beside=True))
+def test_replaced_external_weights_are_reloaded(tmp_path: Path) -> None:
+    serving = Serving(model(tmp_path / "m.onnx", 1.0, external=True))
     with contextlib.closing(serving):
         other = tmp_path / "other"
         other.mkdir()
-        model(other / "m.onnx", 5.0, beside=True)
-        placed(other / "w.bin", tmp_path / "w.bin")
-        serving.look()
+        model(other / "m.onnx", 5.0, external=True)
+        replace(other / "w.bin", tmp_path / "w.bin")
+        serving.poll_twice()
         assert serving.ask() == 6.0
 
 
-def test_the_thread_looks_by_itself_and_ends(tmp_path: Path, eventually) -> None:
+def test_the_reload_thread_polls_and_ends_on_close(tmp_path: Path, eventually) -> None:
     path = model(tmp_path / "m.onnx", 1.0)
     source = Source(path, lambda: [load(path, "cpu")])
     with (
@@ -317,18 +319,20 @@ def test_the_thread_looks_by_itself_and_ends(tmp_path: Path, eventually) -> None
         contextlib.closing(ModelRepository({"m": first}, ServeOptions())) as repository,
     ):
         with Reloader(repository, {"m": source}, poll_s=0.01) as reloader:
-            placed(model(tmp_path / "new.onnx", 2.0), path)
+            replace(model(tmp_path / "new.onnx", 2.0), path)
             eventually(lambda: counts(reloader)[0] == 1)
         assert not [each for each in threading.enumerate() if each.name == "reload"]
 
 
-def test_a_loader_that_breaks_is_no_end(serving: Serving, tmp_path: Path) -> None:
+def test_an_unexpected_error_in_the_loader_keeps_the_old_engine(
+    serving: Serving, tmp_path: Path
+) -> None:
     def broken() -> list[Engine]:
         raise ZeroDivisionError("division by zero")
 
     serving.reloader._sources["m"].load = broken
-    placed(model(tmp_path / "new.onnx", 2.0), serving.path)
-    serving.look()
+    replace(model(tmp_path / "new.onnx", 2.0), serving.path)
+    serving.poll_twice()
     assert serving.reloader.error("m") == "ZeroDivisionError: division by zero"
     assert serving.ask() == 2.0
 
@@ -355,7 +359,7 @@ sys.stdout.write("alive")
     reason=f"onnxruntime {onnxruntime.__version__} maps the weights itself",
 )
 def test_f4_truncated_weights_do_not_end_the_process(tmp_path: Path) -> None:
-    """ONNX Runtime maps weights beside a model: reading them then was a SIGBUS (-7)."""
+    """ONNX Runtime maps external weights: reading truncated ones was a SIGBUS (-7)."""
     table = np.random.default_rng(0).standard_normal((1000, 2000), dtype=np.float32)
     graph = helper.make_graph(
         [helper.make_node("Gather", ["w", "i"], ["y"])],

@@ -1,3 +1,5 @@
+"""The repository: names, options, readiness, statistics and metrics of the served models."""
+
 from __future__ import annotations
 
 import threading
@@ -35,13 +37,13 @@ def test_a_name_that_could_be_a_path_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["m", "resnet-18_v1.5", "..m", "a" * 128])
-def test_a_plain_name_is_taken(name: str) -> None:
+def test_a_plain_name_is_accepted(name: str) -> None:
     repository = ModelRepository({name: FakeEngine()}, ServeOptions())
     assert repository.find(name).name == name
     repository.close()
 
 
-def test_no_model_at_all_is_refused() -> None:
+def test_an_empty_repository_is_refused() -> None:
     with pytest.raises(BadInput, match="no model"):
         ModelRepository({}, ServeOptions())
 
@@ -63,7 +65,7 @@ def test_an_option_out_of_range_is_named(name: str, value: int) -> None:
         ServeOptions(**{name: value})
 
 
-def test_a_model_without_inputs_is_refused_and_no_thread_is_left() -> None:
+def test_a_model_without_inputs_is_refused_and_leaves_no_thread() -> None:
     engine = FakeEngine()
     engine.inputs = ()
     before = threading.active_count()
@@ -81,7 +83,7 @@ def test_an_unknown_model_is_not_found() -> None:
     repository.close()
 
 
-def test_a_draining_service_takes_nothing_and_says_so() -> None:
+def test_a_draining_repository_refuses_requests_and_is_not_ready() -> None:
     repository = ModelRepository({"m": FakeEngine()}, ServeOptions())
     assert repository.why_not_ready() is None
     repository.drain()
@@ -107,7 +109,7 @@ def test_several_engines_of_one_name_share_its_queue() -> None:
         engine.entered = engines[0].entered
     repository = ModelRepository({"m": engines}, ServeOptions())
     model = repository.find("m")
-    for _ in range(2):  # the second runs while the first is held
+    for _ in range(2):  # the second runs while the first is blocked
         model.submit(ask(), lambda _: None)
         assert engines[0].entered.acquire(timeout=WAIT_S)
     for engine in engines:
@@ -116,7 +118,7 @@ def test_several_engines_of_one_name_share_its_queue() -> None:
     assert model.config()["instance_group"] == [{"name": "m_0", "count": 2, "kind": "KIND_CPU"}]
 
 
-def test_what_the_client_sent_along_reaches_the_batcher() -> None:
+def test_priority_trace_and_decode_time_reach_the_batcher() -> None:
     repository = ModelRepository({"m": FakeEngine()}, ServeOptions())
     model = repository.find("m")
     pending = model.submit(ask(priority=3), lambda _: None, trace="00-ab-cd-01", decode_us=7)
@@ -171,15 +173,15 @@ def test_a_hung_engine_is_not_ready_until_it_returns() -> None:
     repository.close()
 
 
-def test_shared_memory_is_there_only_if_it_was_asked_for() -> None:
-    for asked in (False, True):
-        repository = ModelRepository({"m": FakeEngine()}, ServeOptions(shared_memory=asked))
-        assert (repository.memory is not None) is asked
-        assert ("system_shared_memory" in repository.metadata()["extensions"]) is asked
+def test_shared_memory_is_offered_only_with_the_option() -> None:
+    for enabled in (False, True):
+        repository = ModelRepository({"m": FakeEngine()}, ServeOptions(shared_memory=enabled))
+        assert (repository.memory is not None) is enabled
+        assert ("system_shared_memory" in repository.metadata()["extensions"]) is enabled
         repository.close()
 
 
-def test_statistics_of_one_batch() -> None:
+def test_statistics_count_rows_and_batches() -> None:
     repository = ModelRepository({"m": FakeEngine()}, ServeOptions())
     model = repository.find("m")
     model.submit(ask(3), lambda _: None)
@@ -193,7 +195,7 @@ def test_statistics_of_one_batch() -> None:
     )
 
 
-def test_every_request_of_a_batch_is_counted_and_charged_its_whole_time() -> None:
+def test_each_request_is_charged_the_whole_time_of_its_batch() -> None:
     engine = GatedEngine()
     engine.warm = True
     repository = ModelRepository({"m": engine}, ServeOptions())
@@ -214,7 +216,7 @@ def test_every_request_of_a_batch_is_counted_and_charged_its_whole_time() -> Non
     assert stats["inference_stats"]["compute_infer"]["ns"] == charged_ns
 
 
-def test_failures_are_told_apart() -> None:
+def test_failures_are_counted_by_outcome() -> None:
     class Broken(FakeEngine):
         def __call__(self, _feeds: Any) -> dict[str, np.ndarray]:
             raise RuntimeError("broken")
@@ -234,7 +236,7 @@ def test_failures_are_told_apart() -> None:
     assert repository.statistics()["model_stats"][0]["inference_stats"]["fail"]["count"] == 2
 
 
-def test_every_line_of_the_metrics_is_prometheus_text() -> None:
+def test_every_metrics_line_belongs_to_a_declared_family() -> None:
     repository = ModelRepository({"a": FakeEngine(), "b": FakeEngine()}, ServeOptions())
     repository.add_metrics(lambda: [Sample("deploykit_held_bytes", {}, 1)])
     lines = exposition(repository.samples())[0].decode().splitlines()

@@ -1,4 +1,4 @@
-"""The shadow check: what is sampled, how answers are compared, when there is an alarm."""
+"""The shadow check: sampling, comparison of outputs, and the alarm."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Eventually = Callable[[Callable[[], bool]], None]
 
 
 def answered(x: np.ndarray, y: np.ndarray) -> Pending:
-    """A request that ended well."""
+    """A request that succeeded."""
     return Pending({"x": x}, len(x), (), lambda _: None, 0, 0, 0, outputs={"y": y})
 
 
@@ -57,7 +57,7 @@ def value(shadow: Shadow, name: str) -> float:
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.01, 0.1, 0.5, 1.0])
-def test_the_share_sampled_is_the_rate_evenly(rate: float) -> None:
+def test_requests_are_sampled_evenly_at_the_rate(rate: float) -> None:
     engine = GatedEngine()
     with shadowed(engine, rate) as shadow:
         taken: list[int] = []
@@ -68,7 +68,7 @@ def test_the_share_sampled_is_the_rate_evenly(rate: float) -> None:
     if 0 < rate < 1:
         gaps = np.diff(taken)
         assert gaps.max() <= 3 / rate
-        for period in (2, 10, 100):  # users that take turns are all sampled
+        for period in (2, 10, 100):  # clients that take turns are all sampled
             seen = {number % period for number in taken}
             assert len(seen) >= 0.4 * min(period, len(taken))
 
@@ -94,7 +94,7 @@ def test_disagreements_are_counted_by_row_and_raise_an_alarm(
         eventually(lambda: value(shadow, "total") == 8)
         assert value(shadow, "disagreements_total") == 2
         assert value(shadow, "max_error") == math.inf
-        assert value(shadow, "alarm") == 0  # two rows are no share yet
+        assert value(shadow, "alarm") == 0  # too few rows for a share
         for _ in range(3):
             shadow.record_run(run_of(answered(x, wrong)))
         eventually(lambda: value(shadow, "total") == 32)
@@ -102,7 +102,7 @@ def test_disagreements_are_counted_by_row_and_raise_an_alarm(
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
         assert "shadow of model 'm': 4 of the last 16 rows disagree" in caplog.messages[0]
 
-        x = rows(WINDOW_ROWS)  # it looks at the last rows only
+        x = rows(WINDOW_ROWS)  # only the last rows count
         shadow.record_run(run_of(answered(x, 2 * x + 1)))
         eventually(lambda: value(shadow, "total") == 32 + WINDOW_ROWS)
         assert value(shadow, "alarm") == 0
@@ -113,7 +113,7 @@ def test_disagreements_are_counted_by_row_and_raise_an_alarm(
         assert "100 of the last 100 rows" in caplog.messages[1]
 
 
-def test_serving_does_not_wait_for_a_slow_reference(eventually: Eventually) -> None:
+def test_samples_are_dropped_when_the_reference_is_slow(eventually: Eventually) -> None:
     engine = GatedEngine()
     engine.warm = True
     with shadowed(engine) as shadow:
@@ -121,12 +121,12 @@ def test_serving_does_not_wait_for_a_slow_reference(eventually: Eventually) -> N
         for _ in range(QUEUE + 20):
             shadow.record_run(run_of(answered(x, 2 * x + 1)))
         dropped = value(shadow, "dropped_total")
-        assert 19 <= dropped <= 20  # one may be with the reference
+        assert 19 <= dropped <= 20  # one sample may be in the reference
         engine.gate.set()
         eventually(lambda: value(shadow, "total") == QUEUE + 20 - dropped)
 
 
-def test_large_samples_are_bounded_by_their_bytes(
+def test_queued_samples_are_limited_by_their_bytes(
     eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shadow_module, "QUEUE_BYTES", 100)
@@ -138,7 +138,7 @@ def test_large_samples_are_bounded_by_their_bytes(
             shadow.record_run(run_of(answered(x, 2 * x + 1)))
         assert 2 <= value(shadow, "dropped_total") <= 3
         engine.gate.set()
-    with shadowed(FakeEngine()) as shadow:  # what was compared takes none of the room
+    with shadowed(FakeEngine()) as shadow:  # compared samples free their bytes
         for count in range(1, 9):
             shadow.record_run(run_of(answered(x, 2 * x + 1)))
             eventually(lambda count=count: value(shadow, "total") == count)
@@ -146,7 +146,7 @@ def test_large_samples_are_bounded_by_their_bytes(
 
 
 def test_a_sample_is_a_copy(eventually: Eventually) -> None:
-    """What the request's buffers hold later is none of its business."""
+    """The request's buffers may be reused after its answer."""
     engine = GatedEngine()
     engine.warm = True
     with shadowed(engine) as shadow:
@@ -159,7 +159,7 @@ def test_a_sample_is_a_copy(eventually: Eventually) -> None:
         assert value(shadow, "disagreements_total") == 0
 
 
-def test_a_reference_that_fails_is_told_and_counted(
+def test_a_failing_reference_is_logged_and_counted_as_dropped(
     eventually: Eventually, caplog: pytest.LogCaptureFixture
 ) -> None:
     with shadowed(FakeEngine(max_batch=1)) as shadow:
@@ -170,13 +170,13 @@ def test_a_reference_that_fails_is_told_and_counted(
     assert "the reference failed: BadInput: fake: batch 2 is above 1" in caplog.messages[0]
 
 
-def test_closing_ends_the_thread_and_leaves_the_engine(eventually: Eventually) -> None:
+def test_close_ends_the_thread_and_does_not_close_the_engine(eventually: Eventually) -> None:
     engine = FakeEngine()
     with shadowed(engine) as shadow:
         pass
     assert not [each for each in threading.enumerate() if each.name == "shadow m"]
     assert not engine.closed
-    shadow.record_run(run_of(answered(rows(1), rows(1))))  # a batch that ends after it is no error
+    shadow.record_run(run_of(answered(rows(1), rows(1))))  # a batch that ends later is not an error
     assert value(shadow, "dropped_total") == 1
 
 
@@ -189,7 +189,7 @@ class Drifting(FakeEngine):
         return {"y": y}
 
 
-def test_a_live_server_is_watched(eventually: Eventually) -> None:
+def test_a_shadow_counts_disagreements_of_a_live_server(eventually: Eventually) -> None:
     engine = Drifting()
     with running({"m": engine}) as server, shadowed(FakeEngine()) as shadow:
         server.server.repository.models["m"].watch(shadow)
@@ -201,7 +201,7 @@ def test_a_live_server_is_watched(eventually: Eventually) -> None:
         assert value(shadow, "alarm") == 1
 
 
-# how outputs compare
+# comparison of outputs
 
 
 def floats(*values: float) -> np.ndarray:
@@ -210,7 +210,7 @@ def floats(*values: float) -> np.ndarray:
 
 SCORES = floats(0.0, 10.0, 5.0)
 COMPARED: dict[str, tuple[np.ndarray, np.ndarray, bool]] = {
-    "scores that wander": (floats(0.5, 9.5, 5.0), SCORES, True),
+    "scores within a tenth": (floats(0.5, 9.5, 5.0), SCORES, True),
     "scores off by more than a tenth": (floats(0.0, 8.9, 5.0), SCORES, False),
     "another largest score": (floats(0.0, 9.96, 9.97), floats(0.0, 9.97, 9.96), False),
     "a single number within 1 %": (floats(99.1), floats(100.0), True),
@@ -232,19 +232,19 @@ COMPARED: dict[str, tuple[np.ndarray, np.ndarray, bool]] = {
     "equal integers": (np.array([[3, 4]]), np.array([[3, 4]]), True),
     "other integers": (np.array([[3, 5]]), np.array([[3, 4]]), False),
     "another shape": (floats(1.0, 2.0), floats(1.0), False),
-    "texts": (np.array([["a"]], object), np.array([["b"]], object), False),
+    "strings": (np.array([["a"]], object), np.array([["b"]], object), False),
     "no values": (np.empty((1, 0), np.float32), np.empty((1, 0), np.float32), True),
 }
 
 
 @pytest.mark.parametrize("case", COMPARED)
-def test_when_a_row_disagrees(case: str) -> None:
+def test_a_row_disagrees_beyond_the_tolerance_of_its_output(case: str) -> None:
     got, want, agrees = COMPARED[case]
     found = compare({"y": got}, {"y": want}, 1e-2, batched=True)
     assert (found.rows, found.disagreements) == (1, 0 if agrees else 1)
 
 
-def test_one_output_is_enough_to_disagree_and_a_missing_one_too() -> None:
+def test_one_different_or_missing_output_is_a_disagreement() -> None:
     good, bad = floats(1.0), floats(2.0)
     assert compare({"a": good, "b": bad}, {"a": good, "b": good}, 1e-2, batched=True) == Comparison(
         1, 1, 1.0
@@ -252,7 +252,7 @@ def test_one_output_is_enough_to_disagree_and_a_missing_one_too() -> None:
     assert compare({"a": good}, {"a": good, "b": good}, 1e-2, batched=True).disagreements == 1
 
 
-def test_without_a_batch_axis_an_answer_is_one_row() -> None:
+def test_without_a_batch_axis_the_whole_answer_is_one_row() -> None:
     got, want = np.ones((5, 3), np.float32), np.ones((5, 3), np.float32)
     got[4, 2] = 7
     assert compare({"y": got}, {"y": want}, 1e-2, batched=False) == Comparison(1, 1, 6.0)
@@ -262,7 +262,7 @@ def test_without_a_batch_axis_an_answer_is_one_row() -> None:
     ("wrong", "count", "threshold", "alarm"),
     [
         (0, 0, 0.0, False),
-        (2, 2, 0.01, False),  # too few to speak of a share
+        (2, 2, 0.01, False),  # too few for a share
         (3, 3, 0.01, True),
         (3, 50, 0.01, True),
         (3, 300, 0.01, False),  # just the share allowed
@@ -273,11 +273,13 @@ def test_without_a_batch_axis_an_answer_is_one_row() -> None:
         (5, 100_000, 0.0, True),
     ],
 )
-def test_when_there_is_an_alarm(wrong: int, count: int, threshold: float, alarm: bool) -> None:
+def test_the_alarm_needs_a_share_certainly_above_the_threshold(
+    wrong: int, count: int, threshold: float, alarm: bool
+) -> None:
     assert exceeds(wrong, count, threshold) is alarm
 
 
-def test_the_lower_bound_is_wilsons() -> None:
+def test_the_lower_bound_is_that_of_wilsons_interval() -> None:
     """10 of 100 with 95 %: 0.0552 to 0.1744 (Wilson 1927; any table)."""
     assert exceeds(10, 100, 0.0551)
     assert not exceeds(10, 100, 0.0553)

@@ -1,4 +1,4 @@
-"""What is run before a server is ready, and what is learnt from it."""
+"""The warm-up before a server is ready, and the batch times measured in it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.serving.warming import Clock, Lengths, TimedEngine, warmed
     ],
     ids=["one row", "powers of two", "preferred sizes first"],
 )
-def test_every_foreseen_batch_is_warmed_up(options: dict[str, Any], batches: list[int]) -> None:
+def test_expected_batch_sizes_are_warmed_up(options: dict[str, Any], batches: list[int]) -> None:
     engine = FakeEngine()
     warmed(engine, **options)
     assert engine.batches == batches
@@ -40,7 +40,7 @@ def test_every_engine_is_warmed_up() -> None:
     assert [engine.batches for engine in engines] == [[1, 2], [1, 2]]
 
 
-def test_sizes_nobody_asked_for_are_warmed_up_only_while_that_is_quick() -> None:
+def test_intermediate_sizes_are_warmed_up_only_while_they_are_quick() -> None:
     clock = Clock()
     row_us = BETWEEN_US // 8
     warm = WarmUp("m", TimedEngine(clock, 0, row_us), clock, max_batch=64)
@@ -50,7 +50,7 @@ def test_sizes_nobody_asked_for_are_warmed_up_only_while_that_is_quick() -> None
     assert notes == ()
 
 
-def test_times_that_count_are_taken_from_a_second_run() -> None:
+def test_with_an_slo_times_are_taken_from_a_second_run() -> None:
     clock = Clock()
     engine = TimedEngine(clock, 5000, 0)
     first = WarmUp("m", engine, clock, max_batch=1)
@@ -79,12 +79,14 @@ def test_times_that_count_are_taken_from_a_second_run() -> None:
     ],
     ids=["unknown", "none", "some", "all"],
 )
-def test_short_batches_are_known_by_their_rows(times: dict[int, int], rows: float) -> None:
+def test_short_rows_is_the_largest_batch_below_the_time_limit(
+    times: dict[int, int], rows: float
+) -> None:
     assert short_rows(times) == rows
 
 
 class Steady(TimedEngine):
-    """`us` for a row, `steady` as an engine on a CPU whose graph has no loop."""
+    """`us` per row, and `steady` like a CPU engine whose graph has no loop."""
 
     steady = True
 
@@ -100,7 +102,7 @@ class Steady(TimedEngine):
     ],
     ids=["some", "all", "a delay", "an SLO", "an engine that may hang"],
 )
-def test_short_batches_of_a_steady_engine_are_run_by_the_event_loop(
+def test_short_batches_of_a_steady_engine_run_inline(
     kind: type[TimedEngine], options: dict[str, Any], rows: float
 ) -> None:
     clock = Clock()
@@ -115,7 +117,7 @@ def test_short_batches_of_a_steady_engine_are_run_by_the_event_loop(
     repository.close()
 
 
-def test_without_an_event_loop_nothing_is_run_by_it() -> None:
+def test_without_an_event_loop_no_batch_runs_inline() -> None:
     model = warmed(Steady(Clock(), 0, 1))
     assert model.batcher.inline_max_rows == 0
 
@@ -137,7 +139,7 @@ def test_an_unknown_axis_is_warmed_up_at_the_smallest_size_that_works(
     assert model.notes == ()
 
 
-def test_an_axis_of_which_no_size_works_is_noted() -> None:
+def test_an_axis_without_a_working_size_is_a_note() -> None:
     assert warmed(Lengths(10_000)).notes == ("not warmed up: no size of T is known to work",)
 
 
@@ -149,7 +151,7 @@ def test_an_axis_of_which_no_size_works_is_noted() -> None:
         (DeviceLost("gone"), DeviceLost),
     ],
 )
-def test_a_batch_that_fails_is_named_at_start(
+def test_a_batch_that_fails_in_the_warm_up_is_named(
     problem: Exception, kind: type[DeploykitError]
 ) -> None:
     class Failing(FakeEngine):
@@ -164,7 +166,7 @@ def test_a_batch_that_fails_is_named_at_start(
     repository.close()
 
 
-def test_an_engine_that_breaks_its_promise_is_found_at_start() -> None:
+def test_an_engine_whose_output_does_not_match_its_spec_fails_the_warm_up() -> None:
     engine = FakeEngine()
     engine.outputs = (TensorSpec("y", "float32", ("N", 5)),)
     repository = ModelRepository({"m": engine}, ServeOptions())

@@ -1,4 +1,4 @@
-"""Log lines: one an event, printable, and written without waiting for a reader."""
+"""Log lines: one per event, printable, and written without waiting for a reader."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger("deploykit.serving.test")
 
 
 class Reader:
-    """The far end of a pipe; it reads only when asked to."""
+    """The reading end of a pipe; it reads only in `read_all`."""
 
     def __init__(self) -> None:
         self._read, self.write = os.pipe()
@@ -72,7 +72,7 @@ def test_a_text_line_has_time_level_logger_and_message() -> None:
     )
 
 
-def test_a_json_line_has_the_same_and_the_extra_fields() -> None:
+def test_a_json_line_has_time_level_logger_message_and_extra_fields() -> None:
     extra = {"status": 400, "model": "m", "level": "forged", "odd": object}
     (line,) = lines_of("json", lambda: log.warning("no: %s", "x", extra=extra))
     found = json.loads(line)
@@ -97,7 +97,7 @@ def test_every_record_is_one_line_of_printable_characters(kind: str, hostile: st
 
 
 @pytest.mark.parametrize("kind", ["text", "json"])
-def test_an_error_with_its_trace_is_one_line(kind: str) -> None:
+def test_an_error_with_its_traceback_is_one_line(kind: str) -> None:
     def act() -> None:
         try:
             raise ValueError("two\nlines")
@@ -112,7 +112,7 @@ def test_an_error_with_its_trace_is_one_line(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["text", "json"])
-def test_a_line_is_bounded(kind: str) -> None:
+def test_a_log_line_has_a_maximum_length(kind: str) -> None:
     (line,) = lines_of(kind, lambda: log.info("%s", "x" * 10_000_000))
     assert len(line) < 20_000
 
@@ -186,7 +186,7 @@ def test_a_full_pipe_drops_lines_and_reports_how_many_later(
         assert len(found) == 3000 - dropped + 1 + len(reports)
 
 
-def test_serving_goes_on_while_nobody_reads_the_log() -> None:
+def test_the_server_answers_while_nobody_reads_the_log() -> None:
     with logged() as (queue, _reader), running() as server:
         connection = server.connect()
         bad = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\n\r\n{"
@@ -211,7 +211,7 @@ def test_a_process_ends_when_nobody_reads_its_log() -> None:
         "queue.close()"
     )
     with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE) as process:
-        assert process.wait(WAIT_S) == 0  # and only then is read what it wrote
+        assert process.wait(WAIT_S) == 0  # its output is not read before
 
 
 def test_queued_lines_are_written_when_the_process_ends() -> None:

@@ -1,4 +1,4 @@
-"""The counters of one model and the text that Prometheus reads, by Prometheus' own parser."""
+"""The metrics of one model, read by Prometheus' own parser."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_copies_that_an_engine_does_not_time_are_not_counted_as_zero() -> None:
     assert stage(found, "count", "compute") == 1
 
 
-def test_the_whole_request_goes_from_the_first_byte_decoded_to_the_answer() -> None:
+def test_request_time_runs_from_the_start_of_decoding_to_the_answer() -> None:
     metrics = ModelMetrics("m", "1")
     metrics.record_answer(pending(1000, decode_us=30), 6, 2500)
     found = parsed(metrics)
@@ -93,7 +93,7 @@ def test_the_whole_request_goes_from_the_first_byte_decoded_to_the_answer() -> N
     assert value(found, name, f"{name}_bucket", le="0.002") == 1
 
 
-def test_triton_charges_copies_to_input_and_output() -> None:
+def test_tritons_metrics_add_copies_to_compute_input_and_output() -> None:
     metrics = ModelMetrics("m", "1")
     metrics.record_run(run(pending(), copies_us=(40, 50)))
     found = parsed(metrics)
@@ -107,7 +107,7 @@ def test_triton_charges_copies_to_input_and_output() -> None:
     }  # fmt: skip
 
 
-def test_the_cost_of_waiting_adds_up() -> None:
+def test_batch_wait_seconds_sums_the_idle_times() -> None:
     metrics = ModelMetrics("m", "1")
     metrics.record_run(run(pending(), idle_us=1500))
     metrics.record_run(run(pending(), idle_us=500))
@@ -171,7 +171,7 @@ def test_models_share_one_family() -> None:
     assert families["deploykit_queue_depth"].documentation
 
 
-def test_counts_for_the_page_are_those_of_the_metrics() -> None:
+def test_the_status_page_counts_equal_the_metrics() -> None:
     metrics = ModelMetrics("m", "1")
     metrics.record_run(run(pending(rows=2), pending(rows=2), idle_us=70))
     metrics.record_answer(pending(), 5, 2000)
@@ -183,14 +183,14 @@ def test_counts_for_the_page_are_those_of_the_metrics() -> None:
     assert found["outcomes"]["success"] == 2
 
 
-def test_a_label_holds_any_text() -> None:
+def test_special_characters_in_a_label_are_escaped() -> None:
     odd = 'NVIDIA "X"\\\n{},='
     text, _ = exposition([Sample("deploykit_gpu_info", {"name": odd}, 1)])
     (family,) = text_string_to_metric_families(text.decode())
     assert family.samples[0].labels == {"name": odd}
 
 
-def test_a_histogram_in_seconds_takes_whole_microseconds() -> None:
+def test_a_histogram_in_seconds_is_fed_integer_microseconds() -> None:
     histogram = Histogram((10, 2000), 1_000_000)
     histogram.add(10, 3)
     histogram.add(2001)
@@ -217,7 +217,7 @@ def test_the_format_is_the_one_that_the_client_accepts(accept: str, content_type
     assert value(families, "nv_inference_count", "nv_inference_count") == 1
 
 
-def test_tritons_counters_are_counters_in_prometheus_text() -> None:
+def test_tritons_counters_keep_their_names_in_prometheus_text() -> None:
     text, _ = exposition(ModelMetrics("m", "1").samples(0, 0))
     assert b"# TYPE nv_inference_count counter\nnv_inference_count{" in text
 

@@ -1,4 +1,4 @@
-"""The background look at process and GPUs: nobody waits for it, and what is old is not shown."""
+"""The background sampler of process and GPU metrics: it never blocks and hides stale values."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Eventually = Callable[[Callable[[], bool]], None]
 
 
 class Gated(Devices):
-    """Devices whose driver answers when the gate is open; counts how often it is asked."""
+    """Devices whose driver answers when the gate is open; counts how often it is read."""
 
     def __init__(self, *, opened: bool = True) -> None:
         self.gate = threading.Event()
-        self.asked = 0
+        self.reads = 0
         self.closed = False
         if opened:
             self.gate.set()
 
     def read(self) -> tuple[Gpu, ...]:
-        self.asked += 1
+        self.reads += 1
         assert self.gate.wait(WAIT_S)
-        return (Gpu("GPU-1", "n", 0, "nvml", utilization=self.asked / 100),)
+        return (Gpu("GPU-1", "n", 0, "nvml", utilization=self.reads / 100),)
 
     def close(self) -> None:
         self.closed = True
@@ -43,7 +43,7 @@ def sampling(sampler: Sampler) -> Iterator[Sampler]:
         sampler.close()
 
 
-def test_the_process_is_this_one() -> None:
+def test_this_process_reports_memory_files_threads_and_cpu_time() -> None:
     process = this_process()
     assert process.resident_bytes > 10 << 20
     assert 3 <= process.open_fds < process.max_fds
@@ -52,16 +52,16 @@ def test_the_process_is_this_one() -> None:
     assert process.started_s == this_process().started_s
 
 
-def test_nothing_is_looked_at_before_someone_asks(eventually: Eventually) -> None:
+def test_devices_are_read_only_after_the_first_request(eventually: Eventually) -> None:
     devices = Gated()
     with sampling(Sampler(devices)) as sampler:
-        assert devices.asked == 0
+        assert devices.reads == 0
         eventually(lambda: sampler.latest() is not None)
-        assert devices.asked == 1
+        assert devices.reads == 1
     assert devices.closed
 
 
-def test_a_driver_that_hangs_holds_nobody_up() -> None:
+def test_a_hanging_driver_does_not_block_a_scrape() -> None:
     devices = Gated(opened=False)
     with sampling(Sampler(devices)) as sampler:
         for _ in range(3):
@@ -79,24 +79,24 @@ def test_samples_are_of_the_process_and_the_gpus(eventually: Eventually) -> None
         assert found["process_open_fds"].value >= 3
 
 
-def test_a_thousand_questions_are_one_look(eventually: Eventually) -> None:
+def test_a_thousand_requests_share_one_reading(eventually: Eventually) -> None:
     devices = Gated()
     now_s = [100.0]
     with sampling(Sampler(devices, lambda: now_s[0])) as sampler:
         eventually(lambda: sampler.latest() is not None)
         for _ in range(1000):
             sampler.latest()
-        assert devices.asked <= 2  # the second of the loop's own clock may have passed
+        assert devices.reads <= 2  # the second of the loop's own clock may have passed
 
 
-def test_what_is_old_is_not_shown(eventually: Eventually) -> None:
+def test_stale_samples_are_not_returned(eventually: Eventually) -> None:
     devices = Gated()
     now_s = [100.0]
     with sampling(Sampler(devices, lambda: now_s[0])) as sampler:
         eventually(lambda: sampler.latest() is not None)
         devices.gate.clear()
-        before = devices.asked
-        eventually(lambda: devices.asked > before)  # it hangs in the next look
+        before = devices.reads
+        eventually(lambda: devices.reads > before)  # it hangs in the next reading
         now_s[0] += STALE_S + 0.1
         assert sampler.latest() is None
         assert sampler.samples() == []
@@ -104,7 +104,7 @@ def test_what_is_old_is_not_shown(eventually: Eventually) -> None:
         eventually(lambda: sampler.latest() is not None)
 
 
-def test_the_thread_rests_when_nobody_asks_and_wakes_when_someone_does(
+def test_the_thread_sleeps_without_requests_and_wakes_on_the_next(
     eventually: Eventually,
 ) -> None:
     devices = Gated()
@@ -112,13 +112,13 @@ def test_the_thread_rests_when_nobody_asks_and_wakes_when_someone_does(
     with sampling(Sampler(devices, lambda: now_s[0])) as sampler:
         eventually(lambda: sampler.latest() is not None)
         now_s[0] += KEEP_ON_S + 1
-        before = devices.asked
+        before = devices.reads
         assert sampler.latest() is None
-        eventually(lambda: devices.asked > before)
+        eventually(lambda: devices.reads > before)
         eventually(lambda: sampler.latest() is not None)
 
 
-def test_it_lives_on_when_no_file_descriptor_is_left() -> None:
+def test_the_sampler_survives_a_lack_of_file_descriptors() -> None:
     program = """
 import os, resource, sys, time
 from deploykit.serving.observe.process import Sampler
@@ -130,14 +130,14 @@ def until(reached):
         assert time.monotonic() < end
         time.sleep(0.01)
 until(lambda: (s := sampler.latest()) and s.process)
-held = []
+descriptors = []
 try:
     while True:
-        held.append(os.dup(0))
+        descriptors.append(os.dup(0))
 except OSError:
     pass
 until(lambda: (s := sampler.latest()) and s.process is None)
-for fd in held:
+for fd in descriptors:
     os.close(fd)
 until(lambda: (s := sampler.latest()) and s.process)
 sampler.close()

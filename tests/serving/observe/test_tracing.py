@@ -1,4 +1,4 @@
-"""Traces: real protobuf at a small collector, from the real exporter."""
+"""Traces: spans that the real exporter sends to a small collector."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def run(*requests: Pending) -> BatchRun:
 
 
 def sent(collector: Collector, act: Callable[[Tracer], None]) -> list[Any]:
-    """Spans that came of it; the clock stands at 6 s."""
+    """The spans that `act` exports; the clock stands at 6 s."""
     with Tracer(collector.url, clock_us=lambda: 6_000_000) as tracer:
         act(tracer)
     return collector.spans
@@ -120,7 +120,7 @@ def test_a_request_is_a_span_with_a_child_for_each_stage(collector: Collector) -
     assert other.trace_id not in (root.trace_id, bytes(16))
 
 
-def test_a_trace_that_the_client_does_not_sample_is_left_out(collector: Collector) -> None:
+def test_a_trace_that_the_client_does_not_sample_is_not_exported(collector: Collector) -> None:
     spans = sent(
         collector,
         lambda tracer: tracer.watch("m").record_run(run(pending(f"00-{TRACE}-{SPAN}-00"))),
@@ -128,7 +128,7 @@ def test_a_trace_that_the_client_does_not_sample_is_left_out(collector: Collecto
     assert spans == []
 
 
-def test_the_span_of_a_failed_request_has_its_error(collector: Collector) -> None:
+def test_the_span_of_a_failed_request_carries_the_error(collector: Collector) -> None:
     late = pending()
     late.error = Expired("the request waited 40 ms, past its time limit")
     spans = sent(collector, lambda tracer: tracer.watch("m").record_failure(late, 5_040_100))
@@ -164,7 +164,7 @@ def test_spans_of_a_real_server_are_children_of_the_callers(collector: Collector
         (None, False),
     ],
 )
-def test_an_invalid_traceparent_starts_a_trace_of_its_own(
+def test_an_invalid_traceparent_starts_a_new_trace(
     collector: Collector, traceparent: str | None, valid: bool
 ) -> None:
     spans = sent(collector, lambda tracer: tracer.watch("m").record_run(run(pending(traceparent))))
@@ -177,7 +177,7 @@ def test_an_invalid_traceparent_starts_a_trace_of_its_own(
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:4318", "grpc://h:4317", "http://", "file:///etc"])
-def test_an_endpoint_of_another_kind_is_rejected(endpoint: str) -> None:
+def test_an_endpoint_that_is_not_http_is_rejected(endpoint: str) -> None:
     with pytest.raises(BadInput, match="`otlp`"):
         Tracer(endpoint)
 
@@ -195,7 +195,7 @@ def test_spans_that_the_collector_rejects_are_counted_as_dropped(
         eventually(lambda: len(collector.spans) == 8)
 
 
-def test_a_queue_that_is_full_drops_and_counts(collector: Collector) -> None:
+def test_a_full_span_queue_drops_and_counts(collector: Collector) -> None:
     with Tracer(collector.url) as tracer:
         with tracer._changed:  # the thread that sends is blocked
             tracer.watch("m").record_run(run(*[pending() for _ in range(QUEUE_REQUESTS + 5)]))
