@@ -81,8 +81,10 @@ class Dispatch:
     ) -> None:
         """Run a batch and deliver its results with `deliver`, or with the default."""
         idle_us = 0
-        if worker.idle_since_us < now_us:
-            idle_us = sum(now_us - max(r.arrived_us, worker.idle_since_us) for r in batch)
+        since_us = worker.idle_since_us
+        if since_us < now_us:
+            from_us = [r.arrived_us if r.arrived_us > since_us else since_us for r in batch]
+            idle_us = len(batch) * now_us - sum(from_us)
         errors = worker.runner.run(batch, self.watcher, idle_us)
         ended_us = self.clock_us()
         finished = []

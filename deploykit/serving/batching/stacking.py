@@ -50,17 +50,17 @@ class Splitter:
         """Set each request's `outputs`. Raises EngineFailed, then having set none."""
         self.check(outputs, sum([request.rows for request in batch]))
         if len(batch) == 1:
-            batch[0].outputs = self._own(batch[0], dict(outputs))
-            return
-        start = 0
-        arrays = [(declared.name, outputs[declared.name]) for declared in self._declared]
-        for request in batch:
-            end = start + request.rows
-            request.outputs = self._own(request, {name: a[start:end] for name, a in arrays})
-            start = end
-
-    def _own(self, request: Pending, outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return outputs if self._cut is None else self._cut(request, outputs)
+            batch[0].outputs = dict(outputs)
+        else:
+            start = 0
+            arrays = [(declared.name, outputs[declared.name]) for declared in self._declared]
+            for request in batch:
+                end = start + request.rows
+                request.outputs = {name: array[start:end] for name, array in arrays}
+                start = end
+        if self._cut is not None:
+            for request in batch:
+                request.outputs = self._cut(request, request.outputs)
 
     def check(self, outputs: Mapping[str, np.ndarray], rows: int) -> None:
         """Raise EngineFailed unless these can be the outputs of `rows` rows."""

@@ -8,43 +8,46 @@ PREFIX_BYTES = 5  # compressed or not, length
 class MessageReader:
     """`have`: bytes received and not taken. `need`: of the next message with its prefix."""
 
-    __slots__ = ("_begin", "_pieces", "have", "need")
+    __slots__ = ("_data", "_later", "_start", "have", "need")
 
     def __init__(self) -> None:
-        self._pieces: list[bytes] = []
-        self._begin = 0  # of the next message, in the first piece
+        self._data = b""
+        self._start = 0  # of the next message in it
+        self._later: list[bytes] = []  # the pieces after it
         self.have = 0
-        self.need = 0  # 0 while unknown
+        self.need = 0  # 0 until the prefix has arrived
 
     def add(self, piece: bytes) -> None:
-        self._pieces.append(piece)
+        if self.have:
+            self._later.append(piece)
+        else:
+            self._data, self._start = piece, 0
         self.have += len(piece)
-
-    def measure(self) -> int:
-        """Read `need` from the prefix, which must have arrived."""
-        self._join()
-        prefix = self._pieces[0][self._begin : self._begin + PREFIX_BYTES]
-        self.need = PREFIX_BYTES + int.from_bytes(prefix[1:], "big")
-        return self.need
+        if not self.need:
+            self._read_prefix()
 
     def take(self) -> bytes:
         """The next message with its prefix, which must have arrived."""
-        self._join()
-        data, at, need = self._pieces[0], self._begin, self.need
-        self.have -= need
+        if self._later:
+            self._join()
+        data, start, end = self._data, self._start, self._start + self.need
+        self.have -= self.need
         self.need = 0
         if self.have:
-            self._begin = at + need
+            self._start = end
+            self._read_prefix()
         else:
-            self.clear()
-        return data[at : at + need] if self.have or at else data
+            self._data = b""
+        return data[start:end]
 
-    def clear(self) -> None:
-        self._pieces = []
-        self._begin = 0
+    def _read_prefix(self) -> None:
+        if self.have < PREFIX_BYTES:
+            return
+        if self._later:
+            self._join()
+        length = self._data[self._start + 1 : self._start + PREFIX_BYTES]
+        self.need = PREFIX_BYTES + int.from_bytes(length, "big")
 
     def _join(self) -> None:
-        if len(self._pieces) > 1:
-            self._pieces[0] = self._pieces[0][self._begin :]
-            self._pieces = [b"".join(self._pieces)]
-            self._begin = 0
+        self._data = b"".join((self._data[self._start :], *self._later))
+        self._start, self._later = 0, []

@@ -6,6 +6,7 @@ Reply headers do not use HPACK's dynamic table, so they are constants.
 from __future__ import annotations
 
 import logging
+import struct
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,6 @@ from deploykit.serving.http2.frames import (
     DATA,
     END_HEADERS,
     END_STREAM,
-    FRAME,
     HEADERS,
     STREAM_WINDOW,
     frame,
@@ -48,6 +48,9 @@ STATUS = {
 _REPLY_HEADERS = b"\x88" + literal(b"content-type", b"application/grpc")  # 0x88: ":status: 200"
 _REPLY_HEADERS += literal(b"grpc-accept-encoding", b"identity,deflate,gzip")
 _OK = literal(b"grpc-status", b"0")
+# a HEADERS frame, the start of a DATA frame, and the prefix of the message in it
+_REPLY_START = struct.Struct(f">BHBBI{len(_REPLY_HEADERS)}sBHBBIBI")
+_REPLY_END = struct.Struct(f">BHBBI{len(_OK)}s")  # a HEADERS frame
 _SAFE = " !\"#$&'()*+,/:;<=>?@[\\]^_`{|}~"  # characters of a message that need no encoding; not "%"
 _LONGEST_MESSAGE = 1000
 
@@ -96,11 +99,6 @@ class Call(Stream):
         return self.unreplied or (1 if self.unsent or self.trailers is not None else 0)
 
     @property
-    def gone(self) -> bool:
-        """Whether the call has ended: no reply can be sent."""
-        return self.finished
-
-    @property
     def left_us(self) -> int | None:
         """Time until the client's deadline; None without one."""
         if self.deadline_s is None:
@@ -142,8 +140,8 @@ class Call(Stream):
         """Returns whether to continue in the next turn of the loop, after other calls."""
         method, shared, reader = self.head.method, self.link.shared, self._reader
         left = _MESSAGES_PER_TURN
-        while reader.have >= PREFIX_BYTES and not self.finished and method is not None:
-            if not reader.need and reader.measure() > shared.max_message_bytes + PREFIX_BYTES:
+        while reader.need and not self.gone and method is not None:
+            if reader.need > shared.max_message_bytes + PREFIX_BYTES:
                 self._too_large()
                 return False
             if reader.have < reader.need or (method.ended is None and not self.ended):
@@ -155,7 +153,7 @@ class Call(Stream):
                 return True
             left -= 1
             self._deliver(method)
-        if self.finished or method is None:
+        if self.gone or method is None:
             return False
         missing = reader.need - reader.have
         if missing > self.receive_window:
@@ -177,7 +175,8 @@ class Call(Stream):
     def _deliver(self, method: Method) -> None:
         reader, size = self._reader, self._reader.need
         data, at = reader.take(), PREFIX_BYTES
-        self.link.release(self)
+        if self.granted_bytes:
+            self.link.release(self)
         if method.ended is None:
             if reader.have:
                 self.fail("INVALID_ARGUMENT", "the call holds more than one message")
@@ -241,26 +240,18 @@ class Call(Stream):
 
     def reply(self, parts: list[bytes]) -> None:
         """Send the only reply of a call and end it."""
-        if self.finished:
+        if self.gone:
             return
         link, number = self.link, self.id
-        length = PREFIX_BYTES + sum(map(len, parts))
-        if length <= link.sendable(self) and length <= link.frame_bytes:
-            link.sent(self, length)
-            link.write(
-                b"".join(
-                    (
-                        FRAME.pack(0, len(_REPLY_HEADERS), HEADERS, END_HEADERS, number),
-                        _REPLY_HEADERS,
-                        FRAME.pack(length >> 16, length & 0xFFFF, DATA, 0, number),
-                        b"\0",
-                        (length - PREFIX_BYTES).to_bytes(4, "big"),
-                        *parts,
-                        FRAME.pack(0, len(_OK), HEADERS, END_HEADERS | END_STREAM, number),
-                        _OK,
-                    )
-                )
-            )
+        message_bytes = sum(map(len, parts))
+        length = PREFIX_BYTES + message_bytes
+        if link.take_window(self, length):
+            start = _REPLY_START.pack(
+                0, len(_REPLY_HEADERS), HEADERS, END_HEADERS, number, _REPLY_HEADERS,
+                length >> 16, length & 0xFFFF, DATA, 0, number, 0, message_bytes,
+            )  # fmt: skip
+            end = _REPLY_END.pack(0, len(_OK), HEADERS, END_HEADERS | END_STREAM, number, _OK)
+            link.write(b"".join((start, *parts, end)))
             self.finish()
             return
         self.send_message(parts)
@@ -268,7 +259,7 @@ class Call(Stream):
 
     def send_message(self, parts: list[bytes]) -> None:
         """Send one of several replies."""
-        if self.finished:
+        if self.gone:
             return
         if not self.opened:
             self.opened = True
@@ -287,7 +278,7 @@ class Call(Stream):
 
     def fail(self, status: str, message: str) -> None:
         """End the call with an error, after the replies before it."""
-        if self.finished or self.trailers is not None:
+        if self.gone or self.trailers is not None:
             return
         cancel, self.cancel = self.cancel, None
         if cancel is not None:
@@ -299,7 +290,7 @@ class Call(Stream):
         self._end(block if self.opened else _REPLY_HEADERS + block)
 
     def _end(self, block: bytes) -> None:
-        if self.finished or self.trailers is not None:
+        if self.gone or self.trailers is not None:
             return
         self.unreplied = 0
         self.slots.clear()
@@ -328,6 +319,7 @@ class Call(Stream):
 
     def finish(self) -> None:
         self.unreplied = 0
-        self._reader.clear()
+        if self._reader.have:  # an incomplete message
+            self._reader = MessageReader()
         super().finish()
         self._free(self.held_bytes)

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from deploykit.core.errors import DeploykitError, Overloaded, quote
+from deploykit.core.errors import DeploykitError, quote
 from deploykit.serving.grpc.call import Call
-from deploykit.serving.models.inference import Client, Inference
+from deploykit.serving.models.inference import Client, Inference, ModelRoute
 from deploykit.serving.models.offload import Offload
-from deploykit.serving.models.repository import VERSION, ModelRepository, ServedModel
+from deploykit.serving.models.repository import VERSION, ModelRepository
 from deploykit.serving.oip import messages
 from deploykit.serving.oip.request import Request, fill
 from deploykit.serving.oip.response import collect_results
@@ -25,7 +25,8 @@ LARGE_BYTES = 256 << 10  # typed contents above it are decoded on another thread
 class Replying(Client, Protocol):
     """The receiver of one reply: a Call, or a Slot of a streaming call."""
 
-    def reply(self, parts: list[bytes]) -> None: ...
+    @property
+    def left_us(self) -> int | None: ...
     def fail(self, status: str, message: str) -> None: ...
 
 
@@ -33,87 +34,68 @@ class InferMethods:
     """ModelInfer and ModelStreamInfer."""
 
     def __init__(self, repository: ModelRepository, offload: Offload) -> None:
-        self.repository = repository
-        self.offload = offload
+        self._repository = repository
+        self.routes = {
+            name: ModelRoute(repository, model, offload)
+            for name, model in repository.models.items()
+        }
 
     def infer(self, call: Call, data: bytes, at: int) -> None:
-        self._start(call, call, data, at)
+        self._start(call, call.head.trace, data, at)
 
     def stream(self, call: Call, data: bytes, at: int) -> None:
         slot = Slot(call)
         call.slots.append(slot)
         if call.cancel is None:
             call.cancel = partial(_cancel_all, call.slots)
-        self._start(call, slot, data, at)
+        self._start(slot, call.head.trace, data, at)
 
     def end_stream(self, call: Call) -> None:
         """After the client's last message."""
         if not call.slots:
             call.complete()
 
-    def _start(self, call: Call, reply_to: Replying, data: bytes, at: int) -> None:
+    def _start(self, client: Replying, trace: str | None, data: bytes, at: int) -> None:
         try:
             head, start, spans = messages.split_request(data, at)
             message = messages.parse_header(head)
-            model = self.repository.find(message.model_name, message.model_version or VERSION)
+            model = self._repository.find(message.model_name, message.model_version or VERSION)
         except Exception as exc:  # noqa: BLE001 - every error is a reply
-            fail_with(reply_to, exc)
+            fail_with(client, exc)
             return
-        inference = GrpcInference(self, model, call, reply_to, (head, data, start, spans))
+        source = (head, data, start, spans)
+        inference = GrpcInference(self.routes[model.name], client, source, trace)
         if len(head) > LARGE_BYTES:
-            del head, data
+            del head, data, source
             inference.start_offloaded()
         else:
             inference.start()
 
 
 class GrpcInference(Inference):
-    """One inference message."""
+    """One inference message. Its source: see `messages.split_request`, with the message."""
 
-    __slots__ = ("_call", "_message", "_methods", "_reply_to")
+    __slots__ = ()
 
-    def __init__(
-        self,
-        methods: InferMethods,
-        model: ServedModel,
-        call: Call,
-        reply_to: Replying,
-        message: tuple[bytes, bytes, int, tuple[messages.Span, ...]],
-    ) -> None:
-        super().__init__(model, reply_to, methods.offload, call.head.trace)
-        self._methods = methods
-        self._call = call
-        self._reply_to = reply_to
-        self._message: tuple[bytes, bytes, int, tuple[messages.Span, ...]] | None = message
+    client: Replying
 
-    def release(self) -> None:
-        self._message = None
-
-    def decode(self) -> Request:
-        message = self._message
-        if message is None:
-            raise Overloaded("the client has disconnected")
-        head, data, start, spans = message
-        plan = messages.plan_request(head, spans, self.model.signature)
-        request = fill(plan, data, start, self._methods.repository.memory)
-        left_us = self._call.left_us
+    def decode(self, source: tuple[bytes, bytes, int, tuple[messages.Span, ...]]) -> Request:
+        head, data, start, spans = source
+        plan = messages.plan_request(head, spans, self.route.model.signature)
+        request = fill(plan, data, start, self.route.memory)
+        left_us = self.client.left_us
         if left_us is not None:
             wait_us = request.timeout_us or left_us
             request = request._replace(timeout_us=max(1, min(wait_us, left_us)))
         return request
 
-    def encode(self) -> list[bytes]:
-        model, request = self.model, self.request
-        found = collect_results(
-            request, self.pending.outputs, model.signature, self._methods.repository.memory
-        )
-        return messages.encode(model.name, VERSION, request.id, found)
-
-    def send(self, reply: list[bytes]) -> None:
-        self._reply_to.reply(reply)
+    def encode(self) -> tuple[list[bytes]]:
+        model, request = self.route.model, self.request
+        found = collect_results(request, self.pending.outputs, model.signature, self.route.memory)
+        return (messages.encode(model.name, VERSION, request.id, found),)
 
     def fail(self, error: Exception) -> None:
-        fail_with(self._reply_to, error)
+        fail_with(self.client, error)
 
 
 class Slot:
@@ -128,7 +110,11 @@ class Slot:
 
     @property
     def gone(self) -> bool:
-        return self._call.finished
+        return self._call.gone
+
+    @property
+    def left_us(self) -> int | None:
+        return self._call.left_us
 
     def reply(self, parts: list[bytes]) -> None:
         self._put(messages.wrap_in_stream(parts))

@@ -67,7 +67,7 @@ class Listener:
         self.connections: set[Connection] = set()
         self.read_into = bytearray(_READ_BYTES)  # shared: only one connection reads at a time
         self.view = memoryview(self.read_into)
-        self._known: dict[bytes, Head] = {}
+        self.known_heads: dict[bytes, Head] = {}  # clients repeat theirs
         self._lines: dict[int, bytes] = {}
         self._date = ""
         self.tick(time.monotonic())
@@ -82,16 +82,12 @@ class Listener:
         for connection in list(self.connections):
             connection.check(now_s)
 
-    def known(self, raw: bytes) -> Head | None:
-        """The cached Head of these bytes."""
-        return self._known.get(raw)
-
     def keep(self, raw: bytes, head: Head) -> None:
         """Cache a head; not with a trace id, which differs in each request."""
         if len(raw) <= _KNOWN_HEAD_BYTES and head.trace is None:
-            if len(self._known) >= _KNOWN_HEADS:
-                self._known.clear()
-            self._known[raw] = head
+            if len(self.known_heads) >= _KNOWN_HEADS:
+                self.known_heads.clear()
+            self.known_heads[raw] = head
 
     def line(self, status: int) -> bytes:
         """The status line and the Date of a reply, cached for a second."""
@@ -129,10 +125,6 @@ class Connection(asyncio.BufferedProtocol):
         self._stalled_s: float | None = None  # since when the client does not read
 
     @property
-    def gone(self) -> bool:
-        return self._state is CLOSED
-
-    @property
     def unanswered(self) -> int:
         return len(self._exchanges)
 
@@ -156,6 +148,7 @@ class Connection(asyncio.BufferedProtocol):
         self.listener.connections.discard(self)
         exchanges, self._exchanges = self._exchanges, deque()
         for exchange in exchanges:
+            exchange.gone = True
             exchange.release()
             if exchange.cancel is not None:
                 exchange.cancel()
@@ -202,7 +195,7 @@ class Connection(asyncio.BufferedProtocol):
             if self._state is IDLE:
                 stop = data.find(END, at, end) + len(END)
                 if stop >= len(END):
-                    head = listener.known(bytes(view[at:stop]))
+                    head = listener.known_heads.get(bytes(view[at:stop]))
                     if head is not None:
                         at = self._begin(head, stop, end)
                         continue

@@ -27,9 +27,6 @@ class Connection(Protocol):
     @property
     def listener(self) -> Listener: ...
 
-    @property
-    def gone(self) -> bool: ...
-
     def is_last(self, exchange: Exchange) -> bool: ...
 
     def flush(self) -> None: ...
@@ -42,6 +39,7 @@ class Exchange:
         "body",
         "cancel",
         "connection",
+        "gone",
         "head",
         "held_bytes",
         "keep_alive",
@@ -53,6 +51,7 @@ class Exchange:
         self.head = head
         self.body: Bytes = b""
         self.cancel: Callable[[], object] | None = None
+        self.gone = False  # no reply can be sent any more
         self.keep_alive = head.keep_alive
         self.pending_reply: list[Bytes] | None = None
         self.held_bytes = 0  # bytes counted in the memory budget
@@ -66,14 +65,10 @@ class Exchange:
         self.connection.listener.memory.bytes -= self.held_bytes
         self.held_bytes = 0
 
-    @property
-    def gone(self) -> bool:
-        return self.connection.gone
-
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:
         """Send after the replies before it; does nothing if the client has disconnected."""
         connection, head = self.connection, self.head
-        if connection.gone:
+        if self.gone:
             return
         if self.held_bytes:  # the request is not needed any more
             self.release()

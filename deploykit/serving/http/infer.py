@@ -16,7 +16,7 @@ import numpy as np
 from deploykit.core.errors import BadInput, DeploykitError, Overloaded
 from deploykit.core.tensors import Bytes
 from deploykit.serving.http.json_worker import JsonWorker
-from deploykit.serving.models.inference import Inference
+from deploykit.serving.models.inference import Inference, ModelRoute
 from deploykit.serving.models.offload import Offload
 from deploykit.serving.models.repository import VERSION, ModelRepository, ServedModel
 from deploykit.serving.oip import json
@@ -32,10 +32,8 @@ LARGE_BYTES = 256 << 10  # of JSON, of a request or a reply: offloaded to a thre
 _LONG_BYTES = 1 << 20  # about 20 ms of JSON: offloaded to the process
 _REGION = b"shared_memory_region"
 
-Reply = tuple[bytes, Sequence[Bytes]]  # headers, body
 
-
-class InferRoute:
+class InferRoute(ModelRoute):
     """The route of one model."""
 
     def __init__(
@@ -45,68 +43,54 @@ class InferRoute:
         offload: Offload,
         worker: JsonWorker | None,
     ) -> None:
-        self.model = model
-        self.offload = offload
+        super().__init__(repository, model, offload)
         self.worker = worker
-        self.memory = repository.memory
         self.max_body_bytes = repository.options.max_body_bytes
         self.large_replies = _may_be_large(model)
-        slots = model.signature.inputs.values()
-        self._strings = any(
-            slot.datatype == "BYTES" for slot in slots
-        )  # decoded one by one, which is slow
+        inputs = model.signature.inputs.values()
+        self._strings = any(slot.datatype == "BYTES" for slot in inputs)  # slow to decode
 
     def __call__(self, call: Call) -> None:
         """Raises BadInput for a wrong header."""
+        head, body = call.head, call.body
         try:
-            json_bytes = json.header_length(call.head.json_bytes)
+            json_bytes = json.header_length(head.json_bytes)
         except BadInput:
             self.model.metrics.record_bad_request()
             raise
-        slow = len(call.body) if json_bytes is None or self._strings else json_bytes
-        inference = HttpInference(self, call, json_bytes)
-        if call.head.encoding is not None or slow > LARGE_BYTES:
+        call.body = b""
+        slow_bytes = len(body) if json_bytes is None or self._strings else json_bytes
+        trace = None if head.trace is None else head.trace.decode("latin-1")
+        inference = HttpInference(self, call, (body, json_bytes), trace)
+        del body
+        if head.encoding is not None or slow_bytes > LARGE_BYTES:
             inference.start_offloaded()
         else:
             inference.start()
 
 
 class HttpInference(Inference):
-    """One inference call."""
+    """One inference call. Its source: the body, and the length of the body's JSON part."""
 
-    __slots__ = ("_call", "_decoded_bytes", "_route", "body", "json_bytes")
+    __slots__ = ("_decoded_bytes",)
 
-    def __init__(self, route: InferRoute, call: Call, json_bytes: int | None) -> None:
-        trace = call.head.trace
-        text = None if trace is None else trace.decode("latin-1")
-        super().__init__(route.model, call, route.offload, text)
-        self._route = route
-        self._call = call
-        self.json_bytes = json_bytes
-        self.body: Bytes | None = call.body
-        call.body = b""
-
-    def release(self) -> None:
-        self.body = None
+    client: Call
+    route: InferRoute
 
     def reserve(self) -> None:
-        if not self._call.reserve(self._decoded_bytes):
+        if not self.client.reserve(self._decoded_bytes):
             raise Overloaded("the server holds too many bytes of requests already")
 
-    def decode(self) -> Request:
-        body = self.body
-        if body is None:
-            raise Overloaded("the client has disconnected")
-        return json.decode(body, self.json_bytes, self.model.signature, self._route.memory)
+    def decode(self, source: tuple[Bytes, int | None]) -> Request:
+        route = self.route
+        return json.decode(*source, route.model.signature, route.memory)
 
     def decode_large(self) -> Request:
-        body, self.body = self.body, None
-        if body is None:
-            raise Overloaded("the client has disconnected")
-        route, json_bytes, encoding = self._route, self.json_bytes, self._call.head.encoding
+        body, json_bytes = self.take_source()
+        route, encoding = self.route, self.client.head.encoding
         if encoding is not None:
             body = compression.decompress(body, encoding, route.max_body_bytes)
-        signature, size = self.model.signature, len(body) if json_bytes is None else json_bytes
+        signature, size = route.model.signature, len(body) if json_bytes is None else json_bytes
         in_process = size > _LONG_BYTES
         if in_process and route.memory is not None:  # the worker process has no shared memory
             in_process = _REGION not in bytes(body[:size])
@@ -120,42 +104,38 @@ class HttpInference(Inference):
         return request
 
     def encodes_slowly(self) -> bool:
-        route = self._route
-        if self._call.head.accept_encoding is not None:
+        if self.client.head.accept_encoding is not None:
             return True
-        return route.large_replies and self._json_bytes_above(LARGE_BYTES)
+        return self.route.large_replies and self._json_bytes_above(LARGE_BYTES)
 
-    def encode(self) -> Reply:
-        route, model, request = self._route, self.model, self.request
-        outputs, signature = self.pending.outputs, model.signature
-        in_memory = any(wanted.region for wanted in request.outputs)
-        in_process = route.large_replies and not in_memory and self._json_bytes_above(_LONG_BYTES)
-        if route.worker is not None and in_process:
+    def encode(self) -> tuple[int, bytes, Sequence[Bytes]]:
+        route, request, outputs = self.route, self.request, self.pending.outputs
+        name, signature = route.model.name, route.model.signature
+        worker = route.worker if route.large_replies else None
+        if (
+            worker is not None
+            and self._json_bytes_above(_LONG_BYTES)
+            and not any(wanted.region for wanted in request.outputs)
+        ):
             small = request._replace(feeds={})
-            parts, json_bytes = route.worker.run(
-                json.encode, model.name, VERSION, small, outputs, signature
-            )
+            parts, json_bytes = worker.run(json.encode, name, VERSION, small, outputs, signature)
         else:
             parts, json_bytes = json.encode(
-                model.name, VERSION, request, outputs, signature, route.memory
+                name, VERSION, request, outputs, signature, route.memory
             )
         headers = JSON if json_bytes is None else _BINARY % json_bytes
-        accept = self._call.head.accept_encoding
+        accept = self.client.head.accept_encoding
         coding = compression.choose_encoding(accept) if accept else None
         if coding is None:
-            return headers, parts
-        return headers + _COMPRESSED % coding, [compression.compress(parts, coding)]
-
-    def send(self, reply: Reply) -> None:
-        headers, parts = reply
-        self._call.reply(200, headers, parts)
+            return 200, headers, parts
+        return 200, headers + _COMPRESSED % coding, [compression.compress(parts, coding)]
 
     def fail(self, error: Exception) -> None:
         if isinstance(error, DeploykitError):
-            reply_exception(self._call, error)
+            reply_exception(self.client, error)
         else:
-            log.error("a request to model '%s' failed", self.model.name, exc_info=error)
-            reply_bug(self._call)
+            log.error("a request to model '%s' failed", self.route.model.name, exc_info=error)
+            reply_bug(self.client)
 
     def _json_bytes_above(self, limit_bytes: int) -> bool:
         """Whether an output sent as JSON, strings or classes is larger; raw numbers are fast."""

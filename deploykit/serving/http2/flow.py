@@ -174,11 +174,11 @@ class Flow(asyncio.Protocol):
         while self._waiting:
             stream = self._waiting[0]
             more = stream.requested_bytes
-            if not stream.finished and self._reserved and self._reserved + more > budget:
+            if not stream.gone and self._reserved and self._reserved + more > budget:
                 return
             self._waiting.popleft()
             stream.requested_bytes = 0
-            if not stream.finished:
+            if not stream.gone:
                 stream.granted_bytes += more
                 self._reserved += more
                 self.allow(stream, more)
@@ -195,6 +195,14 @@ class Flow(asyncio.Protocol):
         if self._stalled_s is not None:
             return 0
         return min(self.send_window, stream.send_window)
+
+    def take_window(self, stream: Stream, size: int) -> bool:
+        """Count `size` bytes of DATA as sent, if they may be sent on this stream in one frame."""
+        free = self._stalled_s is None and size <= self.frame_bytes
+        if not free or size > self.send_window or size > stream.send_window:
+            return False
+        self.sent(stream, size)
+        return True
 
     def sent(self, stream: Stream, size: int) -> None:
         self.send_window -= size
@@ -230,7 +238,8 @@ class Flow(asyncio.Protocol):
     def drop(self, stream: Stream) -> None:
         """Forget a finished stream."""
         self.streams.pop(stream.id, None)
-        self.release(stream)
+        if stream.granted_bytes or self._waiting:
+            self.release(stream)
         if not self.streams:
             self.since_s = self.shared.now_s
 

@@ -27,7 +27,7 @@ class Stream:
 
     __slots__ = (
         "ended",
-        "finished",
+        "gone",
         "granted_bytes",
         "id",
         "link",
@@ -48,7 +48,7 @@ class Stream:
         self.unsent: deque[memoryview] = deque()  # DATA blocked by the windows
         self.trailers: bytes | None = None  # the frame that follows `unsent`
         self.ended = False  # the client sends no more
-        self.finished = False
+        self.gone = False  # it has ended: nothing can be sent
 
     # -- for subclasses --------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ class Stream:
 
     def finish(self) -> None:
         """End the stream; unsent output is dropped."""
-        self.finished = True
+        self.gone = True
         self.trailers = None
         self.unsent.clear()
         self.link.drop(self)

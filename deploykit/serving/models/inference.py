@@ -11,11 +11,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from deploykit.core.errors import BadInput
+from deploykit.core.errors import BadInput, Overloaded
 from deploykit.serving.batching.delivery import monotonic_us
 from deploykit.serving.batching.policy import Pending
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.offload import Offload, Result
+from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip.request import Request
 
 
@@ -26,64 +27,71 @@ class Client(Protocol):
 
     @property
     def gone(self) -> bool:
-        """Whether the client has disconnected."""
+        """Whether no reply can be sent any more."""
+
+    @property
+    def reply(self) -> Callable[..., None]:
+        """Takes what `Inference.encode` returns."""
+
+
+class ModelRoute:
+    """What the inference requests of one model share.
+
+    `offload(work, then)` runs `work` on another thread, then `then` on the event loop's.
+    """
+
+    def __init__(self, repository: ModelRepository, model: ServedModel, offload: Offload) -> None:
+        self.model = model
+        self.offload = offload
+        self.memory = repository.memory
 
 
 class Inference:
     """A protocol subclasses it to parse bytes to a Request and to write a reply.
 
-    `offload(work, then)` runs `work` on another thread, then `then` on the event loop's. All
-    methods but `decode` and `encode` run on the event loop's thread.
+    `source`: the request as it was received. All methods but `decode`, `decode_large` and `encode`
+    run on the event loop's thread.
     """
 
     __slots__ = (
-        "_admitted",
-        "_offload",
-        "_started_us",
-        "client",
-        "model",
-        "pending",
-        "request",
-        "trace",
-    )
+        "_admitted", "_source", "_started_us", "client", "pending", "request", "route", "trace"
+    )  # fmt: skip
 
     request: Request
     pending: Pending
 
-    def __init__(
-        self, model: ServedModel, client: Client, offload: Offload, trace: str | None
-    ) -> None:
-        self.model = model
+    def __init__(self, route: ModelRoute, client: Client, source: Any, trace: str | None) -> None:
+        self.route = route
         self.client = client
         self.trace = trace  # the client's W3C traceparent
-        self._offload = offload
+        self._source = source
         self._admitted = False
         self._started_us = monotonic_us()
 
     # -- for subclasses ----------------------------------------------------------------------------
 
     @abstractmethod
-    def decode(self) -> Request:
+    def decode(self, source: Any) -> Request:
         """Parse the request's bytes. Raises BadInput."""
 
     @abstractmethod
-    def encode(self) -> Any:
-        """The reply to `request` from the outputs of `pending`."""
-
-    @abstractmethod
-    def send(self, reply: Any) -> None: ...
+    def encode(self) -> tuple[Any, ...]:
+        """The reply to `request` from the outputs of `pending`: the arguments of `client.reply`."""
 
     @abstractmethod
     def fail(self, error: Exception) -> None:
         """Send an error reply."""
 
-    @abstractmethod
-    def release(self) -> None:
-        """Free the request's bytes; arrays keep those that they use."""
-
     def decode_large(self) -> Request:
-        """Decode on another thread; `release` may have been called. Raises BadInput, Overloaded."""
-        return self.decode()
+        """Decode on another thread. Raises BadInput, Overloaded."""
+        return self.decode(self.take_source())
+
+    def take_source(self) -> Any:
+        """The request as it was received, which nothing else refers to. Raises Overloaded."""
+        source, self._source = self._source, None
+        if source is None:
+            raise Overloaded("the client has disconnected")
+        return source
 
     def reserve(self) -> None:
         """Count the memory of an offloaded `request`. Raises Overloaded above the budget."""
@@ -94,33 +102,19 @@ class Inference:
 
     # -- the steps -------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Decode the request and queue it."""
-        self._queue(self.decode)
-
-    def start_offloaded(self) -> None:
-        """Decode the request on another thread and queue it then."""
-        self._admitted = not self.model.draining
-        self.client.cancel = self.release  # else bodies of disconnected clients could pile up
-        self._offload(self.decode_large, self._decoded)
-
-    def _decoded(self, result: Result[Request]) -> None:
-        self.client.cancel = None
-        if not self.client.gone:
-            self._queue(result, offloaded=True)
-
-    def _queue(self, result: Result[Request], *, offloaded: bool = False) -> None:
-        model = self.model
+    def start(self, decoded: Result[Request] | None = None) -> None:
+        """Queue the request, which another thread may have `decoded`."""
+        model = self.route.model
         try:
-            self.request = result()
-            self.release()
-            if offloaded:
+            self.request = request = self.decode(self._source) if decoded is None else decoded()
+            self._source = None  # frees it; arrays keep the bytes that they use
+            if decoded is not None:
                 self.reserve()
             pending = model.submit(
-                self.request,
+                request,
                 self._done,
                 trace=self.trace,
-                decode_us=monotonic_us() - self._started_us,
+                started_us=self._started_us,
                 admitted=self._admitted,
             )
         except Exception as exc:  # noqa: BLE001 - every error is a reply
@@ -130,12 +124,27 @@ class Inference:
         else:
             self.client.cancel = partial(model.cancel, pending)
         finally:
-            del result  # it refers to the error, whose traceback refers to this frame and the body
+            del decoded  # it refers to the error, whose traceback refers to this frame and the body
+
+    def start_offloaded(self) -> None:
+        """Decode the request on another thread and queue it then."""
+        self._admitted = not self.route.model.draining
+        self.client.cancel = self._discard  # else bodies of disconnected clients could pile up
+        self.route.offload(self.decode_large, self._decoded)
+
+    def _discard(self) -> None:
+        self._source = None
+
+    def _decoded(self, result: Result[Request]) -> None:
+        self.client.cancel = None
+        if not self.client.gone:
+            self.start(result)
 
     def _done(self, pending: Pending) -> None:
         """The engine has run, or the request has failed."""
-        self.client.cancel = None
-        if self.client.gone:
+        client = self.client
+        client.cancel = None
+        if client.gone:
             return
         if pending.error is not None:
             self.fail(pending.error)
@@ -143,18 +152,18 @@ class Inference:
         self.pending = pending
         self._started_us = monotonic_us()
         if self.encodes_slowly():
-            self._offload(self.encode, self._reply)
+            self.route.offload(self.encode, self._reply)
         else:
-            self._reply(self.encode)
+            self._reply()
 
-    def _reply(self, result: Result[Any]) -> None:
+    def _reply(self, encoded: Result[Any] | None = None) -> None:
         pending = self.pending
         try:
-            self.send(result())
+            self.client.reply(*(self.encode() if encoded is None else encoded()))
         except Exception as exc:  # noqa: BLE001 - every error is a reply
             self.fail(exc)
         else:
             now_us = monotonic_us()
-            self.model.metrics.record_answer(pending, now_us - self._started_us, now_us)
+            self.route.model.metrics.record_answer(pending, now_us - self._started_us, now_us)
         finally:
-            del result, self.pending  # see _queue; the pending request refers back to this
+            del encoded, self.pending  # see start; the pending request refers back to this

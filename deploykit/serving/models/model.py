@@ -161,13 +161,13 @@ class ServedModel:
         done: Callable[[Pending], None],
         *,
         trace: str | None = None,
-        decode_us: int = 0,
+        started_us: int | None = None,
         admitted: bool = False,
     ) -> Pending:
         """Queue a request; `done` gets it with its outputs or its error.
 
-        `admitted`: it arrived before the shutdown began and is still answered. Raises Overloaded,
-        and BadInput for an input longer than its buckets.
+        `started_us`: when its decoding began. `admitted`: it arrived before the shutdown began and
+        is still answered. Raises Overloaded, and BadInput for an input longer than its buckets.
         """
         if self.draining and not admitted:
             self.metrics.record_refusal()
@@ -179,7 +179,7 @@ class ServedModel:
         now_us = self._clock_us()
         pending = Pending(
             request.feeds, request.rows, key, done, now_us, now_us + wait_us, now_us + limit_us,
-            request.priority, trace, decode_us,
+            request.priority, trace, 0 if started_us is None else now_us - started_us,
         )  # fmt: skip
         while True:
             try:

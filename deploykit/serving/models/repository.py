@@ -96,13 +96,13 @@ class ModelRepository:
 
     def find(self, name: str, version: str = VERSION) -> ServedModel:
         """Raises NotFound."""
-        hint = f"served here: {', '.join(self.models)} (version {VERSION})"
         model = self.models.get(name)
+        if model is not None and version == VERSION:
+            return model
+        hint = f"served here: {', '.join(self.models)} (version {VERSION})"
         if model is None:
             raise NotFound(f"there is no model {quote(name)}", hint=hint)
-        if version != VERSION:
-            raise NotFound(f"model '{name}' has no version {quote(version)}", hint=hint)
-        return model
+        raise NotFound(f"model '{name}' has no version {quote(version)}", hint=hint)
 
     def replace(self, name: str, engines: Sequence[Engine]) -> None:
         """Serve model `name` with `engines` from now on: see `ServedModel.replace`."""

@@ -36,6 +36,7 @@ MAX_NESTING = 100
 _CACHED_HEAD_BYTES = 2048  # most clients repeat the same JSON part
 
 
+@lru_cache(maxsize=256)
 def header_length(text: bytes | None) -> int | None:
     """The value of Inference-Header-Content-Length; None without it. Raises BadInput."""
     if text is None:
@@ -185,11 +186,10 @@ def encode(
     cannot represent.
     """
     if request.id is None:
-        arrays = [outputs[requested.name] for requested in request.outputs]
-        shapes = tuple([array.shape for array in arrays])
+        shapes = tuple([outputs[wanted.name].shape for wanted in request.outputs])
         head = _cached_head(name, version, request.outputs, shapes, model)
         if head is not None:
-            return [head, *[array.tobytes() for array in arrays]], len(head)
+            return [head, *[outputs[w.name].tobytes() for w in request.outputs]], len(head)
     items: list[dict[str, Any]] = []
     tails: list[bytes] = []
     for result in collect_results(request, outputs, model, memory):

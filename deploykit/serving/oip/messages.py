@@ -142,15 +142,16 @@ def encode(
     name: str, version: str, request_id: str | None, results: Sequence[Result]
 ) -> list[bytes]:
     """A ModelInferResponse in parts. Outputs in shared memory get empty raw contents."""
-    head = _response_head(
-        name,
-        version,
-        tuple(
-            (r.name, r.datatype, r.shape, r.requested.region if r.array is None else None)
-            for r in results
-        ),
-    )
-    parts = [head]
+    outputs = [
+        (
+            each.name,
+            each.datatype,
+            each.shape,
+            each.requested.region if each.array is None else None,
+        )
+        for each in results
+    ]
+    parts = [_response_head(name, version, tuple(outputs))]
     if request_id is not None:
         text = request_id.encode()
         parts.append(b"\x1a" + _varint(len(text)) + text)

@@ -76,7 +76,8 @@ def from_bytes(
 ) -> np.ndarray:
     """`count` elements in the `size` bytes of `body` from `at` on; numbers are not copied."""
     if slot.plain and count:
-        return _aligned(np.ndarray(shape, slot.dtype, body, at))
+        array: np.ndarray = np.ndarray(shape, slot.dtype, body, at)
+        return array if array.flags.aligned else array.copy()  # native libraries may require it
     if not slot.item_bytes:
         return _string_array(_elements(body, at, size, count, slot), shape, slot)
     if count == 0:
@@ -88,11 +89,6 @@ def from_bytes(
         raise BadInput(f"input '{slot.spec.name}': a BOOL byte is neither 0 nor 1")
     flags: np.ndarray = np.ndarray(shape, slot.dtype, body, at)
     return flags
-
-
-def _aligned(array: np.ndarray) -> np.ndarray:
-    """Native libraries may require aligned numbers."""
-    return array if array.flags.aligned else array.copy()
 
 
 def _elements(body: Bytes, at: int, size: int, count: int, slot: Slot) -> list[bytes]:

@@ -119,9 +119,11 @@ def test_several_engines_of_one_name_share_its_queue() -> None:
 
 
 def test_priority_trace_and_decode_time_reach_the_batcher() -> None:
-    repository = ModelRepository({"m": FakeEngine()}, ServeOptions())
+    clock = Clock()
+    clock.us = 107
+    repository = ModelRepository({"m": FakeEngine()}, ServeOptions(), clock_us=clock)
     model = repository.find("m")
-    pending = model.submit(ask(priority=3), lambda _: None, trace="00-ab-cd-01", decode_us=7)
+    pending = model.submit(ask(priority=3), lambda _: None, trace="00-ab-cd-01", started_us=100)
     assert (pending.priority, pending.trace, pending.decode_us) == (3, "00-ab-cd-01", 7)
     repository.close()
 

@@ -190,14 +190,16 @@ def test_a_large_grpc_message_that_waits_to_be_read_goes_with_its_client(
     asked.inputs[0].contents.fp32_contents.extend([1.0] * WIDE)
     waiting: list[Any] = []
     with serving() as server, frames(server.port) as client:
-        server.server._calls.inference.offload = lambda work, then: waiting.append((work, then))
+        server.server._calls.inference.routes["m"].offload = lambda work, then: waiting.append(
+            (work, then)
+        )
         client.open(1, INFER.replace("ModelInfer", method))
         client.message(1, asked.SerializeToString(), end=method == "ModelInfer")
         eventually(lambda: len(waiting) == 1)
         ((work, then),) = waiting
         inference = work.__self__
-        assert len(inference._message[0]) > WIDE * 4
+        assert len(inference._source[0]) > WIDE * 4
         client.send(3, 0, 1, (8).to_bytes(4, "big"))  # RST_STREAM: CANCEL
-        eventually(lambda: inference._message is None)
+        eventually(lambda: inference._source is None)
         server.see(lambda: then(work))
         assert client.call(3, infer_bytes(value=2)).status == 0

@@ -1,0 +1,133 @@
+"""How many functions a request passes through: no layer is added to the hot path unnoticed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import deploykit
+from deploykit.runtimes.fake import FakeEngine
+from deploykit.serving.http.connection import Connection as HttpConnection
+from deploykit.serving.http2.connection import PREFACE
+from deploykit.serving.http2.connection import Connection as GrpcConnection
+from deploykit.serving.http2.frames import DATA, END_HEADERS, END_STREAM, HEADERS, frame, literal
+from deploykit.serving.models import model
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.server import Server
+from tests.support.serving.grpc_cases import INFER, infer_bytes
+from tests.support.serving.running import request as raw_request
+
+PACKAGE = str(Path(deploykit.__file__).parent)
+CLIENTS = 32  # they form one batch, whose calls they share
+HTTP_CALLS, GRPC_CALLS = 67, 112  # of Python and C functions per request
+
+
+class Wire(asyncio.Transport):
+    """A transport that keeps what is written."""
+
+    written = b""
+
+    def write(self, data: Any) -> None:
+        self.written += data
+
+    def is_closing(self) -> bool:
+        return False
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """It runs batches on this thread and does not wait for the next request."""
+    monkeypatch.setattr(model, "SPIN_US", 0)
+    found = Server({"m": FakeEngine()}, ServeOptions(http_port=0, grpc_port=0))
+    found.repository.models["m"].batcher.inline_max_rows = CLIENTS
+    yield found
+    found.repository.close(drain=False)
+    found._offload.close()
+    found._release()
+
+
+def count_calls(server: Server, send_all: Callable[[], None]) -> Counter[str]:
+    """Calls per request of our functions, and of C functions by ours, once the caches are full."""
+    counts: Counter[str] = Counter()
+
+    def see(frame: Any, event: str, argument: Any) -> None:
+        place = frame.f_code
+        if place.co_filename.startswith(PACKAGE) and event in ("call", "c_call"):
+            inside = f"{place.co_filename.removeprefix(PACKAGE)}:{place.co_name}"
+            counts[inside if event == "call" else f"{argument.__name__} in {inside}"] += 1
+
+    async def answer() -> None:
+        send_all()
+        for _ in range(4):  # the loop runs the batch and writes the replies
+            await asyncio.sleep(0)
+
+    server._loop.run_until_complete(answer())
+    sys.setprofile(see)
+    try:
+        server._loop.run_until_complete(answer())
+    finally:
+        sys.setprofile(None)
+    return Counter({name: count / CLIENTS for name, count in counts.items()})
+
+
+def test_an_http_request_passes_through_few_functions(server: Server) -> None:
+    connections = [HttpConnection(server._listener) for _ in range(CLIENTS)]
+    wires = [Wire() for _ in connections]
+    for connection, wire in zip(connections, wires, strict=True):
+        connection.connection_made(wire)
+    rows = np.ones((1, 4), np.float32).tobytes()
+    size = {"parameters": {"binary_data_size": len(rows)}}
+    entry = {"name": "x", "datatype": "FP32", "shape": [1, 4], **size}
+    head = {"inputs": [entry], "parameters": {"binary_data_output": True}}
+    text = json.dumps(head).encode()
+    length = {"Inference-Header-Content-Length": str(len(text))}
+    request = raw_request("POST", "/v2/models/m/infer", text + rows, **length)
+
+    def send_all() -> None:
+        for connection in connections:
+            connection.get_buffer(-1)[: len(request)] = request
+            connection.buffer_updated(len(request))
+
+    calls = count_calls(server, send_all)
+    assert all(wire.written.count(b"HTTP/1.1 200 OK") == 2 for wire in wires)
+    assert sum(calls.values()) <= HTTP_CALLS, calls
+
+
+def test_a_grpc_call_passes_through_few_functions(server: Server) -> None:
+    assert server._grpc is not None
+    connections = [GrpcConnection(server._grpc._shared) for _ in range(CLIENTS)]
+    wires = [Wire() for _ in connections]
+    fields = {":method": "POST", ":path": INFER, "content-type": "application/grpc"}
+    block = b"".join(literal(name.encode(), value.encode()) for name, value in fields.items())
+    message = infer_bytes()
+    prefixed = b"\0" + len(message).to_bytes(4, "big") + message
+    numbers = iter(range(1, 4, 2))
+
+    async def connect() -> None:
+        for connection, wire in zip(connections, wires, strict=True):
+            connection.connection_made(wire)
+            connection.data_received(PREFACE)
+
+    def send_all() -> None:
+        number = next(numbers)
+        data = frame(HEADERS, END_HEADERS, number, block) + frame(
+            DATA, END_STREAM, number, prefixed
+        )
+        for connection in connections:
+            connection.data_received(data)
+
+    server._loop.run_until_complete(connect())
+    calls = count_calls(server, send_all)
+    assert all(wire.written.count(b"\x0bgrpc-status\x010") == 2 for wire in wires)
+    assert sum(calls.values()) <= GRPC_CALLS, calls
