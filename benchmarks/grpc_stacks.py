@@ -33,6 +33,8 @@ import numpy as np
 from child import listening
 from mnist_graph import write_mnist
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # tests/support
+
 STACKS = ("grpcio.aio", "grpcio threads", "h2", "ours", "http")
 PATH = "inference.GRPCInferenceService/ModelInfer"
 LOADS = {
@@ -147,9 +149,9 @@ def started(name: str, model: str) -> AbstractContextManager[int]:
 
 def service_for(model: str, deliver: Callable) -> object:
     from deploykit.runtimes.engine import load as open_engine
-    from deploykit.runtimes.fake import FakeEngine
     from deploykit.serving.models.repository import ModelRepository
     from deploykit.serving.options import ServeOptions
+    from tests.support.fake_engine import FakeEngine
 
     engine = FakeEngine(width=784) if model == "fake" else open_engine(Path(model), "cpu")
     service = ModelRepository({"m": engine}, ServeOptions(max_batch=MAX_BATCH), deliver=deliver)
@@ -295,8 +297,8 @@ def serve_ours(model: str, port: int) -> None:
 
 def serve_http(model: str, port: int) -> None:
     from deploykit.runtimes.engine import load as open_engine
-    from deploykit.runtimes.fake import FakeEngine
     from deploykit.serving.server import ServeOptions, run
+    from tests.support.fake_engine import FakeEngine
 
     engine = FakeEngine(width=784) if model == "fake" else open_engine(Path(model), "cpu")
     options = ServeOptions(http_port=port, max_batch=MAX_BATCH)

@@ -27,6 +27,8 @@ from child import listening
 from http_client import infer_request, load
 from mnist_graph import write_mnist
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # tests/support
+
 STACKS = ("uvicorn", "granian", "protocol")
 MAX_BATCH = 32
 
@@ -89,7 +91,7 @@ def started(name: str, model: str) -> AbstractContextManager[int]:
 
 def engine_for(model: str):
     from deploykit.runtimes.engine import load as open_engine
-    from deploykit.runtimes.fake import FakeEngine
+    from tests.support.fake_engine import FakeEngine
 
     return FakeEngine(width=784) if model == "fake" else open_engine(Path(model), "cpu")
 

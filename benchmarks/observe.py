@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from opentelemetry.sdk.trace import TracerProvider
@@ -17,13 +19,16 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import set_span_in_context
 
-from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.batching.policy import BatchRun, Pending
 from deploykit.serving.models.repository import Service
 from deploykit.serving.observe.logs import configure
 from deploykit.serving.observe.prometheus import exposition
 from deploykit.serving.observe.tracing import Tracer
 from deploykit.serving.options import ServeOptions
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.support.fake_engine import FakeEngine
 
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from deploykit.runtimes.devices import Devices, Gpu
-from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.models import reload, shadow
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe import logs
 from deploykit.serving.observe.process import Sampler
 from deploykit.serving.observe.prometheus import METRICS, Sample, exposition
 from deploykit.serving.options import ServeOptions
+from tests.support.fake_engine import FakeEngine
 
 FILE = Path(__file__).resolve().parent.parent / "examples" / "grafana-dashboard.json"
 DASHBOARD = json.loads(FILE.read_text(encoding="utf-8"))

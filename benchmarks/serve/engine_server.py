@@ -10,8 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.server import ServeOptions, run
+from tests.support.fake_engine import FakeEngine
 
 port, max_batch, latency_ms, queue = (int(word) for word in sys.argv[1:5])
 options = ServeOptions(http_port=port, max_batch=max_batch, queue=queue)

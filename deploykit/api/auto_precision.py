@@ -23,6 +23,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Evaluation, SearchRecord, SearchStep
 from deploykit.core.precision import PAIRS, auto_levels
 from deploykit.core.profile import load_profile
+from deploykit.core.runtime import RUNTIMES
 
 if TYPE_CHECKING:
     from deploykit.api.artefacts import Progress
@@ -117,7 +118,7 @@ class _Candidates:
         if job.calib is None:
             raise BadInput("precision auto needs calibration data: `calib`")
         self.job, self.folder, self.calib = job, folder, job.calib
-        self.measured = job.request.runtime == "onnxruntime"
+        self.measured = RUNTIMES[job.request.runtime].on_cpu
         self.target = job.request.target or load_profile(GENERIC_PROFILE)
         self.inputs = job.source.inputs
         self.sizes = axis_sizes(self.calib, self.inputs, COST_BATCH)

@@ -16,6 +16,7 @@ from deploykit.core.files import make_folder
 from deploykit.core.machine import Machine, default_threads, this_machine
 from deploykit.core.paths import StrPath
 from deploykit.core.precision import narrowest
+from deploykit.core.runtime import BUILT
 from deploykit.core.tensors import BATCH, TensorSpec
 
 if TYPE_CHECKING:
@@ -84,7 +85,13 @@ def bench(
     note = _Once(on_note)
     found = [_measured(Artefact.open(source), trust, note) for source in engines]
     given = _measured(Artefact.open(baseline), trust, note) if baseline else None
-    reference = _check_baseline(given or _baseline(found[0], trust, note))
+    reference = given or _baseline(found[0], trust, note)
+    if reference.artefact.format != "onnx" or reference.precision != "fp32":
+        raise BadInput(
+            f"{reference.artefact}: is {reference.precision} in {reference.artefact.format}; the "
+            "baseline is a float32 model in ONNX",
+            hint="`baseline`: the .onnx file that the engine was made from",
+        )
     every = list({item.artefact.sha256: item for item in (reference, *found)}.values())
     timing = Timing(
         warmup_s=(2.0 if quick else 10.0) if warmup_s is None else warmup_s,
@@ -170,23 +177,6 @@ def _time(
     return list(points), watch.reasons if on_gpu else ()
 
 
-def _check_baseline(found: _Measured) -> _Measured:
-    if found.artefact.format != "onnx" or found.precision != "fp32":
-        raise BadInput(
-            f"{found.artefact}: is {found.precision} in {found.artefact.format}; the baseline is a "
-            "float32 model in ONNX",
-            hint="`baseline`: the .onnx file that the engine was made from",
-        )
-    return found
-
-
-def best_cpu(points: Sequence[Point], batch: int, by: str) -> Point:
-    """The best CPU point of a batch: tuned threads, sessions and precision, whatever won."""
-    from deploykit.measure.timing.sweep import best
-
-    return best([p for p in points if p.device == "cpu" and p.batch == batch], by)
-
-
 def _method(timing: Timing) -> str:
     return (
         f"each point: {timing.seconds:g} s in {timing.rounds} rounds after at most "
@@ -205,8 +195,9 @@ def _measured(artefact: Artefact, trust: bool, note: Callable[[str], None]) -> _
     def open_it(device: str = "cpu", threads: int | None = None) -> Engine:
         return open_proven(artefact, device, threads=threads, trust=trust, on_note=note)[0]
 
-    if artefact.format not in ("onnx", "tensorrt"):
-        raise BadInput(f"{artefact}: is a {artefact.format} file; bench takes .onnx and .trt files")
+    if not artefact.runtime.builder:
+        known = " and ".join(BUILT)
+        raise BadInput(f"{artefact}: is a {artefact.format} file; bench takes {known} files")
     built_on: Mapping[str, str] = {}
     if artefact.format == "onnx":
         precision = narrowest(Graph.open(artefact.path).precision)
@@ -256,7 +247,7 @@ def _proofs(
     with reference.open() as base:
         base_scores = top1_scores(base, samples) if samples else None
         for item in every:
-            with item.open(device if item.artefact.format == "tensorrt" else "cpu") as engine:
+            with item.open("cpu" if item.artefact.runtime.on_cpu else device) as engine:
                 most = engine.max_batch or 64
                 if item is not reference:
                     names = (reference.artefact.name, item.artefact.name)
@@ -275,7 +266,7 @@ def _setups(
 ) -> tuple[list[Setup], list[NotMeasured]]:
     """The columns: the baseline, each artefact on the CPU in two ways, and on the GPU there is.
 
-    A TensorRT engine has one, on its GPU.
+    One that does not run on CPUs has one column, on its GPU.
     """
     from deploykit.measure.report.report import NotMeasured
 
@@ -283,15 +274,16 @@ def _setups(
     gpu, why = _gpu(reference, machine, device)
     setups = []
     for item in every:
-        if item.artefact.format == "tensorrt":
-            setups.append(_setup(item, f"{item.artefact.path.stem}, TensorRT", device, 1, None))
+        runtime, stem = item.artefact.runtime, item.artefact.path.stem
+        if not runtime.on_cpu:
+            setups.append(_setup(item, f"{stem}, {runtime.title}", device, 1, None))
             continue
-        label = BASELINE if item is reference else item.artefact.path.stem
+        label = BASELINE if item is reference else stem
         setups.append(_setup(item, label, "cpu", 1, cores))
         if cores > 1:
             setups.append(_setup(item, f"{label}, {cores} sessions", "cpu", cores, 1))
-        if gpu:
-            setups.append(_setup(item, f"{item.artefact.path.stem}, GPU", gpu, 1, None))
+        if gpu and "cuda" in runtime.devices:
+            setups.append(_setup(item, f"{stem}, GPU", gpu, 1, None))
     return setups, [] if gpu else [NotMeasured("GPU", why)]
 
 

@@ -26,9 +26,11 @@ from deploykit.builders.builder import BuildResult, Shapes, find_builder
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import BuildRecord, Evidence
+from deploykit.core.files import sha256
 from deploykit.core.manifest import write_manifest
 from deploykit.core.paths import StrPath
 from deploykit.core.profile import Profile, choose_profile, load_profile
+from deploykit.core.runtime import RUNTIMES
 
 BUILD_MAX_ERROR = (
     1e-3  # fused float16 and INT8 kernels round at other places than the graph_file graph
@@ -86,7 +88,7 @@ def build(
         if target.runtime == "tensorrt":
             made = prove_plan(built, source, graph_file, tmp, place, options)
         else:
-            made = _prove_onnx(built, files, target, tmp, place, max_error)
+            made = _prove(built, files, target, tmp, place, max_error)
     chosen = (f"profile auto: {target.name} ({why})",) if why else ()
     return replace(made, notes=(*_cost_notes(quantized), *chosen, *made.notes))
 
@@ -102,8 +104,7 @@ def _check(source: Artefact, options: PlanOptions, out: StrPath | None) -> Path:
         )
     if request.to != "fp32":
         check_request(request)
-    suffix = ".trt" if target.runtime == "tensorrt" else f".{target.name}.onnx"
-    return destination(source, out, suffix)
+    return destination(source, out, RUNTIMES[target.runtime].suffix.format(profile=target.name))
 
 
 def _quantize(
@@ -133,29 +134,30 @@ class _Files:
 
 
 def _place_pairs(graph_file: Artefact, target: Profile, tmp: Path) -> tuple[Artefact, bool]:
-    """The graph with its INT8 pairs where ONNX Runtime has kernels, and whether they moved."""
+    """The graph with its INT8 pairs where the runtime has kernels, and whether they moved."""
     from deploykit.onnx_graph.graph import Graph
     from deploykit.quantization.moving import move_pairs
 
-    if target.runtime != "onnxruntime":
+    if not RUNTIMES[target.runtime].scales_outputs:
         return graph_file, False
-    moved = move_pairs(Graph.open(graph_file.path), "onnxruntime")
+    moved = move_pairs(Graph.open(graph_file.path), target.runtime)
     if moved is None:
         return graph_file, False
     return Artefact.open(moved.save(tmp.with_name("placed.onnx")).path), True
 
 
-def _prove_onnx(
+def _prove(
     built: BuildResult, files: _Files, target: Profile, tmp: Path, place: Path, max_error: float
 ) -> Made:
-    """Compare the optimised graph with the one it was built from, and keep it."""
+    """Compare what was built with the graph it was built from, and keep it."""
     from deploykit.measure.evaluate.parity import compare_engines
     from deploykit.onnx_graph.graph import Graph
     from deploykit.runtimes.data.samples import random_feeds
     from deploykit.runtimes.engine import load
 
     source, graph_file, placed = files.source, files.graph_file, files.placed
-    with load(placed, "cpu") as reference, load(tmp, "cpu") as engine:
+    runtime = RUNTIMES[target.runtime]
+    with load(placed, "cpu") as reference, load(tmp, runtime.check_device) as engine:
         sizes = parity_sizes(engine.inputs)
         feeds = [random_feeds(engine.inputs, each, seed) for seed, each in enumerate(sizes)]
         names = (_describe(files), place.name)
@@ -164,8 +166,9 @@ def _prove_onnx(
         if samples is not None and files.moved:  # recorded with the pairs at other places
             replay, inputs = golden.open_samples(samples, tmp, engine.inputs, engine.outputs)
             samples = golden.loosen(samples, compare_engines(replay, engine, [inputs]))
-    asked, result = Graph.open(placed.path).precision, Graph.open(tmp)
-    _check_integers(source, target, asked, result.precision)
+    asked, readable = Graph.open(placed.path), runtime.opens[0] == "onnx"
+    result = Graph.open(tmp) if readable else asked
+    _check_integers(source, target, asked.precision, result.precision)
     before = graph_file.manifest if graph_file is not source else None
     evidence = Evidence(
         parity=parity,
@@ -176,11 +179,14 @@ def _prove_onnx(
     manifest = onnx_manifest(
         result,
         (source.sha256,),
-        tools=("onnxruntime",),
+        tools=runtime.packages[:1],
         evidence=evidence,
         built_on=dict(built.built_on),
     )
-    notes = (*([_PAIRS_MOVED] if files.moved else []), *_precision_notes(asked, manifest.precision))
+    if not readable:
+        manifest = replace(manifest, format=runtime.opens[0], sha256=sha256(tmp), evidence=evidence)
+    moved = [_PAIRS_MOVED] * files.moved
+    notes = (*moved, *_precision_notes(asked.precision, manifest.precision))
     return keep_if_equal(tmp, Made(place, manifest, notes), parity)
 
 

@@ -108,7 +108,7 @@ def _feeds(first: Engine, second: Engine, data: Path | None) -> list[dict[str, n
 
 
 def _place(artefact: Artefact, device: str) -> str:
-    return "auto" if device == "cpu" and artefact.format == "tensorrt" else device
+    return artefact.runtime.check_device if device == "cpu" else device
 
 
 def _diverging(

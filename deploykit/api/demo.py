@@ -240,6 +240,8 @@ def _fastest(report: Report, files: Mapping[str, Path]) -> Path:
 
 def _rows(report: Report) -> tuple[tuple[str, ...], ...]:
     """Setup, accuracy, latency at batch 1, throughput at its best batch."""
+    from deploykit.measure.timing.sweep import best as fastest
+
     scores = {row.precision: f"{row.value.value * 100:.2f} %" for row in report.accuracy}
     rows = []
     for label in dict.fromkeys(point.label for point in report.points):
@@ -247,7 +249,7 @@ def _rows(report: Report) -> tuple[tuple[str, ...], ...]:
         rows.append(_row(label, scores.get(points[0].precision, "-"), points))
     cpu = [point for point in report.points if point.device == "cpu"]
     best = max(cpu, key=lambda point: point.throughput_per_s.value)
-    quickest = bench.best_cpu(cpu, min(point.batch for point in cpu), "p50")
+    quickest = fastest([p for p in cpu if p.batch == min(p.batch for p in cpu)], "p50")
     rows.append(_row("best CPU", scores.get(best.precision, "-"), [quickest, best]))
     for gap in report.not_measured:
         if gap.what == "GPU":

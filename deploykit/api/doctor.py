@@ -8,6 +8,7 @@ from deploykit.core.errors import Unsupported
 from deploykit.core.extras import install_hint, installed
 from deploykit.core.json_value import Record
 from deploykit.core.machine import Machine, this_machine
+from deploykit.core.runtime import ALL, Runtime
 
 # command -> modules that it needs beyond the base
 _NEEDS = {
@@ -63,16 +64,16 @@ def doctor() -> Health:
             "a GPU is here, but onnxruntime is the CPU build: pip install 'deploykit[gpu]'"
         )
     checks = [_check(command, needs) for command, needs in _NEEDS.items()]
-    checks.append(_engines(machine))
+    checks += [_engines(each, machine) for each in ALL if each.builder and "onnx" not in each.opens]
     return Health(machine, providers, tuple(checks), tuple(warnings))
 
 
-def _engines(machine: Machine) -> Check:
-    """Whether a TensorRT engine can be built and run here."""
-    command = "build, bench, serve of TensorRT engines"
-    if not machine.gpus:
+def _engines(runtime: Runtime, machine: Machine) -> Check:
+    """Whether a runtime's own engines can be built and run here."""
+    command = f"build, bench, serve of {runtime.title} engines"
+    if not runtime.on_cpu and not machine.gpus:
         return Check(command, False, "no NVIDIA GPU here; --profile cpu works")
-    return _check(command, ("tensorrt", "cuda"))
+    return _check(command, runtime.modules)
 
 
 def _check(command: str, needs: tuple[str, ...]) -> Check:

@@ -23,6 +23,7 @@ from deploykit.core.evidence import (
 from deploykit.core.files import sha256
 from deploykit.core.precision import ALL, BY_NAME, CALIBRATED, CAST
 from deploykit.core.profile import Profile
+from deploykit.core.runtime import RUNTIMES
 from deploykit.core.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def open_both(job: Job, converted: Graph) -> Iterator[tuple[Engine, Engine]]:
 def open_candidate(job: Job, converted: Graph, folder: Path) -> Engine:
     """`converted` as its runtime will compute it.
 
-    For ONNX Runtime as it is; for TensorRT with every float16 and bfloat16 tensor rounded to its
+    For a CPU as it is; for a GPU alone with every float16 and bfloat16 tensor rounded to its
     type, as half arithmetic does.
     """
     from deploykit.onnx_graph.graph import dtype_name
@@ -191,7 +192,7 @@ def open_candidate(job: Job, converted: Graph, folder: Path) -> Engine:
 
     types = {dtype_name(kind) for kind in converted.element_types.values()}
     rounds = any(each.simulated and each.dtype in types for each in ALL)
-    if job.request.runtime == "onnxruntime" or not rounds:
+    if RUNTIMES[job.request.runtime].on_cpu or not rounds:
         return load(converted.path, "cpu")
     rounded = simulate.simulate(converted).save(folder / "rounded.onnx")
     return open_as_written(rounded.path)
@@ -301,8 +302,9 @@ def _half_notes(job: Job, half: str, kept: Collection[str]) -> list[str]:
     notes = []
     if kept:
         notes.append(f"kept in float32, too close to float16's limit: {', '.join(kept)}")
-    if half == "fp16" and job.calibration is None:
-        notes.append("activations not checked for float16 overflow: no calibration data (`calib`)")
+    if BY_NAME[half].guarded and job.calibration is None:
+        kind = BY_NAME[half].dtype
+        notes.append(f"activations not checked for {kind} overflow: no calibration data (`calib`)")
     return notes + [BY_NAME[half].cpu_note] * bool(BY_NAME[half].cpu_note)
 
 

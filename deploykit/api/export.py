@@ -31,9 +31,10 @@ from deploykit.core.evidence import (
 )
 from deploykit.core.files import check_writable
 from deploykit.core.paths import StrPath
-from deploykit.core.preprocess import Preprocess, load_preprocess
+from deploykit.core.preprocess import Preprocess
 from deploykit.core.profile import choose_profile, load_profile
 from deploykit.core.tensors import BATCH, TensorSpec, parse_spec
+from deploykit.runtimes.data.preprocess import load_preprocess
 
 if TYPE_CHECKING:
     import numpy as np

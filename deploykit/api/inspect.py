@@ -48,20 +48,16 @@ class Inspection(Record):
         return notebook.facts_html(self.path.name, facts)
 
 
-_Content = tuple[
-    tuple[TensorSpec, ...],
-    tuple[TensorSpec, ...],
-    Mapping[str, int],
-    Mapping[str, Any],
-    tuple[str, ...],
-]  # inputs, outputs, precision, details, fits
+_Specs = tuple[TensorSpec, ...]
+# inputs, outputs, precision, details, fits
+_Content = tuple[_Specs, _Specs, Mapping[str, int], Mapping[str, Any], tuple[str, ...]]
 
 
 def inspect(path: ArtefactLike) -> Inspection:
     """Describe any artefact; a manifest next to it is read and checked against the file."""
     artefact = Artefact.open(path)
     manifest, size = artefact.manifest, artefact.path.stat().st_size
-    read = {"onnx": _onnx, "tensorrt": _tensorrt}.get(artefact.format, _torch)
+    read = {"onnx": _onnx, "torch": _torch, "safetensors": _torch}.get(artefact.format, _engine)
     content = read(artefact)
     return Inspection(
         artefact.path, artefact.format, size, artefact.sha256, *content, manifest=manifest
@@ -88,11 +84,13 @@ def _torch(artefact: Artefact) -> _Content:
     return inputs, outputs, {}, details, ("torch",)
 
 
-def _tensorrt(artefact: Artefact) -> _Content:
+def _engine(artefact: Artefact) -> _Content:
+    """A runtime's own format: what the manifest says."""
     manifest = artefact.manifest
     if manifest is None:
         raise BadInput(
-            f"{artefact}: is a TensorRT engine without a manifest, so its content is unknown",
+            f"{artefact}: is a {artefact.runtime.title} engine without a manifest, so its content "
+            "is unknown",
             hint="deploykit build writes one next to every engine",
         )
     evidence = manifest.evidence

@@ -27,9 +27,9 @@ from deploykit.core.precision import (
     HARDWARE,
     OTHER_NODES,
     QUANTIZED,
-    RUNTIMES,
 )
 from deploykit.core.profile import load_profile
+from deploykit.core.runtime import TARGET_RUNTIMES
 
 if TYPE_CHECKING:
     from deploykit.core.evidence import Evidence
@@ -119,7 +119,7 @@ def check(request: Request) -> None:
     for name, value, known in (
         ("to", to, TARGETS),
         ("other_nodes", other, OTHER_NODES),
-        ("runtime", runtime, RUNTIMES),
+        ("runtime", runtime, TARGET_RUNTIMES),
     ):
         if value not in known:
             raise BadInput(f"`{name}` '{value}' is unknown", hint="one of: " + ", ".join(known))

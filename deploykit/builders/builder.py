@@ -1,22 +1,16 @@
-"""The table of builders: each runtime's function that builds an engine from an ONNX graph."""
+"""What each runtime's function that builds an engine from an ONNX graph takes and returns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 from deploykit.core.artefact import Artefact
 from deploykit.core.evidence import Layer
 from deploykit.core.json_value import Record
 from deploykit.core.profile import Profile
-
-# runtime of a profile -> "module:function" of the type `Builder`
-BUILDERS: Mapping[str, str] = {
-    "onnxruntime": "deploykit.builders.onnxruntime:build_engine",
-    "tensorrt": "deploykit.builders.tensorrt.target:build_engine",
-}
+from deploykit.core.runtime import RUNTIMES, function
 
 
 @dataclass(frozen=True)
@@ -53,6 +47,5 @@ Builder = Callable[
 
 def find_builder(runtime: str) -> Builder:
     """The builder for a profile's runtime; its module is imported now."""
-    module, _, function = BUILDERS[runtime].partition(":")
-    found: Builder = getattr(import_module(module), function)
+    found: Builder = function(RUNTIMES[runtime].builder)
     return found

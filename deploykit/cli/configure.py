@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import typer
 
 from deploykit.cli.help import Command, reword
-from deploykit.core.errors import BadInput, os_reason
+from deploykit.core.errors import BadInput
 
 
 class ConfigurableCommand(Command):
@@ -42,11 +41,13 @@ def _load(ctx: Any, _: Any, given: Path | str | None) -> Path | str | None:
     """Make the values of a file the defaults of this call. Raises BadInput on a wrong one."""
     if given is None or ctx.resilient_parsing:
         return given
+    from deploykit.core.files import read_toml  # late: `--help` does without
+
     path = Path(given)  # typer before 0.29 converts it later
     options = {_key(each): each for each in ctx.command.params if each.param_type_name == "option"}
     del options["config"]
     ctx.default_map = {}
-    for name, value in _read(path).items():
+    for name, value in read_toml(path)[0].items():
         option = options.get(name.replace("-", "_"))
         if option is None:
             close = get_close_matches(name.replace("-", "_"), options, 1)
@@ -56,22 +57,6 @@ def _load(ctx: Any, _: Any, given: Path | str | None) -> Path | str | None:
             )
         ctx.default_map[option.name] = _checked(ctx, option, value, f"{path}: {name}")
     return given
-
-
-def _read(path: Path) -> dict[str, Any]:
-    from deploykit.core.files import check_readable  # late: `--help` does without
-
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    try:
-        found: dict[str, Any] = tomllib.loads(check_readable(path).read_text(encoding="utf-8"))
-        return found
-    except OSError as exc:
-        raise BadInput(f"{path}: {os_reason(exc)}") from exc
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise BadInput(f"{path}: is not a TOML file: {exc}") from exc
 
 
 def _checked(ctx: Any, option: Any, value: Any, where: str) -> Any:

@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Literal
 
 from deploykit.cli import output, tables
-from deploykit.cli.options import JSON, OUT, AnyPrecision, LowPrecision, described
+from deploykit.cli.options import (
+    JSON,
+    OUT,
+    AnyPrecision,
+    LowPrecision,
+    OtherPrecision,
+    TargetRuntime,
+    described,
+)
 from deploykit.cli.progress import Progress
 
 _ACCURACY = """
@@ -150,9 +158,9 @@ def quantize(
     max_drop: float | None = None,
     min_sqnr_db: float | None = None,
     calibrator: Literal["minmax", "percentile", "entropy"] | None = None,
-    runtime: Literal["tensorrt", "onnxruntime"] | None = None,
+    runtime: TargetRuntime | None = None,
     profile: str | None = None,
-    other_nodes: Literal["fp32", "fp16"] = "fp32",
+    other_nodes: OtherPrecision = "fp32",
     as_json: bool = False,
 ) -> None:
     """Lower an ONNX model's precision and measure the lost accuracy.

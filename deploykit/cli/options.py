@@ -5,22 +5,32 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
+from deploykit.core.precision import OTHER_NODES, QUANTIZED
+from deploykit.core.runtime import BUILT, TARGET_RUNTIMES
+
 GENERAL = "General"  # the section of a help page that comes last
 
-LowPrecision = Literal[
-    "fp16", "bf16", "int8", "fp8", "int8-weight-only", "int4-weight-only", "auto"
-]
-AnyPrecision = Literal[
-    "fp32", "fp16", "bf16", "int8", "fp8", "int8-weight-only", "int4-weight-only", "auto"
-]
+_WRITTEN = (*QUANTIZED, "auto")
+_BUILT = ("fp32", *_WRITTEN)
+if TYPE_CHECKING:  # typer reads the choices when it runs
+    LowPrecision = str
+    AnyPrecision = str
+    OtherPrecision = str
+    TargetRuntime = str
+else:
+    LowPrecision = Literal[_WRITTEN]
+    AnyPrecision = Literal[_BUILT]
+    OtherPrecision = Literal[OTHER_NODES]
+    TargetRuntime = Literal[TARGET_RUNTIMES]
 
 JSON = f"{GENERAL}:\n--json  Print one JSON document on stdout"
 DEVICE = "--device auto|cpu|cuda|cuda:N  Where the model runs"
 TRUST = "--trust  Also run a TensorRT engine whose results cannot be verified here"
+ENGINE = f"{' or '.join(BUILT)} file"
 OUT = "-o --out FILE  The file to write [next to the model]"
 
 _DEFAULT = re.compile(r"(.*?)(?: \[(.+)\])?", re.DOTALL)

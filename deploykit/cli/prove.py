@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 from deploykit.cli import output, tables
-from deploykit.cli.options import DEVICE, JSON, TRUST, described
+from deploykit.cli.options import DEVICE, ENGINE, JSON, TRUST, described
 from deploykit.cli.progress import Progress
 from deploykit.core.errors import BadInput, GateFailed
 
 
-@described(f"FILE  A .pt, .onnx or .trt file\n{JSON}")
+@described(f"FILE  A .pt, {ENGINE}\n{JSON}")
 def inspect(path: Path, as_json: bool = False) -> None:
     """Show a model's tensors, precisions, operators and origin.
 
@@ -51,7 +51,7 @@ def compare(
 
 
 @described(f"""
-ENGINE                 A .onnx, .trt or .pt file
+ENGINE                 A .pt, {ENGINE}
 DATA                   The inputs: an .npz file or a folder
 -o --out FILE.npz      Where to write the outputs
 --batch N              Samples per call
@@ -81,7 +81,7 @@ def predict(
 
 
 @described(f"""
-ENGINE                 .onnx or .trt files to measure
+ENGINE                 {ENGINE}s to measure
 --baseline FILE.onnx   The float32 model to compare with [the first ENGINE]
 --batches N,N,...      Batch sizes to measure
 -o --out DIR           Folder of the report

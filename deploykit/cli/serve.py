@@ -14,7 +14,7 @@ from typing import Any, Literal, get_type_hints
 import typer
 
 from deploykit.cli import output, tables
-from deploykit.cli.options import DEVICE, JSON, TRUST, described
+from deploykit.cli.options import DEVICE, ENGINE, JSON, TRUST, described
 from deploykit.cli.prove import sizes
 
 
@@ -58,7 +58,7 @@ class ServeOptions:
 
 
 _SERVE = f"""
-[NAME=]FILE            The .onnx or .trt files to serve
+[NAME=]FILE            The {ENGINE}s to serve
 --engine [NAME=]FILE   The same as an option; may be repeated
 --config FILE.toml     Read options from this file
 {DEVICE}

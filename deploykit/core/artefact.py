@@ -14,6 +14,7 @@ from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.files import check_inside, check_readable, sha256
 from deploykit.core.manifest import Manifest, load_manifest, manifest_path
 from deploykit.core.paths import StrPath
+from deploykit.core.runtime import ALL, BY_FORMAT, READS, Runtime
 
 _ZIP = b"PK\x03\x04"
 _EXPORTED = {"archive_format", "serialized_exported_program.json"}  # newer and older .pt2
@@ -49,8 +50,13 @@ class Artefact:
 
     @cached_property
     def format(self) -> str:
-        """ "onnx", "torch", "safetensors" or "tensorrt"; raises as `sniff` does."""
+        """As in the table of runtimes: "onnx", "torch", ...; raises as `sniff` does."""
         return sniff(self.path)
+
+    @property
+    def runtime(self) -> Runtime:
+        """What opens it."""
+        return BY_FORMAT[self.format]
 
     @cached_property
     def sha256(self) -> str:
@@ -122,7 +128,7 @@ def _check_hashes(artefact: Artefact, manifest: Manifest) -> None:
 
 
 def sniff(path: Path) -> str:
-    """The format of the file at `path`: "onnx", "torch", "safetensors" or "tensorrt".
+    """The format of the file at `path`, one that a runtime of the table opens.
 
     "torch" is a zip or pickle checkpoint, a `.pt2` or TorchScript; `torch_kind` tells them apart.
     Raises NotFound or BadInput for what cannot be read or is none of these.
@@ -135,8 +141,10 @@ def sniff(path: Path) -> str:
             f"{path}: is a TensorRT for RTX engine, which TensorRT cannot load",
             hint="build an engine for the target with: deploykit build model.onnx --profile NAME",
         )
-    if head[1:4] == b"trt":
-        return "tensorrt"
+    for runtime in ALL:
+        offset, magic = runtime.magic
+        if magic and head.startswith(magic, offset):
+            return runtime.opens[0]
     # a header's length, then the header: asked before pickle, as a length may begin with 80 02
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= path.stat().st_size - 8:
         return "safetensors"
@@ -149,7 +157,7 @@ def sniff(path: Path) -> str:
         return "onnx"
     raise BadInput(
         f"{path}: {_unknown(head)}",
-        hint="deploykit reads .pt, .pth, .pt2, .safetensors, .onnx and .trt files",
+        hint=f"deploykit reads {', '.join(READS[:-1])} and {READS[-1]} files",
     )
 
 

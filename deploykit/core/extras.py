@@ -11,13 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, ModuleType
 
 from deploykit.core.errors import MissingExtra, Unsupported, first_line
+from deploykit.core.runtime import ALL
 
 EXTRAS: Mapping[str, str] = {
-    "onnxruntime": "cpu",
-    "tensorrt": "tensorrt",
-    "cuda": "tensorrt",
+    **{module: each.extra for each in ALL for module in each.modules},
     "tensorrt_rtx": "tensorrt",
-    "torch": "export",
     "onnxscript": "export",
     "safetensors": "export",
     "transformers": "huggingface",

@@ -13,9 +13,11 @@ import io
 import json
 import os
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from deploykit.core.errors import BadInput, NotFound, Unsupported, os_reason
 
@@ -80,6 +82,23 @@ def make_folder(folder: Path) -> Path:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise BadInput(f"{folder}: the folder cannot be written to")
     return folder
+
+
+def read_toml(path: Path) -> tuple[dict[str, Any], str]:
+    """The values of a TOML file, and its text. Raises NotFound or BadInput."""
+    if sys.version_info >= (3, 11):
+        import tomllib  # late: `--help` does without
+    else:
+        import tomli as tomllib
+    try:
+        content = check_readable(path).read_text(encoding="utf-8")
+        return tomllib.loads(content), content
+    except OSError as exc:
+        raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
+    except UnicodeDecodeError as exc:
+        raise BadInput(f"{path}: is not a text file in UTF-8") from exc
+    except (tomllib.TOMLDecodeError, RecursionError) as exc:
+        raise BadInput(f"{path}: is not valid TOML: {exc}") from exc
 
 
 def check_readable(path: Path) -> Path:

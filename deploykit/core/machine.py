@@ -14,22 +14,19 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from deploykit.core.json_value import json_value
+from deploykit.core.json_value import Record
+from deploykit.core.runtime import ALL
 
 PACKAGES = (
     "deploykit",
     "numpy",
     "onnx",
-    "onnxruntime",
-    "onnxruntime-gpu",
-    "tensorrt",
-    "torch",
+    *(package for each in ALL for package in each.packages),
     "onnxscript",
     "scikit-learn",
 )
-_CPU_FLAGS = (
+_CPU_FLAGS = [
     "avx2",
     "avx512f",
     "avx512_vnni",
@@ -38,13 +35,13 @@ _CPU_FLAGS = (
     "avx512_bf16",
     "asimddp",
     "i8mm",
-)
+]
 _M_MMAP_THRESHOLD = -3  # of mallopt(3)
 _QUERY = "name,memory.total,driver_version,compute_cap"
 
 
 @dataclass(frozen=True)
-class Gpu:
+class Gpu(Record):
     """One NVIDIA GPU as its driver reports it; None where not reported (memory on a Jetson)."""
 
     name: str
@@ -52,12 +49,9 @@ class Gpu:
     driver: str
     compute_capability: str | None
 
-    def to_dict(self) -> dict[str, Any]:
-        return json_value(self)
-
 
 @dataclass(frozen=True)
-class Machine:
+class Machine(Record):
     """What this machine is, as far as it can be read without privileges."""
 
     system: str
@@ -74,9 +68,6 @@ class Machine:
     l4t: str | None
     power_mode: str | None
     packages: Mapping[str, str]
-
-    def to_dict(self) -> dict[str, Any]:
-        return json_value(self)
 
 
 def this_machine(root: Path = Path("/")) -> Machine:

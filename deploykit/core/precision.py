@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 CAST, PAIRS, WEIGHTS = "cast", "pairs", "weights"  # how `quantize` writes a precision
-RUNTIMES = ("tensorrt", "onnxruntime")
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,11 @@ class Precision:
     cpu_note: str = ""
     # the levels of `--to auto`: runtime -> what the nodes around it compute in
     auto: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def guarded(self) -> bool:
+        """Whether activations of a float32 model may be too large for it."""
+        return self.writer == CAST and self.max_stored < math.inf
 
 
 ALL = (
@@ -123,6 +127,8 @@ ALL = (
 )
 
 BY_NAME: Mapping[str, Precision] = {each.name: each for each in ALL}
+HALVES = tuple(each for each in ALL if each.writer == CAST)
+FLOATS = frozenset(each.dtype for each in ALL if each.bits >= 16)  # computed in as they are
 QUANTIZED = tuple(each.name for each in ALL if each.writer)  # what `quantize` writes
 CALIBRATED = tuple(each.name for each in ALL if each.writer == PAIRS)  # and needs data for
 HARDWARE = tuple(each.name for each in ALL if each.writer != WEIGHTS)  # what a target computes in

@@ -9,28 +9,31 @@ Units are base units: bytes, bytes/s, operations/s, watts. `memory_bytes` is the
 
 from __future__ import annotations
 
+import dataclasses
 import re
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from deploykit.core import paths
-from deploykit.core.errors import BadInput, NotFound, os_reason
+from deploykit.core.errors import BadInput, NotFound
 from deploykit.core.extras import installed
-from deploykit.core.files import check_readable
+from deploykit.core.files import read_toml
 from deploykit.core.json_value import Record
 from deploykit.core.machine import Machine, this_machine
-from deploykit.core.precision import HARDWARE, RUNTIMES
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from deploykit.core.precision import HARDWARE
+from deploykit.core.runtime import RUNTIMES, TARGET_RUNTIMES
 
 _VERSION = r"[0-9]+\.[0-9]+"
 _TOO_LARGE = 1 << 63
+_T = TypeVar("_T")
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "runtime": TARGET_RUNTIMES,
+    "device": ("cuda", "cpu"),
+    "architecture": ("x86_64", "aarch64", "any"),
+    "precisions": HARDWARE,
+}
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Profile(Record):
 
     name: str
     summary: str
-    runtime: str  # "tensorrt" | "onnxruntime"
+    runtime: str  # of the table in core/runtime.py
     device: str  # "cuda" | "cpu"
     architecture: str  # "x86_64" | "aarch64" | "any"
     precisions: tuple[str, ...]  # the types of a graph that it runs natively
@@ -82,7 +85,7 @@ def load_profile(reference: str) -> Profile:
     """Load a profile by name, NAME@MODE or path. Raises NotFound or BadInput."""
     name, *mode = [reference] if reference.endswith(".toml") else reference.rsplit("@", 1)
     if name.endswith(".toml"):
-        path = check_readable(Path(name))
+        path = Path(name)
     elif name in profile_names():
         path = paths.folder("profiles") / f"{name}.toml"
     else:
@@ -134,58 +137,25 @@ def _with_mode(profile: Profile, mode: str) -> Profile:
 
 
 def _read(path: Path) -> Profile:
-    try:
-        content = path.read_text(encoding="utf-8")
-        values = tomllib.loads(content)
-    except OSError as exc:
-        raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
-    except UnicodeDecodeError as exc:
-        raise BadInput(f"{path}: is not a text file in UTF-8") from exc
-    except (tomllib.TOMLDecodeError, RecursionError) as exc:
-        raise BadInput(f"{path}: is not valid TOML: {exc}") from exc
-    fields = _Fields(path, content, values)
-    profile = Profile(
-        name=path.stem,
-        summary=fields.string("summary"),
-        runtime=fields.choice("runtime", RUNTIMES),
-        device=fields.choice("device", ("cuda", "cpu")),
-        architecture=fields.choice("architecture", ("x86_64", "aarch64", "any")),
-        precisions=fields.strings("precisions", HARDWARE),
-        compute_capability=fields.version("compute_capability"),
-        sm_count=fields.count("sm_count"),
-        memory_bytes=fields.count("memory_bytes"),
-        unified_memory=fields.flag("unified_memory"),
-        bandwidth_bytes_per_s=fields.positive("bandwidth_bytes_per_s"),
-        peak_ops_per_s=fields.peaks("peak_ops_per_s"),
-        workspace_bytes=fields.count("workspace_bytes"),
-        max_power_w=fields.positive("max_power_w"),
-        tensorrt_min=fields.version("tensorrt_min"),
-        tensorrt_max=fields.version("tensorrt_max"),
-        opset=fields.count("opset"),
-        gpu_names=fields.strings("gpu_names"),
-        boards=fields.strings("boards"),
-        dla_cores=fields.count("dla_cores") or 0,
-        power_modes=fields.modes("power_modes"),
-        power_mode=None,
-        notes=fields.strings("notes"),
-        sources=fields.strings("sources"),
-        unverified=fields.strings("unverified"),
-    )
-    fields.refuse_unknown()
-    _check(profile, values, fields)
+    values, content = read_toml(path)
+    keys = _Fields(path, content, values)
+    profile = keys.read(Profile, name=path.stem, power_mode=None)
+    _check(profile, values, keys)
     return profile
 
 
-def _check(profile: Profile, values: Mapping[str, Any], fields: _Fields) -> None:
+def _check(profile: Profile, values: Mapping[str, Any], keys: _Fields) -> None:
     """Refuse what no single key shows: a contradiction, or a key that names no other."""
     if not profile.precisions:
-        raise fields.fail("precisions", "is needed, and is not empty")
-    if profile.runtime == "tensorrt" and profile.device != "cuda":
-        raise fields.fail("device", f"is '{profile.device}', but TensorRT needs 'cuda'")
+        raise keys.fail("precisions", "is needed, and is not empty")
+    runtime = RUNTIMES[profile.runtime]
+    if profile.device not in runtime.devices:
+        needed = "' or '".join(runtime.devices)
+        raise keys.fail("device", f"is '{profile.device}', but {runtime.title} needs '{needed}'")
     peaks = [f"peak_ops_per_s.{name}" for name in profile.peak_ops_per_s]
     for key in profile.unverified:
         if key not in values and key not in peaks:
-            raise fields.fail("unverified", f"names '{key}', which this profile does not have")
+            raise keys.fail("unverified", f"names '{key}', which this profile does not have")
 
 
 class _Fields:
@@ -212,10 +182,20 @@ class _Fields:
     def inner(self, values: dict[str, Any], parent: str) -> _Fields:
         return _Fields(self.path, self.content, values, parent)
 
+    def read(self, kind: type[_T], **given: Any) -> _T:
+        """All keys as a dataclass, each by the type of its field, but for those `given`."""
+        names = {each.name: str(each.type) for each in dataclasses.fields(cast("Any", kind))}
+        found = {key: _READERS[name](self, key) for key, name in names.items() if key not in given}
+        self.refuse_unknown()
+        return kind(**given, **found)
+
     def string(self, key: str) -> str:
         value = self.values.pop(key, None)
         if not isinstance(value, str) or not value:
             raise self.fail(key, "is needed, and is a string")
+        allowed = _CHOICES.get(key, (value,))
+        if value not in allowed:
+            raise self.fail(key, f"is '{value}', not one of {', '.join(allowed)}")
         return value
 
     def version(self, key: str) -> str | None:
@@ -226,18 +206,13 @@ class _Fields:
             raise self.fail(key, f"is a string such as '8.7', got {value!r}")
         return value
 
-    def choice(self, key: str, allowed: tuple[str, ...]) -> str:
-        value = self.string(key)
-        if value not in allowed:
-            raise self.fail(key, f"is '{value}', not one of {', '.join(allowed)}")
-        return value
-
-    def strings(self, key: str, allowed: tuple[str, ...] | None = None) -> tuple[str, ...]:
+    def strings(self, key: str) -> tuple[str, ...]:
         value = self.values.pop(key, [])
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.fail(key, "is a list of strings")
+        allowed = _CHOICES.get(key, value)
         for item in value:
-            if allowed is not None and item not in allowed:
+            if item not in allowed:
                 raise self.fail(key, f"holds '{item}', not one of {', '.join(allowed)}")
         return tuple(value)
 
@@ -280,17 +255,22 @@ class _Fields:
         modes = []
         for number, item in enumerate(value):
             inner = self.inner(item, f"{key}[{number}].")
-            modes.append(
-                PowerMode(
-                    name=inner.string("name"),
-                    watts=inner.positive("watts"),
-                    gpu_mhz=inner.count("gpu_mhz"),
-                    sms=inner.count("sms"),
-                )
-            )
-            inner.refuse_unknown()
+            modes.append(inner.read(PowerMode))
         return tuple(modes)
 
     def refuse_unknown(self) -> None:
         for key in self.values:
             raise self.fail(key, "is not a key that a profile has")
+
+
+_READERS: Mapping[str, Callable[[_Fields, str], Any]] = {  # by the type of a field of Profile
+    "str": _Fields.string,
+    "str | None": _Fields.version,
+    "bool": _Fields.flag,
+    "int": lambda keys, key: keys.count(key) or 0,
+    "int | None": _Fields.count,
+    "float | None": _Fields.positive,
+    "tuple[str, ...]": _Fields.strings,
+    "tuple[PowerMode, ...]": _Fields.modes,
+    "Mapping[str, float]": _Fields.peaks,
+}

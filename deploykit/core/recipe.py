@@ -14,7 +14,7 @@ from typing import Any
 
 from deploykit.core import paths as resources
 from deploykit.core.errors import BadInput, NotFound
-from deploykit.core.json_value import json_value
+from deploykit.core.json_value import Record
 from deploykit.core.preprocess import Preprocess
 from deploykit.core.tensors import TensorSpec
 
@@ -62,15 +62,12 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class RecipeInfo:
+class RecipeInfo(Record):
     """A recipe's name and the first line of its docstring."""
 
     name: str
     summary: str
     path: Path
-
-    def to_dict(self) -> dict[str, Any]:
-        return json_value(self)
 
 
 def list_recipes() -> list[RecipeInfo]:

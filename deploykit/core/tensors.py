@@ -10,49 +10,34 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from deploykit.core.errors import BadInput
-from deploykit.core.json_value import json_value
+from deploykit.core.json_value import Record
 
 BATCH = "N"
 
 Bytes = bytes | memoryview
 InputKey = tuple[tuple[str, str, tuple[int, ...]], ...]  # name, datatype, shape without axis 0
 
-DTYPE_BYTES: Mapping[str, int] = {
-    "bool": 1,
-    "uint8": 1,
-    "uint16": 2,
-    "uint32": 4,
-    "uint64": 8,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
+# dtype -> bytes of an element, and its name in the Open Inference Protocol ("Tensor Data Types")
+_DTYPES: Mapping[str, tuple[int, str]] = {
+    "bool": (1, "BOOL"),
+    "uint8": (1, "UINT8"),
+    "uint16": (2, "UINT16"),
+    "uint32": (4, "UINT32"),
+    "uint64": (8, "UINT64"),
+    "int8": (1, "INT8"),
+    "int16": (2, "INT16"),
+    "int32": (4, "INT32"),
+    "int64": (8, "INT64"),
+    "float16": (2, "FP16"),
+    "bfloat16": (2, "BF16"),
+    "float32": (4, "FP32"),
+    "float64": (8, "FP64"),
+    "string": (0, "BYTES"),  # of no fixed size
 }
-
-# Open Inference Protocol, "Tensor Data Types": all dtypes, with strings, which have no fixed size
-PROTOCOL_NAMES: Mapping[str, str] = {
-    "bool": "BOOL",
-    "uint8": "UINT8",
-    "uint16": "UINT16",
-    "uint32": "UINT32",
-    "uint64": "UINT64",
-    "int8": "INT8",
-    "int16": "INT16",
-    "int32": "INT32",
-    "int64": "INT64",
-    "float16": "FP16",
-    "bfloat16": "BF16",
-    "float32": "FP32",
-    "float64": "FP64",
-    "string": "BYTES",
-}
+DTYPE_BYTES: Mapping[str, int] = {dtype: size for dtype, (size, _) in _DTYPES.items() if size}
+PROTOCOL_NAMES: Mapping[str, str] = {dtype: name for dtype, (_, name) in _DTYPES.items()}
 _CARRIERS: Mapping[str, str] = {"bfloat16": "float32", "string": "object"}
 
 # A name may hold colons, as TensorFlow's do ("x:0"): the last one before the bracket divides.
@@ -62,7 +47,7 @@ _AXIS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(Record):
     """One input or output: its name, its dtype, and its shape with dynamic axes as names."""
 
     name: str
@@ -76,9 +61,6 @@ class TensorSpec:
     def batched(self) -> bool:
         """Whether axis 0 is dynamic, so that requests can be joined along it."""
         return bool(self.shape) and isinstance(self.shape[0], str)
-
-    def to_dict(self) -> dict[str, Any]:
-        return json_value(self)
 
 
 def carrier(dtype: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import onnx
 
+from deploykit.core.precision import FLOATS
 from deploykit.onnx_graph.validate import RUNTIME_DOMAINS
 
 # Another name for the same memory.
@@ -14,7 +15,7 @@ DESCRIBES = frozenset(("Constant", "Shape", "Size"))
 CONVERTS = frozenset(("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast"))
 GENERATES = frozenset(("ConstantOfShape", "Range", "CastLike"))
 _SILENT = CONVERTS | DESCRIBES | GENERATES | VIEWS
-_FLOATS = frozenset(("float16", "bfloat16", "float32", "float64"))
+_FLOATS = FLOATS | {"float64"}
 
 
 class NodePrecision:

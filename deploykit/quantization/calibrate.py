@@ -21,7 +21,7 @@ from onnx import TensorProto, helper
 
 from deploykit.core.errors import BadInput
 from deploykit.core.extras import require
-from deploykit.core.precision import RUNTIMES
+from deploykit.core.runtime import TARGET_RUNTIMES
 from deploykit.core.tensors import TensorSpec
 from deploykit.onnx_graph.editor import Editor
 from deploykit.onnx_graph.folding import fold
@@ -159,7 +159,9 @@ def _scaled(graph: Graph) -> list[str]:
     """The tensors that any placement of `qdq` gives a scale of their own."""
     editor = Editor(graph)
     fold(editor)
-    scaled = {name for runtime in RUNTIMES for name in place_pairs(editor, runtime).scaled.values()}
+    scaled = {
+        name for target in TARGET_RUNTIMES for name in place_pairs(editor, target).scaled.values()
+    }
     return sorted(name for name in scaled if graph.element_types.get(name) == TensorProto.FLOAT)
 
 

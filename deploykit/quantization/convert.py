@@ -33,7 +33,7 @@ def convert(
     if precision.writer == CAST:
         return half_precision.to_half(source, to, ranges, keep_float32=keep_float32)
     if precision.writer == WEIGHTS:
-        typed = weights.to_weight_only(source, precision.bits)
+        typed = weights.to_weight_only(source, to)
     elif calibration is None:
         raise BadInput(
             f"`to` {to} needs calibration data", hint="`calib`: an .npz or a folder, 100 samples"

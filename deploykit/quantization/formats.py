@@ -5,7 +5,7 @@ real = stored * scale. Large arrays are converted in parts, to need little memor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import onnx
@@ -119,6 +119,22 @@ def bfloat16_bytes(values: np.ndarray) -> bytes:
 def bfloat16_values(data: bytes) -> np.ndarray:
     """The float32 values, in one dimension, of what `bfloat16_bytes` gave."""
     return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def _float16_bytes(values: np.ndarray) -> bytes:
+    with np.errstate(over="ignore"):
+        return values.astype(np.float16).tobytes()
+
+
+def _float16_values(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, np.float16).astype(np.float32)
+
+
+# a half type -> its bytes of float32 values, rounded to nearest, ties to even; and the way back
+HALVES: Mapping[str, tuple[Callable[[np.ndarray], bytes], Callable[[bytes], np.ndarray]]] = {
+    "float16": (_float16_bytes, _float16_values),
+    "bfloat16": (bfloat16_bytes, bfloat16_values),
+}
 
 
 def _rows(values: np.ndarray) -> Iterator[tuple[slice, ...]]:

@@ -25,7 +25,7 @@ from deploykit.onnx_graph.editor import Editor
 from deploykit.onnx_graph.graph import Graph, opset
 from deploykit.onnx_graph.opsets import raise_opset
 from deploykit.onnx_graph.skeleton import all_nodes, subgraphs
-from deploykit.quantization.formats import bfloat16_bytes, bfloat16_values
+from deploykit.quantization.formats import HALVES
 from deploykit.quantization.qdq_placement import check_names
 
 if TYPE_CHECKING:  # so that a cast needs no onnxruntime
@@ -59,24 +59,16 @@ class _Half:
         return f"tensor({self.name})"
 
     def data(self, values: np.ndarray) -> bytes:
-        """Rounded to nearest, ties to even."""
-        if self.kind == TensorProto.FLOAT16:
-            return values.astype(np.float16).tobytes()
-        return bfloat16_bytes(values)
+        return HALVES[self.name][0](values)
 
     def rounded(self, values: np.ndarray) -> np.ndarray:
         """The same shape in float32, as this type holds it."""
-        with np.errstate(over="ignore"):
-            data = self.data(values)
-        if self.kind == TensorProto.FLOAT16:
-            return np.frombuffer(data, np.float16).astype(np.float32).reshape(values.shape)
-        return bfloat16_values(data).reshape(values.shape)
+        return HALVES[self.name][1](self.data(values)).reshape(values.shape)
 
 
 _HALVES = {
     each.name: _Half(each.dtype, TensorProto.DataType.Value(each.onnx_type))
-    for each in precision.ALL
-    if each.writer == precision.CAST
+    for each in precision.HALVES
 }
 
 
@@ -117,7 +109,7 @@ def to_half(
     if any(node.op_type in _PAIR for node in editor.graph.node):
         raise_opset(editor.model, _PAIR_OPSET)
     guarded = _coarse_scales(editor, half)
-    if half.kind == TensorProto.FLOAT16:
+    if precision.BY_NAME[to].guarded:
         guarded |= _guarded(editor, ranges or {}, types)
     stay = guarded | _indexing(editor.graph, types) | set(keep_float32)
     kept = tuple(node.name for node in editor.graph.node if node.name in guarded)
@@ -216,7 +208,7 @@ def _half_places(
         return nothing
     if node.op_type == "Cast" and helper.get_node_attr_value(node, "to") != _FLOAT:
         return nothing
-    newest = half.kind == TensorProto.BFLOAT16
+    newest = half.kind != TensorProto.FLOAT16
     version = defs.onnx_opset_version() if newest and node.op_type not in _PAIR else opset(model)
     schema = defs.get_schema(node.op_type, version, "")
     fit = {

@@ -13,7 +13,7 @@ import onnx
 from onnx import TensorProto
 
 from deploykit.core.errors import BadInput
-from deploykit.core.precision import RUNTIMES
+from deploykit.core.runtime import RUNTIMES, TARGET_RUNTIMES
 from deploykit.onnx_graph.editor import Editor
 
 QUANTIZED = ("Conv", "Gemm", "MatMul")
@@ -50,8 +50,8 @@ def place_pairs(
     `holds`: whether a scale can hold a tensor, given its name. Raises BadInput for a name in
     `keep_float32` that no node has.
     """
-    if runtime not in RUNTIMES:
-        raise BadInput(f"unknown runtime '{runtime}'", hint="one of: " + ", ".join(RUNTIMES))
+    if runtime not in TARGET_RUNTIMES:
+        raise BadInput(f"unknown runtime '{runtime}'", hint="one of: " + ", ".join(TARGET_RUNTIMES))
     nodes = editor.graph.node
     check_names(editor, keep_float32)
     chosen = [
@@ -60,7 +60,7 @@ def place_pairs(
         if nodes[n].name not in keep_float32 and holds(nodes[n].input[0])
     ]
     scaled = {nodes[n].input[0]: nodes[n].input[0] for n in chosen}
-    if runtime == "onnxruntime":
+    if RUNTIMES[runtime].scales_outputs:
         _spread(editor, scaled, set(chosen), keep_float32, holds)
     return Placement(tuple(chosen), scaled)
 

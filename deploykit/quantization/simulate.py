@@ -11,13 +11,14 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
+from deploykit.core import precision
 from deploykit.onnx_graph.editor import Editor
-from deploykit.onnx_graph.graph import Graph
+from deploykit.onnx_graph.graph import Graph, dtype_name
 from deploykit.onnx_graph.skeleton import subgraphs
-from deploykit.quantization.formats import bfloat16_values
+from deploykit.quantization.formats import HALVES
 
 _FLOAT = TensorProto.FLOAT
-_HALVES = frozenset((TensorProto.FLOAT16, TensorProto.BFLOAT16))
+_HALVES = frozenset(TensorProto.DataType.Value(each.onnx_type) for each in precision.HALVES)
 
 
 def simulate(source: Graph) -> Graph:
@@ -88,8 +89,6 @@ def _widen(attribute: onnx.AttributeProto) -> None:
 
 def _values(tensor: onnx.TensorProto) -> np.ndarray:
     """A stored half tensor in float32; `to_array` of older onnx gives bfloat16 as raw bits."""
-    if tensor.data_type != TensorProto.BFLOAT16:
-        return numpy_helper.to_array(tensor).astype(np.float32)
     listed = np.array(tensor.int32_data, np.uint16).tobytes()
     data = tensor.raw_data if tensor.HasField("raw_data") else listed
-    return bfloat16_values(data).reshape(tuple(tensor.dims))
+    return HALVES[dtype_name(tensor.data_type)][1](data).reshape(tuple(tensor.dims))

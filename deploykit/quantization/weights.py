@@ -12,7 +12,7 @@ import onnx
 from onnx import TensorProto
 
 from deploykit.core.errors import BadInput
-from deploykit.core.precision import BY_NAME
+from deploykit.core.precision import BY_NAME, Precision
 from deploykit.onnx_graph.editor import Editor
 from deploykit.onnx_graph.folding import fold
 from deploykit.onnx_graph.graph import Graph, opset
@@ -33,22 +33,23 @@ LEAST_ELEMENTS = 1 << 16  # below 256 x 256 a file shrinks by less than its othe
 
 def to_weight_only(
     source: Graph,
-    bits: int = 8,
+    to: str = "int8-weight-only",
     *,
     block: int = 128,
     least_elements: int = LEAST_ELEMENTS,
 ) -> Graph:
-    """The graph with INT8 (`bits` 8) or INT4 (4) weights in its large MatMul and Gemm nodes.
+    """The graph with weights of `to`, "int8-weight-only" or "int4-weight-only".
+
+    Only those of its large MatMul and Gemm nodes are stored so.
 
     INT8: one scale per output, max|w| / 127. INT4: one scale for each `block` inputs of an output,
     or for 64 or 32 where `block` does not divide their number; a node that none of these fits stays
     as it is. A weight of fewer than `least_elements` stays too, as does one that other kinds of
     nodes share. INT4 raises a model to opset 21. `source` is left as it is.
     Raises BadInput for a model that has no such node, is quantized already, or cannot be raised,
-    for other `bits` or `block`, and for weights that are NaN or infinite.
+    for another `block`, and for weights that are NaN or infinite.
     """
-    if bits not in (8, 4):
-        raise BadInput(f"weights of {bits} bits are not offered", hint="8 or 4")
+    precision = BY_NAME[to]
     if block not in BLOCKS:
         raise BadInput(
             f"blocks of {block} are not offered", hint="one of: " + ", ".join(map(str, BLOCKS))
@@ -57,16 +58,15 @@ def to_weight_only(
         raise BadInput("the model is quantized already", hint="quantize the float32 model")
     editor = Editor(source)
     fold(editor)
-    chosen = set(_chosen(editor, bits, block, least_elements))
+    chosen = set(_chosen(editor, precision, block, least_elements))
     if not chosen:
         raise BadInput(
             f"the model has no Gemm or MatMul with constant weights of {least_elements} elements "
-            f"or more that INT{bits} can hold",
+            f"or more that {precision.onnx_type} can hold",
             hint="weight-only precision serves large linear layers; fp16 halves any model",
         )
-    least = BY_NAME[f"int{bits}-weight-only"].min_opset
-    if opset(editor.model) < least:
-        raise_opset(editor.model, least)
+    if opset(editor.model) < precision.min_opset:
+        raise_opset(editor.model, precision.min_opset)
     nodes: list[onnx.NodeProto] = []
     done: dict[tuple[str, int], str] = {}
     for number, node in enumerate(editor.graph.node):
@@ -74,11 +74,7 @@ def to_weight_only(
             out_axis = channel_axis(node, 2)
             key = (node.input[1], out_axis or 0)
             if key not in done:
-                made = (
-                    _int8(editor, node.input[1], key[1])
-                    if bits == 8
-                    else _int4(editor, node.input[1], 1 - key[1], block)
-                )
+                made = _WRITERS[precision.dtype](editor, node.input[1], key[1], block)
                 nodes.append(made)
                 done[key] = made.output[0]
             node.input[1] = done[key]
@@ -86,7 +82,7 @@ def to_weight_only(
     return editor.finish(nodes)
 
 
-def _chosen(editor: Editor, bits: int, block: int, least_elements: int) -> list[int]:
+def _chosen(editor: Editor, precision: Precision, block: int, least_elements: int) -> list[int]:
     """Places of the nodes whose weights are to be stored in fewer bits."""
     found = []
     for number in quantizable_nodes(editor):
@@ -96,7 +92,7 @@ def _chosen(editor: Editor, bits: int, block: int, least_elements: int) -> list[
             continue
         inputs = weight.dims[1 - (channel_axis(node, 2) or 0)]
         large = stored_elements(weight) >= least_elements
-        if large and (bits == 8 or _block_of(inputs, block)):
+        if large and (precision.bits == 8 or _block_of(inputs, block)):
             found.append(number)
     return found
 
@@ -106,7 +102,7 @@ def _block_of(inputs: int, block: int) -> int | None:
     return next((size for size in BLOCKS if size <= block and inputs % size == 0), None)
 
 
-def _int8(editor: Editor, name: str, axis: int) -> onnx.NodeProto:
+def _int8(editor: Editor, name: str, axis: int, _block: int) -> onnx.NodeProto:
     values = editor.array(name)
     scale = weight_scale(values, axis, name)
     stored = editor.store(f"{name}_int8", int8_steps(values, scale, axis))
@@ -115,12 +111,15 @@ def _int8(editor: Editor, name: str, axis: int) -> onnx.NodeProto:
     return editor.node("DequantizeLinear", inputs, editor.fresh(f"{name}_dequantized"), axis=axis)
 
 
-def _int4(editor: Editor, name: str, axis: int, block: int) -> onnx.NodeProto:
-    """`axis`: that of the inputs, along which blocks run."""
-    values = editor.array(name)
+def _int4(editor: Editor, name: str, out_axis: int, block: int) -> onnx.NodeProto:
+    """Blocks run along the axis of the inputs."""
+    values, axis = editor.array(name), 1 - out_axis
     size = _block_of(values.shape[axis], block) or block
     steps, scale = int4_steps(values, axis, size, name)
     stored = editor.store_bytes(f"{name}_int4", TensorProto.INT4, values.shape, int4_bytes(steps))
     at = editor.store(f"{name}_scale", scale)
     out = editor.fresh(f"{name}_dequantized")
     return editor.node("DequantizeLinear", [stored, at], out, axis=axis, block_size=size)
+
+
+_WRITERS = {"int8": _int8, "int4": _int4}  # of (editor, weight, axis of the outputs, block)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from importlib import import_module
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -18,17 +17,11 @@ from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.extras import installed
 from deploykit.core.machine import this_machine
+from deploykit.core.runtime import function
 from deploykit.core.tensors import TensorSpec, mismatch
 
 Arrays = Mapping[str, np.ndarray]
 
-# format -> "module:function"; the function is (Artefact, device, threads, trust) -> Engine
-RUNTIMES: Mapping[str, str] = {
-    "onnx": "deploykit.runtimes.onnxruntime.engine:open_engine",
-    "torch": "deploykit.runtimes.torch.engine:open_engine",
-    "safetensors": "deploykit.runtimes.torch.engine:open_engine",
-    "tensorrt": "deploykit.runtimes.tensorrt.open:open_engine",
-}
 _MOST_SEEN = 1024
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
@@ -69,12 +62,7 @@ class Engine(Protocol):
 
     def close(self) -> None: ...
     def __enter__(self) -> Engine: ...
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 _Self = TypeVar("_Self", bound="Closing")
@@ -89,12 +77,7 @@ class Closing(ABC):
     def __enter__(self: _Self) -> _Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -108,7 +91,7 @@ class BaseEngine(Closing):
     last_copies_us: tuple[int, int] = (0, 0)
 
 
-OpenEngine = Callable[[Artefact, str, "int | None", bool], Engine]
+OpenEngine = Callable[[Artefact, str, "int | None", bool], Engine]  # device, threads, trust
 
 
 def load(
@@ -127,23 +110,20 @@ def load(
     if threads is not None and threads < 1:
         raise BadInput(f"`threads` must be 1 or more, got {threads}")
     artefact = Artefact.open(source)
-    if artefact.format not in RUNTIMES:
-        raise Unsupported(f"{artefact}: this version has no runtime for {artefact.format} files")
-    if artefact.format == "tensorrt":
+    if not artefact.runtime.on_cpu:
         _check_gpu(artefact)
-    module, _, function = RUNTIMES[artefact.format].partition(":")
-    open_engine: OpenEngine = getattr(import_module(module), function)
+    open_engine: OpenEngine = function(artefact.runtime.engine)
     return open_engine(artefact, device, threads, trust)
 
 
 def _check_gpu(artefact: Artefact) -> None:
-    """Report a missing GPU before the hint to install TensorRT's gigabytes of packages."""
-    if installed("tensorrt") and installed("cuda"):
+    """Report a missing GPU before the hint to install gigabytes of packages for it."""
+    if all(map(installed, artefact.runtime.modules)):
         return
     machine = this_machine()
     if not machine.gpus and not machine.l4t:
         raise Unsupported(
-            f"{artefact}: is a TensorRT engine, and this machine has no NVIDIA GPU",
+            f"{artefact}: is a {artefact.runtime.title} engine, and this machine has no NVIDIA GPU",
             hint="for this machine's CPU: deploykit build MODEL.onnx --profile cpu",
         )
 

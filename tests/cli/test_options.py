@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import typer
 
 from deploykit.cli.main import app
-from deploykit.cli.options import AnyPrecision, LowPrecision
-from deploykit.core.precision import QUANTIZED
 
 GOLDEN = Path(__file__).parent / "options.txt"
 
@@ -32,8 +29,3 @@ def test_the_options_are_the_reviewed_ones(request: pytest.FixtureRequest) -> No
     if request.config.getoption("--update-golden"):
         GOLDEN.write_text(listed())
     assert listed() == GOLDEN.read_text()
-
-
-def test_the_choices_of_precision_are_those_of_the_table() -> None:
-    assert set(get_args(LowPrecision)) == {*QUANTIZED, "auto"}
-    assert set(get_args(AnyPrecision)) == {*QUANTIZED, "auto", "fp32"}

@@ -79,8 +79,8 @@ WRONG = {
     "grpc = 1": "grpc: must be true or false",
     'log = "xml"': "log: 'xml' is not one of 'text', 'json'",
     '[engine]\na = "b.onnx"': "engine: must be a value, not a table",
-    "http_port =": "is not a TOML file",
-    "a = " + "[" * 5000: "is not a TOML file",
+    "http_port =": "is not valid TOML",
+    "a = " + "[" * 5000: "is not valid TOML",
 }
 
 

@@ -9,7 +9,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from deploykit.core.errors import BadInput
-from deploykit.core.precision import CALIBRATED, RUNTIMES
+from deploykit.core.precision import CALIBRATED
+from deploykit.core.runtime import TARGET_RUNTIMES
 from deploykit.quantization.calibrate import Calibration, Range
 from deploykit.runtimes.data.samples import Samples
 from tests.support.graphs.data import calibration, feeds, samples, sqnr_db
@@ -30,7 +31,7 @@ from tests.support.onnx_zoo import conv_relu, linear, make, mnist_like, save, tw
 LEAST_SQNR_DB = 32.0
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("runtime", TARGET_RUNTIMES)
 @pytest.mark.parametrize("graph", ZOO)
 def test_int8_outputs_are_close_on_data_not_calibrated_on(
     graph: Make, runtime: str, tmp_path: Path
@@ -105,13 +106,13 @@ def test_activation_scales_are_the_calibrated_peak(tmp_path: Path) -> None:
         assert scale == pytest.approx(found.ranges[name].peak / 127, rel=1e-6)
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("runtime", TARGET_RUNTIMES)
 @pytest.mark.parametrize("graph", ZOO)
 def test_inputs_and_outputs_stay_as_they_were(graph: Make, runtime: str, tmp_path: Path) -> None:
     assert specs(quantized(graph(), tmp_path, runtime)[0]) == specs(graph())
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("runtime", TARGET_RUNTIMES)
 def test_the_same_model_gives_the_same_bytes(runtime: str, tmp_path: Path) -> None:
     once, _ = quantized(mnist_like(), tmp_path, runtime)
     again, _ = quantized(mnist_like(), tmp_path, runtime)
@@ -181,7 +182,7 @@ def test_a_channel_of_zeros_and_a_dead_input_are_harmless(tmp_path: Path) -> Non
     ]
     weights = {"W": weight, "zero": np.zeros(1, np.float32)}
     model = make(nodes, {"x": ("N", 2)}, {"y": ("N", 2)}, weights)
-    for runtime in RUNTIMES:
+    for runtime in TARGET_RUNTIMES:
         int8, _ = quantized(model, tmp_path, runtime)
         got = run(int8, {"x": np.ones((3, 2), np.float32)}, tmp_path / "q.onnx")
         np.testing.assert_array_equal(got, np.zeros((3, 2), np.float32))
@@ -264,7 +265,7 @@ def test_quantizable_names_what_to_pairs_quantizes(tmp_path: Path) -> None:
     assert int8_names(int8) == {"conv1", "conv2", "head"}
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("runtime", TARGET_RUNTIMES)
 def test_skipped_nodes_read_what_they_read_before(runtime: str, tmp_path: Path) -> None:
     found = calibrate(save(mnist_like(), tmp_path / "m.onnx"), samples(mnist_like()))
     int8 = to_pairs(mnist_like(), found, runtime=runtime, keep_float32=("conv2", "relu2"))
@@ -304,7 +305,7 @@ def test_weights_that_are_not_finite_are_named(value: float) -> None:
 
 
 def test_node_names_of_the_source_are_kept_and_new_ones_are_unique(tmp_path: Path) -> None:
-    for runtime in RUNTIMES:
+    for runtime in TARGET_RUNTIMES:
         int8, _ = quantized(mnist_like(), tmp_path, runtime)
         names = [node.name for node in int8.graph.node]
         assert {node.name for node in mnist_like().graph.node} <= set(names)

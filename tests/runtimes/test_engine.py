@@ -15,7 +15,7 @@ from deploykit.core.machine import Gpu, this_machine
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes import engine as runtimes
 from deploykit.runtimes.engine import Engine, FeedCheck, check_feeds, load
-from deploykit.runtimes.fake import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 ROW = TensorSpec("a", "float32", ("N", 4))
 FIXED = TensorSpec("c", "float32", (2, 4))

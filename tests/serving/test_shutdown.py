@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from deploykit.core.errors import BadInput
-from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.server import ServeOptions, Server
+from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import WAIT_S, GatedEngine, Raw, infer_json, request, running
 
 INFER = request("POST", "/v2/models/m/infer", infer_json([1, 2, 3, 4], [1, 4]))

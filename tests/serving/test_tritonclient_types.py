@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.fake import FakeEngine
+from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import Running, running
 
 triton = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")

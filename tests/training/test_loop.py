@@ -15,9 +15,10 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from deploykit.core.errors import BadInput, NotFound, Unsupported  # noqa: E402
 from deploykit.core.paths import import_object  # noqa: E402
-from deploykit.core.preprocess import IMAGENET, load_preprocess  # noqa: E402
+from deploykit.core.preprocess import IMAGENET  # noqa: E402
 from deploykit.core.recipe import Recipe, Split, Splits, load_recipe  # noqa: E402
 from deploykit.core.tensors import TensorSpec  # noqa: E402
+from deploykit.runtimes.data.preprocess import load_preprocess  # noqa: E402
 from deploykit.training.loop import Options, choose_device, score, train  # noqa: E402
 
 pytestmark = pytest.mark.torch

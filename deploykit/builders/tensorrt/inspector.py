@@ -14,9 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from deploykit.core.evidence import Layer
-from deploykit.core.precision import ALL, BITS
+from deploykit.core.precision import ALL, BITS, FLOATS
 
-_FLOATS = ("float32", "float16", "bfloat16")
 # The inspector writes a bare type ("Half") or, given an execution context, a sentence that holds
 # one ("Channel major FP16 format where channel % 8 == 0").
 _NAMES: Mapping[str, str] = {
@@ -109,7 +108,7 @@ def _computed_in(item: Mapping[str, Any]) -> str | None:
     """
     inputs, outputs = _types(item.get("Inputs")), _types(item.get("Outputs"))
     flowing = [name for name in inputs if name in BITS]
-    flowing += [name for name in outputs if name in (_FLOATS if inputs else BITS)]
+    flowing += [name for name in outputs if name in (FLOATS if inputs else BITS)]
     if not flowing:
         return next(iter([*outputs, *inputs]), None)
     narrowest = min(flowing, key=lambda name: BITS[name])

@@ -9,8 +9,9 @@ from typing import Any
 
 from deploykit.core.errors import BadInput
 from deploykit.core.extras import require
-from deploykit.core.preprocess import Preprocess, from_bytes
+from deploykit.core.preprocess import Preprocess
 from deploykit.core.tensors import TensorSpec
+from deploykit.runtimes.data.preprocess import from_bytes
 from deploykit.runtimes.torch.describe import describe
 from deploykit.runtimes.torch.files import users_code
 from deploykit.runtimes.torch.outputs import adapted, binding

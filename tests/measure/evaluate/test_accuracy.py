@@ -9,7 +9,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.tensors import TensorSpec
 from deploykit.measure.evaluate.accuracy import top1, top1_scores
 from deploykit.runtimes.data.samples import Samples
-from deploykit.runtimes.fake import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 VALUES = np.array([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]], np.float32)
 

@@ -16,7 +16,7 @@ from deploykit.measure.evaluate.evaluation import Evaluation, evaluate
 from deploykit.measure.evaluate.metrics import Metric, find_metric
 from deploykit.runtimes.data.samples import Samples
 from deploykit.runtimes.engine import Arrays, check_feeds, load
-from deploykit.runtimes.fake import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 TOP1 = find_metric("top1")
 CLASSES = 10

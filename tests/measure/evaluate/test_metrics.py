@@ -19,7 +19,7 @@ from deploykit.measure.evaluate.metrics import (
     score,
 )
 from deploykit.runtimes.data.samples import Samples
-from deploykit.runtimes.fake import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 PERPLEXITY = find_metric("perplexity")
 EYE = np.eye(4, dtype=np.float32)

@@ -14,7 +14,7 @@ from deploykit.core.tensors import TensorSpec, parse_spec
 from deploykit.measure.evaluate.parity import Parity, compare_engines
 from deploykit.runtimes.data.samples import random_feeds
 from deploykit.runtimes.engine import Arrays, check_feeds
-from deploykit.runtimes.fake import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 Outputs = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
 

@@ -12,7 +12,7 @@ from deploykit.core.tensors import parse_spec
 from deploykit.measure.evaluate.evaluation import evaluate
 from deploykit.measure.report.notebook import evaluation_html, parity_html
 from deploykit.measure.report.report import Report
-from deploykit.runtimes.fake import FakeEngine
+from tests.support.fake_engine import FakeEngine
 from tests.support.measure.browser import CHROMIUM, loaded
 
 

@@ -13,7 +13,7 @@ from deploykit.core.errors import BadInput
 from deploykit.measure.timing.closed_loop import Block, run_block
 from deploykit.runtimes.data.samples import random_feeds
 from deploykit.runtimes.engine import Arrays
-from deploykit.runtimes.fake import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 FEEDS = random_feeds(FakeEngine().inputs, {"N": 4})
 LONG_S = 1e4  # two million calls of 5 ms: far more than happen before a stop

@@ -15,7 +15,7 @@ from deploykit.measure.statistics import Interval, ratio
 from deploykit.measure.timing.sweep import Point, Setup, Timing, sweep
 from deploykit.runtimes.data.samples import random_feeds
 from deploykit.runtimes.engine import Arrays
-from deploykit.runtimes.fake import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 QUICK = Timing(warmup_s=0.0, seconds=1.0, rounds=2)
 

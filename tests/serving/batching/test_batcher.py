@@ -10,11 +10,11 @@ import pytest
 
 from deploykit.core.errors import Expired, Overloaded
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.batching.batcher import Batcher
 from deploykit.serving.batching.delivery import deliver_inline
 from deploykit.serving.batching.policy import BatchPolicy, Pending
 from deploykit.serving.batching.stacking import EngineFailed
+from tests.support.fake_engine import FakeEngine
 from tests.support.serving.loops import submit
 from tests.support.serving.running import WAIT_S, GatedEngine
 

@@ -11,10 +11,10 @@ import pytest
 
 from deploykit.core.errors import BadInput, Expired, Overloaded
 from deploykit.runtimes.cuda.errors import DeviceLost, OutOfMemory
-from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.batching.batcher import Batcher
 from deploykit.serving.batching.policy import BatchPolicy, BatchRun, Pending, Watcher
 from deploykit.serving.batching.stacking import EngineFailed
+from tests.support.fake_engine import FakeEngine
 from tests.support.serving.loops import submit
 from tests.support.serving.running import WAIT_S, GatedEngine
 

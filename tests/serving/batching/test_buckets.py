@@ -13,11 +13,11 @@ from deploykit.core.errors import BadInput
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.runtimes.engine import Engine, load
-from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.batching.buckets import Buckets, relative_error
 from deploykit.serving.batching.policy import Pending
 from deploykit.serving.models.repository import ModelRepository, ServeOptions
 from deploykit.serving.oip.request import Request, RequestedOutput
+from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import WAIT_S, GatedEngine
 
 onnx = pytest.importorskip("onnx")

@@ -18,13 +18,13 @@ import pytest
 
 from deploykit.core.errors import Expired, Overloaded
 from deploykit.runtimes.cuda.errors import DeviceLost
-from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.batching.batcher import Batcher
 from deploykit.serving.batching.delivery import deliver_inline, monotonic_us
 from deploykit.serving.batching.policy import BatchPolicy, Pending, Watcher
 from deploykit.serving.models.repository import ServedModel
 from deploykit.serving.oip.request import Request
 from deploykit.serving.options import ServeOptions
+from tests.support.fake_engine import FakeEngine
 from tests.support.serving.loops import (
     KEY,
     Answers,

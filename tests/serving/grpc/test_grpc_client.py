@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.tensors import PROTOCOL_NAMES
-from deploykit.runtimes.fake import FakeEngine
+from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import WAIT_S, Echo, Serving, serving
 
 triton = pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")

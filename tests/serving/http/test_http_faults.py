@@ -19,8 +19,8 @@ import pytest
 
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.cuda.errors import DeviceLost
-from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.server import Limits, ServeOptions, Server
+from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import (
     WAIT_S,
     GatedEngine,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.fake import FakeEngine
+from tests.support.fake_engine import FakeEngine
 from tests.support.serving.hostile import INFER, survives
 from tests.support.serving.running import Running, infer_json, request, running
 

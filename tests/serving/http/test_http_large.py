@@ -12,8 +12,8 @@ import pytest
 
 from deploykit.core.errors import Overloaded, TooLarge
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.http.json_worker import JsonWorker
+from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import Running, infer_json, request, running
 
 INFER = "/v2/models/m/infer"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.fake import FakeEngine
+from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import Running, infer_json, running
 
 GOOD = infer_json([1, 2, 3, 4], [1, 4])

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.http2.flow import Limits
+from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import (
     INFER,
     Answer,

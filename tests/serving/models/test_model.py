@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, Overloaded, Unsupported
-from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.batching.policy import Pending, Watcher
 from deploykit.serving.models.repository import ModelRepository, ServeOptions
 from deploykit.serving.observe.prometheus import exposition
 from deploykit.serving.oip.request import Request, RequestedOutput
+from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import WAIT_S, GatedEngine
 from tests.support.serving.warming import Clock, TimedEngine, warmed
 

@@ -14,7 +14,6 @@ import pytest
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.engine import Arrays
-from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.batching.policy import BatchRun, Pending
 from deploykit.serving.models import shadow as shadow_module
 from deploykit.serving.models.shadow import (
@@ -26,6 +25,7 @@ from deploykit.serving.models.shadow import (
     compare,
     exceeds,
 )
+from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import GatedEngine, infer_json, running
 
 Eventually = Callable[[Callable[[], bool]], None]

@@ -11,9 +11,9 @@ import pytest
 from deploykit.core.errors import DeploykitError, Unsupported
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.cuda.errors import DeviceLost, OutOfMemory
-from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.models.repository import ModelRepository, ServeOptions
 from deploykit.serving.models.warmup import BETWEEN_US, SHORT_US, WarmUp, short_rows
+from tests.support.fake_engine import FakeEngine
 from tests.support.serving.warming import Clock, Lengths, TimedEngine, warmed
 
 

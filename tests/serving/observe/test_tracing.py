@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from deploykit.core.errors import BadInput, Expired
-from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.batching.policy import BatchRun, Pending
 from deploykit.serving.observe.tracing import QUEUE_REQUESTS, Tracer
+from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import WAIT_S, infer_json, running
 
 pytest.importorskip("opentelemetry.sdk", reason="opentelemetry is not installed")

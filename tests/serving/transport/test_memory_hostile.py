@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from deploykit.core.tensors import Bytes
-from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.grpc.call import Call as GrpcCall
 from deploykit.serving.http.connection import Connection
 from deploykit.serving.http.exchange import Exchange
@@ -26,6 +25,7 @@ from deploykit.serving.http.infer import InferRoute
 from deploykit.serving.models.repository import ModelRepository, ServeOptions
 from deploykit.serving.transport.call import Head
 from tests.support.campaign import rounds
+from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import (
     INFER,
     Answer,

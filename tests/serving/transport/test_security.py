@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from deploykit.core.errors import BadInput
-from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.server import Limits, ServeOptions, Server
 from deploykit.serving.transport.security import Guard, tls_context
+from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import WAIT_S, Raw, Running, infer_json, request, running
 
 GOOD = infer_json([1, 2, 3, 4], [1, 4])

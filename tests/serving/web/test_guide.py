@@ -18,7 +18,7 @@ import pytest
 
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.engine import load
-from deploykit.runtimes.fake import FakeEngine
+from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import Running, running
 
 pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")

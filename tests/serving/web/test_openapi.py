@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.fake import FakeEngine
 from tests.support.campaign import rounds
+from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import Running, running
 
 pytest.importorskip("schemathesis", reason="schemathesis is not installed")

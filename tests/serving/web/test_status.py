@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from deploykit import __version__
-from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.observe.metrics import STAGES
 from deploykit.serving.web.history import EVERY_US, KEPT, History
+from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import Running, infer_json, running
 
 Eventually = Callable[[Callable[[], bool]], None]

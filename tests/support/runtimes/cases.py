@@ -23,7 +23,7 @@ from onnx import helper, numpy_helper
 from deploykit.core.machine import this_machine
 from deploykit.core.tensors import TensorSpec, parse_spec
 from deploykit.runtimes.engine import Arrays, Engine
-from deploykit.runtimes.fake import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 WIDTH = 4
 LARGEST_BATCH, LARGEST_STEPS = 64, 32  # of a TensorRT plan

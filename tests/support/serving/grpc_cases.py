@@ -17,7 +17,6 @@ from hpack import Decoder, Encoder
 
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.engine import BaseEngine
-from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.batching.delivery import deliver_inline
 from deploykit.serving.grpc.server import GrpcServer
 from deploykit.serving.http2.flow import Limits
@@ -26,6 +25,7 @@ from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.memory import MemoryBudget
 from deploykit.serving.transport.security import Guard
+from tests.support.fake_engine import FakeEngine
 
 WAIT_S = 20  # a limit against hanging, not a measure
 INFER = "/inference.GRPCInferenceService/ModelInfer"

@@ -9,10 +9,10 @@ import numpy as np
 
 from deploykit.core.tensors import InputKey
 from deploykit.runtimes.engine import Arrays
-from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.batching.batcher import Batcher
 from deploykit.serving.batching.dispatch import NEVER_US
 from deploykit.serving.batching.policy import Pending
+from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import WAIT_S
 
 KEY = (("x", "FP32", (4,)),)

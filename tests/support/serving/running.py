@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.server import Limits, ServeOptions, Server
+from tests.support.fake_engine import FakeEngine
 
 WAIT_S = 20  # a limit against hanging, not a measure
 

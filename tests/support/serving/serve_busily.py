@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 import time
 
-from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.server import ServeOptions, run
+from tests.support.fake_engine import FakeEngine
 
 
 def say(*words: object) -> None:

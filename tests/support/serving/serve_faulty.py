@@ -18,9 +18,9 @@ import numpy as np
 from deploykit.api import serve
 from deploykit.cli.main import main
 from deploykit.runtimes.cuda.errors import DeviceLost, OutOfMemory
-from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving import server
 from deploykit.serving.http import head
+from tests.support.fake_engine import FakeEngine
 
 POISON, MEMORY, LOST, HANG, SHAPE, DTYPE, FEWER = FAULTS = (-1, -2, -3, -4, -5, -6, -7)
 WIDTH = int(os.environ.get("FAULT_WIDTH", "4"))

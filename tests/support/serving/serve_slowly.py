@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.server import ServeOptions, run
+from tests.support.fake_engine import FakeEngine
 
 
 def say(*words: object) -> None:

@@ -8,9 +8,9 @@ import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.repository import ModelRepository, ServeOptions
+from tests.support.fake_engine import FakeEngine
 
 
 class Clock:

@@ -1,4 +1,4 @@
-"""A deterministic Engine with a fixed latency, for tests and dry runs."""
+"""A deterministic Engine with a fixed latency, for tests and benchmarks."""
 
 from __future__ import annotations
 

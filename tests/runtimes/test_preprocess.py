@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from deploykit.core.errors import BadInput, NotFound
-from deploykit.core.preprocess import IMAGENET, from_bytes, load_preprocess
+from deploykit.core.preprocess import IMAGENET
 from deploykit.core.tensors import parse_spec
+from deploykit.runtimes.data.preprocess import from_bytes, load_preprocess
 
 
 def test_imagenet_is_known_by_name() -> None:
@@ -60,7 +61,7 @@ def test_a_file_that_is_wrong_is_refused_by_name(tmp_path: Path, text: str, reas
 def test_bytes_that_are_not_utf_8_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "p.toml"
     path.write_bytes(b"\xff\xfe\x00mean")
-    with pytest.raises(BadInput, match="not valid TOML"):
+    with pytest.raises(BadInput, match="not a text file in UTF-8"):
         load_preprocess(str(path))
 
 

@@ -1,0 +1,96 @@
+"""The one table of runtimes: what each opens and builds, where it runs, what installs it.
+
+A new runtime is a row here, the functions that the row names, its extra in `pyproject.toml` and a
+profile whose `runtime` it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """One row. `name` is what profiles, manifests and engines say, `title` what people read.
+
+    `opens`: the file formats it runs, the one it builds first. `engine`: "module:function" of the
+    type `OpenEngine`, `builder` of the type `Builder`, "" where no profile can name the runtime.
+    `suffix`: how the name of a built file ends. `magic`: what such a file has at an offset.
+    """
+
+    name: str
+    title: str
+    extra: str
+    modules: tuple[str, ...]  # that it imports
+    packages: tuple[str, ...]  # the same for `doctor` and manifests
+    opens: tuple[str, ...]
+    engine: str
+    devices: tuple[str, ...] = ("cpu",)
+    builder: str = ""
+    suffix: str = ""  # {profile} stands for the target's name
+    magic: tuple[int, bytes] = (0, b"")
+    scales_outputs: bool = False  # INT8 nodes want scales on what they write, too
+
+    @property
+    def on_cpu(self) -> bool:
+        return "cpu" in self.devices
+
+    @property
+    def check_device(self) -> str:
+        """Where its files are run to compare them: on the CPU if that can be."""
+        return "cpu" if self.on_cpu else "auto"
+
+
+ALL = (
+    Runtime(
+        "tensorrt",
+        "TensorRT",
+        extra="tensorrt",
+        modules=("tensorrt", "cuda"),
+        packages=("tensorrt",),
+        opens=("tensorrt",),
+        engine="deploykit.runtimes.tensorrt.open:open_engine",
+        devices=("cuda",),
+        builder="deploykit.builders.tensorrt.target:build_engine",
+        suffix=".trt",
+        magic=(1, b"trt"),
+    ),
+    Runtime(
+        "onnxruntime",
+        "ONNX Runtime",
+        extra="cpu",
+        modules=("onnxruntime",),
+        packages=("onnxruntime", "onnxruntime-gpu"),
+        opens=("onnx",),
+        engine="deploykit.runtimes.onnxruntime.engine:open_engine",
+        devices=("cpu", "cuda"),
+        builder="deploykit.builders.onnxruntime:build_engine",
+        suffix=".{profile}.onnx",
+        scales_outputs=True,
+    ),
+    Runtime(
+        "torch",
+        "PyTorch",
+        extra="export",
+        modules=("torch",),
+        packages=("torch",),
+        opens=("torch", "safetensors"),
+        engine="deploykit.runtimes.torch.engine:open_engine",
+        devices=("cpu", "cuda"),
+    ),
+)
+RUNTIMES: Mapping[str, Runtime] = {each.name: each for each in ALL}
+BY_FORMAT: Mapping[str, Runtime] = {name: each for each in ALL for name in each.opens}
+TARGET_RUNTIMES = tuple(each.name for each in ALL if each.builder)  # what a profile may name
+BUILT = tuple(sorted(Path(each.suffix).suffix for each in ALL if each.builder))  # for help, hints
+READS = (".pt", ".pth", ".pt2", ".safetensors", *BUILT)
+
+
+def function(reference: str) -> Any:
+    """What "module:function" names; the module is imported now."""
+    module, _, name = reference.partition(":")
+    return getattr(import_module(module), name)

@@ -1,0 +1,75 @@
+"""Read which preprocessing of pixels was asked for, and what it makes of a model's inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from deploykit.core.errors import BadInput
+from deploykit.core.files import read_toml
+from deploykit.core.preprocess import IMAGENET, Preprocess
+from deploykit.core.tensors import TensorSpec
+
+
+def load_preprocess(reference: str) -> Preprocess:
+    """Read `imagenet` or a TOML file with `mean`, `std` and perhaps `scale` (1/255 without it).
+
+    Raises NotFound, or BadInput naming the file and the key at fault.
+    """
+    if reference == IMAGENET.name:
+        return IMAGENET
+    if not reference.endswith(".toml"):
+        raise BadInput(
+            f"`preprocess`: '{reference}' is neither 'imagenet' nor a .toml file",
+            hint="a file holds: mean = [0.5, 0.5, 0.5] and std = [0.5, 0.5, 0.5]",
+        )
+    path = Path(reference)
+    values, _ = read_toml(path)
+    unknown = set(values) - {"mean", "std", "scale"}
+    if unknown:
+        raise BadInput(
+            f"{path}: unknown key '{sorted(unknown)[0]}'", hint="the keys are: mean, std, scale"
+        )
+    mean, std = (_numbers(values.get(key), f"{path}: {key}") for key in ("mean", "std"))
+    (scale,) = _numbers([values.get("scale", 1 / 255)], f"{path}: scale")
+    if len(mean) != len(std):
+        raise BadInput(
+            f"{path}: mean has {len(mean)} values, std has {len(std)}; both need one per channel"
+        )
+    if min(std) <= 0 or scale <= 0:
+        raise BadInput(f"{path}: std and scale must be above 0")
+    return Preprocess(path.stem, mean, std, scale)
+
+
+def from_bytes(inputs: Sequence[TensorSpec], preprocess: Preprocess) -> tuple[int, TensorSpec]:
+    """The position of the image among the inputs, and its spec as uint8, channels last.
+
+    Raises BadInput unless exactly one input is float32 (N, C, H, W) with the channels of
+    `preprocess`.
+    """
+    found = [
+        (place, spec)
+        for place, spec in enumerate(inputs)
+        if spec.dtype == "float32" and len(spec.shape) == 4 and spec.shape[1] == preprocess.channels
+    ]
+    if len(found) != 1:
+        raise BadInput(
+            f"`preprocess` {preprocess.name}: {len(found)} inputs are "
+            f"float32[N,{preprocess.channels},H,W], exactly one must be",
+            hint="the inputs are: " + ", ".join(map(str, inputs)),
+        )
+    place, spec = found[0]
+    batch, channels, height, width = spec.shape
+    return place, replace(spec, dtype="uint8", shape=(batch, height, width, channels))
+
+
+def _numbers(values: object, where: str) -> tuple[float, ...]:
+    good = isinstance(values, list) and all(
+        isinstance(item, (int, float)) and not isinstance(item, bool) and math.isfinite(item)
+        for item in values
+    )
+    if not isinstance(values, list) or not values or not good:
+        raise BadInput(f"{where}: must be a list of numbers, one per channel")
+    return tuple(float(item) for item in values)
