@@ -52,15 +52,15 @@ BUDGETS = {  # room -> lines that it may have, sub-folders, docstrings and blank
     "": 28500,  # the whole package
 }
 CEILINGS = {  # where a room is above its budget: what it may have today. These only shrink.
-    "core": 2615,  # evidence, and hashing what is written, came on top
+    "core": 2600,  # evidence, and hashing what is written, came on top
     "runtimes": 5150,  # live modules, Hugging Face folders and Lightning checkpoints came on top
     "exporters": 780,
-    "onnx_graph+quantization": 3860,
-    "builders": 1655,  # the table and what all builders share
+    "onnx_graph+quantization": 3855,
+    "builders": 1640,  # the table and what all builders share
     "serving": 9393,
     "api": 3920,
-    "cli": 1800,
-    "": 33300,
+    "cli": 1795,
+    "": 33140,
 }
 LONG = {  # functions over 60 lines
     "serving/web/examples.py:_go",

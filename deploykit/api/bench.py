@@ -85,13 +85,7 @@ def bench(
     note = _Once(on_note)
     found = [_measured(Artefact.open(source), trust, note) for source in engines]
     given = _measured(Artefact.open(baseline), trust, note) if baseline else None
-    reference = given or _baseline(found[0], trust, note)
-    if reference.artefact.format != "onnx" or reference.precision != "fp32":
-        raise BadInput(
-            f"{reference.artefact}: is {reference.precision} in {reference.artefact.format}; the "
-            "baseline is a float32 model in ONNX",
-            hint="`baseline`: the .onnx file that the engine was made from",
-        )
+    reference = _check_baseline(given or _baseline(found[0], trust, note))
     every = list({item.artefact.sha256: item for item in (reference, *found)}.values())
     timing = Timing(
         warmup_s=(2.0 if quick else 10.0) if warmup_s is None else warmup_s,
@@ -175,6 +169,16 @@ def _time(
         )
     on_gpu = any(point.device != "cpu" for point in points)
     return list(points), watch.reasons if on_gpu else ()
+
+
+def _check_baseline(found: _Measured) -> _Measured:
+    if found.artefact.format != "onnx" or found.precision != "fp32":
+        raise BadInput(
+            f"{found.artefact}: is {found.precision} in {found.artefact.format}; the baseline is a "
+            "float32 model in ONNX",
+            hint="`baseline`: the .onnx file that the engine was made from",
+        )
+    return found
 
 
 def _method(timing: Timing) -> str:

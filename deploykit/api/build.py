@@ -26,7 +26,6 @@ from deploykit.builders.builder import BuildResult, Shapes, find_builder
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import BuildRecord, Evidence
-from deploykit.core.files import sha256
 from deploykit.core.manifest import write_manifest
 from deploykit.core.paths import StrPath
 from deploykit.core.profile import Profile, choose_profile, load_profile
@@ -157,7 +156,7 @@ def _prove(
 
     source, graph_file, placed = files.source, files.graph_file, files.placed
     runtime = RUNTIMES[target.runtime]
-    with load(placed, "cpu") as reference, load(tmp, runtime.check_device) as engine:
+    with load(placed, "cpu") as reference, load(tmp, runtime.usable("cpu")) as engine:
         sizes = parity_sizes(engine.inputs)
         feeds = [random_feeds(engine.inputs, each, seed) for seed, each in enumerate(sizes)]
         names = (_describe(files), place.name)
@@ -166,8 +165,8 @@ def _prove(
         if samples is not None and files.moved:  # recorded with the pairs at other places
             replay, inputs = golden.open_samples(samples, tmp, engine.inputs, engine.outputs)
             samples = golden.loosen(samples, compare_engines(replay, engine, [inputs]))
-    asked, readable = Graph.open(placed.path), runtime.opens[0] == "onnx"
-    result = Graph.open(tmp) if readable else asked
+    asked, kind = Graph.open(placed.path), runtime.opens[0]
+    result = Graph.open(tmp) if kind == "onnx" else asked
     _check_integers(source, target, asked.precision, result.precision)
     before = graph_file.manifest if graph_file is not source else None
     evidence = Evidence(
@@ -183,8 +182,8 @@ def _prove(
         evidence=evidence,
         built_on=dict(built.built_on),
     )
-    if not readable:
-        manifest = replace(manifest, format=runtime.opens[0], sha256=sha256(tmp), evidence=evidence)
+    if kind != "onnx":
+        manifest = replace(manifest, format=kind, sha256=Artefact(tmp).sha256, evidence=evidence)
     moved = [_PAIRS_MOVED] * files.moved
     notes = (*moved, *_precision_notes(asked.precision, manifest.precision))
     return keep_if_equal(tmp, Made(place, manifest, notes), parity)

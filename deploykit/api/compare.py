@@ -75,7 +75,8 @@ def compare(
     from deploykit.runtimes.engine import load
 
     second, bound = Artefact.open(b), golden.MAX_ERROR if max_error is None else max_error
-    with load(first, _place(first, device)) as left, load(second, _place(second, device)) as right:
+    places = [each.runtime.usable(device) for each in (first, second)]
+    with load(first, places[0]) as left, load(second, places[1]) as right:
         feeds = _feeds(left, right, Path(data) if data else None)
         names = (first.name, second.name)
         parity = compare_engines(left, right, feeds, max_error=bound, names=names)
@@ -89,7 +90,7 @@ def _replay(artefact: Artefact, max_error: float | None, device: str) -> Parity:
     from deploykit.measure.evaluate.parity import compare_engines
     from deploykit.runtimes.engine import load
 
-    with load(artefact, _place(artefact, device)) as engine:
+    with load(artefact, artefact.runtime.usable(device)) as engine:
         recorded, feeds, found = golden.find_and_open(artefact, engine.inputs, engine.outputs)
         bound = found.max_error if max_error is None else max_error
         names = (f"{found.reference}, recorded", artefact.name)
@@ -105,10 +106,6 @@ def _feeds(first: Engine, second: Engine, data: Path | None) -> list[dict[str, n
         return list(samples.first(used).batches(size))
     sizes = parity_sizes(first.inputs, {**first.limits, **second.limits})
     return [random_feeds(first.inputs, each, seed) for seed, each in enumerate(sizes)]
-
-
-def _place(artefact: Artefact, device: str) -> str:
-    return artefact.runtime.check_device if device == "cpu" else device
 
 
 def _diverging(

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 
@@ -39,10 +38,9 @@ class Runtime:
     def on_cpu(self) -> bool:
         return "cpu" in self.devices
 
-    @property
-    def check_device(self) -> str:
-        """Where its files are run to compare them: on the CPU if that can be."""
-        return "cpu" if self.on_cpu else "auto"
+    def usable(self, device: str) -> str:
+        """`device`, or "auto" in place of a CPU that it does not run on."""
+        return "auto" if device == "cpu" and not self.on_cpu else device
 
 
 ALL = (
@@ -86,7 +84,8 @@ ALL = (
 RUNTIMES: Mapping[str, Runtime] = {each.name: each for each in ALL}
 BY_FORMAT: Mapping[str, Runtime] = {name: each for each in ALL for name in each.opens}
 TARGET_RUNTIMES = tuple(each.name for each in ALL if each.builder)  # what a profile may name
-BUILT = tuple(sorted(Path(each.suffix).suffix for each in ALL if each.builder))  # for help, hints
+_ENDS = {each.suffix.rpartition(".")[2] for each in ALL if each.builder}
+BUILT = tuple(f".{end}" for end in sorted(_ENDS))  # for help and hints
 READS = (".pt", ".pth", ".pt2", ".safetensors", *BUILT)
 
 

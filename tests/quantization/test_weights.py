@@ -154,7 +154,7 @@ def test_weights_that_are_not_finite_are_named() -> None:
 
 def test_a_quantized_model_is_refused() -> None:
     with pytest.raises(BadInput, match="quantized already"):
-        to_weight_only(to_weight_only(layer(), INT8, least_elements=1), 8)
+        to_weight_only(to_weight_only(layer(), INT8, least_elements=1), INT8)
 
 
 def test_an_operator_that_the_newer_opset_changed_is_named() -> None:
