@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from deploykit.runtimes.fake import FakeEngine
 
 import deploykit
-from deploykit.runtimes.fake import FakeEngine
 from deploykit.serving.http.connection import Connection as HttpConnection
 from deploykit.serving.http2.connection import PREFACE
 from deploykit.serving.http2.connection import Connection as GrpcConnection
