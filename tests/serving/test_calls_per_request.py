@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from deploykit.runtimes.fake import FakeEngine
 
 import deploykit
 from deploykit.serving.http.connection import Connection as HttpConnection
@@ -22,6 +21,7 @@ from deploykit.serving.http2.frames import DATA, END_HEADERS, END_STREAM, HEADER
 from deploykit.serving.models import model
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
+from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import INFER, infer_bytes
 from tests.support.serving.running import request as raw_request
 
