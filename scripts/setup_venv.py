@@ -21,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST = (3, 10)
+QUICK = ("-qq", "--no-compile")  # Python compiles what it imports: a small part of the packages
 TORCH_OLDEST = (2, 10)  # below, torch.load(weights_only=True) has known holes
 
 
@@ -47,10 +48,10 @@ def main() -> int:
     if stamp.is_file() and stamp.read_text() == state.hexdigest():
         return 0
     python = make_venv(options.venv)
-    install_torch(python, gpu, options.torch_index)
+    torch = torch_to_install(python, gpu, options.torch_index)
     print(f"installing deploykit[{','.join(extras)}]", flush=True)
-    # the torch that is there satisfies the extras, so that pip leaves it as it is
-    pip(python, "install", "-qq", "--editable", f"{ROOT}[{','.join(extras)}]")
+    # where torch is there it satisfies the extras, so that pip leaves it as it is
+    pip(python, "install", *QUICK, *torch, "--editable", f"{ROOT}[{','.join(extras)}]")
     if options.dev:
         install_torchvision(python, options.torch_index)
     stamp.write_text(state.hexdigest())
@@ -79,6 +80,8 @@ def make_venv(venv: Path) -> Path:
             raise SystemExit(
                 "error: no venv could be made; on Debian and Ubuntu: apt install python3-venv"
             )
+        # an older Python's pip resolves at half the speed, and will do where no newer one is found
+        pip(python, "install", *QUICK, "--upgrade", "pip", capture=True)
     return python
 
 
@@ -99,12 +102,13 @@ def pip(
     return done
 
 
-def install_torch(python: Path, gpu: bool, index: str) -> None:
+def torch_to_install(python: Path, gpu: bool, index: str) -> list[str]:
+    """What pip is asked for to get torch, empty if it is there."""
     probe = "import torch; print(torch.__version__)"
     there = subprocess.run([python, "-c", probe], capture_output=True, text=True, check=False)
     if there.returncode == 0 and release(there.stdout.strip()) >= TORCH_OLDEST:
         print(f"torch {there.stdout.strip()} is there", flush=True)
-        return
+        return []
     wanted, source = ["torch"], "the package index"
     if index:
         versions = versions_of_torch(python, index)
@@ -116,7 +120,7 @@ def install_torch(python: Path, gpu: bool, index: str) -> None:
         if builds:
             wanted, source = [f"torch=={max(builds, key=release)}"], "the CPU build that pip finds"
     announce(python, wanted, source, as_wished=gpu or len(wanted) > 1 or "==" in wanted[0])
-    pip(python, "install", "-qq", *wanted)
+    return wanted
 
 
 def install_torchvision(python: Path, index: str) -> None:
@@ -137,7 +141,7 @@ def install_torchvision(python: Path, index: str) -> None:
         print(f"note: no torchvision for torch {torch}: tests that need it are skipped", flush=True)
         return
     print(f"installing torchvision {version}", flush=True)
-    pip(python, "install", "-qq", "--no-deps", *where, f"torchvision=={version}")
+    pip(python, "install", *QUICK, "--no-deps", *where, f"torchvision=={version}")
 
 
 def matching_torchvision(versions: list[str], torch: str) -> str | None:
