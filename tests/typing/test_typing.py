@@ -1,4 +1,4 @@
-"""What mypy, pyright and editors see of `import deploykit as dk`."""
+"""What pyright and editors see of `import deploykit as dk`; mypy reads the same calls in `make lint`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,6 @@ def test_type_checkers_see_the_objects_that_are_loaded_at_run_time() -> None:
 def test_every_public_name_is_listed_for_star_imports_and_completion() -> None:
     assert sorted(deploykit.__all__) == sorted(deploykit._PUBLIC)
     assert set(deploykit.__all__) <= set(dir(deploykit))
-
-
-def test_mypy_strict_accepts_the_public_calls() -> None:
-    command = [sys.executable, "-m", "mypy", "--strict", "--explicit-package-bases", CALLS]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_pyright_accepts_the_public_calls() -> None:

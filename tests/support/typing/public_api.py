@@ -1,4 +1,4 @@
-"""Typical calls of the public API: never run, only read by type checkers (test_typing.py)."""
+"""Typical calls of the public API: never run, only read by mypy (`make lint`) and pyright."""
 
 from __future__ import annotations
 
