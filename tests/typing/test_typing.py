@@ -1,4 +1,4 @@
-"""What pyright and editors see of `import deploykit as dk`; mypy reads the same calls in `make lint`."""
+"""What pyright and editors see of `import deploykit as dk`; `make lint` lets mypy read it."""
 
 from __future__ import annotations
 
