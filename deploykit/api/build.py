@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from deploykit.api import build_tensorrt, golden, verify
-from deploykit.api.artefacts import (
-    Made,
-    Progress,
-    destination,
-    keep_if_equal,
-    no_progress,
-    onnx_manifest,
-    parity_sizes,
-    span,
-    stage,
-)
+from deploykit.api import build_tensorrt
+from deploykit.api.artefacts import Made, Progress, destination, no_progress, span, stage
+from deploykit.api.build_runtime import build_for_runtime
 from deploykit.api.build_tensorrt import CheckResult, PlanOptions, check_here, prove_plan
 from deploykit.api.evaluate import Request, prepare
 from deploykit.api.quantize import TARGETS, keep_if_passed, write_quantized
 from deploykit.api.quantize import check as check_request
-from deploykit.builders.builder import BuildResult, Shapes, find_builder
+from deploykit.builders.builder import Shapes, find_builder
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput
-from deploykit.core.evidence import BuildRecord, Evidence
-from deploykit.core.manifest import write_manifest
 from deploykit.core.paths import StrPath
-from deploykit.core.profile import Profile, choose_profile, load_profile
+from deploykit.core.profile import choose_profile, load_profile
 from deploykit.core.runtime import RUNTIMES
 
-BUILD_MAX_ERROR = (
-    1e-3  # fused float16 and INT8 kernels round at other places than the graph_file graph
-)
-_PAIRS_MOVED = (
-    "the INT8 pairs, placed for TensorRT, were placed for ONNX Runtime with the ranges that the "
-    "graph records; `quantize` with this profile measures their accuracy"
-)
+BUILD_MAX_ERROR = 1e-3  # fused float16 and INT8 kernels round at other places than the graph
 
 
 def build(
@@ -75,21 +57,14 @@ def build(
     options = PlanOptions(target, shapes or Shapes(), request)
     place = _check(source, options, out)
     with stage(place) as tmp:
-        graph_file, quantized = source, None
-        if request.to != "fp32":
-            quantized = _quantize(source, request, tmp, place, span(on_progress, 0.0, 0.6))
-            graph_file = Artefact.from_manifest(tmp.with_name("typed.onnx"), quantized.manifest)
-        files = _Files(source, graph_file, *_place_pairs(graph_file, target, tmp))
-        step = span(on_progress, 0.6 if quantized else 0.0, 0.8)
-        step("building", 0.0)
-        built = find_builder(target.runtime)(files.placed, tmp, target, options.shapes, step)
-        on_progress("comparing with the model", 0.8)
         if target.runtime == "tensorrt":
-            made = prove_plan(built, source, graph_file, tmp, place, options)
+            made = _build_plan(source, options, tmp, place, on_progress)
         else:
-            made = _prove(built, files, target, tmp, place, max_error)
+            made = build_for_runtime(
+                source, request, target, options.shapes, tmp, place, max_error, on_progress
+            )
     chosen = (f"profile auto: {target.name} ({why})",) if why else ()
-    return replace(made, notes=(*_cost_notes(quantized), *chosen, *made.notes))
+    return replace(made, notes=(*chosen, *made.notes))
 
 
 def _check(source: Artefact, options: PlanOptions, out: StrPath | None) -> Path:
@@ -106,130 +81,33 @@ def _check(source: Artefact, options: PlanOptions, out: StrPath | None) -> Path:
     return destination(source, out, RUNTIMES[target.runtime].suffix.format(profile=target.name))
 
 
-def _quantize(
-    source: Artefact, request: Request, tmp: Path, place: Path, on_progress: Progress
+def _build_plan(
+    source: Artefact, options: PlanOptions, tmp: Path, place: Path, on_progress: Progress
 ) -> Made:
-    """Write `typed.onnx` next to `tmp`. What fails its evaluation is kept as rejected."""
-    graph_file = tmp.with_name("typed.onnx")
-    made = write_quantized(
-        prepare(source, request, on_progress), graph_file, place.with_suffix(".onnx"), on_progress
-    )
-    if made.evaluation is not None and not made.evaluation.passed:
-        keep_if_passed(graph_file, made, request.to)  # raises
-    if made.search and made.search.interrupted:
-        raise KeyboardInterrupt
-    write_manifest(graph_file, made.manifest)
-    return made
-
-
-@dataclass(frozen=True)
-class _Files:
-    """The model, its graph in the requested precision, and that graph with its pairs moved."""
-
-    source: Artefact
-    graph_file: Artefact
-    placed: Artefact
-    moved: bool
-
-
-def _place_pairs(graph_file: Artefact, target: Profile, tmp: Path) -> tuple[Artefact, bool]:
-    """The graph with its INT8 pairs where the runtime has kernels, and whether they moved."""
-    from deploykit.onnx_graph.graph import Graph
-    from deploykit.quantization.moving import move_pairs
-
-    if not RUNTIMES[target.runtime].scales_outputs:
-        return graph_file, False
-    moved = move_pairs(Graph.open(graph_file.path), target.runtime)
-    if moved is None:
-        return graph_file, False
-    return Artefact.open(moved.save(tmp.with_name("placed.onnx")).path), True
-
-
-def _prove(
-    built: BuildResult, files: _Files, target: Profile, tmp: Path, place: Path, max_error: float
-) -> Made:
-    """Compare what was built with the graph it was built from, and keep it."""
-    from deploykit.measure.evaluate.parity import compare_engines
-    from deploykit.onnx_graph.graph import Graph
-    from deploykit.runtimes.data.samples import random_feeds
-    from deploykit.runtimes.engine import load
-
-    source, graph_file, placed = files.source, files.graph_file, files.placed
-    runtime = RUNTIMES[target.runtime]
-    with load(placed, "cpu") as reference, load(tmp, runtime.usable("cpu")) as engine:
-        sizes = parity_sizes(engine.inputs)
-        feeds = [random_feeds(engine.inputs, each, seed) for seed, each in enumerate(sizes)]
-        names = (_describe(files), place.name)
-        parity = compare_engines(reference, engine, feeds, max_error=max_error, names=names)
-        samples = golden.carry(graph_file, tmp)
-        if samples is not None and files.moved:  # recorded with the pairs at other places
-            replay, inputs = golden.open_samples(samples, tmp, engine.inputs, engine.outputs)
-            samples = golden.loosen(samples, compare_engines(replay, engine, [inputs]))
-    asked, kind = Graph.open(placed.path), runtime.opens[0]
-    result = Graph.open(tmp) if kind == "onnx" else asked
-    _check_integers(source, target, asked.precision, result.precision)
-    before = graph_file.manifest if graph_file is not source else None
-    evidence = Evidence(
-        parity=parity,
-        build=BuildRecord(target.name),
-        source_graph=before.evidence if before else None,
-        golden=samples,
-    )
-    manifest = onnx_manifest(
-        result,
-        (source.sha256,),
-        tools=runtime.packages[:1],
-        evidence=evidence,
-        built_on=dict(built.built_on),
-    )
-    if kind != "onnx":
-        manifest = replace(manifest, format=kind, sha256=Artefact(tmp).sha256, evidence=evidence)
-    moved = [_PAIRS_MOVED] * files.moved
-    notes = (*moved, *_precision_notes(asked.precision, manifest.precision))
-    return keep_if_equal(tmp, Made(place, manifest, notes), parity)
-
-
-def _describe(files: _Files) -> str:
-    """How a message names the graph that was built: the user never sees the temporary file."""
-    quantize = files.graph_file.manifest.evidence.quantize if files.graph_file.manifest else None
-    if files.graph_file is files.source or quantize is None:
-        return files.source.name
-    return f"{files.source.name} in {quantize.to}"
-
-
-def _check_integers(
-    model: Artefact, target: Profile, asked: Mapping[str, int], built: Mapping[str, int]
-) -> None:
-    """Raise BadInput where ONNX Runtime runs no INT8 node as such: slower than float32."""
-    if not asked.get("int8") or built.get("int8"):
-        return
-    source = next(verify.find_sources(model.path, model.manifest), None) if model.manifest else None
-    raise BadInput(
-        f"{model}: ONNX Runtime runs none of its {asked['int8']} INT8 nodes in integers: their "
-        "pairs are placed for TensorRT, and the file does not record the ranges to move them",
-        hint=f"deploykit build {source or 'FLOAT32.onnx'} --profile {target.name} "
-        "--precision int8 --calib FILE.npz",
-    )
-
-
-def _cost_notes(quantized: Made | None) -> tuple[str, ...]:
-    """What the lower precision cost, as notes."""
-    if quantized is None:
-        return ()
-    search, evaluation = quantized.search, quantized.evaluation
-    found = (search.why,) if search else ()
-    cost = (f"against {evaluation.parity.a}: {evaluation.describe()}",) if evaluation else ()
-    return (*found, *cost, *quantized.notes)
-
-
-def _precision_notes(asked: Mapping[str, int], built: Mapping[str, int]) -> tuple[str, ...]:
-    """A note for each precision of which the built engine has fewer nodes than the graph."""
-    return tuple(
-        f"{name}: {count} nodes in the graph, {built.get(name, 0)} in the built engine: the others "
-        "run in float32 here (INT8 for this target: build the float32 model with `precision` int8)"
-        for name, count in asked.items()
-        if name != "float32" and "float32" in built and built.get(name, 0) < count
-    )
+    """Build a TensorRT engine; a graph of lower precision passes its gate on the CPU before."""
+    request, graph_file, notes = options.request, source, list[str]()
+    if request.to != "fp32":
+        step, typed = span(on_progress, 0.0, 0.6), tmp.with_name("typed.onnx")
+        job = prepare(source, request, step)
+        quantized = write_quantized(job, typed, place.with_suffix(".onnx"), step)
+        if quantized.evaluation and not quantized.evaluation.passed:
+            keep_if_passed(typed, quantized, request.to)  # raises
+        if quantized.search:
+            if quantized.search.interrupted:
+                raise KeyboardInterrupt
+            notes.append(quantized.search.why)
+        if quantized.evaluation:
+            cost = quantized.evaluation
+            notes.append(f"against {cost.parity.a}: {cost.describe()}")
+        notes += quantized.notes
+        graph_file = Artefact.from_manifest(typed, quantized.manifest)
+    step = span(on_progress, 0.0 if graph_file is source else 0.6, 0.8)
+    step("building", 0.0)
+    builder = find_builder(options.target.runtime)
+    built = builder(graph_file, tmp, options.target, options.shapes, step)
+    on_progress("comparing with the model", 0.8)
+    made = prove_plan(built, source, graph_file, tmp, place, options)
+    return replace(made, notes=(*notes, *made.notes))
 
 
 def check(

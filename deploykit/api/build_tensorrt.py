@@ -163,7 +163,8 @@ def _prove(
                     read = verify.read_back(read.layers, read.wider, times)
             evaluation = None
             if request.data is not None and parity is not None and parity.passed:
-                evaluation = verify.evaluate_engine(engine, source, request, name)
+                with load(source, "cpu") as model:
+                    evaluation = verify.evaluate_engine(model, engine, request, (source.name, name))
             evidence = replace(evidence, parity=parity, precision=read, accuracy=evaluation)
     except Unsupported as exc:
         why = exc.message

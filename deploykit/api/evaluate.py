@@ -112,12 +112,10 @@ def prepare(model: Artefact, request: Request, on_progress: Progress) -> Job:
     )
 
 
-def convert_and_evaluate(
-    job: Job, tmp: Path, name: str, on_progress: Progress
-) -> tuple[Graph, Evidence]:
+def write_graph(job: Job, tmp: Path, name: str, on_progress: Progress) -> tuple[Graph, Evidence]:
     """Write the graph in the requested precision to `tmp`; its evidence, with notes for the user.
 
-    Both graphs are opened once: the evaluation and the golden samples share them.
+    Only `auto` has evaluated it by then.
     """
     request, search, evaluation = job.request, None, None
     if request.to == "auto":
@@ -130,19 +128,13 @@ def convert_and_evaluate(
         on_progress(f"converting to {request.to}", 0.3)
         converted, notes = convert_graph(job, request.to, request.other_nodes)
         converted = converted.save(tmp)
-        on_progress("measuring accuracy", 0.5)
-    with open_both(job, converted) as (reference, candidate):
-        if evaluation is None:
-            evaluation = evaluate_engines(job, reference, candidate, name)
-        samples = _golden_samples(job, converted, reference, candidate)
     return converted, Evidence(
-        parity=evaluation.parity,
+        parity=evaluation.parity if evaluation else None,
         accuracy=evaluation,
         quantize=QuantizeRecord(request.to, request.other_nodes, request.runtime),
         calibration=job.calibration_record,
         search=search,
-        golden=samples,
-        notes=(*job.notes, *notes, *_not_measured(job, evaluation)),
+        notes=(*job.notes, *notes),
     )
 
 
@@ -215,29 +207,22 @@ def evaluate_engines(job: Job, reference: Engine, candidate: Engine, name: str) 
     )
 
 
-def _golden_samples(
-    job: Job, converted: Graph, reference: Engine, candidate: Engine
+def golden_samples(
+    job: Job, path: Path, reference: Engine, candidate: Engine
 ) -> GoldenSamples | None:
-    """Golden samples for the converted graph, with a bound that fits its precision.
+    """Golden samples next to `path`, the candidate's file, with a bound that fits its precision.
 
     With data, the float32 graph's outputs on the first samples: the random inputs that `export` may
     have recorded are outside the range that INT8 and FP8 are scaled for. Without data, a copy of
     the model's own.
     """
-    from deploykit.measure.evaluate.parity import compare_engines
-
     samples = job.samples
     if samples is None:
-        found = golden.carry(job.model, converted.path)
+        found = golden.carry(job.model, path)
     else:
         size, _ = samples.batching(golden.SAMPLES, reference.inputs)
-        found = golden.record(reference, next(samples.batches(size)), converted.path)
-    if found is None:
-        return None
-    recorded, feeds = golden.open_samples(
-        found, converted.path, candidate.inputs, candidate.outputs
-    )
-    return golden.loosen(found, compare_engines(recorded, candidate, [feeds]))
+        found = golden.record(reference, next(samples.batches(size)), path)
+    return golden.loosen(found, path, candidate) if found else None
 
 
 def _check_labels(request: Request, test: Samples | None) -> None:
@@ -283,7 +268,7 @@ def _calibration_record(
     return CalibrationRecord(not doubts, "; ".join(doubts), method, len(samples), digest)
 
 
-def _not_measured(job: Job, evaluation: Evaluation) -> list[str]:
+def accuracy_notes(job: Job, evaluation: Evaluation) -> list[str]:
     """Notes on what an evaluation without labels cannot show."""
     if job.metric is not None:
         return []

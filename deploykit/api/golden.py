@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput, NotFound
-from deploykit.core.evidence import GoldenSamples, Parity
+from deploykit.core.evidence import GoldenSamples
 from deploykit.core.files import check_inside, sha256
 from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec
@@ -60,9 +60,12 @@ def carry(source: Artefact, to: Path) -> GoldenSamples | None:
     return replace(found, file=samples_path(to).name)
 
 
-def loosen(golden: GoldenSamples, parity: Parity) -> GoldenSamples:
-    """The same samples with a bound for low precision: twice the error measured here."""
-    worst = parity.worst.error
+def loosen(golden: GoldenSamples, path: Path, engine: Engine) -> GoldenSamples:
+    """The samples next to `path` with a bound for low precision: twice the error of `engine`."""
+    from deploykit.measure.evaluate.parity import compare_engines
+
+    recorded, feeds = open_samples(golden, path, engine.inputs, engine.outputs)
+    worst = compare_engines(recorded, engine, [feeds]).worst.error
     bound = max(golden.max_error, _MARGIN * worst) if worst < float("inf") else golden.max_error
     return replace(golden, max_error=bound)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,16 @@ from deploykit.api.artefacts import (
     reject,
     stage,
 )
-from deploykit.api.evaluate import Job, Request, convert_and_evaluate, prepare
+from deploykit.api.evaluate import (
+    Job,
+    Request,
+    accuracy_notes,
+    evaluate_engines,
+    golden_samples,
+    open_both,
+    prepare,
+    write_graph,
+)
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, GateFailed
 from deploykit.core.files import sha256
@@ -94,8 +104,14 @@ def quantize(
 
 def write_quantized(job: Job, tmp: Path, place: Path, on_progress: Progress) -> Made:
     """Write the graph in the requested precision to `tmp`, with the manifest it has at `place`."""
-    graph, evidence = convert_and_evaluate(job, tmp, place.name, on_progress)
-    return Made(place, _manifest(job, graph, evidence), evidence.notes)
+    graph, evidence = write_graph(job, tmp, place.name, on_progress)
+    on_progress("measuring accuracy", 0.5)
+    with open_both(job, graph) as (reference, candidate):
+        found = evidence.accuracy or evaluate_engines(job, reference, candidate, place.name)
+        samples = golden_samples(job, tmp, reference, candidate)
+    notes = (*evidence.notes, *accuracy_notes(job, found))
+    evidence = replace(evidence, parity=found.parity, accuracy=found, golden=samples, notes=notes)
+    return Made(place, _manifest(job, graph, evidence), notes)
 
 
 def keep_if_passed(tmp: Path, made: Made, to: str) -> Made:

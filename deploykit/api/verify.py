@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from deploykit.onnx_graph.graph import Graph
-    from deploykit.runtimes.tensorrt.engine import TensorRtEngine
+    from deploykit.runtimes.engine import Engine
 
 
 def read_back(
@@ -78,7 +78,7 @@ def _hashes_next_to(path: Path) -> dict[str, Path]:
 
 
 def prove(
-    engine: TensorRtEngine, path: Path, manifest: Manifest, graph: Path | None, name: str
+    engine: Engine, path: Path, manifest: Manifest, graph: Path | None, name: str
 ) -> tuple[Parity | None, str]:
     """Compare `engine` with `graph` on the CPU, else with the golden samples next to `path`.
 
@@ -114,7 +114,7 @@ def record(graph: Artefact, path: Path, sizes: Mapping[str, int]) -> GoldenSampl
         return None
 
 
-def feeds_for(engine: TensorRtEngine) -> list[dict[str, np.ndarray]]:
+def feeds_for(engine: Engine) -> list[dict[str, np.ndarray]]:
     """Seeded inputs at several sizes, all within what the engine was built for."""
     from deploykit.runtimes.data.samples import random_feeds
 
@@ -122,7 +122,7 @@ def feeds_for(engine: TensorRtEngine) -> list[dict[str, np.ndarray]]:
     return [random_feeds(engine.inputs, each, seed) for seed, each in enumerate(sizes)]
 
 
-def _compare_with(graph: Path, engine: TensorRtEngine, name: str, max_error: float) -> Parity:
+def _compare_with(graph: Path, engine: Engine, name: str, max_error: float) -> Parity:
     from deploykit.measure.evaluate.parity import compare_engines
     from deploykit.runtimes.engine import load
 
@@ -132,7 +132,7 @@ def _compare_with(graph: Path, engine: TensorRtEngine, name: str, max_error: flo
         )
 
 
-def _replay(found: GoldenSamples, engine: TensorRtEngine, path: Path, name: str) -> Parity:
+def _replay(found: GoldenSamples, engine: Engine, path: Path, name: str) -> Parity:
     """Compare with the golden samples, as many rows as the engine takes at once."""
     from deploykit.measure.evaluate.parity import compare_engines
     from deploykit.runtimes.recorded import RecordedEngine
@@ -157,16 +157,15 @@ def _replay(found: GoldenSamples, engine: TensorRtEngine, path: Path, name: str)
 
 
 def evaluate_engine(
-    engine: TensorRtEngine, source: Artefact, request: Request, name: str
+    reference: Engine, engine: Engine, request: Request, names: tuple[str, str]
 ) -> Evaluation | None:
-    """The accuracy of `engine` against the float32 model; None where the data has no labels.
+    """The accuracy of `engine` against the model; None without data that has labels.
 
     Samples that do not fill the smallest batch it accepts are left out. Raises BadInput.
     """
     from deploykit.measure.evaluate.evaluation import evaluate
     from deploykit.measure.evaluate.metrics import find_metric
     from deploykit.runtimes.data.samples import read_samples
-    from deploykit.runtimes.engine import load
 
     if request.data is None:
         return None
@@ -182,13 +181,12 @@ def evaluate_engine(
                 f"{request.data}: {len(samples)} samples, the engine needs {low} or more"
             )
         samples = samples.first(len(samples) // low * low)
-    with load(source, "cpu") as reference:
-        return evaluate(
-            reference,
-            engine,
-            samples=samples,
-            metric=find_metric(request.metric or DEFAULT_METRIC),
-            max_drop=request.max_drop,
-            names=(source.name, name),
-            batch_size=size,
-        )
+    return evaluate(
+        reference,
+        engine,
+        samples=samples,
+        metric=find_metric(request.metric or DEFAULT_METRIC),
+        max_drop=request.max_drop,
+        names=names,
+        batch_size=size,
+    )

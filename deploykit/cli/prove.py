@@ -46,7 +46,7 @@ def compare(
     from deploykit.api import compare as proof
 
     result = proof.compare(a, b, data=data, max_error=max_error, device=device)
-    output.show(result, tables.compared(result), as_json=as_json)
+    output.show(result, tables.parity(result.parity), as_json=as_json)
     result.raise_if_over()
 
 

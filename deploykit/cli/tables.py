@@ -13,7 +13,6 @@ from deploykit.cli.output import Part, Table
 if TYPE_CHECKING:
     from deploykit.api.artefacts import Made
     from deploykit.api.build_tensorrt import CheckResult
-    from deploykit.api.compare import Compared
     from deploykit.api.demo import Toured
     from deploykit.api.doctor import Health
     from deploykit.api.inspect import Inspection
@@ -50,23 +49,19 @@ def made(result: Made) -> list[Part]:
         trained = result.evidence.training
         if trained:
             lines.append(f"  {trained.metric}  {percent(trained.score)}, n = {trained.samples}")
-    if result.drop:
-        drop = result.drop
-        names = (result.parity.a, result.parity.b) if result.parity else ("reference", "this file")
-        rows = [
-            (names[0], percent(drop.reference), ""),
-            (names[1], percent(drop.candidate), drop.describe()),
-        ]
-        lines += [
-            "",
-            Table((f"{drop.metric}, n = {drop.n}", "value (95 %)", f"against {names[0]}"), rows),
-        ]
-    if result.evaluation and not result.drop:
-        lines += ["", f"checked by {result.evaluation.describe()}: {result.evaluation.why}"]
+    found = result.evaluation
+    if found and found.drop:
+        drop, (a, b) = found.drop, (found.parity.a, found.parity.b)
+        rows = [(a, percent(drop.reference), ""), (b, percent(drop.candidate), drop.describe())]
+        header = (f"{drop.metric}, n = {drop.n}", "value (95 %)", f"against {a}")
+        lines += ["", Table(header, rows)]
+    elif found:
+        lines += ["", f"checked by {found.describe()}: {found.why}"]
     if result.search:
         lines += ["", *steps(result.search)]
     if result.parity:
-        lines += ["", *parity(result.parity, gated=result.evaluation is None)]
+        own = found is None or found.parity != result.parity  # else the evaluation decides
+        lines += ["", *parity(result.parity, gated=own)]
     lines += [f"note: {text}" for text in result.notes]
     return lines
 
@@ -109,13 +104,6 @@ def steps(result: SearchRecord) -> list[Part]:
     ]
     header = ("tried", "kept float32", "cost ms", "after s", "gate", "result")
     return [f"search: {result.why}", Table(header, rows)]
-
-
-def compared(result: Compared) -> list[Part]:
-    lines = parity(result.parity)
-    if result.divergence:
-        lines.append(result.divergence.text)
-    return lines
 
 
 def parity(result: Parity, *, gated: bool = True) -> list[Part]:
@@ -173,8 +161,10 @@ def shares(value: dict[str, Any]) -> list[tuple[str, str]]:
             text = ", ".join(f"{name} {share * 100:.1f} %" for name, share in parts.items())
             total = sum(value[key].values())
             rows.append((what, f"{total:,}: {text}" + (" (batch 1)" if key == "flops" else "")))
-    if value["unknown"]:
-        rows.append(("not counted", ", ".join(value["unknown"][:10])))
+    if unknown := value["unknown"]:
+        names = ", ".join(unknown[:10]) + (f" and {len(unknown) - 10} more" * (len(unknown) > 10))
+        why = f"operations of {len(unknown)} nodes whose operator or shapes are unknown"
+        rows.append(("left out", f"{why}: {names}"))
     return rows
 
 

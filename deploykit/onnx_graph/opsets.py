@@ -39,7 +39,7 @@ def raise_opset(model: onnx.ModelProto, least: int) -> None:
             raise BadInput(
                 f"node '{node.name or f'#{number}'}': {node.op_type} of opset {now} means "
                 f"something else in opset {least}, which this precision needs",
-                hint=f"export the model again with --opset {least}",
+                hint=f"deploykit export MODEL --opset {least}",
             )
     for entry in model.opset_import:
         if entry.domain in ("", "ai.onnx"):

@@ -124,7 +124,7 @@ def _placement(
         raise BadInput(
             "the model has no Conv, Gemm or MatMul with constant float32 weights to quantize"
             + (" other than those kept in float32" if keep_float32 else ""),
-            hint="8 bits cannot speed it up; fp16 may: --to fp16",
+            hint="8 bits cannot speed it up; fp16 may",
         )
     return placement
 

@@ -82,3 +82,49 @@ def test_serve_names_models_after_their_files(model: Path) -> None:
 
     named = _named("--engine", ["a=x/y.onnx", "dir/model.int8.onnx"])
     assert named == {"a": Path("x/y.onnx"), "model.int8": Path("dir/model.int8.onnx")}
+
+
+@pytest.fixture
+def labelled(model: Path, tmp_path: Path) -> Path:
+    """300 random images with the answers that the model itself gives them."""
+    images = np.random.default_rng(0).random((300, 1, 28, 28), dtype=np.float32)
+    with dk.load(model, "cpu") as engine:
+        labels = engine({"image": images})[engine.outputs[0].name].argmax(1)
+    np.savez(tmp_path / "labelled.npz", image=images, labels=labels)
+    return tmp_path / "labelled.npz"
+
+
+def test_a_graph_whose_pairs_were_moved_passes_the_gate_only_with_labelled_data(
+    model: Path, labelled: Path, tmp_path: Path
+) -> None:
+    for_tensorrt = quantize(model, "int8", tmp_path / "q.onnx", calib=labelled).path
+    unchecked = build(for_tensorrt, "cpu", out=tmp_path / "unchecked.onnx")
+    assert unchecked.evaluation is None
+    assert any("accuracy of this graph was not checked" in note for note in unchecked.notes)
+    written = read_manifest(unchecked.path)
+    assert written is not None
+    assert any("not checked" in note for note in written.evidence.notes)
+    checked = build(for_tensorrt, "cpu", out=tmp_path / "c.onnx", data=labelled, max_drop=0.5)
+    assert checked.drop is not None
+    assert checked.drop.n == 300
+    assert not any("not checked" in note for note in checked.notes)
+    with pytest.raises(dk.GateFailed, match=r"g\.onnx: drop .*; the file is kept as") as caught:
+        build(for_tensorrt, "cpu", out=tmp_path / "g.onnx", data=labelled, max_drop=1e-6)
+    assert caught.value.result.path == tmp_path / "g.rejected.onnx"
+    assert not (tmp_path / "g.onnx").exists()
+
+
+def test_a_build_in_int8_is_gated_on_the_file_that_it_writes(
+    model: Path, labelled: Path, tmp_path: Path
+) -> None:
+    options = {"precision": "int8", "calib": labelled, "data": labelled}
+    made = build(model, "cpu", out=tmp_path / "b.onnx", max_drop=0.5, **options)
+    assert made.evaluation is not None
+    assert made.evaluation.parity.b == "b.onnx"
+    with dk.load(made.path, "cpu") as engine:
+        arrays = np.load(labelled)
+        answers = engine({"image": arrays["image"]})[engine.outputs[0].name].argmax(1)
+    assert made.drop.candidate.value == pytest.approx((answers == arrays["labels"]).mean())
+    with pytest.raises(dk.GateFailed, match="the upper end of the drop"):
+        build(model, "cpu", out=tmp_path / "g.onnx", max_drop=1e-6, **options)
+    assert (tmp_path / "g.rejected.onnx").is_file()

@@ -1,0 +1,184 @@
+"""Build for a runtime that opens the result here, such as ONNX Runtime, and prove the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploykit.api import golden, verify
+from deploykit.api.artefacts import (
+    Made,
+    Progress,
+    keep_if_equal,
+    onnx_manifest,
+    parity_sizes,
+    span,
+)
+from deploykit.api.evaluate import (
+    Job,
+    Request,
+    accuracy_notes,
+    evaluate_engines,
+    golden_samples,
+    prepare,
+    write_graph,
+)
+from deploykit.api.quantize import keep_if_passed
+from deploykit.builders.builder import Shapes, find_builder
+from deploykit.core.artefact import Artefact
+from deploykit.core.errors import BadInput
+from deploykit.core.evidence import BuildRecord, Evaluation, Evidence
+from deploykit.core.profile import Profile
+from deploykit.core.runtime import RUNTIMES
+
+if TYPE_CHECKING:
+    from deploykit.onnx_graph.graph import Graph
+
+_MOVED = (
+    "the INT8 pairs, placed for TensorRT, were placed for ONNX Runtime with the ranges that the "
+    "graph records"
+)
+_NOT_CHECKED = (
+    "the accuracy of this graph was not checked: give labelled data (`data`), or quantize the "
+    "float32 model for this profile"
+)
+
+
+def build_for_runtime(
+    source: Artefact,
+    request: Request,
+    target: Profile,
+    shapes: Shapes,
+    tmp: Path,
+    place: Path,
+    max_error: float,
+    on_progress: Progress,
+) -> Made:
+    """Build `source` into `tmp`, prove what was built and keep it at `place`.
+
+    Its accuracy is measured once, on the file that is kept: after a change of precision always,
+    else where `request` has labelled data.
+    """
+    from deploykit.onnx_graph.graph import Graph
+
+    job, before = None, None
+    if request.to != "fp32":
+        step = span(on_progress, 0.0, 0.6)
+        job = prepare(source, request, step)
+        graph, before = write_graph(job, tmp.with_name("typed.onnx"), place.name, step)
+        if before.search and before.search.interrupted:
+            raise KeyboardInterrupt
+    else:
+        graph = _place_pairs(Graph.open(source.path), target, tmp)
+    step = span(on_progress, 0.6 if job else 0.0, 0.8)
+    step("building", 0.0)
+    built = find_builder(target.runtime)(Artefact.open(graph.path), tmp, target, shapes, step)
+    runtime = RUNTIMES[target.runtime]
+    kind = runtime.opens[0]
+    result = Graph.open(tmp) if kind == "onnx" else graph
+    _check_integers(source, target, graph.precision, result.precision)
+    on_progress("comparing with the model", 0.8)
+    evidence = _prove(source, job, request, target, graph, tmp, place.name, max_error)
+    notes = list(evidence.notes)
+    if before is not None:
+        notes = [*([before.search.why] if before.search else []), *before.notes, *notes]
+    evidence = replace(evidence, build=BuildRecord(target.name), source_graph=before)
+    manifest = onnx_manifest(
+        result,
+        (source.sha256,),
+        tools=runtime.packages[:1],
+        evidence=evidence,
+        built_on=dict(built.built_on),
+    )
+    if kind != "onnx":
+        manifest = replace(manifest, format=kind, sha256=Artefact(tmp).sha256, evidence=evidence)
+    notes += _precision_notes(graph.precision, result.precision)
+    made = Made(place, manifest, tuple(notes))
+    if made.parity and not made.parity.passed:
+        return keep_if_equal(tmp, made, made.parity)
+    return keep_if_passed(tmp, made, request.to)
+
+
+def _place_pairs(graph: Graph, target: Profile, tmp: Path) -> Graph:
+    """The graph with its INT8 pairs where the runtime has kernels, next to `tmp` if they moved."""
+    from deploykit.quantization.moving import move_pairs
+
+    if not RUNTIMES[target.runtime].scales_outputs:
+        return graph
+    moved = move_pairs(graph, target.runtime)
+    return moved.save(tmp.with_name("placed.onnx")) if moved else graph
+
+
+def _prove(
+    source: Artefact,
+    job: Job | None,
+    request: Request,
+    target: Profile,
+    graph: Graph,
+    tmp: Path,
+    name: str,
+    max_error: float,
+) -> Evidence:
+    """Compare the built `tmp` with the `graph` it was built from, and evaluate it against `source`.
+
+    Each is opened once, and two at a time.
+    """
+    from deploykit.measure.evaluate.parity import compare_engines
+    from deploykit.runtimes.data.samples import random_feeds
+    from deploykit.runtimes.engine import load
+
+    moved = job is None and graph.path != source.path
+    evaluation: Evaluation | None = None
+    samples, notes = None, []
+    with load(tmp, RUNTIMES[target.runtime].usable("cpu")) as engine, ExitStack() as stack:
+        reference = stack.enter_context(load(graph.path, "cpu"))
+        sizes = parity_sizes(engine.inputs)
+        feeds = [random_feeds(engine.inputs, each, seed) for seed, each in enumerate(sizes)]
+        title = f"{source.name} in {request.to}" if job else source.name
+        parity = compare_engines(reference, engine, feeds, max_error=max_error, names=(title, name))
+        if not parity.passed:
+            return Evidence(parity=parity)
+        if job or (moved and request.data):
+            stack.close()
+            reference = stack.enter_context(load(source, "cpu"))
+        if job:
+            evaluation = evaluate_engines(job, reference, engine, name)
+            samples = golden_samples(job, tmp, reference, engine)
+            notes += accuracy_notes(job, evaluation)
+        else:
+            names = (source.name, name)
+            evaluation = verify.evaluate_engine(reference, engine, request, names)
+            samples = golden.carry(source, tmp)
+            if samples is not None and moved:  # recorded with the pairs at other places
+                samples = golden.loosen(samples, tmp, engine)
+    if moved:
+        notes += [_MOVED] if evaluation else [_MOVED, _NOT_CHECKED]
+    return Evidence(parity=parity, accuracy=evaluation, golden=samples, notes=tuple(notes))
+
+
+def _check_integers(
+    model: Artefact, target: Profile, asked: Mapping[str, int], built: Mapping[str, int]
+) -> None:
+    """Raise BadInput where ONNX Runtime runs no INT8 node as such: slower than float32."""
+    if not asked.get("int8") or built.get("int8"):
+        return
+    source = next(verify.find_sources(model.path, model.manifest), None) if model.manifest else None
+    again = f"{source or 'FLOAT32.onnx'} --profile {target.name} --precision int8"
+    raise BadInput(
+        f"{model}: ONNX Runtime runs none of its {asked['int8']} INT8 nodes in integers: their "
+        "pairs are placed for TensorRT, and the file does not record the ranges to move them",
+        hint=f"deploykit build {again} --calib FILE.npz",
+    )
+
+
+def _precision_notes(asked: Mapping[str, int], built: Mapping[str, int]) -> tuple[str, ...]:
+    """A note for each precision of which the built engine has fewer nodes than the graph."""
+    return tuple(
+        f"{name}: {count} nodes in the graph, {built.get(name, 0)} in the built engine: the others "
+        "run in float32 here (INT8 for this target: build the float32 model with `precision` int8)"
+        for name, count in asked.items()
+        if name != "float32" and "float32" in built and built.get(name, 0) < count
+    )
