@@ -58,8 +58,8 @@ CEILINGS = {  # where a room is above its budget: what it may have today. These 
     "onnx_graph+quantization": 3855,
     "builders": 1640,  # the table and what all builders share
     "serving": 9393,
-    "api": 3920,
-    "cli": 1795,
+    "api": 3870,
+    "cli": 1785,
     "": 33140,
 }
 LONG = {  # functions over 60 lines

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,6 @@ from deploykit.core.machine import tool_versions
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.paths import StrPath
 from deploykit.core.statistics_basic import Drop, Interval
-from deploykit.core.tensors import BATCH, TensorSpec
 
 if TYPE_CHECKING:
     from deploykit.onnx_graph.graph import Graph
@@ -39,9 +38,6 @@ def span(progress: Progress, start: float, end: float) -> Progress:
     return lambda what, share: progress(what, start + (end - start) * share)
 
 
-PARITY_BATCHES = (1, 2, 7, 32)
-_LENGTHS = (5, 12, 1, 33)  # of sequences, one for each of the batches
-_SIDES = (64, 96, 64, 128)  # of images whose height or width is dynamic
 _SIDECARS = {"weights": ".data", "golden": ".golden.npz"}  # field of the evidence -> suffix
 
 
@@ -165,34 +161,6 @@ def keep_if_equal(tmp: Path, made: Made, parity: Parity) -> Made:
             f"{exc.message}; the file is kept as {made.path}", hint=exc.hint, result=made
         ) from None
     return made
-
-
-def parity_sizes(
-    inputs: Sequence[TensorSpec], limits: Mapping[str, tuple[int, int | None]] | None = None
-) -> list[dict[str, int]]:
-    """Sizes of the dynamic axes to compare at: batches 1, 2, odd and large, several lengths.
-
-    `limits`: least and largest size by axis, where the model has them.
-    """
-    images = {
-        axis for spec in inputs if len(spec.shape) == 4 for axis in spec.shape[1:]
-    }  # their sides must survive the pooling of a CNN
-    axes = {axis for spec in inputs for axis in spec.shape if isinstance(axis, str)}
-    if not axes:
-        return [{}]
-
-    def within(axis: str, size: int) -> int:
-        low, high = (limits or {}).get(axis, (1, None))
-        return min(max(size, low), high or size)
-
-    found = [
-        {
-            axis: within(axis, batch if axis == BATCH else side if axis in images else length)
-            for axis in sorted(axes)
-        }
-        for batch, length, side in zip(PARITY_BATCHES, _LENGTHS, _SIDES, strict=True)
-    ]
-    return [sizes for n, sizes in enumerate(found) if sizes not in found[:n]]
 
 
 def onnx_manifest(

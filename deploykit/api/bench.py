@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.api.artefacts import PARITY_BATCHES, Progress
+from deploykit.api.artefacts import Progress
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.files import make_folder
@@ -35,7 +35,7 @@ BASELINE = "fp32 CPU"  # ONNX Runtime, one session on all physical cores
 
 
 @dataclass(frozen=True)
-class _Measured:
+class _Entry:
     """One artefact of the report. `precision`: "fp32", "fp16", "int8", ..."""
 
     artefact: Artefact
@@ -83,15 +83,15 @@ def bench(
 
     folder = make_folder(Path(out))
     note = _Once(on_note)
-    found = [_measured(Artefact.open(source), trust, note) for source in engines]
-    given = _measured(Artefact.open(baseline), trust, note) if baseline else None
+    found = [_entry(Artefact.open(source), trust, note) for source in engines]
+    given = _entry(Artefact.open(baseline), trust, note) if baseline else None
     reference = _check_baseline(given or _baseline(found[0], trust, note))
     every = list({item.artefact.sha256: item for item in (reference, *found)}.values())
     timing = Timing(
         warmup_s=(2.0 if quick else 10.0) if warmup_s is None else warmup_s,
         seconds=(5.0 if quick else 60.0) if seconds is None else seconds,
     )
-    run = _measure(reference, every, Path(data) if data else None, device)
+    run = _prepare(reference, every, Path(data) if data else None, device)
     points, throttled = _time(run, batches, timing, on_progress)
     report = reports.Report(
         title=f"{reference.artefact.path.stem}: latency and throughput",
@@ -138,17 +138,15 @@ class _Run:
     gaps: list[NotMeasured]
 
 
-def _measure(
-    reference: _Measured, every: Sequence[_Measured], data: Path | None, device: str
-) -> _Run:
+def _prepare(reference: _Entry, every: Sequence[_Entry], data: Path | None, device: str) -> _Run:
     from deploykit.measure.report.report import NotMeasured
     from deploykit.runtimes.data.samples import read_samples
 
     machine = this_machine()
-    with reference.open("cpu") as engine:
-        inputs = engine.inputs
-    samples = read_samples(data, inputs, labelled=True) if data else None
-    parity, accuracy = _proofs(reference, every, samples, device)
+    with reference.open("cpu") as base:
+        samples = read_samples(data, base.inputs, labelled=True) if data else None
+        parity, accuracy = _proofs(base, reference, every, samples, device)
+        inputs = base.inputs
     setups, gaps = _setups(reference, every, machine, device)
     if samples is None:
         gaps.append(NotMeasured("accuracy", "no labelled data were given (`data`)"))
@@ -171,7 +169,7 @@ def _time(
     return list(points), watch.reasons if on_gpu else ()
 
 
-def _check_baseline(found: _Measured) -> _Measured:
+def _check_baseline(found: _Entry) -> _Entry:
     if found.artefact.format != "onnx" or found.precision != "fp32":
         raise BadInput(
             f"{found.artefact}: is {found.precision} in {found.artefact.format}; the baseline is a "
@@ -192,7 +190,7 @@ def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
-def _measured(artefact: Artefact, trust: bool, note: Callable[[str], None]) -> _Measured:
+def _entry(artefact: Artefact, trust: bool, note: Callable[[str], None]) -> _Entry:
     from deploykit.api.open import open_proven
     from deploykit.onnx_graph.graph import Graph
 
@@ -210,10 +208,10 @@ def _measured(artefact: Artefact, trust: bool, note: Callable[[str], None]) -> _
         built_on = manifest.built_on if manifest else {}
         counted = narrowest(manifest.precision) if manifest else "unknown"
         precision = built_on.get("precision", counted)
-    return _Measured(artefact, precision, built_on, open_it)
+    return _Entry(artefact, precision, built_on, open_it)
 
 
-def _baseline(first: _Measured, trust: bool, note: Callable[[str], None]) -> _Measured:
+def _baseline(first: _Entry, trust: bool, note: Callable[[str], None]) -> _Entry:
     """`first` itself, or the float32 model next to it that an engine was made from."""
     from deploykit.api.verify import find_sources
 
@@ -221,7 +219,7 @@ def _baseline(first: _Measured, trust: bool, note: Callable[[str], None]) -> _Me
         return first
     manifest = first.artefact.manifest
     for path in find_sources(first.artefact.path, manifest) if manifest else ():
-        found = _measured(Artefact.open(path), trust, note)
+        found = _entry(Artefact.open(path), trust, note)
         if found.precision == "fp32":
             return found
     raise BadInput(
@@ -231,10 +229,15 @@ def _baseline(first: _Measured, trust: bool, note: Callable[[str], None]) -> _Me
 
 
 def _proofs(
-    reference: _Measured, every: Sequence[_Measured], samples: Samples | None, device: str
+    base: Engine,
+    reference: _Entry,
+    every: Sequence[_Entry],
+    samples: Samples | None,
+    device: str,
 ) -> tuple[list[Parity], list[Accuracy]]:
-    """Parity of each artefact with the baseline, and accuracy where there are labels."""
+    """Parity of each artefact with `base`, the baseline, and accuracy where there are labels."""
     from deploykit.measure.evaluate.accuracy import TOP1, top1_scores
+    from deploykit.measure.evaluate.feeds import BATCHES
     from deploykit.measure.evaluate.parity import compare_engines
     from deploykit.measure.report.report import Accuracy
     from deploykit.measure.statistics import paired_drop
@@ -244,29 +247,31 @@ def _proofs(
         """Within the batch that both engines take."""
         if samples:
             return list(samples.batches(min(32, most) if inputs[0].batched else 1))
-        sizes = dict.fromkeys(min(size, most) for size in PARITY_BATCHES)
+        sizes = dict.fromkeys(min(size, most) for size in BATCHES)
         return [random_feeds(tuple(inputs), {BATCH: size}, size) for size in sizes]
 
     parity, accuracy = [], []
-    with reference.open() as base:
-        base_scores = top1_scores(base, samples) if samples else None
-        for item in every:
-            with item.open("cpu" if item.artefact.runtime.on_cpu else device) as engine:
-                most = engine.max_batch or 64
-                if item is not reference:
-                    names = (reference.artefact.name, item.artefact.name)
-                    feeds = feeds_of(base.inputs, most)
-                    parity.append(compare_engines(base, engine, feeds, names=names))
-                if samples is not None and base_scores is not None:
-                    drop = paired_drop(base_scores, top1_scores(engine, samples, most), TOP1)
-                    against = None if item is reference else drop.drop
-                    row = Accuracy(item.precision, TOP1, drop.n, drop.candidate, against)
-                    accuracy.append(row)
+    base_scores = top1_scores(base, samples) if samples else None
+    if base_scores is not None:
+        score = paired_drop(base_scores, base_scores, TOP1)
+        accuracy.append(Accuracy(reference.precision, TOP1, score.n, score.reference, None))
+    for item in every:
+        if item is reference:
+            continue
+        with item.open("cpu" if item.artefact.runtime.on_cpu else device) as engine:
+            most = engine.max_batch or 64
+            names = (reference.artefact.name, item.artefact.name)
+            feeds = feeds_of(base.inputs, most)
+            parity.append(compare_engines(base, engine, feeds, names=names))
+            if samples is not None and base_scores is not None:
+                drop = paired_drop(base_scores, top1_scores(engine, samples, most), TOP1)
+                row = Accuracy(item.precision, TOP1, drop.n, drop.candidate, drop.drop)
+                accuracy.append(row)
     return parity, accuracy
 
 
 def _setups(
-    reference: _Measured, every: Sequence[_Measured], machine: Machine, device: str
+    reference: _Entry, every: Sequence[_Entry], machine: Machine, device: str
 ) -> tuple[list[Setup], list[NotMeasured]]:
     """The columns: the baseline, each artefact on the CPU in two ways, and on the GPU there is.
 
@@ -291,7 +296,7 @@ def _setups(
     return setups, [] if gpu else [NotMeasured("GPU", why)]
 
 
-def _gpu(reference: _Measured, machine: Machine, device: str) -> tuple[str, str]:
+def _gpu(reference: _Entry, machine: Machine, device: str) -> tuple[str, str]:
     """The GPU to measure on, or "" and why there is none.
 
     With "auto" one that cannot be used is left out and the report says why; one that was asked for
@@ -315,7 +320,7 @@ def _gpu(reference: _Measured, machine: Machine, device: str) -> tuple[str, str]
     return chosen, ""
 
 
-def _setup(item: _Measured, label: str, device: str, sessions: int, threads: int | None) -> Setup:
+def _setup(item: _Entry, label: str, device: str, sessions: int, threads: int | None) -> Setup:
     from deploykit.measure.timing.sweep import Setup
 
     return Setup(

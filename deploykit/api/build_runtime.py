@@ -14,13 +14,13 @@ from deploykit.api.artefacts import (
     Progress,
     keep_if_equal,
     onnx_manifest,
-    parity_sizes,
     span,
 )
 from deploykit.api.evaluate import (
     Job,
     Request,
     accuracy_notes,
+    evaluate_engine,
     evaluate_engines,
     golden_samples,
     prepare,
@@ -126,8 +126,8 @@ def _prove(
 
     Each is opened once, and two at a time.
     """
+    from deploykit.measure.evaluate.feeds import feeds_at_sizes
     from deploykit.measure.evaluate.parity import compare_engines
-    from deploykit.runtimes.data.samples import random_feeds
     from deploykit.runtimes.engine import load
 
     moved = job is None and graph.path != source.path
@@ -135,8 +135,7 @@ def _prove(
     samples, notes = None, []
     with load(tmp, RUNTIMES[target.runtime].usable("cpu")) as engine, ExitStack() as stack:
         reference = stack.enter_context(load(graph.path, "cpu"))
-        sizes = parity_sizes(engine.inputs)
-        feeds = [random_feeds(engine.inputs, each, seed) for seed, each in enumerate(sizes)]
+        feeds = feeds_at_sizes(engine.inputs)
         title = f"{source.name} in {request.to}" if job else source.name
         parity = compare_engines(reference, engine, feeds, max_error=max_error, names=(title, name))
         if not parity.passed:
@@ -150,7 +149,7 @@ def _prove(
             notes += accuracy_notes(job, evaluation)
         else:
             names = (source.name, name)
-            evaluation = verify.evaluate_engine(reference, engine, request, names)
+            evaluation = evaluate_engine(reference, engine, request, names)
             samples = golden.carry(source, tmp)
             if samples is not None and moved:  # recorded with the pairs at other places
                 samples = golden.loosen(samples, tmp, engine)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploykit.api import golden, verify
 from deploykit.api.artefacts import Made, Progress, keep, reject
-from deploykit.api.evaluate import Request
+from deploykit.api.evaluate import Request, evaluate_engine
 from deploykit.builders.builder import BuildResult
 from deploykit.builders.builder import Shapes as Shapes
 from deploykit.core.artefact import Artefact
@@ -148,6 +148,7 @@ def _prove(
     name: str,
 ) -> tuple[Evidence, str]:
     """Run the staged engine and add to its evidence; the reason where it cannot run here."""
+    from deploykit.measure.evaluate.feeds import feeds_at_sizes
     from deploykit.runtimes.engine import load
 
     write_manifest(tmp, manifest)  # an engine is opened with its manifest only
@@ -158,13 +159,13 @@ def _prove(
             engine: Any = opened
             parity, why = verify.prove(engine, tmp, manifest, graph_file.path, name)
             with contextlib.suppress(DeploykitError):  # a figure for information: no reason to fail
-                times = engine.layer_times_ms(verify.feeds_for(engine)[-1])
+                times = engine.layer_times_ms(feeds_at_sizes(engine.inputs, engine.limits)[-1])
                 if read is not None:
                     read = verify.read_back(read.layers, read.wider, times)
             evaluation = None
             if request.data is not None and parity is not None and parity.passed:
                 with load(source, "cpu") as model:
-                    evaluation = verify.evaluate_engine(model, engine, request, (source.name, name))
+                    evaluation = evaluate_engine(model, engine, request, (source.name, name))
             evidence = replace(evidence, parity=parity, precision=read, accuracy=evaluation)
     except Unsupported as exc:
         why = exc.message

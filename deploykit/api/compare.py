@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.api import golden
-from deploykit.api.artefacts import parity_sizes
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, GateFailed
 from deploykit.core.evidence import Parity
@@ -19,9 +16,8 @@ from deploykit.core.paths import StrPath
 if TYPE_CHECKING:
     import numpy as np
 
-    from deploykit.measure.evaluate.divergence import Divergence, Run, Tap
-    from deploykit.onnx_graph.graph import Graph
-    from deploykit.runtimes.engine import Arrays, Engine
+    from deploykit.measure.evaluate.divergence import Divergence
+    from deploykit.runtimes.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,9 @@ def compare(
         parity = compare_engines(left, right, feeds, max_error=bound, names=names)
     diverging = None
     if not parity.passed and first.format == second.format == "onnx":
-        diverging = _diverging(first.path, second.path, feeds, bound)
+        from deploykit.measure.evaluate.divergence import diverging_node
+
+        diverging = diverging_node(first.path, second.path, feeds, bound)
     return Compared(parity, diverging)
 
 
@@ -98,48 +96,11 @@ def _replay(artefact: Artefact, max_error: float | None, device: str) -> Parity:
 
 
 def _feeds(first: Engine, second: Engine, data: Path | None) -> list[dict[str, np.ndarray]]:
-    from deploykit.runtimes.data.samples import random_feeds, read_samples
+    from deploykit.measure.evaluate.feeds import feeds_at_sizes
+    from deploykit.runtimes.data.samples import read_samples
 
     if data is not None:
         samples = read_samples(data, first.inputs)
         size, used = samples.batching(32, (*first.inputs, *second.inputs))
         return list(samples.first(used).batches(size))
-    sizes = parity_sizes(first.inputs, {**first.limits, **second.limits})
-    return [random_feeds(first.inputs, each, seed) for seed, each in enumerate(sizes)]
-
-
-def _diverging(
-    a: Path, b: Path, feeds: Sequence[Mapping[str, np.ndarray]], max_error: float
-) -> Divergence | None:
-    """The first node whose tensor differs; None where the graphs share no names to go by."""
-    from deploykit.measure.evaluate.divergence import first_divergence
-    from deploykit.onnx_graph import probes
-    from deploykit.onnx_graph.graph import Graph
-
-    graphs = Graph.open(a), Graph.open(b)
-    pairs = probes.shared(*graphs)
-    with tempfile.TemporaryDirectory() as folder:
-        left, right = (_tap(graph, Path(folder) / f"{n}.onnx") for n, graph in enumerate(graphs))
-        try:
-            return first_divergence(left, right, pairs, feeds[:1], max_error=max_error)
-        except BadInput:
-            return None
-
-
-def _tap(graph: Graph, path: Path) -> Tap:
-    """Run a graph as it is written and give the tensors asked for, however they are shown."""
-    from deploykit.onnx_graph import probes
-    from deploykit.runtimes.onnxruntime.engine import open_as_written
-
-    def tap(names: Sequence[str]) -> Run:
-        tapped, shown = probes.expose(graph, names)
-        tapped.save(path)
-        engine = open_as_written(path)
-
-        def run(feeds: Arrays) -> list[np.ndarray]:
-            values = engine(feeds)
-            return [values[name] for name in shown]
-
-        return run
-
-    return tap
+    return feeds_at_sizes(first.inputs, {**first.limits, **second.limits})

@@ -36,7 +36,7 @@ _STEPS = 9
 
 
 @dataclass(frozen=True)
-class Toured:
+class DemoResult:
     """The demo's report, where it is, and the rows of its closing table."""
 
     page: Path
@@ -77,7 +77,7 @@ def demo(
     quick: bool = False,
     on_progress: Progress = no_progress,
     on_step: Callable[[str], None] = lambda _: None,
-) -> Toured:
+) -> DemoResult:
     """Run the main job into the folder `out`. Raises GateFailed when parity or accuracy fail."""
     for module in ("torch", "onnxscript", "sklearn", "onnxruntime"):
         require(module)
@@ -85,26 +85,26 @@ def demo(
     from deploykit.measure.report.verdict import verdict
 
     folder = make_folder(Path(out))
-    tour = _Tour(folder, quick, _Steps(on_step, on_progress))
-    tour.train_and_export()
-    tour.quantize()
-    tour.build()
-    tour.compare_and_predict()
-    report = tour.measure()
-    serving = tour.serve(report)
+    job = _Demo(folder, quick, _Steps(on_step, on_progress))
+    job.train_and_export()
+    job.quantize()
+    job.build()
+    job.compare_and_predict()
+    report = job.measure()
+    serving = job.serve(report)
     report = replace(
         report,
         title=f"deploykit demo: {RECIPE} on handwritten digits",
         command=f"deploykit demo -o {folder}" + (" --quick" if quick else ""),
-        gates=tuple(reports.Gate(name, True, detail) for name, detail in tour.gates),
+        gates=tuple(reports.Gate(name, True, detail) for name, detail in job.gates),
         serving=serving,
-        steps=tuple(reports.Step(*step) for step in tour.steps.taken),
+        steps=tuple(reports.Step(*step) for step in job.steps.taken),
     )
     report = replace(report, verdict=verdict(report))
-    return Toured(reports.write(report, folder), report, _rows(report))
+    return DemoResult(reports.write(report, folder), report, _rows(report))
 
 
-class _Tour:
+class _Demo:
     """The steps of the demo, in order, and the files and gates that they leave."""
 
     def __init__(self, out: Path, quick: bool, steps: _Steps) -> None:
@@ -180,21 +180,15 @@ class _Tour:
     def serve(self, report: Report) -> tuple[LoadResult, ...]:
         int8 = self.built["int8"]
         best = _fastest(report, {bench.BASELINE: self.built["fp32"], int8.stem: int8})
-        with self.steps(f"serve {best.name} over HTTP, under load"):
-            return _served(best, 1.0 if self.quick else 5.0)
+        seconds = 1.0 if self.quick else 5.0
+        with self.steps(f"serve {best.name} over HTTP, under load"), _server(best) as url:
+            closed = load_test.load_test(url, concurrency=CONNECTIONS, duration_s=seconds)
+            quarter = max(1.0, closed.achieved_per_s.value / 4)
+            return closed, load_test.load_test(url, rate=quarter, duration_s=seconds)
 
 
 def _worst(made: Made) -> str:
     return f"{made.parity.worst.error:.2g}" if made.parity else "not compared"
-
-
-def _served(engine: Path, seconds: float) -> tuple[LoadResult, ...]:
-    """Start a server for `engine`, load it closed, then open at a quarter of that rate, stop it."""
-    with _server(engine) as url:
-        closed = load_test.load_test(url, concurrency=CONNECTIONS, duration_s=seconds)
-        quarter = max(1.0, closed.achieved_per_s.value / 4)
-        opened = load_test.load_test(url, rate=quarter, duration_s=seconds)
-    return closed, opened
 
 
 @contextlib.contextmanager
@@ -213,10 +207,8 @@ def _server(engine: Path) -> Iterator[str]:
             limit.cancel()
             if not ready:
                 log.seek(0)
-                said = log.read().decode(errors="replace").strip()
-                raise Unsupported(
-                    f"the server did not start: {said or f'not within {READY_S:g} s'}"
-                )
+                why = log.read().decode(errors="replace").strip()
+                raise Unsupported(f"the server did not start: {why or f'not within {READY_S:g} s'}")
             yield f"http://{json.loads(ready)['http']}"
             process.terminate()
             code = process.wait(timeout=STOP_S)
@@ -231,11 +223,8 @@ def _server(engine: Path) -> Iterator[str]:
 def _fastest(report: Report, files: Mapping[str, Path]) -> Path:
     """The file behind the highest throughput; `files` by the label of its points."""
     rates = {point.label: point.throughput_per_s.value for point in report.points}
-    names = {
-        label: label.partition(", ")[0] for label in rates
-    }  # "..., 2 sessions" is the same file
-    known = [label for label in rates if names[label] in files]
-    return files[names[max(known, key=lambda label: rates[label])]]
+    name = {label: label.partition(", ")[0] for label in rates}  # "..., 2 sessions": the same file
+    return files[name[max((each for each in rates if name[each] in files), key=rates.__getitem__)]]
 
 
 def _rows(report: Report) -> tuple[tuple[str, ...], ...]:

@@ -24,7 +24,7 @@ from deploykit.core.files import sha256
 from deploykit.core.precision import ALL, BY_NAME, CALIBRATED, CAST
 from deploykit.core.profile import Profile
 from deploykit.core.runtime import RUNTIMES
-from deploykit.core.tensors import TensorSpec
+from deploykit.core.tensors import BATCH, TensorSpec
 
 if TYPE_CHECKING:
     from deploykit.measure.evaluate.metrics import Metric
@@ -204,6 +204,42 @@ def evaluate_engines(job: Job, reference: Engine, candidate: Engine, name: str) 
         min_sqnr_db=request.min_sqnr_db,
         names=(job.model.name, name),
         batch_size=job.batch_size,
+    )
+
+
+def evaluate_engine(
+    reference: Engine, engine: Engine, request: Request, names: tuple[str, str]
+) -> Evaluation | None:
+    """The accuracy of `engine` against the model; None without data that has labels.
+
+    Samples that do not fill the smallest batch it accepts are left out. Raises BadInput.
+    """
+    from deploykit.measure.evaluate.evaluation import evaluate
+    from deploykit.measure.evaluate.metrics import find_metric
+    from deploykit.runtimes.data.samples import read_samples
+
+    if request.data is None:
+        return None
+    samples = read_samples(request.data, engine.inputs)
+    if samples.labels is None:
+        return None
+    low, high = engine.limits.get(BATCH, (1, None))
+    low = max(low, 1)
+    size = min(32, high or 32) // low * low or low
+    if low > 1:
+        if len(samples) < low:
+            raise BadInput(
+                f"{request.data}: {len(samples)} samples, the engine needs {low} or more"
+            )
+        samples = samples.first(len(samples) // low * low)
+    return evaluate(
+        reference,
+        engine,
+        samples=samples,
+        metric=find_metric(request.metric or DEFAULT_METRIC),
+        max_drop=request.max_drop,
+        names=names,
+        batch_size=size,
     )
 
 

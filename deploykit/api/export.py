@@ -15,7 +15,6 @@ from deploykit.api.artefacts import (
     keep_if_equal,
     no_progress,
     onnx_manifest,
-    parity_sizes,
     stage,
 )
 from deploykit.api.source import Source, open_source
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from deploykit.api.source import Tensors
     from deploykit.core.profile import Profile
     from deploykit.exporters.onnx import Exported
-    from deploykit.onnx_graph.graph import Graph
     from deploykit.runtimes.engine import Engine
     from deploykit.runtimes.torch.loaded import Loaded
 
@@ -91,6 +89,8 @@ def export(
     target, size = _target(profile), _batch_size(batch)
     place = _destination(model, out)
     pixels = load_preprocess(preprocess) if preprocess else None
+    from deploykit.exporters import onnx as exporters
+
     opset = _check_options(exporter, opset, target)
     on_progress("loading the model", 0.0)
     source = open_source(
@@ -100,7 +100,16 @@ def export(
     feeds = _feeds(source, Path(samples) if samples else None, size)
     with stage(place) as tmp:
         on_progress("exporting", 0.1)
-        done = _write(source.loaded, tmp, opset, exporter)
+        loaded, limits = source.loaded, source.loaded.limits
+        done = exporters.export_module(
+            loaded.module,
+            loaded.inputs,
+            loaded.outputs,
+            tmp,
+            opset=opset,
+            exporter=exporter,
+            sizes={axis: low + 1 for axis, (low, _) in limits.items() if low > 1},
+        )
         on_progress("comparing with PyTorch", 0.7)
         parity, recorded = _prove(source, tmp, feeds, max_error, place.name)
         on_progress("writing the manifest", 0.95)
@@ -119,9 +128,10 @@ def _record(
 ) -> Made:
     """The manifest of the graph at `tmp`, and the notes for the user."""
     from deploykit.onnx_graph.graph import Graph
+    from deploykit.quantization import preflight
 
     graph = Graph.open(tmp)
-    problems = _preflight(graph, target)
+    problems = tuple(preflight.unsupported(graph, target)) if target else ()
     evidence = Evidence(
         parity=proof[0],
         source=source.record,
@@ -132,7 +142,7 @@ def _record(
             target.name if target else None,
             pixels,
         ),
-        preflight=Preflight(target.name, tuple(problems)) if target else None,
+        preflight=Preflight(target.name, problems) if target else None,
         golden=proof[1],
     )
     tools = ("torch", "onnx", "onnxscript")
@@ -203,17 +213,18 @@ def _prepare(loaded: Loaded, pixels: Preprocess | None, size: int | None) -> Loa
 def _feeds(source: Source, samples: Path | None, size: int | None) -> list[dict[str, np.ndarray]]:
     """Inputs to compare on: the examples, and others at every size of the dynamic axes."""
     from deploykit.core.tensors import mismatch
-    from deploykit.runtimes.data.samples import random_feeds, read_samples
+    from deploykit.measure.evaluate.feeds import feeds_at_sizes, parity_sizes
+    from deploykit.runtimes.data.samples import read_samples
 
-    inputs, sizes = source.loaded.inputs, parity_sizes(source.loaded.inputs, source.loaded.limits)
+    inputs, limits = source.loaded.inputs, source.loaded.limits
     feeds: list[dict[str, np.ndarray]] = []
     if source.example is not None:
         example = dict(source.example)
         if not any(mismatch(s, example[s.name].dtype.name, example[s.name].shape) for s in inputs):
             feeds.append(example)  # else the batch is fixed at another size, or it takes bytes
     if samples is None:
-        return feeds + [random_feeds(inputs, each, seed) for seed, each in enumerate(sizes)]
-    found = read_samples(samples, inputs)
+        return feeds + feeds_at_sizes(inputs, limits)
+    found, sizes = read_samples(samples, inputs), parity_sizes(inputs, limits)
     counts = [size] if size else [each[BATCH] for each in sizes if BATCH in each]
     for count in counts or [1]:
         first = next(found.batches(count))
@@ -222,20 +233,6 @@ def _feeds(source: Source, samples: Path | None, size: int | None) -> list[dict[
     if not feeds:
         raise BadInput(f"{samples}: {len(found)} samples do not fill a batch of {counts[0]}")
     return feeds
-
-
-def _write(loaded: Loaded, tmp: Path, opset: int, exporter: str) -> Exported:
-    from deploykit.exporters import onnx as exporters
-
-    return exporters.export_module(
-        loaded.module,
-        loaded.inputs,
-        loaded.outputs,
-        tmp,
-        opset=opset,
-        exporter=exporter,
-        sizes={axis: low + 1 for axis, (low, _) in loaded.limits.items() if low > 1},
-    )
 
 
 def _prove(
@@ -282,6 +279,7 @@ def _compare(
 
 def _fixed_axis(reference: Engine, exported: Engine, limits: Limits) -> str | None:
     """The first dynamic axis along which the graph fails and the model does not."""
+    from deploykit.measure.evaluate.feeds import parity_sizes
     from deploykit.measure.evaluate.parity import compare_engines
     from deploykit.runtimes.data.samples import random_feeds
 
@@ -308,14 +306,6 @@ def _few(
     if not all(spec.batched for spec in inputs):
         return largest
     return {name: array[: golden.SAMPLES] for name, array in largest.items()}
-
-
-def _preflight(graph: Graph, target: Profile | None) -> Sequence[Problem]:
-    if target is None:
-        return ()
-    from deploykit.quantization import preflight
-
-    return preflight.unsupported(graph, target)
 
 
 def _notes(

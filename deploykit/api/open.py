@@ -44,7 +44,7 @@ def open_proven(
     from deploykit.runtimes.engine import load
 
     if instances < 1:
-        raise BadInput(f"1 instance or more is needed, got {instances}")
+        raise BadInput(f"`instances` {instances}: 1 or more is needed")
     artefact = Artefact.open(source)
     manifest = artefact.manifest if artefact.format == "tensorrt" else None
     engines: list[Engine] = []

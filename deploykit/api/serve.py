@@ -25,15 +25,14 @@ if TYPE_CHECKING:
     from deploykit.runtimes.engine import Engine
     from deploykit.serving.models.reload import Source
     from deploykit.serving.models.shadow import Shadow
-    from deploykit.serving.observe.tracing import Tracer
     from deploykit.serving.options import ServeOptions
     from deploykit.serving.server import Server
 
 log = logging.getLogger(__name__)
 
 _NAMED = re.compile(r"(?P<name>[A-Za-z0-9._-]{1,128})=(?P<file>.+)")
-_SIZES = re.compile(r"(?P<axis>[^=]+)=(?P<sizes>\d{1,9}(,\d{1,9})*)")
-_PAD = re.compile(r"(?P<name>[^=]+)=(?P<value>[^=]+)")
+_SIZES = re.compile(r"(?P<name>[^=]+)=(?P<value>\d{1,9}(,\d{1,9})*)")
+_PAD = re.compile(r"(?P<name>[^=]+)=(?P<value>[-+]?(inf|nan|(\d+\.?\d*|\.\d+)(e[-+]?\d+)?))", re.I)
 _SHADOW_THREADS = 1  # of the reference: it must not take the cores from what serves
 
 OnReady = Callable[[str, int, "int | None", list[str]], None]  # host, HTTP port, gRPC port, names
@@ -128,8 +127,14 @@ def serve_until_stopped(
     from deploykit.serving.observe import logs
     from deploykit.serving.options import ServeOptions
 
+    hint = "deploykit inspect shows the names of the axes and inputs"
+    sizes = _assignments("buckets", buckets, _SIZES, "AXIS=16,32,64", hint)
+    values = _assignments("pad", pads, _PAD, "INPUT=VALUE", hint)
     settings = ServeOptions(
-        token=_token(token_file), buckets=_buckets(buckets), pad=_pads(pads), **options
+        token=_token(token_file),
+        buckets={axis: tuple(map(int, each.split(","))) for axis, each in sizes.items()},
+        pad={name: float(value) for name, value in values.items()},
+        **options,
     )
     files = _named("--engine", engines)
     if not files:
@@ -168,10 +173,9 @@ def _run(
             for engine in models[name]:
                 stack.callback(engine.close)
         shadowing = _shadows(references, models, settings, stack)
-        tracer = _tracer(settings.otlp, stack)
         server = http.Server(models, settings)
         server.repository.files.update(files)
-        _watch(server, shadowing, tracer, sources if reload else {}, stack)
+        _watch(server, shadowing, settings.otlp, sources if reload else {}, stack)
 
         def ready(host: str, port: int, grpc_port: int | None) -> None:
             on_start(server, host, port, grpc_port, list(models))
@@ -182,7 +186,7 @@ def _run(
 def _watch(
     server: Server,
     shadowing: Mapping[str, Shadow],
-    tracer: Tracer | None,
+    otlp: str | None,
     sources: Mapping[str, Source],
     stack: ExitStack,
 ) -> None:
@@ -195,7 +199,10 @@ def _watch(
     for name, shadow in shadowing.items():
         repository.find(name).watch(shadow)
         repository.add_metrics(shadow.samples)
-    if tracer is not None:
+    if otlp is not None:
+        from deploykit.serving.observe.tracing import Tracer
+
+        tracer = stack.enter_context(Tracer(otlp))
         repository.add_metrics(tracer.samples)
         for name, model in repository.models.items():
             model.watch(tracer.watch(name))
@@ -229,8 +236,6 @@ class Opening:
 
     def __call__(self, file: Path) -> Sequence[Engine]:
         threads, count = self.threads, self.instances
-        if count < 1:
-            raise BadInput(f"`instances` {count}: 1 or more is needed")
         if threads is None and count > 1:
             threads = max(1, usable_cores() // count)
         try:
@@ -266,14 +271,6 @@ def _shadows(
         shadow = Shadow(name, reference, rate=options.shadow_rate, alarm=options.shadow_alarm)
         found[name] = stack.enter_context(shadow)
     return found
-
-
-def _tracer(endpoint: str | None, stack: ExitStack) -> Tracer | None:
-    if endpoint is None:
-        return None
-    from deploykit.serving.observe.tracing import Tracer
-
-    return stack.enter_context(Tracer(endpoint))
 
 
 def _named(option: str, values: Sequence[str]) -> dict[str, Path]:
@@ -320,28 +317,14 @@ def _token(file: Path | None) -> str | None:
     return first
 
 
-def _buckets(values: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {}
-    for text in values:
-        match = _SIZES.fullmatch(text)
-        if not match or match["axis"] in found:
-            raise BadInput(
-                f"`buckets` {text}: AXIS=16,32,64 is needed, each axis once",
-                hint="deploykit inspect shows the names of the axes",
-            )
-        found[match["axis"]] = tuple(map(int, match["sizes"].split(",")))
-    return found
-
-
-def _pads(values: Sequence[str]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for text in values:
-        match = _PAD.fullmatch(text)
-        try:
-            value = float(match["value"]) if match else None
-        except ValueError:
-            value = None
-        if match is None or value is None or match["name"] in found:
-            raise BadInput(f"`pad` {text}: INPUT=VALUE is needed, each input once")
-        found[match["name"]] = value
+def _assignments(
+    parameter: str, values: Sequence[str], form: re.Pattern[str], example: str, hint: str
+) -> dict[str, str]:
+    """Strings NAME=VALUE as a dict. Raises BadInput for another form, or a name given twice."""
+    found: dict[str, str] = {}
+    for each in values:
+        match = form.fullmatch(each)
+        if not match or match["name"] in found:
+            raise BadInput(f"`{parameter}` {each}: {example} is needed, each name once", hint=hint)
+        found[match["name"]] = match["value"]
     return found

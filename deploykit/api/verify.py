@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploykit.api import golden
-from deploykit.api.artefacts import parity_sizes
-from deploykit.api.evaluate import DEFAULT_METRIC, Request
 from deploykit.core.artefact import Artefact, read_manifest
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported
 from deploykit.core.evidence import (
-    Evaluation,
     GoldenSamples,
     Layer,
     Parity,
@@ -114,22 +111,14 @@ def record(graph: Artefact, path: Path, sizes: Mapping[str, int]) -> GoldenSampl
         return None
 
 
-def feeds_for(engine: Engine) -> list[dict[str, np.ndarray]]:
-    """Seeded inputs at several sizes, all within what the engine was built for."""
-    from deploykit.runtimes.data.samples import random_feeds
-
-    sizes = parity_sizes(engine.inputs, engine.limits)
-    return [random_feeds(engine.inputs, each, seed) for seed, each in enumerate(sizes)]
-
-
 def _compare_with(graph: Path, engine: Engine, name: str, max_error: float) -> Parity:
+    from deploykit.measure.evaluate.feeds import feeds_at_sizes
     from deploykit.measure.evaluate.parity import compare_engines
     from deploykit.runtimes.engine import load
 
+    feeds, names = feeds_at_sizes(engine.inputs, engine.limits), (graph.name, name)
     with load(graph, "cpu") as reference:
-        return compare_engines(
-            reference, engine, feeds_for(engine), max_error=max_error, names=(graph.name, name)
-        )
+        return compare_engines(reference, engine, feeds, max_error=max_error, names=names)
 
 
 def _replay(found: GoldenSamples, engine: Engine, path: Path, name: str) -> Parity:
@@ -154,39 +143,3 @@ def _replay(found: GoldenSamples, engine: Engine, path: Path, name: str) -> Pari
     reference = RecordedEngine(inputs, outputs, (feeds, values), found.reference)
     names = (f"{found.reference}, recorded", name)
     return compare_engines(reference, engine, [feeds], max_error=found.max_error, names=names)
-
-
-def evaluate_engine(
-    reference: Engine, engine: Engine, request: Request, names: tuple[str, str]
-) -> Evaluation | None:
-    """The accuracy of `engine` against the model; None without data that has labels.
-
-    Samples that do not fill the smallest batch it accepts are left out. Raises BadInput.
-    """
-    from deploykit.measure.evaluate.evaluation import evaluate
-    from deploykit.measure.evaluate.metrics import find_metric
-    from deploykit.runtimes.data.samples import read_samples
-
-    if request.data is None:
-        return None
-    samples = read_samples(request.data, engine.inputs)
-    if samples.labels is None:
-        return None
-    low, high = engine.limits.get(BATCH, (1, None))
-    low = max(low, 1)
-    size = min(32, high or 32) // low * low or low
-    if low > 1:
-        if len(samples) < low:
-            raise BadInput(
-                f"{request.data}: {len(samples)} samples, the engine needs {low} or more"
-            )
-        samples = samples.first(len(samples) // low * low)
-    return evaluate(
-        reference,
-        engine,
-        samples=samples,
-        metric=find_metric(request.metric or DEFAULT_METRIC),
-        max_drop=request.max_drop,
-        names=names,
-        batch_size=size,
-    )

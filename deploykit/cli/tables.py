@@ -13,7 +13,7 @@ from deploykit.cli.output import Part, Table
 if TYPE_CHECKING:
     from deploykit.api.artefacts import Made
     from deploykit.api.build_tensorrt import CheckResult
-    from deploykit.api.demo import Toured
+    from deploykit.api.demo import DemoResult
     from deploykit.api.doctor import Health
     from deploykit.api.inspect import Inspection
     from deploykit.api.predict import Predicted
@@ -298,7 +298,7 @@ def report(result: Report, folder: Path) -> list[Part]:
     return lines
 
 
-def demo(result: Toured) -> list[Part]:
+def demo(result: DemoResult) -> list[Part]:
     header = ("", "accuracy", "p50 at batch 1", "throughput")
     verdict = result.report.verdict
     return ["", Table(header, result.rows), "", *verdict, "", f"report: {result.page}"]

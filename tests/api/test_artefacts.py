@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import deploykit as dk
-from deploykit.api.artefacts import Made, keep, onnx_manifest, parity_sizes, reject, stage
+from deploykit.api.artefacts import Made, keep, onnx_manifest, reject, stage
 from deploykit.core.artefact import read_manifest
 from deploykit.core.evidence import Evidence
 from deploykit.core.tensors import parse_spec
+from deploykit.measure.evaluate.feeds import parity_sizes
 from deploykit.onnx_graph.graph import Graph
 from tests.support.graphs.protos import save_graph
 from tests.support.onnx_zoo import linear, make

@@ -241,7 +241,7 @@ def test_an_engine_without_a_manifest_is_opened_on_trust_alone(unproven: Path) -
 
 def test_one_proof_does_for_several_instances(unproven: Path) -> None:
     assert len(open_proven(unproven, instances=3)) == 3
-    with pytest.raises(dk.BadInput, match="1 instance or more"):
+    with pytest.raises(dk.BadInput, match="`instances` 0: 1 or more"):
         open_proven(unproven, instances=0)
 
 

@@ -7,8 +7,10 @@ a whole model need not fit into memory. Errors are defined as in `parity`.
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -16,7 +18,10 @@ import numpy as np
 from deploykit.core.errors import BadInput
 from deploykit.core.json_value import Record
 from deploykit.measure.evaluate.parity import check_bound
+from deploykit.onnx_graph import probes
+from deploykit.onnx_graph.graph import Graph
 from deploykit.runtimes.engine import Arrays
+from deploykit.runtimes.onnxruntime.engine import open_as_written
 
 CHUNK = 64
 # An attention mask: float16 cannot hold -3.4e38, and what replaces it masks as well.
@@ -139,6 +144,38 @@ def first_divergence(
             hint="compare a model with one that was made from it, not with another export",
         )
     return None
+
+
+def diverging_node(
+    a: Path, b: Path, feeds: Sequence[Arrays], max_error: float
+) -> Divergence | None:
+    """The first node whose tensor differs; None where the graphs share no names to go by."""
+
+    graphs = Graph.open(a), Graph.open(b)
+    pairs = probes.shared(*graphs)
+    with tempfile.TemporaryDirectory() as folder:
+        left, right = (_tap(graph, Path(folder) / f"{n}.onnx") for n, graph in enumerate(graphs))
+        try:
+            return first_divergence(left, right, pairs, feeds[:1], max_error=max_error)
+        except BadInput:
+            return None
+
+
+def _tap(graph: Graph, path: Path) -> Tap:
+    """Run a graph as it is written and give the tensors asked for, however they are shown."""
+
+    def tap(names: Sequence[str]) -> Run:
+        tapped, shown = probes.expose(graph, names)
+        tapped.save(path)
+        engine = open_as_written(path)
+
+        def run(feeds: Arrays) -> list[np.ndarray]:
+            values = engine(feeds)
+            return [values[name] for name in shown]
+
+        return run
+
+    return tap
 
 
 def tensor_error(a: np.ndarray, b: np.ndarray) -> tuple[float, str]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Evaluation as Evaluation
+from deploykit.measure.evaluate.feeds import BATCHES
 from deploykit.measure.evaluate.metrics import Metric, Scores, drop_of
 from deploykit.measure.evaluate.parity import Parity, ParityRow, compare_engines
 from deploykit.measure.statistics import (
@@ -31,7 +32,6 @@ MAX_DROP = 0.01  # one percentage point
 # not what is merely coarse: only labelled data can show that. At 10 dB, EfficientNet-B0 with random
 # weights passed while one sample in twelve kept its answer.
 MIN_SQNR_DB = 15.0
-RANDOM_BATCHES = (1, 2, 7, 32)
 
 
 def evaluate(
@@ -128,7 +128,7 @@ def _random(
     """Seeded inputs at several batch sizes, none above what either engine takes."""
     limits = (engine.max_batch or batch_size for engine in (reference, candidate))
     most = min(batch_size, *limits)
-    batches = dict.fromkeys(min(batch, most) for batch in RANDOM_BATCHES)
+    batches = dict.fromkeys(min(batch, most) for batch in BATCHES)
     for batch in batches:
         axes = {str(spec.shape[0]): batch for spec in reference.inputs if spec.batched}
         yield random_feeds(reference.inputs, {**sizes, **axes}, batch)

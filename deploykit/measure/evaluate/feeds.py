@@ -1,0 +1,52 @@
+"""Seeded random inputs at the sizes that two engines are compared at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from deploykit.core.tensors import BATCH, TensorSpec
+from deploykit.runtimes.data.samples import random_feeds
+
+BATCHES = (1, 2, 7, 32)
+_LENGTHS = (5, 12, 1, 33)  # of sequences, one for each of the batches
+_SIDES = (64, 96, 64, 128)  # of images whose height or width is dynamic
+
+Limits = Mapping[str, tuple[int, int | None]]  # least and largest size by axis
+
+
+def feeds_at_sizes(
+    inputs: Sequence[TensorSpec], limits: Limits | None = None
+) -> list[dict[str, np.ndarray]]:
+    """Inputs at each of the `parity_sizes`, from one seed each."""
+    sizes = parity_sizes(inputs, limits)
+    return [random_feeds(tuple(inputs), each, seed) for seed, each in enumerate(sizes)]
+
+
+def parity_sizes(
+    inputs: Sequence[TensorSpec], limits: Limits | None = None
+) -> list[dict[str, int]]:
+    """Sizes of the dynamic axes to compare at: batches 1, 2, odd and large, several lengths.
+
+    `limits`: least and largest size by axis, where the model has them.
+    """
+    images = {
+        axis for spec in inputs if len(spec.shape) == 4 for axis in spec.shape[1:]
+    }  # their sides must survive the pooling of a CNN
+    axes = {axis for spec in inputs for axis in spec.shape if isinstance(axis, str)}
+    if not axes:
+        return [{}]
+
+    def within(axis: str, size: int) -> int:
+        low, high = (limits or {}).get(axis, (1, None))
+        return min(max(size, low), high or size)
+
+    found = [
+        {
+            axis: within(axis, batch if axis == BATCH else side if axis in images else length)
+            for axis in sorted(axes)
+        }
+        for batch, length, side in zip(BATCHES, _LENGTHS, _SIDES, strict=True)
+    ]
+    return [sizes for n, sizes in enumerate(found) if sizes not in found[:n]]
