@@ -89,8 +89,6 @@ def export(
     target, size = _target(profile), _batch_size(batch)
     place = _destination(model, out)
     pixels = load_preprocess(preprocess) if preprocess else None
-    from deploykit.exporters import onnx as exporters
-
     opset = _check_options(exporter, opset, target)
     on_progress("loading the model", 0.0)
     source = open_source(
@@ -100,16 +98,7 @@ def export(
     feeds = _feeds(source, Path(samples) if samples else None, size)
     with stage(place) as tmp:
         on_progress("exporting", 0.1)
-        loaded, limits = source.loaded, source.loaded.limits
-        done = exporters.export_module(
-            loaded.module,
-            loaded.inputs,
-            loaded.outputs,
-            tmp,
-            opset=opset,
-            exporter=exporter,
-            sizes={axis: low + 1 for axis, (low, _) in limits.items() if low > 1},
-        )
+        done = _write(source.loaded, tmp, opset, exporter)
         on_progress("comparing with PyTorch", 0.7)
         parity, recorded = _prove(source, tmp, feeds, max_error, place.name)
         on_progress("writing the manifest", 0.95)
@@ -233,6 +222,16 @@ def _feeds(source: Source, samples: Path | None, size: int | None) -> list[dict[
     if not feeds:
         raise BadInput(f"{samples}: {len(found)} samples do not fill a batch of {counts[0]}")
     return feeds
+
+
+def _write(loaded: Loaded, tmp: Path, opset: int, exporter: str) -> Exported:
+    from deploykit.exporters.onnx import export_module
+
+    sizes = {axis: low + 1 for axis, (low, _) in loaded.limits.items() if low > 1}
+    inputs, outputs = loaded.inputs, loaded.outputs
+    return export_module(
+        loaded.module, inputs, outputs, tmp, opset=opset, exporter=exporter, sizes=sizes
+    )
 
 
 def _prove(
