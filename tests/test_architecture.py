@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from deploykit.core.runtime import ALL as RUNTIMES
+
 PACKAGE = Path(__file__).resolve().parent.parent / "deploykit"
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "_data" not in path.parts)
 
@@ -15,6 +17,13 @@ FLOORS = {"core": 1, "runtimes": 2, "onnx_graph": 2, "api": 4, "cli": 5}
 ROOMS = {"training", "exporters", "quantization", "builders", "measure", "serving", "targets"}
 # import -> files and folders that may hold it; see docs/architecture.md
 OWNERS = {
+    **{
+        module: {
+            f"{room}/{each.name}{end}" for room in ("runtimes", "builders") for end in (".py", "/")
+        }
+        for each in RUNTIMES
+        for module in each.modules
+    },
     "torch": {"runtimes/torch/", "training/", "exporters/"},
     "safetensors": {"runtimes/torch/safetensors.py"},
     "PIL": {"runtimes/data/images.py"},
@@ -52,10 +61,10 @@ BUDGETS = {  # room -> lines that it may have, sub-folders, docstrings and blank
     "": 28500,  # the whole package
 }
 CEILINGS = {  # where a room is above its budget: what it may have today. These only shrink.
-    "core": 2600,  # evidence, and hashing what is written, came on top
-    "runtimes": 5150,  # live modules, Hugging Face folders and Lightning checkpoints came on top
+    "core": 2599,  # evidence, and hashing what is written, came on top
+    "runtimes": 5147,  # live modules, Hugging Face folders and Lightning checkpoints came on top
     "exporters": 780,
-    "onnx_graph+quantization": 3855,
+    "onnx_graph+quantization": 3851,
     "builders": 1640,  # the table and what all builders share
     "serving": 9393,
     "api": 3870,

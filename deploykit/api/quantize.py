@@ -39,7 +39,7 @@ from deploykit.core.precision import (
     QUANTIZED,
 )
 from deploykit.core.profile import load_profile
-from deploykit.core.runtime import TARGET_RUNTIMES
+from deploykit.core.runtime import RUNTIMES, TARGET_RUNTIMES
 
 if TYPE_CHECKING:
     from deploykit.core.evidence import Evidence
@@ -139,10 +139,10 @@ def check(request: Request) -> None:
     ):
         if value not in known:
             raise BadInput(f"`{name}` '{value}' is unknown", hint="one of: " + ", ".join(known))
-    around = to != "auto" and BY_NAME[to].writer != CAST and runtime == "tensorrt"
+    around = to != "auto" and BY_NAME[to].writer != CAST and not RUNTIMES[runtime].on_cpu
     if other != "fp32" and not around:
         raise BadInput(
-            f"`other_nodes` {other}: goes with int8, fp8 and weight-only precisions for TensorRT, "
+            f"`other_nodes` {other}: goes with int8, fp8 and weight-only precisions for GPUs, "
             f"not with {to} for {runtime}"
         )
     if request.max_drop is not None and not 0 < request.max_drop <= 1:

@@ -26,7 +26,7 @@ PACKAGES = (
     "onnxscript",
     "scikit-learn",
 )
-_CPU_FLAGS = [
+_CPU_FLAGS = (
     "avx2",
     "avx512f",
     "avx512_vnni",
@@ -35,7 +35,7 @@ _CPU_FLAGS = [
     "avx512_bf16",
     "asimddp",
     "i8mm",
-]
+)
 _M_MMAP_THRESHOLD = -3  # of mallopt(3)
 _QUERY = "name,memory.total,driver_version,compute_cap"
 
@@ -150,16 +150,12 @@ def return_large_blocks(nbytes: int = 1 << 20) -> None:
 
 def memory_bytes(root: Path = Path("/")) -> int | None:
     """This machine's memory, or the container's limit (cgroup v2) where that is less."""
-    total = _memory(_text(root / "proc/meminfo"))
+    match = re.search(r"^MemTotal:\s*(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
+    total = int(match[1]) * 1024 if match else None
     limit = _text(root / "sys/fs/cgroup/memory.max").strip()
     if total is not None and limit.isdigit():
         return min(total, int(limit))
     return total
-
-
-def _memory(meminfo: str) -> int | None:
-    match = re.search(r"^MemTotal:\s*(\d+) kB", meminfo, re.MULTILINE)
-    return int(match[1]) * 1024 if match else None
 
 
 def _gpus() -> tuple[Gpu, ...]:

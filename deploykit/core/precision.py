@@ -9,6 +9,8 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from deploykit.core.runtime import RUNTIMES
+
 CAST, PAIRS, WEIGHTS = "cast", "pairs", "weights"  # how `quantize` writes a precision
 
 
@@ -36,7 +38,7 @@ class Precision:
     # whether a CPU needs help to round as a GPU does, and what a reader of the result must know
     simulated: bool = False
     cpu_note: str = ""
-    # the levels of `--to auto`: runtime -> what the nodes around it compute in
+    # the levels of `--to auto`: "cpu" or "gpu" -> what the nodes around it compute in
     auto: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -67,7 +69,7 @@ ALL = (
         builder_flag="FP16",
         max_stored=65504.0,
         simulated=True,
-        auto={"tensorrt": "fp32"},
+        auto={"gpu": "fp32"},
     ),
     Precision(
         "bf16",
@@ -80,7 +82,7 @@ ALL = (
         builder_flag="BF16",
         simulated=True,
         cpu_note="ONNX Runtime's CPU provider does not run bfloat16: evaluated by rounding",
-        auto={"tensorrt": "fp32"},
+        auto={"gpu": "fp32"},
     ),
     Precision(
         "int8",
@@ -93,7 +95,7 @@ ALL = (
         builder_flag="INT8",
         max_stored=127,
         min_opset=13,  # the first with a scale per channel
-        auto={"tensorrt": "fp16", "onnxruntime": "fp32"},
+        auto={"gpu": "fp16", "cpu": "fp32"},
     ),
     Precision(
         "fp8",
@@ -106,7 +108,7 @@ ALL = (
         builder_flag="FP8",
         max_stored=448.0,
         min_opset=19,  # the first with 8-bit floats
-        auto={"tensorrt": "fp16"},
+        auto={"gpu": "fp16"},
     ),
     Precision("fp4", "float4", 4, onnx_type="FLOAT4E2M1", inspector_names=("fp4",)),
     Precision(
@@ -166,6 +168,7 @@ def auto_levels(runtime: str, offered: Collection[str]) -> list[tuple[Precision,
 
     `offered`: what the target computes in.
     """
-    levels = [(each, each.auto[runtime]) for each in ALL if runtime in each.auto]
+    where = "cpu" if RUNTIMES[runtime].on_cpu else "gpu"
+    levels = [(each, each.auto[where]) for each in ALL if where in each.auto]
     fit = [(each, other) for each, other in levels if each.name in offered]
     return sorted(fit, key=lambda level: level[0].bits)

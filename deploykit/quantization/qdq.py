@@ -18,18 +18,14 @@ from onnx import TensorProto
 
 from deploykit.core.errors import BadInput
 from deploykit.core.precision import BY_NAME, Precision
+from deploykit.core.runtime import RUNTIMES
 from deploykit.onnx_graph.editor import Editor
 from deploykit.onnx_graph.folding import fold
 from deploykit.onnx_graph.graph import Graph, opset
 from deploykit.onnx_graph.opsets import raise_opset
 from deploykit.onnx_graph.skeleton import all_nodes
 from deploykit.quantization.calibrate import Calibration, Range
-from deploykit.quantization.formats import (
-    channel_axis,
-    fp8_bytes,
-    int8_steps,
-    weight_scale,
-)
+from deploykit.quantization.formats import channel_axis, fp8_bytes, int8_steps, weight_scale
 from deploykit.quantization.histograms import TINY
 from deploykit.quantization.qdq_placement import Placement, place_pairs, quantizable_nodes
 
@@ -78,7 +74,7 @@ def to_pairs(
         )
     runtime = "tensorrt" if float8 else runtime
     placement = _placement(editor, calibration, runtime, keep_float32)
-    chained = runtime == "onnxruntime"
+    chained = RUNTIMES[runtime].scales_outputs
     if not float8 and not chained:
         _record_ranges(editor, calibration, keep_float32)
     writer = _Writer(editor, calibration, precision)

@@ -1,0 +1,74 @@
+"""Run the command line with one more runtime and one more precision than the tables have.
+
+`python new_rows.py COMMAND ...` is the `deploykit` of somebody who added the rows below and the
+functions that they name, and nothing else. The runtime reads its own format: ONNX behind 4 bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+HERE = Path(__file__)
+MAGIC = b"WRAP"
+RUNTIME = f"""Runtime(
+    "wrapped",
+    "Wrapped Runtime",
+    extra="wrapped",
+    modules=("onnx",),
+    packages=("onnx",),
+    opens=("wrapped",),
+    engine="{HERE.stem}:open_engine",
+    builder="{HERE.stem}:build_engine",
+    suffix=".wrapped",
+    magic=(0, {MAGIC!r}),
+)"""
+PRECISION = """Precision(
+    "int8-stored", "int8", 8, WEIGHTS, onnx_type="INT8", max_stored=127, min_opset=13
+)"""
+PROFILE = """summary = "The CPU through the wrapped runtime"
+runtime = "wrapped"
+device = "cpu"
+architecture = "any"
+precisions = ["fp32", "int8"]
+"""
+
+
+def open_engine(source: Any, _device: str, threads: int | None, _trust: bool) -> Any:
+    from deploykit.runtimes.onnxruntime.engine import OnnxRuntimeEngine
+
+    plain = Path(source).with_name(f".{Path(source).name}.plain")
+    plain.write_bytes(Path(source).read_bytes().removeprefix(MAGIC))
+    engine = OnnxRuntimeEngine(plain, "cpu", threads)
+    plain.unlink()
+    engine.runtime = "wrapped 1.0"
+    return engine
+
+
+def build_engine(model: Any, out: Path, target: Any, _shapes: Any, _on_progress: Any) -> Any:
+    from deploykit.builders.builder import BuildResult
+
+    out.write_bytes(MAGIC + model.path.read_bytes())
+    return BuildResult({"runtime": "wrapped 1.0", "device": "cpu", "profile": target.name})
+
+
+def _with_row(name: str, row: str) -> None:
+    """Import the module `name` with `row` in its table `ALL`."""
+    spec = find_spec(name)
+    assert spec is not None
+    assert spec.origin is not None
+    code = Path(spec.origin).read_text(encoding="utf-8").replace("ALL = (\n", f"ALL = (\n{row},\n")
+    module = ModuleType(name)
+    sys.modules[name] = module
+    exec(compile(code, spec.origin, "exec"), vars(module))
+
+
+if __name__ == "__main__":
+    _with_row("deploykit.core.runtime", RUNTIME)
+    _with_row("deploykit.core.precision", PRECISION)
+    from deploykit.cli.main import main
+
+    sys.exit(main())
