@@ -13,13 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.api import verify
 from deploykit.core.artefact import Artefact, ArtefactLike, read_manifest
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed
-from deploykit.core.evidence import Evidence, Layer
-from deploykit.core.manifest import Manifest, write_manifest
 
 if TYPE_CHECKING:
+    from deploykit.core.evidence import Evidence, Layer
+    from deploykit.core.manifest import Manifest
     from deploykit.runtimes.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -64,6 +63,8 @@ def _check(
     engine: Any, path: Path, manifest: Manifest, trust: bool, on_note: Callable[[str], None]
 ) -> None:
     """Prove the engine unless that was done before. Raises GateFailed, BadInput."""
+    from deploykit.api import verify
+
     evidence = manifest.evidence
     if evidence.verified:
         return
@@ -96,22 +97,24 @@ def _layers(
     path: Path, manifest: Manifest, graph: Path | None
 ) -> tuple[tuple[Layer, ...] | None, tuple[str, ...]]:
     """Read back a plan: its layers, and the nodes that run in more bits than asked for."""
+    from deploykit.api.verify import requested_precisions
     from deploykit.builders.tensorrt import build, inspector
     from deploykit.onnx_graph.graph import Graph
 
     if graph is None:
         return None, ()
-    host_code = manifest.version_compatible
-    layers, _ = build.read_back(path.read_bytes(), host_code=host_code)
-    return layers, inspector.mismatches(
-        verify.requested_precisions(Graph.open(graph)), layers
-    ) if layers else ()
+    layers, _ = build.read_back(path.read_bytes(), host_code=manifest.version_compatible)
+    if not layers:
+        return layers, ()
+    return layers, inspector.mismatches(requested_precisions(Graph.open(graph)), layers)
 
 
 def _write(
     path: Path, manifest: Manifest, evidence: Evidence, on_note: Callable[[str], None]
 ) -> None:
     """Write the evidence into the manifest; where the folder is read-only, pass a note on."""
+    from deploykit.core.manifest import write_manifest
+
     try:
         if read_manifest(path) == manifest:  # else the engine was built anew meanwhile
             write_manifest(path, replace(manifest, evidence=evidence))

@@ -172,7 +172,7 @@ def _run(
             models[name] = source.load()
             for engine in models[name]:
                 stack.callback(engine.close)
-        shadowing = _shadows(references, models, settings, stack)
+        shadowing = _shadows(references, models, settings, stack) if references else {}
         server = http.Server(models, settings)
         server.repository.files.update(files)
         _watch(server, shadowing, settings.otlp, sources if reload else {}, stack)

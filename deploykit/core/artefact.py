@@ -9,18 +9,19 @@ from __future__ import annotations
 import zipfile
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deploykit.core.errors import BadInput, Unsupported
-from deploykit.core.files import check_inside, check_readable, sha256
-from deploykit.core.manifest import Manifest, load_manifest, manifest_path
+from deploykit.core.files import check_inside, check_readable, manifest_path, sha256
 from deploykit.core.paths import StrPath
 from deploykit.core.runtime import ALL, BY_FORMAT, READS, Runtime
 
+if TYPE_CHECKING:
+    from deploykit.core.manifest import Manifest
+
 _ZIP = b"PK\x03\x04"
 _EXPORTED = {"archive_format", "serialized_exported_program.json"}  # newer and older .pt2
-_UNPACKED_TEXT_BYTES = (
-    256 << 20
-)  # torch stores weights as they are and packs only text: code, graph
+_UNPACKED_TEXT_BYTES = 256 << 20  # torch packs code and graph, and stores weights as they are
 
 
 class Artefact:
@@ -36,8 +37,9 @@ class Artefact:
 
         Raises as `sniff` does.
         """
-        fresh = isinstance(source, Artefact) and source._stamp == _stamp(source.path)
-        found = source if isinstance(source, Artefact) and fresh else cls(_path_of(source))
+        found = source if isinstance(source, Artefact) else cls(source)
+        if found._stamp != _stamp(found.path):
+            found = cls(found.path)
         found.format  # noqa: B018 - raises for a file that is not a model
         return found
 
@@ -66,6 +68,10 @@ class Artefact:
     @cached_property
     def manifest(self) -> Manifest | None:
         """The manifest next to the file, checked against the file's hash; None without one."""
+        if not manifest_path(self.path).exists():
+            return None
+        from deploykit.core.manifest import load_manifest  # the types of its evidence take long
+
         found = load_manifest(self.path)
         if found is not None:
             _check_hashes(self, found)
@@ -87,10 +93,6 @@ class Artefact:
 
 
 ArtefactLike = StrPath | Artefact
-
-
-def _path_of(source: ArtefactLike) -> StrPath:
-    return source.path if isinstance(source, Artefact) else source
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:

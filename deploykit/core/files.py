@@ -145,13 +145,16 @@ class HashingWriter(io.BufferedWriter):
         return self._digest.hexdigest()
 
 
+def manifest_path(artefact: Path) -> Path:
+    """Where the manifest of a file is, if it has one."""
+    return artefact.with_name(artefact.name + ".json")
+
+
 def cache_folder() -> Path:
     """The folder for caches: `$DEPLOYKIT_CACHE`, else `deploykit` in the user's cache folder."""
     chosen = os.environ.get("DEPLOYKIT_CACHE")
-    if chosen:
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "deploykit"
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(chosen) if chosen else Path(base) / "deploykit"
 
 
 def check_inside(folder: Path, location: str, where: str) -> os.stat_result:

@@ -16,7 +16,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from deploykit.core.errors import BadInput, NotFound, os_reason
 from deploykit.core.evidence import Evidence
-from deploykit.core.files import check_readable, write_json
+from deploykit.core.files import check_readable, manifest_path, write_json
 from deploykit.core.json_value import json_value
 from deploykit.core.tensors import TensorSpec, spec_from_dict
 
@@ -61,10 +61,6 @@ class Manifest:
 
     def to_dict(self) -> dict[str, Any]:
         return {"manifest": MANIFEST_VERSION, **json_value(self)}
-
-
-def manifest_path(artefact: Path) -> Path:
-    return artefact.with_name(artefact.name + ".json")
 
 
 def write_manifest(artefact: Path, manifest: Manifest) -> None:

@@ -16,7 +16,8 @@ from pathlib import Path, PurePosixPath
 
 from deploykit.core.artefact import read_manifest, sniff
 from deploykit.core.errors import BadInput, Unsupported, os_reason
-from deploykit.core.manifest import Manifest, manifest_path
+from deploykit.core.files import manifest_path
+from deploykit.core.manifest import Manifest
 from deploykit.core.precision import CALIBRATED
 
 # a key of `Manifest.built_on`, next to those of `Here.facts`

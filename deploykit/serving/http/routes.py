@@ -30,8 +30,7 @@ from deploykit.serving.oip.json import parse_json
 from deploykit.serving.shared_memory import SharedMemory
 from deploykit.serving.transport.call import JSON, Call, reply_bug, reply_error, reply_exception
 from deploykit.serving.transport.security import PREFLIGHT
-from deploykit.serving.web import guide, openapi
-from deploykit.serving.web.examples import Address
+from deploykit.serving.web import openapi
 from deploykit.serving.web.page import FILES
 from deploykit.serving.web.status import Status
 
@@ -156,9 +155,11 @@ class Routes:
         call.reply(200, JSON, [orjson.dumps(answer)])
 
     def _guide(self, call: Call) -> None:
+        from deploykit.serving.web import guide  # few ask for it, and none while the server starts
+
         host = (call.head.host or b"localhost").decode("latin-1")
         token = self._repository.options.token is not None
-        address = Address(self._scheme, host, self.grpc_port, token)
+        address = guide.Address(self._scheme, host, self.grpc_port, token)
         page = guide.page(self._repository, self.status.files, address)
         call.reply(200, _PAGE_HEADERS % guide.CONTENT_TYPE.encode(), [page])
 

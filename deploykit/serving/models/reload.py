@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from deploykit.core.errors import DeploykitError, NotFound, first_line
-from deploykit.core.manifest import manifest_path
+from deploykit.core.files import manifest_path
 from deploykit.runtimes.engine import Closing, Engine
 from deploykit.runtimes.onnxruntime.file import external_files
 from deploykit.serving.observe.prometheus import Sample

@@ -13,6 +13,8 @@ from deploykit.serving.models.repository import ModelRepository, ServedModel
 from deploykit.serving.web.examples import Address, examples
 from deploykit.serving.web.model_files import ModelFiles
 
+__all__ = ["CONTENT_TYPE", "Address", "page"]
+
 CONTENT_TYPE = "text/html; charset=utf-8"
 
 
