@@ -66,8 +66,8 @@ CEILINGS = {  # where a room is above its budget: what it may have today. These 
     "exporters": 780,
     "onnx_graph+quantization": 3851,
     "builders": 1640,  # the table and what all builders share
-    "serving": 9393,
-    "api": 3870,
+    "serving": 9362,
+    "api": 3867,
     "cli": 1785,
     "": 33140,
 }

@@ -6,21 +6,23 @@ no ONNX Runtime.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deploykit.api import golden
 from deploykit.core.artefact import Artefact, read_manifest
-from deploykit.core.errors import BadInput, DeploykitError, Unsupported
+from deploykit.core.errors import BadInput, DeploykitError, GateFailed, Unsupported
 from deploykit.core.evidence import (
+    Evidence,
     GoldenSamples,
     Layer,
     Parity,
     PrecisionReadBack,
 )
 from deploykit.core.files import sha256
-from deploykit.core.manifest import Manifest
+from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.precision import max_engine_error
 from deploykit.core.tensors import BATCH
 
@@ -143,3 +145,61 @@ def _replay(found: GoldenSamples, engine: Engine, path: Path, name: str) -> Pari
     reference = RecordedEngine(inputs, outputs, (feeds, values), found.reference)
     names = (f"{found.reference}, recorded", name)
     return compare_engines(reference, engine, [feeds], max_error=found.max_error, names=names)
+
+
+def check_proven(
+    engine: Any, path: Path, manifest: Manifest, trust: bool, on_note: Callable[[str], None]
+) -> None:
+    """Prove the engine unless that was done before. Raises GateFailed, BadInput."""
+    evidence = manifest.evidence
+    if evidence.verified:
+        return
+    graph = find_graph(path, manifest)
+    parity, why = prove(engine, path, manifest, graph, path.name)
+    if parity is None:
+        if not trust:
+            raise BadInput(
+                f"{path}: was never run on its device, and cannot be proven here: {why}",
+                hint=f"put {manifest.built_on.get('model', 'its graph')} next to it, build it "
+                "here, or open it unproven with `trust`",
+            )
+        on_note(f"{path}: opened unproven (`trust`): {why}")
+        return
+    read = evidence.precision
+    if read is None or read.layers is None:
+        read = read_back(*_layers(path, manifest, graph))
+    evidence = replace(evidence, parity=parity, precision=read)
+    _write(path, manifest, evidence, on_note)
+    if evidence.wrong:
+        raise GateFailed(
+            f"{path}: {evidence.wrong}",
+            hint="its outputs differ from those of the graph it was built from: build it again",
+        )
+    if not evidence.verified:
+        on_note(f"{path}: computes what its graph does; which types its layers run in is not known")
+
+
+def _layers(
+    path: Path, manifest: Manifest, graph: Path | None
+) -> tuple[tuple[Layer, ...] | None, tuple[str, ...]]:
+    """Read back a plan: its layers, and the nodes that run in more bits than asked for."""
+    from deploykit.builders.tensorrt import build, inspector
+    from deploykit.onnx_graph.graph import Graph
+
+    if graph is None:
+        return None, ()
+    layers, _ = build.read_back(path.read_bytes(), host_code=manifest.version_compatible)
+    if not layers:
+        return layers, ()
+    return layers, inspector.mismatches(requested_precisions(Graph.open(graph)), layers)
+
+
+def _write(
+    path: Path, manifest: Manifest, evidence: Evidence, on_note: Callable[[str], None]
+) -> None:
+    """Write the evidence into the manifest; where the folder is read-only, pass a note on."""
+    try:
+        if read_manifest(path) == manifest:  # else the engine was built anew meanwhile
+            write_manifest(path, replace(manifest, evidence=evidence))
+    except DeploykitError as exc:
+        on_note(f"the proof could not be saved and will be made again: {exc.message}")

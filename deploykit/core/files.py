@@ -152,9 +152,8 @@ def manifest_path(artefact: Path) -> Path:
 
 def cache_folder() -> Path:
     """The folder for caches: `$DEPLOYKIT_CACHE`, else `deploykit` in the user's cache folder."""
-    chosen = os.environ.get("DEPLOYKIT_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(chosen) if chosen else Path(base) / "deploykit"
+    return Path(os.environ.get("DEPLOYKIT_CACHE") or Path(base) / "deploykit")
 
 
 def check_inside(folder: Path, location: str, where: str) -> os.stat_result:

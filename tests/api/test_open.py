@@ -220,14 +220,14 @@ def test_a_folder_that_cannot_be_written_to_is_a_note(
 
 
 def test_an_engine_built_anew_meanwhile_keeps_its_own_manifest(unproven: Path) -> None:
-    from deploykit.api import open as opening
+    from deploykit.api import verify
 
     manifest = read_manifest(unproven)
     assert manifest is not None
     values = json.loads(manifest_path(unproven).read_text())
     values["built_on"]["driver"] = "590.1"
     manifest_path(unproven).write_text(json.dumps(values))
-    opening._write(unproven, manifest, {"verified": True}, print)
+    verify._write(unproven, manifest, {"verified": True}, print)
     assert verified(unproven) is False
 
 
