@@ -95,10 +95,10 @@ def check_format(path: Path) -> None:
 
 
 def _trusted_plan(path: Path, content: bytes, trust: bool) -> Plan:
-    manifest_name = manifest_path(path).name
     if not trust:
+        name = manifest_path(path).name
         raise BadInput(
-            f"{path}: has no manifest ({manifest_name}), so its origin and target are unknown",
+            f"{path}: has no manifest ({name}), so its origin and target are unknown",
             hint="an engine can run code: build it here, or open your own with `trust`",
         )
     note = f"{path}: loaded without a manifest: neither its origin nor its GPU was checked"
@@ -110,9 +110,7 @@ def _check_content(path: Path, content: bytes, manifest: Manifest) -> None:
     if manifest.format != "tensorrt":
         raise BadInput(f"{path}: {manifest_name} describes a file of the format {manifest.format}")
     if manifest.evidence.weights is not None:
-        raise BadInput(
-            f"{path}: {manifest_name} names a weights file, which an engine does not have"
-        )
+        raise BadInput(f"{path}: {manifest_name} names a weights file; an engine has none")
     if not manifest.sha256:
         raise BadInput(f"{path}: {manifest_name} has no SHA-256 for it", hint="build it again")
     if hashlib.sha256(content).hexdigest() != manifest.sha256.lower():
