@@ -106,16 +106,16 @@ def _trusted_plan(path: Path, content: bytes, trust: bool) -> Plan:
 
 
 def _check_content(path: Path, content: bytes, manifest: Manifest) -> None:
-    manifest_name = manifest_path(path).name
+    name = manifest_path(path).name
     if manifest.format != "tensorrt":
-        raise BadInput(f"{path}: {manifest_name} describes a file of the format {manifest.format}")
+        raise BadInput(f"{path}: {name} describes a file of the format {manifest.format}")
     if manifest.evidence.weights is not None:
-        raise BadInput(f"{path}: {manifest_name} names a weights file; an engine has none")
+        raise BadInput(f"{path}: {name} names a weights file, which an engine does not have")
     if not manifest.sha256:
-        raise BadInput(f"{path}: {manifest_name} has no SHA-256 for it", hint="build it again")
+        raise BadInput(f"{path}: {name} has no SHA-256 for it", hint="build it again")
     if hashlib.sha256(content).hexdigest() != manifest.sha256.lower():
         raise BadInput(
-            f"{path}: is not the file that {manifest_name} describes (SHA-256 differs): truncated, "
+            f"{path}: is not the file that {name} describes (SHA-256 differs): truncated, "
             "damaged or changed",
             hint="copy it again, or build it again",
         )
