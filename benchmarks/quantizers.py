@@ -6,12 +6,12 @@ PYTHON: an interpreter of a venv that has nvidia-modelopt[onnx], which needs one
 and importing it breaks ONNX Runtime's quantizer in the same process).
 
 Writes a Markdown table and prints it. The models have seeded weights, normalised as training would
-leave them, and inputs with the statistics of pictures or of embeddings; nothing is downloaded.
+leave them, and inputs with the statistics of images or of embeddings; nothing is downloaded.
 Needs torch, onnx and onnxruntime; a row whose tool is not installed is left out.
 
 SQNR: 10 log10(signal / error) of the outputs against float32, in dB, on samples that were not
 calibrated on; 20 dB more is a tenth of the error. Agreement: samples whose largest output is the
-same one. float16 is judged with `simulate`, which rounds as a GPU does, unlike ONNX Runtime's CPU.
+same one. float16 is run with `simulate`, which rounds as a GPU does, unlike ONNX Runtime's CPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from deploykit.quantization.simulate import simulate
 from deploykit.runtimes.data.samples import Samples
 from deploykit.runtimes.onnxruntime.engine import session_options
 
-CALIBRATED, JUDGED = 64, 128
+CALIBRATED, EVALUATED = 64, 128
 ORT_METHODS = {"minmax": "MinMax", "percentile": "Percentile", "entropy": "Entropy"}
 
 
@@ -106,8 +106,8 @@ class Lstm(nn.Module):
         return self.head(self.cells(x)[0][:, -1])
 
 
-def pictures(channels: int, size: int) -> Callable[[int], np.ndarray]:
-    """Noise of several scales, as pictures have, with a few bright pixels."""
+def images(channels: int, size: int) -> Callable[[int], np.ndarray]:
+    """Noise of several scales, as images have, with a few bright pixels."""
 
     def make(count: int) -> np.ndarray:
         total = torch.zeros(count, channels, size, size)
@@ -132,8 +132,8 @@ def embeddings(length: int, width: int) -> Callable[[int], np.ndarray]:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], np.ndarray]]] = {
-    "small CNN": (small_cnn, pictures(1, 28)),
-    "ResNet-18": (resnet18, pictures(3, 128)),
+    "small CNN": (small_cnn, images(1, 28)),
+    "ResNet-18": (resnet18, images(3, 128)),
     "encoder, 2 layers": (Encoder, embeddings(16, 128)),
     "LSTM, 2 layers": (Lstm, embeddings(12, 64)),
 }
@@ -238,7 +238,7 @@ def outputs(path: Path, data: np.ndarray) -> np.ndarray:
     )
 
 
-def judged(wanted: np.ndarray, got: np.ndarray) -> tuple[str, str]:
+def evaluate(wanted: np.ndarray, got: np.ndarray) -> tuple[str, str]:
     error = float(np.sum((wanted - got) ** 2, dtype=np.float64))
     sqnr = 10 * np.log10(float(np.sum(wanted**2, dtype=np.float64)) / max(error, 1e-30))
     return f"{sqnr:.1f}", f"{np.mean(wanted.argmax(1) == got.argmax(1)) * 100:.1f} %"
@@ -247,7 +247,7 @@ def judged(wanted: np.ndarray, got: np.ndarray) -> tuple[str, str]:
 def rows(name: str, folder: Path) -> Iterator[tuple[str, ...]]:
     build, make = MODELS[name]
     torch.manual_seed(1)
-    data, test = make(CALIBRATED), make(JUDGED)
+    data, test = make(CALIBRATED), make(EVALUATED)
     path, out = folder / "model.onnx", folder / "out.onnx"
     export(build, data, path)
     wanted = outputs(path, test)
@@ -263,12 +263,18 @@ def rows(name: str, folder: Path) -> Iterator[tuple[str, ...]]:
                 with quiet():
                     theirs(path, data, method, out)
             seconds = time.perf_counter() - start
-            yield name, f"int8 {method}", who, *judged(wanted, outputs(out, test)), f"{seconds:.1f}"
+            yield (
+                name,
+                f"int8 {method}",
+                who,
+                *evaluate(wanted, outputs(out, test)),
+                f"{seconds:.1f}",
+            )
     for method in ("max", "entropy") if len(sys.argv) > 2 else ():
         start = time.perf_counter()
         why = modelopts(path, data, method, out)
         seconds = time.perf_counter() - start
-        found = (why, "") if why else judged(wanted, outputs(out, test))
+        found = (why, "") if why else evaluate(wanted, outputs(out, test))
         yield name, f"int8 {method}", "modelopt, its process", *found, f"{seconds:.1f}"
     for who in ("deploykit", "onnxconverter-common"):
         start = time.perf_counter()
@@ -285,7 +291,7 @@ def rows(name: str, folder: Path) -> Iterator[tuple[str, ...]]:
             half = Graph(theirs_half)
         seconds = time.perf_counter() - start
         simulate(half).save(out)
-        yield name, "fp16", who, *judged(wanted, outputs(out, test)), f"{seconds:.1f}"
+        yield name, "fp16", who, *evaluate(wanted, outputs(out, test)), f"{seconds:.1f}"
 
 
 def main() -> None:
@@ -296,7 +302,7 @@ def main() -> None:
         f"`python benchmarks/quantizers.py OUT.md{' PYTHON' * (len(sys.argv) > 2)}`; "
         f"Python {platform.python_version()}, onnx {onnx.__version__}, "
         f"onnxruntime {ort.__version__}, torch {torch.__version__}. "
-        f"{CALIBRATED} samples to calibrate on, {JUDGED} others to judge by; TensorRT's layout."
+        f"{CALIBRATED} samples to calibrate on, {EVALUATED} to evaluate on; TensorRT's layout."
     )
     head = "| model | precision | by | SQNR dB | agreement | s |"
     lines = [

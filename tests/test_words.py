@@ -1,4 +1,4 @@
-"""The field's words: the package, the docs and `--help` use none of a dialect that we once spoke.
+"""The package, the docs, `--help` and names in tests use the field's words, not an old dialect.
 
 `tests/support/dialect.json` counts what is left in each file. It only shrinks:
 `pytest tests/test_words.py --update-golden` writes the smaller counts.
@@ -65,6 +65,14 @@ def files() -> Iterator[Path]:
         yield from (one for one in below if one.suffix in KINDS and one.is_file())
 
 
+def names_in_tests() -> Iterator[str]:
+    """FILE:NAME of each function and class in `tests/` and `benchmarks/`."""
+    for folder in ("tests", "benchmarks"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for name in re.findall(r"^ *(?:async def|def|class) (\w+)", path.read_text(), re.M):
+                yield f"{path.relative_to(ROOT).as_posix()}:{name}"
+
+
 def helps() -> Iterator[tuple[str, str]]:
     """The `--help` of the program and of each command."""
     from deploykit.cli.main import app
@@ -88,6 +96,10 @@ def test_no_file_and_no_help_uses_the_dialect(request: pytest.FixtureRequest) ->
         LEFT.write_text(f"{json.dumps(counts, indent=1)}\n")
         left = counts
     assert {n: words for n, words in found.items() if len(words) > left.get(n, 0)} == {}
+
+
+def test_no_name_in_the_tests_uses_the_dialect() -> None:
+    assert [name for name in names_in_tests() if found_in(name.rpartition(":")[2])] == []
 
 
 @pytest.mark.parametrize("line", ["was told", "was_told", "Told, once", "two\ntexts", "told_by"])

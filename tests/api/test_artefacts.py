@@ -1,4 +1,4 @@
-"""Artefacts of several files: weights beside the model move, are hashed and rejected with it."""
+"""Artefacts of several files: external weights move, are hashed and rejected with their model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def answer(path: Path) -> float:
         return float(engine({"x": X})["y"][0, 0])
 
 
-def test_weights_beside_the_model_are_kept_with_it(tmp_path: Path) -> None:
+def test_external_weights_move_with_their_model(tmp_path: Path) -> None:
     out = tmp_path / "m.onnx"
     write(out, 1.0)
     assert answer(out) == 256.0
@@ -52,7 +52,7 @@ def test_weights_beside_the_model_are_kept_with_it(tmp_path: Path) -> None:
     ]
 
 
-def test_a_rejected_model_leaves_the_weights_of_the_accepted_one(tmp_path: Path) -> None:
+def test_a_rejected_model_does_not_replace_the_accepted_models_weights(tmp_path: Path) -> None:
     out = tmp_path / "m.onnx"
     write(out, 1.0)
     rejected = write(out, 2.0, good=False)
@@ -63,7 +63,7 @@ def test_a_rejected_model_leaves_the_weights_of_the_accepted_one(tmp_path: Path)
         assert read_manifest(path) is not None
 
 
-def test_weights_that_were_changed_are_refused(tmp_path: Path) -> None:
+def test_changed_external_weights_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "m.onnx"
     write(out, 1.0)
     data = tmp_path / "m.onnx.data"
@@ -72,7 +72,7 @@ def test_weights_that_were_changed_are_refused(tmp_path: Path) -> None:
         dk.inspect(out)
 
 
-def test_a_model_in_one_file_takes_the_weights_of_the_last_one_away(tmp_path: Path) -> None:
+def test_a_model_in_one_file_removes_the_previous_models_weights(tmp_path: Path) -> None:
     out = tmp_path / "m.onnx"
     write(out, 1.0)
     with stage(out) as tmp:
@@ -83,7 +83,7 @@ def test_a_model_in_one_file_takes_the_weights_of_the_last_one_away(tmp_path: Pa
     assert not (tmp_path / "m.onnx.data").exists()
 
 
-def test_parity_sizes_cover_batches_lengths_and_pictures() -> None:
+def test_parity_sizes_cover_batches_lengths_and_image_sizes() -> None:
     specs = [parse_spec("ids:int64[N,T]"), parse_spec("image:float32[N,3,H,64]")]
     sizes = parity_sizes(specs)
     assert [each["N"] for each in sizes] == [1, 2, 7, 32]

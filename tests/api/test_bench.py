@@ -52,7 +52,7 @@ def test_an_engine_is_timed_against_the_model_it_was_built_from(
     assert (affine_onnx.parent / "report" / "report.json").exists()
 
 
-def test_its_precision_is_the_manifests_and_its_baseline_the_float32_model_before_it(
+def test_the_report_names_the_engines_precision_and_its_float32_baseline(
     machine: Machine, affine_onnx: Path
 ) -> None:
     machine(content=plan(layers=LAYERS.replace("Float", "Half")))
@@ -64,7 +64,7 @@ def test_its_precision_is_the_manifests_and_its_baseline_the_float32_model_befor
     ]
 
 
-def test_without_the_float32_model_a_baseline_is_asked_for(
+def test_without_the_float32_model_a_baseline_is_required(
     machine: Machine, affine_onnx: Path, tmp_path: Path
 ) -> None:
     machine()
@@ -78,14 +78,14 @@ def test_without_the_float32_model_a_baseline_is_asked_for(
     assert timed(engine, baseline=moved).artefacts[0]["file"] == "model.onnx"
 
 
-def test_an_engine_is_no_baseline(machine: Machine, affine_onnx: Path) -> None:
+def test_an_engine_is_refused_as_baseline(machine: Machine, affine_onnx: Path) -> None:
     machine()
     engine = dk.build(affine_onnx, "l4").path
     with pytest.raises(dk.BadInput, match="the baseline is a float32 model in ONNX"):
         timed(affine_onnx, baseline=engine)
 
 
-def test_an_engine_that_was_never_run_is_proven_before_it_is_timed(
+def test_an_unverified_engine_is_verified_before_it_is_timed(
     machine: Machine, affine_onnx: Path
 ) -> None:
     machine(has_cuda=False)
@@ -105,14 +105,14 @@ def test_an_engine_without_a_manifest_is_timed_on_trust_and_the_report_says_so(
     manifest_path(engine).unlink()
     with pytest.raises(dk.BadInput, match="has no manifest"):
         timed(engine, baseline=affine_onnx)
-    told: list[str] = []
-    report = timed(engine, baseline=affine_onnx, trust=True, on_note=told.append)
-    assert len(told) == 1
-    assert told[0] in report.notes
+    warnings: list[str] = []
+    report = timed(engine, baseline=affine_onnx, trust=True, on_note=warnings.append)
+    assert len(warnings) == 1
+    assert warnings[0] in report.notes
     assert report.artefacts[1]["precision"] == "unknown"
 
 
-def test_batches_and_accuracy_keep_within_what_an_engine_takes(
+def test_batches_and_accuracy_stay_within_the_engines_sizes(
     machine: Machine, affine_onnx: Path, tmp_path: Path
 ) -> None:
     machine(content=plan((1, 4, 8), layers=LAYERS))
@@ -135,7 +135,7 @@ def test_without_a_gpu_an_engine_is_refused(affine_onnx: Path, machine: Machine)
         timed(engine, device="cpu")
 
 
-def test_other_files_are_refused_by_their_kind(tmp_path: Path) -> None:
+def test_other_files_are_refused_with_their_format(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     import torch
 
@@ -145,7 +145,7 @@ def test_other_files_are_refused_by_their_kind(tmp_path: Path) -> None:
         timed(path)
 
 
-def test_the_command_warns_once_of_what_it_takes_on_trust(
+def test_the_command_warns_once_about_an_engine_taken_on_trust(
     machine: Machine,
     affine_onnx: Path,
     monkeypatch: pytest.MonkeyPatch,

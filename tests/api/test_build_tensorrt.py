@@ -44,7 +44,7 @@ Machine = Callable[..., Any]
 
 
 def layers(kind: str) -> str:
-    """One layer of the node `gemm` that computes in `kind`, as the engine inspector tells it."""
+    """One layer of the node `gemm` that computes in `kind`, as the engine inspector reports it."""
     tensor = {"Name": "t", "Location": "Device", "Dimensions": [1, 4], "Format/Datatype": kind}
     layer = {
         "Name": "gemm",
@@ -72,7 +72,7 @@ def built(
     return prove_plan(plan, source, source, stage / "m.trt", folder / "m.trt", options)
 
 
-def test_an_engine_that_cannot_run_here_is_kept_and_not_called_verified(
+def test_an_engine_that_cannot_run_here_is_kept_as_unverified(
     model: Path, tmp_path: Path, use: Use
 ) -> None:
     use(layers=layers("Float"))
@@ -104,14 +104,14 @@ def test_an_engine_without_a_manifest_is_refused(tmp_path: Path) -> None:
         dk.inspect(path)
 
 
-def test_a_plan_that_cannot_be_read_back_says_so(model: Path, tmp_path: Path, use: Use) -> None:
+def test_a_plan_that_cannot_be_read_back_is_noted(model: Path, tmp_path: Path, use: Use) -> None:
     use(layers=None)
     made = built(model, tmp_path)
     assert made.manifest.evidence.precision.layers is None
     assert any("could not be read back" in note for note in made.notes)
 
 
-def test_a_layer_wider_than_the_graph_asks_fails_and_is_named(
+def test_a_layer_that_runs_wider_than_its_graph_fails_and_is_named(
     tmp_path: Path, use: Use, model: Path
 ) -> None:
     half = dk.quantize(model, "fp16", tmp_path / "half.onnx").path
@@ -123,7 +123,7 @@ def test_a_layer_wider_than_the_graph_asks_fails_and_is_named(
     assert caught.value.result.manifest.evidence.precision.wider
 
 
-def test_a_layer_as_narrow_as_asked_passes(tmp_path: Path, use: Use, model: Path) -> None:
+def test_a_layer_in_the_requested_precision_passes(tmp_path: Path, use: Use, model: Path) -> None:
     half = dk.quantize(model, "fp16", tmp_path / "half.onnx").path
     use(layers=layers("Half"))
     made = built(half, tmp_path)
@@ -137,7 +137,7 @@ def test_shapes_reach_the_builder(model: Path, tmp_path: Path, use: Use) -> None
 
 
 @pytest.mark.parametrize("batch", ["8,4,1", "x", "1,2", "-1,2,3"])
-def test_a_batch_that_is_no_range_is_refused(
+def test_an_invalid_batch_range_is_refused(
     model: Path, tmp_path: Path, use: Use, batch: str
 ) -> None:
     use()
@@ -156,7 +156,7 @@ def machine_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
         yield lambda **more: stack.enter_context(gpu_machine(folder, monkeypatch, **more))
 
 
-def test_the_manifest_says_what_an_engine_is_and_where_it_came_from(
+def test_the_manifest_records_the_engines_facts_and_its_source(
     machine: Machine, affine_onnx: Path, tmp_path: Path
 ) -> None:
     machine()
@@ -185,7 +185,7 @@ def test_the_manifest_says_what_an_engine_is_and_where_it_came_from(
     assert (tmp_path / "affine.trt.golden.npz").exists()
 
 
-def test_a_second_build_tells_that_its_timing_cache_was_there(
+def test_a_second_build_notes_that_it_used_the_timing_cache(
     machine: Machine, affine_onnx: Path
 ) -> None:
     machine()
@@ -194,7 +194,7 @@ def test_a_second_build_tells_that_its_timing_cache_was_there(
     assert second["timing_cache_read_sha256"] == first["timing_cache_sha256"]
 
 
-def test_what_typed_the_graph_is_in_the_manifest_and_in_the_command(
+def test_the_precision_is_in_the_manifest_and_in_the_rebuild_command(
     machine: Machine, affine_onnx: Path, tmp_path: Path
 ) -> None:
     machine(content=plan(layers=LAYERS.replace("Float", "Half")))
@@ -234,7 +234,7 @@ def test_sizes_are_compared_within_what_the_engine_takes(
     assert made.manifest.evidence.verified is True
 
 
-def test_an_engine_that_answers_otherwise_is_rejected(machine: Machine, affine_onnx: Path) -> None:
+def test_an_engine_whose_outputs_differ_is_rejected(machine: Machine, affine_onnx: Path) -> None:
     machine(content=plan(layers=LAYERS, off=1.0))
     with pytest.raises(
         dk.GateFailed, match=r"against affine\.onnx: output 'y' at batch 1: error"
@@ -249,7 +249,7 @@ def test_an_engine_that_answers_otherwise_is_rejected(machine: Machine, affine_o
 
 
 @pytest.mark.parametrize(("off", "passes"), [(0.0, True), (0.009, False)])
-def test_its_own_accuracy_is_gated_on_labelled_data(
+def test_the_engines_accuracy_is_gated_on_labelled_data(
     machine: Machine, affine_onnx: Path, tmp_path: Path, off: float, passes: bool
 ) -> None:
     """Rows whose first value leads by less than `off` get another answer."""
@@ -268,7 +268,7 @@ def test_its_own_accuracy_is_gated_on_labelled_data(
         assert caught.value.result.manifest.evidence.parity.passed is True
 
 
-def test_a_gpu_that_another_program_uses_is_asked_for_its_free_memory(
+def test_the_workspace_fits_the_free_memory_of_a_shared_gpu(
     machine: Machine, affine_onnx: Path
 ) -> None:
     does = machine()
@@ -278,7 +278,7 @@ def test_a_gpu_that_another_program_uses_is_asked_for_its_free_memory(
     assert any("as free memory is short" in note for note in made.notes)
 
 
-def test_a_jetson_is_told_by_its_board_and_not_by_the_name_of_its_gpu(
+def test_a_jetson_is_recognised_by_its_board_not_by_its_gpu_name(
     monkeypatch: pytest.MonkeyPatch, model: Path
 ) -> None:
     gpu = Gpu("Orin (nvgpu)", None, "540.4.0", "8.7")
@@ -296,7 +296,7 @@ def test_a_jetson_is_told_by_its_board_and_not_by_the_name_of_its_gpu(
 # elsewhere
 
 
-def test_a_target_elsewhere_is_refused_with_what_works_here(model: Path) -> None:
+def test_a_target_of_another_machine_is_refused_with_what_works_here(model: Path) -> None:
     if this_machine().gpus:
         pytest.skip("a GPU is here")
     with pytest.raises(dk.Unsupported, match="profile 'h200' is not this machine") as caught:
@@ -305,14 +305,14 @@ def test_a_target_elsewhere_is_refused_with_what_works_here(model: Path) -> None
     assert "--profile cpu" in caught.value.hint
 
 
-def test_a_target_without_tensorrt_takes_no_shapes(model: Path) -> None:
+def test_shape_options_are_refused_for_a_target_without_tensorrt(model: Path) -> None:
     with pytest.raises(dk.BadInput, match="takes no build options"):
         dk.build(model, "cpu", shapes=Shapes(batch="1,2,3"))
     with pytest.raises(dk.BadInput, match="nothing to check"):
         making.check(model, "cpu")
 
 
-def test_a_check_that_is_refused_fails_and_names_the_reason(model: Path, use: Use) -> None:
+def test_a_refused_check_fails_and_names_the_reason(model: Path, use: Use) -> None:
     use(strong_error="Error Code 10: no implementation for node gemm")
     checked = making.check(model, "l4")
     assert not checked.checked.accepted
@@ -321,7 +321,7 @@ def test_a_check_that_is_refused_fails_and_names_the_reason(model: Path, use: Us
 
 
 @pytest.mark.nvidia
-def test_nvidias_builder_takes_the_file_and_nothing_is_kept(tmp_path: Path) -> None:
+def test_a_check_with_nvidias_builder_passes_and_writes_no_file(tmp_path: Path) -> None:
     pytest.importorskip("tensorrt", reason="NVIDIA's parser and builder are not here")
     path = save(mnist_like(), tmp_path / "m.onnx")
     before = sorted(tmp_path.iterdir())

@@ -11,11 +11,11 @@ from deploykit.runtimes.data.samples import Samples
 from tests.support.onnx_zoo import conv_relu, linear, make
 
 
-def test_small_models_are_judged_in_full_batches() -> None:
+def test_small_models_are_evaluated_in_full_batches() -> None:
     assert batch_that_fits(Graph(linear()), {"N": 1}) == MOST_SAMPLES
 
 
-def test_large_tensors_make_smaller_batches() -> None:
+def test_large_tensors_are_evaluated_in_smaller_batches() -> None:
     from onnx import helper
 
     node = helper.make_node("Relu", ["x"], ["y"], name="relu")
@@ -25,7 +25,7 @@ def test_large_tensors_make_smaller_batches() -> None:
     assert batch_that_fits(Graph(model), {"N": 1, "T": quarter * 100}) == 1
 
 
-def test_the_sizes_of_axes_come_from_the_samples() -> None:
+def test_axis_sizes_come_from_the_samples() -> None:
     specs = [parse_spec("ids:int64[N,T]"), parse_spec("x:float32[N,3]")]
     inputs = {"ids": np.zeros((9, 5), np.int64), "x": np.zeros((9, 3), np.float32)}
     assert axis_sizes(Samples(inputs, None, "here"), specs, 2) == {"N": 2, "T": 5}

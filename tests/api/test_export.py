@@ -61,7 +61,7 @@ def weights(tmp_path: Path, arch: str) -> Path:
 SPEC = "image:float32[N,3,8,8]"
 
 
-def test_the_graph_takes_bytes_and_normalises_them_as_imagenet_says(
+def test_the_graph_takes_uint8_images_and_normalises_them_for_imagenet(
     weights: Path, arch: str, tmp_path: Path
 ) -> None:
     plain = dk.export(weights, out=tmp_path / "plain.onnx", arch=f"{arch}:Net", inputs=[SPEC])
@@ -123,7 +123,7 @@ def test_golden_samples_outside_the_folder_are_refused(
         dk.compare(made.path)
 
 
-def test_what_is_made_from_an_export_carries_its_samples(
+def test_artefacts_made_from_an_export_keep_its_golden_samples(
     weights: Path, arch: str, tmp_path: Path
 ) -> None:
     made = dk.export(weights, out=tmp_path / "m.onnx", arch=f"{arch}:Net", inputs=[SPEC])
@@ -136,7 +136,7 @@ def test_what_is_made_from_an_export_carries_its_samples(
         assert dk.compare(item.path).parity.a.startswith("torch ")
 
 
-def test_a_file_without_samples_says_so(tmp_path: Path) -> None:
+def test_comparing_a_file_without_golden_samples_is_refused_with_a_reason(tmp_path: Path) -> None:
     from tests.support.onnx_zoo import linear, save
 
     path = save(linear(), tmp_path / "x.onnx")
@@ -172,7 +172,9 @@ def test_the_manifest_says_what_was_loaded_and_how_it_was_exported(
     assert manifest.evidence.preflight.problems == ()
 
 
-def test_a_jetson_gets_an_older_opset(weights: Path, arch: str, tmp_path: Path) -> None:
+def test_an_export_for_a_jetson_has_an_older_opset(
+    weights: Path, arch: str, tmp_path: Path
+) -> None:
     made = dk.export(
         weights,
         out=tmp_path / "m.onnx",
@@ -183,9 +185,7 @@ def test_a_jetson_gets_an_older_opset(weights: Path, arch: str, tmp_path: Path) 
     assert made.manifest.evidence.export.opset == 18
 
 
-def test_a_size_that_the_model_reads_as_a_number_is_named_with_its_axis(
-    weights: Path, arch: str, tmp_path: Path
-) -> None:
+def test_an_axis_that_the_model_fixes_is_named(weights: Path, arch: str, tmp_path: Path) -> None:
     """The older exporter freezes it silently; ours must not."""
     for exporter in ("auto", "torchscript"):
         with pytest.raises(dk.BadInput, match=r"axis.*N|N.*axis"):
@@ -199,21 +199,23 @@ def test_a_size_that_the_model_reads_as_a_number_is_named_with_its_axis(
         assert not (tmp_path / "m.onnx").exists()
 
 
-def test_a_fixed_batch_is_what_was_asked(weights: Path, arch: str, tmp_path: Path) -> None:
+def test_an_export_with_a_fixed_batch_has_that_batch(
+    weights: Path, arch: str, tmp_path: Path
+) -> None:
     made = dk.export(
         weights, out=tmp_path / "m.onnx", arch=f"{arch}:Fixed", inputs=[SPEC], batch="4"
     )
     assert made.manifest.inputs[0].shape[0] == 4
 
 
-def test_the_output_may_not_be_the_input(weights: Path, arch: str) -> None:
+def test_the_output_must_not_be_the_input_file(weights: Path, arch: str) -> None:
     before = weights.read_bytes()
     with pytest.raises(dk.BadInput, match="the model itself"):
         dk.export(weights, out=weights, arch=f"{arch}:Net", inputs=[SPEC])
     assert weights.read_bytes() == before
 
 
-def test_a_program_is_compared_within_the_sizes_that_it_was_exported_for(tmp_path: Path) -> None:
+def test_a_program_is_compared_within_its_exported_size_range(tmp_path: Path) -> None:
     rows = torch.export.Dim("rows", min=4, max=16)
     program = torch.export.export(
         torch.nn.Linear(3, 2), (torch.zeros(5, 3),), dynamic_shapes=({0: rows},)
@@ -227,7 +229,7 @@ def test_a_program_is_compared_within_the_sizes_that_it_was_exported_for(tmp_pat
     assert any("ran code of its own" in note for note in made.notes)
 
 
-def test_the_users_own_file_is_in_the_manifest_by_its_hash(
+def test_the_hash_of_the_users_code_file_is_in_the_manifest(
     weights: Path, arch: str, tmp_path: Path
 ) -> None:
     from deploykit.core.files import sha256

@@ -109,7 +109,7 @@ def rewritten(folder: Path, to: Path, **changes: object) -> Path:
     return to
 
 
-def test_a_config_that_names_no_architecture_asks_for_all_that_is_missing(
+def test_a_config_without_an_architecture_asks_for_all_missing_options(
     bert: Path, tmp_path: Path
 ) -> None:
     folder = rewritten(bert, tmp_path / "m", architectures=None)
@@ -119,7 +119,7 @@ def test_a_config_that_names_no_architecture_asks_for_all_that_is_missing(
     assert "`inputs`" in str(caught.value.hint)
 
 
-def test_an_unknown_architecture_is_named_and_no_code_of_the_folder_runs(
+def test_an_unknown_architecture_is_refused_without_running_the_folders_code(
     bert: Path, tmp_path: Path
 ) -> None:
     folder = rewritten(
@@ -133,7 +133,7 @@ def test_an_unknown_architecture_is_named_and_no_code_of_the_folder_runs(
         dk.export(folder)
 
 
-def test_weights_that_are_missing_are_not_replaced_by_random_ones(
+def test_missing_weights_are_refused_not_replaced_by_random_ones(
     bert: Path, tmp_path: Path
 ) -> None:
     from safetensors.torch import load_file, save_file
@@ -153,7 +153,7 @@ def test_a_folder_without_safetensors_is_refused(bert: Path, tmp_path: Path) -> 
         dk.export(folder)
 
 
-def test_a_folder_that_holds_no_model_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(dk.BadInput, match=r"a folder without config\.json"):
         dk.export(tmp_path, out=tmp_path / "m.onnx")
 
@@ -201,7 +201,7 @@ def test_the_dict_class_of_lightning_is_read_without_lightning(
     assert any("hidden=8" in note for note in made.notes)
 
 
-def test_all_that_a_checkpoint_lacks_is_in_one_message(tmp_path: Path) -> None:
+def test_one_message_lists_everything_that_a_checkpoint_lacks(tmp_path: Path) -> None:
     with pytest.raises(dk.BadInput, match="what the model is or what its inputs are") as caught:
         dk.export(lightning(tmp_path / "m.ckpt"))
     assert "`arch`" in str(caught.value.hint)

@@ -39,7 +39,7 @@ class Pair(torch.nn.Module):  # type: ignore[misc, name-defined]
         return {"sum": (self.embed(ids) * scale).sum(-1)}
 
 
-def test_a_module_and_an_example_become_a_proven_graph(tmp_path: Path) -> None:
+def test_a_module_and_an_example_are_exported_and_verified(tmp_path: Path) -> None:
     net, example = Net(), torch.randn(2, 3, 8, 8)
     made = dk.export(net, example, out=str(tmp_path / "net.onnx"))
     assert [str(spec) for spec in made.manifest.inputs] == ["image:float32[N,3,8,8]"]
@@ -53,7 +53,7 @@ def test_a_module_and_an_example_become_a_proven_graph(tmp_path: Path) -> None:
     assert (tmp_path / "net.onnx.golden.npz").is_file()
 
 
-def test_the_callers_module_stays_as_it_was(tmp_path: Path) -> None:
+def test_export_does_not_change_the_callers_module(tmp_path: Path) -> None:
     net = Net()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     dk.export(net, torch.randn(1, 3, 8, 8), out=tmp_path / "net.onnx")
@@ -81,7 +81,7 @@ def test_the_manifest_records_the_class_and_the_hash_of_the_weights(tmp_path: Pa
     assert second.made_from != first.made_from
 
 
-def test_a_dict_goes_in_by_name_and_further_axes_are_named(tmp_path: Path) -> None:
+def test_a_dict_is_passed_by_name_and_extra_dynamic_axes_are_named(tmp_path: Path) -> None:
     example = {"scale": torch.ones(2, 5, 1), "ids": torch.zeros(2, 5, dtype=torch.int64)}
     made = dk.export(
         Pair(), example, out=tmp_path / "m.onnx", dynamic_axes={"ids": {1: "T"}, "scale": {1: "T"}}
@@ -93,18 +93,18 @@ def test_a_dict_goes_in_by_name_and_further_axes_are_named(tmp_path: Path) -> No
     assert [str(spec) for spec in made.manifest.outputs] == ["sum:float32[N,T]"]
 
 
-def test_a_tuple_goes_in_by_position(tmp_path: Path) -> None:
+def test_a_tuple_is_passed_by_position(tmp_path: Path) -> None:
     example = (torch.zeros(2, 5, dtype=torch.int64), torch.ones(2, 5, 1))
     made = dk.export(Pair(), example, out=tmp_path / "m.onnx")
     assert [spec.name for spec in made.manifest.inputs] == ["ids", "scale"]
 
 
-def test_a_fixed_batch_replaces_that_of_the_example(tmp_path: Path) -> None:
+def test_a_fixed_batch_replaces_the_examples_batch(tmp_path: Path) -> None:
     made = dk.export(Net(), torch.randn(2, 3, 8, 8), out=tmp_path / "m.onnx", batch=4)
     assert made.manifest.inputs[0].shape == (4, 3, 8, 8)
 
 
-def test_specs_as_strings_do_instead_of_an_example(tmp_path: Path) -> None:
+def test_input_specs_may_replace_the_example(tmp_path: Path) -> None:
     made = dk.export(Net(), inputs=["image:float32[N,3,8,8]"], out=tmp_path / "m.onnx")
     assert made.manifest.inputs[0].shape == ("N", 3, 8, 8)
 

@@ -19,7 +19,9 @@ def model(tmp_path: Path) -> Path:
     return save(mnist_like(), tmp_path / "model.onnx")
 
 
-def test_a_build_that_differs_is_kept_beside_its_place(model: Path, tmp_path: Path) -> None:
+def test_a_build_that_fails_parity_is_kept_under_the_rejected_name(
+    model: Path, tmp_path: Path
+) -> None:
     """A float16 graph, computed in float32 by ONNX Runtime's CPU, is not equal to the last bit."""
     half = quantize(model, "fp16").path
     out = tmp_path / "built.onnx"
@@ -36,7 +38,7 @@ def test_a_build_that_differs_is_kept_beside_its_place(model: Path, tmp_path: Pa
 
 
 @pytest.mark.torch
-def test_an_export_that_differs_is_kept_beside_its_place(tmp_path: Path) -> None:
+def test_an_export_that_fails_parity_is_kept_under_the_rejected_name(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("onnxscript")
     from deploykit.core.recipe import load_recipe
@@ -52,7 +54,7 @@ def test_an_export_that_differs_is_kept_beside_its_place(tmp_path: Path) -> None
     assert dk.export(path).parity.passed
 
 
-def test_the_gate_looks_at_the_intervals_end_not_at_the_value(model: Path, tmp_path: Path) -> None:
+def test_the_gate_compares_the_upper_end_of_the_interval(model: Path, tmp_path: Path) -> None:
     """No sample flips, so the drop is 0, but 20 samples cannot prove a drop under 1 %."""
     images = np.random.default_rng(0).random((300, 1, 28, 28), dtype=np.float32)
     with dk.load(model, "cpu") as engine:

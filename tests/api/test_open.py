@@ -70,7 +70,7 @@ def wrong(path: Path, off: float) -> None:
     manifest_path(path).write_text(json.dumps(values))
 
 
-def test_an_engine_that_ran_where_it_was_built_is_verified(
+def test_an_engine_verified_by_its_build_opens_without_notes(
     machine: Machine, affine_onnx: Path
 ) -> None:
     machine()
@@ -80,7 +80,7 @@ def test_an_engine_that_ran_where_it_was_built_is_verified(
     assert opened(made.path) == []
 
 
-def test_it_is_proven_against_its_graph_and_that_is_kept(unproven: Path) -> None:
+def test_an_unverified_engine_is_verified_against_its_graph_and_recorded(unproven: Path) -> None:
     assert opened(unproven) == []
     manifest = read_manifest(unproven)
     assert manifest is not None
@@ -93,7 +93,7 @@ def test_it_is_proven_against_its_graph_and_that_is_kept(unproven: Path) -> None
     assert len(manifest.evidence.parity.rows) == 4
 
 
-def test_without_its_graph_the_golden_samples_prove_it(unproven: Path) -> None:
+def test_without_its_graph_an_engine_is_verified_by_golden_samples(unproven: Path) -> None:
     (unproven.parent / "affine.onnx").unlink()
     assert opened(unproven) == []
     assert verified(unproven) is True
@@ -103,7 +103,7 @@ def test_without_its_graph_the_golden_samples_prove_it(unproven: Path) -> None:
 
 
 @pytest.mark.parametrize("batch", [(1, 1, 1), (1, 2, 2), (8, 8, 16)], ids=str)
-def test_samples_are_replayed_in_a_size_that_the_engine_takes(
+def test_golden_samples_are_replayed_within_the_engines_sizes(
     machine: Machine, affine_onnx: Path, batch: tuple[int, int, int]
 ) -> None:
     from deploykit.api.build_tensorrt import Shapes
@@ -118,7 +118,7 @@ def test_samples_are_replayed_in_a_size_that_the_engine_takes(
     assert verified(path) is True
 
 
-def test_a_graph_of_another_name_is_known_by_its_hash(unproven: Path) -> None:
+def test_a_renamed_graph_is_found_by_its_hash(unproven: Path) -> None:
     (unproven.parent / "affine.onnx").rename(unproven.parent / "renamed.onnx")
     unproven.with_name(unproven.name + ".golden.npz").unlink()
     values = json.loads(manifest_path(unproven).read_text())
@@ -129,7 +129,7 @@ def test_a_graph_of_another_name_is_known_by_its_hash(unproven: Path) -> None:
 
 
 def alone(path: Path) -> None:
-    """Nothing beside the engine but its manifest, which names nothing."""
+    """A folder with the engine and a manifest that names no other file."""
     (path.parent / "affine.onnx").unlink()
     path.with_name(path.name + ".golden.npz").unlink()
     values = json.loads(manifest_path(path).read_text())
@@ -137,7 +137,7 @@ def alone(path: Path) -> None:
     manifest_path(path).write_text(json.dumps(values))
 
 
-def test_what_cannot_be_proven_is_refused_and_says_what_is_missing(unproven: Path) -> None:
+def test_an_engine_that_cannot_be_verified_is_refused_with_what_is_missing(unproven: Path) -> None:
     alone(unproven)
     with pytest.raises(dk.BadInput, match=r"cannot be proven here.*no golden samples") as caught:
         open_proven(unproven)
@@ -146,7 +146,7 @@ def test_what_cannot_be_proven_is_refused_and_says_what_is_missing(unproven: Pat
     assert "`trust`" in (caught.value.hint or "")
 
 
-def test_what_cannot_be_proven_is_opened_on_request_with_one_warning(unproven: Path) -> None:
+def test_an_engine_that_cannot_be_verified_opens_on_trust_with_one_warning(unproven: Path) -> None:
     alone(unproven)
     (note,) = opened(unproven, trust=True)
     assert "unproven" in note
@@ -154,7 +154,9 @@ def test_what_cannot_be_proven_is_opened_on_request_with_one_warning(unproven: P
 
 
 @pytest.mark.parametrize("trust", [False, True])
-def test_an_engine_that_answers_wrongly_is_never_opened(unproven: Path, trust: bool) -> None:
+def test_an_engine_whose_outputs_differ_from_its_graph_is_refused(
+    unproven: Path, trust: bool
+) -> None:
     wrong(unproven, off=1.0)
     with pytest.raises(dk.GateFailed, match=r"affine\.trt: against affine\.onnx: output 'y'") as e:
         open_proven(unproven, trust=trust)
@@ -165,14 +167,14 @@ def test_an_engine_that_answers_wrongly_is_never_opened(unproven: Path, trust: b
     assert manifest.evidence.parity.passed is False
 
 
-def test_samples_that_are_answered_wrongly_refuse_it_too(unproven: Path) -> None:
+def test_an_engine_whose_outputs_differ_from_golden_samples_is_refused(unproven: Path) -> None:
     (unproven.parent / "affine.onnx").unlink()
     wrong(unproven, off=1.0)
     with pytest.raises(dk.GateFailed, match="recorded: output 'y'"):
         open_proven(unproven)
 
 
-def test_layers_that_were_wider_than_asked_when_it_was_built_refuse_it(unproven: Path) -> None:
+def test_an_engine_built_with_layers_in_a_wider_precision_is_refused(unproven: Path) -> None:
     values = json.loads(manifest_path(unproven).read_text())
     values["evidence"]["precision"]["wider"] = ["'add' was asked in float16 and runs in float32"]
     manifest_path(unproven).write_text(json.dumps(values))
@@ -180,7 +182,9 @@ def test_layers_that_were_wider_than_asked_when_it_was_built_refuse_it(unproven:
         open_proven(unproven)
 
 
-def test_layers_that_were_not_read_back_are_read_here(machine: Machine, affine_onnx: Path) -> None:
+def test_layers_not_read_back_by_the_build_are_read_on_open(
+    machine: Machine, affine_onnx: Path
+) -> None:
     machine(has_cuda=False)
     path = dk.build(affine_onnx, "l4").path
     values = json.loads(manifest_path(path).read_text())
@@ -194,7 +198,7 @@ def test_layers_that_were_not_read_back_are_read_here(machine: Machine, affine_o
     assert manifest.evidence.precision.shares == {"float32": 1.0}
 
 
-def test_an_engine_whose_layers_nobody_can_tell_runs_but_is_not_called_verified(
+def test_an_engine_with_unreadable_layers_opens_as_unverified(
     machine: Machine, affine_onnx: Path
 ) -> None:
     machine(content=plan(), has_cuda=False)
@@ -205,7 +209,7 @@ def test_an_engine_whose_layers_nobody_can_tell_runs_but_is_not_called_verified(
     assert verified(path) is False
 
 
-def test_a_folder_that_cannot_be_written_to_is_a_note(
+def test_a_manifest_that_cannot_be_written_is_a_note(
     unproven: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = manifest_path(unproven).read_bytes()
@@ -219,7 +223,7 @@ def test_a_folder_that_cannot_be_written_to_is_a_note(
     assert manifest_path(unproven).read_bytes() == before
 
 
-def test_an_engine_built_anew_meanwhile_keeps_its_own_manifest(unproven: Path) -> None:
+def test_an_engine_rebuilt_during_open_keeps_its_own_manifest(unproven: Path) -> None:
     from deploykit.api import verify
 
     manifest = read_manifest(unproven)
@@ -231,7 +235,7 @@ def test_an_engine_built_anew_meanwhile_keeps_its_own_manifest(unproven: Path) -
     assert verified(unproven) is False
 
 
-def test_an_engine_without_a_manifest_is_opened_on_trust_alone(unproven: Path) -> None:
+def test_an_engine_without_a_manifest_opens_only_on_trust(unproven: Path) -> None:
     manifest_path(unproven).unlink()
     with pytest.raises(dk.BadInput, match="has no manifest"):
         open_proven(unproven)
@@ -239,7 +243,7 @@ def test_an_engine_without_a_manifest_is_opened_on_trust_alone(unproven: Path) -
     assert "without a manifest: neither its origin" in note
 
 
-def test_one_proof_does_for_several_instances(unproven: Path) -> None:
+def test_several_instances_are_verified_once(unproven: Path) -> None:
     assert len(open_proven(unproven, instances=3)) == 3
     with pytest.raises(dk.BadInput, match="`instances` 0: 1 or more"):
         open_proven(unproven, instances=0)
@@ -254,7 +258,7 @@ def test_a_refused_engine_is_closed(unproven: Path, machine: Machine) -> None:
     assert cuda.held() == {}
 
 
-def test_an_engine_of_another_gpu_is_told_before_it_is_proven(
+def test_an_engine_of_another_gpu_is_refused_before_it_runs(
     unproven: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = json.loads(manifest_path(unproven).read_text())
@@ -264,7 +268,7 @@ def test_an_engine_of_another_gpu_is_told_before_it_is_proven(
         open_proven(unproven)
 
 
-def test_any_other_artefact_is_opened_as_ever(affine_onnx: Path) -> None:
+def test_an_onnx_file_opens_without_verification(affine_onnx: Path) -> None:
     notes: list[str] = []
     (engine,) = open_proven(affine_onnx, "cpu", threads=1, on_note=notes.append)
     with engine:
@@ -280,7 +284,9 @@ def test_without_cuda_bindings_what_is_missing_is_named(unproven: Path, machine:
         open_proven(unproven)
 
 
-def test_predict_proves_the_engine_before_it_writes_answers(unproven: Path, tmp_path: Path) -> None:
+def test_predict_verifies_the_engine_before_it_writes_outputs(
+    unproven: Path, tmp_path: Path
+) -> None:
     data, out = tmp_path / "x.npz", tmp_path / "y.npz"
     np.savez(data, x=X)
     wrong(unproven, 1.0)

@@ -1,4 +1,4 @@
-"""`quantize` from the outside: every precision, what it is judged by, and what it leaves behind."""
+"""`quantize` as a user calls it: every precision, its evaluation, and the files it writes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def data(tmp_path: Path, model: Path) -> Path:
         ("fp8", "fp16", {"float8", "float16"}),
     ],
 )
-def test_a_precision_is_in_the_file_and_keeps_the_answers(
+def test_each_precision_is_in_the_file_and_the_outputs_stay_close(
     model: Path, calib: Path, to: str, rest: str, holds: set[str]
 ) -> None:
     made = dk.quantize(model, to, calib=calib, other_nodes=rest)
@@ -78,14 +78,18 @@ def large_linear() -> onnx.ModelProto:
 @pytest.mark.parametrize(
     ("to", "most_bytes"), [("int8-weight-only", 140_000), ("int4-weight-only", 80_000)]
 )
-def test_stored_weights_shrink_and_need_no_data(tmp_path: Path, to: str, most_bytes: int) -> None:
+def test_weight_only_precisions_shrink_the_file_and_need_no_data(
+    tmp_path: Path, to: str, most_bytes: int
+) -> None:
     path = save(large_linear(), tmp_path / "large.onnx")
     made = dk.quantize(path, to)
     assert made.path.stat().st_size < most_bytes < path.stat().st_size / 3
     assert made.evaluation.sqnr_db > 15
 
 
-def test_a_drop_is_judged_on_labelled_data(model: Path, calib: Path, data: Path) -> None:
+def test_an_accuracy_drop_is_measured_on_labelled_data(
+    model: Path, calib: Path, data: Path
+) -> None:
     made = dk.quantize(model, "int8", calib=calib, data=data, max_drop=0.5)
     assert made.drop.n == 400
     assert made.evaluation.max_drop == 0.5
@@ -99,7 +103,7 @@ def test_without_labels_a_broken_output_is_refused(model: Path, calib: Path) -> 
     assert caught.value.result.path.is_file()
 
 
-def test_fp16_that_overflows_fails_as_it_would_on_a_gpu(tmp_path: Path) -> None:
+def test_fp16_that_overflows_fails_as_on_a_gpu(tmp_path: Path) -> None:
     """Without calibration nothing warns of the overflow; ONNX Runtime's CPU would hide it."""
     from tests.support.onnx_zoo import overflow
 
@@ -138,7 +142,7 @@ def test_test_samples_that_also_calibrated_are_reported(model: Path, calib: Path
     assert any("120 of the 120 samples" in note and "looks too good" in note for note in made.notes)
 
 
-def test_golden_samples_of_a_typed_file_are_real_ones(model: Path, calib: Path) -> None:
+def test_golden_samples_of_a_quantized_file_come_from_the_data(model: Path, calib: Path) -> None:
     made = dk.quantize(model, "int8", calib=calib)
     with np.load(f"{made.path}.golden.npz") as arrays:
         np.testing.assert_array_equal(arrays["inputs/image"], images(120)[:4])
@@ -167,7 +171,7 @@ def test_auto_keeps_what_passes_and_logs_its_steps(
     assert any(where in note for note in made.notes)
 
 
-def test_auto_says_at_once_that_the_samples_are_too_few(
+def test_auto_refuses_too_few_samples_before_the_search(
     model: Path, calib: Path, tmp_path: Path
 ) -> None:
     few = write(tmp_path / "few.npz", images(50, 2), model)
@@ -189,9 +193,7 @@ def test_ctrl_c_in_auto_keeps_the_best_so_far(model: Path, calib: Path, tmp_path
     assert any("interrupted" in note for note in made.notes)
 
 
-def test_a_budget_that_is_spent_before_anything_passed_leaves_float32(
-    model: Path, calib: Path
-) -> None:
+def test_a_budget_spent_before_anything_passed_keeps_float32(model: Path, calib: Path) -> None:
     made = dk.quantize(model, "auto", calib=calib, budget_s=1e-9)
     assert made.search.stopped == "time budget"
     assert set(made.manifest.precision) == {"float32"}
@@ -214,7 +216,7 @@ def test_a_budget_that_is_spent_before_anything_passed_leaves_float32(
     ],
     ids=str,
 )
-def test_options_that_cannot_be_are_refused(
+def test_contradictory_options_are_refused(
     model: Path, calib: Path, options: dict[str, object], reason: str
 ) -> None:
     before = sorted(model.parent.iterdir())
@@ -224,7 +226,7 @@ def test_options_that_cannot_be_are_refused(
 
 
 @pytest.mark.parametrize("to", ["int8", "fp8", "auto"])
-def test_scales_need_data(model: Path, to: str) -> None:
+def test_int8_scales_need_calibration_data(model: Path, to: str) -> None:
     with pytest.raises(dk.BadInput, match=f"`calib` is missing: {to} needs calibration data"):
         dk.quantize(model, to)
 
@@ -239,7 +241,7 @@ def test_the_model_is_not_overwritten(model: Path) -> None:
         dk.quantize(model, "fp16", model)
 
 
-def test_inspect_shows_the_mix(model: Path, calib: Path) -> None:
+def test_inspect_shows_the_share_of_each_precision(model: Path, calib: Path) -> None:
     made = dk.quantize(model, "int8", calib=calib)
     mix = dk.inspect(made.path).details["mix"]
     assert mix["shares"]["flops"]["int8"] > 0.9
@@ -266,7 +268,7 @@ def test_equal_graphs_have_no_divergence(tmp_path: Path) -> None:
     found.raise_if_over()
 
 
-def test_few_equal_answers_are_a_warning(tmp_path: Path) -> None:
+def test_low_argmax_agreement_is_a_warning(tmp_path: Path) -> None:
     """Two outputs so close that rounding decides between them."""
     from onnx import helper
 

@@ -132,7 +132,9 @@ def test_a_missing_gpu_is_an_error_unless_the_cpu_was_allowed(
         assert len(served.infer("m", np.zeros((1, 1, 28, 28), np.float32))) == 10
 
 
-def test_a_shadow_that_disagrees_is_seen(serving: Serving, model: Path, tmp_path: Path) -> None:
+def test_disagreements_of_a_shadow_are_in_the_metrics(
+    serving: Serving, model: Path, tmp_path: Path
+) -> None:
     import onnx
 
     other = mnist_like()
@@ -148,7 +150,7 @@ def test_a_shadow_that_disagrees_is_seen(serving: Serving, model: Path, tmp_path
         assert 'deploykit_shadow_disagreements_total{model="model",version="1"} 2.0' in text
 
 
-def test_a_replaced_file_serves_and_a_bad_one_is_remarked(
+def test_a_replaced_file_is_served_and_a_bad_one_is_reported(
     serving: Serving, model: Path, tmp_path: Path
 ) -> None:
     ones = np.ones((1, 1, 28, 28), np.float32)
@@ -163,7 +165,9 @@ def test_a_replaced_file_serves_and_a_bad_one_is_remarked(
         assert served.infer("m", ones) == before
 
 
-def test_a_token_is_asked_for(serving: Serving, model: Path, tmp_path: Path) -> None:
+def test_a_request_without_the_token_is_refused(
+    serving: Serving, model: Path, tmp_path: Path
+) -> None:
     secret = tmp_path / "token"
     secret.write_text("a-long-enough-secret\nmore\n")
     with serving(f"m={model}", token_file=secret) as served:
@@ -192,7 +196,7 @@ def test_a_token_is_asked_for(serving: Serving, model: Path, tmp_path: Path) -> 
     ],
     ids=str,
 )
-def test_options_that_cannot_be(
+def test_contradictory_serve_options_are_refused(
     model: Path, tmp_path: Path, options: dict[str, Any], said: str
 ) -> None:
     files = {"EMPTY": "\n", "SHORT": "abc\n"}
@@ -227,20 +231,20 @@ def test_a_server_in_a_thread_answers_until_it_is_closed(model: Path) -> None:
         urllib.request.urlopen(server.url, timeout=WAIT_S)
 
 
-def test_two_servers_run_side_by_side_in_one_process(model: Path) -> None:
+def test_two_servers_run_in_one_process(model: Path) -> None:
     with dk.serve(model, grpc_port=None) as first, dk.serve([model], grpc_port=None) as second:
         assert first.url != second.url
         assert first.grpc_url is None
 
 
-def test_a_server_that_cannot_start_raises_where_it_was_asked_for(tmp_path: Path) -> None:
+def test_a_server_that_cannot_start_raises_in_the_callers_thread(tmp_path: Path) -> None:
     with pytest.raises(dk.NotFound):
         dk.serve(tmp_path / "absent.onnx")
     with pytest.raises(dk.BadInput, match="no file to serve"):
         dk.serve([])
 
 
-def test_serving_from_python_leaves_logging_alone(model: Path) -> None:
+def test_serving_from_python_does_not_configure_logging(model: Path) -> None:
     before = list(logging.getLogger().handlers)
     with dk.serve(model, grpc_port=None):
         assert logging.getLogger().handlers == before

@@ -1,6 +1,6 @@
 """The samples follow the inspector's format; no GPU was at hand to make new ones.
 
-TensorRT 8 to 10: "Engine Inspector" in NVIDIA's TensorRT guide, and the engine graphs beside
+TensorRT 8 to 10: "Engine Inspector" in NVIDIA's TensorRT guide, and the engine graphs next to
 NVIDIA's trt-engine-explorer (github.com/NVIDIA/TensorRT, tools/experimental). TensorRT 11, which
 splits "Format/Datatype": "Migrating IEngineInspector Usage from TensorRT 10.x to 11.x". Metadata
 with several nodes are separated by the byte 0x1F.
@@ -84,7 +84,7 @@ def test_the_separator_may_stand_in_the_json_as_it_is() -> None:
     assert read_layers(text)[0].onnx_nodes == ("a", "b")
 
 
-def test_names_alone_have_no_precision() -> None:
+def test_layers_given_as_names_have_no_precision() -> None:
     layer = read_layers('{"Layers": ["conv + relu"]}')[0]
     assert (layer.precision, computes(layer)) == (None, False)
     assert layer.onnx_nodes == ("conv", "relu")
@@ -106,15 +106,15 @@ def test_a_fused_quantize_does_not_make_its_producer_int8() -> None:
     assert norm.precision == "float16"
 
 
-def test_a_fused_cast_of_the_input_does_not_make_a_layer_wide() -> None:
+def test_a_fused_cast_of_the_input_does_not_change_a_layers_precision() -> None:
     assert conv("Float", "Half", "Half").precision == "float16"
 
 
-def test_weights_stored_narrow_beside_wide_activations_are_computed_wide() -> None:
+def test_int8_weights_with_float16_activations_compute_in_float16() -> None:
     assert conv("Half", "Half", "Int8").precision == "float16"
 
 
-def test_int8_that_was_computed_in_half_shows_by_its_weights() -> None:
+def test_int8_that_was_computed_in_float16_is_recognised_by_its_weights() -> None:
     assert conv("Int8", "Half", "Half").precision == "float16"
 
 
@@ -125,7 +125,7 @@ def test_truth_values_and_indices_do_not_count_as_precision() -> None:
     assert (shape.precision, computes(shape)) == ("int64", False)
 
 
-def test_a_node_that_runs_wider_than_asked_is_a_mismatch() -> None:
+def test_a_node_in_a_wider_precision_than_requested_is_a_mismatch() -> None:
     found = mismatches({"conv": "int8", "relu": "float32"}, [conv("Half", "Half", "Half")])
     assert found == ("'conv' was requested in int8 and runs in float16",)
 
@@ -134,23 +134,23 @@ def test_a_node_that_runs_wider_than_asked_is_a_mismatch() -> None:
     ("asked", "runs"),
     [("float16", "Half"), ("float32", "Half"), ("int8", "Int8"), ("bfloat16", "Half")],
 )
-def test_as_asked_or_narrower_is_no_mismatch(asked: str, runs: str) -> None:
+def test_the_requested_or_a_narrower_precision_is_not_a_mismatch(asked: str, runs: str) -> None:
     assert mismatches({"conv": asked}, [conv(runs, runs)]) == ()
 
 
 @pytest.mark.parametrize("kind", ["Reformat", "NoOp", "Shuffle", "Constant"])
-def test_a_layer_that_moves_data_is_no_mismatch(kind: str) -> None:
+def test_a_layer_that_moves_data_is_not_a_mismatch(kind: str) -> None:
     moved = one(kind=kind, Inputs=tensors("Float"), Outputs=tensors("Float"))
     assert mismatches({"conv": "float16"}, [moved]) == ()
     assert not computes(moved)
 
 
-def test_a_node_in_several_layers_is_judged_by_the_narrowest() -> None:
-    wide = one(kind="kgen", Inputs=tensors("Float"), Outputs=tensors("Float"))
-    assert mismatches({"conv": "int8"}, [wide, conv("Int8", "Int8", "Int8")]) == ()
+def test_a_node_in_several_layers_counts_as_the_narrowest() -> None:
+    float32 = one(kind="kgen", Inputs=tensors("Float"), Outputs=tensors("Float"))
+    assert mismatches({"conv": "int8"}, [float32, conv("Int8", "Int8", "Int8")]) == ()
 
 
-def test_a_folded_node_is_no_mismatch_but_is_listed() -> None:
+def test_a_folded_node_is_not_a_mismatch_but_is_listed() -> None:
     layers = [conv("Half", "Half")]
     assert mismatches({"bn": "int8"}, layers) == ()
     assert unseen(["conv", "bn"], layers) == ("bn",)

@@ -119,13 +119,13 @@ def test_options_of_the_builder_are_taken(tmp_path: Path) -> None:
 
 @ask
 @needs
-def test_progress_is_told_and_never_falls(tmp_path: Path) -> None:
-    told: list[tuple[str, float]] = []
+def test_progress_is_reported_and_never_falls(tmp_path: Path) -> None:
+    reported: list[tuple[str, float]] = []
     path = save(mnist_like(), tmp_path / "m.onnx")
-    check(path, options(), lambda text, share: told.append((text, share)))
-    shares = [share for _, share in told]
-    assert told[0] == ("parsing", 0.0)
-    assert len(told) > 10
+    check(path, options(), lambda text, share: reported.append((text, share)))
+    shares = [share for _, share in reported]
+    assert reported[0] == ("parsing", 0.0)
+    assert len(reported) > 10
     assert shares == sorted(shares)
     assert 0.5 < shares[-1] <= 1.0
 
@@ -144,17 +144,17 @@ def test_an_error_in_on_progress_is_not_swallowed(tmp_path: Path) -> None:
 @ask
 @needs
 def test_ctrl_c_in_the_middle_of_a_build_ends_it(tmp_path: Path) -> None:
-    told: list[str] = []
+    reported: list[str] = []
 
     def interrupts(text: str, share: float) -> None:
-        told.append(text)
-        if len(told) == 5:
+        reported.append(text)
+        if len(reported) == 5:
             os.kill(os.getpid(), signal.SIGINT)
 
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         check(save(mnist_like(), tmp_path / "m.onnx"), options(), interrupts)
-    assert len(told) < 20
+    assert len(reported) < 20
     assert signal.getsignal(signal.SIGINT) is handler
 
 

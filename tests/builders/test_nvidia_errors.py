@@ -1,4 +1,4 @@
-"""What the builder that is here refuses, TensorRT or TensorRT for RTX, and how it is told."""
+"""What the installed builder refuses, TensorRT or TensorRT for RTX, and its error messages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @ask
 @needs
-def test_every_unsupported_node_is_told_in_one_pass(tmp_path: Path) -> None:
+def test_all_unsupported_nodes_are_reported_in_one_pass(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("Det", ["x"], ["d"], name="det"),
         helper.make_node("Unique", ["x"], ["y"], name="uniq"),
@@ -47,7 +47,7 @@ def test_every_unsupported_node_is_told_in_one_pass(tmp_path: Path) -> None:
 
 @ask
 @needs
-def test_a_node_without_a_name_is_told_by_its_number(tmp_path: Path) -> None:
+def test_a_node_without_a_name_is_named_by_its_number(tmp_path: Path) -> None:
     found = checked(raw([helper.make_node("Det", ["x"], ["y"])]), tmp_path)
     assert "Det '#0'" in found.problems[0]
 
@@ -127,7 +127,7 @@ def test_an_empty_and_a_missing_file_are_not_given_to_the_parser(tmp_path: Path)
 
 @ask
 @needs
-def test_weights_beside_the_model_are_read_and_missed(tmp_path: Path) -> None:
+def test_external_weights_are_read_and_missing_ones_are_named(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
     onnx.save_model(linear(), path, save_as_external_data=True, size_threshold=0, location="m.data")
     assert check(path, options()).accepted
@@ -164,7 +164,7 @@ def test_the_parser_itself_names_missing_weights(tmp_path: Path) -> None:
     ],
     ids=["none", "out of order", "static axis differs", "rank differs"],
 )
-def test_the_builder_answers_late_what_we_check_early(
+def test_errors_of_the_builder_are_found_before_it_runs(
     sizes: tuple[tuple[int, ...], ...] | None, words: str, tmp_path: Path
 ) -> None:
     nv = module.module()
@@ -200,7 +200,7 @@ def test_a_workspace_too_small_is_reported(tmp_path: Path) -> None:
 
 @ask
 @needs
-def test_a_build_after_a_failed_one_tells_its_own_reason(tmp_path: Path) -> None:
+def test_a_build_after_a_failed_one_reports_its_own_reason(tmp_path: Path) -> None:
     assert not checked(linear(), tmp_path, workspace_bytes=1024).accepted
     found = checked(foreign(), tmp_path)
     assert "plugin" in found.problems[0]

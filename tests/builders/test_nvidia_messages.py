@@ -1,4 +1,4 @@
-"""What NVIDIA's parser and builder answer, in our words: texts collected from the real ones.
+"""What NVIDIA's parser and builder answer, as our messages; the log lines come from real runs.
 
 Nothing here needs TensorRT.
 """
@@ -48,11 +48,11 @@ def test_lines_about_the_missing_driver_are_not_the_reason() -> None:
         ("Compute capability is invalid or not supported", "compute capability"),
     ],
 )
-def test_what_keeps_a_build_from_its_plan_is_told_in_words(line: str, words: str) -> None:
+def test_known_build_failures_get_an_explanation(line: str, words: str) -> None:
     assert words in build_refusal([line]).text
 
 
-def test_a_parser_error_without_words_names_the_operator() -> None:
+def test_a_parser_error_without_a_message_names_the_operator() -> None:
     error = ParserError("UNSUPPORTED_NODE", "Det", "det", "false")
     assert parser_refusal(error).text == "operator Det 'det' is not supported by TensorRT"
 
@@ -64,7 +64,7 @@ def test_a_missing_data_file_is_named_from_the_log() -> None:
     assert found.damaged
 
 
-def test_an_operator_that_is_a_plugin_elsewhere_is_told_so() -> None:
+def test_an_operator_that_needs_a_plugin_is_explained() -> None:
     text = "NonZero plugin creator version 1 was not found in plugin registry."
     error = ParserError("UNSUPPORTED_NODE", "NonZero", "nz", f"Assertion failed: creator: {text}")
     assert parser_refusal(error).text == (
@@ -95,7 +95,7 @@ def test_every_refusal_is_in_the_one_line() -> None:
         ("must have same input types. But they are of types Half and Float", False),
     ],
 )
-def test_only_what_blames_strong_typing_does(line: str, blames: bool) -> None:
+def test_only_strong_typing_errors_count_as_such(line: str, blames: bool) -> None:
     assert refuses_strong_typing([NO_DRIVER, line]) is blames
 
 

@@ -32,7 +32,7 @@ def test_a_range_of_sizes_is_read(text: str, expected: tuple[int, int, int]) -> 
     "text",
     ["", "1,8", "1,2,3,4", "a", "1,,3", "-1,2,3", "1.5", "8,4,2", "1,9,8", "0,0,0", "9" * 11],
 )
-def test_what_is_no_range_is_bad_input_naming_the_option(text: str) -> None:
+def test_an_invalid_range_is_bad_input_naming_the_option(text: str) -> None:
     with pytest.raises(BadInput, match="`batch`"):
         parse_batch(text)
 
@@ -150,7 +150,7 @@ def test_a_damaged_file_names_no_axes(tmp_path: Path, content: bytes) -> None:
     assert axis_names(path) == {}
 
 
-def test_a_name_that_is_no_text_does_not_stop_the_reading(tmp_path: Path) -> None:
+def test_an_axis_name_that_is_not_utf8_is_read_with_replacement_characters(tmp_path: Path) -> None:
     content = linear().SerializeToString()
     path = tmp_path / "m.onnx"
     path.write_bytes(content.replace(b"\x12\x01N", b"\x12\x01\xff"))
@@ -165,7 +165,7 @@ def test_activations_are_two_of_the_largest_tensor() -> None:
     assert activation_bytes(shapes, batch=8, others=50) == 2 * 4 * (8 * 3 * 50)
 
 
-def test_weights_beside_the_model_count(tmp_path: Path) -> None:
+def test_external_weights_count(tmp_path: Path) -> None:
     model = helper.make_model(helper.make_graph([], "g", [], []))
     tensor = model.graph.initializer.add(name="w", data_type=TensorProto.FLOAT, dims=[100])
     tensor.data_location = TensorProto.EXTERNAL

@@ -1,4 +1,4 @@
-"""Builds with a TensorRT made of Python: what reaches it, and what is told of the plan."""
+"""Builds with a fake TensorRT: what reaches it, and what is recorded about the plan."""
 
 from __future__ import annotations
 
@@ -89,7 +89,9 @@ def test_without_tensorrt_the_extra_is_named(model: Path, out: Path) -> None:
     assert "deploykit[tensorrt]" in (caught.value.hint or "")
 
 
-def test_a_machine_without_a_driver_is_told_so(use: Use, model: Path, out: Path) -> None:
+def test_a_machine_without_a_driver_is_refused_with_that_reason(
+    use: Use, model: Path, out: Path
+) -> None:
     use(driver=False)
     with pytest.raises(Unsupported, match="cannot start: no NVIDIA driver"):
         build(model, out, options())
@@ -107,7 +109,7 @@ def test_a_profile_that_ends_before_this_tensorrt_is_refused(
 # weak typing, where strong typing has gaps
 
 
-def test_older_flags_are_used_where_strong_typing_is_refused_and_said(
+def test_older_flags_are_used_where_strong_typing_is_refused_with_a_note(
     use: Use, model: Path, out: Path
 ) -> None:
     does = use(version="10.3.0", strong_error=NO_FORMATS, dtypes=("FLOAT", "HALF", "INT8", "FP8"))
@@ -139,7 +141,7 @@ def test_another_error_is_not_answered_with_the_older_flags(
     assert does.seen["strong"] == [True]
 
 
-def test_when_both_fail_the_first_reason_is_told(use: Use, model: Path, out: Path) -> None:
+def test_when_both_fail_the_first_reason_is_reported(use: Use, model: Path, out: Path) -> None:
     use(version="10.3.0", strong_error=NO_FORMATS, weak_error="something else")
     with pytest.raises(Unsupported, match="could not find any supported formats"):
         build(model, out, options())

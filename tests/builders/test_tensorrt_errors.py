@@ -31,7 +31,7 @@ def test_too_little_free_memory_is_refused_before_the_build(
     assert "strong" not in does.seen
 
 
-def test_a_workspace_is_cut_to_what_is_free_and_that_is_said(
+def test_a_workspace_is_cut_to_the_free_memory_with_a_note(
     use: Use, model: Path, out: Path
 ) -> None:
     does = use()

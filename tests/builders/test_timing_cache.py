@@ -67,13 +67,13 @@ def test_without_a_gpu_no_cache_is_kept() -> None:
     assert cache_path("tensorrt-10.3.0", here) is None
 
 
-def test_a_jetson_without_nvidia_smi_is_told_by_its_board(cache: Path) -> None:
+def test_a_jetson_without_nvidia_smi_is_recognised_by_its_board(cache: Path) -> None:
     here = replace(this_machine(), gpus=(), board="Jetson Orin NX", l4t="36.4.3", power_mode="25W")
     path = cache_path("tensorrt-10.3.0", here)
     assert path == cache / "timing" / "tensorrt-10.3.0_Jetson-Orin-NX_36.4.3_25W.cache"
 
 
-def test_a_timing_cache_that_cannot_be_kept_spoils_no_build(
+def test_a_timing_cache_that_cannot_be_written_fails_no_build(
     use: Use, model: Path, out: Path
 ) -> None:
     use()

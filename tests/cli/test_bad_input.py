@@ -82,7 +82,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(
 
 
 @pytest.mark.torch
-def test_the_same_in_a_zip_checkpoint(run: Run, tmp_path: Path) -> None:
+def test_a_pickle_in_a_zip_checkpoint_is_refused_and_does_not_run(run: Run, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     marker, path = tmp_path / "marker", tmp_path / "evil.pt"
     torch.save({"state_dict": Bomb(marker)}, path)
@@ -104,7 +104,7 @@ def test_train_refuses_weights_that_would_run_code(run: Run, tmp_path: Path) -> 
 
 
 DATA = {
-    "wrong name": ({"picture": (4, 1, 28, 28), "other": (4, 2)}, "float32", "image"),
+    "wrong name": ({"photo": (4, 1, 28, 28), "other": (4, 2)}, "float32", "image"),
     "wrong shape": ({"image": (4, 1, 28, 29)}, "float32", "[4,1,28,29]"),
     "wrong rank": ({"image": (4, 28, 28)}, "float32", "[4,28,28]"),
     "wrong dtype": ({"image": (4, 1, 28, 28)}, "float64", "float64"),
@@ -120,7 +120,7 @@ def test_data_that_do_not_fit_the_model_are_exit_2(
 
     with load(model, "cpu") as engine:
         name = engine.inputs[0].name
-    shapes, dtype, told = DATA[case]
+    shapes, dtype, message = DATA[case]
     path = tmp_path / "data.npz"
     named = {name if key == "image" else key: shape for key, shape in shapes.items()}
     np.savez(path, **{key: np.zeros(shape, dtype) for key, shape in named.items()})
@@ -131,7 +131,7 @@ def test_data_that_do_not_fit_the_model_are_exit_2(
     ):
         ran = run(*command)
         assert ran.code == 2, (command, ran.err)
-        assert told.replace("image", name) in ran.error()
+        assert message.replace("image", name) in ran.error()
     assert not (tmp_path / "out.npz").exists()
     assert not (tmp_path / "out.onnx").exists()
 
@@ -189,7 +189,7 @@ OPTIONS = {
 def test_a_wrong_option_is_exit_2_and_names_it(
     run: Run, case: str, model: Path, samples: Path, tmp_path: Path
 ) -> None:
-    words, told = OPTIONS[case]
+    words, message = OPTIONS[case]
     if case == "train: no epochs":
         pytest.importorskip("torch")
     places = {
@@ -202,7 +202,7 @@ def test_a_wrong_option_is_exit_2_and_names_it(
     before = model.read_bytes()
     ran = run(*(places.get(word, word) for word in words))
     assert ran.code == 2, (ran.code, ran.err)
-    assert told in ran.error()
+    assert message in ran.error()
     assert model.read_bytes() == before
     assert not (tmp_path / "out").exists()
 

@@ -1,4 +1,4 @@
-"""Data made to do harm, and what is no file at all, given to the commands that open them.
+"""Malicious data, and paths that are not files, given to the commands that open them.
 
 Each is refused with exit 2, one `error:` line that names it, and nothing of it run or left behind.
 """
@@ -85,20 +85,20 @@ def grey(folder: Path, name: str, side: int = 28, level: int = 90) -> None:
     image.fromarray(noise).save(folder / name)
 
 
-def pictures(folder: Path, count: int = 9, **more: int) -> Path:
+def images(folder: Path, count: int = 9, **more: int) -> Path:
     for number in range(count):
         grey(folder, f"{number}{'x' * number}.png", **more)
     return folder
 
 
 def with_file(folder: Path, name: str, content: bytes) -> Path:
-    pictures(folder)
+    images(folder)
     (folder / name).write_bytes(content)
     return folder
 
 
 def odd_size(folder: Path) -> Path:
-    pictures(folder)
+    images(folder)
     grey(folder, "zz-odd.png", side=30)
     return folder
 
@@ -118,14 +118,14 @@ def declared(folder: Path, side: int) -> Path:
 
 FOLDERS: dict[str, tuple[Maker, str]] = {
     "empty": (lambda f: f, "given"),
-    "all zeros": (lambda f: pictures(f, level=0), "same"),
-    "a web page as picture": (lambda f: with_file(f, "zz.jpg", b"<html>404</html>"), "zz.jpg"),
-    "a program as picture": (lambda f: with_file(f, "zz.png", b"\x7fELF" + bytes(99)), "zz.png"),
-    "a truncated picture": (
+    "all zeros": (lambda f: images(f, level=0), "same"),
+    "a web page as image": (lambda f: with_file(f, "zz.jpg", b"<html>404</html>"), "zz.jpg"),
+    "a program as image": (lambda f: with_file(f, "zz.png", b"\x7fELF" + bytes(99)), "zz.png"),
+    "a truncated image": (
         lambda f: with_file(f, "zz.png", b"\x89PNG\r\n\x1a\n" + bytes(20)),
         "zz.png",
     ),
-    "a picture of another size": (odd_size, "zz-odd.png"),
+    "an image of another size": (odd_size, "zz-odd.png"),
     "65535 x 65535 pixels": (lambda f: declared(f, 65535), "zz-huge.png"),
     "13000 x 13000 pixels": (lambda f: declared(f, 13000), "zz-huge.png"),
 }
@@ -158,12 +158,12 @@ def bytes_model() -> onnx.ModelProto:
     return model
 
 
-def test_a_good_folder_of_pictures_calibrates(run: Run, tmp_path: Path) -> None:
+def test_a_good_folder_of_images_calibrates(run: Run, tmp_path: Path) -> None:
     """The refusals above are not refusals of all folders."""
     pytest.importorskip("PIL")
     folder = tmp_path / "given"
     folder.mkdir()
-    pictures(folder, level=255)
+    images(folder, level=255)
     model, out = save(bytes_model(), tmp_path / "bytes.onnx"), tmp_path / "out.onnx"
     ran = run("quantize", model, "--to", "int8", "--calib", folder, "-o", out)
     assert ran.code == 0, ran.err
@@ -208,7 +208,7 @@ OPENERS = {
 
 @pytest.mark.parametrize("command", OPENERS)
 @pytest.mark.parametrize("case", NO_FILES)
-def test_what_is_no_file_is_exit_2_at_once(
+def test_a_path_that_is_not_a_file_is_exit_2_at_once(
     run: Run, model: Path, tmp_path: Path, case: str, command: str
 ) -> None:
     folder = tmp_path / "given"

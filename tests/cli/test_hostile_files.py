@@ -1,4 +1,4 @@
-"""Model files that were made to do harm, given to the commands that open them.
+"""Malicious model files, given to the commands that open them.
 
 Each is refused with exit 2, one `error:` line that names it, and nothing of it run or left behind.
 """
@@ -144,7 +144,7 @@ def external(folder: Path, location: str, **more: object) -> Path:
     return path
 
 
-def beside(folder: Path, size: int = 48) -> str:
+def weights_file(folder: Path, size: int = 48) -> str:
     (folder / "w.bin").write_bytes(bytes(size))
     return "w.bin"
 
@@ -157,7 +157,7 @@ def linked(folder: Path, link: Callable[[Path, Path], None]) -> Path:
 
 
 def dims(folder: Path, *sizes: int) -> Path:
-    path = external(folder, beside(folder))
+    path = external(folder, weights_file(folder))
     model = onnx.load(path, load_external_data=False)
     del model.graph.initializer[0].dims[:]
     model.graph.initializer[0].dims.extend(sizes)
@@ -197,10 +197,10 @@ ONNX: dict[str, Maker] = {
     "weights through a hard link": lambda f: linked(f, lambda a, b: os.link(a, b)),
     "weights in a FIFO": lambda f: (os.mkfifo(f / "w.bin"), external(f, "w.bin"))[1],
     "weights missing": lambda f: external(f, "w.bin"),
-    "weights too short": lambda f: external(f, beside(f, 8)),
-    "offset of 10^12": lambda f: external(f, beside(f), offset=10**12),
-    "offset of -8": lambda f: external(f, beside(f), offset=-8),
-    "length of 10^15": lambda f: external(f, beside(f), length=10**15),
+    "weights too short": lambda f: external(f, weights_file(f, 8)),
+    "offset of 10^12": lambda f: external(f, weights_file(f), offset=10**12),
+    "offset of -8": lambda f: external(f, weights_file(f), offset=-8),
+    "length of 10^15": lambda f: external(f, weights_file(f), length=10**15),
     "dims of 2^62": lambda f: dims(f, 1 << 62, 8),
     "dims of -4": lambda f: dims(f, -4),
     "an unknown operator": lambda f: changed(f, operator),

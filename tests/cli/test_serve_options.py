@@ -1,4 +1,4 @@
-"""Where `serve` takes its options from, and how it tells that it is ready."""
+"""Where `serve` takes its options from, and how it reports that it is ready."""
 
 from __future__ import annotations
 

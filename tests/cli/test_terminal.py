@@ -81,7 +81,7 @@ def test_ready_is_json_with_log_json(model: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [["--help"], ["profiles", "--json"], ["doctor"]], ids=str)
-def test_a_reader_that_leaves_is_no_error(words: list[str]) -> None:
+def test_a_closed_pipe_is_not_an_error(words: list[str]) -> None:
     read, write = os.pipe()
     os.close(read)
     ran = subprocess.run(

@@ -157,8 +157,8 @@ def test_every_dtype_has_a_name_in_the_protocol() -> None:
 
 
 def test_types_that_numpy_lacks_are_stored_in_types_that_it_has() -> None:
-    held = {name: carrier(name) for name in PROTOCOL_NAMES if carrier(name) != name}
-    assert held == {"bfloat16": "float32", "string": "object"}
+    carriers = {name: carrier(name) for name in PROTOCOL_NAMES if carrier(name) != name}
+    assert carriers == {"bfloat16": "float32", "string": "object"}
     assert mismatch(TensorSpec("x", "string", ("N",)), "object", (2,)) is None
     assert mismatch(TensorSpec("x", "bfloat16", ("N",)), "float32", (2,)) is None
     assert mismatch(TensorSpec("x", "object", ("N",)), "float32", (2,)) is not None

@@ -1,4 +1,4 @@
-"""Which exporter writes the file, and what is in it: dtypes, names, sizes, weights beside it."""
+"""Which exporter writes the file, and what is in it: dtypes, names, sizes, external weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_current_exporter_is_used_and_nothing_is_said_of_a_fallback(tmp_path
     assert (done.exporter, done.opset, done.fallback) == ("dynamo", 18, "")
 
 
-def test_the_older_exporter_steps_in_and_the_reason_is_told(
+def test_the_older_exporter_is_the_fallback_and_the_reason_is_noted(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     done = export_module(models.Address(), [ROW], [ANSWER], tmp_path / "m.onnx")
@@ -93,8 +93,8 @@ def test_torchscript_through_the_current_exporter_is_refused(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_inputs_keep_their_dtypes_and_share_two_dynamic_axes(tmp_path: Path, exporter: str) -> None:
-    texts = ("ids:int64", "keep:bool", "half:float16", "bytes_:uint8")
-    inputs = tuple(parse_spec(f"{text}[N,T]") for text in texts)
+    specs = ("ids:int64", "keep:bool", "half:float16", "bytes_:uint8")
+    inputs = tuple(parse_spec(f"{text}[N,T]") for text in specs)
     module = models.Kinds().eval()
     out = tmp_path / "m.onnx"
     export_module(module, inputs, [parse_spec("y:float32[N,T]")], out, exporter=exporter)
@@ -163,19 +163,21 @@ def test_the_size_to_export_at_can_be_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-def test_pictures_of_any_size_are_exported_at_sizes_that_pooling_leaves_something_of(
+def test_image_models_are_exported_at_sizes_large_enough_for_their_pooling(
     tmp_path: Path, exporter: str
 ) -> None:
     halved = [torch.nn.MaxPool2d(2) for _ in range(5)]
     module = torch.nn.Sequential(*halved, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
     image, answer = parse_spec("image:float32[N,3,H,W]"), parse_spec("y:float32[N,3]")
     export_module(models.Wrapper(module), [image], [answer], tmp_path / "m.onnx", exporter=exporter)
-    picture = np.ones((2, 3, 70, 130), np.float32)
-    np.testing.assert_array_equal(ran(tmp_path / "m.onnx", image=picture)["y"], np.ones((2, 3)))
+    image = np.ones((2, 3, 70, 130), np.float32)
+    np.testing.assert_array_equal(ran(tmp_path / "m.onnx", image=image)["y"], np.ones((2, 3)))
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-def test_weights_past_the_limit_lie_in_one_file_beside(tmp_path: Path, exporter: str) -> None:
+def test_weights_above_the_limit_are_written_to_one_external_file(
+    tmp_path: Path, exporter: str
+) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Linear(64, 4)).eval()
     one, two = tmp_path / "one.onnx", tmp_path / "two" / "m.onnx"
     two.parent.mkdir()

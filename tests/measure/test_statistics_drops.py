@@ -137,7 +137,7 @@ def test_rise_of_perplexity_covers_the_truth_as_often_as_it_says() -> None:
         reference = -random.gamma(9, 0.3, 100)
         candidate = reference - random.normal(tokens / 5000, 0.03)
         rise = relative_rise(reference, candidate, tokens, "perplexity").drop
-        # the mean of tokens^2/5000 over that of tokens, of whole numbers from 10 to 99
+        # the mean of tokens^2/5000 over that of tokens, of integers from 10 to 99
         covered += holds(
             rise, math.expm1(np.sum(np.arange(10, 100) ** 2) / np.sum(np.arange(10, 100)) / 5000)
         )

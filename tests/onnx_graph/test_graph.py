@@ -70,7 +70,7 @@ def test_unnamed_dynamic_axes_are_named_as_the_runtime_names_them(tmp_path: Path
     assert specs(model)[0][0].shape == ("N", "x_1", 3)
 
 
-def test_a_text_input_is_unsupported() -> None:
+def test_a_string_input_is_unsupported() -> None:
     model = linear()
     model.graph.input[0].type.tensor_type.elem_type = TensorProto.STRING
     with pytest.raises(Unsupported, match="'x' is of type string"):
@@ -128,7 +128,7 @@ def test_a_sum_with_one_float_input_computes_in_float() -> None:
     assert summarise(model).precision == {"float32": 1}
 
 
-def test_types_are_inferred_where_the_file_does_not_tell_them() -> None:
+def test_types_are_inferred_where_the_file_has_none() -> None:
     half, _ = to_half(mnist_like())
     del half.graph.value_info[:]
     assert summarise(half).precision == {"float16": 7}
@@ -172,16 +172,16 @@ def test_an_external_weight_is_loaded_with_its_values(tmp_path: Path) -> None:
 LIMIT = 20_000  # of the 31 KB of mnist_like's head, say: one file "cannot hold" it
 
 
-def test_above_the_limit_weights_lie_beside_the_file_aligned_and_exact(tmp_path: Path) -> None:
+def test_weights_above_the_limit_are_external_aligned_and_exact(tmp_path: Path) -> None:
     out = tmp_path / "m.onnx"
     save_graph(mnist_like(), out, limit_bytes=LIMIT)
     light = onnx.load(out, load_external_data=False)
     outside = {t.name: t for t in light.graph.initializer if t.external_data}
     assert set(outside) == {"w2", "w3"}  # the others are below 1 KiB
     for tensor in outside.values():
-        told = {entry.key: entry.value for entry in tensor.external_data}
-        assert told["location"] == "m.onnx.data"
-        assert int(told["offset"]) % 4096 == 0
+        fields = {entry.key: entry.value for entry in tensor.external_data}
+        assert fields["location"] == "m.onnx.data"
+        assert int(fields["offset"]) % 4096 == 0
     assert out.stat().st_size < LIMIT
     wanted = {t.name: numpy_helper.to_array(t) for t in mnist_like().graph.initializer}
     for tensor in load_graph(out).graph.initializer:  # which checks external data
@@ -200,7 +200,7 @@ def test_a_saved_graph_knows_the_hashes_of_its_files(limit_bytes: int, tmp_path:
     assert [saved.sha256(file) for file in written] == known  # without reading them again
 
 
-def test_a_file_with_its_weights_beside_it_runs(tmp_path: Path) -> None:
+def test_a_model_with_external_weights_runs(tmp_path: Path) -> None:
     save_graph(mnist_like(), tmp_path / "whole.onnx")
     save_graph(mnist_like(), tmp_path / "parts.onnx", limit_bytes=LIMIT)
     inputs = feeds(mnist_like())
@@ -211,7 +211,7 @@ def test_a_file_with_its_weights_beside_it_runs(tmp_path: Path) -> None:
         np.testing.assert_array_equal(parts(inputs)["logits"], whole(inputs)["logits"])
 
 
-def test_saving_beside_twice_gives_the_same_bytes(tmp_path: Path) -> None:
+def test_saving_external_weights_twice_gives_the_same_bytes(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         save_graph(mnist_like(), tmp_path / folder / "m.onnx", limit_bytes=LIMIT)
@@ -240,7 +240,7 @@ def test_weights_stored_as_numbers_are_written_as_bytes(tmp_path: Path) -> None:
     np.testing.assert_array_equal(numpy_helper.to_array(read), weight)
 
 
-def test_a_model_with_weights_beside_it_calibrates_and_is_quantized(tmp_path: Path) -> None:
+def test_a_model_with_external_weights_is_calibrated_and_quantized(tmp_path: Path) -> None:
     save_graph(mnist_like(), tmp_path / "m.onnx", limit_bytes=LIMIT)
     whole = save(mnist_like(), tmp_path / "whole.onnx")
     found = calibrate(tmp_path / "m.onnx", samples(mnist_like()))

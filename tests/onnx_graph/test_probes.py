@@ -40,7 +40,7 @@ def nodes_of(pairs: tuple[Pair, ...]) -> list[str]:
     return [pair.node for pair in pairs]
 
 
-def test_exposed_tensors_come_out_beside_the_outputs() -> None:
+def test_exposed_tensors_are_added_to_the_outputs() -> None:
     model, inputs = mnist_like(), feeds(mnist_like(), 3)
     tapped, shown = expose(model, ["r1", "flat"])
     outputs = run(tapped, inputs)
@@ -159,7 +159,7 @@ def test_a_normalisation_folded_into_its_convolution_is_still_the_same_tensor() 
     assert nodes_of(shared(model, folded)) == ["norm"]
 
 
-def test_constants_and_quantized_tensors_are_no_pairs(tmp_path: Path) -> None:
+def test_constants_and_quantized_tensors_are_not_pairs(tmp_path: Path) -> None:
     path = save(mnist_like(), tmp_path / "m.onnx")
     model = to_pairs(mnist_like(), calibrate(path, samples(mnist_like())))
     kinds = {pair.operator for pair in shared(model, model)}
@@ -171,14 +171,14 @@ def test_constants_and_quantized_tensors_are_no_pairs(tmp_path: Path) -> None:
     assert nodes_of(shared(model, model)) == ["scale_up", "scale_down", "add_one"]
 
 
-def test_whole_numbers_are_pairs() -> None:
+def test_integer_tensors_are_pairs() -> None:
     nodes = [helper.make_node("Add", ["ids", "ids"], ["y"], name="twice")]
     model = make(nodes, {"ids": ("N", 5)}, {"y": ("N", 5)}, {}, integers=("ids", "y"))
     assert nodes_of(shared(model, model)) == ["twice"]
     assert nodes_of(shared(int64_ids(), int64_ids())) == ["embed", "project"]
 
 
-def test_text_is_no_pair() -> None:
+def test_string_tensors_are_not_pairs() -> None:
     node = helper.make_node("Identity", ["x"], ["y"], name="same")
     model = make([node], {"x": ("N",)}, {"y": ("N",)}, {})
     for value in (*model.graph.input, *model.graph.output):

@@ -145,7 +145,7 @@ def external(folder: Path, location: str, **entries: str) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model's folder beside a secret that no model may read."""
+    """A model's folder next to a secret file that no model may read."""
     (tmp_path / "secret.bin").write_bytes(bytes(48))
     inner = tmp_path / "model"
     inner.mkdir()

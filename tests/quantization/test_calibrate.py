@@ -161,7 +161,7 @@ def test_batches_are_smaller_where_activations_are_large(
     assert seen == [3]
 
 
-def test_a_fixed_batch_is_kept_and_the_rest_left_out(tmp_path: Path) -> None:
+def test_a_fixed_batch_is_kept_and_the_remaining_samples_are_dropped(tmp_path: Path) -> None:
     model = make(linear().graph.node, {"x": (4, 4)}, {"y": (4, 3)}, _weights())
     data = samples(linear(), 10)
     found = calibrate(save(model, tmp_path / "m.onnx"), data)

@@ -110,13 +110,13 @@ def test_the_mix_agrees_with_the_summary(tmp_path: Path) -> None:
         assert sum(found.weight_bytes.values()) == summary.weight_bytes
 
 
-def test_the_mix_tells_shares(tmp_path: Path) -> None:
-    told = json.loads(json.dumps(mix(quantized(tmp_path), {}).to_dict()))
-    assert told["nodes"] == {"float32": 4, "int8": 3}
-    assert told["shares"]["nodes"]["int8"] == pytest.approx(3 / 7)
-    assert told["shares"]["flops"]["int8"] > 0.9
-    assert told["weights"] == {"float32": 8 + 16 + 10, "int8": 72 + 1152 + 7840}
-    assert told["unknown"] == []
+def test_the_mix_contains_the_share_of_each_precision(tmp_path: Path) -> None:
+    document = json.loads(json.dumps(mix(quantized(tmp_path), {}).to_dict()))
+    assert document["nodes"] == {"float32": 4, "int8": 3}
+    assert document["shares"]["nodes"]["int8"] == pytest.approx(3 / 7)
+    assert document["shares"]["flops"]["int8"] > 0.9
+    assert document["weights"] == {"float32": 8 + 16 + 10, "int8": 72 + 1152 + 7840}
+    assert document["unknown"] == []
 
 
 def test_a_weight_that_two_nodes_share_is_one_weight() -> None:

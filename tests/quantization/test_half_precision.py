@@ -293,18 +293,18 @@ def test_bfloat16_weights_are_rounded_to_nearest_even() -> None:
 
 
 @pytest.mark.parametrize("to", HALVES)
-def test_nodes_named_as_wide_stay_float32_and_are_not_reported(to: str) -> None:
+def test_nodes_named_in_keep_float32_stay_float32_and_are_not_reported(to: str) -> None:
     half, kept = to_half(mnist_like(), to, keep_float32=("conv1", "head"))
     assert kept == ()
     assert summarise(half).precision == {NAMES[to]: 5, "float32": 2}
 
 
-def test_a_wide_name_that_no_node_has_is_refused() -> None:
+def test_an_unknown_name_in_keep_float32_is_refused() -> None:
     with pytest.raises(BadInput, match="'conv9'"):
         to_half(mnist_like(), "fp16", keep_float32=("conv9",))
 
 
-def test_an_unknown_half_is_refused() -> None:
+def test_an_unknown_half_precision_is_refused() -> None:
     with pytest.raises(BadInput, match="'fp17'"):
         to_half(linear(), "fp17")
 

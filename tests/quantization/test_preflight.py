@@ -58,7 +58,7 @@ def node(operator: str, *inputs: str, out: str = "y", **options: object) -> onnx
 
 
 @pytest.mark.parametrize("profile", ["h100-sxm", "jetson-orin-nano-8gb", "v100", "cpu"])
-def test_nothing_is_said_against_plain_models(profile: str) -> None:
+def test_plain_models_have_no_findings(profile: str) -> None:
     target = load_profile(profile)
     for make in (onnx_zoo.linear, onnx_zoo.conv_relu, onnx_zoo.int64_ids, onnx_zoo.mnist_like):
         assert unsupported(make(), target) == ()
@@ -118,7 +118,7 @@ def test_a_function_of_the_models_own_is_no_stranger(profile: str) -> None:
     assert unsupported(model, load_profile(profile)) == ()
 
 
-def test_what_a_function_of_the_models_own_holds_is_looked_at(newest: Profile) -> None:
+def test_nodes_inside_the_models_own_functions_are_checked(newest: Profile) -> None:
     model = graph(node("Zap", domain="mine"))
     inside = [helper.make_node("Det", ["a"], ["b"], name="within")]
     imports = [helper.make_opsetid("", 20)]
@@ -137,7 +137,9 @@ def test_what_a_function_of_the_models_own_holds_is_looked_at(newest: Profile) -
         ("h100-sxm", 26, False),
     ],
 )
-def test_an_opset_beyond_the_targets_parser_is_told(profile: str, opset: int, sure: bool) -> None:
+def test_an_opset_above_the_targets_parser_is_reported(
+    profile: str, opset: int, sure: bool
+) -> None:
     found = unsupported(graph(node("Relu"), opset=opset), load_profile(profile))
     assert [problem.operator for problem in found] == ([] if sure else ["opset"])
 
@@ -194,7 +196,7 @@ def test_a_type_that_tensorrt_has_no_tensors_of_is_named(newest: Profile, kind: 
     assert f"no tensors of {kind.lower()}" in found[0].why
 
 
-def test_float64_is_told_to_become_float32(newest: Profile) -> None:
+def test_float64_is_refused_with_a_hint_at_float32(newest: Profile) -> None:
     model = graph(node("Relu"), read=TensorProto.DOUBLE, written=TensorProto.DOUBLE)
     assert "float64" in unsupported(model, newest)[0].why
 

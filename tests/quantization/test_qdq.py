@@ -53,7 +53,7 @@ def test_zero_points_are_all_zero_and_int8(graph: Make, tmp_path: Path) -> None:
         assert not zero.any()
 
 
-def test_nothing_stands_between_conv_and_relu(tmp_path: Path) -> None:
+def test_no_pair_is_placed_between_conv_and_relu(tmp_path: Path) -> None:
     model, _ = quantized(conv_relu(), tmp_path)
     order = [node.op_type for node in model.graph.node]
     assert order == ["QuantizeLinear", "DequantizeLinear", "DequantizeLinear", "Conv", "Relu"]
@@ -125,7 +125,7 @@ def test_the_source_is_left_alone(tmp_path: Path) -> None:
     assert model == mnist_like()
 
 
-def test_float_weights_are_not_kept_beside_the_quantized(tmp_path: Path) -> None:
+def test_float_weights_are_not_kept_next_to_the_quantized_ones(tmp_path: Path) -> None:
     model, _ = quantized(mnist_like(), tmp_path)
     kept = {t.name for t in model.graph.initializer if t.data_type == TensorProto.FLOAT}
     assert not kept.intersection(("w1", "w2", "w3"))
@@ -174,7 +174,7 @@ def test_a_product_of_two_activations_stays_float(tmp_path: Path) -> None:
     assert summarise(quantized(model, tmp_path)[0]).precision == {"float32": 1, "int8": 1}
 
 
-def test_a_channel_of_zeros_and_a_dead_input_are_harmless(tmp_path: Path) -> None:
+def test_a_channel_of_zeros_and_a_constant_input_are_quantized(tmp_path: Path) -> None:
     weight = np.array([[1, 0], [2, 0]], np.float32)
     nodes = [
         helper.make_node("Mul", ["x", "zero"], ["dead"], name="mul"),

@@ -57,7 +57,7 @@ def stored_scale(model: onnx.ModelProto, name: str) -> np.ndarray:
     return numpy_helper.to_array(next(t for t in model.graph.initializer if t.name == name))
 
 
-def test_fp8_has_one_scale_a_tensor_and_a_float_bias(tmp_path: Path) -> None:
+def test_fp8_has_one_scale_per_tensor_and_a_float_bias(tmp_path: Path) -> None:
     fp8 = to_pairs(linear(), calibration({"x": Range(-4.48, 4.0)}), "fp8")
     gemm = pairs(fp8, "Gemm")[0]
     assert gemm.input[2] == "b"

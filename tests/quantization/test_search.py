@@ -8,20 +8,20 @@ import pytest
 
 from deploykit.core.evidence import SearchStep
 from deploykit.quantization.search import Level, Verdict, not_worth, search
-from tests.support.graphs.search_network import FAILS, Network, harms
+from tests.support.graphs.search_network import FAILS, Network, sensitivities
 
 
 def test_the_narrowest_level_is_kept_as_it_is_where_it_passes() -> None:
-    network = Network({"int8": harms(4), "fp16": harms(4)})
+    network = Network({"int8": sensitivities(4), "fp16": sensitivities(4)})
     outcome = network.search()
     assert outcome.best is not None
     assert (outcome.best.precision, outcome.best.float32_nodes, outcome.stopped) == ("int8", (), "")
-    assert network.judged == [("int8", frozenset())]
+    assert network.evaluated == [("int8", frozenset())]
     assert not network.ranked
 
 
-def test_only_the_nodes_that_harm_are_kept_in_float32() -> None:
-    network = Network({"int8": harms(12, {3: 5.0, 7: 2.0, 9: 0.9})})
+def test_only_the_sensitive_nodes_are_kept_in_float32() -> None:
+    network = Network({"int8": sensitivities(12, {3: 5.0, 7: 2.0, 9: 0.9})})
     outcome = network.search()
     assert outcome.best is not None
     assert outcome.best.float32_nodes == ("n3", "n7")
@@ -31,22 +31,24 @@ def test_only_the_nodes_that_harm_are_kept_in_float32() -> None:
 
 @pytest.mark.parametrize("guilty", range(1, 40))
 def test_the_fewest_that_pass_are_kept_in_float32(guilty: int) -> None:
-    network = Network({"int8": harms(64, dict.fromkeys(range(guilty), 1.1))})
+    network = Network({"int8": sensitivities(64, dict.fromkeys(range(guilty), 1.1))})
     outcome = network.search()
     assert outcome.best is not None
     assert len(outcome.best.float32_nodes) == guilty
 
 
 def test_two_hundred_nodes_need_few_runs_of_the_evaluation() -> None:
-    network = Network({"int8": harms(200, dict.fromkeys(range(100), 1.1))})
+    network = Network({"int8": sensitivities(200, dict.fromkeys(range(100), 1.1))})
     outcome = network.search()
     assert outcome.best is not None
     assert len(outcome.best.float32_nodes) == 100
-    assert len(network.judged) <= 1 + 2 * math.ceil(math.log2(200))
+    assert len(network.evaluated) <= 1 + 2 * math.ceil(math.log2(200))
 
 
 def test_a_wider_level_passes_where_the_narrow_one_cannot_be_repaired() -> None:
-    network = Network({"int8": harms(4, dict.fromkeys(range(4), 9.0)), "fp16": harms(4)})
+    network = Network(
+        {"int8": sensitivities(4, dict.fromkeys(range(4), 9.0)), "fp16": sensitivities(4)}
+    )
     outcome = network.search()
     assert outcome.best is not None
     assert outcome.best.precision == "fp16"
@@ -57,14 +59,14 @@ def test_a_wider_level_passes_where_the_narrow_one_cannot_be_repaired() -> None:
 
 def test_a_repaired_narrow_model_has_to_be_cheaper_than_the_wider_one_that_passes() -> None:
     network = Network(
-        {"int8": harms(20, dict.fromkeys(range(8), 9.0)), "fp16": harms(20)},
+        {"int8": sensitivities(20, dict.fromkeys(range(8), 9.0)), "fp16": sensitivities(20)},
         narrow_s={"int8": 0.002, "fp16": 0.005},
     )
-    # with 8 of 20 wide INT8 takes 104 ms, FP16 100 ms: 104 > 95
+    # with 8 of 20 nodes in float32, INT8 takes 104 ms, FP16 100 ms: 104 > 95
     outcome = network.search()
     assert outcome.best is not None
     assert outcome.best.precision == "fp16"
-    assert all(len(wide) <= 6 for _, wide in network.judged)  # 7 wide cost 96 ms
+    assert all(len(float32_nodes) <= 6 for _, float32_nodes in network.evaluated)  # 7 cost 96 ms
     assert (
         "INT8 fails with 6 of 20 nodes kept in float32; with 7 it is not worth it: 96 ms against "
         in (outcome.notes[0])
@@ -72,7 +74,9 @@ def test_a_repaired_narrow_model_has_to_be_cheaper_than_the_wider_one_that_passe
 
 
 def test_a_repaired_narrow_model_is_kept_where_it_is_cheaper() -> None:
-    network = Network({"int8": harms(20, dict.fromkeys(range(6), 9.0)), "fp16": harms(20)})
+    network = Network(
+        {"int8": sensitivities(20, dict.fromkeys(range(6), 9.0)), "fp16": sensitivities(20)}
+    )
     outcome = network.search()
     assert outcome.best is not None
     assert (outcome.best.precision, len(outcome.best.float32_nodes)) == ("int8", 6)
@@ -81,7 +85,8 @@ def test_a_repaired_narrow_model_is_kept_where_it_is_cheaper() -> None:
 
 def test_int8_that_passes_but_saves_too_little_gives_way_to_fp16() -> None:
     network = Network(
-        {"int8": harms(10), "fp16": harms(10)}, narrow_s={"int8": 0.0049, "fp16": 0.005}
+        {"int8": sensitivities(10), "fp16": sensitivities(10)},
+        narrow_s={"int8": 0.0049, "fp16": 0.005},
     )
     outcome = network.search()
     assert outcome.best is not None
@@ -93,7 +98,8 @@ def test_int8_that_passes_but_saves_too_little_gives_way_to_fp16() -> None:
 
 def test_int8_that_saves_too_little_stays_where_fp16_fails() -> None:
     network = Network(
-        {"int8": harms(10), "fp16": harms(10, FAILS)}, narrow_s={"int8": 0.0049, "fp16": 0.005}
+        {"int8": sensitivities(10), "fp16": sensitivities(10, FAILS)},
+        narrow_s={"int8": 0.0049, "fp16": 0.005},
     )
     outcome = network.search()
     assert outcome.best is not None
@@ -102,7 +108,7 @@ def test_int8_that_saves_too_little_stays_where_fp16_fails() -> None:
 
 
 def test_float32_stays_where_nothing_saves_anything() -> None:
-    network = Network({"fp16": harms(10)}, narrow_s={"fp16": 0.0099})
+    network = Network({"fp16": sensitivities(10)}, narrow_s={"fp16": 0.0099})
     outcome = network.search()
     assert outcome.best is None
     assert outcome.notes[0].startswith("FP16 is not worth it here: 99 ms against 100 ms in FLOAT32")
@@ -110,7 +116,7 @@ def test_float32_stays_where_nothing_saves_anything() -> None:
 
 
 def test_float32_stays_where_nothing_passes() -> None:
-    network = Network({"int8": harms(3, dict.fromkeys(range(3), 9.0))})
+    network = Network({"int8": sensitivities(3, dict.fromkeys(range(3), 9.0))})
     outcome = network.search()
     assert outcome.best is None
     assert outcome.stopped == ""
@@ -120,7 +126,8 @@ def test_float32_stays_where_nothing_passes() -> None:
 
 def test_a_level_that_costs_as_much_as_what_passes_is_not_ranked_at_all() -> None:
     network = Network(
-        {"int8": harms(10, FAILS), "fp16": harms(10)}, narrow_s={"int8": 0.005, "fp16": 0.005}
+        {"int8": sensitivities(10, FAILS), "fp16": sensitivities(10)},
+        narrow_s={"int8": 0.005, "fp16": 0.005},
     )
     outcome = network.search()
     assert outcome.best is not None
@@ -130,7 +137,9 @@ def test_a_level_that_costs_as_much_as_what_passes_is_not_ranked_at_all() -> Non
 
 
 def test_a_level_that_cannot_be_made_is_a_step_that_says_why() -> None:
-    network = Network({"int8": harms(4), "fp16": harms(4)}, refused=frozenset({"int8"}))
+    network = Network(
+        {"int8": sensitivities(4), "fp16": sensitivities(4)}, refused=frozenset({"int8"})
+    )
     outcome = network.search()
     assert outcome.best is not None
     assert outcome.best.precision == "fp16"
@@ -140,9 +149,9 @@ def test_a_level_that_cannot_be_made_is_a_step_that_says_why() -> None:
     ]
 
 
-def test_each_step_tells_what_was_wide_how_it_did_and_what_it_costs() -> None:
+def test_each_step_reports_its_float32_nodes_drop_and_cost() -> None:
     seen: list[SearchStep] = []
-    network = Network({"int8": harms(4, {1: 9.0, 2: 9.0})})
+    network = Network({"int8": sensitivities(4, {1: 9.0, 2: 9.0})})
     outcome = network.search(on_step=seen.append)
     assert tuple(seen) == outcome.steps
     assert [(s.float32_nodes, s.passed, s.drop) for s in seen] == [

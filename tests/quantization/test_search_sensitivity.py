@@ -18,7 +18,7 @@ from tests.support.graphs.protos import calibrate, node_costs, quantizable, to_p
 from tests.support.onnx_zoo import make, save
 
 
-def test_what_harms_most_for_what_it_saves_is_widened_first() -> None:
+def test_nodes_with_most_sensitivity_per_saving_come_first() -> None:
     sensitivity = {"cheap": 2.0, "dear": 3.0, "free": 0.1, "unknown": math.nan}
     saving = {"cheap": 0.001, "dear": 0.004, "free": 0.0, "unknown": 1.0}
     order = ranked(
@@ -38,13 +38,13 @@ def test_noise_is_counted_as_a_share_of_the_signal() -> None:
     assert noise_share([wanted, wanted], [wanted, wanted]) == 0
 
 
-def test_an_overflow_is_infinite_harm_and_a_mask_of_infinity_is_none() -> None:
+def test_an_overflow_has_infinite_noise_and_a_mask_of_infinity_none() -> None:
     mask = np.array([1.0, -np.inf], np.float32)
     assert noise_share([mask], [mask]) == 0
     assert noise_share([np.ones(2)], [np.array([1.0, np.inf])]) == math.inf
 
 
-def test_whole_numbers_that_differ_are_harm() -> None:
+def test_integers_that_differ_are_noise() -> None:
     assert noise_share([np.array([1, 2, 3, 4])], [np.array([1, 2, 3, 5])]) == 0.25
 
 
@@ -72,7 +72,7 @@ def run(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> list[np.nda
     return list(session.run(None, dict(inputs)))
 
 
-def test_on_real_graphs_only_the_node_that_int8_ruins_stays_wide(tmp_path: Path) -> None:
+def test_on_real_graphs_only_the_node_that_int8_ruins_stays_float32(tmp_path: Path) -> None:
     model = outlier()
     calibration = calibrate(save(model, tmp_path / "m.onnx"), samples(model, 64))
     inputs = feeds(model, 64, seed=1)
@@ -80,13 +80,13 @@ def test_on_real_graphs_only_the_node_that_int8_ruins_stays_wide(tmp_path: Path)
     target = {"peaks": {"fp32": 1e12, "int8": 8e12}, "bytes_per_s": 1e11}
     nodes = quantizable(model)
 
-    def made(wide: frozenset[str]) -> onnx.ModelProto:
-        return to_pairs(model, calibration, keep_float32=wide)
+    def made(keep_float32: frozenset[str]) -> onnx.ModelProto:
+        return to_pairs(model, calibration, keep_float32=keep_float32)
 
     def noise(candidate: onnx.ModelProto) -> float:
         return noise_share(wanted, run(candidate, inputs))
 
-    def judge(candidate: onnx.ModelProto) -> Verdict:
+    def evaluate(candidate: onnx.ModelProto) -> Verdict:
         share = noise(candidate)
         return Verdict(share < 0.01, share, f"noise {share:.2%}")
 
@@ -104,7 +104,7 @@ def test_on_real_graphs_only_the_node_that_int8_ruins_stays_wide(tmp_path: Path)
         sensitivity=lambda name: noise(made(frozenset(nodes) - {name})),
         saving_s=saved.__getitem__,
     )
-    outcome = search([level], judge, float32_cost_s=cost_s(model))
+    outcome = search([level], evaluate, float32_cost_s=cost_s(model))
     assert not outcome.steps[0].passed
     assert outcome.best is not None
     assert outcome.best.float32_nodes == ("guilty",)

@@ -9,11 +9,13 @@ import pytest
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import SearchStep
 from deploykit.quantization.search import Level, search
-from tests.support.graphs.search_network import FAILS, Network, harms
+from tests.support.graphs.search_network import FAILS, Network, sensitivities
 
 
 def test_the_time_budget_keeps_what_had_passed() -> None:
-    network = Network({"int8": harms(100, dict.fromkeys(range(30), 9.0)), "fp16": harms(100)})
+    network = Network(
+        {"int8": sensitivities(100, dict.fromkeys(range(30), 9.0)), "fp16": sensitivities(100)}
+    )
     outcome = network.search(budget_s=25)  # both as they are, then half of 5 s of ranking
     assert outcome.stopped == "time budget"
     assert outcome.best is not None
@@ -23,14 +25,14 @@ def test_the_time_budget_keeps_what_had_passed() -> None:
 
 
 def test_nodes_that_there_was_no_time_to_rank_are_named_in_a_note() -> None:
-    network = Network({"int8": harms(100, dict.fromkeys(range(30), 9.0))})
+    network = Network({"int8": sensitivities(100, dict.fromkeys(range(30), 9.0))})
     outcome = network.search(budget_s=110)
     assert len(network.ranked) == 50
     assert outcome.notes[0] == "INT8: there was no time to rank 50 nodes"
 
 
 def test_a_budget_that_ends_before_anything_passed_leaves_float32() -> None:
-    network = Network({"int8": harms(8, FAILS), "fp16": harms(8)})
+    network = Network({"int8": sensitivities(8, FAILS), "fp16": sensitivities(8)})
     outcome = network.search(budget_s=10)
     assert (outcome.best, outcome.stopped, len(outcome.steps)) == (None, "time budget", 1)
     assert outcome.why == (
@@ -40,7 +42,7 @@ def test_a_budget_that_ends_before_anything_passed_leaves_float32() -> None:
 
 @pytest.mark.parametrize("later", [0, 1])
 def test_ctrl_c_keeps_the_best_so_far(later: int) -> None:
-    network = Network({"int8": harms(64, dict.fromkeys(range(5), 9.0))})
+    network = Network({"int8": sensitivities(64, dict.fromkeys(range(5), 9.0))})
     since: list[SearchStep] = []
 
     def stop(step: SearchStep) -> None:
@@ -56,7 +58,7 @@ def test_ctrl_c_keeps_the_best_so_far(later: int) -> None:
 
 
 def test_ctrl_c_while_ranking_keeps_the_wider_level_that_passed() -> None:
-    network = Network({"int8": harms(4, {0: 9.0}), "fp16": harms(4)})
+    network = Network({"int8": sensitivities(4, {0: 9.0}), "fp16": sensitivities(4)})
     level = network.level("int8")
 
     def interrupted(name: str) -> float:
@@ -74,7 +76,7 @@ def test_ctrl_c_while_ranking_keeps_the_wider_level_that_passed() -> None:
         ),
         network.level("fp16"),
     ]
-    outcome = search(levels, network.judge, clock=lambda: 0.0)
+    outcome = search(levels, network.evaluate, clock=lambda: 0.0)
     assert outcome.best is not None
     assert (outcome.best.precision, outcome.stopped) == ("fp16", "interrupted")
 
@@ -82,4 +84,4 @@ def test_ctrl_c_while_ranking_keeps_the_wider_level_that_passed() -> None:
 @pytest.mark.parametrize("budget_s", [0.0, -1.0, math.nan])
 def test_a_budget_that_is_none_is_bad_input(budget_s: float) -> None:
     with pytest.raises(BadInput, match="budget must be above 0"):
-        Network({"int8": harms(2)}).search(budget_s=budget_s)
+        Network({"int8": sensitivities(2)}).search(budget_s=budget_s)

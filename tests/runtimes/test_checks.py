@@ -58,7 +58,7 @@ def test_pixels_that_do_not_look_normalised_are_reported(factor: float, warned: 
     assert any("look unnormalised" in text for text in found) is warned
 
 
-def test_large_values_that_are_no_pixels_are_not_reported() -> None:
+def test_large_values_that_are_not_pixels_are_not_reported() -> None:
     array = np.random.default_rng(0).standard_normal((100, 8)).astype(np.float32) * 1000
     assert check_calibration(samples_of(array), (parse_spec("x:float32[N,8]"),)) == ()
 
@@ -79,13 +79,13 @@ def test_images_that_are_all_black_are_reported() -> None:
     assert sum("is 0 everywhere" in text for text in found) == 3
 
 
-def test_nan_is_left_to_the_calibration_to_refuse() -> None:
+def test_nan_is_not_reported_as_calibration_refuses_it() -> None:
     array = good()
     array[3] = np.nan
     check_calibration(samples_of(array), NCHW)
 
 
-def test_overlap_is_the_number_of_test_samples_that_calibrate_too() -> None:
+def test_overlap_counts_test_samples_that_were_also_calibrated_on() -> None:
     array = good(20)
     a, b = samples_of(array[:12]), samples_of(array[9:])
     assert overlap(a, b) == 3

@@ -63,7 +63,7 @@ def check(case: Case, engine: Engine, feeds: Arrays) -> None:
 
 
 def rows(count: int, start: float = 0.0) -> np.ndarray:
-    """Whole numbers, so that 2x + 1 is exact in every precision: float32, shape (count, 4)."""
+    """Integers, so that 2x + 1 is exact in every precision: float32, shape (count, 4)."""
     return (np.arange(count * 4, dtype=np.float32) + np.float32(start)).reshape(count, 4)
 
 
@@ -107,7 +107,7 @@ def test_memory_layout_of_the_input_does_not_matter(engine: Engine, view: object
     np.testing.assert_array_equal(engine({"x": x})["y"], 2 * x + 1)
 
 
-def test_read_only_input_is_taken(engine: Engine) -> None:
+def test_read_only_input_is_accepted(engine: Engine) -> None:
     """The server's inputs are views of bytes received."""
     x = np.frombuffer(rows(2).tobytes(), np.float32).reshape(2, 4)
     assert not x.flags.writeable
@@ -184,7 +184,7 @@ def test_another_thread_may_call_it(engine: Engine) -> None:
     np.testing.assert_array_equal(y, 2 * rows(5) + 1)
 
 
-def test_closing_twice_is_harmless(engine: Engine) -> None:
+def test_closing_twice_does_nothing(engine: Engine) -> None:
     engine.close()
     engine.close()
 
@@ -197,7 +197,7 @@ def test_closed_engine_says_so(engine: Engine) -> None:
 
 
 def test_closed_engine_still_names_its_tensors(engine: Engine) -> None:
-    """The server's metadata and error texts need them while it shuts down."""
+    """The server's metadata and error messages need them while it shuts down."""
     engine.close()
     assert [spec.name for spec in (*engine.inputs, *engine.outputs)] == ["x", "y"]
 

@@ -66,7 +66,7 @@ def test_memory_that_caches_hold_is_free_where_cpu_and_gpu_share_it(
     assert cuda.memory()[0] > 1 << 20
 
 
-def test_machine_without_a_driver_is_told_so() -> None:
+def test_a_machine_without_a_driver_gets_that_message() -> None:
     driver = bindings()
     if driver.cudart.cudaDriverGetVersion()[1]:
         pytest.skip("this machine has a driver")
@@ -75,7 +75,7 @@ def test_machine_without_a_driver_is_told_so() -> None:
     assert "deploykit doctor" in (caught.value.hint or "")
 
 
-def test_bindings_that_raise_without_a_driver_are_understood() -> None:
+def test_bindings_that_raise_without_a_driver_give_the_same_message() -> None:
     """As those of CUDA 12.8 do; later ones return a code."""
 
     def no_driver() -> tuple[int, int]:

@@ -25,7 +25,7 @@ def test_out_of_memory_says_need_and_free_and_a_smaller_call_still_runs() -> Non
     assert cuda.held() == {}
 
 
-def test_too_little_memory_for_the_first_slot_is_told_at_once_and_leaves_nothing() -> None:
+def test_too_little_memory_for_the_first_slot_is_reported_at_once_and_frees_all() -> None:
     cuda = FakeCuda(total_bytes=1000)
     run = pipeline(cuda, scratch_bytes=2000)
     with pytest.raises(OutOfMemory):
@@ -45,7 +45,7 @@ def test_works_of_one_slot_share_its_scratch_memory() -> None:
 
 
 @pytest.mark.parametrize("call", ["copy_in", "record", "wait"])
-def test_lost_device_is_told_apart_and_stays_lost(call: str) -> None:
+def test_a_lost_device_has_its_own_error_and_stays_lost(call: str) -> None:
     cuda = FakeCuda()
     run = pipeline(cuda)
     run({"x": rows(1)})
@@ -60,7 +60,7 @@ def test_lost_device_is_told_apart_and_stays_lost(call: str) -> None:
 
 
 @pytest.mark.parametrize("call", ["begin_capture", "copy_in", "end_capture"])
-def test_device_lost_while_capturing_is_no_refused_graph(call: str) -> None:
+def test_a_device_lost_while_capturing_is_not_a_refused_graph(call: str) -> None:
     cuda = FakeCuda()
     run = pipeline(cuda, graphs=[1])
     run({"x": rows(1)})
@@ -94,7 +94,7 @@ def test_failed_call_does_not_cost_a_slot() -> None:
         assert len(cuda.streams) == 1
 
 
-def test_closed_pipeline_says_so_and_closing_twice_is_harmless() -> None:
+def test_closed_pipeline_says_so_and_closing_twice_does_nothing() -> None:
     run = pipeline(FakeCuda())
     run.close()
     run.close()
@@ -131,12 +131,12 @@ def test_every_code_has_an_error_that_names_device_and_call(name: str) -> None:
         (["InvalidValue", "InvalidResourceHandle", "SomethingNew"], DeploykitError),
     ],
 )
-def test_code_means(names: Sequence[str], kind: type[DeploykitError]) -> None:
+def test_each_code_is_mapped_to_its_error(names: Sequence[str], kind: type[DeploykitError]) -> None:
     for name in names:
         assert type(cuda_error("cuda:0", "call", f"cudaError{name}", "text")) is kind
 
 
-def test_no_code_means_two_things() -> None:
+def test_no_code_is_mapped_to_two_errors() -> None:
     from deploykit.runtimes.cuda import errors
 
     groups = [value for key, value in vars(errors).items() if isinstance(value, set)]

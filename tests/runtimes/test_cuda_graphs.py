@@ -120,7 +120,7 @@ def test_without_padding_only_the_same_size_has_a_graph(rows_: int | None, expec
     assert pipeline(FakeCuda(), graphs=[1, 4]).bucket(rows_) == (rows_, expected)
 
 
-def test_padded_call_answers_its_own_rows_only_and_shows_nobody_elses() -> None:
+def test_a_padded_call_returns_its_own_rows_only() -> None:
     cuda = FakeCuda()
     seen = []
     with pipeline(cuda, graphs=[4], pad=True) as run:

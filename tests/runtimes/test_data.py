@@ -26,12 +26,12 @@ def test_only_array_serves_the_only_input_whatever_its_name(npz: Path) -> None:
     assert samples.labels.tolist() == [1, 0]
 
 
-def test_arrays_that_are_no_inputs_are_left_out(npz: Path) -> None:
+def test_arrays_that_are_not_inputs_are_ignored(npz: Path) -> None:
     write_npz(npz, {"x": rows(2), "other": rows(5)})
     assert set(read_samples(npz, (X,)).inputs) == {"x"}
 
 
-def test_missing_input_is_named_with_those_wanted(npz: Path) -> None:
+def test_a_missing_input_is_named_with_the_expected_ones(npz: Path) -> None:
     write_npz(npz, {"x": rows(2), "c": rows(2)})
     with pytest.raises(BadInput, match=r"data\.npz: no array 'b'") as caught:
         read_samples(npz, (X, B))
@@ -63,14 +63,14 @@ def test_model_of_a_fixed_batch_takes_any_number_of_samples(npz: Path) -> None:
     assert len(read_samples(npz, (TensorSpec("x", "float32", (1, 3)),))) == 5
 
 
-def test_other_byte_order_is_turned(npz: Path) -> None:
+def test_arrays_of_other_byte_order_are_converted(npz: Path) -> None:
     write_npz(npz, {"x": rows(2).astype(">f4")})
     array = read_samples(npz, (X,)).inputs["x"]
     assert array.dtype.isnative
     np.testing.assert_array_equal(array, rows(2))
 
 
-def test_inputs_must_hold_as_many_samples(npz: Path) -> None:
+def test_all_inputs_must_have_the_same_number_of_samples(npz: Path) -> None:
     write_npz(npz, {"x": rows(3), "b": np.zeros(2, np.int64)})
     with pytest.raises(BadInput, match=r"have \[2, 3\] samples"):
         read_samples(npz, (X, B))
@@ -83,13 +83,13 @@ def test_no_samples_are_refused(npz: Path) -> None:
 
 
 @pytest.mark.parametrize("labels", [np.zeros(4), np.zeros(()), np.zeros((1, 3))], ids=str)
-def test_labels_must_be_as_many_as_samples(npz: Path, labels: np.ndarray) -> None:
+def test_there_must_be_one_label_per_sample(npz: Path, labels: np.ndarray) -> None:
     write_npz(npz, {"x": rows(3), "labels": labels})
     with pytest.raises(BadInput, match="3 samples but labels of shape"):
         read_samples(npz, (X,))
 
 
-def test_labels_are_needed_only_where_asked_for(npz: Path) -> None:
+def test_labels_are_required_only_on_request(npz: Path) -> None:
     write_npz(npz, {"x": rows(3)})
     assert read_samples(npz, (X,)).labels is None
     with pytest.raises(BadInput, match="no array 'labels'"):
@@ -129,7 +129,7 @@ def test_samples_that_do_not_fill_one_batch_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "array", "told", "hint"),
+    ("spec", "array", "message", "hint"),
     [
         ("x:float32[N,3,8,9]", np.zeros((2, 8, 9, 3), "f4"), "looks like NHWC", "(0, 3, 1, 2)"),
         ("x:float32[N,3,H,W]", np.zeros((2, 8, 9, 3), "u1"), "looks like NHWC", "(0, 3, 1, 2)"),
@@ -139,16 +139,16 @@ def test_samples_that_do_not_fill_one_batch_are_refused() -> None:
     ],
 )
 def test_an_array_that_does_not_fit_says_what_it_looks_like(
-    npz: Path, spec: str, array: np.ndarray, told: str, hint: str
+    npz: Path, spec: str, array: np.ndarray, message: str, hint: str
 ) -> None:
     write_npz(npz, {"x": array})
-    with pytest.raises(BadInput, match=told) as caught:
+    with pytest.raises(BadInput, match=message) as caught:
         read_samples(npz, (parse_spec(spec),))
     assert caught.value.hint is not None
     assert hint in caught.value.hint
 
 
-def test_random_bytes_are_pixels() -> None:
+def test_random_uint8_values_cover_the_pixel_range() -> None:
     pixels = random_feeds((parse_spec("i:uint8[N,8,8,3]"),), {"N": 50})["i"]
     assert (pixels.min(), pixels.max()) == (0, 255)
 
@@ -177,7 +177,7 @@ def test_random_feeds_depend_on_the_seed_alone() -> None:
         assert not np.array_equal(first[name], other[name])
 
 
-def test_random_whole_numbers_are_valid_ids() -> None:
+def test_random_integers_are_valid_ids() -> None:
     ids = random_feeds((parse_spec("i:int64[N]"),), {"N": 1000})["i"]
     assert ids.min() == 0
     assert ids.max() == 9

@@ -110,7 +110,7 @@ def test_truncated_file_is_refused(npz: Path, keep: float) -> None:
         read_npz(npz)
 
 
-def test_any_flipped_byte_is_survived(npz: Path) -> None:
+def test_an_archive_with_any_flipped_byte_is_read_or_refused(npz: Path) -> None:
     """Refused, or read: never another exception."""
     np.savez_compressed(npz, x=rows(4))
     content = npz.read_bytes()

@@ -82,14 +82,14 @@ def test_an_empty_folder_is_refused(folder: Path) -> None:
         read_samples(folder, (X,))
 
 
-def test_a_file_that_is_no_data_is_named_not_left_out(folder: Path) -> None:
+def test_a_file_that_is_not_data_is_named_not_ignored(folder: Path) -> None:
     write_npz(folder / "a.npz", {"x": rows(2)})
     (folder / "README.txt").write_text("these are samples", encoding="utf-8")
     with pytest.raises(BadInput, match=r"README\.txt: is not a data file"):
         read_samples(folder, (X,))
 
 
-def test_files_beside_folders_and_folders_too_deep_are_refused(folder: Path) -> None:
+def test_files_mixed_with_folders_and_deeper_folders_are_refused(folder: Path) -> None:
     (folder / "class").mkdir()
     write_npz(folder / "a.npz", {"x": rows(2)})
     with pytest.raises(BadInput, match=r"both files \(a\.npz\) and folders \(class\)"):
@@ -106,9 +106,7 @@ def test_files_beside_folders_and_folders_too_deep_are_refused(folder: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["a.npz", "a.npy", "a.png", "a.jpg"])
-def test_a_pipe_a_loop_and_nothing_at_all_are_refused_without_a_wait(
-    folder: Path, name: str
-) -> None:
+def test_a_pipe_a_link_loop_and_a_missing_path_are_refused_at_once(folder: Path, name: str) -> None:
     if name.endswith("g"):
         pytest.importorskip("PIL")
     spec = TensorSpec("x", "uint8", ("N", 2, 2, 3))
@@ -151,7 +149,7 @@ def test_what_cannot_be_read_is_named(folder: Path) -> None:
         folder.chmod(0o700)
 
 
-def test_pictures_beside_arrays_are_refused(folder: Path) -> None:
+def test_images_mixed_with_arrays_are_refused(folder: Path) -> None:
     write_npz(folder / "a.npz", {"x": rows(2)})
     (folder / "b.PNG").write_bytes(b"not looked at")
     with pytest.raises(BadInput, match=r"both images \(b\.PNG\) and arrays \(a\.npz\)"):

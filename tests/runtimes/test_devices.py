@@ -67,7 +67,7 @@ def test_a_jetson_is_read_from_its_files(tmp_path: Path) -> None:
     assert gpu.throttled is None
 
 
-def test_rails_are_added_where_none_holds_them_all(tmp_path: Path) -> None:
+def test_power_rails_are_summed_when_there_is_no_total(tmp_path: Path) -> None:
     files = {
         "sys/devices/gpu.0/load": 0,
         **rail("1-0040", 1, "VDD_GPU_SOC", 19000, 200),
@@ -79,7 +79,7 @@ def test_rails_are_added_where_none_holds_them_all(tmp_path: Path) -> None:
     assert gpu.utilization == 0
 
 
-def test_the_load_is_found_beside_the_clock(tmp_path: Path) -> None:
+def test_utilization_is_read_from_the_clocks_device(tmp_path: Path) -> None:
     """Xavier and older Orin: the GPU is a device of its own, under its chip's name."""
     files = {
         "sys/class/devfreq/17000000.ga10b/cur_freq": 306000000,
@@ -91,7 +91,7 @@ def test_the_load_is_found_beside_the_clock(tmp_path: Path) -> None:
     assert (gpu.utilization, gpu.clock_hz) == (0.999, 306_000_000)
 
 
-def test_half_a_tree_and_rubbish_in_it_give_what_there_is(tmp_path: Path) -> None:
+def test_incomplete_and_damaged_system_files_give_the_readable_values(tmp_path: Path) -> None:
     files = {
         "sys/devices/platform/gpu.0/load": "none",
         "sys/class/devfreq/gpu-gpc-0/cur_freq": "1575000000",
@@ -105,7 +105,7 @@ def test_half_a_tree_and_rubbish_in_it_give_what_there_is(tmp_path: Path) -> Non
     )  # fmt: skip
 
 
-def test_another_machine_is_no_jetson(tmp_path: Path) -> None:
+def test_another_machine_is_not_a_jetson(tmp_path: Path) -> None:
     files = {"sys/class/devfreq/devfreq0/cur_freq": 1, "proc/meminfo": "MemTotal: 1 kB"}
     assert jetson(write(tmp_path, files)) is None
 
@@ -144,7 +144,7 @@ def seen(library: Path, kind: str, root: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_nvml_tells_all_of_a_data_centre_gpu(library: Path, tmp_path: Path) -> None:
+def test_nvml_reports_every_value_of_a_data_centre_gpu(library: Path, tmp_path: Path) -> None:
     (gpu,) = seen(library, "full", tmp_path)
     assert gpu == {
         "uuid": "GPU-3f1c",
@@ -187,7 +187,7 @@ def test_a_gpu_that_was_lost_does_not_hide_the_others(library: Path, tmp_path: P
     assert [gpu["index"] for gpu in seen(library, "lost", tmp_path)] == [0]
 
 
-def test_no_driver_is_no_gpu(library: Path, tmp_path: Path) -> None:
+def test_without_a_driver_there_is_no_gpu(library: Path, tmp_path: Path) -> None:
     assert seen(library, "late", tmp_path) == []
 
 
@@ -210,7 +210,7 @@ def test_only_known_values_become_samples() -> None:
     ]
 
 
-def test_each_throttle_reason_is_a_series_of_its_own() -> None:
+def test_each_throttle_reason_is_a_separate_series() -> None:
     samples = gpu_samples(Gpu("G", "n", 0, "nvml", throttled=("sw_thermal",)))
     found = {
         labels["reason"]: value
@@ -221,12 +221,12 @@ def test_each_throttle_reason_is_a_series_of_its_own() -> None:
     assert [reason for reason, value in found.items() if value] == ["sw_thermal"]
 
 
-def test_a_gpu_that_was_held_back_at_any_time_is_remembered() -> None:
-    held = iter([(), ("sw_thermal",), None])
+def test_a_gpu_that_was_throttled_at_any_time_is_reported() -> None:
+    reasons = iter([(), ("sw_thermal",), None])
 
     class Found(Devices):
         def read(self) -> tuple[Gpu, ...]:
-            return (Gpu("GPU-1", "H200", 0, "nvml", throttled=next(held)),)
+            return (Gpu("GPU-1", "H200", 0, "nvml", throttled=next(reasons)),)
 
     with ThrottleWatch(Found(), every_s=3600) as watch:
         assert watch.reasons == ()

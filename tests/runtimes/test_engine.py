@@ -28,7 +28,7 @@ def test_content_decides_not_the_name(affine_onnx: Path) -> None:
         assert engine.runtime.startswith("onnxruntime")
 
 
-def test_path_may_be_a_text(affine_onnx: Path) -> None:
+def test_a_path_may_be_a_string(affine_onnx: Path) -> None:
     pytest.importorskip("onnxruntime")
     with load(str(affine_onnx), "cpu", threads=1) as engine:
         assert engine.device == "cpu"
@@ -51,7 +51,7 @@ def test_missing_file_is_not_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
-def test_bare_weights_are_no_engine(tmp_path: Path) -> None:
+def test_bare_weights_are_refused_as_an_engine(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("safetensors")
     path = tmp_path / "weights.safetensors"
@@ -62,7 +62,7 @@ def test_bare_weights_are_no_engine(tmp_path: Path) -> None:
     assert caught.value.exit_code == 2
 
 
-def test_a_runtime_that_is_not_installed_is_the_machines_lack(tmp_path: Path) -> None:
+def test_a_runtime_that_is_not_installed_exits_with_3(tmp_path: Path) -> None:
     if importlib.util.find_spec("tensorrt") is not None:
         pytest.skip("tensorrt is installed")
     path = tmp_path / "m.trt"
@@ -94,7 +94,7 @@ def test_error_lists_the_inputs_there_are() -> None:
     assert "a:float32[N,4]" in caught.value.hint
 
 
-def test_shapes_that_were_right_are_known_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_that_passed_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
 
     def counting(*arguments: Any) -> int | None:
@@ -121,7 +121,7 @@ def test_shapes_that_were_right_are_known_again(monkeypatch: pytest.MonkeyPatch)
     ],
     ids=["shape", "dtype", "byte order", "list", "name", "one more", "none"],
 )
-def test_what_is_wrong_is_refused_each_time_also_after_what_was_right(feeds: Any) -> None:
+def test_wrong_feeds_are_refused_every_time_also_after_valid_ones(feeds: Any) -> None:
     check = FeedCheck((ROW,), "m")
     check({"a": np.zeros((3, 4), np.float32)})
     for _ in range(2):
@@ -129,7 +129,7 @@ def test_what_is_wrong_is_refused_each_time_also_after_what_was_right(feeds: Any
             check(feeds)
 
 
-def test_a_tensorrt_engine_on_a_machine_without_a_gpu_is_not_told_to_install_packages(
+def test_a_tensorrt_engine_without_a_gpu_gives_no_hint_to_install_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "m.trt"

@@ -1,4 +1,4 @@
-"""Folders of pictures: what is decoded, in which order, and every way a picture can be wrong."""
+"""Folders of images: what is decoded, in which order, and which images are refused."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ ANY = (parse_spec("image:uint8[N,H,W,3]"),)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    found = tmp_path / "pictures"
+    found = tmp_path / "images"
     found.mkdir()
     return found
 
 
-def picture(path: Path, height: int = 4, width: int = 6, seed: int = 0) -> np.ndarray:
-    """A picture of noise, written as PNG or JPEG by its name; its pixels."""
+def write_image(path: Path, height: int = 4, width: int = 6, seed: int = 0) -> np.ndarray:
+    """Write an image of noise as PNG or JPEG, by its name; return its pixels."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
     Image.fromarray(pixels).save(path)
     return pixels
@@ -40,8 +40,8 @@ def pixels_of(samples: Samples) -> np.ndarray:
     return array
 
 
-def test_pictures_come_as_bytes_in_the_order_of_their_names(folder: Path) -> None:
-    b, a = picture(folder / "b.png", seed=1), picture(folder / "a.PNG", seed=2)
+def test_images_are_read_as_uint8_in_the_order_of_their_names(folder: Path) -> None:
+    b, a = write_image(folder / "b.png", seed=1), write_image(folder / "a.PNG", seed=2)
     samples = read_samples(folder, COLOUR)
     assert list(samples.inputs) == ["image"]
     np.testing.assert_array_equal(pixels_of(samples), [a, b])
@@ -50,7 +50,7 @@ def test_pictures_come_as_bytes_in_the_order_of_their_names(folder: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["a.jpg", "a.jpeg", "a.JPG"])
-def test_a_jpeg_is_near_what_was_written(folder: Path, name: str) -> None:
+def test_a_decoded_jpeg_is_close_to_the_original(folder: Path, name: str) -> None:
     smooth = np.full((4, 6, 3), (200, 100, 50), np.uint8)
     Image.fromarray(smooth).save(folder / name, quality=95)
     found = pixels_of(read_samples(folder, COLOUR))[0]
@@ -61,17 +61,17 @@ def test_sub_folders_are_classes_numbered_in_the_order_of_their_names(folder: Pa
     for kind, names in (("dog", ["b", "a"]), ("cat", ["z"])):
         (folder / kind).mkdir()
         for name in names:
-            picture(folder / kind / f"{name}.png", seed=ord(name))
+            write_image(folder / kind / f"{name}.png", seed=ord(name))
     samples = read_samples(folder, COLOUR, labelled=True)
     assert samples.labels is not None
     assert samples.labels.tolist() == [0, 1, 1]
     assert samples.labels.dtype == np.int64
-    expected = [picture(folder / "x.png", seed=ord(name)) for name in "zab"]
+    expected = [write_image(folder / "x.png", seed=ord(name)) for name in "zab"]
     np.testing.assert_array_equal(pixels_of(samples), expected)
 
 
-def test_a_flat_folder_has_no_labels_to_ask_for(folder: Path) -> None:
-    picture(folder / "a.png")
+def test_a_flat_folder_has_no_labels(folder: Path) -> None:
+    write_image(folder / "a.png")
     with pytest.raises(BadInput, match="no array 'labels'") as caught:
         read_samples(folder, COLOUR, labelled=True)
     assert "one sub-folder per class" in (caught.value.hint or "")
@@ -89,7 +89,7 @@ def test_grey_is_turned_to_colour_and_colour_to_grey(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "P", "1", "LA"])
-def test_modes_of_eight_bits_are_read(folder: Path, mode: str) -> None:
+def test_images_of_all_eight_bit_modes_are_read(folder: Path, mode: str) -> None:
     Image.new("RGB", (6, 4), (255, 255, 255)).convert(mode).save(folder / "a.png")
     np.testing.assert_array_equal(
         pixels_of(read_samples(folder, COLOUR)), np.full((1, 4, 6, 3), 255)
@@ -104,25 +104,25 @@ def test_a_palette_with_transparency_is_read_without_a_warning(folder: Path) -> 
     np.testing.assert_array_equal(found[0, 0, 0], [10, 20, 30])
 
 
-def test_sixteen_bits_are_refused_not_cut(folder: Path) -> None:
+def test_sixteen_bit_images_are_refused_not_truncated(folder: Path) -> None:
     Image.fromarray(np.full((4, 6), 40000, np.uint16)).save(folder / "a.png")
     with pytest.raises(BadInput, match=r"a\.png: has more than 8 bits per channel"):
         read_samples(folder, GREY)
 
 
-def test_dynamic_sizes_are_those_of_the_first_picture(folder: Path) -> None:
-    picture(folder / "a.png", 5, 7)
-    picture(folder / "b.png", 5, 7)
+def test_dynamic_sizes_are_those_of_the_first_image(folder: Path) -> None:
+    write_image(folder / "a.png", 5, 7)
+    write_image(folder / "b.png", 5, 7)
     assert pixels_of(read_samples(folder, ANY)).shape == (2, 5, 7, 3)
-    picture(folder / "c.png", 7, 5)
+    write_image(folder / "c.png", 7, 5)
     says = r"c\.png: is 5x7 \(width x height\), the first image, a\.png, is 7x5"
     with pytest.raises(BadInput, match=says):
         read_samples(folder, ANY)
 
 
-def test_a_picture_of_another_size_is_refused_with_both_sizes(folder: Path) -> None:
-    picture(folder / "a.png")
-    picture(folder / "b.png", 8, 6)
+def test_an_image_of_another_size_is_refused_with_both_sizes(folder: Path) -> None:
+    write_image(folder / "a.png")
+    write_image(folder / "b.png", 8, 6)
     says = r"b\.png: is 6x8 \(width x height\), the model's image:uint8\[N,4,6,3\] is 6x4"
     with pytest.raises(BadInput, match=says) as caught:
         read_samples(folder, COLOUR)
@@ -140,8 +140,10 @@ def test_a_picture_of_another_size_is_refused_with_both_sizes(folder: Path) -> N
         "x:uint8[N,4,6,3] mask:uint8[N,4,6,1]",
     ],
 )
-def test_a_model_that_takes_no_bytes_is_told_how_it_could(folder: Path, specs: str) -> None:
-    picture(folder / "a.png")
+def test_a_model_without_uint8_input_is_refused_with_the_export_option(
+    folder: Path, specs: str
+) -> None:
+    write_image(folder / "a.png")
     with pytest.raises(BadInput, match="need a model with one input uint8") as caught:
         read_samples(folder, tuple(map(parse_spec, specs.split())))
     assert "`preprocess`" in (caught.value.hint or "")
@@ -160,17 +162,17 @@ def test_a_model_that_takes_no_bytes_is_told_how_it_could(folder: Path, specs: s
     ids=["html", "elf", "gif", "jpeg start", "png start", "empty"],
 )
 @pytest.mark.parametrize("name", ["b.jpg", "b.png"])
-def test_one_file_that_is_no_picture_is_named(
+def test_a_file_that_is_not_an_image_is_named(
     folder: Path, name: str, content: bytes, reason: str
 ) -> None:
-    picture(folder / "a.png")
+    write_image(folder / "a.png")
     (folder / name).write_bytes(content)
     with pytest.raises(BadInput, match=rf"{name}: .*{reason}"):
         read_samples(folder, COLOUR)
 
 
 @pytest.mark.parametrize("kind", ["GIF", "BMP", "TIFF"])
-def test_a_picture_of_another_format_is_refused_whatever_its_name(folder: Path, kind: str) -> None:
+def test_an_image_of_another_format_is_refused_whatever_its_name(folder: Path, kind: str) -> None:
     Image.new("RGB", (6, 4)).save(folder / "a.png", format=kind)
     with pytest.raises(BadInput, match=r"a\.png: is not a readable image: is neither PNG nor"):
         read_samples(folder, COLOUR)
@@ -178,9 +180,9 @@ def test_a_picture_of_another_format_is_refused_whatever_its_name(folder: Path, 
 
 @pytest.mark.parametrize("name", ["b.jpg", "b.png"])
 @pytest.mark.parametrize("keep", [0.2, 0.5, 0.9])
-def test_a_truncated_picture_is_named(folder: Path, name: str, keep: float) -> None:
+def test_a_truncated_image_is_named(folder: Path, name: str, keep: float) -> None:
     specs = (parse_spec("image:uint8[N,64,64,3]"),)
-    picture(folder / name, 64, 64)
+    write_image(folder / name, 64, 64)
     content = (folder / name).read_bytes()
     (folder / name).write_bytes(content[: int(len(content) * keep)])
     with pytest.raises(BadInput, match=rf"{name}: is not a readable image"):
@@ -188,9 +190,9 @@ def test_a_truncated_picture_is_named(folder: Path, name: str, keep: float) -> N
 
 
 @pytest.mark.parametrize("name", ["a.jpg", "a.png"])
-def test_any_flipped_byte_is_survived(folder: Path, name: str) -> None:
+def test_an_image_with_any_flipped_byte_is_read_or_refused(folder: Path, name: str) -> None:
     """Refused, or read: never another exception, never a warning."""
-    picture(folder / name)
+    write_image(folder / name)
     content = (folder / name).read_bytes()
     for at in range(len(content)):
         for flip in (0x01, 0x80, 0xFF):
@@ -213,7 +215,7 @@ def png_of_zeros(width: int, height: int, rows: bytes = b"") -> bytes:
 
 
 @pytest.mark.parametrize("size", [(65535, 65535), (13000, 13000), (5001, 5000)], ids=str)
-def test_a_picture_that_claims_too_many_pixels_is_refused_before_it_is_decoded(
+def test_an_image_with_too_many_pixels_is_refused_before_it_is_decoded(
     folder: Path, size: tuple[int, int]
 ) -> None:
     """No pixel data are there at all: decoding would say that it is truncated."""
@@ -225,14 +227,14 @@ def test_a_picture_that_claims_too_many_pixels_is_refused_before_it_is_decoded(
 
 def test_more_pixels_than_memory_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
-        picture(folder / f"{number}.png")
+        write_image(folder / f"{number}.png")
     monkeypatch.setattr("deploykit.runtimes.data.images.memory_bytes", lambda: 3 * 4 * 6 * 3 - 1)
-    with pytest.raises(BadInput, match="pictures: contains 0 GB of pixels, this machine's memory"):
+    with pytest.raises(BadInput, match="images: contains 0 GB of pixels, this machine's memory"):
         read_samples(folder, COLOUR)
 
 
-def test_pictures_fit_a_model_of_a_fixed_batch(folder: Path) -> None:
+def test_images_are_read_for_a_model_of_a_fixed_batch(folder: Path) -> None:
     for number in range(3):
-        picture(folder / f"{number}.png", seed=number)
+        write_image(folder / f"{number}.png", seed=number)
     spec = TensorSpec("image", "uint8", (1, 4, 6, 3))
     assert len(read_samples(folder, (spec,))) == 3

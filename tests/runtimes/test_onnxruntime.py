@@ -129,7 +129,7 @@ def test_engine_that_values_can_make_hang_is_not_steady(tmp_path: Path) -> None:
         (TensorProto.UINT8, "Identity", True),
         (TensorProto.STRING, "Identity", False),
     ],
-    ids=["a size from values", "numbers", "bytes", "texts of any length"],
+    ids=["a size from values", "numbers", "bytes", "strings of any length"],
 )
 def test_engine_whose_values_set_a_size_is_not_steady(
     tmp_path: Path, dtype: int, operator: str, steady: bool
@@ -161,7 +161,7 @@ def test_loop_inside_a_branch_or_a_function_is_seen(tmp_path: Path) -> None:
     assert holds_operator(path, LOOP)
 
 
-def test_name_loop_elsewhere_is_no_loop(tmp_path: Path) -> None:
+def test_a_tensor_or_node_named_loop_is_not_a_loop(tmp_path: Path) -> None:
     named = node("Identity", ["x"], ["Loop"], name="Loop", doc_string="Loop")
     out = node("Identity", ["Loop"], ["y"])
     path = write(tmp_path / "m", [named, out], [value("x")], [value("y")])
@@ -174,7 +174,7 @@ def test_file_that_cannot_be_read_may_hold_a_loop(tmp_path: Path) -> None:
     assert holds_operator(tmp_path / "m", LOOP)
 
 
-def test_number_ten_elsewhere_is_not_half(tmp_path: Path) -> None:
+def test_the_number_ten_outside_types_is_not_float16(tmp_path: Path) -> None:
     """FLOAT16 is 10 in ONNX; so are these, which are not types."""
     concat = node("Concat", ["x"], ["y"], axis=10)
     ten = np.full((10,), 10, np.int64)
@@ -268,7 +268,7 @@ def test_unnamed_axes_get_names(tmp_path: Path) -> None:
         assert [str(spec) for spec in engine.inputs] == ["x:float32[N,4,x_2]"]
 
 
-def test_text_is_carried_by_objects(tmp_path: Path) -> None:
+def test_strings_are_object_arrays(tmp_path: Path) -> None:
     kind = TensorProto.STRING
     path = write(tmp_path / "m", [IDENTITY], [value("x", kind)], [value("y", kind)])
     x = np.array([["a", "", "\u00e9", "dd"]], object)
@@ -323,7 +323,7 @@ def test_failure_inside_the_graph_names_the_file(tmp_path: Path) -> None:
             engine({"x": np.zeros((3, 4), np.float32)})
 
 
-def test_threads_are_those_asked_for() -> None:
+def test_the_thread_count_is_the_requested_one() -> None:
     assert session_options(3).intra_op_num_threads == 3
 
 

@@ -48,7 +48,7 @@ def test_bound_calls_answer_as_plain_ones(affine_onnx: Path, graphs: tuple[int, 
         np.testing.assert_array_equal(got, wanted)
 
 
-def test_time_spent_on_copies_is_told_of_the_last_call(affine_onnx: Path) -> None:
+def test_the_copy_times_of_the_last_call_are_reported(affine_onnx: Path) -> None:
     """Four megabytes in take more than a microsecond; on a CPU the answer is not copied."""
     call, engine = bound(affine_onnx)
     assert call.last_copies_us == engine.last_copies_us == (0, 0)
@@ -116,7 +116,7 @@ def test_buffers_of_a_shape_are_made_once(affine_onnx: Path) -> None:
     assert module.graphs == []
 
 
-def test_buffers_of_shapes_long_unused_are_let_go(affine_onnx: Path) -> None:
+def test_buffers_of_shapes_long_unused_are_freed(affine_onnx: Path) -> None:
     module, call = counted(affine_onnx)
     for batch in [*range(1, 12), 11, 1]:
         call({"x": np.zeros((batch, 4), np.float32)})
@@ -159,7 +159,7 @@ def test_cuda_with_every_node_on_the_cpu_is_refused(affine_onnx: Path) -> None:
         check_placement(affine_onnx, session, "1")
 
 
-def test_onnxruntime_that_cannot_tell_is_a_note() -> None:
+def test_unknown_placement_is_a_note() -> None:
     (note,) = check_placement(Path("m.onnx"), object(), "1.20.0")
     assert "onnxruntime 1.20.0 does not report" in note
 
@@ -203,7 +203,7 @@ def test_cuda_failures_keep_their_meaning(
     assert type(caught.value) is kind
 
 
-def test_the_same_text_on_the_cpu_is_what_it_was() -> None:
+def test_an_out_of_memory_message_on_the_cpu_is_unsupported() -> None:
     text = "Failed to allocate memory for requested buffer of size 4194304"
     with pytest.raises(Unsupported, match="ONNX Runtime failed") as caught:  # noqa: SIM117
         with onnxruntime_errors(Path("m.onnx")):

@@ -48,7 +48,7 @@ def described(content: bytes = CONTENT, version_compatible: bool = False, **buil
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Path:
-    """A plan beside its manifest, both right."""
+    """A plan and its manifest, both valid."""
     path = tmp_path / "m.trt"
     path.write_bytes(CONTENT)
     write_manifest(path, described())
@@ -74,7 +74,7 @@ def test_plan_of_this_machine_is_read_whole(plan: Path) -> None:
     assert manifest == described()
 
 
-def test_facts_of_a_machine_are_what_a_manifest_needs() -> None:
+def test_the_facts_of_this_machine_match_a_manifest_made_from_them() -> None:
     assert list(differences(HERE.facts(), HERE)) == []
     assert Here("", "", "", 0, "", "").facts() == {}
 
@@ -124,7 +124,7 @@ def test_onnx_file_by_another_name_is_named(tmp_path: Path, with_manifest: bool)
     assert f"deploykit build {path}" in (e.value.hint or "")
 
 
-def test_rtx_plan_is_unsupported_with_words(tmp_path: Path) -> None:
+def test_rtx_plan_is_unsupported_with_an_explanation(tmp_path: Path) -> None:
     path = tmp_path / "m.trt"
     path.write_bytes(b"vtrt" + bytes(1000))
     with pytest.raises(Unsupported, match="TensorRT for RTX") as caught:
@@ -166,7 +166,7 @@ def test_older_driver_than_needed_names_the_one_that_is(plan: Path) -> None:
         check_plan(plan, described(), old)
 
 
-def test_all_differences_are_said_at_once(plan: Path) -> None:
+def test_all_differences_are_in_one_message(plan: Path) -> None:
     with pytest.raises(Unsupported, match=r"TensorRT .*; compute capability .*; the driver"):
         check_plan(plan, described(tensorrt="10.3.0", compute_capability="8.7", cuda="14.0"), HERE)
 
@@ -293,14 +293,14 @@ def test_broken_manifest_is_bad_input(plan: Path, text: str) -> None:
         open_plan(plan, HERE)
 
 
-def test_words_out_of_a_manifest_cannot_steer_a_terminal(plan: Path) -> None:
+def test_control_characters_in_a_manifest_do_not_reach_the_terminal(plan: Path) -> None:
     with pytest.raises(Unsupported) as caught:
         check_plan(plan, described(gpu="\x1b[2J\nH100" + "x" * 500), HERE)
     assert caught.value.message.isprintable()
     assert len(caught.value.message) < 300
 
 
-def test_manifest_with_nonsense_versions_raises_ours_only(plan: Path) -> None:
+def test_a_manifest_with_invalid_versions_raises_only_deploykit_errors(plan: Path) -> None:
     odd = {"tensorrt": "x.y", "compute_capability": "ninety", "cuda": "-1", "driver": "\x1b[2J"}
     try:
         check_plan(plan, described(**odd), HERE)
@@ -331,7 +331,7 @@ def test_another_gpu_is_rebuilt_for_the_one_that_is_here(plan: Path) -> None:
         ("auto", "c.npz", "--precision auto --batch 1,8,32 --calib c.npz"),
     ],
 )
-def test_what_was_typed_in_the_build_is_typed_again(
+def test_the_rebuild_command_repeats_the_precision(
     plan: Path, precision: str, calib: str, says: str
 ) -> None:
     built = described(precision=precision, calib=calib)
@@ -339,11 +339,11 @@ def test_what_was_typed_in_the_build_is_typed_again(
     assert words == f"deploykit build resnet.onnx --profile h200 {says} -o {plan}"
 
 
-def test_a_model_that_was_typed_before_is_not_typed_twice(plan: Path) -> None:
+def test_the_rebuild_command_of_a_quantized_model_has_no_precision(plan: Path) -> None:
     assert "--precision" not in rebuild(plan, described(precision="int8"), HERE)
 
 
-def test_options_that_widen_it_and_axes_are_kept(plan: Path) -> None:
+def test_the_rebuild_command_keeps_compatibility_options_and_axes(plan: Path) -> None:
     words = rebuilt(
         plan,
         tensorrt="11.0.0",
@@ -362,13 +362,13 @@ def test_model_in_the_hint_is_a_name_never_a_path(plan: Path, name: str) -> None
     assert f"deploykit build {name.rpartition('/')[2]} --profile" in words
 
 
-def test_words_of_the_command_are_quoted_for_the_shell(plan: Path) -> None:
+def test_the_rebuild_command_is_quoted_for_the_shell(plan: Path) -> None:
     words = rebuilt(plan, tensorrt="10.3.0", model="a b;rm.onnx", profile="x y", batch="$(id)")
     assert "build 'a b;rm.onnx' --profile 'x y'" in words
     assert "--batch '$(id)'" in words
 
 
-def test_unknown_model_is_told_by_its_hash(plan: Path) -> None:
+def test_an_unknown_model_is_named_by_its_hash(plan: Path) -> None:
     words = rebuilt(plan, tensorrt="10.3.0", model="")
     assert words.startswith("build it here: deploykit build MODEL.onnx ")
     assert words.endswith("(MODEL.onnx: SHA-256 abababababab...)")

@@ -51,7 +51,7 @@ def test_names_of_axes_come_from_the_manifest() -> None:
     assert found.engine.outputs == (y,)
 
 
-def test_axes_without_a_manifest_get_names_of_their_own() -> None:
+def test_axes_without_a_manifest_get_generated_names() -> None:
     found = Opened(
         (tensor("x", "INPUT", [-1, 4, -1]), Y), ({"x": [[1, 4, 1], [1, 4, 1], [2, 4, 9]]},)
     )
@@ -161,7 +161,7 @@ def test_shapes_and_addresses_are_set_once_for_calls_of_the_same_size(opened: Op
     assert context.changes == changes
 
 
-def test_closed_engine_says_so_and_closing_twice_is_harmless(opened: Opened) -> None:
+def test_closed_engine_says_so_and_closing_twice_does_nothing(opened: Opened) -> None:
     opened.engine.close()
     opened.engine.close()
     with pytest.raises(DeploykitError, match=r"m\.trt: the engine is closed"):
@@ -212,7 +212,7 @@ def test_profile_is_chosen_by_the_shapes() -> None:
             engine({"x": rows(65)})
 
 
-def test_of_two_profiles_that_fit_the_one_tuned_nearer_is_taken() -> None:
+def test_of_two_profiles_that_fit_the_closer_one_is_used() -> None:
     near = {"x": ((1, 4), (8, 4), (32, 4))}
     far = {"x": ((1, 4), (32, 4), (32, 4))}
     assert choose_profile([far, near], {"x": (6, 4)}) == 1
@@ -255,7 +255,7 @@ def test_no_memory_for_such_an_output_says_how_much_was_needed() -> None:
 # the engine as a whole
 
 
-def test_time_spent_on_copies_is_told_of_the_last_call() -> None:
+def test_the_copy_times_of_the_last_call_are_reported() -> None:
     """Four megabytes take more than a microsecond each way."""
     with Opened(profiles=({"x": [[1, 4], [8, 4], [1 << 18, 4]]},)).engine as engine:
         assert engine.last_copies_us == (0, 0)
@@ -268,7 +268,7 @@ def test_time_spent_on_copies_is_told_of_the_last_call() -> None:
         assert copied_in_us + copied_out_us <= taken_us
 
 
-def test_notes_on_the_plan_are_the_engines() -> None:
+def test_an_engine_has_the_notes_of_its_plan() -> None:
     with Opened(notes=("loaded on trust",)).engine as engine:
         assert engine.notes == ("loaded on trust",)
 

@@ -40,7 +40,9 @@ def test_refusal_at_load_gives_the_reason_from_the_log(call: str, says: str) -> 
         "execute_async_v3",
     ],
 )
-def test_refusal_in_a_call_is_ours_and_the_next_call_answers(opened: Opened, call: str) -> None:
+def test_a_refused_call_raises_a_deploykit_error_and_the_next_call_works(
+    opened: Opened, call: str
+) -> None:
     opened.nv.fail = {call: "the reason"}
     with pytest.raises(Unsupported, match="the reason"):
         opened.engine({"x": rows(2)})
@@ -78,13 +80,13 @@ def test_failure_without_a_log_line_says_that(opened: Opened) -> None:
         opened.engine({"x": rows(2)})
 
 
-def test_plan_larger_than_the_free_memory_is_told_before_it_is_loaded() -> None:
+def test_a_plan_larger_than_the_free_memory_is_refused_before_it_is_loaded() -> None:
     with pytest.raises(OutOfMemory, match=r"m\.trt: cuda:0: out of memory: .*needed.*free") as e:
         Opened(cuda=FakeCuda(total_bytes=10))
     assert e.value.exit_code == 3
 
 
-def test_scratch_memory_that_does_not_fit_is_told_at_load_and_leaves_nothing() -> None:
+def test_scratch_memory_that_does_not_fit_is_refused_at_load_and_freed() -> None:
     cuda = FakeCuda(total_bytes=5000)
     with pytest.raises(OutOfMemory, match="needed"):
         Opened(cuda=cuda, scratch=50_000)
@@ -100,7 +102,7 @@ def module() -> Any:
     return importlib.import_module("deploykit.runtimes.tensorrt.open")
 
 
-def test_without_tensorrt_the_way_to_get_it_is_told() -> None:
+def test_without_tensorrt_the_error_says_how_to_install_it() -> None:
     if installed("tensorrt") or installed("tensorrt_lean"):
         pytest.skip("tensorrt is installed")
     with pytest.raises(MissingExtra, match="tensorrt is not installed"):
@@ -108,7 +110,7 @@ def test_without_tensorrt_the_way_to_get_it_is_told() -> None:
 
 
 @pytest.mark.nvidia
-def test_tensorrt_before_10_and_the_lean_runtime_are_refused_with_words() -> None:
+def test_tensorrt_before_10_and_the_lean_runtime_are_refused_with_a_reason() -> None:
     check_version = module().check_version
     with pytest.raises(Unsupported, match=r"TensorRT 8\.6\.1 is installed"):
         check_version("8.6.1", full=True)
@@ -119,13 +121,13 @@ def test_tensorrt_before_10_and_the_lean_runtime_are_refused_with_words() -> Non
 
 
 @pytest.mark.nvidia
-def test_cpu_is_no_device_for_an_engine(tmp_path: Path) -> None:
+def test_the_cpu_is_refused_as_a_device(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="runs on a GPU only"):
         module().open_engine(tmp_path / "m.trt", "cpu")
 
 
 @pytest.mark.nvidia
-def test_machine_without_a_driver_is_told_so_before_the_plan_is_read(tmp_path: Path) -> None:
+def test_a_machine_without_a_driver_is_refused_before_the_plan_is_read(tmp_path: Path) -> None:
     runtime = module()
     driver = pytest.importorskip("cuda.bindings.runtime", reason="cuda-bindings is not installed")
     if driver.cudaDriverGetVersion()[1]:

@@ -85,7 +85,7 @@ def test_a_bare_state_dict_needs_arch_and_inputs(weights: Path, arch: Path) -> N
 
 
 def test_outputs_are_found_by_running_the_module(tmp_path: Path, arch: Path) -> None:
-    """Two outputs, one without a second axis; int64 ids beside floats."""
+    """Two outputs, one without a second axis; int64 ids and floats."""
     torch.save({"unused": torch.zeros(1)}, tmp_path / "w.pt")
     arch.write_text(
         ARCH + "\nclass Kept(Pair):\n    def __init__(self):\n        super().__init__()\n"
@@ -136,7 +136,7 @@ def test_a_checkpoint_says_its_inputs_itself(tmp_path: Path, arch: Path) -> None
         load_module(tmp_path / "m.pt", arch=f"{arch}:Two", inputs=[parse_spec("y:float32[N,4]")])
 
 
-def test_weights_alone_are_no_engine(weights: Path) -> None:
+def test_weights_alone_are_refused_as_an_engine(weights: Path) -> None:
     with pytest.raises(BadInput, match="contains weights only") as caught:
         open_engine(weights)
     assert "export" in str(caught.value.hint)
@@ -204,7 +204,7 @@ def test_the_engine_takes_arrays_that_may_not_be_written_to(weights: Path, arch:
         assert engine({"x": rows})["output"].shape == (3, 2)
 
 
-def test_a_look_counts_tensors_and_runs_no_code(tmp_path: Path) -> None:
+def test_look_counts_tensors_and_runs_no_code(tmp_path: Path) -> None:
     from deploykit.runtimes.torch.open import look
 
     weights, whole = tmp_path / "w.pt", tmp_path / "s.pt"
@@ -219,6 +219,6 @@ def test_a_look_counts_tensors_and_runs_no_code(tmp_path: Path) -> None:
     assert "not opened" in look(whole)[2]["contents"]
 
 
-def test_a_full_gpu_is_not_the_users_fault() -> None:
+def test_out_of_gpu_memory_is_not_bad_input() -> None:
     with pytest.raises(OutOfMemory, match="the GPU's memory is full"), users_code("m"):
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")

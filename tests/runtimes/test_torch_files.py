@@ -149,7 +149,7 @@ def bombs(marker: Path) -> dict[str, Callable[[Path], object]]:
 
     return {
         "zip": lambda path: torch.save(bomb, path),
-        "beside weights": lambda path: torch.save({"w": torch.zeros(1), "b": bomb}, path),
+        "next to weights": lambda path: torch.save({"w": torch.zeros(1), "b": bomb}, path),
         "legacy": lambda path: torch.save(bomb, path, _use_new_zipfile_serialization=False),
         "bare pickle": lambda path: path.write_bytes(pickle.dumps(bomb, 2)),
         "newer pickle": lambda path: path.write_bytes(pickle.dumps(bomb, 4)),
@@ -205,14 +205,14 @@ def test_permission_is_not_used_where_it_is_not_needed(
     assert not loaded.ran_pickle
 
 
-def test_arch_beside_a_whole_model_is_refused(tmp_path: Path, linear: torch.nn.Module) -> None:
+def test_arch_with_a_whole_model_is_refused(tmp_path: Path, linear: torch.nn.Module) -> None:
     torch.save(linear, tmp_path / "m.pt")
     with pytest.raises(BadInput, match="whole model, so `arch` a:b"):
         load_module(tmp_path / "m.pt", arch="a:b", inputs=[INPUT], allow_pickle=True)
 
 
 @pytest.mark.parametrize("key", ["state_dict", "model_state_dict", "model", "net"])
-def test_weights_inside_a_training_checkpoint_are_found_and_it_is_said(
+def test_weights_inside_a_training_checkpoint_are_found_with_a_note(
     tmp_path: Path, linear: torch.nn.Module, arch: str, key: str
 ) -> None:
     document = {"epoch": 3, "best": torch.tensor(0.5), key: linear.state_dict(), "optimizer": {}}
@@ -339,7 +339,7 @@ def test_a_header_of_200_megabytes_is_refused_unread(tmp_path: Path) -> None:
         load_weights(path)
 
 
-def test_a_safetensors_header_that_begins_like_a_pickle_is_told_apart(tmp_path: Path) -> None:
+def test_a_safetensors_header_that_begins_like_a_pickle_is_recognised(tmp_path: Path) -> None:
     """A header of 0x0280 bytes: the file begins 80 02, as a pickle does."""
     text = json.dumps({"a": entry(0, 8)}).encode().ljust(0x280)
     (tmp_path / "w").write_bytes(header(text, bytes(8)))
@@ -347,7 +347,7 @@ def test_a_safetensors_header_that_begins_like_a_pickle_is_told_apart(tmp_path: 
     assert set(load_weights(tmp_path / "w")) == {"a"}
 
 
-def test_an_archive_that_unpacks_to_far_more_than_it_is_is_refused(tmp_path: Path) -> None:
+def test_an_archive_that_decompresses_to_far_more_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "bomb.pt"
     with (
         zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
@@ -360,7 +360,7 @@ def test_an_archive_that_unpacks_to_far_more_than_it_is_is_refused(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b"", "is empty"),
         (b"<!DOCTYPE html><html>404", "is a web page"),
@@ -372,14 +372,14 @@ def test_an_archive_that_unpacks_to_far_more_than_it_is_is_refused(tmp_path: Pat
     ids=["empty", "page", "pointer", "noise", "onnx", "plan"],
 )
 def test_other_files_are_refused_with_what_they_are(
-    tmp_path: Path, content: bytes, told: str
+    tmp_path: Path, content: bytes, message: str
 ) -> None:
     (tmp_path / "m.pt").write_bytes(content)
-    with pytest.raises(BadInput, match=rf"m\.pt: .*{told}"):
+    with pytest.raises(BadInput, match=rf"m\.pt: .*{message}"):
         load_module(tmp_path / "m.pt", inputs=[INPUT], allow_pickle=True)
 
 
-def test_what_is_no_readable_file_is_refused_at_once(tmp_path: Path) -> None:
+def test_pipes_folders_and_missing_files_are_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(BadInput, match=f"{path.name}: is (a folder|not a regular file)"):
@@ -389,7 +389,7 @@ def test_what_is_no_readable_file_is_refused_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["state_dict", "legacy pickle", "TorchScript", "torch.export"])
-def test_the_kind_of_a_torch_file_is_told_without_opening_it(
+def test_the_kind_of_a_torch_file_is_found_without_opening_it(
     tmp_path: Path, linear: torch.nn.Module, kind: str
 ) -> None:
     SAVERS[kind](linear, tmp_path / "m")

@@ -87,7 +87,7 @@ def test_outputs_are_named_by_keys_fields_and_places(value: Any, names: list[str
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         ("text", "output is a str"),
         ((T, 3), r"output '1' is a int"),
@@ -96,8 +96,10 @@ def test_outputs_are_named_by_keys_fields_and_places(value: Any, names: list[str
     ],
     ids=["text", "number", "nested", "sparse"],
 )
-def test_what_is_no_tensor_is_named_with_its_place(value: Any, told: str) -> None:
-    with pytest.raises(BadInput, match=f"the model's {told}"):
+def test_an_output_that_is_not_a_tensor_is_named_with_its_position(
+    value: Any, message: str
+) -> None:
+    with pytest.raises(BadInput, match=f"the model's {message}"):
         specs(lambda _: value, "x:float32[N]")
 
 
@@ -181,7 +183,7 @@ def test_a_length_limit_of_20_is_kept() -> None:
     ]
 
 
-def test_whole_numbers_that_may_not_be_zero_are_tried_as_one() -> None:
+def test_integer_inputs_that_must_not_be_zero_are_tried_as_one() -> None:
     lstm = torch.nn.LSTM(4, 3, batch_first=True)
 
     def run(x: Any, lengths: Any) -> Any:
@@ -200,7 +202,7 @@ def test_inputs_that_the_model_does_not_take_are_named_with_the_reason() -> None
         specs(torch.nn.Linear(4, 2), "x:float32[N,5]")
 
 
-def test_an_image_model_is_judged_at_sizes_of_images() -> None:
+def test_an_image_model_is_probed_at_image_sizes() -> None:
     """At small ones it would fail for a reason that is not the user's: a kernel too large."""
     network = torch.nn.Sequential(
         torch.nn.Conv2d(3, 2, 11, stride=4), torch.nn.Flatten(), torch.nn.Linear(8, 2)
@@ -280,7 +282,7 @@ def test_inputs_of_other_names_go_in_by_position(tmp_path: Path) -> None:
     assert found.notes == ()
 
 
-def test_names_that_match_in_part_go_in_by_position_and_it_is_said(tmp_path: Path) -> None:
+def test_names_that_match_in_part_go_in_by_position_with_a_note(tmp_path: Path) -> None:
     found = loaded(tmp_path, "Placed", "attention_mask:int64[N,T]", "ids:int64[N,T]")
     assert found.notes == (
         "inputs go in by position: attention_mask, ids as input_ids, attention_mask",
@@ -292,7 +294,7 @@ def test_an_argument_that_no_input_fills_is_named(tmp_path: Path) -> None:
         loaded(tmp_path, "Placed", "input_ids:int64[N,T]")
 
 
-def test_a_cache_for_generation_is_switched_off_and_it_is_said(tmp_path: Path) -> None:
+def test_a_cache_for_generation_is_switched_off_with_a_note(tmp_path: Path) -> None:
     found = loaded(tmp_path, "Cached", "x:float32[N,4]")
     assert [str(spec) for spec in found.outputs] == ["y:float32[N,4]"]
     assert found.notes == ("switched use_cache off in the model's config",)

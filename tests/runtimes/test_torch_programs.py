@@ -59,18 +59,18 @@ def opened(path: Path, *inputs: str) -> Loaded:
     return load_module(path, inputs=[parse_spec(text) for text in inputs], allow_pickle=True)
 
 
-def texts(specs: Sequence[object]) -> list[str]:
+def strings(specs: Sequence[object]) -> list[str]:
     return [str(spec) for spec in specs]
 
 
 def test_a_program_says_its_inputs_outputs_and_ranges_itself(busy: Path) -> None:
     found = opened(busy)
-    assert texts(found.inputs) == [
+    assert strings(found.inputs) == [
         "x:float32[N,4]",
         "d_ids:int64[N,d_ids_1]",
         "mask:bool[N,d_ids_1]",
     ]
-    assert texts(found.outputs) == [
+    assert strings(found.outputs) == [
         "a:float32[N,4]",
         "b_0:float32[]",
         "b_1:int64[N,b_1_1]",
@@ -95,8 +95,8 @@ def test_a_program_runs_with_its_constants_and_nested_inputs_in_place(busy: Path
 
 def test_the_user_may_rename_and_fix_a_programs_axes(busy: Path) -> None:
     found = opened(busy, "rows:float32[B,4]", "ids:int64[B,7]", "x:bool[B,7]")
-    assert texts(found.inputs) == ["rows:float32[B,4]", "ids:int64[B,7]", "x:bool[B,7]"]
-    assert texts(found.outputs) == [
+    assert strings(found.inputs) == ["rows:float32[B,4]", "ids:int64[B,7]", "x:bool[B,7]"]
+    assert strings(found.outputs) == [
         "a:float32[B,4]",
         "b_0:float32[]",
         "b_1:int64[B,14]",
@@ -106,7 +106,7 @@ def test_the_user_may_rename_and_fix_a_programs_axes(busy: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("inputs", "told"),
+    ("inputs", "message"),
     [
         (("x:float32[N,4]",), "does not take x:float32"),
         (("x:float64[N,4]", "i:int64[N,T]", "m:bool[N,T]"), "does not take x:float64"),
@@ -118,20 +118,20 @@ def test_the_user_may_rename_and_fix_a_programs_axes(busy: Path) -> None:
     ids=["number", "dtype", "static", "apart", "above", "below"],
 )
 def test_inputs_that_a_program_does_not_have_are_named(
-    busy: Path, inputs: tuple[str, ...], told: str
+    busy: Path, inputs: tuple[str, ...], message: str
 ) -> None:
-    with pytest.raises(BadInput, match=rf"busy\.pt2: .*{told}"):
+    with pytest.raises(BadInput, match=rf"busy\.pt2: .*{message}"):
         opened(busy, *inputs)
 
 
-def test_an_axis_of_even_sizes_only_is_said(tmp_path: Path) -> None:
+def test_an_axis_of_even_sizes_only_is_noted(tmp_path: Path) -> None:
     half = Dim("half", max=50)
     program = torch.export.export(
         torch.nn.Identity(), (torch.zeros(4, 8),), dynamic_shapes=({1: 2 * half},)
     )
     torch.export.save(program, tmp_path / "m.pt2")
     found = opened(tmp_path / "m.pt2")
-    assert texts(found.outputs) == ["output:float32[4,input_1]"]
+    assert strings(found.outputs) == ["output:float32[4,input_1]"]
     assert found.notes == ("axis input_1 takes only sizes of the form 2*k",)
 
 
@@ -164,7 +164,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Looping]:
 
 def test_torchscript_binds_by_name_and_names_its_outputs(script: tuple[Path, Looping]) -> None:
     found = opened(script[0], "ids:int64[N,T]", "x:float32[N,4]")
-    assert texts(found.outputs) == ["output_0:float32[N,4]", "output_1_b:int64[N,T]"]
+    assert strings(found.outputs) == ["output_0:float32[N,4]", "output_1_b:int64[N,T]"]
     assert (found.source, found.ran_pickle) == ("TorchScript", True)
 
 

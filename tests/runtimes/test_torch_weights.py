@@ -66,7 +66,7 @@ def test_a_class_that_needs_arguments_names_them_and_the_way_out() -> None:
     assert "./file.py:build" in str(caught.value.hint)
 
 
-def test_a_torchvision_made_for_another_torch_is_imported_all_the_same() -> None:
+def test_a_torchvision_built_for_another_torch_is_imported() -> None:
     """In a process of its own: the operators, once declared, stay."""
     if importlib.util.find_spec("torchvision") is None:
         pytest.skip("torchvision is not installed")
@@ -103,7 +103,7 @@ def test_shapes_that_differ_are_listed_with_both_ten_at_most() -> None:
     assert text.endswith(" and 2 more")
 
 
-def test_shapes_and_names_that_differ_are_told_together() -> None:
+def test_shapes_and_names_that_differ_are_in_one_message() -> None:
     with pytest.raises(BadInput) as caught:
         fill(FILE, torch.nn.Linear(4, 2), {"weight": torch.zeros(3, 4), "scale": torch.zeros(1)})
     assert str(caught.value).endswith(
@@ -113,7 +113,7 @@ def test_shapes_and_names_that_differ_are_told_together() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.", "module._orig_mod."])
-def test_what_a_wrapper_put_before_every_name_is_removed_and_said(prefix: str) -> None:
+def test_a_wrappers_name_prefix_is_removed_with_a_note(prefix: str) -> None:
     module, source = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
     notes = fill(FILE, module, {prefix + k: v for k, v in source.state_dict().items()})
     assert torch.equal(module.weight, source.weight)
@@ -121,7 +121,7 @@ def test_what_a_wrapper_put_before_every_name_is_removed_and_said(prefix: str) -
     assert all("from the front of every name" in note for note in notes)
 
 
-def test_a_prefix_that_is_the_models_own_stays() -> None:
+def test_a_prefix_that_the_model_has_itself_is_kept() -> None:
     class Own(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -131,13 +131,13 @@ def test_a_prefix_that_is_the_models_own_stays() -> None:
     assert fill(FILE, Own(), source.state_dict()) == ()
 
 
-def test_a_prefix_that_not_every_name_has_stays() -> None:
+def test_a_prefix_that_not_every_name_has_is_kept() -> None:
     weights = {"module.weight": torch.zeros(2, 4), "bias": torch.zeros(2)}
     with pytest.raises(BadInput, match=r"missing weight; unexpected module\.weight"):
         fill(FILE, torch.nn.Linear(4, 2), weights)
 
 
-def test_weights_that_share_anothers_may_be_left_out_of_the_file() -> None:
+def test_tied_weights_may_be_missing_from_the_file() -> None:
     """As transformers does in `.safetensors` for tied embeddings."""
 
     class Tied(torch.nn.Module):
@@ -159,7 +159,7 @@ def test_weights_that_share_anothers_may_be_left_out_of_the_file() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_half_weights_become_the_models_own_type_and_it_is_said(dtype: str) -> None:
+def test_float16_weights_are_converted_to_the_models_type_with_a_note(dtype: str) -> None:
     module, source = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2).to(getattr(torch, dtype))
     notes = fill(FILE, module, source.state_dict())
     assert module.weight.dtype == torch.float32
@@ -167,7 +167,7 @@ def test_half_weights_become_the_models_own_type_and_it_is_said(dtype: str) -> N
     assert notes == (f"2 tensors converted from {dtype} to float32",)
 
 
-def test_whole_numbers_are_not_taken_for_real_ones() -> None:
+def test_integer_weights_are_not_taken_as_floats() -> None:
     """A quantised file has other numbers in the same place; torch would convert them silently."""
     weights = {"weight": torch.zeros(2, 4, dtype=torch.int8), "bias": torch.zeros(2)}
     with pytest.raises(BadInput, match="weight is int8 in the file, float32 in the model"):

@@ -1,6 +1,6 @@
-"""Faults of the disk (F6, F7), with the real `build`.
+"""Disk faults (F6, F7), with the real `build`.
 
-The write that all files go through is in tests/core/test_files.py, Ctrl-C in cli/test_interrupt.py.
+Atomic writes are tested in tests/core/test_files.py, Ctrl-C in tests/cli/test_interrupt.py.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ def start(place: Path, words: Sequence[str]) -> subprocess.Popen[str]:
     )
 
 
-def test_f6_a_full_disk_is_exit_3_and_nothing_is_lost(place: Path) -> None:
+def test_f6_a_full_disk_exits_with_3_and_keeps_the_old_file(place: Path) -> None:
     alone = ["unshare", "--mount", "sh", "-c"]
     if subprocess.run([*alone, FULL + "true"], cwd=place, check=False).returncode:
         pytest.skip("no file system can be mounted here")
     script = f'{FULL} {{ "$@"; code=$?; {KEPT}; }}'
     with start(place, [*alone, script, "sh", *REAL, *BUILD]) as process:
-        _, said = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 3, said
-    assert "no space left" in said
-    assert "Traceback" not in said
+        _, stderr = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 3, stderr
+    assert "no space left" in stderr
+    assert "Traceback" not in stderr
     assert (place / "after").read_bytes() == b"what was there before"
     assert (place / "left").read_text().split() == ["m.onnx"]
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.02, 0.1])
-def test_f7_kill_9_while_building_leaves_no_file_that_does_not_verify(
+def test_f7_a_build_killed_at_any_time_leaves_a_whole_file_or_none(
     place: Path, wait_s: float
 ) -> None:
     out = place / "out"

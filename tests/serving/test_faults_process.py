@@ -1,4 +1,4 @@
-"""Faults of the process and its machine (F1, F4, F5, F14, F18, F20), with the real command.
+"""Process and machine faults (F1, F4, F5, F14, F18, F20), with the real command.
 
 F2 is in test_shutdown_load.py and test_shutdown.py, F15 in test_http_faults.py.
 """
@@ -38,16 +38,16 @@ def engine(folder: Path) -> Path:
     return save(linear(), folder / "m.onnx")
 
 
-def held_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port: int = taken.getsockname()[1]
         return port
 
 
-def test_f1_kill_9_leaves_nothing_and_the_port_is_free(tmp_path: Path) -> None:
+def test_f1_a_killed_server_leaves_no_files_and_a_free_port(tmp_path: Path) -> None:
     scratch = tmp_path / "tmp"
     scratch.mkdir()
-    port = held_port()
+    port = free_port()
     for wait_s in (0.0, 0.03, 0.11):  # within a batch, and between two
         env = {**BATCHED, "TMPDIR": str(scratch), "HOME": str(scratch)}
         with Process(tmp_path, port=port, env=env) as server, Clients(port, 8) as clients:
@@ -56,7 +56,7 @@ def test_f1_kill_9_leaves_nothing_and_the_port_is_free(tmp_path: Path) -> None:
             assert server.shared() == []
             server.popen.kill()
             server.wait()
-            counts = clients.stop()  # no wrong 200
+            counts = clients.stop()  # `Clients` checks each 200
         assert counts.keys() <= {200, BROKEN, REFUSED}
         assert sorted(path.name for path in tmp_path.rglob("*")) == ["stderr.txt", "tmp"]
     with Process(tmp_path, port=port) as server:
@@ -64,7 +64,7 @@ def test_f1_kill_9_leaves_nothing_and_the_port_is_free(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["truncated", "replaced by noise", "deleted", "moved away"])
-def test_f4_an_engine_file_that_goes_does_not_take_the_server_along(
+def test_f4_a_damaged_or_deleted_model_file_does_not_end_the_server(
     tmp_path: Path, fault: str
 ) -> None:
     path = engine(tmp_path)
@@ -86,7 +86,7 @@ def test_f4_an_engine_file_that_goes_does_not_take_the_server_along(
         assert server.status("/v2/health/ready") == 200
 
 
-def test_f5_a_new_version_is_taken_over_without_a_failed_request(tmp_path: Path) -> None:
+def test_f5_a_new_model_file_is_loaded_without_a_failed_request(tmp_path: Path) -> None:
     path = engine(tmp_path)
     model = linear()
     weights = model.graph.initializer[0]
@@ -148,7 +148,7 @@ time_t time(time_t *now) {
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler to move the clock")
-def test_f14_a_jump_of_the_wall_clock_changes_nothing(tmp_path: Path) -> None:
+def test_f14_a_jump_of_the_wall_clock_fails_no_request(tmp_path: Path) -> None:
     source, library, jump = tmp_path / "clock.c", tmp_path / "clock.so", tmp_path / "jump"
     source.write_text(CLOCK)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
@@ -186,7 +186,7 @@ def run(
     )
 
 
-def test_f18_a_port_in_use_is_exit_2(tmp_path: Path) -> None:
+def test_f18_a_port_in_use_exits_with_2(tmp_path: Path) -> None:
     engine(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -196,7 +196,7 @@ def test_f18_a_port_in_use_is_exit_2(tmp_path: Path) -> None:
     assert "Traceback" not in found.stderr
 
 
-def test_f18_a_read_only_output_folder_is_exit_2(tmp_path: Path) -> None:
+def test_f18_a_read_only_output_folder_exits_with_2(tmp_path: Path) -> None:
     engine(tmp_path)
     (tmp_path / "out").mkdir()
     mount = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro none out && exec "$@"', "sh"]
@@ -209,7 +209,7 @@ def test_f18_a_read_only_output_folder_is_exit_2(tmp_path: Path) -> None:
     assert "Traceback" not in found.stderr
 
 
-def test_f18_without_home_and_shared_memory_it_serves(tmp_path: Path) -> None:
+def test_f18_the_server_runs_without_home_and_shared_memory(tmp_path: Path) -> None:
     engine(tmp_path)
     bare = ["env", "-u", "HOME"]
     alone = ["unshare", "--mount", "sh", "-c", 'umount -l /dev/shm && exec "$@"', "sh"]
@@ -219,8 +219,8 @@ def test_f18_without_home_and_shared_memory_it_serves(tmp_path: Path) -> None:
         assert server.infer(1)[0] == 200
 
 
-def test_f20_a_log_that_nobody_reads_stops_nobody(tmp_path: Path) -> None:
-    """Each poisoned row is a line of the log: far more than a pipe holds, read by no one."""
+def test_f20_a_full_log_pipe_does_not_block_the_server(tmp_path: Path) -> None:
+    """Each failed row is a log line: far more than a pipe holds, and nobody reads it."""
     read, write = os.pipe()
     try:
         with Process(tmp_path, stderr=write) as server:

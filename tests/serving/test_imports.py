@@ -1,3 +1,5 @@
+"""Serving imports no heavy package that it does not need."""
+
 from __future__ import annotations
 
 import subprocess

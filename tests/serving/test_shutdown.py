@@ -1,4 +1,4 @@
-"""Signals, and the end: in a process of its own, as signals belong to the main thread."""
+"""Signals and shutdown, in a separate process because signals go to the main thread."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def status(served: Served, data: bytes) -> int:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_signal_lets_every_accepted_request_end(
+def test_after_a_signal_accepted_requests_are_answered_and_new_ones_refused(
     served: Served,
     number: signal.Signals,
     code: int,
@@ -97,7 +97,7 @@ def test_a_signal_lets_every_accepted_request_end(
 @pytest.mark.parametrize(
     ("number", "pause_s"), [(signal.SIGINT, 0), (signal.SIGTERM, 1.1)], ids=["Ctrl-C", "SIGTERM"]
 )
-def test_a_second_signal_ends_at_once(
+def test_a_second_signal_ends_the_process_at_once(
     served: Served, eventually: Eventually, number: signal.Signals, pause_s: float
 ) -> None:
     accepted = served.ask(INFER)
@@ -110,8 +110,10 @@ def test_a_second_signal_ends_at_once(
     accepted.close()
 
 
-def test_a_sigterm_that_comes_twice_is_one(served: Served, eventually: Eventually) -> None:
-    """As `timeout` sends it: to its child, and to the group that the child is in."""
+def test_a_sigterm_sent_twice_within_a_second_counts_once(
+    served: Served, eventually: Eventually
+) -> None:
+    """`timeout` sends it to its child and to the child's process group."""
     accepted = served.ask(INFER)
     assert served.line() == "busy"
     for _ in range(2):
@@ -133,7 +135,7 @@ def metrics(served: Served) -> str:
     return reply.body.decode()
 
 
-def test_the_end_waits_for_pipelined_requests_too() -> None:
+def test_shutdown_waits_for_pipelined_requests() -> None:
     engine = GatedEngine()
     with running({"m": engine}, max_batch=1) as server:
         engine.warm = True
@@ -156,12 +158,12 @@ def test_a_port_in_use_is_named() -> None:
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no such host", "x" * 300])
-def test_a_host_that_cannot_be_had_is_named(host: str) -> None:
+def test_a_host_that_cannot_be_bound_is_named(host: str) -> None:
     with pytest.raises(BadInput, match=f"`host` {host}"):
         Server({"m": FakeEngine()}, ServeOptions(host=host, http_port=0))
 
 
-def test_a_server_that_could_not_start_leaves_the_port() -> None:
+def test_a_server_that_cannot_start_releases_its_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(BadInput, match="cannot be the name"):

@@ -1,4 +1,4 @@
-"""SIGTERM in the middle of load: what was accepted is answered, over HTTP and gRPC."""
+"""SIGTERM under load: every accepted request is answered, over HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ from tests.support.serving.terminated import one_round
 
 
 @pytest.mark.parametrize("seed", range(rounds(3, 50)))
-def test_no_accepted_request_is_lost(seed: int) -> None:
+def test_sigterm_under_load_loses_no_accepted_request(seed: int) -> None:
     assert one_round(seed) > 0

@@ -1,4 +1,4 @@
-"""The client that most users bring: the real tritonclient.http against a served .onnx file."""
+"""The real tritonclient.http against a served .onnx file."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_server_and_the_model_are_live_and_ready(client: Any) -> None:
     assert not client.is_model_ready("other")
 
 
-def test_metadata_and_config(client: Any) -> None:
+def test_the_client_reads_metadata_and_config(client: Any) -> None:
     assert client.get_server_metadata()["name"] == "deploykit"
     metadata = client.get_model_metadata("linear")
     assert metadata["platform"] == "onnxruntime_onnx"
@@ -91,7 +91,9 @@ def test_metadata_and_config(client: Any) -> None:
 @pytest.mark.parametrize("count", [1, 16])
 @pytest.mark.parametrize("binary_in", [True, False], ids=["bytes in", "json in"])
 @pytest.mark.parametrize("binary_out", [True, False], ids=["bytes out", "json out"])
-def test_infer(client: Any, count: int, binary_in: bool, binary_out: bool) -> None:
+def test_infer_takes_and_returns_binary_and_json(
+    client: Any, count: int, binary_in: bool, binary_out: bool
+) -> None:
     array = rows(count)
     outputs = [triton.InferRequestedOutput(name, binary_data=binary_out) for name in ("k", "y")]
     answer = client.infer("linear", [input_x(array, binary=binary_in)], outputs=outputs)
@@ -100,7 +102,7 @@ def test_infer(client: Any, count: int, binary_in: bool, binary_out: bool) -> No
     assert [output["name"] for output in answer.get_response()["outputs"]] == ["k", "y"]
 
 
-def test_mixed_outputs_and_the_id(client: Any) -> None:
+def test_json_and_binary_outputs_can_be_mixed(client: Any) -> None:
     outputs = [
         triton.InferRequestedOutput("y", binary_data=False),
         triton.InferRequestedOutput("k", binary_data=True),
@@ -112,7 +114,7 @@ def test_mixed_outputs_and_the_id(client: Any) -> None:
     np.testing.assert_array_equal(answer.as_numpy("k"), answer.as_numpy("y").argmax(1))
 
 
-def test_no_outputs_named_gives_all(client: Any) -> None:
+def test_without_requested_outputs_all_are_returned(client: Any) -> None:
     answer = client.infer("linear", [input_x(rows(3))])
     assert answer.as_numpy("y").shape == (3, 2)
     assert answer.as_numpy("k").shape == (3,)
@@ -127,7 +129,7 @@ def test_async_requests_get_their_own_answers(client: Any) -> None:
         )
 
 
-def test_statistics_grow_by_what_was_asked(client: Any) -> None:
+def test_statistics_count_requests_and_rows(client: Any) -> None:
     before = client.get_inference_statistics("linear")["model_stats"][0]
     for _ in range(3):
         client.infer("linear", [input_x(rows(4))])
@@ -141,7 +143,7 @@ def test_statistics_grow_by_what_was_asked(client: Any) -> None:
     assert grown == {**dict.fromkeys(ran, 3), "fail": 0, "cache_hit": 0, "cache_miss": 0}
 
 
-def test_the_repository_index(client: Any) -> None:
+def test_the_repository_index_lists_the_model(client: Any) -> None:
     assert [model["name"] for model in client.get_model_repository_index()] == ["linear"]
 
 
@@ -150,7 +152,7 @@ def test_an_unknown_model_is_named(client: Any) -> None:
         client.infer("other", [input_x(rows(1))])
 
 
-def test_a_wrong_shape_is_shown_beside_the_right_one(client: Any) -> None:
+def test_an_error_shows_the_wrong_shape_and_the_right_one(client: Any) -> None:
     wrong = np.zeros((1, 4), np.float32)
     with pytest.raises(triton.InferenceServerException) as caught:
         client.infer("linear", [input_x(wrong)])
@@ -158,7 +160,7 @@ def test_a_wrong_shape_is_shown_beside_the_right_one(client: Any) -> None:
     assert "x:float32[N,3], got shape [1, 4]" in caught.value.message()
 
 
-def test_a_batch_above_the_limit_names_the_option(client: Any) -> None:
+def test_a_batch_above_the_limit_names_max_batch(client: Any) -> None:
     with pytest.raises(triton.InferenceServerException, match="`max_batch`"):
         client.infer("linear", [input_x(rows(17))])
 

@@ -38,7 +38,7 @@ JSON_KINDS = [kind for kind in KINDS if kind not in ("FP16", "BF16")]
 
 
 class Echo(FakeEngine):
-    """Gives its input back."""
+    """Returns its input."""
 
     def __init__(self, dtype: str) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def client(served: Running) -> Iterator[Any]:
     client.close()
 
 
-def given(kind: str, *, binary: bool = True, rows: int = 1, module: Any = triton) -> Any:
+def input_of(kind: str, *, binary: bool = True, rows: int = 1, module: Any = triton) -> Any:
     array = np.repeat(KINDS[kind][1], rows, axis=0)
     tensor = module.InferInput("x", list(array.shape), kind)
     tensor.set_data_from_numpy(array, binary_data=binary)
@@ -73,8 +73,8 @@ def given(kind: str, *, binary: bool = True, rows: int = 1, module: Any = triton
 def check(kind: str, found: Any, rows: int = 1) -> None:
     expected = np.repeat(KINDS[kind][1], rows, axis=0)
     if kind == "BYTES":
-        texts = [t.decode() if isinstance(t, bytes) else t for t in found.reshape(-1)]
-        assert texts == list(expected.reshape(-1))
+        strings = [t.decode() if isinstance(t, bytes) else t for t in found.reshape(-1)]
+        assert strings == list(expected.reshape(-1))
         assert found.shape == expected.shape
     else:
         np.testing.assert_array_equal(found.astype(np.float64), expected.astype(np.float64))
@@ -83,36 +83,36 @@ def check(kind: str, found: Any, rows: int = 1) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_datatype_as_bytes(client: Any, kind: str, rows: int) -> None:
-    answer = client.infer(kind.lower(), [given(kind, rows=rows)])
+def test_every_datatype_is_sent_and_returned_as_binary(client: Any, kind: str, rows: int) -> None:
+    answer = client.infer(kind.lower(), [input_of(kind, rows=rows)])
     check(kind, answer.as_numpy("y"), rows)
 
 
 @pytest.mark.parametrize("kind", JSON_KINDS)
-def test_every_datatype_that_json_has(client: Any, kind: str) -> None:
+def test_every_datatype_with_a_json_form_is_sent_and_returned(client: Any, kind: str) -> None:
     for binary_in, binary_out in ((False, False), (True, False), (False, True)):
         outputs = [triton.InferRequestedOutput("y", binary_data=binary_out)]
-        answer = client.infer(kind.lower(), [given(kind, binary=binary_in)], outputs=outputs)
+        answer = client.infer(kind.lower(), [input_of(kind, binary=binary_in)], outputs=outputs)
         check(kind, answer.as_numpy("y"))
 
 
 @pytest.mark.parametrize("kind", ["FP16", "BF16"])
-def test_a_half_has_no_json(client: Any, kind: str) -> None:
+def test_float16_and_bfloat16_have_no_json_form(client: Any, kind: str) -> None:
     outputs = [triton.InferRequestedOutput("y", binary_data=False)]
     with pytest.raises(triton.InferenceServerException, match="no JSON form"):
-        client.infer(kind.lower(), [given(kind)], outputs=outputs)
+        client.infer(kind.lower(), [input_of(kind)], outputs=outputs)
 
 
 @pytest.mark.parametrize("response", [None, "gzip", "deflate"])
 @pytest.mark.parametrize("request_", [None, "gzip", "deflate"])
 @pytest.mark.parametrize("kind", ["FP32", "BYTES"])
-def test_compression_both_ways(
+def test_requests_and_answers_may_be_compressed(
     client: Any, kind: str, request_: str | None, response: str | None
 ) -> None:
     for binary in (True, False):
         answer = client.infer(
             kind.lower(),
-            [given(kind, binary=binary, rows=32)],
+            [input_of(kind, binary=binary, rows=32)],
             outputs=[triton.InferRequestedOutput("y", binary_data=binary)],
             request_compression_algorithm=request_,
             response_compression_algorithm=response,
@@ -120,7 +120,7 @@ def test_compression_both_ways(
         check(kind, answer.as_numpy("y"), 32)
 
 
-def test_an_answer_is_compressed_only_when_asked(served: Running) -> None:
+def test_an_answer_is_compressed_only_when_the_client_accepts_it(served: Running) -> None:
     from tests.support.serving.running import infer_json
 
     body = infer_json([0.5] * 96, [32, 3])
@@ -134,21 +134,21 @@ def test_an_answer_is_compressed_only_when_asked(served: Running) -> None:
 
 
 @pytest.mark.parametrize("binary", [True, False])
-def test_classification(client: Any, binary: bool) -> None:
+def test_outputs_can_be_classified(client: Any, binary: bool) -> None:
     outputs = [triton.InferRequestedOutput("y", binary_data=binary, class_count=2)]
-    answer = client.infer("int32", [given("INT32", rows=2)], outputs=outputs)
-    texts = answer.as_numpy("y")
-    assert texts.shape == (2, 2)
-    first = texts[0][0]
+    answer = client.infer("int32", [input_of("INT32", rows=2)], outputs=outputs)
+    strings = answer.as_numpy("y")
+    assert strings.shape == (2, 2)
+    first = strings[0][0]
     assert (first.decode() if isinstance(first, bytes) else first) == f"{2**31 - 1}:2"
 
 
-def test_errors_have_their_status_and_their_words(client: Any) -> None:
+def test_errors_have_a_status_and_a_message(client: Any) -> None:
     cases = [
-        (lambda: client.infer("absent", [given("FP32")]), "404", "there is no model"),
-        (lambda: client.infer("fp32", [given("FP64")]), "400", "FP32"),
-        (lambda: client.infer("fp32", [given("FP32")], "7"), "404", "no version"),
-        (lambda: client.infer("fp32", [given("FP32")], sequence_id=3), "400", "sequence_id"),
+        (lambda: client.infer("absent", [input_of("FP32")]), "404", "there is no model"),
+        (lambda: client.infer("fp32", [input_of("FP64")]), "400", "FP32"),
+        (lambda: client.infer("fp32", [input_of("FP32")], "7"), "404", "no version"),
+        (lambda: client.infer("fp32", [input_of("FP32")], sequence_id=3), "400", "sequence_id"),
         (lambda: client.get_model_config("absent"), "404", "there is no model"),
         (lambda: client.load_model("fp32"), "501", "not offered"),
         (lambda: client.unload_model("fp32"), "501", "not offered"),
@@ -163,14 +163,14 @@ def test_errors_have_their_status_and_their_words(client: Any) -> None:
         assert caught.value.status() == status
 
 
-def test_a_deadline_that_passes_is_a_504(served: Running, client: Any) -> None:
+def test_a_request_past_its_timeout_gets_504(served: Running, client: Any) -> None:
     with pytest.raises(triton.InferenceServerException) as caught:
-        client.infer("fp32", [given("FP32")], timeout=1)
+        client.infer("fp32", [input_of("FP32")], timeout=1)
     assert caught.value.status() == "504"
 
 
-def test_aio(served: Running) -> None:
-    async def talk() -> None:
+def test_the_aio_client_infers_and_reads_metadata(served: Running) -> None:
+    async def use_client() -> None:
         client = aio.InferenceServerClient(f"127.0.0.1:{served.port}")
         try:
             assert await client.is_server_live()
@@ -182,14 +182,14 @@ def test_aio(served: Running) -> None:
             assert len(await client.get_model_repository_index()) == len(KINDS)
             names = [kind for kind in KINDS for _ in range(3)]
             answers = await asyncio.gather(
-                *(client.infer(kind.lower(), [given(kind, module=aio)]) for kind in names)
+                *(client.infer(kind.lower(), [input_of(kind, module=aio)]) for kind in names)
             )
             for kind, answer in zip(names, answers, strict=True):
                 check(kind, answer.as_numpy("y"))
             for name in ("gzip", "deflate"):
                 answer = await client.infer(
                     "fp32",
-                    [given("FP32", rows=8, module=aio)],
+                    [input_of("FP32", rows=8, module=aio)],
                     request_compression_algorithm=name,
                     response_compression_algorithm=name,
                 )
@@ -197,14 +197,14 @@ def test_aio(served: Running) -> None:
             statistics = await client.get_inference_statistics("fp32")
             assert statistics["model_stats"][0]["inference_count"] > 0
             with pytest.raises(triton.InferenceServerException, match="there is no model"):
-                await client.infer("absent", [given("FP32", module=aio)])
+                await client.infer("absent", [input_of("FP32", module=aio)])
         finally:
             await client.close()
 
-    asyncio.run(talk())
+    asyncio.run(use_client())
 
 
-def test_tls_and_a_token(pem: tuple[Path, Path]) -> None:
+def test_the_client_works_with_tls_and_a_token(pem: tuple[Path, Path]) -> None:
     cert, key = pem
     token = "correct horse battery"
     with running({"fp32": Echo("float32")}, token=token, tls_cert=cert, tls_key=key) as server:
@@ -213,8 +213,8 @@ def test_tls_and_a_token(pem: tuple[Path, Path]) -> None:
         )
         assert client.is_server_ready()
         with pytest.raises(triton.InferenceServerException, match="token"):
-            client.infer("fp32", [given("FP32")])
+            client.infer("fp32", [input_of("FP32")])
         headers = {"Authorization": f"Bearer {token}"}
-        answer = client.infer("fp32", [given("FP32")], headers=headers)
+        answer = client.infer("fp32", [input_of("FP32")], headers=headers)
         check("FP32", answer.as_numpy("y"))
         client.close()

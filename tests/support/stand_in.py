@@ -1,4 +1,4 @@
-"""An Open Inference Protocol server on a real socket, whose every answer the test decides."""
+"""A fake Open Inference Protocol server on a real socket; the test decides every answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 IMAGE = {"name": "image", "datatype": "FP32", "shape": [-1, 2, 3]}
-Infer = Callable[["StandIn", int], object]  # (server, how many inferences came before this one)
+Infer = Callable[["StandIn", int], object]  # (server, number of earlier inferences)
 
 
 def reply(status: int, body: object, extra: str = "") -> bytes:
@@ -21,7 +21,7 @@ class StandIn:
     """An Open Inference Protocol server of one model. `infer` decides each inference's answer.
 
     It returns bytes to send, None to close the connection without an answer, or an awaitable of
-    either. `bodies` are the inference requests as they came, JSON part and tensors apart.
+    either. `bodies` are the received inference requests: the JSON part and the tensors.
     """
 
     def __init__(
@@ -35,10 +35,14 @@ class StandIn:
         self.bodies: list[tuple[dict[str, object], bytes]] = []
         self.connections = 0
         self.writers: set[asyncio.StreamWriter] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         self.writers.add(writer)
+        self.tasks.add(asyncio.get_running_loop().create_task(self.serve(reader, writer)))
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
@@ -50,7 +54,6 @@ class StandIn:
                 writer.write(answer)
                 if b"Connection: close" in answer or fields.get("connection") == "close":
                     break
-        self.writers.discard(writer)
         writer.close()
 
     async def answer(self, path: str, fields: dict[str, str], body: bytes) -> bytes | None:
@@ -71,17 +74,21 @@ class StandIn:
 
     @contextmanager
     def running(self) -> Iterator[str]:
-        """Serve from a thread of its own; gives the URL."""
+        """Serve in a separate thread; yields the URL."""
         ready: threading.Event = threading.Event()
 
         async def main() -> None:
             self.loop, self.stop = asyncio.get_running_loop(), asyncio.Event()
-            self.listener = await asyncio.start_server(self.serve, "127.0.0.1", 0)
+            self.listener = await asyncio.start_server(self.connect, "127.0.0.1", 0)
             self.port = self.listener.sockets[0].getsockname()[1]
             ready.set()
             await self.stop.wait()
+            self.listener.close()
+            # asyncio accepts in tasks of its own: cancelled early, they leave their sockets open
+            while accepting := asyncio.all_tasks() - {asyncio.current_task()} - self.tasks:
+                await asyncio.wait(accepting)
             self.die()
-            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in self.tasks:
                 task.cancel()
 
         thread = threading.Thread(target=lambda: asyncio.run(main()))
@@ -95,7 +102,7 @@ class StandIn:
             assert not thread.is_alive()
 
     def die(self) -> None:
-        """Stop to listen and drop every connection."""
+        """Stop listening and drop every connection."""
         self.listener.close()
         for writer in list(self.writers):
             writer.transport.abort()

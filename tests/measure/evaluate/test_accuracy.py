@@ -19,7 +19,7 @@ def test_a_row_scores_1_where_the_largest_value_is_the_label() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "labels", "told"),
+    ("values", "labels", "message"),
     [
         (VALUES, np.array([1.0, 0.0, 1.0]), "integer"),
         (VALUES, np.array([[1], [0], [1]]), "integer"),
@@ -30,9 +30,9 @@ def test_a_row_scores_1_where_the_largest_value_is_the_label() -> None:
     ],
 )
 def test_what_cannot_be_scored_is_refused(
-    values: np.ndarray, labels: np.ndarray, told: str
+    values: np.ndarray, labels: np.ndarray, message: str
 ) -> None:
-    with pytest.raises(BadInput, match=told):
+    with pytest.raises(BadInput, match=message):
         top1(values, labels, "data.npz")
 
 

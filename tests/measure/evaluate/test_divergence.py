@@ -121,7 +121,7 @@ def test_the_node_that_overflows_is_named() -> None:
     assert "'scale_up' (Mul): NaN or infinity in one of the two" in found.text
 
 
-def test_the_batch_at_which_it_was_seen_is_told() -> None:
+def test_the_batch_of_the_first_difference_is_reported() -> None:
     """A dimension baked in as 1: right for a batch of one, wrong for more."""
     nodes = [helper.make_node("Slice", ["x", "zero", "one"], ["first"], name="first")]
     nodes.append(helper.make_node("Add", ["x", "first"], ["y"], name="add"))
@@ -136,7 +136,7 @@ def test_the_batch_at_which_it_was_seen_is_told() -> None:
     assert (found.node, found.batch) == ("add", 3)  # 'first' itself has another shape
 
 
-def test_several_outputs_and_whole_numbers_are_compared() -> None:
+def test_several_outputs_and_integers_are_compared() -> None:
     other = two_inputs()
     other.graph.node[1].input[1] = "a"
     found = diverge(two_inputs(), other)
@@ -220,8 +220,12 @@ def test_the_result_is_json() -> None:
     a, b = values(p=0), values(p=math.inf)
     found = first_divergence(a, b, pairs_of("p"), FEEDS, max_error=0.1)
     assert found is not None
-    told = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert (told["node"], told["error"], told["steepest"]["error"]) == ("node_p", None, None)
+    document = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert (document["node"], document["error"], document["steepest"]["error"]) == (
+        "node_p",
+        None,
+        None,
+    )
 
 
 def error(a: Sequence[float], b: Sequence[float]) -> float:
@@ -247,7 +251,7 @@ def test_a_mask_that_half_precision_cannot_hold_is_still_a_mask() -> None:
     assert error([lowest], [0]) == pytest.approx(1)
 
 
-def test_whole_numbers_differ_or_do_not() -> None:
+def test_integers_are_compared_exactly() -> None:
     assert tensor_error(np.array([1, 2]), np.array([1, 2])) == (0.0, "")
     assert tensor_error(np.array([1, 2]), np.array([1, 3])) == (
         math.inf,

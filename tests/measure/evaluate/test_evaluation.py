@@ -119,7 +119,7 @@ def test_a_drop_that_is_itself_above_the_bound_is_not_blamed_on_the_samples() ->
     assert found.why.endswith(" pp, is above 1 pp")
 
 
-def test_too_few_samples_are_told_with_how_many_would_do() -> None:
+def test_too_few_samples_are_reported_with_the_number_needed() -> None:
     found = evaluate(identity(), identity(), samples=samples_of(64), metric=TOP1)
     assert not found.passed
     assert "64 samples cannot show it even without any drop, 276 are needed" in found.why
@@ -129,7 +129,7 @@ def test_too_few_samples_are_told_with_how_many_would_do() -> None:
     assert "the measured value is within" in one_lost.why
 
 
-def test_too_few_samples_of_another_score_are_told_from_their_spread() -> None:
+def test_the_number_of_samples_needed_follows_from_the_spread_of_scores() -> None:
     metric = Metric("level", "", lambda outputs, _: outputs["y"][:, 0].astype(np.float64))
     shift = np.where(np.arange(20) % 2, 0.5, -0.5).astype(np.float32)[:, None]
     shaking = Function(lambda x: {"y": x + shift})
@@ -189,8 +189,8 @@ def test_not_finite_where_the_reference_is_fails_whatever_the_labels_say(
     assert not evaluate(identity(), broken, samples=None, min_sqnr_db=-math.inf).passed
 
 
-def test_a_users_metric_never_sees_what_is_broken() -> None:
-    """It may well raise on NaN: that would be told as the metric's mistake."""
+def test_a_users_metric_never_gets_non_finite_outputs() -> None:
+    """It may well raise on NaN: that would be reported as the metric's mistake."""
     seen: list[np.ndarray] = []
 
     def watch(outputs: Arrays, labels: np.ndarray) -> np.ndarray:
@@ -236,7 +236,7 @@ def test_agreement_is_reported_with_its_interval() -> None:
     assert found.max_drop is None
 
 
-def test_a_bound_that_was_given_holds_disagreement_too() -> None:
+def test_a_given_bound_applies_to_disagreement_too() -> None:
     data = samples_of(256, marked=4, labelled=False)
     found = evaluate(identity(), flipping(), samples=data, min_sqnr_db=0, max_drop=0.03)
     assert not found.passed
@@ -244,7 +244,7 @@ def test_a_bound_that_was_given_holds_disagreement_too() -> None:
     assert evaluate(identity(), flipping(), samples=data, min_sqnr_db=0, max_drop=0.04).passed
 
 
-def test_too_few_samples_for_agreement_are_told_with_how_many_would_do() -> None:
+def test_too_few_samples_for_agreement_are_reported_with_the_number_needed() -> None:
     few, enough = samples_of(380, labelled=False), samples_of(381, labelled=False)
     found = evaluate(identity(), noisy(40), samples=few, max_drop=0.01)
     assert "380 samples cannot show it even without any drop, 381 are needed" in found.why
@@ -270,7 +270,7 @@ def integer(shift: int) -> Function:
     return Function(lambda x: {"y": x.argmax(1) + (np.arange(len(x)) == 0) * shift}, "y:int64[N]")
 
 
-def test_whole_numbers_alone_are_held_to_agreement() -> None:
+def test_integer_outputs_alone_are_gated_on_agreement() -> None:
     data = samples_of(540, labelled=False)
     assert evaluate(integer(0), integer(0), samples=data).passed
     found = evaluate(integer(0), integer(1), samples=data)
@@ -279,7 +279,7 @@ def test_whole_numbers_alone_are_held_to_agreement() -> None:
     assert "answered differently" in found.why
 
 
-def test_whole_numbers_alone_must_be_equal_on_random_inputs() -> None:
+def test_integer_outputs_alone_must_be_equal_on_random_inputs() -> None:
     assert evaluate(integer(0), integer(0), samples=None).passed
     found = evaluate(integer(0), integer(1), samples=None)
     assert not found.passed
@@ -325,7 +325,7 @@ def test_a_bound_that_bounds_nothing_is_refused(bound: float) -> None:
         evaluate(identity(), identity(), samples=samples_of(8), max_drop=bound)
 
 
-def test_a_bound_that_nothing_could_be_held_to_is_refused_not_forgotten() -> None:
+def test_a_bound_that_applies_to_nothing_is_refused_not_ignored() -> None:
     with pytest.raises(BadInput, match="`max_drop` needs samples"):
         evaluate(identity(), identity(), samples=None, max_drop=0.01)
     column = Function(lambda x: {"y": x[:, :1]}, "y:float32[N,1]")

@@ -102,7 +102,7 @@ def test_a_sample_whose_labels_are_all_ignored_weighs_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("logits", "labels", "told"),
+    ("logits", "labels", "message"),
     [
         (np.zeros((2, 3, 4)), np.zeros((2, 2), int), r"labels of shape \(2, 2\)"),
         (np.zeros((2, 4)), np.zeros((2, 3), int), r"labels of shape \(2, 3\)"),
@@ -115,13 +115,13 @@ def test_a_sample_whose_labels_are_all_ignored_weighs_nothing() -> None:
     ],
 )
 def test_what_has_no_perplexity_is_refused_naming_the_data(
-    logits: np.ndarray, labels: np.ndarray, told: str
+    logits: np.ndarray, labels: np.ndarray, message: str
 ) -> None:
-    with pytest.raises(BadInput, match=f"^data.npz: perplexity: .*{told}"):
+    with pytest.raises(BadInput, match=f"^data.npz: perplexity: .*{message}"):
         scored(PERPLEXITY, logits, labels)
 
 
-def test_perplexity_of_the_whole_text_counts_every_token_alike() -> None:
+def test_perplexity_weighs_every_token_equally() -> None:
     random = np.random.default_rng(1)
     logits = random.standard_normal((9, 6, 5)) * 2
     worse = logits + random.standard_normal(logits.shape) * 0.5
@@ -156,7 +156,7 @@ def test_scoring_without_labels_is_refused() -> None:
         score(FakeEngine(), Samples({"x": EYE}, None, "data.npz"), find_metric("top1"))
 
 
-def test_labels_that_do_not_fit_are_told_with_the_data_file() -> None:
+def test_labels_that_do_not_fit_are_reported_with_the_data_file() -> None:
     samples = Samples({"x": EYE}, np.array([0, 1, 2, 4]), "data.npz")
     with pytest.raises(BadInput, match=r"data\.npz: top-1 accuracy: labels run from 0 to 4"):
         score(FakeEngine(), samples, find_metric("top1"))
@@ -209,7 +209,7 @@ def test_a_users_booleans_are_right_and_wrong(users: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("whole", r"returned float64\[\]"),
         ("nan", "NaN or infinity"),
@@ -222,12 +222,12 @@ def test_a_users_booleans_are_right_and_wrong(users: str) -> None:
         ("arguments", "failed: TypeError"),
     ],
 )
-def test_a_users_mistake_is_told_in_the_metrics_name(users: str, name: str, told: str) -> None:
-    with pytest.raises(BadInput, match=rf"data\.npz: metric .*mine\.py:{name}: .*{told}"):
+def test_an_error_in_a_users_metric_names_the_metric(users: str, name: str, message: str) -> None:
+    with pytest.raises(BadInput, match=rf"data\.npz: metric .*mine\.py:{name}: .*{message}"):
         scored(find_metric(f"{users}:{name}"), np.ones((2, 1)), np.zeros(2))
 
 
-def test_a_metric_that_is_none_is_refused_with_those_there_are(users: str) -> None:
+def test_an_unknown_metric_is_refused_with_the_known_ones(users: str) -> None:
     with pytest.raises(BadInput, match="'f1' is not a metric") as caught:
         find_metric("f1")
     assert caught.value.hint is not None

@@ -120,7 +120,7 @@ def test_large_outputs_are_compared_in_little_memory(monkeypatch: pytest.MonkeyP
     assert peak_bytes < 200 * 1000 * 8 / 4  # a quarter of one copy in float64
 
 
-def test_a_watcher_gets_both_outputs_in_the_references_order() -> None:
+def test_the_callback_gets_both_outputs_in_the_references_order() -> None:
     a = Function(lambda f: {"z": -f["x"], "y": f["x"]}, "x:float32[N,4]", *Z_AND_Y)
     b = Function(lambda f: {"y": f["x"], "z": -f["x"]}, "x:float32[N,4]", *Z_AND_Y[::-1])
     seen: list[object] = []
@@ -133,7 +133,7 @@ def test_a_watcher_gets_both_outputs_in_the_references_order() -> None:
     assert seen == [(0, ["y", "z"], ["y", "z"]), (1, ["y", "z"], ["y", "z"])]
 
 
-def test_a_watcher_is_not_called_once_nan_stands_on_one_side() -> None:
+def test_the_callback_is_not_called_after_nan_on_one_side() -> None:
     answers = iter([1.0, math.nan, 1.0])
     b = Function(lambda f: {"y": f["x"] * np.float32(next(answers))})
     seen: list[int] = []
@@ -170,7 +170,7 @@ def test_batch_is_axis_0_of_the_input_that_has_a_dynamic_one() -> None:
         ([1, 2], [1, 2], None),
         ([[[[1, 2]]]], [[[[2, 1]]]], None),
     ],
-    ids=["half", "three axes", "one column", "one axis", "picture"],
+    ids=["half", "three axes", "one column", "one axis", "image"],
 )
 def test_agreement_is_the_share_of_equal_argmax(
     values: object, other: object, expected: float | None
@@ -223,14 +223,14 @@ def test_nothing_finite_on_either_side_proves_nothing() -> None:
         ("uint8", [[0, 255]], [[0, 254]]),
     ],
 )
-def test_whole_numbers_and_booleans_compare_exactly(dtype: str, a: object, b: object) -> None:
+def test_integers_and_booleans_compare_exactly(dtype: str, a: object, b: object) -> None:
     parity = compare(constant(a, dtype), constant(b, dtype))
     with pytest.raises(GateFailed, match="1 of 2 integers or booleans differ"):
         replace(parity, max_error=1e9).raise_if_over()
     assert compare(constant(a, dtype), constant(a, dtype)).worst.error == 0
 
 
-def test_whole_numbers_have_no_agreement() -> None:
+def test_integers_have_no_agreement() -> None:
     assert compare(constant([[1, 2]], "int64"), constant([[1, 2]], "int64")).worst.agreement is None
 
 

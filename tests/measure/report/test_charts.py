@@ -92,7 +92,7 @@ CROWDED = {
 
 
 @pytest.mark.parametrize("name", CROWDED)
-def test_no_text_covers_another_or_leaves_the_picture(name: str) -> None:
+def test_no_label_covers_another_or_leaves_the_chart(name: str) -> None:
     svg = draw(chart(*CROWDED[name]))
     assert overlaps(svg) == []
     for text, (left, top, right, bottom) in boxes(svg):
@@ -106,9 +106,9 @@ def test_ticks_that_would_cover_each_other_are_left_out() -> None:
     many = tuple((float(batch), str(batch)) for batch in range(1, 129))
     svg = draw(chart(line("a", [1.0, 2.0, 3.0]), x_ticks=many, x_log=True))
     assert overlaps(svg) == []
-    texts = [text for text, _ in boxes(svg)]
-    assert {"1", "2", "4"} < set(texts)
-    assert len(texts) < len(many)
+    labels = [text for text, _ in boxes(svg)]
+    assert {"1", "2", "4"} < set(labels)
+    assert len(labels) < len(many)
 
 
 def test_no_text_covers_another_in_a_real_report(report: Report) -> None:
@@ -126,8 +126,8 @@ def test_no_text_covers_another_in_a_real_report(report: Report) -> None:
 
 def test_every_line_is_named_and_differs_in_dash_and_marker_not_only_in_colour() -> None:
     svg = draw(chart(*(line(f"setup {i}", [1.0, 2.0 + i], i) for i in range(5))))
-    texts = [text for text, _ in boxes(svg)]
-    assert [f"setup {i}" for i in range(5) if f"setup {i}" in texts] == [
+    labels = [text for text, _ in boxes(svg)]
+    assert [f"setup {i}" for i in range(5) if f"setup {i}" in labels] == [
         f"setup {i}" for i in range(5)
     ]
     root = ET.fromstring(svg)
@@ -293,7 +293,7 @@ def test_the_page_writes_numbers_as_the_report_does() -> None:
     assert evaluate(CHARTS, "v.x.map((x) => m.count(x))", x=whole) == list(map(count, whole))
 
 
-def test_too_few_calls_for_a_percentile_are_said_not_hidden(report: Report) -> None:
+def test_too_few_calls_for_a_percentile_are_reported_not_hidden(report: Report) -> None:
     few = report.to_dict()
     for point in few["points"]:
         point["latency"]["p99_ms"] = None

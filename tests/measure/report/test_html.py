@@ -105,7 +105,7 @@ def test_the_order_is_verdict_table_charts_method_everything(report: Report) -> 
     assert verdict == report.verdict[0]
 
 
-def test_every_chart_has_a_finding_in_words_and_its_data_as_a_table(report: Report) -> None:
+def test_every_chart_has_a_written_finding_and_its_data_as_a_table(report: Report) -> None:
     text = page(report.to_dict())
     figures = re.findall(r"<figure>.*?</figure>", text, re.DOTALL)
     assert len(figures) == 4
@@ -174,7 +174,7 @@ def test_a_report_with_nothing_in_it_has_sentences_and_no_empty_frames() -> None
     assert "not recorded" in text
 
 
-def test_a_gate_that_was_not_met_is_said_in_words(report: Report) -> None:
+def test_a_gate_that_was_not_met_is_written_out(report: Report) -> None:
     text = page(replace(report, gates=(Gate("parity", False, "error 1"),)).to_dict())
     assert '<li class="unmet"><strong>✗ NOT met</strong> parity' in text
 

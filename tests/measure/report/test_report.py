@@ -172,11 +172,11 @@ def test_no_difference_is_called_that(report: Report) -> None:
     assert first.startswith("No difference between again and the fp32 CPU (baseline)")
 
 
-def test_accuracy_that_was_not_measured_is_said(report: Report) -> None:
+def test_accuracy_that_was_not_measured_is_stated(report: Report) -> None:
     assert "its accuracy was not measured" in verdict(replace(report, accuracy=()))[0]
 
 
-def test_the_notes_of_both_points_stand_in_the_headline(report: Report) -> None:
+def test_the_notes_of_both_points_are_in_the_headline(report: Report) -> None:
     noted = tuple(replace(p, note="did not settle") for p in report.points)
     assert verdict(replace(report, points=noted))[0].count("did not settle") == 1
 
@@ -210,12 +210,12 @@ def test_what_was_served_names_refusals_and_the_shared_machine(report: Report) -
     assert "client and server shared one machine" in sentence
 
 
-def test_a_server_that_answered_nothing_is_said_with_its_error(report: Report) -> None:
+def test_a_server_that_answered_nothing_is_reported_with_its_error(report: Report) -> None:
     dead = replace(report.serving[0], latency=None, ok=0, failed=9, sent=9, errors={"boom": 9})
     assert "no request of 9 was answered: boom" in verdict(replace(report, serving=(dead,)))[1]
 
 
-def test_quick_and_not_measured_are_said(report: Report) -> None:
+def test_quick_and_not_measured_are_stated(report: Report) -> None:
     sentences = verdict(report)
     assert sentences[-1] == "Not measured: GPU (no NVIDIA GPU on this machine)."
     assert sentences[-2].startswith("This was a quick run")
@@ -278,14 +278,14 @@ def test_each_batch_shows_the_baseline_and_the_best_cpu_whichever_setup_it_was()
     assert table.rows[1][-1] == "not measured"
 
 
-def test_nothing_is_derived_from_a_run_whose_gpu_was_held_back(
+def test_nothing_is_derived_from_a_run_whose_gpu_was_throttled(
     report: Report, tmp_path: Path
 ) -> None:
-    held = replace(report, throttled=("sw_thermal",))
-    held = replace(held, verdict=verdict(held))
-    assert "The GPU was throttled (sw_thermal): no speed-up is stated." in held.verdict[0]
-    assert "×" not in " ".join(held.verdict)
-    assert held.to_dict()["speedups"] == held.to_dict()["crossovers"] == []
-    write(held, tmp_path)
-    assert read(tmp_path / "report.json") == held
+    throttled = replace(report, throttled=("sw_thermal",))
+    throttled = replace(throttled, verdict=verdict(throttled))
+    assert "The GPU was throttled (sw_thermal): no speed-up is stated." in throttled.verdict[0]
+    assert "×" not in " ".join(throttled.verdict)
+    assert throttled.to_dict()["speedups"] == throttled.to_dict()["crossovers"] == []
+    write(throttled, tmp_path)
+    assert read(tmp_path / "report.json") == throttled
     assert "no speed-up is stated" in (tmp_path / "report.md").read_text()

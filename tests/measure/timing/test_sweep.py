@@ -130,7 +130,7 @@ def test_setups_take_turns_a_b_c_c_b_a(bench: Bench) -> None:
     assert bench.order == "ABCBABCBA"  # ABC CBA ABC CBA, where neighbours meet joined
 
 
-def test_drift_hits_all_alike(bench: Bench) -> None:
+def test_drift_affects_all_setups_equally(bench: Bench) -> None:
     setups = [
         bench.setup(label, lambda _: 0.005 * (1 + bench.clock.now_ns / 1e9)) for label in "AB"
     ]
@@ -167,7 +167,9 @@ def test_warm_up_that_never_settles_is_bounded_and_noted(bench: Bench) -> None:
         on_progress=lambda *_: ended_s.append(bench.clock.now_ns / 1e9),
     )
     assert "not yet steady after 3 s" in point.note
-    assert 3.0 <= ended_s[1] < 3.5  # when round 1 was told; the call that was running was finished
+    assert (
+        3.0 <= ended_s[1] < 3.5
+    )  # when round 1 was reported; the call that was running was finished
 
 
 def test_no_warm_up_is_noted(bench: Bench) -> None:
@@ -268,14 +270,14 @@ def test_engines_already_open_are_closed_when_another_does_not_open(bench: Bench
 
 
 def test_progress_rises_to_one_and_names_the_step(bench: Bench) -> None:
-    told: list[tuple[str, float]] = []
+    reported: list[tuple[str, float]] = []
     bench.sweep(
         bench.setup("A"),
         bench.setup("B"),
         timing=Timing(warmup_s=1.0, seconds=1.0, rounds=2),
-        on_progress=lambda what, share: told.append((what, share)),
+        on_progress=lambda what, share: reported.append((what, share)),
     )
-    assert told == [
+    assert reported == [
         ("A, batch 4: warm-up", 0.0),
         ("B, batch 4: warm-up", 0.25),
         ("A, batch 4: round 1", 0.5),

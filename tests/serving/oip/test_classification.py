@@ -16,14 +16,14 @@ from tests.support.serving.requests import DTYPES, model, one, values
 ROWS = np.array([[1, 5, 10, 4], [7, 7, -1, 7]], np.float32)
 
 
-def test_the_highest_come_first_and_equal_ones_in_order() -> None:
+def test_classes_are_sorted_by_value_and_then_by_index() -> None:
     assert classify(ROWS, 3, batched=True).tolist() == [
         ["10.000000:2", "5.000000:1", "4.000000:3"],
         ["7.000000:0", "7.000000:1", "7.000000:3"],
     ]
 
 
-def test_labels_follow_where_there_are_some() -> None:
+def test_labels_are_appended_where_they_are_known() -> None:
     found = classify(ROWS[:1], 4, batched=True, labels=["apple", "pickle", "pie"])
     assert found.tolist() == [
         ["10.000000:2:pie", "5.000000:1:pickle", "4.000000:3", "1.000000:0:apple"]
@@ -46,7 +46,9 @@ def test_labels_follow_where_there_are_some() -> None:
     ],
     ids=str,
 )
-def test_any_numbers_of_any_shape(array: np.ndarray, batched: bool, expected: list) -> None:
+def test_numbers_of_any_type_and_shape_can_be_classified(
+    array: np.ndarray, batched: bool, expected: list
+) -> None:
     found = classify(array, 3, batched=batched)
     assert found.tolist() == expected
     assert found.shape[:1] == ((len(array),) if batched else (len(expected),))
@@ -54,7 +56,7 @@ def test_any_numbers_of_any_shape(array: np.ndarray, batched: bool, expected: li
 
 @pytest.mark.parametrize("max_batch", [8, 0])
 @pytest.mark.parametrize("binary", [True, False], ids=["binary", "json"])
-def test_the_output_is_replaced_by_texts(max_batch: int, binary: bool) -> None:
+def test_the_output_is_replaced_by_strings(max_batch: int, binary: bool) -> None:
     signature = model("float32", "N", 4, max_batch=max_batch, labels={"y": ["a", "b", "c", "d"]})
     body, json_bytes = one(
         "float32",
@@ -64,18 +66,18 @@ def test_the_output_is_replaced_by_texts(max_batch: int, binary: bool) -> None:
     request = oip.decode(body, json_bytes, signature)
     parts, _ = oip.encode("m", "1", request, {"y": ROWS}, signature)
     output = json.loads(parts[0])["outputs"][0]
-    texts = [b"10.000000:2:c", b"7.000000:0:a"][: 2 if max_batch else 1]
+    strings = [b"10.000000:2:c", b"7.000000:0:a"][: 2 if max_batch else 1]
     assert output["datatype"] == "BYTES"
     assert output["shape"] == ([2, 1] if max_batch else [1])
     if binary:
-        assert parts[1] == b"".join(struct.pack("<I", len(text)) + text for text in texts)
+        assert parts[1] == b"".join(struct.pack("<I", len(text)) + text for text in strings)
         assert output["parameters"] == {"binary_data_size": len(parts[1])}
     else:
-        assert output["data"] == [text.decode() for text in texts]
+        assert output["data"] == [text.decode() for text in strings]
 
 
 @pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "string"])
-def test_every_number_can_be_classified_even_as_json(dtype: str) -> None:
+def test_every_numeric_datatype_can_be_classified_even_without_a_json_form(dtype: str) -> None:
     array, signature = values(dtype, 2, 4), model(dtype)
     wanted = [{"name": "y", "parameters": {"classification": 1000}}]
     body, json_bytes = one(dtype, array, outputs=wanted)
@@ -87,7 +89,7 @@ def test_every_number_can_be_classified_even_as_json(dtype: str) -> None:
     assert best == array.argmax(axis=1).tolist()
 
 
-def test_texts_cannot_be_classified() -> None:
+def test_strings_cannot_be_classified() -> None:
     wanted = [{"name": "y", "parameters": {"classification": 1}}]
     body, json_bytes = one("string", values("string", 1, 4), outputs=wanted)
     with pytest.raises(BadInput, match="cannot be classified"):

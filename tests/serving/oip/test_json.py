@@ -1,4 +1,4 @@
-"""What is right comes through the protocol's decoder and encoder unchanged."""
+"""Valid requests pass the JSON decoder and encoder unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.serving.requests import (
 
 @pytest.mark.parametrize("rows", [0, 1, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bytes_in_bytes_out(dtype: str, rows: int) -> None:
+def test_binary_inputs_and_outputs_keep_their_values(dtype: str, rows: int) -> None:
     array = values(dtype, rows, 4)
     signature = model(dtype)
     body, json_bytes = one(dtype, array, parameters={"binary_data_output": True})
@@ -45,7 +45,7 @@ def test_bytes_in_bytes_out(dtype: str, rows: int) -> None:
 
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
 @pytest.mark.parametrize("dtype", JSON_DTYPES)
-def test_json_in_json_out(dtype: str, nested: bool) -> None:
+def test_json_inputs_and_outputs_keep_their_values(dtype: str, nested: bool) -> None:
     array = values(dtype, 3, 2, 2)
     signature = model(dtype, "N", 2, 2)
     data = array.tolist() if nested else array.ravel().tolist()
@@ -61,7 +61,7 @@ def test_json_in_json_out(dtype: str, nested: bool) -> None:
     assert "parameters" not in output  # a C++ client would look for binary data
 
 
-def test_inputs_come_in_model_order_whatever_the_order_of_the_request() -> None:
+def test_inputs_are_decoded_in_the_order_of_the_model() -> None:
     a, b = values("float32", 3, 2), values("int64", 3)
     body, json_bytes = binary({"b": b, "a": a})
     request = oip.decode(body, json_bytes, two_inputs())
@@ -82,7 +82,7 @@ def test_a_binary_and_a_json_input_in_one_request() -> None:
     np.testing.assert_array_equal(request.feeds["b"], b)
 
 
-def test_outputs_come_as_asked_in_order_and_in_form() -> None:
+def test_outputs_have_the_requested_order_and_form() -> None:
     body, json_bytes = binary(
         {"a": values("float32", 1, 2), "b": values("int64", 1)},
         outputs=[{"name": "q", "parameters": {"binary_data": True}}, {"name": "p"}],
@@ -100,7 +100,7 @@ def test_outputs_come_as_asked_in_order_and_in_form() -> None:
     assert header == len(parts[0])
 
 
-def test_a_slice_of_a_batch_is_encoded_like_an_array_of_its_own() -> None:
+def test_a_non_contiguous_slice_of_a_batch_is_encoded() -> None:
     body, json_bytes = binary({"x": values("float32", 1, 4)})
     request = oip.decode(body, json_bytes, model())
     whole = np.arange(24, dtype=np.float32).reshape(4, 6).T  # not contiguous
@@ -108,7 +108,7 @@ def test_a_slice_of_a_batch_is_encoded_like_an_array_of_its_own() -> None:
     assert json.loads(parts[0])["outputs"][0]["data"] == [2, 8, 14, 20]
 
 
-def test_the_same_json_part_again_reads_the_new_bytes() -> None:
+def test_a_repeated_json_part_is_decoded_with_the_new_binary_data() -> None:
     signature = model()
     first, second = values("float32", 2, 4), values("float32", 2, 4) + 1
     for array in (first, second):
@@ -117,8 +117,8 @@ def test_the_same_json_part_again_reads_the_new_bytes() -> None:
 
 
 @pytest.mark.parametrize("dtype", JSON_DTYPES)
-def test_values_that_came_as_json_cannot_be_written_to(dtype: str) -> None:
-    """A small JSON part is read once: the next request that is equal gets the same array."""
+def test_arrays_decoded_from_json_are_read_only(dtype: str) -> None:
+    """A small JSON part is decoded once: an equal request gets the same array."""
     array, signature = values(dtype, 1, 4), model(dtype)
     item = {"name": "x", "datatype": PROTOCOL_NAMES[dtype], "shape": [1, 4]}
     body = json.dumps({"inputs": [{**item, "data": array.tolist()}]}).encode()
@@ -128,7 +128,7 @@ def test_values_that_came_as_json_cannot_be_written_to(dtype: str) -> None:
         first[0] = first[0]
 
 
-def test_two_models_do_not_share_what_was_read_for_one() -> None:
+def test_a_cached_json_part_is_not_shared_between_models() -> None:
     body, json_bytes = binary({"x": values("float32", 2, 4)})
     oip.decode(body, json_bytes, model())
     with pytest.raises(BadInput, match="above 1"):
@@ -154,7 +154,7 @@ def test_the_timeout_is_in_microseconds(parameters: dict, expected: int | None) 
 @pytest.mark.parametrize(
     ("parameters", "expected"), [({}, 0), ({"priority": 0}, 0), ({"priority": 3}, 3)]
 )
-def test_the_priority_is_kept(parameters: dict, expected: int) -> None:
+def test_the_priority_is_decoded(parameters: dict, expected: int) -> None:
     body, json_bytes = binary({"x": values("float32", 1, 4)}, parameters=parameters)
     assert oip.decode(body, json_bytes, model()).priority == expected
 

@@ -1,4 +1,4 @@
-"""Whatever arrives, the decoder gives a request or one of our errors; and it loses nothing."""
+"""Random and damaged bytes: the decoder returns a valid request or raises one of our errors."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ SETTINGS = settings(
     max_examples=rounds(60, 5000),
     deadline=None,
     database=None,
-    derandomize=True,  # the same examples each time: a failure is a change, not luck
+    derandomize=True,  # the same examples each time: a failure is reproducible
     suppress_health_check=[HealthCheck.too_slow],
 )
 
 
 def survives(body: bytes, json_bytes: int | None, signature: Signature) -> Request | None:
-    """None for a refusal; everything of a request that was accepted fits the model."""
+    """The accepted request, which must fit the model, or None for a refusal."""
     refusal = None
     try:
         request = oip.decode(body, json_bytes, signature, MEMORY)
@@ -78,7 +78,9 @@ def survives(body: bytes, json_bytes: int | None, signature: Signature) -> Reque
 
 @SETTINGS
 @given(st.binary(max_size=200), st.none() | st.integers(0, 300), st.sampled_from(MODELS))
-def test_any_bytes(body: bytes, json_bytes: int | None, signature: Signature) -> None:
+def test_any_bytes_are_decoded_or_refused(
+    body: bytes, json_bytes: int | None, signature: Signature
+) -> None:
     survives(body, json_bytes, signature)
 
 
@@ -132,7 +134,7 @@ DOCUMENTS = st.fixed_dictionaries(
 
 @SETTINGS
 @given(DOCUMENTS, st.binary(max_size=64), st.sampled_from(MODELS))
-def test_any_document_with_any_bytes_behind_it(
+def test_any_document_with_any_binary_data_is_decoded_or_refused(
     document: dict, tail: bytes, signature: Signature
 ) -> None:
     head = json.dumps(document).encode()
@@ -141,10 +143,10 @@ def test_any_document_with_any_bytes_behind_it(
 
 @SETTINGS
 @given(DOCUMENTS, st.sampled_from(DTYPES), st.binary(max_size=64), st.data())
-def test_nearly_right_documents(
+def test_nearly_valid_documents_are_decoded_or_refused(
     document: dict, dtype: str, tail: bytes, draw: st.DataObject
 ) -> None:
-    """One good request of which single parts are replaced by parts of a random one."""
+    """A valid request with single parts replaced by parts of a random one."""
     body, json_bytes = one(dtype, values(dtype, 2, 4))
     good = json.loads(body[:json_bytes])
     for place, other in ((good, document), (good["inputs"][0], draw.draw(INPUTS))):
@@ -158,7 +160,9 @@ def test_nearly_right_documents(
 
 @SETTINGS
 @given(st.data(), st.sampled_from(["float32", "string", "bool", "bfloat16"]))
-def test_a_good_request_with_damaged_bytes(draw: st.DataObject, dtype: str) -> None:
+def test_a_valid_request_with_damaged_bytes_is_decoded_or_refused(
+    draw: st.DataObject, dtype: str
+) -> None:
     body, json_bytes = one(dtype, values(dtype, 2, 4), id="abc", parameters={"timeout": 5})
     damaged = bytearray(body)
     for _ in range(draw.draw(st.integers(1, 3))):
@@ -168,14 +172,14 @@ def test_a_good_request_with_damaged_bytes(draw: st.DataObject, dtype: str) -> N
     survives(bytes(damaged), draw.draw(st.sampled_from([json_bytes, None, 1])), model(dtype))
 
 
-def test_every_single_byte_of_the_json_part_may_be_damaged() -> None:
+def test_damage_to_any_byte_of_the_json_part_is_survived() -> None:
     body, json_bytes = binary({"x": values("float32", 1, 4)}, id="abc")
     for at in range(json_bytes):
         for byte in (0, 0x22, 0x30, 0x5D, 0x7D, 0xFF):
             survives(body[:at] + bytes([byte]) + body[at + 1 :], json_bytes, model())
 
 
-def test_bytes_cut_anywhere_are_refused() -> None:
+def test_truncated_binary_data_is_refused() -> None:
     body, json_bytes = one("string", values("string", 2, 4))
     for size in range(json_bytes, len(body)):
         with pytest.raises(BadInput):
@@ -193,7 +197,7 @@ def arrays(dtype: str) -> st.SearchStrategy[np.ndarray]:
 
 
 def same(got: np.ndarray, sent: np.ndarray) -> bool:
-    """Bit for bit: NaN, -0.0 and every text are kept."""
+    """Whether the arrays are equal bit for bit, NaN and -0.0 included."""
     if sent.dtype == object:
         return got.shape == sent.shape and got.tolist() == sent.tolist()
     return got.dtype == sent.dtype and got.shape == sent.shape and got.tobytes() == sent.tobytes()
@@ -202,17 +206,17 @@ def same(got: np.ndarray, sent: np.ndarray) -> bool:
 @settings(parent=SETTINGS, max_examples=rounds(30, 1000))
 @given(st.data())
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_was_encoded_decodes_to_the_same(dtype: str, draw: st.DataObject) -> None:
-    """The encoder's payload, sent back as an input: binary over HTTP, raw over gRPC."""
+def test_encoded_binary_outputs_decode_to_the_same_array(dtype: str, draw: st.DataObject) -> None:
+    """The encoder's payload is sent back as an input: binary over HTTP, raw over gRPC."""
     array = draw.draw(arrays(dtype))
     signature = model(dtype)
-    asked = Request({}, len(array), (), _all(signature, binary=True))
-    (result,) = collect_results(asked, {"y": array}, signature)
+    request = Request({}, len(array), (), _all(signature, binary=True))
+    (result,) = collect_results(request, {"y": array}, signature)
     payload = result.raw_contents()
-    given = InputData("x", result.datatype, list(result.shape), Binary(payload, 0, len(payload)))
-    again = build([given], None, {}, None, signature, binary=True)
+    item = InputData("x", result.datatype, list(result.shape), Binary(payload, 0, len(payload)))
+    again = build([item], None, {}, None, signature, binary=True)
     expected = array
-    if dtype == "bfloat16":  # a NaN stays one, and becomes a quiet one
+    if dtype == "bfloat16":  # a signalling NaN becomes a quiet one
         quiet = (array.view(np.uint32) | np.where(np.isnan(array), 0x400000, 0)).astype(np.uint32)
         expected = quiet.view(np.float32)
     assert same(again.feeds["x"], expected)
@@ -221,15 +225,15 @@ def test_what_was_encoded_decodes_to_the_same(dtype: str, draw: st.DataObject) -
 @settings(parent=SETTINGS, max_examples=rounds(30, 1000))
 @given(st.data())
 @pytest.mark.parametrize("dtype", JSON_DTYPES)
-def test_what_was_encoded_as_json_decodes_to_the_same(dtype: str, draw: st.DataObject) -> None:
+def test_encoded_json_outputs_decode_to_the_same_array(dtype: str, draw: st.DataObject) -> None:
     array = draw.draw(arrays(dtype))
     signature = model(dtype)
-    asked = Request({}, len(array), (), _all(signature, binary=False))
+    request = Request({}, len(array), (), _all(signature, binary=False))
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         with pytest.raises(BadInput, match="NaN or infinity"):
-            oip.encode("m", "1", asked, {"y": array}, signature)
+            oip.encode("m", "1", request, {"y": array}, signature)
         return
-    parts, _ = oip.encode("m", "1", asked, {"y": array}, signature)
+    parts, _ = oip.encode("m", "1", request, {"y": array}, signature)
     output = json.loads(parts[0])["outputs"][0]
     body = json.dumps({"inputs": [{**output, "name": "x"}]}).encode()
     assert same(oip.decode(body, None, signature).feeds["x"], array)
@@ -237,5 +241,5 @@ def test_what_was_encoded_as_json_decodes_to_the_same(dtype: str, draw: st.DataO
 
 def _all(signature: Signature, *, binary: bool) -> tuple:
     item = InputData("x", signature.inputs["x"].datatype, [0, 4], Binary(b"", 0, 0))
-    asked = {"binary_data_output": binary}
-    return build([item], None, check_parameters(asked, "the request"), None, signature).outputs
+    parameters = {"binary_data_output": binary}
+    return build([item], None, check_parameters(parameters, "the request"), None, signature).outputs

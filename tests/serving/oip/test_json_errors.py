@@ -1,4 +1,4 @@
-"""What is wrong is refused by name, and any bytes at all give one of our errors."""
+"""Invalid JSON requests are refused with an error that names the culprit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BAD_DOCUMENTS = {
     "not UTF-8": (b'"\xff\xfe"', "not valid JSON"),
     "a list": (b"[]", "must be a JSON object"),
     "null": (b"null", "must be a JSON object"),
-    "rubbish after it": (one() + b"x", "not valid JSON"),
+    "trailing bytes": (one() + b"x", "not valid JSON"),
     "two documents": (one() + one(), "not valid JSON"),
     "a leading NUL": (b"\0" + one(), "not valid JSON"),
     "NaN": (one(data=[float("nan"), 2, 3, 4]), "not valid JSON"),
@@ -42,7 +42,7 @@ BAD_DOCUMENTS = {
     "an id of 2 KiB": (one()[:-1] + b', "id": "' + b"i" * 2048 + b'"}', "'id' must be a string"),
     "parameters a list": (one()[:-1] + b', "parameters": []}', "must be an object"),
     "a negative timeout": (one()[:-1] + b', "parameters": {"timeout": -1}}', "'timeout'"),
-    "a timeout in words": (one()[:-1] + b', "parameters": {"timeout": "1"}}', "'timeout'"),
+    "a timeout that is a string": (one()[:-1] + b', "parameters": {"timeout": "1"}}', "'timeout'"),
     "a flag that is a number": (
         one()[:-1] + b', "parameters": {"binary_data_output": 1}}',
         "true or false",
@@ -50,22 +50,28 @@ BAD_DOCUMENTS = {
     "a sequence": (one()[:-1] + b', "parameters": {"sequence_id": 3}}', "sequence_id"),
     "a reserved parameter": (one()[:-1] + b', "parameters": {"triton_x": 3}}', "reserved"),
     "an unknown output": (one()[:-1] + b', "outputs": [{"name": "z"}]}', "unknown output 'z'"),
-    "outputs a word": (one()[:-1] + b', "outputs": "y"}', "'outputs' must be a list"),
+    "outputs a string": (one()[:-1] + b', "outputs": "y"}', "'outputs' must be a list"),
     "a million outputs": (
         one()[:-1] + b', "outputs": [' + b'{"name":"y"},' * 10**6 + b'{"name":"y"}]}',
         "1000001 outputs",
     ),
     **{
-        f"classification {asked}": (
+        f"classification {value}": (
             one()[:-1]
-            + b', "outputs": [{"name": "y", "parameters": {"classification": %s}}]}' % asked,
+            + b', "outputs": [{"name": "y", "parameters": {"classification": %s}}]}' % value,
             "from 1 to 10000, got",
         )
-        for asked in (b"0", b"-1", b"2.0", b'"3"', b"true", b"10001", b"[]")
+        for value in (b"0", b"-1", b"2.0", b'"3"', b"true", b"10001", b"[]")
     },
     "a priority below 0": (one()[:-1] + b', "parameters": {"priority": -1}}', "'priority'"),
-    "a priority in words": (one()[:-1] + b', "parameters": {"priority": "1"}}', "'priority'"),
-    "a sequence in words": (one()[:-1] + b', "parameters": {"sequence_id": "s"}}', "sequence_id"),
+    "a priority that is a string": (
+        one()[:-1] + b', "parameters": {"priority": "1"}}',
+        "'priority'",
+    ),
+    "a sequence that is a string": (
+        one()[:-1] + b', "parameters": {"sequence_id": "s"}}',
+        "sequence_id",
+    ),
     "a sequence that is false": (
         one()[:-1] + b', "parameters": {"sequence_id": false}}',
         "sequence_id",
@@ -90,7 +96,7 @@ BAD_TENSORS = {
     "no shape": ({"shape": None}, "'shape' must be a list"),
     "a shape that is a number": ({"shape": 4}, "'shape' must be a list"),
     "a float in the shape": ({"shape": [1.0, 4]}, "'shape' must be a list of integers"),
-    "a word in the shape": ({"shape": ["1", 4]}, "'shape' must be"),
+    "a string in the shape": ({"shape": ["1", 4]}, "'shape' must be"),
     "true in the shape": ({"shape": [True, 4]}, "'shape' must be"),
     "a negative size": ({"shape": [-1, -4]}, "'shape' must be"),
     "a wrong rank": ({"shape": [4]}, r"x:float32\[N,4\], got shape \[4\]"),
@@ -105,7 +111,7 @@ BAD_TENSORS = {
     "too many rows": ({"data": [[1, 2, 3, 4], [1, 2, 3, 4]]}, "'data' has 2 rows"),
     "data a number": ({"data": 5}, "'data' must be a list"),
     "data null": ({"data": None}, "'data' must be a list"),
-    "a word for a number": ({"data": [1, 2, 3, "4"]}, "holds '4'"),
+    "a string for a number": ({"data": [1, 2, 3, "4"]}, "holds '4'"),
     "null for a number": ({"data": [1, 2, 3, None]}, "holds None"),
     "true for a number": ({"data": [1, 2, 3, True]}, "holds True"),
     "above float32": ({"data": [1, 2, 3, 1e300]}, "out of range for FP32"),
@@ -160,7 +166,7 @@ def test_an_empty_tensor_of_impossible_sizes_is_refused(shape: list[int]) -> Non
         ("float16", [1.0], "must be sent as binary"),
     ],
 )
-def test_no_value_changes_its_type(dtype: str, data: list, message: str) -> None:
+def test_values_are_never_converted_to_another_type(dtype: str, data: list, message: str) -> None:
     item = {"name": "x", "datatype": PROTOCOL_NAMES[dtype], "shape": [1], "data": data}
     signature = signature_of([TensorSpec("x", dtype, (1,))], [], 0, LIMIT)
     with pytest.raises(BadInput, match=message):
@@ -171,7 +177,7 @@ def test_no_value_changes_its_type(dtype: str, data: list, message: str) -> None
     ("change", "message"),
     [(-1, "16 bytes"), (1, "16 bytes, but 17 follow"), (-16, "but 0 follow")],
 )
-def test_the_bytes_must_be_neither_short_nor_over(change: int, message: str) -> None:
+def test_binary_data_must_have_exactly_the_size_of_the_inputs(change: int, message: str) -> None:
     body, json_bytes = binary({"x": values("float32", 1, 4)})
     body = body[:change] if change < 0 else body + bytes(change)
     with pytest.raises(BadInput, match=message):
@@ -179,7 +185,7 @@ def test_the_bytes_must_be_neither_short_nor_over(change: int, message: str) -> 
 
 
 @pytest.mark.parametrize("size", [-4, 2**63, 15, 17, 16.0, "16", True], ids=str)
-def test_a_lying_binary_size_is_refused(size: object) -> None:
+def test_a_wrong_binary_data_size_is_refused(size: object) -> None:
     item = {
         "name": "x",
         "datatype": "FP32",
@@ -224,7 +230,7 @@ def test_a_bool_byte_is_0_or_1() -> None:
         oip.decode(body[:-1] + b"\x02", json_bytes, model("bool"))
 
 
-def test_half_precision_cannot_go_out_as_json() -> None:
+def test_a_float16_output_cannot_be_requested_as_json() -> None:
     body, json_bytes = binary({"x": values("float16", 1, 4)})
     with pytest.raises(BadInput, match="no JSON form") as caught:
         oip.decode(body, json_bytes, model("float16"))
@@ -232,7 +238,7 @@ def test_half_precision_cannot_go_out_as_json() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_number_that_json_lacks_is_an_error_and_not_null(value: float) -> None:
+def test_nan_in_a_json_output_is_an_error_and_not_null(value: float) -> None:
     body, json_bytes = binary({"x": values("float32", 1, 4)})
     request = oip.decode(body, json_bytes, model())
     with pytest.raises(BadInput, match="output 'y' holds NaN") as caught:
@@ -243,29 +249,29 @@ def test_a_number_that_json_lacks_is_an_error_and_not_null(value: float) -> None
 @pytest.mark.parametrize(
     "text", [b"-1", b"abc", b"", b"1e3", b" 5", b"+5", b"9" * 30, "²".encode()]
 )
-def test_the_header_length_is_digits(text: bytes) -> None:
+def test_a_header_length_that_is_not_a_decimal_number_is_refused(text: bytes) -> None:
     with pytest.raises(BadInput, match="Inference-Header-Content-Length"):
         oip.header_length(text)
 
 
 @pytest.mark.parametrize("json_bytes", [len(one()) + 1, 10**11])
-def test_a_header_length_that_cannot_be_is_refused(json_bytes: int) -> None:
+def test_a_header_length_beyond_the_body_is_refused(json_bytes: int) -> None:
     with pytest.raises(BadInput, match="Inference-Header-Content-Length"):
         oip.decode(one(), json_bytes, model())
 
 
-def test_a_header_length_of_the_whole_body_is_all_json() -> None:
+def test_a_header_length_of_the_whole_body_is_accepted() -> None:
     assert oip.decode(one(), len(one()), model()).rows == 1
 
 
-def test_the_limit_counts_the_decoded_tensor() -> None:
+def test_the_size_limit_applies_to_the_decoded_tensor() -> None:
     free = signature_of([TensorSpec("x", "float64", ("W",))], [], 0, 1000)
     item = {"name": "x", "datatype": "FP64", "shape": [200], "data": [0] * 200}
     with pytest.raises(TooLarge, match="1600 bytes, above the limit of 1000"):
         oip.decode(json.dumps({"inputs": [item]}).encode(), None, free)
 
 
-def test_a_claimed_size_allocates_nothing() -> None:
+def test_a_claimed_binary_size_allocates_nothing() -> None:
     free = model("float32", "H", "W", max_batch=0)
     size = 2**30
     item = {
@@ -284,7 +290,7 @@ def test_a_claimed_size_allocates_nothing() -> None:
         tracemalloc.stop()
 
 
-def test_a_clients_text_is_shown_short_and_printable() -> None:
+def test_client_strings_in_errors_are_short_and_printable() -> None:
     item = {"name": "x\n\x1b[2J" + "é" * 1000, "datatype": "FP32", "shape": [1, 4], "data": []}
     with pytest.raises(BadInput) as caught:
         oip.decode(json.dumps({"inputs": [item]}).encode(), None, model())

@@ -1,4 +1,4 @@
-"""Tensors in shared memory: what a request says about it, read and written through `Memory`."""
+"""Tensors in shared memory, referenced by JSON requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ask_output(**parameters: object) -> bytes:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_an_input_and_an_output_in_shared_memory(dtype: str) -> None:
+def test_an_input_is_read_from_and_an_output_written_to_shared_memory(dtype: str) -> None:
     array, signature = values(dtype, 2, 4), model(dtype)
     payload = wire(dtype, array)
     memory = FakeMemory(8 + 2 * len(payload))
@@ -48,8 +48,8 @@ def test_an_input_and_an_output_in_shared_memory(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("body", [ask(**REGION), ask_output(**REGION)], ids=["input", "output"])
-def test_shared_memory_is_refused_where_it_is_not_offered(body: bytes) -> None:
-    for _ in range(2):  # also when the JSON part is known from before
+def test_shared_memory_is_refused_when_it_is_not_enabled(body: bytes) -> None:
+    for _ in range(2):  # also when the JSON part is in the cache
         with pytest.raises(BadInput, match="shared memory is not enabled"):
             oip.decode(body, None, model())
     oip.decode(body, None, model(), FakeMemory(16))
@@ -63,15 +63,20 @@ BAD = {
     "a long name": ({**REGION, "shared_memory_region": "r" * 257}, "must be a name"),
     "a negative offset": ({**REGION, "shared_memory_offset": -1}, "integer >= 0 .bytes."),
     "a huge offset": ({**REGION, "shared_memory_offset": 2**64}, "integer >= 0 .bytes."),
-    "an offset in words": ({**REGION, "shared_memory_offset": "8"}, "integer >= 0 .bytes."),
-    "a size in words": ({**REGION, "shared_memory_byte_size": "16"}, "integer >= 0 .bytes."),
+    "an offset that is a string": ({**REGION, "shared_memory_offset": "8"}, "integer >= 0 .bytes."),
+    "a size that is a string": (
+        {**REGION, "shared_memory_byte_size": "16"},
+        "integer >= 0 .bytes.",
+    ),
     "a true size": ({**REGION, "shared_memory_byte_size": True}, "integer >= 0 .bytes."),
 }
 
 
 @pytest.mark.parametrize(("parameters", "message"), BAD.values(), ids=BAD)
 @pytest.mark.parametrize("place", [ask, ask_output], ids=["input", "output"])
-def test_a_wrong_reference_is_refused(place: object, parameters: dict, message: str) -> None:
+def test_an_invalid_region_reference_is_refused(
+    place: object, parameters: dict, message: str
+) -> None:
     with pytest.raises(BadInput, match=message):
         oip.decode(place(**parameters), None, model(), FakeMemory(16))  # type: ignore[operator]
 
@@ -84,7 +89,7 @@ def test_the_size_of_an_input_must_be_that_of_its_shape(size: int) -> None:
         )
 
 
-def test_an_output_that_does_not_fit_is_refused() -> None:
+def test_an_output_larger_than_its_region_is_refused() -> None:
     memory = FakeMemory(16)
     body = ask_output(**{**REGION, "shared_memory_byte_size": 15})
     request = oip.decode(body, None, model(), memory)
@@ -92,7 +97,7 @@ def test_an_output_that_does_not_fit_is_refused() -> None:
         oip.encode("m", "1", request, {"y": np.ones((1, 4), np.float32)}, model(), memory)
 
 
-def test_copies_out_of_shared_memory_count_against_the_limit() -> None:
+def test_inputs_in_shared_memory_count_towards_the_size_limit() -> None:
     size = {"shared_memory_region": "r", "shared_memory_byte_size": 2 * LIMIT}
     free = model("float32", "H", "W", max_batch=0)
     item = tensor("float32", np.empty((2, LIMIT // 4), np.float32), **size)
@@ -100,14 +105,14 @@ def test_copies_out_of_shared_memory_count_against_the_limit() -> None:
         oip.decode(json.dumps({"inputs": [item]}).encode(), None, free, FakeMemory(16))
 
 
-def test_the_same_request_again_reads_the_memory_again() -> None:
+def test_a_repeated_request_reads_the_memory_again() -> None:
     memory, signature = FakeMemory(16), model()
     assert oip.decode(ask(**REGION), None, signature, memory).feeds["x"].tolist() == [[0, 0, 0, 0]]
     memory.write(Region("r", 0, 16), np.ones(4, np.float32).tobytes())
     assert oip.decode(ask(**REGION), None, signature, memory).feeds["x"].tolist() == [[1, 1, 1, 1]]
 
 
-def test_an_output_is_classified_into_shared_memory() -> None:
+def test_a_classified_output_is_written_to_shared_memory() -> None:
     memory = FakeMemory(64)
     body = ask_output(**{**REGION, "shared_memory_byte_size": 64, "classification": 1})
     signature: Signature = model()

@@ -1,4 +1,4 @@
-"""Raw requests: a body that is one tensor and nothing else."""
+"""Raw requests: the whole body is one tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.serving.requests import DTYPES, model, two_inputs, values, wi
 
 
 @pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "string"])
-def test_a_raw_request_is_batch_1_and_its_answer_is_binary(dtype: str) -> None:
+def test_a_raw_request_has_one_row_and_a_binary_answer(dtype: str) -> None:
     array, signature = values(dtype, 1, 4), model(dtype)
     request = oip.decode(wire(dtype, array), 0, signature)
     np.testing.assert_array_equal(request.feeds["x"], array, strict=True)
@@ -35,7 +35,7 @@ def test_a_raw_request_is_batch_1_and_its_answer_is_binary(dtype: str) -> None:
         ((12,), 0, (12,)),
     ],
 )
-def test_one_variable_axis_follows_from_the_bytes(
+def test_the_size_of_one_variable_axis_follows_from_the_byte_count(
     axes: tuple[int | str, ...], max_batch: int, shape: tuple[int, ...]
 ) -> None:
     array = values("float32", *shape)
@@ -47,7 +47,7 @@ def test_one_variable_axis_follows_from_the_bytes(
 @pytest.mark.parametrize(
     ("axes", "max_batch"), [(("N", 1), 8), (("N",), 8), ((1,), 0), (("T",), 0)]
 )
-def test_a_raw_text_is_the_whole_body(axes: tuple[int | str, ...], max_batch: int) -> None:
+def test_a_raw_string_is_the_whole_body(axes: tuple[int | str, ...], max_batch: int) -> None:
     signature = model("string", *axes, max_batch=max_batch)
     request = oip.decode("é\0b".encode(), 0, signature)
     assert request.feeds["x"].size == 1
@@ -71,7 +71,7 @@ def test_a_raw_text_is_the_whole_body(axes: tuple[int | str, ...], max_batch: in
         (model("string", "N", "T", 2), 16, "holds one string, the input is x:string"),
     ],
 )
-def test_what_cannot_be_a_raw_request_is_refused(
+def test_a_raw_request_that_does_not_fit_the_model_is_refused(
     signature: Signature, size: int, message: str
 ) -> None:
     with pytest.raises(BadInput, match=message):

@@ -1,4 +1,4 @@
-"""Requests cut into what is parsed and what is read in place, and answers put together."""
+"""gRPC messages: raw contents are read in place, the rest is parsed by protobuf."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def decode(data: bytes, at: int = 0) -> Request:
     return fill(infer.plan_request(head, spans, TWO), data, start)
 
 
-def test_raw_contents_are_read_where_they_lie() -> None:
+def test_raw_contents_are_read_in_place() -> None:
     request = decode(b"12345" + raw(id="7").SerializeToString(), 5)
     np.testing.assert_array_equal(request.feeds["a"], A)
     np.testing.assert_array_equal(request.feeds["b"], B)
@@ -52,7 +52,7 @@ def test_raw_contents_are_read_where_they_lie() -> None:
     assert all(wanted.binary for wanted in request.outputs)
 
 
-def test_typed_contents() -> None:
+def test_typed_contents_are_decoded() -> None:
     request = message()
     request.inputs[0].contents.fp32_contents.extend(A.ravel().tolist())
     request.inputs[1].contents.int_contents.extend(B.ravel().tolist())
@@ -61,7 +61,7 @@ def test_typed_contents() -> None:
     np.testing.assert_array_equal(feeds["b"], B)
 
 
-def test_fields_in_another_order_mean_the_same() -> None:
+def test_fields_may_come_in_any_order() -> None:
     """Protobuf does not promise an order; here the raw contents come first."""
     contents = MESSAGES["ModelInferRequest"](raw_input_contents=[A.tobytes(), B.tobytes()])
     data = contents.SerializeToString() + message().SerializeToString()
@@ -75,7 +75,7 @@ def test_unknown_fields_are_ignored() -> None:
     np.testing.assert_array_equal(decode(data + extra).feeds["b"], B)
 
 
-def test_parameters_of_every_kind_arrive() -> None:
+def test_parameters_of_every_type_are_decoded() -> None:
     request = raw()
     request.parameters["timeout"].int64_param = 1500
     request.parameters["priority"].uint64_param = 1
@@ -85,7 +85,7 @@ def test_parameters_of_every_kind_arrive() -> None:
     assert (found.timeout_us, found.priority) == (1500, 1)
 
 
-def test_a_sequence_is_refused() -> None:
+def test_a_sequence_id_is_refused() -> None:
     request = raw()
     request.parameters["sequence_id"].int64_param = 7
     with pytest.raises(BadInput, match="sequence_id"):
@@ -149,7 +149,7 @@ def long_id(request: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "error"),
     [
         (both, r"input 'a' has both 'contents' and raw_input_contents"),
         (one_short, "fewer entries than there are inputs"),
@@ -165,14 +165,14 @@ def long_id(request: Any) -> None:
         (long_id, "at most 1024 bytes"),
     ],
 )
-def test_what_does_not_fit_is_refused(change: Any, said: str) -> None:
+def test_invalid_contents_and_shapes_are_refused(change: Any, error: str) -> None:
     request = raw()
     change(request)
-    with pytest.raises(BadInput, match=said):
+    with pytest.raises(BadInput, match=error):
         decode(request.SerializeToString())
 
 
-def test_any_bytes_are_a_request_or_refused() -> None:
+def test_damaged_messages_are_decoded_or_refused() -> None:
     rng = np.random.default_rng(0)
     good = raw(id="7").SerializeToString()
     for _ in range(rounds(1000, 100_000)):
@@ -193,13 +193,13 @@ def test_any_bytes_are_a_request_or_refused() -> None:
             continue
 
 
-def test_a_length_beyond_the_message_is_refused_before_it_is_believed() -> None:
+def test_a_field_length_beyond_the_message_is_refused() -> None:
     for data in (b"\x3a\xff\xff\xff\xff\x0f", b"\x0a" + b"\xff" * 12, b"\x3a\x05abc", b"\x3a"):
         with pytest.raises(BadInput):
             decode(data)
 
 
-def test_an_answer_is_what_protobuf_reads() -> None:
+def test_an_encoded_answer_is_read_by_protobuf() -> None:
     y = np.arange(2, dtype=np.float32).reshape(1, 2)
     region = Region("out", 4, 16)
     found = [

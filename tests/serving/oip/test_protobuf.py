@@ -1,4 +1,4 @@
-"""Our gRPC messages agree with tritonclient's, and both can live in one process."""
+"""Our gRPC messages agree with tritonclient's, and both can be imported in one process."""
 
 from __future__ import annotations
 
@@ -51,24 +51,24 @@ def described(message: Any) -> dict[str, Any]:
     return {"fields": fields, "nested": nested, "enums": enums}
 
 
-def within(ours: dict[str, Any], other: dict[str, Any]) -> None:
-    """Everything of ours is there, and the same."""
+def assert_contained(ours: dict[str, Any], other: dict[str, Any]) -> None:
+    """Assert that every field of `ours` is in `other`, and is the same."""
     for field, value in ours["fields"].items():
         assert other["fields"][field] == value, field
     assert {**other["enums"], **ours["enums"]} == other["enums"]
     for name, (is_map, inner) in ours["nested"].items():
         their_map, their_inner = other["nested"][name]
         assert is_map == their_map
-        within(inner, their_inner)
+        assert_contained(inner, their_inner)
 
 
 @pytest.mark.parametrize("name", INFERENCE)
 def test_every_field_is_the_same_in_tritonclient(name: str) -> None:
-    within(described(MESSAGES[name].DESCRIPTOR), described(tritons(name)))
+    assert_contained(described(MESSAGES[name].DESCRIPTOR), described(tritons(name)))
 
 
 def test_no_field_of_an_inference_message_is_missing() -> None:
-    """What a client sends in a missing field would be ignored without an error."""
+    """A value in a missing field would be ignored without an error."""
     partial = {"ModelConfig", "ModelInput", "ModelOutput", "ModelInstanceGroup"}
     partial |= {"ModelDynamicBatching"}
     for name in set(INFERENCE) - partial:
@@ -76,12 +76,12 @@ def test_no_field_of_an_inference_message_is_missing() -> None:
 
 
 @pytest.mark.parametrize("first", ["tritonclient.grpc", "deploykit.serving.grpc.server"])
-def test_both_can_be_imported_in_either_order(first: str) -> None:
+def test_tritonclient_and_the_server_can_be_imported_in_either_order(first: str) -> None:
     second = ({"tritonclient.grpc", "deploykit.serving.grpc.server"} - {first}).pop()
     subprocess.run([sys.executable, "-c", f"import {first}, {second}"], check=True, timeout=60)
 
 
-def test_bytes_of_one_are_read_by_the_other() -> None:
+def test_messages_of_tritonclient_are_read_by_ours() -> None:
     sent = service_pb2.ModelInferRequest(model_name="m", id="7")
     sent.parameters["timeout"].int64_param = 5
     sent.inputs.add(name="x", datatype="INT8", shape=[2, -1]).contents.int_contents.extend([1, -1])
@@ -127,7 +127,7 @@ def test_the_server_answers_every_method_of_the_proto_files() -> None:
     assert not_offered == set()
 
 
-def test_members_that_grpc_does_not_have_are_dropped() -> None:
+def test_config_keys_without_a_protobuf_field_are_dropped() -> None:
     config = message_from(
         "ModelConfig", {"name": "m", "max_batch_size": 4, "something_new": {"a": 1}}
     )

@@ -1,4 +1,4 @@
-"""The request apart from its transport: typed contents, and what gRPC shares with HTTP."""
+"""Building a request from inputs of either transport, HTTP or gRPC."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def raw(dtype: str, array: np.ndarray, name: str = "x") -> InputData:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_raw_contents_each_in_bytes_of_their_own(dtype: str) -> None:
+def test_raw_contents_are_decoded_and_encoded(dtype: str) -> None:
     array = values(dtype, 3, 4)
     request = build([raw(dtype, array)], None, {}, "7", model(dtype), binary=True)
     np.testing.assert_array_equal(request.feeds["x"], array, strict=True)
@@ -53,8 +53,8 @@ def test_raw_contents_each_in_bytes_of_their_own(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", JSON_DTYPES)
-def test_typed_contents(dtype: str) -> None:
-    """As protobuf gives them: bytes for texts, small integers in 32-bit fields."""
+def test_typed_contents_of_each_datatype_are_decoded(dtype: str) -> None:
+    """As protobuf has them: bytes for strings, small integers in 32-bit fields."""
     array = values(dtype, 2, 4)
     datatype = PROTOCOL_NAMES[dtype]
     sent = [x.encode() if dtype == "string" else x for x in array.ravel().tolist()]
@@ -76,7 +76,7 @@ def test_typed_contents(dtype: str) -> None:
         ("uint16", 2**16),
     ],
 )
-def test_small_integers_are_checked_though_their_field_is_wider(dtype: str, value: int) -> None:
+def test_typed_integers_out_of_range_of_their_datatype_are_refused(dtype: str, value: int) -> None:
     datatype = PROTOCOL_NAMES[dtype]
     data = typed_values("x", datatype, {CONTENTS[datatype]: [value, 0, 0, 0]})
     given = InputData("x", datatype, [1, 4], data)
@@ -96,7 +96,7 @@ def test_values_in_the_wrong_field_are_refused(dtype: str, field: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_has_no_typed_contents(dtype: str) -> None:
+def test_float16_and_bfloat16_have_no_typed_contents(dtype: str) -> None:
     datatype = PROTOCOL_NAMES[dtype]
     given = InputData("x", datatype, [1, 4], typed_values("x", datatype, {}))
     with pytest.raises(BadInput, match="must be sent as binary data"):
@@ -104,7 +104,7 @@ def test_half_precision_has_no_typed_contents(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_typed_floats_may_be_what_json_cannot_carry(value: float) -> None:
+def test_typed_floats_may_be_nan_or_infinite(value: float) -> None:
     given = InputData("x", "FP32", [1, 4], [value, 1.0, 2.0, 3.0])
     request = build([given], None, {}, None, model(), binary=True)
     np.testing.assert_array_equal(request.feeds["x"], np.array([[value, 1, 2, 3]], np.float32))
@@ -116,7 +116,7 @@ def test_a_finite_number_never_becomes_infinite() -> None:
         build([given], None, {}, None, model())
 
 
-def test_grpc_sends_every_output_binary_also_half_precision() -> None:
+def test_over_grpc_a_float16_output_is_binary() -> None:
     array = values("float16", 1, 4)
     request = build([raw("float16", array)], [("y", None)], {}, None, model("float16"), binary=True)
     assert request.outputs == (RequestedOutput("y", True),)
@@ -132,14 +132,14 @@ def test_grpc_sends_every_output_binary_also_half_precision() -> None:
         ([1] * 70, "got shape"),
     ],
 )
-def test_shapes_as_protobuf_carries_them(shape: list[int], message: str) -> None:
+def test_negative_huge_and_deep_shapes_are_refused(shape: list[int], message: str) -> None:
     given = InputData("x", "FP32", shape, Binary(bytes(16), 0, 16))
     with pytest.raises(BadInput, match=message):
         build([given], None, {}, None, model())
 
 
-def test_http_and_grpc_refuse_in_the_same_words() -> None:
-    """One decoder: the transports differ in how they say a tensor, not in what is checked."""
+def test_http_and_grpc_give_the_same_error_message() -> None:
+    """Both transports share one decoder."""
     wrong = {"name": "x", "datatype": "FP64", "shape": [1, 4], "data": [1, 2, 3, 4]}
     with pytest.raises(BadInput) as over_http:
         oip.decode(json.dumps({"inputs": [wrong]}).encode(), None, model())
@@ -151,7 +151,7 @@ def test_http_and_grpc_refuse_in_the_same_words() -> None:
     assert over_http.value.message == over_grpc.value.message
 
 
-def test_a_plan_may_be_filled_again_and_again() -> None:
+def test_one_plan_serves_many_requests() -> None:
     given = [
         InputData("b", "INT64", [1], Binary(None, 0, 8)),
         InputData("a", "FP32", [1, 2], Binary(None, 8, 8)),
@@ -166,7 +166,7 @@ def test_a_plan_may_be_filled_again_and_again() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "string"])
-def test_the_limit_is_on_all_inputs_together(dtype: str) -> None:
+def test_the_size_limit_applies_to_the_sum_of_all_inputs(dtype: str) -> None:
     count = {"float64": 100, "bfloat16": 200, "string": 10}[dtype]
     specs = [TensorSpec(name, dtype, (count,)) for name in "ab"]
     array = values(dtype, count)
@@ -176,7 +176,7 @@ def test_the_limit_is_on_all_inputs_together(dtype: str) -> None:
         given = [InputData(name, "FP64", [count], array.tolist()) for name in "ab"]
     else:
         given = [raw(dtype, array, name) for name in "ab"]
-        if dtype == "string":  # the lengths in front are sent too
+        if dtype == "string":  # the length prefixes count too
             grown = 2 * 4 * count
             enough = signature_of(specs, specs, 0, 2 * one_of_two + grown)
             short = signature_of(specs, specs, 0, 2 * one_of_two + grown - 1)
@@ -186,12 +186,12 @@ def test_the_limit_is_on_all_inputs_together(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("parameters", [[], "x", 5, True])
-def test_parameters_are_an_object(parameters: object) -> None:
+def test_parameters_that_are_not_an_object_are_refused(parameters: object) -> None:
     with pytest.raises(BadInput, match="must be an object"):
         check_parameters(parameters, "the request")
 
 
-def test_a_region_over_either_transport() -> None:
+def test_an_input_and_an_output_may_name_a_shared_memory_region() -> None:
     parameters = {"shared_memory_region": "r", "shared_memory_byte_size": 16}
     region = find_region(parameters, "input 'x'")
     assert region == Region("r", 0, 16)

@@ -1,4 +1,4 @@
-"""Bytes to arrays without copies, and the two datatypes that numpy does not have."""
+"""Decoding without copies, and bfloat16, which numpy does not have."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tests.support.serving.requests import DTYPES, LIMIT, build, model, one, val
 
 
 @pytest.mark.parametrize("kind", [bytes, memoryview], ids=["bytes", "memoryview"])
-def test_a_picture_is_not_copied_between_the_body_and_the_engine(kind: type) -> None:
-    """The one copy there may be is the transport's, from the socket into the body."""
-    picture = values("uint8", 1, 224, 224, 3)
-    body, json_bytes = one("uint8", picture)
+def test_an_image_is_not_copied_between_the_body_and_the_engine(kind: type) -> None:
+    """The only copy is the transport's, from the socket into the body."""
+    image = values("uint8", 1, 224, 224, 3)
+    body, json_bytes = one("uint8", image)
     request = oip.decode(kind(body), json_bytes, model("uint8", "N", 224, 224, 3))
     assert np.shares_memory(request.feeds["x"], np.frombuffer(body, np.uint8))
-    np.testing.assert_array_equal(request.feeds["x"], picture)
-    raw = oip.decode(kind(picture.tobytes()), 0, model("uint8", "N", 224, 224, 3))
-    np.testing.assert_array_equal(raw.feeds["x"], picture)
+    np.testing.assert_array_equal(request.feeds["x"], image)
+    raw = oip.decode(kind(image.tobytes()), 0, model("uint8", "N", 224, 224, 3))
+    np.testing.assert_array_equal(raw.feeds["x"], image)
 
 
-def test_a_picture_over_grpc_is_not_copied_either() -> None:
+def test_an_image_over_grpc_is_not_copied() -> None:
     payload = values("uint8", 1, 224, 224, 3).tobytes()
     given = InputData("x", "UINT8", [1, 224, 224, 3], Binary(payload, 0, len(payload)))
     request = build([given], None, {}, None, model("uint8", "N", 224, 224, 3), binary=True)
@@ -39,8 +39,8 @@ def test_a_picture_over_grpc_is_not_copied_either() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spaces", range(4))
-def test_numbers_are_aligned_wherever_the_json_part_ends(dtype: str, spaces: int) -> None:
-    """And copied only if they are not; what an engine gets cannot be written to, or is its own."""
+def test_inputs_are_aligned_wherever_the_json_part_ends(dtype: str, spaces: int) -> None:
+    """They are copied only if they are unaligned; a view of the body is read-only."""
     array = values(dtype, 2, 4)
     body, json_bytes = one(dtype, array, parameters={"binary_data_output": True})
     body = body[: json_bytes - 1] + b" " * spaces + body[json_bytes - 1 :]
@@ -53,7 +53,7 @@ def test_numbers_are_aligned_wherever_the_json_part_ends(dtype: str, spaces: int
 
 
 @pytest.mark.parametrize("special", [0.0, -0.0, 3.4e38, -1e-40, 1e-45, np.inf, -np.inf, np.nan])
-def test_bfloat16_is_rounded_as_ml_dtypes_does_it(special: float) -> None:
+def test_bfloat16_is_rounded_as_by_ml_dtypes(special: float) -> None:
     rng = np.random.default_rng(0)
     bits = rng.integers(0, 2**32, 5000, dtype=np.uint32)
     ties = (bits & 0xFFFF0000) | 0x8000
@@ -69,14 +69,14 @@ def test_bfloat16_is_rounded_as_ml_dtypes_does_it(special: float) -> None:
     assert np.isnan(got[~numbers].astype(np.float32)).all()
 
 
-def test_bfloat16_of_a_slice_that_is_not_contiguous() -> None:
+def test_a_non_contiguous_bfloat16_slice_is_encoded() -> None:
     array = values("bfloat16", 4, 6).T[2:4]
     back = np.frombuffer(to_bytes(array, "BF16"), np.uint16).astype(np.uint32) << 16
     np.testing.assert_array_equal(back.view(np.float32).reshape(2, 4), array)
 
 
 def test_a_bfloat16_model_in_pytorch_is_served_as_bf16() -> None:
-    """bfloat16 in and out on the wire, float32 in between, bfloat16 in the model itself."""
+    """bfloat16 in the request, the model and the answer; float32 in numpy."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     from deploykit.runtimes.torch.engine import TorchEngine
     from deploykit.runtimes.torch.loaded import Loaded
@@ -99,12 +99,12 @@ def test_a_bfloat16_model_in_pytorch_is_served_as_bf16() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_random_inputs_are_what_the_protocol_carries(dtype: str) -> None:
-    """Whatever can be served can also be timed and compared on made-up inputs."""
+def test_random_inputs_pass_the_protocol_unchanged(dtype: str) -> None:
+    """So every model that can be served can be timed and compared on random inputs."""
     spec = TensorSpec("x", dtype, ("N", 4))
     array = random_feeds((spec,), {"N": 2})["x"]
     body, json_bytes = one(dtype, array, parameters={"binary_data_output": True})
     got = oip.decode(body, json_bytes, model(dtype)).feeds["x"]
     assert (got.dtype, got.shape) == (array.dtype, array.shape)
-    if dtype != "bfloat16":  # a client drops what bfloat16 has not
+    if dtype != "bfloat16":  # a client drops the bits that bfloat16 lacks
         np.testing.assert_array_equal(got, array)

@@ -1,4 +1,4 @@
-"""Shared memory as NVIDIA's clients use it, over HTTP and gRPC, against a real server process."""
+"""Shared memory used by NVIDIA's clients over HTTP and gRPC, against a real server process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def kit(request: pytest.FixtureRequest, server: Process) -> Iterator[tuple[Modul
 
 @contextlib.contextmanager
 def region(client: Any, name: str, size: int) -> Iterator[Any]:
-    """A region that a client made and registered."""
+    """A region that the client created and registered."""
     handle = shm.create_shared_memory_region(name, f"/test-{name}-{uuid4().hex}", size)
     try:
         client.register_system_shared_memory(name, handle._shm_key, size)
@@ -58,15 +58,15 @@ def region(client: Any, name: str, size: int) -> Iterator[Any]:
         shm.destroy_shared_memory_region(handle)
 
 
-def asked(kit: ModuleType, output: tuple[str, int, int] | None = None) -> dict[str, Any]:
+def infer_arguments(kit: ModuleType, output: tuple[str, int, int] | None = None) -> dict[str, Any]:
     """Arguments of `infer`: ROWS from region `frames`, the output as `output` says."""
-    given = kit.InferInput("x", list(ROWS.shape), "FP32")
-    given.set_shared_memory("frames", ROWS.nbytes)
+    tensor = kit.InferInput("x", list(ROWS.shape), "FP32")
+    tensor.set_shared_memory("frames", ROWS.nbytes)
     wanted = kit.InferRequestedOutput("y")
     if output is not None:
         name, size, offset = output
         wanted.set_shared_memory(name, size, offset)
-    return {"model_name": "m", "inputs": [given], "outputs": [wanted]}
+    return {"model_name": "m", "inputs": [tensor], "outputs": [wanted]}
 
 
 def test_inputs_and_outputs_pass_through_shared_memory(kit: tuple[ModuleType, Any]) -> None:
@@ -74,19 +74,19 @@ def test_inputs_and_outputs_pass_through_shared_memory(kit: tuple[ModuleType, An
     with region(client, "frames", ROWS.nbytes) as frames, region(client, "answers", 256) as answers:
         for number in range(3):
             shm.set_shared_memory_region(frames, [ROWS + number])
-            client.infer(**asked(kind, ("answers", ROWS.nbytes, 64)))
+            client.infer(**infer_arguments(kind, ("answers", ROWS.nbytes, 64)))
             found = shm.get_contents_as_numpy(answers, np.float32, list(ROWS.shape), 64)
             assert np.array_equal(found, 2 * (ROWS + number) + 1)
             del found  # a view of memory that is unmapped below
-        result = client.infer(**asked(kind))  # only the input in shared memory
+        result = client.infer(**infer_arguments(kind))  # only the input in shared memory
         assert np.array_equal(result.as_numpy("y"), 2 * (ROWS + 2) + 1)
 
 
-def test_the_answer_does_not_carry_the_output_too(kit: tuple[ModuleType, Any]) -> None:
+def test_an_output_in_shared_memory_is_not_in_the_answer(kit: tuple[ModuleType, Any]) -> None:
     kind, client = kit
     with region(client, "frames", ROWS.nbytes) as frames, region(client, "answers", 256):
         shm.set_shared_memory_region(frames, [ROWS])
-        result = client.infer(**asked(kind, ("answers", 100, 8)))
+        result = client.infer(**infer_arguments(kind, ("answers", 100, 8)))
         output = result.get_output("y")
         if kind is httpclient:
             assert output.keys() == {"name", "datatype", "shape"}  # as Triton's
@@ -94,10 +94,12 @@ def test_the_answer_does_not_carry_the_output_too(kit: tuple[ModuleType, Any]) -
             assert output.parameters["shared_memory_region"].string_param == "answers"
 
 
-def test_status_and_unregistering(kit: tuple[ModuleType, Any], server: Process) -> None:
+def test_a_registered_region_is_listed_until_it_is_unregistered(
+    kit: tuple[ModuleType, Any], server: Process
+) -> None:
     _, client = kit
     assert client.is_server_live()  # it is connected
-    held = server.holds()[0]
+    descriptors = server.holds()[0]
     with region(client, "frames", 64) as frames:
         status = client.get_system_shared_memory_status("frames")
         if kit[0] is grpcclient:
@@ -109,7 +111,7 @@ def test_status_and_unregistering(kit: tuple[ModuleType, Any], server: Process) 
         assert (found["name"], found["key"], found["byte_size"]) == ("frames", frames._shm_key, 64)
     with pytest.raises(InferenceServerException, match="no region 'frames'"):
         client.get_system_shared_memory_status("frames")
-    until(lambda: server.holds()[0] <= held)
+    until(lambda: server.holds()[0] <= descriptors)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def test_status_and_unregistering(kit: tuple[ModuleType, Any], server: Process) 
         ("REAL", 0, 0, "'byte_size' must be"),
     ],
 )
-def test_what_cannot_be_registered_is_the_clients_fault(
+def test_an_invalid_registration_gets_400(
     kit: tuple[ModuleType, Any], key: str, offset: int, size: int, why: str
 ) -> None:
     _, client = kit
@@ -149,40 +151,40 @@ def test_what_cannot_be_registered_is_the_clients_fault(
         (("nobody", ROWS.nbytes, 0), "no region 'nobody'"),
     ],
 )
-def test_an_output_that_does_not_fit_is_refused(
+def test_an_output_that_does_not_fit_its_region_gets_400(
     kit: tuple[ModuleType, Any], output: tuple[str, int, int], why: str
 ) -> None:
     kind, client = kit
     with region(client, "frames", ROWS.nbytes) as frames, region(client, "answers", 256):
         shm.set_shared_memory_region(frames, [ROWS])
         with pytest.raises(InferenceServerException, match=why) as caught:
-            client.infer(**asked(kind, output))
+            client.infer(**infer_arguments(kind, output))
         assert caught.value.status() in ("400", "StatusCode.INVALID_ARGUMENT")
 
 
-def test_a_client_that_truncates_its_region_ends_nobody(
+def test_truncating_a_region_does_not_end_the_server(
     kit: tuple[ModuleType, Any], server: Process
 ) -> None:
-    """Each answer is right or says why not; other clients notice nothing."""
+    """Each answer is right or an error; other clients are not affected."""
     kind, client = kit
     size = ROWS.nbytes
     handle = shm.create_shared_memory_region("frames", f"/test-{uuid4().hex}", size)
     path = SHARED / handle._shm_key[1:]
     ended = threading.Event()
 
-    def shake() -> None:
+    def truncate_and_restore() -> None:
         while not ended.is_set():
             os.truncate(path, 0)
             path.write_bytes(ROWS.tobytes())
 
     client.register_system_shared_memory("frames", handle._shm_key, size)
-    thread = threading.Thread(target=shake)
+    thread = threading.Thread(target=truncate_and_restore)
     thread.start()
     outcomes = {"right": 0, "refused": 0}
     try:
         while min(outcomes.values()) < 5:
             try:
-                found = client.infer(**asked(kind)).as_numpy("y")
+                found = client.infer(**infer_arguments(kind)).as_numpy("y")
             except InferenceServerException as exc:
                 outcomes["refused"] += "smaller than when it was registered" in exc.message()
             else:
@@ -209,7 +211,7 @@ def test_cuda_shared_memory_is_not_offered(kit: tuple[ModuleType, Any]) -> None:
     client.unregister_cuda_shared_memory()  # NVIDIA's examples begin with this call
 
 
-def test_without_the_option_nothing_is_offered(tmp_path: Path) -> None:
+def test_shared_memory_is_not_offered_without_the_option(tmp_path: Path) -> None:
     with Process(tmp_path, "--grpc", "--grpc-port", "0") as server:
         for kind, url in ((httpclient, f"127.0.0.1:{server.port}"), (grpcclient, server.grpc)):
             client = kind.InferenceServerClient(url)
@@ -218,4 +220,4 @@ def test_without_the_option_nothing_is_offered(tmp_path: Path) -> None:
                     client.register_system_shared_memory("r", "/test-r", 64)
                 assert caught.value.status() in ("501", "StatusCode.UNIMPLEMENTED")
                 with pytest.raises(InferenceServerException, match="not enabled"):
-                    client.infer(**asked(kind))
+                    client.infer(**infer_arguments(kind))

@@ -1,4 +1,4 @@
-"""Shared memory: what may be registered, that nothing outside is reached, and truncation."""
+"""System shared memory: registration, bounds checks and truncated objects."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def open_files() -> set[str]:
     return found
 
 
-def test_a_region_is_a_span_of_its_object(memory: SharedMemory, shared: Shared) -> None:
+def test_a_region_is_a_part_of_its_object(memory: SharedMemory, shared: Shared) -> None:
     memory.register("frame", shared.key, 16, 32)
     assert bytes(memory.read(Region("frame", 0, 32))) == bytes(range(16, 48))
     assert bytes(memory.read(Region("frame", 31, 1))) == bytes([47])
@@ -72,9 +72,7 @@ def test_a_read_is_a_copy(memory: SharedMemory, shared: Shared) -> None:
     assert np.frombuffer(view, np.float32).flags.aligned
 
 
-def test_an_array_of_another_type_is_written_as_its_bytes(
-    memory: SharedMemory, shared: Shared
-) -> None:
+def test_an_array_is_written_as_its_bytes(memory: SharedMemory, shared: Shared) -> None:
     memory.register("frame", shared.key, 0, 64)
     values = np.arange(4, dtype=np.float32).reshape(2, 2)
     memory.write(Region("frame", 0, 16), values.data)
@@ -94,7 +92,7 @@ def test_an_array_of_another_type_is_written_as_its_bytes(
         ((1 << 64) - 1, 2),
     ],
 )
-def test_nothing_outside_a_region_is_reached(
+def test_reads_and_writes_outside_a_region_are_refused(
     memory: SharedMemory, shared: Shared, offset: int, size: int
 ) -> None:
     with SharedMemory(max_bytes=1 << 70) as large:
@@ -107,7 +105,7 @@ def test_nothing_outside_a_region_is_reached(
     assert shared.path.read_bytes() == bytes(range(64))
 
 
-def test_output_longer_than_its_region_is_rejected(memory: SharedMemory, shared: Shared) -> None:
+def test_an_output_longer_than_reserved_is_rejected(memory: SharedMemory, shared: Shared) -> None:
     memory.register("frame", shared.key, 0, 64)
     with pytest.raises(BadInput, match="the output has 9 bytes, the request reserved 8"):
         memory.write(Region("frame", 0, 8), bytes(9))
@@ -122,7 +120,7 @@ def test_output_longer_than_its_region_is_rejected(memory: SharedMemory, shared:
     ],
     ids=ascii,
 )
-def test_a_key_is_one_plain_name(memory: SharedMemory, key: object) -> None:
+def test_a_key_that_is_not_a_plain_name_is_refused(memory: SharedMemory, key: object) -> None:
     with pytest.raises(BadInput, match="cannot be the key") as caught:
         memory.register("frame", key, 0, 1)
     assert "/dev/shm" not in caught.value.message.replace(ascii(key), "")
@@ -139,7 +137,9 @@ def test_objects_of_servers_cannot_be_registered(memory: SharedMemory, prefix: s
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a b", "\n", "x" * 129, "é", None, 7, {"a": 1}])
-def test_a_name_is_plain(memory: SharedMemory, shared: Shared, name: object) -> None:
+def test_a_region_name_that_is_not_plain_is_refused(
+    memory: SharedMemory, shared: Shared, name: object
+) -> None:
     with pytest.raises(BadInput, match="cannot be the name"):
         memory.register(name, shared.key, 0, 1)
     assert memory.status() == []
@@ -147,7 +147,7 @@ def test_a_name_is_plain(memory: SharedMemory, shared: Shared, name: object) -> 
 
 @pytest.mark.parametrize("field", ["offset", "byte_size"])
 @pytest.mark.parametrize("value", [-1, 1.0, "1", True, None, 1 << 62, 1 << 4000], ids=repr)
-def test_sizes_are_integers(
+def test_offsets_and_sizes_that_are_not_integers_are_refused(
     memory: SharedMemory, shared: Shared, field: str, value: object
 ) -> None:
     with pytest.raises(BadInput, match=f"region 'frame': '{field}' must be an integer"):
@@ -168,7 +168,7 @@ def test_a_region_must_lie_inside_its_object(
 def test_links_fifos_and_folders_are_not_opened(
     memory: SharedMemory, shared: Shared, tmp_path: Path
 ) -> None:
-    """Neither through a symbolic link, nor a FIFO, a folder or what is not there."""
+    """Neither are objects that do not exist."""
     secret = tmp_path / "secret"
     secret.write_bytes(bytes(64))
     names = {kind: FOLDER / f"test-{kind}-{uuid4().hex}" for kind in ("link", "fifo", "folder")}
@@ -203,14 +203,14 @@ def test_a_name_can_be_reused_after_unregistering(memory: SharedMemory, shared: 
     assert str(shared.path) not in open_files()
 
 
-def test_the_number_of_regions_is_bounded(memory: SharedMemory, shared: Shared) -> None:
+def test_the_number_of_regions_is_limited(memory: SharedMemory, shared: Shared) -> None:
     for number in range(MAX_REGIONS):
         memory.register(f"r{number}", shared.key, 0, 1)
     with pytest.raises(BadInput, match=f"{MAX_REGIONS} regions are registered"):
         memory.register("one-more", shared.key, 0, 1)
 
 
-def test_a_read_is_bounded(shared: Shared) -> None:
+def test_the_size_of_a_read_is_limited(shared: Shared) -> None:
     os.truncate(shared.path, 1 << 40)  # sparse: it takes no memory
     with SharedMemory(max_bytes=1 << 20) as memory:
         memory.register("huge", shared.key, 0, 1 << 40)
@@ -219,14 +219,14 @@ def test_a_read_is_bounded(shared: Shared) -> None:
         assert len(memory.read(Region("huge", (1 << 40) - 4, 4))) == 4
 
 
-def test_closing_leaves_nothing_open(shared: Shared) -> None:
+def test_closing_unmaps_every_object(shared: Shared) -> None:
     with SharedMemory() as memory:
         memory.register("frame", shared.key, 0, 64)
         assert str(shared.path) in open_files()
     assert str(shared.path) not in open_files()
 
 
-def test_a_removed_object_lives_until_it_is_unregistered(
+def test_a_removed_object_stays_readable_until_it_is_unregistered(
     memory: SharedMemory, shared: Shared
 ) -> None:
     memory.register("frame", shared.key, 0, 64)
@@ -277,7 +277,7 @@ sys.stdout.write("alive")
 
 
 def test_truncating_an_object_does_not_end_the_server(shared: Shared) -> None:
-    """With a mapping this is a SIGBUS, hence a process of its own."""
+    """With a memory mapping this is a SIGBUS, hence the separate process."""
     os.truncate(shared.path, 1 << 20)
     found = subprocess.run(
         [sys.executable, "-c", TRUNCATED, str(shared.path)],

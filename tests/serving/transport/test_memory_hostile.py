@@ -1,4 +1,4 @@
-"""Clients that would have a server hold, or lose count of, the bytes of their requests."""
+"""Hostile clients: the server must not keep, or miscount, the bytes of their requests."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from tests.support.serving.grpc_cases import (
     infer_bytes,
     serving,
 )
-from tests.support.serving.memory import held, part, raw_infer
+from tests.support.serving.memory import held_bytes, raw_infer, send_without_end
 from tests.support.serving.running import WAIT_S, GatedEngine, Raw, Reply, Running, request, running
 
 LIMIT = 1 << 20
-WIDE = LIMIT // 8  # numbers: half of the limit in a request
-MESSAGE = infer_bytes(width=WIDE)
+WIDTH = LIMIT // 8  # elements: half of the limit in a request
+MESSAGE = infer_bytes(width=WIDTH)
 PATH = "/v2/models/m/infer"
 STREAM = INFER.replace("ModelInfer", "ModelStreamInfer")
 HEALTH = "/grpc.health.v1.Health/"
@@ -55,11 +55,11 @@ def answered(raw: Raw) -> Reply:
 
 
 def values() -> np.ndarray:
-    return np.ones(WIDE, np.float32)
+    return np.ones(WIDTH, np.float32)
 
 
 def chunked(body: bytes, path: str = PATH) -> bytes:
-    """A request whose body comes in one chunk, and does not end."""
+    """A request whose body is one chunk, without the final chunk."""
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     return head.encode() + b"%x\r\n" % len(body) + body
 
@@ -67,22 +67,22 @@ def chunked(body: bytes, path: str = PATH) -> bytes:
 # -- HTTP
 
 
-def test_a_refused_body_is_let_go_though_an_answer_before_it_is_awaited(
+def test_a_refused_body_is_released_before_the_earlier_answer_is_sent(
     eventually: Eventually,
 ) -> None:
-    engine = GatedEngine(width=WIDE)
+    engine = GatedEngine(width=WIDTH)
     with running({"m": engine}, max_held_bytes=LIMIT, max_body_bytes=LIMIT) as server:
         engine.warm = True
         raw = server.connect()
         raw.send(raw_infer(values()))
         assert engine.entered.acquire(timeout=WAIT_S)
-        first = held(server)
+        first = held_bytes(server)
         raw.send(chunked(bytes(LIMIT // 4)) + b"\r\nno size\r\n")
         eventually(lambda: raw_refused(server))
-        assert held(server) == first
+        assert held_bytes(server) == first
         engine.gate.set()
         assert [answered(raw).status, answered(raw).status] == [200, 400]
-        eventually(lambda: held(server) == 0)
+        eventually(lambda: held_bytes(server) == 0)
 
 
 def raw_refused(server: Running) -> bool:
@@ -90,7 +90,7 @@ def raw_refused(server: Running) -> bool:
 
 
 BODY = values().tobytes()
-ENDS: dict[str, tuple[bytes, int | None]] = {  # what is sent, and the status, None: the client goes
+ENDS: dict[str, tuple[bytes, int | None]] = {  # data and status; None: the client disconnects
     "unknown path": (request("POST", "/v2/nothing", BODY), 404),
     "HEAD": (request("HEAD", "/v2/health/live", BODY), 200),
     "no JSON": (request("POST", PATH, BODY), 400),
@@ -102,16 +102,18 @@ ENDS: dict[str, tuple[bytes, int | None]] = {  # what is sent, and the status, N
     "100-continue": (raw_infer(values(), Expect="100-continue")[:-9], None),
     "damaged gzip": (raw_infer(values(), Content_Encoding="gzip"), 400),
     "unknown encoding": (raw_infer(values(), Content_Encoding="br"), 415),
-    "then what is no HTTP": (raw_infer(values()) + b"\0\r\n\r\n", 200),
+    "followed by invalid HTTP": (raw_infer(values()) + b"\0\r\n\r\n", 200),
     "too slow": (raw_infer(values())[:-1], 408),
 }
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_nothing_is_held_in_the_end(eventually: Eventually, name: str) -> None:
+def test_held_bytes_return_to_zero_after_every_kind_of_request(
+    eventually: Eventually, name: str
+) -> None:
     data, status = ENDS[name]
     limits = Limits(body_s=0.0) if name == "too slow" else Limits()
-    engine = FakeEngine(width=WIDE)
+    engine = FakeEngine(width=WIDTH)
     with running({"m": engine}, limits, max_held_bytes=LIMIT, max_body_bytes=LIMIT) as server:
         counted = server.server._listener.memory
         raw = Raw(server.port)
@@ -127,41 +129,41 @@ def test_nothing_is_held_in_the_end(eventually: Eventually, name: str) -> None:
         eventually(lambda: counted.bytes == 0)
 
 
-def test_over_tls_a_client_that_goes_holds_nothing(
+def test_over_tls_the_bytes_of_a_disconnected_client_are_released(
     eventually: Eventually, pem: tuple[Path, Path]
 ) -> None:
     context = ssl.create_default_context(cafile=str(pem[0]))
-    with running({"m": FakeEngine(width=WIDE)}, tls_cert=pem[0], tls_key=pem[1]) as server:
+    with running({"m": FakeEngine(width=WIDTH)}, tls_cert=pem[0], tls_key=pem[1]) as server:
         plain = socket.create_connection(("127.0.0.1", server.port), WAIT_S)
         client = context.wrap_socket(plain, server_hostname="localhost")
         client.sendall(raw_infer(values())[:-8])
-        eventually(lambda: held(server) > LIMIT // 4)
+        eventually(lambda: held_bytes(server) > LIMIT // 4)
         client.close()
-        eventually(lambda: held(server) == 0)
+        eventually(lambda: held_bytes(server) == 0)
 
 
-def test_texts_count_as_what_they_take(eventually: Eventually) -> None:
+def test_strings_count_with_their_size_in_memory(eventually: Eventually) -> None:
     text = b"a" * LIMIT
     packed = gzip.compress(len(text).to_bytes(4, "little") + text)
-    asked = request(
+    data = request(
         "POST",
         PATH,
         packed,
         **{"Inference-Header-Content-Length": "0", "Content-Encoding": "gzip"},
     )
-    models = {"m": Echo("string", 1), "wide": FakeEngine(width=WIDE)}
+    models = {"m": Echo("string", 1), "wide": FakeEngine(width=WIDTH)}
     with running(models, max_held_bytes=LIMIT, max_body_bytes=2 * LIMIT) as server:
         alone = server.connect()
-        alone.send(asked)
+        alone.send(data)
         assert answered(alone).status == 200
         other = server.connect()
-        part(other, raw_infer(values()).replace(b"/m/", b"/wide/"), 8)
-        eventually(lambda: held(server) > 0)
-        alone.send(asked)
+        send_without_end(other, raw_infer(values()).replace(b"/m/", b"/wide/"), 8)
+        eventually(lambda: held_bytes(server) > 0)
+        alone.send(data)
         assert answered(alone).status == 503
         other.send(BODY[-8:])
         assert answered(other).status == 200
-        eventually(lambda: held(server) == 0)
+        eventually(lambda: held_bytes(server) == 0)
 
 
 class Seen:
@@ -182,20 +184,23 @@ class Seen:
         self.status = status
 
 
-def test_a_body_that_waits_to_be_read_goes_with_its_client() -> None:
-    aside: list[tuple[Callable[[], object], Callable[[Callable[[], object]], None]]] = []
+def test_an_offloaded_body_of_a_cancelled_request_is_released() -> None:
+    offloaded: list[tuple[Callable[[], object], Callable[[Callable[[], object]], None]]] = []
     options = ServeOptions()
     repository = ModelRepository({"m": FakeEngine()}, options, deliver=lambda _: None)
     try:
         infer = InferRoute(
-            repository, repository.find("m"), lambda work, then: aside.append((work, then)), None
+            repository,
+            repository.find("m"),
+            lambda work, then: offloaded.append((work, then)),
+            None,
         )
         array = np.zeros(LIMIT, np.uint8)
         alive = weakref.ref(array)
         call = Seen(Head(encoding=b"gzip"), array.data)
         del array
         infer(call)
-        (work, then), *_ = aside
+        (work, then), *_ = offloaded
         assert alive() is not None
         assert call.cancel is not None
         call.gone = True
@@ -207,13 +212,13 @@ def test_a_body_that_waits_to_be_read_goes_with_its_client() -> None:
         repository.close(drain=False)
 
 
-def test_aborted_uploads_leave_nothing_behind(eventually: Eventually) -> None:
+def test_aborted_uploads_leave_no_objects_behind(eventually: Eventually) -> None:
     data = [
         raw_infer(values())[:-8],
         chunked(BODY),
         raw_infer(values(), Expect="100-continue")[:99],
     ]
-    with running({"m": FakeEngine(width=WIDE)}, max_held_bytes=LIMIT) as server:
+    with running({"m": FakeEngine(width=WIDTH)}, max_held_bytes=LIMIT) as server:
         listener = server.server._listener
         gc.collect()
         before = count(Connection, Exchange)
@@ -233,10 +238,10 @@ def count(*kinds: type) -> int:
 
 
 @pytest.mark.parametrize("seed", range(rounds(3, 100)))
-def test_hostile_http_clients_at_random(eventually: Eventually, seed: int) -> None:
+def test_random_hostile_http_clients_leave_no_held_bytes(eventually: Eventually, seed: int) -> None:
     chance = random.Random(seed)
     data = [data for data, _ in ENDS.values()]
-    models = {"m": FakeEngine(width=WIDE)}
+    models = {"m": FakeEngine(width=WIDTH)}
     with running(models, max_held_bytes=LIMIT, max_body_bytes=LIMIT) as server:
         counted = server.server._listener.memory
         raws: list[Raw] = []
@@ -263,7 +268,7 @@ def test_hostile_http_clients_at_random(eventually: Eventually, seed: int) -> No
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("grpc_port", [None, 0])
-def test_a_client_that_comes_at_the_very_end_does_not_break_it(grpc_port: int | None) -> None:
+def test_a_connection_made_during_shutdown_does_not_break_it(grpc_port: int | None) -> None:
     with running(grpc_port=grpc_port) as served:
         server = served.server
         port = served.port if grpc_port is None else server._routes.grpc_port
@@ -284,8 +289,8 @@ def test_a_client_that_comes_at_the_very_end_does_not_break_it(grpc_port: int | 
 
 
 @contextlib.contextmanager
-def thirsty(port: int) -> Iterator[Frames]:
-    """A client whose windows hold every answer."""
+def unlimited_window(port: int) -> Iterator[Frames]:
+    """A client whose flow-control windows have room for every answer."""
     most = (1 << 30).to_bytes(4, "big")
     with frames(port, settings=b"\0\4" + most) as client:
         client.send(8, 0, 0, most)
@@ -293,14 +298,16 @@ def thirsty(port: int) -> Iterator[Frames]:
 
 
 def fill(client: Frames, stream: int, size: int) -> None:
-    """A message of which a byte is still to come."""
+    """Send a message without its last byte."""
     client.open(stream)
     data = b"\0" + (size - 4).to_bytes(4, "big") + bytes(size - 5)
     for at in range(0, len(data), 1 << 14):
         client.send(0, 0, stream, data[at : at + (1 << 14)])
 
 
-def test_health_is_told_though_there_is_no_room(eventually: Eventually) -> None:
+def test_health_checks_are_answered_when_the_memory_limit_is_reached(
+    eventually: Eventually,
+) -> None:
     with serving(max_held_bytes=4000) as server, frames(server.port) as first:
         counted = server.server._shared.memory
         fill(first, 1, 4000)
@@ -315,7 +322,7 @@ def test_health_is_told_though_there_is_no_room(eventually: Eventually) -> None:
             assert counted.bytes == 4000
 
 
-def test_a_watcher_of_the_health_is_no_request_that_waits(eventually: Eventually) -> None:
+def test_a_health_watch_is_not_an_unanswered_request(eventually: Eventually) -> None:
     engine = GatedEngine()
     with serving({"m": engine}) as server, frames(server.port) as client:
         shared = server.server._shared
@@ -328,17 +335,19 @@ def test_a_watcher_of_the_health_is_no_request_that_waits(eventually: Eventually
         client.message(3, infer_bytes())
         assert engine.entered.acquire(timeout=WAIT_S)
         server.repository.drain()
-        client.until(lambda: len(client.answers[1].data) > 7, 1)  # it is told of the end
+        client.until(lambda: len(client.answers[1].data) > 7, 1)  # the watch reports the shutdown
         assert server.see(lambda: shared.unanswered) == 1
         engine.gate.set()
         assert client.answer(3).status == 0
         assert server.see(lambda: shared.unanswered) == 0
 
 
-def test_parallel_bodies_on_one_connection_are_answered_or_refused(eventually: Eventually) -> None:
-    models = {"m": FakeEngine(width=WIDE)}
+def test_parallel_grpc_bodies_on_one_connection_are_answered_or_refused(
+    eventually: Eventually,
+) -> None:
+    models = {"m": FakeEngine(width=WIDTH)}
     with serving(models, max_held_bytes=100, max_body_bytes=LIMIT) as server:
-        with thirsty(server.port) as client:
+        with unlimited_window(server.port) as client:
             streams = range(1, 17, 2)
             for stream in streams:
                 client.open(stream)
@@ -355,10 +364,10 @@ def test_parallel_bodies_on_one_connection_are_answered_or_refused(eventually: E
 
 
 @pytest.mark.parametrize("seed", range(rounds(3, 100)))
-def test_hostile_grpc_clients_at_random(eventually: Eventually, seed: int) -> None:
+def test_random_hostile_grpc_clients_leave_no_held_bytes(eventually: Eventually, seed: int) -> None:
     chance = random.Random(seed)
-    packed = gzip.compress(infer_bytes(width=WIDE))
-    models = {"m": FakeEngine(width=WIDE)}
+    packed = gzip.compress(infer_bytes(width=WIDTH))
+    models = {"m": FakeEngine(width=WIDTH)}
     gc.collect()
     calls = count(GrpcCall)
     with serving(models, max_held_bytes=2 * LIMIT, max_body_bytes=LIMIT) as server:
@@ -386,7 +395,7 @@ def test_hostile_grpc_clients_at_random(eventually: Eventually, seed: int) -> No
                     client.settle()
         eventually(lambda: not shared.connections)
         eventually(lambda: server.see(lambda: (shared.unanswered, shared.memory.bytes)) == (0, 0))
-        with thirsty(server.port) as client:
+        with unlimited_window(server.port) as client:
             assert client.call(1, MESSAGE).status == 0
             bad = client.call(3, b"\xff" * 100)
             assert bad.status == INVALID_ARGUMENT

@@ -38,13 +38,13 @@ TOKEN = "correct horse battery"
         ("Bearer \xff", False),
     ],
 )
-def test_only_the_token_opens(authorization: str | None, allowed: bool) -> None:
+def test_only_the_exact_bearer_token_is_accepted(authorization: str | None, allowed: bool) -> None:
     header = None if authorization is None else authorization.encode("latin-1")
     assert Guard(TOKEN).allows(header) is allowed
     assert Guard(None).allows(header)
 
 
-def test_without_the_token_only_health_and_the_empty_page_answer() -> None:
+def test_without_the_token_only_health_and_the_page_itself_answer() -> None:
     with running(token=TOKEN) as server:
         assert server.ask("GET", "/v2/health/live").status == 200
         assert server.ask("GET", "/v2/health/ready").status == 200
@@ -70,7 +70,7 @@ def test_without_the_token_only_health_and_the_empty_page_answer() -> None:
         assert good.status == 200
 
 
-def test_without_the_token_a_body_is_not_waited_for() -> None:
+def test_without_the_token_a_request_is_refused_before_its_body() -> None:
     with running(token=TOKEN) as server:
         raw = server.connect()
         raw.send(request("POST", INFER, Content_Length="60000000", Expect="100-continue"))
@@ -87,7 +87,7 @@ def test_without_the_token_a_body_is_not_waited_for() -> None:
 @pytest.mark.parametrize(
     "origin", ["https://evil.example", "null", "http://localhost.evil.example"]
 )
-def test_a_foreign_page_is_refused_whatever_it_asks(
+def test_a_foreign_origin_gets_403_for_every_method(
     server: Running, method: str, origin: str
 ) -> None:
     reply = server.ask(method, INFER, Origin=origin)
@@ -95,7 +95,7 @@ def test_a_foreign_page_is_refused_whatever_it_asks(
     assert "access-control-allow-origin" not in reply.headers
 
 
-def test_a_page_of_this_machine_may_ask(server: Running) -> None:
+def test_a_loopback_origin_is_allowed(server: Running) -> None:
     for origin in ("http://localhost:3000", f"http://127.0.0.1:{server.port}"):
         reply = server.ask("POST", INFER, GOOD, Origin=origin)
         assert reply.status == 200
@@ -103,10 +103,10 @@ def test_a_page_of_this_machine_may_ask(server: Running) -> None:
         assert reply.headers["vary"] == "Origin"
 
 
-def test_an_allowed_page_may_call_a_server_that_is_not_on_loopback() -> None:
+def test_an_allowed_origin_may_call_a_server_on_any_address() -> None:
     origin = "https://app.example"
     with running(host="0.0.0.0", origins=(origin,), token=TOKEN) as server:
-        # the browser's question comes without the token
+        # the browser's preflight request has no token
         first = server.ask(
             "OPTIONS",
             INFER,
@@ -129,12 +129,12 @@ def test_an_allowed_page_may_call_a_server_that_is_not_on_loopback() -> None:
 
 
 @pytest.mark.parametrize("origin", ["app.example", "*", "https://a/b", "https://"])
-def test_what_is_no_origin_is_refused_at_the_start(origin: str) -> None:
+def test_an_invalid_origin_is_refused_at_start(origin: str) -> None:
     with pytest.raises(BadInput, match="`origin`"):
         Server({"m": FakeEngine()}, ServeOptions(http_port=0, origins=(origin,)))
 
 
-# -- where it listens (W4)
+# -- the listening address (W4)
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture, **options: object) -> list[str]:
@@ -144,7 +144,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture, **options: object) -> list[str
     return [record.message for record in caplog.records if "listening" in record.message]
 
 
-def test_loopback_is_the_default_and_another_address_gives_one_warning(
+def test_listening_beyond_loopback_logs_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert ServeOptions().host == "127.0.0.1"
@@ -182,11 +182,11 @@ def test_tls_carries_many_requests_and_large_bodies(pem: tuple[Path, Path]) -> N
         raw.close()
 
 
-def test_tls_older_than_1_2_is_not_spoken(pem: tuple[Path, Path]) -> None:
+def test_tls_older_than_1_2_is_disabled(pem: tuple[Path, Path]) -> None:
     assert tls_context(*pem).minimum_version == ssl.TLSVersion.TLSv1_2
 
 
-def test_plain_http_on_the_tls_port_is_closed_with_one_line(
+def test_plain_http_on_the_tls_port_is_closed_with_one_log_line(
     pem: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     cert, key = pem
@@ -206,7 +206,7 @@ def test_plain_http_on_the_tls_port_is_closed_with_one_line(
     assert lines == ["a connection was closed in its TLS handshake: http request"]
 
 
-def test_a_tls_client_on_the_plain_port_is_refused_with_one_line(
+def test_a_tls_client_on_the_plain_port_is_refused_with_one_log_line(
     server: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
     """T12."""
@@ -220,7 +220,7 @@ def test_a_tls_client_on_the_plain_port_is_refused_with_one_line(
     assert lines[0].isprintable()
 
 
-def test_a_handshake_that_does_not_go_on_is_let_go(
+def test_an_unfinished_tls_handshake_is_closed(
     pem: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     cert, key = pem
@@ -235,7 +235,7 @@ def test_a_handshake_that_does_not_go_on_is_let_go(
     assert len([r for r in caplog.records if "TLS handshake" in r.message]) == 2
 
 
-def _written(folder: Path, name: str, text: str) -> Path:
+def _write(folder: Path, name: str, text: str) -> Path:
     (folder / name).write_text(text)
     return folder / name
 
@@ -252,9 +252,9 @@ def test_a_wrong_certificate_is_named(pem: tuple[Path, Path], tmp_path: Path) ->
         check=True,
         capture_output=True,
     )
-    absent, text = tmp_path / "absent.pem", _written(tmp_path, "text.pem", "hello")
-    torn = _written(tmp_path, "torn.pem", cert.read_text()[:200])
-    for files, said in (
+    absent, text = tmp_path / "absent.pem", _write(tmp_path, "text.pem", "hello")
+    torn = _write(tmp_path, "torn.pem", cert.read_text()[:200])
+    for files, message in (
         ((absent, key), f"`tls_cert` {absent}: No such file"),
         ((cert, absent), f"`tls_key` {absent}: No such file"),
         ((text, key), f"`tls_cert` {text}: not a PEM file"),
@@ -267,5 +267,5 @@ def test_a_wrong_certificate_is_named(pem: tuple[Path, Path], tmp_path: Path) ->
             Server(
                 {"m": FakeEngine()}, ServeOptions(http_port=0, tls_cert=files[0], tls_key=files[1])
             )
-        assert said in caught.value.message
+        assert message in caught.value.message
         assert "\n" not in caught.value.message

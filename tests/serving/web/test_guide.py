@@ -1,4 +1,4 @@
-"""The page at /docs: its examples are run as they stand."""
+"""The page at /docs: each of its examples is run unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKEN = "a token of some length"
 
 
 class Echo(FakeEngine):
-    """Gives its inputs back, under their names with an underscore."""
+    """Returns its inputs, under their names with an underscore."""
 
     def __init__(self, *specs: TensorSpec) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def shown(request: pytest.FixtureRequest) -> Iterator[tuple[list[TensorSpec], di
 
 
 @pytest.mark.parametrize("language", ["curl", "JavaScript", "Go", "Python", "tritonclient"])
-def test_every_example_runs_as_it_stands(
+def test_every_example_runs_unchanged(
     shown: tuple[list[TensorSpec], dict[str, str]], language: str, tmp_path: Path
 ) -> None:
     specs, found = shown
@@ -116,7 +116,7 @@ def test_every_example_runs_as_it_stands(
 
 
 @pytest.mark.skipif(shutil.which("gofmt") is None, reason="no gofmt on PATH")
-def test_the_go_program_is_formatted_as_gofmt_formats(
+def test_the_go_example_is_formatted_by_gofmt(
     shown: tuple[list[TensorSpec], dict[str, str]],
 ) -> None:
     code = shown[1].get("Go")
@@ -125,7 +125,7 @@ def test_the_go_program_is_formatted_as_gofmt_formats(
         assert formatted.stdout == code
 
 
-def test_a_short_request_is_shown_with_its_numbers(tmp_path: Path) -> None:
+def test_the_curl_example_of_a_small_model_contains_its_data(tmp_path: Path) -> None:
     with running() as server:
         found = examples(server)
         assert "tritonclient (gRPC)" not in found
@@ -133,7 +133,7 @@ def test_a_short_request_is_shown_with_its_numbers(tmp_path: Path) -> None:
         assert '"data":[3.0,3.0,3.0,3.0]' in execute("curl", found["curl"], tmp_path)
 
 
-def test_the_file_that_is_served_is_named_with_its_hash(
+def test_the_status_and_the_guide_show_the_model_files_hash(
     affine_onnx: Path, eventually: Callable[[Callable[[], bool]], None]
 ) -> None:
     pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
@@ -148,7 +148,7 @@ def test_the_file_that_is_served_is_named_with_its_hash(
         assert digest in server.ask("GET", "/docs").body.decode()
 
 
-def test_a_name_is_text_and_the_page_runs_its_own_script_alone() -> None:
+def test_a_hostile_tensor_name_is_escaped_in_the_guide() -> None:
     evil = TensorSpec("<img src=x onerror=alert(1)>", "float32", ("N", 4))
     with running({"m": Echo(evil)}) as server:
         reply = server.ask("GET", "/docs")

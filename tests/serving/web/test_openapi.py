@@ -25,7 +25,7 @@ AXES: dict[str, tuple[str, tuple[int | str, ...]]] = {
 
 
 class Several(FakeEngine):
-    """Inputs of different kinds, given back as they came."""
+    """Returns its inputs, which are of different datatypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Several(FakeEngine):
         return {f"{name}_": np.array(array) for name, array in feeds.items()}
 
 
-# A request may ask for a deadline of a microsecond, and is then told that it has passed.
+# A request may have a timeout of one microsecond, which then expires.
 CONFIG = """
 [checks.not_a_server_error]
 expected-statuses = ["2xx", "3xx", "4xx", 504]
@@ -45,27 +45,27 @@ expected-statuses = ["2xx", "3xx", "4xx", 504]
 [checks.positive_data_acceptance]
 expected-statuses = ["2xx", 400, 413, 504]
 """
-# To JSON Schema 1.0 is an integer; the server refuses it as the float that it is.
+# In JSON Schema 1.0 is an integer; the server refuses it as a float.
 HOOKS = """
 import schemathesis
 
-def whole(value):
+def to_integer(value):
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
         return int(value)
     if isinstance(value, list):
-        return [whole(each) for each in value]
+        return [to_integer(each) for each in value]
     if isinstance(value, dict):
-        return {key: whole(each) for key, each in value.items()}
+        return {key: to_integer(each) for key, each in value.items()}
     return value
 
 @schemathesis.hook
 def map_body(context, body):
-    return whole(body)
+    return to_integer(body)
 """
 
 
 def fuzz(server: Running, folder: Path, *more: str) -> None:
-    """Run schemathesis as anyone would; it exits 1 on any failure."""
+    """Run schemathesis; it exits with 1 on any failure."""
     config = folder / "schemathesis.toml"
     hooks = folder / "hooks.py"
     hooks.write_text(HOOKS)
@@ -86,7 +86,7 @@ def fuzz(server: Running, folder: Path, *more: str) -> None:
     assert answer.returncode == 0, answer.stdout[-6000:] + answer.stderr[-2000:]
 
 
-def test_schemathesis_finds_no_failure(tmp_path: Path) -> None:
+def test_schemathesis_finds_no_violation_of_the_document(tmp_path: Path) -> None:
     with running({"several": Several()}) as server:
         fuzz(server, tmp_path)
 

@@ -1,4 +1,4 @@
-"""The page's files: nothing from elsewhere, nothing inline, and a policy that holds it to that."""
+"""The page's files: nothing external, nothing inline, and a strict content security policy."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import pytest
 from deploykit.serving.web.page import FILES
 from tests.support.serving.running import Running
 
-TEXTS = {name: body.decode() for name, (_, body) in FILES.items()}
+SOURCES = {name: body.decode() for name, (_, body) in FILES.items()}
 
 
-def test_nothing_is_loaded_from_elsewhere() -> None:
-    for name, text in TEXTS.items():
+def test_the_page_loads_nothing_from_other_hosts() -> None:
+    for name, text in SOURCES.items():
         found = set(re.findall(r"https?://[^\s\"')]+", text))
         assert found <= {"http://www.w3.org/2000/svg"}, name  # a namespace, not an address
 
 
-def test_nothing_is_inline_and_nothing_is_parsed_as_html() -> None:
-    page = TEXTS["/"]
+def test_the_page_has_no_inline_code_and_parses_no_html() -> None:
+    page = SOURCES["/"]
     assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son[a-z]+=|javascript:", page)
-    for name, text in TEXTS.items():
+    for name, text in SOURCES.items():
         if name.endswith(".js"):
             found = re.findall(
                 r"\.innerHTML\s*=[^=]|outerHTML|insertAdjacent|\beval\b|Function\(", text
@@ -30,16 +30,18 @@ def test_nothing_is_inline_and_nothing_is_parsed_as_html() -> None:
             assert "document.write" not in text
 
 
-def test_every_file_that_is_asked_for_is_there() -> None:
-    asked = set(re.findall(r'(?:href|src)="(/[^"]+)"', TEXTS["/"]))
-    for text in TEXTS.values():
-        asked |= {f"/{name}" for name in re.findall(r'from "\./([a-z]+\.js)"', text)}
-    assert asked - set(FILES) == {"/docs", "/metrics"}
-    assert set(FILES) - {"/", "/docs.js"} <= asked  # that one is the page's at /docs
+def test_every_referenced_file_exists_and_every_file_is_referenced() -> None:
+    referenced = set(re.findall(r'(?:href|src)="(/[^"]+)"', SOURCES["/"]))
+    for text in SOURCES.values():
+        referenced |= {f"/{name}" for name in re.findall(r'from "\./([a-z]+\.js)"', text)}
+    assert referenced - set(FILES) == {"/docs", "/metrics"}
+    assert set(FILES) - {"/", "/docs.js"} <= referenced  # that one is the page's at /docs
 
 
 @pytest.mark.parametrize("target", sorted(FILES))
-def test_the_server_gives_each_file_with_a_strict_policy(server: Running, target: str) -> None:
+def test_each_file_is_served_with_a_strict_content_security_policy(
+    server: Running, target: str
+) -> None:
     reply = server.ask("GET", target)
     content_type, body = FILES[target]
     assert (reply.status, reply.body) == (200, body)

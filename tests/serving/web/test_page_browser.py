@@ -1,4 +1,4 @@
-"""The page in a real browser, on a real server with real models: what a person sees and can do."""
+"""The page in a real browser, on a real server with real models."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def served(files: dict[str, Path]) -> Iterator[Running]:
 @pytest.fixture
 def page(browser: Tab, served: Running) -> Tab:
     """The page of `served`, loaded anew, with figures on it."""
-    return opened(browser, served)
+    return open_page(browser, served)
 
 
-def opened(tab: Tab, server: Running) -> Tab:
+def open_page(tab: Tab, server: Running) -> Tab:
     tab.problems.clear()
     tab.requests.clear()
     tab.look()
@@ -67,7 +67,7 @@ def choose_way(tab: Tab, name: str) -> None:
 
 
 def run(tab: Tab) -> str:
-    """Press Run; what came back, as a reader sees it."""
+    """Press Run and return the visible answer."""
     tab.ask("document.querySelector('#answer').replaceChildren()")
     tab.ask("document.querySelector('#run').click()")
     tab.until(
@@ -78,7 +78,7 @@ def run(tab: Tab) -> str:
 
 
 def values(tab: Tab, output: int = 0) -> list[float]:
-    """The numbers of one output."""
+    """The values of one output."""
     text = tab.ask(f"document.querySelectorAll('#answer .values')[{output}].textContent")
     return [float(word) for word in text.split()]
 
@@ -95,7 +95,7 @@ def box(tab: Tab, selector: str) -> dict[str, float]:
 # -- what it shows --------------------------------------------------------------------------------
 
 
-def test_it_loads_without_a_problem_and_requests_nothing_elsewhere(
+def test_the_page_loads_without_errors_or_requests_to_other_hosts(
     page: Tab, served: Running
 ) -> None:
     page.until("document.querySelector('#process dd')")
@@ -108,12 +108,12 @@ def test_it_loads_without_a_problem_and_requests_nothing_elsewhere(
     assert page.text("#models-rows").split()[::9] == ["bands", "colours", "sums"]
 
 
-def test_it_shows_the_figures_of_a_model(browser: Tab, files: dict[str, Path]) -> None:
+def test_the_page_shows_the_metrics_of_a_model(browser: Tab, files: dict[str, Path]) -> None:
     item = {"name": "a", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}
     other = {"name": "b", "datatype": "INT64", "shape": [1, 2], "data": [3, 4]}
     body = json.dumps({"inputs": [item, other]}).encode()
     with load(files["sums"], "cpu") as engine, running({"sums": engine}) as server:
-        page = opened(browser, server)
+        page = open_page(browser, server)
         assert page.ask("document.querySelector('#models').hidden")  # there is but one
         for _ in range(40):
             assert server.ask("POST", "/v2/models/sums/infer", body).status == 200
@@ -145,10 +145,10 @@ def test_a_reload_keeps_the_charts(page: Tab) -> None:
     page.ask("window.old = true")
     page.call("Page.reload")
     page.until("!window.old && document.querySelector('#throughput svg')")
-    assert page.ask(marks) >= 2  # the server has kept them: this page has seen one answer
+    assert page.ask(marks) >= 2  # the server keeps them: the reloaded page has fetched once
 
 
-def test_a_model_that_takes_no_image_begins_with_an_example(page: Tab) -> None:
+def test_a_model_without_image_input_starts_with_an_example(page: Tab) -> None:
     choose_model(page, "sums")
     ways = page.ask("[...document.querySelectorAll('#kinds input')].map((each) => each.value)")
     assert ways == ["Example", "JSON", ".npy"]
@@ -156,9 +156,7 @@ def test_a_model_that_takes_no_image_begins_with_an_example(page: Tab) -> None:
     assert values(page) == [0, 0]
 
 
-def test_an_example_is_copied_and_its_code_does_not_widen_the_page(
-    browser: Tab, served: Running
-) -> None:
+def test_examples_can_be_copied_and_fit_a_narrow_page(browser: Tab, served: Running) -> None:
     browser.look(width=390)
     browser.open(f"http://127.0.0.1:{served.port}/docs")
     browser.until("document.querySelectorAll('[role=tab]').length > 6")
@@ -187,7 +185,7 @@ def test_a_draining_and_an_unreachable_server_are_reported(
     browser: Tab, files: dict[str, Path]
 ) -> None:
     with load(files["bands"], "cpu") as engine, running({"bands": engine}) as server:
-        opened(browser, server)
+        open_page(browser, server)
         server.server.repository.drain()
         browser.until(
             "document.querySelector('#state').innerText === "
@@ -201,18 +199,18 @@ def test_a_draining_and_an_unreachable_server_are_reported(
 
 def test_a_hidden_page_sends_no_requests(page: Tab) -> None:
     hide = "Object.defineProperty(document, 'hidden', {configurable: true, get: () => %s});"
-    told = "document.dispatchEvent(new Event('visibilitychange'));"
-    page.ask(hide % "true" + told)
-    page.ask("fetch('/v2')")  # after it, what was under way has come back
+    changed = "document.dispatchEvent(new Event('visibilitychange'));"
+    page.ask(hide % "true" + changed)
+    page.ask("fetch('/v2')")  # after this, earlier requests have returned
     before = sum("/status" in url for url in page.requests)
     page.ask("new Promise((done) => setTimeout(done, 2500))")
     assert sum("/status" in url for url in page.requests) <= before + 1
     page.ask("window.seen = document.querySelector('#uptime').innerText; 0")
-    page.ask(hide % "false" + told)
+    page.ask(hide % "false" + changed)
     page.until("document.querySelector('#uptime').innerText !== window.seen")
 
 
-def test_a_token_is_asked_for_and_used(browser: Tab, files: dict[str, Path]) -> None:
+def test_the_page_asks_for_the_token_and_uses_it(browser: Tab, files: dict[str, Path]) -> None:
     token = "a token of more than 16"
     with load(files["bands"], "cpu") as engine, running({"bands": engine}, token=token) as server:
         browser.open(f"http://127.0.0.1:{server.port}/")
@@ -232,7 +230,7 @@ def test_a_token_is_asked_for_and_used(browser: Tab, files: dict[str, Path]) -> 
 # -- try it ---------------------------------------------------------------------------------------
 
 
-def test_a_stroke_of_the_pointer_reaches_the_model(page: Tab) -> None:
+def test_a_drawing_by_pointer_reaches_the_model(page: Tab) -> None:
     pad = box(page, ".pad")
     x = pad["left"] + pad["width"] * 14.0 / 28  # in the fourth band
     page.drag([(x, pad["top"] + pad["height"] * part) for part in (0.2, 0.5, 0.8)])
@@ -246,8 +244,8 @@ def test_a_stroke_of_the_pointer_reaches_the_model(page: Tab) -> None:
     assert page.problems == []
 
 
-def test_everything_can_be_done_by_keyboard_alone(page: Tab) -> None:
-    """From the top of the page: to the pad, a line drawn to the left, to Run, the answer."""
+def test_the_page_can_be_used_by_keyboard_alone(page: Tab) -> None:
+    """From the top of the page to the pad, where a line is drawn, then to Run."""
     focused = "document.activeElement"
 
     def tab_to(condition: str) -> None:
@@ -267,8 +265,8 @@ def test_everything_can_be_done_by_keyboard_alone(page: Tab) -> None:
         page.key("ArrowLeft")
     for _ in range(8):
         page.key("ArrowDown", shift=True)
-    said = page.text("#panel [aria-live]")
-    assert said == "row 23, column 4, drawn"
+    announced = page.text("#panel [aria-live]")
+    assert announced == "row 23, column 4, drawn"
     tab_to(f"{focused}.id === 'run'")
     page.key("Enter")
     page.until("document.querySelector('#answer .top')")
@@ -276,7 +274,7 @@ def test_everything_can_be_done_by_keyboard_alone(page: Tab) -> None:
     assert page.ask(f"{focused}.id === 'run' || {focused} === document.body")
 
 
-def test_an_image_is_scaled_to_what_the_model_takes(page: Tab, tmp_path: Path) -> None:
+def test_an_image_is_scaled_to_the_models_input_size(page: Tab, tmp_path: Path) -> None:
     image_module = pytest.importorskip("PIL.Image", reason="pillow is not installed")
     image = image_module.new("RGB", (320, 240), (200, 100, 30))
     image.paste((0, 0, 255), (0, 120, 320, 240))  # the lower half is blue
@@ -285,7 +283,7 @@ def test_an_image_is_scaled_to_what_the_model_takes(page: Tab, tmp_path: Path) -
     page.choose_file("#panel input[type=file]", tmp_path / "sunset.png")
     page.until("document.querySelector('#panel .hint').textContent.includes('sent as 32 × 24')")
     text = run(page)
-    assert HOSTILE in text  # a name is text, whatever it looks like
+    assert HOSTILE in text  # the name is escaped
     assert page.ask("document.querySelectorAll('#answer img').length") == 0
     assert values(page) == pytest.approx([200, 100, 30], abs=1)
     assert page.problems == []
@@ -301,7 +299,7 @@ def test_a_file_that_is_not_an_image_is_refused_by_name(page: Tab, tmp_path: Pat
     assert run(page) == "choose an image first"
 
 
-def test_arrays_come_from_npy_files(page: Tab, tmp_path: Path) -> None:
+def test_arrays_are_read_from_npy_files(page: Tab, tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.array([[0.5, 1], [2, 3]], np.float32))
     np.save(tmp_path / "b.npy", np.array([[-(2**40), 7], [8, 9]], np.int64))
     choose_model(page, "sums")
@@ -335,7 +333,7 @@ def test_an_array_of_another_type_order_or_shape_is_refused(
     assert page.ask("document.querySelector('#answer [role=alert]') !== null")
 
 
-def test_json_begins_with_a_request_that_works(page: Tab) -> None:
+def test_the_json_form_starts_with_a_valid_request(page: Tab) -> None:
     choose_model(page, "sums")
     choose_way(page, "JSON")
     run(page)
@@ -348,10 +346,10 @@ def test_json_begins_with_a_request_that_works(page: Tab) -> None:
     assert "JSON" in run(page)
 
 
-# -- how it looks ---------------------------------------------------------------------------------
+# -- appearance -----------------------------------------------------------------------------------
 
 
-def test_dark_and_light_follow_the_reader(page: Tab) -> None:
+def test_dark_and_light_follow_the_browsers_preference(page: Tab) -> None:
     ground = "getComputedStyle(document.documentElement).backgroundColor"
     assert page.ask(ground) == "rgb(255, 255, 255)"
     page.look(dark=True)
@@ -359,13 +357,13 @@ def test_dark_and_light_follow_the_reader(page: Tab) -> None:
 
 
 @pytest.mark.parametrize("width", [320, 390, 768, 1280])
-def test_nothing_is_wider_than_the_window(page: Tab, width: int) -> None:
+def test_the_page_is_never_wider_than_the_window(page: Tab, width: int) -> None:
     page.look(width=width)
     page.until(f"window.innerWidth === {width}")
     assert page.ask("document.documentElement.scrollWidth") <= width
 
 
-def test_everything_that_acts_has_a_name(page: Tab) -> None:
+def test_every_control_has_an_accessible_name(page: Tab) -> None:
     for model in ("bands", "colours", "sums"):
         choose_model(page, model)
         for way in page.ask("[...document.querySelectorAll('#kinds input')].map((e) => e.value)"):

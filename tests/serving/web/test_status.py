@@ -1,4 +1,4 @@
-"""GET /status: the counters that the page looks at, through a real server."""
+"""GET /status: the counters that the page shows, from a real server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.serving.running import Running, infer_json, running
 Eventually = Callable[[Callable[[], bool]], None]
 
 
-def test_it_counts_what_was_answered(eventually: Eventually) -> None:
+def test_status_counts_requests_and_their_stages(eventually: Eventually) -> None:
     with running({"a": FakeEngine(), "b": FakeEngine()}, queue=77) as server:
         before = server.ask("GET", "/status").json
         assert (
@@ -40,13 +40,13 @@ def test_it_counts_what_was_answered(eventually: Eventually) -> None:
         eventually(lambda: server.ask("GET", "/status").json["process"] is not None)
         process = server.ask("GET", "/status").json["process"]
         assert process["resident_bytes"] > 10 << 20
-        # two looks at the process, with their times: the page divides one difference by the other
+        # two readings of the process, with times: the page computes the CPU share from them
         eventually(lambda: server.ask("GET", "/status").json["process"]["at_s"] > process["at_s"])
 
 
-def test_it_says_why_it_is_not_ready_and_what_people_should_know(server: Running) -> None:
+def test_status_gives_the_engines_notes_and_why_it_is_not_ready(server: Running) -> None:
     engine = FakeEngine()
-    engine.notes = ("runs on the CPU: asked for cuda:0",)  # type: ignore[attr-defined]
+    engine.notes = ("runs on the CPU: requested cuda:0",)  # type: ignore[attr-defined]
     with running({"m": engine}) as server:
         assert server.ask("GET", "/status").json["models"][0]["notes"] == list(engine.notes)
         connection = server.connect()
@@ -58,7 +58,7 @@ def test_it_says_why_it_is_not_ready_and_what_people_should_know(server: Running
         assert reply.json["models"][0]["not_ready"] == "the server is shutting down"
 
 
-def test_it_keeps_samples_of_the_counters_and_gives_those_after_a_time(
+def test_status_returns_the_history_since_a_given_time(
     eventually: Eventually,
 ) -> None:
     with running({"m": FakeEngine()}) as server:
@@ -82,7 +82,7 @@ def test_it_keeps_samples_of_the_counters_and_gives_those_after_a_time(
         assert server.ask("GET", "/status").json["history"] == []
 
 
-def test_the_history_is_bounded() -> None:
+def test_the_history_has_a_maximum_length() -> None:
     with running({"m": FakeEngine()}) as server:
         history = History(server.server.repository)
         for i in range(KEPT + 10):
@@ -97,12 +97,12 @@ def test_ten_thousand_unknown_models_leave_no_series(server: Running) -> None:
     before = server.ask("GET", "/metrics").body.count(b"\ndeploykit_")
     connection = server.connect()
     for start in range(0, 10_000, 100):
-        asking = (
+        requests = (
             f"POST /v2/models/x{start + i}/infer HTTP/1.1\r\nHost: localhost\r\n"
             "Content-Length: 2\r\n\r\n{}"
             for i in range(100)
         )
-        connection.send("".join(asking).encode())
+        connection.send("".join(requests).encode())
         for _ in range(100):
             reply = connection.reply()
             assert reply is not None

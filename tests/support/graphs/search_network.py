@@ -22,32 +22,32 @@ LIMIT = 1.0  # the sensitivity that passes
 
 @dataclass
 class Network:
-    """`harms` by precision and node. A node takes 10 ms wide; narrow, as `narrow_s` says."""
+    """`sensitivities` by precision and node. A node takes 10 ms in float32, else `narrow_s`."""
 
-    harms: Mapping[str, Mapping[str, float]]
+    sensitivities: Mapping[str, Mapping[str, float]]
     narrow_s: Mapping[str, float] = field(default_factory=lambda: {"int8": 0.002, "fp16": 0.005})
     now: float = 0.0
-    judged: list[Made] = field(default_factory=list)
+    evaluated: list[Made] = field(default_factory=list)
     ranked: list[str] = field(default_factory=list)
     refused: frozenset[str] = frozenset()
 
     def level(self, precision: str) -> Level[Made]:
-        harms = self.harms[precision]
+        sensitivities = self.sensitivities[precision]
 
-        def make(wide: frozenset[str]) -> Made:
+        def make(float32_nodes: frozenset[str]) -> Made:
             if precision in self.refused:
                 raise BadInput("nothing to quantize")
-            return precision, wide
+            return precision, float32_nodes
 
         def sensitivity(name: str) -> float:
             self.now += 1
             self.ranked.append(name)
-            return harms[name]
+            return sensitivities[name]
 
         return Level(
             precision,
             bits(precision),
-            tuple(harms),
+            tuple(sensitivities),
             make,
             self.cost_s,
             sensitivity,
@@ -55,27 +55,29 @@ class Network:
         )
 
     def cost_s(self, made: Made) -> float:
-        precision, wide = made
-        every = len(self.harms[precision])
-        return 0.01 * len(wide) + self.narrow_s[precision] * (every - len(wide))
+        precision, float32_nodes = made
+        every = len(self.sensitivities[precision])
+        return 0.01 * len(float32_nodes) + self.narrow_s[precision] * (every - len(float32_nodes))
 
-    def judge(self, made: Made) -> Verdict:
+    def evaluate(self, made: Made) -> Verdict:
         self.now += 10
-        self.judged.append(made)
-        precision, wide = made
+        self.evaluated.append(made)
+        precision, float32_nodes = made
         drop = sum(
-            sensitivity for name, sensitivity in self.harms[precision].items() if name not in wide
+            sensitivity
+            for name, sensitivity in self.sensitivities[precision].items()
+            if name not in float32_nodes
         )
         return Verdict(drop <= LIMIT, drop, f"drop {drop:.2f}")
 
     def search(
         self, *, budget_s: float = math.inf, on_step: Callable[[SearchStep], object] | None = None
     ) -> Outcome[Made]:
-        levels = [self.level(precision) for precision in self.harms]
-        every = len(next(iter(self.harms.values())))
+        levels = [self.level(precision) for precision in self.sensitivities]
+        every = len(next(iter(self.sensitivities.values())))
         return search(
             levels,
-            self.judge,
+            self.evaluate,
             float32_cost_s=0.01 * every,
             budget_s=budget_s,
             clock=lambda: self.now,
@@ -83,7 +85,7 @@ class Network:
         )
 
 
-def harms(count: int, bad: Mapping[int, float] | None = None) -> dict[str, float]:
+def sensitivities(count: int, bad: Mapping[int, float] | None = None) -> dict[str, float]:
     """Nodes n0, n1, ... that do no sensitivity, but for the `bad` ones."""
     return {f"n{number}": (bad or {}).get(number, 0.0) for number in range(count)}
 

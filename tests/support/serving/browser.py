@@ -172,7 +172,7 @@ class Tab:
             width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
         )  # fmt: skip
 
-    def picture(self, path: Path) -> None:
+    def screenshot(self, path: Path) -> None:
         """The whole page as a PNG file."""
         data = self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"]
         path.write_bytes(base64.b64decode(data))

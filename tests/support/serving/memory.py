@@ -1,4 +1,4 @@
-"""Requests that a server is holding, and how many bytes of them."""
+"""Raw requests, whole and unfinished, and the bytes that a server holds of them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from tests.support.serving.running import Raw, Running, request
 
 
 def raw_infer(values: np.ndarray, **headers: str) -> bytes:
-    """A request that is nothing but its tensor."""
+    """A raw request: its body is the tensor alone."""
     headers = {"Inference-Header-Content-Length": "0", **headers}
     return request("POST", "/v2/models/m/infer", values.tobytes(), **headers)
 
 
-def held(server: Running) -> int:
+def held_bytes(server: Running) -> int:
     return server.server._listener.memory.bytes
 
 
-def part(raw: Raw, data: bytes, size: int) -> None:
-    """All of a request but the last `size` bytes."""
+def send_without_end(raw: Raw, data: bytes, size: int) -> None:
+    """Send a request without its last `size` bytes."""
     raw.send(data[:-size])
