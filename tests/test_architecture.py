@@ -66,14 +66,12 @@ CEILINGS = {  # where a room is above its budget: what it may have today. These 
     "exporters": 780,
     "onnx_graph+quantization": 3851,
     "builders": 1640,  # the table and what all builders share
-    "serving": 9362,
+    "serving": 9327,
     "api": 3867,
     "cli": 1785,
     "": 33140,
 }
-LONG = {  # functions over 60 lines
-    "serving/web/examples.py:_go",
-}
+LONG: set[str] = set()  # functions over 60 lines
 
 # the rooms of serving/, lowest first: a file imports from rooms that stand before its own
 SERVING = [

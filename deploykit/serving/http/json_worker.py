@@ -1,8 +1,8 @@
 """A process for JSON work that would block the event loop.
 
-Parsing 30 MB of JSON holds the GIL for a second or two on any thread. The process starts on first
-use and ends with the server. Arrays and bodies are sent without a copy; the pipe carries only our
-own pickles.
+On any thread, decoding 62 MB of JSON stops the event loop for 0.5 s, and for 2 s on a busy machine
+(benchmarks/json_stall.py). The process starts on first use and ends with the server. Arrays and
+bodies are sent without a copy; the pipe carries only our own pickles.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from deploykit.core.tensors import concrete
 from deploykit.serving.models.repository import ServedModel
 from deploykit.serving.oip.tensors import BINARY_ONLY, LENGTH_BYTES, Slot
 
-_GO = Path(__file__).with_name("example.go").read_text(encoding="utf-8")
 _MOST_VALUES = 16  # of a request, as literals
 _NOT_NUMPY = ("BYTES", "BF16")  # their bytes on the wire differ from numpy's
 
@@ -53,6 +53,16 @@ def examples(model: ServedModel, address: Address) -> dict[str, str]:
     return {title: code for title, code in found.items() if code is not None}
 
 
+def _fill(name: str, **values: str) -> str:
+    """The program in example_NAME.txt with a value in place of each @KEY@."""
+    text = Path(__file__).with_name(f"example_{name}.txt").read_text(encoding="utf-8")
+    return re.sub("@([A-Z_]+)@", lambda match: values[match[1]], text)
+
+
+def _url(model: ServedModel, address: Address) -> str:
+    return f"{address.url}/v2/models/{model.name}/infer"
+
+
 def _slots(model: ServedModel) -> list[tuple[Slot, list[int]]]:
     """Each input with a valid shape: one row, the smallest buckets."""
     lengths = model.buckets.lengths if model.buckets is not None else {}
@@ -88,7 +98,7 @@ def _curl(model: ServedModel, address: Address) -> str | None:
     slots = _slots(model)
     sizes = [math.prod(shape) for _, shape in slots]
     header = ' \\\n  -H "Authorization: Bearer $TOKEN"' if address.token else ""
-    url = f"{address.url}/v2/models/{model.name}/infer"
+    url = _url(model, address)
     if sum(sizes) <= _MOST_VALUES and _has_json(*(slot for slot, _ in slots)):
         inputs = [
             {**_describe(slot, shape), "data": [_value(slot)] * size}
@@ -129,20 +139,9 @@ def _javascript(model: ServedModel, address: Address) -> str | None:
         lines.append(
             f'  {{ name: {name}, datatype: "{slot.datatype}", shape: {shape}, data: {data} }},'
         )
-    joined = "\n".join(lines)
     header = ", Authorization: `Bearer ${process.env.TOKEN}`" if address.token else ""
-    return f"""const inputs = [
-{joined}
-];
-const response = await fetch("{address.url}/v2/models/{model.name}/infer", {{
-  method: "POST",
-  headers: {{ "Content-Type": "application/json"{header} }},
-  body: JSON.stringify({{ inputs }}),
-}});
-const answer = await response.json();
-if (!response.ok) throw new Error(answer.error);
-for (const output of answer.outputs) console.log(output.name, output.shape, output.data);
-"""
+    url = _url(model, address)
+    return _fill("javascript", INPUTS="\n".join(lines), URL=url, HEADER=header)
 
 
 def _go(model: ServedModel, address: Address) -> str | None:
@@ -156,8 +155,7 @@ def _go(model: ServedModel, address: Address) -> str | None:
         f"fill({json.dumps(_value(slot))}, {math.prod(shape)})}},"
         for slot, shape in slots
     )
-    url = f"{address.url}/v2/models/{model.name}/infer"
-    program = _GO.replace("\t\tINPUTS", lines).replace("URL", url)
+    program = _fill("go", INPUTS=lines, URL=_url(model, address))
     if address.token:
         return program.replace(" // TOKEN", "")
     return "".join(line for line in program.splitlines(True) if "// TOKEN" not in line)
@@ -184,33 +182,20 @@ def _python(model: ServedModel, address: Address) -> str | None:
     types = {slot.datatype: slot.dtype.name for slot in slots}
     inputs = {slot.spec.name: slot.datatype for slot in signature.inputs.values()}
     header = ", 'Authorization': f'Bearer {os.environ[\"TOKEN\"]}'" if address.token else ""
-    return f"""import json{", os" if address.token else ""}
-import urllib.request
-import numpy as np
-
-{_arrays(model)}types = {inputs!r}
-inputs = [{{"name": name, "datatype": types[name], "shape": array.shape,
-           "parameters": {{"binary_data_size": array.nbytes}}}} for name, array in arrays.items()]
-head = json.dumps({{"inputs": inputs, "parameters": {{"binary_data_output": True}}}}).encode()
-body = head + b"".join(array.tobytes() for array in arrays.values())
-headers = {{"Inference-Header-Content-Length": str(len(head)){header}}}
-url = "{address.url}/v2/models/{model.name}/infer"
-with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as reply:
-    size = int(reply.headers["Inference-Header-Content-Length"])
-    answer, data = json.loads(reply.read(size)), reply.read()
-for output in answer["outputs"]:
-    size = output["parameters"]["binary_data_size"]
-    array = np.frombuffer(data[:size], {types!r}[output["datatype"]])
-    data = data[size:]
-    print(output["name"], array.reshape(output["shape"]))
-"""
+    return _fill(
+        "python",
+        OS=", os" if address.token else "",
+        ARRAYS=_arrays(model),
+        INPUT_TYPES=repr(inputs),
+        NUMPY_TYPES=repr(types),
+        HEADER=header,
+        URL=_url(model, address),
+    )
 
 
 def _triton(model: ServedModel, address: Address, kind: str) -> str:
     name = "Authorization" if kind == "http" else "authorization"
     header = f", headers={{'{name}': 'Bearer ' + os.environ['TOKEN']}}" if address.token else ""
-    secure = ", ssl=True" if address.scheme == "https" else ""
-    place = address.host if kind == "http" else address.grpc
     types = {slot.spec.name: slot.datatype for slot in model.signature.inputs.values()}
     shown = "\n".join(
         f"print({name!r}, answer.as_numpy({name!r}))" for name in model.signature.outputs
@@ -218,15 +203,14 @@ def _triton(model: ServedModel, address: Address, kind: str) -> str:
     imports = ["import os"] if address.token else []
     imports += ["import ml_dtypes"] if "BF16" in types.values() else []
     imports += ["import numpy as np", f"import tritonclient.{kind} as client"]
-    lines = "\n".join(imports)
-    return f"""{lines}
-
-{_arrays(model)}types = {types!r}
-inputs = []
-for name, array in arrays.items():
-    inputs.append(client.InferInput(name, list(array.shape), types[name]))
-    inputs[-1].set_data_from_numpy(array)
-with client.InferenceServerClient("{place}"{secure}) as server:
-    answer = server.infer("{model.name}", inputs{header})
-{shown}
-"""
+    return _fill(
+        "tritonclient",
+        IMPORTS="\n".join(imports),
+        ARRAYS=_arrays(model),
+        TYPES=repr(types),
+        ADDRESS=address.host if kind == "http" else address.grpc,
+        SECURE=", ssl=True" if address.scheme == "https" else "",
+        MODEL=model.name,
+        HEADER=header,
+        OUTPUTS=shown,
+    )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from deploykit.serving.models.repository import ModelRepository, ServedModel
@@ -16,6 +17,7 @@ from deploykit.serving.web.model_files import ModelFiles
 __all__ = ["CONTENT_TYPE", "Address", "page"]
 
 CONTENT_TYPE = "text/html; charset=utf-8"
+_PAGE = Path(__file__).with_name("guide.html")
 
 
 def page(repository: ModelRepository, files: ModelFiles, address: Address) -> bytes:
@@ -23,7 +25,7 @@ def page(repository: ModelRepository, files: ModelFiles, address: Address) -> by
     links = "".join(f'<a href="#{m.name}">{escape(m.name)}</a> ' for m in models)
     contents = f'<nav class="contents" aria-label="Models">{links}</nav>' if len(models) > 1 else ""
     sections = [_section(model, files.facts(model), address) for model in models]
-    return _PAGE.replace("CONTENT", contents + "".join(sections)).encode()
+    return _PAGE.read_text("utf-8").replace("CONTENT", contents + "".join(sections)).encode()
 
 
 def _section(model: ServedModel, facts: Mapping[str, Any] | None, address: Address) -> str:
@@ -59,24 +61,3 @@ def _file(facts: Mapping[str, Any] | None) -> str:
         f'<p class="quiet">{escape(facts["name"])}{precision} · SHA-256 <code class="hash">'
         f"{facts['sha256']}</code></p>"
     )
-
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>How to call these models</title>
-<link rel="stylesheet" href="/look.css">
-<link rel="stylesheet" href="/page.css">
-<link rel="icon" href="/icon.svg" type="image/svg+xml">
-<script type="module" src="/docs.js"></script>
-</head>
-<body class="docs">
-<header><h1>How to call these models</h1>
-<nav aria-label="More"><a href="/">Dashboard</a> <a href="/openapi.json">OpenAPI</a></nav></header>
-<main>CONTENT</main>
-</body>
-</html>
-"""
