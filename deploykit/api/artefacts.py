@@ -11,13 +11,13 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar
 
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput, GateFailed
 from deploykit.core.evidence import Evaluation, Evidence, Parity, SearchRecord, WeightsFile
 from deploykit.core.files import check_writable, sha256
-from deploykit.core.json_value import json_value
+from deploykit.core.json_value import Record
 from deploykit.core.machine import tool_versions
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.paths import StrPath
@@ -42,12 +42,14 @@ _SIDECARS = {"weights": ".data", "golden": ".golden.npz"}  # field of the eviden
 
 
 @dataclass(frozen=True)
-class Made:
+class Made(Record):
     """An artefact that was written, its manifest, and notes for the user."""
 
     path: Path
     manifest: Manifest
     notes: tuple[str, ...] = ()
+
+    shown: ClassVar[tuple[str, ...]] = ("parity", "accuracy", "drop", "evaluation", "search")
 
     @property
     def evidence(self) -> Evidence:
@@ -78,25 +80,13 @@ class Made:
         """The steps of `auto`."""
         return self.evidence.search
 
-    def to_dict(self) -> dict[str, Any]:
-        shown = ("parity", "accuracy", "drop", "evaluation", "search")
-        return json_value(self, *shown)
-
     def _repr_html_(self) -> str:
         from deploykit.measure.report import notebook
 
-        html = notebook.facts_html(
-            self.path.name,
-            {
-                "file": self.path,
-                "inputs": ", ".join(map(str, self.manifest.inputs)),
-                "outputs": ", ".join(map(str, self.manifest.outputs)),
-                "nodes by precision": ", ".join(
-                    f"{name} {count}" for name, count in self.manifest.precision.items()
-                ),
-                "notes": "; ".join(self.notes),
-            },
-        )
+        known = self.manifest
+        facts = notebook.model_facts(known.inputs, known.outputs, known.precision)
+        facts = {"file": self.path, **facts, "notes": "; ".join(self.notes)}
+        html = notebook.facts_html(self.path.name, facts)
         if self.evaluation is not None:
             return html + notebook.evaluation_html(self.evaluation)
         return html + (notebook.parity_html(self.parity) if self.parity else "")

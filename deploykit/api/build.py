@@ -8,10 +8,9 @@ from pathlib import Path
 from deploykit.api import build_tensorrt
 from deploykit.api.artefacts import Made, Progress, destination, no_progress, span, stage
 from deploykit.api.build_runtime import build_for_runtime
-from deploykit.api.build_tensorrt import CheckResult, PlanOptions, check_here, prove_plan
-from deploykit.api.evaluate import Request, prepare
-from deploykit.api.quantize import TARGETS, keep_if_passed, write_quantized
-from deploykit.api.quantize import check as check_request
+from deploykit.api.build_tensorrt import CheckResult, PlanOptions
+from deploykit.api.evaluate import QuantizeRequest, prepare
+from deploykit.api.quantize import TARGETS, check_request, keep_if_passed, write_quantized
 from deploykit.builders.builder import Shapes, find_builder
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput
@@ -45,7 +44,7 @@ def build(
     """
     target, why = choose_profile() if profile == "auto" else (load_profile(profile), "")
     source = _open(model)
-    request = Request(
+    request = QuantizeRequest(
         to=precision or "fp32",
         runtime=target.runtime,
         target=target,
@@ -71,7 +70,7 @@ def _check(source: Artefact, options: PlanOptions, out: StrPath | None) -> Path:
     """Where the engine goes. Raises BadInput, Unsupported for all that shows before the work."""
     target, request = options.target, options.request
     if target.runtime == "tensorrt":
-        check_here(target, source)
+        build_tensorrt.check_here(target, source)
     if request.to not in ("fp32", *TARGETS):
         raise BadInput(
             f"`precision` {request.to} is unknown", hint="one of: fp32, " + ", ".join(TARGETS)
@@ -106,11 +105,11 @@ def _build_plan(
     builder = find_builder(options.target.runtime)
     built = builder(graph_file, tmp, options.target, options.shapes, step)
     on_progress("comparing with the model", 0.8)
-    made = prove_plan(built, source, graph_file, tmp, place, options)
+    made = build_tensorrt.prove_plan(built, source, graph_file, tmp, place, options)
     return replace(made, notes=(*notes, *made.notes))
 
 
-def check(
+def check_build(
     model: ArtefactLike,
     profile: str,
     *,
@@ -125,7 +124,7 @@ def check(
     source = _open(model)
     if target.runtime != "tensorrt":
         raise BadInput(f"profile '{target.name}' does not run TensorRT: there is nothing to check")
-    return build_tensorrt.check(source, target, shapes or Shapes(), on_progress)
+    return build_tensorrt.check_plan(source, target, shapes or Shapes(), on_progress)
 
 
 def _open(model: ArtefactLike) -> Artefact:

@@ -18,7 +18,7 @@ from deploykit.api.artefacts import (
 )
 from deploykit.api.evaluate import (
     Job,
-    Request,
+    QuantizeRequest,
     accuracy_notes,
     evaluate_engine,
     evaluate_engines,
@@ -49,7 +49,7 @@ _NOT_CHECKED = (
 
 def build_for_runtime(
     source: Artefact,
-    request: Request,
+    request: QuantizeRequest,
     target: Profile,
     shapes: Shapes,
     tmp: Path,
@@ -115,7 +115,7 @@ def _place_pairs(graph: Graph, target: Profile, tmp: Path) -> Graph:
 def _prove(
     source: Artefact,
     job: Job | None,
-    request: Request,
+    request: QuantizeRequest,
     target: Profile,
     graph: Graph,
     tmp: Path,
@@ -148,8 +148,7 @@ def _prove(
             samples = golden_samples(job, tmp, reference, engine)
             notes += accuracy_notes(job, evaluation)
         else:
-            names = (source.name, name)
-            evaluation = evaluate_engine(reference, engine, request, names)
+            evaluation = evaluate_engine(reference, engine, request, (source.name, name))
             samples = golden.carry(source, tmp)
             if samples is not None and moved:  # recorded with the pairs at other places
                 samples = golden.loosen(samples, tmp, engine)
@@ -165,11 +164,11 @@ def _check_integers(
     if not asked.get("int8") or built.get("int8"):
         return
     source = next(verify.find_sources(model.path, model.manifest), None) if model.manifest else None
-    again = f"{source or 'FLOAT32.onnx'} --profile {target.name} --precision int8"
+    again = f"{source or 'FLOAT32.onnx'} --profile {target.name} --precision int8 --calib FILE.npz"
     raise BadInput(
         f"{model}: ONNX Runtime runs none of its {asked['int8']} INT8 nodes in integers: their "
         "pairs are placed for TensorRT, and the file does not record the ranges to move them",
-        hint=f"deploykit build {again} --calib FILE.npz",
+        hint=f"deploykit build {again}",
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploykit.api import golden, verify
 from deploykit.api.artefacts import Made, Progress, keep, reject
-from deploykit.api.evaluate import Request, evaluate_engine
+from deploykit.api.evaluate import QuantizeRequest, evaluate_engine
 from deploykit.builders.builder import BuildResult
 from deploykit.builders.builder import Shapes as Shapes
 from deploykit.core.artefact import Artefact
@@ -34,7 +34,7 @@ class PlanOptions:
 
     target: Profile
     shapes: Shapes
-    request: Request
+    request: QuantizeRequest
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class CheckResult:
             raise GateFailed(f"{self.path}: refused: {problems[0]}{more}", result=self)
 
 
-def check(
+def check_plan(
     model: Artefact, target: Profile, shapes: Shapes, on_progress: Progress | None = None
 ) -> CheckResult:
     """Parse and build `model` with whatever NVIDIA builder is here, report, and keep nothing."""
@@ -105,7 +105,7 @@ def _manifest(
         if layers is not None
         else ()
     )
-    samples = golden.carry(graph_file, tmp) or verify.record(
+    samples = golden.carry(graph_file, tmp) or verify.record_on_cpu(
         graph_file, tmp, _sizes(options, graph.inputs)
     )
     precision = _count(layers) if layers is not None else graph.precision
@@ -129,7 +129,7 @@ def _manifest(
             **({"calib": request.calib.name} if request.calib else {}),
         },
         evidence=Evidence(
-            precision=verify.read_back(layers, wider),
+            precision=verify.summarise_layers(layers, wider),
             build=BuildRecord(
                 options.target.name, built.flags_used, options.shapes.version_compatible
             ),
@@ -144,7 +144,7 @@ def _prove(
     manifest: Manifest,
     graph_file: Artefact,
     source: Artefact,
-    request: Request,
+    request: QuantizeRequest,
     name: str,
 ) -> tuple[Evidence, str]:
     """Run the staged engine and add to its evidence; the reason where it cannot run here."""
@@ -161,7 +161,7 @@ def _prove(
             with contextlib.suppress(DeploykitError):  # a figure for information: no reason to fail
                 times = engine.layer_times_ms(feeds_at_sizes(engine.inputs, engine.limits)[-1])
                 if read is not None:
-                    read = verify.read_back(read.layers, read.wider, times)
+                    read = verify.summarise_layers(read.layers, read.wider, times)
             evaluation = None
             if request.data is not None and parity is not None and parity.passed:
                 with load(source, "cpu") as model:

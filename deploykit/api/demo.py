@@ -44,7 +44,8 @@ class DemoResult:
     rows: tuple[tuple[str, ...], ...]
 
     def to_dict(self) -> dict[str, Any]:
-        return json_value(self, without=("rows",))
+        found: dict[str, Any] = json_value(self, without=("rows",))
+        return found
 
 
 class _Steps:

@@ -39,7 +39,7 @@ _FEW_AGREE = 0.9
 
 
 @dataclass(frozen=True)
-class Request:
+class QuantizeRequest:
     """The parameters of `quantize`."""
 
     to: str
@@ -61,7 +61,7 @@ class Job:
 
     model: Artefact
     source: Graph
-    request: Request
+    request: QuantizeRequest
     calib: Samples | None
     test: Samples | None
     metric: Metric | None
@@ -76,7 +76,7 @@ class Job:
         return self.test or self.calib
 
 
-def prepare(model: Artefact, request: Request, on_progress: Progress) -> Job:
+def prepare(model: Artefact, request: QuantizeRequest, on_progress: Progress) -> Job:
     """Open the graph, read and check the data, and calibrate."""
     from deploykit.measure.evaluate.metrics import find_metric
     from deploykit.onnx_graph.graph import Graph
@@ -208,7 +208,7 @@ def evaluate_engines(job: Job, reference: Engine, candidate: Engine, name: str) 
 
 
 def evaluate_engine(
-    reference: Engine, engine: Engine, request: Request, names: tuple[str, str]
+    reference: Engine, engine: Engine, request: QuantizeRequest, names: tuple[str, str]
 ) -> Evaluation | None:
     """The accuracy of `engine` against the model; None without data that has labels.
 
@@ -261,7 +261,7 @@ def golden_samples(
     return golden.loosen(found, path, candidate) if found else None
 
 
-def _check_labels(request: Request, test: Samples | None) -> None:
+def _check_labels(request: QuantizeRequest, test: Samples | None) -> None:
     """Raise BadInput where a metric has no labels, or where even equal answers could not pass."""
     from deploykit.measure.evaluate.evaluation import MAX_DROP
     from deploykit.measure.statistics import samples_to_show_no_drop
@@ -285,7 +285,9 @@ def _check_labels(request: Request, test: Samples | None) -> None:
         )
 
 
-def _overlap(request: Request, calib: Samples | None, test: Samples | None) -> tuple[str, ...]:
+def _overlap(
+    request: QuantizeRequest, calib: Samples | None, test: Samples | None
+) -> tuple[str, ...]:
     from deploykit.runtimes.data.checks import overlap
 
     shared = overlap(calib, test) if calib and test else 0
@@ -296,7 +298,7 @@ def _overlap(request: Request, calib: Samples | None, test: Samples | None) -> t
 
 
 def _calibration_record(
-    request: Request, samples: Samples | None, method: str, doubts: Sequence[str]
+    request: QuantizeRequest, samples: Samples | None, method: str, doubts: Sequence[str]
 ) -> CalibrationRecord | None:
     if samples is None or request.calib is None:
         return None

@@ -17,7 +17,7 @@ from deploykit.api.artefacts import (
     onnx_manifest,
     stage,
 )
-from deploykit.api.source import Source, open_source
+from deploykit.api.source import ExportSource, open_source
 from deploykit.core.artefact import ArtefactLike
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.evidence import (
@@ -107,7 +107,7 @@ def export(
 
 
 def _record(
-    source: Source,
+    source: ExportSource,
     done: Exported,
     place: Path,
     tmp: Path,
@@ -199,7 +199,9 @@ def _prepare(loaded: Loaded, pixels: Preprocess | None, size: int | None) -> Loa
     return replace(loaded, inputs=fix(loaded.inputs), outputs=fix(loaded.outputs))
 
 
-def _feeds(source: Source, samples: Path | None, size: int | None) -> list[dict[str, np.ndarray]]:
+def _feeds(
+    source: ExportSource, samples: Path | None, size: int | None
+) -> list[dict[str, np.ndarray]]:
     """Inputs to compare on: the examples, and others at every size of the dynamic axes."""
     from deploykit.core.tensors import mismatch
     from deploykit.measure.evaluate.feeds import feeds_at_sizes, parity_sizes
@@ -235,7 +237,7 @@ def _write(loaded: Loaded, tmp: Path, opset: int, exporter: str) -> Exported:
 
 
 def _prove(
-    source: Source,
+    source: ExportSource,
     tmp: Path,
     feeds: Sequence[Mapping[str, np.ndarray]],
     max_error: float,
@@ -308,7 +310,7 @@ def _few(
 
 
 def _notes(
-    source: Source,
+    source: ExportSource,
     done: Exported,
     recorded: GoldenSamples | None,
     target: Profile | None,

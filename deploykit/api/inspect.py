@@ -37,14 +37,12 @@ class Inspection(Record):
     def _repr_html_(self) -> str:
         from deploykit.measure.report import notebook
 
-        facts = {
+        facts: dict[str, object] = {
             "format": self.format,
             "bytes": f"{self.size_bytes:,}",
             "sha256": self.sha256,
-            "inputs": ", ".join(map(str, self.inputs)),
-            "outputs": ", ".join(map(str, self.outputs)),
-            "nodes by precision": ", ".join(f"{k} {v}" for k, v in self.precision.items()),
         }
+        facts |= notebook.model_facts(self.inputs, self.outputs, self.precision)
         return notebook.facts_html(self.path.name, facts)
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploykit.api.artefacts import Progress
 from deploykit.api.bench import now
 from deploykit.core.files import make_folder
 from deploykit.core.machine import this_machine
@@ -25,6 +26,7 @@ def load_test(
     batch: int = 1,
     out: StrPath | None = None,
     command: str = "",
+    on_progress: Progress | None = None,
 ) -> LoadResult:
     """Load a running server: `rate` requests per second (open loop) or `concurrency` of them."""
     from deploykit.measure.load.generator import run_load
@@ -33,7 +35,13 @@ def load_test(
 
     folder = make_folder(Path(out)) if out is not None else None
     result = run_load(
-        url, model=model, rate=rate, concurrency=concurrency, duration_s=duration_s, batch=batch
+        url,
+        model=model,
+        rate=rate,
+        concurrency=concurrency,
+        duration_s=duration_s,
+        batch=batch,
+        on_progress=on_progress,
     )
     if folder is not None:
         report = reports.Report(

@@ -18,7 +18,7 @@ from deploykit.api.artefacts import (
 )
 from deploykit.api.evaluate import (
     Job,
-    Request,
+    QuantizeRequest,
     accuracy_notes,
     evaluate_engines,
     golden_samples,
@@ -82,7 +82,7 @@ def quantize(
     """
     source = Artefact.open(model)
     target = load_profile(profile) if profile else None
-    request = Request(
+    request = QuantizeRequest(
         to=to,
         other_nodes=other_nodes,
         runtime=runtime or (target.runtime if target else "tensorrt"),
@@ -95,7 +95,7 @@ def quantize(
         calibrator=calibrator,
         budget_s=budget_s,
     )
-    check(request)
+    check_request(request)
     place = destination(source, out, f".{to}.onnx")
     job = prepare(source, request, on_progress)
     with stage(place) as tmp:
@@ -129,7 +129,7 @@ def keep_if_passed(tmp: Path, made: Made, to: str) -> Made:
     )
 
 
-def check(request: Request) -> None:
+def check_request(request: QuantizeRequest) -> None:
     """Raise BadInput for options that contradict each other, before any work."""
     to, other, runtime, target = request.to, request.other_nodes, request.runtime, request.target
     for name, value, known in (

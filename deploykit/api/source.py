@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportSource:
     """A model, where it came from, and the example inputs as arrays by name."""
 
     name: str
@@ -42,7 +42,7 @@ def open_source(
     dynamic_axes: Mapping[str, Mapping[int, str]] | None,
     arch: str | None,
     allow_pickle: bool,
-) -> Source:
+) -> ExportSource:
     from deploykit.runtimes.torch import live
 
     feeds: dict[str, np.ndarray] | None = None
@@ -63,7 +63,7 @@ def _open_live(
     module: torch.nn.Module,
     specs: tuple[TensorSpec, ...],
     feeds: Mapping[str, np.ndarray] | None,
-) -> Source:
+) -> ExportSource:
     from deploykit.runtimes.torch import live
 
     if not live.is_module(module):
@@ -72,7 +72,7 @@ def _open_live(
     loaded = live.load_live(module, specs)
     weights = live.hash_weights(module)
     record = SourceRecord(loaded.source, weights, False, name, notes=loaded.notes)
-    return Source(name.rpartition(".")[2], loaded, (weights,), record, feeds)
+    return ExportSource(name.rpartition(".")[2], loaded, (weights,), record, feeds)
 
 
 def _open_file(
@@ -81,7 +81,7 @@ def _open_file(
     feeds: Mapping[str, np.ndarray] | None,
     arch: str | None,
     allow_pickle: bool,
-) -> Source:
+) -> ExportSource:
     from deploykit.runtimes.torch import open as runtime
 
     kind = "a folder" if path.is_dir() else sniff(path)
@@ -103,7 +103,7 @@ def _open_file(
         sha256(check_readable(code)) if code else None,
         loaded.notes,
     )
-    return Source(path.name, loaded, hashes, record, feeds)
+    return ExportSource(path.name, loaded, hashes, record, feeds)
 
 
 def _file_of(arch: str | None) -> Path | None:

@@ -46,8 +46,8 @@ def train(
 
     initial = runtime.load_weights(start) if start else None
     splits = chosen.data(Path(data) if data else None)
-    options = loop.Options(epochs, batch_size, device, amp, seed)
-    trained = loop.train(chosen, splits, options, weights=initial, on_progress=on_progress)
+    options = loop.TrainingOptions(epochs, batch_size, device, amp, seed)
+    trained = loop.run_training(chosen, splits, options, weights=initial, on_progress=on_progress)
     runtime.save_checkpoint(out, trained.module, recipe, chosen.inputs, chosen.outputs)
     samples = len(trained.scores)
     score = proportion(round(trained.scores.sum()), samples)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from deploykit.runtimes.engine import Engine
 
 
-def read_back(
+def summarise_layers(
     layers: Sequence[Layer] | None,
     wider: Sequence[str],
     times_ms: Mapping[str, float] | None = None,
@@ -98,7 +98,7 @@ def prove(
         return None, f"{why}, and its golden samples cannot be replayed: {exc.message}"
 
 
-def record(graph: Artefact, path: Path, sizes: Mapping[str, int]) -> GoldenSamples | None:
+def record_on_cpu(graph: Artefact, path: Path, sizes: Mapping[str, int]) -> GoldenSamples | None:
     """Record golden samples of `graph` next to `path`, run on the CPU.
 
     `sizes`: of the dynamic axes. None where the graph does not run here, or its tensors are large.
@@ -167,7 +167,7 @@ def check_proven(
         return
     read = evidence.precision
     if read is None or read.layers is None:
-        read = read_back(*_layers(path, manifest, graph))
+        read = summarise_layers(*_layers(path, manifest, graph))
     evidence = replace(evidence, parity=parity, precision=read)
     _write(path, manifest, evidence, on_note)
     if evidence.wrong:

@@ -13,6 +13,7 @@ from deploykit.cli.options import (
     LowPrecision,
     OtherPrecision,
     TargetRuntime,
+    api_arguments,
     described,
 )
 from deploykit.cli.progress import Progress
@@ -56,22 +57,11 @@ def train(
 
     Example: deploykit train mnist-cnn -o model.pt
     """
+    given = api_arguments(locals())
     from deploykit.api import train as training
 
     with Progress("train") as progress:
-        result = training.train(
-            recipe,
-            out,
-            data=data,
-            epochs=epochs,
-            batch_size=batch_size,
-            device=device,
-            amp=amp,
-            weights=weights,
-            seed=seed,
-            save_splits=save_splits,
-            on_progress=progress,
-        )
+        result = training.train(**given, on_progress=progress)
     output.show(result, tables.made(result), as_json=as_json)
 
 
@@ -113,23 +103,11 @@ def export(
 
     Example: deploykit export net.pt --arch ./net.py:Net --input 'image:float32[N,3,224,224]'
     """
+    given = api_arguments(locals()) | {"inputs": inputs or ()}
     from deploykit.api import export as exporting
 
     with output.shown_on_failure(as_json, tables.made), Progress("export") as progress:
-        result = exporting.export(
-            model,
-            out=out,
-            arch=arch,
-            inputs=inputs or (),
-            batch=batch,
-            opset=opset,
-            profile=profile,
-            exporter=exporter,
-            preprocess=preprocess,
-            samples=samples,
-            allow_pickle=allow_pickle,
-            on_progress=progress,
-        )
+        result = exporting.export(**given, on_progress=progress)
     output.show(result, tables.made(result), as_json=as_json)
 
 
@@ -167,28 +145,14 @@ def quantize(
 
     Example: deploykit quantize model.onnx --to int8 --calib train.npz --data test.npz
     """
+    given = api_arguments(locals())
     from deploykit.api import quantize as precision
 
     with (
         output.shown_on_failure(as_json, tables.made),
         Progress(f"quantize --to {to}") as progress,
     ):
-        result = precision.quantize(
-            model,
-            to,
-            out,
-            calib=calib,
-            data=data,
-            metric=metric,
-            max_drop=max_drop,
-            min_sqnr_db=min_sqnr_db,
-            other_nodes=other_nodes,
-            calibrator=calibrator,
-            runtime=runtime,
-            profile=profile,
-            budget_s=budget_s,
-            on_progress=progress,
-        )
+        result = precision.quantize(**given, on_progress=progress)
     output.show(result, tables.made(result), as_json=as_json)
     if result.search is not None and result.search.interrupted:
         raise KeyboardInterrupt  # the best file so far is kept, but the search was cut short
@@ -243,7 +207,7 @@ def build(
         Progress(f"build for {profile}") as progress,
     ):
         if check:
-            checked = making.check(model, profile, shapes=shapes, on_progress=progress)
+            checked = making.check_build(model, profile, shapes=shapes, on_progress=progress)
             checked.raise_if_refused()
             output.show(checked, tables.checked(checked), as_json=as_json)
             return

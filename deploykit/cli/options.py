@@ -37,6 +37,11 @@ _DEFAULT = re.compile(r"(.*?)(?: \[(.+)\])?", re.DOTALL)
 _Function = TypeVar("_Function", bound=Callable[..., None])
 
 
+def api_arguments(parameters: dict[str, Any]) -> dict[str, Any]:
+    """A command's `locals()`, which its API function takes by the same names, without `as_json`."""
+    return {name: value for name, value in parameters.items() if name != "as_json"}
+
+
 def described(page: str) -> Callable[[_Function], _Function]:
     """Name and explain the parameters of a command: one line of `page` each, in their order.
 

@@ -22,8 +22,8 @@ class Progress:
     goes above it. Log lines and a bar would mix, so that `-v` gives lines.
     """
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, what: str, *, bar_only: bool = False) -> None:
+        self.what, self.bar_only = what, bar_only
         self.last_s = -_QUIET_S
         self.bar: Bar | None = None
         self.task: Any = None
@@ -53,7 +53,7 @@ class Progress:
         message = output.one_line(text)
         if self.bar is not None:
             self.bar.update(self.task, total=1.0, completed=share, description=message)
-        elif time.monotonic() - self.last_s >= _QUIET_S:
+        elif not self.bar_only and time.monotonic() - self.last_s >= _QUIET_S:
             self.last_s = time.monotonic()
             output.note(f"{self.what}: {share * 100:3.0f} %  {message}")
 

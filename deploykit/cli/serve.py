@@ -14,7 +14,8 @@ from typing import Any, Literal, get_type_hints
 import typer
 
 from deploykit.cli import output, tables
-from deploykit.cli.options import DEVICE, ENGINE, JSON, TRUST, described
+from deploykit.cli.options import DEVICE, ENGINE, JSON, TRUST, api_arguments, described
+from deploykit.cli.progress import Progress
 from deploykit.cli.prove import sizes
 
 
@@ -57,6 +58,8 @@ class ServeOptions:
     otlp: str | None = None
 
 
+_RENAMED = {"engine", "models", "grpc", "pad", "origin", "shadow", "log"}
+_CONVERTED = {*_RENAMED, "config", "grpc_port", "preferred", "buckets"}  # not passed on as they are
 _SERVE = f"""
 [NAME=]FILE            The {ENGINE}s to serve
 --engine [NAME=]FILE   The same as an option; may be repeated
@@ -132,38 +135,18 @@ def serve(options: ServeOptions) -> None:
     """
     from deploykit.api import serve as service
 
+    same = {name: value for name, value in vars(options).items() if name not in _CONVERTED}
     dropped = service.serve_until_stopped(
         [*(options.engine or ()), *(options.models or ())],
-        host=options.host,
-        http_port=options.http_port,
         grpc_port=options.grpc_port if options.grpc else None,
-        max_batch=options.max_batch,
-        max_delay_us=options.max_delay_us,
         preferred=tuple(sizes("preferred", options.preferred)) if options.preferred else (),
-        slo_ms=options.slo_ms,
-        instances=options.instances,
         buckets=options.buckets or (),
         pads=options.pad or (),
-        queue=options.queue,
-        timeout_ms=options.timeout_ms,
-        max_body_bytes=options.max_body_bytes,
-        max_held_bytes=options.max_held_bytes,
-        threads=options.threads,
-        device=options.device,
-        cpu_fallback=options.cpu_fallback,
-        trust=options.trust,
-        reload=options.reload,
-        token_file=options.token_file,
-        tls_cert=options.tls_cert,
-        tls_key=options.tls_key,
         origins=tuple(options.origin or ()),
-        shared_memory=options.shared_memory,
         shadows=options.shadow or (),
-        shadow_rate=options.shadow_rate,
-        shadow_alarm=options.shadow_alarm,
         log_format=options.log,
-        otlp=options.otlp,
         on_ready=partial(_ready, options),
+        **same,
     )
     if dropped:
         output.note(f"warning: {dropped} accepted requests were not answered")
@@ -193,18 +176,12 @@ def load(
 
     Example: deploykit load http://127.0.0.1:8000 --concurrency 32
     """
+    given = api_arguments(locals())
     from deploykit.api import load_test as loading
 
-    result = loading.load_test(
-        url,
-        model=model,
-        rate=rate,
-        concurrency=concurrency,
-        duration_s=duration_s,
-        batch=batch,
-        out=out,
-        command=shlex.join(["deploykit", *sys.argv[1:]]),
-    )
+    with Progress("load", bar_only=True) as progress:
+        command = shlex.join(["deploykit", *sys.argv[1:]])
+        result = loading.load_test(**given, command=command, on_progress=progress)
     output.show(result, tables.load(result), as_json=as_json)
 
 

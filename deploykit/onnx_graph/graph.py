@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -19,7 +18,7 @@ from onnx import TensorProto
 
 from deploykit.core import files
 from deploykit.core.errors import BadInput, Unsupported, first_line
-from deploykit.core.json_value import json_value
+from deploykit.core.json_value import Record
 from deploykit.core.tensors import BATCH, DTYPE_BYTES, TensorSpec
 from deploykit.onnx_graph import storage
 from deploykit.onnx_graph.node_precision import NodePrecision
@@ -30,7 +29,7 @@ _NO_WEIGHTS = frozenset(("string", "bool", "int64", "int32"))  # shapes, indices
 
 
 @dataclass(frozen=True)
-class Summary:
+class Summary(Record):
     """What a graph holds. `nodes` and `operators` count the bodies of If, Loop and Scan too.
 
     `precision`: nodes by the type they compute in; those that only move or convert data are not
@@ -47,9 +46,6 @@ class Summary:
     opset: Mapping[str, int]
     ir_version: int
     producer: str
-
-    def to_dict(self) -> dict[str, Any]:
-        return json_value(self)
 
 
 class Graph:

@@ -21,7 +21,7 @@ from deploykit.runtimes.torch.preprocess import before
 
 
 @dataclass(frozen=True)
-class Options:
+class TrainingOptions:
     """What a user may change of a run; None takes the recipe's own."""
 
     epochs: int | None = None
@@ -43,10 +43,10 @@ class Trained:
 Progress = Callable[[str, float], None]  # what happens now, share done 0..1
 
 
-def train(
+def run_training(
     recipe: Recipe,
     splits: Splits,
-    options: Options,
+    options: TrainingOptions,
     *,
     weights: dict[str, torch.Tensor] | None = None,
     on_progress: Progress | None = None,

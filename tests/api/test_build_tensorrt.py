@@ -21,7 +21,7 @@ import deploykit as dk
 from deploykit.api import build as making
 from deploykit.api import build_tensorrt
 from deploykit.api.build_tensorrt import PlanOptions, Shapes, prove_plan
-from deploykit.api.evaluate import Request
+from deploykit.api.evaluate import QuantizeRequest
 from deploykit.builders.builder import find_builder
 from deploykit.core.artefact import Artefact, read_manifest
 from deploykit.core.files import sha256
@@ -66,7 +66,9 @@ def built(
     """Build for a target that this machine is not."""
     stage, l4 = folder / "stage", load_profile("l4")
     stage.mkdir()
-    request = Request(to="fp32", runtime="tensorrt", target=l4, data=data, max_drop=max_drop)
+    request = QuantizeRequest(
+        to="fp32", runtime="tensorrt", target=l4, data=data, max_drop=max_drop
+    )
     options, source = PlanOptions(l4, Shapes(**shapes), request), Artefact.open(model)
     plan = find_builder("tensorrt")(source, stage / "m.trt", l4, options.shapes, None)
     return prove_plan(plan, source, source, stage / "m.trt", folder / "m.trt", options)
@@ -309,12 +311,12 @@ def test_shape_options_are_refused_for_a_target_without_tensorrt(model: Path) ->
     with pytest.raises(dk.BadInput, match="takes no build options"):
         dk.build(model, "cpu", shapes=Shapes(batch="1,2,3"))
     with pytest.raises(dk.BadInput, match="nothing to check"):
-        making.check(model, "cpu")
+        making.check_build(model, "cpu")
 
 
 def test_a_refused_check_fails_and_names_the_reason(model: Path, use: Use) -> None:
     use(strong_error="Error Code 10: no implementation for node gemm")
-    checked = making.check(model, "l4")
+    checked = making.check_build(model, "l4")
     assert not checked.checked.accepted
     with pytest.raises(dk.GateFailed, match=r"m\.onnx: refused: "):
         checked.raise_if_refused()
@@ -325,7 +327,7 @@ def test_a_check_with_nvidias_builder_passes_and_writes_no_file(tmp_path: Path) 
     pytest.importorskip("tensorrt", reason="NVIDIA's parser and builder are not here")
     path = save(mnist_like(), tmp_path / "m.onnx")
     before = sorted(tmp_path.iterdir())
-    found = making.check(path, "l4")
+    found = making.check_build(path, "l4")
     assert found.checked.accepted
     assert found.checked.plan_bytes > 0
     assert any("not proven" in note for note in found.checked.notes)
@@ -341,6 +343,6 @@ def test_nvidias_parser_names_an_operator_that_it_lacks(tmp_path: Path) -> None:
 
     node = helper.make_node("Det", ["x"], ["y"], name="determinant")
     path = save(graph([node], {"x": ("N", 3, 3)}, {"y": ("N",)}, {}), tmp_path / "det.onnx")
-    found = making.check(path, "l4")
+    found = making.check_build(path, "l4")
     assert not found.checked.accepted
     assert any("Det" in problem for problem in found.checked.problems)

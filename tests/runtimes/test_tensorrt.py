@@ -17,7 +17,7 @@ from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.cuda.errors import OutOfMemory
 from deploykit.runtimes.tensorrt.engine import logger
-from deploykit.runtimes.tensorrt.tensors import choose_profile
+from deploykit.runtimes.tensorrt.tensors import choose_shapes
 from tests.support.runtimes.fake_cuda import FakeCuda
 from tests.support.runtimes.fake_tensorrt import FakeTensorRt, tensor
 from tests.support.runtimes.tensorrt_opened import (  # noqa: F401
@@ -215,10 +215,10 @@ def test_profile_is_chosen_by_the_shapes() -> None:
 def test_of_two_profiles_that_fit_the_closer_one_is_used() -> None:
     near = {"x": ((1, 4), (8, 4), (32, 4))}
     far = {"x": ((1, 4), (32, 4), (32, 4))}
-    assert choose_profile([far, near], {"x": (6, 4)}) == 1
-    assert choose_profile([far, near], {"x": (30, 4)}) == 0
-    assert choose_profile([near], {"x": (33, 4)}) is None
-    assert choose_profile([near], {"x": (2, 4, 1)}) is None
+    assert choose_shapes([far, near], {"x": (6, 4)}) == 1
+    assert choose_shapes([far, near], {"x": (30, 4)}) == 0
+    assert choose_shapes([near], {"x": (33, 4)}) is None
+    assert choose_shapes([near], {"x": (2, 4, 1)}) is None
 
 
 def test_sizes_that_only_fit_different_profiles_are_refused() -> None:

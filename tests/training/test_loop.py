@@ -19,7 +19,7 @@ from deploykit.core.preprocess import IMAGENET  # noqa: E402
 from deploykit.core.recipe import Recipe, Split, Splits, load_recipe  # noqa: E402
 from deploykit.core.tensors import TensorSpec  # noqa: E402
 from deploykit.runtimes.data.preprocess import load_preprocess  # noqa: E402
-from deploykit.training.loop import Options, choose_device, score, train  # noqa: E402
+from deploykit.training.loop import TrainingOptions, choose_device, run_training, score  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -46,7 +46,7 @@ LINE = Recipe(
 
 
 def test_training_learns() -> None:
-    trained = train(LINE, SPLITS, Options(device="cpu"))
+    trained = run_training(LINE, SPLITS, TrainingOptions(device="cpu"))
     before = score(LINE.build(), LINE, SPLITS.test).mean()
     assert trained.scores.mean() > 0.95 > before
     assert trained.figures["train_samples"] == 200
@@ -54,7 +54,9 @@ def test_training_learns() -> None:
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_does_not() -> None:
-    first, again, other = (train(LINE, SPLITS, Options(device="cpu", seed=s)) for s in (1, 1, 2))
+    first, again, other = (
+        run_training(LINE, SPLITS, TrainingOptions(device="cpu", seed=s)) for s in (1, 1, 2)
+    )
     assert torch.equal(first.module.weight, again.module.weight)
     assert not torch.equal(first.module.weight, other.module.weight)
 
@@ -62,26 +64,33 @@ def test_the_same_seed_gives_the_same_weights_and_another_does_not() -> None:
 def test_training_starts_from_given_weights() -> None:
     weights = {"weight": torch.full((2, 2), 3.0), "bias": torch.zeros(2)}
     still = replace(LINE, learning_rate=0.0)
-    trained = train(still, SPLITS, Options(device="cpu", epochs=1), weights=weights)
+    trained = run_training(still, SPLITS, TrainingOptions(device="cpu", epochs=1), weights=weights)
     assert torch.equal(trained.module.weight, weights["weight"])
 
 
 def test_progress_ends_at_one() -> None:
     shares: list[float] = []
-    train(LINE, SPLITS, Options(device="cpu", epochs=3), on_progress=lambda _, s: shares.append(s))
+    run_training(
+        LINE,
+        SPLITS,
+        TrainingOptions(device="cpu", epochs=3),
+        on_progress=lambda _, s: shares.append(s),
+    )
     assert shares == pytest.approx([1 / 3, 2 / 3, 1])
 
 
-@pytest.mark.parametrize("options", [Options(epochs=0), Options(batch_size=-1)], ids=str)
-def test_options_out_of_range_are_refused(options: Options) -> None:
+@pytest.mark.parametrize(
+    "options", [TrainingOptions(epochs=0), TrainingOptions(batch_size=-1)], ids=str
+)
+def test_options_out_of_range_are_refused(options: TrainingOptions) -> None:
     with pytest.raises(BadInput, match="1 or more"):
-        train(LINE, SPLITS, options)
+        run_training(LINE, SPLITS, options)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run() -> None:
     broken = replace(LINE, loss=lambda y, _: (y * float("nan")).sum())
     with pytest.raises(Unsupported, match="diverged"):
-        train(broken, SPLITS, Options(device="cpu"))
+        run_training(broken, SPLITS, TrainingOptions(device="cpu"))
 
 
 def test_a_gpu_that_is_not_there_is_refused() -> None:
@@ -123,7 +132,7 @@ def test_the_network_is_the_articles(mnist_cnn: Recipe) -> None:
 
 @only_in_a_campaign
 def test_the_recipe_reaches_97_percent_on_the_digits(mnist_cnn: Recipe) -> None:
-    trained = train(mnist_cnn, mnist_cnn.data(None), Options(device="cpu"))
+    trained = run_training(mnist_cnn, mnist_cnn.data(None), TrainingOptions(device="cpu"))
     assert trained.scores.mean() >= 0.97
 
 
@@ -203,7 +212,9 @@ def test_training_on_bytes_and_export_normalise_alike(tmp_path: Path) -> None:
         inputs=(TensorSpec("image", "uint8", ("N", 4, 4, 3)),),
         preprocess=load_preprocess(str(tmp_path / "p.toml")),
     )
-    trained = train(recipe, Splits(part, part, part, "bytes"), Options(device="cpu", epochs=40))
+    trained = run_training(
+        recipe, Splits(part, part, part, "bytes"), TrainingOptions(device="cpu", epochs=40)
+    )
     assert trained.scores.mean() > 0.9
     torch.save(trained.module.state_dict(), tmp_path / "w.pt")
     made = dk.export(
@@ -219,4 +230,4 @@ def test_training_on_bytes_and_export_normalise_alike(tmp_path: Path) -> None:
 
 def test_a_preprocess_without_an_input_of_bytes_is_refused() -> None:
     with pytest.raises(BadInput, match="no input uint8"):
-        train(replace(LINE, preprocess=IMAGENET), SPLITS, Options(device="cpu"))
+        run_training(replace(LINE, preprocess=IMAGENET), SPLITS, TrainingOptions(device="cpu"))

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 
@@ -29,19 +29,6 @@ _MASK, _HALF_MASK = -1e30, -65504.0
 
 Run = Callable[[Arrays], Sequence[np.ndarray]]  # feeds -> the tensors that were asked for, in order
 Tap = Callable[[Sequence[str]], Run]  # names of tensors -> a way to run the graph that returns them
-
-
-class Pair(Protocol):
-    """A tensor of a and its twin in b, and the node of a that makes it."""
-
-    @property
-    def a_name(self) -> str: ...
-    @property
-    def b_name(self) -> str: ...
-    @property
-    def node(self) -> str: ...
-    @property
-    def operator(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -96,7 +83,7 @@ class Divergence(Record):
 def first_divergence(
     a: Tap,
     b: Tap,
-    pairs: Sequence[Pair],
+    pairs: Sequence[probes.Pair],
     feeds_list: Sequence[Arrays],
     *,
     max_error: float,
@@ -203,7 +190,7 @@ def tensor_error(a: np.ndarray, b: np.ndarray) -> tuple[float, str]:
 
 
 def _errors(
-    a: Tap, b: Tap, pairs: Sequence[Pair], feeds_list: Sequence[Arrays]
+    a: Tap, b: Tap, pairs: Sequence[probes.Pair], feeds_list: Sequence[Arrays]
 ) -> Iterator[tuple[float, int, str] | None]:
     """Each pair's largest error, its batch and the problem; None where the shapes differ."""
     run_a, run_b = a([pair.a_name for pair in pairs]), b([pair.b_name for pair in pairs])

@@ -13,7 +13,8 @@ import gc
 import resource
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -31,6 +32,7 @@ SLICES = 20  # the measured time is cut into these, for the interval of the rate
 BUSY_CORE = 0.9  # a closed-loop client that used more of its one core was the limit itself
 MAX_SENDS = 5_000_000  # requests of one open loop
 MAX_CONNECTIONS = 1024
+REPORT_S = 0.5  # between two reports of progress
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ def run_load(
     seed: int = 0,
     batch: int = 1,
     drain_s: float = 5.0,
+    on_progress: Callable[[str, float], None] | None = None,
 ) -> LoadResult:
     """Load `model` at `url` for `warmup_s` + `duration_s`, then wait up to `drain_s` for answers.
 
@@ -114,6 +117,8 @@ def run_load(
         drain_s=drain_s,
     )
     with event_loop(precise=rate is not None) as loop, _frozen_garbage(), _ctrl_c(loop, client):
+        if on_progress is not None:
+            _report(loop, client, on_progress)
         loop.run_until_complete(client.run())
     if client.interrupted:
         raise KeyboardInterrupt
@@ -171,6 +176,20 @@ def _frozen_garbage() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def _report(
+    loop: asyncio.AbstractEventLoop, client: Client, on_progress: Callable[[str, float], None]
+) -> None:
+    """Call `on_progress` now and every half second of the run."""
+    began_s = time.perf_counter()
+
+    def tick() -> None:
+        share = min((time.perf_counter() - began_s) / client.end_s, 1.0)
+        on_progress(f"{len(client.ends_s)} requests", share)
+        loop.call_later(REPORT_S, tick)
+
+    loop.call_soon(tick)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,17 @@ def evaluation_html(evaluation: Evaluation) -> str:
     rows = (("result", verdict), ("reason", evaluation.why), ("measured", evaluation.describe()))
     table = Table("Evaluation", ("", ""), rows, (0, 1))
     return html_table(table) + parity_html(evaluation.parity)
+
+
+def model_facts(
+    inputs: Iterable[object], outputs: Iterable[object], precision: Mapping[str, int]
+) -> dict[str, object]:
+    """What `facts_html` shows of a model."""
+    return {
+        "inputs": ", ".join(map(str, inputs)),
+        "outputs": ", ".join(map(str, outputs)),
+        "nodes by precision": ", ".join(f"{name} {count}" for name, count in precision.items()),
+    }
 
 
 def facts_html(title: str, facts: Mapping[str, object]) -> str:

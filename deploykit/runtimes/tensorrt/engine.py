@@ -27,7 +27,7 @@ from deploykit.runtimes.tensorrt.log import logger
 from deploykit.runtimes.tensorrt.tensors import (
     Ranges,
     axis_limits,
-    choose_profile,
+    choose_shapes,
     describe_mismatch,
     max_batch,
     optimisation_profiles,
@@ -97,7 +97,7 @@ class TensorRtEngine(BaseEngine):
         if self._engine is None:
             raise DeploykitError(f"{self.path.name}: the engine is closed")
         check_feeds(self.inputs, feeds, self.path.name)
-        if choose_profile(self.profiles, {name: a.shape for name, a in feeds.items()}) is None:
+        if choose_shapes(self.profiles, {name: a.shape for name, a in feeds.items()}) is None:
             raise BadInput(
                 f"{self.path.name}: {describe_mismatch(self.profiles, self.inputs, feeds)}"
             )
@@ -186,7 +186,7 @@ class Context:
         self._late = {name: _output_allocator(nv)(driver) for name in self._outputs}
 
     def shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape | None]:
-        profile = choose_profile(self._profiles, inputs)
+        profile = choose_shapes(self._profiles, inputs)
         if profile is None:
             raise BadInput("the shapes fit none of the engine's optimisation profiles")
         context = self._context

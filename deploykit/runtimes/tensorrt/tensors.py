@@ -100,7 +100,7 @@ def axis_limits(
     }
 
 
-def choose_profile(profiles: Sequence[Ranges], shapes: Mapping[str, Shape]) -> int | None:
+def choose_shapes(profiles: Sequence[Ranges], shapes: Mapping[str, Shape]) -> int | None:
     """The profile that accepts `shapes`; of several, the one tuned for the nearest sizes."""
     fitting = [
         (sum(_distance(shape, ranges[name][1]) for name, shape in shapes.items()), number)
