@@ -14,7 +14,7 @@ BIN := .venv/bin
 WORKERS := -n auto --dist loadfile --no-loadscope-reorder
 SETUP := $(PYTHON) scripts/setup_venv.py --torch-index "$(TORCH_INDEX)"
 
-.PHONY: demo test test-all docs coverage gpu-test lint bench venv clean
+.PHONY: demo test tests nvidia test-all docs coverage gpu-test lint bench venv clean
 
 demo:
 	@$(SETUP)
@@ -28,8 +28,14 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint
+# side by side, so that no core waits; each part prints when it is done, and each can fail the whole
+test: venv
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target tests lint nvidia
+
+tests: venv
 	$(BIN)/pytest $(WORKERS)
+
+nvidia: venv
 	$(BIN)/python -m tests.nvidia.run -- -q -n auto --dist loadgroup
 
 test-all:

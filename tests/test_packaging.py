@@ -77,8 +77,10 @@ class Installed:
         self.add(requirement)
 
     def add(self, requirement: str) -> None:
-        pip = [self.folder / "venv/bin/python", "-m", "pip", "install", "--quiet", requirement]
-        done = subprocess.run(pip, capture_output=True, text=True, env=clean(), check=False)
+        pip = [self.folder / "venv/bin/python", "-m", "pip", "install", "--quiet", "--no-compile"]
+        done = subprocess.run(
+            [*pip, requirement], capture_output=True, text=True, env=clean(), check=False
+        )
         assert done.returncode == 0, done.stderr
 
     def run(self, *words: object) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -27,31 +27,42 @@ def blocks(page: Path, *languages: str) -> list[tuple[str, str]]:
     return [(language, text) for language, text in found if language in languages]
 
 
-def run_page(page: Path, folder: Path) -> list[list[str]]:
-    """Run the page's `sh` and `python` blocks in `folder`; the commands that ran.
+def commands(page: Path) -> list[list[str]]:
+    """What the page's `sh` and `python` blocks run, in order."""
+    found = []
+    for language, text in blocks(page, "sh", "python"):
+        if language == "python":
+            found.append([sys.executable, "-c", text])
+        else:
+            lines = text.replace("\\\n", " ").splitlines()
+            found += filter(None, (shlex.split(line, comments=True) for line in lines))
+    return found
+
+
+def run_page(page: Path, folder: Path, done: Sequence[list[str]] = ()) -> None:
+    """Run the page's commands in `folder`, but for those of `done`, which ran there before.
 
     A server that a block starts is there for the blocks after it, on a free port that replaces the
     page's 8000. Fails on the first command that does not exit with 0.
     """
-    address, ran = "127.0.0.1:8000", []
+    address = "127.0.0.1:8000"
     with ExitStack() as stack:
-        for language, text in blocks(page, "sh", "python"):
-            if language == "python":
-                commands = [[sys.executable, "-c", text]]
+        for written in commands(page):
+            if written in done:
+                continue
+            command = [word.replace("127.0.0.1:8000", address) for word in written]
+            if command[:2] == ["deploykit", "serve"]:
+                address = stack.enter_context(_server(command, folder))
             else:
-                lines = text.replace("\\\n", " ").splitlines()
-                commands = [shlex.split(line, comments=True) for line in lines]
-            for command in filter(None, commands):
-                command = [word.replace("127.0.0.1:8000", address) for word in command]
-                if command[:2] == ["deploykit", "serve"]:
-                    address = stack.enter_context(_server(command, folder))
-                    continue
-                done = subprocess.run(
-                    command, cwd=folder, env=_place(), capture_output=True, text=True, check=False
-                )
-                assert done.returncode == 0, (command, done.stdout, done.stderr)
-                ran.append(command)
-    return ran
+                run(command, folder)
+
+
+def run(command: list[str], folder: Path) -> None:
+    """Run one command in `folder`, and fail if it does not exit with 0."""
+    done = subprocess.run(
+        command, cwd=folder, env=_place(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, (command, done.stdout, done.stderr)
 
 
 def unknown_options(page: Path, helps: dict[str, str]) -> list[str]:
