@@ -61,9 +61,9 @@ BUDGETS = {  # room -> lines that it may have, sub-folders, docstrings and blank
     "": 28500,  # the whole package
 }
 CEILINGS = {  # where a room is above its budget: what it may have today. These only shrink.
-    "runtimes": 5147,  # live modules, Hugging Face folders and Lightning checkpoints came on top
-    "exporters": 780,
-    "onnx_graph+quantization": 3851,
+    "runtimes": 5129,  # live modules, Hugging Face folders and Lightning checkpoints came on top
+    "exporters": 758,
+    "onnx_graph+quantization": 3843,
     "builders": 1640,  # the table and what all builders share
     "serving": 9327,
     "": 33040,

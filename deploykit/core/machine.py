@@ -72,7 +72,7 @@ class Machine(Record):
 
 def this_machine(root: Path = Path("/")) -> Machine:
     """Read the machine. Takes about 50 ms where `nvidia-smi` exists, 5 ms where it does not."""
-    cpuinfo = _text(root / "proc/cpuinfo")
+    cpuinfo = file_text(root / "proc/cpuinfo")
     return Machine(
         system=f"{platform.system()} {platform.release()}",
         architecture=platform.machine(),
@@ -83,15 +83,15 @@ def this_machine(root: Path = Path("/")) -> Machine:
         cpu_features=_cpu_features(cpuinfo),
         memory_bytes=memory_bytes(root),
         gpus=_gpus(),
-        board=_text(root / "proc/device-tree/model").strip("\0 \n") or None,
-        board_ids=tuple(_text(root / "proc/device-tree/compatible").replace("\0", " ").split()),
-        l4t=_l4t(_text(root / "etc/nv_tegra_release")),
+        board=file_text(root / "proc/device-tree/model").strip("\0 \n") or None,
+        board_ids=tuple(file_text(root / "proc/device-tree/compatible").replace("\0", " ").split()),
+        l4t=_l4t(file_text(root / "etc/nv_tegra_release")),
         power_mode=_power_mode(root),
         packages=_packages(),
     )
 
 
-def _text(path: Path) -> str:
+def file_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -123,7 +123,7 @@ def usable_cores(root: Path = Path("/")) -> int:
         cores = len(os.sched_getaffinity(0))
     except (AttributeError, OSError):
         cores = os.cpu_count() or 1
-    quota, _, period = _text(root / "sys/fs/cgroup/cpu.max").strip().partition(" ")
+    quota, _, period = file_text(root / "sys/fs/cgroup/cpu.max").strip().partition(" ")
     if quota.isdigit() and period.isdigit() and int(period) > 0:
         cores = min(cores, max(1, int(quota) // int(period)))
     return cores
@@ -131,7 +131,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 def default_threads(root: Path = Path("/")) -> int:
     """CPU threads for one call: one per core, as hyper-threads share a core's arithmetic."""
-    return min(usable_cores(root), _physical_cores(_text(root / "proc/cpuinfo")))
+    return min(usable_cores(root), _physical_cores(file_text(root / "proc/cpuinfo")))
 
 
 def return_large_blocks(nbytes: int = 1 << 20) -> None:
@@ -150,9 +150,9 @@ def return_large_blocks(nbytes: int = 1 << 20) -> None:
 
 def memory_bytes(root: Path = Path("/")) -> int | None:
     """This machine's memory, or the container's limit (cgroup v2) where that is less."""
-    match = re.search(r"^MemTotal:\s*(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
+    match = re.search(r"^MemTotal:\s*(\d+) kB", file_text(root / "proc/meminfo"), re.MULTILINE)
     total = int(match[1]) * 1024 if match else None
-    limit = _text(root / "sys/fs/cgroup/memory.max").strip()
+    limit = file_text(root / "sys/fs/cgroup/memory.max").strip()
     if total is not None and limit.isdigit():
         return min(total, int(limit))
     return total
@@ -197,11 +197,11 @@ def _l4t(release: str) -> str | None:
 
 def _power_mode(root: Path) -> str | None:
     """The active nvpmodel mode of a Jetson, resolved to its name."""
-    status = re.search(r"pmode:(\d+)", _text(root / "var/lib/nvpmodel/status"))
+    status = re.search(r"pmode:(\d+)", file_text(root / "var/lib/nvpmodel/status"))
     if status is None:
         return None
     pattern = rf"< POWER_MODEL ID={int(status[1])} NAME=(\S+) >"
-    match = re.search(pattern, _text(root / "etc/nvpmodel.conf"))
+    match = re.search(pattern, file_text(root / "etc/nvpmodel.conf"))
     return match[1] if match else None
 
 

@@ -54,10 +54,6 @@ class _Half:
     name: str
     kind: int
 
-    @property
-    def schema_name(self) -> str:
-        return f"tensor({self.name})"
-
     def data(self, values: np.ndarray) -> bytes:
         return HALVES[self.name][0](values)
 
@@ -211,9 +207,8 @@ def _half_places(
     newest = half.kind != TensorProto.FLOAT16
     version = defs.onnx_opset_version() if newest and node.op_type not in _PAIR else opset(model)
     schema = defs.get_schema(node.op_type, version, "")
-    fit = {
-        c.type_param_str for c in schema.type_constraints if half.schema_name in c.allowed_type_strs
-    }
+    name = f"tensor({half.name})"
+    fit = {c.type_param_str for c in schema.type_constraints if name in c.allowed_type_strs}
 
     def places(names: Iterable[str], formal: Sequence[defs.OpSchema.FormalParameter]) -> set[int]:
         return {
@@ -249,7 +244,7 @@ def _guarded(editor: Editor, ranges: Mapping[str, Range], types: Mapping[str, in
     graph = editor.graph
     unfit = {name for name, seen in ranges.items() if not _holds(_finite_peak(seen))}
     for name in editor.constants:
-        if types.get(name) == _FLOAT and not _holds(_peak(editor, name)):
+        if types.get(name) == _FLOAT and not _holds(_largest(editor.array(name))):
             unfit.add(name)
     for node in graph.node:
         if not all(_holds(peak) for peak in _attribute_peaks(node)):
@@ -274,10 +269,6 @@ def _attribute_peaks(node: onnx.NodeProto) -> Iterator[float]:
             yield _largest(numpy_helper.to_array(attribute.t))
         elif attribute.name in ("value_float", "value_floats"):
             yield max((abs(value) for value in (attribute.f, *attribute.floats)), default=0.0)
-
-
-def _peak(editor: Editor, name: str) -> float:
-    return _largest(editor.array(name))
 
 
 def _largest(array: np.ndarray) -> float:

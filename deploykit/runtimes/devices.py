@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deploykit.core.extras import installed
+from deploykit.core.machine import file_text
 from deploykit.runtimes.engine import Closing
 
 # bits of nvmlDeviceGetCurrentClocksEventReasons that lower the clocks
@@ -158,7 +159,7 @@ def jetson(root: Path) -> Gpu | None:
     if total is None and rails:
         total = sum(rails.values())  # AGX Orin has no total rail
     memory = _meminfo(root)
-    model = _text(root / "proc/device-tree/model").strip("\0 \n")
+    model = file_text(root / "proc/device-tree/model").strip("\0 \n")
     return Gpu(
         uuid="jetson-gpu.0",
         name=model or "NVIDIA Jetson",
@@ -174,16 +175,9 @@ def jetson(root: Path) -> Gpu | None:
     )
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
 def _number(path: Path) -> int | None:
     try:
-        return int(_text(path))
+        return int(file_text(path))
     except ValueError:
         return None
 
@@ -192,11 +186,11 @@ def _rails(root: Path) -> dict[str, float]:
     """Watts by rail, from every INA3221: millivolts times milliamperes."""
     rails = {}
     for chip in root.glob("sys/bus/i2c/devices/*"):
-        if "ina3221" not in _text(chip / "name"):
+        if "ina3221" not in file_text(chip / "name"):
             continue
         for entry in chip.glob("hwmon/hwmon*/in[1-3]_label"):  # in7 is the sum of the shunts
             number = entry.name[2]
-            name = _text(entry).strip()
+            name = file_text(entry).strip()
             mv, ma = (_number(entry.with_name(f"{kind}{number}_input")) for kind in ("in", "curr"))
             if name and name != "NC" and mv is not None and ma is not None:
                 rails[name] = mv * ma / 1e6
@@ -204,13 +198,13 @@ def _rails(root: Path) -> dict[str, float]:
 
 
 def _meminfo(root: Path) -> dict[str, int]:
-    found = re.findall(r"^(\w+):\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
+    found = re.findall(r"^(\w+):\s+(\d+) kB", file_text(root / "proc/meminfo"), re.MULTILINE)
     return {name: int(kib) * 1024 for name, kib in found}
 
 
 def _temperature(root: Path) -> float | None:
     for zone in sorted(root.glob("sys/class/thermal/thermal_zone*")):
-        if _text(zone / "type").strip().lower().startswith("gpu"):  # GPU-therm, gpu-thermal
+        if file_text(zone / "type").strip().lower().startswith("gpu"):  # GPU-therm, gpu-thermal
             milli = _number(zone / "temp")
             return None if milli is None else milli / 1000
     return None

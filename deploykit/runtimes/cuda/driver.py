@@ -17,6 +17,7 @@ import numpy as np
 
 from deploykit.core.errors import DeploykitError, Unsupported
 from deploykit.core.extras import require
+from deploykit.core.machine import file_text
 from deploykit.runtimes.cuda.errors import cuda_error, out_of_memory
 
 cudart = require("cuda.bindings.runtime")
@@ -204,10 +205,7 @@ def error_names() -> dict[str, str]:
 
 def available_bytes(file: Path = _MEMORY_FILE) -> int:
     """Memory that a program can get without swapping; 0 where the kernel does not report it."""
-    try:
-        match = re.search(r"^MemAvailable:\s*(\d+) kB", file.read_text(), re.MULTILINE)
-    except OSError:
-        return 0
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", file_text(file), re.MULTILINE)
     return int(match[1]) * 1024 if match else 0
 
 
@@ -218,9 +216,5 @@ def cuda_version(number: int) -> str:
 
 def driver_version(file: Path = _DRIVER_FILE) -> str:
     """The kernel module's version, as 580.65.06; empty where it has no such file (Orin)."""
-    try:
-        text = file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    match = re.search(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    match = re.search(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s", file_text(file))
     return match[1] if match else ""

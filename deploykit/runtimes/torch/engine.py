@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from deploykit.runtimes.engine import Arrays, BaseEngine, check_feeds
 from deploykit.runtimes.torch.files import read, users_code
 from deploykit.runtimes.torch.loaded import Loaded
 from deploykit.runtimes.torch.open import load_module
+from deploykit.runtimes.torch.outputs import to_numpy
 
 torch = require("torch")
 
@@ -64,7 +64,7 @@ class TorchEngine(BaseEngine):
                 torch.from_numpy(array).to(self.device, getattr(torch, spec.dtype))  # bfloat16
                 for array, spec in zip(arrays, self.inputs, strict=True)
             ]
-            values = [_array(value) for value in self._module(*tensors)]
+            values = [to_numpy(value).copy() for value in self._module(*tensors)]
         if len(values) != len(self.outputs):
             raise BadInput(
                 f"{self._where}: the model returned {len(values)} tensors, "
@@ -74,11 +74,3 @@ class TorchEngine(BaseEngine):
 
     def close(self) -> None:
         self._module = None
-
-
-def _array(tensor: Any) -> np.ndarray:
-    """A copy of the caller's own; bfloat16, which numpy does not have, as float32."""
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.float()
-    array: np.ndarray = tensor.cpu().numpy().copy()
-    return array

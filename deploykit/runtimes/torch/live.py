@@ -15,7 +15,7 @@ from deploykit.core.extras import require
 from deploykit.core.tensors import BATCH, TensorSpec, make_spec
 from deploykit.runtimes.torch.files import quiet, users_code
 from deploykit.runtimes.torch.loaded import Loaded, describe_module, missing
-from deploykit.runtimes.torch.outputs import parameter_names
+from deploykit.runtimes.torch.outputs import parameter_names, to_numpy
 
 torch = require("torch")
 
@@ -83,7 +83,7 @@ def specs_from(
                 raise BadInput(f"`dynamic_axes`: input '{name}' has no axis {at}")
             axes[at] = axis
         specs.append(make_spec(name, str(tensor.dtype).removeprefix("torch."), axes))
-    return tuple(specs), {name: _array(tensor) for name, tensor in tensors.items()}
+    return tuple(specs), {name: to_numpy(tensor) for name, tensor in tensors.items()}
 
 
 def _named_tensors(module: Any, example: object) -> dict[str, Any]:
@@ -105,12 +105,6 @@ def _named_tensors(module: Any, example: object) -> dict[str, Any]:
     if not found:
         raise BadInput("`example_inputs` holds no tensor")
     return found
-
-
-def _array(tensor: Any) -> np.ndarray:
-    plain = tensor.detach().cpu()
-    array: np.ndarray = (plain.float() if plain.dtype == torch.bfloat16 else plain).numpy()
-    return array
 
 
 def _unwrap(module: Any) -> Any:

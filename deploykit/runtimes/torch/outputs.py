@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from deploykit.core.errors import BadInput
 from deploykit.core.extras import require
 
@@ -53,6 +55,13 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:
         named = len(fields) == len(value)
         return [(fields[at] if named else at, item) for at, item in enumerate(value)]
     return None
+
+
+def to_numpy(tensor: Any) -> np.ndarray:
+    """On the CPU; bfloat16, which numpy does not have, as float32."""
+    plain = tensor.detach().cpu()
+    array: np.ndarray = (plain.float() if plain.dtype == torch.bfloat16 else plain).numpy()
+    return array
 
 
 def output_names(places: Sequence[Place], taken: Collection[str]) -> list[str]:
