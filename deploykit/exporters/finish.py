@@ -39,16 +39,12 @@ def finish(
     _add_unread(graph.inputs, inputs)
     _fit("inputs", graph.inputs, inputs)
     _fit("outputs", graph.outputs, outputs)
-    for part in (model, *_graphs(graph)):
+    nodes = list(graph.all_nodes())
+    made = (value for node in nodes for value in node.outputs)
+    given = (*graph.inputs, *graph.initializers.values())
+    for part in (model, *_graphs(graph), *nodes, *made, *given):
         part.metadata_props.clear()
         part.doc_string = None
-    for node in graph.all_nodes():
-        node.metadata_props.clear()
-        node.doc_string = None
-        for value in node.outputs:
-            _forget(value)
-    for value in (*graph.inputs, *graph.initializers.values()):
-        _forget(value)
     _unwrap(graph, parameters)
     used = {node.domain for node in graph.all_nodes()} | {""}
     for domain in set(model.opset_imports) - used:
@@ -57,7 +53,8 @@ def finish(
 
 def save(model: Any, out: Path, max_bytes: int) -> None:
     """Write `model`; past `max_bytes` its weights go to OUT.data, in the same folder."""
-    stored = sum(tensor.nbytes for tensor in _weights(model.graph))
+    values = [value for part in _graphs(model.graph) for value in part.initializers.values()]
+    stored = sum(value.const_value.nbytes for value in values if value.const_value is not None)
     data = f"{out.name}.data" if stored > max_bytes else None
     onnxscript.ir.save(model, out, external_data=data)
 
@@ -123,18 +120,6 @@ def _unwrap(graph: Any, parameters: Sequence[str]) -> None:
                 graph.initializers[new] = value
 
 
-def _forget(value: Any) -> None:
-    value.metadata_props.clear()
-    value.doc_string = None
-
-
 def _graphs(graph: Any) -> Iterator[Any]:
     yield graph
     yield from graph.subgraphs()
-
-
-def _weights(graph: Any) -> Iterator[Any]:
-    for part in _graphs(graph):
-        for value in part.initializers.values():
-            if value.const_value is not None:
-                yield value.const_value

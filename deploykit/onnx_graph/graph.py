@@ -238,5 +238,7 @@ def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
         if axis.HasField("dim_value") and axis.dim_value >= 0:
             shape.append(axis.dim_value)
         else:
-            shape.append(axis.dim_param or (BATCH if number == 0 else f"{value.name}_{number}"))
+            name = axis.dim_param or (BATCH if number == 0 else f"{value.name}_{number}")
+            # protobuf gives a name that is not UTF-8 as bytes
+            shape.append(name if isinstance(name, str) else name.decode(errors="replace"))
     return TensorSpec(value.name, dtype, tuple(shape))

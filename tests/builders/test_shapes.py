@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from onnx import TensorProto, helper
 
-from deploykit.builders.tensorrt.inputs import axis_names, spec
 from deploykit.builders.tensorrt.memory import (
     Need,
     activation_bytes,
@@ -15,7 +14,7 @@ from deploykit.builders.tensorrt.memory import (
 from deploykit.builders.tensorrt.shapes import AxisRange, parse_axis, parse_batch, ranges
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.tensors import parse_spec
-from tests.support.onnx_zoo import linear, save
+from tests.support.onnx_zoo import save
 
 BATCH = AxisRange(1, 8, 32)
 
@@ -131,6 +130,7 @@ def test_a_batch_that_sets_nothing_is_bad_input() -> None:
     assert ranges([parse_spec("points:float32[P,3]")], AxisRange(1, 1, 1), points)
 
 
+<<<<<<< HEAD
 # names of axes, from the file
 
 
@@ -157,6 +157,8 @@ def test_an_axis_name_that_is_not_utf8_is_read_with_replacement_characters(tmp_p
     assert axis_names(path)["x"][0] == "\N{REPLACEMENT CHARACTER}"
 
 
+=======
+>>>>>>> db3666e (Take the names of a network's axes from the graph, and an odd name as text)
 # memory
 
 

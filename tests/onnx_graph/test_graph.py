@@ -49,6 +49,12 @@ def test_saving_into_no_folder_is_bad_input(tmp_path: Path) -> None:
         save_graph(linear(), tmp_path / "none" / "m.onnx")
 
 
+def test_an_axis_name_that_is_not_utf_8_is_still_a_string(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    path.write_bytes(linear().SerializeToString().replace(b"\x12\x01N", b"\x12\x01\xff"))
+    assert Graph.open(path).inputs[0].shape == ("\N{REPLACEMENT CHARACTER}", 4)
+
+
 def test_specs_leave_initializers_out_and_keep_axis_names() -> None:
     model = linear()
     weight = helper.make_tensor_value_info("W", TensorProto.FLOAT, [4, 3])

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploykit.builders.tensorrt.inputs import axis_names, spec
 from deploykit.builders.tensorrt.memory import Need, activation_bytes, weight_bytes
 from deploykit.builders.tensorrt.module import maybe
 from deploykit.builders.tensorrt.shapes import AxisRange, ShapeRange
 from deploykit.core.errors import Unsupported
 from deploykit.core.precision import ALL, Precision
 from deploykit.core.tensors import TensorSpec
+from deploykit.onnx_graph.graph import Graph
 
 if TYPE_CHECKING:
     import tensorrt as trt
@@ -21,11 +21,11 @@ _BY_TYPE: Mapping[str, Precision] = {each.tensorrt_type: each for each in ALL if
 
 
 def inputs_of(network: trt.INetworkDefinition, model: Path) -> list[TensorSpec]:
-    """The network's inputs, dynamic axes by their names in the file.
+    """The network's inputs, dynamic axes by the names that the graph has for them.
 
     Raises Unsupported for an input whose values set a shape: that needs ranges of values.
     """
-    names = axis_names(model)
+    named = {each.name: each.shape for each in Graph.open(model).inputs}
     found: list[TensorSpec] = []
     for number in range(network.num_inputs):
         tensor = network.get_input(number)
@@ -36,7 +36,9 @@ def inputs_of(network: trt.INetworkDefinition, model: Path) -> list[TensorSpec]:
             )
         kind = tensor.dtype.name
         dtype = _BY_TYPE[kind].dtype if kind in _BY_TYPE else kind.lower()
-        found.append(spec(tensor.name, dtype, _shape(tensor), names.get(tensor.name, ())))
+        axes = zip(_shape(tensor), named[tensor.name], strict=False)  # () for an unknown rank
+        shape = tuple(size if size >= 0 else name for size, name in axes)
+        found.append(TensorSpec(tensor.name, dtype, shape))
     return found
 
 
