@@ -62,10 +62,10 @@ BUDGETS = {  # room -> lines that it may have, sub-folders, docstrings and blank
 }
 CEILINGS = {  # where a room is above its budget: what it may have today. These only shrink.
     "runtimes": 5129,  # live modules, Hugging Face folders and Lightning checkpoints came on top
-    "onnx_graph+quantization": 3843,
+    "onnx_graph+quantization": 3840,
     "builders": 1573,  # the table and what all builders share
     "serving": 9327,
-    "": 33018,
+    "": 32928,
 }
 LONG: set[str] = set()  # functions over 60 lines
 

@@ -130,35 +130,6 @@ def test_a_batch_that_sets_nothing_is_bad_input() -> None:
     assert ranges([parse_spec("points:float32[P,3]")], AxisRange(1, 1, 1), points)
 
 
-<<<<<<< HEAD
-# names of axes, from the file
-
-
-def test_axis_names_are_read_off_the_file(tmp_path: Path) -> None:
-    assert axis_names(save(linear(), tmp_path / "m.onnx"))["x"] == ("N", None)
-
-
-def test_an_axis_without_a_name_is_named_by_its_place() -> None:
-    assert str(spec("x", "float32", (-1, -1, 4), ())) == "x:float32[N,x_1,4]"
-    assert str(spec("x", "float32", (-1, -1, 4), ("B", "T", None))) == "x:float32[B,T,4]"
-
-
-@pytest.mark.parametrize("content", [b"", b"\x08", b"\xff" * 50, b"\x3a\xff\xff\xff\xff\x0f"])
-def test_a_damaged_file_names_no_axes(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "bad.onnx"
-    path.write_bytes(content)
-    assert axis_names(path) == {}
-
-
-def test_an_axis_name_that_is_not_utf8_is_read_with_replacement_characters(tmp_path: Path) -> None:
-    content = linear().SerializeToString()
-    path = tmp_path / "m.onnx"
-    path.write_bytes(content.replace(b"\x12\x01N", b"\x12\x01\xff"))
-    assert axis_names(path)["x"][0] == "\N{REPLACEMENT CHARACTER}"
-
-
-=======
->>>>>>> db3666e (Take the names of a network's axes from the graph, and an odd name as text)
 # memory
 
 
