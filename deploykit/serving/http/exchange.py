@@ -62,7 +62,7 @@ class Exchange:
         return self.connection.listener.memory.add(size, self.held_bytes)
 
     def release(self) -> None:
-        self.connection.listener.memory.bytes -= self.held_bytes
+        self.connection.listener.memory.release(self.held_bytes)
         self.held_bytes = 0
 
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:
