@@ -64,8 +64,8 @@ CEILINGS = {  # where a room is above its budget: what it may have today. These 
     "runtimes": 5129,  # live modules, Hugging Face folders and Lightning checkpoints came on top
     "onnx_graph+quantization": 3840,
     "builders": 1573,  # the table and what all builders share
-    "serving": 9327,
-    "": 32928,
+    "serving": 9580,  # what bounds answers, waiting requests and stopped workers
+    "": 33280,
 }
 LONG: set[str] = set()  # functions over 60 lines
 
