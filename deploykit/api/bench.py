@@ -81,7 +81,6 @@ def bench(
     from deploykit.measure.report.verdict import verdict
     from deploykit.measure.timing.sweep import Timing
 
-    folder = make_folder(Path(out))
     note = _Once(on_note)
     found = [_entry(Artefact.open(source), trust, note) for source in engines]
     given = _entry(Artefact.open(baseline), trust, note) if baseline else None
@@ -91,6 +90,7 @@ def bench(
         warmup_s=(2.0 if quick else 10.0) if warmup_s is None else warmup_s,
         seconds=(5.0 if quick else 60.0) if seconds is None else seconds,
     )
+    folder = make_folder(Path(out))
     run = _prepare(reference, every, Path(data) if data else None, device)
     points, throttled = _time(run, batches, timing, on_progress)
     report = reports.Report(

@@ -17,7 +17,7 @@ from deploykit.api.artefacts import (
     onnx_manifest,
     stage,
 )
-from deploykit.api.source import ExportSource, open_source
+from deploykit.api.source import ExportSource, check_source, open_source
 from deploykit.core.artefact import ArtefactLike
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.evidence import (
@@ -86,6 +86,7 @@ def export(
     Raises BadInput for what is missing or wrong, MissingExtra, and GateFailed past `max_error`; the
     file is then kept as NAME.rejected.onnx.
     """
+    check_source(model)
     target, size = _target(profile), _batch_size(batch)
     place = _destination(model, out)
     pixels = load_preprocess(preprocess) if preprocess else None
@@ -145,7 +146,10 @@ def _destination(model: ArtefactLike | torch.nn.Module, out: StrPath | None) -> 
     if out is None and source is None:
         raise BadInput("`out` is missing: a live module has no file name", hint="out='model.onnx'")
     folder = source is not None and source.is_dir()
-    own = source.with_name(f"{source.resolve().name}.onnx") if source and folder else None
+    own = None
+    if source is not None and folder:
+        base = source if source.name not in ("", "..") else source.resolve()
+        own = base.parent / f"{source.resolve().name or 'model'}.onnx"
     place = Path(out) if out is not None else own or Path(str(source)).with_suffix(".onnx")
     check_writable(place)
     if source is not None and place.resolve() == source.resolve():

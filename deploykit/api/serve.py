@@ -162,8 +162,19 @@ def _run(
     from deploykit.serving import server as http
     from deploykit.serving.models.reload import Source
 
+    if settings.preferred and not settings.max_delay_us and settings.slo_ms is None:
+        raise BadInput(
+            "`preferred` has no effect without `max_delay_us` or `slo_ms`",
+            hint="a request waits for a preferred batch size as long as `max_delay_us` says",
+        )
+    if settings.pad and not settings.buckets:
+        raise BadInput(
+            "`pad` has no effect without `buckets`", hint="`buckets` T=16,32 pads axis T to 16, 32"
+        )
     if references and not settings.shadow_rate:
         raise BadInput("`shadow` needs a `shadow_rate` above 0")
+    for file in (*files.values(), *references.values()):
+        check_readable(file)
     return_large_blocks()
     with ExitStack() as stack:
         sources = {name: Source(file, partial(opening, file)) for name, file in files.items()}
@@ -172,6 +183,7 @@ def _run(
             models[name] = source.load()
             for engine in models[name]:
                 stack.callback(engine.close)
+        _check_pad(settings, models)
         shadowing = _shadows(references, models, settings, stack) if references else {}
         server = http.Server(models, settings)
         server.repository.files.update(files)
@@ -181,6 +193,19 @@ def _run(
             on_start(server, host, port, grpc_port, list(models))
 
         return server.run(ready)
+
+
+def _check_pad(settings: ServeOptions, models: Mapping[str, Sequence[Engine]]) -> None:
+    """Raise BadInput for an input to pad that no served model pads."""
+    inputs = [spec for engines in models.values() for spec in engines[0].inputs]
+    padded = {s.name for s in inputs if any(axis in settings.buckets for axis in s.shape[1:])}
+    for name in settings.pad:
+        if name not in padded:
+            known = ", ".join(sorted(padded)) or "none"
+            raise BadInput(
+                f"`pad` {name}: no served model has an input '{name}' with an axis in `buckets`",
+                hint=f"the padded inputs are: {known}",
+            )
 
 
 def _watch(

@@ -35,6 +35,20 @@ class ExportSource:
     example: Mapping[str, np.ndarray] | None = None
 
 
+def check_source(model: object) -> None:
+    """Look at a model's file before anything else is. Raises NotFound or BadInput."""
+    if not isinstance(model, (str, os.PathLike)):
+        return
+    path = Path(model)
+    kind = "a folder" if path.is_dir() else sniff(path)
+    if kind not in ("a folder", "torch", "safetensors"):
+        raise BadInput(
+            f"{path}: is a {kind} file, not a PyTorch file",
+            hint="export takes .pt, .pth, .ckpt, .pt2, .safetensors and TorchScript files, and "
+            "Hugging Face folders",
+        )
+
+
 def open_source(
     model: ArtefactLike | torch.nn.Module,
     example: Tensors | None,
@@ -84,13 +98,6 @@ def _open_file(
 ) -> ExportSource:
     from deploykit.runtimes.torch import open as runtime
 
-    kind = "a folder" if path.is_dir() else sniff(path)
-    if kind not in ("a folder", "torch", "safetensors"):
-        raise BadInput(
-            f"{path}: is a {kind} file, not a PyTorch file",
-            hint="export takes .pt, .pth, .ckpt, .pt2, .safetensors and TorchScript files, and "
-            "Hugging Face folders",
-        )
     loaded = runtime.load_module(path, arch=arch, inputs=specs, allow_pickle=allow_pickle)
     hashes = tuple(sha256(file) for file in runtime.model_files(path))
     code = _file_of(arch)

@@ -147,7 +147,7 @@ class HashingWriter(io.BufferedWriter):
 
 def manifest_path(artefact: Path) -> Path:
     """Where the manifest of a file is, if it has one."""
-    return artefact.with_name(artefact.name + ".json")
+    return artefact.parent / f"{artefact.name}.json"  # `with_name` fails for a folder "."
 
 
 def cache_folder() -> Path:

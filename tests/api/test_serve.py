@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx.parser
 import pytest
 
 import deploykit as dk
@@ -186,6 +188,8 @@ def test_a_request_without_the_token_is_refused(
         ({"buckets": ["Q=16"]}, "no served model has an input with that axis"),
         ({"pads": ["x"]}, "INPUT=VALUE"),
         ({"pads": ["x=y"]}, "INPUT=VALUE"),
+        ({"pads": ["image=1"]}, "`pad` has no effect without `buckets`"),
+        ({"preferred": (4,)}, "`preferred` has no effect without `max_delay_us` or `slo_ms`"),
         ({"instances": 0}, "`instances` 0"),
         ({"token_file": Path("/nonexistent")}, "/nonexistent"),
         ({"token_file": "EMPTY"}, "its first line is empty"),
@@ -209,6 +213,22 @@ def test_contradictory_serve_options_are_refused(
         options = {**options, "shadows": shadows}
     with pytest.raises(dk.BadInput, match=said):
         serve_until_stopped([str(model)], http_port=0, **options)
+
+
+@pytest.mark.parametrize("name", ["nope", "IDS", "fixed"])
+def test_padding_of_an_input_that_is_not_padded_is_refused(tmp_path: Path, name: str) -> None:
+    model = save(two_inputs(), tmp_path / "two.onnx")
+    options: dict[str, Any] = {"buckets": ["T=8"], "pads": ["ids=0", f"{name}=1"]}
+    with pytest.raises(dk.BadInput, match=f"`pad` {name}: no served model") as caught:
+        serve_until_stopped([str(model)], http_port=0, **options)
+    assert caught.value.hint == "the padded inputs are: ids"
+
+
+def two_inputs() -> onnx.ModelProto:
+    return onnx.parser.parse_model("""
+        <ir_version: 9, opset_import: ["" : 17]>
+        g (float[N,T] ids, float[N,1] fixed) => (float[N,T] y) { y = Add(ids, fixed) }
+    """)
 
 
 def test_a_shadow_of_another_model_is_refused(model: Path, tmp_path: Path) -> None:

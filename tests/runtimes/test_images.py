@@ -110,6 +110,38 @@ def test_sixteen_bit_images_are_refused_not_truncated(folder: Path) -> None:
         read_samples(folder, GREY)
 
 
+def sixteen_bit_png(colour: int, interlaced: bool) -> bytes:
+    """A PNG of 6 x 4 pixels with 16 bits per channel; Pillow reads these, but does not write."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    channels = {0: 1, 2: 3, 4: 2, 6: 4}[colour]
+    rows = (b"\0" + bytes(range(6 * channels)) * 2) * 8
+    header = struct.pack(">IIBBBBB", 6, 4, 16, colour, 0, 0, interlaced)
+    data = chunk(b"IDAT", zlib.compress(rows))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + data + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("interlaced", [False, True])
+@pytest.mark.parametrize(("kind", "colour"), [("L", 0), ("RGB", 2), ("LA", 4), ("RGBA", 6)])
+def test_sixteen_bits_per_channel_are_refused_in_every_kind_of_png(
+    folder: Path, kind: str, colour: int, interlaced: bool
+) -> None:
+    (folder / f"{kind}.png").write_bytes(sixteen_bit_png(colour, interlaced))
+    with pytest.raises(BadInput, match=rf"{kind}\.png: has more than 8 bits per channel"):
+        read_samples(folder, COLOUR)
+
+
+def test_an_animated_png_is_refused_not_cut_to_its_first_frame(folder: Path) -> None:
+    frames = [Image.new("RGB", (6, 4), (value, 0, 0)) for value in (10, 200)]
+    frames[0].save(folder / "a.png", save_all=True, append_images=frames[1:])
+    with pytest.raises(BadInput, match=r"a\.png: has 2 frames"):
+        read_samples(folder, COLOUR)
+
+
 def test_dynamic_sizes_are_those_of_the_first_image(folder: Path) -> None:
     write_image(folder / "a.png", 5, 7)
     write_image(folder / "b.png", 5, 7)

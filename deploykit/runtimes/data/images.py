@@ -137,10 +137,13 @@ def _empty(shape: tuple[int, ...], where: str) -> np.ndarray:
 
 def _decode(image: Any, channels: int, file: Path) -> np.ndarray:
     """uint8 (H, W, channels)."""
-    if image.mode[0] in "IF":  # conversion to bytes would clip, not scale
+    stored = str(image.tile[0][3]) if image.tile else image.mode  # "RGB;16B" where mode is "RGB"
+    if image.mode[0] in "IF" or ";16" in stored:  # conversion to bytes would clip or cut
         raise BadInput(
-            f"{file}: has more than 8 bits per channel ({image.mode})",
+            f"{file}: has more than 8 bits per channel ({stored})",
             hint="store it with 8 bits per channel, as for training",
         )
+    if image.format == "PNG" and getattr(image, "n_frames", 1) > 1:
+        raise BadInput(f"{file}: has {image.n_frames} frames, one image per file is needed")
     pixels: np.ndarray = np.asarray(image.convert(_MODES[channels]))
     return pixels.reshape(image.height, image.width, channels)
