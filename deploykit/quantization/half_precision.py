@@ -26,6 +26,8 @@ from deploykit.onnx_graph.graph import Graph, opset
 from deploykit.onnx_graph.opsets import raise_opset
 from deploykit.onnx_graph.skeleton import all_nodes, subgraphs
 from deploykit.quantization.formats import HALVES
+from deploykit.quantization.index_arithmetic import index_nodes
+from deploykit.quantization.masks import MASK, clamp_masks
 from deploykit.quantization.qdq_placement import check_names
 
 if TYPE_CHECKING:  # so that a cast needs no onnxruntime
@@ -42,9 +44,7 @@ _PAIR_OPSET = 19  # the first whose pairs take half scales
 # A scale may be off by what INT8 itself rounds away: half a step of 127.
 _SCALE_ERROR = 1 / 254
 # Sums over a whole axis, and coordinates in pixels: 11 bits are too few whatever the range.
-_FLOAT32_OPERATORS = frozenset(("CumSum", "RoiAlign"))
-_ARITHMETIC = frozenset(("Add", "Sub", "Mul", "Div", "Floor", "Ceil", "Round", "Sqrt", "Cast"))
-_INTEGERS = frozenset((TensorProto.INT32, TensorProto.INT64))
+_FLOAT32_OPERATORS = frozenset(("CumSum", "RoiAlign", "GridSample"))
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def to_half(
     65504, or would become 0 as a whole (an epsilon of 1e-12); without `ranges` only weights are
     looked at. A Q/DQ node stays float32 if its scale loses more than an INT8 step does.
     So do, without being named, nodes in `keep_float32`, operators that ONNX does not define for
-    the type, bodies of If and Loop, and arithmetic that ends in integers. For bfloat16 the newest
+    the type, bodies of If and Loop, and arithmetic of indices and lengths. For bfloat16 the newest
     definition counts: TensorRT takes a bfloat16 Conv in any opset, ONNX defines it from 22 on. A
     model with pairs is raised to opset 19 for their scales. `source` is left as it is.
     Raises BadInput if it computes nothing in float32, something in a half type already, or cannot
@@ -92,7 +92,7 @@ def to_half(
     half = _HALVES[to]
     editor = Editor(source)
     check_names(editor, keep_float32)
-    types = source.element_types
+    types = dict(source.element_types)
     for other in _HALVES.values():
         if other.kind in types.values():
             raise BadInput(
@@ -106,8 +106,9 @@ def to_half(
         raise_opset(editor.model, _PAIR_OPSET)
     guarded = _coarse_scales(editor, half)
     if precision.BY_NAME[to].guarded:
+        types |= clamp_masks(editor, types, -GUARD)
         guarded |= _guarded(editor, ranges or {}, types)
-    stay = guarded | _indexing(editor.graph, types) | set(keep_float32)
+    stay = guarded | index_nodes(editor, types, half.rounded) | set(keep_float32)
     kept = tuple(node.name for node in editor.graph.node if node.name in guarded)
     writer = _Writer(editor, types, half)
     for node in editor.graph.node:
@@ -258,8 +259,10 @@ def _holds(peak: float) -> bool:
 
 
 def _finite_peak(seen: Range) -> float:
-    """A low end of -infinity is a mask, which float16 holds as well: the high end decides."""
-    return abs(seen.high) if seen.low == -np.inf else seen.peak
+    """A low end below -1e30 is a mask: the high end decides."""
+    if seen.low >= MASK:
+        return seen.peak
+    return abs(seen.high) if seen.high > MASK else 0.0
 
 
 def _attribute_peaks(node: onnx.NodeProto) -> Iterator[float]:
@@ -277,28 +280,6 @@ def _largest(array: np.ndarray) -> float:
     if low == -np.inf:
         low = float(array.min(initial=0.0, where=array != -np.inf))
     return max(high, -low) if low == low else low  # NaN comes back as NaN
-
-
-def _indexing(graph: onnx.GraphProto, types: Mapping[str, int]) -> set[str]:
-    """Names of nodes whose floats only become integers: sizes above 2048 need more bits."""
-    readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in graph.node:
-        for name in _reads(node):
-            readers.setdefault(name, []).append(node)
-    outputs = {value.name for value in graph.output}
-    found: set[str] = set()
-    for node in reversed(graph.node):
-        if node.op_type not in _ARITHMETIC or outputs.intersection(node.output):
-            continue
-        floats = [name for name in node.output if types.get(name) == _FLOAT]
-        ends = [reader for name in floats for reader in readers.get(name, [])]
-        if ends and all(reader.name in found or _to_integer(reader) for reader in ends):
-            found.add(node.name)
-    return found
-
-
-def _to_integer(node: onnx.NodeProto) -> bool:
-    return node.op_type == "Cast" and helper.get_node_attr_value(node, "to") in _INTEGERS
 
 
 def _reads(node: onnx.NodeProto) -> list[str]:
