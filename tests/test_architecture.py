@@ -64,8 +64,8 @@ CEILINGS = {  # where a room is above its budget: what it may have today. These 
     "runtimes": 5132,  # live modules, Hugging Face folders and Lightning checkpoints came on top
     "onnx_graph+quantization": 4080,  # index arithmetic and masks, when casting to half
     "builders": 1573,  # the table and what all builders share
-    "serving": 9580,  # what bounds answers, waiting requests and stopped workers
-    "": 33280,
+    "serving": 10130,  # what bounds answers, waiting requests, stopped workers and HTTP/2 frames
+    "": 33830,
 }
 LONG: set[str] = set()  # functions over 60 lines
 

@@ -17,7 +17,15 @@ import deploykit
 from deploykit.serving.http.connection import Connection as HttpConnection
 from deploykit.serving.http2.connection import PREFACE
 from deploykit.serving.http2.connection import Connection as GrpcConnection
-from deploykit.serving.http2.frames import DATA, END_HEADERS, END_STREAM, HEADERS, frame, literal
+from deploykit.serving.http2.frames import (
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    SETTINGS,
+    frame,
+    literal,
+)
 from deploykit.serving.models import model
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
@@ -108,7 +116,12 @@ def test_a_grpc_call_passes_through_few_functions(server: Server) -> None:
     assert server._grpc is not None
     connections = [GrpcConnection(server._grpc._shared) for _ in range(CLIENTS)]
     wires = [Wire() for _ in connections]
-    fields = {":method": "POST", ":path": INFER, "content-type": "application/grpc"}
+    fields = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": INFER,
+        "content-type": "application/grpc",
+    }
     block = b"".join(literal(name.encode(), value.encode()) for name, value in fields.items())
     message = infer_bytes()
     prefixed = b"\0" + len(message).to_bytes(4, "big") + message
@@ -117,7 +130,7 @@ def test_a_grpc_call_passes_through_few_functions(server: Server) -> None:
     async def connect() -> None:
         for connection, wire in zip(connections, wires, strict=True):
             connection.connection_made(wire)
-            connection.data_received(PREFACE)
+            connection.data_received(PREFACE + frame(SETTINGS, 0, 0))
 
     def send_all() -> None:
         number = next(numbers)

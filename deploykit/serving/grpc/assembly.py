@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 PREFIX_BYTES = 5  # compressed or not, length
+_SMALL_BYTES = 1024  # pieces below it are joined, as an object of Python costs more than its bytes
 
 
 class MessageReader:
@@ -13,13 +14,19 @@ class MessageReader:
     def __init__(self) -> None:
         self._data = b""
         self._start = 0  # of the next message in it
-        self._later: list[bytes] = []  # the pieces after it
+        self._later: list[bytes | bytearray] = []  # the pieces after it
         self.have = 0
         self.need = 0  # 0 until the prefix has arrived
 
     def add(self, piece: bytes) -> None:
         if self.have:
-            self._later.append(piece)
+            later = self._later
+            if len(piece) >= _SMALL_BYTES:
+                later.append(piece)
+            elif later and type(later[-1]) is bytearray:
+                later[-1] += piece
+            else:
+                later.append(bytearray(piece))
         else:
             self._data, self._start = piece, 0
         self.have += len(piece)

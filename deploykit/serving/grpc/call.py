@@ -21,6 +21,7 @@ from deploykit.serving.http2.frames import (
     END_HEADERS,
     END_STREAM,
     HEADERS,
+    PROTOCOL_ERROR,
     STREAM_WINDOW,
     frame,
     literal,
@@ -45,6 +46,7 @@ STATUS = {
     "UNAVAILABLE": 14,
     "UNAUTHENTICATED": 16,
 }
+_NOT_GRPC = b"\x08\x03415" + literal(b"content-type", b"application/grpc")  # index 8: ":status"
 _REPLY_HEADERS = b"\x88" + literal(b"content-type", b"application/grpc")  # 0x88: ":status: 200"
 _REPLY_HEADERS += literal(b"grpc-accept-encoding", b"identity,deflate,gzip")
 _OK = literal(b"grpc-status", b"0")
@@ -61,6 +63,7 @@ class Call(Stream):
     __slots__ = (
         "_in_turn",
         "_reader",
+        "_received_bytes",
         "_received_one",
         "_since_s",
         "_sizes",
@@ -87,6 +90,7 @@ class Call(Stream):
         self._reader = MessageReader()
         self._sizes: deque[int] = deque()  # bytes of each delivered message of a streaming call
         self._in_turn = False  # messages are being delivered, now or in the next turn of the loop
+        self._received_bytes = 0  # counted if the client has sent a Content-Length
         self._received_one = False
         self._since_s = shared.now_s
         timeout_us = head.timeout_us
@@ -105,17 +109,27 @@ class Call(Stream):
             return None
         return int((self.deadline_s - self.link.shared.clock_s()) * 1e6)
 
+    def _is_late(self) -> bool:
+        """Whether the client's deadline has passed; the call has failed then."""
+        if self.deadline_s is None or self.link.shared.clock_s() < self.deadline_s:
+            return False
+        self.fail("DEADLINE_EXCEEDED", "the call's deadline has passed")
+        return True
+
     # -- messages in -----------------------------------------------------------------------------
 
     def begin(self, *, ended: bool) -> None:
         if self.head.refusal is not None:
             self.ended = ended
+            self.link.count_frame()  # it needs no token
             self.fail(*self.head.refusal)
         elif ended:
             self.received(b"", True)
 
     def received(self, piece: bytes, ended: bool) -> None:
         self.ended = self.ended or ended
+        if self.head.length is not None and not self._fits_length(len(piece)):
+            return
         if piece:
             if not self._reader.have:
                 self._since_s = self.link.shared.now_s
@@ -123,6 +137,15 @@ class Call(Stream):
             if not self._reserve(len(piece)):
                 return
         self.read()
+
+    def _fits_length(self, size: int) -> bool:
+        """Compare what has come with the client's Content-Length; resets the stream otherwise."""
+        self._received_bytes += size
+        length = self.head.length or 0
+        if self._received_bytes > length or (self.ended and self._received_bytes < length):
+            self.reset(PROTOCOL_ERROR)
+            return False
+        return True
 
     def read(self) -> None:
         """Deliver complete messages, while replies can be sent."""
@@ -173,6 +196,8 @@ class Call(Stream):
             self.fail("INVALID_ARGUMENT", "the call holds no message")
 
     def _deliver(self, method: Method) -> None:
+        if self.deadline_s is not None and self._is_late():
+            return
         reader, size = self._reader, self._reader.need
         data, at = reader.take(), PREFIX_BYTES
         if self.granted_bytes:
@@ -240,7 +265,7 @@ class Call(Stream):
 
     def reply(self, parts: list[bytes]) -> None:
         """Send the only reply of a call and end it."""
-        if self.gone:
+        if self.gone or (self.deadline_s is not None and self._is_late()):
             return
         link, number = self.link, self.id
         message_bytes = sum(map(len, parts))
@@ -287,7 +312,8 @@ class Call(Stream):
         block = literal(b"grpc-status", b"%d" % STATUS[status])
         encoded = percent_encode(message[:_LONGEST_MESSAGE], safe=_SAFE).encode()
         block += literal(b"grpc-message", encoded)
-        self._end(block if self.opened else _REPLY_HEADERS + block)
+        start = _REPLY_HEADERS if self.head.speaks_grpc else _NOT_GRPC
+        self._end(block if self.opened else start + block)
 
     def _end(self, block: bytes) -> None:
         if self.gone or self.trailers is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from deploykit.core.errors import quote
 
+_CONTENT_TYPE = re.compile(rb"application/grpc(\+proto)?[ \t]*(;.*)?", re.IGNORECASE)
 _TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
 _UNITS_US = {b"H": 3.6e9, b"M": 6e7, b"S": 1e6, b"m": 1e3, b"u": 1.0, b"n": 1e-3}
 
@@ -27,7 +28,10 @@ class Method:
 
 @dataclass(frozen=True)
 class Head:
-    """The parsed headers of a call. `refusal`: status and message of an immediate error reply."""
+    """The parsed headers of a call. `refusal`: status and message of an immediate error reply.
+
+    `speaks_grpc`: the client expects a gRPC status. `length`: the Content-Length, if it was sent.
+    """
 
     path: str
     method: Method | None
@@ -35,6 +39,8 @@ class Head:
     trace: str | None
     encoding: bytes  # for compressed messages
     refusal: tuple[str, str] | None
+    speaks_grpc: bool = True
+    length: int | None = None
 
 
 class HeadParser:
@@ -52,16 +58,21 @@ class HeadParser:
 
     def __call__(self, pairs: list[tuple[bytes, bytes]]) -> Head:
         values = dict(pairs)
+        content_type = values.get(b"content-type", b"")
+        speaks_grpc = _CONTENT_TYPE.fullmatch(content_type) is not None
+        length = values.get(b"content-length")
         path = values.get(b":path", b"").decode("latin-1")
         method = self._methods.get(path)
         trace = values.get(b"traceparent")
         timeout = values.get(b"grpc-timeout")
         match = None if timeout is None else _TIMEOUT.fullmatch(timeout)
         refusal: tuple[str, str] | None = None
-        if values.get(b":method") != b"POST" or not values.get(b"content-type", b"").startswith(
-            b"application/grpc"
-        ):
-            refusal = ("UNIMPLEMENTED", "this port speaks gRPC only")
+        if not speaks_grpc:
+            got = quote(content_type.decode("latin-1"))
+            text = f"send 'content-type: application/grpc', not {got}"
+            refusal = ("UNIMPLEMENTED", f"this port speaks gRPC with protobuf only: {text}")
+        elif values.get(b":method") != b"POST":
+            refusal = ("UNIMPLEMENTED", "this port speaks gRPC only: send POST")
         elif len(pairs) > self._max_headers:
             refusal = ("RESOURCE_EXHAUSTED", f"there are more than {self._max_headers} headers")
         elif not (method and method.public) and not self._allows(values.get(b"authorization")):
@@ -78,4 +89,6 @@ class HeadParser:
             None if trace is None else trace.decode("latin-1"),
             values.get(b"grpc-encoding", b"identity"),
             refusal,
+            speaks_grpc,
+            None if length is None else int(length),
         )

@@ -8,18 +8,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 from deploykit.serving.http2.frames import (
+    END_STREAM,
     ENHANCE_YOUR_CALM,
     GOAWAY,
     NO_ERROR,
+    RST_STREAM,
     SETTINGS,
     STREAM_WINDOW,
     WINDOW_UPDATE,
+    ConnectionFault,
     frame,
 )
 from deploykit.serving.http2.headers import Pairs
@@ -34,6 +37,8 @@ CONNECTION_WINDOW = 1 << 24  # bytes of DATA that a client may send before an up
 _RESERVED_MESSAGES = 4  # of maximum size that one connection may send at once
 _TOGETHER_BYTES = 1 << 18  # written at once
 _HIGH_WATER_BYTES = 1 << 20  # unsent bytes from which on we stop reading
+_LEFT_OPEN = 1024  # streams that we have ended and the client perhaps not; twice the largest count
+_WORK_S = 0.01  # for frames that wait, in one turn of the loop
 
 
 @dataclass(frozen=True)
@@ -43,9 +48,11 @@ class Limits:
     connections: int = 4096
     streams: int = 512  # concurrent, per connection
     outstanding: int = 256  # unsent replies of one stream
+    all_streams: int = 16384  # of all connections; each costs memory and time while it is open
     header_bytes: int = 64 << 10
+    header_frames: int = 128  # of one header block
     headers: int = 100
-    empty_frames: int = 2000  # between two ticks: pings, resets, ...
+    empty_frames: int = 2000  # a second: pings, resets, refused calls, ...
     header_s: float = 10.0  # until the settings arrive; until a header block is complete
     body_s: float = 30.0  # of one message
     idle_s: float = 75.0  # without a stream
@@ -75,12 +82,34 @@ class Shared:
         self.max_message_bytes = max_message_bytes
         self.memory = memory
         self.connections: set[Flow] = set()
+        self.open_streams = 0  # of all connections
+        self.backlog: deque[Flow] = deque()  # with frames that wait for a turn of the loop
+        self._has_turn = False
         self.clock_s = clock_s
         self.now_s = clock_s()
+        self.tick_s = 0.0  # between the last two ticks
+
+    def add_to_backlog(self, connection: Flow) -> None:
+        self.backlog.append(connection)
+        if not self._has_turn:
+            self._has_turn = True
+            asyncio.get_running_loop().call_soon(self._work)
+
+    def _work(self) -> None:
+        """Process frames that wait, in turn, for a short time in each turn of the loop."""
+        end_s = self.clock_s() + _WORK_S
+        for _ in range(len(self.backlog)):
+            self.backlog.popleft().continue_reading()
+            if self.clock_s() > end_s:
+                break
+        self._has_turn = bool(self.backlog)
+        if self._has_turn:
+            asyncio.get_running_loop().call_soon(self._work)
 
     def tick(self) -> None:
         """Close what took too long."""
-        self.now_s = now_s = self.clock_s()
+        now_s = self.clock_s()
+        self.tick_s, self.now_s = now_s - self.now_s, now_s
         for connection in list(self.connections):
             connection.check(now_s)
 
@@ -103,12 +132,17 @@ class Flow(asyncio.Protocol):
         self.has_settings = False  # the client has sent its settings
         self.in_header_block = False
         self.empty_frames = 0
+        self.queued = False  # its frames wait for a turn of the loop
+        # number -> receive window of streams that we have ended, and the client not: what it sent
+        # before it knew is ignored
+        self.left_open: OrderedDict[int, int] = OrderedDict()
         self.since_s = shared.now_s  # start of the current wait: idle, or inside a header block
         self._received = 0  # bytes of DATA since our last update
         self._reserved = 0  # window granted to large messages
         self._waiting: deque[Stream] = deque()
         self._writes: list[bytes] = []
         self._write_bytes = 0
+        self._will_push = False
         self._stalled_s: float | None = None  # when the client stopped reading
         self._blocked_s: float | None = None  # when its windows began to block a reply
 
@@ -143,8 +177,32 @@ class Flow(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._stalled_s = None
-        self._transport.resume_reading()
+        if self.queued:
+            self.shared.add_to_backlog(self)
+        else:
+            self._transport.resume_reading()
         self.push()
+
+    def wait_for_turn(self) -> None:
+        """Process the frames that were received in later turns of the loop, and read no more."""
+        self.queued = True
+        self._transport.pause_reading()
+        self.shared.add_to_backlog(self)
+
+    def continue_reading(self) -> None:
+        """It is this connection's turn; a client that does not read must wait."""
+        if not self.queued or self._stalled_s is not None or self.closed_for_reading:
+            return
+        self.queued = False
+        self.data_received(b"")
+        if not self.queued and self._stalled_s is None and not self.closed_for_reading:
+            self._transport.resume_reading()
+
+    def count_frame(self, frames: int = 1) -> None:
+        """Count a frame that carries no content. Raises ConnectionFault for too many."""
+        self.empty_frames += frames
+        if self.empty_frames > self.shared.limits.empty_frames:
+            raise ConnectionFault(ENHANCE_YOUR_CALM, "too many frames without content")
 
     # -- windows ---------------------------------------------------------------------------------
 
@@ -208,8 +266,16 @@ class Flow(asyncio.Protocol):
         self.send_window -= size
         stream.send_window -= size
         self._blocked_s = None
+        self.empty_frames -= 2  # the client may tell us that it has read them
+
+    def push_soon(self) -> None:
+        """`push` in the next turn of the loop, once for all that the client has changed."""
+        if not self._will_push and self.streams:
+            self._will_push = True
+            self._loop.call_soon(self.push)
 
     def push(self) -> None:
+        self._will_push = False
         for stream in list(self.streams.values()):
             if stream.unsent or stream.trailers is not None:
                 stream.push()
@@ -237,16 +303,32 @@ class Flow(asyncio.Protocol):
 
     def drop(self, stream: Stream) -> None:
         """Forget a finished stream."""
-        self.streams.pop(stream.id, None)
+        if self.streams.pop(stream.id, None) is not None:
+            self.shared.open_streams -= 1
+        if not stream.ended:
+            self._leave_open(stream.id, stream.receive_window)
         if stream.granted_bytes or self._waiting:
             self.release(stream)
         if not self.streams:
             self.since_s = self.shared.now_s
 
+    def refuse(self, number: int, code: int, flags: int) -> None:
+        """Reset a stream that has not begun."""
+        self.count_frame()
+        self.write(frame(RST_STREAM, 0, number, code.to_bytes(4, "big")))
+        if not flags & END_STREAM:
+            self._leave_open(number, STREAM_WINDOW)
+
+    def _leave_open(self, number: int, window: int) -> None:
+        self.left_open[number] = window
+        if len(self.left_open) > _LEFT_OPEN:
+            self.left_open.popitem(last=False)
+
     def check(self, now_s: float) -> None:
         """Close the connection if it is past a limit, and let each stream check its own."""
         limits, waited_s = self.shared.limits, now_s - self.since_s
-        self.empty_frames = 0
+        allowed = max(1, round(limits.empty_frames * self.shared.tick_s))
+        self.empty_frames = max(0, self.empty_frames - allowed)
         for stream in list(self.streams.values()):
             stream.check(now_s)
         if not any(stream.unsent for stream in self.streams.values()):

@@ -11,7 +11,7 @@ NO_ERROR, PROTOCOL_ERROR, INTERNAL_ERROR, FLOW_CONTROL_ERROR = 0, 1, 2, 3
 STREAM_CLOSED, FRAME_SIZE_ERROR, REFUSED_STREAM, CANCEL = 5, 6, 7, 8
 COMPRESSION_ERROR, ENHANCE_YOUR_CALM = 9, 11
 FRAME = struct.Struct(">BHBBI")  # length (8 + 16 bits), type, flags, stream
-LARGEST_WINDOW = (1 << 31) - 1
+LARGEST_WINDOW = LARGEST_STREAM = (1 << 31) - 1
 STREAM_WINDOW = 1 << 20  # bytes that a client may send on a stream before an update
 
 

@@ -115,6 +115,11 @@ class Stream:
                 link.write(frame(RST_STREAM, 0, self.id, NO_ERROR.to_bytes(4, "big")))
             self.finish()
 
+    def reset(self, code: int) -> None:
+        """End the stream with an error code of HTTP/2 instead of an answer."""
+        self.link.write(frame(RST_STREAM, 0, self.id, code.to_bytes(4, "big")))
+        self.finish()
+
     def finish(self) -> None:
         """End the stream; unsent output is dropped."""
         self.gone = True
