@@ -21,9 +21,10 @@ from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.runtimes.engine import Engine
 from deploykit.serving.batching.delivery import deliver_inline
 from deploykit.serving.batching.policy import Pending
-from deploykit.serving.http.connection import Connection, Listener
+from deploykit.serving.http.connection import Connection
 from deploykit.serving.http.head import Limits
 from deploykit.serving.http.json_worker import JsonWorker
+from deploykit.serving.http.listener import Listener
 from deploykit.serving.http.routes import Routes
 from deploykit.serving.models.offload import ThreadOffload
 from deploykit.serving.models.repository import ModelRepository

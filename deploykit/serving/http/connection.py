@@ -7,12 +7,9 @@ large body is received directly into its final memory.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
-from collections.abc import Callable
-from email.utils import formatdate
+from collections.abc import Sequence
 from enum import IntEnum
-from http import HTTPStatus
 from typing import cast
 
 import numpy as np
@@ -21,14 +18,10 @@ from deploykit.core.errors import DeploykitError
 from deploykit.core.tensors import Bytes
 from deploykit.serving.http.chunked import ChunkedBody
 from deploykit.serving.http.exchange import Exchange
-from deploykit.serving.http.head import END, HeadReader, Limits
+from deploykit.serving.http.head import END, HeadReader
+from deploykit.serving.http.listener import READ_BYTES, Listener
 from deploykit.serving.transport.call import RETRY, Head, reply_error
-from deploykit.serving.transport.memory import MemoryBudget
-from deploykit.serving.transport.security import AccessControl
 
-_READ_BYTES = 64 << 10
-_KNOWN_HEADS = 1024
-_KNOWN_HEAD_BYTES = 1024
 _UNREAD = Head()
 
 
@@ -47,66 +40,6 @@ class State(IntEnum):
 IDLE, HEAD, BODY, LAST, REFUSED, LINGERING, CLOSED = State
 
 
-class Listener:
-    """The state shared by all connections of a server. `handle` gets each complete request."""
-
-    def __init__(
-        self,
-        handle: Callable[[Exchange], None],
-        limits: Limits,
-        access: AccessControl,
-        max_body_bytes: int,
-        memory: MemoryBudget,
-    ) -> None:
-        self.handle = handle
-        self.memory = memory
-        self.limits = limits
-        self.access = access
-        self.max_body_bytes = max_body_bytes
-        self.draining = False
-        self.connections: set[Connection] = set()
-        self.read_into = bytearray(_READ_BYTES)  # shared: only one connection reads at a time
-        self.view = memoryview(self.read_into)
-        self.known_heads: dict[bytes, Head] = {}  # clients repeat theirs
-        self._lines: dict[int, bytes] = {}
-        self._date = ""
-        self.tick(time.monotonic())
-
-    def tick(self, now_s: float) -> None:
-        """Close connections that are past a limit."""
-        self.now_s = now_s
-        date = formatdate(usegmt=True)
-        if date != self._date:
-            self._date = date
-            self._lines.clear()
-        for connection in list(self.connections):
-            connection.check(now_s)
-
-    def keep(self, raw: bytes, head: Head) -> None:
-        """Cache a head; not with a trace id, which differs in each request."""
-        if len(raw) <= _KNOWN_HEAD_BYTES and head.trace is None:
-            if len(self.known_heads) >= _KNOWN_HEADS:
-                self.known_heads.clear()
-            self.known_heads[raw] = head
-
-    def line(self, status: int) -> bytes:
-        """The status line and the Date of a reply, cached for a second."""
-        found = self._lines.get(status)
-        if found is None:
-            text = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nDate: {self._date}\r\n"
-            self._lines[status] = found = text.encode()
-        return found
-
-    @property
-    def unanswered(self) -> int:
-        """Complete requests whose reply has not been written."""
-        return sum(connection.unanswered for connection in self.connections)
-
-    def close_all(self) -> None:
-        for connection in list(self.connections):
-            connection.close()
-
-
 class Connection(asyncio.BufferedProtocol):
     """One client."""
 
@@ -123,6 +56,9 @@ class Connection(asyncio.BufferedProtocol):
         self._served = False  # at least one request was complete
         self._since_s = listener.now_s
         self._stalled_s: float | None = None  # since when the client does not read
+        self._paused = False  # no request is processed until replies are sent
+        self._kept = b""  # received meanwhile; counted in the memory budget
+        self._unsent_bytes = 0  # of replies that the client has not taken, counted there too
 
     @property
     def unanswered(self) -> int:
@@ -136,6 +72,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        self._tls = transport.get_extra_info("sslcontext") is not None
         self.listener.connections.add(self)
         if len(self.listener.connections) > self._limits.connections:
             self._refuse(503, f"there are {self._limits.connections} connections already")
@@ -144,6 +81,8 @@ class Connection(asyncio.BufferedProtocol):
         self._state = CLOSED
         self._discard()
         self._exchange.release()
+        self.listener.memory.release(self._unsent_bytes)
+        self._unsent_bytes = 0
         del self._exchange  # a reference cycle: only the garbage collector would free it
         self.listener.connections.discard(self)
         exchanges, self._exchanges = self._exchanges, deque()
@@ -170,16 +109,53 @@ class Connection(asyncio.BufferedProtocol):
             self._complete(self._exchange, body)
         elif self._state < LAST:
             self._read(nbytes)
-        if len(self._exchanges) >= self._limits.pipelined:
-            self._transport.pause_reading()
 
     def pause_writing(self) -> None:
         self._stalled_s = self.listener.now_s
-        self._transport.pause_reading()
+        self._pause()
+        more = self._transport.get_write_buffer_size() - self._unsent_bytes
+        if more > 0:  # small replies, which count only if they are not taken
+            self._unsent_bytes += more
+            self.listener.memory.add(more, 0)
 
     def resume_writing(self) -> None:
         self._stalled_s = None
-        self._transport.resume_reading()
+        self.release_sent()
+        self._resume()
+
+    # -- waiting until the client takes replies ------------------------------------------------
+
+    def _pause(self) -> None:
+        self._paused = True
+        self._transport.pause_reading()
+
+    def _resume(self) -> None:
+        """Process requests again if enough replies were sent."""
+        if self._stalled_s is None and len(self._exchanges) < self._limits.pipelined:
+            self._paused = False
+            if self._kept:  # not now: another connection may be using the shared buffer
+                asyncio.get_running_loop().call_soon(self._read_kept)
+            else:
+                self._transport.resume_reading()
+
+    def _read_kept(self) -> None:
+        data = self._take_kept()
+        if self._state < LAST:
+            self.listener.view[: len(data)] = data
+            self._read(len(data))
+            if not self._paused:
+                self._transport.resume_reading()
+
+    def _take_kept(self) -> bytes:
+        data, self._kept = self._kept, b""
+        self.listener.memory.release(len(data))
+        return data
+
+    def release_sent(self) -> None:
+        """Count replies in the memory budget no longer once the client has taken them all."""
+        if self._unsent_bytes and not self._transport.get_write_buffer_size():
+            self.listener.memory.release(self._unsent_bytes)
+            self._unsent_bytes = 0
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -188,7 +164,7 @@ class Connection(asyncio.BufferedProtocol):
         listener = self.listener
         data, view = listener.read_into, listener.view
         at = 0
-        while at < end and self._state < LAST:
+        while at < end and self._state < LAST and not self._paused:
             if self._chunks is not None:
                 at += self._read_chunks(self._chunks, bytes(view[at:end]))
                 continue
@@ -205,6 +181,9 @@ class Connection(asyncio.BufferedProtocol):
                 self._enter(HEAD)
                 self._reader = HeadReader(self._limits, listener.access, listener.max_body_bytes)
             at = self._read_head(cast("HeadReader", self._reader), at, end)
+        if at < end and self._state < LAST:
+            self._kept = bytes(view[at:end])
+            listener.memory.add(end - at, 0)
 
     def _read_head(self, reader: HeadReader, at: int, end: int) -> int:
         raw = bytes(self.listener.view[at:end])
@@ -271,27 +250,41 @@ class Connection(asyncio.BufferedProtocol):
         self._served = True
         self._exchanges.append(exchange)
         self.listener.handle(exchange)
+        if len(self._exchanges) >= self._limits.pipelined:
+            self._pause()
 
     # -- replies ---------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Send the replies that are next in order."""
         exchanges = self._exchanges
-        full = len(exchanges) >= self._limits.pipelined
         while exchanges and (answer := exchanges[0].pending_reply) is not None:
             exchange = exchanges.popleft()
-            if len(answer) == 1:
+            if len(answer) == 1 and not exchange.held_bytes:
                 self._transport.write(answer[0])
             else:
-                self._transport.writelines(answer)
+                self._write_large(exchange, answer)
             exchange.pending_reply = None
             if not exchange.keep_alive:
                 self._finish()
                 return
-        if full and len(exchanges) < self._limits.pipelined and self._stalled_s is None:
-            self._transport.resume_reading()
+        if self._paused:
+            self._resume()
         if not exchanges and self._state is IDLE:
             self._since_s = self.listener.now_s
+
+    def _write_large(self, exchange: Exchange, answer: Sequence[Bytes]) -> None:
+        """Write what counts in the memory budget until the client has taken it."""
+        self._unsent_bytes += exchange.held_bytes
+        exchange.held_bytes = 0
+        if self._tls:  # its transport passes on each write whole, and forgets it
+            for part in answer:
+                view = memoryview(part)
+                for at in range(0, len(view), READ_BYTES):
+                    self._transport.write(view[at : at + READ_BYTES])
+        else:
+            self._transport.writelines(answer)
+        self.release_sent()
 
     def _refuse(self, status: int, text: str, headers: bytes = b"") -> None:
         """Reply with an error after the pending replies, and read no more."""
@@ -319,6 +312,7 @@ class Connection(asyncio.BufferedProtocol):
     def _discard(self) -> None:
         """Free the data of an incomplete request."""
         self._body_left = self._chunks = self._reader = None
+        self._take_kept()
         self._body = self.listener.view
 
     # -- deadlines and the end -------------------------------------------------------------------
@@ -330,6 +324,7 @@ class Connection(asyncio.BufferedProtocol):
     def check(self, now_s: float) -> None:
         """Close the connection if it is past a limit."""
         limits, waited_s, state = self._limits, now_s - self._since_s, self._state
+        self.release_sent()
         if self._stalled_s is not None:
             if now_s - self._stalled_s > limits.write_s:
                 self._transport.abort()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from deploykit.core.errors import Overloaded
 from deploykit.core.tensors import Bytes
 from deploykit.serving.transport.call import Head
 from deploykit.serving.transport.memory import MemoryBudget
@@ -30,6 +31,8 @@ class Connection(Protocol):
     def is_last(self, exchange: Exchange) -> bool: ...
 
     def flush(self) -> None: ...
+
+    def release_sent(self) -> None: ...
 
 
 class Exchange:
@@ -66,7 +69,10 @@ class Exchange:
         self.held_bytes = 0
 
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:
-        """Send after the replies before it; does nothing if the client has disconnected."""
+        """Send after the replies before it; does nothing if the client has disconnected.
+
+        Raises Overloaded for a large answer above the memory budget; an error always fits.
+        """
         connection, head = self.connection, self.head
         if self.gone:
             return
@@ -83,6 +89,7 @@ class Exchange:
         size = b"Content-Length: %d\r\n" % length
         if head.method == "HEAD":
             parts = ()
+            length = 0
         if length <= _JOINED_BYTES:
             line = listener.line(status)
             self.pending_reply = [
@@ -90,5 +97,15 @@ class Exchange:
             ]
         else:
             first = (listener.line(status), headers, head.cors, size, state, b"\r\n")
+            self._reserve_answer(status, length)
             self.pending_reply = [b"".join(first), *parts]
         connection.flush()
+        if self.pending_reply is not None and not self.held_bytes:  # it waits for those before it
+            self._reserve_answer(status, length)
+
+    def _reserve_answer(self, status: int, size: int) -> None:
+        if status >= 400:
+            return
+        self.connection.release_sent()
+        if not self.reserve(size):
+            raise Overloaded(self.connection.listener.memory.message)

@@ -59,6 +59,8 @@ class InferRoute(ModelRoute):
             self.model.metrics.record_bad_request()
             raise
         call.body = b""
+        if self.large_replies and not call.reserve(0):  # before the engine works for nothing
+            raise Overloaded("the server holds too many bytes of requests and answers already")
         slow_bytes = len(body) if json_bytes is None or self._strings else json_bytes
         trace = None if head.trace is None else head.trace.decode("latin-1")
         inference = HttpInference(self, call, (body, json_bytes), trace)
@@ -73,13 +75,17 @@ class HttpInference(Inference):
     """One inference call. Its source: the body, and the length of the body's JSON part."""
 
     __slots__ = ("_decoded_bytes",)
+    _decoded_bytes: int
 
     client: Call
     route: InferRoute
 
-    def reserve(self) -> None:
-        if not self.client.reserve(self._decoded_bytes):
-            raise Overloaded("the server holds too many bytes of requests already")
+    def reserve(self, size: int) -> None:
+        if not self.client.reserve(size):
+            raise Overloaded("the server holds too many bytes of requests and answers already")
+
+    def decoded_bytes(self) -> int:
+        return self._decoded_bytes
 
     def decode(self, source: tuple[Bytes, int | None]) -> Request:
         route = self.route

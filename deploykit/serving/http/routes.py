@@ -176,6 +176,8 @@ def _reply_metrics(call: Call, result: Callable[[], tuple[bytes, str]]) -> None:
     try:
         text, content_type = result()
         call.reply(200, _PAGE_HEADERS % content_type.encode(), [text])
+    except DeploykitError as exc:
+        reply_exception(call, exc)
     except Exception:
         log.exception("the metrics could not be written")
         reply_bug(call)

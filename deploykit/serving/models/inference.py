@@ -93,8 +93,12 @@ class Inference:
             raise Overloaded("the client has disconnected")
         return source
 
-    def reserve(self) -> None:
-        """Count the memory of an offloaded `request`. Raises Overloaded above the budget."""
+    def reserve(self, size: int) -> None:
+        """Count `size` bytes more until the reply. Raises Overloaded above the memory budget."""
+
+    def decoded_bytes(self) -> int:
+        """Bytes of memory of an offloaded `request`."""
+        return self.request.region_bytes
 
     def encodes_slowly(self) -> bool:
         """Whether `encode` takes long enough to be offloaded."""
@@ -108,8 +112,9 @@ class Inference:
         try:
             self.request = request = self.decode(self._source) if decoded is None else decoded()
             self._source = None  # frees it; arrays keep the bytes that they use
-            if decoded is not None:
-                self.reserve()
+            size = request.region_bytes if decoded is None else self.decoded_bytes()
+            if size:
+                self.reserve(size)
             pending = model.submit(
                 request,
                 self._done,
@@ -151,10 +156,15 @@ class Inference:
             return
         self.pending = pending
         self._started_us = monotonic_us()
-        if self.encodes_slowly():
-            self.route.offload(self.encode, self._reply)
-        else:
+        if not self.encodes_slowly():
             self._reply()
+            return
+        try:
+            self.reserve(sum(array.nbytes for array in pending.outputs.values()))
+        except Overloaded as exc:
+            self.fail(exc)
+        else:
+            self.route.offload(self.encode, self._reply)
 
     def _reply(self, encoded: Result[Any] | None = None) -> None:
         pending = self.pending

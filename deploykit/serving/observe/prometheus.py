@@ -52,8 +52,8 @@ METRICS: Mapping[str, tuple[str, str]] = {  # name -> type, help
     "deploykit_shadow_max_error": ("gauge", "Largest relative error of the compared rows."),
     "deploykit_shadow_alarm": ("gauge", "1 while more rows disagree than `shadow_alarm` allows."),
     # the server
-    "deploykit_held_bytes": ("gauge", "Bytes of large requests that the server holds now."),
-    "deploykit_held_limit_bytes": ("gauge", "The most bytes of large requests it may hold."),
+    "deploykit_held_bytes": ("gauge", "Bytes of large requests and answers in the server."),
+    "deploykit_held_limit_bytes": ("gauge", "The most bytes of large requests and answers."),
     "deploykit_log_lines_dropped_total": ("counter", "Log lines that no reader took in time."),
     "deploykit_spans_dropped_total": ("counter", "Traced requests that no collector took in time."),
     "process_resident_memory_bytes": ("gauge", "Resident memory of this process."),

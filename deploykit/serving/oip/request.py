@@ -113,6 +113,7 @@ class Request(NamedTuple):
     id: str | None = None
     timeout_us: int | None = None  # how long it may wait; None: the server's default
     priority: int = 0  # 1 is the highest; 0: the server's default
+    region_bytes: int = 0  # of its inputs, copied from shared memory
 
 
 class Part(NamedTuple):
@@ -157,10 +158,12 @@ def plan(
     requested_outputs = _outputs(outputs, parameters, model, binary)
     parts = _inputs(inputs, model)
     key = tuple((part.name, part.slot.datatype, part.shape[1:]) for part in parts)
-    regions = any(part.region for part in parts) or any(item.region for item in requested_outputs)
+    used = [part.region.byte_size for part in parts if part.region]
+    regions = bool(used) or any(item.region for item in requested_outputs)
     timeout_us = _integer(parameters, "timeout", "microseconds") or None
     priority = _integer(parameters, "priority")
-    fields = (_rows(parts, model), key, requested_outputs, name, timeout_us, priority)
+    rows = _rows(parts, model)
+    fields = (rows, key, requested_outputs, name, timeout_us, priority, sum(used))
     return Plan(parts, fields, regions)
 
 

@@ -177,7 +177,7 @@ class Seen:
         self.cancel: Callable[[], object] | None = None
         self.status = 0
 
-    def hold(self, size: int) -> bool:
+    def reserve(self, size: int) -> bool:
         return size >= 0
 
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:  # noqa: ARG002

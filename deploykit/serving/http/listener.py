@@ -1,0 +1,92 @@
+"""What all HTTP/1.1 connections of a server share: limits, known heads, status lines, the clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import Protocol
+
+from deploykit.serving.http.exchange import Exchange
+from deploykit.serving.http.head import Limits
+from deploykit.serving.transport.call import Head
+from deploykit.serving.transport.memory import MemoryBudget
+from deploykit.serving.transport.security import AccessControl
+
+READ_BYTES = 64 << 10
+_KNOWN_HEADS = 1024
+_KNOWN_HEAD_BYTES = 1024
+
+
+class Client(Protocol):
+    """What the listener needs of a connection."""
+
+    @property
+    def unanswered(self) -> int: ...
+
+    def check(self, now_s: float) -> None: ...
+
+    def close(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+class Listener:
+    """The state shared by all connections of a server. `handle` gets each complete request."""
+
+    def __init__(
+        self,
+        handle: Callable[[Exchange], None],
+        limits: Limits,
+        access: AccessControl,
+        max_body_bytes: int,
+        memory: MemoryBudget,
+    ) -> None:
+        self.handle = handle
+        self.memory = memory
+        self.limits = limits
+        self.access = access
+        self.max_body_bytes = max_body_bytes
+        self.draining = False
+        self.connections: set[Client] = set()
+        self.read_into = bytearray(READ_BYTES)  # shared: only one connection reads at a time
+        self.view = memoryview(self.read_into)
+        self.known_heads: dict[bytes, Head] = {}  # clients repeat theirs
+        self._lines: dict[int, bytes] = {}
+        self._date = ""
+        self.tick(time.monotonic())
+
+    def tick(self, now_s: float) -> None:
+        """Close connections that are past a limit."""
+        self.now_s = now_s
+        date = formatdate(usegmt=True)
+        if date != self._date:
+            self._date = date
+            self._lines.clear()
+        for connection in list(self.connections):
+            connection.check(now_s)
+
+    def keep(self, raw: bytes, head: Head) -> None:
+        """Cache a head; not with a trace id, which differs in each request."""
+        if len(raw) <= _KNOWN_HEAD_BYTES and head.trace is None:
+            if len(self.known_heads) >= _KNOWN_HEADS:
+                self.known_heads.clear()
+            self.known_heads[raw] = head
+
+    def line(self, status: int) -> bytes:
+        """The status line and the Date of a reply, cached for a second."""
+        found = self._lines.get(status)
+        if found is None:
+            text = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nDate: {self._date}\r\n"
+            self._lines[status] = found = text.encode()
+        return found
+
+    @property
+    def unanswered(self) -> int:
+        """Complete requests whose reply has not been written."""
+        return sum(connection.unanswered for connection in self.connections)
+
+    def close_all(self) -> None:
+        for connection in list(self.connections):
+            connection.close()
