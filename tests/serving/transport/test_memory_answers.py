@@ -16,7 +16,7 @@ from deploykit.runtimes.engine import Arrays
 from deploykit.serving.web.page import FILES
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.memory import held_bytes
-from tests.support.serving.running import WAIT_S, GatedEngine, Raw, Running, request, running
+from tests.support.serving.running import WAIT_S, GatedEngine, Running, request, running
 
 ANSWER = 8 << 20  # bytes; more than the buffers of two sockets take
 LIMIT = 3 * ANSWER
