@@ -15,7 +15,7 @@ from urllib.parse import quote as percent_encode
 from deploykit.core.errors import DeploykitError, UnknownEncoding, quote
 from deploykit.serving.grpc.assembly import PREFIX_BYTES, MessageReader
 from deploykit.serving.grpc.headers import Head, Method
-from deploykit.serving.http2.flow import Flow
+from deploykit.serving.http2.flow import LEAST_BYTES_S, WAITING_BYTES, Flow
 from deploykit.serving.http2.frames import (
     DATA,
     END_HEADERS,
@@ -61,7 +61,10 @@ class Call(Stream):
     """A call from its headers to its trailers."""
 
     __slots__ = (
+        "_answer_bytes",
         "_in_turn",
+        "_max_bytes",
+        "_read_by_s",
         "_reader",
         "_received_bytes",
         "_received_one",
@@ -82,7 +85,12 @@ class Call(Stream):
         super().__init__(link, number)
         shared = link.shared
         self.head = head
-        self.held_bytes = 0  # bytes counted in the server's memory budget
+        self.held_bytes = 0  # bytes of messages counted in the server's memory budget
+        self._answer_bytes = 0  # and of answers that the client has not read
+        self._read_by_s: float | None = None  # when it must have read them
+        self._max_bytes = shared.max_message_bytes
+        if head.method is not None and head.method.max_bytes < self._max_bytes:
+            self._max_bytes = head.method.max_bytes
         self.unreplied = 0  # messages delivered and not answered
         self.slots: deque[Any] = deque()  # replies of a streaming call, in order
         self.opened = False  # the reply's headers have been sent
@@ -153,7 +161,10 @@ class Call(Stream):
             self._in_turn = True
             self._in_turn = self._deliver_all()
 
-    resume = read
+    def resume(self) -> None:
+        if self._answer_bytes:
+            self._free_answers()
+        self.read()
 
     def _continue(self) -> None:
         self._in_turn = False
@@ -164,13 +175,16 @@ class Call(Stream):
         method, shared, reader = self.head.method, self.link.shared, self._reader
         left = _MESSAGES_PER_TURN
         while reader.need and not self.gone and method is not None:
-            if reader.need > shared.max_message_bytes + PREFIX_BYTES:
+            if reader.need > self._max_bytes + PREFIX_BYTES:
                 self._too_large()
                 return False
             if reader.have < reader.need or (method.ended is None and not self.ended):
                 break
             if self.unsent or len(self.slots) >= shared.limits.outstanding:
                 return False  # continue when the client has read some replies
+            if self.link.answer_bytes > WAITING_BYTES:
+                self.link.park(self)  # as above, of any call
+                return False
             if not left:
                 self.link.call_soon(self._continue)
                 return True
@@ -229,7 +243,7 @@ class Call(Stream):
             self.fail("INVALID_ARGUMENT", "a message's first byte does not fit 'grpc-encoding'")
             return None
         try:
-            limit = self.link.shared.max_message_bytes
+            limit = self._max_bytes
             return bytes(decompress(data[PREFIX_BYTES:], encoding, limit))
         except UnknownEncoding:
             text = f"grpc-encoding is {quote(encoding)}; send gzip, deflate or plain messages"
@@ -239,11 +253,10 @@ class Call(Stream):
         return None
 
     def _too_large(self) -> None:
-        limit = self.link.shared.max_message_bytes
-        self.fail(
-            "RESOURCE_EXHAUSTED",
-            f"the message is above {limit} bytes; start the server with a larger `max_body_bytes`",
-        )
+        text = f"the message is above {self._max_bytes} bytes"
+        if self._max_bytes == self.link.shared.max_message_bytes:
+            text += "; start the server with a larger `max_body_bytes`"
+        self.fail("RESOURCE_EXHAUSTED", text)
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -260,6 +273,25 @@ class Call(Stream):
     def _free(self, size: int) -> None:
         self.held_bytes -= size
         self.link.shared.memory.bytes -= size
+
+    def _count_answer(self, size: int) -> bool:
+        """Count an answer that the client's windows do not take at once, or fail the call."""
+        shared = self.link.shared
+        self._answer_bytes += size
+        self.link.answer_bytes += size
+        if self._read_by_s is None:
+            self._read_by_s = shared.clock_s() + shared.limits.write_s
+        self._read_by_s += size / LEAST_BYTES_S
+        if shared.memory.add(size, self.held_bytes + self._answer_bytes):
+            return True
+        self.fail("UNAVAILABLE", shared.memory.message)
+        return False
+
+    def _free_answers(self) -> None:
+        self.link.shared.memory.bytes -= self._answer_bytes
+        self.link.answers_read(self._answer_bytes)
+        self._answer_bytes = 0
+        self._read_by_s = None
 
     # -- replies ---------------------------------------------------------------------------------
 
@@ -284,18 +316,25 @@ class Call(Stream):
 
     def send_message(self, parts: list[bytes]) -> None:
         """Send one of several replies."""
-        if self.gone:
+        if self.gone or self.trailers is not None:
             return
-        if not self.opened:
-            self.opened = True
-            self.link.write(frame(HEADERS, END_HEADERS, self.id, _REPLY_HEADERS))
-        length = sum(map(len, parts))
         self.unreplied = max(0, self.unreplied - 1)  # health updates reply to no message
         if self._sizes:
             self._free(self._sizes.popleft())
         elif self.ended:
             self._free(self.held_bytes)
-        self.send((b"\0" + length.to_bytes(4, "big"), *parts))
+        link, length = self.link, sum(map(len, parts))
+        prefix, size = b"\0" + length.to_bytes(4, "big"), PREFIX_BYTES + length
+        at_once = not self.unsent and link.take_window(self, size)
+        if not at_once and not self._count_answer(size):
+            return
+        if not self.opened:
+            self.opened = True
+            link.write(frame(HEADERS, END_HEADERS, self.id, _REPLY_HEADERS))
+        if at_once:
+            link.write(frame(DATA, 0, self.id, b"".join((prefix, *parts))))
+        else:
+            self.send((prefix, *parts))
 
     def complete(self) -> None:
         """End the call with status OK."""
@@ -327,6 +366,8 @@ class Call(Stream):
     def check(self, now_s: float) -> None:
         if self.deadline_s is not None and self.deadline_s <= now_s:
             self.fail("DEADLINE_EXCEEDED", "the call's deadline has passed")
+        elif self._read_by_s is not None and self._read_by_s < now_s:
+            self.link.abort()  # the client takes its answers, but too slowly
         elif self._incomplete and now_s - self._since_s > self.link.shared.limits.body_s:
             self.fail("DEADLINE_EXCEEDED", "the message took too long to come")
 
@@ -349,3 +390,5 @@ class Call(Stream):
             self._reader = MessageReader()
         super().finish()
         self._free(self.held_bytes)
+        if self._answer_bytes:
+            self._free_answers()

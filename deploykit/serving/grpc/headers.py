@@ -19,11 +19,13 @@ class Method:
     """The handlers of a method. `message(call, data, at)`: the message is `data[at:]`.
 
     `ended(call)`: for methods with several messages, after the last. `public`: needs no token.
+    `max_bytes`: of a message; the server's limit applies too.
     """
 
     message: Callable[[Any, bytes, int], None]  # called with the Call
     ended: Callable[[Any], None] | None = None
     public: bool = False
+    max_bytes: int = 1 << 32
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from deploykit.core.errors import BadInput, NotFound, Unsupported, quote
 from deploykit.serving.grpc.call import Call
 from deploykit.serving.grpc.headers import Method
 from deploykit.serving.grpc.infer import InferMethods, fail_with
+from deploykit.serving.http2.flow import Flow
 from deploykit.serving.models.offload import Offload
 from deploykit.serving.models.repository import VERSION, ModelRepository, ServedModel
 from deploykit.serving.oip import messages as infer
@@ -32,6 +34,10 @@ _EXTENSIONS = (  # not supported, unless `Calls.methods` has them
         for what in ("Status", "Register", "Unregister")
     ),
 )
+_SMALL_BYTES = 64 << 10  # of a message to any method but inference
+_WATCHES = 1024  # calls of Health.Watch, which needs no token
+_WATCHES_EACH = 16  # of one connection
+_SERVICE_BYTES = 256  # of a service's name in them
 _SERVING, _NOT_SERVING, _UNKNOWN = 1, 2, 3
 
 
@@ -41,7 +47,9 @@ class Calls:
     def __init__(self, repository: ModelRepository, offload: Offload) -> None:
         self._repository = repository
         self.inference = inference = InferMethods(repository, offload)
-        self._watching: dict[Call, tuple[str, int]] = {}
+        self._watching: dict[str, dict[Call, None]] = {}  # by the name of the service
+        self._health_sent: dict[str, int] = {}
+        self._watches: Counter[Flow] = Counter()
         unary: dict[str, Callable[[Any], Message]] = {
             "ServerMetadata": lambda _: message_from(
                 "ServerMetadataResponse", repository.metadata()
@@ -54,22 +62,24 @@ class Calls:
             **(_regions(repository.memory) if repository.memory is not None else {}),
         }
         self.methods = {
-            f"/{SERVICE}/ServerLive": Method(_unary("ServerLive", self._live), public=True),
-            f"/{SERVICE}/ServerReady": Method(_unary("ServerReady", self._ready), public=True),
+            f"/{SERVICE}/ServerLive": _small(_unary("ServerLive", self._live), public=True),
+            f"/{SERVICE}/ServerReady": _small(_unary("ServerReady", self._ready), public=True),
             f"/{SERVICE}/ModelInfer": Method(inference.infer),
             f"/{SERVICE}/ModelStreamInfer": Method(inference.stream, inference.end_stream),
-            **{f"/{SERVICE}/{name}": Method(_not_offered) for name in _EXTENSIONS},
-            **{f"/{SERVICE}/{name}": Method(_unary(name, to)) for name, to in unary.items()},
-            f"/{_HEALTH}/Check": Method(_unary("HealthCheck", self._check), public=True),
-            f"/{_HEALTH}/Watch": Method(self._watch, public=True),
+            **{f"/{SERVICE}/{name}": _small(_not_offered) for name in _EXTENSIONS},
+            **{f"/{SERVICE}/{name}": _small(_unary(name, to)) for name, to in unary.items()},
+            f"/{_HEALTH}/Check": _small(_unary("HealthCheck", self._check), public=True),
+            f"/{_HEALTH}/Watch": _small(self._watch, public=True),
         }
 
     def tick(self) -> None:
         """Send health changes to the Watch calls."""
-        for call, (name, status) in list(self._watching.items()):
+        for name, calls in list(self._watching.items()):
             now = self._health(name)
-            if now != status:
-                self._send_health(call, name, now)
+            if now != self._health_sent[name]:
+                self._health_sent[name] = now
+                for call in list(calls):
+                    _send_health(call, now)
 
     # -- unary methods ---------------------------------------------------------------------------
 
@@ -130,12 +140,36 @@ class Calls:
         except BadInput as exc:
             fail_with(call, exc)
             return
-        call.cancel = partial(self._watching.pop, call, None)
-        self._send_health(call, name, self._health(name))
+        link = call.link
+        if self._watches[link] >= _WATCHES_EACH or self._watches.total() >= _WATCHES:
+            text = f"of at most {_WATCHES_EACH} Watch calls of a client and {_WATCHES} of all"
+            call.fail("RESOURCE_EXHAUSTED", f"there is one too many, {text}; use Check instead")
+            return
+        if len(name) > _SERVICE_BYTES:
+            call.fail("INVALID_ARGUMENT", f"a service's name has at most {_SERVICE_BYTES} bytes")
+            return
+        self._watches[link] += 1
+        self._watching.setdefault(name, {})[call] = None
+        call.cancel = partial(self._unwatch, name, call)
+        status = self._health_sent.setdefault(name, self._health(name))
+        _send_health(call, status)
 
-    def _send_health(self, call: Call, name: str, status: int) -> None:
-        self._watching[call] = (name, status)
-        call.send_message([_message("HealthCheckResponse", status=status).SerializeToString()])
+    def _unwatch(self, name: str, call: Call) -> None:
+        calls = self._watching[name]
+        del calls[call]
+        if not calls:
+            del self._watching[name], self._health_sent[name]
+        self._watches[call.link] -= 1
+        if not self._watches[call.link]:
+            del self._watches[call.link]
+
+
+def _send_health(call: Call, status: int) -> None:
+    call.send_message([_message("HealthCheckResponse", status=status).SerializeToString()])
+
+
+def _small(message: Callable[[Call, bytes, int], None], *, public: bool = False) -> Method:
+    return Method(message, public=public, max_bytes=_SMALL_BYTES)
 
 
 def _message(name: str, **values: Any) -> Message:

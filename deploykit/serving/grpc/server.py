@@ -12,7 +12,7 @@ from deploykit.serving.grpc.call import Call
 from deploykit.serving.grpc.headers import HeadParser
 from deploykit.serving.grpc.methods import Calls
 from deploykit.serving.http2.connection import Connection
-from deploykit.serving.http2.flow import Limits, Shared
+from deploykit.serving.http2.shared import Limits, Shared
 from deploykit.serving.models.offload import Offload
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.options import ServeOptions

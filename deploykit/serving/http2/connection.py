@@ -9,7 +9,7 @@ import logging
 
 from hpack import HPACKError
 
-from deploykit.serving.http2.flow import FRAME_BYTES, Flow, Shared
+from deploykit.serving.http2.flow import FRAME_BYTES, Flow
 from deploykit.serving.http2.frames import (
     ACK,
     COMPRESSION_ERROR,
@@ -41,6 +41,7 @@ from deploykit.serving.http2.frames import (
     frame,
 )
 from deploykit.serving.http2.headers import HeaderReader, MalformedHeaders, check_fields
+from deploykit.serving.http2.shared import Shared
 
 log = logging.getLogger(__name__)
 

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from deploykit.serving.http2.frames import (
     END_STREAM,
@@ -25,9 +23,8 @@ from deploykit.serving.http2.frames import (
     ConnectionFault,
     frame,
 )
-from deploykit.serving.http2.headers import Pairs
+from deploykit.serving.http2.shared import Shared
 from deploykit.serving.http2.stream import Stream
-from deploykit.serving.transport.memory import MemoryBudget
 
 log = logging.getLogger(__name__)
 
@@ -38,84 +35,8 @@ _RESERVED_MESSAGES = 4  # of maximum size that one connection may send at once
 _TOGETHER_BYTES = 1 << 18  # written at once
 _HIGH_WATER_BYTES = 1 << 20  # unsent bytes from which on we stop reading
 _LEFT_OPEN = 1024  # streams that we have ended and the client perhaps not; twice the largest count
-_WORK_S = 0.01  # for frames that wait, in one turn of the loop
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one connection may send and how long it may take."""
-
-    connections: int = 4096
-    streams: int = 512  # concurrent, per connection
-    outstanding: int = 256  # unsent replies of one stream
-    all_streams: int = 16384  # of all connections; each costs memory and time while it is open
-    header_bytes: int = 64 << 10
-    header_frames: int = 128  # of one header block
-    headers: int = 100
-    empty_frames: int = 2000  # a second: pings, resets, refused calls, ...
-    header_s: float = 10.0  # until the settings arrive; until a header block is complete
-    body_s: float = 30.0  # of one message
-    idle_s: float = 75.0  # without a stream
-    write_s: float = 30.0  # for a client that does not read its reply
-    linger_s: float = 2.0  # for reading the reason of a close
-
-
-class Shared:
-    """The state shared by all connections of a server.
-
-    `parse` makes a head from a stream's headers; `open` makes a stream from connection, number and
-    head.
-    """
-
-    def __init__(
-        self,
-        parse: Callable[[Pairs], Any],
-        open: Callable[[Any, int, Any], Stream],  # noqa: A002 - it opens a stream
-        limits: Limits,
-        max_message_bytes: int,
-        memory: MemoryBudget,
-        clock_s: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.parse = parse
-        self.open = open
-        self.limits = limits
-        self.max_message_bytes = max_message_bytes
-        self.memory = memory
-        self.connections: set[Flow] = set()
-        self.open_streams = 0  # of all connections
-        self.backlog: deque[Flow] = deque()  # with frames that wait for a turn of the loop
-        self._has_turn = False
-        self.clock_s = clock_s
-        self.now_s = clock_s()
-        self.tick_s = 0.0  # between the last two ticks
-
-    def add_to_backlog(self, connection: Flow) -> None:
-        self.backlog.append(connection)
-        if not self._has_turn:
-            self._has_turn = True
-            asyncio.get_running_loop().call_soon(self._work)
-
-    def _work(self) -> None:
-        """Process frames that wait, in turn, for a short time in each turn of the loop."""
-        end_s = self.clock_s() + _WORK_S
-        for _ in range(len(self.backlog)):
-            self.backlog.popleft().continue_reading()
-            if self.clock_s() > end_s:
-                break
-        self._has_turn = bool(self.backlog)
-        if self._has_turn:
-            asyncio.get_running_loop().call_soon(self._work)
-
-    def tick(self) -> None:
-        """Close what took too long."""
-        now_s = self.clock_s()
-        self.tick_s, self.now_s = now_s - self.now_s, now_s
-        for connection in list(self.connections):
-            connection.check(now_s)
-
-    @property
-    def unanswered(self) -> int:
-        return sum(connection.unanswered for connection in self.connections)
+LEAST_BYTES_S = 32 << 10  # a client that reads its answers more slowly is disconnected
+WAITING_BYTES = 16 << 20  # of answers, above which a connection's requests wait
 
 
 class Flow(asyncio.Protocol):
@@ -143,6 +64,11 @@ class Flow(asyncio.Protocol):
         self._writes: list[bytes] = []
         self._write_bytes = 0
         self._will_push = False
+        self.answer_bytes = 0  # of answers that its windows do not take
+        self._parked: dict[Stream, None] = {}  # with requests that wait until answers are read
+        self._flushed = 0  # bytes given to the transport
+        self._buffered = 0  # of them, not yet sent: counted in the memory budget
+        self._read_by_s: float | None = None  # when the client must have read more of them
         self._stalled_s: float | None = None  # when the client stopped reading
         self._blocked_s: float | None = None  # when its windows began to block a reply
 
@@ -168,6 +94,8 @@ class Flow(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         self.closed_for_reading = True
         self.shared.connections.discard(self)
+        self.shared.memory.bytes -= self._buffered
+        self._buffered = 0
         for stream in list(self.streams.values()):
             stream.cancelled()
 
@@ -268,6 +196,20 @@ class Flow(asyncio.Protocol):
         self._blocked_s = None
         self.empty_frames -= 2  # the client may tell us that it has read them
 
+    def park(self, stream: Stream) -> None:
+        """Resume this stream once the client has read answers."""
+        self._parked[stream] = None
+
+    def answers_read(self, size: int) -> None:
+        self.answer_bytes -= size
+        if self._parked and self.answer_bytes <= WAITING_BYTES:
+            self._loop.call_soon(self._unpark)
+
+    def _unpark(self) -> None:
+        parked, self._parked = self._parked, {}
+        for stream in parked:
+            stream.resume()
+
     def push_soon(self) -> None:
         """`push` in the next turn of the loop, once for all that the client has changed."""
         if not self._will_push and self.streams:
@@ -298,6 +240,7 @@ class Flow(asyncio.Protocol):
     def _flush(self) -> None:
         if self._writes and not self._transport.is_closing():
             self._transport.write(b"".join(self._writes))
+            self._flushed += self._write_bytes
         self._writes.clear()
         self._write_bytes = 0
 
@@ -335,8 +278,9 @@ class Flow(asyncio.Protocol):
             self._blocked_s = None
         elif self._blocked_s is None:
             self._blocked_s = now_s
+        reads = self._count_buffered(now_s)
         since_s = self._stalled_s if self._stalled_s is not None else self._blocked_s
-        late = since_s is not None and now_s - since_s > limits.write_s
+        late = not reads or (since_s is not None and now_s - since_s > limits.write_s)
         if self.closed_for_reading:
             late = late or waited_s > limits.linger_s
         elif self.in_header_block or not self.has_settings:
@@ -345,6 +289,21 @@ class Flow(asyncio.Protocol):
             self._transport.abort()
         elif not self.streams and waited_s > limits.idle_s:
             self.close()
+
+    def _count_buffered(self, now_s: float) -> bool:
+        """Count what the transport has not sent; whether the client reads it fast enough."""
+        size = self._transport.get_write_buffer_size()
+        if size == self._buffered == 0:
+            return True
+        sent, self._flushed = self._flushed - (size - self._buffered), 0
+        self.shared.memory.bytes += size - self._buffered
+        self._buffered = size
+        latest_s = now_s + self.shared.limits.write_s
+        if size == 0 or self._read_by_s is None:
+            self._read_by_s = latest_s if size else None
+            return True
+        self._read_by_s = min(latest_s, self._read_by_s + sent / LEAST_BYTES_S)
+        return now_s <= self._read_by_s
 
     def close(self) -> None:
         """Accept no more streams; close once all written data is sent."""

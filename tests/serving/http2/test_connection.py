@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deploykit.serving.http2.flow import Limits
+from deploykit.serving.http2.shared import Limits
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import (
     INFER,

@@ -19,7 +19,7 @@ from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.engine import BaseEngine
 from deploykit.serving.batching.delivery import deliver_inline
 from deploykit.serving.grpc.server import GrpcServer
-from deploykit.serving.http2.flow import Limits
+from deploykit.serving.http2.shared import Limits
 from deploykit.serving.models.offload import ThreadOffload
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.options import ServeOptions

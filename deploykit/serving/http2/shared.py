@@ -1,0 +1,104 @@
+"""What the connections of one server share: limits, counts, and turns of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from deploykit.serving.http2.headers import Pairs
+from deploykit.serving.http2.stream import Stream
+from deploykit.serving.transport.memory import MemoryBudget
+
+_WORK_S = 0.01  # for frames that wait, in one turn of the loop
+
+
+class Client(Protocol):
+    """A connection, as the server sees it."""
+
+    @property
+    def unanswered(self) -> int: ...
+    def check(self, now_s: float) -> None: ...
+    def continue_reading(self) -> None: ...
+    def close(self) -> None: ...
+    def abort(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one connection may send and how long it may take."""
+
+    connections: int = 4096
+    streams: int = 512  # concurrent, per connection
+    outstanding: int = 256  # unsent replies of one stream
+    all_streams: int = 16384  # of all connections; each costs memory and time while it is open
+    header_bytes: int = 64 << 10
+    header_frames: int = 128  # of one header block
+    headers: int = 100
+    empty_frames: int = 2000  # a second: pings, resets, refused calls, ...
+    header_s: float = 10.0  # until the settings arrive; until a header block is complete
+    body_s: float = 30.0  # of one message
+    idle_s: float = 75.0  # without a stream
+    write_s: float = 30.0  # for a client that does not read its reply
+    linger_s: float = 2.0  # for reading the reason of a close
+
+
+class Shared:
+    """The state shared by all connections of a server.
+
+    `parse` makes a head from a stream's headers; `open` makes a stream from connection, number and
+    head.
+    """
+
+    def __init__(
+        self,
+        parse: Callable[[Pairs], Any],
+        open: Callable[[Any, int, Any], Stream],  # noqa: A002 - it opens a stream
+        limits: Limits,
+        max_message_bytes: int,
+        memory: MemoryBudget,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.parse = parse
+        self.open = open
+        self.limits = limits
+        self.max_message_bytes = max_message_bytes
+        self.memory = memory
+        self.connections: set[Client] = set()
+        self.open_streams = 0  # of all connections
+        self.backlog: deque[Client] = deque()  # with frames that wait for a turn of the loop
+        self._has_turn = False
+        self.clock_s = clock_s
+        self.now_s = clock_s()
+        self.tick_s = 0.0  # between the last two ticks
+
+    def add_to_backlog(self, connection: Client) -> None:
+        self.backlog.append(connection)
+        if not self._has_turn:
+            self._has_turn = True
+            asyncio.get_running_loop().call_soon(self._work)
+
+    def _work(self) -> None:
+        """Process frames that wait, in turn, for a short time in each turn of the loop."""
+        end_s = self.clock_s() + _WORK_S
+        for _ in range(len(self.backlog)):
+            self.backlog.popleft().continue_reading()
+            if self.clock_s() > end_s:
+                break
+        self._has_turn = bool(self.backlog)
+        if self._has_turn:
+            asyncio.get_running_loop().call_soon(self._work)
+
+    def tick(self) -> None:
+        """Close what took too long."""
+        now_s = self.clock_s()
+        self.tick_s, self.now_s = now_s - self.now_s, now_s
+        for connection in list(self.connections):
+            connection.check(now_s)
+
+    @property
+    def unanswered(self) -> int:
+        return sum(connection.unanswered for connection in self.connections)
