@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploykit.api import golden, verify
+from deploykit.api import batching, golden, verify
 from deploykit.api.artefacts import (
     Made,
     Progress,
@@ -152,9 +152,13 @@ def _prove(
             samples = golden.carry(source, tmp)
             if samples is not None and moved:  # recorded with the pairs at other places
                 samples = golden.loosen(samples, tmp, engine)
+        proof = batching.prove(engine, tmp, samples)
+        notes += batching.notes(engine, proof)
     if moved:
         notes += [_MOVED] if evaluation else [_MOVED, _NOT_CHECKED]
-    return Evidence(parity=parity, accuracy=evaluation, golden=samples, notes=tuple(notes))
+    return Evidence(
+        parity=parity, accuracy=evaluation, golden=samples, batching=proof, notes=tuple(notes)
+    )
 
 
 def _check_integers(

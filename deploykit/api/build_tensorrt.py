@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.api import golden, verify
+from deploykit.api import batching, golden, verify
 from deploykit.api.artefacts import Made, Progress, keep, reject
 from deploykit.api.evaluate import QuantizeRequest, evaluate_engine
 from deploykit.builders.builder import BuildResult
@@ -167,6 +167,9 @@ def _prove(
                 with load(source, "cpu") as model:
                     evaluation = evaluate_engine(model, engine, request, (source.name, name))
             evidence = replace(evidence, parity=parity, precision=read, accuracy=evaluation)
+            if parity is not None and parity.passed:
+                proof = batching.prove(engine, tmp, evidence.golden)
+                evidence = replace(evidence, batching=proof)
     except Unsupported as exc:
         why = exc.message
     if parity is None:

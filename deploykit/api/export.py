@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from deploykit.api import golden
+from deploykit.api import batching, golden
 from deploykit.api.artefacts import (
     Made,
     Progress,
@@ -27,6 +27,7 @@ from deploykit.core.evidence import (
     Parity,
     Preflight,
     Problem,
+    RowIndependence,
 )
 from deploykit.core.files import check_writable
 from deploykit.core.paths import StrPath
@@ -101,10 +102,19 @@ def export(
         on_progress("exporting", 0.1)
         done = _write(source.loaded, tmp, opset, exporter)
         on_progress("comparing with PyTorch", 0.7)
-        parity, recorded = _prove(source, tmp, feeds, max_error, place.name)
+        proof = _prove(source, tmp, feeds, max_error, place.name)
         on_progress("writing the manifest", 0.95)
-        made = _record(source, done, place, tmp, (parity, recorded), target, pixels)
-        return keep_if_equal(tmp, made, parity)
+        made = _record(source, done, place, tmp, proof, target, pixels)
+        return keep_if_equal(tmp, made, proof.parity)
+
+
+class _Proof(NamedTuple):
+    """What was measured of the graph."""
+
+    parity: Parity
+    recorded: GoldenSamples | None
+    batching: RowIndependence
+    notes: tuple[str, ...]
 
 
 def _record(
@@ -112,7 +122,7 @@ def _record(
     done: Exported,
     place: Path,
     tmp: Path,
-    proof: tuple[Parity, GoldenSamples | None],
+    proof: _Proof,
     target: Profile | None,
     pixels: Preprocess | None,
 ) -> Made:
@@ -123,7 +133,7 @@ def _record(
     graph = Graph.open(tmp)
     problems = tuple(preflight.unsupported(graph, target)) if target else ()
     evidence = Evidence(
-        parity=proof[0],
+        parity=proof.parity,
         source=source.record,
         export=ExportRecord(
             done.exporter,
@@ -133,11 +143,13 @@ def _record(
             pixels,
         ),
         preflight=Preflight(target.name, problems) if target else None,
-        golden=proof[1],
+        batching=proof.batching,
+        golden=proof.recorded,
     )
     tools = ("torch", "onnx", "onnxscript")
     manifest = onnx_manifest(graph, source.hashes, tools=tools, evidence=evidence)
-    return Made(place, manifest, _notes(source, done, proof[1], target, problems))
+    notes = (*_notes(source, done, proof.recorded, target, problems), *proof.notes)
+    return Made(place, manifest, notes)
 
 
 def _destination(model: ArtefactLike | torch.nn.Module, out: StrPath | None) -> Path:
@@ -246,15 +258,17 @@ def _prove(
     feeds: Sequence[Mapping[str, np.ndarray]],
     max_error: float,
     out_name: str,
-) -> tuple[Parity, GoldenSamples | None]:
-    """Compare the graph with the module, and record golden samples next to the graph."""
+) -> _Proof:
+    """Compare the graph with the module, record golden samples next to it, prove its batch."""
     from deploykit.runtimes.engine import load
     from deploykit.runtimes.torch.engine import TorchEngine
 
     loaded, names = source.loaded, (source.name, out_name)
     with TorchEngine(loaded, source.name, "cpu", None) as reference, load(tmp, "cpu") as exported:
         parity = _compare(reference, exported, feeds, max_error, names, loaded.limits)
-        return parity, golden.record(reference, _few(feeds, loaded.inputs), tmp)
+        recorded = golden.record(reference, _few(feeds, loaded.inputs), tmp)
+        rows = batching.prove(exported, tmp, recorded)
+        return _Proof(parity, recorded, rows, batching.notes(exported, rows))
 
 
 def _compare(

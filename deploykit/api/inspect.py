@@ -56,10 +56,24 @@ def inspect(path: ArtefactLike) -> Inspection:
     artefact = Artefact.open(path)
     manifest, size = artefact.manifest, artefact.path.stat().st_size
     read = {"onnx": _onnx, "torch": _torch, "safetensors": _torch}.get(artefact.format, _engine)
-    content = read(artefact)
+    inputs, outputs, precision, details, fits = read(artefact)
+    if read is not _torch:
+        details = {**details, "batching": _batching(inputs, outputs, manifest)}
+    content = (inputs, outputs, precision, details, fits)
     return Inspection(
         artefact.path, artefact.format, size, artefact.sha256, *content, manifest=manifest
     )
+
+
+def _batching(inputs: _Specs, outputs: _Specs, manifest: Manifest | None) -> str:
+    """Whether `serve` joins requests, as far as that is known without a run."""
+    from deploykit.runtimes.batching import why_no_batch
+
+    proof = manifest.evidence.batching if manifest else None
+    why = proof.why if proof else why_no_batch(inputs, outputs)
+    if why:
+        return f"{'on' if proof and proof.passed else 'off'}: {why}"
+    return "not proven yet: serve does it when it starts, build keeps it in the manifest"
 
 
 def _onnx(artefact: Artefact) -> _Content:

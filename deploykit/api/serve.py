@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deploykit.api.batching import add_evidence
 from deploykit.api.open import open_proven
 from deploykit.api.running_server import RunningServer
 from deploykit.core.artefact import Artefact, ArtefactLike, sniff
@@ -49,6 +50,8 @@ def serve(
     threads: int | None = None,
     instances: int = 1,
     max_batch: int = 32,
+    batching: bool = True,
+    assume_batched: bool = False,
     max_delay_us: int = 0,
     preferred: Sequence[int] = (),
     slo_ms: float | None = None,
@@ -74,10 +77,11 @@ def serve(
     """Serve models over HTTP and gRPC from a thread of this process; return when it is ready.
 
     `models`: a file, several, or files by name. Port 0: a free one; `grpc_port` None: HTTP alone.
-    `instances`: engines per model. `max_batch`: samples in one call. `slo_ms`: adapt batch and
-    delay to keep p99 below. `buckets`: pad a dynamic axis to these sizes, {"T": (16, 32)}, with the
-    values of `pad`, {"input_ids": 0}. `queue`: waiting requests per model. `token`: what clients
-    send as a bearer token. `shadows`: by model, a file that runs a share of the requests again.
+    `instances`: engines per model. `max_batch`: samples in one call; `batching` False: requests are
+    never joined, `assume_batched`: without a trial. `slo_ms`: adapt batch and delay to keep p99
+    below. `buckets`: pad a dynamic axis to these sizes, {"T": (16, 32)}, with the values of `pad`.
+    `queue`: waiting requests per model. `token`: what clients send as a bearer token. `shadows`: by
+    model, a file that runs a share of the requests again.
 
     Raises BadInput, NotFound, MissingExtra, Unsupported where the device is missing, GateFailed for
     an engine that fails its proof.
@@ -260,6 +264,11 @@ class Opening:
     cpu_fallback: bool
 
     def __call__(self, file: Path) -> Sequence[Engine]:
+        engines = self._open(file)
+        add_evidence(engines, file)
+        return engines
+
+    def _open(self, file: Path) -> Sequence[Engine]:
         threads, count = self.threads, self.instances
         if threads is None and count > 1:
             threads = max(1, usable_cores() // count)

@@ -33,6 +33,8 @@ class ServeOptions:
     grpc_port: int = 8001
     grpc: bool = True
     max_batch: int = 32
+    batching: bool = True
+    assume_batched: bool = False
     max_delay_us: int = 0
     preferred: str | None = None
     slo_ms: float | None = None
@@ -73,6 +75,8 @@ Address:
 --grpc/--no-grpc       Serve gRPC too
 Batching:
 --max-batch N          Most samples in one call
+--batching/--no-batching  Join requests where their answers stay the same
+--assume-batched       Join requests without a trial of that
 --max-delay-us MICROSECONDS  How long to wait for more requests
 --preferred N,N,...    Batch sizes worth waiting for, within --max-delay-us
 --slo-ms MS            Adapt batch and delay to keep p99 below this

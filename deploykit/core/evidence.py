@@ -337,6 +337,20 @@ class BuildRecord(Record):
 
 
 @dataclass(frozen=True)
+class RowIndependence(Record):
+    """Whether requests may be joined: no row's outputs depend on the rows next to it.
+
+    `rows`: the numbers of rows that were run. `error`: the largest difference of a row alone and
+    joined, relative to the largest value of the output.
+    """
+
+    passed: bool
+    why: str
+    rows: tuple[int, ...] = ()
+    error: float = 0.0
+
+
+@dataclass(frozen=True)
 class Evidence(Record):
     """What is known of one artefact; None: not examined.
 
@@ -354,6 +368,7 @@ class Evidence(Record):
     export: ExportRecord | None = None
     preflight: Preflight | None = None
     build: BuildRecord | None = None
+    batching: RowIndependence | None = None
     source_graph: Evidence | None = None
     golden: GoldenSamples | None = None
     weights: WeightsFile | None = None

@@ -9,7 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from deploykit.core.extras import installed
 from deploykit.core.machine import this_machine
 from deploykit.core.runtime import function
 from deploykit.core.tensors import TensorSpec, mismatch
+
+if TYPE_CHECKING:
+    from deploykit.core.evidence import RowIndependence
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -34,7 +37,8 @@ class Engine(Protocol):
     `runtime`: its name and version ("onnxruntime 1.31.1"). `notes`: warnings for the user, such as
     nodes that run on the CPU. `steady`: a call's time depends on the shapes of its inputs alone, so
     no values can make it hang. `last_copies_us`: of the last call, to the device and back.
-    `BaseEngine` has defaults for all but `inputs`, `outputs`, `device` and `runtime`.
+    `batching`: whether its rows may be joined, as its manifest says. `examples`: inputs that it is
+    known to run. `BaseEngine` has defaults for all but `inputs`, `outputs`, `device` and `runtime`.
     """
 
     @property
@@ -55,6 +59,10 @@ class Engine(Protocol):
     def steady(self) -> bool: ...
     @property
     def last_copies_us(self) -> tuple[int, int]: ...
+    @property
+    def batching(self) -> RowIndependence | None: ...
+    @property
+    def examples(self) -> Arrays | None: ...
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Run once. Raises BadInput when the feeds do not fit `inputs`."""
@@ -89,6 +97,8 @@ class BaseEngine(Closing):
     notes: tuple[str, ...] = ()
     steady: bool = False
     last_copies_us: tuple[int, int] = (0, 0)
+    batching: RowIndependence | None = None
+    examples: Arrays | None = None
 
 
 OpenEngine = Callable[[Artefact, str, "int | None", bool], Engine]  # device, threads, trust

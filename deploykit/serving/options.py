@@ -30,13 +30,16 @@ class ServeOptions:
 
     `grpc_port` None: no gRPC. `slo_ms`: adapt batch size and delay to this latency; None: both are
     fixed. `token`: required from clients as `Authorization: Bearer`. `buckets`: lengths that a
-    dynamic axis is padded to; `pad`: the padding value per input.
+    dynamic axis is padded to; `pad`: the padding value per input. `batching` False: requests are
+    never joined; `assume_batched`: they are joined without the proof that this changes no answer.
     """
 
     host: str = "127.0.0.1"
     http_port: int = 8000
     grpc_port: int | None = None
     max_batch: int = 32
+    batching: bool = True
+    assume_batched: bool = False
     max_delay_us: int = 0
     preferred: tuple[int, ...] = ()  # batch sizes in rows that run without further delay
     slo_ms: float | None = None
@@ -60,6 +63,8 @@ class ServeOptions:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise BadInput(f"`{name}` must be between {low} and {high}, got {value}")
+        if self.assume_batched and not self.batching:
+            raise BadInput("`assume_batched` contradicts `batching` being off")
         for size in self.preferred:
             if not 1 <= size <= self.max_batch:
                 raise BadInput(

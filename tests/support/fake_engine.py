@@ -7,6 +7,7 @@ import time
 import numpy as np
 
 from deploykit.core.errors import BadInput, DeploykitError
+from deploykit.core.evidence import RowIndependence
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.engine import Arrays, BaseEngine, check_feeds
 
@@ -19,6 +20,7 @@ class FakeEngine(BaseEngine):
 
     device = "cpu"
     runtime = "fake"
+    batching = RowIndependence(True, "by construction", (1 << 20,))  # no run before the first batch
 
     def __init__(
         self,

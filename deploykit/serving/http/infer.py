@@ -7,7 +7,6 @@ the GIL for long, to another process.
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from collections.abc import Sequence
 
@@ -46,7 +45,6 @@ class InferRoute(ModelRoute):
         super().__init__(repository, model, offload)
         self.worker = worker
         self.max_body_bytes = repository.options.max_body_bytes
-        self.large_replies = _may_be_large(model)
         inputs = model.signature.inputs.values()
         self._strings = any(slot.datatype == "BYTES" for slot in inputs)  # slow to decode
 
@@ -112,12 +110,14 @@ class HttpInference(Inference):
     def encodes_slowly(self) -> bool:
         if self.client.head.accept_encoding is not None:
             return True
-        return self.route.large_replies and self._json_bytes_above(LARGE_BYTES)
+        return self.route.model.largest_output_bytes > LARGE_BYTES and self._json_bytes_above(
+            LARGE_BYTES
+        )
 
     def encode(self) -> tuple[int, bytes, Sequence[Bytes]]:
         route, request, outputs = self.route, self.request, self.pending.outputs
         name, signature = route.model.name, route.model.signature
-        worker = route.worker if route.large_replies else None
+        worker = route.worker if route.model.largest_output_bytes > LARGE_BYTES else None
         if (
             worker is not None
             and self._json_bytes_above(_LONG_BYTES)
@@ -157,15 +157,3 @@ def _memory_bytes(array: np.ndarray) -> int:
     """Bytes of memory including its strings."""
     strings = sum(map(sys.getsizeof, array.flat)) if array.dtype.kind == "O" else 0
     return array.nbytes + strings
-
-
-def _may_be_large(model: ServedModel) -> bool:
-    """Whether any output can be large, at the largest batch."""
-    for slot in model.signature.outputs.values():
-        axes = list(slot.spec.shape)
-        if model.max_batch:
-            axes[0] = model.max_batch
-        sizes = [axis for axis in axes if isinstance(axis, int)]
-        if len(sizes) < len(axes) or math.prod(sizes) * slot.dtype.itemsize > LARGE_BYTES:
-            return True
-    return False

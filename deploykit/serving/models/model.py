@@ -13,36 +13,35 @@ from typing import Any
 
 from deploykit.core.errors import BadInput
 from deploykit.core.machine import usable_cores
-from deploykit.core.tensors import TensorSpec
+from deploykit.runtimes.batching import looks_batched
 from deploykit.runtimes.engine import Engine
 from deploykit.serving.batching.batcher import Batcher, Retired, shutting_down
 from deploykit.serving.batching.buckets import Buckets
 from deploykit.serving.batching.delivery import CallSoon, countdown
 from deploykit.serving.batching.policy import (
-    DEFAULT_LEVEL,
-    LEVELS,
     BatchPolicy,
     Pending,
     Watcher,
     Watchers,
 )
 from deploykit.serving.batching.slo import Steering
-from deploykit.serving.models.compatibility import check_compatible, largest_batch
+from deploykit.serving.models import description
+from deploykit.serving.models.compatibility import (
+    check_compatible,
+    largest_batch,
+    prove_batching,
+    why_not_batched,
+)
 from deploykit.serving.models.warmup import AGAIN_US, SHORT_US, WarmUp, short_rows
 from deploykit.serving.observe.metrics import ModelMetrics
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.oip.request import Request, Signature, signature
-from deploykit.serving.oip.tensors import Slot
 from deploykit.serving.options import VERSION, ServeOptions
 
 log = logging.getLogger(__name__)
 
 SPIN_US = 100  # after a batch; a single client got 10 to 20 % more replies, on 2 cores
-_PLATFORMS: Mapping[str, tuple[str, str]] = {  # Triton's names (platform, backend)
-    "onnxruntime": ("onnxruntime_onnx", "onnxruntime"),
-    "tensorrt": ("tensorrt_plan", "tensorrt"),
-    "torch": ("pytorch_libtorch", "pytorch"),
-}
+_ALONE = "requests are served one at a time: {}"
 
 
 class ServedModel:
@@ -63,18 +62,17 @@ class ServedModel:
             raise BadInput(f"model '{name}' has no engine")
         for engine in engines[1:]:
             check_compatible(name, engines[0], engine)
-        self.max_batch = largest_batch(engines[0], options.max_batch)
-        self.signature: Signature = signature(
-            engines[0].inputs, engines[0].outputs, self.max_batch, options.max_body_bytes
-        )
+        self._options = options
+        self.not_batched = why_not_batched(engines[0], options)
+        # the same, where the names of the axes make users expect a batch
+        self._dependent = self.not_batched if looks_batched(engines[0]) and options.batching else ""
+        self._set_batch()
         self.buckets = _buckets(name, engines[0], options) if self.max_batch else None
         self.metrics = ModelMetrics(name, VERSION)
         self._watcher: Watcher = self.metrics
-        self._options = options
         self._deliver = deliver
         self._clock_us = clock_us
         self._call_soon = call_soon
-        self._preferred = tuple(n for n in sorted(set(options.preferred)) if n <= self.max_batch)
         self._warm_notes: tuple[str, ...] = ()
         self.remark: Callable[[], str | None] = lambda: None  # an additional note, or None
         self._swap = threading.Lock()  # for replacements and the end
@@ -90,9 +88,18 @@ class ServedModel:
     def warm_up(self) -> None:
         """Run every engine at every expected shape, before the first request.
 
-        Also checks that padding to buckets changes no output. An error names the shape that failed.
+        Before, prove that requests may be joined; those of a model that fails are served one by
+        one. Also checks that padding to buckets changes no output. An error names the shape that
+        failed.
         """
-        self._warm_notes, self.batcher.inline_max_rows = self._warm(self.engines, self._steering)
+        times_us: dict[int, int] = {}
+        why = self._why_dependent(self.engines[0], times_us)
+        if why:
+            self._stop_batching(why)
+        if self._dependent:
+            log.warning("model '%s': %s", self.name, _ALONE.format(self._dependent))
+        notes, inline_max_rows = self._warm(self.engines, self._steering, times_us)
+        self._warm_notes, self.batcher.inline_max_rows = notes, inline_max_rows
 
     def replace(self, engines: Sequence[Engine]) -> None:
         """Warm up `engines` and serve with them from now on.
@@ -110,8 +117,16 @@ class ServedModel:
                     f"model '{self.name}': the new engine takes batches of {engine.max_batch} "
                     f"at most, the one in use takes {self.max_batch}"
                 )
+        times_us: dict[int, int] = {}
+        why = self._why_dependent(engines[0], times_us)
+        if why:
+            raise BadInput(
+                f"model '{self.name}': requests to the engine in use are joined, those to the new "
+                f"one may not be: {why}",
+                hint="start the server again to serve it one request at a time",
+            )
         steering = self._new_steering(len(engines))
-        notes, inline_max_rows = self._warm(engines, steering)
+        notes, inline_max_rows = self._warm(engines, steering, times_us)
         with self._swap:
             if self._closed:
                 raise shutting_down()
@@ -151,7 +166,9 @@ class ServedModel:
         if hung:
             found.append(f"{hung} of {len(self.engines)} engines do not return from a request")
         remark = self.remark()
-        return tuple(dict.fromkeys([*found, *self._warm_notes, *([remark] if remark else [])]))
+        proof = [_ALONE.format(self._dependent)] if self._dependent else []
+        remarks = [remark] if remark else []
+        return tuple(dict.fromkeys([*found, *proof, *self._warm_notes, *remarks]))
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -214,45 +231,17 @@ class ServedModel:
     # -- description ---------------------------------------------------------------------------
 
     def metadata(self) -> dict[str, Any]:
-        """The protocol's model metadata; `parameters` has the device and the notes."""
-        return {
-            "name": self.name,
-            "versions": [VERSION],
-            "platform": self._platform()[0],
-            "inputs": [_describe(slot) for slot in self.signature.inputs.values()],
-            "outputs": [_describe(slot) for slot in self.signature.outputs.values()],
-            "parameters": {"device": self.device, "notes": "; ".join(self.notes)},
+        """The protocol's model metadata; `parameters` has the device, batching and the notes."""
+        parameters = {
+            "device": self.device,
+            "batching": f"off: {self.not_batched}" if self.not_batched else "on",
+            "notes": "; ".join(self.notes),
         }
+        return description.metadata(self.name, self.engines[0], self.signature, parameters)
 
     def config(self) -> dict[str, Any]:
         """Triton's ModelConfig; with batching, `dims` exclude the batch axis."""
-        platform, backend = self._platform()
-        config: dict[str, Any] = {
-            "name": self.name,
-            "platform": platform,
-            "backend": backend,
-            "max_batch_size": self.max_batch,
-            "input": [self._config_entry(slot) for slot in self.signature.inputs.values()],
-            "output": [self._config_entry(slot) for slot in self.signature.outputs.values()],
-            "instance_group": [_instances(self.name, self.engines)],
-            "model_transaction_policy": {"decoupled": False},
-        }
-        if self.max_batch:
-            config["dynamic_batching"] = {
-                "preferred_batch_size": list(self._preferred),
-                "max_queue_delay_microseconds": self._options.max_delay_us,
-                "priority_levels": LEVELS,
-                "default_priority_level": DEFAULT_LEVEL,
-            }
-        return config
-
-    def _platform(self) -> tuple[str, str]:
-        runtime = self.engines[0].runtime.partition(" ")[0]
-        return _PLATFORMS.get(runtime, (f"deploykit_{runtime}", runtime))
-
-    def _config_entry(self, slot: Slot) -> dict[str, Any]:
-        dims = _shape(slot.spec)[1 if self.max_batch else 0 :]
-        return {"name": slot.spec.name, "data_type": _data_type(slot), "dims": dims}
+        return description.config(self.name, self.engines, self.signature, self._policy())
 
     def samples(self) -> list[Sample]:
         """For Prometheus: the counters, and the settings as they are now."""
@@ -262,6 +251,7 @@ class ServedModel:
         values = {
             "deploykit_model_notes": len(self.notes),
             "deploykit_model_ready": self.why_not_ready() is None,
+            "deploykit_model_batched": self.max_batch > 0,
             "deploykit_engines": len(self.engines),
             "deploykit_engines_hung": batcher.hung,
             "deploykit_batch_limit_rows": max(1, policy.max_batch),
@@ -275,6 +265,38 @@ class ServedModel:
         ]
 
     # -- set-up ---------------------------------------------------------------------------------
+
+    def _set_batch(self) -> None:
+        """Set what follows from `not_batched`."""
+        engine, options = self.engines[0], self._options
+        self.max_batch = 0 if self.not_batched else largest_batch(engine, options.max_batch)
+        self._preferred = tuple(n for n in sorted(set(options.preferred)) if n <= self.max_batch)
+        self.signature: Signature = signature(
+            engine.inputs, engine.outputs, self.max_batch, options.max_body_bytes
+        )
+        self.largest_output_bytes = description.largest_output_bytes(self.signature)
+
+    def _why_dependent(self, engine: Engine, times_us: dict[int, int]) -> str:
+        """Why requests may not be joined for `engine`; empty if they may be, or never are."""
+        if not self.max_batch:
+            return ""
+        sizes = self.buckets.sizes()[0] if self.buckets else {}
+        proof = prove_batching(engine, self._options, sizes, times_us)
+        return "" if proof.passed else proof.why
+
+    def _stop_batching(self, why: str) -> None:
+        """Serve one request at a time from now on; before the first request."""
+        if self.buckets is not None:
+            raise BadInput(
+                f"model '{self.name}': `buckets` join requests, and its rows may not be: {why}",
+                hint="serve it without `buckets`",
+            )
+        self.not_batched = self._dependent = why
+        self._set_batch()
+        before = self.batcher
+        self._steering = self._new_steering(len(self.engines))
+        self.batcher = self._new_batcher(self.engines, self._steering)
+        before.close()
 
     def _policy(self) -> BatchPolicy:
         options = self._options
@@ -303,9 +325,12 @@ class ServedModel:
         )
 
     def _warm(
-        self, engines: Sequence[Engine], steering: Steering | None
+        self, engines: Sequence[Engine], steering: Steering | None, known: Mapping[int, int]
     ) -> tuple[tuple[str, ...], float]:
-        """Returns notes, and the largest batch to run on the event loop's thread."""
+        """Returns notes, and the largest batch to run on the event loop's thread.
+
+        `known`: times of the first engine that are known already.
+        """
         lengths = self.buckets.sizes() if self.buckets else [{}]
         notes: tuple[str, ...] = ()
         inline = self._call_soon is not None and steering is None and not self._options.max_delay_us
@@ -320,6 +345,7 @@ class ServedModel:
                 max_batch=self.max_batch,
                 preferred=self._preferred,
                 lengths=lengths,
+                known=known if engine is engines[0] else None,
             )
             steady = inline and engine.steady
             again_us = 5 * SHORT_US if steady else AGAIN_US if steering else 0
@@ -340,23 +366,3 @@ def _buckets(name: str, engine: Engine, options: ServeOptions) -> Buckets | None
     if not lengths:
         return None
     return Buckets(name, engine.inputs, engine.outputs, lengths, options.pad)
-
-
-def _instances(name: str, engines: Sequence[Engine]) -> dict[str, Any]:
-    kind, _, number = engines[0].device.partition(":")
-    group: dict[str, Any] = {"name": f"{name}_0", "count": len(engines)}
-    if kind == "cuda":
-        return {**group, "kind": "KIND_GPU", "gpus": [int(number or 0)]}
-    return {**group, "kind": "KIND_CPU"}
-
-
-def _shape(spec: TensorSpec) -> list[int]:
-    return [-1 if isinstance(axis, str) else axis for axis in spec.shape]
-
-
-def _data_type(slot: Slot) -> str:
-    return "TYPE_STRING" if slot.datatype == "BYTES" else f"TYPE_{slot.datatype}"
-
-
-def _describe(slot: Slot) -> dict[str, Any]:
-    return {"name": slot.spec.name, "datatype": slot.datatype, "shape": _shape(slot.spec)}

@@ -28,7 +28,8 @@ _GUESSES = (1, 2, 4, 8, 16, 32, 64, 128, 224, 256, 512)  # sizes to try for an u
 class WarmUp:
     """One engine under the name of its model. `max_batch` 0: axis 0 is not the batch.
 
-    `lengths`: combinations of sizes of the axes that have buckets.
+    `lengths`: combinations of sizes of the axes that have buckets. `known`: times in µs of batch
+    sizes that have run already.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class WarmUp:
         max_batch: int,
         preferred: Collection[int] = (),
         lengths: Sequence[Mapping[str, int]] = ({},),
+        known: Mapping[int, int] | None = None,
     ) -> None:
         self._name = name
         self._engine = engine
@@ -47,6 +49,7 @@ class WarmUp:
         self._splitter = Splitter(engine.outputs, joined=max_batch > 0)
         self._batch_axis = str(engine.inputs[0].shape[0]) if max_batch else None
         self._lengths = lengths
+        self._known = (known or {}) if len(lengths) == 1 else {}
         self._required = sorted({1, *preferred, max_batch}) if max_batch else [1]
         self._between = [
             rows
@@ -94,8 +97,8 @@ class WarmUp:
         return (f"not warmed up: no size of {', '.join(axes)} is known to work",)
 
     def _time(self, rows: int, lengths: Mapping[str, int], again_us: int) -> int:
+        found = [self._known[rows]] if rows in self._known else []
         feeds = self._zeros(rows, lengths)
-        found: list[int] = []
         while not found or (len(found) < _RUNS and found[-1] < again_us):
             started_us = self._clock_us()
             try:

@@ -39,6 +39,7 @@ METRICS: Mapping[str, tuple[str, str]] = {  # name -> type, help
     "deploykit_model_ready": ("gauge", "1 while the model is ready."),
     "deploykit_model_info": ("gauge", "Always 1; the labels name its runtime and device."),
     "deploykit_model_notes": ("gauge", "Settings that could not be met; see the dashboard."),
+    "deploykit_model_batched": ("gauge", "1 while requests are joined, 0 while each runs alone."),
     "deploykit_engines": ("gauge", "Engines (instances) of the model."),
     "deploykit_engines_hung": ("gauge", "Engines that do not return from a request."),
     "deploykit_batch_limit_rows": ("gauge", "Most rows per batch; `slo_ms` adjusts it."),

@@ -36,8 +36,10 @@ def _section(model: ServedModel, facts: Mapping[str, Any] | None, address: Addre
         f"<td>[{escape(', '.join(map(str, slot.spec.shape)))}]</td></tr>"
         for kind, slot in tensors
     )
-    batch = f"up to {model.max_batch} rows per request" if model.max_batch else "not batched"
-    summary = f"{escape(model.engines[0].runtime)} on {escape(model.device)}, {batch}"
+    batch = f"up to {model.max_batch} rows per request"
+    if not model.max_batch:
+        batch = f"not batched: {model.not_batched}"
+    summary = escape(f"{model.engines[0].runtime} on {model.device}, {batch}")
     blocks = "".join(
         f'<div class="example"><h3>{title}</h3><pre tabindex="0"><code>{escape(code)}</code></pre>'
         "</div>"

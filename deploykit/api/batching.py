@@ -1,0 +1,59 @@
+"""Prove that requests to an artefact may be joined, and pass that evidence on to its engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploykit.api import golden
+from deploykit.core.artefact import Artefact
+from deploykit.core.evidence import GoldenSamples, RowIndependence
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from deploykit.runtimes.engine import Engine
+
+ROWS = 32  # as many as `serve` joins by default
+
+
+def prove(engine: Engine, path: Path, samples: GoldenSamples | None) -> RowIndependence:
+    """Run `engine` on the golden samples next to `path`, if any, and on invented inputs."""
+    from deploykit.runtimes.batching import prove_rows
+
+    return prove_rows(engine, ROWS, samples=_inputs(engine, path, samples))
+
+
+def add_evidence(engines: Sequence[Any], file: Path) -> None:
+    """Give engines what the manifest of `file` knows: the proof, else the golden samples' inputs.
+
+    Raises BadInput for a file that is not the one its manifest describes.
+    """
+    artefact = Artefact.open(file)
+    manifest = artefact.manifest
+    if manifest is None:
+        return
+    proof, examples = manifest.evidence.batching, None
+    if proof is None:
+        samples = golden.find_samples(artefact.path, manifest)
+        examples = _inputs(engines[0], artefact.path, samples)
+    for engine in engines:
+        engine.batching, engine.examples = proof, examples
+
+
+def _inputs(
+    engine: Engine, path: Path, samples: GoldenSamples | None
+) -> Mapping[str, np.ndarray] | None:
+    if samples is None or not all(spec.batched for spec in engine.inputs):
+        return None
+    return golden.open_samples(samples, path, engine.inputs, engine.outputs)[1]
+
+
+def notes(engine: Engine, proof: RowIndependence) -> tuple[str, ...]:
+    """For the user, where axis 0 looks like a batch and is none."""
+    from deploykit.runtimes.batching import looks_batched
+
+    if proof.passed or not looks_batched(engine):
+        return ()
+    return (f"`serve` will not join requests to it: {proof.why}",)

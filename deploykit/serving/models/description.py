@@ -1,0 +1,103 @@
+"""Describe a served model: the protocol's metadata and Triton's configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from deploykit.core.tensors import TensorSpec
+from deploykit.runtimes.engine import Engine
+from deploykit.serving.batching.policy import DEFAULT_LEVEL, LEVELS, BatchPolicy
+from deploykit.serving.oip.request import Signature
+from deploykit.serving.oip.tensors import Slot
+from deploykit.serving.options import VERSION
+
+_PLATFORMS: Mapping[str, tuple[str, str]] = {  # Triton's names (platform, backend)
+    "onnxruntime": ("onnxruntime_onnx", "onnxruntime"),
+    "tensorrt": ("tensorrt_plan", "tensorrt"),
+    "torch": ("pytorch_libtorch", "pytorch"),
+}
+
+
+def metadata(
+    name: str, engine: Engine, signature: Signature, parameters: Mapping[str, str]
+) -> dict[str, Any]:
+    """The protocol's model metadata."""
+    return {
+        "name": name,
+        "versions": [VERSION],
+        "platform": _platform(engine)[0],
+        "inputs": [_describe(slot) for slot in signature.inputs.values()],
+        "outputs": [_describe(slot) for slot in signature.outputs.values()],
+        "parameters": dict(parameters),
+    }
+
+
+def config(
+    name: str, engines: Sequence[Engine], signature: Signature, policy: BatchPolicy
+) -> dict[str, Any]:
+    """Triton's ModelConfig; with batching, `dims` exclude the batch axis."""
+    platform, backend = _platform(engines[0])
+    batched = signature.max_batch > 0
+    found: dict[str, Any] = {
+        "name": name,
+        "platform": platform,
+        "backend": backend,
+        "max_batch_size": signature.max_batch,
+        "input": [_config_entry(slot, batched) for slot in signature.inputs.values()],
+        "output": [_config_entry(slot, batched) for slot in signature.outputs.values()],
+        "instance_group": [_instances(name, engines)],
+        "model_transaction_policy": {"decoupled": False},
+    }
+    if batched:
+        found["dynamic_batching"] = {
+            "preferred_batch_size": list(policy.preferred),
+            "max_queue_delay_microseconds": policy.max_delay_us,
+            "priority_levels": LEVELS,
+            "default_priority_level": DEFAULT_LEVEL,
+        }
+    return found
+
+
+def largest_output_bytes(signature: Signature) -> float:
+    """The most that an output can have; inf where an axis besides the batch is dynamic."""
+    return max(_output_bytes(slot, signature.max_batch) for slot in signature.outputs.values())
+
+
+def _output_bytes(slot: Slot, max_batch: int) -> float:
+    axes = list(slot.spec.shape)
+    if max_batch:
+        axes[0] = max_batch
+    sizes = [axis for axis in axes if isinstance(axis, int)]
+    return math.prod(sizes) * slot.dtype.itemsize if len(sizes) == len(axes) else math.inf
+
+
+def _platform(engine: Engine) -> tuple[str, str]:
+    runtime = engine.runtime.partition(" ")[0]
+    return _PLATFORMS.get(runtime, (f"deploykit_{runtime}", runtime))
+
+
+def _config_entry(slot: Slot, batched: bool) -> dict[str, Any]:
+    dims = _shape(slot.spec)[1 if batched else 0 :]
+    return {"name": slot.spec.name, "data_type": _data_type(slot), "dims": dims}
+
+
+def _instances(name: str, engines: Sequence[Engine]) -> dict[str, Any]:
+    kind, _, number = engines[0].device.partition(":")
+    group: dict[str, Any] = {"name": f"{name}_0", "count": len(engines)}
+    if kind == "cuda":
+        return {**group, "kind": "KIND_GPU", "gpus": [int(number or 0)]}
+    return {**group, "kind": "KIND_CPU"}
+
+
+def _shape(spec: TensorSpec) -> list[int]:
+    return [-1 if isinstance(axis, str) else axis for axis in spec.shape]
+
+
+def _data_type(slot: Slot) -> str:
+    return "TYPE_STRING" if slot.datatype == "BYTES" else f"TYPE_{slot.datatype}"
+
+
+def _describe(slot: Slot) -> dict[str, Any]:
+    return {"name": slot.spec.name, "datatype": slot.datatype, "shape": _shape(slot.spec)}
