@@ -80,11 +80,9 @@ def serve(
     `instances`: engines per model. `max_batch`: samples in one call; `batching` False: requests are
     never joined, `assume_batched`: without a trial. `slo_ms`: adapt batch and delay to keep p99
     below. `buckets`: pad a dynamic axis to these sizes, {"T": (16, 32)}, with the values of `pad`.
-    `queue`: waiting requests per model. `token`: what clients send as a bearer token. `shadows`: by
-    model, a file that runs a share of the requests again.
+    `queue`: waiting requests per model. `shadows`: by model, a file that repeats some requests.
 
-    Raises BadInput, NotFound, MissingExtra, Unsupported where the device is missing, GateFailed for
-    an engine that fails its proof.
+    Raises BadInput, NotFound, MissingExtra, Unsupported (no such device), GateFailed (its proof).
     """
     given = dict(locals())
     from deploykit.serving.options import ServeOptions

@@ -24,7 +24,7 @@ from deploykit.runtimes.engine import Arrays, Engine
 
 BOUND = 1e-3
 BOUND_BETWEEN = 2e-2
-_APART = 4  # times the error: by how much the outputs of two rows must differ to be told apart
+_APART = 4  # times the error: by how much the outputs of two rows must differ to be distinguished
 _ROUNDS = 3  # of inputs; the later ones only where they are quick or nothing was decided yet
 _QUICK_S = 0.03
 _POOL = 8  # rows of invented inputs
@@ -175,11 +175,15 @@ class _Proof:
     @property
     def decided(self) -> bool:
         """Whether a row's outputs would have been seen to be those of another row."""
-        told = {name: apart > _APART * self._errors[name] for name, apart in self._apart.items()}
+        distinct = {
+            name: apart > _APART * self._errors[name] for name, apart in self._apart.items()
+        }
         floats = [
-            told[s.name] for s in self._engine.outputs if "float" in s.dtype and s.name in told
+            distinct[s.name]
+            for s in self._engine.outputs
+            if "float" in s.dtype and s.name in distinct
         ]
-        return all(floats) if floats else any(told.values())
+        return all(floats) if floats else any(distinct.values())
 
     def run(self, pool: Arrays) -> None:
         """Compare the first two rows of `pool` in every plan. Raises _Dependent."""

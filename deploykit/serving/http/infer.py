@@ -57,7 +57,8 @@ class InferRoute(ModelRoute):
             self.model.metrics.record_bad_request()
             raise
         call.body = b""
-        if self.large_replies and not call.reserve(0):  # before the engine works for nothing
+        large = self.model.largest_output_bytes > LARGE_BYTES
+        if large and not call.reserve(0):  # before the engine works for nothing
             raise Overloaded("the server holds too many bytes of requests and answers already")
         slow_bytes = len(body) if json_bytes is None or self._strings else json_bytes
         trace = None if head.trace is None else head.trace.decode("latin-1")

@@ -80,13 +80,15 @@ def test_a_model_whose_rows_are_independent_is_batched(make: Make, tmp_path: Pat
         assert (model.max_batch, model.notes) == (16, ())
 
 
-def test_operators_and_clients_are_told_why_requests_are_not_joined(
+def test_log_metadata_metrics_and_docs_say_why_requests_are_not_joined(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with served(reverse(), tmp_path) as repository:
         model = repository.find("m")
         metadata, metrics = model.metadata(), exposition(repository.samples())[0]
-        page = guide.page(repository, ModelFiles(repository.files), Address("http", "h", None, False))
+        page = guide.page(
+            repository, ModelFiles(repository.files), Address("http", "h", None, False)
+        )
     assert metadata["parameters"]["batching"].startswith("off: output 'y' of a row changes")
     assert "requests are served one at a time: output 'y'" in metadata["parameters"]["notes"]
     assert 'deploykit_model_batched{model="m",version="1"} 0' in metrics.decode()
