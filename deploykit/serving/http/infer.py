@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, DeploykitError, Overloaded
+from deploykit.core.errors import BadInput, DeploykitError, Overloaded, TooLarge
 from deploykit.core.tensors import Bytes
 from deploykit.serving.http.json_worker import JsonWorker
 from deploykit.serving.models.inference import Inference, ModelRoute
-from deploykit.serving.models.offload import Offload
+from deploykit.serving.models.offload import Offload, Result
 from deploykit.serving.models.repository import VERSION, ModelRepository, ServedModel
 from deploykit.serving.oip import json
 from deploykit.serving.oip.request import Request
@@ -29,6 +29,7 @@ _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-L
 _COMPRESSED = b"Content-Encoding: %s\r\nVary: Accept-Encoding\r\n"
 LARGE_BYTES = 256 << 10  # of JSON, of a request or a reply: offloaded to a thread
 _LONG_BYTES = 1 << 20  # about 20 ms of JSON: offloaded to the process
+_INLINE_BYTES = 4 << 10  # of outputs that are compressed on the event loop's thread
 _REGION = b"shared_memory_region"
 
 
@@ -64,7 +65,8 @@ class InferRoute(ModelRoute):
         trace = None if head.trace is None else head.trace.decode("latin-1")
         inference = HttpInference(self, call, (body, json_bytes), trace)
         del body
-        if head.encoding is not None or slow_bytes > LARGE_BYTES:
+        inference.large = slow_bytes > LARGE_BYTES
+        if inference.large or head.encoding is not None:
             inference.start_offloaded()
         else:
             inference.start()
@@ -91,10 +93,17 @@ class HttpInference(Inference):
         return json.decode(*source, route.model.signature, route.memory)
 
     def decode_large(self) -> Request:
-        body, json_bytes = self.take_source()
+        body, json_bytes = source = self.take_source()
         route, encoding = self.route, self.client.head.encoding
         if encoding is not None:
-            body = compression.decompress(body, encoding, route.max_body_bytes)
+            limit = route.max_body_bytes
+            limit = limit if self.large else min(limit, LARGE_BYTES)
+            try:
+                body = compression.decompress(body, encoding, limit)
+            except TooLarge:
+                if limit < route.max_body_bytes:  # it waits with the large requests
+                    self._source, self.large = source, True
+                raise
         signature, size = route.model.signature, len(body) if json_bytes is None else json_bytes
         in_process = size > _LONG_BYTES
         if in_process and route.memory is not None:  # the worker process has no shared memory
@@ -102,18 +111,32 @@ class HttpInference(Inference):
         if route.worker is not None and in_process:
             # as an array: Python 3.11's garbage collector crashes on a shared memoryview
             array = np.frombuffer(body, np.uint8)
-            request: Request = route.worker.run(json.decode, array, json_bytes, signature)
+            request: Request = route.worker.run(
+                self.left_s(), json.decode, array, json_bytes, signature
+            )
         else:
             request = json.decode(body, json_bytes, signature, route.memory)
         self._decoded_bytes = sum(map(_memory_bytes, request.feeds.values()))
         return request
 
+    def _decoded(self, result: Result[Request]) -> None:
+        if self._source is None or self.client.gone or not self.left_s():
+            super()._decoded(result)
+            return
+        try:
+            self.offload_decoding(self.decode_large)  # it is large when decompressed
+        except Overloaded as exc:
+            self.fail(exc)
+
     def encodes_slowly(self) -> bool:
-        if self.client.head.accept_encoding is not None:
-            return True
-        return self.route.model.largest_output_bytes > LARGE_BYTES and self._json_bytes_above(
-            LARGE_BYTES
-        )
+        large = self.route.model.largest_output_bytes > LARGE_BYTES
+        self.large = large and self._json_bytes_above(LARGE_BYTES)
+        accept = self.client.head.accept_encoding
+        if self.large or accept is None or compression.choose_encoding(accept) is None:
+            return self.large
+        size = sum(map(_memory_bytes, self.pending.outputs.values()))
+        self.large = size > LARGE_BYTES
+        return size > _INLINE_BYTES
 
     def encode(self) -> tuple[int, bytes, Sequence[Bytes]]:
         route, request, outputs = self.route, self.request, self.pending.outputs
@@ -125,7 +148,9 @@ class HttpInference(Inference):
             and not any(wanted.region for wanted in request.outputs)
         ):
             small = request._replace(feeds={})
-            parts, json_bytes = worker.run(json.encode, name, VERSION, small, outputs, signature)
+            parts, json_bytes = worker.run(
+                self.encode_s(), json.encode, name, VERSION, small, outputs, signature
+            )
         else:
             parts, json_bytes = json.encode(
                 name, VERSION, request, outputs, signature, route.memory

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import pickle
+import select
 import signal
 import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Protocol, TypeVar
 
 import numpy as np
 
-from deploykit.core.errors import DeploykitError, Overloaded
+from deploykit.core.errors import DeploykitError, Expired, Overloaded, os_reason
 from deploykit.runtimes.engine import Closing
 
 log = logging.getLogger(__name__)
@@ -28,6 +31,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _COUNT, _SIZE = struct.Struct("<I"), struct.Struct("<Q")
 CLOSE_S = 1.0
+HUNG_S = 10.0  # the least time for a process to start and to do its work
 
 
 class JsonWorker(Closing):
@@ -38,19 +42,32 @@ class JsonWorker(Closing):
         self._lock = threading.Lock()
         self._closed = False
 
-    def run(self, function: Callable[..., T], *args: Any) -> T:
-        """Run `function(*args)` there. Raises what it raises, Overloaded if the process ended."""
-        with self._lock:
+    def run(self, limit_s: float, function: Callable[..., T], *args: Any) -> T:
+        """Run `function(*args)` there. Raises what it raises.
+
+        Overloaded if the process cannot start or ends. Expired if others use it for `limit_s`, or
+        if it does not return within the longer of `limit_s` and HUNG_S: then it is killed.
+        """
+        if not self._lock.acquire(timeout=limit_s):
+            raise _expired()
+        try:
+            end_s = time.monotonic() + max(limit_s, HUNG_S)
             process = self._start()
             assert process.stdin is not None
             assert process.stdout is not None
             try:
-                _send(process.stdin, (function, args))
-                result: T | DeploykitError = _receive(process.stdout)
+                _send(_Timed(process.stdin, end_s), (function, args))
+                result: T | DeploykitError = _receive(_Timed(process.stdout, end_s))
+            except TimeoutError as exc:
+                self._end(process)
+                log.error("the process that reads large requests took too long and was ended")
+                raise _expired() from exc
             except (OSError, EOFError) as exc:
                 self._end(process)
                 log.error("the process that reads large requests ended (%s)", process.returncode)
                 raise Overloaded("a large request could not be read; try again later") from exc
+        finally:
+            self._lock.release()
         if isinstance(result, DeploykitError):
             raise result
         return result
@@ -67,7 +84,15 @@ class JsonWorker(Closing):
         if self._process is None:
             command = [sys.executable, "-m", __name__]
             pipe = subprocess.PIPE
-            self._process = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe)
+            try:
+                process = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe)
+            except OSError as exc:  # no file descriptor or memory left
+                log.error("the process for large requests cannot start: %s", os_reason(exc))
+                raise Overloaded("a large request cannot be read now; try again later") from exc
+            for stream in (process.stdin, process.stdout):
+                assert stream is not None
+                os.set_blocking(stream.fileno(), False)
+            self._process = process
         return self._process
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
@@ -79,7 +104,46 @@ class JsonWorker(Closing):
                 stream.close()
 
 
-def _send(stream: IO[bytes], value: object) -> None:
+class _Timed:
+    """A pipe to the process. Raises TimeoutError after `end_s`, whatever the process does."""
+
+    def __init__(self, stream: IO[bytes], end_s: float) -> None:
+        self._stream = stream
+        self._end_s = end_s
+        self._poll = select.poll()  # unlike select.select, for any number of descriptors
+        self._poll.register(stream, select.POLLIN if stream.readable() else select.POLLOUT)
+
+    def write(self, data: memoryview) -> int:
+        self._wait()
+        return self._stream.write(data) or 0
+
+    def readinto(self, data: memoryview) -> int | None:
+        self._wait()
+        count: int | None = self._stream.readinto(data)  # type: ignore[attr-defined]
+        return count
+
+    def flush(self) -> None:
+        pass
+
+    def _wait(self) -> None:
+        left_s = self._end_s - time.monotonic()
+        if left_s <= 0 or not self._poll.poll(left_s * 1000):
+            raise TimeoutError
+
+
+def _expired() -> Expired:
+    return Expired(
+        "the request was not read, or its answer not written, within its time limit",
+        hint="send smaller requests or fewer at once, or allow more time (`timeout_ms`)",
+    )
+
+
+class _Pipe(Protocol):
+    def write(self, data: memoryview, /) -> int | None: ...
+    def flush(self) -> object: ...
+
+
+def _send(stream: _Pipe, value: object) -> None:
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(value, 5, buffer_callback=buffers.append)
     parts = [memoryview(head), *(buffer.raw() for buffer in buffers)]
@@ -87,22 +151,22 @@ def _send(stream: IO[bytes], value: object) -> None:
     for part in (memoryview(sizes), *parts):
         left = part
         while left:
-            left = left[stream.write(left) :]
+            left = left[stream.write(left) or 0 :]
     stream.flush()
 
 
-def _receive(stream: IO[bytes]) -> Any:
+def _receive(stream: object) -> Any:
     (count,) = _COUNT.unpack(_read(stream, _COUNT.size))
     sizes = [_SIZE.unpack(_read(stream, _SIZE.size))[0] for _ in range(count)]
     head, *buffers = [_read(stream, size) for size in sizes]
     return pickle.loads(head, buffers=buffers)  # noqa: S301 - our own process wrote it
 
 
-def _read(stream: IO[bytes], size: int) -> memoryview:
+def _read(stream: Any, size: int) -> memoryview:
     data = np.empty(size, np.uint8).data
     left = data
     while left:
-        count = stream.readinto(left)  # type: ignore[attr-defined]
+        count = stream.readinto(left)
         if not count:
             raise EOFError
         left = left[count:]

@@ -11,13 +11,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from deploykit.core.errors import BadInput, Overloaded
+from deploykit.core.errors import BadInput, Expired, Overloaded
 from deploykit.serving.batching.delivery import monotonic_us
 from deploykit.serving.batching.policy import Pending
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.offload import Offload, Result
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip.request import Request
+
+_LEAST_ENCODE_S = 0.1  # for outputs that were computed just in time
 
 
 class Client(Protocol):
@@ -37,13 +39,15 @@ class Client(Protocol):
 class ModelRoute:
     """What the inference requests of one model share.
 
-    `offload(work, then)` runs `work` on another thread, then `then` on the event loop's.
+    `offload(work, then)` runs `work` on another thread, then `then` on the event loop's, within
+    `limit_us` from the arrival of a request.
     """
 
     def __init__(self, repository: ModelRepository, model: ServedModel, offload: Offload) -> None:
         self.model = model
         self.offload = offload
         self.memory = repository.memory
+        self.limit_us = repository.options.timeout_ms * 1000
 
 
 class Inference:
@@ -54,7 +58,8 @@ class Inference:
     """
 
     __slots__ = (
-        "_admitted", "_source", "_started_us", "client", "pending", "request", "route", "trace"
+        "_admitted", "_source", "_started_us", "client", "large", "pending", "request", "route",
+        "trace",
     )  # fmt: skip
 
     request: Request
@@ -67,6 +72,7 @@ class Inference:
         self._source = source
         self._admitted = False
         self._started_us = monotonic_us()
+        self.large = True  # if offloaded, then with other large requests
 
     # -- for subclasses ----------------------------------------------------------------------------
 
@@ -101,8 +107,12 @@ class Inference:
         return self.request.region_bytes
 
     def encodes_slowly(self) -> bool:
-        """Whether `encode` takes long enough to be offloaded."""
+        """Whether `encode` takes long enough to be offloaded; sets `large`."""
         return False
+
+    def left_s(self) -> float:
+        """Seconds until the request, being decoded, is past its time limit."""
+        return max(0.0, (self._started_us + self.route.limit_us - monotonic_us()) / 1e6)
 
     # -- the steps -------------------------------------------------------------------------------
 
@@ -112,7 +122,11 @@ class Inference:
         try:
             self.request = request = self.decode(self._source) if decoded is None else decoded()
             self._source = None  # frees it; arrays keep the bytes that they use
-            size = request.region_bytes if decoded is None else self.decoded_bytes()
+            if decoded is None:
+                size = request.region_bytes
+            else:
+                size = self.decoded_bytes()
+                self.request = request = self._less_time(request)
             if size:
                 self.reserve(size)
             pending = model.submit(
@@ -125,6 +139,8 @@ class Inference:
         except Exception as exc:  # noqa: BLE001 - every error is a reply
             if isinstance(exc, BadInput):
                 model.metrics.record_bad_request()
+            elif isinstance(exc, Expired):
+                model.metrics.record_expiry()
             self.fail(exc)
         else:
             self.client.cancel = partial(model.cancel, pending)
@@ -135,12 +151,22 @@ class Inference:
         """Decode the request on another thread and queue it then."""
         self._admitted = not self.route.model.draining
         self.client.cancel = self._discard  # else bodies of disconnected clients could pile up
-        self.route.offload(self.decode_large, self._decoded)
+        self.offload_decoding(self.decode_large)
+
+    def offload_decoding(self, decode: Callable[[], Request]) -> None:
+        self.route.offload(decode, self._decoded, large=self.large, limit_s=self.left_s())
+
+    def _less_time(self, request: Request) -> Request:
+        """The request with the time that it may still wait."""
+        limit_us = self.route.limit_us
+        wait_us = min(request.timeout_us or limit_us, limit_us)
+        return request._replace(timeout_us=max(1, wait_us - (monotonic_us() - self._started_us)))
 
     def _discard(self) -> None:
         self._source = None
 
     def _decoded(self, result: Result[Request]) -> None:
+        self._discard()  # what was not taken in time
         self.client.cancel = None
         if not self.client.gone:
             self.start(result)
@@ -161,10 +187,13 @@ class Inference:
             return
         try:
             self.reserve(sum(array.nbytes for array in pending.outputs.values()))
+            self.route.offload(self.encode, self._reply, large=self.large, limit_s=self.encode_s())
         except Overloaded as exc:
             self.fail(exc)
-        else:
-            self.route.offload(self.encode, self._reply)
+
+    def encode_s(self) -> float:
+        """Seconds until the request, being answered, is past its time limit."""
+        return max(_LEAST_ENCODE_S, (self.pending.give_up_us - monotonic_us()) / 1e6)
 
     def _reply(self, encoded: Result[Any] | None = None) -> None:
         pending = self.pending

@@ -1,4 +1,8 @@
-"""Run slow work on other threads and its continuation on the event loop's thread."""
+"""Run slow work on other threads and its continuation on the event loop's thread.
+
+Small and large work have queues and threads of their own: a small request never waits for large
+ones, whatever those wait for. The time limit of a piece of work holds even if it never returns.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +10,104 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from deploykit.core.errors import Expired, Overloaded
 from deploykit.runtimes.engine import Closing
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Result = Callable[[], T]  # returns what the work returned, or raises what it raised
-Offload = Callable[[Callable[[], Any], Callable[[Result[Any]], None]], None]
 
 
-def run_inline(work: Callable[[], T], then: Callable[[Result[T]], None]) -> None:
+class Offload(Protocol):
+    """Runs `work`, then `then` on the event loop's thread with the result.
+
+    The result raises Expired after `limit_s`. Raises Overloaded if nothing can be started.
+    """
+
+    def __call__(
+        self,
+        work: Callable[[], T],
+        then: Callable[[Result[T]], None],
+        *,
+        large: bool = False,
+        limit_s: float | None = None,
+    ) -> None: ...
+
+
+def run_inline(
+    work: Callable[[], T],
+    then: Callable[[Result[T]], None],
+    *,
+    large: bool = False,  # noqa: ARG001 - an Offload's signature
+    limit_s: float | None = None,  # noqa: ARG001
+) -> None:
     """An Offload without a thread."""
     then(work)
 
 
 class ThreadOffload(Closing):
-    """An Offload on `threads` threads."""
+    """An Offload on `threads` threads for small work and as many for large."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, threads: int) -> None:
         self._loop = loop
-        self._pool = ThreadPoolExecutor(threads, "deploykit offload")
+        self._small = ThreadPoolExecutor(threads, "deploykit small")
+        self._large = ThreadPoolExecutor(threads, "deploykit large")
 
-    def __call__(self, work: Callable[[], T], then: Callable[[Result[T]], None]) -> None:
-        def done(future: Future[T]) -> None:
+    def __call__(
+        self,
+        work: Callable[[], T],
+        then: Callable[[Result[T]], None],
+        *,
+        large: bool = False,
+        limit_s: float | None = None,
+    ) -> None:
+        job = _Job(then)
+
+        def done(future: Future[Any]) -> None:
             try:
-                self._loop.call_soon_threadsafe(then, future.result)
+                self._loop.call_soon_threadsafe(job.finish, future.result)
             except RuntimeError:  # the loop is closed
                 log.error("offloaded work finished after the shutdown")
 
-        self._pool.submit(work).add_done_callback(done)
+        try:
+            future = (self._large if large else self._small).submit(work)
+        except RuntimeError as exc:  # no more threads, or the shutdown
+            raise Overloaded("no thread can be started; try again later") from exc
+        if limit_s is not None:
+            job.timer = self._loop.call_later(limit_s, job.expire, future)
+        future.add_done_callback(done)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._small, self._large):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _Job:
+    """The continuation of one piece of work, which is called once."""
+
+    def __init__(self, then: Callable[[Result[Any]], None]) -> None:
+        self._then: Callable[[Result[Any]], None] | None = then
+        self.timer: asyncio.TimerHandle | None = None
+
+    def finish(self, result: Result[Any]) -> None:
+        then, self._then = self._then, None
+        if self.timer is not None:
+            self.timer.cancel()
+        if then is not None:
+            then(result)
+
+    def expire(self, future: Future[Any]) -> None:
+        then, self._then = self._then, None
+        future.cancel()
+        if then is not None:
+            then(_expired)
+
+
+def _expired() -> Any:
+    raise Expired(
+        "the request was not decoded, or its answer not encoded, within its time limit",
+        hint="send smaller requests or fewer at once, or allow more time (`timeout_ms`)",
+    )

@@ -135,6 +135,10 @@ class ModelMetrics(Watcher):
     def record_refusal(self) -> None:
         self._count("rejected")
 
+    def record_expiry(self) -> None:
+        """Count a request that was past its time limit before it reached the queue."""
+        self._count("expired")
+
     def record_cancellation(self) -> None:
         self._count("cancelled")
 

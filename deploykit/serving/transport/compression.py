@@ -9,6 +9,7 @@ import io
 import re
 import zlib
 from collections.abc import Iterable
+from functools import lru_cache
 
 from deploykit.core.errors import BadInput, TooLarge, UnknownEncoding, quote
 from deploykit.core.tensors import Bytes
@@ -70,6 +71,7 @@ def _inflate(body: Bytes, name: str, max_bytes: int) -> bytes:
     return out.getvalue()
 
 
+@lru_cache(maxsize=256)
 def choose_encoding(accept: bytes) -> bytes | None:
     """b"gzip" or b"deflate" if Accept-Encoding prefers it to plain bytes, else None.
 

@@ -114,12 +114,12 @@ def test_a_body_being_decoded_at_shutdown_is_answered(
 
 def test_closing_the_json_worker_ends_its_process() -> None:
     with JsonWorker() as worker:
-        assert worker.run(sum, [1, 2, 3]) == 6
+        assert worker.run(60, sum, [1, 2, 3]) == 6
         process = worker._process
         assert process is not None
     assert process.returncode is not None
     with pytest.raises(Overloaded, match="shutting down"):
-        worker.run(sum, [1])
+        worker.run(60, sum, [1])
 
 
 def refuse(limit: int) -> None:
@@ -129,5 +129,5 @@ def refuse(limit: int) -> None:
 def test_an_error_in_the_json_worker_keeps_its_type_and_hint() -> None:
     with JsonWorker() as worker:
         with pytest.raises(TooLarge, match="above 5") as caught:
-            worker.run(refuse, 5)
+            worker.run(60, refuse, 5)
         assert caught.value.hint == "send less"

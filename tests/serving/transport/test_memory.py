@@ -188,7 +188,7 @@ def test_a_large_grpc_message_of_a_cancelled_call_is_released(
     message.inputs[0].contents.fp32_contents.extend([1.0] * WIDTH)
     waiting: list[Any] = []
     with serving() as server, frames(server.port) as client:
-        server.server._calls.inference.routes["m"].offload = lambda work, then: waiting.append(
+        server.server._calls.inference.routes["m"].offload = lambda work, then, **_: waiting.append(
             (work, then)
         )
         client.open(1, INFER.replace("ModelInfer", method))

@@ -192,7 +192,7 @@ def test_an_offloaded_body_of_a_cancelled_request_is_released() -> None:
         infer = InferRoute(
             repository,
             repository.find("m"),
-            lambda work, then: offloaded.append((work, then)),
+            lambda work, then, **_: offloaded.append((work, then)),
             None,
         )
         array = np.zeros(LIMIT, np.uint8)
