@@ -25,12 +25,11 @@ def prove(engine: Engine, path: Path, samples: GoldenSamples | None) -> RowIndep
     return prove_rows(engine, ROWS, samples=_inputs(engine, path, samples))
 
 
-def add_evidence(engines: Sequence[Any], file: Path) -> None:
-    """Give engines what the manifest of `file` knows: the proof, else the golden samples' inputs.
+def add_evidence(engines: Sequence[Any], artefact: Artefact) -> None:
+    """Give engines what the manifest of `artefact` knows: the proof, else inputs that it runs.
 
     Raises BadInput for a file that is not the one its manifest describes.
     """
-    artefact = Artefact.open(file)
     manifest = artefact.manifest
     if manifest is None:
         return

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from deploykit.api.batching import add_evidence
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput
 
@@ -51,6 +52,7 @@ def open_proven(
                 from deploykit.api.verify import check_proven
 
                 check_proven(engines[0], artefact.path, manifest, trust, on_note)
+        add_evidence(engines, artefact)
         stack.pop_all()
     for note in engines[0].notes:
         on_note(note)

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.api.batching import add_evidence
 from deploykit.api.open import open_proven
 from deploykit.api.running_server import RunningServer
 from deploykit.core.artefact import Artefact, ArtefactLike, sniff
@@ -262,11 +261,6 @@ class Opening:
     cpu_fallback: bool
 
     def __call__(self, file: Path) -> Sequence[Engine]:
-        engines = self._open(file)
-        add_evidence(engines, file)
-        return engines
-
-    def _open(self, file: Path) -> Sequence[Engine]:
         threads, count = self.threads, self.instances
         if threads is None and count > 1:
             threads = max(1, usable_cores() // count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -14,7 +15,7 @@ from deploykit.core.errors import BadInput, Unsupported
 ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
 from deploykit.runtimes.onnxruntime.engine import open_engine, session_options  # noqa: E402
-from deploykit.runtimes.onnxruntime.file import external_files, holds_half, holds_operator  # noqa: E402
+from deploykit.runtimes.onnxruntime.file import external_files, holds_half, slowed_by_values  # noqa: E402
 
 FLOAT, HALF = TensorProto.FLOAT, TensorProto.FLOAT16
 Value = onnx.ValueInfoProto
@@ -95,9 +96,6 @@ def test_half_inside_a_function_is_seen(tmp_path: Path) -> None:
     assert holds_half(path)
 
 
-LOOP = ("Loop",)
-
-
 def looping() -> onnx.NodeProto:
     """Answers y = x, taken over as many times as the input `count` says."""
     body = helper.make_graph(
@@ -144,6 +142,45 @@ def test_engine_whose_values_set_a_size_is_not_steady(
         assert engine.steady is steady
 
 
+@pytest.mark.parametrize(
+    ("source", "steady"),
+    [("ReduceMax", False), ("Shape", True)],
+    ids=["from a float", "from a shape"],
+)
+def test_a_size_from_a_float_is_not_steady_and_one_from_a_shape_is(
+    tmp_path: Path, source: str, steady: bool
+) -> None:
+    """The nodes stand in reverse order, which ONNX Runtime accepts."""
+    limit = helper.make_node("Constant", [], ["limit"], value_int=1)
+    how_many = [
+        node("ReduceMax", ["x"], ["most"], keepdims=0),
+        node("Cast", ["most"], ["count"], to=TensorProto.INT64),
+    ]
+    if source == "Shape":
+        how_many = [node("Shape", ["x"], ["shape"], end=1), node("Squeeze", ["shape"], ["count"])]
+    nodes = [
+        limit,
+        *how_many,
+        node("Range", ["limit", "count", "limit"], ["y"]),
+    ]
+    out = value("y", TensorProto.INT64, ["M"])
+    path = write(tmp_path / "m.onnx", nodes[::-1], [value("x")], [out])
+    assert slowed_by_values(path) is not steady
+
+
+@pytest.mark.parametrize("operator", ["If", "NonZero", "Compress"])
+def test_work_that_follows_from_values_is_not_steady(tmp_path: Path, operator: str) -> None:
+    branch = helper.make_graph([node("Identity", ["x"], ["r"])], "branch", [], [value("r")])
+    first: dict[str, list[Any]] = {
+        "If": [node("If", ["flag"], ["y"], then_branch=branch, else_branch=branch)],
+        "NonZero": [node("NonZero", ["x"], ["y"])],
+        "Compress": [node("Compress", ["x", "flag"], ["y"])],
+    }
+    flag = node("Cast", ["x"], ["flag"], to=TensorProto.BOOL)
+    path = write(tmp_path / "m.onnx", [flag, *first[operator]], [value("x")], [value("y")])
+    assert slowed_by_values(path)
+
+
 def test_loop_inside_a_branch_or_a_function_is_seen(tmp_path: Path) -> None:
     branch = helper.make_graph([looping()], "branch", [], [value("y")])
     choose = node("If", ["flag"], ["y"], then_branch=branch, else_branch=branch)
@@ -152,26 +189,26 @@ def test_loop_inside_a_branch_or_a_function_is_seen(tmp_path: Path) -> None:
         value("count", TensorProto.INT64, []),
         value("flag", TensorProto.BOOL, []),
     ]
-    assert holds_operator(write(tmp_path / "m", [choose], inputs, [value("y")]), LOOP)
+    assert slowed_by_values(write(tmp_path / "m", [choose], inputs, [value("y")]))
     opsets = [helper.make_opsetid("", 18)]
     names = ["x", "count"]
     function = helper.make_function("local", "Repeat", names, ["y"], [looping()], opsets)
     call = node("Repeat", names, ["y"], domain="local")
     path = write(tmp_path / "m", [call], inputs, [value("y")], functions=[function])
-    assert holds_operator(path, LOOP)
+    assert slowed_by_values(path)
 
 
 def test_a_tensor_or_node_named_loop_is_not_a_loop(tmp_path: Path) -> None:
     named = node("Identity", ["x"], ["Loop"], name="Loop", doc_string="Loop")
     out = node("Identity", ["Loop"], ["y"])
     path = write(tmp_path / "m", [named, out], [value("x")], [value("y")])
-    assert not holds_operator(path, LOOP)
+    assert not slowed_by_values(path)
 
 
 def test_file_that_cannot_be_read_may_hold_a_loop(tmp_path: Path) -> None:
-    assert holds_operator(tmp_path / "nothing", LOOP)
+    assert slowed_by_values(tmp_path / "nothing")
     (tmp_path / "m").write_bytes(b"\x3a\xff\xff\xff\xff\x0f")
-    assert holds_operator(tmp_path / "m", LOOP)
+    assert slowed_by_values(tmp_path / "m")
 
 
 def test_the_number_ten_outside_types_is_not_float16(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from deploykit.runtimes.onnxruntime.file import (
     external_files,
     holds_float8,
     holds_half,
-    holds_operator,
+    slowed_by_values,
 )
 
 ort = require("onnxruntime")
@@ -53,10 +53,6 @@ _OF_CUDA = (
     ort_state.RuntimeException,
     ort_state.EPFail,
     RuntimeError,
-)
-# operators whose output size can come from an integer input's values
-_SIZED = frozenset(
-    {"ConstantOfShape", "Expand", "OneHot", "Pad", "Range", "Resize", "Tile", "Upsample"}
 )
 _CUDA_FAILURE = re.compile(r"CUDA failure (\d+): ([^;\n]*)")
 _NO_MEMORY = re.compile(r"(?:requested buffer of size|smaller than requested bytes of) (\d+)")
@@ -158,11 +154,7 @@ class OnnxRuntimeEngine(BaseEngine):
 
 def _is_steady(path: Path, inputs: Sequence[TensorSpec]) -> bool:
     """Whether no input value can make a call slow: through a loop, a size or a string."""
-    kinds = {spec.dtype for spec in inputs}
-    if "string" in kinds:
-        return False
-    sizes = any(kind.startswith("int") or kind == "uint64" for kind in kinds)
-    return not holds_operator(path, _SIZED | {"Loop"} if sizes else {"Loop"})
+    return all(spec.dtype != "string" for spec in inputs) and not slowed_by_values(path)
 
 
 def session_options(threads: int | None, *, half: bool = False) -> Any:

@@ -22,13 +22,54 @@ def holds_float8(path: Path) -> bool:
     return _holds(path, _FLOAT8)
 
 
-def holds_operator(path: Path, kinds: Collection[str]) -> bool:
-    """Whether a node, at any depth, is one of these operators. True where that is unknown."""
+def slowed_by_values(path: Path) -> bool:
+    """Whether values of the inputs, not their shapes alone, set how much a run computes.
+
+    True where that is unknown.
+    """
     try:
         with Pages(path) as data:
-            return _operator_in(data, "model", 0, len(data), {kind.encode() for kind in kinds})
+            parts = [(at, stop) for number, at, stop in fields(data, 0, len(data)) if number == 7]
+            functions = any(number == 25 for number, _, _ in fields(data, 0, len(data)))
+            if functions and _operator_in(data, "model", 0, len(data), set(_WORK)):
+                return True  # what the nodes of a function are given is not followed
+            return _values_set_work(data, *parts[-1])
     except (OSError, ValueError, IndexError, RecursionError):
         return True
+
+
+def _values_set_work(data: Pages, begin: int, end: int) -> bool:
+    """Follow all that depends on the values of a graph's inputs to the operators of _WORK."""
+    parts = list(fields(data, begin, end))
+    from_values = {_first(data, at, stop, 1) for number, at, stop in parts if number == 11}
+    from_values -= {_first(data, at, stop, 8) for number, at, stop in parts if number == 5}
+    nodes = []
+    for number, at, stop in parts:
+        if number == 1:
+            node = [each for each in fields(data, at, stop) if each[2] != -1]
+            attributes = [(a, b) for n, a, b in node if n == 5]
+            if any(_operator_in(data, "attribute", a, b, set(_WORK)) for a, b in attributes):
+                return True  # in a branch
+            takes, gives = ([data[a:b] for n, a, b in node if n == which] for which in (1, 2))
+            nodes.append((_first(data, at, stop, 4), takes, gives))
+    known = 0
+    while known < len(from_values):  # again, as long as nodes stand before those they depend on
+        known = len(from_values)
+        for kind, takes, gives in nodes:
+            sized = [takes[n] for n in _WORK.get(kind, ()) if n < len(takes)]
+            if kind == b"Loop" or from_values.intersection(sized):
+                return True
+            if kind not in _SHAPES and from_values.intersection(takes):
+                from_values.update(gives)
+    return False
+
+
+def _first(data: Pages, begin: int, end: int, wanted: int) -> bytes:
+    """The field `wanted` of a message, where it is of bytes; empty without one."""
+    for number, at, stop in fields(data, begin, end):
+        if number == wanted and stop != -1:
+            return data[at:stop]
+    return b""
 
 
 def external_files(path: Path) -> list[str]:
@@ -73,6 +114,39 @@ _MEMBERS: Mapping[str, Mapping[int, str]] = {
     "value": {2: "type"},
     "type": {1: "tensor_type"},
 }
+# Operators, and which of their inputs set how much they or later nodes compute, by values.
+_WORK: Mapping[bytes, tuple[int, ...]] = {
+    b"Loop": (0, 1),
+    b"If": (0,),
+    b"BeamSearch": (0,),
+    b"GreedySearch": (0,),
+    b"Sampling": (0,),
+    b"WhisperBeamSearch": (0,),
+    b"NonMaxSuppression": (0, 1),
+    b"NonZero": (0,),
+    b"Compress": (1,),
+    b"Unique": (0,),
+    b"ImageDecoder": (0,),
+    b"AffineGrid": (1,),
+    b"BlackmanWindow": (0,),
+    b"CenterCropPad": (1,),
+    b"Col2Im": (1, 2),
+    b"ConstantOfShape": (0,),
+    b"DFT": (1,),
+    b"Expand": (1,),
+    b"HammingWindow": (0,),
+    b"HannWindow": (0,),
+    b"MaxUnpool": (2,),
+    b"MelWeightMatrix": (0, 1),
+    b"OneHot": (1,),
+    b"Pad": (1,),
+    b"Range": (0, 1, 2),
+    b"Resize": (1, 2, 3),
+    b"STFT": (1, 3),
+    b"Tile": (1, 2),
+    b"Upsample": (1,),
+}
+_SHAPES = (b"Shape", b"Size")
 _HOLD_NODES = ("graph", "function", "node", "attribute")
 _DATA_TYPE = {"tensor": 2, "tensor_type": 1}  # the field that holds a TensorProto.DataType
 _TYPE_NAMES = (b"to", b"dtype")  # attributes whose number is one: of Cast, and of generators

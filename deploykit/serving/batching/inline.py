@@ -8,13 +8,18 @@ from __future__ import annotations
 from deploykit.serving.batching.delivery import CallSoon, deliver_inline
 from deploykit.serving.batching.dispatch import Dispatch, Worker
 
+SLOW_US = 10_000  # of one batch: values, such as denormal numbers, can make short ones slow
+PAUSE_US = 1_000_000  # after a slow batch
+LONGEST_PAUSE_US = 64 * PAUSE_US
+
 
 class InlineExecutor:
     """Runs batches of up to `max_rows` rows inline; wakes the engine's thread for longer ones.
 
     `call_soon` runs a function on the event loop once what has been received is read. For
     `spin_us` after an inline run the loop does not sleep, so that the next request of the same
-    client is answered sooner.
+    client is answered sooner. After a batch slower than SLOW_US the thread runs all batches for
+    PAUSE_US; twice as long each time, if the next slow one follows within that time.
     """
 
     def __init__(self, dispatch: Dispatch, call_soon: CallSoon, spin_us: int) -> None:
@@ -25,6 +30,8 @@ class InlineExecutor:
         self._scheduled = False  # `call_soon` was given `_run_next`
         self._spinning = False
         self._spin_until_us = 0
+        self._paused_until_us = 0
+        self._pause_us = PAUSE_US
 
     def wake(self) -> None:
         if not self._scheduled:
@@ -41,7 +48,8 @@ class InlineExecutor:
                 return
             worker = dispatch.idle.pop()
             delay_us = queue.policy.max_delay_us  # only the thread can wait for it to pass
-            if delay_us or not self.max_rows or queue.rows > self.max_rows:
+            slow = self._paused_until_us and dispatch.clock_us() < self._paused_until_us
+            if delay_us or not self.max_rows or queue.rows > self.max_rows or slow:
                 worker.wake.release()
                 return
             batch, late, now_us = dispatch.take(worker)
@@ -57,6 +65,8 @@ class InlineExecutor:
         dispatch = self._dispatch
         with dispatch.lock:
             worker.idle_since_us = dispatch.clock_us()
+            if worker.runner.busy_us > SLOW_US:
+                self._pause(worker.idle_since_us)
             if dispatch.closing:
                 worker.wake.release()
                 return
@@ -70,6 +80,11 @@ class InlineExecutor:
             elif self._spin_us and not self._spinning:
                 self._spinning = True
                 self._call_soon(self._spin)
+
+    def _pause(self, now_us: int) -> None:
+        again = self._paused_until_us and now_us < self._paused_until_us + self._pause_us
+        self._pause_us = min(2 * self._pause_us, LONGEST_PAUSE_US) if again else PAUSE_US
+        self._paused_until_us = now_us + self._pause_us
 
     def _spin(self) -> None:
         """Keep the loop awake until a request comes or the time is over."""

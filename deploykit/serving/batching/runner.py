@@ -19,7 +19,10 @@ log = logging.getLogger(__name__)
 
 
 class Runner:
-    """One engine, called by one thread at a time. `since_us`: when its running call began."""
+    """One engine, called by one thread at a time.
+
+    `since_us`: when its running call began. `busy_us`: how long the last batch took.
+    """
 
     def __init__(
         self,
@@ -33,6 +36,7 @@ class Runner:
     ) -> None:
         self.engine = engine
         self.since_us: int | None = None
+        self.busy_us = 0
         self.lost = False
         self._name = name
         self._stack = stack
@@ -71,10 +75,12 @@ class Runner:
             ran_us = self._clock_us()
             self._split(batch, outputs)
         except Exception as exc:  # noqa: BLE001 - the engine's thread must survive any error
+            self.busy_us = self._clock_us() - started_us
             return self._error(exc, len(batch))
         finally:
             self.since_us = None
         ended_us = self._clock_us()
+        self.busy_us = ended_us - started_us
         in_us, out_us = self.engine.last_copies_us
         run = BatchRun(
             [request for request in batch if not request.finished],

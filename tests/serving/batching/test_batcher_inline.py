@@ -15,6 +15,7 @@ import pytest
 from deploykit.core.errors import Expired
 from deploykit.serving import server as http
 from deploykit.serving.batching.batcher import Batcher
+from deploykit.serving.batching.inline import PAUSE_US, SLOW_US
 from deploykit.serving.batching.policy import BatchPolicy, BatchRun, Watcher
 from deploykit.serving.batching.stacking import EngineFailed
 from deploykit.serving.server import ServeOptions, Server
@@ -273,3 +274,48 @@ def test_the_loop_spins_for_spin_us_after_a_batch(
         assert answers.order == [0, 1]
         clock.us += 100
         assert [loop.turn(), loop.turn()] == [1, 0]
+
+
+class Timed(Threads):
+    """Each run takes `us` of `clock`."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock, self.us = clock, 100
+
+    def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
+        self.clock.us += self.us
+        return super().__call__(feeds)
+
+
+def test_after_a_slow_batch_the_engines_thread_runs_the_next_ones_for_longer_each_time(
+    loop: Loop, answers: Answers
+) -> None:
+    clock = Clock()
+    engine, here, sent = Timed(clock), threading.get_ident(), 0
+    with Batcher([engine], BatchPolicy(), call_soon=loop.call_soon, clock_us=clock) as batcher:
+        batcher.inline_max_rows = math.inf
+
+        def inline(us: int) -> bool:
+            nonlocal sent
+            asleep(batcher)
+            engine.us = us
+            submit(batcher, row(sent), 1, KEY, answers.done)
+            loop.turn()
+            sent += 1
+            answers.wait(1)
+            return engine.threads[-1] == here
+
+        assert inline(SLOW_US)
+        assert inline(SLOW_US + 1)
+        assert not inline(100)
+        clock.us += PAUSE_US
+        assert inline(SLOW_US + 1)  # soon again: the pause is twice as long
+        clock.us += PAUSE_US
+        assert not inline(100)
+        clock.us += PAUSE_US
+        assert inline(100)
+        clock.us += 10 * PAUSE_US
+        assert inline(SLOW_US + 1)
+        clock.us += PAUSE_US
+        assert inline(100)
