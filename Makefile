@@ -10,6 +10,8 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 BIN := .venv/bin
+# where it is set, each of the tests' many processes would compile the package and pytest's tests anew
+unexport PYTHONDONTWRITEBYTECODE
 # a file's tests share a worker and its fixtures; tests/conftest.py puts the slow files first
 WORKERS := -n auto --dist loadfile --no-loadscope-reorder
 SETUP := $(PYTHON) scripts/setup_venv.py --torch-index "$(TORCH_INDEX)"
@@ -29,8 +31,10 @@ lint: venv
 	$(BIN)/mypy
 
 # side by side, so that no core waits; each part prints when it is done, and each can fail the whole
+# DEPLOYKIT_ZOO: the files that the tests of the zoo make, and that NVIDIA's part asks its builder about
 test: venv
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target tests lint nvidia
+	@zoo=$$(mktemp -d) && trap 'rm -rf "$$zoo"' EXIT && DEPLOYKIT_ZOO=$$zoo \
+		$(MAKE) --no-print-directory --jobs 2 --output-sync=target tests lint nvidia
 
 tests: venv
 	$(BIN)/pytest $(WORKERS)

@@ -14,6 +14,7 @@ pytest.importorskip("onnxscript")
 import deploykit as dk  # noqa: E402
 from deploykit.api import golden  # noqa: E402
 from deploykit.core.artefact import read_manifest  # noqa: E402
+from deploykit.core.files import sha256  # noqa: E402
 from deploykit.core.manifest import manifest_path  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -103,24 +104,22 @@ def test_an_export_records_samples_and_compare_replays_them(
     with pytest.raises(dk.BadInput, match="SHA-256 differs"):
         dk.compare(made.path)
     document = json.loads(manifest_path(made.path).read_text())
-    from deploykit.core.files import sha256
-
     document["evidence"]["golden"]["sha256"] = sha256(samples)
     manifest_path(made.path).write_text(json.dumps(document))
     with pytest.raises(dk.GateFailed, match=r"m\.onnx"):
         dk.compare(made.path).raise_if_over()
 
 
-@pytest.mark.parametrize("name", ["../m.golden.npz", "/etc/passwd", "a/../b", ""])
 def test_golden_samples_outside_the_folder_are_refused(
-    weights: Path, arch: str, tmp_path: Path, name: str
+    weights: Path, arch: str, tmp_path: Path
 ) -> None:
     made = dk.export(weights, out=tmp_path / "m.onnx", arch=f"{arch}:Net", inputs=[SPEC])
     document = json.loads(manifest_path(made.path).read_text())
-    document["evidence"]["golden"]["file"] = name
-    manifest_path(made.path).write_text(json.dumps(document))
-    with pytest.raises(dk.BadInput):
-        dk.compare(made.path)
+    for name in ("../m.golden.npz", "/etc/passwd", "a/../b", ""):
+        document["evidence"]["golden"]["file"] = name
+        manifest_path(made.path).write_text(json.dumps(document))
+        with pytest.raises(dk.BadInput):
+            dk.compare(made.path)
 
 
 def test_artefacts_made_from_an_export_keep_its_golden_samples(
@@ -166,7 +165,8 @@ def test_the_manifest_says_what_was_loaded_and_how_it_was_exported(
     source = manifest.evidence.source
     assert source.kind == "state_dict"
     assert source.ran_pickle is False
-    assert len(source.sha256) == 64
+    assert source.sha256 == sha256(weights)
+    assert source.arch_sha256 == sha256(Path(arch))
     export = manifest.evidence.export
     assert (export.exporter, export.fallback, export.profile) == ("dynamo", None, "h200")
     assert manifest.evidence.preflight.problems == ()
@@ -227,12 +227,3 @@ def test_a_program_is_compared_within_its_exported_size_range(tmp_path: Path) ->
     assert [row.batch for row in made.parity.rows] == [4, 7, 16]
     assert made.manifest.evidence.source.ran_pickle is True
     assert any("ran code of its own" in note for note in made.notes)
-
-
-def test_the_hash_of_the_users_code_file_is_in_the_manifest(
-    weights: Path, arch: str, tmp_path: Path
-) -> None:
-    from deploykit.core.files import sha256
-
-    made = dk.export(weights, out=tmp_path / "m.onnx", arch=f"{arch}:Net", inputs=[SPEC])
-    assert made.manifest.evidence.source.arch_sha256 == sha256(Path(arch))

@@ -1,7 +1,9 @@
-"""One set of the zoo's files for the whole session."""
+"""One set of the zoo's files for the whole session, or for all of `make test` (DEPLOYKIT_ZOO)."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,4 +16,5 @@ if TYPE_CHECKING:
 def keeper(tmp_path_factory: pytest.TempPathFactory) -> Keeper:
     from tests.support.zoo.keeper import Keeper
 
-    return Keeper(tmp_path_factory.mktemp("zoo"))
+    shared = os.environ.get("DEPLOYKIT_ZOO")
+    return Keeper(Path(shared) if shared else tmp_path_factory.mktemp("zoo"))

@@ -1,8 +1,11 @@
-"""Makes each file of the small zoo once in a test session, through the public API."""
+"""Makes each file of the small zoo through the public API, once for all who share a folder."""
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
+import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +30,10 @@ KIND = "safetensors" if importlib.util.find_spec("safetensors") else "pt"
 
 @dataclass
 class Keeper:
-    """What was made so far, in `folder`. A refusal is kept like a file, and raised again."""
+    """What was made so far, in `folder`. A refusal is kept like a file, and raised again.
+
+    Processes may share the folder: each thing is made by the first that asks for it.
+    """
 
     folder: Path
     done: dict[tuple[str, ...], Files | Made | DeploykitError] = field(default_factory=dict)
@@ -37,50 +43,61 @@ class Keeper:
         member = ZOO[name]
         if member.missing:
             pytest.skip(f"{name}: {member.missing}")
-        found = self.done.get((name,))
-        if not isinstance(found, Files):
-            found = self.done[name,] = prepare(member, self.folder, samples=SAMPLES, kind=KIND)
+        found = self._once(
+            name, make=lambda: prepare(member, self.folder, samples=SAMPLES, kind=KIND)
+        )
+        assert isinstance(found, Files)
         return found
 
     def exported(self, name: str) -> Made:
         files = self.files(name)
-        found = self.done.get((name, "fp32"))
-        if found is None:
-            try:
-                found = dk.export(
-                    files.model,
-                    out=self.folder / f"{name}.onnx",
-                    arch=files.arch,
-                    inputs=list(files.inputs),
-                )
-            except DeploykitError as exc:
-                found = exc
-            self.done[name, "fp32"] = found
-        return _given(found)
+        found = self._once(
+            name,
+            "fp32",
+            make=lambda: dk.export(
+                files.model,
+                out=self.folder / f"{name}.onnx",
+                arch=files.arch,
+                inputs=list(files.inputs),
+            ),
+        )
+        assert isinstance(found, Made)
+        return found
 
     def quantized(self, name: str, to: str) -> Made:
         """`name` in precision `to`; "fp32" is the exported file itself."""
-        source = self.exported(name)
-        found = self.done.get((name, to))
-        if found is None:
-            files = self.files(name)
-            try:
-                found = dk.quantize(
-                    source.path,
-                    to,
-                    self.folder / f"{name}.{to}.onnx",
-                    calib=files.calib,
-                    data=files.data,
-                    max_drop=MAX_DROP if files.data else None,
-                )
-            except DeploykitError as exc:
-                found = exc
-            self.done[name, to] = found
-        return _given(found)
+        source, files = self.exported(name), self.files(name)
+        found = self._once(
+            name,
+            to,
+            make=lambda: dk.quantize(
+                source.path,
+                to,
+                self.folder / f"{name}.{to}.onnx",
+                calib=files.calib,
+                data=files.data,
+                max_drop=MAX_DROP if files.data else None,
+            ),
+        )
+        assert isinstance(found, Made)
+        return found
+
+    def _once(self, *key: str, make: Callable[[], Files | Made]) -> Files | Made:
+        if key not in self.done:
+            kept = self.folder / f"{'.'.join(key)}.pickle"
+            with (self.folder / f"{key[0]}.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not kept.exists():
+                    kept.write_bytes(pickle.dumps(_result(make)))
+            self.done[key] = pickle.loads(kept.read_bytes())
+        found = self.done[key]
+        if isinstance(found, DeploykitError):
+            raise found
+        return found
 
 
-def _given(found: object) -> Made:
-    if isinstance(found, DeploykitError):
-        raise found
-    assert isinstance(found, Made)
-    return found
+def _result(make: Callable[[], Files | Made]) -> Files | Made | DeploykitError:
+    try:
+        return make()
+    except DeploykitError as exc:
+        return exc
