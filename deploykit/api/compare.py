@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from deploykit.measure.evaluate.divergence import Divergence
+    from deploykit.runtimes.data.samples import Samples
     from deploykit.runtimes.engine import Engine
 
 
@@ -58,24 +60,37 @@ def compare(
 ) -> Compared:
     """Run two artefacts on the same inputs, the samples of `data` or seeded random ones.
 
-    Without `b`, `a` runs on the golden samples next to it and is compared with the recorded
-    outputs; the bound is then the manifest's, else 0.001. A TensorRT engine runs on its GPU, even
-    where `device` is "cpu", and random inputs are of sizes that it accepts.
+    The bound is 0.001 of the output's scale, or 8 times what float32 itself gives where that is
+    more; `max_error` replaces both. Without `b`, `a` runs on the golden samples next to it and is
+    compared with the recorded outputs; the bound is then the manifest's, else 0.001. A TensorRT
+    engine runs on its GPU, even where `device` is "cpu", and random inputs are of sizes that it
+    accepts.
     """
     first = Artefact.open(a)
     if b is None:
         if data is not None:
             raise BadInput("`data` needs two files; one alone replays its golden samples")
         return Compared(_replay(first, max_error, device))
-    from deploykit.measure.evaluate.parity import compare_engines
+    from deploykit.measure.evaluate.parity import (
+        add_float32_errors,
+        compare_engines,
+        in_other_batches,
+    )
+    from deploykit.runtimes.data.checks import check_finite
+    from deploykit.runtimes.data.samples import read_samples
     from deploykit.runtimes.engine import load
 
     second, bound = Artefact.open(b), golden.MAX_ERROR if max_error is None else max_error
     places = [each.runtime.usable(device) for each in (first, second)]
     with load(first, places[0]) as left, load(second, places[1]) as right:
-        feeds = _feeds(left, right, Path(data) if data else None)
+        samples = read_samples(Path(data), left.inputs) if data else None
+        feeds = _feeds(left, right, samples)
         names = (first.name, second.name)
         parity = compare_engines(left, right, feeds, max_error=bound, names=names)
+        if samples and any(row.floating and row.problem for row in parity.rows):
+            check_finite(samples)
+        if not parity.passed and max_error is None:
+            parity = add_float32_errors(parity, left, partial(in_other_batches, left), feeds)
     diverging = None
     if not parity.passed and first.format == second.format == "onnx":
         from deploykit.measure.evaluate.divergence import diverging_node
@@ -95,12 +110,10 @@ def _replay(artefact: Artefact, max_error: float | None, device: str) -> Parity:
         return compare_engines(recorded, engine, [feeds], max_error=bound, names=names)
 
 
-def _feeds(first: Engine, second: Engine, data: Path | None) -> list[dict[str, np.ndarray]]:
+def _feeds(first: Engine, second: Engine, samples: Samples | None) -> list[dict[str, np.ndarray]]:
     from deploykit.measure.evaluate.feeds import feeds_at_sizes
-    from deploykit.runtimes.data.samples import read_samples
 
-    if data is not None:
-        samples = read_samples(data, first.inputs)
+    if samples is not None:
         size, used = samples.batching(32, (*first.inputs, *second.inputs))
         return list(samples.first(used).batches(size))
     return feeds_at_sizes(first.inputs, {**first.limits, **second.limits})

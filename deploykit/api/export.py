@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from deploykit.core.profile import Profile
     from deploykit.exporters.onnx import Exported
     from deploykit.runtimes.engine import Engine
+    from deploykit.runtimes.torch.engine import TorchEngine
     from deploykit.runtimes.torch.loaded import Loaded
 
     Limits = Mapping[str, tuple[int, int | None]]  # least and largest size by axis
@@ -66,7 +69,7 @@ def export(
     preprocess: str | None = None,
     samples: StrPath | None = None,
     allow_pickle: bool = False,
-    max_error: float = EXPORT_MAX_ERROR,
+    max_error: float | None = None,
     on_progress: Progress = no_progress,
 ) -> Made:
     """Export a PyTorch model to ONNX and prove that it computes the same at several sizes.
@@ -82,7 +85,8 @@ def export(
     "dynamic" or a size. `profile`: the target, which decides the opset and whose operators are
     checked. `preprocess`: "imagenet" or a TOML file; the graph then takes bytes. `samples`: real
     inputs (.npz or a folder) to compare on, of which a few are kept as golden samples; without
-    them, seeded random ones. `max_error`: the bound of max |a-b| / max(1, max |a|).
+    them, seeded random ones. `max_error`: the bound of max |a-b| / max |a|; where None it
+    is 1e-4, or 8 times what float32 itself gives: the model in float32 against it in float64.
 
     Raises BadInput for what is missing or wrong, MissingExtra, and GateFailed past `max_error`; the
     file is then kept as NAME.rejected.onnx.
@@ -148,7 +152,8 @@ def _record(
     )
     tools = ("torch", "onnx", "onnxscript")
     manifest = onnx_manifest(graph, source.hashes, tools=tools, evidence=evidence)
-    notes = (*_notes(source, done, proof.recorded, target, problems), *proof.notes)
+    warnings = proof.parity.warnings
+    notes = (*_notes(source, done, proof.recorded, target, problems, warnings), *proof.notes)
     return Made(place, manifest, notes)
 
 
@@ -256,7 +261,7 @@ def _prove(
     source: ExportSource,
     tmp: Path,
     feeds: Sequence[Mapping[str, np.ndarray]],
-    max_error: float,
+    max_error: float | None,
     out_name: str,
 ) -> _Proof:
     """Compare the graph with the module, record golden samples next to it, prove its batch."""
@@ -265,10 +270,30 @@ def _prove(
 
     loaded, names = source.loaded, (source.name, out_name)
     with TorchEngine(loaded, source.name, "cpu", None) as reference, load(tmp, "cpu") as exported:
-        parity = _compare(reference, exported, feeds, max_error, names, loaded.limits)
+        bound = EXPORT_MAX_ERROR if max_error is None else max_error
+        parity = _compare(reference, exported, feeds, bound, names, loaded.limits)
+        if max_error is None:
+            parity = _add_float32_errors(parity, reference, feeds)
         recorded = golden.record(reference, _few(feeds, loaded.inputs), tmp)
         rows = batching.prove(exported, tmp, recorded)
         return _Proof(parity, recorded, rows, batching.notes(exported, rows))
+
+
+def _add_float32_errors(
+    parity: Parity, reference: TorchEngine, feeds: Sequence[Mapping[str, np.ndarray]]
+) -> Parity:
+    """What float32 itself gives: in float64, else in other batches; the largest feeds left out."""
+    from deploykit.measure.evaluate.parity import add_float32_errors, in_other_batches
+
+    feeds = sorted(feeds, key=lambda each: sum(array.size for array in each.values()))
+    feeds = feeds[: max(1, len(feeds) - 1)]
+    try:
+        return add_float32_errors(parity, reference, reference.in_float64, feeds)
+    except DeploykitError:  # its code names float32
+        with contextlib.suppress(DeploykitError):  # nor does it take single rows
+            others = partial(in_other_batches, reference)
+            parity = add_float32_errors(parity, reference, others, feeds)
+        return parity
 
 
 def _compare(
@@ -333,8 +358,9 @@ def _notes(
     recorded: GoldenSamples | None,
     target: Profile | None,
     problems: Sequence[Problem],
+    warnings: Sequence[str],
 ) -> tuple[str, ...]:
-    notes = list(source.loaded.notes)
+    notes = [*source.loaded.notes, *warnings]
     if source.loaded.ran_pickle:
         notes.append(f"{source.name} ran code of its own while it was loaded (`allow_pickle`)")
     if done.fallback:

@@ -28,6 +28,11 @@ def percent(value: Interval) -> str:
     return f"{value.value * 100:.2f} % ({value.low * 100:.2f} to {value.high * 100:.2f})"
 
 
+def plain(value: Interval) -> str:
+    """In its own unit, such as perplexity's."""
+    return f"{value.value:.5g} ({value.low:.5g} to {value.high:.5g})"
+
+
 def mix(values: dict[str, Any] | Any) -> str:
     return ", ".join(f"{count} {name}" for name, count in values.items()) or "-"
 

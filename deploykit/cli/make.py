@@ -73,6 +73,7 @@ MODEL                  A .pt, .pth, .ckpt, .pt2, .safetensors or TorchScript fil
 --preprocess imagenet|FILE.toml  Put scaling and normalisation into the graph, which then takes
         uint8 images
 --samples FILE.npz|DIR  Inputs to compare on; a few are kept with the model [random]
+--max-error X          Largest max |a-b| / max |a| [0.0001, more where float32 itself gives more]
 Model:
 --arch MODULE:CALLABLE  What builds the module when the file holds only weights: pkg.mod:Net or
         ./file.py:Net
@@ -91,6 +92,7 @@ def export(
     profile: str | None = None,
     preprocess: str | None = None,
     samples: Path | None = None,
+    max_error: float | None = None,
     arch: str | None = None,
     inputs: list[str] | None = None,
     batch: str = "dynamic",

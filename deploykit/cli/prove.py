@@ -28,7 +28,7 @@ def inspect(path: Path, as_json: bool = False) -> None:
 A                      The reference
 B                      What to compare with it; without B, A is compared with its stored samples
 --data FILE.npz|DIR    Inputs to run [random]
---max-error X          Largest max |a-b| / max(1, max |a|) [0.001, or as stored with the samples]
+--max-error X          Largest max |a-b| / max |a| [0.001, or as stored with the samples]
 {DEVICE}
 {JSON}""")
 def compare(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.cli.format import latency, memory, mix, ms, percent, rate, size, versions
+from deploykit.cli.format import latency, memory, mix, ms, percent, plain, rate, size, versions
 from deploykit.cli.output import Part, Table
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from deploykit.api.inspect import Inspection
     from deploykit.api.predict import Predicted
     from deploykit.core.evidence import SearchRecord
+    from deploykit.core.parity import ParityRow
     from deploykit.core.profile import Profile
     from deploykit.measure.evaluate.parity import Parity
     from deploykit.measure.load.generator import LoadResult
@@ -52,7 +53,8 @@ def made(result: Made) -> list[Part]:
     found = result.evaluation
     if found and found.drop:
         drop, (a, b) = found.drop, (found.parity.a, found.parity.b)
-        rows = [(a, percent(drop.reference), ""), (b, percent(drop.candidate), drop.describe())]
+        score = percent if drop.unit == "pp" else plain
+        rows = [(a, score(drop.reference), ""), (b, score(drop.candidate), drop.describe())]
         header = (f"{drop.metric}, n = {drop.n}", "value (95 %)", f"against {a}")
         lines += ["", Table(header, rows)]
     elif found:
@@ -107,21 +109,28 @@ def steps(result: SearchRecord) -> list[Part]:
 
 
 def parity(result: Parity, *, gated: bool = True) -> list[Part]:
-    """A table of errors; `gated`: say whether the bound was met."""
+    """A table of errors; `gated`: say whether the bounds were met."""
     rows = [
         (
-            row.output,
-            str(row.batch),
-            f"{row.error:.3g}",
+            *(row.output, str(row.batch), f"{row.error:.3g}"),
+            *_bounds(result, row)[: 2 * gated],
             f"{row.max_abs:.3g}",
-            "inf" if row.sqnr_db == float("inf") else f"{row.sqnr_db:.1f}",
+            "-" if row.zero else "inf" if row.sqnr_db == math.inf else f"{row.sqnr_db:.1f}",
             "-" if row.agreement is None else f"{row.agreement * 100:.2f} %",
         )
         for row in result.rows
     ]
-    verdict = f": {'within' if result.passed else 'NOT within'} {result.max_error:g}"
-    header = ("output", "batch", "error", "max |a-b|", "SQNR dB", "same top-1")
-    return [f"{result.b} against {result.a}{verdict if gated else ''}", Table(header, rows)]
+    verdict = f": {'within' if result.passed else 'NOT within'} {result.bound(result.worst):.3g}"
+    bounds = ("bound", "float32")[: 2 * gated]
+    header = ("output", "batch", "error", *bounds, "max |a-b|", "SQNR dB", "same top-1")
+    title = f"{result.b} against {result.a}{verdict if gated else ''}"
+    return [title, Table(header, rows), *(f"warning: {text}" for text in result.warnings)]
+
+
+def _bounds(result: Parity, row: ParityRow) -> tuple[str, str]:
+    """A row's bound, and what float32 itself gives."""
+    own = "-" if row.float32_error is None else f"{row.float32_error:.3g}"
+    return f"{result.bound(row):.3g}", own
 
 
 def inspection(result: Inspection) -> list[Part]:

@@ -12,83 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from deploykit.core.errors import GateFailed
 from deploykit.core.json_value import Record
+from deploykit.core.parity import Parity as Parity
+from deploykit.core.parity import ParityRow as ParityRow
 from deploykit.core.preprocess import Preprocess
 from deploykit.core.statistics_basic import Drop, Interval
-
-
-@dataclass(frozen=True)
-class ParityRow(Record):
-    """Difference of one output between two engines at one batch size; non-finite values left out.
-
-    `error` is what a bound applies to: max |a-b| / max(1, max |a|), that is the absolute error for
-    outputs up to 1 and the error relative to the output's own scale above. It is infinite where
-    `problem` says that no bound can be met: NaN or infinity on one side only, integers that differ.
-    `max_rel`: max |a-b| / max(|a|, 1e-6). `sqnr_db`: signal to noise, infinite when equal.
-    `agreement`: share of equal argmax over the last axis, for floating outputs of two or three axes
-    with two columns or more, else None. `finite`: every value of both sides is finite.
-    `places_match`: NaN and the infinities are at the same places on both sides. `floating`: neither
-    integers nor booleans.
-    """
-
-    output: str
-    batch: int
-    values: int
-    max_abs: float
-    max_rel: float
-    rms: float
-    sqnr_db: float
-    agreement: float | None
-    finite: bool
-    error: float
-    problem: str = ""
-    places_match: bool = True
-    floating: bool = True
-
-
-@dataclass(frozen=True)
-class Parity(Record):
-    """Outputs of `b` compared with those of `a`, the reference; the bound is on `ParityRow.error`.
-
-    `data_sha256`: of the file with the inputs; empty for seeded random ones.
-    """
-
-    a: str
-    b: str
-    rows: tuple[ParityRow, ...]
-    max_error: float
-    data_sha256: str = ""
-
-    shown: ClassVar[tuple[str, ...]] = ("passed", "why")
-
-    @property
-    def worst(self) -> ParityRow:
-        """The row with the largest error; the first of equals."""
-        return max(self.rows, key=lambda row: row.error)
-
-    @property
-    def passed(self) -> bool:
-        return self.worst.error <= self.max_error
-
-    @property
-    def why(self) -> str:
-        """The worst row in one line."""
-        worst = self.worst
-        found = worst.problem or (
-            f"error {worst.error:.3g} is {'within' if self.passed else 'above'} {self.max_error:g}"
-        )
-        return f"against {self.a}: output '{worst.output}' at batch {worst.batch}: {found}"
-
-    def raise_if_over(self) -> None:
-        """Raise GateFailed naming the worst row unless every error is within the bound."""
-        if not self.passed:
-            raise GateFailed(
-                f"{self.b} {self.why}",
-                hint=None
-                if self.worst.problem
-                else "error is max |a-b| / max(1, max |a|); see the other rows for where it begins",
-            )
 
 
 @dataclass(frozen=True)
@@ -117,16 +45,16 @@ class Evaluation(Record):
     def sqnr_db(self) -> float | None:
         """The lowest of any floating output at any batch size; None where no output is floating.
 
-        Minus infinity where NaN or infinity is on one side only.
+        Minus infinity where NaN is on either side, or infinity on one only.
         """
         rows = [row for row in self.parity.rows if row.floating]
-        return min((row.sqnr_db if row.places_match else -math.inf for row in rows), default=None)
+        return min((-math.inf if row.problem else row.sqnr_db for row in rows), default=None)
 
     def describe(self) -> str:
         """For a table: "drop 0.4 pp, 0.1 to 0.7, n = 540", or agreement and SQNR."""
         if self.drop is not None:
             return self.drop.describe()
-        if any(not row.places_match for row in self.parity.rows):
+        if any(row.problem for row in self.parity.rows if row.floating):
             return "NaN or infinity"
         parts = []
         if self.agreement is not None and self.samples is not None:
@@ -134,8 +62,8 @@ class Evaluation(Record):
             value, low, high = (f"{x * 100:.1f}" for x in (share.value, share.low, share.high))
             parts.append(f"agreement {value} %, {low} to {high}, n = {self.samples}")
         if self.sqnr_db is not None:
-            equal = self.sqnr_db == math.inf
-            parts.append("equal outputs" if equal else f"SQNR {self.sqnr_db:.1f} dB")
+            equal = "equal outputs" if not self.parity.warnings else "outputs that are 0 everywhere"
+            parts.append(equal if self.sqnr_db == math.inf else f"SQNR {self.sqnr_db:.1f} dB")
         return "; ".join(parts) + (" on random inputs" if self.samples is None else "")
 
 

@@ -20,6 +20,7 @@ from deploykit.core.statistics_basic import Drop as Drop
 from deploykit.core.statistics_basic import Interval as Interval
 
 PAIRED_T = "paired t"
+RARE_T = "paired t, one loss and one gain of the scores' whole range added"
 FEWEST_EQUAL = 6  # equal differences: 0.5**6 is the first power within the 2.5 % on each side
 
 _TAIL = 0.025  # probability left out on each side
@@ -111,19 +112,30 @@ def paired_drop(
 
     Scores of 0 and 1 only: the adjusted Wald interval for a difference of paired proportions
     (Bonett and Price, J. Educational and Behavioral Statistics 37(4), 2012: one is added to each of
-    the two discordant counts), which keeps a width when nothing or everything changed. Any other
-    scores: the paired t interval, see `_difference`. Raises BadInput on scores that cannot be
-    paired.
+    the two discordant counts), which keeps a width when nothing or everything changed. So do scores
+    of two other values, such as 0 and 100, in their own unit. Any other scores: the paired t
+    interval with the same addition, a loss and a gain of the whole range of the scores: a loss that
+    is rare and large is missing from most small samples, and their spread says nothing of it.
+    Raises BadInput on scores that cannot be paired.
     """
     reference, candidate = _paired(reference_scores, candidate_scores, metric)
     n = len(reference)
     lost = int((candidate < reference).sum())
     gained = int((candidate > reference).sum())
-    if bool(np.isin(reference, (0, 1)).all() and np.isin(candidate, (0, 1)).all()):
-        drop, method = _paired_proportions(lost, gained, n), ADJUSTED_WALD
-        before, after = (proportion(int(scores.sum()), n) for scores in (reference, candidate))
+    values = np.unique(np.concatenate((reference, candidate)))
+    low, high = float(values.min()), float(values.max())
+    if low >= 0 and high <= 1:  # shares
+        low, high = 0.0, 1.0
+    elif low == high:
+        low, high = min(0.0, low), max(0.0, high)
+    if bool(np.isin(values, (low, high)).all()):
+        drop, method = _scaled(_paired_proportions(lost, gained, n), high - low), ADJUSTED_WALD
+        before, after = (
+            _scaled(proportion(int((scores == high).sum()), n), high - low, low)
+            for scores in (reference, candidate)
+        )
     else:
-        drop, method = _difference(reference - candidate, metric), PAIRED_T
+        drop, method = _rare_difference(reference - candidate, high - low), RARE_T
         before, after = _mean(reference), _mean(candidate)
     return Drop(metric, n, before, after, drop, lost, gained, unit, method)
 
@@ -224,6 +236,16 @@ def _t_central(t: float, freedom: int) -> float:
         term *= cosine**2 * (k - 1) / k
         total += term
     return 2 / math.pi * (angle + sine * total) if odd else sine * total
+
+
+def _rare_difference(differences: np.ndarray, span: float) -> Interval:
+    value = float(differences.mean())
+    found = _mean(np.concatenate((differences, (span, -span))))
+    return Interval(value, min(value, found.low), max(value, found.high))
+
+
+def _scaled(share: Interval, factor: float, offset: float = 0.0) -> Interval:
+    return Interval(*(part * factor + offset for part in (share.value, share.low, share.high)))
 
 
 def _paired_proportions(lost: int, gained: int, n: int) -> Interval:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from deploykit.core.errors import BadInput
+from deploykit.core.errors import BadInput, GateFailed
 from deploykit.runtimes.data.samples import Samples
 from deploykit.runtimes.engine import Engine
 
@@ -15,7 +15,7 @@ def top1(values: np.ndarray, labels: np.ndarray, where: str) -> np.ndarray:
     """1.0 where the largest of `values` (samples, classes) is the label, else 0.0.
 
     Returns float64 (samples,). Raises BadInput when the labels are not class numbers, or the values
-    are not one per class.
+    are not one per class, and GateFailed where one is NaN or infinity.
     """
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise BadInput(f"{where}: top-1 accuracy needs integer 'labels' of shape (samples,)")
@@ -28,6 +28,9 @@ def top1(values: np.ndarray, labels: np.ndarray, where: str) -> np.ndarray:
             f"{where}: labels run from {labels.min()} to {labels.max()}, "
             f"the model has {values.shape[1]} classes"
         )
+    broken = int((~np.isfinite(values) & (values != -np.inf)).any(1).sum())
+    if broken:
+        raise GateFailed(f"{where}: the model's answer is NaN or infinity for {broken} samples")
     right: np.ndarray = (values.argmax(1) == labels).astype(np.float64)
     return right
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.json_value import Record
-from deploykit.measure.evaluate.parity import check_bound
+from deploykit.measure.evaluate.parity import check_bound, relative
 from deploykit.onnx_graph import probes
 from deploykit.onnx_graph.graph import Graph
 from deploykit.runtimes.engine import Arrays
@@ -168,7 +168,7 @@ def _tap(graph: Graph, path: Path) -> Tap:
 def tensor_error(a: np.ndarray, b: np.ndarray) -> tuple[float, str]:
     """The error as `ParityRow.error` defines it, and "", or infinity and the reason.
 
-    Max |a-b| / max(1, max |a|) over the finite places, for arrays of one shape. Values below -1e30
+    Max |a-b| / max |a| over the finite places, for arrays of one shape. Values below -1e30
     are masks: any value that masks in float16 equals them.
     """
     if a.dtype.kind in "biu" and b.dtype.kind in "biu":
@@ -186,7 +186,8 @@ def tensor_error(a: np.ndarray, b: np.ndarray) -> tuple[float, str]:
     if not x.size:
         return 0.0, ""
     with np.errstate(over="ignore"):  # float64 near its end: an infinite error is right
-        return float(np.abs(x - y).max() / max(1.0, np.abs(x).max())), ""
+        scale = float(np.abs(x).max() or np.abs(y).max())
+        return relative(float(np.abs(x - y).max()), scale), ""
 
 
 def _errors(

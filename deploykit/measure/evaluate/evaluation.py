@@ -24,6 +24,7 @@ from deploykit.measure.statistics import (
     samples_to_show_agreement,
     samples_to_show_no_drop,
 )
+from deploykit.runtimes.data.checks import check_finite
 from deploykit.runtimes.data.samples import Samples, random_feeds
 from deploykit.runtimes.engine import Arrays, Engine
 
@@ -48,11 +49,11 @@ def evaluate(
 ) -> Evaluation:
     """Run both engines once over the samples and decide.
 
-    NaN or infinity on one side only always fails. On labelled data with a metric, the upper end of
-    the drop's 95 % interval must be at most `max_drop` (a fraction, or the metric's own unit; 0.01
-    where None). Otherwise every floating output's SQNR must be at least `min_sqnr_db`; and, if
-    `max_drop` is given or all outputs are integers, the upper end of the share of samples with
-    another answer at most `max_drop`.
+    NaN, or infinity on one side only, always fails; where the samples hold it, they are BadInput.
+    On labelled data with a metric, the upper end of the drop's 95 % interval must be at most
+    `max_drop` (a fraction, or the metric's own unit; 0.01 where None). Otherwise every floating
+    output's SQNR must be at least `min_sqnr_db`; and, if `max_drop` is given or all outputs are
+    integers, the upper end of the share of samples with another answer at most `max_drop`.
 
     `samples`: None for seeded random inputs, where `sizes` gives the dynamic axes other than the
     batch. Samples that do not fill a fixed batch are left out. One batch of outputs is in memory at
@@ -75,6 +76,7 @@ def evaluate(
     parity = compare_engines(reference, candidate, batches, names=names, each=answers.add)
     broken = _broken(parity)
     if broken:
+        check_finite(answers.samples)
         return Evaluation(parity, None, None, used, False, broken, max_drop, min_sqnr_db)
     if not answers.scores:
         return _without_labels(parity, answers.agreement, used, max_drop, min_sqnr_db)
@@ -138,7 +140,7 @@ def _equal_answers(left: Arrays, right: Arrays, rows: int) -> np.ndarray | None:
     """Where both give the same answer, boolean, for the first output that holds answers."""
     for name, values in left.items():
         others = right[name]
-        if values.ndim == 0 or len(values) != rows:
+        if values.ndim == 0 or len(values) != rows or not (values.any() or others.any()):
             continue
         if values.dtype.kind in "biu":
             return np.asarray(values == others)
@@ -148,7 +150,7 @@ def _equal_answers(left: Arrays, right: Arrays, rows: int) -> np.ndarray | None:
 
 
 def _broken(parity: Parity) -> str:
-    row = next((row for row in parity.rows if not row.places_match), None)
+    row = next((row for row in parity.rows if row.floating and row.problem), None)
     return f"{_where(row)}: {row.problem}" if row else ""
 
 
@@ -170,7 +172,7 @@ def _without_labels(
     broken = _broken(parity)
     if broken:
         return verdict(False, broken)
-    reasons = []
+    reasons = [*parity.warnings]
     if floating:
         worst = min(floating, key=lambda row: row.sqnr_db)
         text = f"{_where(worst)}: SQNR {worst.sqnr_db:.1f} dB is"
@@ -213,7 +215,9 @@ def _drop_verdict(drop: Drop, max_drop: float) -> tuple[bool, str]:
     if drop.drop.high <= max_drop:
         return True, f"{text} within {amount(max_drop)}"
     value, high = drop.drop.value, drop.drop.high
-    if drop.method == ADJUSTED_WALD:
+    if drop.lost == drop.gained == 0:  # the end is then in proportion to 1 / (samples + 2)
+        fewest = math.ceil((drop.n + 2) * high / max_drop) - 2
+    elif drop.method == ADJUSTED_WALD and drop.unit:
         fewest = samples_to_show_no_drop(max_drop)
     else:  # the width comes from the measured spread: at how many samples is it narrow enough?
         fewest = math.ceil(drop.n * ((high - value) / max_drop) ** 2)

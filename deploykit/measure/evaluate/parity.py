@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -34,8 +35,8 @@ def compare_engines(
     """Run both engines on each of the feeds and compare all outputs.
 
     Feeds of one batch size share their rows. `names` appear in the table and in errors. `each` gets
-    the number of the feeds and the outputs of a and b, in the order of a's specs, until NaN or
-    infinity is on one side only. Raises BadInput when inputs, outputs or their shapes differ, or
+    the number of the feeds and the outputs of a and b, in the order of a's specs, until one is not
+    finite. Raises BadInput when inputs, outputs or their shapes differ, or
     when there is nothing to compare. An exceeded bound does not raise: `Parity.raise_if_over` does.
     """
     check_bound(max_error)
@@ -51,12 +52,55 @@ def compare_engines(
             x, y = left[spec.name], right[spec.name]
             _check_arrays(spec.name, batch, x, y, names)
             tallies.setdefault((spec.name, batch), _Tally()).add(x, y)
-        if each is not None and all(tally.places_match for tally in tallies.values()):
+        if each is not None and not any(tally.not_finite for tally in tallies.values()):
             each(number, left, right)
     if not tallies:
         raise BadInput(f"{names[0]} and {names[1]}: no inputs to compare on")
     rows = tuple(tally.row(output, batch) for (output, batch), tally in tallies.items())
     return Parity(names[0], names[1], rows, max_error)
+
+
+def relative(error: float, scale: float) -> float:
+    """`error` as a share of `scale`; 0 where nothing differs, whatever the scale."""
+    return error / scale if error else 0.0
+
+
+def add_float32_errors(
+    parity: Parity,
+    reference: Engine,
+    other: Callable[[Arrays], Mapping[str, np.ndarray]],
+    feeds_list: Iterable[Arrays],
+) -> Parity:
+    """`parity` with what float32 itself gives: the errors of `reference` against `other`.
+
+    `other`: the same computation in float64, or rounded in another order.
+    """
+    found: dict[str, float] = {}
+    for feeds in feeds_list:
+        values, others = reference(feeds), other(feeds)
+        for name, array in values.items():
+            if array.dtype.kind in "biu" or array.shape != others[name].shape:
+                continue
+            tally = _Tally()
+            tally.add(others[name].astype(np.float64), array.astype(np.float64))
+            row = tally.row(name, 0)
+            if not row.problem:
+                found[name] = max(found.get(name, 0.0), row.error)
+    rows = (replace(row, float32_error=found.get(row.output)) for row in parity.rows)
+    return replace(parity, rows=tuple(rows))
+
+
+def in_other_batches(engine: Engine, feeds: Arrays) -> dict[str, np.ndarray]:
+    """The outputs for `feeds`, computed row by row where the engine takes single rows.
+
+    Another batch takes other kernels, which add in another order.
+    """
+    specs = (*engine.inputs, *engine.outputs)
+    rows = _batch(engine.inputs, feeds)
+    if rows < 2 or not all(spec.batched for spec in specs):
+        return dict(engine(feeds))
+    parts = [engine({n: a[row : row + 1] for n, a in feeds.items()}) for row in range(rows)]
+    return {n: np.concatenate([part[n] for part in parts]) for n in parts[0]}
 
 
 def check_bound(max_error: float) -> float:
@@ -126,7 +170,8 @@ class _Tally:
     def __init__(self) -> None:
         self.values = self.compared = self.differing = 0
         self.max_abs = self.max_rel = self.scale = self.noise = self.signal = 0.0
-        self.rows = self.agreeing = 0
+        self.rows = self.agreeing = self.undefined = 0
+        self.other_scale = 0.0
         self.finite = self.places_match = True
         self.floating = True
 
@@ -149,6 +194,7 @@ class _Tally:
         both = np.isfinite(x) & np.isfinite(y)
         self.finite &= bool(both.all())
         self.places_match &= np.array_equal(x[~both], y[~both], equal_nan=True)
+        self.undefined += int((x[~both] != -np.inf).sum())  # -infinity masks
         if x.shape[1] >= 2:
             self.rows += len(x)
             self.agreeing += int((x.argmax(1) == y.argmax(1)).sum())
@@ -161,6 +207,7 @@ class _Tally:
             self.max_abs = max(self.max_abs, float(off.max()))
             self.max_rel = max(self.max_rel, float((off / np.maximum(size, REL_FLOOR)).max()))
             self.scale = max(self.scale, float(size.max()))
+            self.other_scale = max(self.other_scale, float(np.abs(y).max()))
             self.noise += float((off**2).sum())
             self.signal += float((size**2).sum())
 
@@ -174,13 +221,18 @@ class _Tally:
             max_rel=self.max_rel,
             rms=math.sqrt(self.noise / self.compared) if self.compared else 0.0,
             sqnr_db=self._sqnr_db(),
-            agreement=self.agreeing / self.rows if self.rows else None,
+            agreement=self.agreeing / self.rows if self.rows and self.scale else None,
             finite=self.finite,
-            error=math.inf if problem else self.max_abs / max(1.0, self.scale),
+            error=math.inf if problem else relative(self.max_abs, self.scale or self.other_scale),
             problem=problem,
             places_match=self.places_match,
             floating=self.floating,
+            scale=self.scale,
         )
+
+    @property
+    def not_finite(self) -> bool:
+        return bool(self.undefined) or not self.places_match
 
     def _problem(self) -> str:
         if not self.places_match:
@@ -189,6 +241,8 @@ class _Tally:
             return f"{self.differing} of {self.values} integers or booleans differ"
         if self.values and not self.compared:
             return "no value is finite in either, so nothing could be compared"
+        if self.undefined:
+            return f"{self.undefined} of {self.values} values are NaN or infinity on both sides"
         return ""
 
     def _sqnr_db(self) -> float:

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from deploykit.core.errors import BadInput
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.data.samples import Samples
 
 FEW = 100  # samples; fewer make a calibration depend on chance
+_BLOCK = 64  # samples looked at in one go
 _NORMALISED = 16.0  # pixels scaled to a standard deviation of 1 span some 5, those in 0..1 span 1
 
 
@@ -41,6 +43,22 @@ def check_calibration(samples: Samples, inputs: Sequence[TensorSpec]) -> tuple[s
         for channel in np.flatnonzero(low == high):
             found.append(f"channel {channel} of '{spec.name}' is {low[channel]:g} everywhere")
     return tuple(f"{samples.where}: {text}" for text in found)
+
+
+def check_finite(samples: Samples) -> None:
+    """Raise BadInput naming the first sample that holds NaN or infinity."""
+    for name, array in samples.inputs.items():
+        if array.dtype.kind != "f":
+            continue
+        for start in range(0, len(array), _BLOCK):
+            block = array[start : start + _BLOCK]
+            odd = ~np.isfinite(block.reshape(len(block), -1)).all(1)
+            if odd.any():
+                raise BadInput(
+                    f"{samples.where}: input '{name}' of sample {start + int(odd.argmax())} holds "
+                    "NaN or infinity, and so do the model's answers",
+                    hint="leave such samples out, or fill the gaps as for training",
+                )
 
 
 def _channel_axis(spec: TensorSpec) -> int | None:

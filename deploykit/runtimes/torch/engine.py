@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -49,6 +51,7 @@ class TorchEngine(BaseEngine):
         self.runtime = f"torch {torch.__version__}"
         self.device = chosen
         self._where = where
+        self._double: Any = None
         with users_code(f"{where}: moving it to {chosen}"):
             self._module = loaded.module.to(chosen)
         if threads is not None:
@@ -72,5 +75,16 @@ class TorchEngine(BaseEngine):
             )
         return {spec.name: value for spec, value in zip(self.outputs, values, strict=True)}
 
+    def in_float64(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        """The outputs for `feeds`, computed in float64. Raises BadInput where the model cannot."""
+        arrays = [np.require(feeds[spec.name], requirements=["C", "W"]) for spec in self.inputs]
+        with users_code(f"{self._where}: in float64 the model failed"), torch.inference_mode():
+            if self._double is None:
+                self._double = copy.deepcopy(self._module).double()
+            tensors = [torch.from_numpy(array).to(self.device) for array in arrays]
+            tensors = [each.double() if each.is_floating_point() else each for each in tensors]
+            values = [to_numpy(value).copy() for value in self._double(*tensors)]
+        return {spec.name: value for spec, value in zip(self.outputs, values, strict=True)}
+
     def close(self) -> None:
-        self._module = None
+        self._module = self._double = None

@@ -169,7 +169,7 @@ FEEDS: list[Mapping[str, np.ndarray]] = [{"x": np.zeros((5, 2), np.float32)}]
 
 
 def test_an_error_that_builds_up_names_where_it_rose_most() -> None:
-    a, b = values(p=0, q=0, r=0, s=0), values(p=0.01, q=0.07, r=0.09, s=0.11)
+    a, b = values(p=1, q=1, r=1, s=1), values(p=1.01, q=1.07, r=1.09, s=1.11)
     found = first_divergence(a, b, pairs_of("p", "q", "r", "s"), FEEDS, max_error=0.1)
     assert found is not None
     assert (found.node, found.batch, found.compared) == ("node_s", 5, 4)
@@ -232,9 +232,11 @@ def error(a: Sequence[float], b: Sequence[float]) -> float:
     return tensor_error(np.array(a, np.float32), np.array(b, np.float32))[0]
 
 
-def test_the_error_is_absolute_up_to_one_and_relative_above() -> None:
-    assert error([0.5, 0.1], [0.5, 0.2]) == pytest.approx(0.1)
+def test_the_error_is_relative_to_the_scale_of_the_tensor() -> None:
+    assert error([0.5, 0.1], [0.5, 0.2]) == pytest.approx(0.2)
     assert error([100, 0], [100, 1]) == pytest.approx(0.01)
+    assert error([0, 0], [0, 1e-9]) == 1
+    assert error([0, 0], [0, 0]) == 0
 
 
 def test_infinity_and_nan_in_the_same_places_are_equal() -> None:

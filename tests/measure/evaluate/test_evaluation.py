@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from deploykit.core.errors import BadInput
+from deploykit.core.errors import BadInput, GateFailed
 from deploykit.core.tensors import parse_spec
+from deploykit.measure.evaluate.accuracy import top1
 from deploykit.measure.evaluate.evaluation import Evaluation, evaluate
 from deploykit.measure.evaluate.metrics import Metric, find_metric
 from deploykit.runtimes.data.samples import Samples
@@ -134,14 +135,55 @@ def test_the_number_of_samples_needed_follows_from_the_spread_of_scores() -> Non
     shift = np.where(np.arange(20) % 2, 0.5, -0.5).astype(np.float32)[:, None]
     shaking = Function(lambda x: {"y": x + shift})
     found = evaluate(identity(), shaking, samples=samples_of(20), metric=metric, max_drop=0.1)
-    half = 2.093024 * 0.5 * math.sqrt(20 / 19) / math.sqrt(20)  # t of 19, no drop on the whole
     assert found.drop is not None
-    assert found.drop.drop.high == pytest.approx(half, rel=1e-6)
+    half = found.drop.drop.high
+    assert half > 2.093024 * 0.5 * math.sqrt(20 / 19) / math.sqrt(20)  # t of 19
     needed = math.ceil(20 * (half / 0.1) ** 2)
     assert found.why == (
         f"the upper end of the drop, {half:.4g}, is above 0.1; "
         f"20 samples cannot show it even without any drop, {needed} are needed"
     )
+
+
+def test_a_users_top_1_in_percent_needs_as_many_samples_as_ours() -> None:
+    def in_percent(outputs: Mapping[str, np.ndarray], labels: np.ndarray) -> np.ndarray:
+        return 100.0 * (outputs["y"].argmax(1) == labels)
+
+    metric = Metric("mine", "", in_percent)
+    for count, passed in ((8, False), (275, False), (276, True)):
+        data = samples_of(count)
+        found = evaluate(identity(), identity(), samples=data, metric=metric, max_drop=1.0)
+        assert found.passed is passed
+        if not passed:
+            assert "without any drop, 276 are needed" in found.why
+
+
+@pytest.mark.parametrize("metric", [TOP1, None])
+def test_a_model_that_answers_nan_fails_by_name(metric: Metric | None) -> None:
+    broken = Function(lambda x: {"y": np.full_like(x, np.nan)})
+    found = evaluate(broken, broken, samples=samples_of(300), metric=metric)
+    assert not found.passed
+    assert found.drop is None
+    assert "output 'y' at batch 32: no value is finite" in found.why
+    with pytest.raises(GateFailed, match="NaN or infinity for 32 samples"):
+        top1(np.full((32, 10), np.nan), np.zeros(32, np.int64), "data.npz")
+
+
+@pytest.mark.parametrize("metric", [TOP1, None])
+def test_nan_in_the_data_is_not_blamed_on_a_model(metric: Metric | None) -> None:
+    data = samples_of(300)
+    data.inputs["x"][211, 3] = np.nan  # its batch has 31 good ones
+    with pytest.raises(BadInput, match="input 'x' of sample 211 holds NaN or infinity"):
+        evaluate(identity(), identity(), samples=data, metric=metric)
+
+
+def test_outputs_that_are_all_zero_are_a_warning() -> None:
+    nothing = Function(lambda x: {"y": np.zeros_like(x)})
+    found = evaluate(nothing, nothing, samples=samples_of(40))
+    assert found.passed
+    assert found.agreement is None
+    assert "'y' is 0 everywhere" in found.why
+    assert found.describe() == "outputs that are 0 everywhere"
 
 
 def test_perplexity_is_evaluated_by_its_relative_rise() -> None:

@@ -199,7 +199,7 @@ def test_a_users_metric_scores_in_its_own_unit(users: str) -> None:
     np.testing.assert_allclose(a.values, [0.9, 0.8, 0.7])
     drop = drop_of(a, b)
     assert drop.drop.value == pytest.approx(0.1)
-    assert drop.describe() == "drop 0.1, -0.148 to 0.348, n = 3"
+    assert drop.describe() == "drop 0.1, -0.825 to 0.945, n = 3"
 
 
 def test_a_users_booleans_are_right_and_wrong(users: str) -> None:

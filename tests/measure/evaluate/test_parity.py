@@ -11,7 +11,12 @@ import pytest
 
 from deploykit.core.errors import BadInput, GateFailed
 from deploykit.core.tensors import TensorSpec, parse_spec
-from deploykit.measure.evaluate.parity import Parity, compare_engines
+from deploykit.measure.evaluate.parity import (
+    Parity,
+    add_float32_errors,
+    compare_engines,
+    in_other_batches,
+)
 from deploykit.runtimes.data.samples import random_feeds
 from deploykit.runtimes.engine import Arrays, check_feeds
 from tests.support.fake_engine import FakeEngine
@@ -70,10 +75,78 @@ def test_figures_of_a_known_difference() -> None:
     assert row.values == 2
 
 
-def test_error_is_absolute_for_outputs_below_one() -> None:
-    assert compare(constant([[0.02, 0.5]]), constant([[0.03, 0.5]])).worst.error == pytest.approx(
-        0.01
-    )
+@pytest.mark.parametrize("scale", [1e-30, 1e-5, 1.0, 1e5])
+def test_the_error_is_relative_to_the_scale_of_the_output(scale: float) -> None:
+    a, b = constant([[0.2 * scale, scale]], "float64"), constant([[0.3 * scale, scale]], "float64")
+    assert compare(a, b).worst.error == pytest.approx(0.1)
+
+
+def test_two_models_with_small_outputs_differ() -> None:
+    a, b = constant([[1e-5, -1e-5]]), constant([[-1e-5, 1e-5]])
+    assert compare(a, b).worst.error == pytest.approx(2.0)
+    assert not compare(a, b).passed
+
+
+def test_an_output_of_zeros_is_a_warning() -> None:
+    parity = compare(constant([[0.0, 0.0]]), constant([[0.0, 0.0]]))
+    assert parity.passed
+    assert parity.worst.agreement is None
+    (warning,) = parity.warnings
+    assert warning in parity.why
+    assert "'y' is 0 everywhere" in warning
+    assert compare(constant([[0.0, 1.0]]), constant([[0.0, 1.0]])).warnings == ()
+
+
+def test_anything_but_zeros_where_the_reference_has_zeros_fails() -> None:
+    parity = compare(constant([[0.0, 0.0]]), constant([[0.0, 1e-20]]))
+    assert parity.worst.error == 1.0
+    assert parity.warnings == ()
+
+
+def test_the_bound_follows_what_float32_itself_gives() -> None:
+    a, b = constant([[1.0, 2.0]]), constant([[1.0, 2.004]])
+    noisy = constant([[1.0, 2.001]])
+    assert not compare(a, b).passed
+    parity = add_float32_errors(compare(a, b), a, noisy, feeds_of(2))
+    (row,) = parity.rows
+    assert row.float32_error == pytest.approx(0.0005, rel=1e-3)
+    assert parity.bound(row) == pytest.approx(0.004, rel=1e-3)
+    assert parity.passed
+
+
+def test_an_output_of_rounding_noise_alone_fails() -> None:
+    a, b = constant([[1.0, 2.0]]), constant([[-1.0, 0.5]])
+    parity = add_float32_errors(compare(a, b), a, b, feeds_of(2))
+    assert parity.bound(parity.worst) == 0.1
+    assert not parity.passed
+    assert "float32 itself gives" in parity.why
+
+
+def test_float32_errors_never_tighten_the_bound() -> None:
+    a = constant([[1.0, 2.0]])
+    parity = add_float32_errors(compare(a, a), a, a, feeds_of(2))
+    assert parity.worst.float32_error == 0.0
+    assert parity.bound(parity.worst) == parity.max_error
+
+
+def test_another_batch_computes_row_by_row() -> None:
+    sizes = []
+
+    def run(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        sizes.append(len(feeds["x"]))
+        return {"y": feeds["x"] * 2}
+
+    feeds = {"x": np.arange(12, dtype=np.float32).reshape(3, 4)}
+    engine = Function(run, "x:float32[N,4]", "y:float32[N,4]")
+    np.testing.assert_array_equal(in_other_batches(engine, feeds)["y"], feeds["x"] * 2)
+    assert sizes == [1, 1, 1]
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_what_is_not_finite_on_both_sides_fails_by_name(odd: float) -> None:
+    parity = compare(constant([[1.0, odd]]), constant([[1.0, odd]]))
+    assert not parity.passed
+    assert "1 of 2 values are NaN or infinity on both sides" in parity.why
 
 
 def test_relative_error_of_a_zero_is_taken_against_the_floor() -> None:
