@@ -1,20 +1,24 @@
-"""One gRPC call on an HTTP/2 stream: messages to its Method, replies and a status back.
-
-Reply headers do not use HPACK's dynamic table, so they are constants.
-"""
+"""One gRPC call on an HTTP/2 stream: messages to its Method, replies and a status back."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import struct
 from collections import deque
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import quote as percent_encode
 
 from deploykit.core.errors import DeploykitError, UnknownEncoding, quote
 from deploykit.serving.grpc.assembly import PREFIX_BYTES, MessageReader
 from deploykit.serving.grpc.headers import Head, Method
+from deploykit.serving.grpc.replies import (
+    NOT_GRPC,
+    OK,
+    REPLY_END,
+    REPLY_HEADERS,
+    REPLY_START,
+    error_block,
+)
 from deploykit.serving.http2.flow import LEAST_BYTES_S, WAITING_BYTES, Flow
 from deploykit.serving.http2.frames import (
     DATA,
@@ -24,60 +28,25 @@ from deploykit.serving.http2.frames import (
     PROTOCOL_ERROR,
     STREAM_WINDOW,
     frame,
-    literal,
 )
 from deploykit.serving.http2.stream import Stream
 from deploykit.serving.transport.compression import decompress
 
 log = logging.getLogger(__name__)
 
+_SMALL_BYTES = 64 << 10  # compressed messages up to it are decompressed on the loop's thread
 _HEALTH_BYTES = 1024  # largest message to a public method over the memory budget
 _MESSAGES_PER_TURN = 64  # of a streaming call before other calls get their turn
-
-STATUS = {
-    "OK": 0,
-    "CANCELLED": 1,
-    "INVALID_ARGUMENT": 3,
-    "DEADLINE_EXCEEDED": 4,
-    "NOT_FOUND": 5,
-    "RESOURCE_EXHAUSTED": 8,
-    "UNIMPLEMENTED": 12,
-    "INTERNAL": 13,
-    "UNAVAILABLE": 14,
-    "UNAUTHENTICATED": 16,
-}
-_NOT_GRPC = b"\x08\x03415" + literal(b"content-type", b"application/grpc")  # index 8: ":status"
-_REPLY_HEADERS = b"\x88" + literal(b"content-type", b"application/grpc")  # 0x88: ":status: 200"
-_REPLY_HEADERS += literal(b"grpc-accept-encoding", b"identity,deflate,gzip")
-_OK = literal(b"grpc-status", b"0")
-# a HEADERS frame, the start of a DATA frame, and the prefix of the message in it
-_REPLY_START = struct.Struct(f">BHBBI{len(_REPLY_HEADERS)}sBHBBIBI")
-_REPLY_END = struct.Struct(f">BHBBI{len(_OK)}s")  # a HEADERS frame
-_SAFE = " !\"#$&'()*+,/:;<=>?@[\\]^_`{|}~"  # characters of a message that need no encoding; not "%"
-_LONGEST_MESSAGE = 1000
 
 
 class Call(Stream):
     """A call from its headers to its trailers."""
 
     __slots__ = (
-        "_answer_bytes",
-        "_in_turn",
-        "_max_bytes",
-        "_read_by_s",
-        "_reader",
-        "_received_bytes",
-        "_received_one",
-        "_since_s",
-        "_sizes",
-        "cancel",
-        "deadline_s",
-        "head",
-        "held_bytes",
-        "opened",
-        "slots",
-        "unreplied",
-    )
+        "_answer_bytes", "_in_turn", "_inflating", "_max_bytes", "_read_by_s", "_reader",
+        "_received_bytes", "_received_one", "_since_s", "_sizes", "cancel", "deadline_s", "head",
+        "held_bytes", "opened", "slots", "unreplied"
+    )  # fmt: skip
 
     link: Flow
 
@@ -98,6 +67,7 @@ class Call(Stream):
         self._reader = MessageReader()
         self._sizes: deque[int] = deque()  # bytes of each delivered message of a streaming call
         self._in_turn = False  # messages are being delivered, now or in the next turn of the loop
+        self._inflating = False  # a message is being decompressed
         self._received_bytes = 0  # counted if the client has sent a Content-Length
         self._received_one = False
         self._since_s = shared.now_s
@@ -157,7 +127,9 @@ class Call(Stream):
 
     def read(self) -> None:
         """Deliver complete messages, while replies can be sent."""
-        if not self._in_turn:  # a message that is answered immediately re-enters here
+        if (
+            not self._in_turn and not self._inflating
+        ):  # a message that is answered immediately re-enters here
             self._in_turn = True
             self._in_turn = self._deliver_all()
 
@@ -190,6 +162,8 @@ class Call(Stream):
                 return True
             left -= 1
             self._deliver(method)
+            if self._inflating:
+                return False  # it continues this
         if self.gone or method is None:
             return False
         missing = reader.need - reader.have
@@ -224,33 +198,54 @@ class Call(Stream):
             used = STREAM_WINDOW - self.receive_window - reader.have
             if used > STREAM_WINDOW // 2 and not self.ended:
                 self.link.allow(self, used)
-        if data[0]:
-            plain = self._decompress(data)
-            if plain is None or not self._reserve(len(plain)):
-                return
-            data, at = plain, 0
-            size += len(plain)
         if method.ended is not None:
             self._sizes.append(size)
         self._received_one = True
         self.unreplied += 1
-        method.message(self, data, at)
+        if data[0]:
+            self._decompress(method, data)
+        else:
+            method.message(self, data, at)
 
-    def _decompress(self, data: bytes) -> bytes | None:
-        """The message's bytes; None if the call has failed. Stops at the size limit."""
-        encoding = self.head.encoding
+    def _decompress(self, method: Method, data: bytes) -> None:
+        """Deliver a compressed message, at once if it is small."""
+        encoding, limit = self.head.encoding, self._max_bytes
         if data[0] != 1 or encoding == b"identity":
             self.fail("INVALID_ARGUMENT", "a message's first byte does not fit 'grpc-encoding'")
-            return None
-        try:
-            limit = self._max_bytes
+            return
+
+        def work(limit: int = limit) -> bytes:
             return bytes(decompress(data[PREFIX_BYTES:], encoding, limit))
+
+        if len(data) <= _SMALL_BYTES:
+            with contextlib.suppress(DeploykitError):
+                plain = work(min(limit, _SMALL_BYTES))
+                self._decompressed(method, lambda: plain)
+                return
+        self._inflating = True
+
+        def then(result: Callable[[], bytes]) -> None:
+            self._inflating = False
+            self._decompressed(method, result)
+            self.read()
+
+        self.link.shared.offload(work, then)
+
+    def _decompressed(self, method: Method, result: Callable[[], bytes]) -> None:
+        if self.gone or self.trailers is not None:
+            return
+        try:
+            plain = result()
         except UnknownEncoding:
-            text = f"grpc-encoding is {quote(encoding)}; send gzip, deflate or plain messages"
-            self.fail("UNIMPLEMENTED", text)
+            text = f"grpc-encoding is {quote(self.head.encoding)}"
+            self.fail("UNIMPLEMENTED", f"{text}; send gzip, deflate or plain messages")
         except DeploykitError as exc:
             self.fail(exc.grpc_status, exc.message)
-        return None
+        else:
+            if self._sizes:
+                self._sizes[-1] += len(plain)
+            if self._reserve(len(plain)):
+                method.message(self, plain, 0)
 
     def _too_large(self) -> None:
         text = f"the message is above {self._max_bytes} bytes"
@@ -269,6 +264,13 @@ class Call(Stream):
             return True
         self.fail("UNAVAILABLE", memory.message)
         return False
+
+    def reserve(self, size: int, slot: int | None = None) -> bool:
+        """Count decoded bytes until the reply, which is the one in `slot` of a streaming call."""
+        if slot is not None:
+            self._sizes[slot] += size
+        self.held_bytes += size
+        return self.link.shared.memory.add(size, self.held_bytes + self._answer_bytes)
 
     def _free(self, size: int) -> None:
         self.held_bytes -= size
@@ -303,11 +305,11 @@ class Call(Stream):
         message_bytes = sum(map(len, parts))
         length = PREFIX_BYTES + message_bytes
         if link.take_window(self, length):
-            start = _REPLY_START.pack(
-                0, len(_REPLY_HEADERS), HEADERS, END_HEADERS, number, _REPLY_HEADERS,
+            start = REPLY_START.pack(
+                0, len(REPLY_HEADERS), HEADERS, END_HEADERS, number, REPLY_HEADERS,
                 length >> 16, length & 0xFFFF, DATA, 0, number, 0, message_bytes,
             )  # fmt: skip
-            end = _REPLY_END.pack(0, len(_OK), HEADERS, END_HEADERS | END_STREAM, number, _OK)
+            end = REPLY_END.pack(0, len(OK), HEADERS, END_HEADERS | END_STREAM, number, OK)
             link.write(b"".join((start, *parts, end)))
             self.finish()
             return
@@ -330,7 +332,7 @@ class Call(Stream):
             return
         if not self.opened:
             self.opened = True
-            link.write(frame(HEADERS, END_HEADERS, self.id, _REPLY_HEADERS))
+            link.write(frame(HEADERS, END_HEADERS, self.id, REPLY_HEADERS))
         if at_once:
             link.write(frame(DATA, 0, self.id, b"".join((prefix, *parts))))
         else:
@@ -338,7 +340,7 @@ class Call(Stream):
 
     def complete(self) -> None:
         """End the call with status OK."""
-        self._end(_OK)
+        self._end(OK)
 
     def fail(self, status: str, message: str) -> None:
         """End the call with an error, after the replies before it."""
@@ -348,11 +350,10 @@ class Call(Stream):
         if cancel is not None:
             cancel()
         log.info("%s: %s %s", quote(self.head.path), status, quote(message))
-        block = literal(b"grpc-status", b"%d" % STATUS[status])
-        encoded = percent_encode(message[:_LONGEST_MESSAGE], safe=_SAFE).encode()
-        block += literal(b"grpc-message", encoded)
-        start = _REPLY_HEADERS if self.head.speaks_grpc else _NOT_GRPC
-        self._end(block if self.opened else start + block)
+        block = error_block(status, message)
+        if not self.opened:
+            block = (REPLY_HEADERS if self.head.speaks_grpc else NOT_GRPC) + block
+        self._end(block)
 
     def _end(self, block: bytes) -> None:
         if self.gone or self.trailers is not None:

@@ -8,18 +8,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from deploykit.core.errors import DeploykitError, quote
+from deploykit.core.errors import DeploykitError, Overloaded, quote
 from deploykit.serving.grpc.call import Call
-from deploykit.serving.models.inference import Client, Inference, ModelRoute
+from deploykit.serving.models.inference import Client, Inference, ModelRoute, memory_bytes
 from deploykit.serving.models.offload import Offload
 from deploykit.serving.models.repository import VERSION, ModelRepository
 from deploykit.serving.oip import messages
-from deploykit.serving.oip.request import Request, fill
+from deploykit.serving.oip.request import Request, Signature, fill
 from deploykit.serving.oip.response import collect_results
 
 log = logging.getLogger(__name__)
 
-LARGE_BYTES = 256 << 10  # typed contents above it are decoded on another thread
+LARGE_BYTES = 32 << 10  # what is slow to decode is decoded on another thread from this size on
 
 
 class Replying(Client, Protocol):
@@ -27,6 +27,7 @@ class Replying(Client, Protocol):
 
     @property
     def left_us(self) -> int | None: ...
+    def reserve(self, size: int) -> bool: ...
     def fail(self, status: str, message: str) -> None: ...
 
 
@@ -58,24 +59,40 @@ class InferMethods:
     def _start(self, client: Replying, trace: str | None, data: bytes, at: int) -> None:
         try:
             head, start, spans = messages.split_request(data, at)
-            message = messages.parse_header(head)
-            model = self._repository.find(message.model_name, message.model_version or VERSION)
+            slow = len(head) > LARGE_BYTES
+            if slow:
+                name, version = messages.model_of(head)
+            else:
+                message = messages.parse_header(head)
+                name, version = message.model_name, message.model_version
+            model = self._repository.find(name, version or VERSION)
         except Exception as exc:  # noqa: BLE001 - every error is a reply
             fail_with(client, exc)
             return
+        route = self.routes[model.name]
         source = (head, data, start, spans)
-        inference = GrpcInference(self.routes[model.name], client, source, trace)
-        if len(head) > LARGE_BYTES:
+        inference = GrpcInference(route, client, source, trace)
+        slow = slow or (route.strings and len(data) > LARGE_BYTES)
+        if slow or (route.memory is not None and _reads_much(head, spans, model.signature)):
             del head, data, source
             inference.start_offloaded()
         else:
             inference.start()
 
 
+def _reads_much(head: bytes, spans: tuple[messages.Span, ...], model: Signature) -> bool:
+    """Whether a request, whose head is small, refers to much shared memory."""
+    try:
+        parts = messages.plan_request(head, spans, model).parts
+    except DeploykitError:
+        return False  # found again, and told to the client
+    return sum(part.size for part in parts if part.region is not None) > LARGE_BYTES
+
+
 class GrpcInference(Inference):
     """One inference message. Its source: see `messages.split_request`, with the message."""
 
-    __slots__ = ()
+    __slots__ = ("_decoded_bytes",)
 
     client: Replying
 
@@ -83,11 +100,22 @@ class GrpcInference(Inference):
         head, data, start, spans = source
         plan = messages.plan_request(head, spans, self.route.model.signature)
         request = fill(plan, data, start, self.route.memory)
+        self._decoded_bytes = 0  # beside the message
+        for part in plan.parts:
+            if part.region is not None or part.value is not None or not part.slot.item_bytes:
+                self._decoded_bytes += memory_bytes(request.feeds[part.name])
         left_us = self.client.left_us
         if left_us is not None:
             wait_us = request.timeout_us or left_us
             request = request._replace(timeout_us=max(1, min(wait_us, left_us)))
         return request
+
+    def reserve(self, size: int) -> None:
+        if not self.client.reserve(size):
+            raise Overloaded("the server holds too many bytes of requests and answers already")
+
+    def decoded_bytes(self) -> int:
+        return self._decoded_bytes
 
     def encode(self) -> tuple[list[bytes]]:
         model, request = self.route.model, self.request
@@ -115,6 +143,9 @@ class Slot:
     @property
     def left_us(self) -> int | None:
         return self._call.left_us
+
+    def reserve(self, size: int) -> bool:
+        return self._call.reserve(size, self._call.slots.index(self))
 
     def reply(self, parts: list[bytes]) -> None:
         self._put(messages.wrap_in_stream(parts))

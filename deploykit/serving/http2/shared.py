@@ -60,6 +60,7 @@ class Shared:
         limits: Limits,
         max_message_bytes: int,
         memory: MemoryBudget,
+        offload: Callable[[Callable[[], Any], Callable[[Callable[[], Any]], None]], None],
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.parse = parse
@@ -67,6 +68,7 @@ class Shared:
         self.limits = limits
         self.max_message_bytes = max_message_bytes
         self.memory = memory
+        self.offload = offload  # `offload(work, then)`: work on another thread, then here
         self.connections: set[Client] = set()
         self.open_streams = 0  # of all connections
         self.backlog: deque[Client] = deque()  # with frames that wait for a turn of the loop

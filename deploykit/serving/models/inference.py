@@ -6,10 +6,13 @@ for it.
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
+
+import numpy as np
 
 from deploykit.core.errors import BadInput, Expired, Overloaded
 from deploykit.serving.batching.delivery import monotonic_us
@@ -48,6 +51,14 @@ class ModelRoute:
         self.offload = offload
         self.memory = repository.memory
         self.limit_us = repository.options.timeout_ms * 1000
+        inputs = model.signature.inputs.values()
+        self.strings = any(slot.datatype == "BYTES" for slot in inputs)  # slow to decode
+
+
+def memory_bytes(array: np.ndarray) -> int:
+    """Bytes of memory including its strings."""
+    strings = sum(map(sys.getsizeof, array.flat)) if array.dtype.kind == "O" else 0
+    return array.nbytes + strings
 
 
 class Inference:

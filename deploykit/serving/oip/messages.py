@@ -7,11 +7,11 @@ the checks, so that gRPC and HTTP reject the same requests with the same message
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from deploykit.core.errors import BadInput, quote
+from deploykit.core.errors import BadInput, TooLarge, quote
 from deploykit.serving.oip.protobuf import MESSAGES, DecodeError, Message
 from deploykit.serving.oip.request import (
     Binary,
@@ -27,6 +27,18 @@ from deploykit.serving.oip.tensors import typed_values
 
 _RAW_INPUT, _RAW_OUTPUT, _INFER_RESPONSE = 0x3A, b"\x32", b"\x12"  # fields 7, 6 and 2, with length
 _CACHED_BYTES = 2048
+_MAX_FIELDS = 1024  # of a request; an input, an output, a parameter and raw contents are one each
+_MAX_NESTED = 1 << 18  # in inputs and outputs; a string in bytes_contents is one
+_MAX_ELEMENTS = 1 << 22  # in the typed contents of an input: each becomes an object of Python
+_MAX_HEAD_BYTES = 16 << 20  # of a request without its raw contents
+_MAX_AXES = 64  # as in NumPy
+_EXTRA_INPUTS = 16  # above those of the model, to name the unknown one
+_INSTEAD = "send the tensors as raw_input_contents"
+_NESTED: Mapping[int, Any] = {  # number of a field -> those of its fields that have fields
+    4: {2: {}},
+    5: {4: {2: {}}, 5: {}},
+    6: {2: {2: {}}},
+}
 _IGNORED = "triton_enable_empty_final_response"  # each of our responses is final
 
 Span = tuple[int, int]  # offset from the first raw contents, bytes
@@ -43,34 +55,119 @@ def parse(name: str, data: bytes) -> Any:
 def split_request(data: bytes, at: int) -> tuple[bytes, int, tuple[Span, ...]]:
     """The part of a request before its raw contents, their start, and the span of each.
 
-    Fields may come in any order; in an unusual one nothing is split off, which is slower.
-    Raises BadInput.
+    Fields may come in any order; an unusual one is slower. Raises BadInput, TooLarge.
     """
-    size, first, begun = len(data), at, at
+    size, first, begun, left = len(data), at, at, _MAX_FIELDS
     spans: list[Span] = []
     while at < size:
         tag = data[at]
         if (tag != _RAW_INPUT and spans) or tag & 0x87 != 2:
-            return data[begun:], size, ()
+            return _split_any(data, begun)
         at += 1
         length = shift = 0
         while True:
             if at >= size or shift > 28:
-                raise BadInput("the message is not a valid ModelInferRequest")
+                raise _invalid()
             byte = data[at]
             at += 1
             length |= (byte & 0x7F) << shift
             if byte < 0x80:
                 break
             shift += 7
-        if length > size - at:
-            raise BadInput("the message is not a valid ModelInferRequest")
+        left -= 1
+        if length > size - at or not left:
+            raise _invalid() if left else _too_many(_MAX_FIELDS)
         if tag == _RAW_INPUT:
             spans.append((at - first, length))
             at += length
         else:
             first = at = at + length
     return data[begun:first], first, tuple(spans)
+
+
+def _split_any(data: bytes, begun: int) -> tuple[bytes, int, tuple[Span, ...]]:
+    head, spans, after = [], [], begun
+    for number, kind, start, at in _fields(data, begun, len(data), _MAX_FIELDS):
+        if number == _RAW_INPUT >> 3 and kind == 2:
+            spans.append((start - begun, at - start))
+        else:
+            head.append(data[after:at])
+        after = at
+    return b"".join(head), begun, tuple(spans)
+
+
+def _fields(data: bytes, at: int, size: int, most: int) -> Iterator[tuple[int, int, int, int]]:
+    """Number, wire type, start and end of each field in `data[at:size]`. Raises BadInput."""
+    while at < size:
+        most -= 1
+        if most < 0:
+            raise _too_many(_MAX_FIELDS)
+        tag, at = _read_varint(data, at, size)
+        kind = tag & 7
+        if kind == 2:
+            length, at = _read_varint(data, at, size)
+        elif kind == 0:
+            length = _read_varint(data, at, size)[1] - at
+        elif kind in (1, 5):
+            length = 8 if kind == 1 else 4
+        else:  # groups, which this protocol does not have
+            raise _invalid()
+        if length > size - at:
+            raise _invalid()
+        yield tag >> 3, kind, at, at + length
+        at += length
+
+
+def _read_varint(data: bytes, at: int, size: int) -> tuple[int, int]:
+    value = shift = 0
+    while at < size and shift < 70:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+    raise _invalid()
+
+
+def model_of(head: bytes) -> tuple[str, str]:
+    """The model's name and version in a request, without parsing the rest. Raises BadInput."""
+    found = {1: b"", 2: b""}
+    for number, _, start, end in _fields(head, 0, len(head), _MAX_FIELDS):
+        if number in found:
+            found[number] = head[start:end]
+    try:
+        return found[1].decode(), found[2].decode()
+    except UnicodeDecodeError as exc:
+        raise _invalid() from exc
+
+
+def _count_fields(data: bytes) -> None:
+    """Raises BadInput for more fields than protobuf may be given: each costs time and memory."""
+    if len(data) > _MAX_HEAD_BYTES:
+        raise TooLarge(
+            f"the message has {len(data)} bytes beside raw_input_contents, above the limit of "
+            f"{_MAX_HEAD_BYTES}",
+            hint=_INSTEAD,
+        )
+    left = _MAX_NESTED
+    parts: list[tuple[int, int, Mapping[int, Any]]] = [(0, len(data), _NESTED)]
+    while parts:
+        begin, end, nested = parts.pop()
+        for number, kind, start, stop in _fields(data, begin, end, left + 1):
+            left -= 1
+            if left < 0:
+                raise _too_many(_MAX_NESTED)
+            if kind == 2 and number in nested:
+                parts.append((start, stop, nested[number]))
+
+
+def _invalid() -> BadInput:
+    return BadInput("the message is not a valid ModelInferRequest")
+
+
+def _too_many(most: int) -> BadInput:
+    return BadInput(f"the message has more than {most} fields", hint=_INSTEAD)
 
 
 def parse_header(head: bytes) -> Any:
@@ -91,9 +188,12 @@ _parse_header_cached = lru_cache(maxsize=256)(_parse_header)
 
 
 def _plan(head: bytes, spans: tuple[Span, ...], model: Signature) -> Plan:
+    if len(head) > _CACHED_BYTES:
+        _count_fields(head)
     message = parse_header(head)
+    if len(message.inputs) > len(model.inputs) + _EXTRA_INPUTS:
+        raise BadInput(f"{len(message.inputs)} inputs, the model has {len(model.inputs)}")
     raw = [Binary(None, at, size) for at, size in spans]
-    raw = raw or [Binary(each, 0, len(each)) for each in message.raw_input_contents]
     unused = iter(raw)
     inputs = [_input_data(item, unused, bool(raw)) for item in message.inputs]
     if not inputs:
@@ -114,6 +214,12 @@ def _input_data(item: Any, raw: Iterator[Binary], all_raw: bool) -> InputData:
     where = f"input {quote(item.name)}"
     region = find_region(check_parameters(_parameters(item), where), where)
     contents = {field.name: values for field, values in item.contents.ListFields()}
+    if len(item.shape) > _MAX_AXES:
+        raise BadInput(f"{where} has {len(item.shape)} axes")
+    for values in contents.values():
+        if len(values) > _MAX_ELEMENTS:
+            text = f"{where} has more than {_MAX_ELEMENTS} elements in its contents"
+            raise TooLarge(text, hint=_INSTEAD)
     if contents and (all_raw or region is not None):
         instead = "raw_input_contents" if all_raw else "shared_memory_region"
         raise BadInput(f"{where} has both 'contents' and {instead}")

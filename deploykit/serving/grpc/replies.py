@@ -1,0 +1,39 @@
+"""The constant parts of gRPC replies, as HTTP/2 frames and HPACK blocks.
+
+They do not use HPACK's dynamic table, so they are the same for all connections.
+"""
+
+from __future__ import annotations
+
+import struct
+from urllib.parse import quote as percent_encode
+
+from deploykit.serving.http2.frames import literal
+
+STATUS = {
+    "OK": 0,
+    "CANCELLED": 1,
+    "INVALID_ARGUMENT": 3,
+    "DEADLINE_EXCEEDED": 4,
+    "NOT_FOUND": 5,
+    "RESOURCE_EXHAUSTED": 8,
+    "UNIMPLEMENTED": 12,
+    "INTERNAL": 13,
+    "UNAVAILABLE": 14,
+    "UNAUTHENTICATED": 16,
+}
+NOT_GRPC = b"\x08\x03415" + literal(b"content-type", b"application/grpc")  # index 8: ":status"
+REPLY_HEADERS = b"\x88" + literal(b"content-type", b"application/grpc")  # 0x88: ":status: 200"
+REPLY_HEADERS += literal(b"grpc-accept-encoding", b"identity,deflate,gzip")
+OK = literal(b"grpc-status", b"0")
+# a HEADERS frame, the start of a DATA frame, and the prefix of the message in it
+REPLY_START = struct.Struct(f">BHBBI{len(REPLY_HEADERS)}sBHBBIBI")
+REPLY_END = struct.Struct(f">BHBBI{len(OK)}s")  # a HEADERS frame
+_SAFE = " !\"#$&'()*+,/:;<=>?@[\\]^_`{|}~"  # characters of a message that need no encoding; not "%"
+_LONGEST_MESSAGE = 1000
+
+
+def error_block(status: str, message: str) -> bytes:
+    """The trailers of a call that failed."""
+    encoded = percent_encode(message[:_LONGEST_MESSAGE], safe=_SAFE).encode()
+    return literal(b"grpc-status", b"%d" % STATUS[status]) + literal(b"grpc-message", encoded)

@@ -1,0 +1,294 @@
+"""gRPC messages that are slow or large to decode: bounded before they are parsed, off the loop."""
+
+from __future__ import annotations
+
+import gzip
+import threading
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import BadInput, TooLarge
+from deploykit.serving.oip import messages
+from deploykit.serving.oip.protobuf import MESSAGES
+from tests.support.fake_engine import FakeEngine
+from tests.support.serving.grpc_cases import (
+    INFER,
+    Echo,
+    Frames,
+    Serving,
+    first_value,
+    frames,
+    infer_bytes,
+    serving,
+)
+
+STREAM = INFER.replace("ModelInfer", "ModelStreamInfer")
+INVALID, TOO_LARGE, UNAVAILABLE = 3, 8, 14
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Serving]:
+    models = {"m": FakeEngine(), "s": Echo("string", "W"), "wide": FakeEngine(width=300_000)}
+    with serving(models) as running:
+        yield running
+        memory = running.server._shared.memory
+        with frames(running.port) as after:
+            assert first_value(after.call(1, infer_bytes(value=20))) == 41
+            after.settle()
+        assert running.see(lambda: memory.bytes) == 0
+
+
+@pytest.fixture
+def client(served: Serving) -> Iterator[Frames]:
+    with frames(served.port) as client:
+        yield client
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the threads that parse messages of inference."""
+    found: list[str] = []
+    parse = messages.parse
+
+    def see(name: str, data: bytes) -> Any:
+        found.append(threading.current_thread().name)
+        return parse(name, data)
+
+    monkeypatch.setattr(messages, "parse", see)
+    return found
+
+
+def field(number: int, content: bytes) -> bytes:
+    """A field of protobuf with its length."""
+    out, size = bytes([number << 3 | 2]), len(content)
+    while size > 127:
+        out += bytes([size & 127 | 128])
+        size >>= 7
+    return out + bytes([size]) + content
+
+
+def contents(number: int, data: bytes, shape: bytes = b"\1\4") -> bytes:
+    """A request with one input, whose contents are `data` in the field of that number."""
+    inside = data if number == 0 else field(number, data)
+    tensor = field(1, b"x") + field(2, b"FP32") + field(3, shape) + field(5, inside)
+    return field(1, b"m") + field(5, tensor)
+
+
+HOSTILE = {
+    "tiny fields at the top": (b"\x0a\0" * 500_000, "more than 1024 fields"),
+    "empty raw contents": (infer_bytes() + b"\x3a\0" * 500_000, "more than 1024 fields"),
+    "raw contents first": (b"\x3a\0" * 500_000 + infer_bytes(), "more than 1024 fields"),
+    "empty inputs": (field(1, b"m") + b"\x2a\0" * 900, "900 inputs, the model has 1"),
+    "many empty inputs": (field(1, b"m") + b"\x2a\0" * 12_000, "more than 1024 fields"),
+    "many parameters": (field(1, b"m") + b"\x22\0" * 12_000, "more than 1024 fields"),
+    "empty strings": (contents(0, b"\x42\0" * 400_000), "more than 262144 fields"),
+    "unpacked numbers": (contents(0, b"\x08\1" * 400_000), "more than 262144 fields"),
+    "unknown fields in an input": (field(1, b"m") + field(5, b"\x78\1" * 400_000), "262144"),
+    "parameters of an input": (field(1, b"m") + field(5, b"\x22\0" * 400_000), "262144"),
+    "inputs of parameters": (field(1, b"m") + field(4, b"\x12\0" * 400_000), "262144"),
+    "a long shape": (contents(6, bytes(16), b"\1" * 100_000), "100000 axes"),
+    "many packed numbers": (contents(1, b"\1" * 5_000_000), "more than 4194304 elements"),
+    "much that is not raw": (contents(6, bytes(17 << 20)), "beside raw_input_contents"),
+    "groups": (b"\x0b" * 1000, "not a valid ModelInferRequest"),
+    "an endless number": (b"\xff" * 1000, "not a valid ModelInferRequest"),
+    "a length beyond the message": (b"\x0a\xff\xff\xff\xff\x0f", "not a valid"),
+    "a name that is not UTF-8": (field(1, b"\xff") + field(4, bytes(70_000)), "not a valid"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_message_is_refused_before_it_is_parsed(
+    client: Frames, threads: list[str], name: str
+) -> None:
+    data, said = HOSTILE[name]
+    refused = client.call(1, data)
+    assert refused.status in (INVALID, TOO_LARGE)
+    assert said in refused.headers["grpc-message"]
+    assert all("offload" in thread for thread in threads) or len(data) < 32 << 10
+
+
+def test_the_fields_of_any_order_are_read(client: Frames) -> None:
+    request = MESSAGES["ModelInferRequest"].FromString(infer_bytes(value=3))
+    tensor = field(5, request.inputs[0].SerializeToString())
+    raw, unknown = field(7, request.raw_input_contents[0]), b"\x78\5" + b"\x7d" + bytes(4)
+    for number, parts in enumerate(
+        (
+            (raw, tensor, field(1, b"m")),
+            (field(1, b"m"), raw, tensor),
+            (unknown, field(1, b"no"), tensor, unknown, raw, field(1, b"m"), unknown),
+        )
+    ):
+        assert first_value(client.call(2 * number + 1, b"".join(parts))) == 7
+
+
+def test_splitting_a_message_keeps_what_protobuf_reads() -> None:
+    """Against protobuf itself, for fields in every order and cut at every place."""
+    rng = np.random.default_rng(7)
+    request = MESSAGES["ModelInferRequest"].FromString(infer_bytes(id="a", value=3))
+    request.raw_input_contents.append(b"second")
+    pieces = [
+        field(1, b"m"),
+        field(3, b"a"),
+        field(5, request.inputs[0].SerializeToString()),
+        *(field(7, each) for each in request.raw_input_contents),
+    ]
+    for _ in range(300):
+        data = b"xy" + b"".join(pieces[i] for i in rng.permutation(len(pieces)))
+        data = data[: rng.integers(2, len(data) + 1)]
+        try:
+            head, start, spans = messages.split_request(data, 2)
+        except BadInput:
+            with pytest.raises(BadInput):
+                messages.parse("ModelInferRequest", data[2:])
+            continue
+        whole = messages.parse("ModelInferRequest", data[2:])
+        assert [data[start + at : start + at + n] for at, n in spans] == whole.raw_input_contents
+        del whole.raw_input_contents[:]
+        assert messages.parse("ModelInferRequest", head) == whole
+        assert messages.model_of(head) == (whole.model_name, whole.model_version)
+
+
+@pytest.mark.parametrize("data", [b"\x0a", b"\x0a\x80", b"\x09\0", b"\x0d\0", b"\x00\x80", b"\x0c"])
+def test_broken_fields_are_bad_input(data: bytes) -> None:
+    with pytest.raises(BadInput, match="not a valid"):
+        list(messages._fields(data, 0, len(data), 9))
+
+
+def test_large_contents_and_large_strings_are_decoded_off_the_loop(
+    client: Frames, threads: list[str], served: Serving
+) -> None:
+    request = MESSAGES["ModelInferRequest"](model_name="wide")
+    item = request.inputs.add(name="x", datatype="FP32", shape=[1, 300_000])
+    item.contents.fp32_contents.extend([4.0] * 300_000)
+    client.send(4, 0, 0, b"\0\4\x7f\xff\xff\xff")
+    client.send(8, 0, 0, (1 << 30).to_bytes(4, "big"))
+    assert first_value(client.call(1, request.SerializeToString())) == 9
+    assert [name for name in threads if "offload" not in name] == []
+    offloaded: list[Any] = []
+    route = served.server._calls.inference.routes["s"]
+    offload = route.offload
+    route.offload = lambda work, then: (offloaded.append(work), offload(work, then))[1]
+    strings = MESSAGES["ModelInferRequest"](model_name="s")
+    strings.inputs.add(name="x", datatype="BYTES", shape=[1, 10_000])
+    strings.raw_input_contents.append(bytes(40_000))
+    assert client.call(3, strings.SerializeToString()).status == 0
+    assert len(offloaded) == 1
+
+
+@pytest.mark.parametrize("path", [INFER, STREAM])
+def test_messages_that_expand_are_decompressed_off_the_loop_in_order(path: str) -> None:
+    plain = infer_bytes(value=3, width=300_000)
+    bomb, small = gzip.compress(plain), gzip.compress(infer_bytes(value=5, width=300_000)[:50])
+    asked: list[Any] = []
+    with serving({"m": FakeEngine(width=300_000)}) as server, frames(server.port) as client:
+        shared = server.server._shared
+        offload = shared.offload
+        shared.offload = lambda work, then: (asked.append(work), offload(work, then))[1]
+        client.send(4, 0, 0, b"\0\4\x7f\xff\xff\xff")
+        client.send(8, 0, 0, (1 << 30).to_bytes(4, "big"))
+        client.open(1, path, grpc_encoding="gzip")
+        client.message(1, bomb, compressed=1, end=path == INFER)
+        if path == STREAM:
+            client.message(1, small, compressed=1, end=False)
+            client.message(1, bomb, compressed=1)
+        answer = client.answer(1)
+        assert answer.status == 0
+        assert len(asked) == (1 if path == INFER else 2)
+        if path == STREAM:
+            assert answer.data.count(b"not a valid") == 1
+            assert answer.data.index(b"not a valid") in range(1_100_000, 1_300_000)
+        client.settle()
+        assert server.see(lambda: shared.memory.bytes) < 1 << 20
+
+
+def test_expanded_messages_share_the_memory_limit() -> None:
+    limit = 4 << 20
+    bomb = zlib.compress(bytes(3 << 20), 9)
+    with (
+        serving(max_held_bytes=limit, max_body_bytes=limit) as server,
+        frames(server.port) as client,
+    ):
+        held: list[int] = []
+        shared, waiting = server.server._shared, []
+        shared.offload = lambda work, then: waiting.append((work, then))
+        for stream in range(1, 20, 2):
+            client.open(stream, STREAM, grpc_encoding="deflate")
+            client.message(stream, bomb, compressed=1, end=False)
+        client.settle()
+        assert len(waiting) == 10
+        for call in list(waiting):
+            server.see(lambda call=call: call[1](call[0]))
+            held.append(server.see(lambda: shared.memory.bytes))
+        client.settle()
+        assert max(held) <= limit
+        client.send(3, 0, 1, (8).to_bytes(4, "big"))
+        client.settle()
+
+
+def test_a_call_that_ends_while_its_message_is_decompressed_is_forgotten() -> None:
+    bomb = zlib.compress(bytes(3 << 20), 9)
+    with serving() as server, frames(server.port) as client:
+        shared, waiting = server.server._shared, []
+        shared.offload = lambda work, then: waiting.append((work, then))
+        client.open(1, grpc_encoding="deflate")
+        client.message(1, bomb, compressed=1)
+        client.settle()
+        assert server.see(lambda: server.server.unanswered) == 1  # a shutdown waits for it
+        client.send(3, 0, 1, (8).to_bytes(4, "big"))
+        client.settle()
+        ((work, then),) = waiting
+        server.see(lambda: then(work))
+        assert server.see(lambda: (server.server.unanswered, shared.memory.bytes)) == (0, 0)
+
+
+def test_shared_memory_that_requests_refer_to_is_counted() -> None:
+    from multiprocessing.shared_memory import SharedMemory
+
+    width = 1 << 18
+    block = SharedMemory(create=True, size=4 * width)
+    try:
+        with (
+            serving(
+                {"m": FakeEngine(width=width)}, shared_memory=True, max_held_bytes=6 * width
+            ) as server,
+            frames(server.port) as client,
+        ):
+            memory = server.repository.memory
+            assert memory is not None
+            memory.register("r", f"/{block.name.strip('/')}", 0, 4 * width)
+            request = MESSAGES["ModelInferRequest"](model_name="m")
+            item = request.inputs.add(name="x", datatype="FP32", shape=[1, width])
+            item.parameters["shared_memory_region"].string_param = "r"
+            item.parameters["shared_memory_byte_size"].int64_param = 4 * width
+            data = request.SerializeToString()
+            route, waiting = server.server._calls.inference.routes["m"], []
+            route.offload = lambda work, then: waiting.append((work, then))
+            for stream in (1, 3, 5):
+                client.open(stream)
+                client.message(stream, data)
+            client.settle()
+            assert len(waiting) == 3
+
+            def decode() -> None:
+                for work, then in waiting:
+                    result = work()
+                    then(lambda result=result: result)
+
+            server.see(decode)
+            statuses = [client.answer(stream).status for stream in (3, 5)]
+            assert statuses == [UNAVAILABLE] * 2
+    finally:
+        block.close()
+        block.unlink()
+
+
+def test_a_field_limit_is_named_with_its_cure() -> None:
+    with pytest.raises(BadInput) as caught:
+        messages._count_fields(contents(0, b"\x42\0" * 300_000))
+    assert caught.value.hint == "send the tensors as raw_input_contents"
+    with pytest.raises(TooLarge):
+        messages._count_fields(bytes(17 << 20))
