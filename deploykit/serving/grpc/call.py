@@ -229,7 +229,11 @@ class Call(Stream):
             self._decompressed(method, result)
             self.read()
 
-        self.link.shared.offload(work, then)
+        try:
+            self.link.shared.offload(work, then)
+        except DeploykitError as exc:  # no thread can be started
+            self._inflating = False
+            self.fail(exc.grpc_status, exc.message)
 
     def _decompressed(self, method: Method, result: Callable[[], bytes]) -> None:
         if self.gone or self.trailers is not None:

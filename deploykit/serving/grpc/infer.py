@@ -20,6 +20,7 @@ from deploykit.serving.oip.response import collect_results
 log = logging.getLogger(__name__)
 
 LARGE_BYTES = 32 << 10  # what is slow to decode is decoded on another thread from this size on
+_LONG_BYTES = 256 << 10  # and with other long ones
 
 
 class Replying(Client, Protocol):
@@ -74,8 +75,12 @@ class InferMethods:
         inference = GrpcInference(route, client, source, trace)
         slow = slow or (route.strings and len(data) > LARGE_BYTES)
         if slow or (route.memory is not None and _reads_much(head, spans, model.signature)):
+            inference.large = not slow or len(data) > _LONG_BYTES
             del head, data, source
-            inference.start_offloaded()
+            try:
+                inference.start_offloaded()
+            except DeploykitError as exc:  # no thread can be started
+                fail_with(client, exc)
         else:
             inference.start()
 

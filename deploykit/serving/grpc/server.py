@@ -42,7 +42,8 @@ class GrpcServer:
         self._calls = Calls(repository, offload)
         limits = limits or Limits()
         parse = HeadParser(self._calls.methods, guard.allows, limits.headers)
-        self._shared = Shared(parse, Call, limits, options.max_body_bytes, memory, offload)
+        large = partial(offload, large=True)
+        self._shared = Shared(parse, Call, limits, options.max_body_bytes, memory, large)
         self._tls: ssl.SSLContext | None = None
         if options.tls_cert is not None and options.tls_key is not None:
             self._tls = tls_context(options.tls_cert, options.tls_key)

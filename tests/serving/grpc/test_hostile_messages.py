@@ -62,6 +62,16 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+def watched(offload: Any, seen: list[Any]) -> Any:
+    """An Offload that also notes its work."""
+
+    def run(work: Any, then: Any, **more: Any) -> None:
+        seen.append(work)
+        offload(work, then, **more)
+
+    return run
+
+
 def field(number: int, content: bytes) -> bytes:
     """A field of protobuf with its length."""
     out, size = bytes([number << 3 | 2]), len(content)
@@ -108,7 +118,7 @@ def test_a_hostile_message_is_refused_before_it_is_parsed(
     refused = client.call(1, data)
     assert refused.status in (INVALID, TOO_LARGE)
     assert said in refused.headers["grpc-message"]
-    assert all("offload" in thread for thread in threads) or len(data) < 32 << 10
+    assert all("deploykit" in thread for thread in threads) or len(data) < 32 << 10
 
 
 def test_the_fields_of_any_order_are_read(client: Frames) -> None:
@@ -167,11 +177,14 @@ def test_large_contents_and_large_strings_are_decoded_off_the_loop(
     client.send(4, 0, 0, b"\0\4\x7f\xff\xff\xff")
     client.send(8, 0, 0, (1 << 30).to_bytes(4, "big"))
     assert first_value(client.call(1, request.SerializeToString())) == 9
-    assert [name for name in threads if "offload" not in name] == []
+    assert [name for name in threads if "deploykit" not in name] == []
     offloaded: list[Any] = []
     route = served.server._calls.inference.routes["s"]
     offload = route.offload
-    route.offload = lambda work, then: (offloaded.append(work), offload(work, then))[1]
+    route.offload = lambda work, then, **more: (
+        offloaded.append(work),
+        offload(work, then, **more),
+    )[1]
     strings = MESSAGES["ModelInferRequest"](model_name="s")
     strings.inputs.add(name="x", datatype="BYTES", shape=[1, 10_000])
     strings.raw_input_contents.append(bytes(40_000))
@@ -187,7 +200,10 @@ def test_messages_that_expand_are_decompressed_off_the_loop_in_order(path: str) 
     with serving({"m": FakeEngine(width=300_000)}) as server, frames(server.port) as client:
         shared = server.server._shared
         offload = shared.offload
-        shared.offload = lambda work, then: (asked.append(work), offload(work, then))[1]
+        shared.offload = lambda work, then, **more: (
+            asked.append(work),
+            offload(work, then, **more),
+        )[1]
         client.send(4, 0, 0, b"\0\4\x7f\xff\xff\xff")
         client.send(8, 0, 0, (1 << 30).to_bytes(4, "big"))
         client.open(1, path, grpc_encoding="gzip")
@@ -214,7 +230,7 @@ def test_expanded_messages_share_the_memory_limit() -> None:
     ):
         held: list[int] = []
         shared, waiting = server.server._shared, []
-        shared.offload = lambda work, then: waiting.append((work, then))
+        shared.offload = lambda work, then, **_: waiting.append((work, then))
         for stream in range(1, 20, 2):
             client.open(stream, STREAM, grpc_encoding="deflate")
             client.message(stream, bomb, compressed=1, end=False)
@@ -233,7 +249,7 @@ def test_a_call_that_ends_while_its_message_is_decompressed_is_forgotten() -> No
     bomb = zlib.compress(bytes(3 << 20), 9)
     with serving() as server, frames(server.port) as client:
         shared, waiting = server.server._shared, []
-        shared.offload = lambda work, then: waiting.append((work, then))
+        shared.offload = lambda work, then, **_: waiting.append((work, then))
         client.open(1, grpc_encoding="deflate")
         client.message(1, bomb, compressed=1)
         client.settle()
@@ -266,7 +282,7 @@ def test_shared_memory_that_requests_refer_to_is_counted() -> None:
             item.parameters["shared_memory_byte_size"].int64_param = 4 * width
             data = request.SerializeToString()
             route, waiting = server.server._calls.inference.routes["m"], []
-            route.offload = lambda work, then: waiting.append((work, then))
+            route.offload = lambda work, then, **_: waiting.append((work, then))
             for stream in (1, 3, 5):
                 client.open(stream)
                 client.message(stream, data)
