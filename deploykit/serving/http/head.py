@@ -6,6 +6,7 @@ Ambiguous messages are refused.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import httptools
@@ -30,6 +31,8 @@ _USED = frozenset(
     }
 )
 END = b"\r\n\r\n"
+# RFC 9112, 3.2.2: a target as for a proxy; its host counts instead of the header
+_ABSOLUTE = re.compile(r"https?://([^/?#@]+)([/?].*)?", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ class HeadReader:
         if name in _USED:
             if name in self._headers and name != b"accept":
                 self._refuse(400, f"the header {quote(name.decode())} is given twice")
-            self._headers[name] = value
+            self._headers[name] = value.strip(b" \t")  # llhttp leaves those at the end
 
     def on_headers_complete(self) -> None:
         # The parser drops these at the end of the message, which may follow at once.
@@ -129,10 +132,13 @@ class HeadReader:
 
     def _head(self) -> Head:
         headers, old = self._headers, self._old
+        host, origin = headers.get(b"host"), headers.get(b"origin")
         method = self._parser.get_method().decode("latin-1")
         target = self._target.decode("latin-1")
+        if (absolute := _ABSOLUTE.fullmatch(target)) and (host is not None or old):
+            host, target = absolute[1].encode("latin-1"), absolute[2] or "/"
+            target = target if target[0] == "/" else f"/{target}"
         path = target.partition("?")[0]
-        host, origin = headers.get(b"host"), headers.get(b"origin")
         coding = headers.get(b"transfer-encoding")
         length = int(headers.get(b"content-length", b"0")) if coding is None else None
         authorization = headers.get(b"authorization")
