@@ -105,6 +105,7 @@ def main() -> NoReturn:
     try:
         code = _run(sys.argv[1:])
         sys.stdout.flush()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Python's end would let it change the code
         sys.exit(code)
     except KeyboardInterrupt:
         _interrupted()

@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvloop
@@ -95,6 +97,9 @@ class Server:
             tls = tls_context(options.tls_cert, options.tls_key)
         self._options = options
         self._handlers: dict[int, Any] = {}  # the previous signal handlers
+        self._signals = 0
+        self._signalled_s = -math.inf
+        self._interrupted = False
         self._socket = bind(options.host, options.http_port)
         self._loop = uvloop.new_event_loop()
         try:
@@ -127,9 +132,6 @@ class Server:
 
             self._grpc = GrpcServer(self.repository, options, guard, memory, self._offload)
         self._stopped = asyncio.Event()
-        self._signals = 0
-        self._signalled_s = -ECHO_S
-        self._interrupted = False
 
     def run(self, on_ready: OnReady) -> int:
         """As the function `run`; outside the main thread it installs no signal handlers."""
@@ -229,7 +231,7 @@ class Server:
             log.error("%d requests finished after the shutdown", len(requests))
 
     def _signalled(self, number: int) -> None:
-        now_s = self._loop.time()
+        now_s = time.monotonic()
         echo = number == signal.SIGTERM and now_s - self._signalled_s < ECHO_S
         self._signalled_s = now_s
         if echo:  # `timeout` sends it to the process and to its group
@@ -245,10 +247,30 @@ class Server:
 
     def _release(self) -> None:
         self._socket.close()
-        self._loop.close()  # uvloop does not restore signal handlers: Ctrl-C would stop working
+        # uvloop leaves the default handlers behind, of which SIGTERM's ends the process
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._handlers)
+        self._loop.close()
         for number, handler in self._handlers.items():
             if handler is not None:  # None: it was not set from Python
                 signal.signal(number, handler)
+        if self._signals and self._handlers.get(signal.SIGTERM) is not None:
+            _ignore_echo(self._signalled_s + ECHO_S, self._handlers[signal.SIGTERM])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._handlers)
+
+
+def _ignore_echo(until_s: float, handler: Any) -> None:
+    """Ignore SIGTERM until then, which has ended the server already; `handler` gets later ones."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if time.monotonic() < until_s:
+            return
+        signal.signal(number, handler)
+        if callable(handler):
+            handler(number, frame)
+        else:  # SIG_DFL or SIG_IGN
+            signal.raise_signal(number)
+
+    signal.signal(signal.SIGTERM, handle)
 
 
 def _held_samples(memory: MemoryBudget) -> list[Sample]:

@@ -14,7 +14,9 @@ import pytest
 
 from deploykit.core.errors import BadInput
 from deploykit.serving.server import ServeOptions, Server
+from tests.support.campaign import rounds
 from tests.support.fake_engine import FakeEngine
+from tests.support.serving.faults import ROOT, Process
 from tests.support.serving.running import WAIT_S, GatedEngine, Raw, infer_json, request, running
 
 INFER = request("POST", "/v2/models/m/infer", infer_json([1, 2, 3, 4], [1, 4]))
@@ -125,6 +127,48 @@ def test_a_sigterm_sent_twice_within_a_second_counts_once(
     assert reply.status == 200
     accepted.close()
     assert served.process.wait(WAIT_S) == 0
+
+
+def test_a_second_sigterm_at_any_moment_of_the_end_does_not_change_the_exit_code(
+    tmp_path: Path,
+) -> None:
+    """Python and uvloop put the default handlers back before the process ends."""
+    for _ in range(rounds(2, 40)):
+        with Process(tmp_path) as server:
+            server.popen.send_signal(signal.SIGTERM)
+            while server.popen.poll() is None:
+                server.popen.send_signal(signal.SIGTERM)
+            assert server.popen.returncode == 0
+
+
+def test_a_sigterm_after_the_echo_reaches_the_handler_of_the_program() -> None:
+    code = """
+import signal, threading, time, os
+from deploykit.serving import server
+from tests.support.campaign import rounds
+from tests.support.fake_engine import FakeEngine
+from tests.support.serving.faults import ROOT, Process
+got = []
+signal.signal(signal.SIGTERM, lambda *_: got.append(1))
+server.ECHO_S = 0.5
+options = server.ServeOptions(http_port=0)
+server.run({"m": FakeEngine()}, options, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+ended_s = time.monotonic()
+os.kill(os.getpid(), signal.SIGTERM)
+early = time.monotonic() - ended_s < 0.2
+assert got == [] or not early, got
+time.sleep(0.6)
+os.kill(os.getpid(), signal.SIGTERM)
+assert got == [1], got
+os.kill(os.getpid(), signal.SIGTERM)
+assert got == [1, 1], got
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+server.run({"m": FakeEngine()}, options, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+time.sleep(0.6)
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=WAIT_S, check=False)
+    assert done.returncode == -signal.SIGTERM
 
 
 def metrics(served: Served) -> str:
