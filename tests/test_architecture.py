@@ -64,8 +64,8 @@ CEILINGS = {  # where a room is above its budget: what it may have today. These 
     "runtimes": 5610,  # live modules, Hugging Face folders, checkpoints, the proof of a batch
     "onnx_graph+quantization": 4080,  # index arithmetic and masks, when casting to half
     "builders": 1573,  # the table and what all builders share
-    "serving": 10450,  # what bounds answers, waiting requests, stopped workers and HTTP/2 frames
-    "": 35040,
+    "serving": 10550,  # what bounds answers, waiting requests, stopped workers and HTTP/2 frames
+    "": 35140,
 }
 LONG: set[str] = set()  # functions over 60 lines
 
