@@ -181,6 +181,36 @@ def nan_to_all() -> onnx.ModelProto:
     return _of_rows(nodes, {"zero": np.array(0, np.float32)})
 
 
+def large_batches_only() -> onnx.ModelProto:
+    """Adds the mean of all rows where there are 16 or more."""
+    nodes = [
+        _node("Shape", ["x"], ["rows"], start=0, end=1),
+        _node("GreaterOrEqual", ["rows", "sixteen"], ["many"]),
+        _node("Cast", ["many"], ["factor"], to=TensorProto.FLOAT),
+        _node("ReduceMean", ["x", "axis"], ["mean"], keepdims=1),
+        _node("Mul", ["mean", "factor"], ["added"]),
+        _node("Add", ["x", "added"], ["y"]),
+    ]
+    return _of_rows(nodes, _int64(sixteen=[16], axis=[0]))
+
+
+def boxes_and_scores() -> onnx.ModelProto:
+    """Each row's own box, up to 5000, and the scores of all rows, sorted: up to 1, never NaN."""
+    nodes = [
+        _node("Clip", ["x", "low", "high"], ["clipped"]),
+        _node("IsNaN", ["clipped"], ["lost"]),
+        _node("Where", ["lost", "low", "clipped"], ["safe"]),
+        _node("Sigmoid", ["safe"], ["scores"]),
+        _node("Shape", ["x"], ["k"], start=0, end=1),
+        _node("TopK", ["scores", "k"], ["sorted", "order"], axis=0),
+        _node("Mul", ["scores", "size"], ["boxes"]),
+        _node("Concat", ["boxes", "sorted"], ["y"], axis=1),
+    ]
+    weights = {"low": -3.0, "high": 3.0, "size": 5000.0}
+    arrays = {name: np.array(value, np.float32) for name, value in weights.items()}
+    return _of_rows(nodes, arrays, out=("N", 8))
+
+
 def same_for_all() -> onnx.ModelProto:
     """Zeros, whatever it is given: nothing can be seen of its rows."""
     return _of_rows([_node("Mul", ["x", "zero"], ["y"])], {"zero": np.zeros(1, np.float32)})
@@ -266,6 +296,8 @@ DEPENDENT: Mapping[str, Callable[[], onnx.ModelProto]] = {
         rows_above_zero,
         largest_scale,
         nan_to_all,
+        large_batches_only,
+        boxes_and_scores,
         lstm_time_major,
         same_for_all,
     )
