@@ -34,7 +34,7 @@ lint: venv
 # DEPLOYKIT_ZOO: the files that the tests of the zoo make, and that NVIDIA's part asks its builder about
 test: venv
 	@zoo=$$(mktemp -d) && trap 'rm -rf "$$zoo"' EXIT && DEPLOYKIT_ZOO=$$zoo \
-		$(MAKE) --no-print-directory --jobs 2 --output-sync=target tests lint nvidia
+		$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target tests lint nvidia
 
 tests: venv
 	$(BIN)/pytest $(WORKERS)

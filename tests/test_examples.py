@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import deploykit as dk
 from tests.support.onnx_zoo import mnist_like, save
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,13 +31,10 @@ def test_a_users_recipe_is_trained_and_exported(tmp_path: Path) -> None:
     recipe = ROOT / "examples/own_recipe.py"
     out = run(tmp_path, "-m", "deploykit", "train", recipe, "-o", "d.pt", "--epochs", "5", "--json")
     assert json.loads(out)["accuracy"]["value"] > 0.85
-    run(tmp_path, "-m", "deploykit", "export", "d.pt", "--arch", f"{recipe}:build")
-    assert (tmp_path / "d.onnx").is_file()
-    refused = subprocess.run(
-        [sys.executable, "-m", "deploykit", "export", "d.pt"], cwd=tmp_path, capture_output=True
-    )
-    assert refused.returncode == 2
-    assert b"--arch" in refused.stderr
+    assert dk.export(tmp_path / "d.pt", arch=f"{recipe}:build").path == tmp_path / "d.onnx"
+    with pytest.raises(dk.BadInput, match="does not come with deploykit") as raised:
+        dk.export(tmp_path / "d.pt")
+    assert "`arch`" in str(raised.value.hint)
 
 
 def test_the_example_client_gets_an_answer(tmp_path: Path) -> None:
