@@ -1,0 +1,257 @@
+"""The `h2` package as a client, in every order that hypothesis finds; and any bytes at all."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from deploykit.serving.http2.connection import PREFACE
+from tests.support.campaign import rounds
+from tests.support.serving.wired import Wired
+
+pytest.importorskip("h2", reason="h2 is not installed")
+import h2.config
+import h2.connection
+import h2.events
+import h2.settings
+import hyperframe.frame as frames
+
+HEADERS = [(":method", "POST"), (":scheme", "http"), (":authority", "a"), ("te", "trailers")]
+TYPE = ("content-type", "application/grpc")
+SIZES = st.sampled_from([0, 1, 100, 16_379, 16_384, 65_530, 200_000])
+
+
+class ReferenceClient(RuleBasedStateMachine):
+    """Calls whose answers must be their messages, whatever the client does between them.
+
+    h2 raises an error if the server breaks HTTP/2: a wrong frame, state or window.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wired = Wired()
+        self.client = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding=None))
+        self.client.initiate_connection()
+        self.unsent: dict[int, bytes] = {}
+        self.expected: dict[int, bytes] = {}
+        self.got: dict[int, bytes] = {}
+        self.unread: dict[int, int] = {}
+        self.exchange()
+
+    def exchange(self) -> None:
+        """Pass all bytes in both directions."""
+        while True:
+            out = self.client.data_to_send()
+            if out:
+                self.wired.feed(out)
+            back = self.wired.wire.take()
+            if not (out or back):
+                return
+            for event in self.client.receive_data(back):
+                self.see(event)
+
+    def see(self, event: h2.events.Event) -> None:
+        number = getattr(event, "stream_id", 0)
+        assert not isinstance(event, h2.events.ConnectionTerminated), event
+        if isinstance(event, h2.events.DataReceived):
+            self.got[number] += event.data
+            self.unread[number] = self.unread.get(number, 0) + event.flow_controlled_length
+        elif isinstance(event, h2.events.TrailersReceived):
+            assert dict(event.headers)[b"grpc-status"] == b"0"
+        elif isinstance(event, h2.events.StreamEnded):
+            assert self.got.pop(number) == self.expected.pop(number)
+            self.unsent.pop(number, None)
+
+    @rule(path=st.sampled_from(["/echo", "/stream"]), size=SIZES, more=st.binary(max_size=30))
+    def call(self, path: str, size: int, more: bytes) -> None:
+        if self.client.open_outbound_streams >= 100:
+            return
+        number = self.client.get_next_available_stream_id()
+        fields = [*HEADERS, (":path", path), TYPE, ("x-more", more.hex())]
+        fields.sort(key=lambda field: not field[0].startswith(":"))
+        self.client.send_headers(number, fields)
+        message = random.Random(number).randbytes(size)
+        whole = b"\0" + size.to_bytes(4, "big") + message
+        self.unsent[number] = whole
+        self.expected[number] = whole * (2 if path == "/stream" else 1)
+        self.got[number] = b""
+        self.exchange()
+
+    @precondition(lambda self: self.unsent)
+    @rule(data=st.data(), most=st.sampled_from([1, 9, 5000, 16_384]), pad=st.integers(0, 255))
+    def send_data(self, data: st.DataObject, most: int, pad: int) -> None:
+        number = data.draw(st.sampled_from(sorted(self.unsent)))
+        window = self.client.local_flow_control_window(number) - pad - 1
+        take = min(most, window, self.client.max_outbound_frame_size - pad - 1)
+        if take <= 0:
+            return
+        piece, rest = self.unsent[number][:take], self.unsent[number][take:]
+        self.unsent[number] = rest
+        self.client.send_data(number, piece, end_stream=not rest, pad_length=pad or None)
+        if not rest:
+            del self.unsent[number]
+        self.exchange()
+
+    @precondition(lambda self: self.unsent)
+    @rule()
+    def send_all(self) -> None:
+        for number in list(self.unsent):
+            for _ in range(40):
+                if number in self.unsent:
+                    self._send_some(number)
+
+    def _send_some(self, number: int) -> None:
+        take = min(self.client.local_flow_control_window(number), 16_384)
+        piece, rest = self.unsent[number][:take], self.unsent[number][take:]
+        if rest:
+            self.unsent[number] = rest
+        else:
+            del self.unsent[number]
+        self.client.send_data(number, piece, end_stream=not rest)
+        self.exchange()
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.expected)))
+        self.client.reset_stream(number, 8)
+        for of in (self.unsent, self.expected, self.got, self.unread):
+            of.pop(number, None)
+        self.exchange()
+
+    @precondition(lambda self: self.unread)
+    @rule(data=st.data())
+    def read_answer(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.unread)))
+        self.client.acknowledge_received_data(self.unread.pop(number), number)
+        self.exchange()
+
+    @rule(window=st.sampled_from([0, 1, 10, 65_535, 1 << 20]), frame=st.sampled_from([14, 15, 20]))
+    def change_settings(self, window: int, frame: int) -> None:
+        codes = h2.settings.SettingCodes
+        self.client.update_settings(
+            {codes.INITIAL_WINDOW_SIZE: window, codes.MAX_FRAME_SIZE: 1 << frame}
+        )
+        self.exchange()
+
+    @rule(more=st.sampled_from([1, 1000, 1 << 20]))
+    def open_window(self, more: int) -> None:
+        if self.client.inbound_flow_control_window < 1 << 28:
+            self.client.increment_flow_control_window(more)
+        self.exchange()
+
+    @rule()
+    def ping(self) -> None:
+        self.client.ping(b"12345678")
+        self.exchange()
+
+    @rule()
+    def tick(self) -> None:
+        self.wired.tick()
+        self.exchange()
+
+    @invariant()
+    def the_server_counts_right(self) -> None:
+        connection = self.wired.connection
+        assert not connection.closed_for_reading
+        assert self.wired.shared.open_streams == len(connection.streams)
+        assert connection.answer_bytes == sum(
+            stream._answer_bytes for stream in connection.streams.values()
+        )
+
+    def teardown(self) -> None:
+        self.wired.close()
+        assert self.wired.memory.bytes == 0
+        assert self.wired.shared.open_streams == 0
+
+
+ReferenceClient.TestCase.settings = settings(
+    max_examples=rounds(15, 1000),
+    stateful_step_count=rounds(25, 60),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+)
+TestReferenceClient = ReferenceClient.TestCase
+
+
+def block(path: bytes = b"/echo") -> bytes:
+    pairs = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path)]
+    pairs.append((b"content-type", b"application/grpc"))
+    return b"".join(bytes([0, len(n)]) + n + bytes([len(v)]) + v for n, v in pairs)
+
+
+def any_frame(chance: random.Random) -> bytes:
+    """A frame by hyperframe that is good, or nearly."""
+    number = chance.choice((0, 1, 1, 3, 3, 5, 7, 2, 1 << 31 - 1))
+    small = chance.randbytes(chance.randrange(12))
+    message = b"\0" + (3).to_bytes(4, "big") + b"abc"
+    made: list[frames.Frame] = [
+        frames.HeadersFrame(number or 1, block(), flags=["END_HEADERS"]),
+        frames.HeadersFrame(number or 1, block(b"/stream"), flags=["END_HEADERS"]),
+        frames.HeadersFrame(number or 1, block()[: chance.randrange(60)]),
+        frames.HeadersFrame(number or 1, small, flags=["END_HEADERS", "END_STREAM"]),
+        frames.ContinuationFrame(number or 1, block()[chance.randrange(60) :]),
+        frames.ContinuationFrame(number or 1, small, flags=["END_HEADERS"]),
+        frames.DataFrame(number or 1, message, flags=["END_STREAM"]),
+        frames.DataFrame(number or 1, message),
+        frames.DataFrame(number or 1, small, flags=["PADDED"], pad_length=chance.randrange(9)),
+        frames.SettingsFrame(0, settings={chance.randrange(8): chance.choice((0, 1, 1 << 14))}),
+        frames.SettingsFrame(0, flags=["ACK"]),
+        frames.PingFrame(0, b"12345678"),
+        frames.RstStreamFrame(number or 1, chance.randrange(15)),
+        frames.WindowUpdateFrame(number, chance.choice((1, 1000, (1 << 31) - 1))),
+        frames.PriorityFrame(number or 1, depends_on=3),
+        frames.GoAwayFrame(0),
+        frames.ExtensionFrame(chance.randrange(10, 256), number, flag_byte=1, body=small),
+    ]
+    data = bytearray(chance.choice(made).serialize())
+    while chance.random() < 0.15:
+        data[chance.randrange(len(data))] = chance.choice((0, 1, 255, chance.randrange(256)))
+    return bytes(data)
+
+
+def test_any_frames_are_answered_or_end_the_connection() -> None:
+    """No error inside the server, nothing left behind: a million inputs in a campaign."""
+    chance = random.Random(9113)
+    inputs, most = 0, rounds(3_000, 1_000_000)
+    while inputs < most:
+        wired = Wired()
+        wired.feed(PREFACE + frames.SettingsFrame(0).serialize())
+        while not wired.connection.closed_for_reading and chance.random() < 0.99:
+            data = any_frame(chance)
+            if chance.random() < 0.2:
+                cut = chance.randrange(len(data) + 1)
+                wired.feed(data[:cut])
+                data = data[cut:]
+            wired.feed(data)
+            inputs += 1
+            if chance.random() < 0.05:
+                wired.tick()
+        out = wired.wire.take()
+        assert b"an error inside the server" not in out
+        if wired.connection.closed_for_reading:
+            assert wired.wire.closed
+        wired.close()
+        assert (wired.memory.bytes, wired.shared.open_streams) == (0, 0)
+
+
+def test_long_input_is_processed_in_turns() -> None:
+    """Frames that cost time share the loop with other clients: a bound for each turn."""
+    wired = Wired()
+    wired.feed(PREFACE + frames.SettingsFrame(0).serialize())
+    padded = block() + bytes([0, 1, 120, 127, 0]) + bytes([120]) * 127
+    data = b"".join(
+        frames.HeadersFrame(
+            number, padded + bytes([0, 2, 121, 121, 2]) + b"%02d" % (number % 100),
+            flags=["END_HEADERS", "END_STREAM"],
+        ).serialize()
+        for number in range(1, 1001, 2)
+    )  # fmt: skip
+    assert wired.feed(data) >= len(data) // 8 // 1024
+    assert wired.connection.last == 999
+    wired.close()

@@ -1,0 +1,112 @@
+"""An HTTP/2 connection of the server without a socket: bytes in, bytes out, one thread."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from deploykit.serving.grpc.call import Call
+from deploykit.serving.grpc.headers import HeadParser, Method
+from deploykit.serving.http2.connection import Connection
+from deploykit.serving.http2.shared import Limits, Shared
+from deploykit.serving.transport.memory import MemoryBudget
+
+
+class Wire(asyncio.Transport):
+    """Keeps what is written until `take`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = bytearray()
+        self.closed = False
+
+    def write(self, data: Any) -> None:
+        self.out += data
+
+    def take(self) -> bytes:
+        found, self.out = bytes(self.out), bytearray()
+        return found
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+    abort = close
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        self.closed = True
+
+    def pause_reading(self) -> None:
+        pass
+
+    resume_reading = pause_reading
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+
+def _echo(call: Call, data: bytes, at: int) -> None:
+    call.reply([data[at:]])
+
+
+def _echo_twice(call: Call, data: bytes, at: int) -> None:
+    call.send_message([data[at:]])
+    call.unreplied += 1
+    call.send_message([data[at:]])
+
+
+METHODS = {
+    "/echo": Method(_echo),
+    "/stream": Method(_echo_twice, lambda call: call.complete()),
+}
+
+
+class Wired:
+    """One connection to methods that echo. `close` it."""
+
+    def __init__(self, limits: Limits | None = None, max_bytes: int = 1 << 20) -> None:
+        self.loop = asyncio.new_event_loop()
+        limits = limits or Limits()
+        parse = HeadParser(METHODS, lambda _: True, limits.headers)
+        self.now_s = 0.0
+        self.memory = MemoryBudget(1 << 30, max_bytes)
+        self.shared = Shared(
+            parse, Call, limits, max_bytes, self.memory,
+            lambda work, then: then(work), lambda: self.now_s,
+        )  # fmt: skip
+        self.wire = Wire()
+        self.connection = Connection(self.shared)
+        self.turn(self.connection.connection_made, self.wire)
+
+    def turn(self, function: Any, *arguments: Any) -> int:
+        """Call it on the loop, and run what it started; returns how many turns that took."""
+
+        async def call() -> int:
+            function(*arguments)
+            turns = 1
+            await asyncio.sleep(0)
+            while self.shared.backlog or self.connection._writes or self.connection._will_push:
+                await asyncio.sleep(0)
+                turns += 1
+            return turns
+
+        return self.loop.run_until_complete(call())
+
+    def feed(self, data: bytes) -> int:
+        return self.turn(self.connection.data_received, data)
+
+    def tick(self, later_s: float = 0.1) -> None:
+        self.now_s += later_s
+        self.turn(self.shared.tick)
+
+    def close(self) -> None:
+        self.turn(self.connection.connection_lost, None)
+        self.loop.close()
