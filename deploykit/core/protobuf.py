@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import overload
 
 _PAGE_BYTES = 1 << 14
+_MAX_FIELDS = 5_000_000  # read of one file: each costs a microsecond or two
 
 
 class Pages:
     """A file's bytes by position, read where they are asked for. Raises IndexError past the end.
+
+    Raises ValueError for what is no regular file. `left`: fields that may still be read.
 
     Not mapped: a server looks at files that somebody may be truncating, which ends a process that
     has them mapped (SIGBUS).
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDONLY)
-        self._size = os.fstat(self._file).st_size
+        self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a FIFO must not wait
+        info = os.fstat(self._file)
+        if not stat.S_ISREG(info.st_mode):
+            os.close(self._file)
+            raise ValueError("not a regular file")
+        self._size = info.st_size
+        self.left = _MAX_FIELDS
         self._at, self._page = 0, b""
 
     def __enter__(self) -> Pages:
@@ -65,6 +74,9 @@ def spans(data: Pages, at: int, end: int) -> Iterator[tuple[int, int, int, int, 
         start = at
         key, at = _varint(data, at)
         number, wire, begin = key >> 3, key & 7, at
+        data.left -= 1
+        if not number or data.left < 0:  # zeros are no protobuf, however many
+            raise ValueError("not a protobuf")
         if wire == 0:
             _, at = _varint(data, at)
         elif wire == 2:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -378,3 +379,61 @@ def test_f4_truncated_weights_do_not_end_the_process(tmp_path: Path) -> None:
         check=False,
     )
     assert (ran.returncode, ran.stdout) == (0, "alive"), ran.stderr
+
+
+def _zeros(path: Path) -> None:
+    path.write_bytes(bytes(8 << 20))
+
+
+def _sparse(path: Path) -> None:
+    with path.open("wb") as handle:
+        handle.truncate(1 << 30)
+
+
+def _sparse_after_a_header(path: Path) -> None:
+    with path.open("wb") as handle:
+        handle.write(b"\x08\x0a\x12\x03abc")  # begins as an ONNX file does
+        handle.truncate(1 << 30)
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+
+
+HOSTILE = {
+    "a FIFO": os.mkfifo,
+    "zeros": _zeros,
+    "a sparse file": _sparse,
+    "a sparse file that begins as a model": _sparse_after_a_header,
+    "a folder": Path.mkdir,
+    "a socket": _socket,
+    "a link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
+    "a link to itself": lambda path: path.symlink_to(path),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_is_no_model_is_rejected_soon_and_a_good_file_after_it_served(
+    serving: Serving, tmp_path: Path, name: str
+) -> None:
+    read: list[int] = []
+    pread = os.pread
+
+    def counted(file: int, size: int, at: int) -> bytes:
+        read.append(size)
+        return pread(file, size, at)
+
+    serving.path.unlink()
+    HOSTILE[name](serving.path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pread", counted)
+        serving.poll_twice()
+    assert sum(read) < 1 << 20
+    assert serving.reloader.error("m")
+    assert serving.ask() == 2.0
+    serving.path.rmdir() if serving.path.is_dir() else serving.path.unlink()
+    model(serving.path, 5)
+    serving.poll_twice()
+    assert serving.reloader.error("m") is None
+    assert serving.ask() == 6.0
