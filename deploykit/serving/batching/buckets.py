@@ -198,14 +198,18 @@ class Buckets:
 
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:
-    """The largest difference, relative to the largest value wanted; inf if one is not a number."""
+    """The largest difference, relative to the largest value wanted.
+
+    Infinite if one is not a number, or only zeros were wanted.
+    """
     if want.dtype.kind not in "fiub":
         return 0.0 if np.array_equal(got, want) else math.inf
     got, want = got.astype(np.float64), want.astype(np.float64)
     if not (np.isfinite(got).all() and np.isfinite(want).all()):
         return 0.0 if np.array_equal(got, want, equal_nan=True) else math.inf
     off = float(np.abs(got - want).max(initial=0.0))
-    return off / max(float(np.abs(want).max(initial=0.0)), 1e-6) if off else 0.0
+    largest = float(np.abs(want).max(initial=0.0))
+    return (off / largest if largest else math.inf) if off else 0.0
 
 
 def _fill(spec: TensorSpec, value: float) -> np.ndarray:

@@ -260,8 +260,10 @@ def test_a_request_that_fits_its_bucket_is_not_copied(engine: Engine) -> None:
         ([np.nan], [1.0], np.inf),
         ([1.0], [np.inf], np.inf),
         ([], [], 0),
+        ([2e-9, 1e-9], [1e-9, 2e-9], 0.5),
+        ([1e-9], [0.0], np.inf),
     ],
-    ids=["equal", "off", "both nan", "one nan", "infinite", "empty"],
+    ids=["equal", "off", "both nan", "one nan", "infinite", "empty", "tiny", "zero"],
 )
 def test_relative_error_of_floats_nan_and_infinity(
     got: list[float], want: list[float], error: float
