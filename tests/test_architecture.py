@@ -269,6 +269,19 @@ def test_every_file_opens_with_what_it_is_for(path: Path) -> None:
         assert bare or "from __future__ import annotations" in text, name_of(path)
 
 
+def test_every_output_of_a_verb_passes_one_place() -> None:
+    """`api/outputs.py` keeps users' files: no other verb asks whether a path can be written."""
+    used = {"check_writable", "make_folder"}
+    found = [
+        name_of(path)
+        for path in FILES
+        if name_of(path).startswith("api/")
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ImportFrom) and used & {each.name for each in node.names}
+    ]
+    assert found == ["api/outputs.py"]
+
+
 def test_only_output_prints() -> None:
     def prints(path: Path) -> bool:
         called = (node.func for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call))

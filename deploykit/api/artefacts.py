@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from deploykit.api.outputs import SIDECARS, claim, rejected
 from deploykit.core.artefact import Artefact
-from deploykit.core.errors import BadInput, GateFailed
+from deploykit.core.errors import GateFailed
 from deploykit.core.evidence import Evaluation, Evidence, Parity, SearchRecord, WeightsFile
-from deploykit.core.files import check_writable, sha256
+from deploykit.core.files import sha256
 from deploykit.core.json_value import Record
 from deploykit.core.machine import tool_versions
 from deploykit.core.manifest import Manifest, write_manifest
@@ -36,9 +37,6 @@ def no_progress(what: str, share: float) -> None:
 def span(progress: Progress, start: float, end: float) -> Progress:
     """Report a step that takes the whole from share `start` to share `end`."""
     return lambda what, share: progress(what, start + (end - start) * share)
-
-
-_SIDECARS = {"weights": ".data", "golden": ".golden.npz"}  # field of the evidence -> suffix
 
 
 @dataclass(frozen=True)
@@ -92,13 +90,18 @@ class Made(Record):
         return html + (notebook.parity_html(self.parity) if self.parity else "")
 
 
-def destination(model: Artefact, out: StrPath | None, suffix: str) -> Path:
-    """Where the result goes: `out`, else next to the model. Raises BadInput where that fails."""
+def destination(
+    model: Artefact,
+    out: StrPath | None,
+    suffix: str,
+    inputs: Iterable[object],
+    *,
+    kind: str = "onnx",
+    force: bool = False,
+) -> Path:
+    """Where the result goes: `out`, else next to the model. Raises BadInput as `claim` does."""
     place = Path(out) if out is not None else model.path.with_suffix(suffix)
-    check_writable(place)
-    if place.resolve() == model.path.resolve():
-        raise BadInput(f"{place}: is the model itself", hint="choose another `out`")
-    return place
+    return claim(place, kind, (model, *inputs), force=force)
 
 
 @contextlib.contextmanager
@@ -110,7 +113,7 @@ def stage(out: Path) -> Iterator[Path]:
 
 def keep(tmp: Path, made: Made) -> Made:
     """Move `tmp` to `made.path`: weights and samples first, the manifest last."""
-    for suffix in _SIDECARS.values():
+    for suffix in SIDECARS.values():
         source = tmp.with_name(tmp.name + suffix)
         target = made.path.with_name(made.path.name + suffix)
         if source.exists():
@@ -124,7 +127,7 @@ def keep(tmp: Path, made: Made) -> Made:
 
 def reject(tmp: Path, made: Made) -> Made:
     """Move `tmp` next to `made.path`, as NAME.rejected.EXT."""
-    place = made.path.with_name(f"{made.path.stem}.rejected{made.path.suffix}")
+    place = rejected(made.path)
     if tmp.with_name(f"{tmp.name}.data").exists():
         from deploykit.onnx_graph.storage import point_to
 
@@ -132,7 +135,7 @@ def reject(tmp: Path, made: Made) -> Made:
         made = replace(made, manifest=replace(made.manifest, sha256=sha256(tmp)))
     moved = {
         name: replace(found, file=place.name + suffix)
-        for name, suffix in _SIDECARS.items()
+        for name, suffix in SIDECARS.items()
         if (found := getattr(made.evidence, name)) is not None
     }
     evidence = replace(made.evidence, **moved)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.api.artefacts import Progress
+from deploykit.api.outputs import claim_report
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, Unsupported
-from deploykit.core.files import make_folder
 from deploykit.core.machine import Machine, default_threads, this_machine
 from deploykit.core.paths import StrPath
 from deploykit.core.precision import narrowest
@@ -65,6 +65,7 @@ def bench(
     warmup_s: float | None = None,
     seconds: float | None = None,
     trust: bool = False,
+    force: bool = False,
     command: str = "",
     on_progress: Progress | None = None,
     on_note: Callable[[str], None] = log.warning,
@@ -75,7 +76,7 @@ def bench(
     from if that is next to it. Such an engine is proven first, or opened with `trust`: see
     `open_proven`. `data`: labelled .npz; then accuracy is measured too, paired with the baseline's.
     Each point is timed for `seconds` after `warmup_s` (60 and 10; with `quick` 5 and 2, and marked
-    so). `out`: the folder of the report.
+    so). `out`: the folder of the report. `force`: replace files that deploykit did not write there.
     """
     from deploykit.measure.report import report as reports
     from deploykit.measure.report.verdict import verdict
@@ -90,7 +91,7 @@ def bench(
         warmup_s=(2.0 if quick else 10.0) if warmup_s is None else warmup_s,
         seconds=(5.0 if quick else 60.0) if seconds is None else seconds,
     )
-    folder = make_folder(Path(out))
+    folder = claim_report(out, (*engines, baseline, data), force=force)
     run = _prepare(reference, every, Path(data) if data else None, device)
     points, throttled = _time(run, batches, timing, on_progress)
     report = reports.Report(

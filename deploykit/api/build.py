@@ -10,6 +10,7 @@ from deploykit.api.artefacts import Made, Progress, destination, no_progress, sp
 from deploykit.api.build_runtime import build_for_runtime
 from deploykit.api.build_tensorrt import CheckResult, PlanOptions
 from deploykit.api.evaluate import QuantizeRequest, prepare
+from deploykit.api.outputs import named_files
 from deploykit.api.quantize import TARGETS, check_request, keep_if_passed, write_quantized
 from deploykit.builders.builder import Shapes, find_builder
 from deploykit.core.artefact import Artefact, ArtefactLike
@@ -33,12 +34,13 @@ def build(
     max_error: float = BUILD_MAX_ERROR,
     shapes: Shapes | None = None,
     out: StrPath | None = None,
+    force: bool = False,
     on_progress: Progress = no_progress,
 ) -> Made:
     """Build `model` for a hardware profile; with `precision`, quantise it first.
 
-    `calib`, `data`, `metric`, `max_drop`: as in `quantize`. `shapes`: what a TensorRT engine is
-    built for. Raises GateFailed when the built file differs from its source by more than
+    `calib`, `data`, `metric`, `max_drop`, `force`: as in `quantize`. `shapes`: what a TensorRT
+    engine is built for. Raises GateFailed when the built file differs from its source by more than
     `max_error` (an engine: see `prove_plan`) or runs layers in more bits than asked, or when the
     quantised graph fails its evaluation; Unsupported for a target that cannot be built for here.
     """
@@ -54,7 +56,15 @@ def build(
         max_drop=max_drop,
     )
     options = PlanOptions(target, shapes or Shapes(), request)
-    place = _check(source, options, out)
+    _check(source, options)
+    place = destination(
+        source,
+        out,
+        RUNTIMES[target.runtime].suffix.format(profile=target.name),
+        (calib, data, *named_files(metric, profile)),
+        kind=RUNTIMES[target.runtime].opens[0],
+        force=force,
+    )
     with stage(place) as tmp:
         if target.runtime == "tensorrt":
             made = _build_plan(source, options, tmp, place, on_progress)
@@ -66,8 +76,8 @@ def build(
     return replace(made, notes=(*chosen, *made.notes))
 
 
-def _check(source: Artefact, options: PlanOptions, out: StrPath | None) -> Path:
-    """Where the engine goes. Raises BadInput, Unsupported for all that shows before the work."""
+def _check(source: Artefact, options: PlanOptions) -> None:
+    """Raise BadInput, Unsupported for all that shows before the work."""
     target, request = options.target, options.request
     if target.runtime == "tensorrt":
         build_tensorrt.check_here(target, source)
@@ -77,7 +87,6 @@ def _check(source: Artefact, options: PlanOptions, out: StrPath | None) -> Path:
         )
     if request.to != "fp32":
         check_request(request)
-    return destination(source, out, RUNTIMES[target.runtime].suffix.format(profile=target.name))
 
 
 def _build_plan(

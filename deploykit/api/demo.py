@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from deploykit.api import bench, build, compare, export, load_test, predict, quantize, train
 from deploykit.api.artefacts import Made, Progress, no_progress
+from deploykit.api.outputs import claim_report
 from deploykit.core.errors import GateFailed, Unsupported
 from deploykit.core.extras import require
-from deploykit.core.files import make_folder
 from deploykit.core.json_value import json_value
 from deploykit.core.paths import StrPath
 
@@ -76,17 +76,21 @@ def demo(
     out: StrPath = "out",
     *,
     quick: bool = False,
+    force: bool = False,
     on_progress: Progress = no_progress,
     on_step: Callable[[str], None] = lambda _: None,
 ) -> DemoResult:
-    """Run the main job into the folder `out`. Raises GateFailed when parity or accuracy fail."""
+    """Run the main job into the folder `out`. Raises GateFailed when parity or accuracy fail.
+
+    `force`: replace files that deploykit did not write.
+    """
     for module in ("torch", "onnxscript", "sklearn", "onnxruntime"):
         require(module)
     from deploykit.measure.report import report as reports
     from deploykit.measure.report.verdict import verdict
 
-    folder = make_folder(Path(out))
-    job = _Demo(folder, quick, _Steps(on_step, on_progress))
+    folder = claim_report(out, (), force=force)
+    job = _Demo(folder, quick, force, _Steps(on_step, on_progress))
     job.train_and_export()
     job.quantize()
     job.build()
@@ -108,8 +112,8 @@ def demo(
 class _Demo:
     """The steps of the demo, in order, and the files and gates that they leave."""
 
-    def __init__(self, out: Path, quick: bool, steps: _Steps) -> None:
-        self.out, self.quick, self.steps = out, quick, steps
+    def __init__(self, out: Path, quick: bool, force: bool, steps: _Steps) -> None:
+        self.out, self.quick, self.force, self.steps = out, quick, force, steps
         self.checkpoint, self.test = out / "model.pt", out / "data" / "test.npz"
         self.typed = {"fp32": out / "model.onnx"}
         self.built: dict[str, Path] = {}
@@ -122,11 +126,15 @@ class _Demo:
                 self.checkpoint,
                 epochs=8 if self.quick else None,
                 save_splits=self.out / "data",
+                force=self.force,
                 on_progress=self.steps.progress,
             )
         with self.steps("export to ONNX, parity with PyTorch"):
             made = export.export(
-                self.checkpoint, out=self.typed["fp32"], on_progress=self.steps.progress
+                self.checkpoint,
+                out=self.typed["fp32"],
+                force=self.force,
+                on_progress=self.steps.progress,
             )
         self.gates.append(("export", f"error {_worst(made)}"))
 
@@ -141,6 +149,7 @@ class _Demo:
                     data=self.test,
                     max_drop=MAX_DROP,
                     runtime="onnxruntime",
+                    force=self.force,
                 )
             self.typed[name] = made.path
             cost = made.evaluation.describe() if made.evaluation else ""
@@ -149,7 +158,8 @@ class _Demo:
     def build(self) -> None:
         with self.steps("build for this machine's CPU"):
             for name in ("fp32", "int8"):  # ONNX Runtime's CPU kernels compute float16 in float32
-                made = build.build(self.typed[name], "cpu", out=self.out / f"model.{name}.cpu.onnx")
+                out = self.out / f"model.{name}.cpu.onnx"
+                made = build.build(self.typed[name], "cpu", out=out, force=self.force)
                 self.built[name] = made.path
                 self.gates.append((f"build {name}", f"error {_worst(made)}"))
 
@@ -161,7 +171,7 @@ class _Demo:
         self.gates.append(("built engine against PyTorch", detail))
         with self.steps("predict the test split"):
             out = self.out / "predictions.npz"
-            predict.predict(self.built["int8"], self.test, out, device="cpu")
+            predict.predict(self.built["int8"], self.test, out, device="cpu", force=self.force)
 
     def measure(self) -> Report:
         quick = self.quick
@@ -173,6 +183,7 @@ class _Demo:
                 out=self.out,
                 data=self.test,
                 quick=True,
+                force=self.force,
                 warmup_s=0.2 if quick else 1.0,
                 seconds=0.5 if quick else 3.0,
                 on_progress=self.steps.progress,

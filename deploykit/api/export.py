@@ -19,6 +19,7 @@ from deploykit.api.artefacts import (
     onnx_manifest,
     stage,
 )
+from deploykit.api.outputs import claim, named_files
 from deploykit.api.source import ExportSource, check_source, open_source
 from deploykit.core.artefact import ArtefactLike
 from deploykit.core.errors import BadInput, DeploykitError
@@ -31,7 +32,6 @@ from deploykit.core.evidence import (
     Problem,
     RowIndependence,
 )
-from deploykit.core.files import check_writable
 from deploykit.core.paths import StrPath
 from deploykit.core.preprocess import Preprocess
 from deploykit.core.profile import choose_profile, load_profile
@@ -70,6 +70,7 @@ def export(
     samples: StrPath | None = None,
     allow_pickle: bool = False,
     max_error: float | None = None,
+    force: bool = False,
     on_progress: Progress = no_progress,
 ) -> Made:
     """Export a PyTorch model to ONNX and prove that it computes the same at several sizes.
@@ -87,13 +88,15 @@ def export(
     inputs (.npz or a folder) to compare on, of which a few are kept as golden samples; without
     them, seeded random ones. `max_error`: the bound of max |a-b| / max |a|; where None it
     is 1e-4, or 8 times what float32 itself gives: the model in float32 against it in float64.
+    `force`: replace a file that deploykit did not write.
 
     Raises BadInput for what is missing or wrong, MissingExtra, and GateFailed past `max_error`; the
     file is then kept as NAME.rejected.onnx.
     """
     check_source(model)
     target, size = _target(profile), _batch_size(batch)
-    place = _destination(model, out)
+    read = (samples, *named_files(preprocess, profile, arch))
+    place = claim(_destination(model, out), "onnx", (model, *read), force=force)
     pixels = load_preprocess(preprocess) if preprocess else None
     opset = _check_options(exporter, opset, target)
     on_progress("loading the model", 0.0)
@@ -158,7 +161,7 @@ def _record(
 
 
 def _destination(model: ArtefactLike | torch.nn.Module, out: StrPath | None) -> Path:
-    """Where the graph goes. Raises BadInput where it cannot be written or is the model itself."""
+    """Where the graph goes: `out`, else next to the model."""
     source = Path(model) if isinstance(model, (str, os.PathLike)) else None
     if out is None and source is None:
         raise BadInput("`out` is missing: a live module has no file name", hint="out='model.onnx'")
@@ -167,11 +170,7 @@ def _destination(model: ArtefactLike | torch.nn.Module, out: StrPath | None) -> 
     if source is not None and folder:
         base = source if source.name not in ("", "..") else source.resolve()
         own = base.parent / f"{source.resolve().name or 'model'}.onnx"
-    place = Path(out) if out is not None else own or Path(str(source)).with_suffix(".onnx")
-    check_writable(place)
-    if source is not None and place.resolve() == source.resolve():
-        raise BadInput(f"{place}: is the model itself", hint="choose another `out`")
-    return place
+    return Path(out) if out is not None else own or Path(str(source)).with_suffix(".onnx")
 
 
 def _check_options(exporter: str, opset: int | None, target: Profile | None) -> int:

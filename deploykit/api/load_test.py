@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploykit.api.artefacts import Progress
 from deploykit.api.bench import now
-from deploykit.core.files import make_folder
+from deploykit.api.outputs import claim_report
 from deploykit.core.machine import this_machine
 from deploykit.core.paths import StrPath
 
@@ -25,6 +24,7 @@ def load_test(
     duration_s: float = 10.0,
     batch: int = 1,
     out: StrPath | None = None,
+    force: bool = False,
     command: str = "",
     on_progress: Progress | None = None,
 ) -> LoadResult:
@@ -33,7 +33,7 @@ def load_test(
     from deploykit.measure.report import report as reports
     from deploykit.measure.report.verdict import verdict
 
-    folder = make_folder(Path(out)) if out is not None else None
+    folder = claim_report(out, (), force=force) if out is not None else None
     result = run_load(
         url,
         model=model,

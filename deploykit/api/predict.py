@@ -9,9 +9,9 @@ from typing import Any
 
 from deploykit.api.artefacts import Progress, no_progress
 from deploykit.api.open import open_proven
+from deploykit.api.outputs import PREDICTIONS, claim
 from deploykit.core.artefact import ArtefactLike
 from deploykit.core.errors import BadInput
-from deploykit.core.files import check_writable
 from deploykit.core.json_value import Record
 from deploykit.core.paths import StrPath
 from deploykit.core.statistics_basic import Interval
@@ -41,11 +41,12 @@ def predict(
     batch: int = 32,
     device: str = "auto",
     trust: bool = False,
+    force: bool = False,
     on_progress: Progress = no_progress,
 ) -> Predicted:
     """Run every sample of an .npz or a folder through `engine` into an .npz of outputs by name.
 
-    `trust`: see `open_proven`.
+    `trust`: see `open_proven`. `force`: replace a file that deploykit did not write.
     """
     import numpy as np
 
@@ -55,8 +56,8 @@ def predict(
 
     if batch < 1:
         raise BadInput(f"`batch` must be 1 or more, got {batch}")
-    out, data = Path(out), Path(data)
-    check_writable(out)
+    data = Path(data)
+    out = claim(out, PREDICTIONS, (engine, data), force=force)
     (proven,) = open_proven(engine, device, trust=trust)
     with proven as opened:
         samples = read_samples(data, opened.inputs)
@@ -70,7 +71,7 @@ def predict(
             on_progress(f"{done}/{len(samples)} samples", done / len(samples))
         seconds = time.perf_counter() - started
         outputs = {name: np.concatenate(arrays) for name, arrays in parts.items()}
-        write_npz(out, outputs)
+        write_npz(out, outputs, kind=PREDICTIONS)
         accuracy = None
         if samples.labels is not None and samples.labels.dtype.kind in "iu":
             scores = top1(outputs[opened.outputs[0].name], samples.labels, str(data))

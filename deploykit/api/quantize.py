@@ -26,6 +26,7 @@ from deploykit.api.evaluate import (
     prepare,
     write_graph,
 )
+from deploykit.api.outputs import named_files
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, GateFailed
 from deploykit.core.files import sha256
@@ -64,6 +65,7 @@ def quantize(
     runtime: str | None = None,
     profile: str | None = None,
     budget_s: float = 600.0,
+    force: bool = False,
     on_progress: Progress = no_progress,
 ) -> Made:
     """Put `to` ("fp16", "bf16", "int8", "fp8", "int8-weight-only", ... or "auto") into the graph.
@@ -77,8 +79,8 @@ def quantize(
     around int8, fp8 or stored weights, "fp32" or "fp16". `runtime`: what will run the file,
     "tensorrt" or "onnxruntime", which need INT8's Q/DQ pairs at different places; None takes the
     profile's, or TensorRT. `profile`: the target; its precisions are checked and `auto` predicts
-    costs for it. `budget_s`: seconds that `auto` may search. Raises GateFailed; the file is then
-    kept as NAME.rejected.onnx.
+    costs for it. `budget_s`: seconds that `auto` may search. `force`: replace a file that deploykit
+    did not write. Raises GateFailed; the file is then kept as NAME.rejected.onnx.
     """
     source = Artefact.open(model)
     target = load_profile(profile) if profile else None
@@ -96,7 +98,8 @@ def quantize(
         budget_s=budget_s,
     )
     check_request(request)
-    place = destination(source, out, f".{to}.onnx")
+    read = (calib, data, *named_files(metric, profile))
+    place = destination(source, out, f".{to}.onnx", read, force=force)
     job = prepare(source, request, on_progress)
     with stage(place) as tmp:
         return keep_if_passed(tmp, write_quantized(job, tmp, place, on_progress), to)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploykit.api.artefacts import Made, Progress
+from deploykit.api.outputs import SPLIT, claim, claim_splits, named_files
 from deploykit.core.evidence import Evidence, TrainingRecord
-from deploykit.core.files import check_writable, make_folder, sha256
+from deploykit.core.files import sha256
 from deploykit.core.machine import tool_versions
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.paths import StrPath
@@ -29,16 +31,20 @@ def train(
     weights: StrPath | None = None,
     seed: int = 0,
     save_splits: StrPath | None = None,
+    force: bool = False,
     on_progress: Progress | None = None,
 ) -> Made:
     """Train `recipe` ("mnist-cnn", `./mine.py` or `pkg.mod:RECIPE`) and write the checkpoint `out`.
 
     `data`: the recipe's data, where it does not bring its own. `amp`: mixed precision; on by
     default on a GPU. `weights`: a file to start from. `save_splits`: a folder that gets
-    calibration.npz and test.npz, for `quantize` and `predict`.
+    calibration.npz and test.npz, for `quantize` and `predict`. `force`: replace files that
+    deploykit did not write.
     """
     out, start = Path(out), Path(weights) if weights else None
-    check_writable(out)
+    read = (data, weights, *named_files(recipe))
+    claim(out, "torch", read, force=force)
+    places = claim_splits(save_splits, read, force=force) if save_splits is not None else []
     chosen = load_recipe(recipe)
     from deploykit.measure.statistics import proportion
     from deploykit.runtimes.torch import open as runtime
@@ -63,14 +69,12 @@ def train(
         evidence=Evidence(training=record),
     )
     write_manifest(out, manifest)
-    if save_splits is not None:
-        _save(splits, Path(save_splits))
+    _save(splits, places)
     return Made(out, manifest)
 
 
-def _save(splits: Splits, folder: Path) -> None:
+def _save(splits: Splits, places: Sequence[Path]) -> None:
     from deploykit.runtimes.data.samples import LABELS, write_npz
 
-    make_folder(folder)
-    for name, split in (("calibration", splits.calibration), ("test", splits.test)):
-        write_npz(folder / f"{name}.npz", {**split.inputs, LABELS: split.labels})
+    for place, split in zip(places, (splits.calibration, splits.test), strict=False):
+        write_npz(place, {**split.inputs, LABELS: split.labels}, kind=SPLIT)

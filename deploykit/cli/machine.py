@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from deploykit.cli import output, tables
-from deploykit.cli.options import JSON, described
+from deploykit.cli.options import FORCE, JSON, described
 from deploykit.cli.progress import Progress
 
 
@@ -39,9 +39,12 @@ def profiles(name: str | None = None, as_json: bool = False) -> None:
 
 @described(f"""
 -o --out DIR           Folder for the models and the report
+{FORCE}
 --quick                Measure briefly; the report is marked as such
 {JSON}""")
-def demo(out: Path = Path("out"), quick: bool = False, as_json: bool = False) -> None:
+def demo(
+    out: Path = Path("out"), force: bool = False, quick: bool = False, as_json: bool = False
+) -> None:
     """Run all steps, from training to serving, on real data.
 
     Example: deploykit demo --quick -o out
@@ -49,5 +52,5 @@ def demo(out: Path = Path("out"), quick: bool = False, as_json: bool = False) ->
     from deploykit.api import demo as tour
 
     with Progress("demo") as progress:
-        result = tour.demo(out, quick=quick, on_progress=progress, on_step=output.note)
+        result = tour.demo(out, force=force, quick=quick, on_progress=progress, on_step=output.note)
     output.show(result, tables.demo(result), as_json=as_json)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from deploykit.cli import output, tables
 from deploykit.cli.options import (
+    FORCE,
     JSON,
     OUT,
     AnyPrecision,
@@ -30,6 +31,7 @@ _ACCURACY = """
 @described(f"""
 RECIPE                 mnist-cnn, ./mine.py or pkg.mod:RECIPE
 -o --out FILE.pt       The checkpoint to write
+{FORCE}
 --data FILE|DIR        Training data, for a recipe that does not bring its own
 --save-splits DIR      Write calibration.npz and test.npz into this folder
 Training:
@@ -43,6 +45,7 @@ Training:
 def train(
     recipe: str,
     out: Path,
+    force: bool = False,
     data: Path | None = None,
     save_splits: Path | None = None,
     epochs: int | None = None,
@@ -69,6 +72,7 @@ def train(
 MODEL                  A .pt, .pth, .ckpt, .pt2, .safetensors or TorchScript file, or a Hugging Face
         folder
 {OUT}
+{FORCE}
 --profile PROFILE      The hardware target: sets the opset and reports operators that it lacks
 --preprocess imagenet|FILE.toml  Put scaling and normalisation into the graph, which then takes
         uint8 images
@@ -89,6 +93,7 @@ Exporter:
 def export(
     model: Path,
     out: Path | None = None,
+    force: bool = False,
     profile: str | None = None,
     preprocess: str | None = None,
     samples: Path | None = None,
@@ -117,6 +122,7 @@ def export(
 MODEL                  An .onnx file
 --to                   The precision; auto is the fastest one that keeps the accuracy
 {OUT}
+{FORCE}
 --budget SECONDS       How long auto may search
 Accuracy:{_ACCURACY}
 --min-sqnr DB          Without labels: least signal-to-noise ratio of each output [15]
@@ -131,6 +137,7 @@ def quantize(
     model: Path,
     to: LowPrecision,
     out: Path | None = None,
+    force: bool = False,
     budget_s: float = 600.0,
     calib: Path | None = None,
     data: Path | None = None,
@@ -166,6 +173,7 @@ MODEL                  An .onnx file
         machine
 --precision            Quantize first, as `quantize --to` does [the model's]
 {OUT}
+{FORCE}
 --check                Only test whether NVIDIA's builder accepts the model; keep no engine
 Accuracy:{_ACCURACY}
 TensorRT:
@@ -181,6 +189,7 @@ def build(
     profile: str = "auto",
     precision: AnyPrecision | None = None,
     out: Path | None = None,
+    force: bool = False,
     check: bool = False,
     calib: Path | None = None,
     data: Path | None = None,
@@ -223,6 +232,7 @@ def build(
             max_drop=max_drop,
             shapes=shapes,
             out=out,
+            force=force,
             on_progress=progress,
         )
     output.show(result, tables.made(result), as_json=as_json)

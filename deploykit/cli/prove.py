@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from deploykit.cli import output, tables
-from deploykit.cli.options import DEVICE, ENGINE, JSON, TRUST, described
+from deploykit.cli.options import DEVICE, ENGINE, FORCE, JSON, TRUST, described
 from deploykit.cli.progress import Progress
 from deploykit.core.errors import BadInput, GateFailed
 
@@ -54,6 +54,7 @@ def compare(
 ENGINE                 A .pt, {ENGINE}
 DATA                   The inputs: an .npz file or a folder
 -o --out FILE.npz      Where to write the outputs
+{FORCE}
 --batch N              Samples per call
 {DEVICE}
 {TRUST}
@@ -62,6 +63,7 @@ def predict(
     engine: Path,
     data: Path,
     out: Path,
+    force: bool = False,
     batch: int = 32,
     device: str = "auto",
     trust: bool = False,
@@ -75,7 +77,14 @@ def predict(
 
     with Progress("predict") as progress:
         result = predicting.predict(
-            engine, data, out, batch=batch, device=device, trust=trust, on_progress=progress
+            engine,
+            data,
+            out,
+            batch=batch,
+            device=device,
+            trust=trust,
+            force=force,
+            on_progress=progress,
         )
     output.show(result, tables.predicted(result), as_json=as_json)
 
@@ -85,6 +94,7 @@ ENGINE                 {ENGINE}s to measure
 --baseline FILE.onnx   The float32 model to compare with [the first ENGINE]
 --batches N,N,...      Batch sizes to measure
 -o --out DIR           Folder of the report
+{FORCE}
 --data FILE.npz|DIR    Labelled data: measure accuracy too
 {DEVICE}
 {TRUST}
@@ -99,6 +109,7 @@ def bench(
     baseline: Path | None = None,
     batches: str = "1,2,4,8,16,32",
     out: Path = Path("report"),
+    force: bool = False,
     data: Path | None = None,
     device: str = "auto",
     trust: bool = False,
@@ -126,6 +137,7 @@ def bench(
             warmup_s=warmup_s,
             seconds=seconds,
             trust=trust,
+            force=force,
             command=shlex.join(["deploykit", *sys.argv[1:]]),
             on_progress=progress,
             on_note=lambda text: output.note(f"warning: {output.one_line(text)}"),

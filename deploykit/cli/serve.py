@@ -14,7 +14,7 @@ from typing import Any, Literal, get_type_hints
 import typer
 
 from deploykit.cli import output, tables
-from deploykit.cli.options import DEVICE, ENGINE, JSON, TRUST, api_arguments, described
+from deploykit.cli.options import DEVICE, ENGINE, FORCE, JSON, TRUST, api_arguments, described
 from deploykit.cli.progress import Progress
 from deploykit.cli.prove import sizes
 
@@ -165,6 +165,7 @@ URL                    The server, http://HOST:PORT
 --duration SECONDS     How long to measure
 --batch N              Samples per request
 -o --out DIR           Write a report into this folder
+{FORCE}
 {JSON}""")
 def load(
     url: str,
@@ -174,6 +175,7 @@ def load(
     duration_s: float = 10.0,
     batch: int = 1,
     out: Path | None = None,
+    force: bool = False,
     as_json: bool = False,
 ) -> None:
     """Measure a running server under load.

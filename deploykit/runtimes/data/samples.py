@@ -324,9 +324,10 @@ def _check_header(where: str, member: IO[bytes], file_bytes: int) -> int:
     return size
 
 
-def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays by name, completely or not at all."""
+def write_npz(path: Path, arrays: Mapping[str, np.ndarray], *, kind: str = "arrays") -> None:
+    """Write arrays by name, completely or not at all, and in the archive's comment their `kind`."""
     with atomic_write(path) as tmp, zipfile.ZipFile(tmp, "w") as archive:
+        archive.comment = f"deploykit {kind}".encode()
         for name, array in arrays.items():  # np.savez reserves the name "file"
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 npy.write_array(member, np.asarray(array), allow_pickle=False)

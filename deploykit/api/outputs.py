@@ -1,0 +1,169 @@
+"""The one place where a verb's output is checked, before any work: no file of a user's is lost.
+
+An output is none of the command's inputs, its name does not promise another kind of file, and what
+it replaces was written by deploykit, unless `force` is set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import zipfile
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from deploykit.core.artefact import Artefact, sniff
+from deploykit.core.errors import BadInput, DeploykitError
+from deploykit.core.files import check_writable, make_folder, manifest_path
+from deploykit.core.manifest import load_manifest
+from deploykit.core.paths import StrPath
+
+PREDICTIONS, SPLIT = "predictions", "split"  # what an .npz of deploykit's holds
+REPORT = ("report.json", "report.md", "report.html")
+SIDECARS: Mapping[str, str] = {"weights": ".data", "golden": ".golden.npz"}  # evidence -> suffix
+_ENDS: Mapping[str, tuple[str, ...]] = {  # kind -> how the names of its files end
+    "onnx": (".onnx",),
+    "tensorrt": (".trt", ".plan", ".engine"),
+    "torch": (".pt", ".pth", ".ckpt"),
+    PREDICTIONS: (".npz",),
+    SPLIT: (".npz",),
+}
+_OTHERS = ".safetensors .pt2 .npy .json .csv .txt .md .html .toml .yaml .py .zip .png .jpg .jpeg"
+_KNOWN = {end for ends in _ENDS.values() for end in ends} | set(_OTHERS.split())
+
+
+def claim(out: StrPath, kind: str, inputs: Iterable[object], *, force: bool = False) -> Path:
+    """The path of an output that may be written, with what is written next to it.
+
+    `kind`: "onnx", "tensorrt", "torch", PREDICTIONS or SPLIT. `inputs`: all that the command reads:
+    paths and artefacts; what is neither is skipped. Raises BadInput.
+    """
+    place = Path(out)
+    end = place.suffix.lower()
+    if end in _KNOWN - set(_ENDS[kind]):
+        raise BadInput(
+            f"{place}: the name says {end}, and the file would be {_ENDS[kind][0]}",
+            hint=f"`out` {place.with_suffix(_ENDS[kind][0])}",
+        )
+    check_writable(place)
+    archive = kind in (PREDICTIONS, SPLIT)
+    written = (place,) if archive else (place, rejected(place), *_other_rejected(place, kind))
+    given = tuple(_paths(inputs))
+    for each in written:
+        files = (each,) if archive else (each, *_next_to(each))
+        ours = _archive(each, kind) if archive else _artefact(each, kind)
+        _check_inputs(files, given, keeps=not archive and each.name in ours)
+        _check_owned(files, ours, force)
+    return place
+
+
+def claim_report(folder: StrPath, inputs: Iterable[object], *, force: bool = False) -> Path:
+    """The folder of a report, made where it is missing. Raises BadInput."""
+    place = make_folder(Path(folder))
+    files = tuple(place / name for name in REPORT)
+    _check_inputs(files, tuple(_paths(inputs)), keeps=False)
+    _check_owned(files, _report(files[0]), force)
+    return place
+
+
+def claim_splits(folder: StrPath, inputs: Iterable[object], *, force: bool = False) -> list[Path]:
+    """Where `train` saves its calibration and test data; the folder is made. Raises BadInput."""
+    place, given = make_folder(Path(folder)), tuple(inputs)
+    return [claim(place / f"{n}.npz", SPLIT, given, force=force) for n in ("calibration", "test")]
+
+
+def named_files(*references: str | None) -> list[str]:
+    """The files that options name which also take other words: `file.py:name`, `FILE.toml`."""
+    files = [each.rpartition(":")[0] if ".py:" in each else each for each in references if each]
+    return [each for each in files if each.endswith((".py", ".toml"))]
+
+
+def rejected(place: Path) -> Path:
+    """Where a file goes that was written and fails its gate."""
+    return place.with_name(f"{place.stem}.rejected{place.suffix}")
+
+
+def _other_rejected(place: Path, kind: str) -> tuple[Path, ...]:
+    """The graph that an engine would have been built from is kept too when it fails its gate."""
+    return (rejected(place.with_suffix(".onnx")),) if kind == "tensorrt" else ()
+
+
+def _next_to(place: Path) -> tuple[Path, ...]:
+    names = (place.with_name(place.name + suffix) for suffix in SIDECARS.values())
+    return (manifest_path(place), *names)
+
+
+def _paths(inputs: Iterable[object]) -> Iterator[Path]:
+    """The files and folders that are read, with a model's weights and what is next to it."""
+    for each in inputs:
+        if not isinstance(each, (str, os.PathLike, Artefact)):
+            continue
+        path = Path(each)
+        with contextlib.suppress(OSError, ValueError):
+            if path.is_dir():
+                yield path
+            elif path.is_file():
+                yield path
+                yield from filter(Path.is_file, _next_to(path))
+                yield from _weights(path)
+
+
+def _weights(path: Path) -> Iterator[Path]:
+    """The files that hold the weights of an ONNX model."""
+    with contextlib.suppress(DeploykitError):
+        if sniff(path) == "onnx":
+            from deploykit.runtimes.onnxruntime.file import external_files
+
+            yield from (path.parent / name for name in external_files(path))
+
+
+def _check_inputs(files: Iterable[Path], inputs: Iterable[Path], *, keeps: bool) -> None:
+    """Raise BadInput where a file is an input. `keeps`: an input folder may hold it already."""
+    for file in filter(Path.exists, files):
+        for given in filter(Path.exists, inputs):
+            inside = not keeps and given.is_dir() and given.resolve() in file.resolve().parents
+            if inside or given.samefile(file):
+                raise BadInput(
+                    f"{file}: is an input of this command, and would be overwritten",
+                    hint="choose another `out`",
+                )
+
+
+def _check_owned(files: Iterable[Path], ours: Collection[str], force: bool) -> None:
+    for file in files:
+        if not force and os.path.lexists(file) and file.name not in ours:
+            raise BadInput(
+                f"{file}: exists, and is not what deploykit wrote there",
+                hint="choose another `out`, or replace the file with `force`",
+            )
+
+
+# What deploykit wrote there, by the names of the files
+
+
+def _artefact(place: Path, kind: str) -> set[str]:
+    """A model file that nobody has changed since, or that is gone, and what its manifest names."""
+    with contextlib.suppress(DeploykitError, OSError):
+        there = os.path.lexists(place)
+        found = Artefact(place).manifest if there else load_manifest(place)
+        if found is not None and (found.format == kind or not there):
+            sidecars = (getattr(found.evidence, name) for name in SIDECARS)
+            return {place.name, manifest_path(place).name, *(s.file for s in sidecars if s)}
+    return set()
+
+
+def _archive(place: Path, kind: str) -> set[str]:
+    damaged = contextlib.suppress(OSError, ValueError, zipfile.BadZipFile)
+    with damaged, zipfile.ZipFile(place) as archive:
+        if archive.comment == f"deploykit {kind}".encode():
+            return {place.name}
+    return set()
+
+
+def _report(path: Path) -> Collection[str]:
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict) and {"report", "machine", "verdict"} <= set(found):
+            return REPORT
+    return ()
