@@ -76,7 +76,7 @@ def test_an_accuracy_gate_that_fails_keeps_the_file_under_another_name(
     out.write_text("what was there before")
     ran = run(
         *("quantize", model, "--to", "int8", "--calib", samples, "--data", samples),
-        *("--max-drop", 0.0001, "-o", out),
+        *("--max-drop", 0.0001, "-o", out, "--force"),
     )
     assert ran.code == 1
     assert "n = 60" in ran.error()

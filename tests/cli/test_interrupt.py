@@ -104,9 +104,13 @@ def test_ctrl_c_leaves_nothing_half_done(place: Path, verb: str) -> None:
 def test_ctrl_c_while_training(place: Path) -> None:
     pytest.importorskip("torch")
     (place / "out.pt").write_bytes(BEFORE)
+<<<<<<< HEAD
     pytest.importorskip("sklearn")
     recipe = str(Path(__file__).resolve().parents[2] / "examples/own_recipe.py")  # a quick epoch
     words = ["train", recipe, "--epochs", "100000", "-o", "out.pt"]
+=======
+    words = ["train", "mnist-cnn", "--epochs", "100000", "-o", "out.pt", "--force"]
+>>>>>>> 400a700 (Let no output of a command replace an input or a file of the user's)
     code, said = interrupted(place, words, says(place, "epoch 1/"))
     assert (code, "Traceback" in said) == (130, False), said
     assert (place / "out.pt").read_bytes() == BEFORE
@@ -124,7 +128,9 @@ def test_ctrl_c_while_exporting(place: Path) -> None:
     save_checkpoint(place / "m.pt", recipe.build(), "mnist-cnn", recipe.inputs, recipe.outputs)
     (place / "out.onnx").write_bytes(BEFORE)
     code, said = interrupted(
-        place, ["export", "m.pt", "-o", "out.onnx"], lambda _: any(place.glob(".out.onnx.*"))
+        place,
+        ["export", "m.pt", "-o", "out.onnx", "--force"],
+        lambda _: any(place.glob(".out.onnx.*")),
     )
     assert (code, "Traceback" in said) == (130, False), said
     assert (place / "out.onnx").read_bytes() == BEFORE
