@@ -104,13 +104,9 @@ def test_ctrl_c_leaves_nothing_half_done(place: Path, verb: str) -> None:
 def test_ctrl_c_while_training(place: Path) -> None:
     pytest.importorskip("torch")
     (place / "out.pt").write_bytes(BEFORE)
-<<<<<<< HEAD
     pytest.importorskip("sklearn")
     recipe = str(Path(__file__).resolve().parents[2] / "examples/own_recipe.py")  # a quick epoch
-    words = ["train", recipe, "--epochs", "100000", "-o", "out.pt"]
-=======
-    words = ["train", "mnist-cnn", "--epochs", "100000", "-o", "out.pt", "--force"]
->>>>>>> 400a700 (Let no output of a command replace an input or a file of the user's)
+    words = ["train", recipe, "--epochs", "100000", "-o", "out.pt", "--force"]
     code, said = interrupted(place, words, says(place, "epoch 1/"))
     assert (code, "Traceback" in said) == (130, False), said
     assert (place / "out.pt").read_bytes() == BEFORE
