@@ -75,13 +75,23 @@ def says(place: Path, text: str) -> Callable[..., bool]:
 
 
 WITH_ONNX = {
-    "quantize": ["quantize", "model.onnx", "--to", "int8", "--calib", "data.npz", "-o", "out"],
+    "quantize": [
+        "quantize",
+        "model.onnx",
+        "--to",
+        "int8",
+        "--calib",
+        "data.npz",
+        "-o",
+        "out",
+        "--force",
+    ],
     "build": [
         *("build", "model.onnx", "--profile", "cpu", "--precision", "int8"),
-        *("--calib", "data.npz", "-o", "out"),
+        *("--calib", "data.npz", "-o", "out", "--force"),
     ],
     "compare": ["compare", "model.onnx", "model.onnx", "--data", "data.npz"],
-    "predict": ["predict", "model.onnx", "data.npz", "-o", "out", "--batch", "1"],
+    "predict": ["predict", "model.onnx", "data.npz", "-o", "out", "--force", "--batch", "1"],
     "bench": ["bench", "model.onnx", "-o", "report"],
 }
 
