@@ -90,7 +90,7 @@ def _reads_much(head: bytes, spans: tuple[messages.Span, ...], model: Signature)
     try:
         parts = messages.plan_request(head, spans, model).parts
     except DeploykitError:
-        return False  # found again, and told to the client
+        return False  # found again, and reported to the client
     return sum(part.size for part in parts if part.region is not None) > LARGE_BYTES
 
 
@@ -105,7 +105,7 @@ class GrpcInference(Inference):
         head, data, start, spans = source
         plan = messages.plan_request(head, spans, self.route.model.signature)
         request = fill(plan, data, start, self.route.memory)
-        self._decoded_bytes = 0  # beside the message
+        self._decoded_bytes = 0  # in addition to the message
         for part in plan.parts:
             if part.region is not None or part.value is not None or not part.slot.item_bytes:
                 self._decoded_bytes += memory_bytes(request.feeds[part.name])

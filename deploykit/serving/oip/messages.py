@@ -146,7 +146,7 @@ def _count_fields(data: bytes) -> None:
     """Raises BadInput for more fields than protobuf may be given: each costs time and memory."""
     if len(data) > _MAX_HEAD_BYTES:
         raise TooLarge(
-            f"the message has {len(data)} bytes beside raw_input_contents, above the limit of "
+            f"the message has {len(data)} bytes without raw_input_contents, above the limit of "
             f"{_MAX_HEAD_BYTES}",
             hint=_INSTEAD,
         )

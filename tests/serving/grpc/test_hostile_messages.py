@@ -102,7 +102,7 @@ HOSTILE = {
     "inputs of parameters": (field(1, b"m") + field(4, b"\x12\0" * 400_000), "262144"),
     "a long shape": (contents(6, bytes(16), b"\1" * 100_000), "100000 axes"),
     "many packed numbers": (contents(1, b"\1" * 5_000_000), "more than 4194304 elements"),
-    "much that is not raw": (contents(6, bytes(17 << 20)), "beside raw_input_contents"),
+    "much that is not raw": (contents(6, bytes(17 << 20)), "without raw_input_contents"),
     "groups": (b"\x0b" * 1000, "not a valid ModelInferRequest"),
     "an endless number": (b"\xff" * 1000, "not a valid ModelInferRequest"),
     "a length beyond the message": (b"\x0a\xff\xff\xff\xff\x0f", "not a valid"),
