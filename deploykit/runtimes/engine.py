@@ -110,7 +110,8 @@ def load(
     """Open an artefact. `threads`: CPU threads of one call, None for one per core.
 
     `device`: "cpu", "cuda", "cuda:N", or "auto" for a GPU where the runtime has one. Raises
-    Unsupported where the named device is not available; nothing falls back silently. `trust`: open
+    Unsupported where the named device is not available; nothing falls back silently. Raises
+    BadInput for a file whose manifest has another SHA-256. `trust`: open
     a TensorRT engine without a manifest too, with a note.
     """
     if not _DEVICE.fullmatch(device):
@@ -120,6 +121,7 @@ def load(
     if threads is not None and threads < 1:
         raise BadInput(f"`threads` must be 1 or more, got {threads}")
     artefact = Artefact.open(source)
+    artefact.manifest  # noqa: B018 - raises for a file that is not the one it describes
     if not artefact.runtime.on_cpu:
         _check_gpu(artefact)
     open_engine: OpenEngine = function(artefact.runtime.engine)

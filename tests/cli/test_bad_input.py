@@ -27,7 +27,7 @@ COMMANDS = {
     "quantize": ("quantize", "FILE", "--to", "fp16", "-o", "OUT"),
     "build": ("build", "FILE", "--profile", "cpu", "-o", "OUT"),
     "compare": ("compare", "FILE", "FILE"),
-    "predict": ("predict", "FILE", "DATA", "-o", "OUT"),
+    "predict": ("predict", "FILE", "DATA", "-o", "PREDICTIONS"),
     "bench": ("bench", "FILE", "-o", "REPORT"),
     "serve": ("serve", "--engine", "m=FILE", "--http-port", "0"),
 }
@@ -43,6 +43,7 @@ def test_a_damaged_onnx_file_is_exit_2(
         "FILE": str(path),
         "OUT": str(tmp_path / "out.onnx"),
         "DATA": str(samples),
+        "PREDICTIONS": str(tmp_path / "out.npz"),
         "REPORT": str(tmp_path / "report"),
         "m=FILE": f"m={path}",
     }
@@ -51,6 +52,26 @@ def test_a_damaged_onnx_file_is_exit_2(
     assert path.name in ran.error()
     assert not (tmp_path / "out.onnx").exists()
     assert not list(tmp_path.glob(".*")), "a temporary file was left"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_file_that_its_manifest_does_not_describe_is_exit_2(
+    run: Run, command: str, model: Path, samples: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "q.onnx"
+    assert run("quantize", model, "--to", "fp16", "-o", path).code == 0
+    path.write_bytes(model.read_bytes())
+    places = {
+        "FILE": str(path),
+        "OUT": str(tmp_path / "out.onnx"),
+        "DATA": str(samples),
+        "PREDICTIONS": str(tmp_path / "out.npz"),
+        "REPORT": str(tmp_path / "report"),
+        "m=FILE": f"m={path}",
+    }
+    ran = run(*(places.get(word, word) for word in COMMANDS[command]))
+    assert ran.code == 2, ran.err
+    assert "q.onnx: is not the file that q.onnx.json describes" in ran.error()
 
 
 @pytest.mark.torch
@@ -196,6 +217,7 @@ def test_a_wrong_option_is_exit_2_and_names_it(
         "MODEL": str(model),
         "a=MODEL": f"a={model}",
         "DATA": str(samples),
+        "PREDICTIONS": str(tmp_path / "out.npz"),
         "OUT": str(tmp_path / "out"),
         "REPORT": str(tmp_path / "report"),
     }

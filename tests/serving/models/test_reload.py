@@ -21,6 +21,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from deploykit.core.errors import BadInput, DeploykitError
+from deploykit.core.files import sha256
+from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.runtimes.engine import Engine, load
 from deploykit.serving.batching.policy import Pending
 from deploykit.serving.models.reload import Reloader, Source
@@ -282,7 +284,7 @@ def test_a_changed_manifest_reloads_only_a_model_that_was_refused(
     def proven() -> list[Engine]:
         if not manifest.exists():
             raise BadInput(f"{serving.path}: its manifest is missing")
-        manifest.write_text('{"verified": true}')
+        write_manifest(serving.path, Manifest("onnx", (), (), made_with={"proven": "here"}))
         return real()
 
     serving.reloader._sources["m"].load = proven
@@ -299,6 +301,21 @@ def test_a_changed_manifest_reloads_only_a_model_that_was_refused(
     for _ in range(3):
         serving.poll_twice()
     assert len(serving.loaded) == 1
+
+
+def test_a_file_that_is_not_its_manifests_waits_for_the_manifest(
+    serving: Serving, tmp_path: Path
+) -> None:
+    """A model and its manifest are copied one after the other."""
+    write_manifest(serving.path, Manifest("onnx", (), (), sha256=sha256(serving.path)))
+    replace(model(tmp_path / "new.onnx", 2.0), serving.path)
+    serving.poll_twice()
+    assert "SHA-256 differs" in (serving.reloader.error("m") or "")
+    assert serving.ask() == 2.0
+    write_manifest(serving.path, Manifest("onnx", (), (), sha256=sha256(serving.path)))
+    serving.poll_twice()
+    assert serving.reloader.error("m") is None
+    assert serving.ask() == 3.0
 
 
 def test_replaced_external_weights_are_reloaded(tmp_path: Path) -> None:
