@@ -57,6 +57,7 @@ class Connection(asyncio.BufferedProtocol):
         self._since_s = listener.now_s
         self._stalled_s: float | None = None  # since when the client does not read
         self._paused = False  # no request is processed until replies are sent
+        self._turn = 0  # requests processed in this turn of the event loop
         self._kept = b""  # received meanwhile; counted in the memory budget
         self._unsent_bytes = 0  # of replies that the client has not taken, counted there too
 
@@ -143,7 +144,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._state < LAST:
             self.listener.view[: len(data)] = data
             self._read(len(data))
-            if not self._paused:
+            if not (self._paused or self._kept):
                 self._transport.resume_reading()
 
     def _take_kept(self) -> bytes:
@@ -163,7 +164,7 @@ class Connection(asyncio.BufferedProtocol):
         """Process received data: the first `end` bytes of the shared buffer."""
         listener = self.listener
         data, view = listener.read_into, listener.view
-        at = 0
+        at = self._turn = 0
         while at < end and self._state < LAST and not self._paused:
             if self._chunks is not None:
                 at += self._read_chunks(self._chunks, bytes(view[at:end]))
@@ -184,6 +185,8 @@ class Connection(asyncio.BufferedProtocol):
         if at < end and self._state < LAST:
             self._kept = bytes(view[at:end])
             listener.memory.add(end - at, 0)
+        if self._turn >= self._limits.pipelined:  # the rest in the next turn, after other clients
+            self._resume()
 
     def _read_head(self, reader: HeadReader, at: int, end: int) -> int:
         raw = bytes(self.listener.view[at:end])
@@ -250,7 +253,8 @@ class Connection(asyncio.BufferedProtocol):
         self._served = True
         self._exchanges.append(exchange)
         self.listener.handle(exchange)
-        if len(self._exchanges) >= self._limits.pipelined:
+        self._turn += 1
+        if self._turn >= self._limits.pipelined or len(self._exchanges) >= self._limits.pipelined:
             self._pause()
 
     # -- replies ---------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ import pytest
 
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.engine import Arrays
+from deploykit.serving.http.connection import Connection
+from deploykit.serving.http.exchange import Exchange
 from deploykit.serving.web.page import FILES
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.memory import held_bytes
@@ -153,6 +155,34 @@ def test_a_client_that_pipelines_and_does_not_read_costs_little(
             raw.close()
             raw.socket.close()
         eventually(lambda: held_bytes(server) == 0 and not server.server._listener.connections)
+
+
+def test_a_client_that_pipelines_gets_few_requests_per_turn_of_the_loop() -> None:
+    """However cheap a request is to send; what it asks for may take a millisecond."""
+    with running({"m": FakeEngine()}) as server:
+        turns: list[int] = []
+        listener = server.server._listener
+        handle, read = listener.handle, Connection._read
+
+        def counted(exchange: Exchange) -> None:
+            turns[-1] += 1
+            handle(exchange)
+
+        def begun(connection: Connection, end: int) -> None:
+            turns.append(0)
+            read(connection, end)
+
+        listener.handle = counted
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Connection, "_read", begun)
+            raw = server.connect()
+            raw.send(request("HEAD", "/openapi.json") * 500)
+            for _ in range(500):
+                reply = raw.reply(body=False)
+                assert reply is not None
+                assert reply.status == 200
+        assert sum(turns) == 500
+        assert max(turns) <= 16
 
 
 def test_requests_that_waited_for_a_reader_are_answered_in_order(eventually: Eventually) -> None:
