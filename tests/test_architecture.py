@@ -51,7 +51,7 @@ BUDGETS = {  # room -> lines that it may have, sub-folders, docstrings and blank
     "core": 2655,
     "runtimes": 4400,
     "training": 300,
-    "exporters": 750,
+    "exporters": 755,
     "onnx_graph+quantization": 3300,
     "builders": 1500,
     "measure": 4000,

@@ -24,6 +24,7 @@ from deploykit.core.tensors import TensorSpec, concrete
 from deploykit.exporters.reasons import SizeWatch, baked, describe, explain, is_users
 
 torch: ModuleType = require("torch")
+transformer: Any = require("torch.nn.modules.transformer")
 onnxscript: ModuleType = require("onnxscript")
 optimizer: ModuleType = require("onnxscript.optimizer")
 
@@ -216,8 +217,11 @@ def _dynamic_shapes(module: Any, inputs: Sequence[TensorSpec]) -> tuple[Any, ...
 def _exporting() -> Iterator[list[warnings.WarningMessage]]:
     """Torch set up for export, and kept off the user's terminal; gives the warnings it had.
 
-    The fast path of torch's transformer layers is one operator that ONNX does not have.
+    The fast path of torch's transformer layers is one operator that ONNX does not have. Whether a
+    mask is causal they find out by its values; that only chooses a kernel, and no answer is right.
     """
+    detect = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = _is_causal
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     silent = io.StringIO()
@@ -233,6 +237,11 @@ def _exporting() -> Iterator[list[warnings.WarningMessage]]:
             yield warned
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+        transformer._detect_is_causal_mask = detect
+
+
+def _is_causal(_mask: Any, is_causal: bool | None = None, _size: int | None = None) -> bool:
+    return is_causal is True
 
 
 @contextlib.contextmanager

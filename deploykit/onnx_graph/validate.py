@@ -6,6 +6,7 @@ data files that are hard links to files outside the model's folder.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def read_model(path: Path) -> onnx.ModelProto:
     model, spots = storage.parse(path)
     _check_versions(model, path)
     _check_operators(model, path)
+    _check_names(model, path)
     stored, inner = list(model.graph.initializer), list(_inner_tensors(model))
     for tensor in (*stored, *inner):
         _check_tensor(tensor, path)
@@ -85,6 +87,27 @@ def _check_operators(model: onnx.ModelProto, path: Path) -> None:
             ) from exc
         if schema.deprecated:
             raise BadInput(f"{where}: operator {node.op_type} was removed in opset {version}")
+
+
+def _check_names(model: onnx.ModelProto, path: Path) -> None:
+    """Each graph's inputs, outputs and stored tensors have a name of their own.
+
+    Of two initializers of one name each library takes the one that it likes.
+    """
+    bodies = [body for node in _every_node(model) for body in subgraphs(node)]
+    for graph in (model.graph, *bodies):
+        sparse = [each.values.name for each in graph.sparse_initializer]
+        for kind, names in (
+            ("initializers", [*(each.name for each in graph.initializer), *sparse]),
+            ("inputs", [each.name for each in graph.input]),
+            ("outputs", [each.name for each in graph.output]),
+        ):
+            twice = next((name for name, count in Counter(names).items() if count > 1), None)
+            if twice is not None:
+                raise BadInput(
+                    f"{path}: two {kind} have the name '{twice}'",
+                    hint="which of them counts is not defined: rename one, or export it again",
+                )
 
 
 def _every_node(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:

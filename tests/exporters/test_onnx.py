@@ -70,6 +70,32 @@ def test_the_same_model_gives_the_same_bytes_and_no_paths(tmp_path: Path) -> Non
     assert b"aten" not in first.read_bytes()
 
 
+def test_a_causal_mask_made_of_the_length_is_exported(tmp_path: Path) -> None:
+    """Torch's layers look at a mask's values to find out whether it is causal."""
+
+    class Causal(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.Transformer(8, 2, 1, 1, 8, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mask = torch.nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+            values: torch.Tensor = self.layers(x, x, src_mask=mask, tgt_mask=mask)
+            return values
+
+    detect = torch.nn.modules.transformer._detect_is_causal_mask
+    module = Causal().eval()
+    specs = [parse_spec("x:float32[N,T,8]")], [parse_spec("y:float32[N,T,8]")]
+    export_module(module, *specs, tmp_path / "m.onnx")
+    assert torch.nn.modules.transformer._detect_is_causal_mask is detect
+    with load(tmp_path / "m.onnx", "cpu") as engine:
+        for rows, length in ((1, 5), (3, 9)):
+            x = torch.randn(rows, length, 8)
+            with torch.no_grad():
+                want = module(x).numpy()
+            np.testing.assert_allclose(engine({"x": x.numpy()})["y"], want, atol=1e-5)
+
+
 def test_two_inputs_share_their_dynamic_axes(tmp_path: Path) -> None:
     class Attend(torch.nn.Module):
         def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -62,6 +62,23 @@ def test_an_unknown_operator_is_named_with_its_node(tmp_path: Path) -> None:
     assert "Gemmm" in message
 
 
+def test_two_initializers_of_one_name_are_refused(tmp_path: Path) -> None:
+    model = linear()
+    again = model.graph.initializer.add()
+    again.CopyFrom(model.graph.initializer[0])
+    assert f"two initializers have the name '{again.name}'" in refused(model, tmp_path)
+    with pytest.raises(BadInput, match=f"two initializers have the name '{again.name}'"):
+        open_engine(save(model, tmp_path / "twice.onnx"), "cpu")
+
+
+@pytest.mark.parametrize("field", ["input", "output"])
+def test_two_inputs_or_outputs_of_one_name_are_refused(tmp_path: Path, field: str) -> None:
+    model = linear()
+    values = getattr(model.graph, field)
+    values.add().CopyFrom(values[0])
+    assert f"two {field}s have the name '{values[0].name}'" in refused(model, tmp_path)
+
+
 def test_an_unknown_domain_is_named_with_its_node(tmp_path: Path) -> None:
     model = linear()
     model.graph.node[0].domain = "my.own"

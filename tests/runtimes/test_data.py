@@ -177,6 +177,17 @@ def test_random_feeds_depend_on_the_seed_alone() -> None:
         assert not np.array_equal(first[name], other[name])
 
 
+@pytest.mark.parametrize("name", ["keep", "src_key_padding_mask"])
+def test_random_booleans_hide_no_whole_row(name: str) -> None:
+    specs = (parse_spec(f"{name}:bool[N,T]"),)
+    for length in (2, 3, 33):
+        values = random_feeds(specs, {"N": 50, "T": length})[name]
+        assert values.any(1).all()
+        assert not values.all(1).any()
+    alone = random_feeds(specs, {"N": 5, "T": 1})[name]
+    assert (alone == (name == "keep")).all()
+
+
 def test_random_integers_are_valid_ids() -> None:
     ids = random_feeds((parse_spec("i:int64[N]"),), {"N": 1000})["i"]
     assert ids.min() == 0

@@ -338,9 +338,10 @@ def random_feeds(
 ) -> dict[str, np.ndarray]:
     """Seeded inputs for timing and parity.
 
-    Standard normal floats, uint8 from 0 to 255, other integers and strings from 0 to 9, booleans. A
-    mask, by its name, gets zeros and ones, with a one first in each row: attention over a fully
-    masked row is undefined. `sizes`: the size of each dynamic axis, 1 by default.
+    Standard normal floats, uint8 from 0 to 255, other integers and strings from 0 to 9. Booleans
+    and a mask, by its name, get zeros and ones, with a one first in each row and, as booleans, the
+    other value last; with "pad" in its name the reverse: attention over a fully masked row is
+    undefined. `sizes`: the size of each dynamic axis, 1 by default.
     """
     random = np.random.default_rng(seed)
     feeds = {}
@@ -350,13 +351,17 @@ def random_feeds(
             feeds[spec.name] = random.standard_normal(shape).astype(carrier(spec.dtype))
         elif spec.dtype == "string":
             feeds[spec.name] = random.integers(0, 10, shape).astype(str).astype(object)
+        elif spec.dtype == "bool":
+            found = random.integers(0, 2, shape).astype(bool)
+            if found.ndim > 1:  # either value may be the one that hides
+                found[..., :1] = "pad" not in spec.name.lower()
+                found[..., -1:] = ~found[..., :1] if shape[-1] > 1 else found[..., :1]
+            feeds[spec.name] = found
         elif "mask" in spec.name.lower():
             feeds[spec.name] = random.integers(0, 2, shape).astype(spec.dtype)
             feeds[spec.name][..., :1] = 1
         elif spec.dtype == "uint8":  # pixels: ids need a larger type
             feeds[spec.name] = random.integers(0, 256, shape).astype(np.uint8)
-        elif spec.dtype == "bool":
-            feeds[spec.name] = random.integers(0, 2, shape).astype(bool)
         else:
             feeds[spec.name] = random.integers(0, 10, shape).astype(spec.dtype)
     return feeds

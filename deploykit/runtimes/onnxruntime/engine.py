@@ -30,6 +30,7 @@ from deploykit.runtimes.onnxruntime.file import (
     holds_float8,
     holds_half,
     slowed_by_values,
+    stored_twice,
 )
 
 ort = require("onnxruntime")
@@ -208,6 +209,12 @@ def _external_weights(path: Path) -> dict[str, np.ndarray]:
     ONNX Runtime would map the file, and truncating it would end the process (SIGBUS).
     """
     found = {}
+    twice = stored_twice(path)
+    if twice:
+        raise BadInput(
+            f"{path}: two initializers have the name '{twice}'",
+            hint="which of them counts is not defined: rename one, or export it again",
+        )
     for location in external_files(
         path
     ):  # ONNX Runtime 1.23 reads any file, later ones follow hard links

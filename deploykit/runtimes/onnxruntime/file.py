@@ -72,6 +72,23 @@ def _first(data: Pages, begin: int, end: int, wanted: int) -> bytes:
     return b""
 
 
+def stored_twice(path: Path) -> str:
+    """A name that two initializers of the graph have; empty where each has its own."""
+    try:
+        with Pages(path) as data:
+            graphs = [(at, stop) for number, at, stop in fields(data, 0, len(data)) if number == 7]
+            seen: set[bytes] = set()
+            for number, at, stop in fields(data, *graphs[-1]):
+                if number == 5 and stop != -1:
+                    name = _first(data, at, stop, 8)
+                    if name in seen:
+                        return name.decode(errors="replace")
+                    seen.add(name)
+    except (OSError, ValueError, IndexError, RecursionError):
+        pass
+    return ""
+
+
 def external_files(path: Path) -> list[str]:
     """The locations, relative to the model's folder, that its tensors name for their data."""
     try:
