@@ -65,7 +65,7 @@ CEILINGS = {  # where a room is above its budget: what it may have today. These 
     "onnx_graph+quantization": 4080,  # index arithmetic and masks, when casting to half
     "builders": 1573,  # the table and what all builders share
     "serving": 10550,  # what bounds answers, waiting requests, stopped workers and HTTP/2 frames
-    "": 35314,
+    "": 35400,
 }
 LONG: set[str] = set()  # functions over 60 lines
 
