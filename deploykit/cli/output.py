@@ -73,7 +73,7 @@ def show_json(document: Any) -> None:
 def show_parts(parts: Sequence[Part]) -> None:
     """Print with rich on a terminal, as plain text elsewhere."""
     if not is_terminal(sys.stdout):
-        line("\n".join(spell(part) if isinstance(part, str) else part.plain() for part in parts))
+        line("\n".join(_text(part) if isinstance(part, str) else part.plain() for part in parts))
         return
     from rich.console import Console
     from rich.table import Table as RichTable
@@ -84,7 +84,7 @@ def show_parts(parts: Sequence[Part]) -> None:
     for part in parts:
         if isinstance(part, str):
             first = part.lstrip().partition(" ")[0]
-            console.print(Text(spell(part), style=_STYLES.get(first, "")), soft_wrap=True)
+            console.print(Text(_text(part), style=_STYLES.get(first, "")), soft_wrap=True)
             continue
         head = any(part.header)
         table = RichTable(box=None, show_header=head, pad_edge=False, padding=(0, 2, 0, 0))
@@ -95,6 +95,11 @@ def show_parts(parts: Sequence[Part]) -> None:
         for row in part.rows:
             table.add_row(*(Text(one_line(cell), style=_STYLES.get(cell, "")) for cell in row))
         console.print(table)
+
+
+def _text(part: str) -> str:
+    """Lines for people: what came out of a file must not write on the terminal."""
+    return "\n".join(map(one_line, spell(part).split("\n")))
 
 
 def line(text: str) -> None:

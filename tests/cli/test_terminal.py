@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.cli.command import Run
 from tests.support.cli.terminal import DEPLOYKIT, on_terminal
+from tests.support.onnx_zoo import linear, save
 
 
 def test_a_table_is_coloured_on_a_terminal(model: Path) -> None:
@@ -139,3 +140,18 @@ def test_a_parameter_in_a_note_is_spelled_as_its_flag(run: Run, model: Path) -> 
     ran = run("quantize", model, "--to", "fp16")
     assert "`" not in ran.out
     assert "--data" in ran.out
+
+
+@pytest.mark.parametrize("words", [("inspect",), ("quantize", "--to", "fp16"), ("compare",)])
+def test_a_tensors_name_does_not_write_on_the_terminal(
+    run: Run, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    import onnx
+
+    model = onnx.load_model_from_string(linear().SerializeToString())
+    model.graph.input[0].name = model.graph.node[0].input[0] = "x\x1b]0;owned\x07\x9b31m"
+    model.graph.output[0].name = model.graph.node[0].output[0] = "y\x1b[2J"
+    path = save(model, tmp_path / "m.onnx")
+    more = (path,) if words == ("compare",) else ()
+    ran = run(words[0], path, *more, *words[1:])
+    assert not [c for c in ran.out + ran.err if not c.isprintable() and c != "\n"], ran

@@ -21,7 +21,7 @@ from deploykit.core.artefact import read_manifest
 from deploykit.runtimes.engine import load
 from tests.support.serving.faults import LIMIT_S, REAL, ROOT, until
 
-BUILD = ("build", "m.onnx", "--profile", "cpu", "-o", "out/m.onnx")
+BUILD = ("build", "m.onnx", "--profile", "cpu", "-o", "out/m.onnx", "--force")
 FULL = "mount -t tmpfs -o size=1m none out && cp before out/m.onnx && "
 KEPT = "cat out/m.onnx > after; ls -A out > left; exit $code"
 
