@@ -57,7 +57,7 @@ BUDGETS = {  # room -> lines that it may have, sub-folders, docstrings and blank
     "measure": 4000,
     "serving": 8200,
     "api": 4237,
-    "cli": 1780,
+    "cli": 1785,
     "": 28500,  # the whole package
 }
 CEILINGS = {  # where a room is above its budget: what it may have today. These only shrink.
