@@ -237,7 +237,7 @@ def test_an_unknown_metric_is_refused(model: Path, data: Path) -> None:
 
 
 def test_the_model_is_not_overwritten(model: Path) -> None:
-    with pytest.raises(dk.BadInput, match="the model itself"):
+    with pytest.raises(dk.BadInput, match="is an input of this command"):
         dk.quantize(model, "fp16", model)
 
 
