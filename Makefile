@@ -12,8 +12,9 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 # where it is set, each of the tests' many processes would compile the package and pytest's tests anew
 unexport PYTHONDONTWRITEBYTECODE
-# a file's tests share a worker and its fixtures; tests/conftest.py puts the slow files first
-WORKERS := -n auto --dist loadfile --no-loadscope-reorder
+# a file's tests share a worker and its fixtures; tests/conftest.py puts the slow files first. Two
+# workers a core: many tests wait for a server or a time limit
+WORKERS = -n $$(( 2 * $$(nproc) )) --dist loadfile --no-loadscope-reorder
 SETUP := $(PYTHON) scripts/setup_venv.py --torch-index "$(TORCH_INDEX)"
 
 .PHONY: demo test tests nvidia test-all docs coverage gpu-test lint bench venv clean

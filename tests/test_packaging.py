@@ -185,7 +185,7 @@ def test_the_bare_install_inspects(bare: Installed) -> None:
 
 NEEDS = {
     "export": (("export", "m.pt"), "deploykit[export]"),
-    "train": (("train", "mnist-cnn", "-o", "m.pt"), "deploykit[export]"),
+    "train": (("train", "mnist-cnn", "-o", "new.pt"), "deploykit[export]"),
     "quantize": (("quantize", "model.onnx", "--to", "fp16"), "deploykit[cpu]"),
     "build": (("build", "model.onnx", "--profile", "cpu"), "deploykit[cpu]"),
     "predict": (("predict", "model.onnx", "data.npz", "-o", "out.npz"), "deploykit[cpu]"),

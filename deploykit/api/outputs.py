@@ -18,12 +18,13 @@ from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.files import check_writable, make_folder, manifest_path
 from deploykit.core.manifest import load_manifest
 from deploykit.core.paths import StrPath
+from deploykit.core.runtime import RUNTIMES
 
 PREDICTIONS, SPLIT = "predictions", "split"  # what an .npz of deploykit's holds
 REPORT = ("report.json", "report.md", "report.html")
 SIDECARS: Mapping[str, str] = {"weights": ".data", "golden": ".golden.npz"}  # evidence -> suffix
 _ENDS: Mapping[str, tuple[str, ...]] = {  # kind -> how the names of its files end
-    "onnx": (".onnx",),
+    **{each.opens[0]: (Path(each.suffix).suffix,) for each in RUNTIMES.values() if each.builder},
     "tensorrt": (".trt", ".plan", ".engine"),
     "torch": (".pt", ".pth", ".ckpt"),
     PREDICTIONS: (".npz",),

@@ -431,7 +431,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_is_no_model_is_rejected_soon_and_a_good_file_after_it_served(
+def test_what_is_not_a_model_is_rejected_soon_and_a_good_file_is_served_next(
     serving: Serving, tmp_path: Path, name: str
 ) -> None:
     read: list[int] = []
