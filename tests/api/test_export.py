@@ -210,7 +210,7 @@ def test_an_export_with_a_fixed_batch_has_that_batch(
 
 def test_the_output_must_not_be_the_input_file(weights: Path, arch: str) -> None:
     before = weights.read_bytes()
-    with pytest.raises(dk.BadInput, match="the name says .pt"):
+    with pytest.raises(dk.BadInput, match=r"the name says \.pt"):
         dk.export(weights, out=weights, arch=f"{arch}:Net", inputs=[SPEC])
     assert weights.read_bytes() == before
 

@@ -140,7 +140,7 @@ def test_what_the_socket_does_not_take_is_counted_and_ends_the_connection(
                 client.open(stream)
                 before = len(engine.batches)
                 client.message(stream, wide())
-                eventually(lambda: len(engine.batches) > before)
+                eventually(lambda n=before: len(engine.batches) > n)
                 eventually(lambda: server.see(lambda: model.unanswered) == 0)
                 if server.see(link._transport.get_write_buffer_size):
                     break
