@@ -1,20 +1,22 @@
 """Compare this checkout with an earlier one: start-up, serving, and the verbs on real models.
 
     git worktree add ../before COMMIT
-    python benchmarks/before_after.py ../before [--rounds 5] [--seconds 3] [--huge] [--out FILE]
+    python benchmarks/before_after.py ../before [--rounds 5] [--seconds 1] [--huge] [--out FILE]
 
 Both sides run with this interpreter and its packages, each from its own folder, in turn within each
 round; the order turns by one each round. A ratio is taken round by round, after/before, with its
-95 % interval over the rounds. Serving needs wrk and h2load (Debian: wrk, nghttp2-client); the two
-servers of a round are fresh processes, one after the other.
+95 % interval over the rounds. Serving needs wrk and h2load (Debian: wrk, nghttp2-client): the two
+servers of a round are fresh processes that both stay up, and are loaded in turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,14 +25,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "serve"))  # parts of o
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import zoo_speed
-from bodies import ENCODINGS, grpc_frame, grpc_message
+from bodies import ENCODINGS, Ask, grpc_frame, grpc_message
 from child import ROOT, Ran, header, run
-from clients import h2load, wrk
+from clients import Sample, h2load, wrk
 from graphs import MODELS, write_resnet18
 from peers import INFER, asked
 from processes import free_port, started
 
 CONNECTIONS = (1, 32, 128)
+SLICES = 4  # of each load in a round
 CALIBRATION_SAMPLES = 64
 MIB = 2**20
 
@@ -41,7 +44,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("before", type=Path, help="a checkout of the earlier commit")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=int, default=3, help="of each load")
+    parser.add_argument("--seconds", type=int, default=1, help="of each slice of a load")
     parser.add_argument("--only", default="start,serve,verbs", help="some of these")
     parser.add_argument("--huge", action="store_true", help="a 2.7 GB model too; needs 24 GiB")
     parser.add_argument("--out", type=Path)
@@ -58,9 +61,10 @@ def main() -> int:
             measures.append(("Start-up", start_up, max(options.rounds, 15)))
         if "serve" in parts:
             model = MODELS["tiny"].write(folder / "tiny.onnx")
-            measures.append(
-                ("Serving", lambda side: serve(side, model, options.seconds), options.rounds)
-            )
+            served = serve(sides, model, options.seconds, options.rounds)
+            text += f"\n## Serving\n\n{table(served)}\n"
+            if options.out:
+                options.out.write_text(text, encoding="utf-8")
         if "verbs" in parts:
             files = _resnet(folder)
             measures.append(("ResNet-18", lambda side: verbs(side, folder, *files), options.rounds))
@@ -119,28 +123,49 @@ def start_up(side: Path) -> dict[str, float]:
     return {what: _ran(side, *words).seconds * 1e3 for what, words in commands.items()}
 
 
-def serve(side: Path, model: Path, seconds: int) -> dict[str, float]:
+def serve(sides: tuple[Path, Path], model: Path, seconds: int, rounds: int) -> Figures:
     """Requests per second by protocol and connections; time to the first answer, and memory."""
-    port, grpc_port = free_port(), free_port()
     rows = MODELS["tiny"].rows()
-    ask = ENCODINGS["v2 binary"](rows)
-    command = [sys.executable, "-m", "deploykit", "serve", "--engine", f"m={model}"]
-    command += ["--http-port", str(port), "--grpc-port", str(grpc_port), "--max-batch", "32"]
-    found: dict[str, float] = {}
-    with started(command, lambda: asked(port, ask) is not None, cwd=side) as server:
-        ready_mib = server.held_mib()
-        wrk(port, ask, max(CONNECTIONS), 1)
-        for count in CONNECTIONS:
-            found[f"HTTP, {count} connections, requests/s"] = wrk(port, ask, count, seconds).per_s
-        message = grpc_message(rows)
-        answer_bytes = _grpc_answer_bytes(grpc_port, message)
-        for count in CONNECTIONS:
-            sample = h2load(grpc_port, INFER, grpc_frame(message), count, seconds, answer_bytes)
-            found[f"gRPC, {count} connections, requests/s"] = sample.per_s
-        found["first answer, s"] = server.ready_s
-        found["memory when ready, MiB"] = ready_mib
-        found["memory after the load, MiB"] = server.held_mib()
+    ask, message = ENCODINGS["v2 binary"](rows), grpc_message(rows)
+    found: Figures = {}
+    for number in range(rounds):
+        taken: dict[Path, dict[str, float]] = {}
+        with contextlib.ExitStack() as stack:
+            loads = {}
+            for side in sides if number % 2 else sides[::-1]:
+                port, grpc_port = free_port(), free_port()
+                command = [sys.executable, "-m", "deploykit", "serve", "--engine", f"m={model}"]
+                command += ["--http-port", str(port), "--grpc-port", str(grpc_port)]
+                ready = partial(_answers, port, ask)
+                server = stack.enter_context(
+                    started([*command, "--max-batch", "32"], ready, cwd=side)
+                )
+                taken[side] = {"first answer, s": server.ready_s}
+                taken[side]["memory when ready, MiB"] = server.held_mib()
+                wrk(port, ask, max(CONNECTIONS), 1)
+                answer = _grpc_answer_bytes(grpc_port, message)
+                grpc_ask = partial(h2load, grpc_port, INFER, grpc_frame(message))
+                loads[side] = (partial(wrk, port, ask), partial(_grpc_load, grpc_ask, answer))
+            for turn, count in enumerate(CONNECTIONS * SLICES):
+                for protocol, name in enumerate(("HTTP", "gRPC")):
+                    for side in sides if turn % 2 else sides[::-1]:
+                        what = f"{name}, {count} connections, requests/s"
+                        per_s = loads[side][protocol](count, seconds).per_s / SLICES
+                        taken[side][what] = taken[side].get(what, 0.0) + per_s
+        print(f"round {number}: {taken}", file=sys.stderr, flush=True)
+        for what, value in taken[sides[0]].items():
+            found.setdefault(what, []).append((value, taken[sides[1]][what]))
     return found
+
+
+def _answers(port: int, ask: Ask) -> bool:
+    return asked(port, ask) is not None
+
+
+def _grpc_load(
+    load: Callable[[int, float, int], Sample], answer_bytes: int, count: int, seconds: float
+) -> Sample:
+    return load(count, seconds, answer_bytes)
 
 
 def _grpc_answer_bytes(port: int, message: bytes) -> int:
