@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.evidence import RowIndependence
-from deploykit.core.tensors import TensorSpec
+from deploykit.core.tensors import TensorSpec, parse_spec
 from deploykit.runtimes.engine import Arrays, BaseEngine, check_feeds
 
 
@@ -53,3 +54,22 @@ class FakeEngine(BaseEngine):
 
     def close(self) -> None:
         self.closed = True
+
+
+Outputs = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
+
+
+class Function(FakeEngine):
+    """A fake engine that computes what a test wants; specs as text."""
+
+    def __init__(self, outputs: Outputs, inputs: str = "x:float32[N,4]", *specs: str) -> None:
+        super().__init__()
+        self.inputs: tuple[TensorSpec, ...] = (parse_spec(inputs),)
+        self.outputs: tuple[TensorSpec, ...] = tuple(
+            parse_spec(spec) for spec in specs or ("y:float32[N,4]",)
+        )
+        self.function = outputs
+
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        check_feeds(self.inputs, feeds, "function")
+        return self.function(feeds)

@@ -3,14 +3,14 @@ from __future__ import annotations
 import json
 import math
 import tracemalloc
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, GateFailed
-from deploykit.core.tensors import TensorSpec, parse_spec
+from deploykit.core.tensors import parse_spec
 from deploykit.measure.evaluate.parity import (
     Parity,
     add_float32_errors,
@@ -18,26 +18,7 @@ from deploykit.measure.evaluate.parity import (
     in_other_batches,
 )
 from deploykit.runtimes.data.samples import random_feeds
-from deploykit.runtimes.engine import Arrays, check_feeds
-from tests.support.fake_engine import FakeEngine
-
-Outputs = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
-
-
-class Function(FakeEngine):
-    """A fake engine that computes what a test wants; specs as text."""
-
-    def __init__(self, outputs: Outputs, inputs: str = "x:float32[N,4]", *specs: str) -> None:
-        super().__init__()
-        self.inputs: tuple[TensorSpec, ...] = (parse_spec(inputs),)
-        self.outputs: tuple[TensorSpec, ...] = tuple(
-            parse_spec(spec) for spec in specs or ("y:float32[N,4]",)
-        )
-        self.function = outputs
-
-    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        check_feeds(self.inputs, feeds, "function")
-        return self.function(feeds)
+from tests.support.fake_engine import FakeEngine, Function
 
 
 def constant(values: object, dtype: str = "float32", shape: str = "[N,M]") -> Function:

@@ -35,7 +35,7 @@ from tests.support.serving.grpc_cases import (
     infer_bytes,
     serving,
 )
-from tests.support.serving.memory import held_bytes, raw_infer, send_without_end
+from tests.support.serving.memory import chunked, held_bytes, raw_infer, send_without_end
 from tests.support.serving.running import WAIT_S, GatedEngine, Raw, Reply, Running, request, running
 
 LIMIT = 1 << 20
@@ -56,12 +56,6 @@ def answered(raw: Raw) -> Reply:
 
 def values() -> np.ndarray:
     return np.ones(WIDTH, np.float32)
-
-
-def chunked(body: bytes, path: str = PATH) -> bytes:
-    """A request whose body is one chunk, without the final chunk."""
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
-    return head.encode() + b"%x\r\n" % len(body) + body
 
 
 # -- HTTP

@@ -20,3 +20,9 @@ def held_bytes(server: Running) -> int:
 def send_without_end(raw: Raw, data: bytes, size: int) -> None:
     """Send a request without its last `size` bytes."""
     raw.send(data[:-size])
+
+
+def chunked(body: bytes, path: str = "/v2/models/m/infer") -> bytes:
+    """A request whose body is one chunk, without the final chunk."""
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    return head.encode() + b"%x\r\n" % len(body) + body
