@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import ssl
 import threading
 from collections.abc import Callable
@@ -98,15 +99,19 @@ def test_no_engine_runs_for_an_answer_that_does_not_fit(eventually: Eventually) 
 
 def test_an_answer_counts_whole_until_its_last_byte_is_taken(eventually: Eventually) -> None:
     with running({"m": Wide()}, max_held_bytes=LIMIT) as server:
-        raw = server.connect()
+        raw = server.connect(receive_buffer=64 << 10)
+        eventually(lambda: len(server.server._listener.connections) == 1)
+        (connection,) = server.server._listener.connections
+        sender = connection._transport.get_extra_info("socket")
+        sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
         raw.send(ask())
         eventually(lambda: buffered(server) > 0)
         before = buffered(server)
-        raw._stream.read(before // 2)
+        raw._stream.read(ANSWER // 2)
         eventually(lambda: buffered(server) < before)
         assert buffered(server) > 0
         assert held_bytes(server) >= ANSWER
-        raw._stream.read(ANSWER - before // 2)
+        raw._stream.read(ANSWER // 2)
         eventually(lambda: held_bytes(server) == 0)
 
 

@@ -32,8 +32,12 @@ class Reply:
 class Raw:
     """One TCP connection to a server: any bytes out, replies in."""
 
-    def __init__(self, port: int) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port), WAIT_S)
+    def __init__(self, port: int, receive_buffer: int = 0) -> None:
+        self.socket = socket.socket()
+        self.socket.settimeout(WAIT_S)
+        if receive_buffer:  # bytes; the system lets the buffer of a reader grow to megabytes
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self.socket.connect(("127.0.0.1", port))
         self._stream = self.socket.makefile("rb")
 
     def send(self, data: bytes) -> None:
@@ -81,8 +85,8 @@ class Running:
     def _run(self, ready: threading.Event) -> None:
         self.dropped = self.server.run(lambda *_: ready.set())
 
-    def connect(self) -> Raw:
-        raw = Raw(self.port)
+    def connect(self, receive_buffer: int = 0) -> Raw:
+        raw = Raw(self.port, receive_buffer)
         self._stack.callback(raw.close)
         return raw
 
