@@ -50,7 +50,7 @@ OWNERS = {
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 2660,
+    "core": 2680,
     "runtimes": 5620,
     "training": 300,
     "exporters": 760,
@@ -58,9 +58,9 @@ BUDGETS = {
     "builders": 1580,
     "measure": 4000,
     "serving": 10480,
-    "api": 4240,
+    "api": 4320,
     "cli": 1790,
-    "": 35400,  # the whole package
+    "": 35600,  # the whole package
 }
 LONG: set[str] = set()  # functions over 60 lines
 

@@ -28,6 +28,8 @@ ADDED = {"job", "instance"}  # labels that Prometheus itself adds to what it col
 NOT_DRAWN = {
     "deploykit_gpu_info",  # for joins
     "deploykit_model_info",
+    "deploykit_model_generation",  # for alerts
+    "deploykit_model_loaded_timestamp_seconds",
     "deploykit_held_bytes",
     "deploykit_held_limit_bytes",
 }

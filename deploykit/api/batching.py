@@ -26,10 +26,12 @@ def prove(engine: Engine, path: Path, samples: GoldenSamples | None) -> RowIndep
 
 
 def add_evidence(engines: Sequence[Any], artefact: Artefact) -> None:
-    """Give engines what the manifest of `artefact` knows: the proof, else inputs that it runs.
+    """Give engines their file and what its manifest knows: the proof, else inputs that they run.
 
     Raises BadInput for a file that is not the one its manifest describes.
     """
+    for engine in engines:
+        engine.source = artefact
     manifest = artefact.manifest
     if manifest is None:
         return

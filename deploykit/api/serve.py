@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploykit.api.open import open_proven
 from deploykit.api.running_server import RunningServer
-from deploykit.core.artefact import Artefact, ArtefactLike, sniff
+from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, Unsupported, os_reason
 from deploykit.core.files import check_readable
 from deploykit.core.machine import return_large_blocks, usable_cores
@@ -187,7 +187,6 @@ def _run(
         _check_pad(settings, models)
         shadowing = _shadows(references, models, settings, stack) if references else {}
         server = http.Server(models, settings)
-        server.repository.files.update(files)
         _watch(server, shadowing, settings.otlp, sources if reload else {}, stack)
 
         def ready(host: str, port: int, grpc_port: int | None) -> None:
@@ -264,15 +263,17 @@ class Opening:
         threads, count = self.threads, self.instances
         if threads is None and count > 1:
             threads = max(1, usable_cores() // count)
+        artefact = Artefact.open(file)
+        artefact.sha256  # noqa: B018 - hashed now: later the file may be another one
         try:
             return open_proven(
-                file, self.device, threads=threads, trust=self.trust, instances=count
+                artefact, self.device, threads=threads, trust=self.trust, instances=count
             )
         except Unsupported as exc:
             cuda = self.device.startswith("cuda")
-            if not (self.cpu_fallback and cuda and sniff(file) == "onnx"):
+            if not (self.cpu_fallback and cuda and artefact.format == "onnx"):
                 raise
-            engines: list[Any] = open_proven(file, "cpu", threads=threads, instances=count)
+            engines: list[Any] = open_proven(artefact, "cpu", threads=threads, instances=count)
             note = f"runs on the CPU, not on {self.device}: {exc.message}"
             for engine in engines:
                 engine.notes = (*engine.notes, note)

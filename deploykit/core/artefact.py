@@ -9,7 +9,7 @@ from __future__ import annotations
 import zipfile
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.files import check_inside, check_readable, manifest_path, sha256
@@ -78,6 +78,18 @@ class Artefact:
         return found
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """Name, SHA-256, size, time of writing, and from the manifest the nodes by precision."""
+        _, size, modified_ns = self._stamp or (0, 0, 0)
+        return {
+            "name": self.name,
+            "sha256": self.sha256,
+            "bytes": size,
+            "written_s": modified_ns / 1e9,
+            "precision": dict(self.manifest.precision) if self.manifest else {},
+        }
+
+    @property
     def name(self) -> str:
         """The file's name without its folder."""
         return self.path.name
@@ -95,7 +107,7 @@ class Artefact:
 ArtefactLike = StrPath | Artefact
 
 
-def _stamp(path: Path) -> tuple[int, ...] | None:
+def _stamp(path: Path) -> tuple[int, int, int] | None:
     """What changes when a file is replaced or written; None where there is no such file."""
     try:
         info = path.stat()
@@ -136,6 +148,11 @@ def sniff(path: Path) -> str:
     Raises NotFound or BadInput for what cannot be read or is none of these.
     """
     check_readable(path)
+    if any("\udc80" <= letter <= "\udcff" for letter in str(path)):  # as os.fsdecode marks bytes
+        raise BadInput(
+            f"{path}: the path is not UTF-8, which the libraries that open models need",
+            hint="rename the file or its folder",
+        )
     with path.open("rb") as handle:
         head = handle.read(512)
     if head[:4] == b"vtrt":

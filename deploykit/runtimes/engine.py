@@ -38,7 +38,8 @@ class Engine(Protocol):
     nodes that run on the CPU. `steady`: a call's time depends on the shapes of its inputs alone, so
     no values can make it hang. `last_copies_us`: of the last call, to the device and back.
     `batching`: whether its rows may be joined, as its manifest says. `examples`: inputs that it is
-    known to run. `BaseEngine` has defaults for all but `inputs`, `outputs`, `device` and `runtime`.
+    known to run. `source`: the file that it was loaded from. `BaseEngine` has defaults for all but
+    `inputs`, `outputs`, `device` and `runtime`.
     """
 
     @property
@@ -63,6 +64,8 @@ class Engine(Protocol):
     def batching(self) -> RowIndependence | None: ...
     @property
     def examples(self) -> Arrays | None: ...
+    @property
+    def source(self) -> Artefact | None: ...
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Run once. Raises BadInput when the feeds do not fit `inputs`."""
@@ -99,6 +102,7 @@ class BaseEngine(Closing):
     last_copies_us: tuple[int, int] = (0, 0)
     batching: RowIndependence | None = None
     examples: Arrays | None = None
+    source: Artefact | None = None
 
 
 OpenEngine = Callable[[Artefact, str, "int | None", bool], Engine]  # device, threads, trust

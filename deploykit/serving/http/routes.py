@@ -160,7 +160,7 @@ class Routes:
         host = (call.head.host or b"localhost").decode("latin-1")
         token = self._repository.options.token is not None
         address = guide.Address(self._scheme, host, self.grpc_port, token)
-        page = guide.page(self._repository, self.status.files, address)
+        page = guide.page(self._repository, address)
         call.reply(200, _PAGE_HEADERS % guide.CONTENT_TYPE.encode(), [page])
 
     def _index(self, call: Call) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from datetime import datetime, timezone
+from typing import Any, NamedTuple
 
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.engine import Engine
@@ -18,6 +20,33 @@ _PLATFORMS: Mapping[str, tuple[str, str]] = {  # Triton's names (platform, backe
     "tensorrt": ("tensorrt_plan", "tensorrt"),
     "torch": ("pytorch_libtorch", "pytorch"),
 }
+
+
+class InUse(NamedTuple):
+    """What answers now: `file` as `Artefact.facts` tells it, None for an engine without a file.
+
+    `generation`: 1, and one more for each file that was reloaded. `loaded_s`: since 1970.
+    """
+
+    file: Mapping[str, Any] | None
+    generation: int
+    loaded_s: float
+
+    @classmethod
+    def of(cls, engine: Engine, generation: int) -> InUse:
+        return cls(engine.source.facts if engine.source else None, generation, time.time())
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The file's name and SHA-256."""
+        file = self.file or {"name": "", "sha256": ""}
+        return {"file": file["name"], "sha256": file["sha256"]}
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """The same and since when, for the model's metadata."""
+        loaded = datetime.fromtimestamp(self.loaded_s, timezone.utc).isoformat(timespec="seconds")
+        return {**self.labels, "generation": str(self.generation), "loaded": loaded}
 
 
 def metadata(

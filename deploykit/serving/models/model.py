@@ -79,6 +79,7 @@ class ServedModel:
         self.draining = False  # only admitted requests are still accepted
         self._limit_us = options.timeout_ms * 1000
         self._closed = False
+        self.in_use = description.InUse.of(self.engines[0], 1)
         self._replaced: list[Batcher] = []  # replaced, and perhaps still running
         self._steering = self._new_steering(len(engines))
         self.batcher = self._new_batcher(self.engines, self._steering)
@@ -127,6 +128,7 @@ class ServedModel:
             )
         steering = self._new_steering(len(engines))
         notes, inline_max_rows = self._warm(engines, steering, times_us)
+        in_use = description.InUse.of(engines[0], self.in_use.generation + 1)
         with self._swap:
             if self._closed:
                 raise shutting_down()
@@ -135,6 +137,7 @@ class ServedModel:
             self.batcher = self._new_batcher(engines, steering, close_engines=True)
             self.batcher.inline_max_rows = inline_max_rows
             self.engines, self._steering, self._warm_notes = tuple(engines), steering, notes
+            self.in_use = in_use
         before.retire()
 
     def close(self, *, drain: bool = True, timeout_s: float | None = None) -> int:
@@ -231,27 +234,33 @@ class ServedModel:
     # -- description ---------------------------------------------------------------------------
 
     def metadata(self) -> dict[str, Any]:
-        """The protocol's model metadata; `parameters` has the device, batching and the notes."""
+        """The protocol's model metadata; `parameters` has device, batching, file and notes."""
         parameters = {
             "device": self.device,
             "batching": f"off: {self.not_batched}" if self.not_batched else "on",
             "notes": "; ".join(self.notes),
+            **self.in_use.parameters,
         }
         return description.metadata(self.name, self.engines[0], self.signature, parameters)
 
     def config(self) -> dict[str, Any]:
         """Triton's ModelConfig; with batching, `dims` exclude the batch axis."""
-        return description.config(self.name, self.engines, self.signature, self._policy())
+        return {
+            **description.config(self.name, self.engines, self.signature, self._policy()),
+            "parameters": {k: {"string_value": v} for k, v in self.in_use.parameters.items()},
+        }
 
     def samples(self) -> list[Sample]:
         """For Prometheus: the counters, and the settings as they are now."""
         batcher, engine = self.batcher, self.engines[0]
         policy, labels = batcher.policy, {"model": self.name, "version": VERSION}
-        about = {"runtime": engine.runtime, "device": engine.device}
+        about = {"runtime": engine.runtime, "device": engine.device, **self.in_use.labels}
         values = {
             "deploykit_model_notes": len(self.notes),
             "deploykit_model_ready": self.why_not_ready() is None,
             "deploykit_model_batched": self.max_batch > 0,
+            "deploykit_model_generation": self.in_use.generation,
+            "deploykit_model_loaded_timestamp_seconds": self.in_use.loaded_s,
             "deploykit_engines": len(self.engines),
             "deploykit_engines_hung": batcher.hung,
             "deploykit_batch_limit_rows": max(1, policy.max_batch),

@@ -107,12 +107,15 @@ class Reloader(Closing):
 
     def _reload(self, name: str, source: Source) -> None:
         files = source.seen
-        problem = None
+        problem, digest = None, ""
         try:
             if not files[0][1]:  # no inode
                 raise NotFound("the file is gone")
-            if not self._swap(name, source):
+            engines = self._swap(name, source)
+            if engines is None:
                 return  # changed while it was read: the next polls handle it
+            file = engines[0].source
+            digest = f", SHA-256 {file.sha256}" if file is not None else ""
         except DeploykitError as exc:
             text = exc.message.replace(f"{source.path.parent}/", "")
             problem = text.removeprefix(f"model '{name}': ")
@@ -122,7 +125,7 @@ class Reloader(Closing):
         if problem is None:
             self._reloads[name] += 1
             self._errors.pop(name, None)
-            log.info("model '%s': %s was replaced and is in use", name, source.path.name)
+            log.info("model '%s': %s was replaced and is in use%s", name, source.path.name, digest)
         else:
             self._errors[name] = problem
             log.error(
@@ -131,8 +134,8 @@ class Reloader(Closing):
                 problem,
             )
 
-    def _swap(self, name: str, source: Source) -> bool:
-        """Load the file and replace the engine. False if the file changed meanwhile.
+    def _swap(self, name: str, source: Source) -> Sequence[Engine] | None:
+        """Load the file and replace the engines. None if the file changed meanwhile.
 
         Raises whatever is wrong with the file.
         """
@@ -146,7 +149,7 @@ class Reloader(Closing):
             if not swapped:
                 for engine in engines:
                     engine.close()
-        return swapped
+        return engines if swapped else None
 
 
 def _file(path: Path) -> File:

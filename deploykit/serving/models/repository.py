@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from deploykit import __version__
@@ -62,7 +61,6 @@ class ModelRepository:
         if options.shared_memory:
             self.memory = SharedMemory(options.max_body_bytes)
         self.sampler = Sampler()
-        self.files: dict[str, Path] = {}  # where each model was loaded from, if known
         self._samples: list[Callable[[], Iterable[Sample]]] = [self.sampler.samples]
         try:
             for name, engines in models.items():

@@ -37,7 +37,9 @@ METRICS: Mapping[str, tuple[str, str]] = {  # name -> type, help
     "nv_inference_compute_output_duration_us": ("counter", "Total time to copy and split outputs."),
     # models
     "deploykit_model_ready": ("gauge", "1 while the model is ready."),
-    "deploykit_model_info": ("gauge", "Always 1; the labels name its runtime and device."),
+    "deploykit_model_info": ("gauge", "Always 1; the labels name its runtime, device and file."),
+    "deploykit_model_generation": ("gauge", "1, and one more for each file that was reloaded."),
+    "deploykit_model_loaded_timestamp_seconds": ("gauge", "When the file in use was loaded."),
     "deploykit_model_notes": ("gauge", "Settings that could not be met; see the dashboard."),
     "deploykit_model_batched": ("gauge", "1 while requests are joined, 0 while each runs alone."),
     "deploykit_engines": ("gauge", "Engines (instances) of the model."),

@@ -5,14 +5,11 @@ Every name is escaped. The page works without scripts; docs.js adds tabs and cop
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from deploykit.serving.models.repository import ModelRepository, ServedModel
 from deploykit.serving.web.examples import Address, examples
-from deploykit.serving.web.model_files import ModelFiles
 
 __all__ = ["CONTENT_TYPE", "Address", "page"]
 
@@ -20,15 +17,15 @@ CONTENT_TYPE = "text/html; charset=utf-8"
 _PAGE = Path(__file__).with_name("guide.html")
 
 
-def page(repository: ModelRepository, files: ModelFiles, address: Address) -> bytes:
+def page(repository: ModelRepository, address: Address) -> bytes:
     models = repository.models.values()
     links = "".join(f'<a href="#{m.name}">{escape(m.name)}</a> ' for m in models)
     contents = f'<nav class="contents" aria-label="Models">{links}</nav>' if len(models) > 1 else ""
-    sections = [_section(model, files.facts(model), address) for model in models]
+    sections = [_section(model, address) for model in models]
     return _PAGE.read_text("utf-8").replace("CONTENT", contents + "".join(sections)).encode()
 
 
-def _section(model: ServedModel, facts: Mapping[str, Any] | None, address: Address) -> str:
+def _section(model: ServedModel, address: Address) -> str:
     tensors = [("input", slot) for slot in model.signature.inputs.values()]
     tensors += [("output", slot) for slot in model.signature.outputs.values()]
     rows = "".join(
@@ -48,18 +45,19 @@ def _section(model: ServedModel, facts: Mapping[str, Any] | None, address: Addre
     name = escape(model.name)
     return (
         f'<section id="{name}" aria-label="{name}"><h2>{name}</h2><p class="quiet">{summary}</p>'
-        f'{_file(facts)}<div class="wide"><table><thead><tr><th scope="col">Tensor</th>'
+        f'{_file(model)}<div class="wide"><table><thead><tr><th scope="col">Tensor</th>'
         '<th scope="col">Name</th><th scope="col">Type</th><th scope="col">Shape</th></tr></thead>'
         f'<tbody>{rows}</tbody></table></div><div class="examples">{blocks}</div></section>'
     )
 
 
-def _file(facts: Mapping[str, Any] | None) -> str:
+def _file(model: ServedModel) -> str:
+    facts, since = model.in_use.file, model.in_use.parameters
     if facts is None:
         return ""
     nodes = ", ".join(f"{count} {kind}" for kind, count in facts["precision"].items())
     precision = f" · {escape(nodes)} nodes" if nodes else ""
     return (
         f'<p class="quiet">{escape(facts["name"])}{precision} · SHA-256 <code class="hash">'
-        f"{facts['sha256']}</code></p>"
+        f"{facts['sha256']}</code> · loaded {since['loaded']}, generation {since['generation']}</p>"
     )

@@ -11,7 +11,6 @@ from deploykit import __version__
 from deploykit.serving.models.repository import ModelRepository, ServedModel
 from deploykit.serving.observe.metrics import REQUEST_US
 from deploykit.serving.web.history import KEPT, History
-from deploykit.serving.web.model_files import ModelFiles
 
 _NUMBER = re.compile(r"[0-9]{1,18}").fullmatch
 
@@ -22,7 +21,6 @@ class Status:
     def __init__(self, repository: ModelRepository) -> None:
         self._repository = repository
         self.history = History(repository)
-        self.files = ModelFiles(repository.files)
 
     def answer(self, query: str) -> dict[str, Any]:
         """Totals since the start, times in µs: two responses give the rates between them.
@@ -61,7 +59,7 @@ class Status:
             "queue": self._repository.options.queue,
             "notes": list(model.notes),
             "not_ready": self._repository.why_not_ready(model),
-            "file": self.files.facts(model),
+            **model.in_use._asdict(),
             "inputs": metadata["inputs"],
             "outputs": metadata["outputs"],
             "waiting": model.waiting,

@@ -21,7 +21,6 @@ from deploykit.serving.observe.prometheus import exposition
 from deploykit.serving.oip.request import Request, RequestedOutput
 from deploykit.serving.web import guide
 from deploykit.serving.web.examples import Address
-from deploykit.serving.web.model_files import ModelFiles
 from tests.support.fake_engine import FakeEngine
 from tests.support.graphs.batch_graphs import (
     BATCHED,
@@ -86,9 +85,7 @@ def test_log_metadata_metrics_and_docs_say_why_requests_are_not_joined(
     with served(reverse(), tmp_path) as repository:
         model = repository.find("m")
         metadata, metrics = model.metadata(), exposition(repository.samples())[0]
-        page = guide.page(
-            repository, ModelFiles(repository.files), Address("http", "h", None, False)
-        )
+        page = guide.page(repository, Address("http", "h", None, False))
     assert metadata["parameters"]["batching"].startswith("off: output 'y' of a row changes")
     assert "requests are served one at a time: output 'y'" in metadata["parameters"]["notes"]
     assert 'deploykit_model_batched{model="m",version="1"} 0' in metrics.decode()

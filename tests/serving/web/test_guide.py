@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from deploykit.api.open import open_proven
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.engine import load
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import Running, running
 
@@ -133,14 +133,11 @@ def test_the_curl_example_of_a_small_model_contains_its_data(tmp_path: Path) -> 
         assert '"data":[3.0,3.0,3.0,3.0]' in execute("curl", found["curl"], tmp_path)
 
 
-def test_the_status_and_the_guide_show_the_model_files_hash(
-    affine_onnx: Path, eventually: Callable[[Callable[[], bool]], None]
-) -> None:
+def test_the_status_and_the_guide_show_the_model_files_hash(affine_onnx: Path) -> None:
     pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
     digest = hashlib.sha256(affine_onnx.read_bytes()).hexdigest()
-    with load(affine_onnx, "cpu") as engine, running({"m": engine}) as server:
-        server.server.repository.files["m"] = affine_onnx
-        eventually(lambda: server.ask("GET", "/status").json["models"][0]["file"] is not None)
+    (engine,) = open_proven(affine_onnx, "cpu")
+    with engine, running({"m": engine}) as server:
         facts = server.ask("GET", "/status").json["models"][0]["file"]
         assert facts["name"] == affine_onnx.name
         assert facts["sha256"] == digest

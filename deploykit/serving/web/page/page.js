@@ -147,7 +147,7 @@ function about(found) {
   return `${found.runtime} on ${found.device}, ${engines}${rows}`;
 }
 
-function file(found) {
+function file(found, generation, loaded_s) {
   byId("file-card").hidden = found === null;
   if (found === null) return;
   const nodes = Object.entries(found.precision).sort((a, b) => b[1] - a[1]).map(([type, each]) => `${count(each)} ${type}`);
@@ -155,6 +155,7 @@ function file(found) {
     Name: found.name,
     Size: bytes(found.bytes),
     Written: `${span(now.at_s - found.written_s).replace(/ \d+ s$/, "")} ago`,
+    Loaded: `${span(now.at_s - loaded_s).replace(/ \d+ s$/, "")} ago, generation ${generation}`,
     Precision: nodes.length ? `${nodes.join(", ")} nodes` : "not recorded",
     "SHA-256": el("code", {}, found.sha256),
   }));
@@ -177,7 +178,7 @@ function model() {
     tile("Requests", number(seen?.perSecond), "/s"), tile("p50", ms(seen?.p50), "ms"), tile("p99", ms(seen?.p99), "ms"),
     tile("Waiting", count(found.waiting), "requests", `of ${count(found.queue)} at most`), tile("Batch size", number(seen?.rowsPerRun), "rows"),
     lost("Refused (503)", "refused"), lost("Timed out (504)", "expired"), lost("Other errors", "failed"));
-  file(found.file);
+  file(found.file, found.generation, found.loaded_s);
   charts(found);
 
   const live = seen?.success > 0 && seen.answered > 0 ? seen : whole;
