@@ -54,13 +54,13 @@ BUDGETS = {
     "runtimes": 5620,
     "training": 300,
     "exporters": 760,
-    "onnx_graph+quantization": 4080,
+    "onnx_graph+quantization": 4155,
     "builders": 1580,
     "measure": 4000,
     "serving": 10480,
     "api": 4320,
     "cli": 1790,
-    "": 35600,  # the whole package
+    "": 35700,  # the whole package
 }
 LONG: set[str] = set()  # functions over 60 lines
 

@@ -137,12 +137,13 @@ class _Candidates:
         """Precisions to try, fewest bits first."""
         from deploykit.quantization import qdq
 
-        scaled = qdq.quantizable(self.job.source)
         computing = tuple(cost.name for cost in self._costs(self.job.source) if cost.flops)
         levels = []
         for each, other in auto_levels(self.job.request.runtime, self.target.precisions):
             name = each.name if other == "fp32" else f"{each.name}+{other}"
-            nodes = scaled if each.writer == PAIRS else computing
+            nodes = computing
+            if each.writer == PAIRS:
+                nodes = qdq.quantizable(self.job.source, self.job.request.runtime, each.name)
             levels.append(self._level(name, each.bits, nodes))
         return levels
 

@@ -55,7 +55,7 @@ def _evaluate(editor: Editor, node: onnx.NodeProto) -> np.ndarray:
 
 
 def _fold_batch_norms(editor: Editor) -> None:
-    """Conv -> BatchNormalization becomes one Conv, where nothing else reads the tensor between."""
+    """A convolution takes the BatchNormalization after it in, where nothing else reads between."""
     graph, constants = editor.graph, editor.constants
     reads = Counter([*read_names(graph), *(value.name for value in graph.output)])
     producers = {name: node for node in graph.node for name in node.output}
@@ -65,7 +65,7 @@ def _fold_batch_norms(editor: Editor) -> None:
         if (
             node.op_type != "BatchNormalization"
             or conv is None
-            or conv.op_type != "Conv"
+            or conv.op_type not in ("Conv", "ConvTranspose")
             or reads[conv.output[0]] != 1
             or any(name not in constants for name in (*node.input[1:], *conv.input[1:]))
             or len([name for name in node.output if name]) != 1
@@ -86,7 +86,7 @@ def _merge(editor: Editor, conv: onnx.NodeProto, norm: onnx.NodeProto) -> None:
     old = editor.array(conv.input[2]) if biased else np.zeros_like(mean)
     epsilon = next((a.f for a in norm.attribute if a.name == "epsilon"), 1e-5)
     factor = scale / np.sqrt(variance + epsilon)
-    weight *= factor.reshape(-1, *[1] * (weight.ndim - 1))
+    weight *= _by_channel(conv, factor, weight)
     bias = (old - mean) * factor + shift
     out = norm.output[0]
     names = [
@@ -95,3 +95,14 @@ def _merge(editor: Editor, conv: onnx.NodeProto, norm: onnx.NodeProto) -> None:
     ]
     replace(conv.input, [conv.input[0], *names])
     conv.output[0] = out
+
+
+def _by_channel(conv: onnx.NodeProto, factor: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """A number for each output channel, of a shape that multiplies the kernel."""
+    kernel = [1] * (weight.ndim - 2)
+    if conv.op_type == "Conv":
+        return factor.reshape(-1, 1, *kernel)
+    # [inputs, outputs / groups, ...]: a group's inputs lie next to each other
+    groups = next((a.i for a in conv.attribute if a.name == "group"), 1)
+    rows = np.repeat(factor.reshape(groups, -1), weight.shape[0] // groups, axis=0)
+    return rows.reshape(*rows.shape, *kernel)

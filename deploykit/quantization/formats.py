@@ -19,9 +19,11 @@ _PART = 1 << 20  # values at a time
 
 
 def channel_axis(node: onnx.NodeProto, rank: int) -> int | None:
-    """The axis of the output channels of a weight; None where it is no plain matrix or kernel."""
+    """The axis of the output channels of a weight; None where one scale has to do for all."""
     if node.op_type == "Conv":
         return 0
+    if node.op_type == "ConvTranspose":  # with groups, that axis counts the channels of one group
+        return None if any(a.name == "group" and a.i > 1 for a in node.attribute) else 1
     if node.op_type == "Gemm":
         return 0 if transposed(node) else 1
     return 1 if rank == 2 else None

@@ -16,7 +16,7 @@ from deploykit.onnx_graph.editor import Editor
 from deploykit.onnx_graph.graph import Graph
 from deploykit.quantization.calibrate import Calibration, Range
 from deploykit.quantization.qdq import RANGES_KEY, to_pairs
-from deploykit.quantization.qdq_placement import quantizable_nodes
+from deploykit.quantization.qdq_placement import operators, quantizable_nodes
 
 
 def move_pairs(source: Graph, runtime: str) -> Graph | None:
@@ -34,12 +34,12 @@ def move_pairs(source: Graph, runtime: str) -> Graph | None:
         }
     except (ValueError, TypeError, AttributeError):
         return None  # not as `to_pairs` wrote it
-    plain, kept = _without_pairs(source)
+    plain, kept = _without_pairs(source, runtime)
     calibration = Calibration(ranges, ranges, 0, "recorded")
     return to_pairs(plain, calibration, runtime=runtime, keep_float32=kept)
 
 
-def _without_pairs(source: Graph) -> tuple[Graph, tuple[str, ...]]:
+def _without_pairs(source: Graph, runtime: str) -> tuple[Graph, tuple[str, ...]]:
     """The graph in float32, its weights as INT8 had rounded them; and what was float32 before."""
     editor = Editor(source)
     quantized = {
@@ -70,7 +70,8 @@ def _without_pairs(source: Graph) -> tuple[Graph, tuple[str, ...]]:
         nodes.append(node)
     plain = editor.finish(nodes)
     plain_editor = Editor(plain)
-    could = {plain_editor.graph.node[place].name for place in quantizable_nodes(plain_editor)}
+    places = quantizable_nodes(plain_editor, operators(runtime))
+    could = {plain_editor.graph.node[place].name for place in places}
     return plain, tuple(name for name in kept if name in could)
 
 

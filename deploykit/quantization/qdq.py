@@ -1,9 +1,10 @@
 """Put INT8 or FP8 into a float32 ONNX graph as QuantizeLinear/DequantizeLinear pairs.
 
-The inputs and weights of Conv, Gemm and MatMul pass through 8 bits. The runtimes want the pairs in
-different places. TensorRT: zero points of 0, a float bias and nothing between Conv and Relu
-(`Q DQ Conv Relu`); it refuses anything else. ONNX Runtime's integer kernels need the outputs
-quantized too; given TensorRT's graph it computes in float between the pairs, slower than without.
+The inputs and weights of convolutions, Gemm and MatMul pass through 8 bits. The runtimes want the
+pairs in different places. TensorRT: zero points of 0, a float bias, nothing between Conv and Relu
+(`Q DQ Conv Relu`), which it refuses, and 8 bits for what an Add adds to a convolution's result.
+ONNX Runtime's integer kernels need the outputs quantized too; given TensorRT's graph it computes in
+float between the pairs, slower than without.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ from deploykit.onnx_graph.skeleton import all_nodes
 from deploykit.quantization.calibrate import Calibration, Range
 from deploykit.quantization.formats import channel_axis, fp8_bytes, int8_steps, weight_scale
 from deploykit.quantization.histograms import TINY
-from deploykit.quantization.qdq_placement import Placement, place_pairs, quantizable_nodes
+from deploykit.quantization.qdq_placement import (
+    Placement,
+    operators,
+    place_pairs,
+    quantizable_nodes,
+)
 
 RANGES_KEY = "deploykit.int8_ranges"  # of a graph's metadata: {tensor: [low, high]}
 _FP8 = TensorProto.FLOAT8E4M3FN
@@ -58,9 +64,10 @@ def to_pairs(
     two activations stays float, as do a node whose input was infinite and those named in
     `keep_float32`. Batch normalisation is folded into its convolution first; `source` stays
     as it is.
-    Raises BadInput for a model with no Conv, Gemm or MatMul with constant weights (or with none
-    left), one that is quantized already, one that is not what `calibration` saw or whose opset is
-    too old, weights that are NaN or infinite, and a name in `keep_float32` that no node has.
+    Raises BadInput for a model without an operator that `runtime` has in 8 bits and that has
+    constant weights (or with none left), one that is quantized already, one that is not what
+    `calibration` saw or whose opset is too old, weights that are NaN or infinite, and a name in
+    `keep_float32` that no node has.
     """
     precision = BY_NAME[to]
     float8 = precision.dtype == "float8"
@@ -73,7 +80,7 @@ def to_pairs(
             hint="export it again with a newer opset",
         )
     runtime = "tensorrt" if float8 else runtime
-    placement = _placement(editor, calibration, runtime, keep_float32)
+    placement = _placement(editor, calibration, runtime, to, keep_float32)
     chained = RUNTIMES[runtime].scales_outputs
     if not float8 and not chained:
         _record_ranges(editor, calibration, keep_float32)
@@ -93,10 +100,11 @@ def _record_ranges(editor: Editor, calibration: Calibration, keep_float32: Colle
         editor.model.metadata_props.add(key=RANGES_KEY, value=json.dumps(found))
 
 
-def quantizable(source: Graph) -> tuple[str, ...]:
-    """Names of the nodes that `to_int8` and `to_fp8` quantize if no value is infinite."""
+def quantizable(source: Graph, runtime: str, to: str = "int8") -> tuple[str, ...]:
+    """Names of the nodes that `to_pairs` quantizes if no value is infinite."""
     editor = _folded(source)
-    return tuple(editor.graph.node[n].name for n in quantizable_nodes(editor))
+    places = quantizable_nodes(editor, operators(runtime, to))
+    return tuple(editor.graph.node[n].name for n in places)
 
 
 def _folded(source: Graph) -> Editor:
@@ -108,19 +116,27 @@ def _folded(source: Graph) -> Editor:
 
 
 def _placement(
-    editor: Editor, calibration: Calibration, runtime: str, keep_float32: Collection[str]
+    editor: Editor, calibration: Calibration, runtime: str, to: str, keep_float32: Collection[str]
 ) -> Placement:
     placement = place_pairs(
         editor,
         runtime,
+        to,
         keep_float32=keep_float32,
         holds=lambda name: bool(np.isfinite(_range(calibration, name).peak)),
     )
     if not placement.chosen:
+        kinds = operators(runtime, to)
+        transposed = set(operators("tensorrt")) - set(kinds)
+        there = transposed & {node.op_type for node in editor.graph.node}
+        hint = "8 bits cannot speed it up; fp16 may"
+        if there:
+            where = "TensorRT computes it in int8 only" if to == "fp8" else "TensorRT has"
+            hint = f"{runtime} has no {to} kernel for its {', '.join(there)}; {where}"
         raise BadInput(
-            "the model has no Conv, Gemm or MatMul with constant float32 weights to quantize"
-            + (" other than those kept in float32" if keep_float32 else ""),
-            hint="8 bits cannot speed it up; fp16 may",
+            f"the model has no {', '.join(kinds[:-1])} or {kinds[-1]} with constant float32 "
+            "weights to quantize" + (" other than those kept in float32" if keep_float32 else ""),
+            hint=hint,
         )
     return placement
 
@@ -167,7 +183,9 @@ class _Writer:
                 if chosen and place == 1:
                     node.input[1] = self._weight(node)
                 elif name in placement.scaled and (
-                    (chained and node.name not in keep_float32) or (chosen and place == 0)
+                    (chained and node.name not in keep_float32)
+                    or (chosen and place == 0)
+                    or placement.residual.get(number) == place
                 ):
                     node.input[place] = self._activation(name, self.scales[placement.scaled[name]])
             if chained and chosen and len(names) > 2 and names[2] in self.editor.constants:

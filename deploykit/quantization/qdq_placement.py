@@ -1,13 +1,14 @@
 """Where pairs go: which nodes compute in 8 bits, and which tensors get a scale.
 
-TensorRT wants scales on what quantized nodes read and on nothing else; ONNX Runtime has integer
-kernels for a chain of nodes only if the tensors between them have scales too.
+TensorRT wants scales on what quantized nodes read, and on what is added to a convolution's result;
+ONNX Runtime has integer kernels for a chain of nodes only if the tensors between have scales too.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import onnx
 from onnx import TensorProto
@@ -15,9 +16,9 @@ from onnx import TensorProto
 from deploykit.core.errors import BadInput
 from deploykit.core.runtime import RUNTIMES, TARGET_RUNTIMES
 from deploykit.onnx_graph.editor import Editor
+from deploykit.onnx_graph.skeleton import read_names
 
-QUANTIZED = ("Conv", "Gemm", "MatMul")
-
+_CONVOLUTIONS = ("Conv", "ConvTranspose")
 _ACTIVATIONS = frozenset(("Relu", "Clip"))
 # What ONNX Runtime runs on INT8: these move values and keep their scale ...
 _MOVES = frozenset(("MaxPool", "Flatten", "Reshape", "Transpose", "Squeeze", "Unsqueeze"))
@@ -27,25 +28,42 @@ _COMPUTES = frozenset(("Add", "Mul", "GlobalAveragePool", "AveragePool", "Concat
 
 @dataclass(frozen=True)
 class Placement:
-    """`chosen`: places in the node list. `scaled`: tensor -> the one whose scale it shares."""
+    """`chosen`: places in the node list. `scaled`: tensor -> the one whose scale it shares.
+
+    `residual`: the place of an Add -> which of its inputs is added to a chosen convolution's result
+    and reads 8 bits, so that TensorRT fuses the two.
+    """
 
     chosen: tuple[int, ...]
     scaled: Mapping[str, str]
+    residual: Mapping[int, int] = field(default_factory=dict)
 
 
-def quantizable_nodes(editor: Editor) -> list[int]:
-    """Places of the Conv, Gemm and MatMul of an activation and of constant float32 weights."""
-    return [n for n, node in enumerate(editor.graph.node) if _quantizable(node, editor.constants)]
+def operators(runtime: str, to: str = "int8") -> tuple[str, ...]:
+    """The operators with weights that `runtime` computes in `to`, "int8" or "fp8".
+
+    ONNX Runtime's CPU has no 8-bit ConvTranspose, and NVIDIA's own quantizer leaves it out of FP8.
+    """
+    transposed = to == "int8" and not RUNTIMES[runtime].scales_outputs
+    return ("Conv", *(["ConvTranspose"] if transposed else []), "Gemm", "MatMul")
+
+
+def quantizable_nodes(editor: Editor, kinds: Collection[str]) -> list[int]:
+    """Places of the nodes of these operators that read an activation and float32 weights."""
+    return [
+        n for n, node in enumerate(editor.graph.node) if _quantizable(node, kinds, editor.constants)
+    ]
 
 
 def place_pairs(
     editor: Editor,
     runtime: str,
+    to: str = "int8",
     *,
     keep_float32: Collection[str] = (),
     holds: Callable[[str], bool] = lambda _: True,
 ) -> Placement:
-    """The placement for `runtime`; nodes named in `keep_float32` stay as they are.
+    """The placement of `to` for `runtime`; nodes named in `keep_float32` stay as they are.
 
     `holds`: whether a scale can hold a tensor, given its name. Raises BadInput for a name in
     `keep_float32` that no node has.
@@ -56,13 +74,21 @@ def place_pairs(
     check_names(editor, keep_float32)
     chosen = [
         n
-        for n in quantizable_nodes(editor)
+        for n in quantizable_nodes(editor, operators(runtime, to))
         if nodes[n].name not in keep_float32 and holds(nodes[n].input[0])
     ]
     scaled = {nodes[n].input[0]: nodes[n].input[0] for n in chosen}
     if RUNTIMES[runtime].scales_outputs:
         _spread(editor, scaled, set(chosen), keep_float32, holds)
-    return Placement(tuple(chosen), scaled)
+        return Placement(tuple(chosen), scaled)
+    residual = {
+        n: place
+        for n, place in _residuals(editor, set(chosen)).items()
+        if nodes[n].name not in keep_float32 and holds(nodes[n].input[place])
+    }
+    for n, place in residual.items():
+        scaled.setdefault(nodes[n].input[place], nodes[n].input[place])
+    return Placement(tuple(chosen), scaled, residual)
 
 
 def check_names(editor: Editor, names: Collection[str]) -> None:
@@ -74,8 +100,10 @@ def check_names(editor: Editor, names: Collection[str]) -> None:
         )
 
 
-def _quantizable(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> bool:
-    if node.op_type not in QUANTIZED or node.domain not in ("", "ai.onnx"):
+def _quantizable(
+    node: onnx.NodeProto, kinds: Collection[str], constants: Mapping[str, onnx.TensorProto]
+) -> bool:
+    if node.op_type not in kinds or node.domain not in ("", "ai.onnx"):
         return False
     weight = constants.get(node.input[1])
     return (
@@ -84,6 +112,25 @@ def _quantizable(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]
         and len(weight.dims) >= 2
         and node.input[0] not in constants
     )
+
+
+def _residuals(editor: Editor, chosen: set[int]) -> dict[int, int]:
+    """Each Add of a chosen convolution's result -> its other input, the one of the shorter path."""
+    reads = Counter([*read_names(editor.graph), *(value.name for value in editor.graph.output)])
+    depth: dict[str, int] = {}  # of a tensor: nodes on the longest path to it
+    fused: set[str] = set()
+    found = {}
+    for number, node in enumerate(editor.graph.node):
+        here = 1 + max((depth.get(name, 0) for name in node.input), default=0)
+        depth.update((name, here) for name in node.output)
+        if number in chosen and node.op_type in _CONVOLUTIONS and reads[node.output[0]] == 1:
+            fused.add(node.output[0])
+        names = list(node.input)
+        if node.op_type != "Add" or editor.constants.keys() & names or not fused & set(names):
+            continue
+        first, second = (depth.get(name, 0) if name in fused else -1 for name in names)
+        found[number] = 1 if first >= second else 0
+    return found
 
 
 def _spread(

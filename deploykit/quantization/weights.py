@@ -85,10 +85,10 @@ def to_weight_only(
 def _chosen(editor: Editor, precision: Precision, block: int, least_elements: int) -> list[int]:
     """Places of the nodes whose weights are to be stored in fewer bits."""
     found = []
-    for number in quantizable_nodes(editor):
+    for number in quantizable_nodes(editor, ("Gemm", "MatMul")):
         node = editor.graph.node[number]
         weight = editor.constants[node.input[1]]
-        if node.op_type == "Conv" or len(weight.dims) != 2:
+        if len(weight.dims) != 2:
             continue
         inputs = weight.dims[1 - (channel_axis(node, 2) or 0)]
         large = stored_elements(weight) >= least_elements

@@ -216,7 +216,7 @@ def conv_norm_relu() -> onnx.ModelProto:
 
 
 def test_a_graph_without_weights_to_quantize_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="no Conv, Gemm or MatMul") as caught:
+    with pytest.raises(BadInput, match="no Conv, ConvTranspose, Gemm or MatMul") as caught:
         quantized(two_inputs(), tmp_path)
     assert "fp16" in str(caught.value.hint)
 

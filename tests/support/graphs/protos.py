@@ -76,7 +76,7 @@ def simulate(model: Model) -> Model:
 
 
 def quantizable(model: Model) -> tuple[str, ...]:
-    return qdq.quantizable(Graph(model))
+    return qdq.quantizable(Graph(model), "tensorrt")
 
 
 def expose(model: Model, names: Sequence[str]) -> tuple[Model, list[str]]:
