@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,8 +58,13 @@ def compare(
     data: StrPath | None = None,
     max_error: float | None = None,
     device: str = "cpu",
+    arch: str | None = None,
+    allow_pickle: bool = False,
 ) -> Compared:
     """Run two artefacts on the same inputs, the samples of `data` or seeded random ones.
+
+    `arch`: what builds the model of bare weights, pkg.mod:callable or ./file.py:callable; its
+    inputs are those of the other file. `allow_pickle`: run code that a PyTorch file contains.
 
     The bound is 0.001 of the output's scale, or 8 times what float32 itself gives where that is
     more; `max_error` replaces both. Without `b`, `a` runs on the golden samples next to it and is
@@ -70,6 +76,8 @@ def compare(
     if b is None:
         if data is not None:
             raise BadInput("`data` needs two files; one alone replays its golden samples")
+        if arch is not None or allow_pickle:
+            raise BadInput("`arch` and `allow_pickle` need two files, of which one is PyTorch's")
         return Compared(_replay(first, max_error, device))
     from deploykit.measure.evaluate.parity import (
         add_float32_errors,
@@ -78,11 +86,10 @@ def compare(
     )
     from deploykit.runtimes.data.checks import check_finite
     from deploykit.runtimes.data.samples import read_samples
-    from deploykit.runtimes.engine import load
 
     second, bound = Artefact.open(b), golden.MAX_ERROR if max_error is None else max_error
-    places = [each.runtime.usable(device) for each in (first, second)]
-    with load(first, places[0]) as left, load(second, places[1]) as right:
+    with ExitStack() as stack:
+        left, right = _open_both((first, second), device, arch, allow_pickle, stack)
         samples = read_samples(Path(data), left.inputs) if data else None
         feeds = _feeds(left, right, samples)
         names = (first.name, second.name)
@@ -97,6 +104,40 @@ def compare(
 
         diverging = diverging_node(first.path, second.path, feeds, bound)
     return Compared(parity, diverging)
+
+
+def _open_both(
+    pair: tuple[Artefact, Artefact],
+    device: str,
+    arch: str | None,
+    allow_pickle: bool,
+    stack: ExitStack,
+) -> list[Engine]:
+    """Open what describes its inputs first: these are also the inputs of bare weights."""
+    from deploykit.runtimes.engine import load
+
+    pytorch = [each for each in pair if each.runtime.name == "torch"]
+    bare = []
+    if pytorch:
+        from deploykit.runtimes.torch.engine import describes_itself, open_with
+
+        bare = [each for each in pytorch if not describes_itself(each.path)]
+    elif arch is not None or allow_pickle:
+        raise BadInput(f"`arch` and `allow_pickle`: neither {pair[0]} nor {pair[1]} is PyTorch's")
+    if len(bare) == 2:
+        raise BadInput(
+            f"neither {pair[0]} nor {pair[1]} says what its inputs are",
+            hint="compare each with an .onnx file, as `deploykit export` makes it",
+        )
+    opened: dict[Artefact, Engine] = {}
+    for each in sorted(pair, key=lambda each: each in bare):
+        if each in bare or (each in pytorch and arch is not None and not bare):
+            inputs = next(iter(opened.values())).inputs if each in bare else ()
+            engine: Engine = open_with(each.path, device, inputs, arch, allow_pickle)
+        else:
+            engine = load(each, each.runtime.usable(device))
+        opened[each] = stack.enter_context(engine)
+    return [opened[each] for each in pair]
 
 
 def _replay(artefact: Artefact, max_error: float | None, device: str) -> Parity:

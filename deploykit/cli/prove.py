@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from deploykit.cli import output, tables
-from deploykit.cli.options import DEVICE, ENGINE, FORCE, JSON, TRUST, described
+from deploykit.cli.options import DEVICE, ENGINE, FORCE, JSON, TRUST, api_arguments, described
 from deploykit.cli.progress import Progress
 from deploykit.core.errors import BadInput, GateFailed
 
@@ -29,6 +29,9 @@ A                      The reference
 B                      What to compare with it; without B, A is compared with its stored samples
 --data FILE.npz|DIR    Inputs to run [random]
 --max-error X          Largest max |a-b| / max |a| [0.001, or as stored with the samples]
+--arch MODULE:CALLABLE  What builds the module of a file that holds only weights: pkg.mod:Net or
+        ./file.py:Net
+--allow-pickle         Run code that a PyTorch file contains. Only if you trust it
 {DEVICE}
 {JSON}""")
 def compare(
@@ -36,6 +39,8 @@ def compare(
     b: Path | None = None,
     data: Path | None = None,
     max_error: float | None = None,
+    arch: str | None = None,
+    allow_pickle: bool = False,
     device: str = "cpu",
     as_json: bool = False,
 ) -> None:
@@ -43,9 +48,10 @@ def compare(
 
     Example: deploykit compare model.pt model.onnx
     """
+    given = api_arguments(locals())
     from deploykit.api import compare as proof
 
-    result = proof.compare(a, b, data=data, max_error=max_error, device=device)
+    result = proof.compare(**given)
     output.show(result, tables.parity(result.parity), as_json=as_json)
     result.raise_if_over()
 

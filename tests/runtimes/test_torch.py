@@ -137,7 +137,7 @@ def test_a_checkpoint_says_its_inputs_itself(tmp_path: Path, arch: Path) -> None
 
 
 def test_weights_alone_are_refused_as_an_engine(weights: Path) -> None:
-    with pytest.raises(BadInput, match="contains weights only") as caught:
+    with pytest.raises(BadInput, match="does not say what the model is") as caught:
         open_engine(weights)
     assert "export" in str(caught.value.hint)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import numpy as np
 from deploykit.core.artefact import ArtefactLike
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported
 from deploykit.core.extras import require
+from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.engine import Arrays, BaseEngine, check_feeds
-from deploykit.runtimes.torch.files import read, users_code
+from deploykit.runtimes.torch.files import RunsCode, read, users_code
 from deploykit.runtimes.torch.loaded import Loaded
 from deploykit.runtimes.torch.open import load_module
 from deploykit.runtimes.torch.outputs import to_numpy
@@ -28,12 +30,29 @@ def open_engine(
 ) -> TorchEngine:
     """A deploykit checkpoint as an Engine. Raises BadInput for a file that does not say enough."""
     path = Path(source)
-    if read(path, allow_pickle=False).source != "checkpoint":
+    if not describes_itself(path):
         raise BadInput(
-            f"{path}: contains weights only, not what the model is",
-            hint="export it first: deploykit export FILE --arch pkg.mod:callable --input SPEC",
+            f"{path}: is not a checkpoint of deploykit's: it does not say what the model is, or "
+            "would run code of its own",
+            hint="export it first: see deploykit export --help, `arch` and `allow_pickle`",
         )
     return TorchEngine(load_module(path), path.name, device, threads)
+
+
+def describes_itself(path: Path) -> bool:
+    """Whether a file is a deploykit checkpoint. Raises BadInput for one that is damaged."""
+    try:
+        return read(path, allow_pickle=False).source == "checkpoint"
+    except RunsCode:
+        return False
+
+
+def open_with(
+    path: Path, device: str, inputs: Sequence[TensorSpec], arch: str | None, allow_pickle: bool
+) -> TorchEngine:
+    """A file of any kind that `load_module` opens, as an Engine."""
+    loaded = load_module(path, arch=arch, inputs=inputs, allow_pickle=allow_pickle)
+    return TorchEngine(loaded, path.name, device, None)
 
 
 class TorchEngine(BaseEngine):

@@ -47,6 +47,10 @@ _LIGHTNING_DICTS = [
 ]
 
 
+class RunsCode(BadInput):
+    """Loading the file would run code in it, which was not allowed."""
+
+
 @dataclass(frozen=True)
 class Content:
     """What a file holds.
@@ -81,7 +85,7 @@ def read(path: Path, *, allow_pickle: bool, described: bool = True) -> Content:
         return _classify(path, *_unpickle(path, allow_pickle=allow_pickle))
     if not allow_pickle:
         needed = "`allow_pickle`" if described or form == "torch.export" else _PICKLE_AND_INPUTS
-        raise BadInput(
+        raise RunsCode(
             f"{path}: is a {form} file, and loading it may run code stored in it, so it was not "
             "loaded",
             hint=f"if you trust whoever made the file: {needed}; else ask for the weights "
@@ -188,7 +192,7 @@ def _unpickle(path: Path, *, allow_pickle: bool) -> tuple[Any, bool]:
     if not allow_pickle:
         asked = _REFUSED.search(str(refusal))
         what = f" ({asked[1]})" if asked else ""
-        raise BadInput(
+        raise RunsCode(
             f"{path}: loading it would run Python code stored in the file{what}, so it was not "
             "loaded",
             hint="save the weights alone: torch.save(model.state_dict(), path); or, if you trust "
