@@ -51,7 +51,7 @@ OWNERS = {
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
     "core": 2680,
-    "runtimes": 5620,
+    "runtimes": 5720,
     "training": 300,
     "exporters": 760,
     "onnx_graph+quantization": 4155,
@@ -59,8 +59,8 @@ BUDGETS = {
     "measure": 4000,
     "serving": 10480,
     "api": 4320,
-    "cli": 1790,
-    "": 35700,  # the whole package
+    "cli": 1810,
+    "": 35900,  # the whole package
 }
 LONG: set[str] = set()  # functions over 60 lines
 
