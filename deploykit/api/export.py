@@ -34,7 +34,7 @@ from deploykit.core.evidence import (
 )
 from deploykit.core.paths import StrPath
 from deploykit.core.preprocess import Preprocess
-from deploykit.core.profile import choose_profile, load_profile
+from deploykit.core.profile import load_profile
 from deploykit.core.tensors import BATCH, TensorSpec, parse_spec
 from deploykit.runtimes.data.preprocess import load_preprocess
 
@@ -94,7 +94,7 @@ def export(
     file is then kept as NAME.rejected.onnx.
     """
     check_source(model)
-    target, size = _target(profile), _batch_size(batch)
+    target, size = load_profile(profile) if profile is not None else None, _batch_size(batch)
     read = (samples, *named_files(preprocess, profile, arch))
     place = claim(_destination(model, out), "onnx", (model, *read), force=force)
     pixels = load_preprocess(preprocess) if preprocess else None
@@ -183,12 +183,6 @@ def _check_options(exporter: str, opset: int | None, target: Profile | None) -> 
     if opset is not None:
         return opset
     return exporters.opset_for(target) if target else exporters.DEFAULT_OPSET
-
-
-def _target(profile: str | None) -> Profile | None:
-    if profile is None:
-        return None
-    return choose_profile()[0] if profile == "auto" else load_profile(profile)
 
 
 def _batch_size(batch: str | int) -> int | None:

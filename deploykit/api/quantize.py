@@ -83,7 +83,7 @@ def quantize(
     did not write. Raises GateFailed; the file is then kept as NAME.rejected.onnx.
     """
     source = Artefact.open(model)
-    target = load_profile(profile) if profile else None
+    target = load_profile(profile) if profile is not None else None
     request = QuantizeRequest(
         to=to,
         other_nodes=other_nodes,

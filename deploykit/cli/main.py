@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import signal
@@ -41,6 +40,10 @@ for _title, _commands in _COMMANDS.items():
         app.command(cls=_kind, rich_help_panel=_title)(_command)
 
 _EXIT_TERMINATED = 128 + signal.SIGTERM
+
+
+class _Terminated(SystemExit):
+    """SIGTERM came: no exit() of a user's code, which would be an error of theirs."""
 
 
 def _version(wanted: bool) -> None:
@@ -89,8 +92,7 @@ def options(
 
 def main() -> NoReturn:
     """Run the command line and exit with a documented code."""
-    sys.stdout = sys.stdout or io.StringIO()  # closed by the caller: `>&-`
-    sys.stderr = sys.stderr or io.StringIO()
+    output.open_streams()
     if "_DEPLOYKIT_COMPLETE" in os.environ:
         app(prog_name="deploykit")
     interrupted = threading.Event()
@@ -136,7 +138,7 @@ def _drop_output() -> None:
     """Discard what stdout still holds and cannot take; else Python fails at exit."""
     try:
         sys.stdout.flush()
-    except OSError:
+    except (OSError, BadInput):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -175,4 +177,4 @@ def _usage_error(exc: Any, message: str) -> BadInput:
 
 def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:
     """SIGTERM ends through the same clean-up as Ctrl-C."""
-    sys.exit(_EXIT_TERMINATED)
+    raise _Terminated(_EXIT_TERMINATED)

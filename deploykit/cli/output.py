@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -56,6 +58,53 @@ class Result(Protocol):
     def to_dict(self) -> dict[str, Any]: ...
 
 
+class _Stdout(io.FileIO):
+    """What all bytes for stdout pass: no place for them is an error of the user's, no bug."""
+
+    def write(self, data: Any) -> int:
+        try:
+            while (count := super().write(data)) is None:
+                select.select([], [self], [])  # a pipe that another program made non-blocking
+        except BrokenPipeError:
+            raise  # nobody reads on: no error
+        except OSError as exc:
+            raise BadInput(f"cannot write to standard output: {os_reason(exc)}") from exc
+        return count
+
+
+class _Stderr(io.FileIO):
+    """What all bytes for stderr pass: where nobody can read them, they are dropped."""
+
+    def write(self, data: Any) -> int:
+        with contextlib.suppress(OSError):
+            super().write(data)
+        return len(data)
+
+
+def open_streams() -> None:
+    """Make both streams take any text; one that the caller closed (`>&-`) writes nowhere.
+
+    Left alone where the process that runs this has replaced them.
+    """
+    while (free := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass  # else the next file that is opened would be standard output
+    os.close(free)
+    if sys.stdout is sys.__stdout__:
+        sys.stdout = _stream(_Stdout(1, "w", closefd=False), sys.stdout)
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = _stream(_Stderr(2, "w", closefd=False), sys.stderr)
+
+
+def _stream(raw: io.FileIO, before: TextIO | None) -> io.TextIOWrapper:
+    errors = before.errors if before is not None else None
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw),
+        encoding=before.encoding if before is not None else "utf-8",
+        errors="backslashreplace" if errors in (None, "strict") else errors,
+        line_buffering=True,
+    )
+
+
 def show(result: Result, parts: Sequence[Part], *, as_json: bool) -> None:
     """Print one JSON document, or lines and tables for people."""
     if as_json:
@@ -67,7 +116,8 @@ def show(result: Result, parts: Sequence[Part], *, as_json: bool) -> None:
 def show_json(document: Any) -> None:
     import json  # late: `--help` does without
 
-    line(json.dumps(document, indent=2, ensure_ascii=False))
+    ascii_only = sys.stdout.encoding.lower() not in ("utf-8", "utf8")
+    line(json.dumps(document, indent=2, ensure_ascii=ascii_only))
 
 
 def show_parts(parts: Sequence[Part]) -> None:
@@ -104,18 +154,12 @@ def _text(part: str) -> str:
 
 def line(text: str) -> None:
     """Print on stdout and flush it: a reader of a pipe waits for it."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        raise  # nobody reads on: no error
-    except OSError as exc:
-        raise BadInput(f"cannot write to standard output: {os_reason(exc)}") from exc
+    print(text, flush=True)
 
 
 def note(text: str) -> None:
-    """Print one line on stderr, if anybody reads it."""
-    with contextlib.suppress(OSError):
-        print(spell(text), file=sys.stderr, flush=True)
+    """Print one line on stderr."""
+    print(spell(text), file=sys.stderr, flush=True)
 
 
 def error(exc: DeploykitError) -> None:

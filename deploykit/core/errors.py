@@ -7,10 +7,14 @@ The command line and the server translate them once, at their edge.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any, ClassVar
 
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
+_NAMED = 6  # more suggestions than this help nobody
 
 
 class DeploykitError(Exception):
@@ -98,6 +102,47 @@ def first_line(exc: BaseException) -> str:
         if line.strip():
             return line.strip()
     return type(exc).__name__
+
+
+def causes(exc: BaseException) -> Iterator[BaseException]:
+    """`exc`, what it was raised from, and so on inwards."""
+    current: BaseException | None = exc
+    while current is not None:
+        yield current
+        current = current.__cause__
+
+
+@contextmanager
+def users_code(where: object) -> Iterator[None]:
+    """Any exception of the user's own code, exit() too, becomes a BadInput: "`where`: reason".
+
+    Ctrl-C, and a SystemExit of a class of its own (a signal's), pass.
+    """
+    try:
+        yield
+    except (DeploykitError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except SystemExit as exc:
+        if type(exc) is not SystemExit:
+            raise
+        raise BadInput(
+            f"{where}: it called exit({exc.code!r})",
+            hint="what a script does belongs below: if __name__ == '__main__':",
+        ) from exc
+    except BaseException as exc:
+        chain = [exc, *list(causes(exc))[1:][-1:]]  # a lazy import wraps what went wrong
+        said = [f"{type(each).__name__}: {first_line(each)}" for each in chain]
+        raise BadInput(f"{where}: {', caused by '.join(said)}") from exc
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) -> str | None:
+    """A hint with those of `known` that hold `name` or are spelled like it, in any case."""
+    spelled = {each.lower(): each for each in known}
+    wanted = name.lower()
+    close = [each for each in spelled if wanted in each] if len(wanted) > 1 else []
+    close = close or get_close_matches(wanted, spelled, 3)
+    named = ", ".join(spelled[each] for each in close)
+    return f"did you mean {named}?" if 0 < len(close) <= _NAMED else otherwise
 
 
 def os_reason(exc: OSError) -> str:

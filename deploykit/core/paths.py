@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from deploykit.core.errors import BadInput, DeploykitError, NotFound, first_line
+from deploykit.core.errors import BadInput, NotFound, causes, did_you_mean, users_code
 from deploykit.core.extras import EXTRAS, missing
 from deploykit.core.files import check_readable
 
@@ -34,26 +34,26 @@ def import_object(reference: str) -> object:
     if not separator or not where or not attribute.isidentifier():
         raise BadInput(f"'{reference}' is not of the form pkg.mod:name or ./file.py:name")
     try:
-        module = _run(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-    except DeploykitError:
-        raise
-    except ModuleNotFoundError as exc:
-        name = str(exc.name)
-        if name.partition(".")[0] in EXTRAS:
-            raise missing(name.partition(".")[0]) from exc
-        if where == name or where.startswith(f"{name}."):
+        with users_code(f"'{reference}': importing it failed"):
+            module = _run(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+            found: object = getattr(module, attribute)  # a lazy library imports here
+    except BadInput as exc:
+        chain = list(causes(exc))[1:]
+        absent = [each.name or "" for each in chain if isinstance(each, ModuleNotFoundError)]
+        for name in absent:
+            if name.partition(".")[0] in EXTRAS:
+                raise missing(name.partition(".")[0]) from exc
+            if where == name or where.startswith(f"{name}."):
+                raise NotFound(
+                    f"'{reference}': no module '{name}'",
+                    hint="a file is named by its path: ./file.py:name",
+                ) from exc
+        if chain and isinstance(chain[-1], AttributeError) and chain[-1].name == attribute:
             raise NotFound(
-                f"'{reference}': no module '{name}'",
-                hint="a file is named by its path: ./file.py:name",
+                f"'{reference}': {where} has no '{attribute}'",
+                hint=did_you_mean(attribute, dir(sys.modules.get(where))),
             ) from exc
-        raise BadInput(f"'{reference}': importing it failed: {first_line(exc)}") from exc
-    except Exception as exc:  # the user's own code may raise anything
-        reason = f"{type(exc).__name__}: {first_line(exc)}"
-        raise BadInput(f"'{reference}': importing it failed: {reason}") from exc
-    try:
-        found: object = getattr(module, attribute)
-    except AttributeError:
-        raise NotFound(f"'{reference}': {where} has no '{attribute}'") from None
+        raise
     return found
 
 

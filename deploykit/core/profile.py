@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from deploykit.core import paths
-from deploykit.core.errors import BadInput, NotFound
+from deploykit.core.errors import BadInput, NotFound, did_you_mean
 from deploykit.core.extras import installed
 from deploykit.core.files import read_toml
 from deploykit.core.json_value import Record
@@ -26,6 +26,7 @@ from deploykit.core.precision import HARDWARE
 from deploykit.core.runtime import RUNTIMES, TARGET_RUNTIMES
 
 _VERSION = r"[0-9]+\.[0-9]+"
+_LIST_PROFILES = "deploykit profiles lists them; or a file: ./mine.toml"
 _TOO_LARGE = 1 << 63
 _T = TypeVar("_T")
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -82,16 +83,18 @@ def profile_names() -> list[str]:
 
 
 def load_profile(reference: str) -> Profile:
-    """Load a profile by name, NAME@MODE or path. Raises NotFound or BadInput."""
+    """Load a profile by name, NAME@MODE or path; "auto" is this machine's. Raises BadInput."""
+    if reference == "auto":
+        return choose_profile()[0]
     name, *mode = [reference] if reference.endswith(".toml") else reference.rsplit("@", 1)
     if name.endswith(".toml"):
         path = Path(name)
-    elif name in profile_names():
-        path = paths.folder("profiles") / f"{name}.toml"
+    elif name.lower() in profile_names():
+        path = paths.folder("profiles") / f"{name.lower()}.toml"
     else:
         raise NotFound(
             f"no profile '{name}'",
-            hint="one of: auto, " + ", ".join(profile_names()) + "; or a file: ./mine.toml",
+            hint=did_you_mean(name, ("auto", *profile_names()), _LIST_PROFILES),
         )
     profile = _read(path)
     return _with_mode(profile, mode[0]) if mode else profile

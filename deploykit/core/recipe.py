@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deploykit.core import paths as resources
-from deploykit.core.errors import BadInput, NotFound
+from deploykit.core.errors import BadInput, NotFound, did_you_mean
 from deploykit.core.json_value import Record
 from deploykit.core.preprocess import Preprocess
 from deploykit.core.tensors import TensorSpec
@@ -85,7 +85,9 @@ def find_bundled(name: str) -> Path:
     if name not in paths:
         raise NotFound(
             f"no recipe '{name}'",
-            hint=f"one of: {', '.join(paths)}; or a file: ./mine.py; or pkg.mod:RECIPE",
+            hint=did_you_mean(
+                name, paths, f"one of: {', '.join(paths)}; or a file: ./mine.py; or pkg.mod:RECIPE"
+            ),
         )
     return paths[name]
 

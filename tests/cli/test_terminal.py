@@ -92,21 +92,54 @@ def test_a_closed_pipe_is_not_an_error(words: list[str]) -> None:
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
+def ran_by_shell(
+    command: str, words: list[object], **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """`command` with {} in place of `deploykit WORDS`."""
+    line = command.format(" ".join(map(str, [*DEPLOYKIT, *words])))
+    return subprocess.run(
+        line, shell=True, check=False, capture_output=True, text=True, env=os.environ | variables
+    )
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_an_output_that_takes_nothing_is_one_error_line() -> None:
-    with Path("/dev/full").open("w") as full:
-        ran = subprocess.run(
-            [*DEPLOYKIT, "profiles"], stdout=full, stderr=subprocess.PIPE, check=False, text=True
-        )
+@pytest.mark.parametrize(
+    "words", [["profiles"], ["--help"], ["export", "-h"], ["--version"]], ids=str
+)
+def test_an_output_that_takes_nothing_is_one_error_line(words: list[object]) -> None:
+    ran = ran_by_shell("{} > /dev/full", words)
     assert ran.returncode == 2
     assert ran.stderr.startswith("error: cannot write to standard output: No space left")
     assert ran.stderr.count("\n") == 1
 
 
-def test_closed_streams_are_no_error(model: Path) -> None:
-    for closed in (">&-", "2>&-", ">&- 2>&-"):
-        command = f"{' '.join(DEPLOYKIT)} inspect {model} {closed}"
-        assert subprocess.run(command, shell=True, check=False, capture_output=True).returncode == 0
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize(
+    "words", [["--debug", "inspect", "nothing.onnx"], ["-v", "nothing"], []], ids=str
+)
+def test_errors_that_nobody_can_read_change_no_exit_code(words: list[object]) -> None:
+    ran = ran_by_shell("{} 2> /dev/full", words)
+    assert (ran.returncode, ran.stderr) == (2, "")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
+def test_closed_streams_are_no_error(model: Path, closed: str) -> None:
+    out = model.parent / "half.onnx"
+    ran = ran_by_shell("{} " + closed, ["quantize", model, "--to", "fp16", "-o", out])
+    assert ran.returncode == 0
+    with out.open("rb") as written:  # not the text that went to a stream's number
+        assert written.read(1) == b"\x08"
+
+
+def test_any_path_is_printed_where_only_ascii_may_be(model: Path) -> None:
+    path = model.rename(model.parent / "mü→.onnx")
+    table = ran_by_shell("{}", ["inspect", path], PYTHONIOENCODING="ascii")
+    assert (table.returncode, table.stderr) == (0, "")
+    assert r"m\xfc\u2192.onnx" in table.stdout
+    document = ran_by_shell("{}", ["inspect", path, "--json"], PYTHONIOENCODING="ascii")
+    assert json.loads(document.stdout)["path"] == str(path)
+    missing = ran_by_shell("{}", ["inspect", f"{path}x"], PYTHONIOENCODING="ascii")
+    assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
 
 
 @pytest.mark.parametrize("words", [("-v", "quantize"), ("quantize", "-v"), ("quantize", "--debug")])

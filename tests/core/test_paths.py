@@ -90,6 +90,12 @@ def test_what_is_not_there_is_not_found(reference: str, says: str) -> None:
         ("{}['key']", "KeyError"),
         ("raise RuntimeError('mine')", "RuntimeError: mine"),
         ("open('/no/such/file')", "FileNotFoundError"),
+        ("import sys; sys.exit(3)", r"it called exit\(3\)"),
+        ("class Odd(BaseException): pass\nraise Odd('mine')", "Odd: mine"),
+        ("def __getattr__(name): raise OSError('lazy')", "OSError: lazy"),
+        ("def __getattr__(name): raise ImportError('a') from OSError('b')", "caused by OSError: b"),
+        ("def __getattr__(name): raise AttributeError(name) from OSError('b')", "by OSError: b"),
+        ("def __getattr__(name): exit()", r"it called exit\(None\)"),
     ],
 )
 @pytest.mark.parametrize("form", ["file", "module"])
@@ -97,10 +103,31 @@ def test_an_exception_in_users_code_is_bad_input(
     package: Path, code: str, says: str, form: str
 ) -> None:
     path = write(package / "failing_code.py", code)
+    sys.modules.pop("failing_code", None)  # of the test before
     where = str(path) if form == "file" else "failing_code"
     with pytest.raises(BadInput, match=f"importing it failed: .*{says}") as caught:
         import_object(f"{where}:x")
     assert not isinstance(caught.value, NotFound)
+
+
+def test_a_name_that_is_spelled_wrong_is_answered_with_the_right_one() -> None:
+    with pytest.raises(NotFound, match="json has no 'Dumps'") as caught:
+        import_object("json:Dumps")
+    assert caught.value.hint == "did you mean dumps?"
+
+
+def test_an_extra_that_a_lazy_attribute_needs_is_named(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers does, which imports a model's file when it is first asked for."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code = (
+        "def __getattr__(name):\n"
+        "    try:\n        import torch\n"
+        "    except ImportError as exc:\n        raise ModuleNotFoundError('lazy') from exc\n"
+    )
+    with pytest.raises(MissingExtra, match="torch is not installed"):
+        import_object(f"{write(package / 'lazy.py', code)}:x")
 
 
 def test_code_that_failed_is_not_kept(tmp_path: Path) -> None:
@@ -128,7 +155,11 @@ def test_an_error_of_deploykit_passes_through_unchanged(tmp_path: Path) -> None:
         import_object(f"{write(tmp_path / 'mine.py', code)}:x")
 
 
-def test_ctrl_c_passes_through(tmp_path: Path) -> None:
+def test_ctrl_c_and_sigterm_pass_through(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.py", "raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
         import_object(f"{path}:x")
+    code = "from deploykit.cli.main import _terminate\n_terminate(15, None)"
+    with pytest.raises(SystemExit) as ended:
+        import_object(f"{write(tmp_path / 'ended.py', code)}:x")
+    assert ended.value.code == 143

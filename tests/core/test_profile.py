@@ -172,7 +172,7 @@ def test_unknown_power_mode_lists_the_known() -> None:
     assert caught.value.hint == "this target has no power modes"
 
 
-@pytest.mark.parametrize("name", ["h2000", "", "../profiles/h200", "H200", "cpu@", "@"])
+@pytest.mark.parametrize("name", ["h2000", "", "../profiles/h200", "H200X", "cpu@", "@"])
 def test_unknown_name_lists_the_known(name: str) -> None:
     with pytest.raises(NotFound) as caught:
         load_profile(name)
@@ -309,3 +309,26 @@ def test_dla_cores_are_those_of_the_module() -> None:
         "jetson-orin-nx-16gb": 2,
         "jetson-orin-nx-8gb": 1,
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("h100", "did you mean h100-pcie, h100-sxm?"),
+        ("H100", "did you mean h100-pcie, h100-sxm?"),
+        ("h100-smx", "did you mean h100-sxm?"),
+        ("Orin-Nano", "did you mean jetson-orin-nano-4gb, jetson-orin-nano-8gb?"),
+        ("a100@15W", "did you mean a100-40gb, a100-80gb?"),
+        ("", "deploykit profiles lists them; or a file: ./mine.toml"),
+        ("vax", "deploykit profiles lists them; or a file: ./mine.toml"),
+    ],
+)
+def test_an_unknown_profile_is_answered_with_those_that_may_be_meant(name: str, hint: str) -> None:
+    with pytest.raises(NotFound, match="no profile") as caught:
+        load_profile(name)
+    assert caught.value.hint == hint
+
+
+def test_a_profile_is_known_in_any_case_and_auto_is_one() -> None:
+    assert load_profile("H100-SXM") == load_profile("h100-sxm")
+    assert load_profile("auto") == choose_profile()[0]

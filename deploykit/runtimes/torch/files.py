@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deploykit.core import errors
 from deploykit.core.artefact import sniff, torch_kind
-from deploykit.core.errors import BadInput, DeploykitError, first_line
+from deploykit.core.errors import BadInput, first_line
 from deploykit.core.extras import require
 from deploykit.runtimes.cuda.errors import OutOfMemory
 
@@ -102,18 +103,12 @@ def read(path: Path, *, allow_pickle: bool, described: bool = True) -> Content:
 
 @contextmanager
 def users_code(where: object) -> Iterator[None]:
-    """Any exception of the user's own code becomes a BadInput that begins with `where`.
-
-    A GPU without enough memory is OutOfMemory: there the code is not at fault.
-    """
-    try:
-        yield
-    except DeploykitError:
-        raise
-    except torch.OutOfMemoryError as exc:
-        raise OutOfMemory(f"{where}: the GPU's memory is full: {first_line(exc)}") from exc
-    except Exception as exc:  # it may raise anything
-        raise BadInput(f"{where}: {type(exc).__name__}: {first_line(exc)}") from exc
+    """As `core.errors.users_code`; a GPU without enough memory is OutOfMemory: no fault of code."""
+    with errors.users_code(where):
+        try:
+            yield
+        except torch.OutOfMemoryError as exc:
+            raise OutOfMemory(f"{where}: the GPU's memory is full: {first_line(exc)}") from exc
 
 
 @contextmanager
