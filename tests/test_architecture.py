@@ -50,7 +50,7 @@ OWNERS = {
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 2680,
+    "core": 2730,
     "runtimes": 5720,
     "training": 300,
     "exporters": 760,
@@ -59,7 +59,7 @@ BUDGETS = {
     "measure": 4000,
     "serving": 10480,
     "api": 4320,
-    "cli": 1810,
+    "cli": 1840,
     "": 35900,  # the whole package
 }
 LONG: set[str] = set()  # functions over 60 lines
