@@ -19,13 +19,14 @@ from deploykit.core.statistics_basic import Interval
 
 @dataclass(frozen=True)
 class Predicted(Record):
-    """What `predict` wrote; `accuracy` is None where the data has no labels."""
+    """What `predict` wrote; `accuracy` is None without labels, or where `note` says why."""
 
     path: Path
     samples: int
     seconds: float
     device: str
     accuracy: Interval | None
+    note: str = ""
 
     def _repr_html_(self) -> str:
         from deploykit.measure.report import notebook
@@ -72,8 +73,11 @@ def predict(
         seconds = time.perf_counter() - started
         outputs = {name: np.concatenate(arrays) for name, arrays in parts.items()}
         write_npz(out, outputs, kind=PREDICTIONS)
-        accuracy = None
-        if samples.labels is not None and samples.labels.dtype.kind in "iu":
-            scores = top1(outputs[opened.outputs[0].name], samples.labels, str(data))
-            accuracy = proportion(round(scores.sum()), len(scores))
-        return Predicted(out, len(samples), seconds, opened.device, accuracy)
+        accuracy, note = None, ""
+        if samples.labels is not None:
+            try:
+                scores = top1(outputs[opened.outputs[0].name], samples.labels, str(data))
+                accuracy = proportion(round(scores.sum()), len(scores))
+            except BadInput as exc:  # labels of another kind: targets, tokens, masks
+                note = f"no accuracy: {exc.message}" + (f"; {exc.hint}" if exc.hint else "")
+        return Predicted(out, len(samples), seconds, opened.device, accuracy, note)

@@ -184,7 +184,7 @@ def predicted(result: Predicted) -> list[Part]:
     ]
     if result.accuracy:
         lines.append(f"  top-1 accuracy  {percent(result.accuracy)}, n = {result.samples}")
-    return lines
+    return lines + [f"note: {result.note}"] * bool(result.note)
 
 
 def load(result: LoadResult) -> list[Part]:

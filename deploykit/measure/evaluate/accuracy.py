@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, GateFailed
+from deploykit.core.errors import BadInput, GateFailed, quote
 from deploykit.runtimes.data.samples import Samples
 from deploykit.runtimes.engine import Engine
 
@@ -14,15 +14,15 @@ TOP1 = "top-1 accuracy"
 def top1(values: np.ndarray, labels: np.ndarray, where: str) -> np.ndarray:
     """1.0 where the largest of `values` (samples, classes) is the label, else 0.0.
 
-    Returns float64 (samples,). Raises BadInput when the labels are not class numbers, or the values
-    are not one per class, and GateFailed where one is NaN or infinity.
+    Labels are as `class_numbers` takes them. Returns float64 (samples,). Raises BadInput when they
+    are not classes, or the values are not one per class, and GateFailed where one is NaN or
+    infinity.
     """
-    if labels.ndim != 1 or labels.dtype.kind not in "iu":
-        raise BadInput(f"{where}: top-1 accuracy needs integer 'labels' of shape (samples,)")
     if values.ndim != 2 or len(values) != len(labels) or values.shape[1] < 2:
         raise BadInput(
             f"{where}: the first output is {values.shape}, top-1 needs (samples, classes)"
         )
+    labels = class_numbers(labels, values.shape[1], where)
     if int(labels.min()) < 0 or int(labels.max()) >= values.shape[1]:
         raise BadInput(
             f"{where}: labels run from {labels.min()} to {labels.max()}, "
@@ -33,6 +33,36 @@ def top1(values: np.ndarray, labels: np.ndarray, where: str) -> np.ndarray:
         raise GateFailed(f"{where}: the model's answer is NaN or infinity for {broken} samples")
     right: np.ndarray = (values.argmax(1) == labels).astype(np.float64)
     return right
+
+
+def class_numbers(labels: np.ndarray, classes: int, where: str) -> np.ndarray:
+    """Labels as integers (samples,): numbers of any type, as text too, or one-hot rows.
+
+    Raises BadInput for other text, fractions, and rows that are not one-hot.
+    """
+    found = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
+    if found.dtype.kind in "US":
+        try:
+            found = found.astype(np.int64)
+        except ValueError:
+            name = quote(labels.flat[0].item())
+            raise BadInput(
+                f"{where}: labels are names, such as {name}, and a model has none",
+                hint="number the classes from 0, in the order of the model's output",
+            ) from None
+    if found.ndim == 2 and found.shape[1] == classes and found.dtype.kind in "biuf":
+        hot = found == 1
+        if bool((hot | (found == 0)).all() and (hot.sum(1) == 1).all()):
+            places: np.ndarray = hot.argmax(1)
+            return places
+    if found.ndim == 1 and found.dtype.kind in "bf" and bool((np.trunc(found) == found).all()):
+        found = found.astype(np.int64)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise BadInput(
+            f"{where}: labels are {labels.dtype}{list(labels.shape)}",
+            hint=f"top-1 needs a class number for each sample, or a one-hot row of {classes}",
+        )
+    return found
 
 
 def top1_scores(engine: Engine, samples: Samples, batch_size: int = 64) -> np.ndarray:

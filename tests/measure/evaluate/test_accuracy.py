@@ -19,10 +19,34 @@ def test_a_row_scores_1_where_the_largest_value_is_the_label() -> None:
 
 
 @pytest.mark.parametrize(
+    "labels",
+    [
+        np.array([1.0, 1.0, 1.0], np.float32),
+        np.array([True, True, True]),
+        np.array([[1], [1], [1]]),
+        np.array(["1", "1", "1"]),
+        np.array([b"1", b"1", b"1"]),
+        np.eye(2)[[1, 1, 1]],
+        np.eye(2, dtype=np.uint8)[[1, 1, 1]],
+        np.eye(2, dtype=bool)[[1, 1, 1]],
+    ],
+    ids=lambda labels: f"{labels.dtype}{list(labels.shape)}",
+)
+def test_class_numbers_of_any_type_and_one_hot_rows_are_labels(labels: np.ndarray) -> None:
+    np.testing.assert_array_equal(top1(VALUES, labels, "d"), [1.0, 0.0, 1.0])
+
+
+@pytest.mark.parametrize(
     ("values", "labels", "message"),
     [
-        (VALUES, np.array([1.0, 0.0, 1.0]), "integer"),
-        (VALUES, np.array([[1], [0], [1]]), "integer"),
+        (VALUES, np.array([1.5, 0.0, 1.0]), r"labels are float64\[3\]"),
+        (VALUES, np.array([1.0, np.nan, 1.0]), "labels are float64"),
+        (VALUES, np.array([[1, 1], [0, 1], [1, 0]]), r"labels are int64\[3, 2\]"),
+        (VALUES, np.array([[0.3, 0.7], [1, 0], [0, 1]]), "labels are float64"),
+        (VALUES, np.array([[0, 0, 1]] * 3), r"labels are int64\[3, 3\]"),
+        (VALUES, np.array(["cat", "dog", "cat"]), "labels are names, such as 'cat'"),
+        (VALUES, np.array([b"cat", b"dog", b"cat"]), "labels are names"),
+        (VALUES, np.array(["1", "0", "2"]), "2 classes"),
         (VALUES[:2], np.array([1, 0, 1]), "samples, classes"),
         (VALUES[:, :1], np.array([0, 0, 0]), "samples, classes"),
         (VALUES, np.array([1, 0, 2]), "2 classes"),
