@@ -21,9 +21,18 @@ from deploykit.onnx_graph.skeleton import read_names
 _CONVOLUTIONS = ("Conv", "ConvTranspose")
 _ACTIVATIONS = frozenset(("Relu", "Clip"))
 # What ONNX Runtime runs on INT8: these move values and keep their scale ...
-_MOVES = frozenset(("MaxPool", "Flatten", "Reshape", "Transpose", "Squeeze", "Unsqueeze"))
-# ... and these compute new ones.
-_COMPUTES = frozenset(("Add", "Mul", "GlobalAveragePool", "AveragePool", "Concat", "LeakyRelu"))
+_MOVES = frozenset(
+    word
+    for line in (
+        "MaxPool Flatten Reshape Transpose Squeeze Unsqueeze",
+        "Slice Split Resize Gather DepthToSpace Expand Tile",
+    )
+    for word in line.split()
+)
+# ... and these compute new ones; Sigmoid and Mul are SiLU.
+_COMPUTES = frozenset(
+    ("Add", "Mul", "Sigmoid", "LeakyRelu", "GlobalAveragePool", "AveragePool", "Concat")
+)
 
 
 @dataclass(frozen=True)
@@ -114,6 +123,12 @@ def _quantizable(
     )
 
 
+def _moves(node: onnx.NodeProto) -> bool:
+    if node.op_type == "Resize":
+        return any(each.name == "mode" and each.s == b"nearest" for each in node.attribute)
+    return node.op_type in _MOVES
+
+
 def _residuals(editor: Editor, chosen: set[int]) -> dict[int, int]:
     """Each Add of a chosen convolution's result -> its other input, the one of the shorter path."""
     reads = Counter([*read_names(editor.graph), *(value.name for value in editor.graph.output)])
@@ -157,9 +172,15 @@ def _spread(
         out = node.output[0] if node.output else ""
         if node.name in keep_float32:
             continue
-        if node.op_type in _MOVES and inputs[0] in scaled:
-            scaled[out] = scaled[inputs[0]]  # its own scale would need arithmetic in between
+        if _moves(node) and inputs[0] in scaled:
+            for each in node.output:  # a scale of its own would need arithmetic in between
+                scaled[each] = scaled[inputs[0]]
             continue
+        if node.op_type == "Concat" and out in scaled and scaled.keys() & set(inputs):
+            # it is quantized after: before, a part that is float can be too
+            alone = [name for name in inputs if len(readers[name]) == 1 and name not in outputs]
+            alone = [name for name in alone if name not in editor.constants and holds(name)]
+            scaled.update((name, name) for name in alone if name not in scaled)
         computes = node.op_type in _COMPUTES and all(name in scaled for name in inputs)
         if number not in chosen and not computes:
             continue

@@ -14,7 +14,14 @@ from deploykit.quantization.calibrate import Range
 from tests.support.builders.nvidia_cases import ask, checked, needs
 from tests.support.graphs.data import calibration, feeds, sqnr_db
 from tests.support.graphs.protos import quantizable, summarise, to_pairs
-from tests.support.graphs.qdq_graphs import dequantize_of, pairs, quantized, run, stored
+from tests.support.graphs.qdq_graphs import (
+    dequantize_of,
+    optimised,
+    pairs,
+    quantized,
+    run,
+    stored,
+)
 from tests.support.onnx_zoo import make
 
 LEAST_SQNR_DB = 32.0  # see test_qdq.py
@@ -173,6 +180,20 @@ def test_fp8_quantizes_the_residual_too(tmp_path: Path) -> None:
     model = to_pairs(sums(), found, "fp8")
     add = next(node for node in model.graph.node if node.name == "add")
     assert dequantize_of(model, add.input[1]).op_type == "DequantizeLinear"
+
+
+def test_onnxruntime_joins_what_a_transposed_convolution_wrote_in_integers(tmp_path: Path) -> None:
+    model, _ = quantized(unet(), tmp_path, "onnxruntime")
+    done = optimised(model, tmp_path)
+    assert (done.count("QLinearConcat"), done.count("Concat")) == (1, 0)
+    assert (done.count("QLinearConv"), done.count("ConvTranspose")) == (2, 1)
+
+
+def test_a_part_that_others_read_too_stays_exact_beside_the_concat(tmp_path: Path) -> None:
+    source = unet()
+    source.graph.output.append(helper.make_tensor_value_info("u", 1, ["N", 8, 8, 8]))
+    model, _ = quantized(source, tmp_path, "onnxruntime")
+    assert "u" in next(node for node in model.graph.node if node.name == "join").input
 
 
 @ask

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
+from deploykit.builders.onnxruntime import build
 from deploykit.quantization.calibrate import Calibration
 from deploykit.runtimes.engine import load
 from tests.support.graphs.data import samples
@@ -40,6 +41,12 @@ def pairs(model: onnx.ModelProto, kind: str) -> list[onnx.NodeProto]:
 def run(model: onnx.ModelProto, inputs: dict[str, np.ndarray], path: Path) -> np.ndarray:
     with load(save(model, path), "cpu") as engine:
         return next(iter(engine(inputs).values()))
+
+
+def optimised(model: onnx.ModelProto, tmp_path: Path) -> list[str]:
+    """The operators of what ONNX Runtime makes of it, in order."""
+    build(save(model, tmp_path / "optimise.onnx"), tmp_path / "optimised.onnx", threads=1)
+    return [node.op_type for node in onnx.load(tmp_path / "optimised.onnx").graph.node]
 
 
 def dequantize_of(model: onnx.ModelProto, name: str) -> onnx.NodeProto:
