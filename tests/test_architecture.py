@@ -54,7 +54,7 @@ BUDGETS = {
     "runtimes": 5720,
     "training": 300,
     "exporters": 760,
-    "onnx_graph+quantization": 4250,
+    "onnx_graph+quantization": 4330,
     "builders": 1580,
     "measure": 4000,
     "serving": 10480,

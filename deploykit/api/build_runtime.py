@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _MOVED = (
     "the INT8 pairs, placed for TensorRT, were placed for ONNX Runtime with the ranges that the "
-    "graph records"
+    "graph records or that follow from its scales"
 )
 _NOT_CHECKED = (
     "the accuracy of this graph was not checked: give labelled data (`data`), or quantize the "
@@ -75,11 +75,15 @@ def build_for_runtime(
         graph = _place_pairs(Graph.open(source.path), target, tmp)
     step = span(on_progress, 0.6 if job else 0.0, 0.8)
     step("building", 0.0)
-    built = find_builder(target.runtime)(Artefact.open(graph.path), tmp, target, shapes, step)
-    runtime = RUNTIMES[target.runtime]
+    builder, runtime = find_builder(target.runtime), RUNTIMES[target.runtime]
+    built = builder(Artefact.open(graph.path), tmp, target, shapes, step)
     kind = runtime.opens[0]
     result = Graph.open(tmp) if kind == "onnx" else graph
-    _check_integers(source, target, graph.precision, result.precision)
+    if graph.path == source.path and _few_integers(graph, result):
+        graph = _place_pairs(graph, target, tmp, foreign=True)
+        built = builder(Artefact.open(graph.path), tmp, target, shapes, step)
+        result = Graph.open(tmp)
+    _check_integers(source, target, graph, result)
     on_progress("comparing with the model", 0.8)
     evidence = _prove(source, job, request, target, graph, tmp, place.name, max_error)
     notes = list(evidence.notes)
@@ -102,14 +106,19 @@ def build_for_runtime(
     return keep_if_passed(tmp, made, request.to)
 
 
-def _place_pairs(graph: Graph, target: Profile, tmp: Path) -> Graph:
+def _place_pairs(graph: Graph, target: Profile, tmp: Path, *, foreign: bool = False) -> Graph:
     """The graph with its INT8 pairs where the runtime has kernels, next to `tmp` if they moved."""
-    from deploykit.quantization.moving import move_pairs
+    from deploykit.quantization.moving import move_foreign_pairs, move_pairs
 
     if not RUNTIMES[target.runtime].scales_outputs:
         return graph
-    moved = move_pairs(graph, target.runtime)
+    moved = (move_foreign_pairs if foreign else move_pairs)(graph, target.runtime)
     return moved.save(tmp.with_name("placed.onnx")) if moved else graph
+
+
+def _few_integers(graph: Graph, built: Graph) -> bool:
+    """Whether less than half of the INT8 nodes run as such."""
+    return 2 * built.precision.get("int8", 0) < graph.precision.get("int8", 0)
 
 
 def _prove(
@@ -161,17 +170,18 @@ def _prove(
     )
 
 
-def _check_integers(
-    model: Artefact, target: Profile, asked: Mapping[str, int], built: Mapping[str, int]
-) -> None:
-    """Raise BadInput where ONNX Runtime runs no INT8 node as such: slower than float32."""
-    if not asked.get("int8") or built.get("int8"):
+def _check_integers(model: Artefact, target: Profile, graph: Graph, built: Graph) -> None:
+    """Raise BadInput where ONNX Runtime runs hardly an INT8 node as such: slower than float32."""
+    asked, few = graph.precision, graph.path == model.path and _few_integers(graph, built)
+    if not asked.get("int8") or (built.precision.get("int8") and not few):
         return
+    halves = sorted({"float16", "bfloat16"} & set(asked))
     source = next(verify.find_sources(model.path, model.manifest), None) if model.manifest else None
     again = f"{source or 'FLOAT32.onnx'} --profile {target.name} --precision int8 --calib FILE.npz"
     raise BadInput(
-        f"{model}: ONNX Runtime runs none of its {asked['int8']} INT8 nodes in integers: their "
-        "pairs are placed for TensorRT, and the file does not record the ranges to move them",
+        f"{model}: ONNX Runtime runs {built.precision.get('int8', 'none')} of its {asked['int8']} "
+        "INT8 nodes in integers: their pairs are placed for TensorRT, and "
+        + (f"it computes in {halves[0]} between" if halves else "no ranges follow to move them"),
         hint=f"deploykit build {again}",
     )
 

@@ -114,18 +114,33 @@ def test_build_for_the_cpu_moves_pairs_that_were_placed_for_tensorrt(
     assert run("compare", out).code == 0  # its golden samples
 
 
-def test_build_for_the_cpu_refuses_pairs_that_it_cannot_move(
+def test_build_for_the_cpu_moves_the_pairs_of_other_tools(
     run: Run, model: Path, samples: Path, tmp_path: Path
 ) -> None:
     quantized, out = tmp_path / "q.onnx", tmp_path / "built.onnx"
     assert run("quantize", model, "--to", "int8", "--calib", samples, "-o", quantized).code == 0
     graph = onnx.load(quantized)
-    del graph.metadata_props[:]
+    del graph.metadata_props[:]  # where the ranges are recorded
     other = tmp_path / "foreign.onnx"
     onnx.save(graph, other)
-    ran = run("build", other, "--profile", "cpu", "-o", out)
+    ran = run("build", other, "--profile", "cpu", "-o", out, "--json")
+    assert ran.code == 0, ran.err
+    made = document(ran.out)
+    assert made["manifest"]["precision"]["int8"] >= 2
+    assert any("follow from its scales" in note for note in made["notes"])
+    assert any("was not checked" in note for note in made["notes"])
+
+
+def test_build_for_the_cpu_refuses_pairs_that_it_cannot_move(
+    run: Run, model: Path, samples: Path, tmp_path: Path
+) -> None:
+    quantized, out = tmp_path / "q.onnx", tmp_path / "built.onnx"
+    words = ("quantize", model, "--to", "int8", "--calib", samples, "-o", quantized)
+    assert run(*words, "--other-nodes", "fp16").code == 0
+    ran = run("build", quantized, "--profile", "cpu", "-o", out)
     assert ran.code == 2
-    assert "INT8 nodes" in ran.error()
+    assert "INT8 nodes in integers" in ran.error()
+    assert "it computes in float16 between" in ran.error()
     assert "--profile cpu --precision int8 --calib FILE.npz" in ran.err
     assert not out.exists()
 
