@@ -78,6 +78,12 @@ def test_latency_and_throughput_are_compared_with_the_baseline(report: dict) -> 
         assert point["device"] == "cpu"
 
 
+def test_a_demo_that_succeeds_reports_nothing_that_was_not_met(demo: tuple[Path, object]) -> None:
+    text = (demo[0] / "report.md").read_text()
+    assert "its accuracy decides" in text
+    assert "NOT " not in text
+
+
 def test_the_report_lists_what_was_not_measured(report: dict) -> None:
     if not report["machine"]["gpus"]:
         assert "GPU" in {gap["what"] for gap in report["not_measured"]}

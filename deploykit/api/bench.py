@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BATCHES = (1, 2, 4, 8, 16, 32)
+FULL_S = 60.0  # of a point
 BASELINE = "fp32 CPU"  # ONNX Runtime, one session on all physical cores
 
 
@@ -75,8 +76,9 @@ def bench(
     Without `baseline` it is the first engine, or the float32 model that a TensorRT engine was made
     from if that is next to it. Such an engine is proven first, or opened with `trust`: see
     `open_proven`. `data`: labelled .npz; then accuracy is measured too, paired with the baseline's.
-    Each point is timed for `seconds` after `warmup_s` (60 and 10; with `quick` 5 and 2, and marked
-    so). `out`: the folder of the report. `force`: replace files that deploykit did not write there.
+    Each point is timed for `seconds` after `warmup_s` (60 and 10; with `quick` 5 and 2); a report
+    of less than 60 is marked. `out`: the folder of the report. `force`: replace files that
+    deploykit did not write there.
     """
     from deploykit.measure.report import report as reports
     from deploykit.measure.report.verdict import verdict
@@ -89,7 +91,7 @@ def bench(
     every = list({item.artefact.sha256: item for item in (reference, *found)}.values())
     timing = Timing(
         warmup_s=(2.0 if quick else 10.0) if warmup_s is None else warmup_s,
-        seconds=(5.0 if quick else 60.0) if seconds is None else seconds,
+        seconds=(5.0 if quick else FULL_S) if seconds is None else seconds,
     )
     folder = claim_report(out, (*engines, baseline, data), force=force)
     run = _prepare(reference, every, Path(data) if data else None, device)
@@ -98,7 +100,7 @@ def bench(
         title=f"{reference.artefact.path.stem}: latency and throughput",
         created=now(),
         command=command,
-        quick=quick,
+        quick=timing.seconds < FULL_S,
         baseline=BASELINE,
         machine=run.machine.to_dict(),
         artefacts=tuple(item.to_dict() for item in every),

@@ -182,7 +182,6 @@ class _Demo:
                 batches=(1, 32) if quick else (1, 4, 16, 64),
                 out=self.out,
                 data=self.test,
-                quick=True,
                 force=self.force,
                 warmup_s=0.2 if quick else 1.0,
                 seconds=0.5 if quick else 3.0,

@@ -105,7 +105,7 @@ ENGINE                 {ENGINE}s to measure
 {DEVICE}
 {TRUST}
 Timing:
---quick                Measure briefly; the report is marked as such
+--quick                Measure briefly; a report of less than 60 s for each point says so
 --warmup SECONDS       Warm-up before each point [10, or 2 with --quick]
 --seconds SECONDS      Length of each point [60, or 5 with --quick]
 --strict               Exit 1 if the GPU lowered its clocks meanwhile

@@ -88,7 +88,7 @@ def html_page(title: str, content: str, drawn: Sequence[Chart]) -> str:
 
 def _verdict(document: Mapping[str, Any]) -> str:
     first, *others = document["verdict"] or ["No verdict."]
-    quick = ' <span class="tag">quick run</span>' if document["quick"] else ""
+    quick = ' <span class="tag">short timings</span>' if document["quick"] else ""
     return (
         f'<header><p class="over">deploykit report · {_e(document["created"])}{quick}</p>'
         f'<h1>{_e(document["title"])}</h1><p class="verdict">{_e(first)}</p>'

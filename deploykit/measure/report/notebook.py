@@ -45,7 +45,8 @@ def evaluation_html(evaluation: Evaluation) -> str:
     verdict = "passed" if evaluation.passed else "NOT passed"
     rows = (("result", verdict), ("reason", evaluation.why), ("measured", evaluation.describe()))
     table = Table("Evaluation", ("", ""), rows, (0, 1))
-    return html_table(table) + parity_html(evaluation.parity)
+    by = "No bound applies to this error: the evaluation above decides."
+    return html_table(table) + html_table(parity_table(evaluation.parity.to_dict(), by))
 
 
 def model_facts(

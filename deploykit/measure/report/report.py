@@ -64,7 +64,8 @@ class Report:
     """All of a run. `created`: ISO 8601. `command`: what repeats it. `baseline`: a point's label.
 
     `machine`: Machine.to_dict(). `artefacts`: {"file", "sha256", "precision", "format"}. `parity`:
-    Parity.to_dict() of each comparison. `verdict`: sentences, the most important first.
+    Parity.to_dict() of each comparison. `quick`: points were timed for less than
+    60 s. `verdict`: sentences, the most important first.
     `throttled`: why the GPU was throttled during the run; nothing is derived from the points then.
     """
 

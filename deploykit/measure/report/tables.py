@@ -147,7 +147,7 @@ def details(document: Json) -> list[Table]:
     tables = [
         _gates(document),
         _accuracy(document),
-        *(parity_table(parity) for parity in document["parity"]),
+        *(parity_table(each, _judged_by(document, each)) for each in document["parity"]),
         _points(document),
         serving_table(document),
         _artefacts(document),
@@ -179,7 +179,19 @@ def _accuracy(document: Json) -> Table:
     return Table("Accuracy", columns, rows, (0, 1), "A drop is paired: the same samples on both.")
 
 
-def parity_table(parity: Json) -> Table:
+def _judged_by(document: Json, parity: Json) -> str:
+    """What decides on an artefact of low precision, whose error no bound applies to; else ""."""
+    precisions = {each.get("file"): each.get("precision") for each in document["artefacts"]}
+    precision = precisions.get(parity["b"], "fp32")
+    if precision in ("fp32", None):
+        return ""
+    measured = any(row["precision"] == precision for row in document["accuracy"])
+    by = "its accuracy decides, above" if measured else "accuracy, not measured here, decides"
+    return f"No bound applies to this error: {precision} rounds, and {by}."
+
+
+def parity_table(parity: Json, judged_by: str = "") -> Table:
+    """The errors, and whether they are within the bound, or what else decides."""
     rows = tuple(
         (
             row["output"],
@@ -192,7 +204,9 @@ def parity_table(parity: Json) -> Table:
     )
     columns = ("output", "batch", "values", "error", "max abs", "rms", "SQNR (dB)", "argmax (%)")
     within = "within" if parity["passed"] else "NOT within"
-    note = f"{within} the bound of {number(parity['max_error'])} on max |a−b| / max |a|."
+    note = judged_by or (
+        f"{within} the bound of {number(parity['max_error'])} on max |a−b| / max |a|."
+    )
     return Table(f"Parity of {parity['b']} with {parity['a']}", columns, rows, (0,), note)
 
 

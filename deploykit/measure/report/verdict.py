@@ -31,7 +31,7 @@ def verdict(report: Report) -> tuple[str, ...]:
         sentences += _headline(report)
     sentences += [_served(result) for result in report.serving]
     if report.quick:
-        sentences.append("This was a quick run: short timings, so wider intervals than a full one.")
+        sentences.append("Timings are short, so intervals are wider than with 60 s for each point.")
     if report.not_measured:
         gaps = "; ".join(f"{gap.what} ({gap.why})" for gap in report.not_measured)
         sentences.append(f"Not measured: {gaps}.")

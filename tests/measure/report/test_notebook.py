@@ -51,7 +51,9 @@ def test_an_evaluation_shows_its_verdict_above_its_parity() -> None:
     html = evaluation_html(found)
     assert "passed" in html
     assert found.why in unescape(html)
-    assert html.endswith(parity_html(found.parity))
+    assert "the evaluation above decides" in html
+    assert "the bound of" not in html
+    assert "within the bound of" in parity_html(found.parity)
     assert "Parity of c with a&lt;b" in html
     assert html.count("<table>") == 2
 

@@ -20,7 +20,7 @@ from deploykit.measure.report.report import (
     speedups,
     write,
 )
-from deploykit.measure.report.tables import best_by_batch
+from deploykit.measure.report.tables import best_by_batch, details
 from deploykit.measure.report.verdict import verdict
 from deploykit.measure.statistics import Interval, ratio
 from deploykit.measure.timing.sweep import Point
@@ -218,8 +218,22 @@ def test_a_server_that_answered_nothing_is_reported_with_its_error(report: Repor
 def test_quick_and_not_measured_are_stated(report: Report) -> None:
     sentences = verdict(report)
     assert sentences[-1] == "Not measured: GPU (no NVIDIA GPU on this machine)."
-    assert sentences[-2].startswith("This was a quick run")
+    assert sentences[-2].startswith("Timings are short")
     assert not any("quick" in s for s in verdict(replace(report, quick=False)))
+
+
+def test_no_bound_is_stated_where_the_accuracy_decides(report: Report) -> None:
+    parity = report.parity[0]
+    found = {**parity, "b": "int8.onnx", "passed": False}
+    files = ({"file": "int8.onnx", "sha256": "0", "precision": "int8", "format": "onnx"},)
+    document = replace(report, parity=(found,), artefacts=files).to_dict()
+    for rows, by in ((document["accuracy"], "its accuracy decides, above"), ([], "not measured")):
+        notes = [table.note for table in details(document | {"accuracy": rows}) if table.note]
+        assert any(by in note for note in notes)
+        assert not any("within" in note for note in notes)
+    files = ({**files[0], "precision": "fp32"},)
+    document = replace(report, parity=(found,), artefacts=files).to_dict()
+    assert any("NOT within" in table.note for table in details(document))
 
 
 def test_markdown_holds_the_verdict_the_tables_and_the_command(
