@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from deploykit.api.open import open_proven
 from deploykit.api.running_server import RunningServer
 from deploykit.core.artefact import Artefact, ArtefactLike
-from deploykit.core.errors import BadInput, Unsupported, os_reason
+from deploykit.core.errors import BadInput, OutOfMemory, Unsupported, os_reason
 from deploykit.core.files import check_readable
 from deploykit.core.machine import return_large_blocks, usable_cores
 from deploykit.core.paths import StrPath
@@ -178,10 +178,13 @@ def _run(
         check_readable(file)
     return_large_blocks()
     with ExitStack() as stack:
-        sources = {name: Source(file, partial(opening, file)) for name, file in files.items()}
+        sources = {
+            name: Source(file, partial(opening, file), opening.check)
+            for name, file in files.items()
+        }
         models: dict[str, Sequence[Engine]] = {}
         for name, source in sources.items():
-            models[name] = source.load()
+            models[name] = source.open()
             for engine in models[name]:
                 stack.callback(engine.close)
         _check_pad(settings, models)
@@ -279,6 +282,29 @@ class Opening:
                 engine.notes = (*engine.notes, note)
             log.warning("%s: %s", file, note)
             return engines
+
+    def check(self, file: Path) -> None:
+        """Open `file` and run it once, on the CPU; of what only a GPU runs, check the hash.
+
+        A second copy might not fit on the GPU.
+        """
+        from deploykit.runtimes.engine import load
+        from deploykit.serving.batching.delivery import monotonic_us
+        from deploykit.serving.models.warmup import WarmUp
+
+        artefact = Artefact.open(file)
+        artefact.manifest  # noqa: B018 - raises for a file that is not the one it describes
+        if not artefact.runtime.on_cpu:
+            return
+        try:
+            engine = load(artefact, "cpu", threads=1)
+        except OutOfMemory:
+            raise
+        except Unsupported:
+            if self.device == "cpu":
+                raise
+        else:
+            WarmUp(file.name, engine, monotonic_us, max_batch=0).run()
 
 
 def _shadows(

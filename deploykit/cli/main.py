@@ -18,6 +18,7 @@ from deploykit.cli import machine, make, output, prove, serve
 from deploykit.cli.configure import ConfigurableCommand
 from deploykit.cli.help import Command, Group, reword
 from deploykit.core.errors import EXIT_BUG, EXIT_INTERRUPTED, BadInput, DeploykitError
+from deploykit.core.memory import does_not_fit
 
 app = typer.Typer(
     name="deploykit",
@@ -149,6 +150,8 @@ def _interrupted() -> NoReturn:
 
 def _failed(exc: Exception) -> NoReturn:
     """One of our errors, a usage error of typer's (it has `format_message`), or a bug."""
+    if isinstance(exc, MemoryError):
+        exc = does_not_fit("", str(exc))
     if isinstance(exc, DeploykitError):
         output.error(exc)
         sys.exit(exc.exit_code)

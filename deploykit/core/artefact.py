@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.core.errors import BadInput, Unsupported
-from deploykit.core.files import check_inside, check_readable, manifest_path, sha256
+from deploykit.core.files import check_inside, check_readable, manifest_path, open_readable, sha256
 from deploykit.core.paths import StrPath
 from deploykit.core.runtime import ALL, BY_FORMAT, READS, Runtime
 
@@ -147,13 +147,13 @@ def sniff(path: Path) -> str:
     "torch" is a zip or pickle checkpoint, a `.pt2` or TorchScript; `torch_kind` tells them apart.
     Raises NotFound or BadInput for what cannot be read or is none of these.
     """
-    check_readable(path)
     if any("\udc80" <= letter <= "\udcff" for letter in str(path)):  # as os.fsdecode marks bytes
+        check_readable(path)
         raise BadInput(
             f"{path}: the path is not UTF-8, which the libraries that open models need",
             hint="rename the file or its folder",
         )
-    with path.open("rb") as handle:
+    with open_readable(path) as handle:
         head = handle.read(512)
     if head[:4] == b"vtrt":
         raise Unsupported(

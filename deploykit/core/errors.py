@@ -76,6 +76,13 @@ class Unsupported(DeploykitError):
     grpc_status = "UNIMPLEMENTED"
 
 
+class OutOfMemory(Unsupported):
+    """A device or this machine has too little free memory; a smaller call may succeed."""
+
+    http_status = 503
+    grpc_status = "UNAVAILABLE"
+
+
 class MissingExtra(Unsupported):
     """An optional package is not installed; the hint holds the command that installs it."""
 
@@ -120,7 +127,7 @@ def users_code(where: object) -> Iterator[None]:
     """
     try:
         yield
-    except (DeploykitError, KeyboardInterrupt, GeneratorExit):
+    except (DeploykitError, KeyboardInterrupt, GeneratorExit, MemoryError):
         raise
     except SystemExit as exc:
         if type(exc) is not SystemExit:

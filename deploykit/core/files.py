@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 from deploykit.core.errors import BadInput, NotFound, Unsupported, os_reason
 
@@ -120,12 +120,34 @@ def check_readable(path: Path) -> Path:
     return path
 
 
+def open_readable(path: Path) -> BinaryIO:
+    """Open `path` to read it. Raises as `check_readable`, also if it becomes something else."""
+    check_readable(path)
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not wait
+        if stat.S_ISREG(os.fstat(number).st_mode):
+            return os.fdopen(number, "rb")
+        os.close(number)
+    except OSError as exc:
+        raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
+    raise BadInput(f"{path}: is not a regular file")
+
+
 def sha256(path: Path) -> str:
-    """The file's SHA-256 in hexadecimal. Raises NotFound or BadInput as `check_readable` does."""
+    """The file's SHA-256 in hexadecimal.
+
+    Raises NotFound or BadInput as `check_readable` does, and for a file that changes its size.
+    """
     digest = hashlib.sha256()
-    with check_readable(path).open("rb") as handle:
+    with open_readable(path) as handle:
+        left = os.fstat(handle.fileno()).st_size
         while block := handle.read(1 << 20):
             digest.update(block)
+            left -= len(block)
+            if left < 0:
+                break  # a file that grows faster than it is read would have no end
+    if left:
+        raise BadInput(f"{path}: changed while it was read")
     return digest.hexdigest()
 
 

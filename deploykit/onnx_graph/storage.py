@@ -17,7 +17,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploykit.core.errors import BadInput, os_reason
 from deploykit.core.extras import require
-from deploykit.core.files import HashingWriter, atomic_write
+from deploykit.core.files import HashingWriter, atomic_write, open_readable
+from deploykit.core.memory import memory_errors
 from deploykit.core.protobuf import Pages, spans, varint
 from deploykit.onnx_graph.skeleton import SMALL_BYTES, copy_fields, stored_bytes
 
@@ -35,7 +36,7 @@ def parse(path: Path) -> tuple[onnx.ModelProto, dict[int, tuple[int, int]]]:
     """
     model, spots = onnx.ModelProto(), dict[int, tuple[int, int]]()
     try:
-        with Pages(path) as data:
+        with memory_errors(path, [path]), Pages(path) as data:
             for number, wire, start, begin, end in spans(data, 0, len(data)):
                 if (number, wire) == (_GRAPH, 2):
                     _parse_graph(data, begin, end, model.graph, spots)
@@ -96,7 +97,7 @@ def tensor_data(tensor: onnx.TensorProto, folder: Path) -> bytes:
         entry = {item.key: item.value for item in tensor.external_data}
         path, length = folder / str(entry["location"]), stored_bytes(tensor)
         try:
-            with path.open("rb") as handle:
+            with memory_errors(path, [path]), open_readable(path) as handle:
                 handle.seek(int(entry.get("offset", "0")))
                 data: bytes = handle.read(length)
         except OSError as exc:

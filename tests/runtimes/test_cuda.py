@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 
-from deploykit.runtimes.cuda.errors import OutOfMemory
+from deploykit.core.errors import OutOfMemory
 from deploykit.runtimes.cuda.execution import Pipeline
 from deploykit.runtimes.cuda.memory import Buffer, Shape, byte_count, round_up
 from tests.support.runtimes.cuda_runs import ONE_CALL, X, Y, pipeline, right, rows

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from deploykit.core.errors import DeploykitError, Unsupported
-from deploykit.runtimes.cuda.errors import CaptureRefused, DeviceLost, OutOfMemory, cuda_error
+from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
+from deploykit.runtimes.cuda.errors import CaptureRefused, DeviceLost, cuda_error
 from tests.support.runtimes.cuda_runs import CODES, pipeline, right, rows
 from tests.support.runtimes.fake_cuda import Affine, FakeCuda
 

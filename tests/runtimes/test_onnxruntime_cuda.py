@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deploykit.core.errors import Unsupported
-from deploykit.runtimes.cuda.errors import CaptureRefused, DeviceLost, OutOfMemory
+from deploykit.core.errors import OutOfMemory, Unsupported
+from deploykit.runtimes.cuda.errors import CaptureRefused, DeviceLost
 from tests.support.runtimes import cases
 
 ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
@@ -203,12 +203,15 @@ def test_cuda_failures_keep_their_meaning(
     assert type(caught.value) is kind
 
 
-def test_an_out_of_memory_message_on_the_cpu_is_unsupported() -> None:
+def test_an_out_of_memory_message_on_the_cpu_names_the_sizes() -> None:
     text = "Failed to allocate memory for requested buffer of size 4194304"
-    with pytest.raises(Unsupported, match="ONNX Runtime failed") as caught:  # noqa: SIM117
-        with onnxruntime_errors(Path("m.onnx")):
-            raise ort_state.RuntimeException(text)
-    assert type(caught.value) is Unsupported
+    with (
+        pytest.raises(
+            OutOfMemory, match=r"m\.onnx: does not fit into memory: 4\.0 MiB were needed"
+        ),
+        onnxruntime_errors(Path("m.onnx")),
+    ):
+        raise ort_state.RuntimeException(text)
 
 
 @pytest.mark.gpu

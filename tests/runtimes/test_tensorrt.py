@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.core.errors import BadInput, DeploykitError, Unsupported
+from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsupported
 from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.cuda.errors import OutOfMemory
 from deploykit.runtimes.tensorrt.engine import logger
 from deploykit.runtimes.tensorrt.tensors import choose_shapes
 from tests.support.runtimes.fake_cuda import FakeCuda

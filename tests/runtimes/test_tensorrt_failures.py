@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.core.errors import MissingExtra, Unsupported
+from deploykit.core.errors import MissingExtra, OutOfMemory, Unsupported
 from deploykit.core.extras import installed
-from deploykit.runtimes.cuda.errors import CaptureRefused, DeviceLost, OutOfMemory
+from deploykit.runtimes.cuda.errors import CaptureRefused, DeviceLost
 from tests.support.runtimes.fake_cuda import FakeCuda
 from tests.support.runtimes.tensorrt_opened import Opened, opened_fixture, rows  # noqa: F401
 

@@ -11,9 +11,12 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from deploykit.core.errors import BadInput, Unsupported  # noqa: E402
+from deploykit.core.errors import (  # noqa: E402
+    BadInput,
+    OutOfMemory,
+    Unsupported,
+)
 from deploykit.core.tensors import TensorSpec, parse_spec  # noqa: E402
-from deploykit.runtimes.cuda.errors import OutOfMemory  # noqa: E402
 from deploykit.runtimes.torch.engine import TorchEngine, open_engine  # noqa: E402
 from deploykit.runtimes.torch.files import users_code  # noqa: E402
 from deploykit.runtimes.torch.open import (  # noqa: E402

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from deploykit.core.errors import DeploykitError, Unsupported
-
-
-class OutOfMemory(Unsupported):
-    """The device has too little free memory for this call; a smaller one may succeed."""
-
-    http_status = 503
-    grpc_status = "UNAVAILABLE"
+from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
 
 
 class DeviceLost(Unsupported):

@@ -17,12 +17,20 @@ from typing import Any
 import numpy as np
 
 from deploykit.core.artefact import ArtefactLike
-from deploykit.core.errors import BadInput, DeploykitError, Unsupported, first_line, os_reason
+from deploykit.core.errors import (
+    BadInput,
+    DeploykitError,
+    OutOfMemory,
+    Unsupported,
+    first_line,
+    os_reason,
+)
 from deploykit.core.extras import require
-from deploykit.core.files import check_inside
+from deploykit.core.files import check_inside, open_readable
 from deploykit.core.machine import default_threads
+from deploykit.core.memory import memory_errors
 from deploykit.core.tensors import BATCH, TensorSpec
-from deploykit.runtimes.cuda.errors import CODES, USE_LESS_MEMORY, OutOfMemory, cuda_error
+from deploykit.runtimes.cuda.errors import CODES, USE_LESS_MEMORY, cuda_error
 from deploykit.runtimes.engine import Arrays, BaseEngine, FeedCheck
 from deploykit.runtimes.onnxruntime.binding import Binding, check_placement
 from deploykit.runtimes.onnxruntime.file import (
@@ -178,7 +186,8 @@ def _session(
     path: Path, device: str, threads: int | None, *, optimise: bool, graphs: bool = False
 ) -> Any:
     options = session_options(threads, half=holds_half(path))
-    weights = _external_weights(path)  # alive until the session has copied them
+    with onnxruntime_errors(path):
+        weights = _external_weights(path)  # alive until the session has copied them
     if weights and hasattr(options, "add_external_initializers_from_files_in_memory"):
         # 1.23 lacks it: it maps the files, and a truncated one ends the process with SIGBUS
         sizes = [data.nbytes for data in weights.values()]
@@ -220,7 +229,8 @@ def _external_weights(path: Path) -> dict[str, np.ndarray]:
     ):  # ONNX Runtime 1.23 reads any file, later ones follow hard links
         check_inside(path.parent, location, f"{path}: its weights")
         try:
-            found[location] = np.fromfile(path.parent / location, np.uint8)
+            with open_readable(path.parent / location) as handle:
+                found[location] = np.fromfile(handle, np.uint8)
         except OSError as exc:
             raise BadInput(f"{path}: its weights: {location}: {os_reason(exc)}") from exc
     return found
@@ -257,7 +267,7 @@ def _spec(path: Path, node: Any) -> TensorSpec:
 def onnxruntime_errors(path: Path, device: str = "cpu") -> Iterator[None]:
     """Turn exceptions of ONNX Runtime, and on CUDA those of CUDA, into ours that name the file."""
     try:
-        with _cuda_failures(path, device):
+        with memory_errors(path, _files(path)), _cuda_failures(path, device):
             yield
     except (ort_state.InvalidProtobuf, ort_state.NoModel) as exc:
         raise BadInput(f"{path}: is a truncated or damaged ONNX file") from exc
@@ -269,6 +279,12 @@ def onnxruntime_errors(path: Path, device: str = "cpu") -> Iterator[None]:
         raise BadInput(f"{path}: ONNX Runtime refused it: {first_line(exc)}") from exc
     except (ort_state.RuntimeException, ort_state.EPFail, RuntimeError, ValueError) as exc:
         raise Unsupported(f"{path}: ONNX Runtime failed: {first_line(exc)}") from exc
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """Those that hold the model; read only if they are asked for."""
+    yield path
+    yield from (path.parent / location for location in external_files(path))
 
 
 @contextlib.contextmanager

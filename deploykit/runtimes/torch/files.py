@@ -19,9 +19,9 @@ from typing import Any
 
 from deploykit.core import errors
 from deploykit.core.artefact import sniff, torch_kind
-from deploykit.core.errors import BadInput, first_line
+from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, first_line
 from deploykit.core.extras import require
-from deploykit.runtimes.cuda.errors import OutOfMemory
+from deploykit.core.memory import does_not_fit, lacks_memory, memory_errors
 
 torch = require("torch")
 
@@ -103,8 +103,8 @@ def read(path: Path, *, allow_pickle: bool, described: bool = True) -> Content:
 
 @contextmanager
 def users_code(where: object) -> Iterator[None]:
-    """As `core.errors.users_code`; a GPU without enough memory is OutOfMemory: no fault of code."""
-    with errors.users_code(where):
+    """As `core.errors.users_code`; too little memory is OutOfMemory: no fault of the code."""
+    with errors.users_code(where), memory_errors(where):
         try:
             yield
         except torch.OutOfMemoryError as exc:
@@ -206,7 +206,9 @@ def _unpickle(path: Path, *, allow_pickle: bool) -> tuple[Any, bool]:
         raise _damaged(path, exc) from exc
 
 
-def _damaged(path: Path, exc: Exception) -> BadInput:
+def _damaged(path: Path, exc: Exception) -> DeploykitError:
+    if lacks_memory(exc):
+        return does_not_fit(path, str(exc), [path])
     return BadInput(
         f"{path}: is not a readable PyTorch file (truncated or damaged?): {_reason(exc)}"
     )

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from deploykit.core.errors import BadInput, DeploykitError, Overloaded, first_line
-from deploykit.runtimes.cuda.errors import DeviceLost, OutOfMemory
+from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Overloaded, first_line
+from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.runtimes.engine import Engine
 from deploykit.serving.batching.policy import BatchRun, Pending, Watcher
 from deploykit.serving.batching.stacking import EngineFailed, Splitter, Stack

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -74,6 +75,7 @@ class ServedModel:
         self._clock_us = clock_us
         self._call_soon = call_soon
         self._warm_notes: tuple[str, ...] = ()
+        self.warm_up_s = 0.0
         self.remark: Callable[[], str | None] = lambda: None  # an additional note, or None
         self._swap = threading.Lock()  # for replacements and the end
         self.draining = False  # only admitted requests are still accepted
@@ -93,7 +95,7 @@ class ServedModel:
         one. Also checks that padding to buckets changes no output. An error names the shape that
         failed.
         """
-        times_us: dict[int, int] = {}
+        begun_s, times_us = time.monotonic(), dict[int, int]()
         why = self._why_dependent(self.engines[0], times_us)
         if why:
             self._stop_batching(why)
@@ -101,9 +103,10 @@ class ServedModel:
             log.warning("model '%s': %s", self.name, _ALONE.format(self._dependent))
         notes, inline_max_rows = self._warm(self.engines, self._steering, times_us)
         self._warm_notes, self.batcher.inline_max_rows = notes, inline_max_rows
+        self.warm_up_s = time.monotonic() - begun_s
 
-    def replace(self, engines: Sequence[Engine]) -> None:
-        """Warm up `engines` and serve with them from now on.
+    def replace(self, engines: Sequence[Engine], wanted: Callable[[], bool] = lambda: True) -> None:
+        """Warm up `engines` and serve with them from now on, if they are still `wanted` then.
 
         The previous ones answer what they accepted and are closed then; `close` closes the new
         ones. Raises BadInput for incompatible engines, and what a warm-up raises: then nothing
@@ -130,7 +133,7 @@ class ServedModel:
         notes, inline_max_rows = self._warm(engines, steering, times_us)
         in_use = description.InUse.of(engines[0], self.in_use.generation + 1)
         with self._swap:
-            if self._closed:
+            if self._closed or not wanted():
                 raise shutting_down()
             before = self.batcher
             self._replaced = [each for each in self._replaced if not each.ended] + [before]

@@ -1,21 +1,24 @@
 """Watch engine files and replace an engine when its file changes.
 
-If the new file cannot be loaded or holds another model, the old engine keeps serving; the log and
-`error` report why. The next attempt follows the next change of the file.
+A new file is checked by a process of its own (trial.py), then loaded on a thread of its own; one
+that takes too long is given up. If it cannot be loaded or holds another model, the old engine
+keeps serving; the log and `error` report why. The next attempt follows the next change of the file.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from deploykit.core.errors import DeploykitError, NotFound, first_line
+from deploykit.core.errors import DeploykitError, NotFound, Overloaded, first_line
 from deploykit.core.files import manifest_path
 from deploykit.runtimes.engine import Closing, Engine
 from deploykit.runtimes.onnxruntime.file import external_files
+from deploykit.serving.models.trial import Check, Trial
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import VERSION
 
@@ -23,6 +26,10 @@ log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 CLOSE_S = 2.0
+LIMIT_S = 60.0  # for a new file, or TIMES what the start took if that is longer
+TIMES = 10
+_LEAST_S = 0.02
+MOST_HANGING = 4  # files of a model that hang while they are loaded here; each may hold memory
 
 File = tuple[str, int, int, int]  # name, inode, bytes, modified in ns; zeros where there is none
 Load = Callable[[], Sequence[Engine]]
@@ -31,125 +38,294 @@ Load = Callable[[], Sequence[Engine]]
 class Replaces(Protocol):
     """The part of ModelRepository that is used here."""
 
-    def replace(self, name: str, engines: Sequence[Engine]) -> None: ...
+    def replace(self, name: str, engines: Sequence[Engine], wanted: Callable[[], bool]) -> None: ...
+
+    def warm_up_s(self, name: str) -> float: ...
 
 
 class Source:
-    """The file of one model and how it is loaded. Create it before the first `load`.
+    """The file of one model, how it is checked and how it is loaded.
 
-    It detects changes since its creation, so none during start-up is missed.
+    It detects changes since its creation, so none during start-up is missed. `check` runs in
+    another process, before `load` in this one.
     """
 
-    def __init__(self, path: Path, load: Load) -> None:
+    def __init__(self, path: Path, load: Load, check: Check | None = None) -> None:
         self.path = path
+        self.check = check
         self.load = load
-        self._external: tuple[File, list[str]] | None = None
+        self.load_s = 0.0
+        self.external = external_files(path)
         self.settled = self.seen = self.files()
+
+    def open(self) -> Sequence[Engine]:
+        """Load the file at the start, and note how long that takes."""
+        begun_s = time.monotonic()
+        engines = self.load()
+        self.load_s = time.monotonic() - begun_s
+        return engines
 
     def files(self) -> tuple[File, ...]:
         """The current state of the file, its external weights and, last, its manifest."""
-        model = _file(self.path)
-        if self._external is None or self._external[0] != model:
-            self._external = model, external_files(self.path)
-        external = [self.path.parent / location for location in self._external[1]]
-        return (model, *map(_file, external), _file(manifest_path(self.path)))
+        external = [self.path.parent / location for location in self.external]
+        return (_file(self.path), *map(_file, external), _file(manifest_path(self.path)))
 
 
 class Reloader(Closing):
     """Polls every source each `poll_s`; loads a changed file once two polls find it unchanged."""
 
     def __init__(
-        self, repository: Replaces, sources: Mapping[str, Source], *, poll_s: float = POLL_S
+        self,
+        repository: Replaces,
+        sources: Mapping[str, Source],
+        *,
+        poll_s: float = POLL_S,
+        limit_s: float = LIMIT_S,
     ) -> None:
-        self._repository = repository
-        self._sources = dict(sources)
-        self._poll_s = poll_s
-        self._errors: dict[str, str] = {}
-        self._reloads = dict.fromkeys(self._sources, 0)
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="reload", daemon=True)
-        self._thread.start()
+        self._watches = {
+            name: _Watch(name, source, repository, self._closing, poll_s, limit_s)
+            for name, source in sources.items()
+        }
+        for watch in self._watches.values():
+            watch.start()
 
     def error(self, name: str) -> str | None:
         """Why the newer file of model `name` is not in use; None if it is."""
-        return self._errors.get(name)
+        return self._watches[name].error()
 
     def samples(self) -> list[Sample]:
         """For Prometheus."""
-        labels = {name: {"model": name, "version": VERSION} for name in self._sources}
-        return [
-            *(Sample("deploykit_reloads_total", labels[n], c) for n, c in self._reloads.items()),
-            *(Sample("deploykit_reload_failed", labels[n], n in self._errors) for n in labels),
-        ]
+        found = []
+        for name, watch in self._watches.items():
+            labels = {"model": name, "version": VERSION}
+            found += [
+                Sample("deploykit_reloads_total", labels, watch.reloads),
+                Sample("deploykit_reload_failed", labels, watch.error() is not None),
+                Sample("deploykit_reloads_given_up_total", labels, watch.given_up),
+            ]
+        return found
 
     def poll(self) -> None:
         """Poll every source; load those that changed, but not since the last poll."""
-        for name, source in self._sources.items():
-            files = source.files()
-            stable, source.seen = files == source.seen, files
-            # a changed manifest matters only for a file that was rejected: opening a file may
-            # record its verification there
-            end = None if name in self._errors else -1
-            if stable and files[:end] != source.settled[:end]:
-                self._reload(name, source)
+        for watch in self._watches.values():
+            watch.poll()
 
     def close(self) -> None:
-        """End the thread; does not wait long for one that is loading a large file."""
+        """End the threads; does not wait long for one that is loading or whose files hang."""
         self._closing.set()
-        self._thread.join(CLOSE_S)
+        end_s = time.monotonic() + CLOSE_S
+        for watch in self._watches.values():
+            watch.join(max(0.0, end_s - time.monotonic()))
 
-    def _loop(self) -> None:
+
+class _Watch(threading.Thread):
+    """Polls one source: a file system that does not answer keeps no other model from reloading."""
+
+    def __init__(
+        self,
+        name: str,
+        source: Source,
+        repository: Replaces,
+        closing: threading.Event,
+        poll_s: float,
+        limit_s: float,
+    ) -> None:
+        super().__init__(name="reload", daemon=True)
+        self._model = name
+        self._source = source
+        self._repository = repository
+        self._closing = closing
+        self._poll_s = poll_s
+        self._limit_s = limit_s
+        self._problem: str | None = None
+        self._polling_s: float | None = None  # since when the file's state is being read
+        self._attempts: list[_Attempt] = []  # given up, and still not over
+        self.reloads = self.given_up = 0
+
+    def run(self) -> None:
         while not self._closing.wait(self._poll_s):
             try:
                 self.poll()
             except Exception:
-                log.exception("checking for replaced engine files failed")
+                log.exception("checking for a replaced engine file failed")
 
-    def _reload(self, name: str, source: Source) -> None:
-        files = source.seen
-        problem, digest = None, ""
+    def error(self) -> str | None:
+        since_s = self._polling_s
+        if since_s is not None and time.monotonic() - since_s > self._limit_s:
+            return "the file system does not answer"
+        return self._problem
+
+    def poll(self) -> None:
+        source, files = self._source, self._files()
+        stable, source.seen = files == source.seen, files
+        # a changed manifest matters only for a file that was rejected: opening a file may
+        # record its verification there
+        end = None if self._problem is not None else -1
+        if stable and files[:end] != source.settled[:end]:
+            self._reload(files)
+
+    def _files(self) -> tuple[File, ...]:
+        self._polling_s = time.monotonic()
+        try:
+            return self._source.files()
+        finally:
+            self._polling_s = None
+
+    def _reload(self, files: tuple[File, ...]) -> None:
+        source, problem, digest = self._source, None, ""
         try:
             if not files[0][1]:  # no inode
                 raise NotFound("the file is gone")
-            engines = self._swap(name, source)
+            engines = self._attempt(files)
             if engines is None:
                 return  # changed while it was read: the next polls handle it
             file = engines[0].source
             digest = f", SHA-256 {file.sha256}" if file is not None else ""
+        except Overloaded as exc:
+            self._reject(exc.message)
+            return  # tried again at the next poll
         except DeploykitError as exc:
             text = exc.message.replace(f"{source.path.parent}/", "")
-            problem = text.removeprefix(f"model '{name}': ")
+            problem = text.removeprefix(f"model '{self._model}': ")
         except Exception as exc:  # noqa: BLE001 - the old engine keeps serving
             problem = f"{type(exc).__name__}: {first_line(exc)}"
-        source.settled = files
+        source.settled = source.seen if files[0] == source.seen[0] else files
         if problem is None:
-            self._reloads[name] += 1
-            self._errors.pop(name, None)
-            log.info("model '%s': %s was replaced and is in use%s", name, source.path.name, digest)
+            self.reloads += 1
+            self._problem = None
+            log.info(
+                "model '%s': %s was replaced and is in use%s",
+                self._model,
+                source.path.name,
+                digest,
+            )
         else:
-            self._errors[name] = problem
+            self._reject(problem)
+
+    def _reject(self, problem: str) -> None:
+        if problem != self._problem:
             log.error(
                 "model '%s': the new file was rejected, the previous engine stays in use: %s",
-                name,
+                self._model,
                 problem,
             )
+        self._problem = problem
 
-    def _swap(self, name: str, source: Source) -> Sequence[Engine] | None:
-        """Load the file and replace the engines. None if the file changed meanwhile.
+    def _attempt(self, files: tuple[File, ...]) -> Sequence[Engine] | None:
+        """Check and load the file, on a thread that is given up after a time limit.
 
-        Raises whatever is wrong with the file.
+        None if the file changed meanwhile. Raises whatever is wrong with the file.
         """
-        engines = source.load()
-        swapped = False
+        self._attempts = [each for each in self._attempts if each.is_alive()]
+        if len(self._attempts) >= MOST_HANGING:
+            raise Overloaded(f"{MOST_HANGING} earlier files are still being loaded")
+        warm_up_s = self._repository.warm_up_s(self._model)
+        limit_s = max(self._limit_s, TIMES * (self._source.load_s + warm_up_s))
+        attempt = _Attempt(self._model, self._source, self._repository, files, limit_s)
+        end_s = time.monotonic() + limit_s
+        attempt.start()
+        while not attempt.over.wait(min(self._poll_s, max(_LEAST_S, end_s - time.monotonic()))):
+            changed = self._files()[0] != files[0]
+            late = time.monotonic() >= end_s
+            if (changed or late or self._closing.is_set()) and attempt.give_up():
+                self._attempts.append(attempt)
+                if late and not changed:
+                    self.given_up += 1
+                    raise DeploykitError(f"it was given up: not loaded within {limit_s:.0f} s")
+                return None
+        return attempt.result()
+
+
+class _Attempt(threading.Thread):
+    """One new file on its way into use. `over` is set at the end."""
+
+    def __init__(
+        self,
+        name: str,
+        source: Source,
+        repository: Replaces,
+        files: tuple[File, ...],
+        limit_s: float,
+    ) -> None:
+        super().__init__(name="reload attempt", daemon=True)
+        self._model = name
+        self._source = source
+        self._repository = repository
+        self._files = files
+        self._limit_s = limit_s
+        self._trial: Trial | None = None
+        self._wanted = True
+        self._used = False
+        self._engines: Sequence[Engine] | None = None
+        self._lock = threading.Lock()
+        self._problem: Exception | None = None
+        self.over = threading.Event()
+
+    def run(self) -> None:
         try:
-            if source.files()[:-1] == source.seen[:-1]:
-                self._repository.replace(name, engines)
-                swapped = True
+            if self._check():
+                self._engines = self._swap()
+        except Exception as exc:  # noqa: BLE001 - raised by `result`
+            self._problem = exc
         finally:
-            if not swapped:
+            self.over.set()
+
+    def result(self) -> Sequence[Engine] | None:
+        """The engines in use. Raises what is wrong with the file."""
+        if self._problem is not None:
+            raise self._problem
+        return self._engines
+
+    def give_up(self) -> bool:
+        """Never use the file; False if it is in use already, or was found to be wrong."""
+        with self._lock:
+            if self.over.is_set() or self._used:
+                return False
+            self._wanted = False
+            trial = self._trial
+        if trial is not None:
+            trial.end()
+        return True
+
+    def _take(self) -> bool:
+        """Whether the file may be used; it cannot be given up any more then."""
+        with self._lock:
+            self._used = self._wanted
+            return self._wanted
+
+    def _check(self) -> bool:
+        """Try the file in another process. False if it changed meanwhile."""
+        source = self._source
+        if source.check is None:
+            self._see(external_files(source.path))
+        else:
+            trial = Trial(source.path, source.check, self._limit_s)
+            with self._lock:
+                self._trial = trial
+            if not self._wanted:
+                trial.end()
+            trial.run(self._see)
+        return self._files[0] == source.files()[0]
+
+    def _see(self, external: list[str]) -> None:
+        """Note the state of the files before they are read."""
+        with self._lock:
+            if self._wanted:
+                self._source.external = external
+                self._files = self._source.seen = self._source.files()
+
+    def _swap(self) -> Sequence[Engine] | None:
+        """Load the file and replace the engines. None if the file changed meanwhile."""
+        engines = self._source.load()
+        try:
+            if self._source.files()[:-1] == self._files[:-1] and self._wanted:
+                self._repository.replace(self._model, engines, self._take)
+        finally:
+            if not self._used:
                 for engine in engines:
                     engine.close()
-        return engines if swapped else None
+        return engines if self._used else None
 
 
 def _file(path: Path) -> File:

@@ -102,9 +102,15 @@ class ModelRepository:
             raise NotFound(f"there is no model {quote(name)}", hint=hint)
         raise NotFound(f"model '{name}' has no version {quote(version)}", hint=hint)
 
-    def replace(self, name: str, engines: Sequence[Engine]) -> None:
+    def replace(
+        self, name: str, engines: Sequence[Engine], wanted: Callable[[], bool] = lambda: True
+    ) -> None:
         """Serve model `name` with `engines` from now on: see `ServedModel.replace`."""
-        self.find(name).replace(engines)
+        self.find(name).replace(engines, wanted)
+
+    def warm_up_s(self, name: str) -> float:
+        """How long the warm-up of a model took."""
+        return self.find(name).warm_up_s
 
     def expire(self) -> None:
         """Answer requests past their deadline; called periodically."""

@@ -12,9 +12,9 @@ from itertools import takewhile
 
 import numpy as np
 
-from deploykit.core.errors import DeploykitError, Unsupported, first_line
+from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported, first_line
 from deploykit.core.tensors import carrier, concrete
-from deploykit.runtimes.cuda.errors import DeviceLost, OutOfMemory
+from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.runtimes.engine import Arrays, Engine
 from deploykit.serving.batching.stacking import Splitter
 

@@ -48,6 +48,10 @@ METRICS: Mapping[str, tuple[str, str]] = {  # name -> type, help
     "deploykit_queue_limit_rows": ("gauge", "Most rows that may wait, where `slo_ms` bounds them."),
     "deploykit_batch_delay_seconds": ("gauge", "How long an idle engine waits for more rows."),
     "deploykit_reloads_total": ("counter", "Times a replaced engine file was loaded."),
+    "deploykit_reloads_given_up_total": (
+        "counter",
+        "Times a replaced engine file was given up: it took too long.",
+    ),
     "deploykit_reload_failed": ("gauge", "1 while the engine's new file cannot be loaded."),
     "deploykit_shadow_total": ("counter", "Rows compared with the reference engine."),
     "deploykit_shadow_disagreements_total": ("counter", "Compared rows that disagreed."),

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.core.errors import BadInput, Expired, Overloaded
-from deploykit.runtimes.cuda.errors import DeviceLost, OutOfMemory
+from deploykit.core.errors import BadInput, Expired, OutOfMemory, Overloaded
+from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.serving.batching.batcher import Batcher
 from deploykit.serving.batching.policy import BatchPolicy, BatchRun, Pending, Watcher
 from deploykit.serving.batching.stacking import EngineFailed

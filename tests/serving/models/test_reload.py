@@ -158,7 +158,7 @@ def test_a_file_changed_while_it_is_loaded_is_loaded_again(
             replace(later.pop(), serving.path)
         return engines
 
-    serving.reloader._sources["m"].load = slow
+    serving.source.load = slow
     replace(model(tmp_path / "new.onnx", 2.0), serving.path)
     serving.poll_twice()
     assert serving.ask() == 2.0
@@ -206,7 +206,7 @@ def test_a_changed_manifest_reloads_only_a_model_that_was_refused(
         write_manifest(serving.path, Manifest("onnx", (), (), made_with={"proven": "here"}))
         return real()
 
-    serving.reloader._sources["m"].load = proven
+    serving.source.load = proven
     manifest.write_text("{}")
     serving.poll_twice()
     assert serving.loaded == []
@@ -267,7 +267,7 @@ def test_an_unexpected_error_in_the_loader_keeps_the_old_engine(
     def broken() -> list[Engine]:
         raise ZeroDivisionError("division by zero")
 
-    serving.reloader._sources["m"].load = broken
+    serving.source.load = broken
     replace(model(tmp_path / "new.onnx", 2.0), serving.path)
     serving.poll_twice()
     assert serving.reloader.error("m") == "ZeroDivisionError: division by zero"

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.core.errors import DeploykitError, Unsupported
+from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.cuda.errors import DeviceLost, OutOfMemory
+from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.serving.models.repository import ModelRepository, ServeOptions
 from deploykit.serving.models.warmup import BETWEEN_US, SHORT_US, WarmUp, short_rows
 from tests.support.fake_engine import FakeEngine

@@ -14,6 +14,7 @@ from deploykit.runtimes.engine import Engine, load
 from deploykit.serving.batching.policy import Pending
 from deploykit.serving.models.reload import Reloader, Source
 from deploykit.serving.models.repository import ModelRepository
+from deploykit.serving.models.trial import Check
 from deploykit.serving.oip.request import Request
 from deploykit.serving.options import ServeOptions
 
@@ -45,14 +46,14 @@ def replace(new: Path, path: Path) -> None:
 class Serving:
     """A ModelRepository of one ONNX file, called all the time by two threads, and its Reloader."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, check: Check | None = None, *, limit_s: float = LIMIT_S) -> None:
         self.path = path
         self.loaded: list[Engine] = []
-        source = Source(path, self.load)
+        self.source = Source(path, self.load, check)
         first = load(path, "cpu", threads=1)
         self.repository = ModelRepository({"m": first}, ServeOptions())
         self.repository.warm_up()
-        self.reloader = Reloader(self.repository, {"m": source}, poll_s=3600)
+        self.reloader = Reloader(self.repository, {"m": self.source}, poll_s=3600, limit_s=limit_s)
         self._ended = threading.Event()
         self.failures: list[DeploykitError] = []
         self.seen: set[float] = set()

@@ -17,7 +17,8 @@ import numpy as np
 
 from deploykit.api import serve
 from deploykit.cli.main import main
-from deploykit.runtimes.cuda.errors import DeviceLost, OutOfMemory
+from deploykit.core.errors import OutOfMemory
+from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.serving import server
 from deploykit.serving.http import head
 from tests.support.fake_engine import FakeEngine

@@ -1,0 +1,79 @@
+"""How much memory is left, and the error for what does not fit into it, with the sizes."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import resource
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from deploykit.core.errors import OutOfMemory, first_line
+from deploykit.core.machine import file_text
+
+USE_LESS = (
+    "use a smaller or a quantised model or a smaller batch, stop other programs, or allow more "
+    "memory (`ulimit -v`, a container's limit)"
+)
+# what libraries say of memory: C++, ONNX Runtime, PyTorch, and the threads of any
+_NO_MEMORY = re.compile(
+    "bad_alloc|[Ff]ailed to allocate memory|not enough memory|can't allocate memory"
+    "|Cannot allocate memory|unable to mmap|Resource temporarily unavailable"
+)
+_ASKED = re.compile(r"(?:requested buffer of size|smaller than requested bytes of) (\d+)")
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Memory that a process can still get without swapping, also within a cgroup v2 limit."""
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", file_text(root / "proc/meminfo"), re.MULTILINE)
+    available = int(match[1]) * 1024 if match else None
+    group = root / "sys/fs/cgroup"
+    limit, used = (file_text(group / f"memory.{name}").strip() for name in ("max", "current"))
+    if available is None or not (limit.isdigit() and used.isdigit()):
+        return available
+    cache = re.search(r"^inactive_file (\d+)$", file_text(group / "memory.stat"), re.MULTILINE)
+    free = int(limit) - int(used) + (int(cache[1]) if cache else 0)
+    return min(available, max(0, free))
+
+
+def free_bytes() -> int | None:
+    """What this process can still get: the system's memory, or its own limits (`ulimit`)."""
+    status = file_text(Path("/proc/self/status"))
+    found = [available_bytes()]
+    for field, which in (("VmSize", resource.RLIMIT_AS), ("VmData", resource.RLIMIT_DATA)):
+        limit, used = resource.getrlimit(which)[0], re.search(rf"{field}:\s*(\d+) kB", status)
+        if limit != resource.RLIM_INFINITY and used:
+            found.append(max(0, limit - int(used[1]) * 1024))
+    return min((each for each in found if each is not None), default=None)
+
+
+def does_not_fit(where: object, what: str = "", files: Iterable[Path] = ()) -> OutOfMemory:
+    """The error for memory that was missing; `where` begins it, `what` a library said."""
+    asked = _ASKED.search(what)
+    sizes = [f"{int(asked[1]) / 2**20:,.1f} MiB were needed at once"] if asked else []
+    held = sum(each.stat().st_size for each in files if each.is_file())
+    if held:
+        sizes.append(f"{held / 2**20:,.1f} MiB are in its files, to load it takes up to twice that")
+    free = free_bytes()
+    if free is not None:
+        sizes.append(f"{free / 2**20:,.1f} MiB are free")
+    text = f"{where}: does not fit into memory" if str(where) else "not enough memory"
+    return OutOfMemory(f"{text}: {'; '.join(sizes)}", hint=USE_LESS)
+
+
+def lacks_memory(exc: Exception) -> bool:
+    """Whether it is a MemoryError, or what a library raises in its place."""
+    return isinstance(exc, MemoryError) or bool(_NO_MEMORY.search(str(exc)))
+
+
+@contextlib.contextmanager
+def memory_errors(where: object, files: Iterable[Path] = ()) -> Iterator[None]:
+    """Turn MemoryError, and what libraries raise in its place, into OutOfMemory."""
+    try:
+        yield
+    except OutOfMemory:
+        raise
+    except Exception as exc:
+        if not lacks_memory(exc):
+            raise
+        raise does_not_fit(where, first_line(exc), files) from exc

@@ -1,0 +1,123 @@
+"""A process that looks at a replaced file first: it may hang, crash or use all memory, we may not.
+
+The process has a limit of time and of memory, a low priority, and is the first that a machine
+without memory ends. It writes two lines of JSON: the model's files of external weights, then what
+is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import re
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from deploykit.core.errors import DeploykitError, Overloaded, first_line, os_reason
+from deploykit.core.machine import file_text
+from deploykit.core.memory import available_bytes
+from deploykit.runtimes.onnxruntime.file import external_files
+
+Check = Callable[[Path], object]  # can be pickled; raises what is wrong with the file
+
+_LATE_S = 5  # by which the process ends itself if the server has not ended it
+_NICE = 5
+_SHARE = 0.9  # of the memory that is available
+
+
+class Trial:
+    """`check(path)` in a process of its own. Raises Overloaded if that cannot be started."""
+
+    def __init__(self, path: Path, check: Check, limit_s: float) -> None:
+        self._task = pickle.dumps((path, check, limit_s))
+        pipe = subprocess.PIPE
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+        except OSError as exc:  # no file descriptor or memory left
+            raise Overloaded(f"no process can be started to check it: {os_reason(exc)}") from exc
+
+    def run(self, see: Callable[[list[str]], None]) -> None:
+        """Wait for the process. Raises what is wrong with the file.
+
+        `see` gets the names of files with weights, relative to the folder of `path`, before their
+        content is read.
+        """
+        with self._process as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            with contextlib.suppress(BrokenPipeError):  # it has ended
+                process.stdin.write(self._task)
+                process.stdin.flush()
+                line = process.stdout.readline()
+                if line:
+                    see(json.loads(line))
+                process.stdin.write(b"\n")
+                process.stdin.close()
+            line = process.stdout.readline()
+            if not line:
+                code = process.wait()
+                how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                raise DeploykitError(f"loading it ended the process that checked it ({how})")
+        problem = json.loads(line)
+        if problem is not None:
+            raise DeploykitError(problem)
+
+    def end(self) -> None:
+        """End the process; `run` returns soon, unless the file system hangs."""
+        self._process.kill()
+
+
+def main() -> None:
+    """Read the task from standard input, try it, and write the result to standard output."""
+    out = os.dup(1)
+    os.dup2(2, 1)  # libraries print
+    path, check, limit_s = pickle.load(sys.stdin.buffer)  # noqa: S301 - our server wrote it
+    _limit(limit_s)
+    problem: str | None = None
+    try:
+        _write(out, external_files(path))
+        sys.stdin.buffer.readline()  # until the server has looked at them
+        check(path)
+    except DeploykitError as exc:
+        problem = exc.message
+    except Exception as exc:  # noqa: BLE001 - whatever is wrong with the file
+        problem = f"{type(exc).__name__}: {first_line(exc)}"
+    _write(out, problem)
+    os._exit(0)  # threads of libraries may still run
+
+
+def _limit(limit_s: float) -> None:
+    """Bound what this process can take from the server next to it."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, limit_s + _LATE_S)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the server ends this process
+        signal.signal(number, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+        Path("/proc/self/oom_score_adj").write_text("1000", "ascii")
+    available = available_bytes()
+    used = re.search(r"^VmData:\s*(\d+) kB", file_text(Path("/proc/self/status")), re.MULTILINE)
+    if available is not None and used:
+        most = int(used[1]) * 1024 + int(_SHARE * available)
+        with contextlib.suppress(ValueError, OSError):  # the user's limit is lower
+            resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+def _write(out: int, value: object) -> None:
+    left = json.dumps(value).encode() + b"\n"
+    while left:
+        left = left[os.write(out, left) :]
+
+
+if __name__ == "__main__":
+    main()
