@@ -50,17 +50,17 @@ OWNERS = {
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 2730,
+    "core": 2860,
     "runtimes": 5720,
     "training": 300,
     "exporters": 760,
     "onnx_graph+quantization": 4330,
     "builders": 1580,
     "measure": 4000,
-    "serving": 10480,
+    "serving": 10860,
     "api": 4320,
     "cli": 1840,
-    "": 35900,  # the whole package
+    "": 36350,  # the whole package
 }
 LONG: set[str] = set()  # functions over 60 lines
 

@@ -67,9 +67,8 @@ def open_proven(_file, *_, instances=1, **_more):
 
 
 if __name__ == "__main__":
-    serve.open_proven = open_proven
     serve.check_readable = lambda file: file
-    serve.add_evidence = lambda *_: None
+    serve.Opening.__call__ = lambda opening, file: open_proven(file, instances=opening.instances)
     if "FAULT_LIMITS" in os.environ:
         limits = head.Limits(**json.loads(os.environ["FAULT_LIMITS"]))
         server.Limits = lambda: limits
