@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import struct
+
 PREFIX_BYTES = 5  # compressed or not, length
+_LENGTH = struct.Struct(">I")
 _SMALL_BYTES = 1024  # pieces below it are joined, as an object of Python costs more than its bytes
 
 
@@ -30,7 +33,7 @@ class MessageReader:
         else:
             self._data, self._start = piece, 0
         self.have += len(piece)
-        if not self.need:
+        if not self.need and self.have >= PREFIX_BYTES:
             self._read_prefix()
 
     def take(self) -> bytes:
@@ -42,18 +45,16 @@ class MessageReader:
         self.need = 0
         if self.have:
             self._start = end
-            self._read_prefix()
+            if self.have >= PREFIX_BYTES:
+                self._read_prefix()
         else:
             self._data = b""
         return data[start:end]
 
     def _read_prefix(self) -> None:
-        if self.have < PREFIX_BYTES:
-            return
         if self._later:
             self._join()
-        length = self._data[self._start + 1 : self._start + PREFIX_BYTES]
-        self.need = PREFIX_BYTES + int.from_bytes(length, "big")
+        self.need = PREFIX_BYTES + _LENGTH.unpack_from(self._data, self._start + 1)[0]
 
     def _join(self) -> None:
         self._data = b"".join((self._data[self._start :], *self._later))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,8 @@ from deploykit.core.errors import DeploykitError, UnknownEncoding, quote
 from deploykit.serving.grpc.assembly import PREFIX_BYTES, MessageReader
 from deploykit.serving.grpc.headers import Head, Method
 from deploykit.serving.grpc.replies import (
+    FIRST_FRAME,
+    LAST_FRAME,
     NOT_GRPC,
     OK,
     REPLY_END,
@@ -43,29 +44,26 @@ class Call(Stream):
     """A call from its headers to its trailers."""
 
     __slots__ = (
-        "_answer_bytes", "_in_turn", "_inflating", "_max_bytes", "_read_by_s", "_reader",
-        "_received_bytes", "_received_one", "_since_s", "_sizes", "cancel", "deadline_s", "head",
-        "held_bytes", "opened", "slots", "unreplied"
+        "_answer_bytes", "_in_turn", "_inflating", "_read_by_s", "_reader", "_received_bytes",
+        "_received_one", "_since_s", "_sizes", "cancel", "deadline_s", "head", "held_bytes",
+        "opened", "slots", "unreplied"
     )  # fmt: skip
 
     link: Flow
 
     def __init__(self, link: Flow, number: int, head: Head) -> None:
-        super().__init__(link, number)
+        Stream.__init__(self, link, number)
         shared = link.shared
         self.head = head
         self.held_bytes = 0  # bytes of messages counted in the server's memory budget
         self._answer_bytes = 0  # and of answers that the client has not read
         self._read_by_s: float | None = None  # when it must have read them
-        self._max_bytes = shared.max_message_bytes
-        if head.method is not None and head.method.max_bytes < self._max_bytes:
-            self._max_bytes = head.method.max_bytes
         self.unreplied = 0  # messages delivered and not answered
-        self.slots: deque[Any] = deque()  # replies of a streaming call, in order
+        self.slots: list[Any] = []  # replies of a streaming call, in order
         self.opened = False  # the reply's headers have been sent
         self.cancel: Callable[[], object] | None = None  # called if the client cancels
         self._reader = MessageReader()
-        self._sizes: deque[int] = deque()  # bytes of each delivered message of a streaming call
+        self._sizes: list[int] = []  # bytes of each delivered message of a streaming call
         self._in_turn = False  # messages are being delivered, now or in the next turn of the loop
         self._inflating = False  # a message is being decompressed
         self._received_bytes = 0  # counted if the client has sent a Content-Length
@@ -79,6 +77,12 @@ class Call(Stream):
     @property
     def unanswered(self) -> int:
         return self.unreplied or (1 if self.unsent or self.trailers is not None else 0)
+
+    @property
+    def _max_bytes(self) -> int:
+        """The largest message of the call's method."""
+        method, most = self.head.method, self.link.shared.max_message_bytes
+        return most if method is None else min(most, method.max_bytes)
 
     @property
     def left_us(self) -> int | None:
@@ -96,7 +100,7 @@ class Call(Stream):
 
     # -- messages in -----------------------------------------------------------------------------
 
-    def begin(self, *, ended: bool) -> None:
+    def begin(self, ended: bool) -> None:
         if self.head.refusal is not None:
             self.ended = ended
             self.link.count_frame()  # it needs no token
@@ -105,13 +109,15 @@ class Call(Stream):
             self.received(b"", True)
 
     def received(self, piece: bytes, ended: bool) -> None:
-        self.ended = self.ended or ended
+        if ended:
+            self.ended = True
         if self.head.length is not None and not self._fits_length(len(piece)):
             return
         if piece:
-            if not self._reader.have:
+            reader = self._reader
+            if not reader.have:
                 self._since_s = self.link.shared.now_s
-            self._reader.add(piece)
+            reader.add(piece)
             if not self._reserve(len(piece)):
                 return
         self.read()
@@ -127,9 +133,7 @@ class Call(Stream):
 
     def read(self) -> None:
         """Deliver complete messages, while replies can be sent."""
-        if (
-            not self._in_turn and not self._inflating
-        ):  # a message that is answered immediately re-enters here
+        if not (self._in_turn or self._inflating):  # what is answered immediately re-enters here
             self._in_turn = True
             self._in_turn = self._deliver_all()
 
@@ -144,37 +148,36 @@ class Call(Stream):
 
     def _deliver_all(self) -> bool:
         """Returns whether to continue in the next turn of the loop, after other calls."""
-        method, shared, reader = self.head.method, self.link.shared, self._reader
-        left = _MESSAGES_PER_TURN
-        while reader.need and not self.gone and method is not None:
-            if reader.need > self._max_bytes + PREFIX_BYTES:
+        method, link, reader = self.head.method, self.link, self._reader
+        if method is None:
+            return False
+        shared, left = link.shared, _MESSAGES_PER_TURN
+        while reader.need and not self.gone:
+            need = reader.need - PREFIX_BYTES
+            if need > method.max_bytes or need > shared.max_message_bytes:
                 self._too_large()
                 return False
             if reader.have < reader.need or (method.ended is None and not self.ended):
                 break
             if self.unsent or len(self.slots) >= shared.limits.outstanding:
                 return False  # continue when the client has read some replies
-            if self.link.answer_bytes > WAITING_BYTES:
-                self.link.park(self)  # as above, of any call
+            if link.answer_bytes > WAITING_BYTES:
+                link.park(self)  # as above, of any call
                 return False
             if not left:
-                self.link.call_soon(self._continue)
+                link.call_soon(self._continue)
                 return True
             left -= 1
             self._deliver(method)
             if self._inflating:
                 return False  # it continues this
-        if self.gone or method is None:
+        if self.gone:
             return False
         missing = reader.need - reader.have
         if missing > self.receive_window:
-            self.link.reserve(self, missing - self.receive_window)
-        if self.ended:
-            self._all_received(method)
-        return False
-
-    def _all_received(self, method: Method) -> None:
-        reader = self._reader
+            link.reserve(self, missing - self.receive_window)
+        if not self.ended:
+            return False
         if reader.have:
             size = reader.need or PREFIX_BYTES
             self.fail("INVALID_ARGUMENT", f"the message ends after {reader.have} of {size} bytes")
@@ -182,6 +185,7 @@ class Call(Stream):
             method.ended(self)
         elif not self._received_one:
             self.fail("INVALID_ARGUMENT", "the call holds no message")
+        return False
 
     def _deliver(self, method: Method) -> None:
         if self.deadline_s is not None and self._is_late():
@@ -190,16 +194,14 @@ class Call(Stream):
         data, at = reader.take(), PREFIX_BYTES
         if self.granted_bytes:
             self.link.release(self)
-        if method.ended is None:
-            if reader.have:
-                self.fail("INVALID_ARGUMENT", "the call holds more than one message")
-                return
-        else:
+        if method.ended is not None:
             used = STREAM_WINDOW - self.receive_window - reader.have
             if used > STREAM_WINDOW // 2 and not self.ended:
                 self.link.allow(self, used)
-        if method.ended is not None:
             self._sizes.append(size)
+        elif reader.have:
+            self.fail("INVALID_ARGUMENT", "the call holds more than one message")
+            return
         self._received_one = True
         self.unreplied += 1
         if data[0]:
@@ -263,8 +265,9 @@ class Call(Stream):
         """Count bytes in the memory budget; above it the call fails, except small health checks."""
         self.held_bytes += size
         memory, method = self.link.shared.memory, self.head.method
-        public = method is not None and method.public and self.held_bytes <= _HEALTH_BYTES
-        if memory.add(size, self.held_bytes) or public:
+        if memory.add(size, self.held_bytes):
+            return True
+        if method is not None and method.public and self.held_bytes <= _HEALTH_BYTES:
             return True
         self.fail("UNAVAILABLE", memory.message)
         return False
@@ -310,11 +313,9 @@ class Call(Stream):
         length = PREFIX_BYTES + message_bytes
         if link.take_window(self, length):
             start = REPLY_START.pack(
-                0, len(REPLY_HEADERS), HEADERS, END_HEADERS, number, REPLY_HEADERS,
-                length >> 16, length & 0xFFFF, DATA, 0, number, 0, message_bytes,
-            )  # fmt: skip
-            end = REPLY_END.pack(0, len(OK), HEADERS, END_HEADERS | END_STREAM, number, OK)
-            link.write(b"".join((start, *parts, end)))
+                FIRST_FRAME, number, REPLY_HEADERS, length << 8 | DATA, number, message_bytes
+            )
+            link.write(b"".join((start, *parts, REPLY_END.pack(LAST_FRAME, number, OK))))
             self.finish()
             return
         self.send_message(parts)
@@ -326,7 +327,7 @@ class Call(Stream):
             return
         self.unreplied = max(0, self.unreplied - 1)  # health updates reply to no message
         if self._sizes:
-            self._free(self._sizes.popleft())
+            self._free(self._sizes.pop(0))
         elif self.ended:
             self._free(self.held_bytes)
         link, length = self.link, sum(map(len, parts))
@@ -393,7 +394,7 @@ class Call(Stream):
         self.unreplied = 0
         if self._reader.have:  # an incomplete message
             self._reader = MessageReader()
-        super().finish()
+        Stream.finish(self)
         self._free(self.held_bytes)
         if self._answer_bytes:
             self._free_answers()

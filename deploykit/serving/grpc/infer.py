@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -166,11 +165,11 @@ class Slot:
         if not slots or slots[0].parts is None:
             return
         while slots and slots[0].parts is not None:
-            call.send_message(slots.popleft().parts)
+            call.send_message(slots.pop(0).parts)
         call.read()  # messages that waited for this reply, or the end
 
 
-def _cancel_all(slots: deque[Slot]) -> None:
+def _cancel_all(slots: list[Slot]) -> None:
     for slot in slots:
         if slot.cancel is not None:
             slot.cancel()

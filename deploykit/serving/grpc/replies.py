@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from urllib.parse import quote as percent_encode
 
-from deploykit.serving.http2.frames import literal
+from deploykit.serving.http2.frames import END_HEADERS, END_STREAM, HEADERS, frame, literal
 
 STATUS = {
     "OK": 0,
@@ -26,9 +26,11 @@ NOT_GRPC = b"\x08\x03415" + literal(b"content-type", b"application/grpc")  # ind
 REPLY_HEADERS = b"\x88" + literal(b"content-type", b"application/grpc")  # 0x88: ":status: 200"
 REPLY_HEADERS += literal(b"grpc-accept-encoding", b"identity,deflate,gzip")
 OK = literal(b"grpc-status", b"0")
-# a HEADERS frame, the start of a DATA frame, and the prefix of the message in it
-REPLY_START = struct.Struct(f">BHBBI{len(REPLY_HEADERS)}sBHBBIBI")
-REPLY_END = struct.Struct(f">BHBBI{len(OK)}s")  # a HEADERS frame
+# FIRST_FRAME, stream, REPLY_HEADERS; length << 8 | DATA, no flag, stream; not compressed, length
+REPLY_START = struct.Struct(f">5sI{len(REPLY_HEADERS)}sIxIxI")
+REPLY_END = struct.Struct(f">5sI{len(OK)}s")  # LAST_FRAME, stream, OK
+FIRST_FRAME = frame(HEADERS, END_HEADERS, 0, REPLY_HEADERS)[:5]  # without its stream
+LAST_FRAME = frame(HEADERS, END_HEADERS | END_STREAM, 0, OK)[:5]
 _SAFE = " !\"#$&'()*+,/:;<=>?@[\\]^_`{|}~"  # characters of a message that need no encoding; not "%"
 _LONGEST_MESSAGE = 1000
 

@@ -9,7 +9,7 @@ import logging
 
 from hpack import HPACKError
 
-from deploykit.serving.http2.flow import FRAME_BYTES, Flow
+from deploykit.serving.http2.flow import FRAME_BYTES, UPDATE_BYTES, Flow
 from deploykit.serving.http2.frames import (
     ACK,
     COMPRESSION_ERROR,
@@ -130,7 +130,9 @@ class Connection(Flow):
         stream = self.streams.get(number)
         if stream is None:
             self._late(number, length, flags)
-        self.received(length)
+        self.received_bytes += length
+        if self.received_bytes > UPDATE_BYTES:
+            self.allow_more()
         if flags & PADDED:
             if not length or data[at] >= length:
                 raise ConnectionFault(PROTOCOL_ERROR, "more padding than the frame has")
@@ -141,7 +143,7 @@ class Connection(Flow):
         stream.receive_window -= length
         if stream.receive_window < 0:
             raise ConnectionFault(FLOW_CONTROL_ERROR, "more data than the window allows")
-        ended = bool(flags & END_STREAM)
+        ended = flags & END_STREAM != 0
         if at == end and not ended:
             self.count_frame()
         if stream.ended:
@@ -163,22 +165,15 @@ class Connection(Flow):
     def _headers(self, payload: bytes, flags: int, number: int) -> None:
         if not number & 1:
             raise ConnectionFault(PROTOCOL_ERROR, "a client's stream number must be odd")
-        start, end = 0, len(payload)
-        if flags & PADDED:
-            start = 1
-            end -= payload[0] if payload else 0
-        if flags & PRIORITIZED:
-            start += 5
-        if start > end:
-            raise ConnectionFault(PROTOCOL_ERROR, "more padding than the frame has")
-        block = payload[start:end]
-        if not flags & END_HEADERS:
-            self._block, self._block_of = [block], (flags, number)
-            self._block_bytes = len(block)
+        if flags & (PADDED | PRIORITIZED):
+            payload = _unpadded(payload, flags)
+        if flags & END_HEADERS:
+            self._open(payload, flags, number)
+        else:
+            self._block, self._block_of = [payload], (flags, number)
+            self._block_bytes = len(payload)
             self.in_header_block = True
             self.since_s = self.shared.now_s
-        else:
-            self._open(block, flags, number)
 
     def _continued(self, payload: bytes, flags: int, number: int) -> None:
         block, (first, expected) = self._block, self._block_of
@@ -206,13 +201,14 @@ class Connection(Flow):
             log.info("HTTP/2 headers are refused: %s", exc)
             self.refuse(number, PROTOCOL_ERROR, flags)
             return
-        limits, shared = self.shared.limits, self.shared
-        if len(self.streams) >= limits.streams or shared.open_streams >= limits.all_streams:
+        shared, streams = self.shared, self.streams
+        limits = shared.limits
+        if len(streams) >= limits.streams or shared.open_streams >= limits.all_streams:
             self.refuse(number, REFUSED_STREAM, flags)
             return
         shared.open_streams += 1
-        stream = self.streams[number] = shared.open(self, number, head)
-        stream.begin(ended=bool(flags & END_STREAM))
+        stream = streams[number] = shared.open(self, number, head)
+        stream.begin(flags & END_STREAM != 0)
 
     def _trailers(self, block: bytes, flags: int, number: int) -> None:
         """Headers on a stream that was opened before: they can only be its last frame."""
@@ -313,6 +309,19 @@ class Connection(Flow):
         if stream is not None:
             stream.send_window = _add_window(stream.send_window, more)
             stream.push()
+
+
+def _unpadded(payload: bytes, flags: int) -> bytes:
+    """The header block in a HEADERS frame with padding or a priority."""
+    start, end = 0, len(payload)
+    if flags & PADDED:
+        start = 1
+        end -= payload[0] if payload else 0
+    if flags & PRIORITIZED:
+        start += 5
+    if start > end:
+        raise ConnectionFault(PROTOCOL_ERROR, "more padding than the frame has")
+    return payload[start:end]
 
 
 def _add_window(window: int, more: int) -> int:

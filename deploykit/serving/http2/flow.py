@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 FRAME_BYTES = 1 << 14  # the largest frame that we accept: HTTP/2's default
 FIRST_WINDOW = 65535
 CONNECTION_WINDOW = 1 << 24  # bytes of DATA that a client may send before an update
+UPDATE_BYTES = CONNECTION_WINDOW // 2  # of DATA, after which we send it
 _RESERVED_MESSAGES = 4  # of maximum size that one connection may send at once
 _TOGETHER_BYTES = 1 << 18  # written at once
 _HIGH_WATER_BYTES = 1 << 20  # unsent bytes from which on we stop reading
@@ -58,7 +59,7 @@ class Flow(asyncio.Protocol):
         # before it knew is ignored
         self.left_open: OrderedDict[int, int] = OrderedDict()
         self.since_s = shared.now_s  # start of the current wait: idle, or inside a header block
-        self._received = 0  # bytes of DATA since our last update
+        self.received_bytes = 0  # of DATA since our last update
         self._reserved = 0  # window granted to large messages
         self._waiting: deque[Stream] = deque()
         self._writes: list[bytes] = []
@@ -134,12 +135,10 @@ class Flow(asyncio.Protocol):
 
     # -- windows ---------------------------------------------------------------------------------
 
-    def received(self, size: int) -> None:
-        """Count received bytes of DATA on any stream and let the client send as many more."""
-        self._received += size
-        if self._received > CONNECTION_WINDOW // 2:
-            self._update(0, self._received)
-            self._received = 0
+    def allow_more(self) -> None:
+        """Let the client send as much DATA on any stream as was received."""
+        self._update(0, self.received_bytes)
+        self.received_bytes = 0
 
     def reserve(self, stream: Stream, more: int) -> None:
         """Grant window for `more` bytes of a large message once the connection's limit allows."""
@@ -226,22 +225,25 @@ class Flow(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         """Send, joined with other writes of this turn of the loop."""
-        if not self._writes:
-            self._loop.call_soon(self._flush)
-        self._writes.append(data)
+        writes = self._writes
+        if not writes:
+            self.shared.flush_soon(self)
+        writes.append(data)
         self._write_bytes += len(data)
         if self._write_bytes > _TOGETHER_BYTES:
-            self._flush()
+            self.flush()
 
     def call_soon(self, function: Callable[[], None]) -> None:
         """Call it in the next turn of the loop."""
         self._loop.call_soon(function)
 
-    def _flush(self) -> None:
-        if self._writes and not self._transport.is_closing():
-            self._transport.write(b"".join(self._writes))
+    def flush(self) -> None:
+        """Give what was written to the transport."""
+        writes = self._writes
+        if writes and not self._transport.is_closing():
+            self._transport.write(writes[0] if len(writes) == 1 else b"".join(writes))
             self._flushed += self._write_bytes
-        self._writes.clear()
+        writes.clear()
         self._write_bytes = 0
 
     def drop(self, stream: Stream) -> None:
@@ -316,7 +318,7 @@ class Flow(asyncio.Protocol):
         self.closed_for_reading = True
         payload = self.last.to_bytes(4, "big") + code.to_bytes(4, "big") + text.encode()
         self.write(frame(GOAWAY, 0, 0, payload))
-        self._flush()
+        self.flush()
         if not code:
             self._transport.close()
             return

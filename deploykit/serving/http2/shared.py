@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from typing import Any, Protocol
 from deploykit.serving.http2.headers import Pairs
 from deploykit.serving.http2.stream import Stream
 from deploykit.serving.transport.memory import MemoryBudget
+
+log = logging.getLogger(__name__)
 
 _WORK_S = 0.01  # for frames that wait, in one turn of the loop
 
@@ -23,6 +26,7 @@ class Client(Protocol):
     def unanswered(self) -> int: ...
     def check(self, now_s: float) -> None: ...
     def continue_reading(self) -> None: ...
+    def flush(self) -> None: ...
     def close(self) -> None: ...
     def abort(self) -> None: ...
 
@@ -73,6 +77,7 @@ class Shared:
         self.open_streams = 0  # of all connections
         self.backlog: deque[Client] = deque()  # with frames that wait for a turn of the loop
         self._has_turn = False
+        self._written: list[Client] = []  # with output for the end of this turn of the loop
         self.clock_s = clock_s
         self.now_s = clock_s()
         self.tick_s = 0.0  # between the last two ticks
@@ -93,6 +98,20 @@ class Shared:
         self._has_turn = bool(self.backlog)
         if self._has_turn:
             asyncio.get_running_loop().call_soon(self._work)
+
+    def flush_soon(self, connection: Client) -> None:
+        """Flush it once what runs in this turn of the loop has written."""
+        if not self._written:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._written.append(connection)
+
+    def _flush(self) -> None:
+        written, self._written = self._written, []
+        for connection in written:
+            try:
+                connection.flush()
+            except Exception:  # the others must not lose their output
+                log.exception("writing to an HTTP/2 connection failed")
 
     def tick(self) -> None:
         """Close what took too long."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -45,7 +44,7 @@ class Stream:
         self.receive_window = STREAM_WINDOW  # bytes of DATA that the client may still send
         self.granted_bytes = 0  # added to it for a large message
         self.requested_bytes = 0  # to be added once the connection's limit allows
-        self.unsent: deque[memoryview] = deque()  # DATA blocked by the windows
+        self.unsent: list[memoryview] = []  # DATA blocked by the windows; few, so no deque
         self.trailers: bytes | None = None  # the frame that follows `unsent`
         self.ended = False  # the client sends no more
         self.gone = False  # it has ended: nothing can be sent
@@ -58,7 +57,7 @@ class Stream:
         """Requests whose replies have not been written."""
 
     @abstractmethod
-    def begin(self, *, ended: bool) -> None:
+    def begin(self, ended: bool) -> None:
         """The headers have been read; `ended`: nothing follows."""
 
     @abstractmethod
@@ -98,9 +97,9 @@ class Stream:
             pieces = []
             size = 0
             while unsent and size < take:
-                piece = unsent.popleft()
+                piece = unsent.pop(0)
                 if size + len(piece) > take:
-                    unsent.appendleft(piece[take - size :])
+                    unsent.insert(0, piece[take - size :])
                     piece = piece[: take - size]
                 pieces.append(piece)
                 size += len(piece)
