@@ -41,38 +41,32 @@ class InferMethods:
             for name, model in repository.models.items()
         }
 
-    def infer(self, call: Call, data: bytes, at: int) -> None:
-        self._start(call, call.head.trace, data, at)
-
     def stream(self, call: Call, data: bytes, at: int) -> None:
         slot = Slot(call)
         call.slots.append(slot)
         if call.cancel is None:
             call.cancel = partial(_cancel_all, call.slots)
-        self._start(slot, call.head.trace, data, at)
+        self.infer(call, data, at, slot)
 
     def end_stream(self, call: Call) -> None:
         """After the client's last message."""
         if not call.slots:
             call.complete()
 
-    def _start(self, client: Replying, trace: str | None, data: bytes, at: int) -> None:
+    def infer(self, call: Call, data: bytes, at: int, slot: Slot | None = None) -> None:
+        """Start one message of a call, which is answered in `slot` if the call is a stream."""
+        client: Replying = call if slot is None else slot
         try:
             head, start, spans = messages.split_request(data, at)
-            slow = len(head) > LARGE_BYTES
-            if slow:
-                name, version = messages.model_of(head)
-            else:
-                message = messages.parse_header(head)
-                name, version = message.model_name, message.model_version
+            name, version = messages.model_of(head)
             model = self._repository.find(name, version or VERSION)
         except Exception as exc:  # noqa: BLE001 - every error is a reply
             fail_with(client, exc)
             return
         route = self.routes[model.name]
         source = (head, data, start, spans)
-        inference = GrpcInference(route, client, source, trace)
-        slow = slow or (route.strings and len(data) > LARGE_BYTES)
+        inference = GrpcInference(route, client, source, call.head.trace)
+        slow = len(head) > LARGE_BYTES or (route.strings and len(data) > LARGE_BYTES)
         if slow or (route.memory is not None and _reads_much(head, spans, model.signature)):
             inference.large = not slow or len(data) > _LONG_BYTES
             del head, data, source
@@ -96,18 +90,15 @@ def _reads_much(head: bytes, spans: tuple[messages.Span, ...], model: Signature)
 class GrpcInference(Inference):
     """One inference message. Its source: see `messages.split_request`, with the message."""
 
-    __slots__ = ("_decoded_bytes",)
+    __slots__ = ("_plan",)
 
     client: Replying
 
     def decode(self, source: tuple[bytes, bytes, int, tuple[messages.Span, ...]]) -> Request:
         head, data, start, spans = source
-        plan = messages.plan_request(head, spans, self.route.model.signature)
-        request = fill(plan, data, start, self.route.memory)
-        self._decoded_bytes = 0  # in addition to the message
-        for part in plan.parts:
-            if part.region is not None or part.value is not None or not part.slot.item_bytes:
-                self._decoded_bytes += memory_bytes(request.feeds[part.name])
+        route = self.route
+        self._plan = plan = messages.plan_request(head, spans, route.model.signature)
+        request = fill(plan, data, start, route.memory)
         left_us = self.client.left_us
         if left_us is not None:
             wait_us = request.timeout_us or left_us
@@ -119,7 +110,12 @@ class GrpcInference(Inference):
             raise Overloaded("the server holds too many bytes of requests and answers already")
 
     def decoded_bytes(self) -> int:
-        return self._decoded_bytes
+        """In addition to the message."""
+        return sum(
+            memory_bytes(self.request.feeds[part.name])
+            for part in self._plan.parts
+            if part.region is not None or part.value is not None or not part.slot.item_bytes
+        )
 
     def encode(self) -> tuple[list[bytes]]:
         model, request = self.route.model, self.request

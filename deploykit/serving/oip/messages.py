@@ -42,6 +42,10 @@ _NESTED: Mapping[int, Any] = {  # number of a field -> those of its fields that 
 _IGNORED = "triton_enable_empty_final_response"  # each of our responses is final
 
 Span = tuple[int, int]  # offset from the first raw contents, bytes
+# The last request of each size, which most clients repeat: its head, spans, and all its bytes
+# but the raw contents with their offsets. Equal ones leave nothing to parse.
+_layouts: dict[int, tuple[bytes, tuple[Span, ...], list[tuple[int, bytes]]]] = {}
+_MOST_LAYOUTS = 256
 
 
 def parse(name: str, data: bytes) -> Any:
@@ -57,6 +61,27 @@ def split_request(data: bytes, at: int) -> tuple[bytes, int, tuple[Span, ...]]:
 
     Fields may come in any order; an unusual one is slower. Raises BadInput, TooLarge.
     """
+    size = len(data) - at
+    known = _layouts.get(size)
+    if known is not None:
+        head, spans, marks = known
+        for offset, mark in marks:
+            if not data.startswith(mark, at + offset):
+                break
+        else:
+            return head, at + len(head), spans
+    head, start, spans = _split(data, at)
+    if spans and start == at + len(head) <= at + _CACHED_BYTES:
+        ends = [at, *(start + offset + length for offset, length in spans)]
+        begins = [start + offset for offset, _ in spans]
+        marks = [(a - at, data[a:b]) for a, b in zip(ends, begins, strict=False)]
+        if len(_layouts) >= _MOST_LAYOUTS:
+            _layouts.clear()
+        _layouts[size] = head, spans, marks
+    return head, start, spans
+
+
+def _split(data: bytes, at: int) -> tuple[bytes, int, tuple[Span, ...]]:
     size, first, begun, left = len(data), at, at, _MAX_FIELDS
     spans: list[Span] = []
     while at < size:
@@ -131,7 +156,17 @@ def _read_varint(data: bytes, at: int, size: int) -> tuple[int, int]:
 
 
 def model_of(head: bytes) -> tuple[str, str]:
-    """The model's name and version in a request, without parsing the rest. Raises BadInput."""
+    """The model's name and version in a request, without parsing a large one. Raises BadInput."""
+    return (_model_of_cached if len(head) <= _CACHED_BYTES else _find_model)(head)
+
+
+@lru_cache(maxsize=256)
+def _model_of_cached(head: bytes) -> tuple[str, str]:
+    message = parse_header(head)
+    return message.model_name, message.model_version
+
+
+def _find_model(head: bytes) -> tuple[str, str]:
     found = {1: b"", 2: b""}
     for number, _, start, end in _fields(head, 0, len(head), _MAX_FIELDS):
         if number in found:
@@ -248,23 +283,18 @@ def encode(
     name: str, version: str, request_id: str | None, results: Sequence[Result]
 ) -> list[bytes]:
     """A ModelInferResponse in parts. Outputs in shared memory get empty raw contents."""
-    outputs = [
-        (
-            each.name,
-            each.datatype,
-            each.shape,
-            each.requested.region if each.array is None else None,
-        )
-        for each in results
-    ]
-    parts = [_response_head(name, version, tuple(outputs))]
-    if request_id is not None:
-        text = request_id.encode()
-        parts.append(b"\x1a" + _varint(len(text)) + text)
+    outputs = []
+    contents: list[bytes] = []
     for result in results:
-        contents = result.raw_contents()
-        parts += (_RAW_OUTPUT + _varint(len(contents)), contents)
-    return parts
+        output, datatype, shape, array, requested = result
+        outputs.append((output, datatype, shape, requested.region if array is None else None))
+        raw = result.raw_contents()
+        contents += (_raw_output(len(raw)), raw)
+    head = _response_head(name, version, tuple(outputs))
+    if request_id is None:
+        return [head, *contents]
+    text = request_id.encode()
+    return [head, b"\x1a" + _varint(len(text)) + text, *contents]
 
 
 def wrap_in_stream(parts: list[bytes]) -> list[bytes]:
@@ -285,9 +315,12 @@ def _response_head(name: str, version: str, outputs: tuple[tuple[Any, ...], ...]
     return data
 
 
+@lru_cache(maxsize=256)
+def _raw_output(size: int) -> bytes:
+    return _RAW_OUTPUT + _varint(size)
+
+
 def _varint(value: int) -> bytes:
-    if value < 0x80:
-        return bytes((value,))
     out = bytearray()
     while value >= 0x80:
         out.append(value & 0x7F | 0x80)

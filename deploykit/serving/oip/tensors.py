@@ -77,7 +77,7 @@ def from_bytes(
     """`count` elements in the `size` bytes of `body` from `at` on; numbers are not copied."""
     if slot.plain and count:
         array: np.ndarray = np.ndarray(shape, slot.dtype, body, at)
-        return array if array.flags.aligned else array.copy()  # native libraries may require it
+        return array
     if not slot.item_bytes:
         return _string_array(_elements(body, at, size, count, slot), shape, slot)
     if count == 0:

@@ -13,7 +13,7 @@ from deploykit.core.tensors import TensorSpec
 from deploykit.serving.batching.batcher import Batcher
 from deploykit.serving.batching.delivery import deliver_inline
 from deploykit.serving.batching.policy import BatchPolicy, Pending
-from deploykit.serving.batching.stacking import EngineFailed
+from deploykit.serving.batching.stacking import EngineFailed, stack
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.loops import submit
 from tests.support.serving.running import WAIT_S, GatedEngine
@@ -114,6 +114,19 @@ def test_answers_are_delivered_once_per_batch(engine: GatedEngine, answers: Answ
         engine.gate.set()
         answers.wait(6)
     assert [len(group) for group in answers.groups] == [1, 5]
+
+
+def test_received_bytes_that_begin_anywhere_reach_an_engine_aligned() -> None:
+    """Native libraries may require it; joined requests are copied anyway."""
+    received = bytes(range(33))
+    requests = [
+        Pending({"x": np.ndarray((1, 4), np.float32, received, at)}, 1, (), print, 0, 0, 0)
+        for at in (1, 17)
+    ]
+    for count in (1, 2):
+        x = stack(requests[:count])["x"]
+        assert x.flags.aligned
+        assert x.tobytes() == received[1 : 1 + 16 * count]
 
 
 def test_requests_of_different_shapes_are_not_batched_together(answers: Answers) -> None:

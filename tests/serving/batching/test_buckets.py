@@ -251,6 +251,17 @@ def test_a_request_that_fits_its_bucket_is_not_copied(engine: Engine) -> None:
     assert found.stack([request])["ids"] is feeds["ids"]
 
 
+def test_a_request_that_fits_its_bucket_is_aligned_for_native_libraries(engine: Engine) -> None:
+    found = buckets(engine)
+    feeds = ids(4)
+    received = b"?" + feeds["ids"].tobytes()
+    feeds["ids"] = np.ndarray(feeds["ids"].shape, feeds["ids"].dtype, received, 1)
+    request = Pending(feeds, 1, found.key(ask(feeds).key), lambda _: None, 0, 0, 0)
+    stacked = found.stack([request])["ids"]
+    assert stacked.flags.aligned
+    np.testing.assert_array_equal(stacked, feeds["ids"], strict=True)
+
+
 @pytest.mark.parametrize(
     ("got", "want", "error"),
     [

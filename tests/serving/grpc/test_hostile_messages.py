@@ -159,7 +159,9 @@ def test_splitting_a_message_keeps_what_protobuf_reads() -> None:
         assert [data[start + at : start + at + n] for at, n in spans] == whole.raw_input_contents
         del whole.raw_input_contents[:]
         assert messages.parse("ModelInferRequest", head) == whole
-        assert messages.model_of(head) == (whole.model_name, whole.model_version)
+        named = (whole.model_name, whole.model_version)
+        assert messages.model_of(head) == messages._find_model(head) == named
+        assert messages.split_request(data, 2) == (head, start, spans)  # remembered
 
 
 @pytest.mark.parametrize("data", [b"\x0a", b"\x0a\x80", b"\x09\0", b"\x0d\0", b"\x00\x80", b"\x0c"])

@@ -68,6 +68,37 @@ def test_fields_may_come_in_any_order() -> None:
     np.testing.assert_array_equal(decode(data).feeds["a"], A)
 
 
+def test_a_request_as_long_as_the_last_is_read_for_itself() -> None:
+    """Where only raw contents differ, what was found in the last one holds."""
+    first = b"1" + raw(id="7").SerializeToString()
+    parts = infer._split(first, 1)
+    for place in range(1, len(first)):
+        for bit in (1, 8, 128):
+            other = bytearray(first)
+            other[place] ^= bit
+            assert infer.split_request(first, 1) == parts
+            try:
+                expected = infer._split(bytes(other), 1)
+            except BadInput:
+                with pytest.raises(BadInput):
+                    infer.split_request(bytes(other), 1)
+            else:
+                assert infer.split_request(bytes(other), 1) == expected
+
+
+def test_the_layouts_of_few_requests_are_remembered() -> None:
+    data = message().SerializeToString()
+    for size in range(2 * infer._MOST_LAYOUTS):
+        contents = MESSAGES["ModelInferRequest"](raw_input_contents=[bytes(size)])
+        infer.split_request(data + contents.SerializeToString(), 0)
+        assert len(infer._layouts) <= infer._MOST_LAYOUTS
+    before = dict(infer._layouts)
+    request = message(id="x" * infer._CACHED_BYTES)
+    request.raw_input_contents.append(b"large")
+    infer.split_request(request.SerializeToString(), 0)
+    assert infer._layouts == before
+
+
 def test_unknown_fields_are_ignored() -> None:
     data = raw().SerializeToString()
     extra = b"\x98\x06\x05" + b"\xa2\x06\x03abc"  # fields 99 and 100
