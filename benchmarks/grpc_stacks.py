@@ -171,10 +171,10 @@ def infer(service, data: bytes, at: int, answer: Callable[[bytes], None]) -> Non
     from deploykit.serving.oip.request import fill
     from deploykit.serving.oip.response import collect_results
 
-    head, start, spans = messages.split_request(data, at)
-    message = messages.parse_header(head)
-    model = service.find(message.model_name, message.model_version or "1")
-    request = fill(messages.plan_request(head, spans, model.signature), data, start)
+    head, spans = messages.split_request(data, at)
+    name, version = messages.model_of(head)
+    model = service.find(name, version or "1")
+    request = fill(messages.plan_request(head, spans, model.signature), data, at)
 
     def done(pending) -> None:
         found = collect_results(request, pending.outputs, model.signature)

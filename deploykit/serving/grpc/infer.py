@@ -57,14 +57,14 @@ class InferMethods:
         """Start one message of a call, which is answered in `slot` if the call is a stream."""
         client: Replying = call if slot is None else slot
         try:
-            head, start, spans = messages.split_request(data, at)
+            head, spans = messages.split_request(data, at)
             name, version = messages.model_of(head)
             model = self._repository.find(name, version or VERSION)
         except Exception as exc:  # noqa: BLE001 - every error is a reply
             fail_with(client, exc)
             return
         route = self.routes[model.name]
-        source = (head, data, start, spans)
+        source = (head, data, at, spans)
         inference = GrpcInference(route, client, source, call.head.trace)
         slow = len(head) > LARGE_BYTES or (route.strings and len(data) > LARGE_BYTES)
         if slow or (route.memory is not None and _reads_much(head, spans, model.signature)):
@@ -95,10 +95,10 @@ class GrpcInference(Inference):
     client: Replying
 
     def decode(self, source: tuple[bytes, bytes, int, tuple[messages.Span, ...]]) -> Request:
-        head, data, start, spans = source
+        head, data, at, spans = source
         route = self.route
         self._plan = plan = messages.plan_request(head, spans, route.model.signature)
-        request = fill(plan, data, start, route.memory)
+        request = fill(plan, data, at, route.memory)
         left_us = self.client.left_us
         if left_us is not None:
             wait_us = request.timeout_us or left_us

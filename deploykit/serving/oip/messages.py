@@ -25,8 +25,10 @@ from deploykit.serving.oip.request import (
 from deploykit.serving.oip.response import Result
 from deploykit.serving.oip.tensors import typed_values
 
-_RAW_INPUT, _RAW_OUTPUT, _INFER_RESPONSE = 0x3A, b"\x32", b"\x12"  # fields 7, 6 and 2, with length
+_RAW_INPUT = 7  # a field of ModelInferRequest
+_RAW_OUTPUT, _INFER_RESPONSE = b"\x32", b"\x12"  # fields 6 and 2, with length
 _CACHED_BYTES = 2048
+_CACHED_SPANS = 16
 _MAX_FIELDS = 1024  # of a request; an input, an output, a parameter and raw contents are one each
 _MAX_NESTED = 1 << 18  # in inputs and outputs; a string in bytes_contents is one
 _MAX_ELEMENTS = 1 << 22  # in the typed contents of an input: each becomes an object of Python
@@ -41,9 +43,9 @@ _NESTED: Mapping[int, Any] = {  # number of a field -> those of its fields that 
 }
 _IGNORED = "triton_enable_empty_final_response"  # each of our responses is final
 
-Span = tuple[int, int]  # offset from the first raw contents, bytes
-# The last request of each size, which most clients repeat: its head, spans, and all its bytes
-# but the raw contents with their offsets. Equal ones leave nothing to parse.
+Span = tuple[int, int]  # of raw contents: offset from the request's first byte, bytes
+# By size, the last request: what `split_request` returned, and the bytes around the raw contents
+# with their offsets. Most clients repeat them, which leaves nothing to parse.
 _layouts: dict[int, tuple[bytes, tuple[Span, ...], list[tuple[int, bytes]]]] = {}
 _MOST_LAYOUTS = 256
 
@@ -56,69 +58,43 @@ def parse(name: str, data: bytes) -> Any:
         raise BadInput(f"the message is not a valid {name}") from exc
 
 
-def split_request(data: bytes, at: int) -> tuple[bytes, int, tuple[Span, ...]]:
-    """The part of a request before its raw contents, their start, and the span of each.
+def split_request(data: bytes, at: int) -> tuple[bytes, tuple[Span, ...]]:
+    """A request, which is `data[at:]`, without its raw contents, and the span of each of those.
 
-    Fields may come in any order; an unusual one is slower. Raises BadInput, TooLarge.
+    Fields may come in any order. Raises BadInput, TooLarge.
     """
     size = len(data) - at
     known = _layouts.get(size)
     if known is not None:
-        head, spans, marks = known
-        for offset, mark in marks:
-            if not data.startswith(mark, at + offset):
+        head, spans, rest = known
+        for offset, part in rest:
+            if not data.startswith(part, at + offset):
                 break
         else:
-            return head, at + len(head), spans
-    head, start, spans = _split(data, at)
-    if spans and start == at + len(head) <= at + _CACHED_BYTES:
-        ends = [at, *(start + offset + length for offset, length in spans)]
-        begins = [start + offset for offset, _ in spans]
-        marks = [(a - at, data[a:b]) for a, b in zip(ends, begins, strict=False)]
+            return head, spans
+    head, spans = _split(data, at)
+    if len(head) <= _CACHED_BYTES and len(spans) <= _CACHED_SPANS:
+        begins = [at, *(at + offset + length for offset, length in spans)]
+        ends = [*(at + offset for offset, _ in spans), len(data)]
+        rest = [(begin - at, data[begin:end]) for begin, end in zip(begins, ends, strict=True)]
         if len(_layouts) >= _MOST_LAYOUTS:
             _layouts.clear()
-        _layouts[size] = head, spans, marks
-    return head, start, spans
+        _layouts[size] = head, spans, rest
+    return head, spans
 
 
-def _split(data: bytes, at: int) -> tuple[bytes, int, tuple[Span, ...]]:
-    size, first, begun, left = len(data), at, at, _MAX_FIELDS
-    spans: list[Span] = []
-    while at < size:
-        tag = data[at]
-        if (tag != _RAW_INPUT and spans) or tag & 0x87 != 2:
-            return _split_any(data, begun)
-        at += 1
-        length = shift = 0
-        while True:
-            if at >= size or shift > 28:
-                raise _invalid()
-            byte = data[at]
-            at += 1
-            length |= (byte & 0x7F) << shift
-            if byte < 0x80:
-                break
-            shift += 7
-        left -= 1
-        if length > size - at or not left:
-            raise _invalid() if left else _too_many(_MAX_FIELDS)
-        if tag == _RAW_INPUT:
-            spans.append((at - first, length))
-            at += length
-        else:
-            first = at = at + length
-    return data[begun:first], first, tuple(spans)
-
-
-def _split_any(data: bytes, begun: int) -> tuple[bytes, int, tuple[Span, ...]]:
-    head, spans, after = [], [], begun
-    for number, kind, start, at in _fields(data, begun, len(data), _MAX_FIELDS):
-        if number == _RAW_INPUT >> 3 and kind == 2:
-            spans.append((start - begun, at - start))
-        else:
-            head.append(data[after:at])
-        after = at
-    return b"".join(head), begun, tuple(spans)
+def _split(data: bytes, at: int) -> tuple[bytes, tuple[Span, ...]]:
+    parts, spans, begin, end = [], [], at, at
+    for number, kind, start, stop in _fields(data, at, len(data), _MAX_FIELDS):
+        if number == _RAW_INPUT and kind == 2:
+            spans.append((start - at, stop - start))
+            if begin < end:
+                parts.append(data[begin:end])
+            begin = stop
+        end = stop
+    if begin < end:
+        parts.append(data[begin:])
+    return b"".join(parts), tuple(spans)
 
 
 def _fields(data: bytes, at: int, size: int, most: int) -> Iterator[tuple[int, int, int, int]]:
@@ -127,7 +103,11 @@ def _fields(data: bytes, at: int, size: int, most: int) -> Iterator[tuple[int, i
         most -= 1
         if most < 0:
             raise _too_many(_MAX_FIELDS)
-        tag, at = _read_varint(data, at, size)
+        tag = data[at]
+        if tag < 0x80:
+            at += 1
+        else:
+            tag, at = _read_varint(data, at, size)
         kind = tag & 7
         if kind == 2:
             length, at = _read_varint(data, at, size)
@@ -156,13 +136,13 @@ def _read_varint(data: bytes, at: int, size: int) -> tuple[int, int]:
 
 
 def model_of(head: bytes) -> tuple[str, str]:
-    """The model's name and version in a request, without parsing a large one. Raises BadInput."""
+    """The model's name and version in a request; a large one is not parsed. Raises BadInput."""
     return (_model_of_cached if len(head) <= _CACHED_BYTES else _find_model)(head)
 
 
 @lru_cache(maxsize=256)
 def _model_of_cached(head: bytes) -> tuple[str, str]:
-    message = parse_header(head)
+    message = parse("ModelInferRequest", head)
     return message.model_name, message.model_version
 
 
@@ -205,27 +185,15 @@ def _too_many(most: int) -> BadInput:
     return BadInput(f"the message has more than {most} fields", hint=_INSTEAD)
 
 
-def parse_header(head: bytes) -> Any:
-    """The request without its raw contents, read-only: it may be cached. Raises BadInput."""
-    return (_parse_header_cached if len(head) <= _CACHED_BYTES else _parse_header)(head)
-
-
 def plan_request(head: bytes, spans: tuple[Span, ...], model: Signature) -> Plan:
     """The plan for `request.fill`. Raises what `request.plan` raises."""
     return (_plan_cached if len(head) <= _CACHED_BYTES else _plan)(head, spans, model)
 
 
-def _parse_header(head: bytes) -> Any:
-    return parse("ModelInferRequest", head)
-
-
-_parse_header_cached = lru_cache(maxsize=256)(_parse_header)
-
-
 def _plan(head: bytes, spans: tuple[Span, ...], model: Signature) -> Plan:
     if len(head) > _CACHED_BYTES:
         _count_fields(head)
-    message = parse_header(head)
+    message = parse("ModelInferRequest", head)
     if len(message.inputs) > len(model.inputs) + _EXTRA_INPUTS:
         raise BadInput(f"{len(message.inputs)} inputs, the model has {len(model.inputs)}")
     raw = [Binary(None, at, size) for at, size in spans]

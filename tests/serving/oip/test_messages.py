@@ -39,8 +39,8 @@ def raw(**fields: Any) -> Any:
 
 
 def decode(data: bytes, at: int = 0) -> Request:
-    head, start, spans = infer.split_request(data, at)
-    return fill(infer.plan_request(head, spans, TWO), data, start)
+    head, spans = infer.split_request(data, at)
+    return fill(infer.plan_request(head, spans, TWO), data, at)
 
 
 def test_raw_contents_are_read_in_place() -> None:
