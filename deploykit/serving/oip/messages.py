@@ -74,9 +74,11 @@ def split_request(data: bytes, at: int) -> tuple[bytes, tuple[Span, ...]]:
             return head, spans
     head, spans = _split(data, at)
     if len(head) <= _CACHED_BYTES and len(spans) <= _CACHED_SPANS:
-        begins = [at, *(at + offset + length for offset, length in spans)]
-        ends = [*(at + offset for offset, _ in spans), len(data)]
-        rest = [(begin - at, data[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+        rest, end = [], 0
+        for offset, length in (*spans, (size, 0)):
+            if end < offset:
+                rest.append((end, data[at + end : at + offset]))
+            end = offset + length
         if len(_layouts) >= _MOST_LAYOUTS:
             _layouts.clear()
         _layouts[size] = head, spans, rest
