@@ -259,7 +259,7 @@ def encode(
         output, datatype, shape, array, requested = result
         outputs.append((output, datatype, shape, requested.region if array is None else None))
         raw = result.raw_contents()
-        contents += (_raw_output(len(raw)), raw)
+        contents += (_RAW_OUTPUT + _varint(len(raw)), raw)
     head = _response_head(name, version, tuple(outputs))
     if request_id is None:
         return [head, *contents]
@@ -286,10 +286,6 @@ def _response_head(name: str, version: str, outputs: tuple[tuple[Any, ...], ...]
 
 
 @lru_cache(maxsize=256)
-def _raw_output(size: int) -> bytes:
-    return _RAW_OUTPUT + _varint(size)
-
-
 def _varint(value: int) -> bytes:
     out = bytearray()
     while value >= 0x80:

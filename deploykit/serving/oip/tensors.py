@@ -76,7 +76,8 @@ def from_bytes(
 ) -> np.ndarray:
     """`count` elements in the `size` bytes of `body` from `at` on; numbers are not copied."""
     if slot.plain and count:
-        return np.ndarray(shape, slot.dtype, body, at)
+        array: np.ndarray = np.ndarray(shape, slot.dtype, body, at)
+        return array
     if not slot.item_bytes:
         return _string_array(_elements(body, at, size, count, slot), shape, slot)
     if count == 0:
@@ -86,7 +87,8 @@ def from_bytes(
         return (upper.astype(np.uint32) << 16).view(np.float32).reshape(shape)
     if np.frombuffer(body, np.uint8, count, at).max() > 1:
         raise BadInput(f"input '{slot.spec.name}': a BOOL byte is neither 0 nor 1")
-    return np.ndarray(shape, slot.dtype, body, at)
+    flags: np.ndarray = np.ndarray(shape, slot.dtype, body, at)
+    return flags
 
 
 def _elements(body: Bytes, at: int, size: int, count: int, slot: Slot) -> list[bytes]:
