@@ -50,7 +50,7 @@ OWNERS = {
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 2860,
+    "core": 2880,
     "runtimes": 5720,
     "training": 300,
     "exporters": 760,
@@ -60,7 +60,7 @@ BUDGETS = {
     "serving": 10860,
     "api": 4320,
     "cli": 1840,
-    "": 36350,  # the whole package
+    "": 36440,  # the whole package
 }
 LONG: set[str] = set()  # functions over 60 lines
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploykit.api.artefacts import Progress
 from deploykit.api.outputs import claim_report
-from deploykit.core.artefact import Artefact, ArtefactLike
+from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.machine import Machine, default_threads, this_machine
 from deploykit.core.paths import StrPath
@@ -201,8 +201,7 @@ def _entry(artefact: Artefact, trust: bool, note: Callable[[str], None]) -> _Ent
         return open_proven(artefact, device, threads=threads, trust=trust, on_note=note)[0]
 
     if not artefact.runtime.builder:
-        known = " and ".join(BUILT)
-        raise BadInput(f"{artefact}: is a {artefact.format} file; bench takes {known} files")
+        raise wrong_format(artefact, artefact.format, f"an {' or '.join(BUILT)} file")
     built_on: Mapping[str, str] = {}
     if artefact.format == "onnx":
         precision = narrowest(Graph.open(artefact.path).precision)

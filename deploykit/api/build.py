@@ -13,7 +13,7 @@ from deploykit.api.evaluate import QuantizeRequest, prepare
 from deploykit.api.outputs import named_files
 from deploykit.api.quantize import TARGETS, check_request, keep_if_passed, write_quantized
 from deploykit.builders.builder import Shapes, find_builder
-from deploykit.core.artefact import Artefact, ArtefactLike
+from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput
 from deploykit.core.paths import StrPath
 from deploykit.core.profile import choose_profile, load_profile
@@ -139,7 +139,5 @@ def check_build(
 def _open(model: ArtefactLike) -> Artefact:
     source = Artefact.open(model)
     if source.format != "onnx":
-        raise BadInput(
-            f"{source}: is a {source.format} file, build takes .onnx", hint="deploykit export"
-        )
+        raise wrong_format(source, source.format, "an ONNX file")
     return source

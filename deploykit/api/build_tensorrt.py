@@ -16,7 +16,7 @@ from deploykit.builders.builder import Shapes as Shapes
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import DeploykitError, GateFailed, Unsupported
 from deploykit.core.evidence import BuildRecord, Evidence, Layer
-from deploykit.core.extras import installed
+from deploykit.core.extras import install_hint, installed
 from deploykit.core.files import sha256
 from deploykit.core.machine import Machine, this_machine, tool_versions
 from deploykit.core.manifest import Manifest, write_manifest
@@ -205,7 +205,7 @@ def check_here(target: Profile, model: Artefact) -> None:
     if not installed("tensorrt"):
         raise Unsupported(
             f"profile '{target.name}' needs TensorRT, which is not installed here",
-            hint="pip install 'deploykit[tensorrt]'; on a Jetson it comes with JetPack",
+            hint=install_hint("tensorrt"),
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deploykit.core.errors import Unsupported
-from deploykit.core.extras import install_hint, installed
+from deploykit.core.extras import install_command, install_hint, installed
 from deploykit.core.json_value import Record
 from deploykit.core.machine import Machine, this_machine
 from deploykit.core.runtime import ALL, Runtime
@@ -61,7 +61,7 @@ def doctor() -> Health:
         )
     if machine.gpus and providers and "CUDAExecutionProvider" not in providers:
         warnings.append(
-            "a GPU is here, but onnxruntime is the CPU build: pip install 'deploykit[gpu]'"
+            "a GPU is here, but onnxruntime is the CPU build: " + install_command("gpu")
         )
     checks = [_check(command, needs) for command, needs in _NEEDS.items()]
     checks += [_engines(each, machine) for each in ALL if each.builder and "onnx" not in each.opens]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploykit.core.artefact import Artefact, ArtefactLike, sniff
+from deploykit.core.artefact import Artefact, ArtefactLike, sniff, wrong_format
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import SourceRecord
 from deploykit.core.files import check_readable, sha256
@@ -42,11 +42,7 @@ def check_source(model: object) -> None:
     path = Path(model)
     kind = "a folder" if path.is_dir() else sniff(path)
     if kind not in ("a folder", "torch", "safetensors"):
-        raise BadInput(
-            f"{path}: is a {kind} file, not a PyTorch file",
-            hint="export takes .pt, .pth, .ckpt, .pt2, .safetensors and TorchScript files, and "
-            "Hugging Face folders",
-        )
+        raise wrong_format(path, kind, "a PyTorch file or a Hugging Face folder")
 
 
 def open_source(

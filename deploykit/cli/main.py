@@ -44,7 +44,7 @@ _EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 class _Terminated(SystemExit):
-    """SIGTERM came: no exit() of a user's code, which would be an error of theirs."""
+    """The exit that SIGTERM asks for: other than exit() in a user's code, it is no error."""
 
 
 def _version(wanted: bool) -> None:

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 
 _ZIP = b"PK\x03\x04"
 _EXPORTED = {"archive_format", "serialized_exported_program.json"}  # newer and older .pt2
+_TAKEN = {  # format -> what it is called, and the commands that take it
+    "onnx": ("an ONNX file", "quantize, build, bench, compare, predict and serve take it"),
+    "tensorrt": ("a TensorRT engine", "bench, compare, predict and serve take it"),
+    "torch": ("a PyTorch file", "deploykit export makes an .onnx file of it"),
+    "safetensors": ("a .safetensors file", "deploykit export makes an .onnx file of it"),
+}
 _UNPACKED_TEXT_BYTES = 256 << 20  # torch packs code and graph, and stores weights as they are
 
 
@@ -180,6 +186,12 @@ def sniff(path: Path) -> str:
     )
 
 
+def wrong_format(path: object, found: str, needed: str) -> BadInput:
+    """The error for a model of format `found`, a known one, where `needed` is."""
+    what, cure = _TAKEN.get(found, (f"a {found} file", None))
+    return BadInput(f"{path}: is {what}, {needed} is needed", hint=cure)
+
+
 def torch_kind(path: Path) -> str:
     """What a file that `sniff` calls "torch" is: "torch.export", "TorchScript" or "pickle".
 
@@ -209,7 +221,10 @@ def _torch_members(path: Path) -> set[str]:
             raise BadInput(f"{path}: would unpack to {unpacked} bytes, which no PyTorch file does")
         return names
     if any(name.endswith(".npy") for name in names):
-        raise BadInput(f"{path}: holds NumPy arrays (.npz), a model is needed")
+        raise BadInput(
+            f"{path}: holds NumPy arrays (.npz), a model is needed",
+            hint="arrays go in as data: deploykit predict MODEL DATA; --calib, --data or --samples",
+        )
     raise BadInput(f"{path}: is a zip archive, but not one that PyTorch wrote")
 
 

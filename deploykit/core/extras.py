@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import shlex
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import FrameType, ModuleType
 
 from deploykit.core.errors import MissingExtra, Unsupported, first_line
@@ -28,9 +30,10 @@ EXTRAS: Mapping[str, str] = {
 }
 _PACKAGES: Mapping[str, str] = {"google": "protobuf", "prometheus_client": "prometheus-client"}
 _NOTES: Mapping[str, str] = {
-    "onnxruntime": "; with an NVIDIA GPU: pip install 'deploykit[gpu]'",
+    "onnxruntime": "; with an NVIDIA GPU: {gpu}",
     "tensorrt": "; on a Jetson it comes with JetPack",
 }
+_CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def require(module: str) -> ModuleType:
@@ -58,7 +61,25 @@ def missing(module: str) -> MissingExtra:
 
 
 def install_hint(module: str) -> str:
-    return f"pip install 'deploykit[{EXTRAS[module]}]'{_NOTES.get(module, '')}"
+    note = _NOTES.get(module, "").format(gpu=install_command("gpu"))
+    return install_command(EXTRAS[module]) + note
+
+
+def install_command(extra: str) -> str:
+    """What installs an extra: from the checkout or the wheel that is in use, else by name.
+
+    The only place that decides it, as no package index has deploykit before its first release.
+    """
+    import json  # late: only an error needs them
+    from importlib import metadata
+
+    if (_CHECKOUT / "pyproject.toml").is_file():
+        return f"pip install -e {shlex.quote(f'{_CHECKOUT}[{extra}]')}"
+    url = ""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        origin = metadata.distribution("deploykit").read_text("direct_url.json")  # PEP 610
+        url = json.loads(origin or "{}").get("url", "")
+    return f"pip install 'deploykit[{extra}]{f' @ {url}' if url else ''}'"
 
 
 def installed(module: str) -> bool:

@@ -124,7 +124,16 @@ def mismatch(spec: TensorSpec, dtype: str, shape: Sequence[int]) -> str | None:
         return None
     got = f"{dtype}[{','.join(str(size) for size in shape)}]"
     want = str(spec)[len(spec.name) + 1 :]
-    return f"input '{spec.name}' is {want}, got {got}"
+    return f"input '{spec.name}' is {want}, got {got}{without_batch(spec, shape)}"
+
+
+def without_batch(spec: TensorSpec, shape: Sequence[int]) -> str:
+    """What to add to the error where `shape` is that of one sample alone, else ""."""
+    rest = spec.shape[1:]
+    if spec.shape[:1] not in ((BATCH,), (1,)) or len(shape) != len(rest):
+        return ""
+    fits = all(isinstance(want, str) or want == got for want, got in zip(rest, shape, strict=True))
+    return ": one sample without its batch axis, which x[None] adds" if fits else ""
 
 
 def concrete(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import onnx
 from onnx import TensorProto, defs
 
-from deploykit.core.artefact import sniff
+from deploykit.core.artefact import sniff, wrong_format
 from deploykit.core.errors import BadInput
 from deploykit.core.files import check_inside, check_readable
 from deploykit.onnx_graph import storage
@@ -33,7 +33,7 @@ def read_model(path: Path) -> onnx.ModelProto:
     check_readable(path)
     kind = sniff(path)
     if kind != "onnx":
-        raise BadInput(f"{path}: is a {kind} file, an ONNX file is needed")
+        raise wrong_format(path, kind, "an ONNX file")
     if path.stat().st_size > MAX_BYTES:
         raise BadInput(f"{path}: is larger than 2 GiB, which no ONNX file without external data is")
     model, spots = storage.parse(path)

@@ -141,7 +141,7 @@ def test_other_files_are_refused_with_their_format(tmp_path: Path) -> None:
 
     path = tmp_path / "m.pt"
     torch.save({"w": torch.zeros(1)}, path)
-    with pytest.raises(dk.BadInput, match=r"m\.pt: is a torch file; bench takes \.onnx and \.trt"):
+    with pytest.raises(dk.BadInput, match=r"m\.pt: is a PyTorch file, an \.onnx or \.trt file"):
         timed(path)
 
 

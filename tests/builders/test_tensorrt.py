@@ -15,6 +15,7 @@ from deploykit.builders.tensorrt.build import build, check
 from deploykit.builders.tensorrt.network import precision_flags
 from deploykit.builders.tensorrt.options import Options
 from deploykit.core.errors import MissingExtra, Unsupported
+from deploykit.core.extras import install_command
 from deploykit.core.profile import load_profile
 from tests.support.builders.fake_tensorrt import Severity
 from tests.support.builders.tensorrt_fixtures import (  # noqa: F401
@@ -86,7 +87,7 @@ def test_tensorrt_before_10_is_refused_with_the_reason(
 def test_without_tensorrt_the_extra_is_named(model: Path, out: Path) -> None:
     with replaced("tensorrt", None), pytest.raises(MissingExtra) as caught:
         build(model, out, options())
-    assert "deploykit[tensorrt]" in (caught.value.hint or "")
+    assert install_command("tensorrt") in (caught.value.hint or "")
 
 
 def test_a_machine_without_a_driver_is_refused_with_that_reason(

@@ -283,7 +283,7 @@ def test_doctor_says_what_the_demo_and_an_engine_need(
     monkeypatch.setattr(doctor, "installed", lambda name: name not in ("tensorrt", "cuda", "PIL"))
     checks = {each.command: each for each in doctor.doctor().checks}
     assert checks["demo"].works
-    assert "deploykit[tensorrt]" in checks["build --check"].why
+    assert "[tensorrt]" in checks["build --check"].why
     assert "no NVIDIA GPU" in checks["build, bench, serve of TensorRT engines"].why
     gpu = Gpu("NVIDIA L4", 24_000_000_000, "580.0", "8.9")
     monkeypatch.setattr(doctor, "this_machine", lambda: replace(here, gpus=(gpu,)))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from deploykit.core import artefact as artefacts
-from deploykit.core.artefact import Artefact, read_manifest, sniff, torch_kind
+from deploykit.core.artefact import Artefact, read_manifest, sniff, torch_kind, wrong_format
 from deploykit.core.errors import BadInput, NotFound, Unsupported
 from deploykit.core.evidence import Evidence, GoldenSamples
 from deploykit.core.files import sha256
@@ -317,3 +317,26 @@ def test_an_artefact_can_be_used_as_a_path(artefact: Path) -> None:
     opened = Artefact.open(artefact)
     assert Path(opened) == artefact
     assert str(opened) == str(artefact)
+
+
+@pytest.mark.parametrize(
+    ("found", "what", "command"),
+    [
+        ("onnx", "an ONNX file", "quantize"),
+        ("torch", "a PyTorch file", "deploykit export"),
+        ("safetensors", "a .safetensors file", "deploykit export"),
+        ("tensorrt", "a TensorRT engine", "serve"),
+    ],
+)
+def test_a_model_in_the_wrong_place_is_answered_with_the_command_that_takes_it(
+    found: str, what: str, command: str
+) -> None:
+    error = wrong_format("m", found, "another")
+    assert error.message == f"m: is {what}, another is needed"
+    assert command in str(error.hint)
+
+
+def test_every_format_of_the_table_has_a_command_that_takes_it() -> None:
+    from deploykit.core.runtime import BY_FORMAT
+
+    assert all(wrong_format("m", name, "another").hint for name in BY_FORMAT)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploykit.core.errors import MissingExtra, Unsupported
-from deploykit.core.extras import EXTRAS, install_hint, installed, require
+from deploykit.core.extras import EXTRAS, install_command, install_hint, installed, require
 
 Install = Callable[[str], None]
 
@@ -42,7 +42,7 @@ def test_missing_package_says_what_to_type(monkeypatch: pytest.MonkeyPatch, modu
     with pytest.raises(MissingExtra, match=f"{top} is not installed") as caught:
         require(module)
     assert caught.value.exit_code == 3
-    assert f"pip install 'deploykit[{EXTRAS[top]}]'" in str(caught.value.hint)
+    assert install_command(EXTRAS[top]) in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(
@@ -135,3 +135,43 @@ def test_a_thread_imports_without_touching_signals(broken: Install) -> None:
     thread.start()
     thread.join()
     assert [module.__name__ for module in loaded] == ["onnxscript"]
+
+
+def test_an_extra_is_installed_from_where_deploykit_came_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from importlib import metadata
+
+    from deploykit.core import extras
+
+    origin = {"direct_url.json": '{"url": "file:///a/deploykit-1-py3-none-any.whl"}'}
+    release: dict[str, str] = {}
+    (tmp_path / "pyproject.toml").touch()
+    monkeypatch.setattr(extras, "_CHECKOUT", tmp_path)
+    assert install_command("cpu") == f"pip install -e '{tmp_path}[cpu]'"
+    for files, want in (
+        (origin, "pip install 'deploykit[cpu] @ file:///a/deploykit-1-py3-none-any.whl'"),
+        (release, "pip install 'deploykit[cpu]'"),
+    ):
+        installation = type(
+            "Installation", (), {"read_text": lambda _, name, of=files: of.get(name)}
+        )
+        monkeypatch.setattr(extras, "_CHECKOUT", tmp_path / "site-packages")
+        monkeypatch.setattr(metadata, "distribution", lambda _, it=installation: it())
+        assert install_command("cpu") == want
+
+
+def test_only_one_place_decides_how_an_extra_is_installed() -> None:
+    """Until a release, no package index has `deploykit[...]`."""
+    root = Path(__file__).parents[2]
+    files = [
+        *(root / "deploykit").rglob("*.py"),
+        *(root / "docs").rglob("*.md"),
+        root / "README.md",
+    ]
+    named = {
+        each.relative_to(root).as_posix()
+        for each in files
+        if "deploykit[" in each.read_text(encoding="utf-8")
+    }
+    assert named == {"deploykit/core/extras.py"}

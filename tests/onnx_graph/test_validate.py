@@ -35,7 +35,7 @@ def test_a_missing_file_is_not_found(tmp_path: Path) -> None:
         (np.random.default_rng(0).bytes(1 << 20), "known format"),
         (b"<!DOCTYPE html><html><body>404</body></html>", "web page"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS"),
-        (b"\x80\x04pickle", "torch file"),
+        (b"\x80\x04pickle", "a PyTorch file"),
     ],
     ids=str.split("empty 1-byte half last-byte 2-bytes 3-bytes late-noise noise html lfs pickle"),
 )

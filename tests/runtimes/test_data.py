@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -201,3 +202,39 @@ def test_random_masks_are_zeros_and_ones_and_hide_no_whole_row() -> None:
     for mask in feeds.values():
         assert mask.any(axis=1).all()
         assert not mask.all()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what", "cure"),
+    [
+        ("a.csv", b"1,2,3\n4,5,6\n", "is a text file", "numpy.save('a.npy', numpy.loadtxt('a.csv'"),
+        ("a.txt", "ü 1\r\n".encode(), "is a text file", "converts a CSV file"),
+        ("a.npz", b"1 2 3", "is a text file", "converts a CSV file"),
+        ("a.png", b"\x89PNG\r\n\x1a\n" + bytes(99), "is a single image", "the folder"),
+        ("a.npz", b"\xff\xd8\xff\xe0" + bytes(99), "is a single image", "the folder"),
+        ("a.tif", b"II*\0" + bytes(99), "is a single image", "the folder"),
+        ("m.onnx", b"\x08\x08\x12\x07pytorch", "is a model \\(onnx\\)", "data is an .npz"),
+        ("m.pt", b"\x80\x02}q\0.", "is a model \\(torch\\)", "data is an .npz"),
+        ("m.trt", b"ftrt" + bytes(60), "is a model \\(tensorrt\\)", "data is an .npz"),
+    ],
+)
+def test_what_is_taken_for_data_is_named_with_a_cure(
+    tmp_path: Path, name: str, content: bytes, what: str, cure: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(BadInput, match=f"{name}: {what}") as caught:
+        read_samples(tmp_path / name, (X,))
+    assert cure in str(caught.value.hint)
+
+
+def test_a_model_archive_is_not_data(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "m.npz", "w") as archive:
+        archive.writestr("m/data.pkl", b"")
+    with pytest.raises(BadInput, match=r"is a model \(torch\), not data"):
+        read_samples(tmp_path / "m.npz", (X,))
+
+
+def test_one_sample_without_its_batch_axis_is_recognised(npz: Path) -> None:
+    write_npz(npz, {"x": rows(1)[0]})
+    with pytest.raises(BadInput, match=r"one sample without its batch axis, which x\[None\] adds"):
+        read_samples(npz, (X,))

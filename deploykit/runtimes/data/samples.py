@@ -20,12 +20,16 @@ from typing import IO
 import numpy as np
 from numpy.lib import format as npy
 
-from deploykit.core.errors import BadInput, first_line, os_reason
+from deploykit.core.artefact import sniff
+from deploykit.core.errors import BadInput, DeploykitError, first_line, os_reason
 from deploykit.core.files import atomic_write, check_readable
 from deploykit.core.machine import memory_bytes
 from deploykit.core.tensors import BATCH, TensorSpec, carrier, concrete, mismatch
 
 LABELS = "labels"
+_DATA = "data is an .npz or .npy file, or a folder of images"
+_IMAGE_STARTS = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
+_TEXT = bytes((*range(9, 14), *range(32, 256)))
 IMAGES = (".png", ".jpg", ".jpeg")
 ARRAYS = (".npz", ".npy")
 
@@ -81,8 +85,10 @@ def read_samples(path: Path, inputs: tuple[TensorSpec, ...], *, labelled: bool =
     for spec in inputs:
         if spec.name not in arrays:
             names = ", ".join(str(spec) for spec in inputs)
+            has = ", ".join(arrays) or "none"
             raise BadInput(
-                f"{path}: no array '{spec.name}'", hint=f"the model's inputs are: {names}"
+                f"{path}: no array '{spec.name}'; it contains: {has}",
+                hint=f"the model's inputs are: {names}",
             )
         array = arrays[spec.name]
         problem = mismatch(
@@ -276,8 +282,34 @@ def _damage(path: Path) -> Iterator[None]:
     try:
         yield
     except _DAMAGED as exc:
+        _refuse_other(path)
         kind = ".npy" if path.suffix == ".npy" else ".npz"
         raise BadInput(f"{path}: is not a readable {kind} file: {first_line(exc)}") from exc
+
+
+def _refuse_other(path: Path) -> None:
+    """Raise BadInput if `path` is an image, a model or text."""
+    try:
+        with path.open("rb") as handle:
+            head = handle.read(512)
+    except OSError:
+        return
+    if head.startswith(_IMAGE_STARTS):
+        raise BadInput(
+            f"{path}: is a single image", hint="give the folder that contains the images"
+        )
+    try:
+        kind = sniff(path)
+    except DeploykitError:
+        kind = ""
+    if kind:
+        raise BadInput(f"{path}: is a model ({kind}), not data", hint=_DATA)
+    if not head.translate(None, _TEXT):
+        raise BadInput(
+            f"{path}: is a text file, not data",
+            hint=f"numpy.save('{path.stem}.npy', numpy.loadtxt('{path.name}', delimiter=',', "
+            "dtype='float32')) converts a CSV file; axis 0 is the samples",
+        )
 
 
 _DAMAGED = (

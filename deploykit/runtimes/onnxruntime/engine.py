@@ -25,7 +25,7 @@ from deploykit.core.errors import (
     first_line,
     os_reason,
 )
-from deploykit.core.extras import require
+from deploykit.core.extras import install_command, require
 from deploykit.core.files import check_inside, open_readable
 from deploykit.core.machine import default_threads
 from deploykit.core.memory import memory_errors
@@ -86,7 +86,7 @@ def open_engine(
     if device != "cpu" and not cuda:
         raise Unsupported(
             f"{path}: `device` is {device}, but this onnxruntime has no CUDA provider",
-            hint="pip uninstall onnxruntime; pip install 'deploykit[gpu]'; see: deploykit doctor",
+            hint=f"pip uninstall onnxruntime; {install_command('gpu')}; see: deploykit doctor",
         )
     return OnnxRuntimeEngine(path, device, threads, graphs=graphs)
 

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 
 from deploykit.core.artefact import read_manifest, sniff
 from deploykit.core.errors import BadInput, Unsupported, os_reason
+from deploykit.core.extras import install_command
 from deploykit.core.files import manifest_path
 from deploykit.core.manifest import Manifest
 from deploykit.core.precision import CALIBRATED
@@ -243,13 +244,13 @@ def check_version(version: str, *, full: bool = True) -> None:
         raise Unsupported(
             f"TensorRT {version} is installed, 10.3 or later is needed: before 10 a network has no "
             "types of its own, so the precision that was verified would be lost",
-            hint="JetPack 6.1 brings TensorRT 10.3; elsewhere: pip install 'deploykit[tensorrt]'",
+            hint="JetPack 6.1 brings TensorRT 10.3; elsewhere: " + install_command("tensorrt"),
         )
     if not full:
         raise Unsupported(
             f"the installed tensorrt module is the lean runtime of {version}; the full one is "
             "needed",
-            hint="pip install 'deploykit[tensorrt]'",
+            hint=install_command("tensorrt"),
         )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from deploykit.core.artefact import ArtefactLike
 from deploykit.core.errors import Unsupported
-from deploykit.core.extras import installed, require
+from deploykit.core.extras import install_hint, installed, require
 from deploykit.runtimes.tensorrt.compatibility import Here, check_version, open_plan
 from deploykit.runtimes.tensorrt.engine import TensorRtEngine
 
@@ -19,7 +19,7 @@ if installed("tensorrt_lean") and not installed("tensorrt"):
     raise Unsupported(
         "tensorrt_lean is installed, which runs version compatible engines only; the full TensorRT "
         "is needed",
-        hint="pip install 'deploykit[tensorrt]'; on a Jetson it comes with JetPack",
+        hint=install_hint("tensorrt"),
     )
 trt = require("tensorrt")
 

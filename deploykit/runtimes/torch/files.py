@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from deploykit.core import errors
-from deploykit.core.artefact import sniff, torch_kind
+from deploykit.core.artefact import sniff, torch_kind, wrong_format
 from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, first_line
 from deploykit.core.extras import require
 from deploykit.core.memory import does_not_fit, lacks_memory, memory_errors
@@ -80,7 +80,7 @@ def read(path: Path, *, allow_pickle: bool, described: bool = True) -> Content:
 
         return Content(kind, safetensors.read(path), ran_pickle=False)
     if kind != "torch":
-        raise BadInput(f"{path}: is a file for {kind}, a PyTorch file is needed")
+        raise wrong_format(path, kind, "a PyTorch file")
     form = torch_kind(path)
     if form == "pickle":
         return _classify(path, *_unpickle(path, allow_pickle=allow_pickle))

@@ -1,7 +1,7 @@
 """OpenTelemetry: a span for each request, with a child for each of its stages, sent by OTLP/HTTP.
 
 Serving never waits for it: times go into a bounded queue, and a thread makes and sends the spans.
-A request's W3C traceparent is the parent; unsampled traces are skipped. Needs deploykit[trace].
+A request's W3C traceparent is the parent; unsampled traces are skipped. Needs the extra [trace].
 """
 
 from __future__ import annotations

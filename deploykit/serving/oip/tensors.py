@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 
 from deploykit.core.errors import BadInput, quote
-from deploykit.core.tensors import DTYPE_BYTES, PROTOCOL_NAMES, Bytes, TensorSpec, carrier
+from deploykit.core.tensors import (
+    DTYPE_BYTES,
+    PROTOCOL_NAMES,
+    Bytes,
+    TensorSpec,
+    carrier,
+    without_batch,
+)
 
 BINARY_ONLY = ("FP16", "BF16")  # the protocol gives them no JSON form
 STRING_BYTES = 64  # memory of a short Python string and its reference
@@ -62,7 +69,8 @@ def check_shape(shape: object, slot: Slot, max_batch: int) -> tuple[int, ...]:
         want == got or isinstance(want, str) for want, got in zip(spec.shape, shape, strict=True)
     )
     if not fits:
-        raise BadInput(f"input '{spec.name}' is {spec}, got shape {quote(shape)}")
+        lacks = without_batch(spec, shape)
+        raise BadInput(f"input '{spec.name}' is {spec}, got shape {quote(shape)}{lacks}")
     if max_batch and shape[0] > max_batch:
         raise BadInput(
             f"input '{spec.name}': batch {quote(shape[0])} is above {max_batch}",
