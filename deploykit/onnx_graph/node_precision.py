@@ -14,6 +14,7 @@ VIEWS = frozenset(("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze"))
 DESCRIBES = frozenset(("Constant", "Shape", "Size"))
 CONVERTS = frozenset(("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast"))
 GENERATES = frozenset(("ConstantOfShape", "Range", "CastLike"))
+_FUSED = frozenset(("QGemm", "QAttention", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM"))
 _SILENT = CONVERTS | DESCRIBES | GENERATES | VIEWS
 _FLOATS = FLOATS | {"float64"}
 
@@ -69,5 +70,5 @@ class NodePrecision:
 def _in_integers(node: onnx.NodeProto) -> bool:
     """Whether the operator computes in integers by definition: QLinearConv, MatMulInteger."""
     name = node.op_type
-    fused = node.domain.startswith(RUNTIME_DOMAINS) and name in ("QGemm", "QAttention")
+    fused = node.domain.startswith(RUNTIME_DOMAINS) and name in _FUSED
     return fused or name.startswith("QLinear") or "Integer" in name

@@ -157,6 +157,11 @@ def _spread(
 ) -> None:
     """Add to `scaled` the tensors that follow, as long as ONNX Runtime has integer kernels."""
     outputs = {value.name for value in editor.graph.output}
+    ranks = {
+        value.name: len(value.type.tensor_type.shape.dim)
+        for value in editor.graph.value_info
+        if value.type.tensor_type.HasField("shape")
+    }
     readers: dict[str, list[onnx.NodeProto]] = {}
     for node in editor.graph.node:
         for name in node.input:
@@ -166,6 +171,16 @@ def _spread(
         after = readers.get(out, [])
         fused = len(after) == 1 and after[0].op_type in _ACTIVATIONS and out not in outputs
         return str(after[0].output[0]) if fused else out
+
+    def writes_floats(kind: str, out: str) -> bool:
+        """Whether it runs in the kernel that reads integers and writes floats, with no scale."""
+        after = readers.get(out, [])
+        if kind == "MatMul" and ranks.get(out, 2) == 2 and any(n.op_type == "Add" for n in after):
+            return False  # ONNX Runtime would make a Gemm of float32 of the two
+        integers = any(_moves(node) or node.op_type in _COMPUTES - {"Add", "Mul"} for node in after)
+        added = [n for n in after if n.op_type in ("Add", "Mul")]
+        integers |= any(not editor.constants.keys() & n.input for n in added)
+        return kind in ("Gemm", "MatMul") and not integers
 
     for number, node in enumerate(editor.graph.node):
         inputs = [name for name in node.input if name]
@@ -185,5 +200,7 @@ def _spread(
         if number not in chosen and not computes:
             continue
         out = after_activation(out)
+        if writes_floats(node.op_type, out):
+            continue
         if out not in outputs and holds(out):
             scaled.setdefault(out, out)

@@ -16,6 +16,8 @@ from tests.support.graphs.protos import to_pairs
 from tests.support.graphs.qdq_graphs import dequantize_of, optimised, pairs, quantized, stored
 from tests.support.onnx_zoo import linear, make, mnist_like
 
+ORT = "onnxruntime"
+
 
 def test_onnxruntime_scales_cover_the_range_with_a_zero_point(tmp_path: Path) -> None:
     model, found = quantized(mnist_like(), tmp_path, "onnxruntime")
@@ -81,6 +83,30 @@ def residual_block() -> onnx.ModelProto:
         helper.make_node("GlobalAveragePool", ["r2"], ["y"], name="mean"),
     ]
     return make(nodes, {"x": ("N", 16, 8, 8)}, {"y": ("N", 16, 1, 1)}, weights)
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted"),
+    [
+        # as in a transformer: one kernel, where a scale on the result takes three
+        (("N", 4, 8), ["QuantizeLinear", "MatMulIntegerToFloat", "Add", "Tanh"]),
+        # ONNX Runtime makes a Gemm in float of MatMul and Add unless a pair is in between
+        (("N", 8), ["QuantizeLinear", "QLinearMatMul", "DequantizeLinear", "Add", "Tanh"]),
+    ],
+)
+def test_a_matmul_runs_in_integers_whatever_reads_its_result(
+    shape: tuple[str | int, ...], wanted: list[str], tmp_path: Path
+) -> None:
+    random = np.random.default_rng(0)
+    weights = {"w": random.standard_normal((8, 8)).astype(np.float32), "b": np.ones(8, np.float32)}
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["m"], "matmul"),
+        helper.make_node("Add", ["m", "b"], ["a"], "bias"),
+        helper.make_node("Tanh", ["a"], ["y"], "tanh"),
+    ]
+    model = onnx.shape_inference.infer_shapes(make(nodes, {"x": shape}, {"y": shape}, weights))
+    int8, _ = quantized(model, tmp_path, ORT)
+    assert optimised(int8, tmp_path) == wanted
 
 
 def _ints(*values: int) -> np.ndarray:
