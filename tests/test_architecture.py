@@ -54,13 +54,13 @@ BUDGETS = {
     "runtimes": 5720,
     "training": 300,
     "exporters": 760,
-    "onnx_graph+quantization": 4330,
+    "onnx_graph+quantization": 4340,
     "builders": 1580,
     "measure": 4000,
     "serving": 10860,
     "api": 4320,
     "cli": 1840,
-    "": 36440,  # the whole package
+    "": 36560,  # the whole package
 }
 LONG: set[str] = set()  # functions over 60 lines
 
