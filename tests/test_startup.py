@@ -19,6 +19,7 @@ HEAVY = {
     "hpack",
     "httptools",
     "rich",
+    "email",  # by importlib.metadata
 }
 
 

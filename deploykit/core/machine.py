@@ -5,7 +5,6 @@ Reading never raises: unknown values are None or empty. Tests pass a `root` in p
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import re
@@ -206,11 +205,13 @@ def _power_mode(root: Path) -> str | None:
 
 
 def _packages() -> dict[str, str]:
+    from importlib import metadata  # a tenth of the time of `--help`, which does not need it
+
     found = {}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
             continue
     return found
 
