@@ -12,32 +12,42 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 # where it is set, each of the tests' many processes would compile the package and pytest's tests anew
 unexport PYTHONDONTWRITEBYTECODE
-# a file's tests share a worker and its fixtures; tests/conftest.py puts the slow files first. Two
-# workers a core: many tests wait for a server or a time limit
-WORKERS = -n $$(( 2 * $$(nproc) )) --dist loadfile --no-loadscope-reorder
+# a file's tests share a worker and its fixtures; tests/conftest.py puts the slow files first. One
+# worker more than cores: many tests wait for a server or a time limit
+WORKERS = -n $$(( 1 + $$(nproc) )) --dist loadfile --no-loadscope-reorder
 SETUP := $(PYTHON) scripts/setup_venv.py --torch-index "$(TORCH_INDEX)"
 
-.PHONY: demo test tests nvidia test-all docs coverage gpu-test lint bench venv clean
+.PHONY: demo test tests nvidia test-all docs coverage gpu-test lint bench venv venv-lint clean
 
 demo:
 	@$(SETUP)
 	$(BIN)/deploykit demo -o out
 
-venv:
+# what the linters need comes first, and the rest beside them: pip keeps one core busy
+venv-lint:
+	@$(SETUP) --lint
+
+venv: venv-lint
 	@$(SETUP) --dev
 
-lint: venv
+# every process that imports a package for the first time would compile it: one does, for all
+.venv/.compiled: | venv
+	@$(BIN)/python -c "import sklearn.datasets, torch._dynamo, torchvision, transformers" 2> /dev/null || true
+	@$(BIN)/pytest --collect-only -qq > /dev/null || true
+	@touch $@
+
+lint: venv-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 # side by side, so that no core waits; each part prints when it is done, and each can fail the whole
 # DEPLOYKIT_ZOO: the files that the tests of the zoo make, and that NVIDIA's part asks its builder about
-test: venv
+test:
 	@zoo=$$(mktemp -d) && trap 'rm -rf "$$zoo"' EXIT && DEPLOYKIT_ZOO=$$zoo \
 		$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target tests lint nvidia
 
-tests: venv
+tests: .venv/.compiled
 	$(BIN)/pytest $(WORKERS)
 
 nvidia: venv

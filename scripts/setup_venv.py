@@ -2,8 +2,9 @@
 
 Standard library only, and idempotent: with the same `pyproject.toml` and the same choice of torch
 it does nothing. On a machine without an NVIDIA GPU it takes a CPU build of torch where one can be
-had: from `--torch-index` if given, else the newest that this machine's own pip finds. `--dev` adds
-the torchvision of that torch; where there is none, the tests that need it are skipped.
+had: from `--torch-index` if given, else the newest that this machine's own pip finds. `--lint` adds
+the linters, `--dev` what the tests need too, with the torchvision of that torch; where there is
+none, the tests that need it are skipped.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ TORCH_OLDEST = (2, 10)  # below, torch.load(weights_only=True) has known holes
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
+    parser.add_argument("--lint", action="store_true", help="also ruff and mypy")
     parser.add_argument("--dev", action="store_true", help="also what the tests need")
     parser.add_argument("--torch-index", default="", help="URL of an index of CPU wheels of torch")
     options = parser.parse_args()
@@ -39,12 +41,12 @@ def main() -> int:
         print("hint: make PYTHON=python3.12 demo", file=sys.stderr)
         return 2
     gpu = has_gpu()
-    extras = ["gpu" if gpu else "cpu", "serve", "export", "train", "quantize"] + [
-        "dev"
-    ] * options.dev
+    name = "dev" if options.dev else "lint" if options.lint else "demo"
+    extras = ["gpu" if gpu else "cpu", "serve", "export", "train", "quantize"]
+    extras += [name] if name != "demo" else []
     state = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes())
     state.update(json.dumps([extras, options.torch_index, sys.version, str(ROOT)]).encode())
-    stamp = options.venv / f".deploykit-{'dev' if options.dev else 'demo'}"
+    stamp = options.venv / f".deploykit-{name}"
     if stamp.is_file() and stamp.read_text() == state.hexdigest():
         return 0
     python = make_venv(options.venv)
@@ -104,10 +106,9 @@ def pip(
 
 def torch_to_install(python: Path, gpu: bool, index: str) -> list[str]:
     """What pip is asked for to get torch, empty if it is there."""
-    probe = "import torch; print(torch.__version__)"
-    there = subprocess.run([python, "-c", probe], capture_output=True, text=True, check=False)
-    if there.returncode == 0 and release(there.stdout.strip()) >= TORCH_OLDEST:
-        print(f"torch {there.stdout.strip()} is there", flush=True)
+    there = version_in(python, "torch")
+    if release(there) >= TORCH_OLDEST:
+        print(f"torch {there} is there", flush=True)
         return []
     wanted, source = ["torch"], "the package index"
     if index:

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from deploykit.core.artefact import read_manifest
+from tests.support.installed import needs
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
-for module in ("torch", "onnxscript", "sklearn", "onnxruntime"):
-    pytest.importorskip(module)
+needs("torch", "onnxscript", "sklearn", "onnxruntime")
 
 
 @pytest.fixture(scope="module")

@@ -156,6 +156,7 @@ def test_the_metadata_names_license_python_and_extras(wheel: Path) -> None:
         "quantize",
         "ray",
         "dev",
+        "lint",
     }
 
 

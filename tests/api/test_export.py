@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.installed import needs
+
 torch = pytest.importorskip("torch")
-pytest.importorskip("onnxscript")
+needs("onnxscript")
 
 import deploykit as dk  # noqa: E402
 from deploykit.api import golden  # noqa: E402

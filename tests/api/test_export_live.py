@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.installed import needs
+
 torch = pytest.importorskip("torch", reason="torch is not installed")
-pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+needs("onnxscript")
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
 import deploykit as dk  # noqa: E402

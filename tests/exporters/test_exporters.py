@@ -10,8 +10,10 @@ import numpy as np
 import onnx
 import pytest
 
+from tests.support.installed import needs
+
 torch = pytest.importorskip("torch", reason="torch is not installed")
-pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+needs("onnxscript")
 
 from deploykit.core import paths  # noqa: E402
 from deploykit.core.errors import BadInput  # noqa: E402

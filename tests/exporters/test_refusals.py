@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.installed import needs
+
 torch = pytest.importorskip("torch", reason="torch is not installed")
-pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+needs("onnxscript")
 
 from deploykit.core.errors import BadInput  # noqa: E402
 from deploykit.core.tensors import TensorSpec, parse_spec  # noqa: E402

@@ -23,15 +23,13 @@ from tests.nvidia import fetch, stubs
 ROOT = Path(__file__).resolve().parent.parent.parent
 # In a copy of our files, what stands for the module gets a type that mypy can check.
 _USES = re.compile(r'^ +import tensorrt as|\bnv: Any\b|require\("tensorrt"\)', re.MULTILINE)
-_IMPORTS = f"import typing; from {stubs.MODULE} import Module as NvidiaModule"
+_IMPORTS = f"from {stubs.MODULE} import Module as NvidiaModule"
 _TYPED = (
     (r"\bnv: Any\b", "nv: NvidiaModule"),
     (r"(?m)^(def module\(.*\)) -> Any:", r"\1 -> NvidiaModule:"),
     (r'(?m)^(\w+) = require\("tensorrt"\)', r'\1: NvidiaModule = require("tensorrt")'),
-    (r"(?m)^(def require\(.*\)) -> ModuleType:", r"\1 -> typing.Any:"),
     (r"(?m)^(from __future__ import annotations)$", rf"\1; {_IMPORTS}"),
 )
-_REQUIRE = Path("deploykit/core/extras.py")  # where every optional package comes from
 SAMPLE = Path(__file__).with_name("sample.py")
 # Statements that are wrong in some versions: from the first number on, up to before the second.
 CANARY = (
@@ -76,7 +74,7 @@ def copied(root: Path, files: Sequence[Path], out: Path) -> None:
     """
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(root / "deploykit", out / "deploykit", ignore=_NOT_COPIED)
-    for file in {_REQUIRE, *files}:
+    for file in files:
         text = (root / file).read_text(encoding="utf-8")
         for pattern, instead in _TYPED:
             text = re.sub(pattern, instead, text)
@@ -92,6 +90,9 @@ def problems(folder: Path, version: str, files: Sequence[Path]) -> list[str]:
     command += ["--config-file", str(ROOT / "pyproject.toml"), "--strict", "--no-color-output"]
     # the copy knows more types than the original: what was Any, and the ignores for that, are left
     command += ["--no-warn-unused-ignores", "--no-warn-return-any"]
+    # what these files import is the lint's affair, and would take a minute more: here it is Any
+    command += ["--follow-imports=skip", "--allow-subclassing-any", "--allow-any-generics"]
+    command += ["--allow-untyped-decorators", "--no-warn-unreachable"]
     command += ["--cache-dir", str(folder.parent / "mypy")]
     done = subprocess.run(
         [*command, *map(str, files), SAMPLE.name, _CANARY],
@@ -105,8 +106,7 @@ def problems(folder: Path, version: str, files: Sequence[Path]) -> list[str]:
         return [f"mypy failed: {(done.stdout + done.stderr).strip()}"]
     found = [match for line in done.stdout.splitlines() if (match := _ERROR.match(line))]
     caught = {int(match["line"]) for match in found if match["file"] == _CANARY}
-    asked = {*map(str, files), SAMPLE.name}  # the rest of the package is the lint's affair
-    said = [match[0] for match in found if match["file"] in asked]
+    said = [match[0] for match in found if match["file"] != _CANARY]
     lines = (folder / _CANARY).read_text(encoding="utf-8").splitlines()
     for line in sorted(caught ^ wrong_lines(version)):
         verb = "refuses" if line in caught else "accepts"

@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.installed import needs
+
 torch = pytest.importorskip("torch", reason="torch is not installed")
-pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+needs("onnxscript")
 
 import deploykit as dk  # noqa: E402
 from deploykit.core.errors import GateFailed  # noqa: E402

@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from deploykit.core.tensors import TensorSpec
 from tests.support.campaign import rounds
 from tests.support.fake_engine import FakeEngine
+from tests.support.installed import needs
 from tests.support.serving.running import Running, running
 
-pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+needs("schemathesis")
 
 AXES: dict[str, tuple[str, tuple[int | str, ...]]] = {
     "x": ("float32", ("N", 2)),

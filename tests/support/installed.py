@@ -1,0 +1,17 @@
+"""Skip a test file for want of a package, which only its tests import.
+
+Every worker reads every test file: `pytest.importorskip` would import the package in all of them.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+
+def needs(*packages: str) -> None:
+    """Skip the file that calls this where one of `packages` is not installed."""
+    for package in packages:
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed", allow_module_level=True)
