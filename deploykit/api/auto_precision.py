@@ -21,7 +21,7 @@ from deploykit.api.evaluate import (
 )
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Evaluation, SearchRecord, SearchStep
-from deploykit.core.precision import PAIRS, auto_levels
+from deploykit.core.precision import DYNAMIC, PAIRS, auto_levels
 from deploykit.core.profile import load_profile
 from deploykit.core.runtime import RUNTIMES
 
@@ -135,7 +135,7 @@ class _Candidates:
 
     def levels(self) -> list[Level[Any]]:
         """Precisions to try, fewest bits first."""
-        from deploykit.quantization import qdq
+        from deploykit.quantization import dynamic, qdq
 
         computing = tuple(cost.name for cost in self._costs(self.job.source) if cost.flops)
         levels = []
@@ -144,6 +144,10 @@ class _Candidates:
             nodes = computing
             if each.writer == PAIRS:
                 nodes = qdq.quantizable(self.job.source, self.job.request.runtime, each.name)
+            elif each.writer == DYNAMIC:
+                nodes = dynamic.quantizable(self.job.source)
+                if not nodes:
+                    continue
             levels.append(self._level(name, each.bits, nodes))
         return levels
 

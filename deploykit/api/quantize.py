@@ -38,6 +38,7 @@ from deploykit.core.precision import (
     HARDWARE,
     OTHER_NODES,
     QUANTIZED,
+    hardware,
 )
 from deploykit.core.profile import load_profile
 from deploykit.core.runtime import RUNTIMES, TARGET_RUNTIMES
@@ -87,7 +88,7 @@ def quantize(
     request = QuantizeRequest(
         to=to,
         other_nodes=other_nodes,
-        runtime=runtime or (target.runtime if target else "tensorrt"),
+        runtime=runtime or (target.runtime if target else _default_runtime(to)),
         target=target,
         calib=Path(calib) if calib else None,
         data=Path(data) if data else None,
@@ -103,6 +104,10 @@ def quantize(
     job = prepare(source, request, on_progress)
     with stage(place) as tmp:
         return keep_if_passed(tmp, write_quantized(job, tmp, place, on_progress), to)
+
+
+def _default_runtime(to: str) -> str:
+    return (BY_NAME[to].runtime if to in BY_NAME else "") or "tensorrt"
 
 
 def write_quantized(job: Job, tmp: Path, place: Path, on_progress: Progress) -> Made:
@@ -155,7 +160,17 @@ def check_request(request: QuantizeRequest) -> None:
             f"`calib` is missing: {to} needs calibration data",
             hint="an .npz of the inputs or a folder, some 100 samples",
         )
-    if target and to in HARDWARE and to not in target.precisions:
+    only = "" if to == "auto" else BY_NAME[to].runtime
+    if only and runtime != only:
+        raise BadInput(
+            f"`to` {to} runs on {only} alone, not on {runtime}", hint=f"`runtime` {only}"
+        )
+    if (
+        target
+        and to != "auto"
+        and hardware(to) in HARDWARE
+        and hardware(to) not in target.precisions
+    ):
         raise BadInput(
             f"`profile` {target.name} does not run {to}",
             hint="it runs: " + ", ".join(target.precisions),

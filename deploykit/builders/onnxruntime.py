@@ -15,7 +15,11 @@ from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.extras import require
 from deploykit.core.files import atomic_write, check_readable
 from deploykit.core.profile import Profile
-from deploykit.runtimes.onnxruntime.engine import onnxruntime_errors, session_options
+from deploykit.runtimes.onnxruntime.engine import (
+    SLOWER_ON_CPU,
+    onnxruntime_errors,
+    session_options,
+)
 
 ort = require("onnxruntime")
 
@@ -53,7 +57,10 @@ def build(path: Path, out: Path, *, threads: int | None = None) -> dict[str, str
         try:
             with onnxruntime_errors(path):
                 ort.InferenceSession(
-                    str(path), sess_options=options, providers=["CPUExecutionProvider"]
+                    str(path),
+                    sess_options=options,
+                    providers=["CPUExecutionProvider"],
+                    disabled_optimizers=SLOWER_ON_CPU,
                 )
         except BadInput as exc:  # ONNX Runtime does not report a full disk as such
             need, free = path.stat().st_size, shutil.disk_usage(out.parent).free

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from deploykit.core.runtime import RUNTIMES
 
-CAST, PAIRS, WEIGHTS = "cast", "pairs", "weights"  # how `quantize` writes a precision
+# how `quantize` writes a precision
+CAST, PAIRS, WEIGHTS, DYNAMIC = "cast", "pairs", "weights", "dynamic"
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,9 @@ class Precision:
     """One row. `name` is what users, profiles and reports say, `dtype` what graphs say.
 
     `writer`: "cast" (the tensors change their type), "pairs" (QuantizeLinear and DequantizeLinear,
-    scaled by calibration data), "weights" (only stored so), or "" where `quantize` does not offer
-    it. `max_stored`: the largest magnitude that is stored. `min_opset`: the first opset that can
+    scaled by calibration data), "weights" (only stored so), "dynamic" (scaled in each call), or ""
+    where `quantize` does not offer it. `runtime`: the only one that runs it. `max_stored`: the
+    largest magnitude that is stored. `min_opset`: the first opset that can
     express what the writer writes.
     """
 
@@ -28,6 +30,7 @@ class Precision:
     dtype: str
     bits: int
     writer: str = ""
+    runtime: str = ""
     onnx_type: str = ""  # of TensorProto.DataType
     tensorrt_type: str = ""  # of tensorrt.DataType
     inspector_names: tuple[str, ...] = ()  # words by which TensorRT's engine inspector calls it
@@ -98,6 +101,17 @@ ALL = (
         auto={"gpu": "fp16", "cpu": "fp32"},
     ),
     Precision(
+        "int8-dynamic",
+        "int8",
+        8,
+        DYNAMIC,
+        "onnxruntime",
+        onnx_type="INT8",
+        max_stored=127,
+        min_opset=11,  # the first with DynamicQuantizeLinear
+        auto={"cpu": "fp32"},
+    ),
+    Precision(
         "fp8",
         "float8",
         8,
@@ -133,7 +147,8 @@ HALVES = tuple(each for each in ALL if each.writer == CAST)
 FLOATS = frozenset(each.dtype for each in ALL if each.bits >= 16)  # computed in as they are
 QUANTIZED = tuple(each.name for each in ALL if each.writer)  # what `quantize` writes
 CALIBRATED = tuple(each.name for each in ALL if each.writer == PAIRS)  # and needs data for
-HARDWARE = tuple(each.name for each in ALL if each.writer != WEIGHTS)  # what a target computes in
+# what a target computes in
+HARDWARE = tuple(each.name for each in ALL if each.writer not in (WEIGHTS, DYNAMIC))
 OTHER_NODES = ("fp32", "fp16")  # what the nodes around 8-bit ones and stored weights compute in
 
 _BY_DTYPE = {each.dtype: each for each in reversed(ALL)}
@@ -163,6 +178,11 @@ def max_engine_error(dtypes: Iterable[str]) -> float:
     return max((of_dtype(dtype) or fallback).max_engine_error for dtype in ("float32", *dtypes))
 
 
+def hardware(name: str) -> str:
+    """The precision that a target must compute in to run this one: "int8" for "int8-dynamic"."""
+    return _BY_DTYPE[BY_NAME[name].dtype].name if BY_NAME[name].writer == DYNAMIC else name
+
+
 def auto_levels(runtime: str, offered: Collection[str]) -> list[tuple[Precision, str]]:
     """What `--to auto` tries, the narrowest first, and the precision of the nodes around it.
 
@@ -170,5 +190,5 @@ def auto_levels(runtime: str, offered: Collection[str]) -> list[tuple[Precision,
     """
     where = "cpu" if RUNTIMES[runtime].on_cpu else "gpu"
     levels = [(each, each.auto[where]) for each in ALL if where in each.auto]
-    fit = [(each, other) for each, other in levels if each.name in offered]
+    fit = [(each, other) for each, other in levels if hardware(each.name) in offered]
     return sorted(fit, key=lambda level: level[0].bits)

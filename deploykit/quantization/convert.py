@@ -6,9 +6,9 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from deploykit.core.errors import BadInput
-from deploykit.core.precision import BY_NAME, CAST, WEIGHTS
+from deploykit.core.precision import BY_NAME, CAST, DYNAMIC, WEIGHTS
 from deploykit.onnx_graph.graph import Graph
-from deploykit.quantization import half_precision, qdq, weights
+from deploykit.quantization import dynamic, half_precision, qdq, weights
 
 if TYPE_CHECKING:  # so that a cast needs no onnxruntime
     from deploykit.quantization.calibrate import Calibration
@@ -34,6 +34,8 @@ def convert(
         return half_precision.to_half(source, to, ranges, keep_float32=keep_float32)
     if precision.writer == WEIGHTS:
         typed = weights.to_weight_only(source, to)
+    elif precision.writer == DYNAMIC:
+        typed = dynamic.to_dynamic(source, keep_float32=keep_float32)
     elif calibration is None:
         raise BadInput(
             f"`to` {to} needs calibration data", hint="`calib`: an .npz or a folder, 100 samples"

@@ -24,12 +24,12 @@ from deploykit.onnx_graph.editor import Editor
 from deploykit.onnx_graph.folding import fold
 from deploykit.onnx_graph.graph import Graph, opset
 from deploykit.onnx_graph.opsets import raise_opset
-from deploykit.onnx_graph.skeleton import all_nodes
 from deploykit.quantization.calibrate import Calibration, Range
 from deploykit.quantization.formats import channel_axis, fp8_bytes, int8_steps, weight_scale
 from deploykit.quantization.histograms import TINY
 from deploykit.quantization.qdq_placement import (
     Placement,
+    check_float32,
     operators,
     place_pairs,
     quantizable_nodes,
@@ -108,8 +108,7 @@ def quantizable(source: Graph, runtime: str, to: str = "int8") -> tuple[str, ...
 
 
 def _folded(source: Graph) -> Editor:
-    if any(node.op_type == "DequantizeLinear" for node in all_nodes(source.model.graph)):
-        raise BadInput("the model is quantized already", hint="quantize the float32 model")
+    check_float32(source)
     editor = Editor(source)
     fold(editor)
     return editor

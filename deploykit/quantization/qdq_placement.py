@@ -16,8 +16,12 @@ from onnx import TensorProto
 from deploykit.core.errors import BadInput
 from deploykit.core.runtime import RUNTIMES, TARGET_RUNTIMES
 from deploykit.onnx_graph.editor import Editor
-from deploykit.onnx_graph.skeleton import read_names
+from deploykit.onnx_graph.graph import Graph
+from deploykit.onnx_graph.skeleton import all_nodes, read_names
 
+_QUANTIZED = frozenset(
+    ("DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QGemm")
+)
 _CONVOLUTIONS = ("Conv", "ConvTranspose")
 _ACTIVATIONS = frozenset(("Relu", "Clip"))
 # What ONNX Runtime runs on INT8: these move values and keep their scale ...
@@ -98,6 +102,13 @@ def place_pairs(
     for n, place in residual.items():
         scaled.setdefault(nodes[n].input[place], nodes[n].input[place])
     return Placement(tuple(chosen), scaled, residual)
+
+
+def check_float32(source: Graph) -> None:
+    """Raise BadInput for a graph that computes in 8 bits already."""
+    kinds = {node.op_type for node in all_nodes(source.model.graph)}
+    if kinds & _QUANTIZED or any(kind.startswith("QLinear") for kind in kinds):
+        raise BadInput("the model is quantized already", hint="quantize the float32 model")
 
 
 def check_names(editor: Editor, names: Collection[str]) -> None:

@@ -17,7 +17,7 @@ from deploykit.onnx_graph.editor import Editor
 from deploykit.onnx_graph.folding import fold
 from deploykit.onnx_graph.graph import Graph, opset
 from deploykit.onnx_graph.opsets import raise_opset
-from deploykit.onnx_graph.skeleton import all_nodes, stored_elements
+from deploykit.onnx_graph.skeleton import stored_elements
 from deploykit.quantization.formats import (
     channel_axis,
     int4_bytes,
@@ -25,7 +25,7 @@ from deploykit.quantization.formats import (
     int8_steps,
     weight_scale,
 )
-from deploykit.quantization.qdq_placement import quantizable_nodes
+from deploykit.quantization.qdq_placement import check_float32, quantizable_nodes
 
 BLOCKS = (128, 64, 32)  # inputs that share an INT4 scale; those TensorRT was seen to accept
 LEAST_ELEMENTS = 1 << 16  # below 256 x 256 a file shrinks by less than its other parts weigh
@@ -54,8 +54,7 @@ def to_weight_only(
         raise BadInput(
             f"blocks of {block} are not offered", hint="one of: " + ", ".join(map(str, BLOCKS))
         )
-    if any(node.op_type == "DequantizeLinear" for node in all_nodes(source.model.graph)):
-        raise BadInput("the model is quantized already", hint="quantize the float32 model")
+    check_float32(source)
     editor = Editor(source)
     fold(editor)
     chosen = set(_chosen(editor, precision, block, least_elements))

@@ -7,16 +7,19 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from onnx import helper
 
 from deploykit.builders.onnxruntime import build
 from deploykit.core.errors import BadInput, NotFound
 from deploykit.runtimes.data.samples import Samples, random_feeds
 from deploykit.runtimes.engine import load
+from deploykit.runtimes.onnxruntime import engine
 from tests.support.graphs.protos import calibrate, load_graph, specs, summarise, to_half, to_pairs
 from tests.support.onnx_zoo import (
     conv_relu,
     int64_ids,
     linear,
+    make,
     mnist_like,
     overflow,
     save,
@@ -134,3 +137,25 @@ def test_a_missing_model_is_not_found(tmp_path: Path) -> None:
 def test_an_output_folder_that_is_not_there_is_bad_input(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="does not exist"):
         build(save(linear(), tmp_path / "m.onnx"), tmp_path / "none" / "built.onnx")
+
+
+def test_fusions_that_are_slower_on_a_cpu_are_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ones = np.ones(8, np.float32)
+    nodes = [
+        helper.make_node("Add", ["x", "s"], ["a"], "sum"),
+        helper.make_node("LayerNormalization", ["a", "g", "b"], ["y"], "norm"),
+    ]
+    row = ("N", 4, 8)
+    model = make(nodes, {"x": row, "s": row}, {"y": row}, {"g": ones, "b": ones})
+    path = save(onnx.shape_inference.infer_shapes(model), tmp_path / "m.onnx")
+    asked = engine.session_options(1)
+    asked.optimized_model_filepath = str(tmp_path / "loaded.onnx")
+    monkeypatch.setattr(engine, "session_options", lambda *_, **__: asked)
+    engine.open_engine(path, "cpu")
+    monkeypatch.undo()
+    build(path, tmp_path / "built.onnx")
+    for name in ("loaded.onnx", "built.onnx"):
+        kinds = {node.op_type for node in onnx.load(tmp_path / name).graph.node}
+        assert "LayerNormalization" in kinds, kinds

@@ -59,7 +59,7 @@ def test_a_page_is_as_wide_as_the_terminal(
 @pytest.mark.parametrize(
     ("command", "shown"),
     [
-        ("quantize", "--to fp16|bf16|int8|fp8|int8-weight-only|int4-weight-only|auto"),
+        ("quantize", "--to fp16|bf16|int8|int8-dynamic|fp8|int8-weight-only|int4-weight-only|auto"),
         ("quantize", "[default: percentile]"),
         ("quantize", "[default: fp32]"),
         ("export", "[default: 20, or what the profile needs]"),
@@ -98,7 +98,7 @@ def test_old_flags_go_in_version_0_3() -> None:
         ("deploykit build m.onnx --profile jetson-orin-nano", ["jetson-orin-nano-4gb"]),
         ("deploykit profiles h2", ["h200"]),
         ("deploykit train mni", ["mnist-cnn"]),
-        ("deploykit quantize m.onnx --to int8", ["int8", "int8-weight-only"]),
+        ("deploykit quantize m.onnx --to int8", ["int8", "int8-dynamic", "int8-weight-only"]),
         ("deploykit serve --lo", ["--log"]),
         ("deploykit inspect m.onnx --deb", ["--debug"]),
     ],

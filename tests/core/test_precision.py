@@ -18,7 +18,12 @@ def test_a_row_that_quantize_writes_says_how_and_in_which_onnx_type(
 ) -> None:
     onnx = pytest.importorskip("onnx")
     if row.writer:
-        assert row.writer in (precision.CAST, precision.PAIRS, precision.WEIGHTS)
+        assert row.writer in (
+            precision.CAST,
+            precision.PAIRS,
+            precision.WEIGHTS,
+            precision.DYNAMIC,
+        )
         assert row.onnx_type in dir(onnx.TensorProto)
 
 
@@ -53,7 +58,7 @@ def test_an_engine_of_float32_alone_has_the_tighter_bound() -> None:
         ("l4", "tensorrt", ["int8+fp16", "fp8+fp16", "fp16+fp32", "bf16+fp32"]),
         ("t4", "tensorrt", ["int8+fp16", "fp16+fp32"]),
         ("v100", "tensorrt", ["fp16+fp32"]),
-        ("cpu", "onnxruntime", ["int8+fp32"]),
+        ("cpu", "onnxruntime", ["int8+fp32", "int8-dynamic+fp32"]),
     ],
 )
 def test_auto_tries_what_the_target_offers_narrowest_first(

@@ -64,6 +64,9 @@ _OF_CUDA = (
     RuntimeError,
 )
 _CUDA_FAILURE = re.compile(r"CUDA failure (\d+): ([^;\n]*)")
+# Fused, these are slower on a CPU than in parts: a BERT took 1.11 (float32) to 1.24 (INT8) times as
+# long; benchmarks/cpu_int8.py
+SLOWER_ON_CPU = ("SkipLayerNormFusion", "BiasGeluFusion")
 _NO_MEMORY = re.compile(r"(?:requested buffer of size|smaller than requested bytes of) (\d+)")
 
 
@@ -208,7 +211,11 @@ def _session(
                 ort.preload_dlls()  # finds CUDA and cuDNN in pip's nvidia-* wheels
     with onnxruntime_errors(path, device):
         return ort.InferenceSession(
-            str(path), sess_options=options, providers=providers, enable_fallback=0
+            str(path),
+            sess_options=options,
+            providers=providers,
+            enable_fallback=0,
+            disabled_optimizers=SLOWER_ON_CPU if device == "cpu" else (),
         )
 
 

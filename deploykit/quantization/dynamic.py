@@ -1,0 +1,123 @@
+"""INT8 whose activations get their scale from each call: MatMul and Gemm for ONNX Runtime.
+
+No calibration, and an outlier costs its own call only. ONNX Runtime fuses what is written here
+into one kernel a layer, bias included. The range must be looked for in each call, so convolutions,
+whose activations are large next to their weights, are left in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+
+from deploykit.core.errors import BadInput
+from deploykit.core.precision import BY_NAME
+from deploykit.onnx_graph.editor import Editor
+from deploykit.onnx_graph.folding import fold
+from deploykit.onnx_graph.graph import Graph, opset
+from deploykit.quantization.formats import channel_axis, int8_steps, transposed, weight_scale
+from deploykit.quantization.qdq_placement import check_float32, check_names, quantizable_nodes
+
+_KINDS = ("Gemm", "MatMul")
+
+
+def quantizable(source: Graph) -> tuple[str, ...]:
+    """Names of the nodes that `to_dynamic` quantizes."""
+    editor = _folded(source)
+    return tuple(editor.graph.node[n].name for n in _places(editor))
+
+
+def to_dynamic(source: Graph, *, keep_float32: Collection[str] = ()) -> Graph:
+    """The graph with MatMul and Gemm of constant weights in integers.
+
+    Weights: symmetric, one scale per output, max|w| / 127. `source` stays as it is. Raises BadInput
+    for a graph without such a node (or with none left), one that is quantized already or of too old
+    an opset, weights that are NaN or infinite, and a name in `keep_float32` that no node has.
+    """
+    editor = _folded(source)
+    least = BY_NAME["int8-dynamic"].min_opset
+    if opset(editor.model) < least:
+        raise BadInput(
+            f"the model is of opset {source.opset}; INT8 needs {least} or newer",
+            hint="export it again with a newer opset",
+        )
+    check_names(editor, keep_float32)
+    nodes = editor.graph.node
+    chosen = {n for n in _places(editor) if nodes[n].name not in keep_float32}
+    if not chosen:
+        raise BadInput(
+            "the model has no Gemm or MatMul with constant float32 weights to quantize"
+            + (" other than those kept in float32" if keep_float32 else ""),
+            hint="`to` int8 quantizes convolutions too",
+        )
+    writer = _Writer(editor)
+    for number, node in enumerate(nodes):
+        if number in chosen:
+            writer.write(node)
+        else:
+            writer.nodes.append(node)
+    return editor.finish(writer.nodes)
+
+
+def _folded(source: Graph) -> Editor:
+    check_float32(source)
+    editor = Editor(source)
+    fold(editor)
+    return editor
+
+
+def _places(editor: Editor) -> list[int]:
+    return [n for n in quantizable_nodes(editor, _KINDS) if _plain(editor, editor.graph.node[n])]
+
+
+def _plain(editor: Editor, node: onnx.NodeProto) -> bool:
+    """A product with a matrix, with or without a bias: no factor, no transposed activation."""
+    factors = any(each.name in ("alpha", "beta") and each.f != 1 for each in node.attribute)
+    turned = any(each.name == "transA" and each.i for each in node.attribute)
+    return len(editor.constants[node.input[1]].dims) == 2 and not factors and not turned
+
+
+class _Writer:
+    def __init__(self, editor: Editor) -> None:
+        self.editor = editor
+        self.nodes: list[onnx.NodeProto] = []
+        self.read: dict[str, list[str]] = {}  # an activation -> its integers, scale and zero point
+
+    def write(self, node: onnx.NodeProto) -> None:
+        """Float in, float out: quantize, multiply integers, scale back, add the bias."""
+        name, out = node.input[0], node.output[0]
+        if name not in self.read:
+            parts = [self.editor.fresh(f"{name}_{part}") for part in ("uint8", "scale", "zero")]
+            quantize = self.editor.node("DynamicQuantizeLinear", [name], parts[0])
+            quantize.output.extend(parts[1:])
+            self.nodes.append(quantize)
+            self.read[name] = parts
+        stored, scale, zero = self.read[name]
+        levels, steps = self._weight(node)
+        biased = len(node.input) > 2 and node.input[2]
+        product = self._add("MatMulInteger", [stored, levels, zero], f"{out}_int32", node.name)
+        both = self._add("Mul", [scale, steps], f"{out}_scale")
+        real = self._add("Cast", [product], f"{out}_float", to=TensorProto.FLOAT)
+        result = self.editor.fresh(f"{out}_product") if biased else out
+        self.nodes.append(self.editor.node("Mul", [real, both], result))
+        if biased:
+            self.nodes.append(self.editor.node("Add", [result, node.input[2]], out))
+
+    def _weight(self, node: onnx.NodeProto) -> tuple[str, str]:
+        """The weight as [inputs, outputs] in steps, and their sizes."""
+        name, axis = node.input[1], channel_axis(node, 2)
+        values = self.editor.array(name)
+        scale = weight_scale(values, axis, name)
+        levels = int8_steps(values, scale, axis)
+        if node.op_type == "Gemm" and transposed(node):
+            levels = np.ascontiguousarray(levels.T)
+        return self.editor.store(f"{name}_int8", levels), self.editor.store(f"{name}_scale", scale)
+
+    def _add(self, kind: str, inputs: list[str], out: str, name: str = "", **more: int) -> str:
+        node = self.editor.node(kind, inputs, self.editor.fresh(out), **more)
+        node.name = name or node.name
+        self.nodes.append(node)
+        return str(node.output[0])
