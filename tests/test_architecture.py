@@ -50,17 +50,17 @@ OWNERS = {
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 2880,
+    "core": 2900,
     "runtimes": 5720,
     "training": 300,
     "exporters": 760,
-    "onnx_graph+quantization": 4340,
+    "onnx_graph+quantization": 4480,
     "builders": 1580,
     "measure": 4000,
     "serving": 10860,
-    "api": 4320,
+    "api": 4340,
     "cli": 1840,
-    "": 36560,  # the whole package
+    "": 36660,  # the whole package
 }
 LONG: set[str] = set()  # functions over 60 lines
 
