@@ -18,11 +18,16 @@ if TYPE_CHECKING:
 ROWS = 32  # as many as `serve` joins by default
 
 
-def prove(engine: Engine, path: Path, samples: GoldenSamples | None) -> RowIndependence:
-    """Run `engine` on the golden samples next to `path`, if any, and on invented inputs."""
+def prove(
+    engine: Engine, path: Path, samples: GoldenSamples | None, rows: int = ROWS
+) -> RowIndependence:
+    """Run `engine` on the golden samples next to `path`, if any, and on invented inputs.
+
+    `rows`: at most, where so many as `ROWS` need too much memory; `serve` then tries more itself.
+    """
     from deploykit.runtimes.batching import prove_rows
 
-    return prove_rows(engine, ROWS, samples=_inputs(engine, path, samples))
+    return prove_rows(engine, min(ROWS, rows), samples=_inputs(engine, path, samples))
 
 
 def add_evidence(engines: Sequence[Any], artefact: Artefact) -> None:

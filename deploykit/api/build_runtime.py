@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +22,11 @@ from deploykit.api.evaluate import (
     accuracy_notes,
     evaluate_engine,
     evaluate_engines,
+    first_rows,
     golden_samples,
     prepare,
+    rows_note,
+    rows_that_fit,
     write_graph,
 )
 from deploykit.api.quantize import keep_if_passed
@@ -35,6 +38,8 @@ from deploykit.core.profile import Profile
 from deploykit.core.runtime import RUNTIMES
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from deploykit.onnx_graph.graph import Graph
 
 _MOVED = (
@@ -141,10 +146,12 @@ def _prove(
 
     moved = job is None and graph.path != source.path
     evaluation: Evaluation | None = None
-    samples, notes = None, []
+    samples = None
     with load(tmp, RUNTIMES[target.runtime].usable("cpu")) as engine, ExitStack() as stack:
         reference = stack.enter_context(load(graph.path, "cpu"))
-        feeds = feeds_at_sizes(engine.inputs)
+        feeds: Sequence[Mapping[str, np.ndarray]] = feeds_at_sizes(engine.inputs)
+        most = rows_that_fit(feeds, graph.path)
+        feeds, notes = first_rows(feeds, most), [*rows_note(most)]
         title = f"{source.name} in {request.to}" if job else source.name
         parity = compare_engines(reference, engine, feeds, max_error=max_error, names=(title, name))
         if not parity.passed:
@@ -161,7 +168,7 @@ def _prove(
             samples = golden.carry(source, tmp)
             if samples is not None and moved:  # recorded with the pairs at other places
                 samples = golden.loosen(samples, tmp, engine)
-        proof = batching.prove(engine, tmp, samples)
+        proof = batching.prove(engine, tmp, samples, most)
         notes += batching.notes(engine, proof)
     if moved:
         notes += [_MOVED] if evaluation else [_MOVED, _NOT_CHECKED]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -9,11 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.api import golden
+from deploykit.api.evaluate import MOST_SAMPLES, first_rows, rows_that_fit
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, GateFailed
 from deploykit.core.evidence import Parity
 from deploykit.core.json_value import json_value
 from deploykit.core.paths import StrPath
+from deploykit.core.precision import BY_NAME, CALIBRATED
+from deploykit.core.tensors import BATCH
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,13 +29,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Compared:
-    """Parity of two artefacts, and where two ONNX graphs that differ first do so."""
+    """Parity of two artefacts, and where two ONNX graphs that differ first do so.
+
+    `note`: on the inputs, where they are not those of `data`.
+    """
 
     parity: Parity
     divergence: Divergence | None = None
+    note: str = ""
+    unfit: bool = False  # random inputs, which one of the two was not calibrated for
 
     def to_dict(self) -> dict[str, Any]:
-        return {**self.parity.to_dict(), "divergence": json_value(self.divergence)}
+        found = {"divergence": json_value(self.divergence), "note": self.note}
+        return {**self.parity.to_dict(), **found}
 
     def _repr_html_(self) -> str:
         from deploykit.measure.report import notebook
@@ -46,6 +56,8 @@ class Compared:
         try:
             self.parity.raise_if_over()
         except GateFailed as exc:
+            if self.unfit:
+                raise GateFailed(exc.message, hint=f"{self.note}: give real ones, `data`") from None
             if self.divergence is None:
                 raise
             raise GateFailed(exc.message, hint=self.divergence.text) from None
@@ -67,10 +79,12 @@ def compare(
     inputs are those of the other file. `allow_pickle`: run code that a PyTorch file contains.
 
     The bound is 0.001 of the output's scale, or 8 times what float32 itself gives where that is
-    more; `max_error` replaces both. Without `b`, `a` runs on the golden samples next to it and is
-    compared with the recorded outputs; the bound is then the manifest's, else 0.001. A TensorRT
-    engine runs on its GPU, even where `device` is "cpu", and random inputs are of sizes that it
-    accepts.
+    more; `max_error` replaces both. Random inputs saturate what was calibrated for real ones: where
+    one of the two is INT8 or FP8, its golden samples and their bound take their place.
+
+    Without `b`, `a` runs on the golden samples next to it and is compared with the recorded
+    outputs; the bound is then the manifest's, else 0.001. A TensorRT engine runs on its GPU, even
+    where `device` is "cpu", and random inputs are of sizes that it accepts.
     """
     first = Artefact.open(a)
     if b is None:
@@ -91,19 +105,32 @@ def compare(
     with ExitStack() as stack:
         left, right = _open_both((first, second), device, arch, allow_pickle, stack)
         samples = read_samples(Path(data), left.inputs) if data else None
-        feeds = _feeds(left, right, samples)
+        unfit = [each for each in (first, second) if not data and _calibrated(each)]
+        recorded = _recorded(unfit, left)
+        graph = next((each for each in (first, second) if each.format == "onnx"), None)
+        feeds = _feeds(left, right, samples, graph)
+        note = f"random inputs are not what {unfit[0].name} was calibrated for" if unfit else ""
+        if recorded is not None:
+            name, feeds, stored = recorded
+            note, unfit = f"the inputs are the golden samples of {name}", []
+            bound = stored if max_error is None else max_error
         names = (first.name, second.name)
         parity = compare_engines(left, right, feeds, max_error=bound, names=names)
         if samples and any(row.floating and row.problem for row in parity.rows):
             check_finite(samples)
         if not parity.passed and max_error is None:
             parity = add_float32_errors(parity, left, partial(in_other_batches, left), feeds)
-    diverging = None
+    return Compared(parity, _first_difference(first, second, feeds, parity), note, bool(unfit))
+
+
+def _first_difference(
+    first: Artefact, second: Artefact, feeds: Sequence[Mapping[str, np.ndarray]], parity: Parity
+) -> Divergence | None:
     if not parity.passed and first.format == second.format == "onnx":
         from deploykit.measure.evaluate.divergence import diverging_node
 
-        diverging = diverging_node(first.path, second.path, feeds, bound)
-    return Compared(parity, diverging)
+        return diverging_node(first.path, second.path, feeds, parity.max_error)
+    return None
 
 
 def _open_both(
@@ -140,6 +167,28 @@ def _open_both(
     return [opened[each] for each in pair]
 
 
+def _calibrated(artefact: Artefact) -> bool:
+    """Whether it has scales from calibration data: other inputs saturate."""
+    from deploykit.onnx_graph.graph import Graph
+
+    counts = artefact.manifest.precision if artefact.manifest else {}
+    if not counts and artefact.format == "onnx":
+        counts = Graph.open(artefact.path).precision
+    return any(counts.get(BY_NAME[name].dtype) for name in CALIBRATED)
+
+
+def _recorded(
+    artefacts: Sequence[Artefact], engine: Engine
+) -> tuple[str, list[Mapping[str, np.ndarray]], float] | None:
+    """The first golden samples next to these: of which file, the inputs, and their bound."""
+    for each in artefacts:
+        found = golden.find_samples(each.path, each.manifest) if each.manifest else None
+        if found is not None:
+            _, feeds = golden.open_samples(found, each.path, engine.inputs, engine.outputs)
+            return each.name, [feeds], found.max_error
+    return None
+
+
 def _replay(artefact: Artefact, max_error: float | None, device: str) -> Parity:
     from deploykit.measure.evaluate.parity import compare_engines
     from deploykit.runtimes.engine import load
@@ -151,10 +200,21 @@ def _replay(artefact: Artefact, max_error: float | None, device: str) -> Parity:
         return compare_engines(recorded, engine, [feeds], max_error=bound, names=names)
 
 
-def _feeds(first: Engine, second: Engine, samples: Samples | None) -> list[dict[str, np.ndarray]]:
+def _feeds(
+    first: Engine, second: Engine, samples: Samples | None, graph: Artefact | None
+) -> list[Mapping[str, np.ndarray]]:
+    """`graph`: one of the two in ONNX, which tells how many rows fit into memory."""
     from deploykit.measure.evaluate.feeds import feeds_at_sizes
 
     if samples is not None:
-        size, used = samples.batching(32, (*first.inputs, *second.inputs))
-        return list(samples.first(used).batches(size))
-    return feeds_at_sizes(first.inputs, {**first.limits, **second.limits})
+        size, used = samples.batching(MOST_SAMPLES, (*first.inputs, *second.inputs))
+        used_samples = samples.first(used)
+        if graph is not None and size == MOST_SAMPLES:
+            size = rows_that_fit([next(used_samples.batches(size))], graph.path)
+        return list(used_samples.batches(size))
+    limits = {**first.limits, **second.limits}
+    feeds = feeds_at_sizes(first.inputs, limits)
+    if graph is None:
+        return list(feeds)
+    least = limits.get(BATCH, (1, None))[0]
+    return first_rows(feeds, max(least, rows_that_fit(feeds, graph.path)))

@@ -27,6 +27,8 @@ from deploykit.core.runtime import RUNTIMES
 from deploykit.core.tensors import BATCH, TensorSpec
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from deploykit.measure.evaluate.metrics import Metric
     from deploykit.onnx_graph.graph import Graph
     from deploykit.quantization.calibrate import Calibration
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 DEFAULT_METRIC = "top1"
 MOST_SAMPLES, MOST_BYTES = 32, 64 << 20
+MOST_CALL_BYTES = 128 << 20  # of the largest tensor where two engines are compared
 _FEW_AGREE = 0.9
 
 
@@ -345,7 +348,7 @@ def axis_sizes(samples: Samples | None, inputs: Sequence[TensorSpec], batch: int
     }
 
 
-def batch_that_fits(source: Graph, sizes: Mapping[str, int]) -> int:
+def batch_that_fits(source: Graph, sizes: Mapping[str, int], most_bytes: int = MOST_BYTES) -> int:
     """Samples for one call: 32, fewer where the largest tensor of one sample is large.
 
     `sizes`: of the dynamic axes at batch 1. Two engines run, each with some such tensors.
@@ -353,4 +356,40 @@ def batch_that_fits(source: Graph, sizes: Mapping[str, int]) -> int:
     from deploykit.quantization import cost
 
     largest = max((each.write_bytes or 0 for each in cost.node_costs(source, sizes)), default=0)
-    return max(1, min(MOST_SAMPLES, MOST_BYTES // max(largest, 1)))
+    return max(1, min(MOST_SAMPLES, most_bytes // max(largest, 1)))
+
+
+def rows_that_fit(feeds: Sequence[Mapping[str, np.ndarray]], graph: Path) -> int:
+    """How many rows of such feeds make no tensor in `graph` above 128 MiB; 32 at most.
+
+    At least 2, so that a frozen batch shows; 32 also where the batch is fixed.
+    """
+    from deploykit.onnx_graph.graph import Graph
+
+    opened = Graph.open(graph)
+    if not all(spec.batched for spec in opened.inputs):
+        return MOST_SAMPLES
+    largest = max(feeds, key=lambda each: sum(array.nbytes for array in each.values()))
+    sizes = {
+        axis: size if place else 1
+        for spec in opened.inputs
+        for place, (axis, size) in enumerate(zip(spec.shape, largest[spec.name].shape, strict=True))
+        if isinstance(axis, str)
+    }
+    return max(2, batch_that_fits(opened, sizes, MOST_CALL_BYTES))
+
+
+def first_rows(
+    feeds: Sequence[Mapping[str, np.ndarray]], rows: int
+) -> list[Mapping[str, np.ndarray]]:
+    """The feeds with at most so many rows each; as they are for `MOST_SAMPLES`."""
+    if rows >= MOST_SAMPLES:
+        return list(feeds)
+    return [{name: array[:rows] for name, array in each.items()} for each in feeds]
+
+
+def rows_note(rows: int) -> tuple[str, ...]:
+    """For the user, where batches were smaller than usual."""
+    if rows >= MOST_SAMPLES:
+        return ()
+    return (f"compared at batches of up to {rows}: larger ones take too much memory",)

@@ -52,7 +52,7 @@ def compare(
     from deploykit.api import compare as proof
 
     result = proof.compare(**given)
-    output.show(result, tables.parity(result.parity), as_json=as_json)
+    output.show(result, tables.compared(result), as_json=as_json)
     result.raise_if_over()
 
 

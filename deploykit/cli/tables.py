@@ -13,6 +13,7 @@ from deploykit.cli.output import Part, Table
 if TYPE_CHECKING:
     from deploykit.api.artefacts import Made
     from deploykit.api.build_tensorrt import CheckResult
+    from deploykit.api.compare import Compared
     from deploykit.api.demo import DemoResult
     from deploykit.api.doctor import Health
     from deploykit.api.inspect import Inspection
@@ -106,6 +107,10 @@ def steps(result: SearchRecord) -> list[Part]:
     ]
     header = ("tried", "kept float32", "cost ms", "after s", "gate", "result")
     return [f"search: {result.why}", Table(header, rows)]
+
+
+def compared(result: Compared) -> list[Part]:
+    return [*parity(result.parity), *([f"note: {result.note}"] if result.note else [])]
 
 
 def parity(result: Parity, *, gated: bool = True) -> list[Part]:

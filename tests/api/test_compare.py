@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, GateFailed
@@ -13,6 +14,7 @@ pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
 from deploykit.api.compare import compare  # noqa: E402
 from deploykit.api.export import export  # noqa: E402
+from deploykit.api.quantize import quantize  # noqa: E402
 
 NET = """
 import torch
@@ -89,3 +91,32 @@ def test_what_cannot_be_built_is_refused_with_the_reason(
     second = folder / pair[1] if pair[1] else None
     with pytest.raises(BadInput, match=why):
         compare(folder / pair[0], second, **given)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def int8(folder: Path) -> Path:
+    """INT8 of the network for inputs of 100 times the usual size."""
+    pytest.importorskip("onnx", reason="onnx is not installed")
+    inputs = 100 * np.random.default_rng(0).standard_normal((64, 8)).astype(np.float32)
+    np.savez(folder / "calib.npz", x=inputs)
+    return quantize(folder / "m.onnx", "int8", calib=folder / "calib.npz").path
+
+
+def test_int8_is_compared_on_its_golden_samples_with_their_bound(folder: Path, int8: Path) -> None:
+    found = compare(folder / "m.onnx", int8)
+    assert "golden samples of m.int8.onnx" in found.note
+    assert found.parity.max_error > 1e-3
+    found.raise_if_over()
+
+
+def test_int8_without_golden_samples_says_that_real_inputs_are_needed(
+    folder: Path, int8: Path, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare.onnx"
+    bare.write_bytes(int8.read_bytes())
+    found = compare(folder / "m.onnx", bare)
+    with pytest.raises(GateFailed) as over:
+        found.raise_if_over()
+    assert "random inputs are not what bare.onnx was calibrated for" in str(over.value.hint)
+    assert "`data`" in str(over.value.hint)
+    compare(folder / "m.onnx", bare, data=folder / "calib.npz", max_error=0.1).raise_if_over()

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-import numpy as np
+from pathlib import Path
 
-from deploykit.api.evaluate import MOST_BYTES, MOST_SAMPLES, axis_sizes, batch_that_fits
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from deploykit.api.evaluate import (
+    MOST_BYTES,
+    MOST_SAMPLES,
+    axis_sizes,
+    batch_that_fits,
+    first_rows,
+    rows_that_fit,
+)
 from deploykit.core.tensors import parse_spec
 from deploykit.onnx_graph.graph import Graph
 from deploykit.runtimes.data.samples import Samples
@@ -31,3 +43,25 @@ def test_axis_sizes_come_from_the_samples() -> None:
     assert axis_sizes(Samples(inputs, None, "here"), specs, 2) == {"N": 2, "T": 5}
     assert axis_sizes(None, specs, 2) == {"N": 2}
     assert batch_that_fits(Graph(conv_relu()), {"N": 1}) == MOST_SAMPLES
+
+
+@pytest.mark.parametrize(("side", "rows"), [(16, 32), (256, 8), (512, 2), (4096, 2)])
+def test_no_more_rows_are_compared_at_once_than_fit_into_memory(
+    tmp_path: Path, side: int, rows: int
+) -> None:
+    """A convolution to 64 channels: 67 MB for each row of 512 x 512."""
+    weights = numpy_helper.from_array(np.zeros((64, 1, 1, 1), np.float32), "w")
+    shape = ["N", 1, side, side]
+    graph = helper.make_graph(
+        [helper.make_node("Conv", ["x", "w"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 64, side, side])],
+        [weights],
+    )
+    found = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    onnx.save(found, tmp_path / "m.onnx")
+    feeds = [{"x": np.empty((n, 1, side, side), np.uint8)} for n in (1, 2, 7, 32)]
+    assert rows_that_fit(feeds, tmp_path / "m.onnx") == rows
+    sizes = [len(each["x"]) for each in first_rows(feeds, rows)]
+    assert sizes == [min(n, rows) for n in (1, 2, 7, 32)]
