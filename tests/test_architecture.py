@@ -56,11 +56,11 @@ BUDGETS = {
     "exporters": 760,
     "onnx_graph+quantization": 4480,
     "builders": 1580,
-    "measure": 4000,
+    "measure": 4040,
     "serving": 10860,
-    "api": 4340,
-    "cli": 1840,
-    "": 36660,  # the whole package
+    "api": 4480,
+    "cli": 1880,
+    "": 36800,  # the whole package
 }
 LONG: set[str] = set()  # functions over 60 lines
 
