@@ -253,7 +253,7 @@ def rows(name: str, folder: Path) -> Iterator[tuple[str, ...]]:
     wanted = outputs(path, test)
     samples = Samples({"x": data}, None, "data")
     for method in METHODS:
-        for who in ("deploykit", "onnxruntime"):
+        for who in ("deploykit", *(["onnxruntime"] if method in ORT_METHODS else [])):
             start = time.perf_counter()
             if who == "deploykit":
                 source = Graph.open(path)

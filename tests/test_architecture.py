@@ -50,17 +50,17 @@ OWNERS = {
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 2900,
+    "core": 2920,
     "runtimes": 5720,
     "training": 300,
     "exporters": 760,
-    "onnx_graph+quantization": 4480,
+    "onnx_graph+quantization": 4690,
     "builders": 1580,
     "measure": 4040,
     "serving": 10860,
-    "api": 4480,
+    "api": 4640,
     "cli": 1880,
-    "": 36800,  # the whole package
+    "": 37170,  # the whole package
 }
 LONG: set[str] = set()  # functions over 60 lines
 

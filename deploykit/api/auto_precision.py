@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 GENERIC_PROFILE = "l4"  # predicts the costs where no profile is named
 COST_BATCH = 8
+SMOOTHQUANT = "+smoothquant"  # after a precision's name
 _SENSITIVITY_SAMPLES = 16
 _RUNS = 7  # the median is the cost, where it is measured
 
@@ -52,12 +53,12 @@ class _Candidate:
 
 def search_precision(
     job: Job, out: Path, name: str, on_progress: Progress
-) -> tuple[Graph, SearchRecord, Evaluation | None, list[str]]:
+) -> tuple[Graph, Job, SearchRecord, Evaluation | None, list[str]]:
     """Write the cheapest graph that passes to `out`, the model itself where float32 stays.
 
     For ONNX Runtime a cost is measured on this machine's CPU, for TensorRT it is predicted from the
-    peaks of the target. Returns that graph, what was tried, the evaluation where something passed,
-    and notes for the user.
+    peaks of the target. Returns that graph, the job with its calibration, what was tried, the
+    evaluation where something passed, and notes for the user.
     """
     from deploykit.onnx_graph import storage
     from deploykit.onnx_graph.graph import Graph
@@ -83,7 +84,7 @@ def search_precision(
         )
         notes = [outcome.why, *outcome.notes, candidates.cost_note]
         if outcome.best is None:
-            return job.source.save(out), _record(outcome), None, notes
+            return job.source.save(out), job, _record(outcome), None, notes
         best, kept = outcome.best.model, outcome.best.float32_nodes
         if kept:
             notes.append(f"kept in float32 by the search: {', '.join(kept)}")
@@ -93,7 +94,8 @@ def search_precision(
             data.replace(out.with_name(f"{out.name}.data"))
         best.path.replace(out)
         passed = candidates.passed[best.path]
-        return Graph.open(out), _record(outcome), passed, [*notes, *best.notes]
+        job = candidates.job_for(outcome.best.precision)
+        return Graph.open(out), job, _record(outcome), passed, [*notes, *best.notes]
 
 
 def _record(outcome: Outcome[Any]) -> SearchRecord:
@@ -132,6 +134,7 @@ class _Candidates:
         self.passed: dict[Path, Evaluation] = {}
         self.written = 0
         self.reference_outputs: dict[str, Any] = {}
+        self.jobs: dict[tuple[str, bool], Job] = {}  # with the calibration of a precision
 
     def levels(self) -> list[Level[Any]]:
         """Precisions to try, fewest bits first."""
@@ -149,7 +152,26 @@ class _Candidates:
                 if not nodes:
                     continue
             levels.append(self._level(name, each.bits, nodes))
+            if each.writer == PAIRS and not self.job.request.smoothquant and self._has_outliers():
+                levels.append(self._level(name + SMOOTHQUANT, each.bits, nodes))
         return levels
+
+    def job_for(self, precision: str) -> Job:
+        """The job with the scales of `precision`: its calibrator is chosen once."""
+        from deploykit.api.calibration import calibrate_for
+
+        to, smooth = precision.partition("+")[0], precision.endswith(SMOOTHQUANT)
+        if (to, smooth) not in self.jobs:
+            self.jobs[to, smooth] = calibrate_for(self.job, to, self.folder, smoothquant=smooth)
+        return self.jobs[to, smooth]
+
+    def _has_outliers(self) -> bool:
+        from deploykit.quantization.smoothquant import smooth
+
+        calibration = self.job.calibration
+        return calibration is not None and bool(
+            smooth(self.job.source, calibration.channel_peaks)[1]
+        )
 
     def make(self, precision: str, keep_float32: Collection[str]) -> _Candidate:
         """The model in `precision` but for the nodes in `keep_float32`, on disk, with its cost."""
@@ -159,8 +181,9 @@ class _Candidates:
         return _Candidate(graph, self.cost_s(graph), tuple(notes))
 
     def _convert(self, precision: str, keep_float32: Collection[str]) -> tuple[Graph, list[str]]:
-        to, _, other_nodes = precision.partition("+")
-        return convert_graph(self.job, to, other_nodes or "fp32", keep_float32)
+        to, _, other_nodes = precision.removesuffix(SMOOTHQUANT).partition("+")
+        job = self.job_for(precision)
+        return convert_graph(job, to, other_nodes or "fp32", keep_float32)
 
     def cost_s(self, graph: Graph) -> float:
         """Seconds of one call at COST_BATCH: measured, or the sum of its nodes' rooflines."""

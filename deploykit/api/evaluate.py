@@ -55,6 +55,7 @@ class QuantizeRequest:
     max_drop: float | None = None
     min_sqnr_db: float | None = None
     calibrator: str | None = None
+    smoothquant: bool = False
     budget_s: float = 600.0
 
 
@@ -97,9 +98,8 @@ def prepare(model: Artefact, request: QuantizeRequest, on_progress: Progress) ->
     doubts = tuple(check_calibration(calib, source.inputs)) if calib else ()
     if calib:
         on_progress("calibrating", 0.1)
-    # the default for scales clips outliers; the check for float16 overflow needs them
-    default = calibrate.DEFAULT_METHOD if to in (*CALIBRATED, "auto") else "minmax"
-    method = request.calibrator or default
+    # scales may leave outliers out; the check for float16 overflow needs only them
+    method = request.calibrator or (calibrate.AUTO if to in (*CALIBRATED, "auto") else "minmax")
     sizes = axis_sizes(test or calib, source.inputs, 1)
     return Job(
         model,
@@ -124,10 +124,15 @@ def write_graph(job: Job, tmp: Path, name: str, on_progress: Progress) -> tuple[
     if request.to == "auto":
         from deploykit.api import auto_precision
 
-        converted, search, evaluation, notes = auto_precision.search_precision(
+        converted, job, search, evaluation, notes = auto_precision.search_precision(
             job, tmp, name, on_progress
         )
     else:
+        if request.to in CALIBRATED:
+            from deploykit.api.calibration import calibrate_for
+
+            on_progress("choosing the calibrator", 0.2)
+            job = calibrate_for(job, request.to, tmp.parent)
         on_progress(f"converting to {request.to}", 0.3)
         converted, notes = convert_graph(job, request.to, request.other_nodes)
         converted = converted.save(tmp)

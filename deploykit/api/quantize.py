@@ -63,6 +63,7 @@ def quantize(
     min_sqnr_db: float | None = None,
     other_nodes: str = "fp32",
     calibrator: str | None = None,
+    smoothquant: bool = False,
     runtime: str | None = None,
     profile: str | None = None,
     budget_s: float = 600.0,
@@ -77,7 +78,9 @@ def quantize(
     0.01, the default, is one percentage point). Without labels a `metric` is BadInput, every output
     must keep a signal-to-noise ratio of `min_sqnr_db` (15 where None), and with `max_drop` the
     share of samples whose answer changes is bounded too. `other_nodes`: the precision of the nodes
-    around int8, fp8 or stored weights, "fp32" or "fp16". `runtime`: what will run the file,
+    around int8, fp8 or stored weights, "fp32" or "fp16". `calibrator`: "auto", which None means,
+    "percentile", "mse", "entropy" or "minmax". `smoothquant`: move outliers of LayerNorms into the
+    weights before int8 or fp8. `runtime`: what will run the file,
     "tensorrt" or "onnxruntime", which need INT8's Q/DQ pairs at different places; None takes the
     profile's, or TensorRT. `profile`: the target; its precisions are checked and `auto` predicts
     costs for it. `budget_s`: seconds that `auto` may search. `force`: replace a file that deploykit
@@ -96,6 +99,7 @@ def quantize(
         max_drop=max_drop,
         min_sqnr_db=min_sqnr_db,
         calibrator=calibrator,
+        smoothquant=smoothquant,
         budget_s=budget_s,
     )
     check_request(request)
@@ -153,6 +157,8 @@ def check_request(request: QuantizeRequest) -> None:
             f"`other_nodes` {other}: goes with int8, fp8 and weight-only precisions for GPUs, "
             f"not with {to} for {runtime}"
         )
+    if request.smoothquant and to not in (*CALIBRATED, "auto"):
+        raise BadInput(f"`smoothquant` goes with {', '.join(CALIBRATED)} and auto, not with {to}")
     if request.max_drop is not None and not 0 < request.max_drop <= 1:
         raise BadInput(f"`max_drop` must be a fraction above 0, at most 1, got {request.max_drop}")
     if to in (*CALIBRATED, "auto") and request.calib is None:

@@ -126,7 +126,9 @@ MODEL                  An .onnx file
 --budget SECONDS       How long auto may search
 Accuracy:{_ACCURACY}
 --min-sqnr DB          Without labels: least signal-to-noise ratio of each output [15]
---calibrator           How scales are computed from the calibration data [percentile]
+--calibrator           How scales are computed from the calibration data; auto tries all and
+        keeps the one that changes the outputs least [auto]
+--smoothquant          Before int8 or fp8, move outlier channels of LayerNorms into the weights
 Target:
 --runtime              What will run the file; they want INT8 nodes at different places
         [the profile's, or tensorrt]
@@ -144,7 +146,8 @@ def quantize(
     metric: str | None = None,
     max_drop: float | None = None,
     min_sqnr_db: float | None = None,
-    calibrator: Literal["minmax", "percentile", "entropy"] | None = None,
+    calibrator: Literal["auto", "percentile", "mse", "entropy", "minmax"] | None = None,
+    smoothquant: bool = False,
     runtime: TargetRuntime | None = None,
     profile: str | None = None,
     other_nodes: OtherPrecision = "fp32",

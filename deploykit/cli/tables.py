@@ -47,6 +47,9 @@ def made(result: Made) -> list[Part]:
             "  outputs    " + ", ".join(map(str, manifest.outputs)),
             "  precision  " + mix(manifest.precision),
         ]
+    scales = result.evidence.calibration
+    if scales and (scales.sqnr_db or scales.smoothed):
+        lines.append("  calibrated " + scales.describe())
     if result.accuracy:
         trained = result.evidence.training
         if trained:

@@ -110,13 +110,31 @@ class PrecisionReadBack(Record):
 
 @dataclass(frozen=True)
 class CalibrationRecord(Record):
-    """The data that set the scales; `passed`: no doubt about it."""
+    """The data that set the scales; `passed`: no doubt about it.
+
+    `method`: the calibrator. `sqnr_db`: where it was chosen, of the outputs with each calibrator
+    against float32, on samples of these data. `smoothed`: the outputs of LayerNorms whose outliers
+    SmoothQuant moved into the weights.
+    """
 
     passed: bool
     why: str
     method: str
     samples: int
     data_sha256: str
+    sqnr_db: Mapping[str, float] = field(default_factory=dict)
+    smoothed: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """The calibrator, and why: "mse of SQNR 20.8 dB; percentile 15.7"."""
+        tried = sorted(self.sqnr_db.items(), key=lambda item: -item[1])
+        others = [f"{name} {each:.1f}" for name, each in tried if name != self.method]
+        parts = [self.method]
+        if others:
+            parts = [f"{self.method}, SQNR {self.sqnr_db[self.method]:.1f} dB", ", ".join(others)]
+        if self.smoothed:
+            parts.append(f"SmoothQuant at {len(self.smoothed)} LayerNorms")
+        return "; ".join(parts)
 
 
 @dataclass(frozen=True)

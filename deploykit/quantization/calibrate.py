@@ -3,16 +3,15 @@
 The same `Calibration` serves the range guard of float16 (every value seen) and the scales of INT8
 and FP8 (outliers left out, where the method does so).
 
-"percentile" is the default: of the three it lost least, in `benchmarks/quantizers.py`, on CNNs fed
-with images that have a few bright spots (SQNR 21.5 and 23.4 dB against 20.8 and 20.5 of "minmax"
-and 14.7 and 23.4 of "entropy"), and at most 0.1 dB on a transformer and an LSTM.
+Which method loses least depends on the model (`benchmarks/calibrators.py`): all share the one pass,
+and the caller chooses by the error that each makes at the outputs.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,15 +25,16 @@ from deploykit.core.tensors import TensorSpec
 from deploykit.onnx_graph.editor import Editor
 from deploykit.onnx_graph.folding import fold
 from deploykit.onnx_graph.graph import Graph
+from deploykit.quantization.formats import transposed
 from deploykit.quantization.histograms import Histogram
-from deploykit.quantization.qdq_placement import place_pairs
+from deploykit.quantization.qdq_placement import place_pairs, quantizable_nodes
 from deploykit.runtimes.data.samples import Samples
 from deploykit.runtimes.onnxruntime.engine import onnxruntime_errors, session_options
 
 ort = require("onnxruntime")
 
-METHODS = ("minmax", "percentile", "entropy")
-DEFAULT_METHOD = "percentile"  # see benchmarks/quantizers.py: best or close to it on every model
+METHODS = ("percentile", "mse", "entropy", "minmax")  # the first where several are equally good
+AUTO = "auto"  # all of them, to choose from
 MIN_SAMPLES = 8  # fewer say nothing of a range: one odd sample would set every scale
 MOST_BYTES = 1 << 28  # of activations in one batch, if they were all kept
 _REDUCTIONS = ("ReduceMin", "ReduceMax", "ReduceSum")
@@ -60,13 +60,21 @@ class Calibration:
     """Ranges by tensor name, from `samples` samples.
 
     `ranges`: every value seen, for the range guard of float16. `clipped`: what INT8 scales should
-    cover; the same but for the tensors that "percentile" or "entropy" cut.
+    cover; the same but for the tensors that the method cuts. `cut`: those tensors, by method.
+    `channel_peaks`: the largest magnitude in each channel of what a MatMul or Gemm reads; none with
+    "minmax".
     """
 
     ranges: Mapping[str, Range]
     clipped: Mapping[str, Range]
     samples: int
     method: str
+    cut: Mapping[str, Mapping[str, Range]] = field(default_factory=dict)
+    channel_peaks: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    def using(self, method: str) -> Calibration:
+        """The same as `method`, one of `cut`, would have it."""
+        return replace(self, clipped={**self.ranges, **self.cut[method]}, method=method)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -78,21 +86,23 @@ class Calibration:
 
 
 def calibrate(
-    graph: Graph, samples: Samples, *, method: str = DEFAULT_METHOD, batch_size: int = 32
+    graph: Graph, samples: Samples, *, method: str = METHODS[0], batch_size: int = 32
 ) -> Calibration:
     """Ranges of the inputs and of every float tensor of the main graph; `samples` fit its inputs.
 
     "minmax" reduces inside the graph and keeps two numbers a tensor. "percentile" (the middle
-    99.999 % of the values) and "entropy" (INT8 loses the least information) also keep a histogram
-    of each tensor that `qdq` may give a scale. Batches are smaller than `batch_size` where one
-    would need more than 256 MiB of activations. A graph with a fixed batch runs at that size;
-    samples that do not fill the last are left out.
+    99.999 % of the values), "mse" (INT8 makes the least squared error at the MatMuls and Convs) and
+    "entropy" (INT8 loses the least information) also keep a histogram of each tensor that `qdq` may
+    give a scale. "auto": all of them, of which `clipped` is the percentile's.
+
+    Batches are smaller than `batch_size` where one would need more than 256 MiB of activations. A
+    graph with a fixed batch runs at that size; samples that do not fill the last are left out.
     Raises BadInput for a wrong method, fewer than 8 samples, samples that are NaN, infinite or
     all the same, and for a model that itself gives NaN.
     """
-    if method not in METHODS:
+    if method not in (AUTO, *METHODS):
         raise BadInput(
-            f"unknown calibration method '{method}'", hint="one of: " + ", ".join(METHODS)
+            f"unknown calibration method '{method}'", hint="one of: " + ", ".join((AUTO, *METHODS))
         )
     if batch_size < 1:
         raise BadInput(f"batch size {batch_size} is below 1")
@@ -100,7 +110,7 @@ def calibrate(
     fixed = _fixed_batch(graph.inputs)
     if fixed and len(samples) < fixed:
         raise BadInput(f"{samples.where}: {len(samples)} samples do not fill the batch of {fixed}")
-    counted = {} if method == "minmax" else {name: Histogram() for name in _scaled(graph)}
+    counted = {} if method == "minmax" else _histograms(graph)
     editor = Editor(graph)
     weights = _weights(editor)
     names = _float_tensors(graph)
@@ -128,8 +138,26 @@ def calibrate(
                 f"{graph.path}: tensor '{name}' is NaN on the calibration data {samples.where}",
                 hint="the float32 model itself fails on these samples",
             )
-    cut = {name: _cut(ranges[name], counts, method) for name, counts in counted.items()}
-    return Calibration(ranges, {**ranges, **cut}, used, method)
+    return _choose_ranges(ranges, counted, used, METHODS if method == AUTO else (method,))
+
+
+def _choose_ranges(
+    ranges: Mapping[str, Range],
+    counted: Mapping[str, Histogram],
+    samples: int,
+    methods: Sequence[str],
+) -> Calibration:
+    cut = {
+        each: {name: _cut(ranges[name], counts, each) for name, counts in counted.items()}
+        for each in methods
+    }
+    peaks = {
+        name: tuple(counts.channel_peaks.tolist())
+        for name, counts in counted.items()
+        if counts.importance is not None
+    }
+    first = methods[0]
+    return Calibration(ranges, {**ranges, **cut[first]}, samples, first, cut, peaks)
 
 
 def check_samples(samples: Samples) -> None:
@@ -155,14 +183,38 @@ def check_samples(samples: Samples) -> None:
         )
 
 
-def _scaled(graph: Graph) -> list[str]:
-    """The tensors that any placement of `qdq` gives a scale of their own."""
+def _histograms(graph: Graph) -> dict[str, Histogram]:
+    """For the tensors that any placement of `qdq` gives a scale of their own."""
     editor = Editor(graph)
     fold(editor)
     scaled = {
         name for target in TARGET_RUNTIMES for name in place_pairs(editor, target).scaled.values()
     }
-    return sorted(name for name in scaled if graph.element_types.get(name) == TensorProto.FLOAT)
+    importance = _importance(editor)
+    return {
+        name: Histogram(importance.get(name))
+        for name in sorted(scaled)
+        if graph.element_types.get(name) == TensorProto.FLOAT
+    }
+
+
+def _importance(editor: Editor) -> dict[str, np.ndarray]:
+    """What a squared error in each channel of a tensor adds at the MatMuls and Gemms that read it.
+
+    That is the energy of the weights that the channel meets: an outlier channel may well meet small
+    ones. Channels of convolutions differ too little to pay for it.
+    """
+    found: dict[str, np.ndarray] = {}
+    for place in quantizable_nodes(editor, ("Gemm", "MatMul")):
+        node = editor.graph.node[place]
+        if any(each.name == "transA" and each.i for each in node.attribute):
+            continue
+        weight = editor.array(node.input[1])
+        across = -2 if node.op_type == "MatMul" or not transposed(node) else -1
+        others = tuple(axis for axis in range(weight.ndim) if axis != weight.ndim + across)
+        energy = np.square(weight, dtype=np.float64).sum(axis=others)
+        found[node.input[0]] = found.get(node.input[0], 0.0) + energy
+    return found
 
 
 def _weights(editor: Editor) -> dict[str, np.ndarray]:
@@ -266,11 +318,11 @@ def _rows(feeds: Mapping[str, np.ndarray]) -> int:
 
 def _cut(seen: Range, counts: Histogram, method: str) -> Range:
     """The part of `seen` to keep; all of it where a value is infinite: a mask, say."""
-    if not np.isfinite(seen.peak):
+    if method == "minmax" or not np.isfinite(seen.peak):
         return seen
     if method == "percentile":
         low, high = counts.percentile()
     else:
-        high = counts.least_divergence()
+        high = counts.least_error() if method == "mse" else counts.least_divergence()
         low = -high
     return Range(max(seen.low, low), min(seen.high, high))

@@ -15,6 +15,7 @@ import pytest
 import deploykit as dk
 from deploykit.core import files
 from deploykit.onnx_graph import editor, graph, storage
+from deploykit.quantization.calibrate import METHODS
 from tests.support.onnx_zoo import mnist_like, save
 
 # Parse the source; a skeleton of it and of the result; editors to find what is scaled, to calibrate
@@ -22,6 +23,13 @@ from tests.support.onnx_zoo import mnist_like, save
 # session that calibrates would save one, but it has no optimised kernels: ResNet-18 takes 1.4 times
 # as long in it for each batch, and opening one takes 0.2 s.
 MOST = {"parse": 1, "skeleton": 2, "editor": 3, "session": 3}
+# Each calibrator of "auto" is written and run; the model runs next to them.
+TRIALS = {
+    "parse": 0,
+    "skeleton": len(METHODS),
+    "editor": len(METHODS),
+    "session": len(METHODS) + 1,
+}
 
 
 @pytest.fixture
@@ -54,15 +62,17 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
+@pytest.mark.parametrize("calibrator", ["percentile", "auto"])
 def test_quantizing_to_int8_reads_copies_and_opens_each_graph_once(
-    counts: Counter[str], tmp_path: Path
+    counts: Counter[str], tmp_path: Path, calibrator: str
 ) -> None:
     model = save(mnist_like(), tmp_path / "model.onnx")
     calib = tmp_path / "calib.npz"
     images = np.random.default_rng(0).random((32, 1, 28, 28), dtype=np.float32)
     np.savez(calib, image=images)
-    made = dk.quantize(model, "int8", tmp_path / "int8.onnx", calib=calib)
-    assert {name: counts[name] for name in MOST} == MOST
+    made = dk.quantize(model, "int8", tmp_path / "int8.onnx", calib=calib, calibrator=calibrator)
+    trials = TRIALS if calibrator == "auto" else dict.fromkeys(TRIALS, 0)
+    assert {name: counts[name] for name in MOST} == {n: MOST[n] + trials[n] for n in MOST}
     hashes = {name: count for name, count in counts.items() if name.startswith("sha256")}
     # what was written is hashed on the way to the disk, but for the few golden samples
     once = ("model.onnx", "calib.npz", "int8.onnx.golden.npz")
@@ -89,5 +99,7 @@ def test_building_in_int8_opens_each_graph_once_and_the_builder_one_more(
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", session)
     dk.build(model, "cpu", precision="int8", calib=calib, out=tmp_path / "built.onnx")
-    wanted = ["calibration", "typed.onnx to write", "built.onnx", "typed.onnx", "model.onnx"]
+    trials = ["model.onnx", *["tried.onnx"] * len(METHODS)]
+    built = ["typed.onnx to write", "built.onnx", "typed.onnx", "model.onnx"]
+    wanted = ["calibration", *trials, *built]
     assert opened == wanted

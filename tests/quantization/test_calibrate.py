@@ -218,3 +218,21 @@ def test_a_model_that_gives_nan_is_named_with_its_tensor(tmp_path: Path, method:
 def test_an_unknown_method_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="'magic'"):
         calibrate(save(linear(), tmp_path / "m.onnx"), samples(linear()), method="magic")
+
+
+def test_every_calibrator_comes_from_one_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, data = save(mnist_like(), tmp_path / "m.onnx"), samples(mnist_like(), 64)
+    alone = {method: calibrate(path, data, method=method) for method in METHODS}
+    runs = []
+    batches = Samples.batches
+    monkeypatch.setattr(
+        Samples, "batches", lambda self, size: runs.append(size) or batches(self, size)
+    )
+    found = calibrate(path, data, method="auto")
+    assert len(runs) == 1
+    for method in METHODS:
+        using = found.using(method)
+        assert (using.clipped, using.method) == (alone[method].clipped, method)
+        assert using.ranges == found.ranges

@@ -83,3 +83,36 @@ def test_zeros_do_not_move_the_entropys_peak() -> None:
     values = np.abs(normal(100_000))
     with_zeros = histogram(values, np.zeros(900_000)).least_divergence()
     assert with_zeros == pytest.approx(histogram(values).least_divergence(), rel=0.05)
+
+
+def error(values: np.ndarray, peak: float, weights: np.ndarray | float = 1.0) -> float:
+    """What INT8 with this peak does to the values, squared and weighted."""
+    step = peak / 127
+    stored = np.clip(np.rint(values / step), -127, 127) * step
+    return float(np.sum(weights * (values - stored) ** 2))
+
+
+@pytest.mark.parametrize("tail", [1.0, 5.0, 30.0])
+def test_the_least_error_is_that_of_real_rounding(tail: float) -> None:
+    values = np.append(normal(100_000), normal(20, tail)).astype(np.float32)
+    found = histogram(values).least_error()
+    peaks = np.geomspace(np.abs(values).max() / 50, np.abs(values).max(), 200)
+    assert error(values, found) <= 1.03 * min(error(values, peak) for peak in peaks)
+
+
+def test_an_error_in_a_channel_counts_by_its_importance() -> None:
+    values = normal(200_000).reshape(-1, 20)
+    values[:, 7] *= 50.0
+    importance = np.ones(20)
+    importance[7] = 1 / 2500
+    counts = Histogram(importance)
+    counts.add(values[:6000].reshape(10, 600, 20))
+    counts.add(values[6000:])
+    found = counts.least_error()
+    assert error(values, found, importance) < 0.5 * error(values, np.abs(values).max(), importance)
+    assert found < histogram(values).least_error() / 2
+    np.testing.assert_array_equal(counts.channel_peaks, np.abs(values).max(axis=0))
+
+
+def test_zeros_alone_have_no_error() -> None:
+    assert histogram(np.zeros(1000)).least_error() == 0.0

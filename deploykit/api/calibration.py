@@ -1,0 +1,145 @@
+"""Set the scales of a precision: smooth outliers, and choose the calibrator that loses least.
+
+No calibrator is best for every model, and the error at each tensor does not show which one is:
+the errors at the outputs do (`benchmarks/calibrators.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from deploykit.api.evaluate import Job, axis_sizes, convert_graph, open_candidate
+from deploykit.core.errors import BadInput
+from deploykit.core.precision import BY_NAME, PAIRS
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from deploykit.runtimes.engine import Arrays, Engine
+
+# Samples to choose on: an eighth of them, and more as long as a calibrator costs fewer operations
+LEAST_SHARE, OPERATIONS = 1 / 8, 1e11
+MOST_BYTES = 1 << 28  # of outputs that are kept to compare with
+EQUAL = 1e-8  # noise by signal of two graphs that compute the same
+
+
+def calibrate_for(job: Job, to: str, folder: Path, *, smoothquant: bool = False) -> Job:
+    """The job with the graph and the ranges that `to` is written from.
+
+    `smoothquant`: smooth outliers first, as also where the request asks for it; the ranges are then
+    those of the smoothed graph. `folder`: for temporary files. Raises BadInput where there are no
+    outliers to smooth.
+    """
+    if BY_NAME[to].writer != PAIRS or job.calibration is None or job.calib is None:
+        return job
+    smoothquant |= job.request.smoothquant
+    if not smoothquant and len(job.calibration.cut) < 2:
+        return job  # a calibrator was named
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".calibrators.") as name:
+        reference = _reference(job)
+        if smoothquant:
+            job = _smooth(job, reference, Path(name))
+        return _choose(job, to, reference, Path(name))
+
+
+_Reference: TypeAlias = "list[tuple[Arrays, list[np.ndarray]]]"  # batches: inputs, outputs
+
+
+def _choose(job: Job, to: str, reference: _Reference, folder: Path) -> Job:
+    """The job with the calibrator whose scales make the least noise at the outputs."""
+    calibration, record = job.calibration, job.calibration_record
+    if calibration is None or record is None or len(calibration.cut) < 2:
+        return job
+    other_nodes = job.request.other_nodes if to == job.request.to else "fp32"
+    shares: dict[str, float] = {}
+    for method in calibration.cut:
+        tried = replace(job, calibration=calibration.using(method))
+        graph, _ = convert_graph(tried, to, other_nodes)
+        graph = graph.save(folder / "tried.onnx")
+        with open_candidate(job, graph, folder) as engine:
+            shares[method] = _noise_share(engine, reference)
+    best = min(shares, key=lambda method: shares[method])
+    sqnr_db = {method: _decibels(share) for method, share in shares.items() if share < math.inf}
+    record = replace(record, method=best, sqnr_db=sqnr_db)
+    return replace(job, calibration=calibration.using(best), calibration_record=record)
+
+
+def _smooth(job: Job, reference: _Reference, folder: Path) -> Job:
+    """The job of the smoothed graph, after the proof that this computes what the model does."""
+    from deploykit.quantization.calibrate import AUTO, calibrate
+    from deploykit.quantization.smoothquant import smooth
+    from deploykit.runtimes.engine import load
+
+    calibration, record, calib = job.calibration, job.calibration_record, job.calib
+    if calibration is None or record is None or calib is None:
+        return job
+    peaks = calibration.channel_peaks or calibrate(job.source, calib).channel_peaks
+    graph, names = smooth(job.source, peaks)
+    if not names:
+        raise BadInput(
+            "`smoothquant`: no LayerNormalization before a MatMul or Gemm has outlier channels",
+            hint="leave it out: there is nothing to smooth",
+        )
+    with load(graph.save(folder / "smoothed.onnx").path, "cpu") as engine:
+        share = _noise_share(engine, reference)
+    if share > EQUAL:
+        raise BadInput(
+            f"`smoothquant`: the smoothed graph does not compute what {job.model.name} does "
+            f"(SQNR {_decibels(share):.0f} dB in float32)",
+            hint="leave it out",
+        )
+    return replace(
+        job,
+        source=graph,
+        calibration=calibrate(graph, calib, method=job.request.calibrator or AUTO),
+        calibration_record=replace(record, smoothed=names),
+    )
+
+
+def _reference(job: Job) -> _Reference:
+    """The model's outputs on calibration samples from the beginning to the end of the data."""
+    from deploykit.quantization import cost
+    from deploykit.runtimes.data.samples import Samples
+    from deploykit.runtimes.engine import load
+
+    calib, inputs = job.calib, job.source.inputs
+    if calib is None:
+        return []
+    size, used = calib.batching(job.batch_size, inputs)
+    costs = cost.node_costs(job.source, axis_sizes(calib, inputs, 1))
+    operations = sum(each.flops or 0 for each in costs)
+    wanted = max(size, int(used * LEAST_SHARE), int(OPERATIONS / max(operations, 1)))
+    step = max(1, used // wanted)
+    spread = Samples({n: a[:used:step] for n, a in calib.inputs.items()}, None, calib.where)
+    size, used = spread.batching(job.batch_size, inputs)
+    found: _Reference = []
+    kept_bytes = 0
+    with load(job.model, "cpu") as engine:
+        for feeds in spread.first(used).batches(size):
+            outputs = list(engine(feeds).values())
+            found.append((feeds, outputs))
+            kept_bytes += sum(each.nbytes for each in outputs)
+            if kept_bytes > MOST_BYTES:
+                break
+    return found
+
+
+def _noise_share(engine: Engine, reference: _Reference) -> float:
+    """Noise energy by signal energy at the outputs, the mean of the samples and the outputs."""
+    from deploykit.quantization.search import noise_share
+
+    total = samples = 0.0
+    for feeds, wanted in reference:
+        rows = len(next(iter(feeds.values())))
+        got = list(engine(feeds).values())
+        total += noise_share(wanted, got) * rows / len(wanted)
+        samples += rows
+    return total / samples
+
+
+def _decibels(share: float) -> float:
+    return -10 * math.log10(share) if share else math.inf

@@ -1,0 +1,140 @@
+"""How `quantize` chooses the calibrator, and smooths outliers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import deploykit as dk
+from deploykit.api import calibration
+from deploykit.core.artefact import read_manifest
+from deploykit.quantization.calibrate import METHODS
+from tests.support.graphs.data import feeds
+from tests.support.graphs.layer_norm import layer_norm
+from tests.support.onnx_zoo import mnist_like, save
+
+
+@pytest.fixture
+def outliers(tmp_path: Path) -> Path:
+    return save(layer_norm(), tmp_path / "outliers.onnx")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    np.savez(tmp_path / "calib.npz", **feeds(layer_norm(), 128))
+    return tmp_path / "calib.npz"
+
+
+def sqnr_db(made: dk.Made) -> float:
+    assert made.evaluation is not None
+    assert made.evaluation.sqnr_db is not None
+    return made.evaluation.sqnr_db
+
+
+@pytest.mark.parametrize("runtime", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("to", ["int8", "fp8"])
+def test_the_calibrator_that_loses_least_is_kept_and_reported(
+    outliers: Path, data: Path, tmp_path: Path, runtime: str, to: str
+) -> None:
+    out, bound = tmp_path / "out.onnx", {"calib": data, "runtime": runtime, "min_sqnr_db": 1.0}
+    alone = {
+        method: sqnr_db(dk.quantize(outliers, to, out, calibrator=method, **bound))
+        for method in METHODS
+    }
+    made = dk.quantize(outliers, to, out, **bound)
+    record = made.evidence.calibration
+    assert record is not None
+    assert set(record.sqnr_db) == set(METHODS)
+    assert record.method == max(record.sqnr_db, key=lambda method: record.sqnr_db[method])
+    assert sqnr_db(made) == alone[record.method]
+    assert sqnr_db(made) > max(alone.values()) - 0.1
+    assert read_manifest(out).evidence.calibration == record
+
+
+def test_a_calibrator_that_is_named_is_not_chosen(
+    outliers: Path, data: Path, tmp_path: Path
+) -> None:
+    made = dk.quantize(
+        outliers, "int8", tmp_path / "o.onnx", calib=data, calibrator="minmax", min_sqnr_db=1.0
+    )
+    record = made.evidence.calibration
+    assert record is not None
+    assert (record.method, dict(record.sqnr_db)) == ("minmax", {})
+
+
+def test_outliers_are_smoothed_where_asked(outliers: Path, data: Path, tmp_path: Path) -> None:
+    plain = dk.quantize(outliers, "int8", tmp_path / "a.onnx", calib=data, min_sqnr_db=1.0)
+    for method in (None, "minmax"):
+        smoothed = dk.quantize(
+            outliers,
+            "int8",
+            tmp_path / "b.onnx",
+            calib=data,
+            smoothquant=True,
+            calibrator=method,
+        )
+        record = smoothed.evidence.calibration
+        assert record is not None
+        assert record.smoothed == ("normal",)
+        assert sqnr_db(smoothed) > sqnr_db(plain) + 5
+
+
+def test_auto_smooths_before_it_keeps_nodes_in_float32(
+    outliers: Path, data: Path, tmp_path: Path
+) -> None:
+    made = dk.quantize(
+        outliers,
+        "auto",
+        tmp_path / "auto.onnx",
+        calib=data,
+        runtime="onnxruntime",
+        min_sqnr_db=32.0,
+    )
+    assert made.search is not None
+    tried = [(step.precision, len(step.float32_nodes), step.passed) for step in made.search.steps]
+    assert tried[:2] == [("int8", 0, False), ("int8+smoothquant", 0, True)]
+
+
+def test_smoothing_needs_outliers_and_a_precision_with_scales(
+    outliers: Path, data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(dk.BadInput, match="`smoothquant` goes with int8, fp8 and auto, not"):
+        dk.quantize(outliers, "fp16", calib=data, smoothquant=True)
+    model, calib = save(mnist_like(), tmp_path / "mnist.onnx"), tmp_path / "images.npz"
+    np.savez(calib, **feeds(mnist_like(), 64))
+    with pytest.raises(dk.BadInput, match="no LayerNormalization before a MatMul or Gemm"):
+        dk.quantize(model, "int8", tmp_path / "o.onnx", calib=calib, smoothquant=True)
+
+
+def test_a_graph_that_smoothing_broke_is_refused(
+    outliers: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploykit.quantization.smoothquant._multiply", lambda *_: None)
+    residual = save(layer_norm(residual=True), tmp_path / "residual.onnx")
+    with pytest.raises(dk.BadInput, match=r"does not compute what residual\.onnx does"):
+        dk.quantize(residual, "int8", tmp_path / "o.onnx", calib=data, smoothquant=True)
+
+
+def test_the_samples_to_choose_on_are_spread_over_the_data(
+    outliers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of images is in the order of its classes: the first would all be of one class."""
+    seen: list[float] = []
+    real = calibration._reference
+
+    def spy(job: object) -> object:
+        found = real(job)  # type: ignore[arg-type]
+        seen.extend(row for batch, _ in found for row in batch["x"][:, 0])
+        return found
+
+    monkeypatch.setattr(calibration, "_reference", spy)
+    monkeypatch.setattr(calibration, "OPERATIONS", 0)
+    x = feeds(layer_norm(), 320)["x"]
+    np.savez(tmp_path / "calib.npz", x=x)
+    dk.quantize(outliers, "int8", tmp_path / "o.onnx", calib=tmp_path / "calib.npz", min_sqnr_db=1)
+    places = [int(np.flatnonzero(x[:, 0] == value)[0]) for value in seen]
+    assert 32 <= len(places) <= 64
+    assert max(places) > 280
+    assert min(places) < 40
