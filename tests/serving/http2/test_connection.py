@@ -5,15 +5,22 @@ from __future__ import annotations
 import contextlib
 import socket
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from deploykit.serving.http2.shared import Limits
-from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import (
+    CALM,
+    COMPRESSION_ERROR,
+    FLOW_CONTROL_ERROR,
+    FRAME_SIZE_ERROR,
     INFER,
+    INVALID_ARGUMENT,
+    LIVE,
+    PROTOCOL_ERROR,
+    RESOURCE_EXHAUSTED,
+    UNIMPLEMENTED,
     Answer,
     Frames,
     Serving,
@@ -23,28 +30,6 @@ from tests.support.serving.grpc_cases import (
     packed,
     serving,
 )
-
-SERVICE = INFER.rpartition("/")[0]
-STREAM = f"{SERVICE}/ModelStreamInfer"
-LIVE = f"{SERVICE}/ServerLive"
-INVALID_ARGUMENT, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, UNIMPLEMENTED = 3, 4, 8, 12
-PROTOCOL_ERROR, FLOW_CONTROL_ERROR, FRAME_SIZE_ERROR, COMPRESSION_ERROR, CALM = 1, 3, 6, 9, 11
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Serving]:
-    """One server for this file; after each test it must still answer."""
-    models = {"m": FakeEngine(), "wide": FakeEngine(width=1_000_000)}
-    with serving(models, max_body_bytes=8 << 20) as running:
-        yield running
-
-
-@pytest.fixture
-def client(served: Serving) -> Iterator[Frames]:
-    with frames(served.port) as client:
-        yield client
-    with frames(served.port) as after:
-        assert first_value(after.call(1, infer_bytes(value=20))) == 41
 
 
 def test_a_message_of_exactly_the_size_limit_is_accepted() -> None:

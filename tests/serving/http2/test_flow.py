@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import pytest
 
 from deploykit.serving.http2.shared import Limits
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import (
-    INFER,
+    DEADLINE_EXCEEDED,
+    FLOW_CONTROL_ERROR,
+    STREAM,
     Answer,
     Frames,
     Serving,
@@ -21,28 +21,6 @@ from tests.support.serving.grpc_cases import (
     infer_bytes,
     serving,
 )
-
-SERVICE = INFER.rpartition("/")[0]
-STREAM = f"{SERVICE}/ModelStreamInfer"
-LIVE = f"{SERVICE}/ServerLive"
-INVALID_ARGUMENT, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, UNIMPLEMENTED = 3, 4, 8, 12
-PROTOCOL_ERROR, FLOW_CONTROL_ERROR, FRAME_SIZE_ERROR, COMPRESSION_ERROR, CALM = 1, 3, 6, 9, 11
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Serving]:
-    """One server for this file; after each test it must still answer."""
-    models = {"m": FakeEngine(), "wide": FakeEngine(width=1_000_000)}
-    with serving(models, max_body_bytes=8 << 20) as running:
-        yield running
-
-
-@pytest.fixture
-def client(served: Serving) -> Iterator[Frames]:
-    with frames(served.port) as client:
-        yield client
-    with frames(served.port) as after:
-        assert first_value(after.call(1, infer_bytes(value=20))) == 41
 
 
 def test_more_data_than_the_window_allows_closes_the_connection(client: Frames) -> None:

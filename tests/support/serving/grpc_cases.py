@@ -29,6 +29,11 @@ from tests.support.fake_engine import FakeEngine
 
 WAIT_S = 20  # a limit against hanging, not a measure
 INFER = "/inference.GRPCInferenceService/ModelInfer"
+SERVICE = INFER.rpartition("/")[0]
+STREAM = f"{SERVICE}/ModelStreamInfer"
+LIVE = f"{SERVICE}/ServerLive"
+INVALID_ARGUMENT, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, UNIMPLEMENTED = 3, 4, 8, 12
+PROTOCOL_ERROR, FLOW_CONTROL_ERROR, FRAME_SIZE_ERROR, COMPRESSION_ERROR, CALM = 1, 3, 6, 9, 11
 T = TypeVar("T")
 
 
