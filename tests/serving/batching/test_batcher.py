@@ -2,52 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 
 from deploykit.core.errors import Expired, Overloaded
 from deploykit.core.tensors import TensorSpec
 from deploykit.serving.batching.batcher import Batcher
-from deploykit.serving.batching.delivery import deliver_inline
 from deploykit.serving.batching.policy import BatchPolicy, Pending
 from deploykit.serving.batching.stacking import EngineFailed, stack
 from tests.support.fake_engine import FakeEngine
-from tests.support.serving.loops import submit
+from tests.support.serving.loops import KEY, Answers, Clock, submit
 from tests.support.serving.running import WAIT_S, GatedEngine
-
-KEY = (("x", "FP32", (4,)),)
-
-
-class Answers:
-    """Collects finished requests in the order they came, and how they were grouped."""
-
-    def __init__(self) -> None:
-        self.groups: list[list[Pending]] = []
-        self.order: list[float] = []
-        self._came = threading.Semaphore(0)
-
-    def deliver(self, requests: Sequence[Pending]) -> None:
-        self.groups.append(list(requests))
-        deliver_inline(requests)
-
-    def done(self, request: Pending) -> None:
-        self.order.append(float(request.feeds["x"][0, 0]))
-        self._came.release()
-
-    def wait(self, count: int) -> None:
-        for _ in range(count):
-            assert self._came.acquire(timeout=WAIT_S)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.us = 0
-
-    def __call__(self) -> int:
-        return self.us
 
 
 def rows(first: float, count: int = 1) -> dict[str, np.ndarray]:

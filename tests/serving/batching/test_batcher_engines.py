@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,32 +14,8 @@ from deploykit.serving.batching.batcher import Batcher
 from deploykit.serving.batching.policy import BatchPolicy, BatchRun, Pending, Watcher
 from deploykit.serving.batching.stacking import EngineFailed
 from tests.support.fake_engine import FakeEngine
-from tests.support.serving.loops import submit
+from tests.support.serving.loops import KEY, Answers, Clock, submit
 from tests.support.serving.running import WAIT_S, GatedEngine
-
-KEY = (("x", "FP32", (4,)),)
-
-
-class Answers:
-    def __init__(self) -> None:
-        self.order: list[float] = []
-        self._came = threading.Semaphore(0)
-
-    def done(self, request: Pending) -> None:
-        self.order.append(float(request.feeds["x"][0, 0]))
-        self._came.release()
-
-    def wait(self, count: int) -> None:
-        for _ in range(count):
-            assert self._came.acquire(timeout=WAIT_S)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.us = 0
-
-    def __call__(self) -> int:
-        return self.us
 
 
 class Notes(Watcher):

@@ -15,7 +15,8 @@ from deploykit.core.errors import BadInput
 from deploykit.serving.http2.shared import Limits
 from deploykit.serving.oip.protobuf import MESSAGES
 from tests.support.serving.grpc_cases import (
-    INFER,
+    SERVICE,
+    STREAM,
     WAIT_S,
     Serving,
     first_value,
@@ -26,8 +27,6 @@ from tests.support.serving.grpc_cases import (
 from tests.support.serving.running import GatedEngine
 
 grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
-SERVICE = INFER.rpartition("/")[0]
-STREAM = f"{SERVICE}/ModelStreamInfer"
 TOKEN = "a token of some length"
 
 

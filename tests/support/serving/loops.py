@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from deploykit.core.tensors import InputKey
 from deploykit.runtimes.engine import Arrays
 from deploykit.serving.batching.batcher import Batcher
+from deploykit.serving.batching.delivery import deliver_inline
 from deploykit.serving.batching.dispatch import NEVER_US
 from deploykit.serving.batching.policy import Pending
 from tests.support.fake_engine import FakeEngine
@@ -55,10 +56,17 @@ class Clock:
 
 
 class Answers:
+    """Collects finished requests in the order they came, their threads, how they were grouped."""
+
     def __init__(self) -> None:
+        self.groups: list[list[Pending]] = []
         self.order: list[float] = []
         self.threads: list[int] = []
         self._came = threading.Semaphore(0)
+
+    def deliver(self, requests: Sequence[Pending]) -> None:
+        self.groups.append(list(requests))
+        deliver_inline(requests)
 
     def done(self, request: Pending) -> None:
         self.order.append(float(request.feeds["x"][0, 0]))
