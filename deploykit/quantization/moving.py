@@ -9,6 +9,7 @@ scales: what a sum, a Concat or a SiLU is clipped to bounds what went into it.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from deploykit.onnx_graph.graph import Graph
 from deploykit.onnx_graph.skeleton import read_names
 from deploykit.quantization.calibrate import Calibration, Range
 from deploykit.quantization.qdq import RANGES_KEY, to_pairs
-from deploykit.quantization.qdq_placement import operators, place_pairs, quantizable_nodes
+from deploykit.quantization.qdq_placement import MOVES, operators, place_pairs, quantizable_nodes
 
 _PAIR = ("QuantizeLinear", "DequantizeLinear")
 _SILU_TURNS = -1.278  # where SiLU is least; from there it rises
@@ -186,33 +187,44 @@ def _follow(plain: _Plain, runtime: str) -> dict[str, Range]:
 
     def note(name: str, seen: Range) -> None:
         for each in {name, shared.get(name, name)}:
-            maker = makers.get(each)
-            positive = maker is not None and maker.op_type in ("Relu", "Sigmoid")
-            found.setdefault(each, Range(0.0, seen.high) if positive else seen)
+            least, most = _bounds(editor, makers.get(each))
+            found.setdefault(each, Range(max(seen.low, least), min(seen.high, most)))
 
     for name, seen in plain.seen.items():
         note(name, seen)
     for node in reversed(editor.graph.node):
-        out = found.get(node.output[0])
         if node.op_type == "Sigmoid":
             note(node.output[0], Range(0.0, 1.0))
-        elif out is not None:
+            continue
+        outs = [found[name] for name in node.output if name in found]
+        if len(outs) == len(node.output) > 0:
+            out = functools.reduce(Range.merge, outs)
             for place, name in enumerate(node.input):
                 other = node.input[1 - place] if len(node.input) == 2 else ""
                 gate = makers.get(other)
                 gated = gate is not None and gate.op_type == "Sigmoid" and gate.input[0] == name
                 before = _before(node.op_type, out, found.get(other), gated=gated)
-                if before is not None and reads[name] == (2 if gated else 1):
+                here = list(node.input).count(name) + gated  # the gate reads it too
+                if before is not None and reads[name] == here:
                     note(name, before)
     return found
 
 
+def _bounds(editor: Editor, node: onnx.NodeProto | None) -> tuple[float, float]:
+    """What an activation's result lies between."""
+    if node is None or node.op_type not in ("Relu", "Sigmoid", "Clip"):
+        return -np.inf, np.inf
+    ends = [0.0, np.inf] if node.op_type != "Clip" else [-np.inf, np.inf]
+    for place, name in enumerate(node.input[1:]):
+        if name in editor.constants:
+            ends[place] = float(editor.array(name).max())
+    return ends[0], ends[1]
+
+
 def _before(kind: str, out: Range, other: Range | None, *, gated: bool) -> Range | None:
     """What an input of an operator may be clipped to if its result is clipped to `out`."""
-    if kind == "Concat":
+    if kind in ("Concat", "Relu", "Clip") or kind in MOVES:
         return out
-    if kind == "Relu":
-        return Range(0.0, out.high)
     if kind == "Add" and other is not None:
         return Range(out.low - other.high, out.high - other.low)
     return _before_silu(out) if kind == "Mul" and gated else None

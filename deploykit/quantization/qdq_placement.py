@@ -25,7 +25,7 @@ _QUANTIZED = frozenset(
 _CONVOLUTIONS = ("Conv", "ConvTranspose")
 _ACTIVATIONS = frozenset(("Relu", "Clip"))
 # What ONNX Runtime runs on INT8: these move values and keep their scale ...
-_MOVES = frozenset(
+MOVES = frozenset(
     word
     for line in (
         "MaxPool Flatten Reshape Transpose Squeeze Unsqueeze",
@@ -137,7 +137,7 @@ def _quantizable(
 def _moves(node: onnx.NodeProto) -> bool:
     if node.op_type == "Resize":
         return any(each.name == "mode" and each.s == b"nearest" for each in node.attribute)
-    return node.op_type in _MOVES
+    return node.op_type in MOVES
 
 
 def _residuals(editor: Editor, chosen: set[int]) -> dict[int, int]:

@@ -25,8 +25,13 @@ MOST_LOST_DB = 3.0  # of signal to noise by the move: half a bit
 Values = Mapping[str, np.ndarray]
 
 
-def blocks(*, silu: bool = False, join: str = "Add") -> onnx.ModelProto:
-    """Conv, activation, then two of ResNet's blocks, or of a YOLO's with SiLU or Concat."""
+def blocks(
+    *, silu: bool = False, join: str = "Add", most: float | None = None, halves: bool = False
+) -> onnx.ModelProto:
+    """Conv, activation, then two of ResNet's blocks, or of a YOLO's with SiLU or Concat.
+
+    `most`: of a Clip in place of Relu. `halves`: what is joined is cut in two and swapped.
+    """
     random = np.random.default_rng(0)
     weights: dict[str, np.ndarray] = {}
     nodes: list[onnx.NodeProto] = []
@@ -40,6 +45,11 @@ def blocks(*, silu: bool = False, join: str = "Add") -> onnx.ModelProto:
         return name
 
     def act(source: str) -> str:
+        if most is not None:
+            weights.update(least=np.array(0, np.float32), most=np.array(most, np.float32))
+            names = [source, "least", "most"]
+            nodes.append(helper.make_node("Clip", names, [f"{source}_act"], f"clip_{source}"))
+            return f"{source}_act"
         if not silu:
             nodes.append(helper.make_node("Relu", [source], [f"{source}_act"], f"relu_{source}"))
             return f"{source}_act"
@@ -57,6 +67,11 @@ def blocks(*, silu: bool = False, join: str = "Add") -> onnx.ModelProto:
             last = act(f"{block}_sum")
         else:
             parts = [act(body), skip]
+            if halves:
+                cut = [f"{block}_h0", f"{block}_h1"]
+                split = {"axis": 1, "num_outputs": 2}
+                nodes.append(helper.make_node("Split", parts[:1], cut, f"{block}_s", **split))
+                parts = [cut[1], cut[0], skip]
             nodes.append(helper.make_node("Concat", parts, [f"{block}_cat"], f"{block}_c", axis=1))
             last = act(conv(f"{block}3", f"{block}_cat", 16, 1))
     conv("y", last, 8, 1)
@@ -68,6 +83,8 @@ CASES: dict[str, Callable[[], onnx.ModelProto]] = {
     "residual": blocks,
     "silu": lambda: blocks(silu=True),
     "concat": lambda: blocks(join="Concat"),
+    "clip": lambda: blocks(most=1.0),
+    "halves": lambda: blocks(join="Concat", halves=True),
     "silu concat": lambda: blocks(silu=True, join="Concat"),
 }
 

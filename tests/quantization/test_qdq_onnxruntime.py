@@ -10,7 +10,7 @@ import pytest
 from onnx import helper
 
 from deploykit.quantization.calibrate import Range
-from deploykit.quantization.qdq_placement import _ACTIVATIONS, _COMPUTES, _MOVES
+from deploykit.quantization.qdq_placement import _ACTIVATIONS, _COMPUTES, MOVES
 from tests.support.graphs.data import calibration
 from tests.support.graphs.protos import to_pairs
 from tests.support.graphs.qdq_graphs import dequantize_of, optimised, pairs, quantized, stored
@@ -144,7 +144,7 @@ BACK = {
 }
 
 
-@pytest.mark.parametrize("kind", sorted(_MOVES | _COMPUTES))
+@pytest.mark.parametrize("kind", sorted(MOVES | _COMPUTES))
 def test_onnxruntime_runs_in_integers_all_that_is_given_scales(kind: str, tmp_path: Path) -> None:
     attributes, more = BETWEEN[kind]
     weights = {
@@ -187,5 +187,5 @@ def test_what_onnxruntimes_own_quantizer_has_kernels_for_is_here_or_left_out_on_
         "Pad": "onnxruntime 1.31 pads in float between the pairs",
         "EmbedLayerNormalization": "a fused operator of its own optimiser",
     }
-    here = _MOVES | _COMPUTES | _ACTIVATIONS | {"Conv", "Gemm", "MatMul"}
+    here = MOVES | _COMPUTES | _ACTIVATIONS | {"Conv", "Gemm", "MatMul"}
     assert set(registry.QLinearOpsRegistry) - here == set(left_out)
