@@ -54,13 +54,13 @@ BUDGETS = {
     "runtimes": 5720,
     "training": 300,
     "exporters": 760,
-    "onnx_graph+quantization": 4690,
+    "onnx_graph+quantization": 4710,
     "builders": 1580,
     "measure": 4040,
     "serving": 10860,
     "api": 4640,
     "cli": 1880,
-    "": 37170,  # the whole package
+    "": 37200,  # the whole package
 }
 LONG: set[str] = set()  # functions over 60 lines
 
