@@ -5,6 +5,8 @@ Handing Python's lock from one thread to another and back costs more than a run 
 
 from __future__ import annotations
 
+import time
+
 from deploykit.serving.batching.delivery import CallSoon, deliver_inline
 from deploykit.serving.batching.dispatch import Dispatch, Worker
 
@@ -13,13 +15,19 @@ PAUSE_US = 1_000_000  # after a slow batch
 LONGEST_PAUSE_US = 64 * PAUSE_US
 
 
+def thread_us() -> int:
+    """How long this thread has computed."""
+    return time.thread_time_ns() // 1000
+
+
 class InlineExecutor:
     """Runs batches of up to `max_rows` rows inline; wakes the engine's thread for longer ones.
 
     `call_soon` runs a function on the event loop once what has been received is read. For
     `spin_us` after an inline run the loop does not sleep, so that the next request of the same
-    client is answered sooner. After a batch slower than SLOW_US the thread runs all batches for
-    PAUSE_US; twice as long each time, if the next slow one follows within that time.
+    client is answered sooner. After a batch that computed for longer than SLOW_US the thread runs
+    all batches for PAUSE_US; twice as long each time, if the next slow one follows within that
+    time. A batch that other programs kept from computing is not slow.
     """
 
     def __init__(self, dispatch: Dispatch, call_soon: CallSoon, spin_us: int) -> None:
@@ -53,19 +61,20 @@ class InlineExecutor:
                 worker.wake.release()
                 return
             batch, late, now_us = dispatch.take(worker)
+        computed_us = thread_us()
         try:
             dispatch.finish(late, now_us)
             if batch:
                 dispatch.run(worker, batch, now_us, deliver_inline)
         finally:
-            self._release(worker)
+            self._release(worker, computed_us)
 
-    def _release(self, worker: Worker) -> None:
+    def _release(self, worker: Worker, computed_us: int) -> None:
         """An inline run is over: the engine is idle again, unless its thread is to end."""
         dispatch = self._dispatch
         with dispatch.lock:
             worker.idle_since_us = dispatch.clock_us()
-            if worker.runner.busy_us > SLOW_US:
+            if worker.runner.busy_us > SLOW_US and thread_us() - computed_us > SLOW_US:
                 self._pause(worker.idle_since_us)
             if dispatch.closing:
                 worker.wake.release()

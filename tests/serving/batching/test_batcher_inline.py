@@ -14,6 +14,7 @@ import pytest
 
 from deploykit.core.errors import Expired
 from deploykit.serving import server as http
+from deploykit.serving.batching import inline as inline_executor
 from deploykit.serving.batching.batcher import Batcher
 from deploykit.serving.batching.inline import PAUSE_US, SLOW_US
 from deploykit.serving.batching.policy import BatchPolicy, BatchRun, Watcher
@@ -288,10 +289,28 @@ class Timed(Threads):
         return super().__call__(feeds)
 
 
+def test_a_batch_that_other_programs_held_up_is_not_slow(
+    loop: Loop, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, computed_us = Clock(), iter(range(0, 10 * SLOW_US, SLOW_US))
+    monkeypatch.setattr(inline_executor, "thread_us", lambda: next(computed_us))
+    engine = Timed(clock)
+    engine.us = 100 * SLOW_US
+    with Batcher([engine], BatchPolicy(), call_soon=loop.call_soon, clock_us=clock) as batcher:
+        batcher.inline_max_rows = math.inf
+        for number in range(3):
+            asleep(batcher)
+            submit(batcher, row(number), 1, KEY, answers.done)
+            loop.turn()
+            answers.wait(1)
+        assert set(engine.threads) == {threading.get_ident()}
+
+
 def test_after_a_slow_batch_the_engines_thread_runs_the_next_ones_for_longer_each_time(
-    loop: Loop, answers: Answers
+    loop: Loop, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
+    monkeypatch.setattr(inline_executor, "thread_us", lambda: clock.us)
     engine, here, sent = Timed(clock), threading.get_ident(), 0
     with Batcher([engine], BatchPolicy(), call_soon=loop.call_soon, clock_us=clock) as batcher:
         batcher.inline_max_rows = math.inf
