@@ -5,7 +5,7 @@ Handing Python's lock from one thread to another and back costs more than a run 
 
 from __future__ import annotations
 
-import time
+from time import thread_time_ns
 
 from deploykit.serving.batching.delivery import CallSoon, deliver_inline
 from deploykit.serving.batching.dispatch import Dispatch, Worker
@@ -15,11 +15,6 @@ PAUSE_US = 1_000_000  # after a slow batch
 LONGEST_PAUSE_US = 64 * PAUSE_US
 
 
-def thread_us() -> int:
-    """How long this thread has computed."""
-    return time.thread_time_ns() // 1000
-
-
 class InlineExecutor:
     """Runs batches of up to `max_rows` rows inline; wakes the engine's thread for longer ones.
 
@@ -27,7 +22,7 @@ class InlineExecutor:
     `spin_us` after an inline run the loop does not sleep, so that the next request of the same
     client is answered sooner. After a batch that computed for longer than SLOW_US the thread runs
     all batches for PAUSE_US; twice as long each time, if the next slow one follows within that
-    time. A batch that other programs kept from computing is not slow.
+    time.
     """
 
     def __init__(self, dispatch: Dispatch, call_soon: CallSoon, spin_us: int) -> None:
@@ -61,20 +56,21 @@ class InlineExecutor:
                 worker.wake.release()
                 return
             batch, late, now_us = dispatch.take(worker)
-        computed_us = thread_us()
+        computed_ns = thread_time_ns()
         try:
             dispatch.finish(late, now_us)
             if batch:
                 dispatch.run(worker, batch, now_us, deliver_inline)
         finally:
-            self._release(worker, computed_us)
+            self._release(worker, computed_ns)
 
-    def _release(self, worker: Worker, computed_us: int) -> None:
+    def _release(self, worker: Worker, computed_ns: int) -> None:
         """An inline run is over: the engine is idle again, unless its thread is to end."""
         dispatch = self._dispatch
         with dispatch.lock:
             worker.idle_since_us = dispatch.clock_us()
-            if worker.runner.busy_us > SLOW_US and thread_us() - computed_us > SLOW_US:
+            slow = worker.runner.busy_us > SLOW_US  # by the clock, which other programs pass too
+            if slow and thread_time_ns() - computed_ns > SLOW_US * 1000:
                 self._pause(worker.idle_since_us)
             if dispatch.closing:
                 worker.wake.release()

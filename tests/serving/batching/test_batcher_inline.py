@@ -292,8 +292,8 @@ class Timed(Threads):
 def test_a_batch_that_other_programs_held_up_is_not_slow(
     loop: Loop, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, computed_us = Clock(), iter(range(0, 10 * SLOW_US, SLOW_US))
-    monkeypatch.setattr(inline_executor, "thread_us", lambda: next(computed_us))
+    clock, computed_ns = Clock(), iter(range(0, 10_000 * SLOW_US, 1000 * SLOW_US))
+    monkeypatch.setattr(inline_executor, "thread_time_ns", lambda: next(computed_ns))
     engine = Timed(clock)
     engine.us = 100 * SLOW_US
     with Batcher([engine], BatchPolicy(), call_soon=loop.call_soon, clock_us=clock) as batcher:
@@ -310,7 +310,7 @@ def test_after_a_slow_batch_the_engines_thread_runs_the_next_ones_for_longer_eac
     loop: Loop, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(inline_executor, "thread_us", lambda: clock.us)
+    monkeypatch.setattr(inline_executor, "thread_time_ns", lambda: 1000 * clock.us)
     engine, here, sent = Timed(clock), threading.get_ident(), 0
     with Batcher([engine], BatchPolicy(), call_soon=loop.call_soon, clock_us=clock) as batcher:
         batcher.inline_max_rows = math.inf
