@@ -22,7 +22,7 @@ from deploykit.api.evaluate import (
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Evaluation, SearchRecord, SearchStep
 from deploykit.core.precision import DYNAMIC, PAIRS, auto_levels
-from deploykit.core.profile import load_profile
+from deploykit.core.profile import load_profile, precisions_everywhere
 from deploykit.core.runtime import RUNTIMES
 
 if TYPE_CHECKING:
@@ -65,9 +65,10 @@ def search_precision(
     from deploykit.quantization import search
 
     budget_s = job.request.budget_s
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".auto.") as folder:
         candidates = _Candidates(job, Path(folder), name)
-        began = time.monotonic()
+        on_progress(candidates.cost_note, 0.0)
 
         def report(step: SearchStep) -> None:
             count, result = len(step.float32_nodes), "passes" if step.passed else "fails"
@@ -80,6 +81,7 @@ def search_precision(
             candidates.evaluate,
             float32_cost_s=candidates.cost_s(job.source),
             budget_s=budget_s,
+            began=began,
             on_step=report,
         )
         notes = [outcome.why, *outcome.notes, candidates.cost_note]
@@ -122,6 +124,7 @@ class _Candidates:
         self.job, self.folder, self.calib = job, folder, job.calib
         self.measured = RUNTIMES[job.request.runtime].on_cpu
         self.target = job.request.target or load_profile(GENERIC_PROFILE)
+        self.offered: Collection[str] = self.target.precisions
         self.inputs = job.source.inputs
         self.sizes = axis_sizes(self.calib, self.inputs, COST_BATCH)
         batch = f"batch {COST_BATCH}"
@@ -129,7 +132,11 @@ class _Candidates:
         if self.measured:
             self.cost_note = f"costs are measured on this machine, {batch}"
         elif job.request.target is None:
-            self.cost_note += " (no `profile` was named)"
+            self.offered = precisions_everywhere(job.request.runtime)
+            self.cost_note = (
+                f"no `profile` was named: tried what every target runs ({', '.join(self.offered)})"
+                f", and {self.cost_note}"
+            )
         self.name = name  # of the resulting file, for tables and errors
         self.passed: dict[Path, Evaluation] = {}
         self.written = 0
@@ -142,7 +149,7 @@ class _Candidates:
 
         computing = tuple(cost.name for cost in self._costs(self.job.source) if cost.flops)
         levels = []
-        for each, other in auto_levels(self.job.request.runtime, self.target.precisions):
+        for each, other in auto_levels(self.job.request.runtime, self.offered):
             name = each.name if other == "fp32" else f"{each.name}+{other}"
             nodes = computing
             if each.writer == PAIRS:

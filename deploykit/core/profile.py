@@ -277,3 +277,11 @@ _READERS: Mapping[str, Callable[[_Fields, str], Any]] = {  # by the type of a fi
     "tuple[PowerMode, ...]": _Fields.modes,
     "Mapping[str, float]": _Fields.peaks,
 }
+
+
+def precisions_everywhere(runtime: str) -> list[str]:
+    """What every target of `runtime` computes in that its current version runs on."""
+    found = [load_profile(name) for name in profile_names()]
+    targets = [each for each in found if each.runtime == runtime and each.tensorrt_max is None]
+    common = set.intersection(*(set(each.precisions) for each in targets))
+    return [name for name in targets[0].precisions if name in common]

@@ -112,18 +112,22 @@ def search(
     float32_cost_s: float = math.inf,
     budget_s: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
+    began: float | None = None,
     on_step: Callable[[SearchStep], object] | None = None,
 ) -> Outcome[Model]:
     """The cheapest model that passes; see the head of this file for the order of work.
 
-    `levels`: narrowest first, float32 not among them. `budget_s`: seconds on `clock`; no new step
-    begins after them, and at most half of what is left goes into ranking. Ctrl-C (KeyboardInterrupt
+    `levels`: narrowest first, float32 not among them. `budget_s`: seconds on `clock`; no candidate
+    begins that would end after them, if it took as long as the longest before it, and at most half
+    of what is left goes into ranking. `began`: when they
+    began on `clock`, now where None. Ctrl-C (KeyboardInterrupt
     out of any callback) ends the search, too, and keeps the best so far. Raises BadInput for a
     budget that is not above 0; other errors of the callbacks pass through.
     """
     if not budget_s > 0:
         raise BadInput(f"the time budget must be above 0 seconds, got {budget_s}")
-    run = _Run(evaluate, float32_cost_s, clock, clock() + budget_s, on_step)
+    deadline = (clock() if began is None else began) + budget_s
+    run = _Run(evaluate, float32_cost_s, clock, deadline, on_step)
     stopped = ""
     try:
         run.search(levels)
@@ -219,6 +223,8 @@ class _Run(Generic[Model]):
         self.best: Found[Model] | None = None
         self.steps: list[SearchStep] = []
         self.notes: list[str] = []
+        self.candidate_began = self.began
+        self.longest_s = 0.0  # of a candidate
 
     def search(self, levels: Sequence[Level[Model]]) -> None:
         failed: list[tuple[Level[Model], float]] = []
@@ -273,6 +279,7 @@ class _Run(Generic[Model]):
         if note:  # and float32 nodes only add to its cost
             self.notes.append(note)
             return
+        self._check_time()
         order = self._order(level)
         failed, upper, bounded = 0, len(order), False
         dear, found = "", False
@@ -298,9 +305,17 @@ class _Run(Generic[Model]):
 
     def _order(self, level: Level[Model]) -> list[str]:
         """The nodes, worst first; what half of the time left cannot rank comes last."""
-        began = self.clock()
-        until = began + (self.deadline - began) / 2
-        sensitivity = sensitivities(level.nodes, level.sensitivity, lambda: self.clock() >= until)
+        began = last = self.clock()
+        until = min(began + (self.deadline - began) / 2, self.deadline - self.longest_s)
+        longest_s = 0.0
+
+        def out_of_time() -> bool:
+            nonlocal last, longest_s
+            now = self.clock()
+            last, longest_s = now, max(longest_s, now - last)
+            return now + longest_s > until or now >= until
+
+        sensitivity = sensitivities(level.nodes, level.sensitivity, out_of_time)
         missing = len(level.nodes) - len(sensitivity)
         if missing:
             self.notes.append(
@@ -328,7 +343,9 @@ class _Run(Generic[Model]):
     def _note_step(
         self, level: Level[Model], kept: tuple[str, ...], verdict: Verdict, cost_s: float
     ) -> None:
-        elapsed_s = self.clock() - self.began
+        now = self.clock()
+        self.longest_s = max(self.longest_s, now - self.candidate_began)
+        elapsed_s = now - self.began
         passed, drop, why = verdict.passed, verdict.drop, verdict.why
         step = SearchStep(level.precision, kept, passed, drop, why, cost_s, elapsed_s)
         self.steps.append(step)
@@ -336,7 +353,8 @@ class _Run(Generic[Model]):
             self.on_step(step)
 
     def _check_time(self) -> None:
-        if self.clock() >= self.deadline:
+        self.candidate_began = now = self.clock()
+        if now + self.longest_s > self.deadline or now >= self.deadline:
             raise _OutOfTimeError
 
 

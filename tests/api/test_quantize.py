@@ -284,3 +284,21 @@ def test_low_argmax_agreement_is_a_warning(tmp_path: Path) -> None:
     made = dk.quantize(path, "int8", calib=data)
     assert made.evaluation.agreement.value < 0.9
     assert any("change their answer" in note for note in made.notes)
+
+
+def test_auto_without_a_profile_tries_what_every_target_runs(
+    model: Path, calib: Path, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    made = dk.quantize(
+        model,
+        "auto",
+        tmp_path / "everywhere.onnx",
+        calib=calib,
+        on_progress=lambda what, _: said.append(what),
+    )
+    assert made.search is not None
+    assert {step.precision.partition("+")[0] for step in made.search.steps} <= {"int8", "fp16"}
+    announced = "no `profile` was named: tried what every target runs (fp32, fp16, int8)"
+    assert any(announced in text for text in said)
+    assert any(announced in text for text in made.notes)

@@ -16,12 +16,26 @@ def test_the_time_budget_keeps_what_had_passed() -> None:
     network = Network(
         {"int8": sensitivities(100, dict.fromkeys(range(30), 9.0)), "fp16": sensitivities(100)}
     )
-    outcome = network.search(budget_s=25)  # both as they are, then half of 5 s of ranking
+    outcome = network.search(budget_s=35)  # both as they are, 5 s of ranking, one candidate
     assert outcome.stopped == "time budget"
     assert outcome.best is not None
     assert outcome.best.precision == "fp16"
     assert 0 < len(network.ranked) < 100
     assert outcome.why.endswith("(the time budget ran out)")
+
+
+@pytest.mark.parametrize("nodes", [3, 40, 100])
+def test_no_budget_is_overrun_but_by_the_first_candidate(nodes: int) -> None:
+    """A candidate takes 10 s and ranking a node 1 s: what would end too late does not begin."""
+    for budget_s in range(1, 150, 3):
+        network = Network(
+            {
+                "int8": sensitivities(nodes, dict.fromkeys(range(nodes // 3), 9.0)),
+                "fp16": sensitivities(nodes, FAILS),
+            }
+        )
+        network.search(budget_s=budget_s)
+        assert network.now <= max(budget_s, 10.0)
 
 
 def test_nodes_that_there_was_no_time_to_rank_are_named_in_a_note() -> None:
