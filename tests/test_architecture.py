@@ -50,7 +50,7 @@ OWNERS = {
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 2920,
+    "core": 2940,
     "runtimes": 5720,
     "training": 300,
     "exporters": 760,
