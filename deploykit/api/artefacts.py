@@ -7,6 +7,7 @@ with it.
 from __future__ import annotations
 
 import contextlib
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from deploykit.api.outputs import SIDECARS, claim, rejected
 from deploykit.core.artefact import Artefact
-from deploykit.core.errors import GateFailed
+from deploykit.core.errors import DeploykitError, GateFailed
 from deploykit.core.evidence import Evaluation, Evidence, Parity, SearchRecord, WeightsFile
 from deploykit.core.files import sha256
 from deploykit.core.json_value import Record
@@ -106,9 +107,19 @@ def destination(
 
 @contextlib.contextmanager
 def stage(out: Path) -> Iterator[Path]:
-    """A path in a temporary folder next to `out`, on the same disk: keeping it is a rename."""
+    """A path in a temporary folder next to `out`, on the same disk: keeping it is a rename.
+
+    An error names the files in it without the folder, which is gone by then.
+    """
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
-        yield Path(folder) / out.name
+        try:
+            yield Path(folder) / out.name
+        except DeploykitError as exc:
+            gone = re.compile(re.escape(folder) + r"/(?:[^/\s]*/)*")
+            exc.message = gone.sub("", exc.message)
+            exc.hint = exc.hint and gone.sub("", exc.hint)
+            exc.args = (exc.message,)
+            raise
 
 
 def keep(tmp: Path, made: Made) -> Made:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from deploykit.api.outputs import named_files
 from deploykit.api.quantize import TARGETS, check_request, keep_if_passed, write_quantized
 from deploykit.builders.builder import Shapes, find_builder
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
-from deploykit.core.errors import BadInput
+from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.paths import StrPath
 from deploykit.core.profile import choose_profile, load_profile
 from deploykit.core.runtime import RUNTIMES
@@ -22,6 +24,21 @@ from deploykit.core.runtime import RUNTIMES
 BUILD_MAX_ERROR = 1e-3  # fused float16 and INT8 kernels round at other places than the graph
 
 
+@contextlib.contextmanager
+def _own_names() -> Iterator[None]:
+    """Errors of a quantization name the parameters that `build` has."""
+    try:
+        yield
+    except DeploykitError as exc:
+        exc.message = exc.message.replace("`to`", "`precision`")
+        exc.hint = exc.hint and exc.hint.replace("`to`", "`precision`").replace(
+            "`runtime`", "a `profile` that runs"
+        )
+        exc.args = (exc.message,)
+        raise
+
+
+@_own_names()
 def build(
     model: ArtefactLike,
     profile: str = "auto",

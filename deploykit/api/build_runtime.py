@@ -34,6 +34,7 @@ from deploykit.builders.builder import Shapes, find_builder
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import BuildRecord, Evaluation, Evidence
+from deploykit.core.precision import CALIBRATED
 from deploykit.core.profile import Profile
 from deploykit.core.runtime import RUNTIMES
 
@@ -88,7 +89,7 @@ def build_for_runtime(
         graph = _place_pairs(graph, target, tmp, foreign=True)
         built = builder(Artefact.open(graph.path), tmp, target, shapes, step)
         result = Graph.open(tmp)
-    _check_integers(source, target, graph, result)
+    _check_integers(source, target, graph, result, here=job is not None)
     on_progress("comparing with the model", 0.8)
     evidence = _prove(source, job, request, target, graph, tmp, place.name, max_error)
     notes = list(evidence.notes)
@@ -104,7 +105,7 @@ def build_for_runtime(
     )
     if kind != "onnx":
         manifest = replace(manifest, format=kind, sha256=Artefact(tmp).sha256, evidence=evidence)
-    notes += _precision_notes(graph.precision, result.precision)
+    notes += _precision_notes(graph.precision, result.precision, request.to)
     made = Made(place, manifest, tuple(notes))
     if made.parity and not made.parity.passed:
         return keep_if_equal(tmp, made, made.parity)
@@ -177,11 +178,18 @@ def _prove(
     )
 
 
-def _check_integers(model: Artefact, target: Profile, graph: Graph, built: Graph) -> None:
+def _check_integers(
+    model: Artefact, target: Profile, graph: Graph, built: Graph, *, here: bool
+) -> None:
     """Raise BadInput where ONNX Runtime runs hardly an INT8 node as such: slower than float32."""
     asked, few = graph.precision, graph.path == model.path and _few_integers(graph, built)
     if not asked.get("int8") or (built.precision.get("int8") and not few):
         return
+    if here:  # quantized by this build: to do so again changes nothing
+        raise BadInput(
+            f"{model}: ONNX Runtime runs none of its {asked['int8']} INT8 nodes in integers",
+            hint="build it without `precision`: float32 is faster than that",
+        )
     halves = sorted({"float16", "bfloat16"} & set(asked))
     source = next(verify.find_sources(model.path, model.manifest), None) if model.manifest else None
     again = f"{source or 'FLOAT32.onnx'} --profile {target.name} --precision int8 --calib FILE.npz"
@@ -193,11 +201,17 @@ def _check_integers(model: Artefact, target: Profile, graph: Graph, built: Graph
     )
 
 
-def _precision_notes(asked: Mapping[str, int], built: Mapping[str, int]) -> tuple[str, ...]:
-    """A note for each precision of which the built engine has fewer nodes than the graph."""
+def _precision_notes(
+    asked: Mapping[str, int], built: Mapping[str, int], done: str
+) -> tuple[str, ...]:
+    """A note for each precision of which the built engine has fewer nodes than the graph.
+
+    `done`: the precision that this build wrote, which is not recommended once more.
+    """
+    advice = " (INT8 for this target: build the float32 model with `precision` int8)"
     return tuple(
         f"{name}: {count} nodes in the graph, {built.get(name, 0)} in the built engine: the others "
-        "run in float32 here (INT8 for this target: build the float32 model with `precision` int8)"
+        f"run in float32 here{advice if done not in CALIBRATED else ''}"
         for name, count in asked.items()
         if name != "float32" and "float32" in built and built.get(name, 0) < count
     )

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _NAMED = re.compile(r"(?P<name>[A-Za-z0-9._-]{1,128})=(?P<file>.+)")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _SIZES = re.compile(r"(?P<name>[^=]+)=(?P<value>\d{1,9}(,\d{1,9})*)")
 _PAD = re.compile(r"(?P<name>[^=]+)=(?P<value>[-+]?(inf|nan|(\d+\.?\d*|\.\d+)(e[-+]?\d+)?))", re.I)
 _SHADOW_THREADS = 1  # of the reference: it must not take the cores from what serves
@@ -332,6 +333,14 @@ def _named(option: str, values: Sequence[str]) -> dict[str, Path]:
         match = _NAMED.fullmatch(text)
         path = Path(match["file"] if match else text)
         name = match["name"] if match else path.stem
+        given, equals, _ = text.partition("=")
+        if equals and not match and "/" not in given and not path.exists():
+            raise BadInput(
+                f"{option} {text}: '{given}' cannot be the name of a model"
+                if not _NAME.fullmatch(given)
+                else f"{option} {text}: the file is missing",
+                hint="NAME=FILE, with a NAME of 1 to 128 letters, digits, '.', '_' or '-'",
+            )
         if name in files:
             raise BadInput(
                 f"{option} {text}: the name '{name}' is taken", hint="give it another: NAME=FILE"

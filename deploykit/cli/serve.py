@@ -164,6 +164,7 @@ URL                    The server, http://HOST:PORT
 --concurrency N        Closed loop: this many connections, each waits for its answer
 --duration SECONDS     How long to measure
 --batch N              Samples per request
+--data FILE.npz|DIR    Inputs to send, such as a FILE.golden.npz [random]
 -o --out DIR           Write a report into this folder
 {FORCE}
 {JSON}""")
@@ -174,6 +175,7 @@ def load(
     concurrency: int | None = None,
     duration_s: float = 10.0,
     batch: int = 1,
+    data: Path | None = None,
     out: Path | None = None,
     force: bool = False,
     as_json: bool = False,

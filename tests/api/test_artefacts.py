@@ -10,6 +10,7 @@ import pytest
 import deploykit as dk
 from deploykit.api.artefacts import Made, keep, onnx_manifest, reject, stage
 from deploykit.core.artefact import read_manifest
+from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Evidence
 from deploykit.core.tensors import parse_spec
 from deploykit.measure.evaluate.feeds import parity_sizes
@@ -95,3 +96,15 @@ def test_parity_sizes_cover_batches_lengths_and_image_sizes() -> None:
 def test_parity_sizes_stay_within_limits() -> None:
     sizes = parity_sizes([parse_spec("x:float32[N,3]")], {"N": (2, 8)})
     assert [each["N"] for each in sizes] == [2, 7, 8]
+
+
+def test_an_error_names_no_file_of_the_folder_that_is_gone(tmp_path: Path) -> None:
+    def fail() -> None:
+        with stage(tmp_path / "m.onnx") as staged:
+            part = staged.parent / ".auto.x" / "3.onnx"
+            raise BadInput(f"{part}: is bad, {staged} too", hint=f"see {part} of {tmp_path}")
+
+    with pytest.raises(BadInput, match=r"^3\.onnx: is bad, m\.onnx too$") as caught:
+        fail()
+    assert caught.value.message == str(caught.value)
+    assert caught.value.hint == f"see 3.onnx of {tmp_path}"

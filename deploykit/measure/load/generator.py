@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -24,6 +25,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.json_value import Record
 from deploykit.measure.load.target import find_model, make_requests, probe
 from deploykit.measure.statistics import Interval, Latency, throughput
+from deploykit.runtimes.data.samples import read_samples
 
 if TYPE_CHECKING:
     from deploykit.measure.load.client import Client  # needs [serve], which a report does not
@@ -91,6 +93,7 @@ def run_load(
     warmup_s: float = 1.0,
     seed: int = 0,
     batch: int = 1,
+    data: Path | None = None,
     drain_s: float = 5.0,
     on_progress: Callable[[str, float], None] | None = None,
 ) -> LoadResult:
@@ -98,14 +101,16 @@ def run_load(
 
     `concurrency`: connections of a closed loop (1 if neither is given). `rate`: requests per second
     of an open loop, Poisson, drawn from `seed`. `model` may be left out where the server has one.
+    `data`: inputs to send instead of random ones.
     Raises BadInput (no such server, not this protocol, contradictory options, a request that the
     server calls wrong) or NotFound (no such model).
     """
     from deploykit.measure.load.client import Client, event_loop
 
     _check_options(concurrency, rate, duration_s, warmup_s, batch)
-    remote = find_model(url, model)
-    requests = make_requests(remote, batch, seed)
+    remote = find_model(url, model, with_data=data is not None)
+    samples = read_samples(data, remote.inputs) if data is not None else None
+    requests = make_requests(remote, batch, seed, samples)
     probe(remote, requests[0])
     client = Client(
         remote,

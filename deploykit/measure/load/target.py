@@ -20,7 +20,7 @@ import numpy as np
 
 from deploykit.core.errors import BadInput, NotFound, first_line
 from deploykit.core.tensors import BATCH, DTYPE_BYTES, PROTOCOL_NAMES, TensorSpec
-from deploykit.runtimes.data.samples import random_feeds
+from deploykit.runtimes.data.samples import Samples, random_feeds
 
 TIMEOUT_S = 10.0
 VARIANTS = 8  # different inputs, so that a cache in the server does not answer
@@ -49,10 +49,11 @@ class RemoteModel:
         return f"/v2/models/{quote(self.model, safe='')}"
 
 
-def find_model(url: str, model: str | None) -> RemoteModel:
+def find_model(url: str, model: str | None, *, with_data: bool = False) -> RemoteModel:
     """Ask the server at `url` (http://host[:port]) for its models and the metadata of one.
 
-    `model` None: the only one that is ready. Raises BadInput or NotFound.
+    `model` None: the only one that is ready. `with_data`: its inputs are not invented, so that any
+    axis may be dynamic. Raises BadInput or NotFound.
     """
     host, address, port = _resolve(url)
     names = _model_names(url, address, port, host)
@@ -71,7 +72,7 @@ def find_model(url: str, model: str | None) -> RemoteModel:
     metadata = _json(body) if status == 200 else None
     if not isinstance(metadata, dict) or not isinstance(metadata.get("inputs"), list):
         raise _not_oip(url, f"{remote.path} answered {status}")
-    inputs = tuple(_spec(url, model, item) for item in metadata["inputs"])
+    inputs = tuple(_spec(url, model, item, with_data) for item in metadata["inputs"])
     return RemoteModel(url, host, address, port, model, inputs)
 
 
@@ -153,7 +154,7 @@ def _json(body: bytes) -> Any:
         return None
 
 
-def _spec(url: str, model: str, item: object) -> TensorSpec:
+def _spec(url: str, model: str, item: object, with_data: bool) -> TensorSpec:
     """A tensor of the metadata, with -1 on axis 0 read as the batch."""
     if not isinstance(item, dict):
         raise _not_oip(url, "an input of its metadata is not an object")
@@ -166,30 +167,41 @@ def _spec(url: str, model: str, item: object) -> TensorSpec:
     for position, size in enumerate(shape):
         if isinstance(size, bool) or not isinstance(size, int) or size < -1:
             raise _not_oip(url, f"'{name}' has the shape {shape}")
-        if size == -1 and position > 0:
+        if size == -1 and position > 0 and not with_data:
             raise BadInput(
                 f"{url}: {model}: input '{name}' is {shape}: axis {position} has no size",
-                hint="serve a model whose axes other than the batch are fixed",
+                hint="give inputs that the model takes: `data`, such as its FILE.golden.npz",
             )
-        axes.append(BATCH if size == -1 else size)
+        axes.append(size if size != -1 else f"axis{position}" if position else BATCH)
     return TensorSpec(name, _DTYPES[datatype], tuple(axes))
 
 
-def make_requests(remote: RemoteModel, batch: int, seed: int) -> list[bytes]:
+def make_requests(
+    remote: RemoteModel, batch: int, seed: int, samples: Samples | None = None
+) -> list[bytes]:
     """Up to VARIANTS whole HTTP requests with seeded random inputs, binary tensors both ways.
+
+    `samples`: their rows in turn instead.
 
     Raises BadInput when `batch` is above 1 and the model has no batch axis.
     """
     if batch > 1 and not any(spec.batched for spec in remote.inputs):
         raise BadInput(f"{remote.url}: {remote.model} has no batch axis: batch {batch} is not 1")
-    requests = [_request(remote, batch, seed)]
+
+    def feeds(number: int) -> Mapping[str, np.ndarray]:
+        if samples is None:
+            return random_feeds(remote.inputs, {BATCH: batch}, seed + number)
+        size, _ = samples.batching(batch, remote.inputs)
+        rows = range(number * size, (number + 1) * size)
+        return {n: a.take(rows, axis=0, mode="wrap") for n, a in samples.inputs.items()}
+
+    requests = [_request(remote, feeds(0))]
     while len(requests) < VARIANTS and len(requests[0]) * (len(requests) + 1) <= VARIANTS_BYTES:
-        requests.append(_request(remote, batch, seed + len(requests)))
+        requests.append(_request(remote, feeds(len(requests))))
     return requests
 
 
-def _request(remote: RemoteModel, batch: int, seed: int) -> bytes:
-    feeds = random_feeds(remote.inputs, {BATCH: batch}, seed)
+def _request(remote: RemoteModel, feeds: Mapping[str, np.ndarray]) -> bytes:
     tensors, raw = _binary(remote.inputs, feeds)
     head = json.dumps({"inputs": tensors, "parameters": {"binary_data_output": True}}).encode()
     lines = (

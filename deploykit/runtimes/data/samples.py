@@ -27,6 +27,7 @@ from deploykit.core.machine import memory_bytes
 from deploykit.core.tensors import BATCH, TensorSpec, carrier, concrete, mismatch
 
 LABELS = "labels"
+INPUTS = "inputs/"  # before their names in golden samples
 _DATA = "data is an .npz or .npy file, or a folder of images"
 _IMAGE_STARTS = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
 _TEXT = bytes((*range(9, 14), *range(32, 256)))
@@ -79,6 +80,8 @@ def read_samples(path: Path, inputs: tuple[TensorSpec, ...], *, labelled: bool =
     """
     arrays = _read_folder(path, inputs) if _is_folder(path) else _read_file(path)
     labels = arrays.pop(LABELS, None)
+    golden = {n.removeprefix(INPUTS): a for n, a in arrays.items() if n.startswith(INPUTS)}
+    arrays = golden or arrays  # of golden samples the inputs
     if len(inputs) == 1 and len(arrays) == 1:
         arrays = {inputs[0].name: next(iter(arrays.values()))}
     chosen = {}

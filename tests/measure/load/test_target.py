@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, NotFound
@@ -134,6 +136,27 @@ def test_options_that_make_no_sense_are_refused_before_anything_is_sent(
     with server.running() as url, pytest.raises(BadInput):
         run_load(url, **options)  # type: ignore[arg-type]
     assert server.connections == 0
+
+
+@pytest.mark.parametrize("prefix", ["", "inputs/"])
+def test_a_model_of_several_inputs_of_any_length_is_loaded_with_its_golden_samples(
+    tmp_path: Path, prefix: str
+) -> None:
+    """Golden samples name their arrays inputs/NAME, and outputs/NAME, which are not sent."""
+    ids = np.arange(12, dtype=np.int64).reshape(4, 3)
+    arrays = {f"{prefix}ids": ids, f"{prefix}mask": np.ones((4, 3), np.int64)}
+    np.savez(tmp_path / "m.golden.npz", **arrays, **({"outputs/y": ids} if prefix else {}))
+    inputs = [{"name": n, "datatype": "INT64", "shape": [-1, -1]} for n in ("ids", "mask")]
+    server = StandIn(inputs=inputs)
+    with server.running() as url:
+        with pytest.raises(BadInput, match="axis 1 has no size") as caught:
+            run_load(url, **QUICK)
+        assert "`data`" in str(caught.value.hint)
+        assert run_load(url, batch=3, data=tmp_path / "m.golden.npz", **QUICK).ok > 0
+    sent = {raw[: ids[:3].nbytes] for _, raw in server.bodies}
+    rows = [ids.take(range(3 * n, 3 * n + 3), axis=0, mode="wrap") for n in range(8)]
+    assert sent <= {each.tobytes() for each in rows}
+    assert len(sent) > 1
 
 
 def test_several_requests_share_a_bound_on_memory() -> None:
