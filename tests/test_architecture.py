@@ -54,13 +54,13 @@ BUDGETS = {
     "runtimes": 5720,
     "training": 300,
     "exporters": 760,
-    "onnx_graph+quantization": 4710,
+    "onnx_graph+quantization": 4740,
     "builders": 1580,
     "measure": 4040,
     "serving": 10860,
-    "api": 4640,
+    "api": 4760,
     "cli": 1880,
-    "": 37200,  # the whole package
+    "": 37500,  # the whole package
 }
 LONG: set[str] = set()  # functions over 60 lines
 
