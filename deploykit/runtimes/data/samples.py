@@ -26,13 +26,11 @@ from deploykit.core.files import atomic_write, check_readable
 from deploykit.core.machine import memory_bytes
 from deploykit.core.tensors import BATCH, TensorSpec, carrier, concrete, mismatch
 
-LABELS = "labels"
-INPUTS = "inputs/"  # before their names in golden samples
+LABELS, INPUTS = "labels", "inputs/"  # the second stands before names in golden samples
 _DATA = "data is an .npz or .npy file, or a folder of images"
 _IMAGE_STARTS = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
 _TEXT = bytes((*range(9, 14), *range(32, 256)))
-IMAGES = (".png", ".jpg", ".jpeg")
-ARRAYS = (".npz", ".npy")
+IMAGES, ARRAYS = (".png", ".jpg", ".jpeg"), (".npz", ".npy")
 
 
 @dataclass(frozen=True)
