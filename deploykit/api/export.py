@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from deploykit.api.evaluate import MOST_SAMPLES, first_rows, rows_note, rows_tha
 from deploykit.api.outputs import claim, named_files
 from deploykit.api.source import ExportSource, check_source, open_source
 from deploykit.core.artefact import ArtefactLike
-from deploykit.core.errors import BadInput, DeploykitError
+from deploykit.core.errors import BadInput, DeploykitError, GateFailed
 from deploykit.core.evidence import (
     Evidence,
     ExportRecord,
@@ -110,10 +110,26 @@ def export(
         on_progress("exporting", 0.1)
         done = _write(source.loaded, tmp, opset, exporter)
         on_progress("comparing with PyTorch", 0.7)
-        proof = _prove(source, tmp, feeds, max_error, place.name)
-        on_progress("writing the manifest", 0.95)
-        made = _record(source, done, place, tmp, proof, target, pixels)
-        return keep_if_equal(tmp, made, proof.parity)
+        with _naming_decisions(done):
+            proof = _prove(source, tmp, feeds, max_error, place.name)
+            on_progress("writing the manifest", 0.95)
+            made = _record(source, done, place, tmp, proof, target, pixels)
+            return keep_if_equal(tmp, made, proof.parity)
+
+
+@contextlib.contextmanager
+def _naming_decisions(done: Exported) -> Iterator[None]:
+    """Add to the error of a graph that is not the model which branches it keeps, and the cure."""
+    try:
+        yield
+    except (BadInput, GateFailed) as exc:
+        if done.decided:
+            exc.message += f"; the graph keeps what was decided at {', '.join(done.decided)}"
+            exc.hint = (
+                "torch.where computes both branches and torch.cond keeps both; else give the axis "
+                "a fixed size in `inputs`"
+            )
+        raise
 
 
 class _Proof(NamedTuple):
@@ -361,6 +377,8 @@ def _notes(
     notes = [*source.loaded.notes, *warnings]
     if source.loaded.ran_pickle:
         notes.append(f"{source.name} ran code of its own while it was loaded (`allow_pickle`)")
+    if done.decided and not done.fallback:
+        notes.append(f"the graph is for sizes with {', '.join(done.decided)}")
     if done.fallback:
         notes.append(f"exported with torch's older {done.exporter} exporter: {done.fallback}")
     if recorded is None:

@@ -14,14 +14,21 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from deploykit.core.extras import require
 from deploykit.core.tensors import TensorSpec, concrete
-from deploykit.exporters.reasons import SizeWatch, baked, describe, explain, is_users
+from deploykit.exporters.reasons import (
+    SizeWatch,
+    baked,
+    describe,
+    explain,
+    is_users,
+    is_written_for_tracing,
+)
 
 torch: ModuleType = require("torch")
 transformer: Any = require("torch.nn.modules.transformer")
@@ -33,6 +40,7 @@ optimizer: ModuleType = require("onnxscript.optimizer")
 _SMALL, _LARGE, _STEP = 2, 64, 32
 _FOLDED_ELEMENTS = 1 << 24  # torch folds to 8192 only, and leaves an LSTM's weights in slices
 
+_GRAPH = onnxscript.ir.AttributeType.GRAPH
 _SCRIPTED = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
 _FROZEN = "might cause the trace to be incorrect"  # of the older exporter's warnings
 
@@ -72,10 +80,13 @@ def by_dynamo(
     outputs: Sequence[TensorSpec],
     opset: int,
     sizes: Mapping[str, int],
-) -> Any:
-    """The graph that torch's current exporter makes. Raises NotExported."""
+) -> tuple[Any, tuple[str, ...]]:
+    """The graph that torch's current exporter makes, and by which sizes the model decided.
+
+    Raises NotExported.
+    """
     example, shapes = _example(inputs, sizes), _dynamic_shapes(module, inputs)
-    with _exporting():
+    with _exporting(), SizeWatch() as watch:
         try:
             program = torch.onnx.export(
                 module,
@@ -89,7 +100,7 @@ def by_dynamo(
             )
             graph = program.model
             _check_inputs(graph, module, inputs, sizes)
-            return _simplified(graph)
+            return _simplified(lambda: graph), watch.decisions(sizes)
         except (torch.onnx.OnnxExporterError, *_RAISED) as exc:
             raise explain(exc, inputs, sizes) from exc
 
@@ -128,7 +139,7 @@ def by_torchscript(
                 opset_version=opset,
                 verbose=False,
             )
-            graph = _simplified(onnxscript.ir.load(file))
+            graph = _simplified(lambda: onnxscript.ir.load(file))
         except (torch.onnx.OnnxExporterError, *_RAISED) as exc:
             raise explain(exc, inputs, sizes) from exc
     frozen = [
@@ -137,6 +148,7 @@ def by_torchscript(
         if issubclass(item.category, torch.jit.TracerWarning)
         and _FROZEN in str(item.message)
         and is_users(item.filename)
+        and not is_written_for_tracing(item.filename)
     ]
     return graph, tuple(dict.fromkeys(frozen))
 
@@ -150,8 +162,31 @@ def is_scripted(module: Any) -> bool:
     return False
 
 
-def _simplified(graph: Any) -> Any:
-    return optimizer.optimize(graph, input_size_limit=_FOLDED_ELEMENTS)
+def _simplified(load: Callable[[], Any]) -> Any:
+    """The graph that `load` gives with its constants folded.
+
+    With shape inference the optimizer may remove a constant that is still read: without it, then.
+    """
+    for infer in (True, False):
+        graph = optimizer.optimize(
+            load(), input_size_limit=_FOLDED_ELEMENTS, onnx_shape_inference=infer
+        )
+        if not _reads_nothing(graph.graph, set()):
+            break
+    return graph
+
+
+def _reads_nothing(graph: Any, known: set[int]) -> bool:
+    """Whether a node reads a value that nothing gives."""
+    known = known | {id(value) for value in (*graph.inputs, *graph.initializers.values())}
+    for node in graph:
+        for value in node.inputs:
+            if value is not None and value.producer() is None and id(value) not in known:
+                return True
+        inner = [item.as_graph() for item in node.attributes.values() if item.type == _GRAPH]
+        if any(_reads_nothing(each, known) for each in inner):
+            return True
+    return False
 
 
 def _check_inputs(

@@ -19,6 +19,7 @@ onnxscript: ModuleType = require("onnxscript")
 common: ModuleType = require("onnxscript.ir.passes.common")
 
 _ONNX_NAMES = {"float32": "FLOAT", "float64": "DOUBLE"}
+_BY_DATA = ("NonMaxSuppression", "NonZero", "Unique", "Compress")  # the data give the size
 _WRAPPER = "module."  # attribute of a wrapper that gives the user's module the signature we need
 
 
@@ -38,8 +39,8 @@ def finish(
     graph = model.graph
     _add_unread(graph.inputs, inputs)
     _fit("inputs", graph.inputs, inputs)
-    _fit("outputs", graph.outputs, outputs)
     nodes = list(graph.all_nodes())
+    _fit("outputs", graph.outputs, outputs, any(node.op_type in _BY_DATA for node in nodes))
     made = (value for node in nodes for value in node.outputs)
     given = (*graph.inputs, *graph.initializers.values())
     for part in (model, *_graphs(graph), *nodes, *made, *given):
@@ -87,8 +88,13 @@ def _add_unread(values: Any, specs: Sequence[TensorSpec]) -> None:
                 values.insert(at, value)
 
 
-def _fit(what: str, values: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
-    """Give the graph's inputs or outputs the names and axes of `specs`."""
+def _fit(
+    what: str, values: Sequence[Any], specs: Sequence[TensorSpec], sized_by_data: bool = False
+) -> None:
+    """Give the graph's inputs or outputs the names and axes of `specs`.
+
+    `sized_by_data`: an axis whose size torch does not know is free, though the trials had one size.
+    """
     if len(values) != len(specs):
         raise BadInput(
             f"torch exported {len(values)} {what}, the model has {len(specs)}: "
@@ -97,6 +103,7 @@ def _fit(what: str, values: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
     for value, spec in zip(values, specs, strict=True):
         value.name = spec.name
         known = value.shape if value.shape is not None else ()  # torch may not have inferred it
+        shape = list(spec.shape)
         for at, (dim, axis) in enumerate(zip(known, spec.shape, strict=False)):
             if isinstance(axis, str) and isinstance(dim, int):
                 raise BadInput(
@@ -104,7 +111,9 @@ def _fit(what: str, values: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
                     "something in the model reads that size as a constant",
                     hint="export with a fixed size for that axis, or change the model",
                 )
-        value.shape = onnxscript.ir.Shape(spec.shape)
+            if sized_by_data and isinstance(axis, int) and not isinstance(dim, int):
+                shape[at] = f"{spec.name}_{at}"
+        value.shape = onnxscript.ir.Shape(shape)
 
 
 def _unwrap(graph: Any, parameters: Sequence[str]) -> None:

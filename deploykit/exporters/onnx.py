@@ -35,12 +35,14 @@ MAX_BYTES = (1 << 31) - (1 << 25)  # protobuf's 2 GiB, less room for the graph i
 class Exported:
     """What wrote the file: "dynamo" or "torchscript", and the opset that is in it.
 
-    `fallback`: why it was not torch's current exporter; empty if it was.
+    `fallback`: why it was not torch's current exporter; empty if it was. `decided`: lines of the
+    user's code of which the graph keeps what they decided by a size, and for which sizes.
     """
 
     exporter: str
     opset: int
     fallback: str
+    decided: tuple[str, ...] = ()
 
 
 def opset_for(profile: Profile) -> int:
@@ -85,11 +87,12 @@ def export_module(
             f"opset {opset} is not offered{which}", hint=f"{offered[0]} to {offered[-1]}"
         )
     at = example_sizes(inputs, sizes)
+    decided: tuple[str, ...] = ()
     why = "the file is TorchScript" if scripted else "it was asked for" if older else ""
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as folder:
         if not older:
             try:
-                model = _at_size_taken(module, inputs, outputs, opset, at)
+                model, decided = _at_size_taken(module, inputs, outputs, opset, at)
             except NotExported as first:
                 if exporter == "dynamo" or first.final:
                     raise
@@ -98,12 +101,13 @@ def export_module(
             model, frozen = by_torchscript(module, inputs, outputs, opset, at, Path(folder))
             if frozen:
                 why += f"; it keeps what the example decided at {', '.join(frozen)}"
+                decided = frozen
         finish(model, inputs, outputs, _parameters(module), at)
         save(model, out, max_bytes)
     written = model.opset_imports[""]
     if written > opset:
         raise BadInput(f"torch wrote opset {written}, {opset} was asked for")
-    return Exported("torchscript" if why else "dynamo", written, why)
+    return Exported("torchscript" if why else "dynamo", written, why, decided)
 
 
 def _at_size_taken(
@@ -112,8 +116,8 @@ def _at_size_taken(
     outputs: Sequence[TensorSpec],
     opset: int,
     sizes: dict[str, int],
-) -> Any:
-    """The current exporter's graph, exported at larger `sizes` where the model needs them."""
+) -> tuple[Any, tuple[str, ...]]:
+    """As `by_dynamo`, exported at larger `sizes` where the model needs them."""
     while True:
         try:
             return by_dynamo(module, inputs, outputs, opset, sizes)

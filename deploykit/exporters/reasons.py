@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import linecache
 import logging
+import operator
 import re
 import sys
 import sysconfig
@@ -25,6 +26,17 @@ torch: ModuleType = require("torch")
 
 _SHAPES_LOGGER = "torch.fx.experimental.symbolic_shapes"  # tells of each size that it fixes
 _FIXES = re.compile(r"\bEq\(s\w+, (\d+)\) \[guard added\]")
+_GUARD = re.compile(r"(\S.*) \[guard added\]")
+_SYMBOL = re.compile(r"create_symbol (s\d+) = (\d+) for")
+_FUNCTIONS = {  # of the expressions in which torch writes down what holds for a size
+    "Eq": operator.eq,
+    "Ne": operator.ne,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "FloorDiv": operator.floordiv,
+    "Max": max,
+    "Min": min,
+}
 _OWN = (Path(__file__).resolve().parents[1], Path(str(torch.__file__)).resolve().parent)
 _LIBRARY = Path(sysconfig.get_paths()["stdlib"]).resolve()
 
@@ -33,6 +45,10 @@ _SIZE_TAKEN = re.compile(r"^(\d+) not in VR\[(\d+), (\w+)\]")
 _SOURCE = re.compile(r" = L\[.*?\]\.size\(\)\[\d+\]")
 _NO_OPERATOR = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)'")
 _LONGEST = 200  # characters of torch's own words
+_DETECTOR_HINT = (
+    "give a detector one image of a fixed size, 'images:float32[1,3,480,640]'; else export its "
+    "backbone and head, and select the boxes outside the model"
+)
 _FREE_HINT = "export with a fixed size for that axis, or change the model to work at any size"
 
 
@@ -69,8 +85,14 @@ def explain(
     `sizes`: what the dynamic axes of `inputs` were exported at.
     """
     chain = list(_causes(exc))
-    place = next((found for item in reversed(chain) if (found := _raised_at(item))), "")
+    frame = next((found for item in reversed(chain) if (found := _raised_at(item))), None)
+    place = describe(frame.filename, frame.lineno or 0, frame.name) if frame else ""
     if any(_data_dependent(item) for item in chain):
+        if frame and is_written_for_tracing(frame.filename):
+            return NotExported(
+                f"torch.export does not take torchvision's selection of boxes ({place})",
+                hint=_DETECTOR_HINT,
+            )
         return NotExported(
             f"{place or 'the model'} decides by the data, which a graph cannot hold",
             hint="write it with torch.where or torch.cond, or compute it outside the model",
@@ -119,6 +141,8 @@ def baked(spec: TensorSpec, at: int, size: object, place: str) -> NotExported:
 class SizeWatch(logging.Handler):
     """While attached to torch's log: which line of the user's code fixed which size, the first one.
 
+    Also those that decided by a size which stays free, as `if x.shape[1] > 32` does.
+
     torch names a line of its own where a library function compares the sizes; the Python stack is
     still there when it logs that, and holds the user's.
     """
@@ -126,11 +150,33 @@ class SizeWatch(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.places: dict[int, str] = {}
+        self.symbols: dict[str, int] = {}  # to the size that the example has
+        self.guards: dict[str, str] = {}  # to the line of the user's code that decided by them
 
     def emit(self, record: logging.LogRecord) -> None:
-        match = _FIXES.search(record.getMessage())
-        if match:
+        message = record.getMessage()
+        if match := _SYMBOL.search(message):
+            self.symbols[match[1]] = int(match[2])
+        elif match := _FIXES.search(message):
             self.places.setdefault(int(match[1]), _innermost(sys._getframe()))
+        elif match := _GUARD.search(message):
+            place = _decided_at(sys._getframe())
+            if place:
+                self.guards.setdefault(match[1].removeprefix("eval "), place)
+
+    def decisions(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
+        """What holds of the axes in the graph, and the line that decided by it: "T <= 31 (...)".
+
+        Left out is what holds for every size above 1. `sizes`: those of the example, by axis.
+        """
+        axes = {size: axis for axis, size in sizes.items()}
+        names = {symbol: axes.get(size, symbol) for symbol, size in self.symbols.items()}
+        found: dict[str, str] = {}
+        for guard, place in self.guards.items():
+            if not _always(guard, self.symbols):
+                text = re.sub(r"s\d+", lambda match: names.get(match[0], match[0]), guard)
+                found.setdefault(place, f"{text} ({place})")
+        return tuple(found.values())
 
     def __enter__(self) -> SizeWatch:
         logger = logging.getLogger(_SHAPES_LOGGER)
@@ -154,11 +200,38 @@ def is_users(file: str) -> bool:
     return not any(own in parents for own in _OWN) and (installed or _LIBRARY not in parents)
 
 
+def is_written_for_tracing(file: str) -> bool:
+    """Whether `file` is torchvision's: where it decides by the data, a tracer gets all branches."""
+    return "torchvision" in Path(file).parts
+
+
 def describe(file: str, line: int, function: str = "") -> str:
     """A place in a source file: "mine.py:14, in forward: `if x.sum() > 0:`"."""
     code = linecache.getline(file, line).strip()
     inside = f", in {function}" if function else ""
     return f"{Path(file).name}:{line}{inside}" + (f": `{code}`" if code else "")
+
+
+def _always(guard: str, symbols: Mapping[str, int]) -> bool:
+    """Whether `guard`, an expression of torch's in these symbols, holds for every size above 1."""
+    sizes = {2**power + more for power in range(1, 15) for more in (0, 1)}
+    try:
+        code = compile(guard, "guard", "eval")
+        values = [{**_FUNCTIONS, **dict.fromkeys(symbols, size)} for size in sizes]
+        return all(eval(code, {"__builtins__": {}}, each) for each in values)  # noqa: S307 - torch's
+    except Exception:  # noqa: BLE001 - a function that is not listed: better to name too many
+        return False
+
+
+def _decided_at(frame: FrameType | None) -> str:
+    """The line of the user's code that made a Python bool of a comparison of sizes; else ""."""
+    while frame is not None and frame.f_code.co_name != "__bool__":
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_name == "__bool__":
+        frame = frame.f_back
+    if frame is None or not is_users(frame.f_code.co_filename):
+        return ""
+    return describe(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
 def _innermost(frame: FrameType | None) -> str:
@@ -169,12 +242,12 @@ def _innermost(frame: FrameType | None) -> str:
     return ""
 
 
-def _raised_at(exc: BaseException) -> str:
-    """The innermost line of the user's code that `exc` passed through."""
+def _raised_at(exc: BaseException) -> traceback.FrameSummary | None:
+    """The innermost frame of the user's code that `exc` passed through."""
     for frame in reversed(traceback.extract_tb(exc.__traceback__)):
         if is_users(frame.filename):
-            return describe(frame.filename, frame.lineno or 0, frame.name)
-    return ""
+            return frame
+    return None
 
 
 def _causes(exc: BaseException) -> Iterator[BaseException]:

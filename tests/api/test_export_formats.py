@@ -39,7 +39,7 @@ SPEC = "x:float32[N,4]"
 
 @pytest.fixture(scope="module")
 def transformers() -> Any:
-    from deploykit.runtimes.torch.weights import with_torchvision
+    from deploykit.runtimes.torch.operators import with_torchvision
 
     pytest.importorskip("transformers", reason="transformers is not installed")
     import transformers

@@ -13,6 +13,7 @@ from typing import Any
 from deploykit.core.errors import BadInput, DeploykitError, first_line
 from deploykit.core.extras import require
 from deploykit.core.tensors import TensorSpec, concrete, make_spec
+from deploykit.runtimes.torch.operators import absent, lacks
 from deploykit.runtimes.torch.outputs import Adapter, Place, output_names
 
 torch = require("torch")
@@ -39,13 +40,16 @@ def describe(
     axes: list[list[int | str]] = [list(tensor.shape) for _, tensor in base]
     for number, shape in enumerate(axes):  # an axis of 0 depends on the data, as nonzero(x) does
         axes[number] = [size or f"{names[number]}_{at}" for at, size in enumerate(shape)]
-    movers: dict[tuple[int, int], set[str]] = {}
+    movers = _moved_by_data(_other_data(adapter, inputs, sizes, fill), base, names)
     for axis in sizes:
         for size, larger in _larger(where, adapter, inputs, sizes, fill, axis):
             if [(place, tensor.ndim) for place, tensor in larger] != [
                 (place, tensor.ndim) for place, tensor in base
             ]:
-                raise BadInput(f"{where}: the outputs' number or rank depends on axis {axis}")
+                raise BadInput(
+                    f"{where}: the outputs' number or rank depends on axis {axis}",
+                    hint=f"give axis {axis} a fixed size in `inputs`: 1 for one sample at a time",
+                )
             for number, ((_, before), (_, after)) in enumerate(zip(base, larger, strict=True)):
                 for at, (old, new) in enumerate(zip(before.shape, after.shape, strict=True)):
                     if old != new:
@@ -61,6 +65,37 @@ def describe(
     if not specs:
         raise BadInput(f"{where}: the model returns no tensor")
     return tuple(specs), _feeds(inputs, sizes, fill)
+
+
+def _other_data(
+    adapter: Adapter, inputs: Sequence[TensorSpec], sizes: Mapping[str, int], fill: int
+) -> Leaves:
+    """The outputs for random floats; none where the module does not take those."""
+    feeds, random = _feeds(inputs, sizes, fill), torch.Generator().manual_seed(0)
+    for feed in feeds:
+        if feed.is_floating_point():
+            feed.copy_(torch.rand(feed.shape, generator=random))
+    try:
+        with torch.inference_mode():
+            return adapter.leaves(feeds)
+    except Exception:  # noqa: BLE001 - the user's module may raise anything
+        return []
+
+
+def _moved_by_data(
+    other: Leaves, base: Leaves, names: Sequence[str]
+) -> dict[tuple[int, int], set[str]]:
+    """The axes, by output and place, that have another size for other data, with names."""
+    if [(place, tensor.ndim) for place, tensor in other] != [
+        (place, tensor.ndim) for place, tensor in base
+    ]:
+        return {}
+    return {
+        (number, at): {f"{names[number]}_{at}"}
+        for number, ((_, before), (_, after)) in enumerate(zip(base, other, strict=True))
+        for at, (old, new) in enumerate(zip(before.shape, after.shape, strict=True))
+        if old != new
+    }
 
 
 def _first_that_runs(
@@ -136,6 +171,8 @@ def _run(
     except DeploykitError:
         raise
     except Exception as exc:  # the user's module may raise anything
+        if operator := absent(exc):
+            raise lacks(where, operator) from exc
         tried = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         raise _Failed(
             f"{where}: the model does not take {', '.join(map(str, inputs))}"

@@ -14,6 +14,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from deploykit.core.artefact import sniff, torch_kind, wrong_format
 from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, first_line
 from deploykit.core.extras import require
 from deploykit.core.memory import does_not_fit, lacks_memory, memory_errors
+from deploykit.runtimes.torch.operators import absent, lacks, with_torchvision
 
 torch = require("torch")
 
@@ -94,11 +96,15 @@ def read(path: Path, *, allow_pickle: bool, described: bool = True) -> Content:
         )
     with users_code(f"{path}: cannot be loaded as {form}"), quiet(*_VERBOSE):
         if form == "torch.export":
-            with path.open("rb") as handle:  # by its path, it insists on a name ending in .pt2
-                value = torch.export.load(handle)
+            value = with_torchvision(lambda: _load_program(path))
         else:
-            value = torch.jit.load(str(path), map_location="cpu")
+            value = with_torchvision(lambda: torch.jit.load(str(path), map_location="cpu"))
     return Content(form, value, ran_pickle=True)
+
+
+def _load_program(path: Path) -> Any:
+    with path.open("rb") as handle:  # by its path, it insists on a name ending in .pt2
+        return torch.export.load(handle)
 
 
 @contextmanager
@@ -109,6 +115,10 @@ def users_code(where: object) -> Iterator[None]:
             yield
         except torch.OutOfMemoryError as exc:
             raise OutOfMemory(f"{where}: the GPU's memory is full: {first_line(exc)}") from exc
+        except Exception as exc:
+            if operator := absent(exc):
+                raise lacks(where, operator) from exc
+            raise
 
 
 @contextmanager
@@ -195,7 +205,8 @@ def _unpickle(path: Path, *, allow_pickle: bool) -> tuple[Any, bool]:
         ) from refusal
     try:
         with quiet(*_VERBOSE):
-            return torch.load(path, map_location="cpu", weights_only=False, mmap=mmap), True
+            load = partial(torch.load, path, map_location="cpu", weights_only=False, mmap=mmap)
+            return with_torchvision(load), True
     except (ImportError, AttributeError) as exc:  # a pickle holds the names of classes, not classes
         raise BadInput(
             f"{path}: cannot be unpickled: {_reason(exc)}",
@@ -209,6 +220,8 @@ def _unpickle(path: Path, *, allow_pickle: bool) -> tuple[Any, bool]:
 def _damaged(path: Path, exc: Exception) -> DeploykitError:
     if lacks_memory(exc):
         return does_not_fit(path, str(exc), [path])
+    if operator := absent(exc):
+        return lacks(path, operator)
     return BadInput(
         f"{path}: is not a readable PyTorch file (truncated or damaged?): {_reason(exc)}"
     )

@@ -17,8 +17,9 @@ from deploykit.core.files import check_readable
 from deploykit.core.tensors import TensorSpec, make_spec
 from deploykit.runtimes.torch.files import quiet, users_code
 from deploykit.runtimes.torch.loaded import Loaded, describe_module, missing
+from deploykit.runtimes.torch.operators import with_torchvision
 from deploykit.runtimes.torch.outputs import parameter_names
-from deploykit.runtimes.torch.weights import listed, with_torchvision
+from deploykit.runtimes.torch.weights import listed
 
 torch = require("torch")
 

@@ -8,30 +8,22 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from deploykit.core.errors import BadInput, first_line
 from deploykit.core.extras import require
 from deploykit.core.paths import import_object
 from deploykit.runtimes.torch.files import users_code
+from deploykit.runtimes.torch.operators import with_torchvision
 
 torch = require("torch")
 
 _LISTED = 10
 # left by DataParallel, torch.compile and Lightning in front of every name
 _PREFIXES = ("module.", "_orig_mod.", "model.")
-_TORCHVISION_OPERATORS = (
-    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    (
-        "roi_align(Tensor input, Tensor rois, float spatial_scale, int pooled_height, "
-        "int pooled_width, int sampling_ratio, bool aligned) -> Tensor"
-    ),
-)
-_T = TypeVar("_T")
 
 
 def build(arch: str, arguments: Mapping[str, Any] | None = None) -> tuple[Any, tuple[str, ...]]:
@@ -73,32 +65,6 @@ def _arguments(arch: str, function: Any, offered: Mapping[str, Any]) -> dict[str
             f"def build(): return {arch.rpartition(':')[2]}(...)  ->  `arch` ./file.py:build",
         )
     return given
-
-
-def with_torchvision(run: Callable[[], _T]) -> _T:
-    """`run()`, once more if it imported a torchvision that was built for another torch.
-
-    Such a torchvision (its usual wheel next to a CPU build of torch) fails at its first operator,
-    though its networks need none of them; with the operators declared it imports.
-    """
-    try:
-        return run()
-    except Exception as exc:  # only looked at: what it is not for goes on
-        cause: BaseException | None = exc  # transformers wraps it
-        while cause is not None and "operator torchvision::" not in str(cause):
-            cause = cause.__cause__
-        if cause is None:
-            raise
-        _declare_torchvision_operators()
-        return run()
-
-
-@cache  # torch forgets them when the library object goes
-def _declare_torchvision_operators() -> Any:
-    library = torch.library.Library("torchvision", "DEF")
-    for schema in _TORCHVISION_OPERATORS:
-        library.define(schema)
-    return library
 
 
 def fill(where: Path, module: Any, weights: Mapping[str, Any], source: str = "") -> tuple[str, ...]:

@@ -1,0 +1,99 @@
+"""Causal decoders whose Python code decides by a size: exported, or the line and a cure named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+
+from deploykit.api.export import export  # noqa: E402
+from deploykit.core.errors import BadInput, GateFailed  # noqa: E402
+from deploykit.exporters.reasons import SizeWatch, _always  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+class Decoder(torch.nn.Module):
+    """One block of causal attention over a table of positions, as nanoGPT has it."""
+
+    def __init__(self, branch: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.branch = branch
+        self.token, self.place = torch.nn.Embedding(16, 4), torch.nn.Embedding(300, 4)
+        self.register_buffer("visible", torch.tril(torch.ones(300, 300)))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        length = ids.shape[1]
+        if self.branch == "check" and length > 300:
+            raise ValueError("too long")
+        x = self.token(ids) + self.place(torch.arange(length))
+        scores = x @ x.transpose(1, 2)
+        if length > 1:
+            scores = scores.masked_fill(self.visible[:length, :length] == 0, -1e4)
+        x = scores.softmax(-1) @ x
+        if self.branch == "short" and length < 20:
+            x = x + 1
+        if self.branch == "odd" and length % 2:
+            x = x + 1
+        values: torch.Tensor = x
+        return values
+
+
+def exported(branch: str, out: Path, **options: str) -> list[str]:
+    made = export(Decoder(branch), inputs=["ids:int64[N,T]"], out=out, **options)
+    return [note for note in made.notes if "sizes" in note]
+
+
+def test_a_branch_that_holds_for_every_length_is_exported_without_a_word(tmp_path: Path) -> None:
+    assert exported("none", tmp_path / "m.onnx") == []
+
+
+def test_a_check_of_the_length_is_exported_and_reported(tmp_path: Path) -> None:
+    (note,) = exported("check", tmp_path / "m.onnx")
+    assert "for sizes with T <= 300 (test_size_branches.py:" in note
+    assert 'if self.branch == "check" and length > 300:' in note
+
+
+@pytest.mark.parametrize("exporter", ["auto", "torchscript"])
+@pytest.mark.parametrize(
+    ("branch", "code"),
+    [("short", 'if self.branch == "short" and'), ("odd", 'if self.branch == "odd" and')],
+)
+def test_a_branch_by_the_length_is_refused_with_its_line_and_the_cure(
+    tmp_path: Path, branch: str, code: str, exporter: str
+) -> None:
+    with pytest.raises((BadInput, GateFailed)) as caught:
+        exported(branch, tmp_path / "m.onnx", exporter=exporter)
+    assert "test_size_branches.py:" in caught.value.message
+    assert code in caught.value.message
+    assert "torch.where" in str(caught.value.hint)
+    assert not (tmp_path / "m.onnx").exists()
+
+
+@pytest.mark.parametrize(
+    ("guard", "always"),
+    [
+        ("s5 > 1", True),
+        ("2 <= s5", True),
+        ("Ne(s5, 1)", True),
+        ("s5 <= 31", False),
+        ("Ne(Mod(s5, 2), 0)", False),
+        ("Eq(FloorDiv(s5, 2)*2, s5)", False),
+        ("Max(1, s5) >= 1", True),
+        ("Unheard(s5)", False),
+        ("__import__('os')", False),
+    ],
+)
+def test_what_holds_for_every_size_is_no_decision(guard: str, always: bool) -> None:
+    assert _always(guard, {"s5": 3}) is always
+
+
+def test_a_decision_is_written_in_the_names_of_the_axes() -> None:
+    watch = SizeWatch()
+    watch.symbols = {"s5": 3, "s77": 2}
+    watch.guards = {"s5 <= 31": "a.py:1", "s77 > 1": "a.py:2", "s5 < s77": "a.py:1"}
+    assert watch.decisions({"N": 2, "T": 3}) == ("T <= 31 (a.py:1)",)
