@@ -51,16 +51,16 @@ OWNERS = {
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
     "core": 2940,
-    "runtimes": 5720,
+    "runtimes": 5790,
     "training": 300,
-    "exporters": 760,
+    "exporters": 880,
     "onnx_graph+quantization": 4740,
     "builders": 1580,
     "measure": 4040,
     "serving": 10860,
     "api": 4760,
     "cli": 1880,
-    "": 37500,  # the whole package
+    "": 37540,  # the whole package
 }
 LONG: set[str] = set()  # functions over 60 lines
 
