@@ -190,15 +190,15 @@ def _histograms(graph: Graph) -> dict[str, Histogram]:
     scaled = {
         name for target in TARGET_RUNTIMES for name in place_pairs(editor, target).scaled.values()
     }
-    importance = _importance(editor)
+    weights = importance(editor)
     return {
-        name: Histogram(importance.get(name))
+        name: Histogram(weights.get(name))
         for name in sorted(scaled)
         if graph.element_types.get(name) == TensorProto.FLOAT
     }
 
 
-def _importance(editor: Editor) -> dict[str, np.ndarray]:
+def importance(editor: Editor) -> dict[str, np.ndarray]:
     """What a squared error in each channel of a tensor adds at the MatMuls and Gemms that read it.
 
     That is the energy of the weights that the channel meets: an outlier channel may well meet small
