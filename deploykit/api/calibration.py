@@ -63,7 +63,12 @@ def _choose(job: Job, to: str, reference: _Reference, folder: Path) -> Job:
         with open_candidate(job, graph, folder) as engine:
             shares[method] = _noise_share(engine, reference)
     best = min(shares, key=lambda method: shares[method])
-    sqnr_db = {method: _decibels(share) for method, share in shares.items() if share < math.inf}
+    floating = any(array.dtype.kind == "f" for _, outputs in reference for array in outputs)
+    sqnr_db = {
+        method: _decibels(share)
+        for method, share in shares.items()
+        if floating and share < math.inf
+    }
     record = replace(record, method=best, sqnr_db=sqnr_db)
     return replace(job, calibration=calibration.using(best), calibration_record=record)
 
@@ -129,14 +134,18 @@ def _reference(job: Job) -> _Reference:
 
 
 def _noise_share(engine: Engine, reference: _Reference) -> float:
-    """Noise energy by signal energy at the outputs, the mean of the samples and the outputs."""
+    """Noise energy by signal energy, the mean of the samples and of the floating outputs.
+
+    Where all outputs are integers: the share that differs.
+    """
     from deploykit.quantization.search import noise_share
 
     total = samples = 0.0
     for feeds, wanted in reference:
         rows = len(next(iter(feeds.values())))
-        got = list(engine(feeds).values())
-        total += noise_share(wanted, got) * rows / len(wanted)
+        pairs = list(zip(wanted, engine(feeds).values(), strict=True))
+        pairs = [pair for pair in pairs if pair[0].dtype.kind == "f"] or pairs
+        total += noise_share(*zip(*pairs, strict=True)) * rows / len(pairs)
         samples += rows
     return total / samples
 

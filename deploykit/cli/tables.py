@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from deploykit.api.doctor import Health
     from deploykit.api.inspect import Inspection
     from deploykit.api.predict import Predicted
-    from deploykit.core.evidence import SearchRecord
+    from deploykit.core.evidence import Evidence, SearchRecord
     from deploykit.core.parity import ParityRow
     from deploykit.core.profile import Profile
     from deploykit.measure.evaluate.parity import Parity
@@ -47,9 +47,7 @@ def made(result: Made) -> list[Part]:
             "  outputs    " + ", ".join(map(str, manifest.outputs)),
             "  precision  " + mix(manifest.precision),
         ]
-    scales = result.evidence.calibration
-    if scales and (scales.sqnr_db or scales.smoothed):
-        lines.append("  calibrated " + scales.describe())
+    lines += calibrated(result.evidence)
     if result.accuracy:
         trained = result.evidence.training
         if trained:
@@ -70,6 +68,13 @@ def made(result: Made) -> list[Part]:
         lines += ["", *parity(result.parity, gated=own)]
     lines += [f"note: {text}" for text in result.notes]
     return lines
+
+
+def calibrated(evidence: Evidence) -> list[str]:
+    """How the scales were chosen, of an engine's source graph too."""
+    found = evidence.calibration or (evidence.source_graph and evidence.source_graph.calibration)
+    chosen = found and (found.sqnr_db or found.smoothed)
+    return ["  calibrated " + found.describe()] if found and chosen else []
 
 
 def built(result: Made | CheckResult) -> list[Part]:
@@ -166,6 +171,7 @@ def inspection(result: Inspection) -> list[Part]:
         lines.append("  made from  " + (", ".join(item[:12] for item in manifest.made_from) or "-"))
         if manifest.built_on:
             lines.append("  built on   " + versions(manifest.built_on))
+        lines += calibrated(manifest.evidence)
     return lines
 
 

@@ -112,9 +112,9 @@ class PrecisionReadBack(Record):
 class CalibrationRecord(Record):
     """The data that set the scales; `passed`: no doubt about it.
 
-    `method`: the calibrator. `sqnr_db`: where it was chosen, of the outputs with each calibrator
-    against float32, on samples of these data. `smoothed`: the outputs of LayerNorms whose outliers
-    SmoothQuant moved into the weights.
+    `method`: the calibrator. `sqnr_db`: where it was chosen, of the floating outputs with each
+    calibrator against float32, on samples of these data. `smoothed`: the outputs of LayerNorms
+    whose outliers SmoothQuant moved into the weights.
     """
 
     passed: bool
@@ -133,7 +133,8 @@ class CalibrationRecord(Record):
         if others:
             parts = [f"{self.method}, SQNR {self.sqnr_db[self.method]:.1f} dB", ", ".join(others)]
         if self.smoothed:
-            parts.append(f"SmoothQuant at {len(self.smoothed)} LayerNorms")
+            count = len(self.smoothed)
+            parts.append(f"SmoothQuant at {count} LayerNorm{'s' * (count > 1)}")
         return "; ".join(parts)
 
 

@@ -88,11 +88,9 @@ def _find(editor: Editor) -> list[_Smoothed]:
     found = []
     for place, node in enumerate(nodes):
         name = node.output[0] if node.output else ""
-        axis = next((each.i for each in node.attribute if each.name == "axis"), -1)
         if (
             node.op_type == "LayerNormalization"
             and name in readers
-            and axis == -1
             and all(each in constants for each in node.input[1:] if each)
         ):
             reading = tuple(readers[name])

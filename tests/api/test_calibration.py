@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from onnx import TensorProto, helper
 
 import deploykit as dk
 from deploykit.api import calibration
@@ -138,3 +139,26 @@ def test_the_samples_to_choose_on_are_spread_over_the_data(
     assert 32 <= len(places) <= 64
     assert max(places) > 280
     assert min(places) < 40
+
+
+@pytest.mark.parametrize("kept", [["y", "top"], ["top"]])
+def test_integer_outputs_have_no_signal_to_noise_ratio(
+    data: Path, tmp_path: Path, kept: list[str]
+) -> None:
+    model = layer_norm()
+    model.graph.node.append(helper.make_node("ArgMax", ["y"], ["top"], axis=1, keepdims=0))
+    model.graph.output.append(helper.make_tensor_value_info("top", TensorProto.INT64, ["N"]))
+    outputs = [value for value in model.graph.output if value.name in kept]
+    del model.graph.output[:]
+    model.graph.output.extend(outputs)
+    made = dk.quantize(
+        save(model, tmp_path / "m.onnx"), "int8", tmp_path / "o.onnx", calib=data, max_drop=1.0
+    )
+    record = made.evidence.calibration
+    assert record is not None
+    alone = dk.quantize(
+        save(layer_norm(), tmp_path / "y.onnx"), "int8", tmp_path / "p.onnx", calib=data
+    )
+    wanted = alone.evidence.calibration if "y" in kept else None
+    assert record.sqnr_db == (wanted.sqnr_db if wanted else {})
+    assert record.method in METHODS

@@ -43,6 +43,14 @@ def test_a_smoothed_graph_computes_the_same_to_the_last_bit(
     np.testing.assert_array_equal(run(after, inputs), run(before, inputs))
 
 
+def test_the_axis_of_a_layer_norm_may_be_counted_from_the_front(tmp_path: Path) -> None:
+    model = layer_norm()
+    model.graph.node[0].attribute[0].i = 1
+    before, after, names = smoothed(model, tmp_path)
+    assert names == ("normal",)
+    np.testing.assert_array_equal(run(after, feeds(model, 9)), run(before, feeds(model, 9)))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_smoothed_graph_loses_far_less_to_int8(tmp_path: Path, shape: dict[str, Any]) -> None:
     model = layer_norm(**shape)
