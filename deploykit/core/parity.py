@@ -23,8 +23,8 @@ class ParityRow(Record):
     float32 itself gives, that is the same error of a against itself in float64 or in another batch;
     None where it was not measured.
     `max_rel`: max |a-b| / max(|a|, 1e-6). `sqnr_db`: signal to noise, infinite when equal.
-    `agreement`: share of equal argmax over the last axis, for floating outputs of two or three axes
-    with two columns or more, else None. `finite`: every value of both sides is finite.
+    `agreement`: share of equal argmax over the classes, of samples, tokens or pixels; None for
+    outputs that show no classes, such as boxes. `finite`: every value of both sides is finite.
     `places_match`: NaN and the infinities are at the same places on both sides. `floating`: neither
     integers nor booleans.
     """

@@ -13,6 +13,7 @@ import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Evaluation as Evaluation
+from deploykit.measure.evaluate.answers import same_answers
 from deploykit.measure.evaluate.feeds import BATCHES
 from deploykit.measure.evaluate.metrics import Metric, Scores, drop_of
 from deploykit.measure.evaluate.parity import Parity, ParityRow, compare_engines
@@ -113,7 +114,8 @@ class _Answers:
         if labels is not None:
             for scores, outputs in zip(self.scores, (left, right), strict=False):
                 scores.add(outputs, labels[start : start + rows])
-        equal = _equal_answers(left, right, rows)
+        feeds = {name: a[start : start + rows] for name, a in self.samples.inputs.items()}
+        equal = same_answers(left, right, feeds, rows)
         if equal is not None:
             self._answers += equal.size
             self._equal += int(equal.sum())
@@ -134,19 +136,6 @@ def _random(
     for batch in batches:
         axes = {str(spec.shape[0]): batch for spec in reference.inputs if spec.batched}
         yield random_feeds(reference.inputs, {**sizes, **axes}, batch)
-
-
-def _equal_answers(left: Arrays, right: Arrays, rows: int) -> np.ndarray | None:
-    """Where both give the same answer, boolean, for the first output that holds answers."""
-    for name, values in left.items():
-        others = right[name]
-        if values.ndim == 0 or len(values) != rows or not (values.any() or others.any()):
-            continue
-        if values.dtype.kind in "biu":
-            return np.asarray(values == others)
-        if values.ndim in (2, 3) and values.shape[-1] >= 2:
-            return np.asarray(values.argmax(-1) == others.argmax(-1))
-    return None
 
 
 def _broken(parity: Parity) -> str:

@@ -16,6 +16,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Parity as Parity
 from deploykit.core.evidence import ParityRow as ParityRow
 from deploykit.core.tensors import TensorSpec
+from deploykit.measure.evaluate.answers import class_axis
 from deploykit.runtimes.engine import Arrays, Engine
 
 MAX_ERROR = 1e-3
@@ -51,7 +52,8 @@ def compare_engines(
         for spec in a.outputs:
             x, y = left[spec.name], right[spec.name]
             _check_arrays(spec.name, batch, x, y, names)
-            tallies.setdefault((spec.name, batch), _Tally()).add(x, y)
+            axis = class_axis(spec.name, x, feeds)
+            tallies.setdefault((spec.name, batch), _Tally()).add(x, y, axis)
         if each is not None and not any(tally.not_finite for tally in tallies.values()):
             each(number, left, right)
     if not tallies:
@@ -175,13 +177,15 @@ class _Tally:
         self.finite = self.places_match = True
         self.floating = True
 
-    def add(self, a: np.ndarray, b: np.ndarray) -> None:
-        """Arrays of one shape and dtype."""
+    def add(self, a: np.ndarray, b: np.ndarray, axis: int | None = None) -> None:
+        """Arrays of one shape and dtype; `axis`: that of the classes, if there is one."""
         self.values += a.size
         self.floating = a.dtype.kind not in "biu"
-        classes = a.shape[-1] if self.floating and a.ndim in (2, 3) else 1
         if a.size == 0:
             return
+        classes = 1 if axis is None else a.shape[axis]
+        if axis is not None:
+            a, b = np.moveaxis(a, axis, -1), np.moveaxis(b, axis, -1)
         rows_a, rows_b = a.reshape(-1, classes), b.reshape(-1, classes)
         step = max(1, BLOCK // classes)
         for start in range(0, len(rows_a), step):

@@ -294,16 +294,16 @@ def test_too_few_samples_for_agreement_are_reported_with_the_number_needed() -> 
 
 
 def test_agreement_of_sequences_is_the_share_of_equal_places() -> None:
-    spec = "y:float32[N,2,5]"
-    a = Function(lambda x: {"y": x.reshape(-1, 2, 5)}, spec)
-
     def swap(x: np.ndarray) -> dict[str, np.ndarray]:
-        y = x.reshape(-1, 2, 5).copy()
+        y = x.copy()
         y[0, 0] = np.roll(y[0, 0], 1)
         return {"y": y}
 
-    data = samples_of(8, labelled=False)
-    found = evaluate(a, Function(swap, spec), samples=data, min_sqnr_db=-99)
+    data = Samples({"x": samples_of(8).inputs["x"].reshape(8, 2, 5)}, None, "d")
+    engines = [Function(each, "y:float32[N,2,5]") for each in (lambda x: {"y": x.copy()}, swap)]
+    for engine in engines:
+        engine.inputs = (parse_spec("x:float32[N,2,5]"),)
+    found = evaluate(*engines, samples=data, min_sqnr_db=-99)
     assert found.agreement is not None
     assert found.agreement.value == 15 / 16
 
