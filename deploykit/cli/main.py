@@ -44,7 +44,7 @@ _EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 class _Terminated(SystemExit):
-    """The exit that SIGTERM asks for: other than exit() in a user's code, it is no error."""
+    """The exit that SIGTERM asks for: exit() in a user's code is a plain SystemExit."""
 
 
 def _version(wanted: bool) -> None:

@@ -307,3 +307,25 @@ def test_exporters_see_one_parameter_for_each_input(tmp_path: Path) -> None:
     ids = torch.ones(3, 5, dtype=torch.int64)
     program = torch.export.export(found.module, (ids, ids), dynamic_shapes=(sizes, sizes))
     assert program.module()(ids[:2], ids[:2])[0].shape == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("specs", "hint"),
+    [
+        (["x:float32[N,4]", "y:float32[N,4]"], "the model's forward takes: x"),
+        (["x:float32[3]"], "its batch axis is missing: 'x:float32[N,3]'"),
+        (["x:float32[N,3]"], None),
+    ],
+)
+def test_a_model_that_does_not_take_its_inputs_says_what_may_be_wrong(
+    specs: list[str], hint: str | None
+) -> None:
+    class Takes(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.reshape(-1, 4)
+
+    module, inputs = Takes(), [parse_spec(text) for text in specs]
+    adapter = adapted(module, binding(module, [spec.name for spec in inputs])[0], len(inputs))
+    with pytest.raises(BadInput, match="the model does not take") as caught:
+        describe("m", adapter, inputs)
+    assert (hint in str(caught.value.hint)) if hint else caught.value.hint is None

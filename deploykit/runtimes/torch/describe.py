@@ -14,7 +14,7 @@ from deploykit.core.errors import BadInput, DeploykitError, first_line
 from deploykit.core.extras import require
 from deploykit.core.tensors import TensorSpec, concrete, make_spec
 from deploykit.runtimes.torch.operators import absent, lacks
-from deploykit.runtimes.torch.outputs import Adapter, Place, output_names
+from deploykit.runtimes.torch.outputs import Adapter, Place, output_names, parameter_names
 
 torch = require("torch")
 
@@ -176,8 +176,20 @@ def _run(
         tried = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         raise _Failed(
             f"{where}: the model does not take {', '.join(map(str, inputs))}"
-            f"{f' (tried {tried})' if tried else ''}: {type(exc).__name__}: {first_line(exc)}"
+            f"{f' (tried {tried})' if tried else ''}: {type(exc).__name__}: {first_line(exc)}",
+            hint=_hint(adapter, inputs, exc),
         ) from exc
+
+
+def _hint(adapter: Adapter, inputs: Sequence[TensorSpec], exc: Exception) -> str | None:
+    names = parameter_names(adapter.module)
+    if isinstance(exc, TypeError) and names:  # of the call: too many, or by another name
+        return f"the model's forward takes: {', '.join(names)}"
+    if any(spec.batched for spec in inputs):
+        return None
+    lone = inputs[0]
+    axes = ",".join(["N", *map(str, lone.shape)])
+    return f"if that is one sample, its batch axis is missing: '{lone.name}:{lone.dtype}[{axes}]'"
 
 
 def _feeds(inputs: Sequence[TensorSpec], sizes: Mapping[str, int], fill: int) -> list[Any]:
