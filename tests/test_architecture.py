@@ -51,7 +51,7 @@ OWNERS = {
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
     "core": 2940,
-    "runtimes": 5790,
+    "runtimes": 5810,
     "training": 300,
     "exporters": 880,
     "onnx_graph+quantization": 4740,
