@@ -50,12 +50,12 @@ OWNERS = {
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 2940,
+    "core": 3000,
     "runtimes": 5810,
     "training": 300,
     "exporters": 880,
-    "onnx_graph+quantization": 4740,
-    "builders": 1580,
+    "onnx_graph+quantization": 4820,
+    "builders": 1590,
     "measure": 4060,
     "serving": 10860,
     "api": 4760,

@@ -119,10 +119,17 @@ def _weights(path: Path) -> Iterator[Path]:
             yield from (path.parent / name for name in external_files(path))
 
 
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a model names files of any length for its weights
+        return False
+
+
 def _check_inputs(files: Iterable[Path], inputs: Iterable[Path], *, keeps: bool) -> None:
     """Raise BadInput where a file is an input. `keeps`: an input folder may hold it already."""
     for file in filter(Path.exists, files):
-        for given in filter(Path.exists, inputs):
+        for given in filter(_exists, inputs):
             inside = not keeps and given.is_dir() and given.resolve() in file.resolve().parents
             if inside or given.samefile(file):
                 raise BadInput(

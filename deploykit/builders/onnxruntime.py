@@ -18,6 +18,7 @@ from deploykit.core.profile import Profile
 from deploykit.runtimes.onnxruntime.engine import (
     SLOWER_ON_CPU,
     onnxruntime_errors,
+    read_weights,
     session_options,
 )
 
@@ -52,6 +53,7 @@ def build(path: Path, out: Path, *, threads: int | None = None) -> dict[str, str
     check_readable(path)
     options = session_options(threads)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    weights = read_weights(path, options)  # else the result would look for them next to itself
     with atomic_write(out) as tmp:
         options.optimized_model_filepath = str(tmp)
         try:
@@ -69,6 +71,7 @@ def build(path: Path, out: Path, *, threads: int | None = None) -> dict[str, str
             raise Unsupported(
                 f"{out}: no space left on the disk: about {need:,} bytes are needed"
             ) from exc
+    del weights
     return {
         "runtime": f"onnxruntime {ort.__version__}",
         "device": "cpu",

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from deploykit.core.errors import BadInput, NotFound, Unsupported, os_reason
+from deploykit.core.errors import BadInput, NotFound, Unsupported, first_line, os_reason
 
 
 @contextlib.contextmanager
@@ -195,7 +195,9 @@ def check_inside(folder: Path, location: str, where: str) -> os.stat_result:
             if stat.S_ISLNK(info.st_mode):
                 raise BadInput(f"{where}: its data file is behind a symbolic link, {file}")
     except (OSError, ValueError) as exc:
-        raise BadInput(f"{where}: its data file {location} cannot be read: {exc}") from exc
+        reason = os_reason(exc) if isinstance(exc, OSError) else first_line(exc)
+        name = location if len(location) <= 200 else f"{location[:197]}..."
+        raise BadInput(f"{where}: its data file {name} cannot be read: {reason}") from exc
     if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1:
         raise BadInput(
             f"{where}: its data file {file} is not a regular file without hard links (links: "
@@ -203,3 +205,10 @@ def check_inside(folder: Path, location: str, where: str) -> os.stat_result:
             hint="copy it: a hard link may lead to a file that the model must not read",
         )
     return info
+
+
+def check_data_file(model: Path, location: str, where: str) -> os.stat_result:
+    """As `check_inside`, for a file of weights: not the model itself."""
+    if PurePosixPath(location) == PurePosixPath(model.name):
+        raise BadInput(f"{where}: its data file is the model itself")
+    return check_inside(model.parent, location, where)

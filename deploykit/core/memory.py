@@ -20,6 +20,7 @@ _NO_MEMORY = re.compile(
     "bad_alloc|[Ff]ailed to allocate memory|not enough memory|can't allocate memory"
     "|Cannot allocate memory|unable to mmap|Resource temporarily unavailable"
 )
+_LARGE_BYTES = 1 << 28  # of an array: only then is the free memory asked for
 _ASKED = re.compile(r"(?:requested buffer of size|smaller than requested bytes of) (\d+)")
 
 
@@ -59,6 +60,12 @@ def does_not_fit(where: object, what: str = "", files: Iterable[Path] = ()) -> O
         sizes.append(f"{free / 2**20:,.1f} MiB are free")
     text = f"{where}: does not fit into memory" if str(where) else "not enough memory"
     return OutOfMemory(f"{text}: {'; '.join(sizes)}", hint=USE_LESS)
+
+
+def check_fits(what: str, nbytes: int) -> None:
+    """Raise OutOfMemory for an array that the free memory cannot hold."""
+    if nbytes > _LARGE_BYTES and nbytes > (free_bytes() or nbytes):
+        raise does_not_fit(f"{what} of {nbytes / 2**20:,.0f} MiB")
 
 
 def lacks_memory(exc: Exception) -> bool:

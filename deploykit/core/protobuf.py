@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import overload
 
+from deploykit.core.errors import BadInput
+
 _PAGE_BYTES = 1 << 14
+MAX_NESTED = 30  # graphs in graphs: readers of protobuf stop at 100 messages in messages
 _MAX_FIELDS = 5_000_000  # read of one file: each costs a microsecond or two
 
 
@@ -89,6 +92,40 @@ def spans(data: Pages, at: int, end: int) -> Iterator[tuple[int, int, int, int, 
         if at > end:
             raise ValueError("not a protobuf")
         yield number, wire, start, begin, at
+
+
+def damaged(path: Path) -> BadInput:
+    """The error for an ONNX file that a reader of protobuf refuses."""
+    try:
+        with Pages(path) as data:
+            if _deeply_nested(data):
+                return too_deep(path)
+    except (OSError, ValueError, IndexError):
+        pass
+    return BadInput(f"{path}: is a truncated or damaged ONNX file")
+
+
+def too_deep(path: Path) -> BadInput:
+    return BadInput(
+        f"{path}: has subgraphs in subgraphs, more than {MAX_NESTED} deep",
+        hint="If, Loop and Scan hold subgraphs: export the model with fewer in one another",
+    )
+
+
+def _deeply_nested(data: Pages) -> bool:
+    left = [(at, end, 0) for number, at, end in fields(data, 0, len(data)) if number == 7]
+    while left:
+        graph, stop, depth = left.pop()
+        if depth > MAX_NESTED:
+            return True
+        for number, at, end in fields(data, graph, stop):
+            if number != 1 or end == -1:  # a node
+                continue
+            for inner, begin, last in fields(data, at, end):
+                if inner == 5 and last != -1:  # an attribute
+                    found = fields(data, begin, last)
+                    left += [(a, b, depth + 1) for n, a, b in found if n in (6, 11) and b != -1]
+    return False
 
 
 def varint(value: int) -> bytes:

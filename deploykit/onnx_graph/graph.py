@@ -22,7 +22,13 @@ from deploykit.core.json_value import Record
 from deploykit.core.tensors import BATCH, DTYPE_BYTES, TensorSpec
 from deploykit.onnx_graph import storage
 from deploykit.onnx_graph.node_precision import NodePrecision
-from deploykit.onnx_graph.skeleton import all_nodes, make_skeleton, stored_bytes, stored_elements
+from deploykit.onnx_graph.skeleton import (
+    all_nodes,
+    infer_shapes,
+    make_skeleton,
+    stored_bytes,
+    stored_elements,
+)
 from deploykit.onnx_graph.validate import read_model
 
 _NO_WEIGHTS = frozenset(("string", "bool", "int64", "int32"))  # shapes, indices and int32 biases
@@ -80,9 +86,10 @@ class Graph:
             onnx.checker.check_model(graph.skeleton)
             for tensor in graph.model.graph.initializer:
                 # the bytes of the others were counted on reading, numbers in lists were not
-                if not tensor.HasField("raw_data") and not tensor.external_data:
+                here = tensor.data_location != TensorProto.EXTERNAL
+                if here and not tensor.HasField("raw_data"):
                     onnx.checker.check_tensor(tensor)
-        except (onnx.checker.ValidationError, ValueError, OSError) as exc:
+        except (onnx.checker.ValidationError, ValueError, OSError, RuntimeError) as exc:
             raise BadInput(f"{path}: is not a valid ONNX graph: {first_line(exc)}") from exc
         return graph
 
@@ -152,7 +159,7 @@ class Graph:
         known = [*graph.input, *graph.output, *graph.value_info]
         names = {value.name for value in known} | set(types)
         if any(name and name not in names for node in graph.node for name in node.output):
-            inferred = onnx.shape_inference.infer_shapes(self.skeleton).graph
+            inferred = infer_shapes(self.skeleton).graph
             known += [*inferred.value_info, *inferred.output]
         for value in known:
             if value.type.tensor_type.elem_type:

@@ -14,7 +14,7 @@ from onnx.reference import ReferenceEvaluator
 from deploykit.core.errors import BadInput
 from deploykit.core.tensors import BATCH
 from deploykit.onnx_graph.graph import Graph
-from deploykit.onnx_graph.skeleton import SMALL_BYTES, stored_bytes, stored_elements
+from deploykit.onnx_graph.skeleton import SMALL_BYTES, infer_shapes, stored_bytes, stored_elements
 
 _ROUNDS = 64  # of inference: one for each shape that is computed from an inferred one
 _ARITHMETIC = """
@@ -63,7 +63,7 @@ def fixed_shapes(graph: Graph, sizes: Mapping[str, int]) -> Shapes:
     fixed = onnx.ModelProto()
     fixed.CopyFrom(graph.skeleton)
     _fix(fixed.graph, sizes)
-    inferred = onnx.shape_inference.infer_shapes(fixed, data_prop=True).graph
+    inferred = infer_shapes(fixed, data_prop=True).graph
     nodes = list(inferred.node)
     constants = dict(graph.initializers)
     for node in nodes:
@@ -77,7 +77,7 @@ def fixed_shapes(graph: Graph, sizes: Mapping[str, int]) -> Shapes:
         _read(inferred, shapes, types)
         if made <= shapes.keys() or not _compute_shapes(fixed, shapes):
             break
-        inferred = onnx.shape_inference.infer_shapes(fixed, data_prop=True).graph
+        inferred = infer_shapes(fixed, data_prop=True).graph
     return Shapes(nodes, [value.name for value in fixed.graph.output], shapes, types, constants)
 
 
@@ -108,7 +108,7 @@ def _compute_shapes(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]
         try:
             with np.errstate(all="ignore"):
                 values = _evaluate(node, model, constants, shapes)
-        except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError):
+        except Exception:  # noqa: BLE001 - the evaluator raises anything
             values = None  # a damaged graph: its shapes stay unknown
         if values is None or values.size > _LARGEST_SHAPE:
             kept.append(node)

@@ -12,6 +12,8 @@ from typing import Any
 import onnx
 from onnx import TensorProto, helper
 
+from deploykit.core.errors import BadInput, first_line
+
 SMALL_BYTES = 1024  # what is below may be a shape, whose value inference needs
 _PACKED_BITS = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}
 
@@ -30,6 +32,14 @@ def make_skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
             value = helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
             graph.input.append(value)
     return skeleton
+
+
+def infer_shapes(model: onnx.ModelProto, *, data_prop: bool = False) -> onnx.ModelProto:
+    """A copy with the types and shapes that onnx infers. Raises BadInput."""
+    try:
+        return onnx.shape_inference.infer_shapes(model, data_prop=data_prop)
+    except Exception as exc:  # of many classes, a damaged graph in each
+        raise BadInput(f"no shapes can be inferred in the graph: {first_line(exc)}") from exc
 
 
 def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:

@@ -19,7 +19,7 @@ from deploykit.core.errors import BadInput, os_reason
 from deploykit.core.extras import require
 from deploykit.core.files import HashingWriter, atomic_write, open_readable
 from deploykit.core.memory import memory_errors
-from deploykit.core.protobuf import Pages, spans, varint
+from deploykit.core.protobuf import Pages, damaged, spans, varint
 from deploykit.onnx_graph.skeleton import SMALL_BYTES, copy_fields, stored_bytes
 
 protobuf = require("google.protobuf.message")
@@ -43,7 +43,7 @@ def parse(path: Path) -> tuple[onnx.ModelProto, dict[int, tuple[int, int]]]:
                 else:
                     model.MergeFromString(data[start:end])
     except (protobuf.DecodeError, ValueError, IndexError) as exc:
-        raise BadInput(f"{path}: is a truncated or damaged ONNX file") from exc
+        raise damaged(path) from exc
     except OSError as exc:
         raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
     if not model.graph.output:

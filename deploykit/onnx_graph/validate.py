@@ -15,7 +15,8 @@ from onnx import TensorProto, defs
 
 from deploykit.core.artefact import sniff, wrong_format
 from deploykit.core.errors import BadInput
-from deploykit.core.files import check_inside, check_readable
+from deploykit.core.files import check_data_file, check_readable
+from deploykit.core.protobuf import MAX_NESTED, too_deep
 from deploykit.onnx_graph import storage
 from deploykit.onnx_graph.skeleton import SMALL_BYTES, all_nodes, stored_bytes, subgraphs
 from deploykit.onnx_graph.storage import MAX_BYTES
@@ -37,12 +38,17 @@ def read_model(path: Path) -> onnx.ModelProto:
     if path.stat().st_size > MAX_BYTES:
         raise BadInput(f"{path}: is larger than 2 GiB, which no ONNX file without external data is")
     model, spots = storage.parse(path)
+    _check_depth(model, path)
     _check_versions(model, path)
     _check_operators(model, path)
     _check_names(model, path)
+    _check_types(model, path)
     stored, inner = list(model.graph.initializer), list(_inner_tensors(model))
-    for tensor in (*stored, *inner):
+    for tensor in stored:
         _check_tensor(tensor, path)
+    for tensor in inner:
+        if tensor.ByteSize():  # else of an absent sparse attribute
+            _check_tensor(tensor, path)
     for tensor in (*(each for each in stored if stored_bytes(each) <= SMALL_BYTES), *inner):
         storage.load_data(tensor, path.parent)
     for place, (offset, length) in spots.items():
@@ -50,6 +56,17 @@ def read_model(path: Path) -> onnx.ModelProto:
         _check_length(tensor, length, f"{path}: tensor '{tensor.name}'")
         storage.refer(tensor, path.name, offset, length)
     return model
+
+
+def _check_depth(model: onnx.ModelProto, path: Path) -> None:
+    """Raise BadInput where libraries could not read a copy of it: each ends at another depth."""
+    bodies = [model.graph, *(node for each in model.functions for node in each.node)]
+    for _ in range(MAX_NESTED + 2):
+        nodes = [node for body in bodies for node in getattr(body, "node", (body,))]
+        bodies = [body for node in nodes for body in subgraphs(node)]
+        if not bodies:
+            return
+    raise too_deep(path)
 
 
 def _check_versions(model: onnx.ModelProto, path: Path) -> None:
@@ -60,8 +77,8 @@ def _check_versions(model: onnx.ModelProto, path: Path) -> None:
             f"{path}: is of IR version {model.ir_version}", hint=f"{hint}{onnx.IR_VERSION}"
         )
     for entry in model.opset_import:
-        limit = newest.get(entry.domain)
-        if limit is not None and not 1 <= entry.version <= limit:
+        limit = newest.get(entry.domain, (1 << 31) - 1)
+        if not 1 <= entry.version <= limit:
             raise BadInput(f"{path}: is of opset {entry.version}", hint=f"{hint}{limit}")
 
 
@@ -69,9 +86,12 @@ def _check_operators(model: onnx.ModelProto, path: Path) -> None:
     versions = {entry.domain: entry.version for entry in model.opset_import}
     local = {(function.domain, function.name) for function in model.functions}
     for number, node in enumerate(_every_node(model)):
+        where = f"{path}: node '{node.name or f'#{number}'}'"
+        texts = (node.op_type, node.domain, *node.input, *node.output)
+        if not all(isinstance(each, str) for each in texts):
+            raise BadInput(f"{where}: has a name that is not UTF-8")
         if (node.domain, node.op_type) in local or node.domain.startswith(RUNTIME_DOMAINS):
             continue
-        where = f"{path}: node '{node.name or f'#{number}'}'"
         if node.domain not in STANDARD_DOMAINS:
             raise BadInput(f"{where}: operator {node.op_type} of unknown domain '{node.domain}'")
         domain = "" if node.domain == "ai.onnx" else node.domain
@@ -110,6 +130,20 @@ def _check_names(model: onnx.ModelProto, path: Path) -> None:
                 )
 
 
+def _check_types(model: onnx.ModelProto, path: Path) -> None:
+    """Each input, output and typed value has a known element type, or none."""
+    known = set(TensorProto.DataType.values())
+    bodies = [body for node in _every_node(model) for body in subgraphs(node)]
+    for graph in (model.graph, *bodies, *model.functions):
+        values = [*graph.value_info]
+        if isinstance(graph, onnx.GraphProto):
+            values += [*graph.input, *graph.output]
+        for value in values:
+            kind = value.type.tensor_type.elem_type
+            if kind not in known or not isinstance(value.name, str):
+                raise BadInput(f"{path}: tensor '{value.name}' is of unknown element type {kind}")
+
+
 def _every_node(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
     yield from all_nodes(model.graph)
     for function in model.functions:
@@ -139,10 +173,10 @@ def _inner_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 
 def _check_tensor(tensor: onnx.TensorProto, path: Path) -> None:
     where = f"{path}: tensor '{tensor.name}'"
-    if not tensor.data_type and not tensor.dims and not tensor.name:
-        return  # the empty tensor of an absent sparse attribute
     if tensor.data_type not in TensorProto.DataType.values() or not tensor.data_type:
         raise BadInput(f"{where}: is of unknown element type {tensor.data_type}")
+    if tensor.HasField("segment"):
+        raise BadInput(f"{where}: is in segments, which no runtime reads")
     if any(size < 0 for size in tensor.dims):
         raise BadInput(f"{where}: has the shape {list(tensor.dims)}")
     if tensor.data_location == TensorProto.EXTERNAL:
@@ -163,7 +197,7 @@ def _check_external(tensor: onnx.TensorProto, path: Path, where: str) -> None:
     """Its data must be in a regular file of one name, below the model's folder, and long enough."""
     values = {entry.key: entry.value for entry in tensor.external_data}
     location = values.get("location", "")
-    info = check_inside(path.parent, location, where)
+    info = check_data_file(path, location, where)
     try:
         offset = int(values.get("offset", "0"))
         length = int(values.get("length", str(stored_bytes(tensor))))

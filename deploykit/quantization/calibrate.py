@@ -25,6 +25,7 @@ from deploykit.core.tensors import TensorSpec
 from deploykit.onnx_graph.editor import Editor
 from deploykit.onnx_graph.folding import fold
 from deploykit.onnx_graph.graph import Graph
+from deploykit.onnx_graph.skeleton import infer_shapes
 from deploykit.quantization.formats import transposed
 from deploykit.quantization.histograms import Histogram
 from deploykit.quantization.qdq_placement import place_pairs, quantizable_nodes
@@ -246,7 +247,7 @@ def _batch_that_fits(graph: Graph, names: Sequence[str], samples: Samples, batch
     del sized.graph.value_info[:]
     for value in sized.graph.output:
         value.type.tensor_type.ClearField("shape")
-    inferred = onnx.shape_inference.infer_shapes(sized, data_prop=True).graph
+    inferred = infer_shapes(sized, data_prop=True).graph
     elements = {
         value.name: math.prod(axis.dim_value or 1 for axis in value.type.tensor_type.shape.dim)
         for value in (*inferred.input, *inferred.value_info, *inferred.output)

@@ -40,7 +40,7 @@ from deploykit.builders.tensorrt.timing_cache import cache_path, keep_cache, use
 from deploykit.core.artefact import sniff
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.evidence import Layer
-from deploykit.core.files import atomic_write, check_inside, check_writable, sha256
+from deploykit.core.files import atomic_write, check_data_file, check_writable, sha256
 from deploykit.core.json_value import Record
 from deploykit.core.machine import Machine, this_machine
 from deploykit.runtimes.onnxruntime.file import external_files
@@ -305,7 +305,7 @@ def _check_model(model: Path) -> None:
     if kind != "onnx":
         raise BadInput(f"{model}: expected an ONNX file, got a {kind} file")
     for location in external_files(model):
-        check_inside(model.parent, location, str(model))
+        check_data_file(model, location, str(model))
 
 
 def _check_flavour(plan: bytes, out: Path, options: Options) -> None:

@@ -24,6 +24,7 @@ from deploykit.core.artefact import sniff
 from deploykit.core.errors import BadInput, DeploykitError, first_line, os_reason
 from deploykit.core.files import atomic_write, check_readable
 from deploykit.core.machine import memory_bytes
+from deploykit.core.memory import check_fits
 from deploykit.core.tensors import BATCH, TensorSpec, carrier, concrete, mismatch
 
 LABELS, INPUTS = "labels", "inputs/"  # the second stands before names in golden samples
@@ -376,10 +377,10 @@ def random_feeds(
     other value last; with "pad" in its name the reverse: attention over a fully masked row is
     undefined. `sizes`: the size of each dynamic axis, 1 by default.
     """
-    random = np.random.default_rng(seed)
-    feeds = {}
+    random, feeds = np.random.default_rng(seed), {}
     for spec in specs:
         shape = concrete(spec, sizes)
+        check_fits(f"input '{spec.name}'", 8 * math.prod(shape))
         if "float" in spec.dtype:
             feeds[spec.name] = random.standard_normal(shape).astype(carrier(spec.dtype))
         elif spec.dtype == "string":

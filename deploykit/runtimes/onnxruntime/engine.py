@@ -24,17 +24,20 @@ from deploykit.core.errors import (
     Unsupported,
     first_line,
     os_reason,
+    quote,
 )
 from deploykit.core.extras import install_command, require
-from deploykit.core.files import check_inside, open_readable
+from deploykit.core.files import check_data_file, open_readable
 from deploykit.core.machine import default_threads
 from deploykit.core.memory import memory_errors
+from deploykit.core.protobuf import damaged
 from deploykit.core.tensors import BATCH, TensorSpec
 from deploykit.runtimes.cuda.errors import CODES, USE_LESS_MEMORY, cuda_error
 from deploykit.runtimes.engine import Arrays, BaseEngine, FeedCheck
 from deploykit.runtimes.onnxruntime.binding import Binding, check_placement
 from deploykit.runtimes.onnxruntime.file import (
     external_files,
+    external_spans,
     holds_float8,
     holds_half,
     slowed_by_values,
@@ -63,6 +66,7 @@ _OF_CUDA = (
     ort_state.EPFail,
     RuntimeError,
 )
+_NUMBER = re.compile(r"[0-9]{1,18}")
 _CUDA_FAILURE = re.compile(r"CUDA failure (\d+): ([^;\n]*)")
 # Fused, these are slower on a CPU than in parts: a BERT took 1.11 (float32) to 1.24 (INT8) times as
 # long; benchmarks/cpu_int8.py
@@ -189,14 +193,7 @@ def _session(
     path: Path, device: str, threads: int | None, *, optimise: bool, graphs: bool = False
 ) -> Any:
     options = session_options(threads, half=holds_half(path))
-    with onnxruntime_errors(path):
-        weights = _external_weights(path)  # alive until the session has copied them
-    if weights and hasattr(options, "add_external_initializers_from_files_in_memory"):
-        # 1.23 lacks it: it maps the files, and a truncated one ends the process with SIGBUS
-        sizes = [data.nbytes for data in weights.values()]
-        options.add_external_initializers_from_files_in_memory(
-            [*weights], [*weights.values()], sizes
-        )
+    weights = read_weights(path, options)  # alive until the session has copied them
     # optimised float8 graphs are wrong in 1.31.1 (accuracy 98.5 % became 75 % on a small CNN)
     if not optimise or holds_float8(path):
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -210,13 +207,28 @@ def _session(
             with contextlib.redirect_stdout(sys.stderr):  # it prints what it cannot load
                 ort.preload_dlls()  # finds CUDA and cuDNN in pip's nvidia-* wheels
     with onnxruntime_errors(path, device):
-        return ort.InferenceSession(
+        session = ort.InferenceSession(
             str(path),
             sess_options=options,
             providers=providers,
             enable_fallback=0,
             disabled_optimizers=SLOWER_ON_CPU if device == "cpu" else (),
         )
+    del weights
+    return session
+
+
+def read_weights(path: Path, options: Any) -> object:
+    """Give a session the content of external weights, which must live until it is made."""
+    with onnxruntime_errors(path):
+        weights = _external_weights(path)
+    if weights and hasattr(options, "add_external_initializers_from_files_in_memory"):
+        # 1.23 lacks it: it maps the files, and a truncated one ends the process with SIGBUS
+        sizes = [data.nbytes for data in weights.values()]
+        options.add_external_initializers_from_files_in_memory(
+            [*weights], [*weights.values()], sizes
+        )
+    return weights
 
 
 def _external_weights(path: Path) -> dict[str, np.ndarray]:
@@ -231,15 +243,23 @@ def _external_weights(path: Path) -> dict[str, np.ndarray]:
             f"{path}: two initializers have the name '{twice}'",
             hint="which of them counts is not defined: rename one, or export it again",
         )
-    for location in external_files(
-        path
-    ):  # ONNX Runtime 1.23 reads any file, later ones follow hard links
-        check_inside(path.parent, location, f"{path}: its weights")
+    # ONNX Runtime 1.23 reads any file, later ones follow hard links
+    for location, offset, length in external_spans(path):
+        where = f"{path}: its weights"
+        size = check_data_file(path, location, where).st_size
+        numbers = [offset or "0", length or "0"]
+        if not all(_NUMBER.fullmatch(each) for each in numbers) or sum(map(int, numbers)) > size:
+            raise BadInput(
+                f"{where}: {quote(location)} has {size} bytes, the model wants offset "
+                f"{quote(offset)}, length {quote(length)}"
+            )
+        if location in found:
+            continue
         try:
             with open_readable(path.parent / location) as handle:
                 found[location] = np.fromfile(handle, np.uint8)
         except OSError as exc:
-            raise BadInput(f"{path}: its weights: {location}: {os_reason(exc)}") from exc
+            raise BadInput(f"{where}: {location}: {os_reason(exc)}") from exc
     return found
 
 
@@ -277,7 +297,7 @@ def onnxruntime_errors(path: Path, device: str = "cpu") -> Iterator[None]:
         with memory_errors(path, _files(path)), _cuda_failures(path, device):
             yield
     except (ort_state.InvalidProtobuf, ort_state.NoModel) as exc:
-        raise BadInput(f"{path}: is a truncated or damaged ONNX file") from exc
+        raise damaged(path) from exc
     except ort_state.NoSuchFile as exc:
         raise BadInput(f"{path}: {first_line(exc)}") from exc
     except ort_state.NotImplemented as exc:

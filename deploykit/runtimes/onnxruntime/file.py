@@ -91,9 +91,14 @@ def stored_twice(path: Path) -> str:
 
 def external_files(path: Path) -> list[str]:
     """The locations, relative to the model's folder, that its tensors name for their data."""
+    return sorted({location for location, _, _ in external_spans(path)})
+
+
+def external_spans(path: Path) -> list[tuple[str, str, str]]:
+    """Location, offset and length, as the file has them or empty, of each tensor's data."""
     try:
         with Pages(path) as data:
-            return sorted(set(_locations(data, "model", 0, len(data))))
+            return list(_spans(data, "model", 0, len(data)))
     except (OSError, ValueError, IndexError, RecursionError):
         return []
 
@@ -106,18 +111,21 @@ def _holds(path: Path, kind: int) -> bool:
         return False
 
 
-def _locations(data: Pages, message: str, begin: int, end: int) -> Iterator[str]:
-    """The `location` entries (key 1, value 2) of TensorProto.external_data (13), at any depth."""
+def _spans(data: Pages, message: str, begin: int, end: int) -> Iterator[tuple[str, str, str]]:
+    """What TensorProto.external_data (13: key 1, value 2) say, at any depth."""
     members = _MEMBERS.get(message, {})
+    entries: dict[str, str] = {}
     for number, at, stop in fields(data, begin, end):
         if stop == -1:
             continue
         if message == "tensor" and number == 13:
-            entry = {n: data[a:b] for n, a, b in fields(data, at, stop) if b != -1}
-            if entry.get(1) == b"location":
-                yield entry.get(2, b"").decode(errors="replace")
+            found = {n: data[a:b] for n, a, b in fields(data, at, stop) if b != -1}
+            key, value = (found.get(each, b"").decode(errors="replace") for each in (1, 2))
+            entries[key] = value
         elif number in members:
-            yield from _locations(data, members[number], at, stop)
+            yield from _spans(data, members[number], at, stop)
+    if "location" in entries:
+        yield entries["location"], entries.get("offset", ""), entries.get("length", "")
 
 
 # Where tensors and types stand, by the field numbers of onnx.proto: message -> {field: message}.

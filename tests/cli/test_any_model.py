@@ -1,0 +1,200 @@
+"""Files that are nearly models: every verb refuses them in one line, none is called a bug."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import deploykit as dk
+from deploykit.core.errors import BadInput
+from deploykit.core.protobuf import varint
+from tests.support.any_model import verbs
+from tests.support.campaign import rounds
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("seed", range(rounds(1, 8)))
+def test_changed_models_are_never_a_bug_of_ours(tmp_path: Path, seed: int) -> None:
+    most = rounds(30, 2000)
+    words = ["-W", "ignore", "-m", "tests.support.any_model", str(tmp_path), str(seed), str(most)]
+    ran = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    lines = ran.stdout.splitlines()
+    assert [line for line in lines if line.startswith("BUG")] == []
+    assert lines[-1:] == ["DONE"], f"{lines[-1:]}: exit {ran.returncode}: {ran.stderr[-500:]}"
+
+
+def field(number: int, data: bytes) -> bytes:
+    return varint(number << 3 | 2) + varint(len(data)) + data
+
+
+def nested(path: Path, depth: int) -> Path:
+    """`depth` If in one another: more than protobuf's own classes can write."""
+
+    def body(name: str) -> onnx.GraphProto:
+        value = helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
+        return helper.make_graph([helper.make_node("Identity", ["x"], [name])], "b", [], [value])
+
+    def branch(out: str, inner: bytes) -> bytes:
+        """An If as a node's bytes."""
+        found = helper.make_node("If", ["c"], [out]).SerializeToString()
+        for name, graph in (("then_branch", inner), ("else_branch", body("e").SerializeToString())):
+            kind = varint(20 << 3) + varint(onnx.AttributeProto.GRAPH)
+            found += field(5, field(1, name.encode()) + field(6, graph) + kind)
+        return found
+
+    inner = body("o0").SerializeToString()
+    for number in range(1, depth):
+        value = helper.make_tensor_value_info(f"o{number}", TensorProto.FLOAT, None)
+        inner = field(1, branch(f"o{number}", inner)) + field(2, b"b")
+        inner += field(12, value.SerializeToString())
+    ends = [
+        helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 4]),
+        helper.make_tensor_value_info("c", TensorProto.BOOL, []),
+    ]
+    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 4])
+    graph = helper.make_graph([], "g", ends, [out]).SerializeToString()
+    opset = helper.make_opsetid("", 18)
+    model = onnx.ModelProto(ir_version=10, opset_import=[opset]).SerializeToString()
+    path.write_bytes(model + field(7, graph + field(1, branch("y", inner))))
+    return path
+
+
+@pytest.mark.parametrize("depth", [32, 33, 50, 500])
+@pytest.mark.parametrize("verb", ["inspect", "fp16", "build", "serve"])
+def test_deeply_nested_subgraphs_are_refused(tmp_path: Path, depth: int, verb: str) -> None:
+    path = nested(tmp_path / "m.onnx", depth)
+    if (verb, depth) == ("serve", 32):  # ONNX Runtime itself can
+        return
+    with pytest.raises(BadInput, match="subgraphs in subgraphs, more than 30 deep"):
+        verbs(path)[verb]()
+
+
+def test_nested_subgraphs_are_served_to_a_depth(tmp_path: Path) -> None:
+    path = nested(tmp_path / "m.onnx", 28)
+    for verb in ("inspect", "fp16", "build", "serve"):
+        verbs(path)[verb]()
+
+
+def external(path: Path, location: str, offset: str = "0", length: str = "9600") -> Path:
+    weights = numpy_helper.from_array(np.ones((8, 300), np.float32), "w")
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 8])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 300])],
+        [weights],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    stored = model.graph.initializer[0]
+    path.with_name("w.bin").write_bytes(stored.raw_data)
+    path.with_name("folder").mkdir(exist_ok=True)
+    stored.ClearField("raw_data")
+    stored.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", location), ("offset", offset), ("length", length)):
+        stored.external_data.add(key=key, value=value)
+    model.doc_string = "long enough to hold the weights" * 400
+    onnx.save(model, path)
+    return path
+
+
+EXTERNAL = {
+    "itself": ("m.onnx",),
+    "itself in other words": ("./m.onnx",),
+    "a folder": ("folder",),
+    "the folder": (".",),
+    "a device": ("/dev/zero",),
+    "nothing": ("nothing.bin",),
+    "no name": ("",),
+    "a long name": ("a" * 5000,),
+    "a name with a NUL": ("w\0.bin",),
+    "outside": ("../m.bin",),
+    "beyond the end": ("w.bin", "1000000000000"),
+    "before the start": ("w.bin", "-8"),
+    "beyond 64 bits": ("w.bin", "18446744073709551616"),
+    "of no length": ("w.bin", "0", "-1"),
+    "words": ("w.bin", "zero"),
+    "5000 digits": ("w.bin", "9" * 5000),
+    "other digits": ("w.bin", "٣"),
+}
+
+
+@pytest.mark.parametrize("name", EXTERNAL)
+def test_weights_that_are_not_in_a_file_next_to_the_model_are_refused(
+    tmp_path: Path, name: str
+) -> None:
+    path = external(tmp_path / "m.onnx", *EXTERNAL[name])
+    for verb in ("inspect", "fp16", "build", "serve"):
+        with pytest.raises(BadInput, match=r"m\.onnx: (tensor 'w'|its weights)") as caught:
+            verbs(path)[verb]()
+        assert len(caught.value.message) < 2000
+        assert "ONNXRuntimeError" not in caught.value.message
+
+
+def test_a_model_with_weights_in_a_second_file_is_built_in_another_folder(tmp_path: Path) -> None:
+    path = external(tmp_path / "m.onnx", "w.bin")
+    (tmp_path / "out").mkdir()
+    dk.build(path, profile="cpu", out=tmp_path / "out" / "m.onnx")
+    with dk.load(tmp_path / "out" / "m.onnx") as engine:
+        assert engine({"x": np.ones((1, 8), np.float32)})["y"].shape == (1, 300)
+
+
+@pytest.fixture(scope="session")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 400 MB, of which the disk holds a page."""
+    path = tmp_path_factory.mktemp("large") / "m.onnx"
+    external(path, "w.bin")
+    model = onnx.load(path, load_external_data=False)
+    model.graph.initializer[0].dims[:] = [8, 12_500_000]
+    model.graph.initializer[0].external_data[2].value = str(400_000_000)
+    model.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 12_500_000
+    onnx.save(model, path)
+    os.truncate(path.with_name("w.bin"), 400_000_000)
+    return path
+
+
+def limited(nbytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("build", "m.onnx", "--profile", "cpu", "-o", "b.onnx"),
+        ("bench", "m.onnx", "--quick", "-o", "report"),
+        ("compare", "m.onnx", "m.onnx"),
+        ("quantize", "m.onnx", "--to", "fp16", "-o", "q.onnx"),
+        ("serve", "--engine", "m.onnx", "--http-port", "0", "--no-grpc"),
+        ("predict", "m.onnx", "d.npz", "-o", "p.npz"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_model_that_does_not_fit_into_memory_is_exit_3_with_the_sizes(
+    large: Path, words: tuple[str, ...]
+) -> None:
+    np.savez(large.with_name("d.npz"), x=np.zeros((16, 8), np.float32))
+    ran = subprocess.run(
+        [sys.executable, "-m", "deploykit", *words],
+        cwd=large.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"},
+        preexec_fn=partial(limited, 900 << 20),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 3, ran.stderr
+    (line,) = (each for each in ran.stderr.splitlines() if each.startswith("error: "))
+    assert "MiB are free" in line
+    assert "bad_alloc" not in line
+    assert "Traceback" not in ran.stderr
