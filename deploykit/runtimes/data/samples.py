@@ -375,7 +375,7 @@ def random_feeds(
     Standard normal floats, uint8 from 0 to 255, other integers and strings from 0 to 9. Booleans
     and a mask, by its name, get zeros and ones, with a one first in each row and, as booleans, the
     other value last; with "pad" in its name the reverse: attention over a fully masked row is
-    undefined. `sizes`: the size of each dynamic axis, 1 by default.
+    undefined. `sizes`: of the dynamic axes, 1 by default.
     """
     random, feeds = np.random.default_rng(seed), {}
     for spec in specs:
@@ -386,14 +386,13 @@ def random_feeds(
         elif spec.dtype == "string":
             feeds[spec.name] = random.integers(0, 10, shape).astype(str).astype(object)
         elif spec.dtype == "bool":
-            found = random.integers(0, 2, shape).astype(bool)
+            feeds[spec.name] = found = random.integers(0, 2, shape).astype(bool)
             if found.ndim > 1:  # either value may be the one that hides
                 found[..., :1] = "pad" not in spec.name.lower()
                 found[..., -1:] = ~found[..., :1] if shape[-1] > 1 else found[..., :1]
-            feeds[spec.name] = found
         elif "mask" in spec.name.lower():
-            feeds[spec.name] = random.integers(0, 2, shape).astype(spec.dtype)
-            feeds[spec.name][..., :1] = 1
+            feeds[spec.name] = found = random.integers(0, 2, shape).astype(spec.dtype)
+            found[..., :1] = 1
         elif spec.dtype == "uint8":  # pixels: ids need a larger type
             feeds[spec.name] = random.integers(0, 256, shape).astype(np.uint8)
         else:
