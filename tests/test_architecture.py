@@ -60,7 +60,7 @@ BUDGETS = {
     "serving": 10860,
     "api": 4760,
     "cli": 1880,
-    "": 37700,  # the whole package
+    "": 37900,  # the whole package
 }
 LONG: set[str] = set()  # functions over 60 lines
 
