@@ -116,3 +116,11 @@ def test_an_error_in_a_channel_counts_by_its_importance() -> None:
 
 def test_zeros_alone_have_no_error() -> None:
     assert histogram(np.zeros(1000)).least_error() == 0.0
+
+
+def test_importance_is_kept_while_the_limit_grows() -> None:
+    importance = np.array([1.0, 0.25])
+    counts = Histogram(importance)
+    for scale in (1.0, 40.0, 3000.0):
+        counts.add(normal(1000, scale).reshape(-1, 2))
+    assert counts.weighted.sum() == pytest.approx(3 * 500 * importance.sum())

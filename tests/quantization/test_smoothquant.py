@@ -71,6 +71,15 @@ def test_the_factors_go_into_the_layer_norm_where_nothing_else_reads_it(tmp_path
     ]
 
 
+def test_a_gemm_with_transposed_weights_gives_the_factors_of_a_matmul(tmp_path: Path) -> None:
+    scales = []
+    for gemm in (False, True):
+        _, after, _ = smoothed(layer_norm(gemm=gemm, peak=64.0), tmp_path)
+        weights = {t.name: t for t in after.model.graph.initializer}
+        scales.append(onnx.numpy_helper.to_array(weights["scale_smoothed"]))
+    np.testing.assert_array_equal(scales[1], scales[0])
+
+
 def test_one_multiplication_serves_all_readers_where_another_node_reads_it(tmp_path: Path) -> None:
     _, after, _ = smoothed(layer_norm(residual=True), tmp_path)
     nodes = {node.name: node for node in after.model.graph.node}
