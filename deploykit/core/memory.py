@@ -8,8 +8,8 @@ import resource
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from deploykit.core.errors import OutOfMemory, first_line
-from deploykit.core.machine import file_text
+from deploykit.core.errors import BadInput, OutOfMemory, first_line
+from deploykit.core.machine import file_text, memory_bytes
 
 USE_LESS = (
     "use a smaller or a quantised model or a smaller batch, stop other programs, or allow more "
@@ -21,6 +21,7 @@ _NO_MEMORY = re.compile(
     "|Cannot allocate memory|unable to mmap|Resource temporarily unavailable"
 )
 _LARGE_BYTES = 1 << 28  # of an array: only then is the free memory asked for
+_NUMPY_ASKED = re.compile(r"Unable to allocate ([\d.]+ \w+)")
 _ASKED = re.compile(r"(?:requested buffer of size|smaller than requested bytes of) (\d+)")
 
 
@@ -52,6 +53,7 @@ def does_not_fit(where: object, what: str = "", files: Iterable[Path] = ()) -> O
     """The error for memory that was missing; `where` begins it, `what` a library said."""
     asked = _ASKED.search(what)
     sizes = [f"{int(asked[1]) / 2**20:,.1f} MiB were needed at once"] if asked else []
+    sizes += [f"{size} were needed at once" for size in _NUMPY_ASKED.findall(what)]
     held = sum(each.stat().st_size for each in files if each.is_file())
     if held:
         sizes.append(f"{held / 2**20:,.1f} MiB are in its files, to load it takes up to twice that")
@@ -84,3 +86,13 @@ def memory_errors(where: object, files: Iterable[Path] = ()) -> Iterator[None]:
         if not lacks_memory(exc):
             raise
         raise does_not_fit(where, first_line(exc), files) from exc
+
+
+def check_memory(where: str, needed_bytes: int) -> None:
+    """Raise BadInput for data that are larger than the memory of this machine."""
+    most_bytes = memory_bytes()
+    if most_bytes is not None and needed_bytes > most_bytes:
+        raise BadInput(
+            f"{where}: contains {needed_bytes / 1e9:.0f} GB of arrays, "
+            f"this machine's memory is {most_bytes / 1e9:.0f} GB"
+        )

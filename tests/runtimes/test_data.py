@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deploykit.core.errors import BadInput
+from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.tensors import TensorSpec, parse_spec
-from deploykit.runtimes.data.samples import Samples, random_feeds, read_samples, write_npz
+from deploykit.runtimes.data.samples import Samples, random_feeds, read_npz, read_samples, write_npz
 from tests.support.runtimes.data_files import B, X, rows
 
 
@@ -238,3 +238,17 @@ def test_one_sample_without_its_batch_axis_is_recognised(npz: Path) -> None:
     write_npz(npz, {"x": rows(1)[0]})
     with pytest.raises(BadInput, match=r"one sample without its batch axis, which x\[None\] adds"):
         read_samples(npz, (X,))
+
+
+def test_data_that_memory_has_no_room_for_are_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.savez(tmp_path / "d.npz", x=np.zeros((4, 2), np.float32))
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("Unable to allocate 4.0 GiB for an array with shape (4,)")
+
+    monkeypatch.setattr("numpy.lib.format.read_array", fail)
+    with pytest.raises(Unsupported, match=r"d\.npz: does not fit into memory: 4\.0 GiB") as caught:
+        read_npz(tmp_path / "d.npz")
+    assert caught.value.exit_code == 3

@@ -23,8 +23,7 @@ from numpy.lib import format as npy
 from deploykit.core.artefact import sniff
 from deploykit.core.errors import BadInput, DeploykitError, first_line, os_reason
 from deploykit.core.files import atomic_write, check_readable
-from deploykit.core.machine import memory_bytes
-from deploykit.core.memory import check_fits
+from deploykit.core.memory import check_fits, check_memory, does_not_fit
 from deploykit.core.tensors import BATCH, TensorSpec, carrier, concrete, mismatch
 
 LABELS, INPUTS = "labels", "inputs/"  # the second stands before names in golden samples
@@ -146,7 +145,7 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
 
 
 def _read_file(path: Path) -> dict[str, np.ndarray]:
-    _check_memory(str(path), _declared_bytes(path))
+    check_memory(str(path), _declared_bytes(path))
     return _load(path)
 
 
@@ -210,7 +209,7 @@ def _is_folder(path: Path) -> bool:
 def _join_files(files: Sequence[Path], where: str) -> dict[str, np.ndarray]:
     """Concatenate the arrays of several files along axis 0."""
     needed_bytes = sum(_declared_bytes(file) for file in files)
-    _check_memory(where, needed_bytes * (2 if len(files) > 1 else 1))  # parts and whole
+    check_memory(where, needed_bytes * (2 if len(files) > 1 else 1))  # parts and whole
     parts = [_load(file) for file in files]
     kinds = [
         {name: (array.dtype, array.shape[1:], array.ndim > 0) for name, array in part.items()}
@@ -231,15 +230,6 @@ def _describe(kind: Mapping[str, tuple[np.dtype, tuple[int, ...], bool]]) -> str
         f"{name}:{dtype}[{','.join(map(str, ('N', *shape) if joins else ()))}]"
         for name, (dtype, shape, joins) in sorted(kind.items())
     )
-
-
-def _check_memory(where: str, needed_bytes: int) -> None:
-    most_bytes = memory_bytes()
-    if most_bytes is not None and needed_bytes > most_bytes:
-        raise BadInput(
-            f"{where}: contains {needed_bytes / 1e9:.0f} GB of arrays, "
-            f"this machine's memory is {most_bytes / 1e9:.0f} GB"
-        )
 
 
 def _is_npy(path: Path) -> bool:
@@ -284,6 +274,8 @@ def _damage(path: Path) -> Iterator[None]:
     try:
         yield
     except _DAMAGED as exc:
+        if isinstance(exc, MemoryError) and "allocate" in str(exc):  # not the parser of headers
+            raise does_not_fit(path, first_line(exc)) from exc
         _refuse_other(path)
         kind = ".npy" if path.suffix == ".npy" else ".npz"
         raise BadInput(f"{path}: is not a readable {kind} file: {first_line(exc)}") from exc
