@@ -40,7 +40,7 @@ def test_quantize_needs_no_data_and_keeps_the_evidence(model: Path, tmp_path: Pa
     assert evidence.accuracy.passed
     assert evidence.accuracy.sqnr_db > 30
     assert evidence.quantize is not None
-    assert (evidence.quantize.precision, evidence.quantize.runtime) == (
+    assert (evidence.quantize.to, evidence.quantize.runtime) == (
         "int8-dynamic",
         "onnxruntime",
     )
