@@ -27,7 +27,7 @@ def inspect(path: Path, as_json: bool = False) -> None:
 @described(f"""
 A                      The reference
 B                      What to compare with it; without B, A is compared with its stored samples
---data FILE.npz|DIR    Inputs to run [random]
+--data FILE.npz|DIR    Inputs to run [random, or the golden samples of INT8 and FP8]
 --max-error X          Largest max |a-b| / max |a| [0.001, or as stored with the samples]
 --arch MODULE:CALLABLE  What builds the module of a file that holds only weights: pkg.mod:Net or
         ./file.py:Net
