@@ -83,11 +83,13 @@ class Parity(Record):
     @property
     def warnings(self) -> tuple[str, ...]:
         """Outputs on which nothing was shown."""
-        names = dict.fromkeys(row.output for row in self.rows)
-        empty = [n for n in names if all(row.zero for row in self.rows if row.output == n)]
-        return tuple(
-            f"output '{n}' is 0 everywhere on these inputs: that shows nothing" for n in empty
-        )
+        found = []
+        for name in dict.fromkeys(row.output for row in self.rows):
+            rows = [row for row in self.rows if row.output == name]
+            what = "holds no value" if not any(row.values for row in rows) else "is 0 everywhere"
+            if all(row.zero or not row.values for row in rows):
+                found.append(f"output '{name}' {what} on these inputs: that shows nothing")
+        return tuple(found)
 
     @property
     def why(self) -> str:

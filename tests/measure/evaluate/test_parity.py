@@ -78,6 +78,13 @@ def test_an_output_of_zeros_is_a_warning() -> None:
     assert compare(constant([[0.0, 1.0]]), constant([[0.0, 1.0]])).warnings == ()
 
 
+def test_an_output_without_a_value_is_a_warning() -> None:
+    """A detector that found nothing."""
+    nothing = constant(np.zeros((1, 0)).tolist())
+    (warning,) = compare(nothing, nothing).warnings
+    assert "'y' holds no value on these inputs" in warning
+
+
 def test_anything_but_zeros_where_the_reference_has_zeros_fails() -> None:
     parity = compare(constant([[0.0, 0.0]]), constant([[0.0, 1e-20]]))
     assert parity.worst.error == 1.0
