@@ -8,6 +8,7 @@ a client from changing an input after it was checked. Error messages name region
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, NotFound, TooLarge, os_reason, quote
+from deploykit.core.errors import BadInput, NotFound, Overloaded, TooLarge, os_reason, quote
 from deploykit.core.tensors import Bytes
 from deploykit.runtimes.engine import Closing
 from deploykit.serving.oip.request import Region
@@ -25,6 +26,7 @@ from deploykit.serving.oip.request import Region
 FOLDER = "/dev/shm"  # noqa: S108 - where Linux keeps POSIX shared memory
 MAX_REGIONS = 256  # each keeps a file descriptor open
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 # semaphores and the objects of servers: never a client's tensor
 _INTERNAL = ("deploykit", "triton_python_backend", "sem.")
 _CREATE_HINT = "create it before registering it, and give its key as in shm_open: /NAME"
@@ -77,7 +79,8 @@ class SharedMemory(Closing):
     def register(self, name: object, key: object, offset: object, byte_size: object) -> None:
         """Open the object `key` ("/NAME") and call `byte_size` bytes at `offset` of it `name`.
 
-        The values come from a client. Raises BadInput, also if the name is taken.
+        The values come from a client. Raises BadInput, also if the name is taken, Overloaded where
+        the server has no file descriptor left.
         """
         region = _region_name(name)
         where = f"region '{region}'"
@@ -188,9 +191,10 @@ def _open(where: str, name: str) -> int:
         except PermissionError:
             return os.open(path, flags | os.O_RDONLY)
     except OSError as exc:
-        raise BadInput(
-            f"{where}: its shared memory cannot be opened: {os_reason(exc)}", hint=_CREATE_HINT
-        ) from exc
+        problem = f"{where}: its shared memory cannot be opened: {os_reason(exc)}"
+        if exc.errno in _FULL:  # no fault of the client's
+            raise Overloaded(problem, hint="try again later") from exc
+        raise BadInput(problem, hint=_CREATE_HINT) from exc
 
 
 def _check_size(where: str, file: int, end: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from uuid import uuid4
 import numpy as np
 import pytest
 
-from deploykit.core.errors import BadInput, NotFound, TooLarge
+from deploykit.core.errors import BadInput, NotFound, Overloaded, TooLarge
 from deploykit.serving.oip.request import Region
 from deploykit.serving.shared_memory import MAX_REGIONS, SharedMemory
 
@@ -287,3 +288,15 @@ def test_truncating_an_object_does_not_end_the_server(shared: Shared) -> None:
         check=False,
     )
     assert (found.returncode, found.stdout) == (0, "alive"), found.stderr
+
+
+def test_a_region_that_finds_no_descriptor_left_is_the_servers_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "open", full)
+    with SharedMemory() as memory, pytest.raises(Overloaded, match="Too many open files") as caught:
+        memory.register("r", "/some", 0, 4)
+    assert caught.value.http_status == 503
