@@ -189,7 +189,7 @@ def test_onnxruntime_joins_what_a_transposed_convolution_wrote_in_integers(tmp_p
     assert (done.count("QLinearConv"), done.count("ConvTranspose")) == (2, 1)
 
 
-def test_a_part_that_others_read_too_stays_exact_beside_the_concat(tmp_path: Path) -> None:
+def test_a_part_that_others_read_too_stays_exact_next_to_the_concat(tmp_path: Path) -> None:
     source = unet()
     source.graph.output.append(helper.make_tensor_value_info("u", 1, ["N", 8, 8, 8]))
     model, _ = quantized(source, tmp_path, "onnxruntime")
