@@ -87,8 +87,8 @@ def _check_operators(model: onnx.ModelProto, path: Path) -> None:
     local = {(function.domain, function.name) for function in model.functions}
     for number, node in enumerate(_every_node(model)):
         where = f"{path}: node '{node.name or f'#{number}'}'"
-        texts = (node.op_type, node.domain, *node.input, *node.output)
-        if not all(isinstance(each, str) for each in texts):
+        strings = (node.op_type, node.domain, *node.input, *node.output)
+        if not all(isinstance(each, str) for each in strings):
             raise BadInput(f"{where}: has a name that is not UTF-8")
         if (node.domain, node.op_type) in local or node.domain.startswith(RUNTIME_DOMAINS):
             continue

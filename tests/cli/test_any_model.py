@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("seed", range(rounds(1, 8)))
-def test_changed_models_are_never_a_bug_of_ours(tmp_path: Path, seed: int) -> None:
+def test_changed_models_never_exit_with_70(tmp_path: Path, seed: int) -> None:
     most = rounds(30, 2000)
     words = ["-W", "ignore", "-m", "tests.support.any_model", str(tmp_path), str(seed), str(most)]
     ran = subprocess.run(

@@ -147,7 +147,7 @@ def details(document: Json) -> list[Table]:
     tables = [
         _gates(document),
         _accuracy(document),
-        *(parity_table(each, _judged_by(document, each)) for each in document["parity"]),
+        *(parity_table(each, _decided_by(document, each)) for each in document["parity"]),
         _points(document),
         serving_table(document),
         _artefacts(document),
@@ -179,7 +179,7 @@ def _accuracy(document: Json) -> Table:
     return Table("Accuracy", columns, rows, (0, 1), "A drop is paired: the same samples on both.")
 
 
-def _judged_by(document: Json, parity: Json) -> str:
+def _decided_by(document: Json, parity: Json) -> str:
     """What decides on an artefact of low precision, whose error no bound applies to; else ""."""
     precisions = {each.get("file"): each.get("precision") for each in document["artefacts"]}
     precision = precisions.get(parity["b"], "fp32")
@@ -190,7 +190,7 @@ def _judged_by(document: Json, parity: Json) -> str:
     return f"No bound applies to this error: {precision} rounds, and {by}."
 
 
-def parity_table(parity: Json, judged_by: str = "") -> Table:
+def parity_table(parity: Json, decided_by: str = "") -> Table:
     """The errors, and whether they are within the bound, or what else decides."""
     rows = tuple(
         (
@@ -204,7 +204,7 @@ def parity_table(parity: Json, judged_by: str = "") -> Table:
     )
     columns = ("output", "batch", "values", "error", "max abs", "rms", "SQNR (dB)", "argmax (%)")
     within = "within" if parity["passed"] else "NOT within"
-    note = judged_by or (
+    note = decided_by or (
         f"{within} the bound of {number(parity['max_error'])} on max |a−b| / max |a|."
     )
     return Table(f"Parity of {parity['b']} with {parity['a']}", columns, rows, (0,), note)
