@@ -165,6 +165,26 @@ def test_a_load_that_hangs_here_is_given_up_and_never_used_later(
         assert serving.ask() == 7.0
 
 
+def test_a_load_that_was_given_up_is_not_used_although_the_file_is_the_same(
+    tmp_path: Path, eventually: Eventually
+) -> None:
+    with serving_with(tmp_path / "m.onnx", checks.passes) as serving:
+        release, real = threading.Event(), serving.load
+
+        def slow() -> list[Engine]:
+            release.wait(LIMIT_S)
+            return real()
+
+        serving.source.load, serving.source.check = slow, None
+        serving.reloader._watches["m"]._limit_s = 0.2
+        replace(model(tmp_path / "new", 4.0), serving.path)
+        serving.poll_twice()
+        assert "given up" in (serving.reloader.error("m") or "")
+        release.set()
+        eventually(lambda: len(serving.loaded) == 1 and serving.loaded[0].session is None)  # type: ignore[attr-defined]
+        assert serving.ask() == 2.0
+
+
 def test_few_files_at_most_hang_at_once(tmp_path: Path, eventually: Eventually) -> None:
     """Each holds a thread, and perhaps memory."""
     with serving_with(tmp_path / "m.onnx", checks.passes, limit_s=0.01) as serving:
