@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from deploykit.api.evaluate import Job, axis_sizes, convert_graph, open_candidate
 from deploykit.core.errors import BadInput
 from deploykit.core.precision import BY_NAME, PAIRS
+from deploykit.core.runtime import RUNTIMES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,10 +59,7 @@ def _choose(job: Job, to: str, reference: _Reference, folder: Path) -> Job:
     shares: dict[str, float] = {}
     for method in calibration.cut:
         tried = replace(job, calibration=calibration.using(method))
-        graph, _ = convert_graph(tried, to, other_nodes)
-        graph = graph.save(folder / "tried.onnx")
-        with open_candidate(job, graph, folder) as engine:
-            shares[method] = _noise_share(engine, reference)
+        shares[method] = _trial(tried, to, other_nodes, reference, folder)
     best = min(shares, key=lambda method: shares[method])
     floating = any(array.dtype.kind == "f" for _, outputs in reference for array in outputs)
     sqnr_db = {
@@ -71,6 +69,19 @@ def _choose(job: Job, to: str, reference: _Reference, folder: Path) -> Job:
     }
     record = replace(record, method=best, sqnr_db=sqnr_db)
     return replace(job, calibration=calibration.using(best), calibration_record=record)
+
+
+def _trial(job: Job, to: str, other_nodes: str, reference: _Reference, folder: Path) -> float:
+    """The noise at the outputs with the job's calibration."""
+    from deploykit.runtimes.onnxruntime.engine import open_as_written
+
+    graph = convert_graph(job, to, other_nodes)[0].save(folder / "tried.onnx")
+    if RUNTIMES[job.request.runtime].on_cpu or other_nodes != "fp32":
+        engine = open_candidate(job, graph, folder)
+    else:
+        engine = open_as_written(graph.path)  # optimised, it would hold the weights in float32, too
+    with engine:
+        return _noise_share(engine, reference)
 
 
 def _smooth(job: Job, reference: _Reference, folder: Path) -> Job:
