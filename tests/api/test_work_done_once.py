@@ -26,7 +26,7 @@ MOST = {"parse": 1, "skeleton": 2, "editor": 3, "session": 3}
 # Each calibrator of "auto" is written and run; the model runs next to them.
 TRIALS = {
     "parse": 0,
-    "skeleton": len(METHODS),
+    "skeleton": 0,
     "editor": len(METHODS),
     "session": len(METHODS) + 1,
 }
