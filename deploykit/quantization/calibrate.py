@@ -211,9 +211,10 @@ def importance(editor: Editor) -> dict[str, np.ndarray]:
         if any(each.name == "transA" and each.i for each in node.attribute):
             continue
         weight = editor.array(node.input[1])
-        across = -2 if node.op_type == "MatMul" or not transposed(node) else -1
-        others = tuple(axis for axis in range(weight.ndim) if axis != weight.ndim + across)
-        energy = np.square(weight, dtype=np.float64).sum(axis=others)
+        weight = weight.reshape(-1, *weight.shape[-2:])
+        by_rows = node.op_type == "MatMul" or not transposed(node)
+        # einsum: a square of a large weight in float64 would need twice its memory
+        energy = np.einsum("bkn,bkn->k" if by_rows else "bnk,bnk->k", weight, weight)
         found[node.input[0]] = found.get(node.input[0], 0.0) + energy
     return found
 

@@ -10,7 +10,9 @@ import pytest
 from onnx import helper, numpy_helper
 
 from deploykit.core.errors import BadInput
-from deploykit.quantization.calibrate import METHODS, Range
+from deploykit.onnx_graph.editor import Editor
+from deploykit.onnx_graph.graph import Graph
+from deploykit.quantization.calibrate import METHODS, Range, importance
 from deploykit.runtimes.data.samples import Samples
 from tests.support.graphs.data import feeds, samples
 from tests.support.graphs.protos import calibrate
@@ -236,3 +238,23 @@ def test_every_calibrator_comes_from_one_pass(
         using = found.using(method)
         assert (using.clipped, using.method) == (alone[method].clipped, method)
         assert using.ranges == found.ranges
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("MatMul", (6, 5)), ("MatMul", (3, 6, 5)), ("Gemm", (5, 6))]
+)
+def test_importance_is_the_energy_of_the_weights_that_a_channel_meets(
+    tmp_path: Path, kind: str, shape: tuple[int, ...]
+) -> None:
+    weight = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    attributes = {"transB": 1} if kind == "Gemm" else {}
+    node = helper.make_node(kind, ["x", "W"], ["y"], name="node", **attributes)
+    out = ("N", 5) if kind == "Gemm" else (*shape[:-2], "N", 5)
+    model = make([node], {"x": ("N", 6)}, {"y": out}, {"W": weight})
+    others = (
+        (0,)
+        if kind == "Gemm"
+        else tuple(axis for axis in range(len(shape)) if axis != len(shape) - 2)
+    )
+    found = importance(Editor(Graph.open(save(model, tmp_path / "m.onnx"))))
+    np.testing.assert_allclose(found["x"], (weight**2).sum(axis=others), rtol=1e-5)
