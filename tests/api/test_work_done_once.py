@@ -13,6 +13,7 @@ import onnxruntime
 import pytest
 
 import deploykit as dk
+import deploykit.api.quantize  # a module that a test imports first would keep that test's counter
 from deploykit.core import files
 from deploykit.onnx_graph import editor, graph, storage
 from deploykit.quantization.calibrate import METHODS
