@@ -55,7 +55,7 @@ BUDGETS = {
     "training": 300,
     "exporters": 880,
     "onnx_graph+quantization": 4820,
-    "builders": 1590,
+    "builders": 1600,
     "measure": 4060,
     "serving": 10860,
     "api": 4760,

@@ -21,8 +21,10 @@ from deploykit.runtimes.onnxruntime.engine import (
     read_weights,
     session_options,
 )
+from deploykit.runtimes.onnxruntime.file import external_files
 
 ort = require("onnxruntime")
+_MOST_BYTES = (1 << 31) - 1  # of a protobuf message
 
 
 def build_engine(
@@ -51,6 +53,7 @@ def build(path: Path, out: Path, *, threads: int | None = None) -> dict[str, str
     be written; `out` is complete or unchanged.
     """
     check_readable(path)
+    _check_size(path)
     options = session_options(threads)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     weights = read_weights(path, options)  # else the result would look for them next to itself
@@ -77,3 +80,15 @@ def build(path: Path, out: Path, *, threads: int | None = None) -> dict[str, str
         "device": "cpu",
         "optimisation": "extended",
     }
+
+
+def _check_size(path: Path) -> None:
+    """Raise Unsupported where the result, which is one file, could not hold the weights."""
+    files = [path, *(path.parent / each for each in external_files(path))]
+    size = sum(file.stat().st_size for file in files if file.is_file())
+    if size > _MOST_BYTES:
+        raise Unsupported(
+            f"{path}: has {size:,} bytes with its weights; a build for a CPU is one ONNX file, "
+            f"which holds at most {_MOST_BYTES:,}",
+            hint="serve, bench and predict need no build; a lower precision is smaller (quantize)",
+        )

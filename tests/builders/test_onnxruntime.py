@@ -10,7 +10,7 @@ import pytest
 from onnx import helper
 
 from deploykit.builders.onnxruntime import build
-from deploykit.core.errors import BadInput, NotFound
+from deploykit.core.errors import BadInput, NotFound, Unsupported
 from deploykit.runtimes.data.samples import Samples, random_feeds
 from deploykit.runtimes.engine import load
 from deploykit.runtimes.onnxruntime import engine
@@ -159,3 +159,17 @@ def test_fusions_that_are_slower_on_a_cpu_are_off(
     for name in ("loaded.onnx", "built.onnx"):
         kinds = {node.op_type for node in onnx.load(tmp_path / name).graph.node}
         assert "LayerNormalization" in kinds, kinds
+
+
+def test_weights_above_two_gib_do_not_fit_into_a_build(tmp_path: Path) -> None:
+    model = linear()
+    weight = model.graph.initializer[0]
+    weight.ClearField("raw_data")
+    weight.data_location = onnx.TensorProto.EXTERNAL
+    weight.external_data.add(key="location", value="weights")
+    with (tmp_path / "weights").open("wb") as file:
+        file.truncate(1 << 31)  # sparse
+    path, out = save(model, tmp_path / "m.onnx"), tmp_path / "out.onnx"
+    with pytest.raises(Unsupported, match="bytes with its weights"):
+        build(path, out)
+    assert not out.exists()
