@@ -33,21 +33,26 @@ COMMANDS = {
 }
 
 
+def words(command: str, path: Path, samples: Path, folder: Path) -> list[str]:
+    """The command line of `command` with the model `path`; it writes into `folder`."""
+    places = {
+        "FILE": str(path),
+        "OUT": str(folder / "out.onnx"),
+        "DATA": str(samples),
+        "PREDICTIONS": str(folder / "out.npz"),
+        "REPORT": str(folder / "report"),
+        "m=FILE": f"m={path}",
+    }
+    return [places.get(word, word) for word in COMMANDS[command]]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_damaged_onnx_file_is_exit_2(
     run: Run, command: str, kind: str, model: Path, samples: Path, tmp_path: Path
 ) -> None:
     path = damaged(kind, tmp_path, model)
-    places = {
-        "FILE": str(path),
-        "OUT": str(tmp_path / "out.onnx"),
-        "DATA": str(samples),
-        "PREDICTIONS": str(tmp_path / "out.npz"),
-        "REPORT": str(tmp_path / "report"),
-        "m=FILE": f"m={path}",
-    }
-    ran = run(*(places.get(word, word) for word in COMMANDS[command]))
+    ran = run(*words(command, path, samples, tmp_path))
     assert ran.code == 2, ran.err
     assert path.name in ran.error()
     assert not (tmp_path / "out.onnx").exists()
@@ -61,15 +66,7 @@ def test_a_file_that_its_manifest_does_not_describe_is_exit_2(
     path = tmp_path / "q.onnx"
     assert run("quantize", model, "--to", "fp16", "-o", path).code == 0
     path.write_bytes(model.read_bytes())
-    places = {
-        "FILE": str(path),
-        "OUT": str(tmp_path / "out.onnx"),
-        "DATA": str(samples),
-        "PREDICTIONS": str(tmp_path / "out.npz"),
-        "REPORT": str(tmp_path / "report"),
-        "m=FILE": f"m={path}",
-    }
-    ran = run(*(places.get(word, word) for word in COMMANDS[command]))
+    ran = run(*words(command, path, samples, tmp_path))
     assert ran.code == 2, ran.err
     assert "q.onnx: is not the file that q.onnx.json describes" in ran.error()
 

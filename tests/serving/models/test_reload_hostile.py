@@ -139,23 +139,29 @@ def test_what_ends_the_process_that_checks_a_file_does_not_end_ours(
         assert serving.ask() == 7.0
 
 
+def give_up_a_load(serving: Serving, folder: Path) -> threading.Event:
+    """Replace the file by one whose load hangs until the event is set, and is given up before."""
+    release = threading.Event()
+
+    def slow() -> list[Engine]:
+        release.wait(LIMIT_S)
+        return serving.load()
+
+    serving.source.load, serving.source.check = slow, None
+    serving.reloader._watches["m"]._limit_s = 0.2
+    replace(model(folder / "new", 4.0), serving.path)
+    serving.poll_twice()
+    assert "given up" in (serving.reloader.error("m") or "")
+    return release
+
+
 def test_a_load_that_hangs_here_is_given_up_and_never_used_later(
     tmp_path: Path, eventually: Eventually
 ) -> None:
     """A plan may hang in a library, after its check."""
     with serving_with(tmp_path / "m.onnx", checks.passes) as serving:
-        release, real = threading.Event(), serving.load
-
-        def slow() -> list[Engine]:
-            release.wait(LIMIT_S)
-            return real()
-
-        serving.source.load, serving.source.check = slow, None
-        serving.reloader._watches["m"]._limit_s = 1.0
-        replace(model(tmp_path / "new", 4.0), serving.path)
-        serving.poll_twice()
-        assert "given up" in (serving.reloader.error("m") or "")
-        serving.source.load = real
+        release = give_up_a_load(serving, tmp_path)
+        serving.source.load = serving.load
         serving.reloader._watches["m"]._limit_s = LIMIT_S
         replace(model(tmp_path / "new", 6.0), serving.path)
         serving.poll_twice()
@@ -169,17 +175,7 @@ def test_a_load_that_was_given_up_is_not_used_although_the_file_is_the_same(
     tmp_path: Path, eventually: Eventually
 ) -> None:
     with serving_with(tmp_path / "m.onnx", checks.passes) as serving:
-        release, real = threading.Event(), serving.load
-
-        def slow() -> list[Engine]:
-            release.wait(LIMIT_S)
-            return real()
-
-        serving.source.load, serving.source.check = slow, None
-        serving.reloader._watches["m"]._limit_s = 0.2
-        replace(model(tmp_path / "new", 4.0), serving.path)
-        serving.poll_twice()
-        assert "given up" in (serving.reloader.error("m") or "")
+        release = give_up_a_load(serving, tmp_path)
         release.set()
         eventually(lambda: len(serving.loaded) == 1 and serving.loaded[0].session is None)  # type: ignore[attr-defined]
         assert serving.ask() == 2.0
@@ -202,7 +198,7 @@ def test_few_files_at_most_hang_at_once(tmp_path: Path, eventually: Eventually) 
         assert len(begun) == 4
         assert serving.reloader.error("m") == "4 earlier files are still being loaded"
         release.set()
-        serving.source.load = real
+        serving.source.load = serving.load
         serving.reloader._watches["m"]._limit_s = LIMIT_S
         eventually(lambda: serving.poll_twice() or serving.ask() == 9.0)
 
