@@ -51,7 +51,7 @@ OWNERS = {
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
     "core": 3000,
-    "runtimes": 5830,
+    "runtimes": 5880,
     "training": 300,
     "exporters": 880,
     "onnx_graph+quantization": 4820,

@@ -16,7 +16,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Parity as Parity
 from deploykit.core.evidence import ParityRow as ParityRow
 from deploykit.core.tensors import TensorSpec
-from deploykit.measure.evaluate.answers import class_axis
+from deploykit.runtimes.answers import class_axis
 from deploykit.runtimes.engine import Arrays, Engine
 
 MAX_ERROR = 1e-3

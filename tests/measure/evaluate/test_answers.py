@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deploykit.measure.evaluate.answers import class_axis, same_answers
+from deploykit.measure.evaluate.answers import same_answers
+from deploykit.runtimes.answers import class_axis
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,10 @@ from deploykit.measure.evaluate.answers import class_axis, same_answers
         ("mask", (2, 8, 8, 5), [(2, 8, 8, 3)], 3),
         ("mask", (2, 5, 4, 4), [(2, 3, 8, 8)], None),  # features, or classes of another size
         ("mask", (2, 5, 8, 8), [(2, 3)], None),
+        ("text_embeds", (2, 512), [(2, 7)], None),
+        ("pooler_output", (2, 128), [(2, 7)], None),
+        ("last_hidden_state", (2, 7, 128), [(2, 7)], None),
+        ("keypoints", (2, 34), [(2, 3, 8, 8)], None),
         ("y", (2, 2, 2, 2, 2), [(2, 2, 2, 2, 2)], None),
     ],
 )
@@ -35,6 +40,14 @@ def test_the_classes_stand_where_an_input_has_the_same_places(
     feeds = {f"x{n}": np.zeros(shape, np.float32) for n, shape in enumerate(inputs)}
     assert class_axis(name, np.zeros(output, np.float32), feeds) == axis
     assert class_axis(name, np.zeros(output, np.int64), feeds) is None
+
+
+def test_rows_of_length_one_are_embeddings_unless_none_is_negative() -> None:
+    rows = np.random.default_rng(0).standard_normal((5, 8)).astype(np.float32)
+    units = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    assert class_axis("output", rows, {}) == 1
+    assert class_axis("output", units, {}) is None
+    assert class_axis("output", np.eye(5, dtype=np.float32), {}) == 1  # certain probabilities
 
 
 def test_the_answers_of_a_segmentation_are_its_pixels() -> None:

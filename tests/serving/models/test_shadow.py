@@ -212,7 +212,9 @@ SCORES = floats(0.0, 10.0, 5.0)
 COMPARED: dict[str, tuple[np.ndarray, np.ndarray, bool]] = {
     "scores within a tenth": (floats(0.5, 9.5, 5.0), SCORES, True),
     "scores off by more than a tenth": (floats(0.0, 8.9, 5.0), SCORES, False),
-    "another largest score": (floats(0.0, 9.96, 9.97), floats(0.0, 9.97, 9.96), False),
+    "another largest score": (floats(0.0, 9.7, 9.9), floats(0.0, 9.9, 9.7), False),
+    "two largest scores within 1 %": (floats(0.0, 9.96, 9.97), floats(0.0, 9.97, 9.96), True),
+    "a unit vector off by 5 %": (floats(0.6, -0.75), floats(0.6, -0.8), False),
     "a single number within 1 %": (floats(99.1), floats(100.0), True),
     "a single number off by more": (floats(98.9), floats(100.0), False),
     "near zero": (floats(1e-9), floats(0.0), True),
@@ -240,22 +242,42 @@ COMPARED: dict[str, tuple[np.ndarray, np.ndarray, bool]] = {
 @pytest.mark.parametrize("case", COMPARED)
 def test_a_row_disagrees_beyond_the_tolerance_of_its_output(case: str) -> None:
     got, want, agrees = COMPARED[case]
-    found = compare({"y": got}, {"y": want}, 1e-2, batched=True)
+    found = compare({"y": got}, {"y": want}, {}, 1e-2, batched=True)
     assert (found.rows, found.disagreements) == (1, 0 if agrees else 1)
+
+
+@pytest.mark.parametrize(
+    ("output", "wrong"),
+    [("logits", 0), ("image_embeds", 1), ("boxes", 1), ("last_hidden_state", 1), ("coords", 1)],
+)
+def test_only_class_scores_may_vary_by_a_few_per_cent(output: str, wrong: int) -> None:
+    """The highest value of an embedding or of coordinates is no answer."""
+    got, want = {output: floats(0.5, 9.5, 5.0)}, {output: SCORES}
+    assert compare(got, want, {}, 1e-2, batched=True).disagreements == wrong
+
+
+def test_tokens_have_classes_where_an_input_has_the_same_places() -> None:
+    want = np.array([[[0.0, 10.0], [10.0, 0.0]]], np.float32)
+    feeds = {"ids": np.zeros((1, 2), np.int64)}
+    got = want + np.float32(0.5)
+    assert compare({"y": got}, {"y": want}, feeds, 1e-2, batched=True).disagreements == 0
+    assert compare({"y": got}, {"y": want}, {}, 1e-2, batched=True).disagreements == 1
+    got[0, 1] = [0.0, 10.0]
+    assert compare({"y": got}, {"y": want}, feeds, 1e-2, batched=True).disagreements == 1
 
 
 def test_one_different_or_missing_output_is_a_disagreement() -> None:
     good, bad = floats(1.0), floats(2.0)
-    assert compare({"a": good, "b": bad}, {"a": good, "b": good}, 1e-2, batched=True) == Comparison(
-        1, 1, 1.0
-    )
-    assert compare({"a": good}, {"a": good, "b": good}, 1e-2, batched=True).disagreements == 1
+    assert compare(
+        {"a": good, "b": bad}, {"a": good, "b": good}, {}, 1e-2, batched=True
+    ) == Comparison(1, 1, 1.0)
+    assert compare({"a": good}, {"a": good, "b": good}, {}, 1e-2, batched=True).disagreements == 1
 
 
 def test_without_a_batch_axis_the_whole_answer_is_one_row() -> None:
     got, want = np.ones((5, 3), np.float32), np.ones((5, 3), np.float32)
     got[4, 2] = 7
-    assert compare({"y": got}, {"y": want}, 1e-2, batched=False) == Comparison(1, 1, 6.0)
+    assert compare({"y": got}, {"y": want}, {}, 1e-2, batched=False) == Comparison(1, 1, 6.0)
 
 
 @pytest.mark.parametrize(
