@@ -58,9 +58,9 @@ BUDGETS = {
     "builders": 1600,
     "measure": 4060,
     "serving": 10860,
-    "api": 4760,
+    "api": 4860,
     "cli": 1880,
-    "": 37900,  # the whole package
+    "": 38250,  # the whole package
 }
 LONG: set[str] = set()  # functions over 60 lines
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from deploykit.api.evaluate import (
     Job,
-    axis_sizes,
     convert_graph,
     evaluate_engines,
     open_both,
     open_candidate,
 )
+from deploykit.api.feeds import axis_sizes
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Evaluation, SearchRecord, SearchStep
 from deploykit.core.precision import DYNAMIC, PAIRS, auto_levels

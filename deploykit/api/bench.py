@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.api.artefacts import Progress
+from deploykit.api.feeds import comparison_feeds
 from deploykit.api.outputs import claim_report
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, Unsupported
@@ -94,7 +95,7 @@ def bench(
         seconds=(5.0 if quick else FULL_S) if seconds is None else seconds,
     )
     folder = claim_report(out, (*engines, baseline, data), force=force)
-    run = _prepare(reference, every, Path(data) if data else None, device)
+    run = _prepare(reference, every, Path(data) if data else None, device, note)
     points, throttled = _time(run, batches, timing, on_progress)
     report = reports.Report(
         title=f"{reference.artefact.path.stem}: latency and throughput",
@@ -141,14 +142,20 @@ class _Run:
     gaps: list[NotMeasured]
 
 
-def _prepare(reference: _Entry, every: Sequence[_Entry], data: Path | None, device: str) -> _Run:
+def _prepare(
+    reference: _Entry,
+    every: Sequence[_Entry],
+    data: Path | None,
+    device: str,
+    note: Callable[[str], None],
+) -> _Run:
     from deploykit.measure.report.report import NotMeasured
     from deploykit.runtimes.data.samples import read_samples
 
     machine = this_machine()
     with reference.open("cpu") as base:
         samples = read_samples(data, base.inputs, labelled=True) if data else None
-        parity, accuracy = _proofs(base, reference, every, samples, device)
+        parity, accuracy = _proofs(base, reference, every, samples, device, note)
         inputs = base.inputs
     setups, gaps = _setups(reference, every, machine, device)
     if samples is None:
@@ -236,24 +243,21 @@ def _proofs(
     every: Sequence[_Entry],
     samples: Samples | None,
     device: str,
+    note: Callable[[str], None],
 ) -> tuple[list[Parity], list[Accuracy]]:
     """Parity of each artefact with `base`, the baseline, and accuracy where there are labels."""
     from deploykit.measure.evaluate.accuracy import TOP1, top1_scores
-    from deploykit.measure.evaluate.feeds import BATCHES
     from deploykit.measure.evaluate.parity import compare_engines
     from deploykit.measure.report.report import Accuracy
     from deploykit.measure.statistics import paired_drop
-    from deploykit.runtimes.data.samples import random_feeds
 
-    def feeds_of(inputs: Sequence[TensorSpec], most: int) -> list[Mapping[str, np.ndarray]]:
-        """Within the batch that both engines take."""
-        if samples:
-            return list(samples.batches(min(32, most) if inputs[0].batched else 1))
-        sizes = dict.fromkeys(min(size, most) for size in BATCHES)
-        return [random_feeds(tuple(inputs), {BATCH: size}, size) for size in sizes]
+    def scores(engine: Engine, feeds: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray | None:
+        rows = len(next(iter(feeds[0].values())))
+        return top1_scores(engine, samples, rows) if samples else None
 
+    graph = reference.artefact.path
     parity, accuracy = [], []
-    base_scores = top1_scores(base, samples) if samples else None
+    base_scores = scores(base, comparison_feeds(base, base, samples, graph)[0]) if samples else None
     if base_scores is not None:
         score = paired_drop(base_scores, base_scores, TOP1)
         accuracy.append(Accuracy(reference.precision, TOP1, score.n, score.reference, None))
@@ -261,12 +265,14 @@ def _proofs(
         if item is reference:
             continue
         with item.open("cpu" if item.artefact.runtime.on_cpu else device) as engine:
-            most = engine.max_batch or 64
             names = (reference.artefact.name, item.artefact.name)
-            feeds = feeds_of(base.inputs, most)
+            feeds, fewer = comparison_feeds(base, engine, samples, graph)
+            for text in fewer:
+                note(f"parity: {text}")
             parity.append(compare_engines(base, engine, feeds, names=names))
-            if samples is not None and base_scores is not None:
-                drop = paired_drop(base_scores, top1_scores(engine, samples, most), TOP1)
+            found = scores(engine, feeds)
+            if found is not None and base_scores is not None:
+                drop = paired_drop(base_scores, found, TOP1)
                 row = Accuracy(item.precision, TOP1, drop.n, drop.candidate, drop.drop)
                 accuracy.append(row)
     return parity, accuracy

@@ -22,13 +22,11 @@ from deploykit.api.evaluate import (
     accuracy_notes,
     evaluate_engine,
     evaluate_engines,
-    first_rows,
     golden_samples,
     prepare,
-    rows_note,
-    rows_that_fit,
     write_graph,
 )
+from deploykit.api.feeds import first_rows, rows_note, rows_that_fit
 from deploykit.api.quantize import keep_if_passed
 from deploykit.builders.builder import Shapes, find_builder
 from deploykit.core.artefact import Artefact

@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from deploykit.api.evaluate import Job, axis_sizes, convert_graph, open_candidate
+from deploykit.api.evaluate import Job, convert_graph, open_candidate
+from deploykit.api.feeds import axis_sizes
 from deploykit.core.errors import BadInput
 from deploykit.core.precision import BY_NAME, PAIRS
 from deploykit.core.runtime import RUNTIMES

@@ -10,20 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.api import golden
-from deploykit.api.evaluate import MOST_SAMPLES, first_rows, rows_that_fit
+from deploykit.api.feeds import comparison_feeds
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, GateFailed
 from deploykit.core.evidence import Parity
 from deploykit.core.json_value import json_value
 from deploykit.core.paths import StrPath
 from deploykit.core.precision import BY_NAME, CALIBRATED
-from deploykit.core.tensors import BATCH
 
 if TYPE_CHECKING:
     import numpy as np
 
     from deploykit.measure.evaluate.divergence import Divergence
-    from deploykit.runtimes.data.samples import Samples
     from deploykit.runtimes.engine import Engine
 
 
@@ -31,13 +29,13 @@ if TYPE_CHECKING:
 class Compared:
     """Parity of two artefacts, and where two ONNX graphs that differ first do so.
 
-    `note`: on the inputs, where they are not those of `data`.
+    `note`: on the inputs, where they are not those of `data`, or fewer at once than usual.
     """
 
     parity: Parity
     divergence: Divergence | None = None
     note: str = ""
-    unfit: bool = False  # random inputs, which one of the two was not calibrated for
+    unfit: str = ""  # why random inputs do not suit one of the two
 
     def to_dict(self) -> dict[str, Any]:
         found = {"divergence": json_value(self.divergence), "note": self.note}
@@ -57,7 +55,9 @@ class Compared:
             self.parity.raise_if_over()
         except GateFailed as exc:
             if self.unfit:
-                raise GateFailed(exc.message, hint=f"{self.note}: give real ones, `data`") from None
+                raise GateFailed(
+                    exc.message, hint=f"{self.unfit}: give real ones, `data`"
+                ) from None
             if self.divergence is None:
                 raise
             raise GateFailed(exc.message, hint=self.divergence.text) from None
@@ -108,11 +108,12 @@ def compare(
         unfit = [each for each in (first, second) if not data and _calibrated(each)]
         recorded = _recorded(unfit, left)
         graph = next((each for each in (first, second) if each.format == "onnx"), None)
-        feeds = _feeds(left, right, samples, graph)
-        note = f"random inputs are not what {unfit[0].name} was calibrated for" if unfit else ""
+        path = graph.path if graph else None
+        feeds, notes = comparison_feeds(left, right, samples, path)
+        why = f"random inputs are not what {unfit[0].name} was calibrated for" if unfit else ""
         if recorded is not None:
             name, feeds, stored = recorded
-            note, unfit = f"the inputs are the golden samples of {name}", []
+            why, notes = "", (f"the inputs are the golden samples of {name}",)
             bound = stored if max_error is None else max_error
         names = (first.name, second.name)
         parity = compare_engines(left, right, feeds, max_error=bound, names=names)
@@ -120,7 +121,8 @@ def compare(
             check_finite(samples)
         if not parity.passed and max_error is None:
             parity = add_float32_errors(parity, left, partial(in_other_batches, left), feeds)
-    return Compared(parity, _first_difference(first, second, feeds, parity), note, bool(unfit))
+    difference = _first_difference(first, second, feeds, parity)
+    return Compared(parity, difference, "; ".join(filter(None, (why, *notes))), why)
 
 
 def _first_difference(
@@ -198,23 +200,3 @@ def _replay(artefact: Artefact, max_error: float | None, device: str) -> Parity:
         bound = found.max_error if max_error is None else max_error
         names = (f"{found.reference}, recorded", artefact.name)
         return compare_engines(recorded, engine, [feeds], max_error=bound, names=names)
-
-
-def _feeds(
-    first: Engine, second: Engine, samples: Samples | None, graph: Artefact | None
-) -> list[Mapping[str, np.ndarray]]:
-    """`graph`: one of the two in ONNX, which tells how many rows fit into memory."""
-    from deploykit.measure.evaluate.feeds import feeds_at_sizes
-
-    if samples is not None:
-        size, used = samples.batching(MOST_SAMPLES, (*first.inputs, *second.inputs))
-        used_samples = samples.first(used)
-        if graph is not None and size == MOST_SAMPLES:
-            size = rows_that_fit([next(used_samples.batches(size))], graph.path)
-        return list(used_samples.batches(size))
-    limits = {**first.limits, **second.limits}
-    feeds = feeds_at_sizes(first.inputs, limits)
-    if graph is None:
-        return list(feeds)
-    least = limits.get(BATCH, (1, None))[0]
-    return first_rows(feeds, max(least, rows_that_fit(feeds, graph.path)))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploykit.api import golden
 from deploykit.api.artefacts import Progress
+from deploykit.api.feeds import MOST_SAMPLES, axis_sizes, batch_that_fits
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import (
@@ -24,11 +25,9 @@ from deploykit.core.files import sha256
 from deploykit.core.precision import ALL, BY_NAME, CALIBRATED, CAST
 from deploykit.core.profile import Profile
 from deploykit.core.runtime import RUNTIMES
-from deploykit.core.tensors import BATCH, TensorSpec
+from deploykit.core.tensors import BATCH
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from deploykit.measure.evaluate.metrics import Metric
     from deploykit.onnx_graph.graph import Graph
     from deploykit.quantization.calibrate import Calibration
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
     from deploykit.runtimes.engine import Engine
 
 DEFAULT_METRIC = "top1"
-MOST_SAMPLES, MOST_BYTES = 32, 64 << 20
-MOST_CALL_BYTES = 128 << 20  # of the largest tensor where two engines are compared
 _FEW_AGREE = 0.9
 
 
@@ -337,64 +334,3 @@ def _half_notes(job: Job, half: str, kept: Collection[str]) -> list[str]:
         kind = BY_NAME[half].dtype
         notes.append(f"activations not checked for {kind} overflow: no calibration data (`calib`)")
     return notes + [BY_NAME[half].cpu_note] * bool(BY_NAME[half].cpu_note)
-
-
-def axis_sizes(samples: Samples | None, inputs: Sequence[TensorSpec], batch: int) -> dict[str, int]:
-    """The sizes of the dynamic axes in `samples`, with `batch` at axis 0."""
-    if samples is None:
-        return {str(spec.shape[0]): batch for spec in inputs if spec.batched}
-    return {
-        axis: batch if place == 0 else size
-        for spec in inputs
-        for place, (axis, size) in enumerate(
-            zip(spec.shape, samples.inputs[spec.name].shape, strict=True)
-        )
-        if isinstance(axis, str)
-    }
-
-
-def batch_that_fits(source: Graph, sizes: Mapping[str, int], most_bytes: int = MOST_BYTES) -> int:
-    """Samples for one call: 32, fewer where the largest tensor of one sample is large.
-
-    `sizes`: of the dynamic axes at batch 1. Two engines run, each with some such tensors.
-    """
-    from deploykit.quantization import cost
-
-    largest = max((each.write_bytes or 0 for each in cost.node_costs(source, sizes)), default=0)
-    return max(1, min(MOST_SAMPLES, most_bytes // max(largest, 1)))
-
-
-def rows_that_fit(feeds: Sequence[Mapping[str, np.ndarray]], graph: Path) -> int:
-    """How many rows of such feeds make no tensor in `graph` above 128 MiB; 32 at most.
-
-    At least 2, so that a frozen batch shows; 32 also where the batch is fixed.
-    """
-    from deploykit.onnx_graph.graph import Graph
-
-    opened = Graph.open(graph)
-    if not all(spec.batched for spec in opened.inputs):
-        return MOST_SAMPLES
-    largest = max(feeds, key=lambda each: sum(array.nbytes for array in each.values()))
-    sizes = {
-        axis: size if place else 1
-        for spec in opened.inputs
-        for place, (axis, size) in enumerate(zip(spec.shape, largest[spec.name].shape, strict=True))
-        if isinstance(axis, str)
-    }
-    return max(2, batch_that_fits(opened, sizes, MOST_CALL_BYTES))
-
-
-def first_rows(
-    feeds: Sequence[Mapping[str, np.ndarray]], rows: int
-) -> list[Mapping[str, np.ndarray]]:
-    """The feeds with at most so many rows each; as they are for `MOST_SAMPLES`."""
-    if rows >= MOST_SAMPLES:
-        return list(feeds)
-    return [{name: array[:rows] for name, array in each.items()} for each in feeds]
-
-
-def rows_note(rows: int) -> tuple[str, ...]:
-    """For the user, where batches were smaller than usual."""
-    if rows >= MOST_SAMPLES:
-        return ()
-    return (f"compared at batches of up to {rows}: larger ones take too much memory",)

@@ -19,7 +19,7 @@ from deploykit.api.artefacts import (
     onnx_manifest,
     stage,
 )
-from deploykit.api.evaluate import MOST_SAMPLES, first_rows, rows_note, rows_that_fit
+from deploykit.api.feeds import MOST_SAMPLES, first_rows, rows_note, rows_that_fit
 from deploykit.api.outputs import claim, named_files
 from deploykit.api.source import ExportSource, check_source, open_source
 from deploykit.core.artefact import ArtefactLike

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.api import golden
-from deploykit.api.evaluate import first_rows, rows_that_fit
+from deploykit.api.feeds import comparison_feeds
 from deploykit.core.artefact import Artefact, read_manifest
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed, Unsupported
 from deploykit.core.evidence import (
@@ -115,13 +115,10 @@ def record_on_cpu(graph: Artefact, path: Path, sizes: Mapping[str, int]) -> Gold
 
 
 def _compare_with(graph: Path, engine: Engine, name: str, max_error: float) -> Parity:
-    from deploykit.measure.evaluate.feeds import feeds_at_sizes
     from deploykit.measure.evaluate.parity import compare_engines
     from deploykit.runtimes.engine import load
 
-    least = engine.limits.get(BATCH, (1, None))[0]
-    every = feeds_at_sizes(engine.inputs, engine.limits)
-    feeds = first_rows(every, max(least, rows_that_fit(every, graph)))
+    feeds, _ = comparison_feeds(engine, engine, None, graph)
     names = (graph.name, name)
     with load(graph, "cpu") as reference:
         return compare_engines(reference, engine, feeds, max_error=max_error, names=names)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploykit.api.evaluate import (
+from deploykit.api.bench import bench
+from deploykit.api.compare import compare
+from deploykit.api.feeds import (
     MOST_BYTES,
     MOST_SAMPLES,
     axis_sizes,
@@ -45,12 +48,9 @@ def test_axis_sizes_come_from_the_samples() -> None:
     assert batch_that_fits(Graph(conv_relu()), {"N": 1}) == MOST_SAMPLES
 
 
-@pytest.mark.parametrize(("side", "rows"), [(16, 32), (256, 8), (512, 2), (4096, 2)])
-def test_no_more_rows_are_compared_at_once_than_fit_into_memory(
-    tmp_path: Path, side: int, rows: int
-) -> None:
+def wide(path: Path, side: int, weight: float = 0.0) -> Path:
     """A convolution to 64 channels: 67 MB for each row of 512 x 512."""
-    weights = numpy_helper.from_array(np.zeros((64, 1, 1, 1), np.float32), "w")
+    weights = numpy_helper.from_array(np.full((64, 1, 1, 1), weight, np.float32), "w")
     shape = ["N", 1, side, side]
     graph = helper.make_graph(
         [helper.make_node("Conv", ["x", "w"], ["y"])],
@@ -60,8 +60,38 @@ def test_no_more_rows_are_compared_at_once_than_fit_into_memory(
         [weights],
     )
     found = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    onnx.save(found, tmp_path / "m.onnx")
+    onnx.save(found, path)
+    return path
+
+
+@pytest.mark.parametrize(("side", "rows"), [(16, 32), (256, 8), (512, 2), (4096, 2)])
+def test_no_more_rows_are_compared_at_once_than_fit_into_memory(
+    tmp_path: Path, side: int, rows: int
+) -> None:
+    model = wide(tmp_path / "m.onnx", side)
     feeds = [{"x": np.empty((n, 1, side, side), np.uint8)} for n in (1, 2, 7, 32)]
-    assert rows_that_fit(feeds, tmp_path / "m.onnx") == rows
+    assert rows_that_fit(feeds, model) == rows
     sizes = [len(each["x"]) for each in first_rows(feeds, rows)]
     assert sizes == [min(n, rows) for n in (1, 2, 7, 32)]
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_compare_and_bench_use_as_many_rows_as_fit_and_say_so(tmp_path: Path, given: bool) -> None:
+    first, second = wide(tmp_path / "a.onnx", 256, 1.0), wide(tmp_path / "b.onnx", 256, 1.0001)
+    data = tmp_path / "data.npz" if given else None
+    if data:
+        np.savez(data, x=np.random.default_rng(0).random((11, 1, 256, 256), np.float32))
+    note = "compared at batches of up to 8: larger ones take too much memory"
+    found = compare(first, second, data=data)
+    batches = [row.batch for row in found.parity.rows]
+    assert (batches, found.note) == ([8, 3] if given else [1, 2, 7, 8], note)
+    if data is None:
+        short: dict[str, Any] = {"batches": (1,), "seconds": 0.02, "warmup_s": 0.0}
+        report = bench([first, second], out=tmp_path, device="cpu", **short)
+        assert max(row["batch"] for row in report.parity[0]["rows"]) == 8
+        assert f"parity: {note}" in report.notes
+
+
+def test_a_small_model_is_compared_at_32_rows_without_a_note(tmp_path: Path) -> None:
+    found = compare(wide(tmp_path / "a.onnx", 8, 1.0), wide(tmp_path / "b.onnx", 8, 1.0))
+    assert (max(row.batch for row in found.parity.rows), found.note) == (32, "")
