@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from deploykit.runtimes.engine import Engine
+from tests.support.exports import share_the_registry
 from tests.support.runtimes.cases import AFFINE, OPENERS, PRESENT, onnx_model
 
 # A shell starts background jobs with SIGINT ignored, and children inherit that; here it must work.
@@ -44,6 +45,10 @@ def engine(runtime: str, tmp_path: Path) -> Iterator[Engine]:
     """The model y = 2x + 1 on x float32[N,4], in each runtime."""
     with OPENERS[runtime](tmp_path, AFFINE) as opened:
         yield opened
+
+
+def pytest_runtest_setup() -> None:
+    share_the_registry()
 
 
 @pytest.hookimpl(wrapper=True)
