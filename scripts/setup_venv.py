@@ -4,12 +4,14 @@ Standard library only, and idempotent: with the same `pyproject.toml` and the sa
 it does nothing. On a machine without an NVIDIA GPU it takes a CPU build of torch where one can be
 had: from `--torch-index` if given, else the newest that this machine's own pip finds. `--lint` adds
 the linters, `--dev` what the tests need too, with the torchvision of that torch; where there is
-none, the tests that need it are skipped.
+none, the tests that need it are skipped. uv installs, from the places that pip is configured for:
+it resolves and unpacks in a quarter of pip's time. Where it cannot be had, or fails, pip does.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import json
 import os
@@ -23,6 +25,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST = (3, 10)
 QUICK = ("-qq", "--no-compile")  # Python compiles what it imports: a small part of the packages
+OPTIONS = {  # of pip's settings -> of uv
+    "index-url": "--index-url",
+    "extra-index-url": "--extra-index-url",
+    "find-links": "--find-links",
+    "trusted-host": "--allow-insecure-host",
+}
+VARIABLES = {"cert": "SSL_CERT_FILE", "proxy": "HTTPS_PROXY", "default-timeout": "UV_HTTP_TIMEOUT"}
 TORCH_OLDEST = (2, 10)  # below, torch.load(weights_only=True) has known holes
 
 
@@ -52,8 +61,8 @@ def main() -> int:
     python = make_venv(options.venv)
     torch = torch_to_install(python, gpu, options.torch_index)
     print(f"installing deploykit[{','.join(extras)}]", flush=True)
-    # where torch is there it satisfies the extras, so that pip leaves it as it is
-    pip(python, "install", *QUICK, *torch, "--editable", f"{ROOT}[{','.join(extras)}]")
+    # where torch is there it satisfies the extras, so that it is left as it is
+    install(python, *torch, "--editable", f"{ROOT}[{','.join(extras)}]")
     if options.dev:
         install_torchvision(python, options.torch_index)
     stamp.write_text(state.hexdigest())
@@ -82,9 +91,39 @@ def make_venv(venv: Path) -> Path:
             raise SystemExit(
                 "error: no venv could be made; on Debian and Ubuntu: apt install python3-venv"
             )
-        # an older Python's pip resolves at half the speed, and will do where no newer one is found
-        pip(python, "install", *QUICK, "--upgrade", "pip", capture=True)
+        pip(python, "install", *QUICK, "uv", capture=True)
     return python
+
+
+def install(python: Path, *wanted: str) -> None:
+    """Install `wanted`, words that uv and pip both know, into the venv of `python`."""
+    uv = python.with_name("uv")
+    if uv.is_file():
+        listed = pip(python, "config", "list", capture=True).stdout
+        options, variables = for_uv(listed)
+        command = [str(uv), "pip", "install", "--quiet", "--python", str(python), *options, *wanted]
+        if subprocess.run(command, env={**os.environ, **variables}, check=False).returncode == 0:
+            return
+        print("note: uv cannot install this, as said above; pip tries", flush=True)
+    pip(python, "install", *QUICK, *wanted)
+
+
+def for_uv(listed: str) -> tuple[list[str], dict[str, str]]:
+    """What `pip config list` says of places and certificates, as options and variables for uv.
+
+    A variable of pip's comes after its files in the list, and replaces what they say. uv would take
+    a package from the first index that has it; pip takes the best version of all, and so do we.
+    """
+    found = re.findall(r"^[\w:]+\.([\w-]+)=(.*)$", listed, re.MULTILINE)
+    settings = {key: str(ast.literal_eval(value)) for key, value in found}
+    options = ["--index-strategy", "unsafe-best-match"]
+    for key, option in OPTIONS.items():
+        for place in settings.get(key, "").split():
+            options += [option, place]
+    if settings.get("no-index", "").lower() in ("1", "true", "yes", "on"):
+        options.append("--no-index")
+    named = {name: settings[key] for key, name in VARIABLES.items() if settings.get(key)}
+    return options, {"UV_LINK_MODE": "copy", **named}
 
 
 def pip(
@@ -142,7 +181,7 @@ def install_torchvision(python: Path, index: str) -> None:
         print(f"note: no torchvision for torch {torch}: tests that need it are skipped", flush=True)
         return
     print(f"installing torchvision {version}", flush=True)
-    pip(python, "install", *QUICK, "--no-deps", *where, f"torchvision=={version}")
+    install(python, "--no-deps", *where, f"torchvision=={version}")
 
 
 def matching_torchvision(versions: list[str], torch: str) -> str | None:

@@ -82,6 +82,62 @@ def test_versions_compare_by_their_numbers(
     assert setup.release(version) == parts
 
 
+LISTED = """\
+global.extra-index-url='file:///a/simple https://b/simple'
+global.find-links='/wheels'
+global.timeout='60'
+install.no-index='true'
+:env:.cert='/etc/ca.crt'
+:env:.find-links='/mine'
+:env:.default-timeout='180'
+"""
+
+
+def test_uv_is_told_the_places_that_pip_is_configured_for(setup: ModuleType) -> None:
+    options, variables = setup.for_uv(LISTED)
+    assert options == [
+        *("--index-strategy", "unsafe-best-match"),
+        *("--extra-index-url", "file:///a/simple", "--extra-index-url", "https://b/simple"),
+        *("--find-links", "/mine"),
+        "--no-index",
+    ]
+    assert variables["SSL_CERT_FILE"] == "/etc/ca.crt"
+    assert variables["UV_HTTP_TIMEOUT"] == "180"
+
+
+@pytest.mark.parametrize("listed", ["", "global.cert=''\n", "install.no-index='false'\n"])
+def test_nothing_configured_names_no_place(setup: ModuleType, listed: str) -> None:
+    options, variables = setup.for_uv(listed)
+    assert options == ["--index-strategy", "unsafe-best-match"]
+    assert "SSL_CERT_FILE" not in variables
+
+
+def test_pip_installs_where_uv_cannot(
+    setup: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said: list[tuple[str, ...]] = []
+    real = setup.pip
+
+    def pip(python: Path, *words: str, **named: bool) -> object:
+        said.append(words)
+        return real(Path(sys.executable), "config", "list", capture=True)
+
+    monkeypatch.setattr(setup, "pip", pip)
+    uv = tmp_path / "uv"
+    uv.write_text("#!/bin/sh\nexit 2\n")
+    uv.chmod(0o755)
+    setup.install(tmp_path / "python", "--no-deps", "one==1")
+    assert said[-1] == ("install", *setup.QUICK, "--no-deps", "one==1")
+    assert "pip tries" in capsys.readouterr().out
+    uv.write_text("#!/bin/sh\nexit 0\n")
+    said.clear()
+    setup.install(tmp_path / "python", "one==1")
+    assert said == [("config", "list")]
+
+
 def test_a_local_wheel_has_its_files_size(setup: ModuleType, tmp_path: Path) -> None:
     wheel = tmp_path / "a+b.whl"
     wheel.write_bytes(b"x" * 123)

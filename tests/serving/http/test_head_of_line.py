@@ -27,7 +27,7 @@ WIDTH = 300_000  # as JSON above 1 MiB, which another process reads
 LARGE, SMALL = "/v2/models/large/infer", "/v2/models/m/infer"
 ROW = infer_json([1, 2, 3, 4], [1, 4])
 BIG = infer_json([0.123456] * WIDTH, [1, WIDTH])
-BIG_GZIP = gzip.compress(BIG)
+BIG_GZIP = gzip.compress(BIG, 1)
 Eventually = Callable[[Callable[[], bool]], None]
 
 

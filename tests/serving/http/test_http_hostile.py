@@ -107,8 +107,8 @@ def test_a_header_length_beyond_a_compressed_body_is_refused(small: Running) -> 
 
 BODY = gzip.compress(infer_json([1, 2, 3, 4], [1, 4]))
 COMPRESSED = {
-    "E1 a bomb": (gzip.compress(bytes(100 << 20), 9), "gzip", 413, "`max_body_bytes`"),
-    "E1 a deflated bomb": (zlib.compress(bytes(100 << 20), 9), "deflate", 413, ""),
+    "E1 a bomb": (gzip.compress(bytes(100 << 20), 1), "gzip", 413, "`max_body_bytes`"),
+    "E1 a deflated bomb": (zlib.compress(bytes(100 << 20), 1), "deflate", 413, ""),
     "E2 cut off": (BODY[:-10], "gzip", 400, ""),
     "E2 trailing bytes": (BODY + b"rubbish", "gzip", 400, ""),
     "E2 plain bytes": (infer_json([1] * 4, [1, 4]), "gzip", 400, "gzip"),
