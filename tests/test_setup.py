@@ -93,7 +93,7 @@ install.no-index='true'
 """
 
 
-def test_uv_is_told_the_places_that_pip_is_configured_for(setup: ModuleType) -> None:
+def test_uv_gets_the_places_that_pip_is_configured_for(setup: ModuleType) -> None:
     options, variables = setup.for_uv(LISTED)
     assert options == [
         *("--index-strategy", "unsafe-best-match"),

@@ -1,7 +1,7 @@
-"""torch reads its whole library of ONNX functions again for each export, 1 s each time: once will do.
+"""torch reads its whole library of ONNX functions for each export, 1 s each time: once will do.
 
-The registry is a constant of the installed packages and of the opset. Each export still gets one of its
-own, with lists of its own, as it may add functions to it.
+The registry is a constant of the installed packages and of the opset. Each export still gets one of
+its own, with lists of its own, as it may add functions to it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ REGISTRY = "torch.onnx._internal.exporter._registration"
 
 
 def share_the_registry() -> None:
-    """Keep what torch read, once something has imported its exporter; a torch without it is left alone."""
+    """Keep what torch read, once something has imported its exporter."""
     kind = getattr(sys.modules.get(REGISTRY), "ONNXRegistry", None)
     if kind is None or hasattr(kind, "deploykit_shares"):
         return
