@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.api.evaluate import (
+    Budget,
     Job,
     convert_graph,
     evaluate_engines,
@@ -64,8 +65,7 @@ def search_precision(
     from deploykit.onnx_graph.graph import Graph
     from deploykit.quantization import search
 
-    budget_s = job.request.budget_s
-    began = time.monotonic()
+    budget = job.budget or Budget(time.monotonic(), job.request.budget_s)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".auto.") as folder:
         candidates = _Candidates(job, Path(folder), name)
         on_progress(candidates.cost_note, 0.0)
@@ -73,18 +73,20 @@ def search_precision(
         def report(step: SearchStep) -> None:
             count, result = len(step.float32_nodes), "passes" if step.passed else "fails"
             kept = f", {count} nodes kept in float32" if count else ""
-            share = min((time.monotonic() - began) / budget_s, 1.0)
+            share = min((budget.clock() - budget.began) / budget.seconds, 1.0)
             on_progress(f"{step.precision}{kept} {result}: {step.why}", share)
 
         outcome = search.search(
             candidates.levels(),
             candidates.evaluate,
             float32_cost_s=candidates.cost_s(job.source),
-            budget_s=budget_s,
-            began=began,
+            budget_s=budget.seconds,
+            clock=budget.clock,
+            began=budget.began,
             on_step=report,
         )
         notes = [outcome.why, *outcome.notes, candidates.cost_note]
+        notes += [note for each in candidates.jobs.values() for note in each.notes]
         if outcome.best is None:
             return job.source.save(out), job, _record(outcome), None, notes
         best, kept = outcome.best.model, outcome.best.float32_nodes

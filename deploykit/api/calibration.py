@@ -12,7 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from deploykit.api.evaluate import Job, convert_graph, open_candidate
+from deploykit.api.evaluate import (
+    Job,
+    calibrate_in_time,
+    convert_graph,
+    left_out,
+    open_candidate,
+)
 from deploykit.api.feeds import axis_sizes
 from deploykit.core.errors import BadInput
 from deploykit.core.precision import BY_NAME, PAIRS
@@ -21,11 +27,13 @@ from deploykit.core.runtime import RUNTIMES
 if TYPE_CHECKING:
     import numpy as np
 
+    from deploykit.quantization.search import Pace
     from deploykit.runtimes.engine import Arrays, Engine
 
 # Samples to choose on: an eighth of them, and more as long as a calibrator costs fewer operations
 LEAST_SHARE, OPERATIONS = 1 / 8, 1e11
 MOST_BYTES = 1 << 28  # of outputs that are kept to compare with
+_SHARE = 1 / 4  # of the time left, for the trials of the calibrators
 EQUAL = 1e-8  # noise by signal of two graphs that compute the same
 
 
@@ -42,26 +50,32 @@ def calibrate_for(job: Job, to: str, folder: Path, *, smoothquant: bool = False)
     if not smoothquant and len(job.calibration.cut) < 2:
         return job  # a calibrator was named
     with tempfile.TemporaryDirectory(dir=folder, prefix=".calibrators.") as name:
+        pace = job.budget.pace(_SHARE) if job.budget else None
         reference = _reference(job)
         if smoothquant:
             job = _smooth(job, reference, Path(name))
-        return _choose(job, to, reference, Path(name))
+        return _choose(job, to, reference, Path(name), pace)
 
 
 _Reference: TypeAlias = "list[tuple[Arrays, list[np.ndarray]]]"  # batches: inputs, outputs
 
 
-def _choose(job: Job, to: str, reference: _Reference, folder: Path) -> Job:
-    """The job with the calibrator whose scales make the least noise at the outputs."""
+def _choose(job: Job, to: str, reference: _Reference, folder: Path, pace: Pace | None) -> Job:
+    """The job with the calibrator whose scales make the least noise at the outputs.
+
+    `pace`: where it has no time for all of them, of those that were tried, else the first.
+    """
     calibration, record = job.calibration, job.calibration_record
     if calibration is None or record is None or len(calibration.cut) < 2:
         return job
     other_nodes = job.request.other_nodes if to == job.request.to else "fp32"
     shares: dict[str, float] = {}
     for method in calibration.cut:
+        if pace and pace.out_of_time():
+            break
         tried = replace(job, calibration=calibration.using(method))
         shares[method] = _trial(tried, to, other_nodes, reference, folder)
-    best = min(shares, key=lambda method: shares[method])
+    best = min(shares, key=lambda method: shares[method], default=next(iter(calibration.cut)))
     floating = any(array.dtype.kind == "f" for _, outputs in reference for array in outputs)
     sqnr_db = {
         method: _decibels(share)
@@ -69,7 +83,10 @@ def _choose(job: Job, to: str, reference: _Reference, folder: Path) -> Job:
         if floating and share < math.inf
     }
     record = replace(record, method=best, sqnr_db=sqnr_db)
-    return replace(job, calibration=calibration.using(best), calibration_record=record)
+    missing = ", ".join(each for each in calibration.cut if each not in shares)
+    notes = (f"{to.upper()} by {best}: no time to try {missing}",) if missing else ()
+    job = replace(job, calibration=calibration.using(best), calibration_record=record)
+    return replace(job, notes=(*job.notes, *notes))
 
 
 def _trial(job: Job, to: str, other_nodes: str, reference: _Reference, folder: Path) -> float:
@@ -87,14 +104,16 @@ def _trial(job: Job, to: str, other_nodes: str, reference: _Reference, folder: P
 
 def _smooth(job: Job, reference: _Reference, folder: Path) -> Job:
     """The job of the smoothed graph, after the proof that this computes what the model does."""
-    from deploykit.quantization.calibrate import AUTO, calibrate
+    from deploykit.quantization.calibrate import AUTO, METHODS
     from deploykit.quantization.smoothquant import smooth
     from deploykit.runtimes.engine import load
 
     calibration, record, calib = job.calibration, job.calibration_record, job.calib
     if calibration is None or record is None or calib is None:
         return job
-    peaks = calibration.channel_peaks or calibrate(job.source, calib).channel_peaks
+    peaks = calibration.channel_peaks
+    if not peaks:
+        peaks = calibrate_in_time(job.source, calib, METHODS[0], job.budget).channel_peaks
     graph, names = smooth(job.source, peaks)
     if not names:
         raise BadInput(
@@ -109,11 +128,13 @@ def _smooth(job: Job, reference: _Reference, folder: Path) -> Job:
             f"(SQNR {_decibels(share):.0f} dB in float32)",
             hint="leave it out",
         )
+    found = calibrate_in_time(graph, calib, job.request.calibrator or AUTO, job.budget)
     return replace(
         job,
         source=graph,
-        calibration=calibrate(graph, calib, method=job.request.calibrator or AUTO),
-        calibration_record=replace(record, smoothed=names),
+        calibration=found,
+        calibration_record=replace(record, smoothed=names, samples=found.samples),
+        notes=(*job.notes, *left_out(calib, found)),
     )
 
 

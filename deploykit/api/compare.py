@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.api import golden
-from deploykit.api.feeds import comparison_feeds
+from deploykit.api.feeds import MOST_SAMPLES, comparison_feeds, rows_that_fit
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, GateFailed
 from deploykit.core.evidence import Parity
@@ -129,9 +129,10 @@ def _first_difference(
     first: Artefact, second: Artefact, feeds: Sequence[Mapping[str, np.ndarray]], parity: Parity
 ) -> Divergence | None:
     if not parity.passed and first.format == second.format == "onnx":
-        from deploykit.measure.evaluate.divergence import diverging_node
+        from deploykit.measure.evaluate.divergence import CHUNK, diverging_node
 
-        return diverging_node(first.path, second.path, feeds, parity.max_error)
+        chunk = CHUNK * rows_that_fit(feeds[:1], first.path) // MOST_SAMPLES
+        return diverging_node(first.path, second.path, feeds, parity.max_error, chunk)
     return None
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,11 +32,13 @@ if TYPE_CHECKING:
     from deploykit.measure.evaluate.metrics import Metric
     from deploykit.onnx_graph.graph import Graph
     from deploykit.quantization.calibrate import Calibration
+    from deploykit.quantization.search import Pace
     from deploykit.runtimes.data.samples import Samples
     from deploykit.runtimes.engine import Engine
 
 DEFAULT_METRIC = "top1"
 _FEW_AGREE = 0.9
+_CALIBRATION_SHARE = 1 / 3  # of the time left
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,22 @@ class QuantizeRequest:
 
 
 @dataclass(frozen=True)
+class Budget:
+    """The seconds that `auto` may take, from the moment when the data are read."""
+
+    began: float
+    seconds: float
+    clock: Callable[[], float] = time.monotonic
+
+    def pace(self, share: float) -> Pace:
+        """For steps that may take this share of what is left."""
+        from deploykit.quantization.search import Pace
+
+        now = self.clock()
+        return Pace(now + share * max(self.began + self.seconds - now, 0.0), self.clock)
+
+
+@dataclass(frozen=True)
 class Job:
     """One model to convert: its graph, its data, and the metric that it is evaluated by."""
 
@@ -70,6 +89,7 @@ class Job:
     calibration_record: CalibrationRecord | None
     notes: tuple[str, ...]
     batch_size: int = MOST_SAMPLES  # of one call
+    budget: Budget | None = None  # with `auto`
 
     @property
     def samples(self) -> Samples | None:
@@ -77,14 +97,23 @@ class Job:
         return self.test or self.calib
 
 
-def prepare(model: Artefact, request: QuantizeRequest, on_progress: Progress) -> Job:
-    """Open the graph, read and check the data, and calibrate."""
+def prepare(
+    model: Artefact,
+    request: QuantizeRequest,
+    on_progress: Progress,
+    clock: Callable[[], float] = time.monotonic,
+) -> Job:
+    """Open the graph, read and check the data, and calibrate; `auto` within a third of its budget.
+
+    Its budget begins here, on `clock`.
+    """
     from deploykit.measure.evaluate.metrics import find_metric
     from deploykit.onnx_graph.graph import Graph
     from deploykit.quantization import calibrate
     from deploykit.runtimes.data.checks import check_calibration
     from deploykit.runtimes.data.samples import read_samples
 
+    budget = Budget(clock(), request.budget_s, clock) if request.to == "auto" else None
     on_progress("reading the model", 0.0)
     source, to = Graph.open(model.path), request.to
     calib = read_samples(request.calib, source.inputs) if request.calib else None
@@ -98,6 +127,8 @@ def prepare(model: Artefact, request: QuantizeRequest, on_progress: Progress) ->
     # scales may leave outliers out; the check for float16 overflow needs only them
     method = request.calibrator or (calibrate.AUTO if to in (*CALIBRATED, "auto") else "minmax")
     sizes = axis_sizes(test or calib, source.inputs, 1)
+    calibration = calibrate_in_time(source, calib, method, budget) if calib else None
+    record = _calibration_record(request, calibration, method, doubts)
     return Job(
         model,
         source,
@@ -105,11 +136,30 @@ def prepare(model: Artefact, request: QuantizeRequest, on_progress: Progress) ->
         calib,
         test,
         metric if labelled else None,
-        calibrate.calibrate(source, calib, method=method) if calib else None,
-        _calibration_record(request, calib, method, doubts),
-        (*doubts, *_overlap(request, calib, test)),
+        calibration,
+        record,
+        (*doubts, *_overlap(request, calib, test), *left_out(calib, calibration)),
         batch_that_fits(source, sizes),
+        budget,
     )
+
+
+def calibrate_in_time(
+    graph: Graph, samples: Samples, method: str, budget: Budget | None
+) -> Calibration:
+    """Calibrate on all samples, or on as many as a third of the time that is left does for."""
+    from deploykit.quantization.calibrate import calibrate
+
+    pace = budget.pace(_CALIBRATION_SHARE) if budget else None
+    return calibrate(graph, samples, method=method, out_of_time=pace.out_of_time if pace else None)
+
+
+def left_out(samples: Samples | None, calibration: Calibration | None) -> tuple[str, ...]:
+    """For the user: which samples the calibration left out for time."""
+    if samples is None or calibration is None or not calibration.stopped:
+        return ()
+    used = f"{calibration.samples} of {len(samples)} samples"
+    return (f"calibrated on {used}: all of them would take too much of the time budget",)
 
 
 def write_graph(job: Job, tmp: Path, name: str, on_progress: Progress) -> tuple[Graph, Evidence]:
@@ -139,7 +189,7 @@ def write_graph(job: Job, tmp: Path, name: str, on_progress: Progress) -> tuple[
         quantize=QuantizeRecord(request.to, request.other_nodes, request.runtime),
         calibration=job.calibration_record,
         search=search,
-        notes=(*job.notes, *notes),
+        notes=tuple(dict.fromkeys((*job.notes, *notes))),
     )
 
 
@@ -303,12 +353,12 @@ def _overlap(
 
 
 def _calibration_record(
-    request: QuantizeRequest, samples: Samples | None, method: str, doubts: Sequence[str]
+    request: QuantizeRequest, calibration: Calibration | None, method: str, doubts: Sequence[str]
 ) -> CalibrationRecord | None:
-    if samples is None or request.calib is None:
+    if calibration is None or request.calib is None:
         return None
     digest = sha256(request.calib) if request.calib.is_file() else ""
-    return CalibrationRecord(not doubts, "; ".join(doubts), method, len(samples), digest)
+    return CalibrationRecord(not doubts, "; ".join(doubts), method, calibration.samples, digest)
 
 
 def accuracy_notes(job: Job, evaluation: Evaluation) -> list[str]:

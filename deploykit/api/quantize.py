@@ -83,8 +83,9 @@ def quantize(
     weights before int8 or fp8. `runtime`: what will run the file,
     "tensorrt" or "onnxruntime", which need INT8's Q/DQ pairs at different places; None takes the
     profile's, or TensorRT. `profile`: the target; its precisions are checked and `auto` predicts
-    costs for it. `budget_s`: seconds that `auto` may search. `force`: replace a file that deploykit
-    did not write. Raises GateFailed; the file is then kept as NAME.rejected.onnx.
+    costs for it. `budget_s`: seconds that `auto` may take, calibration included. `force`: replace a
+    file that deploykit did not write. Raises GateFailed; the file is then kept as
+    NAME.rejected.onnx.
     """
     source = Artefact.open(model)
     target = load_profile(profile) if profile is not None else None

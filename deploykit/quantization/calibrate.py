@@ -10,7 +10,7 @@ and the caller chooses by the error that each makes at the outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,7 +63,7 @@ class Calibration:
     `ranges`: every value seen, for the range guard of float16. `clipped`: what INT8 scales should
     cover; the same but for the tensors that the method cuts. `cut`: those tensors, by method.
     `channel_peaks`: the largest magnitude in each channel of what a MatMul or Gemm reads; none with
-    "minmax".
+    "minmax". `stopped`: there was no time for all samples.
     """
 
     ranges: Mapping[str, Range]
@@ -72,6 +72,7 @@ class Calibration:
     method: str
     cut: Mapping[str, Mapping[str, Range]] = field(default_factory=dict)
     channel_peaks: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    stopped: bool = False
 
     def using(self, method: str) -> Calibration:
         """The same as `method`, one of `cut`, would have it."""
@@ -87,7 +88,12 @@ class Calibration:
 
 
 def calibrate(
-    graph: Graph, samples: Samples, *, method: str = METHODS[0], batch_size: int = 32
+    graph: Graph,
+    samples: Samples,
+    *,
+    method: str = METHODS[0],
+    batch_size: int = 32,
+    out_of_time: Callable[[], bool] | None = None,
 ) -> Calibration:
     """Ranges of the inputs and of every float tensor of the main graph; `samples` fit its inputs.
 
@@ -98,6 +104,8 @@ def calibrate(
 
     Batches are smaller than `batch_size` where one would need more than 256 MiB of activations. A
     graph with a fixed batch runs at that size; samples that do not fill the last are left out.
+    `out_of_time`: asked before each batch from 8 samples on; where it is true the samples so far,
+    from all over the data, are what is used.
     Raises BadInput for a wrong method, fewer than 8 samples, samples that are NaN, infinite or
     all the same, and for a model that itself gives NaN.
     """
@@ -122,9 +130,7 @@ def calibrate(
     used = 0
     with onnxruntime_errors(graph.path):
         session = _session(editor.model)
-        for feeds in samples.batches(size):
-            if fixed and _rows(feeds) < size:
-                break
+        for feeds in _in_time(samples, size, fixed, out_of_time):
             found = session.run([*outputs, *counted], {**feeds, **weights})
             used += _rows(feeds)
             values = dict(zip(outputs, found, strict=False))
@@ -139,7 +145,21 @@ def calibrate(
                 f"{graph.path}: tensor '{name}' is NaN on the calibration data {samples.where}",
                 hint="the float32 model itself fails on these samples",
             )
-    return _choose_ranges(ranges, counted, used, METHODS if method == AUTO else (method,))
+    found = _choose_ranges(ranges, counted, used, METHODS if method == AUTO else (method,))
+    return replace(found, stopped=used < len(samples) - len(samples) % (fixed or 1))
+
+
+def _in_time(
+    samples: Samples, size: int, fixed: int | None, out_of_time: Callable[[], bool] | None
+) -> Iterator[Mapping[str, np.ndarray]]:
+    """Batches until there is no time for more; at least 8 samples."""
+    used = 0
+    for feeds in samples.batches(size, spread=out_of_time is not None):
+        if out_of_time is not None and out_of_time() and used >= MIN_SAMPLES:
+            return
+        if not fixed or _rows(feeds) == size:
+            used += _rows(feeds)
+            yield feeds
 
 
 def _choose_ranges(

@@ -126,8 +126,8 @@ def search(
     """
     if not budget_s > 0:
         raise BadInput(f"the time budget must be above 0 seconds, got {budget_s}")
-    deadline = (clock() if began is None else began) + budget_s
-    run = _Run(evaluate, float32_cost_s, clock, deadline, on_step)
+    began = clock() if began is None else began
+    run = _Run(evaluate, float32_cost_s, clock, began, began + budget_s, on_step)
     stopped = ""
     try:
         run.search(levels)
@@ -199,6 +199,21 @@ def noise_share(wanted: Sequence[np.ndarray], got: Sequence[np.ndarray]) -> floa
     return total
 
 
+class Pace:
+    """Whether one more step would end after `until`, if it took as long as the longest so far."""
+
+    def __init__(self, until: float, clock: Callable[[], float]) -> None:
+        self.until, self.clock = until, clock
+        self.last = clock()
+        self.longest_s = 0.0
+
+    def out_of_time(self) -> bool:
+        """Ask before each step."""
+        now = self.clock()
+        self.longest_s, self.last = max(self.longest_s, now - self.last), now
+        return now + self.longest_s > self.until or now >= self.until
+
+
 class _OutOfTimeError(Exception):
     """The budget is used up."""
 
@@ -211,19 +226,20 @@ class _Run(Generic[Model]):
         evaluate: Callable[[Model], Verdict],
         float32_cost_s: float,
         clock: Callable[[], float],
+        began: float,
         deadline: float,
         on_step: Callable[[SearchStep], object] | None,
     ) -> None:
         self.evaluate = evaluate
         self.float32_cost_s = float32_cost_s
         self.clock = clock
-        self.began = clock()
+        self.began = began
         self.deadline = deadline
         self.on_step = on_step
         self.best: Found[Model] | None = None
         self.steps: list[SearchStep] = []
         self.notes: list[str] = []
-        self.candidate_began = self.began
+        self.candidate_began = clock()
         self.longest_s = 0.0  # of a candidate
 
     def search(self, levels: Sequence[Level[Model]]) -> None:
@@ -305,17 +321,10 @@ class _Run(Generic[Model]):
 
     def _order(self, level: Level[Model]) -> list[str]:
         """The nodes, worst first; what half of the time left cannot rank comes last."""
-        began = last = self.clock()
-        until = min(began + (self.deadline - began) / 2, self.deadline - self.longest_s)
-        longest_s = 0.0
-
-        def out_of_time() -> bool:
-            nonlocal last, longest_s
-            now = self.clock()
-            last, longest_s = now, max(longest_s, now - last)
-            return now + longest_s > until or now >= until
-
-        sensitivity = sensitivities(level.nodes, level.sensitivity, out_of_time)
+        now = self.clock()
+        until = min(now + (self.deadline - now) / 2, self.deadline - self.longest_s)
+        pace = Pace(until, self.clock)
+        sensitivity = sensitivities(level.nodes, level.sensitivity, pace.out_of_time)
         missing = len(level.nodes) - len(sensitivity)
         if missing:
             self.notes.append(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +13,9 @@ from onnx import TensorProto, helper
 
 import deploykit as dk
 from deploykit.api import calibration
-from deploykit.core.artefact import read_manifest
+from deploykit.api.artefacts import no_progress
+from deploykit.api.evaluate import Budget, QuantizeRequest, prepare, write_graph
+from deploykit.core.artefact import Artefact, read_manifest
 from deploykit.quantization.calibrate import METHODS
 from tests.support.graphs.data import feeds
 from tests.support.graphs.layer_norm import layer_norm
@@ -162,3 +167,62 @@ def test_integer_outputs_have_no_signal_to_noise_ratio(
     wanted = alone.evidence.calibration if "y" in kept else None
     assert record.sqnr_db == (wanted.sqnr_db if wanted else {})
     assert record.method in METHODS
+
+
+def ticking(step_s: float) -> Callable[[], float]:
+    """A clock on which each look takes so long."""
+    return itertools.count(0.0, step_s).__next__
+
+
+def asked(data: Path, budget_s: float) -> QuantizeRequest:
+    return QuantizeRequest("auto", "tensorrt", calib=data, min_sqnr_db=1.0, budget_s=budget_s)
+
+
+@pytest.mark.parametrize(("budget_s", "used"), [(13.0, 64), (1.0, 32), (60.0, 128)])
+def test_auto_calibrates_within_a_third_of_its_budget(
+    outliers: Path, data: Path, budget_s: float, used: int
+) -> None:
+    """Batches of 32, and one at least."""
+    job = prepare(Artefact.open(outliers), asked(data, budget_s), no_progress, ticking(1.0))
+    assert job.calibration is not None
+    assert job.calibration_record is not None
+    assert job.calibration.samples == job.calibration_record.samples == used
+    said = f"calibrated on {used} of 128 samples: all of them would take too much of the time"
+    assert (said in " ".join(job.notes)) is (used < 128)
+
+
+def test_auto_tries_as_many_calibrators_as_there_is_time_for(
+    outliers: Path, data: Path, tmp_path: Path
+) -> None:
+    job = prepare(Artefact.open(outliers), asked(data, 60.0), no_progress, ticking(0.0))
+    slow = replace(job, budget=Budget(0.0, 16.0, ticking(1.0)))
+    found = calibration.calibrate_for(slow, "int8", tmp_path)
+    assert found.calibration_record is not None
+    tried = list(found.calibration_record.sqnr_db)
+    assert tried == ["percentile", "mse"]
+    best = found.calibration_record.method
+    assert found.notes[-1] == f"INT8 by {best}: no time to try entropy, minmax"
+    assert best in tried
+    late = replace(job, budget=Budget(0.0, 1.0, ticking(1.0)))
+    hasty = calibration.calibrate_for(late, "int8", tmp_path)
+    assert hasty.notes[-1] == f"INT8 by percentile: no time to try {', '.join(METHODS)}"
+    assert hasty.calibration is not None
+    assert hasty.calibration.method == "percentile"
+    whole = calibration.calibrate_for(job, "int8", tmp_path)
+    assert whole.calibration_record is not None
+    assert set(whole.calibration_record.sqnr_db) == set(METHODS)
+    assert whole.notes == job.notes
+
+
+def test_the_search_counts_what_calibrating_took_and_passes_its_notes_on(
+    outliers: Path, data: Path, tmp_path: Path
+) -> None:
+    job = prepare(Artefact.open(outliers), asked(data, 30.0), no_progress, ticking(1.0))
+    graph, evidence = write_graph(job, tmp_path / "o.onnx", "o.onnx", no_progress)
+    assert evidence.search is not None
+    before = 4.0  # looks at the clock, while the data were read and calibrated
+    assert evidence.search.steps[0].elapsed_s > before
+    assert evidence.search.steps[-1].elapsed_s <= 30.0
+    assert any("no time to try" in note for note in evidence.notes)
+    assert len(set(evidence.notes)) == len(evidence.notes)
+    assert graph.path == tmp_path / "o.onnx"

@@ -85,6 +85,9 @@ def test_compare_and_bench_use_as_many_rows_as_fit_and_say_so(tmp_path: Path, gi
     found = compare(first, second, data=data)
     batches = [row.batch for row in found.parity.rows]
     assert (batches, found.note) == ([8, 3] if given else [1, 2, 7, 8], note)
+    far = compare(first, wide(tmp_path / "c.onnx", 256, 1.5), data=data).divergence
+    assert far is not None
+    assert (far.operator, far.tensor) == ("Conv", "y")
     if data is None:
         short: dict[str, Any] = {"batches": (1,), "seconds": 0.02, "warmup_s": 0.0}
         report = bench([first, second], out=tmp_path, device="cpu", **short)

@@ -134,16 +134,18 @@ def first_divergence(
 
 
 def diverging_node(
-    a: Path, b: Path, feeds: Sequence[Arrays], max_error: float
+    a: Path, b: Path, feeds: Sequence[Arrays], max_error: float, chunk: int = CHUNK
 ) -> Divergence | None:
-    """The first node whose tensor differs; None where the graphs share no names to go by."""
+    """The first node whose tensor differs; None where the graphs share no names to go by.
 
+    `chunk`: tensors of each graph that are in memory at once.
+    """
     graphs = Graph.open(a), Graph.open(b)
     pairs = probes.shared(*graphs)
     with tempfile.TemporaryDirectory() as folder:
         left, right = (_tap(graph, Path(folder) / f"{n}.onnx") for n, graph in enumerate(graphs))
         try:
-            return first_divergence(left, right, pairs, feeds[:1], max_error=max_error)
+            return first_divergence(left, right, pairs, feeds[:1], max_error=max_error, chunk=chunk)
         except BadInput:
             return None
 

@@ -30,6 +30,7 @@ LABELS, INPUTS = "labels", "inputs/"  # the second stands before names in golden
 _DATA = "data is an .npz or .npy file, or a folder of images"
 _IMAGE_STARTS = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
 _TEXT = bytes((*range(9, 14), *range(32, 256)))
+_TURN = 0.6180339887498949  # the golden ratio's fraction: its multiples are evenly spread
 IMAGES, ARRAYS = (".png", ".jpg", ".jpeg"), (".npz", ".npy")
 
 
@@ -44,9 +45,13 @@ class Samples:
     def __len__(self) -> int:
         return len(next(iter(self.inputs.values())))
 
-    def batches(self, size: int) -> Iterator[dict[str, np.ndarray]]:
-        """The inputs in order, `size` samples at a time; the last batch may be smaller."""
-        for start in range(0, len(self), size):
+    def batches(self, size: int, *, spread: bool = False) -> Iterator[dict[str, np.ndarray]]:
+        """The inputs in order, `size` samples at a time; the last batch may be smaller.
+
+        `spread`: in an order of which every beginning is from all over the samples.
+        """
+        starts = range(0, len(self), size)
+        for start in sorted(starts, key=lambda at: at // size * _TURN % 1) if spread else starts:
             yield {name: array[start : start + size] for name, array in self.inputs.items()}
 
     def first(self, count: int) -> Samples:
