@@ -6,7 +6,7 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -107,8 +107,8 @@ def test_a_header_length_beyond_a_compressed_body_is_refused(small: Running) -> 
 
 BODY = gzip.compress(infer_json([1, 2, 3, 4], [1, 4]))
 COMPRESSED = {
-    "E1 a bomb": (gzip.compress(bytes(100 << 20), 1), "gzip", 413, "`max_body_bytes`"),
-    "E1 a deflated bomb": (zlib.compress(bytes(100 << 20), 1), "deflate", 413, ""),
+    "E1 a bomb": (gzip.compress, "gzip", 413, "`max_body_bytes`"),  # packs it when the test runs
+    "E1 a deflated bomb": (zlib.compress, "deflate", 413, ""),
     "E2 cut off": (BODY[:-10], "gzip", 400, ""),
     "E2 trailing bytes": (BODY + b"rubbish", "gzip", 400, ""),
     "E2 plain bytes": (infer_json([1] * 4, [1, 4]), "gzip", 400, "gzip"),
@@ -124,8 +124,9 @@ COMPRESSED = {
     ("body", "encoding", "status", "says"), COMPRESSED.values(), ids=COMPRESSED
 )
 def test_hostile_compressed_bodies_are_refused(
-    small: Running, body: bytes, encoding: str, status: int, says: str
+    small: Running, body: bytes | Callable[..., bytes], encoding: str, status: int, says: str
 ) -> None:
+    body = body if isinstance(body, bytes) else body(bytes(100 << 20), 9)
     data = request("POST", INFER, body, Content_Encoding=encoding)
     survives(small, data, status, says=says, repeats=30)
 
