@@ -51,13 +51,13 @@ OWNERS = {
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
     "core": 3000,
-    "runtimes": 5880,
+    "runtimes": 5910,
     "training": 300,
     "exporters": 880,
     "onnx_graph+quantization": 4820,
     "builders": 1600,
     "measure": 4060,
-    "serving": 10860,
+    "serving": 10980,
     "api": 4860,
     "cli": 1880,
     "": 38250,  # the whole package

@@ -21,15 +21,15 @@ import uvloop
 
 from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.runtimes.engine import Engine
-from deploykit.serving.batching.delivery import deliver_inline
+from deploykit.serving.batching.delivery import TurnDelivery
 from deploykit.serving.batching.policy import Pending
 from deploykit.serving.http.connection import Connection
 from deploykit.serving.http.head import Limits
-from deploykit.serving.http.json_worker import JsonWorker
 from deploykit.serving.http.listener import Listener
 from deploykit.serving.http.routes import Routes
 from deploykit.serving.models.offload import ThreadOffload
 from deploykit.serving.models.repository import ModelRepository
+from deploykit.serving.models.worker import Worker
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.listener import Acceptor, bind, is_loopback
@@ -102,6 +102,7 @@ class Server:
         self._interrupted = False
         self._socket = bind(options.host, options.http_port)
         self._loop = uvloop.new_event_loop()
+        self._delivery = TurnDelivery(self._loop.call_soon)
         try:
             self.host, self.port = self._socket.getsockname()[:2]
             loopback = is_loopback(self.host)
@@ -113,7 +114,7 @@ class Server:
             self._release()
             raise
         self._offload = ThreadOffload(self._loop, OFFLOAD_THREADS)
-        self._worker = JsonWorker()
+        self._worker = Worker()
         scheme = "https" if tls else "http"
         self._routes = Routes(self.repository, self._offload, self._worker, scheme=scheme)
         memory = MemoryBudget(options.max_held_bytes, options.max_body_bytes)
@@ -130,7 +131,9 @@ class Server:
         if options.grpc_port is not None:
             from deploykit.serving.grpc.server import GrpcServer
 
-            self._grpc = GrpcServer(self.repository, options, guard, memory, self._offload)
+            self._grpc = GrpcServer(
+                self.repository, options, guard, memory, self._offload, worker=self._worker
+            )
         self._stopped = asyncio.Event()
 
     def run(self, on_ready: OnReady) -> int:
@@ -226,7 +229,7 @@ class Server:
     def _deliver(self, requests: Sequence[Pending]) -> None:
         """Called on an engine's thread: wakes the loop once per batch."""
         try:
-            self._loop.call_soon_threadsafe(deliver_inline, requests)
+            self._loop.call_soon_threadsafe(self._delivery, requests)
         except RuntimeError:  # the loop is closed: the engine hung past the shutdown
             log.error("%d requests finished after the shutdown", len(requests))
 

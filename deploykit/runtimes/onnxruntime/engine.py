@@ -8,9 +8,11 @@ and batches may be captured as CUDA graphs.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,7 @@ _OF_CUDA = (
     ort_state.EPFail,
     RuntimeError,
 )
+SHRINK_S = 10.0
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _CUDA_FAILURE = re.compile(r"CUDA failure (\d+): ([^;\n]*)")
 # Fused, these are slower on a CPU than in parts: a BERT took 1.11 (float32) to 1.24 (INT8) times as
@@ -136,6 +139,7 @@ class OnnxRuntimeEngine(BaseEngine):
         self._check = FeedCheck(self.inputs, path.name)
         self.device = _device_in_use(path, self.session, device)
         self.steady = self.device == "cpu" and _is_steady(path, self.inputs)
+        self._arena = _Arena()
         self._binding: Binding | None = None
         dtypes = {spec.dtype for spec in (*self.inputs, *self.outputs)}
         if self.device != "cpu" and "string" not in dtypes:  # strings are never in GPU memory
@@ -151,7 +155,8 @@ class OnnxRuntimeEngine(BaseEngine):
         try:
             if self._binding is not None:
                 return self._binding(feeds)
-            return dict(zip(self._names, self.session.run(self._names, dict(feeds)), strict=True))
+            found = self.session.run(self._names, dict(feeds), self._arena.options(feeds))
+            return dict(zip(self._names, found, strict=True))
         except Exception:
             with onnxruntime_errors(self.path, self.device):
                 raise
@@ -166,6 +171,29 @@ class OnnxRuntimeEngine(BaseEngine):
             self._binding.close()
         self._binding = None
         self.session = None
+
+
+class _Arena:
+    """When a session on the CPU gives unused memory back, which it would keep for ever.
+
+    A run gives back what earlier ones left: the first one of each SHRINK_S, and one with larger
+    inputs than those before it, which needs larger blocks. It costs the next runs new pages.
+    """
+
+    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._clock_s = clock_s
+        self._until_s = -math.inf
+        self._largest_bytes = 0
+        self._shrink = ort.RunOptions()
+        self._shrink.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+
+    def options(self, feeds: Arrays) -> Any:
+        """The options of a run with these inputs; None for the usual ones."""
+        now_s, size = self._clock_s(), sum([array.nbytes for array in feeds.values()])
+        if size <= self._largest_bytes and now_s < self._until_s:
+            return None
+        self._until_s, self._largest_bytes = now_s + SHRINK_S, size
+        return self._shrink
 
 
 def _is_steady(path: Path, inputs: Sequence[TensorSpec]) -> bool:

@@ -15,6 +15,8 @@ from deploykit.core.tensors import TensorSpec, carrier
 from deploykit.runtimes.engine import Arrays
 from deploykit.serving.batching.policy import Pending
 
+_LARGE_BYTES = 64 << 10  # of an output
+
 Stack = Callable[[Sequence[Pending]], Arrays]
 Cut = Callable[[Pending, dict[str, np.ndarray]], dict[str, np.ndarray]]
 
@@ -66,6 +68,9 @@ class Splitter:
         if self._cut is not None:
             for request in batch:
                 request.outputs = self._cut(request, request.outputs)
+        if sum([array.nbytes for array in outputs.values()]) > _LARGE_BYTES:
+            for request in batch:
+                _own_large(request.outputs)
 
     def check(self, outputs: Mapping[str, np.ndarray], rows: int) -> None:
         """Raise EngineFailed unless these can be the outputs of `rows` rows."""
@@ -84,6 +89,17 @@ class Splitter:
                 )
             if shape != declared.seen:
                 declared.check(shape)
+
+
+def _own_large(outputs: dict[str, np.ndarray]) -> None:
+    """Copy large arrays that lie in other memory: of the whole batch, or of the engine.
+
+    A client may be slow to read them, and would keep that memory, or ONNX Runtime's arena would
+    grow, although only their own bytes are counted in the memory budget.
+    """
+    for name, array in outputs.items():
+        if array.nbytes > _LARGE_BYTES and not array.flags.owndata:
+            outputs[name] = array.copy()
 
 
 class _Declared:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from deploykit.core.errors import DeploykitError, UnknownEncoding, quote
+from deploykit.core.tensors import Bytes
 from deploykit.serving.grpc.assembly import PREFIX_BYTES, MessageReader
 from deploykit.serving.grpc.headers import Head, Method
 from deploykit.serving.grpc.replies import (
@@ -70,9 +71,8 @@ class Call(Stream):
         self._received_one = False
         self._since_s = shared.now_s
         timeout_us = head.timeout_us
-        self.deadline_s: float | None = None
-        if timeout_us is not None:  # `now_s` may be a tick old
-            self.deadline_s = shared.clock_s() + timeout_us / 1e6
+        deadline_s = None if timeout_us is None else shared.clock_s() + timeout_us / 1e6
+        self.deadline_s = deadline_s  # by the clock, as `now_s` may be a tick old
 
     @property
     def unanswered(self) -> int:
@@ -304,7 +304,7 @@ class Call(Stream):
 
     # -- replies ---------------------------------------------------------------------------------
 
-    def reply(self, parts: list[bytes]) -> None:
+    def reply(self, parts: Sequence[Bytes]) -> None:
         """Send the only reply of a call and end it."""
         if self.gone or (self.deadline_s is not None and self._is_late()):
             return
@@ -321,7 +321,7 @@ class Call(Stream):
         self.send_message(parts)
         self.complete()
 
-    def send_message(self, parts: list[bytes]) -> None:
+    def send_message(self, parts: Sequence[Bytes]) -> None:
         """Send one of several replies."""
         if self.gone or self.trailers is not None:
             return

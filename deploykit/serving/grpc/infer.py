@@ -7,11 +7,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+import numpy as np
+
 from deploykit.core.errors import DeploykitError, Overloaded, quote
+from deploykit.core.tensors import Bytes
 from deploykit.serving.grpc.call import Call
 from deploykit.serving.models.inference import Client, Inference, ModelRoute, memory_bytes
 from deploykit.serving.models.offload import Offload
 from deploykit.serving.models.repository import VERSION, ModelRepository
+from deploykit.serving.models.worker import Worker
 from deploykit.serving.oip import messages
 from deploykit.serving.oip.request import Request, Signature, fill
 from deploykit.serving.oip.response import collect_results
@@ -19,7 +23,7 @@ from deploykit.serving.oip.response import collect_results
 log = logging.getLogger(__name__)
 
 LARGE_BYTES = 32 << 10  # what is slow to decode is decoded on another thread from this size on
-_LONG_BYTES = 256 << 10  # and with other long ones
+_LONG_BYTES = 128 << 10  # and with other long ones; without raw contents in another process
 
 
 class Replying(Client, Protocol):
@@ -34,10 +38,12 @@ class Replying(Client, Protocol):
 class InferMethods:
     """ModelInfer and ModelStreamInfer."""
 
-    def __init__(self, repository: ModelRepository, offload: Offload) -> None:
+    def __init__(
+        self, repository: ModelRepository, offload: Offload, worker: Worker | None
+    ) -> None:
         self._repository = repository
         self.routes = {
-            name: ModelRoute(repository, model, offload)
+            name: ModelRoute(repository, model, offload, worker)
             for name, model in repository.models.items()
         }
 
@@ -90,14 +96,20 @@ def _reads_much(head: bytes, spans: tuple[messages.Span, ...], model: Signature)
 class GrpcInference(Inference):
     """One inference message. Its source: see `messages.split_request`, with the message."""
 
-    __slots__ = ("_plan",)
+    __slots__ = ("_decoded_bytes", "_plan")
 
     client: Replying
 
     def decode(self, source: tuple[bytes, bytes, int, tuple[messages.Span, ...]]) -> Request:
         head, data, at, spans = source
         route = self.route
-        self._plan = plan = messages.plan_request(head, spans, route.model.signature)
+        worker, signature = route.worker, route.model.signature
+        if worker is None or len(head) <= _LONG_BYTES:
+            plan = messages.plan_request(head, spans, signature)
+        else:
+            array = np.frombuffer(head, np.uint8)  # is sent without a copy
+            plan = worker.run(self.left_s(), messages.plan_large, array, spans, signature)
+        self._plan = plan
         request = fill(plan, data, at, route.memory)
         left_us = self.client.left_us
         if left_us is not None:
@@ -109,15 +121,24 @@ class GrpcInference(Inference):
         if not self.client.reserve(size):
             raise Overloaded("the server holds too many bytes of requests and answers already")
 
-    def decoded_bytes(self) -> int:
-        """In addition to the message."""
-        return sum(
-            memory_bytes(self.request.feeds[part.name])
+    def decode_large(self) -> Request:
+        request = super().decode_large()
+        self._decoded_bytes = sum(
+            memory_bytes(request.feeds[part.name])
             for part in self._plan.parts
             if part.region is not None or part.value is not None or not part.slot.item_bytes
         )
+        return request
 
-    def encode(self) -> tuple[list[bytes]]:
+    def decoded_bytes(self) -> int:
+        """In addition to the message."""
+        return self._decoded_bytes
+
+    def encodes_slowly(self) -> bool:
+        self.large = self.route.model.largest_output_bytes > _LONG_BYTES
+        return self.large and self.slow_bytes() > _LONG_BYTES
+
+    def encode(self) -> tuple[list[Bytes]]:
         model, request = self.route.model, self.request
         found = collect_results(request, self.pending.outputs, model.signature, self.route.memory)
         return (messages.encode(model.name, VERSION, request.id, found),)
@@ -133,12 +154,12 @@ class Slot:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self.parts: list[bytes] | None = None
+        self.parts: list[Bytes] | None = None
         self.cancel: Callable[[], object] | None = None
 
     @property
     def gone(self) -> bool:
-        return self._call.gone
+        return self._call.gone or self._call.trailers is not None  # which end it
 
     @property
     def left_us(self) -> int | None:
@@ -147,14 +168,14 @@ class Slot:
     def reserve(self, size: int) -> bool:
         return self._call.reserve(size, self._call.slots.index(self))
 
-    def reply(self, parts: list[bytes]) -> None:
+    def reply(self, parts: list[Bytes]) -> None:
         self._put(messages.wrap_in_stream(parts))
 
     def fail(self, status: str, message: str) -> None:
         log.info("%s: %s %s", quote(self._call.head.path), status, quote(message))
         self._put(messages.stream_error(message))
 
-    def _put(self, parts: list[bytes]) -> None:
+    def _put(self, parts: list[Bytes]) -> None:
         self.parts = parts
         call = self._call
         slots = call.slots

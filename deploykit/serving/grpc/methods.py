@@ -15,6 +15,7 @@ from deploykit.serving.grpc.infer import InferMethods, fail_with
 from deploykit.serving.http2.flow import Flow
 from deploykit.serving.models.offload import Offload
 from deploykit.serving.models.repository import VERSION, ModelRepository, ServedModel
+from deploykit.serving.models.worker import Worker
 from deploykit.serving.oip import messages as infer
 from deploykit.serving.oip.protobuf import MESSAGES, Message, message_from
 from deploykit.serving.shared_memory import SharedMemory
@@ -42,11 +43,13 @@ _SERVING, _NOT_SERVING, _UNKNOWN = 1, 2, 3
 
 
 class Calls:
-    """The handlers of all methods by path. `offload`: see Inference."""
+    """The handlers of all methods by path. `offload`, `worker`: see ModelRoute."""
 
-    def __init__(self, repository: ModelRepository, offload: Offload) -> None:
+    def __init__(
+        self, repository: ModelRepository, offload: Offload, worker: Worker | None
+    ) -> None:
         self._repository = repository
-        self.inference = inference = InferMethods(repository, offload)
+        self.inference = inference = InferMethods(repository, offload, worker)
         self._watching: dict[str, dict[Call, None]] = {}  # by the name of the service
         self._health_sent: dict[str, int] = {}
         self._watches: Counter[Flow] = Counter()

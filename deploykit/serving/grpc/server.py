@@ -15,6 +15,7 @@ from deploykit.serving.http2.connection import Connection
 from deploykit.serving.http2.shared import Limits, Shared
 from deploykit.serving.models.offload import Offload
 from deploykit.serving.models.repository import ModelRepository
+from deploykit.serving.models.worker import Worker
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.listener import Acceptor, bind
 from deploykit.serving.transport.memory import MemoryBudget
@@ -37,9 +38,10 @@ class GrpcServer:
         memory: MemoryBudget,
         offload: Offload,
         limits: Limits | None = None,
+        worker: Worker | None = None,
     ) -> None:
         self._options = options
-        self._calls = Calls(repository, offload)
+        self._calls = Calls(repository, offload, worker)
         limits = limits or Limits()
         parse = HeadParser(self._calls.methods, guard.allows, limits.headers)
         large = partial(offload, large=True)

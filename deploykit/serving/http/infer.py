@@ -7,17 +7,16 @@ the GIL for long, to another process.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Sequence
 
 import numpy as np
 
 from deploykit.core.errors import BadInput, DeploykitError, Overloaded, TooLarge
 from deploykit.core.tensors import Bytes
-from deploykit.serving.http.json_worker import JsonWorker
-from deploykit.serving.models.inference import Inference, ModelRoute
+from deploykit.serving.models.inference import Inference, ModelRoute, memory_bytes
 from deploykit.serving.models.offload import Offload, Result
 from deploykit.serving.models.repository import VERSION, ModelRepository, ServedModel
+from deploykit.serving.models.worker import Worker
 from deploykit.serving.oip import json
 from deploykit.serving.oip.request import Request
 from deploykit.serving.transport import compression
@@ -41,10 +40,9 @@ class InferRoute(ModelRoute):
         repository: ModelRepository,
         model: ServedModel,
         offload: Offload,
-        worker: JsonWorker | None,
+        worker: Worker | None,
     ) -> None:
-        super().__init__(repository, model, offload)
-        self.worker = worker
+        super().__init__(repository, model, offload, worker)
         self.max_body_bytes = repository.options.max_body_bytes
         inputs = model.signature.inputs.values()
         self._strings = any(slot.datatype == "BYTES" for slot in inputs)  # slow to decode
@@ -116,7 +114,7 @@ class HttpInference(Inference):
             )
         else:
             request = json.decode(body, json_bytes, signature, route.memory)
-        self._decoded_bytes = sum(map(_memory_bytes, request.feeds.values()))
+        self._decoded_bytes = sum(map(memory_bytes, request.feeds.values()))
         return request
 
     def _decoded(self, result: Result[Request]) -> None:
@@ -130,11 +128,11 @@ class HttpInference(Inference):
 
     def encodes_slowly(self) -> bool:
         large = self.route.model.largest_output_bytes > LARGE_BYTES
-        self.large = large and self._json_bytes_above(LARGE_BYTES)
+        self.large = large and self.slow_bytes() > LARGE_BYTES
         accept = self.client.head.accept_encoding
         if self.large or accept is None or compression.choose_encoding(accept) is None:
             return self.large
-        size = sum(map(_memory_bytes, self.pending.outputs.values()))
+        size = sum(map(memory_bytes, self.pending.outputs.values()))
         self.large = size > LARGE_BYTES
         return size > _INLINE_BYTES
 
@@ -144,7 +142,7 @@ class HttpInference(Inference):
         worker = route.worker if route.model.largest_output_bytes > LARGE_BYTES else None
         if (
             worker is not None
-            and self._json_bytes_above(_LONG_BYTES)
+            and self.slow_bytes(json=True) > _LONG_BYTES
             and not any(wanted.region for wanted in request.outputs)
         ):
             small = request._replace(feeds={})
@@ -168,18 +166,3 @@ class HttpInference(Inference):
         else:
             log.error("a request to model '%s' failed", self.route.model.name, exc_info=error)
             reply_bug(self.client)
-
-    def _json_bytes_above(self, limit_bytes: int) -> bool:
-        """Whether an output sent as JSON, strings or classes is larger; raw numbers are fast."""
-        for wanted in self.request.outputs:
-            array = self.pending.outputs[wanted.name]
-            raw = wanted.binary and not wanted.classes and array.dtype.kind != "O"
-            if array.nbytes > limit_bytes and not raw:
-                return True
-        return False
-
-
-def _memory_bytes(array: np.ndarray) -> int:
-    """Bytes of memory including its strings."""
-    strings = sum(map(sys.getsizeof, array.flat)) if array.dtype.kind == "O" else 0
-    return array.nbytes + strings

@@ -22,9 +22,9 @@ from deploykit.core.errors import (
     quote,
 )
 from deploykit.serving.http.infer import InferRoute
-from deploykit.serving.http.json_worker import JsonWorker
 from deploykit.serving.models.offload import Offload, run_inline
 from deploykit.serving.models.repository import VERSION, ModelRepository, ServedModel
+from deploykit.serving.models.worker import Worker
 from deploykit.serving.observe.prometheus import exposition
 from deploykit.serving.oip.json import parse_json
 from deploykit.serving.shared_memory import SharedMemory
@@ -62,7 +62,7 @@ class Routes:
         self,
         repository: ModelRepository,
         offload: Offload = run_inline,
-        worker: JsonWorker | None = None,
+        worker: Worker | None = None,
         *,
         scheme: str = "http",
     ) -> None:

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Protocol
 
+from deploykit.core.tensors import Bytes
 from deploykit.serving.http2.frames import DATA, FRAME, NO_ERROR, RST_STREAM, STREAM_WINDOW, frame
 
 
@@ -78,7 +79,7 @@ class Stream:
 
     # -- output ----------------------------------------------------------------------------------
 
-    def send(self, parts: Iterable[bytes]) -> None:
+    def send(self, parts: Iterable[Bytes]) -> None:
         self.unsent.extend(map(memoryview, parts))
         self.push()
 

@@ -90,7 +90,7 @@ def config(
 
 
 def largest_output_bytes(signature: Signature) -> float:
-    """The most that an output can have; inf where an axis besides the batch is dynamic."""
+    """The most that an output can have; inf for strings, and where another axis is dynamic."""
     return max(_output_bytes(slot, signature.max_batch) for slot in signature.outputs.values())
 
 
@@ -99,7 +99,8 @@ def _output_bytes(slot: Slot, max_batch: int) -> float:
     if max_batch:
         axes[0] = max_batch
     sizes = [axis for axis in axes if isinstance(axis, int)]
-    return math.prod(sizes) * slot.dtype.itemsize if len(sizes) == len(axes) else math.inf
+    known = len(sizes) == len(axes) and slot.item_bytes
+    return math.prod(sizes) * slot.dtype.itemsize if known else math.inf
 
 
 def _platform(engine: Engine) -> tuple[str, str]:

@@ -20,9 +20,12 @@ from deploykit.serving.batching.policy import Pending
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.offload import Offload, Result
 from deploykit.serving.models.repository import ModelRepository
+from deploykit.serving.models.worker import Worker
 from deploykit.serving.oip.request import Request
 
 _LEAST_ENCODE_S = 0.1  # for outputs that were computed just in time
+_FEW_STRINGS = 32 << 10  # each of which may be long
+_REGION_SPEED = 16  # how many times as fast shared memory is written as JSON
 
 
 class Client(Protocol):
@@ -40,15 +43,22 @@ class Client(Protocol):
 
 
 class ModelRoute:
-    """What the inference requests of one model share.
+    """What the inference requests of one model share. `worker`: for very large ones.
 
     `offload(work, then)` runs `work` on another thread, then `then` on the event loop's, within
     `limit_us` from the arrival of a request.
     """
 
-    def __init__(self, repository: ModelRepository, model: ServedModel, offload: Offload) -> None:
+    def __init__(
+        self,
+        repository: ModelRepository,
+        model: ServedModel,
+        offload: Offload,
+        worker: Worker | None = None,
+    ) -> None:
         self.model = model
         self.offload = offload
+        self.worker = worker
         self.memory = repository.memory
         self.limit_us = repository.options.timeout_ms * 1000
         inputs = model.signature.inputs.values()
@@ -120,6 +130,25 @@ class Inference:
     def encodes_slowly(self) -> bool:
         """Whether `encode` takes long enough to be offloaded; sets `large`."""
         return False
+
+    def slow_bytes(self, *, json: bool = False) -> int:
+        """Bytes of the largest output that takes long to encode; plain raw numbers do not.
+
+        `json`: only of those that become JSON or strings.
+        """
+        most = 0
+        for wanted in self.request.outputs:
+            array = self.pending.outputs[wanted.name]
+            if not wanted.binary or wanted.classes or array.dtype.kind == "O":
+                few = array.dtype.kind == "O" and array.size <= _FEW_STRINGS
+                most = max(most, memory_bytes(array) if few else array.nbytes)
+            elif json:
+                continue
+            elif wanted.region is not None:
+                most = max(most, array.nbytes // _REGION_SPEED)
+            elif self.route.model.signature.outputs[wanted.name].datatype == "BF16":
+                most = max(most, array.nbytes)
+        return most
 
     def left_s(self) -> float:
         """Seconds until the request, being decoded, is past its time limit."""

@@ -30,7 +30,7 @@ from deploykit.serving.oip.request import (
     plan,
 )
 from deploykit.serving.oip.response import collect_results
-from deploykit.serving.oip.tensors import to_json
+from deploykit.serving.oip.tensors import to_bytes, to_json
 
 MAX_NESTING = 100
 _CACHED_HEAD_BYTES = 2048  # most clients repeat the same JSON part
@@ -179,7 +179,7 @@ def encode(
     outputs: Mapping[str, np.ndarray],
     model: Signature,
     memory: Memory | None = None,
-) -> tuple[list[bytes], int | None]:
+) -> tuple[list[Bytes], int | None]:
     """The JSON part and the binary tails, and the JSON part's length if binary data follow.
 
     `memory`: as for `decode`. Raises what its `write` raises, and BadInput for an output that JSON
@@ -189,9 +189,12 @@ def encode(
         shapes = tuple([outputs[wanted.name].shape for wanted in request.outputs])
         head = _cached_head(name, version, request.outputs, shapes, model)
         if head is not None:
-            return [head, *[outputs[w.name].tobytes() for w in request.outputs]], len(head)
+            tails = [
+                to_bytes(outputs[w.name], model.outputs[w.name].datatype) for w in request.outputs
+            ]
+            return [head, *tails], len(head)
     items: list[dict[str, Any]] = []
-    tails: list[bytes] = []
+    tails = []
     for result in collect_results(request, outputs, model, memory):
         item: dict[str, Any] = {
             "name": result.name, "datatype": result.datatype, "shape": result.shape

@@ -11,7 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from deploykit.core.errors import BadInput, TooLarge, quote
+from deploykit.core.tensors import Bytes
 from deploykit.serving.oip.protobuf import MESSAGES, DecodeError, Message
 from deploykit.serving.oip.request import (
     Binary,
@@ -192,6 +195,11 @@ def plan_request(head: bytes, spans: tuple[Span, ...], model: Signature) -> Plan
     return (_plan_cached if len(head) <= _CACHED_BYTES else _plan)(head, spans, model)
 
 
+def plan_large(head: np.ndarray, spans: tuple[Span, ...], model: Signature) -> Plan:
+    """As `plan_request`, in another process."""
+    return _plan(head.tobytes(), spans, model)
+
+
 def _plan(head: bytes, spans: tuple[Span, ...], model: Signature) -> Plan:
     if len(head) > _CACHED_BYTES:
         _count_fields(head)
@@ -251,10 +259,10 @@ def _parameters(message: Any) -> dict[str, Any]:
 
 def encode(
     name: str, version: str, request_id: str | None, results: Sequence[Result]
-) -> list[bytes]:
+) -> list[Bytes]:
     """A ModelInferResponse in parts. Outputs in shared memory get empty raw contents."""
     outputs = []
-    contents: list[bytes] = []
+    contents: list[Bytes] = []
     for result in results:
         output, datatype, shape, array, requested = result
         outputs.append((output, datatype, shape, requested.region if array is None else None))
@@ -267,7 +275,7 @@ def encode(
     return [head, b"\x1a" + _varint(len(text)) + text, *contents]
 
 
-def wrap_in_stream(parts: list[bytes]) -> list[bytes]:
+def wrap_in_stream(parts: list[Bytes]) -> list[Bytes]:
     """A ModelStreamInferResponse around a response."""
     return [_INFER_RESPONSE + _varint(sum(map(len, parts))), *parts]
 
@@ -295,7 +303,7 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def stream_error(text: str) -> list[bytes]:
+def stream_error(text: str) -> list[Bytes]:
     """A ModelStreamInferResponse with an error message."""
     message: Message = MESSAGES["ModelStreamInferResponse"](error_message=text)
     return [message.SerializeToString()]

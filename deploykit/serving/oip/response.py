@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from deploykit.core.tensors import Bytes
 from deploykit.serving.oip.classification import classify
 from deploykit.serving.oip.request import Memory, Request, RequestedOutput, Signature
 from deploykit.serving.oip.tensors import to_bytes
@@ -21,7 +22,7 @@ class Result(NamedTuple):
     array: np.ndarray | None
     requested: RequestedOutput
 
-    def raw_contents(self) -> bytes:
+    def raw_contents(self) -> Bytes:
         """The elements as binary data; empty if they are in shared memory."""
         return b"" if self.array is None else to_bytes(self.array, self.datatype)
 

@@ -27,6 +27,7 @@ from deploykit.core.tensors import (
 BINARY_ONLY = ("FP16", "BF16")  # the protocol gives them no JSON form
 STRING_BYTES = 64  # memory of a short Python string and its reference
 LENGTH_BYTES = 4  # in front of every element of BYTES
+_COPIED_BYTES = 64 << 10  # a copy of less costs less than a view
 
 # the field of gRPC's InferTensorContents for each datatype; FP16 and BF16 have none
 CONTENTS: Mapping[str, str] = {
@@ -210,8 +211,11 @@ def _allocatable(shape: tuple[int, ...], slot: Slot) -> tuple[int, ...]:
     return shape
 
 
-def to_bytes(array: np.ndarray, datatype: str) -> bytes:
-    """An output as it is sent binary; bfloat16 is rounded to nearest, ties to even."""
+def to_bytes(array: np.ndarray, datatype: str) -> Bytes:
+    """An output as it is sent binary; bfloat16 is rounded to nearest, ties to even.
+
+    Large numbers that `array` owns are not copied.
+    """
     if datatype == "BYTES":
         return b"".join(
             part
@@ -225,6 +229,8 @@ def to_bytes(array: np.ndarray, datatype: str) -> bytes:
         nans = np.isnan(array.reshape(-1))  # rounding would turn some into infinity
         upper[nans] = (bits[nans] >> 16) | 0x40
         return upper.tobytes()
+    if array.nbytes > _COPIED_BYTES and array.flags.owndata and array.flags.c_contiguous:
+        return array.reshape(-1).view(np.uint8).data
     return array.tobytes()
 
 

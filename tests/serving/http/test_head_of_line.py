@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import Expired, Overloaded
-from deploykit.serving.http import json_worker
-from deploykit.serving.http.json_worker import JsonWorker
+from deploykit.serving.models import worker as worker_module
+from deploykit.serving.models.worker import Worker
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.memory import held_bytes
 from tests.support.serving.running import Raw, Running, infer_json, request, running
@@ -75,7 +75,7 @@ def test_a_stopped_worker_costs_its_requests_their_time_limit_and_is_replaced(
     eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with stopped_worker(timeout_ms=500) as (server, pid):
-        monkeypatch.setattr(json_worker, "HUNG_S", 1.0)
+        monkeypatch.setattr(worker_module, "HUNG_S", 1.0)
         raws = in_work(server, 4)
         replies = [raw.reply() for raw in raws]
         assert [reply and reply.status for reply in replies] == [504] * 4
@@ -139,13 +139,13 @@ def test_a_thread_that_cannot_start_is_a_503(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_worker_that_never_reads_does_not_hold_its_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with JsonWorker() as worker:
+    with Worker() as worker:
         assert worker.run(60, len, b"abc") == 3
         process = worker._process
         assert process is not None
         os.kill(process.pid, signal.SIGSTOP)
         with monkeypatch.context() as patch:
-            patch.setattr(json_worker, "HUNG_S", 0.0)
+            patch.setattr(worker_module, "HUNG_S", 0.0)
             with pytest.raises(Expired, match="time limit"):
                 worker.run(0.2, len, bytes(10 << 20))  # more than the pipe takes
         assert process.poll() is not None
@@ -153,7 +153,7 @@ def test_a_worker_that_never_reads_does_not_hold_its_caller(
 
 
 def test_a_worker_in_use_does_not_hold_others_beyond_their_limit() -> None:
-    with JsonWorker() as worker:
+    with Worker() as worker:
         worker._lock.acquire()
         with pytest.raises(Expired):
             worker.run(0.01, len, b"")

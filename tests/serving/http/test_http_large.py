@@ -12,7 +12,7 @@ import pytest
 
 from deploykit.core.errors import Overloaded, TooLarge
 from deploykit.core.tensors import TensorSpec
-from deploykit.serving.http.json_worker import JsonWorker
+from deploykit.serving.models.worker import Worker
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import Running, infer_json, request, running
 
@@ -77,7 +77,7 @@ def test_an_error_is_the_same_wherever_the_json_is_decoded(server: Running) -> N
         assert f"'data' has {count}" in reply.json["error"]
 
 
-def test_a_killed_json_worker_is_replaced(server: Running) -> None:
+def test_a_killed_worker_process_is_replaced(server: Running) -> None:
     body = zeros(1_000_000)
     assert server.ask("POST", INFER, body).status == 200
     process = server.server._worker._process
@@ -112,8 +112,8 @@ def test_a_body_being_decoded_at_shutdown_is_answered(
         assert server.stop() == 0
 
 
-def test_closing_the_json_worker_ends_its_process() -> None:
-    with JsonWorker() as worker:
+def test_closing_the_worker_ends_its_process() -> None:
+    with Worker() as worker:
         assert worker.run(60, sum, [1, 2, 3]) == 6
         process = worker._process
         assert process is not None
@@ -126,8 +126,8 @@ def refuse(limit: int) -> None:
     raise TooLarge(f"above {limit}", hint="send less")
 
 
-def test_an_error_in_the_json_worker_keeps_its_type_and_hint() -> None:
-    with JsonWorker() as worker:
+def test_an_error_in_the_worker_keeps_its_type_and_hint() -> None:
+    with Worker() as worker:
         with pytest.raises(TooLarge, match="above 5") as caught:
             worker.run(60, refuse, 5)
         assert caught.value.hint == "send less"

@@ -10,7 +10,7 @@ import socket
 import ssl
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,7 @@ from tests.support.serving.grpc_cases import (
     frames,
     infer_bytes,
     serving,
+    unlimited_window,
 )
 from tests.support.serving.memory import chunked, held_bytes, raw_infer, send_without_end
 from tests.support.serving.running import WAIT_S, GatedEngine, Raw, Reply, Running, request, running
@@ -280,15 +281,6 @@ def test_a_connection_made_during_shutdown_does_not_break_it(grpc_port: int | No
 
 
 # -- gRPC
-
-
-@contextlib.contextmanager
-def unlimited_window(port: int) -> Iterator[Frames]:
-    """A client whose flow-control windows have room for every answer."""
-    most = (1 << 30).to_bytes(4, "big")
-    with frames(port, settings=b"\0\4" + most) as client:
-        client.send(8, 0, 0, most)
-        yield client
 
 
 def fill(client: Frames, stream: int, size: int) -> None:

@@ -257,6 +257,15 @@ def frames(port: int, **options: Any) -> Iterator[Frames]:
         client.close()
 
 
+@contextmanager
+def unlimited_window(port: int) -> Iterator[Frames]:
+    """A client whose flow-control windows have room for every answer."""
+    most = (1 << 30).to_bytes(4, "big")
+    with frames(port, settings=b"\0\4" + most) as client:
+        client.send(8, 0, 0, most)
+        yield client
+
+
 def infer_bytes(rows: int = 1, value: float = 1.0, width: int = 4, **fields: Any) -> bytes:
     """A ModelInferRequest for FakeEngine, by our own messages."""
     from deploykit.serving.oip.protobuf import MESSAGES

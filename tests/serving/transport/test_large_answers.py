@@ -1,0 +1,257 @@
+"""Large answers are not copied on the event loop's thread, and keep no more than their bytes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from deploykit.core.tensors import parse_spec
+from deploykit.serving.batching.delivery import TURN_US, TurnDelivery
+from deploykit.serving.batching.policy import Pending
+from deploykit.serving.batching.stacking import Splitter
+from deploykit.serving.models.worker import Worker
+from deploykit.serving.oip import response
+from deploykit.serving.oip.protobuf import MESSAGES
+from deploykit.serving.oip.tensors import to_bytes
+from tests.support.fake_engine import FakeEngine
+from tests.support.serving.grpc_cases import (
+    STREAM,
+    Echo,
+    frames,
+    infer_bytes,
+    serving,
+    unlimited_window,
+)
+from tests.support.serving.loops import KEY, Clock, Loop
+from tests.support.serving.running import WAIT_S, GatedEngine, running
+
+WIDTH = 100_000  # float32: 400 kB a row
+SPECS = (parse_spec("y:float32[N,W]"),)
+ALL_WINDOW = b"\0\4" + (1 << 30).to_bytes(4, "big")
+Eventually = Callable[[Callable[[], bool]], None]
+
+
+def pending(rows: int = 1, done: Callable[[Pending], None] = lambda _: None) -> Pending:
+    return Pending({"x": np.zeros((rows, 1), np.float32)}, rows, KEY, done, 0, 0, 0)
+
+
+# -- what an answer keeps alive
+
+
+def test_a_large_answer_keeps_only_its_own_rows_of_a_batch() -> None:
+    """Else one slow reader keeps the memory of all 32 answers, and 1/32 of it is counted."""
+    whole = np.ones((3, WIDTH), np.float32)
+    batch = [pending(1), pending(2)]
+    Splitter(SPECS, joined=True)(batch, {"y": whole})
+    for request, rows in zip(batch, (1, 2), strict=True):
+        found = request.outputs["y"]
+        assert found.shape == (rows, WIDTH)
+        assert found.flags.owndata
+        assert not np.shares_memory(found, whole)
+
+
+def test_a_large_answer_leaves_the_memory_of_the_engine() -> None:
+    """ONNX Runtime's arrays lie in its arena, which grows with each one that is still in use."""
+    arena = np.ones(2 * WIDTH, np.float32)
+    request = pending()
+    Splitter(SPECS, joined=True)([request], {"y": arena[:WIDTH].reshape(1, WIDTH)})
+    assert not np.shares_memory(request.outputs["y"], arena)
+
+
+def test_small_answers_and_those_that_own_their_memory_are_not_copied() -> None:
+    small, own = np.ones((1, 4), np.float32)[:], np.ones((1, WIDTH), np.float32)
+    for array in (small, own):
+        request = pending()
+        Splitter(SPECS, joined=True)([request], {"y": array})
+        assert request.outputs["y"] is array
+
+
+@pytest.mark.parametrize(
+    ("array", "copied"),
+    [
+        (np.ones((2, WIDTH), np.float32), False),
+        (np.ones((2, WIDTH), np.float16), False),
+        (np.ones((2, WIDTH), np.float32)[:1], True),  # its owner may use the memory again
+        (np.asfortranarray(np.arange(2 * WIDTH, dtype=np.float32).reshape(2, WIDTH)), True),
+        (np.ones((2, 4), np.float32), True),
+    ],
+)
+def test_large_numbers_are_sent_from_the_array_itself(array: np.ndarray, copied: bool) -> None:
+    found = to_bytes(array, "FP32")
+    assert bytes(found) == array.tobytes()
+    assert np.shares_memory(np.frombuffer(found, np.uint8), array) is not copied
+
+
+# -- what one turn of the loop does
+
+
+def test_one_turn_of_the_loop_delivers_answers_for_a_short_time() -> None:
+    loop, clock, done = Loop(), Clock(), list[int]()
+    deliver = TurnDelivery(loop.call_soon, clock)
+
+    def slow(_: Pending) -> None:
+        clock.us += TURN_US * 6 // 10
+        done.append(clock.us)
+
+    for _ in range(3):  # batches that ended in one turn of the loop
+        deliver([pending(done=slow) for _ in range(3)])
+    assert len(done) == 2
+    turns = 0
+    while len(done) < 9:
+        assert loop.turn() == 1
+        turns += 1
+    assert turns == 4
+    while loop.turn():
+        pass
+    deliver([pending(done=slow)])
+    assert len(done) == 10
+
+
+def test_short_deliveries_do_not_wait_for_the_next_turn_of_the_loop() -> None:
+    loop, clock, done = Loop(), Clock(), list[Pending]()
+    deliver = TurnDelivery(loop.call_soon, clock)
+    for _ in range(100):
+        deliver([pending(done=done.append)])
+        clock.us += 10
+    assert len(done) == 100
+    assert not loop.asked
+
+
+def test_an_answer_whose_delivery_fails_does_not_affect_the_others() -> None:
+    loop, done = Loop(), list[Pending]()
+    deliver = TurnDelivery(loop.call_soon, Clock())
+
+    def fail(_: Pending) -> None:
+        raise RuntimeError("in a test")
+
+    deliver([pending(done=fail), pending(done=done.append)])
+    assert len(done) == 1
+
+
+def test_the_server_delivers_batches_in_turns_of_its_loop(eventually: Eventually) -> None:
+    with running() as server:
+        delivered: list[Sequence[Pending]] = []
+        assert isinstance(server.server._delivery, TurnDelivery)
+        server.server._delivery = delivered.append  # type: ignore[assignment]
+        batch = [pending()]
+        server.server._deliver(batch)
+        eventually(lambda: delivered == [batch])
+
+
+# -- gRPC: what is slow to encode or to decode
+
+
+def classified(width: int) -> bytes:
+    message = MESSAGES["ModelInferRequest"].FromString(infer_bytes(width=width))
+    wanted = message.outputs.add(name="y")
+    wanted.parameters["classification"].int64_param = 3
+    data: bytes = message.SerializeToString()
+    return data
+
+
+@pytest.mark.parametrize(("width", "offloaded"), [(WIDTH, True), (100, False)])
+def test_large_answers_are_classified_on_another_thread(
+    monkeypatch: pytest.MonkeyPatch, width: int, offloaded: bool
+) -> None:
+    """Twelve clients that asked for 5 of 2 million values stopped the loop for 1.2 s."""
+    threads: list[int] = []
+    classify = response.classify
+
+    def seen(*args: object, **options: object) -> np.ndarray:
+        threads.append(threading.get_ident())
+        return classify(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(response, "classify", seen)
+    models = {"m": FakeEngine(width=width)}
+    with serving(models) as server, unlimited_window(server.port) as client:
+        answer = client.call(1, classified(width))
+        assert answer.status == 0
+        assert b"3.000000:0" in answer.data
+        assert (threads != [server.see(threading.get_ident)]) is offloaded
+
+
+@pytest.mark.parametrize("sizes", [(40_000, 1), (3, 200_000)])
+def test_long_strings_are_encoded_on_another_thread(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int]
+) -> None:
+    """Many short ones, and few long ones."""
+    threads: list[int] = []
+
+    def seen(array: np.ndarray, datatype: str) -> object:
+        threads.append(threading.get_ident())
+        return to_bytes(array, datatype)
+
+    monkeypatch.setattr(response, "to_bytes", seen)
+    count, size = sizes
+    element = size.to_bytes(4, "little") + b"a" * size
+    message = MESSAGES["ModelInferRequest"](model_name="m")
+    message.inputs.add(name="x", datatype="BYTES", shape=[1, count])
+    message.raw_input_contents.append(element * count)
+    models = {"m": Echo("string", "T")}
+    with serving(models) as server, unlimited_window(server.port) as client:
+        answer = client.call(1, message.SerializeToString())
+        assert answer.status == 0
+        assert element * count in answer.data
+        assert threads != [server.see(threading.get_ident)]
+
+
+def test_long_typed_contents_are_decoded_in_another_process() -> None:
+    """Four clients with 4 million values each stopped the loop for 2.5 s from a thread."""
+    values = np.arange(50_000, dtype=np.float32)
+    message = MESSAGES["ModelInferRequest"](model_name="m")
+    typed = message.inputs.add(name="x", datatype="FP32", shape=[1, len(values)])
+    typed.contents.fp32_contents.extend(values.tolist())
+    with running({"m": FakeEngine(width=len(values))}, grpc_port=0) as server:
+        port = server.server._routes.grpc_port
+        assert port is not None
+        with unlimited_window(port) as client:
+            answer = client.call(1, message.SerializeToString())
+            assert answer.status == 0
+            got = MESSAGES["ModelInferResponse"].FromString(answer.data[5:])
+            assert got.raw_output_contents[0] == (values * 2 + 1).tobytes()
+            assert server.server._worker._process is not None
+            typed.shape[1] += 1
+            assert client.call(3, message.SerializeToString()).status == 3
+            short = MESSAGES["ModelInferRequest"].FromString(infer_bytes(width=len(values)))
+            assert client.call(5, short.SerializeToString()).status == 0
+
+
+def test_a_stream_that_has_failed_takes_no_more_answers(
+    eventually: Eventually, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its slots are gone when the engine returns, and there is an answer that was not read."""
+    steps = threading.Semaphore(0)
+    engine = GatedEngine(width=WIDTH)
+    engine.gate = SimpleNamespace(wait=lambda limit_s: steps.acquire(timeout=limit_s))  # type: ignore[assignment]
+    with (
+        serving({"m": engine}, max_batch=1) as server,
+        frames(server.port, settings=b"\0\4\0\0\0\0") as client,
+    ):
+        engine.warm = True
+        client.open(1, STREAM)
+        client.message(1, classified(WIDTH), end=False)
+        client.message(1, classified(WIDTH), end=False)
+        assert engine.entered.acquire(timeout=WAIT_S)
+        steps.release()
+        assert engine.entered.acquire(timeout=WAIT_S)
+        (link,) = server.see(lambda: list(server.server._shared.connections))
+        eventually(lambda: link.answer_bytes > 0)
+        (call,) = server.see(lambda: list(link.streams.values()))
+        server.see(lambda: call.fail("DEADLINE_EXCEEDED", "in a test"))
+        assert server.see(lambda: call.trailers is not None)
+        steps.release()
+        eventually(lambda: not server.see(lambda: server.repository.models["m"].unanswered))
+        client.settle()
+        client.send(4, 0, 0, ALL_WINDOW)
+        assert client.answer(1).status == 4
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
+
+
+def test_the_worker_process_returns_arrays_that_it_did_not_copy() -> None:
+    array = np.arange(WIDTH, dtype=np.float32)
+    with Worker() as worker:
+        assert bytes(worker.run(WAIT_S, to_bytes, array.copy(), "FP32")) == array.tobytes()
