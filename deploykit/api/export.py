@@ -281,22 +281,26 @@ def _prove(
     loaded, names = source.loaded, (source.name, out_name)
     most = rows_that_fit(feeds, tmp)
     feeds = first_rows(feeds, most)
-    with TorchEngine(loaded, source.name, "cpu", None) as reference, load(tmp, "cpu") as exported:
-        bound = EXPORT_MAX_ERROR if max_error is None else max_error
-        parity = _compare(reference, exported, feeds, bound, names, loaded.limits)
-        if max_error is None:
+    with TorchEngine(loaded, source.name, "cpu", None) as reference:
+        with load(tmp, "cpu") as exported:
+            bound = EXPORT_MAX_ERROR if max_error is None else max_error
+            parity = _compare(reference, exported, feeds, bound, names, loaded.limits)
+            recorded = golden.record(reference, _few(feeds, loaded.inputs), tmp)
+            rows = batching.prove(exported, tmp, recorded, most)
+            notes = (*rows_note(most), *batching.notes(exported, rows))
+        if max_error is None:  # the graph is closed: the weights in float64 need its memory
             few = feeds if most == MOST_SAMPLES else feeds[:1]  # in float64, with slow kernels
             parity = _add_float32_errors(parity, reference, few)
-        recorded = golden.record(reference, _few(feeds, loaded.inputs), tmp)
-        rows = batching.prove(exported, tmp, recorded, most)
-        notes = (*rows_note(most), *batching.notes(exported, rows))
         return _Proof(parity, recorded, rows, notes)
 
 
 def _add_float32_errors(
     parity: Parity, reference: TorchEngine, feeds: Sequence[Mapping[str, np.ndarray]]
 ) -> Parity:
-    """What float32 itself gives: in float64, else in other batches; the largest feeds left out."""
+    """What float32 itself gives: in float64, else in other batches; the largest feeds left out.
+
+    In float64 the smallest feeds come first: most graphs pass with them. Other batches need rows.
+    """
     from deploykit.measure.evaluate.parity import add_float32_errors, in_other_batches
 
     feeds = sorted(feeds, key=lambda each: sum(array.size for array in each.values()))
@@ -306,7 +310,7 @@ def _add_float32_errors(
     except DeploykitError:  # its code names float32
         with contextlib.suppress(DeploykitError):  # nor does it take single rows
             others = partial(in_other_batches, reference)
-            parity = add_float32_errors(parity, reference, others, feeds)
+            parity = add_float32_errors(parity, reference, others, feeds[::-1])
         return parity
 
 

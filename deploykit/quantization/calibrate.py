@@ -124,7 +124,8 @@ def calibrate(
     weights = _weights(editor)
     names = _float_tensors(graph)
     size = fixed or _batch_that_fits(graph, names, samples, batch_size)
-    outputs = _add_reductions(editor.graph, names)
+    reduced = [name for name in names if name not in counted]
+    outputs = _add_reductions(editor.graph, reduced)
     _add_outputs(editor.graph, counted)
     ranges: dict[str, Range] = {}
     used = 0
@@ -133,12 +134,11 @@ def calibrate(
         for feeds in _in_time(samples, size, fixed, out_of_time):
             found = session.run([*outputs, *counted], {**feeds, **weights})
             used += _rows(feeds)
-            values = dict(zip(outputs, found, strict=False))
-            for name in names:
-                seen = _reduced(values, name)
-                ranges[name] = _merged(ranges.get(name, seen), seen)
-            for histogram, array in zip(counted.values(), found[len(outputs) :], strict=True):
-                histogram.add(array)
+            values = dict(zip([*outputs, *counted], found, strict=True))
+            batch = {name: _reduced(values, name) for name in reduced}
+            batch |= {name: Range(*each.add(values[name])) for name, each in counted.items()}
+            for name in names:  # in the order they are computed: the first NaN is named
+                ranges[name] = _merged(ranges.get(name, batch[name]), batch[name])
     for name, seen in ranges.items():
         if math.isnan(seen.low):
             raise BadInput(

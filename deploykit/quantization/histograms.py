@@ -34,32 +34,40 @@ class Histogram:
         # the largest magnitude in each channel
         self.channel_peaks = np.zeros(0 if importance is None else len(importance), np.float32)
 
-    def add(self, values: np.ndarray) -> None:
-        """Count the finite float32 `values`, of any shape."""
+    def add(self, values: np.ndarray) -> tuple[float, float]:
+        """Count the finite float32 `values`, of any shape; the least and the largest of all.
+
+        Both are NaN where one value is.
+        """
         flat, weights = values.reshape(-1), self.importance
         if weights is not None and flat.size:
             rows = flat.reshape(-1, len(weights))
             seen = np.maximum(rows.max(axis=0), -rows.min(axis=0))
             self.channel_peaks = np.maximum(self.channel_peaks, seen)
-        with np.errstate(invalid="ignore"):  # infinity less infinity
-            finite = np.isfinite(flat.sum(dtype=np.float64))
-        if not finite:
+        ends = low, high = _ends(flat)
+        if not (math.isfinite(low) and math.isfinite(high)):
             flat, weights = flat[np.isfinite(flat)], None
-        peak = float(max(flat.max(), -flat.min())) if flat.size else 0.0
+            low, high = _ends(flat)
+        peak = max(high, -low)
         if peak > TINY:
             self._reach(peak)
-        if not self.limit:  # nothing but zeros so far
+        if self.limit:
+            self._count(flat, weights)
+        else:  # nothing but zeros so far
             self.counts[_SIDE] += flat.size
-            return
+        return ends
+
+    def _count(self, flat: np.ndarray, weights: np.ndarray | None) -> None:
         per_bin = np.float32(_SIDE / self.limit)
         chunk = _CHUNK if weights is None else max(_CHUNK // len(weights), 1) * len(weights)
         repeated = None if weights is None else np.tile(weights, chunk // len(weights))
         for start in range(0, flat.size, chunk):
-            places = (flat[start : start + chunk] * per_bin + np.float32(_SIDE)).astype(np.int32)
-            np.minimum(places, 2 * _SIDE - 1, out=places)  # the peak itself
-            self.counts += np.bincount(places, minlength=2 * _SIDE)
+            scaled = flat[start : start + chunk] * per_bin
+            scaled += np.float32(_SIDE)
+            places = scaled.astype(np.intp)  # as bincount wants them
+            self.counts += _counted(places)
             if repeated is not None:
-                self.weighted += np.bincount(places, repeated[: len(places)], 2 * _SIDE)
+                self.weighted += _counted(places, repeated[: len(places)])
 
     def percentile(self, share: float = PERCENTILE) -> tuple[float, float]:
         """Ends of the middle `share` per cent, to a bin."""
@@ -79,9 +87,9 @@ class Histogram:
         bins = magnitudes.reshape(_COARSE, -1).sum(axis=1).astype(np.float64)
         bins[0] = bins[1]  # zeros, of Relu or padding, are exact at any scale
         last = int(np.flatnonzero(bins).max(initial=0)) + 1
-        places = range(_LEVELS, last + _STRIDE, _STRIDE)
-        best = min(places, key=lambda kept: _divergence(bins, kept), default=_LEVELS)
-        return self.limit * min(max(best, 1), last) / _COARSE
+        cuts = np.arange(_LEVELS, last + _STRIDE, _STRIDE)
+        best = int(cuts[np.argmin(_divergences(bins, cuts))]) if cuts.size else _LEVELS
+        return self.limit * min(best, last) / _COARSE
 
     def least_error(self) -> float:
         """The peak at which INT8's rounding and clipping add up to the least squared error.
@@ -112,18 +120,35 @@ class Histogram:
             self.limit *= 2
 
 
-def _divergence(bins: np.ndarray, kept: int) -> float:
-    """KL divergence of the first `kept` bins, those above clipped, from 128 levels."""
-    wanted = bins[:kept].copy()
-    wanted[-1] += bins[kept:].sum()
-    starts = np.arange(_LEVELS) * len(wanted) // _LEVELS
-    there = wanted > 0
-    filled = np.add.reduceat(there, starts)
-    level = np.add.reduceat(bins[:kept], starts) / np.maximum(filled, 1)
-    got = np.repeat(level, np.diff([*starts, len(wanted)])) * there
-    if not got.sum():
-        return np.inf
-    p, q = wanted / wanted.sum(), got / got.sum()
+def _ends(values: np.ndarray) -> tuple[float, float]:
+    return (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
+
+
+def _counted(places: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+    """What falls into each bin; the peak itself, at the end of the last, is of that."""
+    found: np.ndarray = np.bincount(places, weights, 2 * _SIDE + 1)
+    found[-2] += found[-1]
+    return found[:-1]
+
+
+def _divergences(bins: np.ndarray, cuts: np.ndarray) -> np.ndarray:
+    """KL divergence of the first bins, those above clipped, from 128 levels; for each of `cuts`."""
+    parts = (bins, bins > 0, _x_log_x(bins))
+    sums, there, information = (np.cumsum([0, *each]) for each in parts)
+    edges = cuts[:, None] * np.arange(_LEVELS + 1) // _LEVELS
+    total, inside = sums[-1], sums[cuts]
+    clipped, top = total - inside, bins[cuts - 1]
+    held, filled = np.diff(sums[edges]), np.diff(there[edges])
+    filled[:, -1] += (top == 0) & (clipped > 0)
     # what was clipped into an empty level: as if a tenth of a value had been there
-    q = np.maximum(q, 0.1 / wanted.sum())
-    return float((p[there] * np.log(p[there] / q[there])).sum())
+    share = held / np.maximum(filled, 1) / np.maximum(inside, 1)[:, None]
+    share = np.maximum(share, 0.1 / total)
+    held[:, -1] += clipped
+    wanted = information[cuts - 1] + _x_log_x(top + clipped)
+    found = (wanted - (held * np.log(share)).sum(axis=1)) / total - np.log(total)
+    return np.where(inside > 0, found, np.inf)
+
+
+def _x_log_x(values: np.ndarray) -> np.ndarray:
+    found: np.ndarray = values * np.log(np.maximum(values, 1))  # counts: 0 or at least 1
+    return found

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deploykit.quantization.histograms import Histogram
+from deploykit.quantization.histograms import Histogram, _divergences
 
 
 def histogram(*batches: np.ndarray) -> Histogram:
@@ -52,6 +52,29 @@ def test_infinities_and_nan_are_left_out() -> None:
     counts = histogram(np.array([1.0, np.inf, -np.inf, np.nan, -2.0]))
     assert counts.counts.sum() == 2
     assert counts.limit == 2.0
+
+
+def test_the_ends_of_what_was_added_hold_infinities_and_nan() -> None:
+    ends = [Histogram().add(np.array(v, np.float32)) for v in ([3, -2], [-np.inf, np.inf, 1], [])]
+    assert ends == [(-2.0, 3.0), (-np.inf, np.inf), (0.0, 0.0)]
+    assert np.isnan(Histogram().add(np.array([1, np.nan], np.float32))).all()
+
+
+def test_the_least_divergence_is_that_of_one_cut_after_the_other() -> None:
+    bins = np.bincount(np.minimum(abs(normal(20_000, 300)), 2047).astype(int), minlength=2048)
+    cuts = np.arange(128, 2049, 8)
+
+    def divergence(kept: int) -> float:
+        wanted = bins[:kept].astype(float)
+        wanted[-1] += bins[kept:].sum()
+        there, got = wanted > 0, np.zeros(kept)
+        for level in np.split(np.arange(kept), np.arange(1, 128) * kept // 128):
+            got[level] = bins[level].sum() / max(there[level].sum(), 1) * there[level]
+        p, q = wanted / wanted.sum(), np.maximum(got / got.sum(), 0.1 / wanted.sum())
+        return float((p[there] * np.log(p[there] / q[there])).sum())
+
+    one_by_one = [divergence(int(kept)) for kept in cuts]
+    np.testing.assert_allclose(_divergences(bins.astype(float), cuts), one_by_one, atol=1e-12)
 
 
 @pytest.mark.parametrize("values", [[], [0.0, 0.0], [1e-38, -1e-40]], ids=str)

@@ -19,6 +19,7 @@ from deploykit.core.errors import (  # noqa: E402
 from deploykit.core.tensors import TensorSpec, parse_spec  # noqa: E402
 from deploykit.runtimes.torch.engine import TorchEngine, open_engine  # noqa: E402
 from deploykit.runtimes.torch.files import users_code  # noqa: E402
+from deploykit.runtimes.torch.loaded import Loaded  # noqa: E402
 from deploykit.runtimes.torch.open import (  # noqa: E402
     load_module,
     load_weights,
@@ -225,3 +226,28 @@ def test_look_counts_tensors_and_runs_no_code(tmp_path: Path) -> None:
 def test_out_of_gpu_memory_is_not_bad_input() -> None:
     with pytest.raises(OutOfMemory, match="the GPU's memory is full"), users_code("m"):
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_in_float64_leaves_the_weights_where_they_are(fails: bool) -> None:
+    class Scaled(torch.nn.Linear):  # type: ignore[misc, name-defined]
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+            seen.extend(each.dtype for each in tensors)
+            return (super().forward(x.float() if fails else x) / self.scale,)
+
+    seen: list[torch.dtype] = []
+    module = Scaled(4, 2)
+    module.register_buffer("scale", torch.tensor(3.0))
+    module.register_buffer("count", torch.tensor(3))
+    tensors = [*module.parameters(), *module.buffers()]
+    before = [(each.data_ptr(), each.dtype) for each in tensors]
+    specs = (parse_spec("x:float32[N,4]"),), (parse_spec("y:float32[N,2]"),)
+    feeds = {"x": np.ones((3, 4), np.float32)}
+    with TorchEngine(Loaded(module, *specs, "module"), "m", "cpu", None) as engine:
+        if fails:
+            with pytest.raises(BadInput, match="in float64 the model failed"):
+                engine.in_float64(feeds)
+        else:
+            assert engine.in_float64(feeds)["y"] == pytest.approx(engine(feeds)["y"], rel=1e-5)
+    assert seen[:4] == [torch.float64] * 3 + [torch.int64]
+    assert [(each.data_ptr(), each.dtype) for each in tensors] == before

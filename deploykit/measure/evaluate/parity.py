@@ -75,7 +75,8 @@ def add_float32_errors(
 ) -> Parity:
     """`parity` with what float32 itself gives: the errors of `reference` against `other`.
 
-    `other`: the same computation in float64, or rounded in another order.
+    `other`: the same computation in float64, or rounded in another order. More feeds only loosen
+    the bound: those after which `parity` passes are not run.
     """
     found: dict[str, float] = {}
     for feeds in feeds_list:
@@ -88,8 +89,11 @@ def add_float32_errors(
             row = tally.row(name, 0)
             if not row.problem:
                 found[name] = max(found.get(name, 0.0), row.error)
-    rows = (replace(row, float32_error=found.get(row.output)) for row in parity.rows)
-    return replace(parity, rows=tuple(rows))
+        rows = (replace(row, float32_error=found.get(row.output)) for row in parity.rows)
+        parity = replace(parity, rows=tuple(rows))
+        if parity.passed:
+            break
+    return parity
 
 
 def in_other_batches(engine: Engine, feeds: Arrays) -> dict[str, np.ndarray]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,6 @@ class TorchEngine(BaseEngine):
         self.runtime = f"torch {torch.__version__}"
         self.device = chosen
         self._where = where
-        self._double: Any = None
         with users_code(f"{where}: moving it to {chosen}"):
             self._module = loaded.module.to(chosen)
         if threads is not None:
@@ -97,13 +96,26 @@ class TorchEngine(BaseEngine):
     def in_float64(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """The outputs for `feeds`, computed in float64. Raises BadInput where the model cannot."""
         arrays = [np.require(feeds[spec.name], requirements=["C", "W"]) for spec in self.inputs]
-        with users_code(f"{self._where}: in float64 the model failed"), torch.inference_mode():
-            if self._double is None:
-                self._double = copy.deepcopy(self._module).double()
+        failed = users_code(f"{self._where}: in float64 the model failed")
+        with failed, torch.inference_mode(), _in_double(self._module):
             tensors = [torch.from_numpy(array).to(self.device) for array in arrays]
             tensors = [each.double() if each.is_floating_point() else each for each in tensors]
-            values = [to_numpy(value).copy() for value in self._double(*tensors)]
+            values = [to_numpy(value).copy() for value in self._module(*tensors)]
         return {spec.name: value for spec, value in zip(self.outputs, values, strict=True)}
 
     def close(self) -> None:
-        self._module = self._double = None
+        self._module = None
+
+
+@contextlib.contextmanager
+def _in_double(module: Any) -> Iterator[None]:
+    """The weights and buffers of `module` in float64; afterwards the same memory as before."""
+    held = [*module.parameters(), *module.buffers()]
+    before = [(each, each.data) for each in held if each.is_floating_point()]
+    try:
+        for tensor, data in before:
+            tensor.data = data.double()
+        yield
+    finally:
+        for tensor, data in before:
+            tensor.data = data
