@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 
 # Samples to choose on: an eighth of them, and more as long as a calibrator costs fewer operations
 LEAST_SHARE, OPERATIONS = 1 / 8, 1e11
+# On the first few of them a calibrator is out that makes twice the noise of the best; the others
+# are tried on, unless they are within a quarter of a decibel. On the networks of
+# benchmarks/calibrators.py that loses what all samples lose; the few alone lost up to 3.4 dB
+FEW, TWICE, CLOSE = 8, 2.0, 1.06
 MOST_BYTES = 1 << 28  # of outputs that are kept to compare with
 _SHARE = 1 / 4  # of the time left, for the trials of the calibrators
 EQUAL = 1e-8  # noise by signal of two graphs that compute the same
@@ -70,12 +75,24 @@ def _choose(job: Job, to: str, reference: _Reference, folder: Path, pace: Pace |
         return job
     other_nodes = job.request.other_nodes if to == job.request.to else "fp32"
     shares: dict[str, float] = {}
-    for method in calibration.cut:
-        if pace and pace.out_of_time():
-            break
-        tried = replace(job, calibration=calibration.using(method))
-        shares[method] = _trial(tried, to, other_nodes, reference, folder)
-    best = min(shares, key=lambda method: shares[method], default=next(iter(calibration.cut)))
+
+    def run(methods: Iterable[str], batches: _Reference) -> None:
+        share = _rows(batches) / _rows(reference)
+        for method in methods:
+            if pace and pace.out_of_time():
+                break
+            tried = replace(job, calibration=calibration.using(method))
+            found = _trial(tried, to, other_nodes, batches, folder)
+            before = shares.get(method)
+            shares[method] = found if before is None else (1 - share) * before + share * found
+
+    few = math.ceil(FEW / max(_rows(reference[:1]), 1))
+    run(calibration.cut, reference[:few])
+    least = min(shares.values(), default=0.0)
+    left = [method for method, share in shares.items() if share <= TWICE * least]
+    if reference[few:] and max((shares[method] for method in left), default=0.0) > CLOSE * least:
+        run(left, reference[few:])
+    best = min(left, key=lambda method: shares[method], default=next(iter(calibration.cut)))
     floating = any(array.dtype.kind == "f" for _, outputs in reference for array in outputs)
     sqnr_db = {
         method: _decibels(share)
@@ -140,6 +157,8 @@ def _smooth(job: Job, reference: _Reference, folder: Path) -> Job:
 
 def _reference(job: Job) -> _Reference:
     """The model's outputs on calibration samples from the beginning to the end of the data."""
+    import numpy as np
+
     from deploykit.quantization import cost
     from deploykit.runtimes.data.samples import Samples
     from deploykit.runtimes.engine import load
@@ -151,9 +170,11 @@ def _reference(job: Job) -> _Reference:
     costs = cost.node_costs(job.source, axis_sizes(calib, inputs, 1))
     operations = sum(each.flops or 0 for each in costs)
     wanted = max(size, int(used * LEAST_SHARE), int(OPERATIONS / max(operations, 1)))
-    step = max(1, used // wanted)
-    spread = Samples({n: a[:used:step] for n, a in calib.inputs.items()}, None, calib.where)
-    size, used = spread.batching(job.batch_size, inputs)
+    places = np.arange(0, used, max(1, used // wanted))
+    early = places[:: max(1, len(places) // FEW)][:FEW]  # the first few are spread as well
+    places = np.concatenate([early, np.setdiff1d(places, early)])
+    spread = Samples({n: a[places] for n, a in calib.inputs.items()}, None, calib.where)
+    size, used = spread.batching(min(FEW, job.batch_size), inputs)
     found: _Reference = []
     kept_bytes = 0
     with load(job.model, "cpu") as engine:
@@ -166,6 +187,10 @@ def _reference(job: Job) -> _Reference:
     return found
 
 
+def _rows(reference: _Reference) -> int:
+    return sum(len(next(iter(feeds.values()))) for feeds, _ in reference)
+
+
 def _noise_share(engine: Engine, reference: _Reference) -> float:
     """Noise energy by signal energy, the mean of the samples and of the floating outputs.
 
@@ -173,14 +198,13 @@ def _noise_share(engine: Engine, reference: _Reference) -> float:
     """
     from deploykit.quantization.search import noise_share
 
-    total = samples = 0.0
+    total = 0.0
     for feeds, wanted in reference:
-        rows = len(next(iter(feeds.values())))
+        rows = _rows([(feeds, wanted)])
         pairs = list(zip(wanted, engine(feeds).values(), strict=True))
         pairs = [pair for pair in pairs if pair[0].dtype.kind == "f"] or pairs
         total += noise_share(*zip(*pairs, strict=True)) * rows / len(pairs)
-        samples += rows
-    return total / samples
+    return total / _rows(reference)
 
 
 def _decibels(share: float) -> float:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -144,6 +145,45 @@ def test_the_samples_to_choose_on_are_spread_over_the_data(
     assert 32 <= len(places) <= 64
     assert max(places) > 280
     assert min(places) < 40
+
+
+@pytest.mark.parametrize(
+    ("few", "others", "chosen"),
+    [
+        pytest.param([1.05, 1.0, 1.02, 2.5], {}, "mse", id="all-but-one-nearly-equal"),
+        pytest.param(
+            [1.0, 1.5, 2.1, 1.9], {"percentile": 3, "mse": 1, "minmax": 2}, "mse", id="apart"
+        ),
+        pytest.param([1.0, 4.0, 2.1, np.inf], {}, "percentile", id="one-left"),
+        pytest.param([np.inf] * 4, {}, "percentile", id="none-works"),
+    ],
+)
+def test_calibrators_that_a_few_samples_cannot_tell_apart_run_on_the_others(
+    outliers: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    few: list[float],
+    others: dict[str, float],
+    chosen: str,
+) -> None:
+    rows: list[int] = []
+    later: list[str] = []
+
+    def trial(job: Any, _: str, __: str, reference: Any, ___: Path) -> float:
+        method = job.calibration.method
+        rows.append(sum(len(batch["x"]) for batch, _ in reference))
+        if len(rows) <= len(METHODS):
+            return few[METHODS.index(method)]
+        later.append(method)
+        return others[method]
+
+    monkeypatch.setattr(calibration, "_trial", trial)
+    made = dk.quantize(outliers, "int8", tmp_path / "o.onnx", calib=data, min_sqnr_db=0.1)
+    assert rows == [calibration.FEW] * len(METHODS) + [128 - calibration.FEW] * len(later)
+    assert later == [*others]
+    assert made.evidence.calibration is not None
+    assert made.evidence.calibration.method == chosen
 
 
 @pytest.mark.parametrize("kept", [["y", "top"], ["top"]])

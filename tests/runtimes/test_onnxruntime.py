@@ -15,7 +15,11 @@ from deploykit.core.errors import BadInput, Unsupported
 ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
 from deploykit.runtimes.onnxruntime.engine import open_engine, session_options  # noqa: E402
-from deploykit.runtimes.onnxruntime.file import external_files, holds_half, slowed_by_values  # noqa: E402
+from deploykit.runtimes.onnxruntime.file import (  # noqa: E402
+    external_files,
+    slowed_by_values,
+    small_floats,
+)
 
 FLOAT, HALF = TensorProto.FLOAT, TensorProto.FLOAT16
 Value = onnx.ValueInfoProto
@@ -52,31 +56,31 @@ CAST_BACK = node("Cast", ["h"], ["y"], to=FLOAT)
 
 def test_float32_graph_holds_no_half(tmp_path: Path) -> None:
     path = write(tmp_path / "m", [ADD], [value("x")], [value("y")], {"w": np.ones(4, np.float32)})
-    assert not holds_half(path)
+    assert not small_floats(path)
 
 
 def test_half_initializer_is_seen(tmp_path: Path) -> None:
     weights = {"a": np.ones(4, np.float32), "w": np.ones(4, np.float16)}
-    assert holds_half(write(tmp_path / "m", [ADD], [value("x")], [value("y")], weights))
+    assert small_floats(write(tmp_path / "m", [ADD], [value("x")], [value("y")], weights))
 
 
 def test_half_input_is_seen(tmp_path: Path) -> None:
     cast = node("Cast", ["x"], ["y"], to=FLOAT)
-    assert holds_half(write(tmp_path / "m", [cast], [value("x", HALF)], [value("y")]))
+    assert small_floats(write(tmp_path / "m", [cast], [value("x", HALF)], [value("y")]))
 
 
 def test_half_output_is_seen(tmp_path: Path) -> None:
-    assert holds_half(write(tmp_path / "m", [IDENTITY], [value("x")], [value("y", HALF)]))
+    assert small_floats(write(tmp_path / "m", [IDENTITY], [value("x")], [value("y", HALF)]))
 
 
 def test_cast_to_half_is_seen(tmp_path: Path) -> None:
     cast = node("Cast", ["x"], ["h"], to=HALF)
-    assert holds_half(write(tmp_path / "m", [cast, CAST_BACK], [value("x")], [value("y")]))
+    assert small_floats(write(tmp_path / "m", [cast, CAST_BACK], [value("x")], [value("y")]))
 
 
 def test_half_constant_is_seen(tmp_path: Path) -> None:
     constant = node("Constant", [], ["w"], value=numpy_helper.from_array(np.ones(4, np.float16)))
-    assert holds_half(write(tmp_path / "m", [constant, ADD], [value("x")], [value("y")]))
+    assert small_floats(write(tmp_path / "m", [constant, ADD], [value("x")], [value("y")]))
 
 
 def test_half_inside_a_branch_is_seen(tmp_path: Path) -> None:
@@ -84,7 +88,7 @@ def test_half_inside_a_branch_is_seen(tmp_path: Path) -> None:
     branch = helper.make_graph([cast, CAST_BACK], "branch", [], [value("y")])
     choose = node("If", ["flag"], ["y"], then_branch=branch, else_branch=branch)
     flag = value("flag", TensorProto.BOOL, [])
-    assert holds_half(write(tmp_path / "m", [choose], [value("x"), flag], [value("y")]))
+    assert small_floats(write(tmp_path / "m", [choose], [value("x"), flag], [value("y")]))
 
 
 def test_half_inside_a_function_is_seen(tmp_path: Path) -> None:
@@ -93,7 +97,7 @@ def test_half_inside_a_function_is_seen(tmp_path: Path) -> None:
     function = helper.make_function("local", "Halve", ["x"], ["y"], [cast, CAST_BACK], opsets)
     call = node("Halve", ["x"], ["y"], domain="local")
     path = write(tmp_path / "m", [call], [value("x")], [value("y")], functions=[function])
-    assert holds_half(path)
+    assert small_floats(path)
 
 
 def looping() -> onnx.NodeProto:
@@ -215,7 +219,7 @@ def test_the_number_ten_outside_types_is_not_float16(tmp_path: Path) -> None:
     """FLOAT16 is 10 in ONNX; so are these, which are not types."""
     concat = node("Concat", ["x"], ["y"], axis=10)
     ten = np.full((10,), 10, np.int64)
-    assert not holds_half(
+    assert not small_floats(
         write(tmp_path / "m", [concat], [value("x", FLOAT, [10, 10])], [value("y")], {"t": ten})
     )
 
@@ -224,7 +228,7 @@ def test_the_number_ten_outside_types_is_not_float16(tmp_path: Path) -> None:
 def test_truncated_file_holds_no_half_and_does_not_open(affine_onnx: Path, keep: float) -> None:
     content = affine_onnx.read_bytes()
     affine_onnx.write_bytes(content[: int(len(content) * keep)])
-    assert not holds_half(affine_onnx)
+    assert not small_floats(affine_onnx)
     with pytest.raises(BadInput, match=r"affine\.onnx: is a truncated or damaged ONNX file"):
         open_engine(affine_onnx, "cpu")
 
@@ -232,7 +236,7 @@ def test_truncated_file_holds_no_half_and_does_not_open(affine_onnx: Path, keep:
 def test_noise_holds_no_half_and_does_not_open(tmp_path: Path) -> None:
     path = tmp_path / "noise.onnx"
     path.write_bytes(b"\x08\x0a" + np.random.default_rng(1).bytes(100_000))
-    assert not holds_half(path)
+    assert not small_floats(path)
     with pytest.raises(BadInput, match=r"noise\.onnx"):
         open_engine(path, "cpu")
 
@@ -245,7 +249,7 @@ def test_deeply_nested_file_does_not_overflow_the_stack(tmp_path: Path) -> None:
             body = bytes([number << 3 | 2]) + _varint(len(body)) + body
     path = tmp_path / "deep.onnx"
     path.write_bytes(b"\x08\x0a\x3a" + _varint(len(body)) + body)
-    assert not holds_half(path)
+    assert not small_floats(path)
 
 
 def test_message_that_runs_out_of_its_parent_is_not_followed(tmp_path: Path) -> None:
@@ -253,7 +257,7 @@ def test_message_that_runs_out_of_its_parent_is_not_followed(tmp_path: Path) -> 
     graph = b"\x2a\x7f"  # a tensor of 127 bytes, in a graph of 2
     path = tmp_path / "m.onnx"
     path.write_bytes(b"\x08\x0a\x3a\x02" + graph + b"\x10\x0a" * 100)  # as a tensor: float16
-    assert not holds_half(path)
+    assert not small_floats(path)
 
 
 def _varint(number: int) -> bytes:

@@ -40,9 +40,8 @@ from deploykit.runtimes.onnxruntime.binding import Binding, check_placement
 from deploykit.runtimes.onnxruntime.file import (
     external_files,
     external_spans,
-    holds_float8,
-    holds_half,
     slowed_by_values,
+    small_floats,
     stored_twice,
 )
 
@@ -220,10 +219,11 @@ def session_options(threads: int | None, *, half: bool = False) -> Any:
 def _session(
     path: Path, device: str, threads: int | None, *, optimise: bool, graphs: bool = False
 ) -> Any:
-    options = session_options(threads, half=holds_half(path))
+    floats = small_floats(path)
+    options = session_options(threads, half="float16" in floats)
     weights = read_weights(path, options)  # alive until the session has copied them
     # optimised float8 graphs are wrong in 1.31.1 (accuracy 98.5 % became 75 % on a small CNN)
-    if not optimise or holds_float8(path):
+    if not optimise or "float8" in floats:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     providers: list[Any] = ["CPUExecutionProvider"]
     if device != "cpu":

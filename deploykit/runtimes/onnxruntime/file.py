@@ -12,14 +12,14 @@ from pathlib import Path
 from deploykit.core.protobuf import Pages, fields
 
 
-def holds_half(path: Path) -> bool:
-    """Whether the graph holds float16: in a tensor, an input or output, or the type of a Cast."""
-    return _holds(path, _FLOAT16)
-
-
-def holds_float8(path: Path) -> bool:
-    """Whether the graph holds the 8-bit float E4M3."""
-    return _holds(path, _FLOAT8)
+def small_floats(path: Path) -> set[str]:
+    """Which of "float16" and "float8" (E4M3) tensors, inputs, outputs or Casts are of."""
+    try:
+        with Pages(path) as data:
+            kinds = set(_types_in(data, "model", 0, len(data)))
+    except (OSError, ValueError, IndexError, RecursionError):
+        return set()
+    return {name for name, kind in _SMALL_FLOATS.items() if kind in kinds}
 
 
 def slowed_by_values(path: Path) -> bool:
@@ -103,14 +103,6 @@ def external_spans(path: Path) -> list[tuple[str, str, str]]:
         return []
 
 
-def _holds(path: Path, kind: int) -> bool:
-    try:
-        with Pages(path) as data:
-            return _type_in(data, "model", 0, len(data), kind)
-    except (OSError, ValueError, IndexError, RecursionError):
-        return False
-
-
 def _spans(data: Pages, message: str, begin: int, end: int) -> Iterator[tuple[str, str, str]]:
     """What TensorProto.external_data (13: key 1, value 2) say, at any depth."""
     members = _MEMBERS.get(message, {})
@@ -175,7 +167,7 @@ _SHAPES = (b"Shape", b"Size")
 _HOLD_NODES = ("graph", "function", "node", "attribute")
 _DATA_TYPE = {"tensor": 2, "tensor_type": 1}  # the field that holds a TensorProto.DataType
 _TYPE_NAMES = (b"to", b"dtype")  # attributes whose number is one: of Cast, and of generators
-_FLOAT16, _FLOAT8 = 10, 17
+_SMALL_FLOATS = {"float16": 10, "float8": 17}
 
 
 def _operator_in(data: Pages, message: str, begin: int, end: int, kinds: Collection[bytes]) -> bool:
@@ -191,18 +183,16 @@ def _operator_in(data: Pages, message: str, begin: int, end: int, kinds: Collect
     return False
 
 
-def _type_in(data: Pages, message: str, begin: int, end: int, kind: int) -> bool:
-    """Whether the protobuf `message` in data[begin:end] speaks of the element type `kind`."""
+def _types_in(data: Pages, message: str, begin: int, end: int) -> Iterator[int]:
+    """The element types that the protobuf `message` in data[begin:end] speaks of."""
     members = _MEMBERS.get(message, {})
     name = b""
     for number, at, stop in fields(data, begin, end):
         if stop == -1:
-            if at == kind and number == _DATA_TYPE.get(message):
-                return True
-            if at == kind and message == "attribute" and number == 3 and name in _TYPE_NAMES:
-                return True
+            named = message == "attribute" and number == 3 and name in _TYPE_NAMES
+            if named or number == _DATA_TYPE.get(message):
+                yield at
         elif message == "attribute" and number == 1:
             name = data[at:stop]
-        elif number in members and _type_in(data, members[number], at, stop, kind):
-            return True
-    return False
+        elif number in members:
+            yield from _types_in(data, members[number], at, stop)
