@@ -53,14 +53,14 @@ BUDGETS = {
     "core": 3000,
     "runtimes": 5910,
     "training": 300,
-    "exporters": 880,
+    "exporters": 975,
     "onnx_graph+quantization": 4820,
     "builders": 1600,
     "measure": 4060,
     "serving": 10980,
     "api": 4880,
     "cli": 1880,
-    "": 38250,  # the whole package
+    "": 38400,  # the whole package
 }
 LONG: set[str] = set()  # functions over 60 lines
 

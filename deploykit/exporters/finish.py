@@ -14,6 +14,7 @@ from typing import Any
 from deploykit.core.errors import BadInput
 from deploykit.core.extras import require
 from deploykit.core.tensors import TensorSpec
+from deploykit.exporters.attention import simplify_attention
 
 onnxscript: ModuleType = require("onnxscript")
 common: ModuleType = require("onnxscript.ir.passes.common")
@@ -36,6 +37,7 @@ def finish(
     exported at.
     """
     _infer_doubtful(model, sizes)
+    simplify_attention(model)
     graph = model.graph
     _add_unread(graph.inputs, inputs)
     _fit("inputs", graph.inputs, inputs)
