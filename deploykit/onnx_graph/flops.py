@@ -121,7 +121,7 @@ _FORMULAS: Mapping[str, Callable[[onnx.NodeProto, Shapes], int | None]] = {
     **dict.fromkeys(
         ("Gemm", "MatMul", "MatMulInteger", "QLinearMatMul", "QGemm", "FusedGemm"), _matrices
     ),
-    **dict.fromkeys(("LSTM", "GRU", "RNN"), _recurrent),
+    **dict.fromkeys(("LSTM", "DynamicQuantizeLSTM", "GRU", "RNN"), _recurrent),
     **dict.fromkeys(("MaxPool", "AveragePool", "LpPool"), _pooling),
     "Einsum": _einsum,
 }

@@ -1,8 +1,9 @@
-"""INT8 whose activations get their scale from each call: MatMul and Gemm for ONNX Runtime.
+"""INT8 whose activations get their scale from each call: MatMul, Gemm, LSTM for ONNX Runtime.
 
 No calibration, and an outlier costs its own call only. ONNX Runtime fuses what is written here
 into one kernel a layer, bias included. The range must be looked for in each call, so convolutions,
-whose activations are large next to their weights, are left in float32.
+whose activations are large next to their weights, are left in float32. So are GRU and RNN, for
+which it has no such kernel.
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ from collections.abc import Collection
 
 import numpy as np
 import onnx
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from deploykit.core.errors import BadInput
 from deploykit.core.precision import BY_NAME
-from deploykit.onnx_graph.editor import Editor
+from deploykit.onnx_graph.editor import Editor, replace
 from deploykit.onnx_graph.folding import fold
 from deploykit.onnx_graph.graph import Graph, opset
 from deploykit.quantization.formats import channel_axis, int8_steps, transposed, weight_scale
 from deploykit.quantization.qdq_placement import check_float32, check_names, quantizable_nodes
 
-_KINDS = ("Gemm", "MatMul")
+_KINDS = ("Gemm", "MatMul", "LSTM")
+_RUNTIME = "com.microsoft"  # the domain of the LSTM in integers
 
 
 def quantizable(source: Graph) -> tuple[str, ...]:
@@ -31,11 +33,12 @@ def quantizable(source: Graph) -> tuple[str, ...]:
 
 
 def to_dynamic(source: Graph, *, keep_float32: Collection[str] = ()) -> Graph:
-    """The graph with MatMul and Gemm of constant weights in integers.
+    """The graph with MatMul, Gemm and LSTM of constant weights in integers.
 
-    Weights: symmetric, one scale per output, max|w| / 127. `source` stays as it is. Raises BadInput
-    for a graph without such a node (or with none left), one that is quantized already or of too old
-    an opset, weights that are NaN or infinite, and a name in `keep_float32` that no node has.
+    Weights: symmetric, one scale per output (of an LSTM: per gate and unit), max|w| / 127. `source`
+    stays as it is. Raises BadInput for a graph without such a node (or with none left), one that is
+    quantized already or of too old an opset, weights that are NaN or infinite, and a name in
+    `keep_float32` that no node has.
     """
     editor = _folded(source)
     least = BY_NAME["int8-dynamic"].min_opset
@@ -49,7 +52,7 @@ def to_dynamic(source: Graph, *, keep_float32: Collection[str] = ()) -> Graph:
     chosen = {n for n in _places(editor) if nodes[n].name not in keep_float32}
     if not chosen:
         raise BadInput(
-            "the model has no Gemm or MatMul with constant float32 weights to quantize"
+            "the model has no Gemm, MatMul or LSTM with constant float32 weights to quantize"
             + (" other than those kept in float32" if keep_float32 else ""),
             hint="`to` int8 quantizes convolutions too",
         )
@@ -74,7 +77,14 @@ def _places(editor: Editor) -> list[int]:
 
 
 def _plain(editor: Editor, node: onnx.NodeProto) -> bool:
-    """A product with a matrix, with or without a bias: no factor, no transposed activation."""
+    """A product with a matrix, with or without a bias: no factor, no transposed activation.
+
+    Or an LSTM of two constant matrices whose axis 0 is time.
+    """
+    if node.op_type == "LSTM":
+        recurrent = editor.constants.get(node.input[2])
+        floats = recurrent is not None and recurrent.data_type == TensorProto.FLOAT
+        return floats and not any(each.name == "layout" and each.i for each in node.attribute)
     factors = any(each.name in ("alpha", "beta") and each.f != 1 for each in node.attribute)
     turned = any(each.name == "transA" and each.i for each in node.attribute)
     return len(editor.constants[node.input[1]].dims) == 2 and not factors and not turned
@@ -88,6 +98,9 @@ class _Writer:
 
     def write(self, node: onnx.NodeProto) -> None:
         """Float in, float out: quantize, multiply integers, scale back, add the bias."""
+        if node.op_type == "LSTM":
+            self._write_lstm(node)
+            return
         name, out = node.input[0], node.output[0]
         if name not in self.read:
             parts = [self.editor.fresh(f"{name}_{part}") for part in ("uint8", "scale", "zero")]
@@ -105,6 +118,30 @@ class _Writer:
         self.nodes.append(self.editor.node("Mul", [real, both], result))
         if biased:
             self.nodes.append(self.editor.node("Add", [result, node.input[2]], out))
+
+    def _write_lstm(self, node: onnx.NodeProto) -> None:
+        """ONNX Runtime's own operator: after the 8 inputs of LSTM, the scales of W and R."""
+        names = [*node.input, *[""] * (8 - len(node.input))]
+        scales = []
+        for place in (1, 2):  # [directions, 4 * hidden, inputs], stored as [.., inputs, 4 * hidden]
+            name, values = names[place], self.editor.array(names[place])
+            rows = values.reshape(-1, values.shape[2])
+            scale = weight_scale(rows, 0, name)
+            steps = int8_steps(rows, scale, 0).reshape(values.shape).transpose(0, 2, 1)
+            names[place] = self.editor.store(f"{name}_int8", np.ascontiguousarray(steps))
+            scale = scale.reshape(values.shape[:2])
+            scales.append(self.editor.store(f"{name}_scale", scale))
+            scales.append(self.editor.store(f"{name}_zero", np.zeros(scale.shape, np.int8)))
+        quantized = onnx.NodeProto()
+        quantized.CopyFrom(node)
+        quantized.op_type, quantized.domain = f"DynamicQuantize{node.op_type}", _RUNTIME
+        del quantized.input[:]
+        quantized.input.extend([*names, *scales])
+        replace(quantized.attribute, [each for each in node.attribute if each.name != "layout"])
+        self.nodes.append(quantized)
+        model = self.editor.model
+        if all(each.domain != _RUNTIME for each in model.opset_import):
+            model.opset_import.append(helper.make_opsetid(_RUNTIME, 1))
 
     def _weight(self, node: onnx.NodeProto) -> tuple[str, str]:
         """The weight as [inputs, outputs] in steps, and their sizes."""

@@ -72,7 +72,7 @@ def test_other_runtimes_are_refused(model: Path, tmp_path: Path) -> None:
 
 def test_a_model_of_convolutions_is_pointed_to_int8(tmp_path: Path) -> None:
     source = save(conv_relu(), tmp_path / "c.onnx")
-    with pytest.raises(BadInput, match="no Gemm or MatMul"):
+    with pytest.raises(BadInput, match="no Gemm, MatMul or LSTM"):
         dk.quantize(source, "int8-dynamic", tmp_path / "q.onnx")
 
 

@@ -13,7 +13,7 @@ from deploykit.core.errors import BadInput
 from deploykit.onnx_graph.graph import Graph
 from deploykit.quantization.dynamic import quantizable, to_dynamic
 from tests.support.graphs.data import feeds, sqnr_db
-from tests.support.graphs.protos import specs, to_pairs
+from tests.support.graphs.protos import node_costs, specs, to_pairs
 from tests.support.graphs.qdq_graphs import optimised, quantized, run, stored
 from tests.support.onnx_zoo import conv_relu, int64_ids, linear, make, mnist_like
 
@@ -46,6 +46,23 @@ def layers(count: int = 2) -> onnx.ModelProto:
     return make(nodes, {"x": ("N", 4, 16)}, {"y": ("N", 4, 16)}, weights)
 
 
+def lstm(directions: int = 1, extra: int = 0, **attributes: object) -> onnx.ModelProto:
+    """Input x float32[5,N,8] -> all states of 6 units, with `extra` of LSTM's 5 optional inputs."""
+    random = np.random.default_rng(0)
+    shapes = {"W": (directions, 24, 8), "R": (directions, 24, 6), "B": (directions, 48)}
+    weights = {
+        name: random.standard_normal(shape).astype(np.float32) / 3 for name, shape in shapes.items()
+    }
+    weights["P"] = random.standard_normal((directions, 18)).astype(np.float32)
+    names = ["x", "W", "R", *["B", "lengths", "h", "c", "P"][:extra]]
+    states = {"h": (directions, "N", 6), "c": (directions, "N", 6)}
+    inputs = {"x": (5, "N", 8)} | {name: shape for name, shape in states.items() if name in names}
+    names = ["" if name == "lengths" else name for name in names]
+    weights = {name: array for name, array in weights.items() if name in names}
+    node = helper.make_node("LSTM", names, ["y"], "lstm", hidden_size=6, **attributes)
+    return make([node], inputs, {"y": (5, directions, "N", 6)}, weights)
+
+
 @pytest.mark.parametrize(
     "model",
     [linear(), int64_ids(), mnist_like(), layers(), gemm(), gemm(transB=1)],
@@ -75,6 +92,30 @@ def test_onnxruntime_runs_a_layer_and_its_bias_in_one_kernel(count: int, tmp_pat
     assert built.precision["int8"] == count  # as the files of quantize_dynamic are read, too
 
 
+@pytest.mark.parametrize("model", [lstm(), lstm(2, extra=5, direction="bidirectional")])
+def test_an_lstm_is_close_with_any_of_its_inputs(model: onnx.ModelProto, tmp_path: Path) -> None:
+    int8, inputs = written(model), feeds(model, 32)
+    onnx.checker.check_model(int8, full_check=True)
+    wanted = run(model, inputs, tmp_path / "a.onnx")
+    assert sqnr_db(wanted, run(int8, inputs, tmp_path / "b.onnx")) > LEAST_SQNR_DB
+
+
+def test_an_lstm_becomes_the_operator_of_onnxruntime(tmp_path: Path) -> None:
+    int8 = written(lstm())
+    assert optimised(int8, tmp_path) == ["DynamicQuantizeLSTM"]
+    assert Graph(int8).precision == {"int8": 1}
+    assert node_costs(int8, {})[0].flops == node_costs(lstm(), {})[0].flops == 2 * 5 * 24 * (8 + 6)
+    values, weight = stored(int8), stored(lstm())["W"]
+    np.testing.assert_array_equal(values["W_scale"], np.abs(weight).max(axis=2) / np.float32(127))
+    assert {name: values[name].shape for name in ("W_int8", "R_int8", "W_zero", "R_scale")} == {
+        "W_int8": (1, 8, 24),
+        "R_int8": (1, 6, 24),
+        "W_zero": (1, 24),
+        "R_scale": (1, 24),
+    }
+    assert not {"W", "R"} & values.keys()
+
+
 def test_an_activation_is_quantized_once_for_all_its_readers() -> None:
     kinds = [node.op_type for node in written(layers(3)).graph.node]
     assert kinds.count("DynamicQuantizeLinear") == 1
@@ -97,6 +138,17 @@ def test_convolutions_and_other_products_stay_float() -> None:
         assert quantizable(Graph(model)) == ()
 
 
+def test_lstms_that_the_operator_lacks_stay_float() -> None:
+    batch_first, computed = lstm(layout=1), lstm()
+    computed.graph.input.append(
+        helper.make_tensor_value_info("R", onnx.TensorProto.FLOAT, (1, 24, 6))
+    )
+    gru = lstm()
+    gru.graph.node[0].op_type = "GRU"
+    for model in (batch_first, computed, gru):
+        assert quantizable(Graph(model)) == ()
+
+
 def test_named_nodes_stay_float() -> None:
     int8 = written(layers(2), keep_float32=("matmul1",))
     node = next(node for node in int8.graph.node if node.name == "matmul1")
@@ -105,7 +157,7 @@ def test_named_nodes_stay_float() -> None:
 
 
 def test_what_cannot_be_quantized_says_why(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="no Gemm or MatMul") as caught:
+    with pytest.raises(BadInput, match="no Gemm, MatMul or LSTM") as caught:
         written(conv_relu())
     assert "`to` int8" in str(caught.value.hint)
     with pytest.raises(BadInput, match="other than those kept in float32"):
