@@ -54,7 +54,7 @@ BUDGETS = {
     "runtimes": 5910,
     "training": 300,
     "exporters": 975,
-    "onnx_graph+quantization": 4820,
+    "onnx_graph+quantization": 4900,
     "builders": 1600,
     "measure": 4060,
     "serving": 10980,
