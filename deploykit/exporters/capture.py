@@ -168,12 +168,30 @@ def _simplified(load: Callable[[], Any]) -> Any:
     With shape inference the optimizer may remove a constant that is still read: without it, then.
     """
     for infer in (True, False):
+        graph = load()
+        _forget_sizes_in_loops(graph)
         graph = optimizer.optimize(
-            load(), input_size_limit=_FOLDED_ELEMENTS, onnx_shape_inference=infer
+            graph, input_size_limit=_FOLDED_ELEMENTS, onnx_shape_inference=infer
         )
         if not _reads_nothing(graph.graph, set()):
             break
     return graph
+
+
+def _forget_sizes_in_loops(model: Any) -> None:
+    """Make every axis in and after a loop free.
+
+    torch writes the sizes of the first round there, and the optimizer would make them constants: a
+    tensor that grows, as Mask R-CNN's masks do, would keep one row.
+    """
+    for node in model.graph.all_nodes():
+        if node.op_type in ("Loop", "Scan"):
+            bodies = [each.as_graph() for each in node.attributes.values() if each.type == _GRAPH]
+            inner = [value for each in bodies for at in each.all_nodes() for value in at.outputs]
+            ends = [value for each in bodies for value in (*each.inputs, *each.outputs)]
+            for value in (*node.outputs, *inner, *ends):
+                if value.shape is not None:
+                    value.shape = onnxscript.ir.Shape([None] * len(value.shape))
 
 
 def _reads_nothing(graph: Any, known: set[int]) -> bool:

@@ -116,3 +116,35 @@ def test_a_constant_that_the_optimizer_lost_is_not_lost(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(capture.optimizer, "optimize", losing)
     assert "shape" in capture._simplified(graph).graph.initializers
+
+
+GROWS = """
+import torch
+
+@torch.jit._script_if_tracing
+def doubled(rows):
+    found = torch.zeros(0, 4)
+    for at in range(rows.size(0)):
+        found = torch.cat((found, 2 * rows[at].unsqueeze(0)))
+    return found.unsqueeze(1)
+"""
+
+
+def test_a_loop_over_the_boxes_keeps_them_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torchvision pastes the masks of Mask R-CNN; the optimizer kept the first alone."""
+    (tmp_path / "grows_by_rows.py").write_text(GROWS, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    doubled = importlib.import_module("grows_by_rows").doubled
+
+    class Loop(torch.nn.Module):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = doubled(rows)
+            return found
+
+    export(Loop(), inputs=["rows:float32[N,4]"], out=tmp_path / "m.onnx", exporter="torchscript")
+    with load(tmp_path / "m.onnx", "cpu") as engine:
+        for count in (1, 3, 0):
+            rows = np.arange(4 * count, dtype=np.float32).reshape(count, 4)
+            np.testing.assert_array_equal(engine({"rows": rows})["output"], 2 * rows[:, None])
