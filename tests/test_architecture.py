@@ -56,11 +56,11 @@ BUDGETS = {
     "exporters": 1030,
     "onnx_graph+quantization": 4900,
     "builders": 1600,
-    "measure": 4060,
+    "measure": 4260,
     "serving": 10980,
     "api": 4880,
     "cli": 1880,
-    "": 38400,  # the whole package
+    "": 38700,  # the whole package
 }
 LONG: set[str] = set()  # functions over 60 lines
 

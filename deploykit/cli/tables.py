@@ -123,21 +123,30 @@ def compared(result: Compared) -> list[Part]:
 
 def parity(result: Parity, *, gated: bool = True) -> list[Part]:
     """A table of errors; `gated`: say whether the bounds were met."""
+    shared = any(row.mean_iou is not None for row in result.rows)
     rows = [
         (
             *(row.output, str(row.batch), f"{row.error:.3g}"),
             *_bounds(result, row)[: 2 * gated],
             f"{row.max_abs:.3g}",
             "-" if row.zero else "inf" if row.sqnr_db == math.inf else f"{row.sqnr_db:.1f}",
-            "-" if row.agreement is None else f"{row.agreement * 100:.2f} %",
+            _agreement(row),
+            *(["-" if row.mean_iou is None else f"{row.mean_iou:.4f}"] if shared else []),
         )
         for row in result.rows
     ]
     verdict = f": {'within' if result.passed else 'NOT within'} {result.bound(result.worst):.3g}"
     bounds = ("bound", "float32")[: 2 * gated]
     header = ("output", "batch", "error", *bounds, "max |a-b|", "SQNR dB", "same top-1")
+    header += ("mean IoU",) * shared
     title = f"{result.b} against {result.a}{verdict if gated else ''}"
     return [title, Table(header, rows), *(f"warning: {text}" for text in result.warnings)]
+
+
+def _agreement(row: ParityRow) -> str:
+    if row.agreement is None:
+        return "-"
+    return f"{row.agreement * 100:.2f} %" + (" of boxes" if row.answers == "boxes" else "")
 
 
 def _bounds(result: Parity, row: ParityRow) -> tuple[str, str]:

@@ -23,8 +23,10 @@ class ParityRow(Record):
     float32 itself gives, that is the same error of a against itself in float64 or in another batch;
     None where it was not measured.
     `max_rel`: max |a-b| / max(|a|, 1e-6). `sqnr_db`: signal to noise, infinite when equal.
-    `agreement`: share of equal argmax over the classes, of samples, tokens or pixels; None for
-    outputs that show no classes, such as boxes. `finite`: every value of both sides is finite.
+    `agreement`: share of equal argmax over the classes, of samples, tokens or pixels, or of boxes
+    that both found; `answers` says of which, and is empty where an output shows neither.
+    `mean_iou`: of the classes of pixels, or of the boxes that both found. Boxes that only one of
+    the two found are an `error` of their share. `finite`: every value of both sides is finite.
     `places_match`: NaN and the infinities are at the same places on both sides. `floating`: neither
     integers nor booleans.
     """
@@ -44,6 +46,8 @@ class ParityRow(Record):
     floating: bool = True
     scale: float | None = None
     float32_error: float | None = None
+    answers: str = ""
+    mean_iou: float | None = None
 
     @property
     def zero(self) -> bool:

@@ -16,7 +16,7 @@ from deploykit.core.evidence import Evaluation as Evaluation
 from deploykit.measure.evaluate.answers import same_answers
 from deploykit.measure.evaluate.feeds import BATCHES
 from deploykit.measure.evaluate.metrics import Metric, Scores, drop_of
-from deploykit.measure.evaluate.parity import Parity, ParityRow, compare_engines
+from deploykit.measure.evaluate.parity import BOXES, Parity, ParityRow, compare_engines
 from deploykit.measure.statistics import (
     ADJUSTED_WALD,
     Drop,
@@ -34,6 +34,7 @@ MAX_DROP = 0.01  # one percentage point
 # not what is merely coarse: only labelled data can show that. At 10 dB, EfficientNet-B0 with random
 # weights passed while one sample in twelve kept its answer.
 MIN_SQNR_DB = 15.0
+MIN_BOXES = 0.9  # of those that either found
 
 
 def evaluate(
@@ -161,6 +162,10 @@ def _without_labels(
     broken = _broken(parity)
     if broken:
         return verdict(False, broken)
+    for row in parity.rows:
+        if row.answers == BOXES and (row.agreement or 0.0) < MIN_BOXES:
+            share = f"{(row.agreement or 0.0) * 100:.4g} % of the boxes"
+            return verdict(False, f"{_where(row)}: both found {share}, below {MIN_BOXES:.0%}")
     reasons = [*parity.warnings]
     if floating:
         worst = min(floating, key=lambda row: row.sqnr_db)

@@ -16,10 +16,12 @@ from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Parity as Parity
 from deploykit.core.evidence import ParityRow as ParityRow
 from deploykit.core.tensors import TensorSpec
+from deploykit.measure.evaluate.detections import Matches, pair
 from deploykit.runtimes.answers import class_axis
 from deploykit.runtimes.engine import Arrays, Engine
 
 MAX_ERROR = 1e-3
+CLASSES, PIXELS, BOXES = "classes", "pixels", "boxes"  # `ParityRow.answers`
 BLOCK = 1 << 20  # values that are converted to float64 at a time
 REL_FLOOR = 1e-6  # below it a reference value counts as this large in max_rel
 
@@ -49,11 +51,14 @@ def compare_engines(
         left, right = (
             _run(engine, feeds, a.outputs, name) for engine, name in zip((a, b), names, strict=True)
         )
-        for spec in a.outputs:
-            x, y = left[spec.name], right[spec.name]
-            _check_arrays(spec.name, batch, x, y, names)
-            axis = class_axis(spec.name, x, feeds)
-            tallies.setdefault((spec.name, batch), _Tally()).add(x, y, axis)
+        x, y, boxes = pair(left, right)
+        for name in left:
+            _check_arrays(name, batch, x[name], y[name], names)
+            axis = class_axis(name, x[name], feeds) if x[name] is left[name] else None
+            tally = tallies.setdefault((name, batch), _Tally())
+            tally.add(x[name], y[name], axis)
+            if name in boxes:
+                tally.match(boxes[name])
         if each is not None and not any(tally.not_finite for tally in tallies.values()):
             each(number, left, right)
     if not tallies:
@@ -80,12 +85,14 @@ def add_float32_errors(
     """
     found: dict[str, float] = {}
     for feeds in feeds_list:
-        values, others = reference(feeds), other(feeds)
+        others, values, boxes = pair(other(feeds), reference(feeds))
         for name, array in values.items():
             if array.dtype.kind in "biu" or array.shape != others[name].shape:
                 continue
             tally = _Tally()
             tally.add(others[name].astype(np.float64), array.astype(np.float64))
+            if name in boxes:
+                tally.match(boxes[name])
             row = tally.row(name, 0)
             if not row.problem:
                 found[name] = max(found.get(name, 0.0), row.error)
@@ -180,6 +187,17 @@ class _Tally:
         self.other_scale = 0.0
         self.finite = self.places_match = True
         self.floating = True
+        self.answers = ""
+        self.boxes: list[Matches] = []
+        self.shared = self.either = np.zeros(0, np.int64)  # pixels by class
+
+    def match(self, found: Matches) -> None:
+        """Count boxes as answers."""
+        self.answers = BOXES
+        self.boxes.append(found)
+        self.rows += found.total
+        self.agreeing += found.matched
+        self.values += found.total - found.matched
 
     def add(self, a: np.ndarray, b: np.ndarray, axis: int | None = None) -> None:
         """Arrays of one shape and dtype; `axis`: that of the classes, if there is one."""
@@ -189,6 +207,7 @@ class _Tally:
             return
         classes = 1 if axis is None else a.shape[axis]
         if axis is not None:
+            self.answers = PIXELS if a.ndim == 4 else CLASSES
             a, b = np.moveaxis(a, axis, -1), np.moveaxis(b, axis, -1)
         rows_a, rows_b = a.reshape(-1, classes), b.reshape(-1, classes)
         step = max(1, BLOCK // classes)
@@ -204,8 +223,15 @@ class _Tally:
         self.places_match &= np.array_equal(x[~both], y[~both], equal_nan=True)
         self.undefined += int((x[~both] != -np.inf).sum())  # -infinity masks
         if x.shape[1] >= 2:
+            left, right = x.argmax(1), y.argmax(1)
             self.rows += len(x)
-            self.agreeing += int((x.argmax(1) == y.argmax(1)).sum())
+            self.agreeing += int((left == right).sum())
+            if self.answers == PIXELS:
+                counts = [np.bincount(each, minlength=x.shape[1]) for each in (left, right)]
+                shared = np.bincount(left[left == right], minlength=x.shape[1])
+                self.shared = self.shared + shared if self.shared.size else shared
+                either = counts[0] + counts[1] - shared
+                self.either = self.either + either if self.either.size else either
         x, y = x[both], y[both]
         self.compared += x.size
         if x.size == 0:
@@ -221,6 +247,11 @@ class _Tally:
 
     def row(self, output: str, batch: int) -> ParityRow:
         problem = self._problem()
+        shown = self.rows and (self.scale or self.boxes)
+        agreement = self.agreeing / self.rows if shown else None
+        error = relative(self.max_abs, self.scale or self.other_scale)
+        if self.boxes and agreement is not None:
+            error = max(error, 1 - agreement)
         return ParityRow(
             output=output,
             batch=batch,
@@ -229,14 +260,22 @@ class _Tally:
             max_rel=self.max_rel,
             rms=math.sqrt(self.noise / self.compared) if self.compared else 0.0,
             sqnr_db=self._sqnr_db(),
-            agreement=self.agreeing / self.rows if self.rows and self.scale else None,
+            agreement=agreement,
             finite=self.finite,
-            error=math.inf if problem else relative(self.max_abs, self.scale or self.other_scale),
+            error=math.inf if problem else error,
             problem=problem,
             places_match=self.places_match,
             floating=self.floating,
             scale=self.scale,
+            answers=self.answers if agreement is not None else "",
+            mean_iou=self._mean_iou(),
         )
+
+    def _mean_iou(self) -> float | None:
+        if self.boxes:
+            return sum(each.iou for each in self.boxes) / self.agreeing if self.agreeing else None
+        there = self.either > 0
+        return float((self.shared[there] / self.either[there]).mean()) if there.any() else None
 
     @property
     def not_finite(self) -> bool:

@@ -192,6 +192,7 @@ def _decided_by(document: Json, parity: Json) -> str:
 
 def parity_table(parity: Json, decided_by: str = "") -> Table:
     """The errors, and whether they are within the bound, or what else decides."""
+    shared = any(row.get("mean_iou") is not None for row in parity["rows"])
     rows = tuple(
         (
             row["output"],
@@ -199,10 +200,12 @@ def parity_table(parity: Json, decided_by: str = "") -> Table:
             count(row["values"]),
             *(_or_infinite(row[key]) for key in ("error", "max_abs", "rms", "sqnr_db")),
             MISSING if row["agreement"] is None else number(row["agreement"] * 100),
+            *((MISSING if row.get("mean_iou") is None else number(row["mean_iou"]),) * shared),
         )
         for row in parity["rows"]
     )
-    columns = ("output", "batch", "values", "error", "max abs", "rms", "SQNR (dB)", "argmax (%)")
+    names = ("output", "batch", "values", "error", "max abs", "rms", "SQNR (dB)", "argmax (%)")
+    columns = names + ("mean IoU",) * shared
     within = "within" if parity["passed"] else "NOT within"
     note = decided_by or (
         f"{within} the bound of {number(parity['max_error'])} on max |a−b| / max |a|."

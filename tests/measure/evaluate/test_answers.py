@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from deploykit.measure.evaluate.answers import same_answers
+from deploykit.measure.evaluate.parity import compare_engines
 from deploykit.runtimes.answers import class_axis
+from tests.support.fake_engine import Function
 
 
 @pytest.mark.parametrize(
@@ -60,3 +62,19 @@ def test_the_answers_of_a_segmentation_are_its_pixels() -> None:
     found = same_answers({"y": left}, {"y": right}, feeds, 1)
     assert found is not None
     assert (found.size, int(found.sum())) == (16, 15)
+
+
+def test_a_segmentation_has_the_mean_iou_of_the_classes_that_either_shows() -> None:
+    left = np.zeros((1, 3, 4, 4), np.float32)
+    left[0, 0] = 1.0
+    left[0, 1, :, 0] = 2.0  # 4 pixels of class 1, 12 of class 0; none of class 2
+    right = left.copy()
+    right[0, 1, 0, 1] = 2.0
+    engines = [
+        Function(lambda _, y=y: {"y": y}, "image:float32[N,3,4,4]", "y:float32[N,3,4,4]")
+        for y in (left, right)
+    ]
+    feeds = {"image": np.zeros((1, 3, 4, 4), np.float32)}
+    row = compare_engines(*engines, [feeds, feeds]).worst
+    assert (row.answers, row.agreement) == ("pixels", 15 / 16)
+    assert row.mean_iou == pytest.approx((4 / 5 + 11 / 12) / 2)
