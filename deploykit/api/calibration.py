@@ -74,6 +74,7 @@ def _choose(job: Job, to: str, reference: _Reference, folder: Path, pace: Pace |
     if calibration is None or record is None or len(calibration.cut) < 2:
         return job
     other_nodes = job.request.other_nodes if to == job.request.to else "fp32"
+    trials = replace(calibration, weights={})
     shares: dict[str, float] = {}
 
     def run(methods: Iterable[str], batches: _Reference) -> None:
@@ -81,7 +82,7 @@ def _choose(job: Job, to: str, reference: _Reference, folder: Path, pace: Pace |
         for method in methods:
             if pace and pace.out_of_time():
                 break
-            tried = replace(job, calibration=calibration.using(method))
+            tried = replace(job, calibration=trials.using(method))
             found = _trial(tried, to, other_nodes, batches, folder)
             before = shares.get(method)
             shares[method] = found if before is None else (1 - share) * before + share * found

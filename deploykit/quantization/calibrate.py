@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
@@ -38,6 +38,7 @@ METHODS = ("percentile", "mse", "entropy", "minmax")  # the first where several 
 AUTO = "auto"  # all of them, to choose from
 MIN_SAMPLES = 8  # fewer say nothing of a range: one odd sample would set every scale
 MOST_BYTES = 1 << 28  # of activations in one batch, if they were all kept
+Stored: TypeAlias = tuple[np.ndarray, tuple[int, ...], bytes]  # a weight: scale, shape, content
 _REDUCTIONS = ("ReduceMin", "ReduceMax", "ReduceSum")
 
 
@@ -63,7 +64,8 @@ class Calibration:
     `ranges`: every value seen, for the range guard of float16. `clipped`: what INT8 scales should
     cover; the same but for the tensors that the method cuts. `cut`: those tensors, by method.
     `channel_peaks`: the largest magnitude in each channel of what a MatMul or Gemm reads; none with
-    "minmax". `stopped`: there was no time for all samples.
+    "minmax". `stopped`: there was no time for all samples. `weights`: what `to_pairs` made of them,
+    which no range changes, for the next that gets this dict; None keeps nothing.
     """
 
     ranges: Mapping[str, Range]
@@ -73,6 +75,7 @@ class Calibration:
     cut: Mapping[str, Mapping[str, Range]] = field(default_factory=dict)
     channel_peaks: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     stopped: bool = False
+    weights: dict[tuple[str, int | None, float], Stored] | None = None
 
     def using(self, method: str) -> Calibration:
         """The same as `method`, one of `cut`, would have it."""

@@ -24,7 +24,7 @@ from deploykit.onnx_graph.editor import Editor
 from deploykit.onnx_graph.folding import fold
 from deploykit.onnx_graph.graph import Graph, opset
 from deploykit.onnx_graph.opsets import raise_opset
-from deploykit.quantization.calibrate import Calibration, Range
+from deploykit.quantization.calibrate import Calibration, Range, Stored
 from deploykit.quantization.formats import channel_axis, fp8_bytes, int8_steps, weight_scale
 from deploykit.quantization.histograms import TINY
 from deploykit.quantization.qdq_placement import (
@@ -223,15 +223,24 @@ class _Writer:
         name = node.input[1]
         axis = None if self.float8 else channel_axis(node, len(self.editor.constants[name].dims))
         if (name, axis) not in self.done:
-            values = self.editor.array(name)
-            scale = weight_scale(values, axis, name, self.max_stored)
-            if self.float8:
-                data = fp8_bytes(values, scale)
-                stored = self.editor.store_bytes(f"{name}_float8", _FP8, values.shape, data)
-            else:
-                stored = self.editor.store(f"{name}_int8", int8_steps(values, scale, axis))
+            scale, dims, data = self._quantized(name, axis)
+            kind = ("float8", _FP8) if self.float8 else ("int8", TensorProto.INT8)
+            stored = self.editor.store_bytes(f"{name}_{kind[0]}", kind[1], dims, data)
             self.done[name, axis] = self._dequantized(name, stored, np.int8, scale, axis)
         return self.done[name, axis]
+
+    def _quantized(self, name: str, axis: int | None) -> Stored:
+        """The scale, the shape and the bytes of a weight, which no calibrator changes."""
+        shared, key = self.calibration.weights, (name, axis, self.max_stored)
+        if shared is not None and key in shared:
+            return shared[key]
+        values = self.editor.array(name)
+        scale = weight_scale(values, axis, name, self.max_stored)
+        data = fp8_bytes(values, scale) if self.float8 else int8_steps(values, scale, axis)
+        found = scale, values.shape, data if isinstance(data, bytes) else data.tobytes()
+        if shared is not None:
+            shared[key] = found
+        return found
 
     def _bias(self, node: onnx.NodeProto, names: list[str], at: Scale) -> None:
         """ONNX Runtime's QLinearConv adds an INT32 bias in steps of input times weight scale."""

@@ -17,6 +17,7 @@ import deploykit.api.quantize  # a module that a test imports first would keep t
 from deploykit.api.calibration import FEW
 from deploykit.core import files
 from deploykit.onnx_graph import editor, graph, storage
+from deploykit.quantization import qdq
 from deploykit.quantization.calibrate import METHODS
 from tests.support.onnx_zoo import mnist_like, save
 
@@ -24,7 +25,7 @@ from tests.support.onnx_zoo import mnist_like, save
 # and to write the pairs; a session to calibrate and one for either graph. Evaluating with the
 # session that calibrates would save one, but it has no optimised kernels: ResNet-18 takes 1.4 times
 # as long in it for each batch, and opening one takes 0.2 s.
-MOST = {"parse": 1, "skeleton": 2, "editor": 3, "session": 3}
+MOST = {"parse": 1, "skeleton": 2, "editor": 3, "session": 3, "weights": 3}
 # Each calibrator of "auto" is written and run; the model runs next to them. On more than FEW
 # samples, those that are neither out by then nor nearly equal are run once more.
 TRIALS = {
@@ -32,6 +33,7 @@ TRIALS = {
     "skeleton": 0,
     "editor": len(METHODS),
     "session": len(METHODS) + 1,
+    "weights": MOST["weights"],  # once for all the trials: no calibrator changes them
 }
 
 
@@ -52,6 +54,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(
         onnxruntime, "InferenceSession", count("session", onnxruntime.InferenceSession)
     )
+    monkeypatch.setattr(qdq, "int8_steps", count("weights", qdq.int8_steps))
     real = files.sha256
 
     def hashed(path: Path) -> str:
