@@ -227,18 +227,26 @@ class Inference:
             return
         try:
             self.reserve(sum(array.nbytes for array in pending.outputs.values()))
+            client.cancel = self._discard_outputs
             self.route.offload(self.encode, self._reply, large=self.large, limit_s=self.encode_s())
         except Overloaded as exc:
             self.fail(exc)
+
+    def _discard_outputs(self) -> None:
+        """The client has disconnected, and they are no longer counted."""
+        self.pending.outputs = {}
 
     def encode_s(self) -> float:
         """Seconds until the request, being answered, is past its time limit."""
         return max(_LEAST_ENCODE_S, (self.pending.give_up_us - monotonic_us()) / 1e6)
 
     def _reply(self, encoded: Result[Any] | None = None) -> None:
-        pending = self.pending
+        pending, client = self.pending, self.client
+        client.cancel = None
         try:
-            self.client.reply(*(self.encode() if encoded is None else encoded()))
+            if client.gone or not pending.outputs:  # since this was offloaded
+                return
+            client.reply(*(self.encode() if encoded is None else encoded()))
         except Exception as exc:  # noqa: BLE001 - every error is a reply
             self.fail(exc)
         else:

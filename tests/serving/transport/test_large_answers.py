@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +15,14 @@ from deploykit.core.tensors import parse_spec
 from deploykit.serving.batching.delivery import TURN_US, TurnDelivery
 from deploykit.serving.batching.policy import Pending
 from deploykit.serving.batching.stacking import Splitter
+from deploykit.serving.http.infer import InferRoute
+from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.worker import Worker
 from deploykit.serving.oip import response
 from deploykit.serving.oip.protobuf import MESSAGES
 from deploykit.serving.oip.tensors import to_bytes
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.transport.call import Head
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import (
     STREAM,
@@ -27,7 +33,8 @@ from tests.support.serving.grpc_cases import (
     unlimited_window,
 )
 from tests.support.serving.loops import KEY, Clock, Loop
-from tests.support.serving.running import WAIT_S, GatedEngine, running
+from tests.support.serving.memory import Seen
+from tests.support.serving.running import WAIT_S, GatedEngine, infer_json, running
 
 WIDTH = 100_000  # float32: 400 kB a row
 SPECS = (parse_spec("y:float32[N,W]"),)
@@ -84,6 +91,32 @@ def test_large_numbers_are_sent_from_the_array_itself(array: np.ndarray, copied:
     found = to_bytes(array, "FP32")
     assert bytes(found) == array.tobytes()
     assert np.shares_memory(np.frombuffer(found, np.uint8), array) is not copied
+
+
+def test_the_outputs_of_a_disconnected_client_are_released_before_they_are_encoded(
+    eventually: Eventually, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are no longer counted, and may wait for those of others for seconds."""
+    width = 70_000
+    offloaded: list[Any] = []
+    repository = ModelRepository({"m": FakeEngine(width=width)}, ServeOptions())
+    try:
+        model = repository.find("m")
+        infer = InferRoute(repository, model, lambda *work, **_: offloaded.append(work), None)
+        call = Seen(Head(), infer_json([0] * width, [1, width]))
+        infer(call)
+        eventually(lambda: len(offloaded) == 1)
+        ((encode, then),) = offloaded
+        alive = weakref.ref(encode.__self__.pending.outputs["y"])
+        call.gone = True
+        assert call.cancel is not None
+        call.cancel()
+        eventually(lambda: alive() is None)
+        then(encode)
+        assert call.status == 0
+    finally:
+        repository.close(drain=False)
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
 
 
 # -- what one turn of the loop does

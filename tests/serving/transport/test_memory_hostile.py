@@ -10,13 +10,12 @@ import socket
 import ssl
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from deploykit.core.tensors import Bytes
 from deploykit.serving.grpc.call import Call as GrpcCall
 from deploykit.serving.http.connection import Connection
 from deploykit.serving.http.exchange import Exchange
@@ -36,8 +35,22 @@ from tests.support.serving.grpc_cases import (
     serving,
     unlimited_window,
 )
-from tests.support.serving.memory import chunked, held_bytes, raw_infer, send_without_end
-from tests.support.serving.running import WAIT_S, GatedEngine, Raw, Reply, Running, request, running
+from tests.support.serving.memory import (
+    Seen,
+    chunked,
+    held_bytes,
+    raw_infer,
+    send_without_end,
+)
+from tests.support.serving.running import (
+    WAIT_S,
+    GatedEngine,
+    Raw,
+    Reply,
+    Running,
+    request,
+    running,
+)
 
 LIMIT = 1 << 20
 WIDTH = LIMIT // 8  # elements: half of the limit in a request
@@ -159,24 +172,6 @@ def test_strings_count_with_their_size_in_memory(eventually: Eventually) -> None
         other.send(BODY[-8:])
         assert answered(other).status == 200
         eventually(lambda: held_bytes(server) == 0)
-
-
-class Seen:
-    """A call that remembers its reply."""
-
-    gone = False
-
-    def __init__(self, head: Head, body: Bytes) -> None:
-        self.head = head
-        self.body = body
-        self.cancel: Callable[[], object] | None = None
-        self.status = 0
-
-    def reserve(self, size: int) -> bool:
-        return size >= 0
-
-    def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:  # noqa: ARG002
-        self.status = status
 
 
 def test_an_offloaded_body_of_a_cancelled_request_is_released() -> None:

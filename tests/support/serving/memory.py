@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
+from deploykit.core.tensors import Bytes
+from deploykit.serving.transport.call import Head
 from tests.support.serving.running import Raw, Running, request
 
 
@@ -26,3 +30,21 @@ def chunked(body: bytes, path: str = "/v2/models/m/infer") -> bytes:
     """A request whose body is one chunk, without the final chunk."""
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     return head.encode() + b"%x\r\n" % len(body) + body
+
+
+class Seen:
+    """A call that remembers its reply."""
+
+    gone = False
+
+    def __init__(self, head: Head, body: Bytes) -> None:
+        self.head = head
+        self.body = body
+        self.cancel: Callable[[], object] | None = None
+        self.status = 0
+
+    def reserve(self, size: int) -> bool:
+        return size >= 0
+
+    def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:  # noqa: ARG002
+        self.status = status
