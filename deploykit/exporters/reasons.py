@@ -27,6 +27,8 @@ torch: ModuleType = require("torch")
 _SHAPES_LOGGER = "torch.fx.experimental.symbolic_shapes"  # tells of each size that it fixes
 _FIXES = re.compile(r"\bEq\(s\w+, (\d+)\) \[guard added\]")
 _GUARD = re.compile(r"(\S.*) \[guard added\]")
+_PIECES = re.compile(r"eval Eq\((.*//.*), \d+\) \[guard added\]")  # a number of pieces is fixed
+_CUTS = re.compile(r"\b(\w*split\w*|\w*chunk\w*|unbind|range)\(")
 _SYMBOL = re.compile(r"create_symbol (s\d+) = (\d+) for")
 _FUNCTIONS = {  # of the expressions in which torch writes down what holds for a size
     "Eq": operator.eq,
@@ -48,6 +50,11 @@ _LONGEST = 200  # characters of torch's own words
 _DETECTOR_HINT = (
     "give a detector one image of a fixed size, 'images:float32[1,3,480,640]'; else export its "
     "backbone and head, and select the boxes outside the model"
+)
+_PIECES_HINT = (
+    "a graph cannot hold a number of pieces, or rounds of a loop, that follows a size or the data: "
+    "pad x to whole pieces and make these an axis, as x.unflatten(dim, (-1, length)) does, and "
+    "compute along it; or give the axis a fixed size"
 )
 _FREE_HINT = "export with a fixed size for that axis, or change the model to work at any size"
 
@@ -95,7 +102,9 @@ def explain(
             )
         return NotExported(
             f"{place or 'the model'} decides by the data, which a graph cannot hold",
-            hint="write it with torch.where or torch.cond, or compute it outside the model",
+            hint=hint_for(
+                place, "write it with torch.where or torch.cond, or compute it outside the model"
+            ),
             final=True,
         )
     reason = first_line(chain[-1])
@@ -119,6 +128,7 @@ def explain(
     where = f" ({place})" if place else ""
     return NotExported(
         f"torch cannot export the model: {reason}{where}",
+        hint=hint_for(place, None) if re.search("split|chunk|unbind", reason) else None,
         captured=any(type(item).__name__ == "ConversionError" for item in chain),
     )
 
@@ -133,9 +143,14 @@ def baked(spec: TensorSpec, at: int, size: object, place: str) -> NotExported:
     return NotExported(
         f"the model fixes axis {spec.shape[at]} (axis {at} of input '{spec.name}') {kind} {size}: "
         + (place or "something in it reads that size as a constant"),
-        hint=_FREE_HINT,
+        hint=hint_for(place, _FREE_HINT),
         final=True,
     )
+
+
+def hint_for(place: str, other: str | None) -> str | None:
+    """How to write the line at `place` where it cuts a tensor into pieces, else `other`."""
+    return _PIECES_HINT if _CUTS.search(place) else other
 
 
 class SizeWatch(logging.Handler):
@@ -150,6 +165,7 @@ class SizeWatch(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.places: dict[int, str] = {}
+        self.pieces: list[tuple[str, str]] = []  # how many, in symbols, and the line that cuts
         self.symbols: dict[str, int] = {}  # to the size that the example has
         self.guards: dict[str, str] = {}  # to the line of the user's code that decided by them
 
@@ -159,10 +175,20 @@ class SizeWatch(logging.Handler):
             self.symbols[match[1]] = int(match[2])
         elif match := _FIXES.search(message):
             self.places.setdefault(int(match[1]), _innermost(sys._getframe()))
+        elif match := _PIECES.search(message):
+            self.pieces.append((match[1], _innermost(sys._getframe())))
         elif match := _GUARD.search(message):
             place = _decided_at(sys._getframe())
             if place:
                 self.guards.setdefault(match[1].removeprefix("eval "), place)
+
+    def place(self, size: int) -> str:
+        """The line that fixed the axis of this size, or cut it into so many pieces; else ""."""
+        if size in self.places:
+            return self.places[size]
+        names = [symbol for symbol, at in self.symbols.items() if at == size]
+        cuts = (place for count, place in self.pieces if any(name in count for name in names))
+        return next(filter(None, cuts), "")
 
     def decisions(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
         """What holds of the axes in the graph, and the line that decided by it: "T <= 31 (...)".

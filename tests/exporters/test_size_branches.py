@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,54 @@ def test_a_decision_is_written_in_the_names_of_the_axes() -> None:
     watch.symbols = {"s5": 3, "s77": 2}
     watch.guards = {"s5 <= 31": "a.py:1", "s77 > 1": "a.py:2", "s5 < s77": "a.py:1"}
     assert watch.decisions({"N": 2, "T": 3}) == ("T <= 31 (a.py:1)",)
+
+
+def split(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([part * at for at, part in enumerate(x.split(2, dim=1))], 1)
+
+
+def chunks(x: torch.Tensor) -> torch.Tensor:
+    parts = x.chunk((x.shape[1] + 1) // 2, dim=1)
+    return torch.stack([part.mean(1) for part in parts], 1)
+
+
+def rounds(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([x[:, at : at + 2].sum(1) for at in range(0, x.shape[1], 2)], 1)
+
+
+class Cut(torch.nn.Module):
+    def __init__(self, cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.cut = cut
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.cut(x)
+
+
+@pytest.mark.parametrize(
+    ("cut", "code"),
+    [(split, "x.split(2, dim=1)"), (chunks, "x.chunk("), (rounds, "range(0, x.shape[1], 2)")],
+)
+def test_pieces_that_follow_the_length_are_refused_with_their_line_and_the_cure(
+    tmp_path: Path, cut: Callable[[torch.Tensor], torch.Tensor], code: str
+) -> None:
+    with pytest.raises(BadInput) as caught:
+        export(Cut(cut), inputs=["x:float32[N,T]"], out=tmp_path / "m.onnx")
+    assert "test_size_branches.py:" in caught.value.message
+    assert f"in {cut.__name__}: `" in caught.value.message
+    assert code in caught.value.message
+    assert "x.unflatten(dim, (-1, length))" in str(caught.value.hint)
+
+
+def padded(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(x, (0, x.shape[1] % 2)).unflatten(1, (-1, 2)).sum(2)
+
+
+def test_pieces_as_an_axis_are_exported(tmp_path: Path) -> None:
+    """The cure that the refusal names, and the same answers."""
+    x = torch.arange(10.0).reshape(2, 5)
+    assert torch.equal(padded(x), rounds(x))
+    made = export(Cut(padded), inputs=["x:float32[N,T]"], out=tmp_path / "m.onnx")
+    assert made.manifest.evidence.parity is not None
+    assert made.manifest.evidence.parity.passed
+    assert not [note for note in made.notes if "sizes" in note]
