@@ -29,13 +29,14 @@ from deploykit.serving.http2.frames import (
 from deploykit.serving.models import model
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
+from deploykit.serving.transport import turns
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import INFER, infer_bytes
 from tests.support.serving.running import request as raw_request
 
 PACKAGE = str(Path(deploykit.__file__).parent)
 CLIENTS = 32  # they form one batch, whose calls they share
-HTTP_CALLS, GRPC_CALLS = 67, 108  # of Python and C functions per request
+HTTP_CALLS, GRPC_CALLS = 71, 112  # of Python and C functions per request
 
 
 class Wire(asyncio.Transport):
@@ -57,6 +58,7 @@ class Wire(asyncio.Transport):
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """It runs batches on this thread and does not wait for the next request."""
     monkeypatch.setattr(model, "SPIN_US", 0)
+    monkeypatch.setattr(turns, "_TURN_S", 60)  # the profiler makes requests slow
     found = Server({"m": FakeEngine()}, ServeOptions(http_port=0, grpc_port=0))
     found.repository.models["m"].batcher.inline_max_rows = CLIENTS
     yield found

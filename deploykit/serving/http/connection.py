@@ -57,6 +57,7 @@ class Connection(asyncio.BufferedProtocol):
         self._since_s = listener.now_s
         self._stalled_s: float | None = None  # since when the client does not read
         self._paused = False  # no request is processed until replies are sent
+        self._waits = False  # a whole body waits for a turn of the event loop
         self._turn = 0  # requests processed in this turn of the event loop
         self._kept = b""  # received meanwhile; counted in the memory budget
         self._unsent_bytes = 0  # of replies that the client has not taken, counted there too
@@ -106,10 +107,19 @@ class Connection(asyncio.BufferedProtocol):
                 self._body_left = left[nbytes:]
                 return
             self._body_left = None
-            body, self._body = self._body, self.listener.view  # frees the memory of the body
-            self._complete(self._exchange, body)
+            if not self.listener.turns.busy:
+                self._complete_body()
+                return
+            self._waits = True
+            self._transport.pause_reading()
+            self.listener.turns.wait(self._complete_body)
         elif self._state < LAST:
-            self._read(nbytes)
+            if not self.listener.turns.busy:
+                self._read(nbytes)
+                return
+            self._pause()
+            self._keep(0, nbytes)
+            self._resume()
 
     def pause_writing(self) -> None:
         self._stalled_s = self.listener.now_s
@@ -132,10 +142,11 @@ class Connection(asyncio.BufferedProtocol):
 
     def _resume(self) -> None:
         """Process requests again if enough replies were sent."""
-        if self._stalled_s is None and len(self._exchanges) < self._limits.pipelined:
+        room = len(self._exchanges) < self._limits.pipelined
+        if self._stalled_s is None and room and not self._waits:
             self._paused = False
             if self._kept:  # not now: another connection may be using the shared buffer
-                asyncio.get_running_loop().call_soon(self._read_kept)
+                self.listener.turns.wait(self._read_kept)
             else:
                 self._transport.resume_reading()
 
@@ -146,6 +157,11 @@ class Connection(asyncio.BufferedProtocol):
             self._read(len(data))
             if not (self._paused or self._kept):
                 self._transport.resume_reading()
+
+    def _keep(self, at: int, end: int) -> None:
+        """Keep this part of the shared buffer, which other connections will use."""
+        self._kept = bytes(self.listener.view[at:end])
+        self.listener.memory.add(end - at, 0)
 
     def _take_kept(self) -> bytes:
         data, self._kept = self._kept, b""
@@ -183,9 +199,8 @@ class Connection(asyncio.BufferedProtocol):
                 self._reader = HeadReader(self._limits, listener.access, listener.max_body_bytes)
             at = self._read_head(cast("HeadReader", self._reader), at, end)
         if at < end and self._state < LAST:
-            self._kept = bytes(view[at:end])
-            listener.memory.add(end - at, 0)
-        if self._turn >= self._limits.pipelined:  # the rest in the next turn, after other clients
+            self._keep(at, end)
+        if self._paused:  # the rest in the next turn, after other clients
             self._resume()
 
     def _read_head(self, reader: HeadReader, at: int, end: int) -> int:
@@ -247,14 +262,27 @@ class Connection(asyncio.BufferedProtocol):
         self._refuse(503, self.listener.memory.message, RETRY)
         return False
 
+    def _complete_body(self) -> None:
+        """The body of known length is whole, and it is this connection's turn."""
+        waited, self._waits = self._waits, False
+        if self._state is BODY:  # else it has ended meanwhile
+            body, self._body = self._body, self.listener.view  # frees the memory of the body
+            self._complete(self._exchange, body)
+            if waited or self._paused:
+                self._resume()
+
     def _complete(self, exchange: Exchange, body: Bytes) -> None:
         exchange.body = body
         self._state = IDLE if exchange.keep_alive else LAST
         self._served = True
         self._exchanges.append(exchange)
+        turns, most = self.listener.turns, self._limits.pipelined
+        begun_s = turns.clock_s()
         self.listener.handle(exchange)
+        turns.spend(begun_s)
         self._turn += 1
-        if self._turn >= self._limits.pipelined or len(self._exchanges) >= self._limits.pipelined:
+        full = self._turn >= most or len(self._exchanges) >= most
+        if full or turns.busy or turns.waiting:  # one at a time while others wait for their turn
             self._pause()
 
     # -- replies ---------------------------------------------------------------------------------

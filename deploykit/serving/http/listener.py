@@ -13,6 +13,7 @@ from deploykit.serving.http.head import Limits
 from deploykit.serving.transport.call import Head
 from deploykit.serving.transport.memory import MemoryBudget
 from deploykit.serving.transport.security import AccessControl
+from deploykit.serving.transport.turns import Turns
 
 READ_BYTES = 64 << 10
 _KNOWN_HEADS = 1024
@@ -48,6 +49,7 @@ class Listener:
         self.limits = limits
         self.access = access
         self.max_body_bytes = max_body_bytes
+        self.turns = Turns()
         self.draining = False
         self.connections: set[Client] = set()
         self.read_into = bytearray(READ_BYTES)  # shared: only one connection reads at a time

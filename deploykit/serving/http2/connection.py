@@ -75,6 +75,12 @@ class Connection(Flow):
         if self.queued:
             self._left = data
             return
+        turns = self.shared.turns
+        if turns.busy:
+            self._left = data
+            self.wait_for_turn()
+            return
+        begun_s = turns.clock_s()
         try:
             self._left = data[self._frames(data) :]
         except ConnectionFault as exc:
@@ -84,6 +90,7 @@ class Connection(Flow):
         except Exception:
             log.exception("an HTTP/2 connection failed")
             self.end(INTERNAL_ERROR, "an error inside the server; its log says more")
+        turns.spend(begun_s)
 
     def _frames(self, data: bytes) -> int:
         """Process the complete frames that this turn of the loop allows; the index after them."""
@@ -95,7 +102,7 @@ class Connection(Flow):
                 return 0
             self._has_preface = True
             at = len(PREFACE)
-        cost = _BUSY_COST if self.shared.backlog else _TURN_COST
+        cost = _BUSY_COST if self.shared.turns.waiting else _TURN_COST
         while size - at >= 9 and not self.closed_for_reading:
             high, low, kind, flags, number = FRAME.unpack_from(data, at)
             number &= LARGEST_STREAM  # the highest bit is reserved

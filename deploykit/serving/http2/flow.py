@@ -107,7 +107,7 @@ class Flow(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._stalled_s = None
         if self.queued:
-            self.shared.add_to_backlog(self)
+            self.shared.turns.wait(self.continue_reading)
         else:
             self._transport.resume_reading()
         self.push()
@@ -116,7 +116,7 @@ class Flow(asyncio.Protocol):
         """Process the frames that were received in later turns of the loop, and read no more."""
         self.queued = True
         self._transport.pause_reading()
-        self.shared.add_to_backlog(self)
+        self.shared.turns.wait(self.continue_reading)
 
     def continue_reading(self) -> None:
         """It is this connection's turn; a client that does not read must wait."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,10 +12,9 @@ from typing import Any, Protocol
 from deploykit.serving.http2.headers import Pairs
 from deploykit.serving.http2.stream import Stream
 from deploykit.serving.transport.memory import MemoryBudget
+from deploykit.serving.transport.turns import Turns
 
 log = logging.getLogger(__name__)
-
-_WORK_S = 0.01  # for frames that wait, in one turn of the loop
 
 
 class Client(Protocol):
@@ -25,7 +23,6 @@ class Client(Protocol):
     @property
     def unanswered(self) -> int: ...
     def check(self, now_s: float) -> None: ...
-    def continue_reading(self) -> None: ...
     def flush(self) -> None: ...
     def close(self) -> None: ...
     def abort(self) -> None: ...
@@ -75,29 +72,11 @@ class Shared:
         self.offload = offload  # `offload(work, then)`: work on another thread, then here
         self.connections: set[Client] = set()
         self.open_streams = 0  # of all connections
-        self.backlog: deque[Client] = deque()  # with frames that wait for a turn of the loop
-        self._has_turn = False
+        self.turns = Turns(clock_s)
         self._written: list[Client] = []  # with output for the end of this turn of the loop
         self.clock_s = clock_s
         self.now_s = clock_s()
         self.tick_s = 0.0  # between the last two ticks
-
-    def add_to_backlog(self, connection: Client) -> None:
-        self.backlog.append(connection)
-        if not self._has_turn:
-            self._has_turn = True
-            asyncio.get_running_loop().call_soon(self._work)
-
-    def _work(self) -> None:
-        """Process frames that wait, in turn, for a short time in each turn of the loop."""
-        end_s = self.clock_s() + _WORK_S
-        for _ in range(len(self.backlog)):
-            self.backlog.popleft().continue_reading()
-            if self.clock_s() > end_s:
-                break
-        self._has_turn = bool(self.backlog)
-        if self._has_turn:
-            asyncio.get_running_loop().call_soon(self._work)
 
     def flush_soon(self, connection: Client) -> None:
         """Flush it once what runs in this turn of the loop has written."""

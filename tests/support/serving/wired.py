@@ -93,7 +93,9 @@ class Wired:
             function(*arguments)
             turns = 1
             await asyncio.sleep(0)
-            while self.shared.backlog or self.connection._writes or self.connection._will_push:
+            while (
+                self.shared.turns.waiting or self.connection._writes or self.connection._will_push
+            ):
                 await asyncio.sleep(0)
                 turns += 1
             return turns

@@ -1,0 +1,185 @@
+"""Requests of many clients share the turns of the event loop: none stops the others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from deploykit.serving.http.connection import Connection
+from deploykit.serving.http.exchange import Exchange
+from deploykit.serving.transport import turns
+from deploykit.serving.transport.turns import Turns
+from tests.support.fake_engine import FakeEngine
+from tests.support.serving.grpc_cases import frames, infer_bytes, serving
+from tests.support.serving.memory import held_bytes
+from tests.support.serving.running import Raw, Running, infer_json, request, running
+
+Eventually = Callable[[Callable[[], bool]], None]
+
+
+class Now:
+    s = 0.0
+
+    def __call__(self) -> float:
+        return self.s
+
+
+def test_a_turn_that_is_used_up_leaves_the_rest_to_the_next_ones() -> None:
+    now, done = Now(), list[int]()
+    shared = Turns(now)
+
+    def work() -> None:
+        begun_s = now.s
+        now.s += 0.6 * turns._TURN_S
+        shared.spend(begun_s)
+        done.append(1)
+
+    async def main() -> None:
+        assert not shared.busy
+        work()
+        assert not shared.busy
+        work()
+        assert shared.busy
+        for _ in range(5):
+            shared.wait(work)
+        assert len(done) == 2
+        await asyncio.sleep(0)
+        assert not shared.busy or len(done) == 4
+        for count in (4, 6, 7):
+            assert len(done) <= count
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert len(done) == 7
+        await asyncio.sleep(0)
+        assert not shared.busy
+        assert not shared.waiting
+
+    asyncio.run(main())
+
+
+class Slow:
+    """Makes each request that the server handles look as if it took a whole turn of the loop."""
+
+    def __init__(self, server: Running) -> None:
+        self.now = Now()
+        listener = server.server._listener
+        listener.turns.clock_s = self.now
+        self.turns: list[int] = []  # requests in each of them
+        handle = listener.handle
+        begin = listener.turns._begin
+
+        def slow(exchange: Exchange) -> None:
+            self.now.s += 2 * turns._TURN_S
+            self.turns[-1] += 1
+            handle(exchange)
+
+        def begun() -> None:
+            self.turns.append(0)
+            begin()
+
+        listener.handle = slow
+        listener.turns._begin = begun  # type: ignore[method-assign]
+        self.turns.append(0)
+
+
+@pytest.fixture
+def server() -> Iterator[Running]:
+    with running({"m": FakeEngine(width=30_000)}, max_batch=1) as found:
+        yield found
+
+
+def test_slow_requests_of_many_clients_are_one_in_each_turn(
+    server: Running, eventually: Eventually
+) -> None:
+    """200 clients that pipelined scrapes of /metrics stopped the loop for 10.7 s."""
+    slow = Slow(server)
+    raws = [server.connect() for _ in range(6)]
+    for raw in raws:
+        raw.send(request("GET", "/metrics") * 5 + request("GET", "/v2/health/live"))
+    for raw in raws:
+        replies = [raw.reply() for _ in range(6)]
+        assert [reply and reply.status for reply in replies] == [200] * 6
+        last = replies[-1]
+        assert last is not None
+        assert last.json == {"live": True}
+    assert sum(slow.turns) == 36
+    assert max(slow.turns) <= 2  # of the work that waited, and of what was just received
+    eventually(lambda: held_bytes(server) == 0)
+
+
+def test_whole_bodies_wait_for_their_turn(server: Running, eventually: Eventually) -> None:
+    slow = Slow(server)
+    body = infer_json([1] * 30_000, [1, 30_000])
+    asked = request("POST", "/v2/models/m/infer", body)
+    raws = [server.connect() for _ in range(6)]
+    for raw in raws:
+        raw.send(asked[:-1])
+    for raw in raws:
+        raw.send(asked[-1:] + request("GET", "/v2/health/live") + asked)
+    for raw in raws:
+        first, second, third = raw.reply(), raw.reply(), raw.reply()
+        assert first is not None
+        assert second is not None
+        assert third is not None
+        assert json.loads(first.body)["outputs"][0]["data"][0] == 3
+        assert second.json == {"live": True}
+        assert json.loads(third.body)["outputs"][0]["data"][0] == 3
+    assert sum(slow.turns) == 18
+    assert max(slow.turns) <= 2
+    eventually(lambda: held_bytes(server) == 0)
+
+
+def test_clients_that_leave_while_their_requests_wait_are_forgotten(
+    server: Running, eventually: Eventually
+) -> None:
+    Slow(server)
+    body = infer_json([1] * 30_000, [1, 30_000])
+    asked = request("POST", "/v2/models/m/infer", body)
+    raws = [Raw(server.port) for _ in range(8)]
+    for number, raw in enumerate(raws):
+        raw.send(asked if number % 2 else request("GET", "/metrics") * 9)
+        raw.close()
+    eventually(lambda: not server.server._listener.connections)
+    eventually(lambda: held_bytes(server) == 0)
+    assert server.ask("GET", "/v2/health/ready").status == 200
+
+
+def test_requests_over_grpc_wait_for_their_turn_too() -> None:
+    with serving({"m": FakeEngine()}) as server:
+        shared = server.server._shared
+        now, begun = Now(), list[int]()
+        shared.turns.clock_s = now
+        spend, begin = shared.turns.spend, shared.turns._begin
+
+        def spent(since_s: float) -> None:
+            now.s = since_s + 2 * turns._TURN_S
+            begun[-1] += 1
+            spend(since_s)
+
+        def counted() -> None:
+            begun.append(0)
+            begin()
+
+        begun.append(0)
+        shared.turns.spend, shared.turns._begin = spent, counted  # type: ignore[method-assign]
+        clients = [frames(server.port) for _ in range(4)]
+        opened = [each.__enter__() for each in clients]
+        for client in opened:
+            client.open(1)
+            client.message(1, infer_bytes())
+        assert [client.answer(1).status for client in opened] == [0] * 4
+        assert max(begun) <= 2
+        for each in clients:
+            each.__exit__(None, None, None)
+
+
+def test_an_idle_server_takes_no_turns(server: Running) -> None:
+    assert server.ask("GET", "/v2/health/live").status == 200
+    listener = server.server._listener
+    (connection,) = listener.connections
+    assert isinstance(connection, Connection)
+    assert not listener.turns.waiting
+    assert not listener.turns._scheduled
