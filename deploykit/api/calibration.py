@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -28,7 +28,9 @@ from deploykit.core.runtime import RUNTIMES
 if TYPE_CHECKING:
     import numpy as np
 
+    from deploykit.onnx_graph.graph import Graph
     from deploykit.quantization.search import Pace
+    from deploykit.runtimes.data.samples import Samples
     from deploykit.runtimes.engine import Arrays, Engine
 
 # Samples to choose on: an eighth of them, and more as long as a calibrator costs fewer operations
@@ -37,7 +39,6 @@ LEAST_SHARE, OPERATIONS = 1 / 8, 1e11
 # are tried on, unless they are within a quarter of a decibel. On the networks of
 # benchmarks/calibrators.py that loses what all samples lose; the few alone lost up to 3.4 dB
 FEW, TWICE, CLOSE = 8, 2.0, 1.06
-MOST_BYTES = 1 << 28  # of outputs that are kept to compare with
 _SHARE = 1 / 4  # of the time left, for the trials of the calibrators
 EQUAL = 1e-8  # noise by signal of two graphs that compute the same
 
@@ -156,36 +157,34 @@ def _smooth(job: Job, reference: _Reference, folder: Path) -> Job:
     )
 
 
-def _reference(job: Job) -> _Reference:
-    """The model's outputs on calibration samples from the beginning to the end of the data."""
+def places_to_choose_on(source: Graph, calib: Samples, batch_size: int) -> Iterator[np.ndarray]:
+    """Batches of calibration samples, by their numbers, from the beginning to the end of the data.
+
+    The first few are spread over it as well.
+    """
     import numpy as np
 
     from deploykit.quantization import cost
-    from deploykit.runtimes.data.samples import Samples
-    from deploykit.runtimes.engine import load
 
-    calib, inputs = job.calib, job.source.inputs
-    if calib is None:
-        return []
-    size, used = calib.batching(job.batch_size, inputs)
-    costs = cost.node_costs(job.source, axis_sizes(calib, inputs, 1))
+    least, used = calib.batching(batch_size, source.inputs)
+    costs = cost.node_costs(source, axis_sizes(calib, source.inputs, 1))
     operations = sum(each.flops or 0 for each in costs)
-    wanted = max(size, int(used * LEAST_SHARE), int(OPERATIONS / max(operations, 1)))
+    wanted = max(least, int(used * LEAST_SHARE), int(OPERATIONS / max(operations, 1)))
     places = np.arange(0, used, max(1, used // wanted))
-    early = places[:: max(1, len(places) // FEW)][:FEW]  # the first few are spread as well
+    early = places[:: max(1, len(places) // FEW)][:FEW]
     places = np.concatenate([early, np.setdiff1d(places, early)])
-    spread = Samples({n: a[places] for n, a in calib.inputs.items()}, None, calib.where)
-    size, used = spread.batching(min(FEW, job.batch_size), inputs)
-    found: _Reference = []
-    kept_bytes = 0
-    with load(job.model, "cpu") as engine:
-        for feeds in spread.first(used).batches(size):
-            outputs = list(engine(feeds).values())
-            found.append((feeds, outputs))
-            kept_bytes += sum(each.nbytes for each in outputs)
-            if kept_bytes > MOST_BYTES:
-                break
-    return found
+    size, _ = calib.batching(min(FEW, batch_size), source.inputs)
+    whole = len(places) if size < least else len(places) // size * size  # a fixed batch is filled
+    for start in range(0, whole, size):
+        yield places[start : start + size]
+
+
+def _reference(job: Job) -> _Reference:
+    """Calibration samples, and the model's outputs for them."""
+    if job.calib is None or job.calibration is None:
+        return []
+    inputs, kept = job.calib.inputs, job.calibration.outputs
+    return [({n: a[rows] for n, a in inputs.items()}, outputs) for rows, outputs in kept]
 
 
 def _rows(reference: _Reference) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +29,8 @@ from deploykit.core.runtime import RUNTIMES
 from deploykit.core.tensors import BATCH
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from deploykit.measure.evaluate.metrics import Metric
     from deploykit.onnx_graph.graph import Graph
     from deploykit.quantization.calibrate import Calibration
@@ -107,6 +109,7 @@ def prepare(
 
     Its budget begins here, on `clock`.
     """
+    from deploykit.api.calibration import places_to_choose_on
     from deploykit.measure.evaluate.metrics import find_metric
     from deploykit.onnx_graph.graph import Graph
     from deploykit.quantization import calibrate
@@ -127,7 +130,11 @@ def prepare(
     # scales may leave outliers out; the check for float16 overflow needs only them
     method = request.calibrator or (calibrate.AUTO if to in (*CALIBRATED, "auto") else "minmax")
     sizes = axis_sizes(test or calib, source.inputs, 1)
-    calibration = calibrate_in_time(source, calib, method, budget) if calib else None
+    batch_size, calibration = batch_that_fits(source, sizes), None
+    if calib:
+        choice = method == calibrate.AUTO or request.smoothquant
+        places = places_to_choose_on(source, calib, batch_size) if choice else ()
+        calibration = calibrate_in_time(source, calib, method, budget, places)
     record = _calibration_record(request, calibration, method, doubts)
     return Job(
         model,
@@ -139,19 +146,24 @@ def prepare(
         calibration,
         record,
         (*doubts, *_overlap(request, calib, test), *left_out(calib, calibration)),
-        batch_that_fits(source, sizes),
+        batch_size,
         budget,
     )
 
 
 def calibrate_in_time(
-    graph: Graph, samples: Samples, method: str, budget: Budget | None
+    graph: Graph,
+    samples: Samples,
+    method: str,
+    budget: Budget | None,
+    places: Iterable[np.ndarray] = (),
 ) -> Calibration:
     """Calibrate on all samples, or on as many as a third of the time that is left does for."""
     from deploykit.quantization.calibrate import calibrate
 
     pace = budget.pace(_CALIBRATION_SHARE) if budget else None
-    return calibrate(graph, samples, method=method, out_of_time=pace.out_of_time if pace else None)
+    out_of_time = pace.out_of_time if pace else None
+    return calibrate(graph, samples, method=method, out_of_time=out_of_time, places=places)
 
 
 def left_out(samples: Samples | None, calibration: Calibration | None) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ and the caller chooses by the error that each makes at the outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -37,7 +37,8 @@ ort = require("onnxruntime")
 METHODS = ("percentile", "mse", "entropy", "minmax")  # the first where several are equally good
 AUTO = "auto"  # all of them, to choose from
 MIN_SAMPLES = 8  # fewer say nothing of a range: one odd sample would set every scale
-MOST_BYTES = 1 << 28  # of activations in one batch, if they were all kept
+MOST_BYTES = 1 << 28  # of activations in one batch, if they were all kept; of outputs that are
+Kept: TypeAlias = tuple[np.ndarray, list[np.ndarray]]  # numbers of samples, the outputs for them
 Stored: TypeAlias = tuple[np.ndarray, tuple[int, ...], bytes]  # a weight: scale, shape, content
 _REDUCTIONS = ("ReduceMin", "ReduceMax", "ReduceSum")
 
@@ -65,7 +66,8 @@ class Calibration:
     cover; the same but for the tensors that the method cuts. `cut`: those tensors, by method.
     `channel_peaks`: the largest magnitude in each channel of what a MatMul or Gemm reads; none with
     "minmax". `stopped`: there was no time for all samples. `weights`: what `to_pairs` made of them,
-    which no range changes, for the next that gets this dict; None keeps nothing.
+    which no range changes, for the next that gets this dict; None keeps nothing. `outputs`: of the
+    model, for batches of samples that the caller named.
     """
 
     ranges: Mapping[str, Range]
@@ -76,6 +78,7 @@ class Calibration:
     channel_peaks: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     stopped: bool = False
     weights: dict[tuple[str, int | None, float], Stored] | None = None
+    outputs: tuple[Kept, ...] = ()
 
     def using(self, method: str) -> Calibration:
         """The same as `method`, one of `cut`, would have it."""
@@ -97,6 +100,7 @@ def calibrate(
     method: str = METHODS[0],
     batch_size: int = 32,
     out_of_time: Callable[[], bool] | None = None,
+    places: Iterable[np.ndarray] = (),
 ) -> Calibration:
     """Ranges of the inputs and of every float tensor of the main graph; `samples` fit its inputs.
 
@@ -108,7 +112,8 @@ def calibrate(
     Batches are smaller than `batch_size` where one would need more than 256 MiB of activations. A
     graph with a fixed batch runs at that size; samples that do not fill the last are left out.
     `out_of_time`: asked before each batch from 8 samples on; where it is true the samples so far,
-    from all over the data, are what is used.
+    from all over the data, are what is used. `places`: batches of samples, by their numbers, whose
+    outputs are kept up to 256 MiB.
     Raises BadInput for a wrong method, fewer than 8 samples, samples that are NaN, infinite or
     all the same, and for a model that itself gives NaN.
     """
@@ -127,6 +132,7 @@ def calibrate(
     weights = _weights(editor)
     names = _float_tensors(graph)
     size = fixed or _batch_that_fits(graph, names, samples, batch_size)
+    own = [value.name for value in editor.graph.output]
     reduced = [name for name in names if name not in counted]
     outputs = _add_reductions(editor.graph, reduced)
     _add_outputs(editor.graph, counted)
@@ -142,14 +148,39 @@ def calibrate(
             batch |= {name: Range(*each.add(values[name])) for name, each in counted.items()}
             for name in names:  # in the order they are computed: the first NaN is named
                 ranges[name] = _merged(ranges.get(name, batch[name]), batch[name])
+        kept = tuple(_kept(session, own, samples, places, weights))
+    _check_numbers(graph, ranges, samples)
+    found = _choose_ranges(ranges, counted, used, METHODS if method == AUTO else (method,))
+    stopped = used < len(samples) - len(samples) % (fixed or 1)
+    return replace(found, stopped=stopped, outputs=kept)
+
+
+def _check_numbers(graph: Graph, ranges: Mapping[str, Range], samples: Samples) -> None:
     for name, seen in ranges.items():
         if math.isnan(seen.low):
             raise BadInput(
                 f"{graph.path}: tensor '{name}' is NaN on the calibration data {samples.where}",
                 hint="the float32 model itself fails on these samples",
             )
-    found = _choose_ranges(ranges, counted, used, METHODS if method == AUTO else (method,))
-    return replace(found, stopped=used < len(samples) - len(samples) % (fixed or 1))
+
+
+def _kept(
+    session: Any,
+    names: Sequence[str],
+    samples: Samples,
+    places: Iterable[np.ndarray],
+    weights: Mapping[str, np.ndarray],
+) -> Iterator[Kept]:
+    """The samples at `places` and the outputs `names` for them, until these are too large."""
+    kept_bytes = 0
+    for rows in places:
+        feeds = {name: array[rows] for name, array in samples.inputs.items()}
+        # copied: what a session returns keeps all of its memory
+        outputs = [each.copy() for each in session.run(names, {**feeds, **weights})]
+        yield rows, outputs
+        kept_bytes += sum(each.nbytes for each in outputs)
+        if kept_bytes > MOST_BYTES:
+            return
 
 
 def _in_time(
