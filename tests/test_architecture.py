@@ -60,7 +60,7 @@ BUDGETS = {
     "serving": 11020,
     "api": 4880,
     "cli": 1880,
-    "": 38700,  # the whole package
+    "": 38760,  # the whole package
 }
 LONG: set[str] = set()  # functions over 60 lines
 

@@ -18,6 +18,7 @@ from deploykit.runtimes.engine import Arrays
 LEAST_IOU = 0.5
 _LABELS = ("labels", "classes")
 _MORE = ("masks", "keypoints", "keypoints_scores")  # also one row for each box
+_MOST = 4096  # boxes of an image; of all pairs the IoU is in memory at once
 _CLOSE = 1e-3  # of the largest coordinate: boxes without an area are equal, too
 
 
@@ -98,7 +99,7 @@ def same_boxes(left: Arrays, right: Arrays) -> np.ndarray | None:
 
 def _heads(outputs: Arrays) -> Iterator[_Head]:
     for name, array in outputs.items():
-        if array.dtype.kind != "f" or array.ndim not in (2, 3):
+        if array.dtype.kind != "f" or array.ndim not in (2, 3) or array.shape[-2] > _MOST:
             continue
         if name.endswith("boxes") and array.shape[-1] == 4:
             stem = name.removesuffix("boxes")
@@ -115,7 +116,8 @@ def _heads(outputs: Arrays) -> Iterator[_Head]:
 
 
 def _corners(boxes: np.ndarray) -> bool:
-    return bool((boxes[..., 2:] >= boxes[..., :2]).all())
+    finite = bool(np.isfinite(boxes).all())
+    return finite and bool((boxes[..., 2:] >= boxes[..., :2]).all())
 
 
 def _only_boxes(rows: np.ndarray) -> bool:
@@ -168,11 +170,11 @@ def _areas(boxes: np.ndarray) -> np.ndarray:
 
 def _iou(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Intersection over union [L,R] of boxes [L,4] and [R,4]; 1 where they are all but equal."""
+    right = np.where(np.isfinite(right), right, 0)  # no box of `left` then has much of it
     a, b = left.astype(np.float64)[:, None], right.astype(np.float64)[None]
     low, high = np.maximum(a[..., :2], b[..., :2]), np.minimum(a[..., 2:], b[..., 2:])
     shared = _areas(np.concatenate((low, high), -1))
     union = _areas(a) + _areas(b) - shared
-    with np.errstate(invalid="ignore"):
-        share = np.divide(shared, union, out=np.zeros_like(shared), where=union > 0)
-        close = np.abs(a - b).max(-1) <= _CLOSE * np.abs(left).max(initial=0)
-    return np.where(close, 1.0, np.nan_to_num(share))
+    share = np.divide(shared, union, out=np.zeros_like(shared), where=union > 0)
+    close = np.abs(a - b).max(-1) <= _CLOSE * np.abs(left).max(initial=0)
+    return np.where(close, 1.0, share)

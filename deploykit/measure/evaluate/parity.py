@@ -189,6 +189,7 @@ class _Tally:
         self.floating = True
         self.answers = ""
         self.boxes: list[Matches] = []
+        self.lost = 0  # boxes of one of the two alone
         self.shared = self.either = np.zeros(0, np.int64)  # pixels by class
 
     def match(self, found: Matches) -> None:
@@ -197,7 +198,7 @@ class _Tally:
         self.boxes.append(found)
         self.rows += found.total
         self.agreeing += found.matched
-        self.values += found.total - found.matched
+        self.lost += found.total - found.matched
 
     def add(self, a: np.ndarray, b: np.ndarray, axis: int | None = None) -> None:
         """Arrays of one shape and dtype; `axis`: that of the classes, if there is one."""
@@ -255,7 +256,7 @@ class _Tally:
         return ParityRow(
             output=output,
             batch=batch,
-            values=self.values,
+            values=self.values + self.lost,
             max_abs=self.max_abs,
             max_rel=self.max_rel,
             rms=math.sqrt(self.noise / self.compared) if self.compared else 0.0,

@@ -85,6 +85,15 @@ def test_the_error_and_the_noise_are_of_boxes_and_their_counterparts() -> None:
     assert row.agreement == 1.0
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_boxes_that_are_broken_on_one_side_are_not_found(value: float) -> None:
+    left, right = found(4), found(4)
+    right["boxes"][:] = value
+    row = compared(left, right).worst
+    assert (row.output, row.error, row.agreement, row.problem) == ("boxes", 1.0, 0.0, "")
+    assert not compared(right, left).passed
+
+
 def test_another_label_or_too_little_in_common_is_no_counterpart() -> None:
     left = found(4)
     right = {name: array.copy() for name, array in left.items()}
@@ -126,8 +135,9 @@ def test_boxes_without_an_area_and_no_boxes_are_compared(count: int) -> None:
         {"output0": np.ones((1, 5, 6), np.float32)},  # no area
         {"output0": np.random.default_rng(0).standard_normal((1, 5, 6)).astype(np.float32)},
         {"output0": np.zeros((1, 5, 6), np.float32)},
+        found(5000),
     ],
-    ids=["raw head", "negative", "NaN", "ones", "noise", "zeros"],
+    ids=["raw head", "negative", "NaN", "ones", "noise", "zeros", "too many"],
 )
 def test_what_is_not_certainly_a_detector_is_compared_as_it_is(outputs: Outputs) -> None:
     assert pair(outputs, outputs)[2] == {}
