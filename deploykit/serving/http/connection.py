@@ -183,7 +183,9 @@ class Connection(asyncio.BufferedProtocol):
         at = self._turn = 0
         while at < end and self._state < LAST and not self._paused:
             if self._chunks is not None:
+                begun_s = listener.turns.clock_s()
                 at += self._read_chunks(self._chunks, bytes(view[at:end]))
+                listener.turns.spend(begun_s)
                 continue
             if self._state is IDLE:
                 stop = data.find(END, at, end) + len(END)

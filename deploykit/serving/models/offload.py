@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
-from deploykit.core.errors import Expired, Overloaded
+from deploykit.core.errors import DeploykitError, Expired, Overloaded
 from deploykit.runtimes.engine import Closing
 
 log = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ class ThreadOffload(Closing):
         job = _Job(then)
 
         def done(future: Future[Any]) -> None:
+            _forget_frames(future)
             try:
                 self._loop.call_soon_threadsafe(job.finish, future.result)
             except RuntimeError:  # the loop is closed
@@ -104,6 +105,16 @@ class _Job:
         future.cancel()
         if then is not None:
             then(_expired)
+
+
+def _forget_frames(future: Future[Any]) -> None:
+    """Free what a client's error refers to: frames of this thread, and with them the request.
+
+    Whoever raises the error again is in a cycle with it, which waits for the garbage collector.
+    """
+    error = None if future.cancelled() else future.exception()
+    if isinstance(error, DeploykitError):
+        error.__traceback__ = error.__cause__ = error.__context__ = None
 
 
 def _expired() -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import gzip
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.core.tensors import parse_spec
+from deploykit.core.errors import TooLarge
+from deploykit.core.tensors import Bytes, parse_spec
 from deploykit.serving.batching.delivery import TURN_US, TurnDelivery
 from deploykit.serving.batching.policy import Pending
 from deploykit.serving.batching.stacking import Splitter
@@ -22,6 +25,7 @@ from deploykit.serving.oip import response
 from deploykit.serving.oip.protobuf import MESSAGES
 from deploykit.serving.oip.tensors import to_bytes
 from deploykit.serving.options import ServeOptions
+from deploykit.serving.transport import compression
 from deploykit.serving.transport.call import Head
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import (
@@ -117,6 +121,41 @@ def test_the_outputs_of_a_disconnected_client_are_released_before_they_are_encod
     finally:
         repository.close(drain=False)
     assert not [each for each in caplog.records if each.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize("grpc", [False, True])
+def test_bodies_that_are_refused_on_another_thread_are_freed_at_once(
+    monkeypatch: pytest.MonkeyPatch, eventually: Eventually, grpc: bool
+) -> None:
+    """Twelve clients with 60 KB of gzip each kept 1.1 GB until the garbage collector ran."""
+    seen: list[weakref.ref[np.ndarray]] = []
+
+    def inflate(body: Bytes, name: str, most: int) -> Bytes:
+        del body
+        plain = np.zeros(1 << 20, np.uint8)
+        seen.append(weakref.ref(plain))
+        if grpc:
+            raise TooLarge(f"{name} above {most}")
+        return plain.data
+
+    monkeypatch.setattr(compression, "_inflate", inflate)
+    bomb = gzip.compress(bytes(1 << 20))
+    gc.collect()
+    gc.disable()
+    try:
+        if grpc:
+            with serving() as server, frames(server.port) as client:
+                client.open(1, **{"grpc-encoding": "gzip"})
+                client.message(1, bomb + bytes(100_000), compressed=1)
+                assert client.answer(1).status == 8
+                eventually(lambda: [each() for each in seen] == [None])
+        else:
+            with running() as server:
+                reply = server.ask("POST", "/v2/models/m/infer", bomb, Content_Encoding="gzip")
+                assert reply.status == 400
+                eventually(lambda: [each() for each in seen] == [None] * len(seen))
+    finally:
+        gc.enable()
 
 
 # -- what one turn of the loop does
