@@ -54,13 +54,13 @@ BUDGETS = {
     "runtimes": 5910,
     "training": 300,
     "exporters": 1030,
-    "onnx_graph+quantization": 4900,
+    "onnx_graph+quantization": 4950,
     "builders": 1600,
     "measure": 4260,
     "serving": 11020,
-    "api": 4880,
+    "api": 5060,
     "cli": 1880,
-    "": 38760,  # the whole package
+    "": 39100,  # the whole package
 }
 LONG: set[str] = set()  # functions over 60 lines
 

@@ -56,7 +56,8 @@ def build(
 ) -> Made:
     """Build `model` for a hardware profile; with `precision`, quantise it first.
 
-    `calib`, `data`, `metric`, `max_drop`, `force`: as in `quantize`. `shapes`: what a TensorRT
+    `calib`, `data`, `metric`, `max_drop`, `force`: as in `quantize`; without `precision`, `calib`
+    finds ranges that an INT8 graph lacks whose pairs are moved for a CPU. `shapes`: what a TensorRT
     engine is built for. Raises GateFailed when the built file differs from its source by more than
     `max_error` (an engine: see `prove_plan`) or runs layers in more bits than asked, or when the
     quantised graph fails its evaluation; Unsupported for a target that cannot be built for here.
@@ -104,6 +105,8 @@ def _check(source: Artefact, options: PlanOptions) -> None:
         )
     if request.to != "fp32":
         check_request(request)
+    elif request.calib is not None and not RUNTIMES[target.runtime].scales_outputs:
+        raise BadInput("`calib` has no effect without `precision`", hint="`precision` int8")
 
 
 def _build_plan(

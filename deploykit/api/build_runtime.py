@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploykit.api import batching, golden, verify
+from deploykit.api import batching, golden, placing
 from deploykit.api.artefacts import (
     Made,
     Progress,
@@ -27,10 +27,10 @@ from deploykit.api.evaluate import (
     write_graph,
 )
 from deploykit.api.feeds import first_rows, rows_note, rows_that_fit
+from deploykit.api.placing import Placed
 from deploykit.api.quantize import keep_if_passed
 from deploykit.builders.builder import Shapes, find_builder
 from deploykit.core.artefact import Artefact
-from deploykit.core.errors import BadInput
 from deploykit.core.evidence import BuildRecord, Evaluation, Evidence
 from deploykit.core.precision import CALIBRATED
 from deploykit.core.profile import Profile
@@ -41,10 +41,6 @@ if TYPE_CHECKING:
 
     from deploykit.onnx_graph.graph import Graph
 
-_MOVED = (
-    "the INT8 pairs, placed for TensorRT, were placed for ONNX Runtime with the ranges that the "
-    "graph records or that follow from its scales"
-)
 _NOT_CHECKED = (
     "the accuracy of this graph was not checked: give labelled data (`data`), or quantize the "
     "float32 model for this profile"
@@ -73,33 +69,33 @@ def build_for_runtime(
         step = span(on_progress, 0.0, 0.6)
         job = prepare(source, request, step)
         graph, before = write_graph(job, tmp.with_name("typed.onnx"), place.name, step)
+        placed = Placed(graph)
         if before.search and before.search.interrupted:
             raise KeyboardInterrupt
     else:
-        graph = _place_pairs(Graph.open(source.path), target, tmp)
+        placed = placing.place_pairs(source, request, target, tmp)
     step = span(on_progress, 0.6 if job else 0.0, 0.8)
     step("building", 0.0)
     builder, runtime = find_builder(target.runtime), RUNTIMES[target.runtime]
-    built = builder(Artefact.open(graph.path), tmp, target, shapes, step)
-    kind = runtime.opens[0]
-    result = Graph.open(tmp) if kind == "onnx" else graph
-    if graph.path == source.path and _few_integers(graph, result):
-        graph = _place_pairs(graph, target, tmp, foreign=True)
-        built = builder(Artefact.open(graph.path), tmp, target, shapes, step)
-        result = Graph.open(tmp)
-    _check_integers(source, target, graph, result, here=job is not None)
+    kind, built_on = runtime.opens[0], dict[str, str]()
+
+    def build(graph: Graph, out: Path) -> Graph:
+        built_on.update(builder(Artefact.open(graph.path), out, target, shapes, step).built_on)
+        return Graph.open(out) if kind == "onnx" else graph
+
+    result = build(placed.graph, tmp)
+    if placed.graph.path == source.path and kind == "onnx":
+        placed, result = placing.place_if_better(source, target, placed, result, build)
+    graph = placed.graph
+    placing.check_integers(source, target, graph, result, here=job is not None)
     on_progress("comparing with the model", 0.8)
-    evidence = _prove(source, job, request, target, graph, tmp, place.name, max_error)
-    notes = list(evidence.notes)
-    if before is not None:
-        notes = [*([before.search.why] if before.search else []), *before.notes, *notes]
+    evidence = _prove(source, job, request, target, placed, tmp, place.name, max_error)
     evidence = replace(evidence, build=BuildRecord(target.name), source_graph=before)
+    searched = [before.search.why] if before and before.search else []
+    notes = [*searched, *(before.notes if before else ()), *evidence.notes]
+    tools = runtime.packages[:1]
     manifest = onnx_manifest(
-        result,
-        (source.sha256,),
-        tools=runtime.packages[:1],
-        evidence=evidence,
-        built_on=dict(built.built_on),
+        result, (source.sha256,), tools=tools, evidence=evidence, built_on=built_on
     )
     if kind != "onnx":
         manifest = replace(manifest, format=kind, sha256=Artefact(tmp).sha256, evidence=evidence)
@@ -110,32 +106,17 @@ def build_for_runtime(
     return keep_if_passed(tmp, made, request.to)
 
 
-def _place_pairs(graph: Graph, target: Profile, tmp: Path, *, foreign: bool = False) -> Graph:
-    """The graph with its INT8 pairs where the runtime has kernels, next to `tmp` if they moved."""
-    from deploykit.quantization.moving import move_foreign_pairs, move_pairs
-
-    if not RUNTIMES[target.runtime].scales_outputs:
-        return graph
-    moved = (move_foreign_pairs if foreign else move_pairs)(graph, target.runtime)
-    return moved.save(tmp.with_name("placed.onnx")) if moved else graph
-
-
-def _few_integers(graph: Graph, built: Graph) -> bool:
-    """Whether less than half of the INT8 nodes run as such."""
-    return 2 * built.precision.get("int8", 0) < graph.precision.get("int8", 0)
-
-
 def _prove(
     source: Artefact,
     job: Job | None,
     request: QuantizeRequest,
     target: Profile,
-    graph: Graph,
+    placed: Placed,
     tmp: Path,
     name: str,
     max_error: float,
 ) -> Evidence:
-    """Compare the built `tmp` with the `graph` it was built from, and evaluate it against `source`.
+    """Compare the built `tmp` with the graph `placed`, and evaluate it against `source`.
 
     Each is opened once, and two at a time.
     """
@@ -143,6 +124,7 @@ def _prove(
     from deploykit.measure.evaluate.parity import compare_engines
     from deploykit.runtimes.engine import load
 
+    graph = placed.graph
     moved = job is None and graph.path != source.path
     evaluation: Evaluation | None = None
     samples = None
@@ -150,7 +132,7 @@ def _prove(
         reference = stack.enter_context(load(graph.path, "cpu"))
         feeds: Sequence[Mapping[str, np.ndarray]] = feeds_at_sizes(engine.inputs)
         most = rows_that_fit(feeds, graph.path)
-        feeds, notes = first_rows(feeds, most), [*rows_note(most)]
+        feeds, notes = first_rows(feeds, most), [*placed.notes, *rows_note(most)]
         title = f"{source.name} in {request.to}" if job else source.name
         parity = compare_engines(reference, engine, feeds, max_error=max_error, names=(title, name))
         if not parity.passed:
@@ -169,33 +151,15 @@ def _prove(
                 samples = golden.loosen(samples, tmp, engine)
         proof = batching.prove(engine, tmp, samples, most)
         notes += batching.notes(engine, proof)
-    if moved:
-        notes += [_MOVED] if evaluation else [_MOVED, _NOT_CHECKED]
+    if moved and not evaluation:
+        notes.append(_NOT_CHECKED)
     return Evidence(
-        parity=parity, accuracy=evaluation, golden=samples, batching=proof, notes=tuple(notes)
-    )
-
-
-def _check_integers(
-    model: Artefact, target: Profile, graph: Graph, built: Graph, *, here: bool
-) -> None:
-    """Raise BadInput where ONNX Runtime runs hardly an INT8 node as such: slower than float32."""
-    asked, few = graph.precision, graph.path == model.path and _few_integers(graph, built)
-    if not asked.get("int8") or (built.precision.get("int8") and not few):
-        return
-    if here:  # quantized by this build: to do so again changes nothing
-        raise BadInput(
-            f"{model}: ONNX Runtime runs none of its {asked['int8']} INT8 nodes in integers",
-            hint="build it without `precision`: float32 is faster than that",
-        )
-    halves = sorted({"float16", "bfloat16"} & set(asked))
-    source = next(verify.find_sources(model.path, model.manifest), None) if model.manifest else None
-    again = f"{source or 'FLOAT32.onnx'} --profile {target.name} --precision int8 --calib FILE.npz"
-    raise BadInput(
-        f"{model}: ONNX Runtime runs {built.precision.get('int8', 'none')} of its {asked['int8']} "
-        "INT8 nodes in integers: their pairs are placed for TensorRT, and "
-        + (f"it computes in {halves[0]} between" if halves else "no ranges follow to move them"),
-        hint=f"deploykit build {again}",
+        parity=parity,
+        accuracy=evaluation,
+        calibration=placed.calibration,
+        golden=samples,
+        batching=proof,
+        notes=tuple(notes),
     )
 
 

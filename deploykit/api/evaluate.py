@@ -135,7 +135,7 @@ def prepare(
         choice = method == calibrate.AUTO or request.smoothquant
         places = places_to_choose_on(source, calib, batch_size) if choice else ()
         calibration = calibrate_in_time(source, calib, method, budget, places)
-    record = _calibration_record(request, calibration, method, doubts)
+    record = calibration_record(request, calibration, method, doubts)
     return Job(
         model,
         source,
@@ -364,7 +364,7 @@ def _overlap(
     return (f"{note}: accuracy on samples that also set the scales looks too good",)
 
 
-def _calibration_record(
+def calibration_record(
     request: QuantizeRequest, calibration: Calibration | None, method: str, doubts: Sequence[str]
 ) -> CalibrationRecord | None:
     if calibration is None or request.calib is None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,22 +46,43 @@ def move_pairs(source: Graph, runtime: str) -> Graph | None:
     return to_pairs(plain.graph, calibration, runtime=runtime, keep_float32=plain.kept)
 
 
-def move_foreign_pairs(source: Graph, runtime: str) -> Graph | None:
+@dataclass(frozen=True)
+class Moved:
+    """A graph whose pairs were placed anew.
+
+    `unknown`: tensors that stay float because the pairs say nothing of their range.
+    """
+
+    graph: Graph
+    unknown: tuple[str, ...]
+
+
+def move_foreign_pairs(
+    source: Graph,
+    runtime: str,
+    measure: Callable[[Graph], Mapping[str, Range]] | None = None,
+) -> Moved | None:
     """As `move_pairs`, for a graph of another tool; None for one that is not INT8 in float32.
 
-    A tensor whose range does not follow from the scales of the graph stays float.
+    A tensor whose range does not follow from the scales of the graph has that which `measure` finds
+    in the graph without pairs; without `measure` it stays float.
     """
     if not _float32_around(source):
         return None
     plain = _without_pairs(source, runtime)
     if plain is None or not plain.seen:
         return None
-    ranges = _follow(plain, runtime)
+    ranges, scaled = _follow(plain, runtime)
+    if measure is not None:
+        held = {each for name in plain.seen for each in (name, scaled.get(name, name))}
+        own = {name: each for name, each in ranges.items() if name in held}
+        ranges = {**ranges, **measure(plain.graph), **own}
     unknown = Range(-np.inf, np.inf)
     every = {name: unknown for node in plain.graph.model.graph.node for name in node.output}
     every |= {value.name: unknown for value in plain.graph.model.graph.input}
     calibration = Calibration({}, {**every, **ranges}, 0, "recorded")
-    return to_pairs(plain.graph, calibration, runtime=runtime, keep_float32=plain.kept)
+    placed = to_pairs(plain.graph, calibration, runtime=runtime, keep_float32=plain.kept)
+    return Moved(placed, tuple(sorted(set(scaled.values()) - ranges.keys())))
 
 
 def _recorded(source: Graph) -> dict[str, Range] | None:
@@ -172,9 +193,10 @@ def _held(editor: Editor, node: onnx.NodeProto) -> Range:
     return Range(least * step, (held.max - shift) * step)
 
 
-def _follow(plain: _Plain, runtime: str) -> dict[str, Range]:
+def _follow(plain: _Plain, runtime: str) -> tuple[dict[str, Range], Mapping[str, str]]:
     """The ranges of the tensors that need a scale for `runtime`, as far as they follow.
 
+    And each of these with the one whose scale it shares.
     A pair clips what it holds, so what is clipped after an operator may be clipped before it, where
     nothing else reads it.
     """
@@ -207,7 +229,7 @@ def _follow(plain: _Plain, runtime: str) -> dict[str, Range]:
                 here = list(node.input).count(name) + gated  # the gate reads it too
                 if before is not None and reads[name] == here:
                     note(name, before)
-    return found
+    return found, shared
 
 
 def _bounds(editor: Editor, node: onnx.NodeProto | None) -> tuple[float, float]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +13,12 @@ from onnx import TensorProto, helper
 from deploykit.onnx_graph.graph import Graph
 from deploykit.quantization.moving import move_foreign_pairs
 from tests.support.graphs.data import feeds, sqnr_db
+from tests.support.graphs.foreign_pairs import written_by_onnxruntime
 from tests.support.graphs.protos import summarise
 from tests.support.graphs.qdq_graphs import optimised, run, stored
 from tests.support.onnx_zoo import make, mnist_like, save
 
 MOST_LOST_DB = 3.0  # of signal to noise by the move: half a bit
-
-Values = Mapping[str, np.ndarray]
 
 
 def blocks(
@@ -89,46 +85,6 @@ CASES: dict[str, Callable[[], onnx.ModelProto]] = {
 }
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    logging.disable(logging.WARNING)
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
-    logging.disable(logging.NOTSET)
-
-
-def written_by_onnxruntime(model: onnx.ModelProto, tmp_path: Path, **options: object) -> Graph:
-    """By quantize_static, with the options that TensorRT's parser accepts."""
-    quantization = pytest.importorskip("onnxruntime.quantization")
-    inputs = feeds(model, 32)
-
-    class Reader(quantization.CalibrationDataReader):  # type: ignore[misc, name-defined]
-        left = iter([inputs])
-
-        def get_next(self) -> Values | None:
-            return next(self.left, None)
-
-    out = tmp_path / "foreign.onnx"
-    kind = quantization.QuantType.QInt8
-    with quiet():
-        quantization.quantize_static(
-            save(model, tmp_path / "float.onnx"),
-            out,
-            Reader(),
-            per_channel=True,
-            activation_type=kind,
-            weight_type=kind,
-            op_types_to_quantize=["Conv", "Gemm"],
-            extra_options={
-                "ActivationSymmetric": True,
-                "QuantizeBias": False,
-                "OpTypesToExcludeOutputQuantization": ["Conv", "Gemm"],
-                **options,
-            },
-        )
-    return Graph.open(out)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_onnxruntime_runs_a_foreign_file_in_integers_once_moved(case: str, tmp_path: Path) -> None:
     model = CASES[case]()
@@ -137,7 +93,7 @@ def test_onnxruntime_runs_a_foreign_file_in_integers_once_moved(case: str, tmp_p
     assert not [kind for kind in before if kind.startswith("QLinear")], before
     moved = move_foreign_pairs(foreign, "onnxruntime")
     assert moved is not None
-    done = optimised(moved.to_proto(), tmp_path)
+    done = optimised(moved.graph.to_proto(), tmp_path)
     convs = sum(node.op_type == "Conv" for node in model.graph.node)
     # all but the last: what it writes is a result or, in float, what a head of float reads
     assert done.count("QLinearConv") >= convs - 1, done
@@ -146,9 +102,10 @@ def test_onnxruntime_runs_a_foreign_file_in_integers_once_moved(case: str, tmp_p
     wanted = run(model, inputs, tmp_path / "a.onnx")
     there = sqnr_db(wanted, run(foreign.to_proto(), inputs, tmp_path / "b.onnx"))
     assert (
-        sqnr_db(wanted, run(moved.to_proto(), inputs, tmp_path / "c.onnx")) > there - MOST_LOST_DB
+        sqnr_db(wanted, run(moved.graph.to_proto(), inputs, tmp_path / "c.onnx"))
+        > there - MOST_LOST_DB
     )
-    onnx.checker.check_model(moved.to_proto(), full_check=True)
+    onnx.checker.check_model(moved.graph.to_proto(), full_check=True)
 
 
 def test_weights_that_pass_through_a_pair_are_taken_as_int8(tmp_path: Path) -> None:
@@ -156,7 +113,7 @@ def test_weights_that_pass_through_a_pair_are_taken_as_int8(tmp_path: Path) -> N
     assert stored(foreign.to_proto())["w_stem"].dtype == np.float32
     moved = move_foreign_pairs(foreign, "onnxruntime")
     assert moved is not None
-    assert optimised(moved.to_proto(), tmp_path).count("QLinearConv") == 5
+    assert optimised(moved.graph.to_proto(), tmp_path).count("QLinearConv") == 5
 
 
 def by_hand(
@@ -203,11 +160,11 @@ def test_weights_are_read_as_their_pairs_mean_them(
     source = by_hand(**options)
     moved = move_foreign_pairs(Graph(source), "onnxruntime")
     assert moved is not None
-    assert summarise(moved.to_proto()).precision.get("int8") == 2
+    assert summarise(moved.graph.to_proto()).precision.get("int8") == 2
     inputs = feeds(source, 64)
     wanted = run(source, inputs, tmp_path / "a.onnx")
     least = 12 if options.get("ends") else 20  # the steps of the last pair, which is gone
-    assert sqnr_db(wanted, run(moved.to_proto(), inputs, tmp_path / "b.onnx")) > least
+    assert sqnr_db(wanted, run(moved.graph.to_proto(), inputs, tmp_path / "b.onnx")) > least
 
 
 def test_a_tensor_that_others_read_is_not_clipped_to_what_one_reader_needs(tmp_path: Path) -> None:
@@ -217,7 +174,7 @@ def test_a_tensor_that_others_read_is_not_clipped_to_what_one_reader_needs(tmp_p
     foreign = written_by_onnxruntime(model, tmp_path)
     moved = move_foreign_pairs(foreign, "onnxruntime")
     assert moved is not None
-    path = save(moved.to_proto(), tmp_path / "b.onnx")
+    path = save(moved.graph.to_proto(), tmp_path / "b.onnx")
     from deploykit.runtimes.engine import load
 
     with load(path, "cpu") as engine:
