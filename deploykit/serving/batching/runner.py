@@ -104,7 +104,7 @@ class Runner:
         name = self._name
         if isinstance(exc, EngineFailed):
             log.error("model '%s': %s", name, exc.message)
-            return exc
+            return exc.with_traceback(None)  # it refers to the batch, and that to the error
         log.error("model '%s': %s: %s", name, type(exc).__name__, first_line(exc))
         if isinstance(exc, DeviceLost):
             self.lost = True
