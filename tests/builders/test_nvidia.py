@@ -22,7 +22,10 @@ from deploykit.builders.tensorrt.build import build, check
 from deploykit.builders.tensorrt.network import element_types, precision_flags
 from deploykit.builders.tensorrt.shapes import AxisRange
 from deploykit.core.errors import BadInput, Unsupported
+from deploykit.quantization.calibrate import Range
 from tests.support.builders.nvidia_cases import INT8, ask, checked, needs, options, raw
+from tests.support.graphs.data import calibration
+from tests.support.graphs.protos import to_pairs
 from tests.support.onnx_zoo import (
     conv_relu,
     int64_ids,
@@ -210,3 +213,23 @@ def test_a_timing_cache_is_made_and_garbage_tolerated(tmp_path: Path) -> None:
     facts = build(model, out, options(flavour="rtx", timing_cache=file))
     assert any("timing cache" in note for note in facts.notes)
     assert out.read_bytes() == first
+
+
+@ask
+@needs
+@pytest.mark.parametrize("group", [1, 2])
+def test_a_transposed_convolution_in_int8_is_accepted_with_a_scale_per_output(
+    group: int, tmp_path: Path
+) -> None:
+    """Its 8 inputs and 4 outputs tell the axes apart: a scale for each of axis 0 is refused."""
+    weights = {"W": np.ones((8, 4 // group, 2, 2), np.float32)}
+    node = helper.make_node("ConvTranspose", ["x", "W"], ["y"], strides=[2, 2], group=group)
+    model = make([node], {"x": ("N", 8, 4, 4)}, {"y": ("N", 4, 8, 8)}, weights)
+    int8 = to_pairs(model, calibration(dict.fromkeys("xy", Range(-1, 1))))
+    assert checked(int8, tmp_path).problems == ()
+    axes = [a for n in int8.graph.node for a in n.attribute if a.name == "axis"]
+    assert len(axes) == (group == 1)
+    for axis in axes:
+        axis.i = 0
+        (problem,) = checked(int8, tmp_path).problems
+        assert "scales is not equal to the number of output channels" in str(problem)
