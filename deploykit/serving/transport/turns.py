@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-_TURN_S = 0.02  # for requests, in one turn of the loop
+_TURN_S = 0.05  # for requests, in one turn of the loop
 _SHORT_S = 0.001  # a turn with less is not counted
 
 
@@ -42,13 +42,13 @@ class Turns:
             asyncio.get_running_loop().call_soon(self._begin)
 
     def _begin(self) -> None:
-        """A turn begins: it is first that of the work that waits, which counts its own time."""
+        """A turn begins: half is for the work that waits, which counts its time, half for new."""
         self._scheduled = self.busy = False
         self._spent_s = 0.0
         begin_s = self.clock_s()
         for _ in range(len(self.waiting)):
             self.waiting.popleft()()
-            if self.busy or self.clock_s() - begin_s > _TURN_S:
+            if self.busy or self.clock_s() - begin_s > _TURN_S / 2:
                 break
         if self.waiting:
             self._schedule()
