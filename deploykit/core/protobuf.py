@@ -11,7 +11,7 @@ from typing import overload
 from deploykit.core.errors import BadInput
 
 _PAGE_BYTES = 1 << 14
-MAX_NESTED = 30  # graphs in graphs: readers of protobuf stop at 100 messages in messages
+MAX_NESTED = 12  # graphs in graphs: ONNX Runtime 1.23 opens 12 in 0.2 s, 20 in 30 s
 _MAX_FIELDS = 5_000_000  # read of one file: each costs a microsecond or two
 
 

@@ -71,18 +71,18 @@ def nested(path: Path, depth: int) -> Path:
     return path
 
 
-@pytest.mark.parametrize("depth", [32, 33, 50, 500])
+@pytest.mark.parametrize("depth", [14, 50, 500])
 @pytest.mark.parametrize("verb", ["inspect", "fp16", "build", "serve"])
 def test_deeply_nested_subgraphs_are_refused(tmp_path: Path, depth: int, verb: str) -> None:
     path = nested(tmp_path / "m.onnx", depth)
-    if (verb, depth) == ("serve", 32):  # ONNX Runtime itself can
+    if (verb, depth) == ("serve", 14):  # ONNX Runtime itself can
         return
-    with pytest.raises(BadInput, match="subgraphs in subgraphs, more than 30 deep"):
+    with pytest.raises(BadInput, match="subgraphs in subgraphs, more than 12 deep"):
         verbs(path)[verb]()
 
 
 def test_nested_subgraphs_are_served_to_a_depth(tmp_path: Path) -> None:
-    path = nested(tmp_path / "m.onnx", 28)
+    path = nested(tmp_path / "m.onnx", 12)
     for verb in ("inspect", "fp16", "build", "serve"):
         verbs(path)[verb]()
 

@@ -89,6 +89,8 @@ def test_a_file_that_deploykit_did_not_write_stays(
     run: Run, here: Path, case: str, name: str
 ) -> None:
     words, _, _ = CASES[case]
+    if words[0] == "demo":
+        pytest.importorskip("torch")
     folder = here / "out"
     folder.mkdir()
     (folder / name).write_bytes(b"mine")
