@@ -307,6 +307,8 @@ def test_a_stream_that_has_failed_takes_no_more_answers(
         client.open(1, STREAM)
         client.message(1, classified(WIDTH), end=False)
         client.message(1, classified(WIDTH), end=False)
+        model = server.repository.models["m"]
+        eventually(lambda: server.see(lambda: model.unanswered) == 2)
         assert engine.entered.acquire(timeout=WAIT_S)
         steps.release()
         assert engine.entered.acquire(timeout=WAIT_S)
@@ -316,7 +318,7 @@ def test_a_stream_that_has_failed_takes_no_more_answers(
         server.see(lambda: call.fail("DEADLINE_EXCEEDED", "in a test"))
         assert server.see(lambda: call.trailers is not None)
         steps.release()
-        eventually(lambda: not server.see(lambda: server.repository.models["m"].unanswered))
+        eventually(lambda: not server.see(lambda: model.unanswered))
         client.settle()
         client.send(4, 0, 0, ALL_WINDOW)
         assert client.answer(1).status == 4
