@@ -240,6 +240,16 @@ def test_no_file_is_over_400_lines(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
 
 
+def test_no_class_name_stands_for_two_things() -> None:
+    places: dict[str, list[str]] = {}
+    for path in FILES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(name_of(path))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 @pytest.mark.parametrize("room", BUDGETS)
 def test_no_room_has_more_lines_than_its_budget(room: str) -> None:
     folders = [PACKAGE / name for name in room.split("+")]

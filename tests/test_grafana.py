@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deploykit.runtimes.devices import Devices, Gpu
+from deploykit.runtimes.devices import Devices, GpuState
 from deploykit.serving.models import reload, shadow
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe import logs
@@ -41,8 +41,10 @@ class OneGpu(Devices):
     def __init__(self) -> None:
         pass
 
-    def read(self) -> tuple[Gpu, ...]:
-        return (Gpu("G", "n", 0, "nvml", 0.5, 1.0, 2.0, 3.0, 4, 5, 6, 7, 8.0, (), (("VIN", 9.0),)),)
+    def read(self) -> tuple[GpuState, ...]:
+        return (
+            GpuState("G", "n", 0, "nvml", 0.5, 1.0, 2.0, 3.0, 4, 5, 6, 7, 8.0, (), (("VIN", 9.0),)),
+        )
 
     def close(self) -> None:
         pass

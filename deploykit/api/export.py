@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from deploykit.runtimes.torch.engine import TorchEngine
     from deploykit.runtimes.torch.loaded import Loaded
 
-    Limits = Mapping[str, tuple[int, int | None]]  # least and largest size by axis
+    AxisLimits = Mapping[str, tuple[int, int | None]]  # least and largest size by axis
 
 EXPORT_MAX_ERROR = 1e-4  # float32 on both sides: only the order of additions differs
 
@@ -320,7 +320,7 @@ def _compare(
     feeds: Sequence[Mapping[str, np.ndarray]],
     max_error: float,
     names: tuple[str, str],
-    limits: Limits,
+    limits: AxisLimits,
 ) -> Parity:
     """Parity over all sizes; where the graph fails at one, the axis that it fixed is named."""
     from deploykit.measure.evaluate.parity import compare_engines
@@ -339,7 +339,7 @@ def _compare(
         ) from exc
 
 
-def _fixed_axis(reference: Engine, exported: Engine, limits: Limits) -> str | None:
+def _fixed_axis(reference: Engine, exported: Engine, limits: AxisLimits) -> str | None:
     """The first dynamic axis along which the graph fails and the model does not."""
     from deploykit.measure.evaluate.feeds import parity_sizes
     from deploykit.measure.evaluate.parity import compare_engines

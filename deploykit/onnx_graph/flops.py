@@ -14,7 +14,7 @@ import onnx
 from onnx import helper
 
 from deploykit.onnx_graph.node_precision import CONVERTS, DESCRIBES, GENERATES, VIEWS
-from deploykit.onnx_graph.shapes import Shapes
+from deploykit.onnx_graph.shapes import TensorShapes
 from deploykit.onnx_graph.skeleton import subgraphs
 from deploykit.onnx_graph.validate import STANDARD_DOMAINS
 
@@ -51,7 +51,7 @@ _PER_ELEMENT: Mapping[str, int] = {
 }
 
 
-def flops(node: onnx.NodeProto, known: Shapes) -> int | None:
+def flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
     """Operations of one call; None for an operator that no formula is known for."""
     if any(subgraphs(node)):
         return None  # If, Loop, Scan: how often their bodies run is in the data
@@ -71,14 +71,14 @@ def flops(node: onnx.NodeProto, known: Shapes) -> int | None:
     return None if each is None or outputs is None else each * outputs
 
 
-def _convolution(node: onnx.NodeProto, known: Shapes) -> int | None:
+def _convolution(node: onnx.NodeProto, known: TensorShapes) -> int | None:
     weight = known.shapes.get(node.input[3 if node.op_type.startswith("QLinear") else 1])
     transposed = node.op_type == "ConvTranspose"  # each input is multiplied, not each output
     places = known.elements(node.input[0] if transposed else node.output[0])
     return None if weight is None or places is None else 2 * places * math.prod(weight[1:])
 
 
-def _matrices(node: onnx.NodeProto, known: Shapes) -> int | None:
+def _matrices(node: onnx.NodeProto, known: TensorShapes) -> int | None:
     left, outputs = known.shapes.get(node.input[0]), known.elements(node.output[0])
     if not left or outputs is None:
         return None
@@ -86,7 +86,7 @@ def _matrices(node: onnx.NodeProto, known: Shapes) -> int | None:
     return 2 * outputs * left[-2 if transposed else -1]
 
 
-def _recurrent(node: onnx.NodeProto, known: Shapes) -> int | None:
+def _recurrent(node: onnx.NodeProto, known: TensorShapes) -> int | None:
     """Both matrices of every gate, direction and step; pointwise work is small."""
     x, w, r = (known.shapes.get(name) for name in node.input[:3])
     if x is None or w is None or r is None:
@@ -94,13 +94,13 @@ def _recurrent(node: onnx.NodeProto, known: Shapes) -> int | None:
     return 2 * x[0] * x[1] * (math.prod(w) + math.prod(r))
 
 
-def _pooling(node: onnx.NodeProto, known: Shapes) -> int | None:
+def _pooling(node: onnx.NodeProto, known: TensorShapes) -> int | None:
     outputs = known.elements(node.output[0])
     kernel = next((a.ints for a in node.attribute if a.name == "kernel_shape"), ())
     return None if outputs is None else outputs * math.prod(kernel)
 
 
-def _einsum(node: onnx.NodeProto, known: Shapes) -> int | None:
+def _einsum(node: onnx.NodeProto, known: TensorShapes) -> int | None:
     """A multiply-add for each combination of all its indices."""
     equation = helper.get_node_attr_value(node, "equation").decode().replace(" ", "")
     if "." in equation:
@@ -114,7 +114,7 @@ def _einsum(node: onnx.NodeProto, known: Shapes) -> int | None:
     return 2 * math.prod(sizes.values())
 
 
-_FORMULAS: Mapping[str, Callable[[onnx.NodeProto, Shapes], int | None]] = {
+_FORMULAS: Mapping[str, Callable[[onnx.NodeProto, TensorShapes], int | None]] = {
     **dict.fromkeys(
         ("Conv", "ConvInteger", "ConvTranspose", "FusedConv", "QLinearConv"), _convolution
     ),

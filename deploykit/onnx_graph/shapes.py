@@ -26,7 +26,7 @@ _LARGEST_SHAPE = 4096  # elements: paddings and indices are computed along with 
 
 
 @dataclass(frozen=True)
-class Shapes:
+class TensorShapes:
     """The nodes of the main graph, functions inlined, all named; and what is known of its tensors.
 
     `shapes` holds only those known as a whole. `constants`: initializers and Constant nodes, for
@@ -51,7 +51,7 @@ class Shapes:
         return stored_bytes(onnx.TensorProto(data_type=kind, dims=shape))
 
 
-def fixed_shapes(graph: Graph, sizes: Mapping[str, int]) -> Shapes:
+def fixed_shapes(graph: Graph, sizes: Mapping[str, int]) -> TensorShapes:
     """Infer with each dynamic axis at its size; one that `sizes` does not name is 1.
 
     An axis without a name is called as `specs` calls it: `N` at place 0, else `INPUT_PLACE`.
@@ -78,7 +78,9 @@ def fixed_shapes(graph: Graph, sizes: Mapping[str, int]) -> Shapes:
         if made <= shapes.keys() or not _compute_shapes(fixed, shapes):
             break
         inferred = infer_shapes(fixed, data_prop=True).graph
-    return Shapes(nodes, [value.name for value in fixed.graph.output], shapes, types, constants)
+    return TensorShapes(
+        nodes, [value.name for value in fixed.graph.output], shapes, types, constants
+    )
 
 
 def _read(

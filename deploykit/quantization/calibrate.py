@@ -27,7 +27,7 @@ from deploykit.onnx_graph.folding import fold
 from deploykit.onnx_graph.graph import Graph
 from deploykit.onnx_graph.skeleton import infer_shapes
 from deploykit.quantization.formats import transposed
-from deploykit.quantization.histograms import Histogram
+from deploykit.quantization.histograms import TensorHistogram
 from deploykit.quantization.qdq_placement import place_pairs, quantizable_nodes
 from deploykit.runtimes.data.samples import Samples
 from deploykit.runtimes.onnxruntime.engine import onnxruntime_errors, session_options
@@ -198,7 +198,7 @@ def _in_time(
 
 def _choose_ranges(
     ranges: Mapping[str, Range],
-    counted: Mapping[str, Histogram],
+    counted: Mapping[str, TensorHistogram],
     samples: int,
     methods: Sequence[str],
 ) -> Calibration:
@@ -238,7 +238,7 @@ def check_samples(samples: Samples) -> None:
         )
 
 
-def _histograms(graph: Graph) -> dict[str, Histogram]:
+def _histograms(graph: Graph) -> dict[str, TensorHistogram]:
     """For the tensors that any placement of `qdq` gives a scale of their own."""
     editor = Editor(graph)
     fold(editor)
@@ -247,7 +247,7 @@ def _histograms(graph: Graph) -> dict[str, Histogram]:
     }
     weights = importance(editor)
     return {
-        name: Histogram(weights.get(name))
+        name: TensorHistogram(weights.get(name))
         for name in sorted(scaled)
         if graph.element_types.get(name) == TensorProto.FLOAT
     }
@@ -372,7 +372,7 @@ def _rows(feeds: Mapping[str, np.ndarray]) -> int:
     return len(next(iter(feeds.values())))
 
 
-def _cut(seen: Range, counts: Histogram, method: str) -> Range:
+def _cut(seen: Range, counts: TensorHistogram, method: str) -> Range:
     """The part of `seen` to keep; all of it where a value is infinite: a mask, say."""
     if method == "minmax" or not np.isfinite(seen.peak):
         return seen

@@ -18,7 +18,7 @@ from deploykit.core.precision import of_dtype
 from deploykit.onnx_graph.flops import ELEMENTWISE, GATHERS, flops
 from deploykit.onnx_graph.graph import Graph, dtype_name
 from deploykit.onnx_graph.node_precision import CONVERTS, DESCRIBES, VIEWS, NodePrecision
-from deploykit.onnx_graph.shapes import Shapes, elements_of, fixed_shapes
+from deploykit.onnx_graph.shapes import TensorShapes, elements_of, fixed_shapes
 from deploykit.onnx_graph.skeleton import stored_bytes, subgraphs
 
 _FUSED = ELEMENTWISE | {"QuantizeLinear", "Cast", "BatchNormalization"}
@@ -162,7 +162,7 @@ def savings_s(
 class _Costing:
     """The maker and the readers of each tensor, views and dequantized twins seen through."""
 
-    def __init__(self, known: Shapes) -> None:
+    def __init__(self, known: TensorShapes) -> None:
         self.known = known
         self.nodes = known.nodes
         types = {name: dtype_name(kind) for name, kind in known.types.items()}

@@ -19,7 +19,7 @@ _STRIDE = 8
 _CUTS = np.geomspace(1, 0.01, 64)  # shares of the peak that the search for the least error tries
 
 
-class Histogram:
+class TensorHistogram:
     """Counts of finite values in equal bins over [-limit, limit]; the limit doubles at need.
 
     `importance`: of an error in each channel, which is the last axis of the values; None where all

@@ -33,7 +33,7 @@ _TEGRA_GPU = re.compile(r"(^|[.])(gpu|ga10b|gv11b|gp10b|gm20b)$|^gpu-gpc")
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuState:
     """The state of one GPU; None where unknown. `rails`: a Jetson's watts by power rail."""
 
     uuid: str
@@ -64,7 +64,7 @@ class Devices:
         self._nvml: Any = import_module("pynvml") if installed("pynvml") else None
         self._open = False
 
-    def read(self) -> tuple[Gpu, ...]:
+    def read(self) -> tuple[GpuState, ...]:
         """The state of every GPU. Takes about a millisecond each; never raises."""
         gpus = self._from_nvml()
         try:
@@ -92,7 +92,7 @@ class Devices:
         except (self._nvml.NVMLError, AttributeError):  # AttributeError: an older nvidia-ml-py
             return None
 
-    def _from_nvml(self) -> tuple[Gpu, ...]:
+    def _from_nvml(self) -> tuple[GpuState, ...]:
         if self._nvml is None:
             return ()
         try:
@@ -107,7 +107,7 @@ class Devices:
         handles = [(i, self._ask("nvmlDeviceGetHandleByIndex", i)) for i in range(count)]
         return tuple(self._gpu(index, handle) for index, handle in handles if handle is not None)
 
-    def _gpu(self, index: int, handle: Any) -> Gpu:
+    def _gpu(self, index: int, handle: Any) -> GpuState:
         nvml = self._nvml
         busy = self._ask("nvmlDeviceGetUtilizationRates", handle)
         memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
@@ -115,7 +115,7 @@ class Devices:
         if reasons is None:  # its name before driver 535
             reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
         throttled = tuple(name for name, bit in THROTTLES.items() if (reasons or 0) & bit)
-        return Gpu(
+        return GpuState(
             uuid=str(self._ask("nvmlDeviceGetUUID", handle) or f"gpu-{index}"),
             name=str(self._ask("nvmlDeviceGetName", handle) or "NVIDIA GPU"),
             index=index,
@@ -146,7 +146,7 @@ def _hertz(mhz: int | None) -> int | None:
 # -- a Jetson, from files that every process may read ---------------------------------------------
 
 
-def jetson(root: Path) -> Gpu | None:
+def jetson(root: Path) -> GpuState | None:
     """A Jetson's GPU; None on another machine. Memory is shared; used is the GPU's part."""
     found = sorted(root.glob("sys/class/devfreq/*"))
     clocks = [entry for entry in found if _TEGRA_GPU.search(entry.name)]
@@ -160,7 +160,7 @@ def jetson(root: Path) -> Gpu | None:
         total = sum(rails.values())  # AGX Orin has no total rail
     memory = _meminfo(root)
     model = file_text(root / "proc/device-tree/model").strip("\0 \n")
-    return Gpu(
+    return GpuState(
         uuid="jetson-gpu.0",
         name=model or "NVIDIA Jetson",
         index=0,

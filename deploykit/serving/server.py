@@ -23,13 +23,13 @@ from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.runtimes.engine import Engine
 from deploykit.serving.batching.delivery import TurnDelivery
 from deploykit.serving.batching.policy import Pending
-from deploykit.serving.http.connection import Connection
-from deploykit.serving.http.head import Limits
+from deploykit.serving.http.connection import HttpConnection
+from deploykit.serving.http.head import HttpLimits
 from deploykit.serving.http.listener import Listener
 from deploykit.serving.http.routes import Routes
 from deploykit.serving.models.offload import ThreadOffload
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.worker import Worker
+from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.listener import Acceptor, bind, is_loopback
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["Limits", "ServeOptions", "Server", "run"]
+__all__ = ["HttpLimits", "ServeOptions", "Server", "run"]
 
 TICK_S = 0.1  # how late a deadline may be noticed
 DRAIN_S = 30.0  # how long a shutdown waits for an engine
@@ -59,7 +59,7 @@ def run(
     options: ServeOptions,
     on_ready: OnReady,
     *,
-    limits: Limits | None = None,
+    limits: HttpLimits | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT; call `on_ready(host, http_port, grpc_port)` when ready.
 
@@ -88,9 +88,9 @@ class Server:
         self,
         models: Mapping[str, Engine | Sequence[Engine]],
         options: ServeOptions,
-        limits: Limits | None = None,
+        limits: HttpLimits | None = None,
     ) -> None:
-        limits = limits or Limits()
+        limits = limits or HttpLimits()
         guard = Guard(options.token)
         tls = None
         if options.tls_cert is not None and options.tls_key is not None:
@@ -114,7 +114,7 @@ class Server:
             self._release()
             raise
         self._offload = ThreadOffload(self._loop, OFFLOAD_THREADS)
-        self._worker = Worker()
+        self._worker = WorkerProcess()
         scheme = "https" if tls else "http"
         self._routes = Routes(self.repository, self._offload, self._worker, scheme=scheme)
         memory = MemoryBudget(options.max_held_bytes, options.max_body_bytes)
@@ -122,7 +122,7 @@ class Server:
         self._listener = Listener(
             self._routes.handle, limits, access, options.max_body_bytes, memory
         )
-        make = partial(Connection, self._listener)
+        make = partial(HttpConnection, self._listener)
         self._acceptor = Acceptor(
             self._loop, self._socket, make, tls,
             self._listener.connections, limits.connections, limits.header_s,

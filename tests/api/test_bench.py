@@ -178,7 +178,7 @@ def test_a_throttled_gpu_is_a_warning_or_with_strict_a_failure(
 
     machine()
     engine = dk.build(affine_onnx, "l4").path
-    hot = (devices.Gpu("GPU-1", "NVIDIA L4", 0, "nvml", throttled=("hw_thermal",)),)
+    hot = (devices.GpuState("GPU-1", "NVIDIA L4", 0, "nvml", throttled=("hw_thermal",)),)
     monkeypatch.setattr(devices.Devices, "read", lambda _self: hot)
     out = affine_onnx.parent / "report"
     words = ["deploykit", "bench", engine, "--batches", "1", "--seconds", "0.05", "--warmup", "0"]

@@ -12,7 +12,7 @@ import pytest
 from deploykit.builders.tensorrt import module
 from deploykit.builders.tensorrt.errors import (
     ParserError,
-    Refusal,
+    Reason,
     build_refusal,
     error_of,
     first_sentence,
@@ -79,10 +79,10 @@ def test_types_that_disagree_are_named() -> None:
 
 
 def test_every_refusal_is_in_the_one_line() -> None:
-    error = error_of("m.onnx", [Refusal("no Det", "hint"), Refusal("no Unique")])
+    error = error_of("m.onnx", [Reason("no Det", "hint"), Reason("no Unique")])
     assert isinstance(error, Unsupported)
     assert (error.message, error.hint) == ("m.onnx: no Det; no Unique", "hint")
-    assert isinstance(error_of("m.onnx", [Refusal("cut", damaged=True)]), BadInput)
+    assert isinstance(error_of("m.onnx", [Reason("cut", damaged=True)]), BadInput)
 
 
 @pytest.mark.parametrize(

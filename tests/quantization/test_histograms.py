@@ -3,11 +3,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deploykit.quantization.histograms import Histogram, _divergences
+from deploykit.quantization.histograms import TensorHistogram, _divergences
 
 
-def histogram(*batches: np.ndarray) -> Histogram:
-    counts = Histogram()
+def histogram(*batches: np.ndarray) -> TensorHistogram:
+    counts = TensorHistogram()
     for batch in batches:
         counts.add(np.asarray(batch, np.float32))
     return counts
@@ -55,9 +55,11 @@ def test_infinities_and_nan_are_left_out() -> None:
 
 
 def test_the_ends_of_what_was_added_hold_infinities_and_nan() -> None:
-    ends = [Histogram().add(np.array(v, np.float32)) for v in ([3, -2], [-np.inf, np.inf, 1], [])]
+    ends = [
+        TensorHistogram().add(np.array(v, np.float32)) for v in ([3, -2], [-np.inf, np.inf, 1], [])
+    ]
     assert ends == [(-2.0, 3.0), (-np.inf, np.inf), (0.0, 0.0)]
-    assert np.isnan(Histogram().add(np.array([1, np.nan], np.float32))).all()
+    assert np.isnan(TensorHistogram().add(np.array([1, np.nan], np.float32))).all()
 
 
 def test_the_least_divergence_is_that_of_one_cut_after_the_other() -> None:
@@ -128,7 +130,7 @@ def test_an_error_in_a_channel_counts_by_its_importance() -> None:
     values[:, 7] *= 50.0
     importance = np.ones(20)
     importance[7] = 1 / 2500
-    counts = Histogram(importance)
+    counts = TensorHistogram(importance)
     counts.add(values[:6000].reshape(10, 600, 20))
     counts.add(values[6000:])
     found = counts.least_error()
@@ -143,7 +145,7 @@ def test_zeros_alone_have_no_error() -> None:
 
 def test_importance_is_kept_while_the_limit_grows() -> None:
     importance = np.array([1.0, 0.25])
-    counts = Histogram(importance)
+    counts = TensorHistogram(importance)
     for scale in (1.0, 40.0, 3000.0):
         counts.add(normal(1000, scale).reshape(-1, 2))
     assert counts.weighted.sum() == pytest.approx(3 * 500 * importance.sum())

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deploykit.runtimes.devices import Devices, Gpu, ThrottleWatch, jetson
+from deploykit.runtimes.devices import Devices, GpuState, ThrottleWatch, jetson
 from deploykit.serving.observe.process import gpu_samples
 
 GCC = shutil.which("gcc")
@@ -100,7 +100,7 @@ def test_incomplete_and_damaged_system_files_give_the_readable_values(tmp_path: 
         "sys/bus/i2c/devices/1-0040/hwmon/hwmon3/in1_label": "VIN",
     }
     gpu = jetson(write(tmp_path, files))
-    assert gpu == Gpu(
+    assert gpu == GpuState(
         "jetson-gpu.0", "NVIDIA Jetson", 0, "sysfs", clock_hz=1_575_000_000,
     )  # fmt: skip
 
@@ -204,14 +204,14 @@ def test_a_machine_without_nvidia_has_no_gpu(tmp_path: Path) -> None:
 
 def test_only_known_values_become_samples() -> None:
     about = {"name": 'A "B"', "index": "0", "source": "nvml"}
-    assert list(gpu_samples(Gpu("GPU-1", 'A "B"', 0, "nvml", utilization=0.5))) == [
+    assert list(gpu_samples(GpuState("GPU-1", 'A "B"', 0, "nvml", utilization=0.5))) == [
         ("deploykit_gpu_info", {"gpu_uuid": "GPU-1", **about}, 1),
         ("nv_gpu_utilization", {"gpu_uuid": "GPU-1"}, 0.5),
     ]
 
 
 def test_each_throttle_reason_is_a_separate_series() -> None:
-    samples = gpu_samples(Gpu("G", "n", 0, "nvml", throttled=("sw_thermal",)))
+    samples = gpu_samples(GpuState("G", "n", 0, "nvml", throttled=("sw_thermal",)))
     found = {
         labels["reason"]: value
         for name, labels, value in samples
@@ -225,8 +225,8 @@ def test_a_gpu_that_was_throttled_at_any_time_is_reported() -> None:
     reasons = iter([(), ("sw_thermal",), None])
 
     class Found(Devices):
-        def read(self) -> tuple[Gpu, ...]:
-            return (Gpu("GPU-1", "H200", 0, "nvml", throttled=next(reasons)),)
+        def read(self) -> tuple[GpuState, ...]:
+            return (GpuState("GPU-1", "H200", 0, "nvml", throttled=next(reasons)),)
 
     with ThrottleWatch(Found(), every_s=3600) as watch:
         assert watch.reasons == ()

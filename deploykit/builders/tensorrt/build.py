@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.builders.builder import BuildResult
-from deploykit.builders.tensorrt.errors import Refusal, error_of, refuses_strong_typing
+from deploykit.builders.tensorrt.errors import Reason, error_of, refuses_strong_typing
 from deploykit.builders.tensorrt.inspector import read_layers
 from deploykit.builders.tensorrt.memory import mib, workspace_that_fits
 from deploykit.builders.tensorrt.module import (
@@ -81,7 +81,7 @@ class _Attempt:
     """One attempt at a build: a plan, or the reasons why there is none."""
 
     plan: bytes | None
-    refusals: tuple[Refusal, ...] = ()
+    refusals: tuple[Reason, ...] = ()
     errors: tuple[str, ...] = ()
     layers: int = 0
     notes: tuple[str, ...] = ()

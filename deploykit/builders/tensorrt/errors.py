@@ -29,7 +29,7 @@ class ParserError:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Reason:
     """Why TensorRT refuses a file or a build. `damaged`: invalid, not just unsupported."""
 
     text: str
@@ -38,36 +38,36 @@ class Refusal:
 
 
 # pattern in TensorRT's message -> refusal; the first match wins
-_PARSER: Sequence[tuple[str, Refusal]] = (
+_PARSER: Sequence[tuple[str, Reason]] = (
     (
         "Failed to parse the ONNX model",
-        Refusal("is a truncated or damaged ONNX file", damaged=True),
+        Reason("is a truncated or damaged ONNX file", damaged=True),
     ),
     (
         "Failed to import initializer",
-        Refusal("its weights cannot be read: {file}", "keep model and data together", damaged=True),
+        Reason("its weights cannot be read: {file}", "keep model and data together", damaged=True),
     ),
     (
         "type Int32 but must have type",
-        Refusal("{node} dequantizes an int32 bias, which TensorRT does not support", _QUANTIZE),
+        Reason("{node} dequantizes an int32 bias, which TensorRT does not support", _QUANTIZE),
     ),
     (
         "Non-zero zero point",
-        Refusal(
+        Reason(
             "{node} has a zero point other than 0: TensorRT supports symmetric INT8 only", _QUANTIZE
         ),
     ),
     (
         "unsupported input type of UINT8",
-        Refusal("{node} quantizes to uint8: TensorRT supports symmetric INT8 only", _QUANTIZE),
+        Reason("{node} quantizes to uint8: TensorRT supports symmetric INT8 only", _QUANTIZE),
     ),
     (
         "Failed to convert ONNX date type",
-        Refusal("a tensor has a type that TensorRT does not support, such as string"),
+        Reason("a tensor has a type that TensorRT does not support, such as string"),
     ),
     (
         "must have same input types|must be of same type",
-        Refusal(
+        Reason(
             "{node} mixes the types {types}",
             "write the precision into the file: deploykit quantize MODEL --to fp16",
             damaged=True,
@@ -75,37 +75,35 @@ _PARSER: Sequence[tuple[str, Refusal]] = (
     ),
     (
         "Plugin not found|plugin creator|plugin registry",
-        Refusal("{node} needs a plugin that this TensorRT does not have"),
+        Reason("{node} needs a plugin that this TensorRT does not have"),
     ),
 )
-_BUILDER: Sequence[tuple[str, Refusal]] = (
+_BUILDER: Sequence[tuple[str, Reason]] = (
     (
         "workspace limit|insufficient workspace|increase the .*workspace",
-        Refusal(
-            "no kernel fits into the workspace", "choose a larger workspace: `workspace_bytes`"
-        ),
+        Reason("no kernel fits into the workspace", "choose a larger workspace: `workspace_bytes`"),
     ),
     (
         r"libnvinfer_lean|libnvinfer_builder|libnvinfer_dispatch",
-        Refusal("a version compatible plan needs TensorRT's lean runtime, which is not installed"),
+        Reason("a version compatible plan needs TensorRT's lean runtime, which is not installed"),
     ),
     (
         "out of memory|OutOfMemory|Requested amount of GPU memory",
-        Refusal(
+        Reason(
             "the GPU ran out of memory while building",
             "stop other programs that use the GPU, or choose a smaller workspace or batch",
         ),
     ),
     (
         "Compute capability is invalid|compute capability is not supported|not support SM",
-        Refusal("this TensorRT does not build for this GPU's compute capability"),
+        Reason("this TensorRT does not build for this GPU's compute capability"),
     ),
 )
 _TYPES = re.compile(r"types? (?:is )?(\w+) (?:and|but kernel is of type) (\w+)")
 _CAN_FAIL = re.compile(r"strongly[ _-]?typed|any supported formats consistent with", re.IGNORECASE)
 
 
-def parser_refusal(error: ParserError, log: Sequence[str] = ()) -> Refusal:
+def parser_refusal(error: ParserError, log: Sequence[str] = ()) -> Reason:
     """Explain one parser error; `log`: the log's error lines, which name a missing data file."""
     node = f"{error.operator or 'a node'} '{error.node}'" if error.node else error.operator
     for pattern, refusal in _PARSER:
@@ -117,17 +115,17 @@ def parser_refusal(error: ParserError, log: Sequence[str] = ()) -> Refusal:
                 types=f"{types[1]} and {types[2]}" if types else first_sentence(error.text),
                 file=file[1] if file else first_sentence(error.text),
             )
-            return Refusal(text, refusal.hint, refusal.damaged)
+            return Reason(text, refusal.hint, refusal.damaged)
     if _QOPERATORS.match(error.operator):
-        return Refusal(
+        return Reason(
             f"{node} is an integer operator of ONNX Runtime: TensorRT needs Q/DQ pairs", _QUANTIZE
         )
     if error.code == "UNSUPPORTED_NODE" or error.text.strip() in ("", "false"):
-        return Refusal(f"operator {node or 'unknown'} is not supported by TensorRT")
-    return Refusal(f"{node + ': ' if node else ''}{first_sentence(error.text)}")
+        return Reason(f"operator {node or 'unknown'} is not supported by TensorRT")
+    return Reason(f"{node + ': ' if node else ''}{first_sentence(error.text)}")
 
 
-def build_refusal(errors: Sequence[str]) -> Refusal:
+def build_refusal(errors: Sequence[str]) -> Reason:
     """Why a build produced no plan, from the error lines of its log, oldest first."""
     lines = [line for line in errors if NO_DRIVER not in line]
     for line in lines:
@@ -135,13 +133,13 @@ def build_refusal(errors: Sequence[str]) -> Refusal:
             if re.search(pattern, line, re.IGNORECASE):
                 return refusal
     if lines:
-        return Refusal(first_sentence(lines[0]))
+        return Reason(first_sentence(lines[0]))
     if errors:
-        return Refusal("no NVIDIA driver on this machine", "see: deploykit doctor")
-    return Refusal(NO_REASON)
+        return Reason("no NVIDIA driver on this machine", "see: deploykit doctor")
+    return Reason(NO_REASON)
 
 
-def error_of(where: str, refusals: Sequence[Refusal]) -> DeploykitError:
+def error_of(where: str, refusals: Sequence[Reason]) -> DeploykitError:
     """One BadInput or Unsupported with every refusal in its message and the first one's hint."""
     first = refusals[0]
     text = "; ".join(refusal.text for refusal in refusals)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from deploykit.builders.tensorrt.errors import ParserError, Refusal, build_refusal, parser_refusal
+from deploykit.builders.tensorrt.errors import ParserError, Reason, build_refusal, parser_refusal
 from deploykit.core.errors import BadInput, MissingExtra, Unsupported
 from deploykit.core.extras import installed, require
 from deploykit.runtimes.tensorrt.compatibility import check_version, version_numbers
@@ -107,7 +107,7 @@ def parser_errors(parser: trt.OnnxParser) -> tuple[ParserError, ...]:
     return tuple(found)
 
 
-def refusals(lines: LogLines, parser: trt.OnnxParser | None = None) -> tuple[Refusal, ...]:
+def refusals(lines: LogLines, parser: trt.OnnxParser | None = None) -> tuple[Reason, ...]:
     """Why TensorRT refused a parse (with its `parser`) or a build: one reason or more."""
     found = parser_errors(parser) if parser is not None else ()
     reasons = [parser_refusal(error, lines.errors) for error in found]

@@ -13,11 +13,11 @@ BATCHES = (1, 2, 7, 32)
 _LENGTHS = (5, 12, 1, 33)  # of sequences, one for each of the batches
 _SIDES = (64, 96, 64, 128)  # of images whose height or width is dynamic
 
-Limits = Mapping[str, tuple[int, int | None]]  # least and largest size by axis
+AxisLimits = Mapping[str, tuple[int, int | None]]  # least and largest size by axis
 
 
 def feeds_at_sizes(
-    inputs: Sequence[TensorSpec], limits: Limits | None = None
+    inputs: Sequence[TensorSpec], limits: AxisLimits | None = None
 ) -> list[dict[str, np.ndarray]]:
     """Inputs at each of the `parity_sizes`, from one seed each."""
     sizes = parity_sizes(inputs, limits)
@@ -25,7 +25,7 @@ def feeds_at_sizes(
 
 
 def parity_sizes(
-    inputs: Sequence[TensorSpec], limits: Limits | None = None
+    inputs: Sequence[TensorSpec], limits: AxisLimits | None = None
 ) -> list[dict[str, int]]:
     """Sizes of the dynamic axes to compare at: batches 1, 2, odd and large, several lengths.
 

@@ -17,14 +17,14 @@ from deploykit.core.errors import DeploykitError
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.runtimes.cuda.memory import Driver
-from deploykit.runtimes.cuda.slots import MakeWork, Slot
+from deploykit.runtimes.cuda.slots import MakeWork, StreamSlot
 from deploykit.runtimes.engine import Arrays, Closing
 
 
 class Ticket:
     """One call in flight."""
 
-    def __init__(self, pipeline: Pipeline, slot: Slot) -> None:
+    def __init__(self, pipeline: Pipeline, slot: StreamSlot) -> None:
         self.pipeline, self.slot = pipeline, slot
         self.answer: dict[str, np.ndarray] | DeploykitError | None = None
 
@@ -66,10 +66,10 @@ class Pipeline(Closing):
         self.scratch_bytes = scratch_bytes
         self._batched = next((n for n, spec in enumerate(self.inputs) if spec.batched), None)
         self.slots = slots
-        self.last_copies_us = (0, 0)  # of the call that was finished last, see `Slot.copies_us`
-        self._all: list[Slot] = []
-        self._free: list[Slot] = []
-        self._busy: dict[Slot, Ticket] = {}  # in the order in which they were started
+        self.last_copies_us = (0, 0)  # of the call that ended last, see `StreamSlot.copies_us`
+        self._all: list[StreamSlot] = []
+        self._free: list[StreamSlot] = []
+        self._busy: dict[StreamSlot, Ticket] = {}  # in the order in which they were started
         self._lost: DeviceLost | None = None
         self._closed = False
 
@@ -109,7 +109,7 @@ class Pipeline(Closing):
         ticket = self._busy[slot] = Ticket(self, slot)
         return ticket
 
-    def finish(self, slot: Slot) -> None:
+    def finish(self, slot: StreamSlot) -> None:
         """Wait for the call in flight in `slot` and store its answer in its ticket."""
         answer = slot.finish()
         self.last_copies_us = slot.copies_us
@@ -142,13 +142,13 @@ class Pipeline(Closing):
         for slot in self._all:
             slot.release()
 
-    def _idle(self) -> Slot:
+    def _idle(self) -> StreamSlot:
         """An idle slot: a used one, else a new one, else the oldest call's once it has finished.
 
         A second slot takes memory only when two calls are in flight.
         """
         if not self._free and len(self._all) < self.slots:
-            slot = Slot(self.driver, self.make, self.inputs, self.outputs, self.scratch_bytes)
+            slot = StreamSlot(self.driver, self.make, self.inputs, self.outputs, self.scratch_bytes)
             self._all.append(slot)
             return slot
         if not self._free:

@@ -64,7 +64,7 @@ class _Layout:
         self.runs = 0
 
 
-class Slot:
+class StreamSlot:
     """A stream, its buffers and its work; idle, or with one call in flight."""
 
     def __init__(

@@ -46,7 +46,7 @@ class Here:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlanFile:
     """The bytes of a plan that may be loaded; `notes` are warnings, one sentence each."""
 
     content: bytes
@@ -54,14 +54,14 @@ class Plan:
     host_code: bool  # version compatible: it contains its own runtime
 
 
-def open_plan(path: Path, here: Here, trust: bool = False) -> tuple[Plan, Manifest | None]:
+def open_plan(path: Path, here: Here, trust: bool = False) -> tuple[PlanFile, Manifest | None]:
     """Read the manifest of `path`, then `check_plan`. Raises as both do."""
     check_format(path)
     manifest = read_manifest(path)
     return check_plan(path, manifest, here, trust), manifest
 
 
-def check_plan(path: Path, manifest: Manifest | None, here: Here, trust: bool = False) -> Plan:
+def check_plan(path: Path, manifest: Manifest | None, here: Here, trust: bool = False) -> PlanFile:
     """The plan at `path`, if `manifest` describes it and this machine can run it.
 
     `trust`: load one without a manifest too, with a note. Raises BadInput for a file that is
@@ -82,7 +82,7 @@ def check_plan(path: Path, manifest: Manifest | None, here: Here, trust: bool = 
             f"{path}: was not built for this machine: {'; '.join(wrong)}",
             hint=f"build it here: {rebuild(path, manifest, here)}",
         )
-    return Plan(content, _notes(path, manifest, here), manifest.version_compatible)
+    return PlanFile(content, _notes(path, manifest, here), manifest.version_compatible)
 
 
 def check_format(path: Path) -> None:
@@ -95,7 +95,7 @@ def check_format(path: Path) -> None:
         )
 
 
-def _trusted_plan(path: Path, content: bytes, trust: bool) -> Plan:
+def _trusted_plan(path: Path, content: bytes, trust: bool) -> PlanFile:
     if not trust:
         name = manifest_path(path).name
         raise BadInput(
@@ -103,7 +103,7 @@ def _trusted_plan(path: Path, content: bytes, trust: bool) -> Plan:
             hint="an engine can run code: build it here, or open your own with `trust`",
         )
     note = f"{path}: loaded without a manifest: neither its origin nor its GPU was checked"
-    return Plan(content, (note,), host_code=False)
+    return PlanFile(content, (note,), host_code=False)
 
 
 def _check_content(path: Path, content: bytes, manifest: Manifest) -> None:

@@ -22,7 +22,7 @@ from deploykit.runtimes.cuda.errors import cuda_error, out_of_memory
 from deploykit.runtimes.cuda.execution import Pipeline, Ticket, run_in_order
 from deploykit.runtimes.cuda.memory import Driver, Shape
 from deploykit.runtimes.engine import Arrays, BaseEngine, check_feeds
-from deploykit.runtimes.tensorrt.compatibility import Plan
+from deploykit.runtimes.tensorrt.compatibility import PlanFile
 from deploykit.runtimes.tensorrt.log import logger
 from deploykit.runtimes.tensorrt.tensors import (
     Ranges,
@@ -53,7 +53,7 @@ class TensorRtEngine(BaseEngine):
         nv: Any,
         driver: Driver,
         path: Path,
-        plan: Plan,
+        plan: PlanFile,
         manifest: Manifest | None,
         *,
         slots: int = 2,
@@ -322,7 +322,7 @@ class LogErrors:
         return Unsupported(f"{self.path}: TensorRT refused it ({what}): {why}")
 
 
-def _deserialize(nv: Any, plan: Plan, log_errors: LogErrors) -> tuple[Any, trt.ICudaEngine]:
+def _deserialize(nv: Any, plan: PlanFile, log_errors: LogErrors) -> tuple[Any, trt.ICudaEngine]:
     try:
         runtime = nv.Runtime(logger(nv))
     except (TypeError, RuntimeError) as exc:  # pybind11: the factory returned nullptr

@@ -20,7 +20,7 @@ pytree = require("torch.utils._pytree")  # the only reader of the structures in 
 
 _SYMBOL = re.compile(r"\bs\d+\b")  # torch numbers them as it likes
 
-Limits = dict[str, tuple[int, "int | None"]]
+AxisLimits = dict[str, tuple[int, "int | None"]]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Program:
     module: Adapter
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    limits: Limits
+    limits: AxisLimits
     notes: tuple[str, ...]
 
 
@@ -116,9 +116,9 @@ def _output_axis(size: Any, axes: Mapping[Any, int | str], own_name: str) -> int
     return int(left) if left.is_Integer else own_name
 
 
-def _limits(where: str, program: Any, axes: Mapping[Any, int | str]) -> Limits:
+def _limits(where: str, program: Any, axes: Mapping[Any, int | str]) -> AxisLimits:
     """Raises BadInput for a fixed size that the program does not allow."""
-    limits: Limits = {}
+    limits: AxisLimits = {}
     for symbol, span in program.range_constraints.items():
         axis = axes.get(symbol)
         low = max(1, int(span.lower))

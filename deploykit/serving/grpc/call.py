@@ -10,7 +10,7 @@ from typing import Any
 from deploykit.core.errors import DeploykitError, UnknownEncoding, quote
 from deploykit.core.tensors import Bytes
 from deploykit.serving.grpc.assembly import PREFIX_BYTES, MessageReader
-from deploykit.serving.grpc.headers import Head, Method
+from deploykit.serving.grpc.headers import CallHead, Method
 from deploykit.serving.grpc.replies import (
     FIRST_FRAME,
     LAST_FRAME,
@@ -41,7 +41,7 @@ _HEALTH_BYTES = 1024  # largest message to a public method over the memory budge
 _MESSAGES_PER_TURN = 64  # of a streaming call before other calls get their turn
 
 
-class Call(Stream):
+class GrpcCall(Stream):
     """A call from its headers to its trailers."""
 
     __slots__ = (
@@ -52,7 +52,7 @@ class Call(Stream):
 
     link: Flow
 
-    def __init__(self, link: Flow, number: int, head: Head) -> None:
+    def __init__(self, link: Flow, number: int, head: CallHead) -> None:
         Stream.__init__(self, link, number)
         shared = link.shared
         self.head = head

@@ -29,7 +29,7 @@ class Method:
 
 
 @dataclass(frozen=True)
-class Head:
+class CallHead:
     """The parsed headers of a call. `refusal`: status and message of an immediate error reply.
 
     `speaks_grpc`: the client expects a gRPC status. `length`: the Content-Length, if it was sent.
@@ -46,7 +46,7 @@ class Head:
 
 
 class HeadParser:
-    """Makes a Head from a call's headers. `allows`: whether an authorization is valid."""
+    """Makes a CallHead from a call's headers. `allows`: whether an authorization is valid."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class HeadParser:
         self._allows = allows
         self._max_headers = max_headers
 
-    def __call__(self, pairs: list[tuple[bytes, bytes]]) -> Head:
+    def __call__(self, pairs: list[tuple[bytes, bytes]]) -> CallHead:
         values = dict(pairs)
         content_type = values.get(b"content-type", b"")
         speaks_grpc = _CONTENT_TYPE.fullmatch(content_type) is not None
@@ -84,7 +84,7 @@ class HeadParser:
             refusal = ("UNIMPLEMENTED", f"there is no method {quote(path)}")
         elif timeout is not None and match is None:
             refusal = ("INVALID_ARGUMENT", f"grpc-timeout is {quote(timeout)}")
-        return Head(
+        return CallHead(
             path,
             method,
             None if match is None else max(1, int(int(match[1]) * _UNITS_US[match[2]])),

@@ -11,11 +11,11 @@ import numpy as np
 
 from deploykit.core.errors import DeploykitError, Overloaded, quote
 from deploykit.core.tensors import Bytes
-from deploykit.serving.grpc.call import Call
-from deploykit.serving.models.inference import Client, Inference, ModelRoute, memory_bytes
+from deploykit.serving.grpc.call import GrpcCall
+from deploykit.serving.models.inference import Inference, ModelRoute, Receiver, memory_bytes
 from deploykit.serving.models.offload import Offload
 from deploykit.serving.models.repository import VERSION, ModelRepository
-from deploykit.serving.models.worker import Worker
+from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip import messages
 from deploykit.serving.oip.request import Request, Signature, fill
 from deploykit.serving.oip.response import collect_results
@@ -26,8 +26,8 @@ LARGE_BYTES = 32 << 10  # what is slow to decode is decoded on another thread fr
 _LONG_BYTES = 128 << 10  # and with other long ones; without raw contents in another process
 
 
-class Replying(Client, Protocol):
-    """The receiver of one reply: a Call, or a Slot of a streaming call."""
+class Replying(Receiver, Protocol):
+    """The receiver of one reply: a GrpcCall, or a ReplySlot of a streaming call."""
 
     @property
     def left_us(self) -> int | None: ...
@@ -39,7 +39,7 @@ class InferMethods:
     """ModelInfer and ModelStreamInfer."""
 
     def __init__(
-        self, repository: ModelRepository, offload: Offload, worker: Worker | None
+        self, repository: ModelRepository, offload: Offload, worker: WorkerProcess | None
     ) -> None:
         self._repository = repository
         self.routes = {
@@ -47,19 +47,19 @@ class InferMethods:
             for name, model in repository.models.items()
         }
 
-    def stream(self, call: Call, data: bytes, at: int) -> None:
-        slot = Slot(call)
+    def stream(self, call: GrpcCall, data: bytes, at: int) -> None:
+        slot = ReplySlot(call)
         call.slots.append(slot)
         if call.cancel is None:
             call.cancel = partial(_cancel_all, call.slots)
         self.infer(call, data, at, slot)
 
-    def end_stream(self, call: Call) -> None:
+    def end_stream(self, call: GrpcCall) -> None:
         """After the client's last message."""
         if not call.slots:
             call.complete()
 
-    def infer(self, call: Call, data: bytes, at: int, slot: Slot | None = None) -> None:
+    def infer(self, call: GrpcCall, data: bytes, at: int, slot: ReplySlot | None = None) -> None:
         """Start one message of a call, which is answered in `slot` if the call is a stream."""
         client: Replying = call if slot is None else slot
         try:
@@ -147,12 +147,12 @@ class GrpcInference(Inference):
         fail_with(self.client, error)
 
 
-class Slot:
+class ReplySlot:
     """The place of one reply in a streaming call: replies keep the order of the messages."""
 
     __slots__ = ("_call", "cancel", "parts")
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: GrpcCall) -> None:
         self._call = call
         self.parts: list[Bytes] | None = None
         self.cancel: Callable[[], object] | None = None
@@ -186,7 +186,7 @@ class Slot:
         call.read()  # messages that waited for this reply, or the end
 
 
-def _cancel_all(slots: list[Slot]) -> None:
+def _cancel_all(slots: list[ReplySlot]) -> None:
     for slot in slots:
         if slot.cancel is not None:
             slot.cancel()

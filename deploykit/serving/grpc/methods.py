@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any
 
 from deploykit.core.errors import BadInput, NotFound, Unsupported, quote
-from deploykit.serving.grpc.call import Call
+from deploykit.serving.grpc.call import GrpcCall
 from deploykit.serving.grpc.headers import Method
 from deploykit.serving.grpc.infer import InferMethods, fail_with
 from deploykit.serving.http2.flow import Flow
 from deploykit.serving.models.offload import Offload
 from deploykit.serving.models.repository import VERSION, ModelRepository, ServedModel
-from deploykit.serving.models.worker import Worker
+from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip import messages as infer
 from deploykit.serving.oip.protobuf import MESSAGES, Message, message_from
 from deploykit.serving.shared_memory import SharedMemory
@@ -46,11 +46,11 @@ class Calls:
     """The handlers of all methods by path. `offload`, `worker`: see ModelRoute."""
 
     def __init__(
-        self, repository: ModelRepository, offload: Offload, worker: Worker | None
+        self, repository: ModelRepository, offload: Offload, worker: WorkerProcess | None
     ) -> None:
         self._repository = repository
         self.inference = inference = InferMethods(repository, offload, worker)
-        self._watching: dict[str, dict[Call, None]] = {}  # by the name of the service
+        self._watching: dict[str, dict[GrpcCall, None]] = {}  # by the name of the service
         self._health_sent: dict[str, int] = {}
         self._watches: Counter[Flow] = Counter()
         unary: dict[str, Callable[[Any], Message]] = {
@@ -137,7 +137,7 @@ class Calls:
             raise NotFound(f"there is no service {quote(request.service)}")
         return _message("HealthCheckResponse", status=status)
 
-    def _watch(self, call: Call, data: bytes, at: int) -> None:
+    def _watch(self, call: GrpcCall, data: bytes, at: int) -> None:
         try:
             name = infer.parse("HealthCheckRequest", data[at:]).service
         except BadInput as exc:
@@ -157,7 +157,7 @@ class Calls:
         status = self._health_sent.setdefault(name, self._health(name))
         _send_health(call, status)
 
-    def _unwatch(self, name: str, call: Call) -> None:
+    def _unwatch(self, name: str, call: GrpcCall) -> None:
         calls = self._watching[name]
         del calls[call]
         if not calls:
@@ -167,11 +167,11 @@ class Calls:
             del self._watches[call.link]
 
 
-def _send_health(call: Call, status: int) -> None:
+def _send_health(call: GrpcCall, status: int) -> None:
     call.send_message([_message("HealthCheckResponse", status=status).SerializeToString()])
 
 
-def _small(message: Callable[[Call, bytes, int], None], *, public: bool = False) -> Method:
+def _small(message: Callable[[GrpcCall, bytes, int], None], *, public: bool = False) -> Method:
     return Method(message, public=public, max_bytes=_SMALL_BYTES)
 
 
@@ -180,8 +180,8 @@ def _message(name: str, **values: Any) -> Message:
     return message
 
 
-def _unary(name: str, make: Callable[[Any], Message]) -> Callable[[Call, bytes, int], None]:
-    def message(call: Call, data: bytes, at: int) -> None:
+def _unary(name: str, make: Callable[[Any], Message]) -> Callable[[GrpcCall, bytes, int], None]:
+    def message(call: GrpcCall, data: bytes, at: int) -> None:
         try:
             reply = make(infer.parse(f"{name}Request", data[at:])).SerializeToString()
         except Exception as exc:  # noqa: BLE001 - every error is a reply
@@ -216,5 +216,5 @@ def _regions(memory: SharedMemory) -> dict[str, Callable[[Any], Message]]:
     }
 
 
-def _not_offered(call: Call, _data: bytes, _at: int) -> None:
+def _not_offered(call: GrpcCall, _data: bytes, _at: int) -> None:
     fail_with(call, Unsupported("this extension is not offered by this server"))

@@ -8,14 +8,14 @@ import ssl
 from collections.abc import Callable
 from functools import partial
 
-from deploykit.serving.grpc.call import Call
+from deploykit.serving.grpc.call import GrpcCall
 from deploykit.serving.grpc.headers import HeadParser
 from deploykit.serving.grpc.methods import Calls
-from deploykit.serving.http2.connection import Connection
-from deploykit.serving.http2.shared import Limits, Shared
+from deploykit.serving.http2.connection import Http2Connection
+from deploykit.serving.http2.shared import Http2Limits, Shared
 from deploykit.serving.models.offload import Offload
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.worker import Worker
+from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.listener import Acceptor, bind
 from deploykit.serving.transport.memory import MemoryBudget
@@ -37,15 +37,15 @@ class GrpcServer:
         guard: Guard,
         memory: MemoryBudget,
         offload: Offload,
-        limits: Limits | None = None,
-        worker: Worker | None = None,
+        limits: Http2Limits | None = None,
+        worker: WorkerProcess | None = None,
     ) -> None:
         self._options = options
         self._calls = Calls(repository, offload, worker)
-        limits = limits or Limits()
+        limits = limits or Http2Limits()
         parse = HeadParser(self._calls.methods, guard.allows, limits.headers)
         large = partial(offload, large=True)
-        self._shared = Shared(parse, Call, limits, options.max_body_bytes, memory, large)
+        self._shared = Shared(parse, GrpcCall, limits, options.max_body_bytes, memory, large)
         self._tls: ssl.SSLContext | None = None
         if options.tls_cert is not None and options.tls_key is not None:
             self._tls = tls_context(options.tls_cert, options.tls_key)
@@ -61,7 +61,7 @@ class GrpcServer:
         self._loop = asyncio.get_running_loop()
         listening = bind(self._options.host, self._options.grpc_port or 0, "`grpc_port`")
         port: int = listening.getsockname()[1]
-        make = partial(Connection, self._shared)
+        make = partial(Http2Connection, self._shared)
         self._socket = listening
         shared, limits = self._shared, self._shared.limits
         self._acceptor = Acceptor(

@@ -40,7 +40,7 @@ class State(IntEnum):
 IDLE, HEAD, BODY, LAST, REFUSED, LINGERING, CLOSED = State
 
 
-class Connection(asyncio.BufferedProtocol):
+class HttpConnection(asyncio.BufferedProtocol):
     """One client."""
 
     def __init__(self, listener: Listener) -> None:

@@ -13,7 +13,7 @@ from deploykit.serving.transport.memory import MemoryBudget
 _JOINED_BYTES = 64 << 10  # larger replies are written in parts, without a copy
 
 
-class Listener(Protocol):
+class ExchangeListener(Protocol):
     """What an exchange needs of the server's listener."""
 
     memory: MemoryBudget
@@ -26,7 +26,7 @@ class Connection(Protocol):
     """What an exchange needs of the connection that it came on."""
 
     @property
-    def listener(self) -> Listener: ...
+    def listener(self) -> ExchangeListener: ...
 
     def is_last(self, exchange: Exchange) -> bool: ...
 

@@ -36,7 +36,7 @@ _ABSOLUTE = re.compile(r"https?://([^/?#@]+)([/?].*)?", re.IGNORECASE | re.DOTAL
 
 
 @dataclass(frozen=True)
-class Limits:
+class HttpLimits:
     """What one connection may send and how long it may take."""
 
     header_bytes: int = 64 << 10
@@ -55,7 +55,7 @@ class Limits:
 class HeadReader:
     """Reads the head of one message, in any number of pieces."""
 
-    def __init__(self, limits: Limits, access: AccessControl, max_body_bytes: int) -> None:
+    def __init__(self, limits: HttpLimits, access: AccessControl, max_body_bytes: int) -> None:
         self._limits = limits
         self._access = access
         self._max_body_bytes = max_body_bytes

@@ -16,7 +16,7 @@ from deploykit.core.tensors import Bytes
 from deploykit.serving.models.inference import Inference, ModelRoute, memory_bytes
 from deploykit.serving.models.offload import Offload, Result
 from deploykit.serving.models.repository import VERSION, ModelRepository, ServedModel
-from deploykit.serving.models.worker import Worker
+from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip import json
 from deploykit.serving.oip.request import Request
 from deploykit.serving.transport import compression
@@ -40,7 +40,7 @@ class InferRoute(ModelRoute):
         repository: ModelRepository,
         model: ServedModel,
         offload: Offload,
-        worker: Worker | None,
+        worker: WorkerProcess | None,
     ) -> None:
         super().__init__(repository, model, offload, worker)
         self.max_body_bytes = repository.options.max_body_bytes

@@ -9,7 +9,7 @@ from http import HTTPStatus
 from typing import Protocol
 
 from deploykit.serving.http.exchange import Exchange
-from deploykit.serving.http.head import Limits
+from deploykit.serving.http.head import HttpLimits
 from deploykit.serving.transport.call import Head
 from deploykit.serving.transport.memory import MemoryBudget
 from deploykit.serving.transport.security import AccessControl
@@ -20,7 +20,7 @@ _KNOWN_HEADS = 1024
 _KNOWN_HEAD_BYTES = 1024
 
 
-class Client(Protocol):
+class HttpClient(Protocol):
     """What the listener needs of a connection."""
 
     @property
@@ -39,7 +39,7 @@ class Listener:
     def __init__(
         self,
         handle: Callable[[Exchange], None],
-        limits: Limits,
+        limits: HttpLimits,
         access: AccessControl,
         max_body_bytes: int,
         memory: MemoryBudget,
@@ -51,7 +51,7 @@ class Listener:
         self.max_body_bytes = max_body_bytes
         self.turns = Turns()
         self.draining = False
-        self.connections: set[Client] = set()
+        self.connections: set[HttpClient] = set()
         self.read_into = bytearray(READ_BYTES)  # shared: only one connection reads at a time
         self.view = memoryview(self.read_into)
         self.known_heads: dict[bytes, Head] = {}  # clients repeat theirs

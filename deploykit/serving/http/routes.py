@@ -24,7 +24,7 @@ from deploykit.core.errors import (
 from deploykit.serving.http.infer import InferRoute
 from deploykit.serving.models.offload import Offload, run_inline
 from deploykit.serving.models.repository import VERSION, ModelRepository, ServedModel
-from deploykit.serving.models.worker import Worker
+from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.observe.prometheus import exposition
 from deploykit.serving.oip.json import parse_json
 from deploykit.serving.shared_memory import SharedMemory
@@ -62,7 +62,7 @@ class Routes:
         self,
         repository: ModelRepository,
         offload: Offload = run_inline,
-        worker: Worker | None = None,
+        worker: WorkerProcess | None = None,
         *,
         scheme: str = "http",
     ) -> None:

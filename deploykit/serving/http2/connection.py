@@ -52,7 +52,7 @@ _MOST_SETTINGS = 64  # in one frame
 _SETTINGS_COST = 10  # frames, as each may move the windows of all streams
 
 
-class Connection(Flow):
+class Http2Connection(Flow):
     """One client."""
 
     def __init__(self, shared: Shared) -> None:

@@ -17,7 +17,7 @@ from deploykit.serving.transport.turns import Turns
 log = logging.getLogger(__name__)
 
 
-class Client(Protocol):
+class Http2Client(Protocol):
     """A connection, as the server sees it."""
 
     @property
@@ -29,7 +29,7 @@ class Client(Protocol):
 
 
 @dataclass(frozen=True)
-class Limits:
+class Http2Limits:
     """What one connection may send and how long it may take."""
 
     connections: int = 4096
@@ -58,7 +58,7 @@ class Shared:
         self,
         parse: Callable[[Pairs], Any],
         open: Callable[[Any, int, Any], Stream],  # noqa: A002 - it opens a stream
-        limits: Limits,
+        limits: Http2Limits,
         max_message_bytes: int,
         memory: MemoryBudget,
         offload: Callable[[Callable[[], Any], Callable[[Callable[[], Any]], None]], None],
@@ -70,15 +70,15 @@ class Shared:
         self.max_message_bytes = max_message_bytes
         self.memory = memory
         self.offload = offload  # `offload(work, then)`: work on another thread, then here
-        self.connections: set[Client] = set()
+        self.connections: set[Http2Client] = set()
         self.open_streams = 0  # of all connections
         self.turns = Turns(clock_s)
-        self._written: list[Client] = []  # with output for the end of this turn of the loop
+        self._written: list[Http2Client] = []  # with output for the end of this turn of the loop
         self.clock_s = clock_s
         self.now_s = clock_s()
         self.tick_s = 0.0  # between the last two ticks
 
-    def flush_soon(self, connection: Client) -> None:
+    def flush_soon(self, connection: Http2Client) -> None:
         """Flush it once what runs in this turn of the loop has written."""
         if not self._written:
             asyncio.get_running_loop().call_soon(self._flush)

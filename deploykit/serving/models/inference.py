@@ -20,7 +20,7 @@ from deploykit.serving.batching.policy import Pending
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.offload import Offload, Result
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.worker import Worker
+from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip.request import Request
 
 _LEAST_ENCODE_S = 0.1  # for outputs that were computed just in time
@@ -28,7 +28,7 @@ _FEW_STRINGS = 32 << 10  # each of which may be long
 _REGION_SPEED = 16  # how many times as fast shared memory is written as JSON
 
 
-class Client(Protocol):
+class Receiver(Protocol):
     """The receiver of the reply: a call, or one message of a streaming call."""
 
     cancel: Callable[[], object] | None  # called if the client disconnects
@@ -54,7 +54,7 @@ class ModelRoute:
         repository: ModelRepository,
         model: ServedModel,
         offload: Offload,
-        worker: Worker | None = None,
+        worker: WorkerProcess | None = None,
     ) -> None:
         self.model = model
         self.offload = offload
@@ -86,7 +86,7 @@ class Inference:
     request: Request
     pending: Pending
 
-    def __init__(self, route: ModelRoute, client: Client, source: Any, trace: str | None) -> None:
+    def __init__(self, route: ModelRoute, client: Receiver, source: Any, trace: str | None) -> None:
         self.route = route
         self.client = client
         self.trace = trace  # the client's W3C traceparent

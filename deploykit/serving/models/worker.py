@@ -36,7 +36,7 @@ CLOSE_S = 1.0
 HUNG_S = 10.0  # the least time for a process to start and to do its work
 
 
-class Worker(Closing):
+class WorkerProcess(Closing):
     """The process. Thread-safe; runs one function at a time."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from deploykit.core.errors import Expired
 from deploykit.serving.batching.policy import BatchRun, Pending, Watcher
-from deploykit.serving.observe.prometheus import Buckets, Histogram, Sample
+from deploykit.serving.observe.prometheus import BucketCounts, Histogram, Sample
 
 OUTCOMES = ("success", "rejected", "expired", "bad_request", "failed", "cancelled")
 TRITON_REASONS: Mapping[str, tuple[str, ...]] = {
@@ -199,7 +199,7 @@ class ModelMetrics(Watcher):
         labels = {"model": self.name, "version": self.version}
         with self._lock:
             counts = dict(self._outcomes)
-            values: dict[str, float | Buckets] = {
+            values: dict[str, float | BucketCounts] = {
                 "deploykit_queue_depth": waiting,
                 "deploykit_requests_in_flight": unanswered,
                 "deploykit_batch_wait_seconds_total": self._idle_us / US,
@@ -231,7 +231,7 @@ class ModelMetrics(Watcher):
 
 
 def split_by(
-    name: str, labels: Mapping[str, str], label: str, values: Mapping[str, float | Buckets]
+    name: str, labels: Mapping[str, str], label: str, values: Mapping[str, float | BucketCounts]
 ) -> Iterator[Sample]:
     """Samples of one metric, one for each value of `label`."""
     return (Sample(name, {**labels, label: each}, value) for each, value in values.items())

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from deploykit.runtimes.devices import THROTTLES, Devices, Gpu
+from deploykit.runtimes.devices import THROTTLES, Devices, GpuState
 from deploykit.serving.observe.prometheus import Sample
 
 INTERVAL_S = 1.0
@@ -49,7 +49,7 @@ class Snapshot:
 
     at_s: float
     process: Process | None
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[GpuState, ...]
 
 
 class Sampler:
@@ -136,7 +136,7 @@ def _since_1970_s(since_boot_s: float) -> float:
     return round(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot_s, 2)
 
 
-_GAUGES: Mapping[str, Callable[[Gpu], float | None]] = {
+_GAUGES: Mapping[str, Callable[[GpuState], float | None]] = {
     "nv_gpu_utilization": lambda gpu: gpu.utilization,
     "nv_gpu_power_usage": lambda gpu: gpu.power_w,
     "nv_gpu_power_limit": lambda gpu: gpu.power_limit_w,
@@ -147,7 +147,7 @@ _GAUGES: Mapping[str, Callable[[Gpu], float | None]] = {
 }
 
 
-def gpu_samples(gpu: Gpu) -> Iterator[Sample]:
+def gpu_samples(gpu: GpuState) -> Iterator[Sample]:
     """One GPU for Prometheus; values that its source does not report are left out."""
     uuid = {"gpu_uuid": gpu.uuid}
     about = {"name": gpu.name, "index": str(gpu.index), "source": gpu.source}

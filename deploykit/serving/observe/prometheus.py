@@ -84,7 +84,7 @@ METRICS: Mapping[str, tuple[str, str]] = {  # name -> type, help
 }
 
 
-class Buckets(NamedTuple):
+class BucketCounts(NamedTuple):
     """A histogram's counts, cumulative by upper bound, and the sum of its values."""
 
     counts: list[tuple[str, int]]
@@ -96,7 +96,7 @@ class Sample(NamedTuple):
 
     name: str
     labels: Mapping[str, str]
-    value: float | Buckets
+    value: float | BucketCounts
 
 
 class Histogram:
@@ -118,9 +118,9 @@ class Histogram:
         self.total += value * times
 
     @property
-    def buckets(self) -> Buckets:
+    def buckets(self) -> BucketCounts:
         cumulative = itertools.accumulate(self.counts)
-        return Buckets(list(zip(self._ends, cumulative, strict=True)), self.total / self._per)
+        return BucketCounts(list(zip(self._ends, cumulative, strict=True)), self.total / self._per)
 
 
 class _Collector:
@@ -147,7 +147,7 @@ class _Collector:
             samples = self._by_name[name]
             family = make(name, description, labels=list(samples[0].labels))
             for _, labels, value in samples:
-                values = value if isinstance(value, Buckets) else (value,)
+                values = value if isinstance(value, BucketCounts) else (value,)
                 family.add_metric(list(labels.values()), *values)
             yield family
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput
-from deploykit.serving.http2.shared import Limits
+from deploykit.serving.http2.shared import Http2Limits
 from deploykit.serving.oip.protobuf import MESSAGES
 from tests.support.serving.grpc_cases import (
     SERVICE,
@@ -240,7 +240,7 @@ def test_a_half_closed_stream_stays_open_until_all_answers_are_sent(
 
 def test_a_stream_with_too_many_outstanding_requests_is_not_read(eventually: Any) -> None:
     engine = GatedEngine()
-    with serving({"m": engine}, Limits(outstanding=4), max_batch=1) as running:
+    with serving({"m": engine}, Http2Limits(outstanding=4), max_batch=1) as running:
         engine.warm = True
         with frames(running.port) as client:
             client.open(1, STREAM)

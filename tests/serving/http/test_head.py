@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from deploykit.serving.server import Limits
+from deploykit.serving.server import HttpLimits
 from tests.support.serving.running import (
     WAIT_S,
     GatedEngine,
@@ -213,14 +213,14 @@ def test_an_endless_header_is_refused_with_431(server: Running) -> None:
 
 
 def test_too_many_chunks_get_413() -> None:
-    with running(limits=Limits(chunks=100)) as server:
+    with running(limits=HttpLimits(chunks=100)) as server:
         raw = server.connect()
         raw.send(request("POST", INFER, Transfer_Encoding="chunked") + b"1\r\na\r\n" * 101)
         assert status(raw) == 413
 
 
 def test_an_endless_trailer_gets_413() -> None:
-    limits = Limits(header_bytes=1000, chunks=10)
+    limits = HttpLimits(header_bytes=1000, chunks=10)
     with running(limits=limits, max_body_bytes=1000) as server:
         raw = server.connect()
         raw.send(request("POST", INFER, Transfer_Encoding="chunked") + b"0\r\ntrailer: ")
@@ -245,7 +245,7 @@ def test_a_body_of_exactly_the_limit_is_read(server: Running) -> None:
 
 
 def test_a_connection_above_the_limit_gets_503() -> None:
-    with running(limits=Limits(connections=1)) as server:
+    with running(limits=HttpLimits(connections=1)) as server:
         first = server.connect()
         first.send(LIVE)
         assert status(first) == 200
@@ -258,14 +258,14 @@ def test_a_connection_above_the_limit_gets_503() -> None:
 @pytest.mark.parametrize(
     ("limits", "data", "expected"),
     [
-        (Limits(header_s=0.01), b"", None),
-        (Limits(header_s=0.01), b"GET /v2 HTTP/1.1\r\nHo", 408),
-        (Limits(body_s=0.01), request("POST", INFER, Content_Length="10") + b"123", 408),
+        (HttpLimits(header_s=0.01), b"", None),
+        (HttpLimits(header_s=0.01), b"GET /v2 HTTP/1.1\r\nHo", 408),
+        (HttpLimits(body_s=0.01), request("POST", INFER, Content_Length="10") + b"123", 408),
     ],
     ids=["nothing", "half a header", "half a body"],
 )
 def test_a_client_that_stops_sending_is_disconnected(
-    limits: Limits, data: bytes, expected: int | None
+    limits: HttpLimits, data: bytes, expected: int | None
 ) -> None:
     with running(limits=limits) as server:
         raw = server.connect()
@@ -275,7 +275,7 @@ def test_a_client_that_stops_sending_is_disconnected(
 
 
 def test_an_idle_connection_is_closed() -> None:
-    with running(limits=Limits(idle_s=0.01)) as server:
+    with running(limits=HttpLimits(idle_s=0.01)) as server:
         raw = server.connect()
         raw.send(LIVE)
         assert status(raw) == 200
@@ -284,7 +284,7 @@ def test_an_idle_connection_is_closed() -> None:
 
 def test_a_connection_that_waits_for_the_engine_is_not_idle() -> None:
     engine = GatedEngine()
-    with running({"m": engine}, Limits(idle_s=0.01, header_s=0.01, body_s=0.01)) as server:
+    with running({"m": engine}, HttpLimits(idle_s=0.01, header_s=0.01, body_s=0.01)) as server:
         engine.warm = True
         patient = server.connect()
         patient.send(numbered(1))
@@ -298,7 +298,7 @@ def test_a_connection_that_waits_for_the_engine_is_not_idle() -> None:
 def test_a_client_that_does_not_read_its_answers_is_disconnected(
     eventually: Callable[[Callable[[], bool]], None],
 ) -> None:
-    with running(limits=Limits(write_s=0.01)) as server:
+    with running(limits=HttpLimits(write_s=0.01)) as server:
         raw = server.connect()
         requests = request("GET", "/metrics") * 100
         connections = server.server._listener.connections

@@ -7,7 +7,7 @@ import gzip
 import numpy as np
 import pytest
 
-from deploykit.serving.http.head import HeadReader, Limits
+from deploykit.serving.http.head import HeadReader, HttpLimits
 from deploykit.serving.transport.security import AccessControl, Guard
 from tests.support.serving.running import Running, infer_json, request, running
 
@@ -15,7 +15,7 @@ LIVE = request("GET", "/v2/health/live")
 
 
 def reader() -> HeadReader:
-    return HeadReader(Limits(), AccessControl(Guard(None), loopback=True), 1000)
+    return HeadReader(HttpLimits(), AccessControl(Guard(None), loopback=True), 1000)
 
 
 def test_a_head_split_at_any_byte_is_parsed() -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from deploykit.core.errors import Expired, Overloaded
 from deploykit.serving.models import worker as worker_module
-from deploykit.serving.models.worker import Worker
+from deploykit.serving.models.worker import WorkerProcess
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.memory import held_bytes
 from tests.support.serving.running import Raw, Running, infer_json, request, running
@@ -139,7 +139,7 @@ def test_a_thread_that_cannot_start_is_a_503(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_worker_that_never_reads_does_not_hold_its_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with Worker() as worker:
+    with WorkerProcess() as worker:
         assert worker.run(60, len, b"abc") == 3
         process = worker._process
         assert process is not None
@@ -153,7 +153,7 @@ def test_a_worker_that_never_reads_does_not_hold_its_caller(
 
 
 def test_a_worker_in_use_does_not_hold_others_beyond_their_limit() -> None:
-    with Worker() as worker:
+    with WorkerProcess() as worker:
         worker._lock.acquire()
         with pytest.raises(Expired):
             worker.run(0.01, len, b"")

@@ -19,7 +19,7 @@ import pytest
 
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.cuda.errors import DeviceLost
-from deploykit.serving.server import Limits, ServeOptions, Server
+from deploykit.serving.server import HttpLimits, ServeOptions, Server
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import (
     WAIT_S,
@@ -167,7 +167,7 @@ def test_answers_keep_the_order_of_requests_after_a_large_json_body() -> None:
 
 def test_slow_clients_do_not_delay_others(eventually: Callable[[Callable[[], bool]], None]) -> None:
     """T4: 300 clients that send nothing, half a head or half a body, and one good client."""
-    limits = Limits(header_s=1.0, body_s=1.0, idle_s=1.0)
+    limits = HttpLimits(header_s=1.0, body_s=1.0, idle_s=1.0)
     with running(limits=limits) as server:
         raws = [server.connect() for _ in range(300)]
         for number, raw in enumerate(raws):
@@ -182,7 +182,7 @@ def test_slow_clients_do_not_delay_others(eventually: Callable[[Callable[[], boo
 
 def test_sending_byte_by_byte_does_not_extend_the_deadline() -> None:
     """T2: the limit counts from the first byte."""
-    with running(limits=Limits(header_s=0.5)) as server:
+    with running(limits=HttpLimits(header_s=0.5)) as server:
         raw = server.connect()
         raw.socket.settimeout(0.02)
         data = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nx: " + b"a" * 2000
@@ -206,7 +206,7 @@ def test_clients_that_never_read_a_large_answer_are_disconnected(
     """F13, with a deadline of half a second."""
     rows = np.zeros((1, 2_000_000), np.float32)
     data = binary_request(rows)
-    with running({"m": free_axis()}, Limits(write_s=0.5)) as server:
+    with running({"m": free_axis()}, HttpLimits(write_s=0.5)) as server:
         assert good(server) == 200
         before = rss_bytes()
         raws = []

@@ -12,7 +12,7 @@ import pytest
 
 from deploykit.core.errors import Overloaded, TooLarge
 from deploykit.core.tensors import TensorSpec
-from deploykit.serving.models.worker import Worker
+from deploykit.serving.models.worker import WorkerProcess
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import Running, infer_json, request, running
 
@@ -113,7 +113,7 @@ def test_a_body_being_decoded_at_shutdown_is_answered(
 
 
 def test_closing_the_worker_ends_its_process() -> None:
-    with Worker() as worker:
+    with WorkerProcess() as worker:
         assert worker.run(60, sum, [1, 2, 3]) == 6
         process = worker._process
         assert process is not None
@@ -127,7 +127,7 @@ def refuse(limit: int) -> None:
 
 
 def test_an_error_in_the_worker_keeps_its_type_and_hint() -> None:
-    with Worker() as worker:
+    with WorkerProcess() as worker:
         with pytest.raises(TooLarge, match="above 5") as caught:
             worker.run(60, refuse, 5)
         assert caught.value.hint == "send less"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deploykit.serving.http2.shared import Limits
+from deploykit.serving.http2.shared import Http2Limits
 from tests.support.serving.grpc_cases import (
     CALM,
     COMPRESSION_ERROR,
@@ -232,7 +232,7 @@ def test_unknown_frames_and_settings_are_ignored(client: Frames) -> None:
 def test_rapid_reset_closes_the_connection_and_empties_the_queue() -> None:
     """CVE-2023-44487."""
     data = infer_bytes()
-    limits = Limits(empty_frames=100)
+    limits = Http2Limits(empty_frames=100)
     with serving(limits=limits) as running, frames(running.port) as client:
         with contextlib.suppress(ConnectionError):
             for stream in range(1, 20_001, 2):
@@ -245,7 +245,7 @@ def test_rapid_reset_closes_the_connection_and_empties_the_queue() -> None:
 
 
 def test_a_stream_above_the_limit_is_refused() -> None:
-    with serving(limits=Limits(streams=3)) as running, frames(running.port) as client:
+    with serving(limits=Http2Limits(streams=3)) as running, frames(running.port) as client:
         for stream in (1, 3, 5, 7):
             client.open(stream)
         client.until(lambda: 7 in client.answers)
@@ -298,7 +298,7 @@ def test_a_connection_preface_sent_byte_by_byte_is_read(served: Serving) -> None
 
 
 def test_a_connection_above_the_limit_is_closed() -> None:
-    limits = Limits(connections=2)
+    limits = Http2Limits(connections=2)
     with serving(limits=limits) as running, frames(running.port) as a, frames(running.port) as b:
         assert a.call(1, infer_bytes()).status == 0
         assert b.call(1, infer_bytes()).status == 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.serving.http2.shared import Limits
+from deploykit.serving.http2.shared import Http2Limits
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import (
     DEADLINE_EXCEEDED,
@@ -88,7 +88,7 @@ def test_a_large_answer_is_sent_as_the_connection_window_allows(served: Serving)
 
 
 def test_clients_that_exceed_a_time_limit_are_disconnected() -> None:
-    quick = Limits(header_s=0.2, body_s=0.2, write_s=0.2, idle_s=1.0)
+    quick = Http2Limits(header_s=0.2, body_s=0.2, write_s=0.2, idle_s=1.0)
     with serving(limits=quick) as running:
         with frames(running.port, greet=False) as silent:
             assert silent.closed()
@@ -120,7 +120,7 @@ def test_a_client_that_does_not_read_is_disconnected(eventually: Any) -> None:
     request = infer_bytes(width=1_000_000, model_name="wide")
     window = b"\0\4\x7f\xff\xff\xff"
     with (
-        serving(models, Limits(write_s=0.3)) as running,
+        serving(models, Http2Limits(write_s=0.3)) as running,
         frames(running.port, settings=window) as client,
     ):
         client.send(8, 0, 0, (1 << 30).to_bytes(4, "big"))

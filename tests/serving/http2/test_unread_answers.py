@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from deploykit.serving.http2.shared import Limits
+from deploykit.serving.http2.shared import Http2Limits
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import (
     INFER,
@@ -116,7 +116,7 @@ def trickle(client: Frames, server: Serving) -> None:
 
 
 def test_a_client_that_reads_a_byte_at_a_time_is_disconnected(eventually: Eventually) -> None:
-    limits = Limits(write_s=0.3)
+    limits = Http2Limits(write_s=0.3)
     models = {"m": FakeEngine(width=8000)}
     with serving(models, limits) as server, frames(server.port, settings=NO_WINDOW) as client:
         client.open(1)
@@ -201,7 +201,7 @@ def test_a_long_name_is_not_kept_for_a_watch_call(size: int) -> None:
 
 
 def test_the_streams_of_all_connections_are_bounded() -> None:
-    limits = Limits(all_streams=10)
+    limits = Http2Limits(all_streams=10)
     with serving(limits=limits) as server, frames(server.port) as a, frames(server.port) as b:
         for client, most in ((a, 9), (b, 1)):
             for stream in range(1, 18, 2):

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from deploykit.runtimes.devices import Devices, Gpu
+from deploykit.runtimes.devices import Devices, GpuState
 from deploykit.serving.observe.process import KEEP_ON_S, STALE_S, Sampler, this_process
 from tests.support.serving.running import WAIT_S
 
@@ -26,10 +26,10 @@ class Gated(Devices):
         if opened:
             self.gate.set()
 
-    def read(self) -> tuple[Gpu, ...]:
+    def read(self) -> tuple[GpuState, ...]:
         self.reads += 1
         assert self.gate.wait(WAIT_S)
-        return (Gpu("GPU-1", "n", 0, "nvml", utilization=self.reads / 100),)
+        return (GpuState("GPU-1", "n", 0, "nvml", utilization=self.reads / 100),)
 
     def close(self) -> None:
         self.closed = True

@@ -20,7 +20,7 @@ from deploykit.serving.batching.policy import Pending
 from deploykit.serving.batching.stacking import Splitter
 from deploykit.serving.http.infer import InferRoute
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.worker import Worker
+from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip import response
 from deploykit.serving.oip.protobuf import MESSAGES
 from deploykit.serving.oip.tensors import to_bytes
@@ -327,5 +327,5 @@ def test_a_stream_that_has_failed_takes_no_more_answers(
 
 def test_the_worker_process_returns_arrays_that_it_did_not_copy() -> None:
     array = np.arange(WIDTH, dtype=np.float32)
-    with Worker() as worker:
+    with WorkerProcess() as worker:
         assert bytes(worker.run(WAIT_S, to_bytes, array.copy(), "FP32")) == array.tobytes()

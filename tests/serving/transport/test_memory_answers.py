@@ -14,7 +14,7 @@ import pytest
 
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.engine import Arrays
-from deploykit.serving.http.connection import Connection
+from deploykit.serving.http.connection import HttpConnection
 from deploykit.serving.http.exchange import Exchange
 from deploykit.serving.web.page import FILES
 from tests.support.fake_engine import FakeEngine
@@ -167,19 +167,19 @@ def test_a_client_that_pipelines_gets_few_requests_per_turn_of_the_loop() -> Non
     with running({"m": FakeEngine()}) as server:
         turns: list[int] = []
         listener = server.server._listener
-        handle, read = listener.handle, Connection._read
+        handle, read = listener.handle, HttpConnection._read
 
         def counted(exchange: Exchange) -> None:
             turns[-1] += 1
             handle(exchange)
 
-        def begun(connection: Connection, end: int) -> None:
+        def begun(connection: HttpConnection, end: int) -> None:
             turns.append(0)
             read(connection, end)
 
         listener.handle = counted
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Connection, "_read", begun)
+            patch.setattr(HttpConnection, "_read", begun)
             raw = server.connect()
             raw.send(request("HEAD", "/openapi.json") * 500)
             for _ in range(500):

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from deploykit.serving.grpc.call import Call as GrpcCall
-from deploykit.serving.http.connection import Connection
+from deploykit.serving.http.connection import HttpConnection
 from deploykit.serving.http.exchange import Exchange
-from deploykit.serving.http.head import Limits
+from deploykit.serving.http.head import HttpLimits
 from deploykit.serving.http.infer import InferRoute
 from deploykit.serving.models.repository import ModelRepository, ServeOptions
 from deploykit.serving.transport.call import Head
@@ -120,7 +120,7 @@ def test_held_bytes_return_to_zero_after_every_kind_of_request(
     eventually: Eventually, name: str
 ) -> None:
     data, status = ENDS[name]
-    limits = Limits(body_s=0.0) if name == "too slow" else Limits()
+    limits = HttpLimits(body_s=0.0) if name == "too slow" else HttpLimits()
     engine = FakeEngine(width=WIDTH)
     with running({"m": engine}, limits, max_held_bytes=LIMIT, max_body_bytes=LIMIT) as server:
         counted = server.server._listener.memory
@@ -211,14 +211,14 @@ def test_aborted_uploads_leave_no_objects_behind(eventually: Eventually) -> None
     with running({"m": FakeEngine(width=WIDTH)}, max_held_bytes=LIMIT) as server:
         listener = server.server._listener
         gc.collect()
-        before = count(Connection, Exchange)
+        before = count(HttpConnection, Exchange)
         gc.disable()
         try:
             for number in range(60):
                 with contextlib.closing(Raw(server.port)) as raw, contextlib.suppress(OSError):
                     raw.send(data[number % 3])
             eventually(lambda: not listener.connections and not listener.memory.bytes)
-            eventually(lambda: count(Connection, Exchange) <= before)
+            eventually(lambda: count(HttpConnection, Exchange) <= before)
         finally:
             gc.enable()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deploykit.core.errors import BadInput
-from deploykit.serving.server import Limits, ServeOptions, Server
+from deploykit.serving.server import HttpLimits, ServeOptions, Server
 from deploykit.serving.transport.security import Guard, tls_context
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import WAIT_S, Raw, Running, infer_json, request, running
@@ -225,7 +225,7 @@ def test_an_unfinished_tls_handshake_is_closed(
 ) -> None:
     cert, key = pem
     caplog.set_level(logging.INFO, "deploykit")
-    with running(None, Limits(header_s=0.2), tls_cert=cert, tls_key=key) as server:
+    with running(None, HttpLimits(header_s=0.2), tls_cert=cert, tls_key=key) as server:
         silent, half = Raw(server.port), Raw(server.port)
         half.send(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
         assert silent.ended()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from deploykit.serving.http.connection import Connection
+from deploykit.serving.http.connection import HttpConnection
 from deploykit.serving.http.exchange import Exchange
 from deploykit.serving.transport import turns
 from deploykit.serving.transport.turns import Turns
@@ -176,6 +176,6 @@ def test_an_idle_server_takes_no_turns(server: Running) -> None:
     assert server.ask("GET", "/v2/health/live").status == 200
     listener = server.server._listener
     (connection,) = listener.connections
-    assert isinstance(connection, Connection)
+    assert isinstance(connection, HttpConnection)
     assert not listener.turns.waiting
     assert not listener.turns._scheduled

@@ -15,7 +15,7 @@ import numpy as np
 
 from deploykit.core.manifest import Manifest
 from deploykit.runtimes.engine import Engine
-from deploykit.runtimes.tensorrt.compatibility import Plan
+from deploykit.runtimes.tensorrt.compatibility import PlanFile
 from deploykit.runtimes.tensorrt.engine import TensorRtEngine
 from tests.support.runtimes import fake_tensorrt as fake
 from tests.support.runtimes.cases import LARGEST_BATCH, LARGEST_STEPS, Case
@@ -41,7 +41,7 @@ def open_stand_in(folder: Path, case: Case) -> Engine:
     }
     manifest = Manifest("tensorrt", case.input_specs, case.output_specs, {}, "", (), {})
     cuda = FakeCuda()
-    plan = Plan(fake.plan_bytes(tensors, [profile]), (), host_code=False)
+    plan = PlanFile(fake.plan_bytes(tensors, [profile]), (), host_code=False)
     return TensorRtEngine(_Module(cuda, case), cuda, folder / f"{case.name}.trt", plan, manifest)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.manifest import Manifest
-from deploykit.runtimes.tensorrt.compatibility import Plan
+from deploykit.runtimes.tensorrt.compatibility import PlanFile
 from deploykit.runtimes.tensorrt.engine import TensorRtEngine
 from tests.support.runtimes.fake_cuda import FakeCuda
 from tests.support.runtimes.fake_tensorrt import FakeTensorRt, plan_bytes, tensor
@@ -50,7 +50,7 @@ class Opened:
         self.cuda = cuda or FakeCuda()
         self.nv = FakeTensorRt(self.cuda)
         self.nv.fail = fail or {}
-        plan = Plan(plan_bytes(tensors, profiles, scratch=scratch), notes, host_code=False)
+        plan = PlanFile(plan_bytes(tensors, profiles, scratch=scratch), notes, host_code=False)
         self.engine = TensorRtEngine(
             self.nv, self.cuda, Path("m.trt"), plan, manifest, cuda_errors=TEXTS, **options
         )

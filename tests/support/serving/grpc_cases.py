@@ -19,7 +19,7 @@ from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.engine import BaseEngine
 from deploykit.serving.batching.delivery import deliver_inline
 from deploykit.serving.grpc.server import GrpcServer
-from deploykit.serving.http2.shared import Limits
+from deploykit.serving.http2.shared import Http2Limits
 from deploykit.serving.models.offload import ThreadOffload
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.options import ServeOptions
@@ -59,7 +59,7 @@ class Serving:
     """A ModelRepository and its GrpcServer, on an event loop of their own."""
 
     def __init__(
-        self, models: Mapping[str, Any], options: ServeOptions, limits: Limits | None
+        self, models: Mapping[str, Any], options: ServeOptions, limits: Http2Limits | None
     ) -> None:
         self.loop = uvloop.new_event_loop()
         self.repository = ModelRepository(models, options, deliver=self._deliver)
@@ -113,7 +113,7 @@ class Serving:
 
 @contextmanager
 def serving(
-    models: Mapping[str, Any] | None = None, limits: Limits | None = None, **options: Any
+    models: Mapping[str, Any] | None = None, limits: Http2Limits | None = None, **options: Any
 ) -> Iterator[Serving]:
     """FakeEngine as `m`, unless other models are given."""
     chosen = ServeOptions(**{"grpc_port": 0, **options})

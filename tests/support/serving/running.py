@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.serving.server import Limits, ServeOptions, Server
+from deploykit.serving.server import HttpLimits, ServeOptions, Server
 from tests.support.fake_engine import FakeEngine
 
 WAIT_S = 20  # a limit against hanging, not a measure
@@ -127,7 +127,7 @@ def infer_json(data: object, shape: list[int], **more: object) -> bytes:
 
 @contextmanager
 def running(
-    models: dict[str, Any] | None = None, limits: Limits | None = None, **options: Any
+    models: dict[str, Any] | None = None, limits: HttpLimits | None = None, **options: Any
 ) -> Iterator[Running]:
     chosen = ServeOptions(**{"http_port": 0, **options})
     running = Running(Server(models or {"m": FakeEngine()}, chosen, limits))

@@ -70,6 +70,6 @@ if __name__ == "__main__":
     serve.check_readable = lambda file: file
     serve.Opening.__call__ = lambda opening, file: open_proven(file, instances=opening.instances)
     if "FAULT_LIMITS" in os.environ:
-        limits = head.Limits(**json.loads(os.environ["FAULT_LIMITS"]))
-        server.Limits = lambda: limits
+        limits = head.HttpLimits(**json.loads(os.environ["FAULT_LIMITS"]))
+        server.HttpLimits = lambda: limits
     sys.exit(main())

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from deploykit.serving.grpc.call import Call
+from deploykit.serving.grpc.call import GrpcCall
 from deploykit.serving.grpc.headers import HeadParser, Method
-from deploykit.serving.http2.connection import Connection
-from deploykit.serving.http2.shared import Limits, Shared
+from deploykit.serving.http2.connection import Http2Connection
+from deploykit.serving.http2.shared import Http2Limits, Shared
 from deploykit.serving.transport.memory import MemoryBudget
 
 
@@ -53,11 +53,11 @@ class Wire(asyncio.Transport):
         return 0
 
 
-def _echo(call: Call, data: bytes, at: int) -> None:
+def _echo(call: GrpcCall, data: bytes, at: int) -> None:
     call.reply([data[at:]])
 
 
-def _echo_twice(call: Call, data: bytes, at: int) -> None:
+def _echo_twice(call: GrpcCall, data: bytes, at: int) -> None:
     call.send_message([data[at:]])
     call.unreplied += 1
     call.send_message([data[at:]])
@@ -72,18 +72,18 @@ METHODS = {
 class Wired:
     """One connection to methods that echo. `close` it."""
 
-    def __init__(self, limits: Limits | None = None, max_bytes: int = 1 << 20) -> None:
+    def __init__(self, limits: Http2Limits | None = None, max_bytes: int = 1 << 20) -> None:
         self.loop = asyncio.new_event_loop()
-        limits = limits or Limits()
+        limits = limits or Http2Limits()
         parse = HeadParser(METHODS, lambda _: True, limits.headers)
         self.now_s = 0.0
         self.memory = MemoryBudget(1 << 30, max_bytes)
         self.shared = Shared(
-            parse, Call, limits, max_bytes, self.memory,
+            parse, GrpcCall, limits, max_bytes, self.memory,
             lambda work, then: then(work), lambda: self.now_s,
         )  # fmt: skip
         self.wire = Wire()
-        self.connection = Connection(self.shared)
+        self.connection = Http2Connection(self.shared)
         self.turn(self.connection.connection_made, self.wire)
 
     def turn(self, function: Any, *arguments: Any) -> int:
