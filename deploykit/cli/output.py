@@ -25,7 +25,7 @@ _STYLES = {  # how a line begins, or a cell reads -> its style on a terminal
 
 
 @dataclass(frozen=True)
-class Table:
+class TextTable:
     """Rows under a header; the columns in `left` are left-aligned, the others right-aligned."""
 
     header: Sequence[str]
@@ -46,13 +46,13 @@ class Table:
         return "\n".join(lines if any(self.header) else lines[1:])
 
 
-Part = str | Table
+Part = str | TextTable
 
 
 spell: Callable[[str], str] = str  # parameter names in messages as the running command has them
 
 
-class Result(Protocol):
+class JsonResult(Protocol):
     """What a verb returns."""
 
     def to_dict(self) -> dict[str, Any]: ...
@@ -105,7 +105,7 @@ def _stream(raw: io.FileIO, before: TextIO | None) -> io.TextIOWrapper:
     )
 
 
-def show(result: Result, parts: Sequence[Part], *, as_json: bool) -> None:
+def show(result: JsonResult, parts: Sequence[Part], *, as_json: bool) -> None:
     """Print one JSON document, or lines and tables for people."""
     if as_json:
         show_json(result.to_dict())

@@ -20,7 +20,7 @@ from deploykit.cli.prove import sizes
 
 
 @dataclass(frozen=True)
-class ServeOptions:
+class ServeArguments:
     """The options of `serve`; their flags are also the keys of its configuration file."""
 
     models: list[str] | None = None
@@ -128,8 +128,8 @@ def fields_as_options(kind: type) -> Callable[[Callable[[Any], None]], Callable[
 
 
 @described(_SERVE)
-@fields_as_options(ServeOptions)
-def serve(options: ServeOptions) -> None:
+@fields_as_options(ServeArguments)
+def serve(options: ServeArguments) -> None:
     """Serve models over HTTP and gRPC, with dynamic batching.
 
     Each option may also be a variable (DEPLOYKIT_HTTP_PORT=9000) or a key of the --config file
@@ -194,7 +194,7 @@ def load(
 
 
 def _ready(
-    options: ServeOptions, host: str, http_port: int, grpc_port: int | None, models: list[str]
+    options: ServeArguments, host: str, http_port: int, grpc_port: int | None, models: list[str]
 ) -> None:
     """Tell where the server listens: JSON for scripts, addresses to click on for people."""
     place = f"[{host}]" if ":" in host else host

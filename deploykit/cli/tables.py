@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.cli.format import latency, memory, mix, ms, percent, plain, rate, size, versions
-from deploykit.cli.output import Part, Table
+from deploykit.cli.output import Part, TextTable
 
 if TYPE_CHECKING:
     from deploykit.api.artefacts import Made
@@ -58,7 +58,7 @@ def made(result: Made) -> list[Part]:
         score = percent if drop.unit == "pp" else plain
         rows = [(a, score(drop.reference), ""), (b, score(drop.candidate), drop.describe())]
         header = (f"{drop.metric}, n = {drop.n}", "value (95 %)", f"against {a}")
-        lines += ["", Table(header, rows)]
+        lines += ["", TextTable(header, rows)]
     elif found:
         lines += ["", f"checked by {found.describe()}: {found.why}"]
     if result.search:
@@ -114,7 +114,7 @@ def steps(result: SearchRecord) -> list[Part]:
         for step in result.steps
     ]
     header = ("tried", "kept float32", "cost ms", "after s", "gate", "result")
-    return [f"search: {result.why}", Table(header, rows)]
+    return [f"search: {result.why}", TextTable(header, rows)]
 
 
 def compared(result: Compared) -> list[Part]:
@@ -140,7 +140,7 @@ def parity(result: Parity, *, gated: bool = True) -> list[Part]:
     header = ("output", "batch", "error", *bounds, "max |a-b|", "SQNR dB", "same top-1")
     header += ("mean IoU",) * shared
     title = f"{result.b} against {result.a}{verdict if gated else ''}"
-    return [title, Table(header, rows), *(f"warning: {text}" for text in result.warnings)]
+    return [title, TextTable(header, rows), *(f"warning: {text}" for text in result.warnings)]
 
 
 def _agreement(row: ParityRow) -> str:
@@ -250,7 +250,7 @@ def profiles(found: Sequence[Profile]) -> list[Part]:
     ]
     header = ("profile", "runtime", "memory", "bandwidth", "fp16/s", "int8/s", "precisions")
     return [
-        Table(header, rows, left=(0, 6)),
+        TextTable(header, rows, left=(0, 6)),
         "",
         "Peaks are dense. One profile in full: deploykit profiles NAME",
     ]
@@ -302,7 +302,7 @@ def doctor(result: Health) -> list[Part]:
         (check.command, "works" if check.works else "does not work", check.why)
         for check in result.checks
     ]
-    lines.append(Table(("command", "here", "what is missing"), rows, left=(0, 1, 2)))
+    lines.append(TextTable(("command", "here", "what is missing"), rows, left=(0, 1, 2)))
     lines += [f"warning: {text}" for text in result.warnings]
     return lines
 
@@ -321,7 +321,7 @@ def report(result: Report, folder: Path) -> list[Part]:
     ]
     header = ("setup", "batch", "p50", "p90", "p99", "inferences/s")
     lines: list[Part] = [
-        Table(header, rows),
+        TextTable(header, rows),
         "",
         *result.verdict,
         "",
@@ -333,4 +333,4 @@ def report(result: Report, folder: Path) -> list[Part]:
 def demo(result: DemoResult) -> list[Part]:
     header = ("", "accuracy", "p50 at batch 1", "throughput")
     verdict = result.report.verdict
-    return ["", Table(header, result.rows), "", *verdict, "", f"report: {result.page}"]
+    return ["", TextTable(header, result.rows), "", *verdict, "", f"report: {result.page}"]

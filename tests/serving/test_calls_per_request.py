@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 import deploykit
-from deploykit.serving.http.connection import Connection as HttpConnection
-from deploykit.serving.http2.connection import PREFACE
-from deploykit.serving.http2.connection import Connection as GrpcConnection
+from deploykit.serving.http.connection import HttpConnection
+from deploykit.serving.http2.connection import PREFACE, Http2Connection
 from deploykit.serving.http2.frames import (
     DATA,
     END_HEADERS,
@@ -116,7 +115,7 @@ def test_an_http_request_passes_through_few_functions(server: Server) -> None:
 
 def test_a_grpc_call_passes_through_few_functions(server: Server) -> None:
     assert server._grpc is not None
-    connections = [GrpcConnection(server._grpc._shared) for _ in range(CLIENTS)]
+    connections = [Http2Connection(server._grpc._shared) for _ in range(CLIENTS)]
     wires = [Wire() for _ in connections]
     fields = {
         ":method": "POST",

@@ -34,7 +34,7 @@ from deploykit.builders.tensorrt.network import (
     precision_flags,
 )
 from deploykit.builders.tensorrt.options import Options, check_options, check_target, hardware_level
-from deploykit.builders.tensorrt.progress import OnProgress, Progress, interruptible, monitor
+from deploykit.builders.tensorrt.progress import BuildProgress, OnProgress, interruptible, monitor
 from deploykit.builders.tensorrt.shapes import ranges
 from deploykit.builders.tensorrt.timing_cache import cache_path, keep_cache, use_cache
 from deploykit.core.artefact import sniff
@@ -106,7 +106,7 @@ def build(
     here = this_machine()
     nv = module(options.flavour)
     check_target(nv, options)
-    progress = Progress(on_progress)
+    progress = BuildProgress(on_progress)
     attempt = _build_plan(nv, model, options, progress, here, checking=False)
     if attempt.plan is None:
         raise error_of(str(model), attempt.refusals)
@@ -132,7 +132,9 @@ def check(model: Path, options: Options, on_progress: OnProgress | None = None) 
     """
     nv = module(options.flavour)
     started = time.perf_counter()
-    attempt = _build_plan(nv, model, options, Progress(on_progress), this_machine(), checking=True)
+    attempt = _build_plan(
+        nv, model, options, BuildProgress(on_progress), this_machine(), checking=True
+    )
     taken = time.perf_counter() - started
     if any(refusal.damaged for refusal in attempt.refusals):
         raise error_of(str(model), attempt.refusals)
@@ -181,7 +183,7 @@ def flavour_of(plan: bytes) -> str:
 
 
 def _build_plan(
-    nv: Any, model: Path, options: Options, progress: Progress, here: Machine, checking: bool
+    nv: Any, model: Path, options: Options, progress: BuildProgress, here: Machine, checking: bool
 ) -> _Attempt:
     """Build strongly typed; weakly typed only where this TensorRT's log blames strong typing."""
     _check_model(model)
@@ -213,7 +215,7 @@ class _Job:
     builder: trt.Builder
     model: Path
     options: Options
-    progress: Progress
+    progress: BuildProgress
     here: Machine
     checking: bool
 

@@ -23,7 +23,7 @@ class _Phase:
     done: int = 0
 
 
-class Progress:
+class BuildProgress:
     """The open phases of one build; `stop`: a signal received, `failure`: a callback's exception.
 
     TensorRT prints and drops an exception in a callback, so `raise_if_stopped` raises it once the
@@ -83,7 +83,7 @@ class Progress:
         return 0.0
 
 
-def monitor(nv: Any, progress: Progress) -> Any:
+def monitor(nv: Any, progress: BuildProgress) -> Any:
     """An IProgressMonitor that updates `progress`; keep it alive until the build has ended."""
     base: Any = nv.IProgressMonitor
 
@@ -104,7 +104,7 @@ def monitor(nv: Any, progress: Progress) -> Any:
 
 
 @contextlib.contextmanager
-def interruptible(progress: Progress) -> Iterator[None]:
+def interruptible(progress: BuildProgress) -> Iterator[None]:
     """Store Ctrl-C and SIGTERM in `progress.stop` during the block, in the main thread.
 
     Their handlers would raise inside TensorRT's callback, where the exception is lost. Signals with

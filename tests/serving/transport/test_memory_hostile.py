@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deploykit.serving.grpc.call import Call as GrpcCall
+from deploykit.serving.grpc.call import GrpcCall
 from deploykit.serving.http.connection import HttpConnection
 from deploykit.serving.http.exchange import Exchange
 from deploykit.serving.http.head import HttpLimits
