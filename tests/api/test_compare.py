@@ -119,4 +119,4 @@ def test_int8_without_golden_samples_says_that_real_inputs_are_needed(
         found.raise_if_over()
     assert "random inputs are not what bare.onnx was calibrated for" in str(over.value.hint)
     assert "`data`" in str(over.value.hint)
-    compare(folder / "m.onnx", bare, data=folder / "calib.npz", max_error=0.1).raise_if_over()
+    compare(folder / "m.onnx", bare, data=folder / "calib.npz", max_error=0.3).raise_if_over()
