@@ -10,6 +10,7 @@ import gc
 import logging
 import math
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +51,7 @@ CLOSE_S = 5.0  # how long it then waits for clients to read their replies
 FATAL_S = 1.0  # replaces these limits once the device is lost: a supervisor should restart us
 ECHO_S = 1.0  # a second SIGTERM within it counts as the same one
 OFFLOAD_THREADS = 2  # for large and compressed bodies
+_SWITCH_S = 0.0005  # how long another thread may keep the loop's from Python; 5 ms by default
 
 OnReady = Callable[[str, int, "int | None"], None]  # host, HTTP port, gRPC port
 
@@ -138,12 +140,14 @@ class Server:
 
     def run(self, on_ready: OnReady) -> int:
         """As the function `run`; outside the main thread it installs no signal handlers."""
-        aborted = True
+        aborted, switch_s = True, sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_S)
         try:
             self.repository.warm_up()
             dropped = self._loop.run_until_complete(self._serve(on_ready))
             aborted = False
         finally:
+            sys.setswitchinterval(switch_s)
             self._offload.close()
             self._worker.close()
             self.repository.close(drain=False, timeout_s=0 if aborted else self._limit_s(CLOSE_S))

@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import cast
 
-import numpy as np
-
 from deploykit.core.errors import DeploykitError
 from deploykit.core.tensors import Bytes
 from deploykit.serving.http.chunked import ChunkedBody
-from deploykit.serving.http.exchange import Exchange
+from deploykit.serving.http.exchange import Exchange, body_memory
 from deploykit.serving.http.head import END, HeadReader
 from deploykit.serving.http.listener import READ_BYTES, Listener
 from deploykit.serving.transport.call import RETRY, Head, reply_error
+from deploykit.serving.transport.security import HEALTH
 
 _UNREAD = Head()
+_HEALTH = (b"GET " + HEALTH.encode(), b"HEAD " + HEALTH.encode())
 
 
 class State(IntEnum):
@@ -114,7 +114,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._transport.pause_reading()
             self.listener.turns.wait(self._complete_body)
         elif self._state < LAST:
-            if not self.listener.turns.busy:
+            if not self.listener.turns.busy or self._is_health_check(nbytes):
                 self._read(nbytes)
                 return
             self._pause()
@@ -133,6 +133,13 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._stalled_s = None
         self.release_sent()
         self._resume()
+
+    def _is_health_check(self, end: int) -> bool:
+        """Whether nothing else was received: it costs little, and does not wait for a turn."""
+        if self._state is not IDLE or self._exchanges or self.listener.turns.overdrawn:
+            return False
+        data = self.listener.read_into
+        return data.startswith(_HEALTH, 0, end) and data.find(END, 0, end) == end - len(END)
 
     # -- waiting until the client takes replies ------------------------------------------------
 
@@ -206,8 +213,10 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._resume()
 
     def _read_head(self, reader: HeadReader, at: int, end: int) -> int:
+        begun_s = self.listener.turns.clock_s()
         raw = bytes(self.listener.view[at:end])
         used, head = reader.feed(raw)
+        self.listener.turns.spend(begun_s)
         if head is None:
             return end
         self._reader = None
@@ -237,7 +246,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             )
             return at
         try:
-            self._body = _body_memory(length, head.json_bytes)
+            self._body = body_memory(length, head.json_bytes)
         except MemoryError:
             self._refuse(503, f"there is no memory for a body of {length} bytes", RETRY)
             return end
@@ -382,14 +391,3 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def abort(self) -> None:
         self._transport.abort()
-
-
-def _body_memory(length: int, json_bytes: bytes | None) -> memoryview:
-    """Uninitialised memory for a body; the binary part is aligned for numbers.
-
-    The operating system allocates pages on the first write, so a length that a client only claims
-    costs nothing.
-    """
-    json = int(json_bytes) if json_bytes is not None and json_bytes[:18].isdigit() else 0
-    pad = -json % 16
-    return np.empty(pad + length, np.uint8).data[pad:]

@@ -22,10 +22,10 @@ from deploykit.core.errors import (
     quote,
 )
 from deploykit.serving.http.infer import InferRoute
+from deploykit.serving.http.scrapes import PAGE_HEADERS, Scrapes
 from deploykit.serving.models.offload import Offload, run_inline
 from deploykit.serving.models.repository import VERSION, ModelRepository, ServedModel
 from deploykit.serving.models.worker import WorkerProcess
-from deploykit.serving.observe.prometheus import exposition
 from deploykit.serving.oip.json import parse_json
 from deploykit.serving.shared_memory import SharedMemory
 from deploykit.serving.transport.call import JSON, Call, reply_bug, reply_error, reply_exception
@@ -36,10 +36,6 @@ from deploykit.serving.web.status import Status
 
 log = logging.getLogger(__name__)
 
-_PAGE_HEADERS = (  # a page loads nothing from other sites and cannot be framed
-    b"Content-Security-Policy: default-src 'self'; frame-ancestors 'none'\r\n"
-    b"X-Content-Type-Options: nosniff\r\nReferrer-Policy: no-referrer\r\nContent-Type: %s\r\n"
-)
 _REGION = re.compile(
     r"/v2/systemsharedmemory(/region/(?P<name>[^/]+))?/(?P<what>status|register|unregister)"
 )
@@ -78,7 +74,7 @@ class Routes:
             "/v2/health/ready": ("GET", self._ready(None, {"ready": True})),
             "/v2/models/stats": ("GET", _value(repository.statistics)),
             "/v2/repository/index": ("POST", self._index),
-            "/metrics": ("GET", self._metrics),
+            "/metrics": ("GET", Scrapes(repository.samples, offload)),
             "/status": ("GET", self._status),
             "/openapi.json": ("GET", _value(partial(openapi.document, repository))),
             "/docs": ("GET", self._guide),
@@ -145,11 +141,6 @@ class Routes:
 
         return route
 
-    def _metrics(self, call: Call) -> None:
-        accept = (call.head.accept or b"").decode("latin-1")
-        work = partial(exposition, self._repository.samples(), accept)
-        self._offload(work, partial(_reply_metrics, call))  # takes some ms per model
-
     def _status(self, call: Call) -> None:
         answer = self.status.answer(call.head.target.partition("?")[2])
         call.reply(200, JSON, [orjson.dumps(answer)])
@@ -161,7 +152,7 @@ class Routes:
         token = self._repository.options.token is not None
         address = guide.Address(self._scheme, host, self.grpc_port, token)
         page = guide.page(self._repository, address)
-        call.reply(200, _PAGE_HEADERS % guide.CONTENT_TYPE.encode(), [page])
+        call.reply(200, PAGE_HEADERS % guide.CONTENT_TYPE.encode(), [page])
 
     def _index(self, call: Call) -> None:
         wanted = parse_json(bytes(call.body)).get("ready", False) if call.body else False
@@ -172,23 +163,12 @@ class Routes:
         call.reply(200, JSON, [orjson.dumps(chosen)])
 
 
-def _reply_metrics(call: Call, result: Callable[[], tuple[bytes, str]]) -> None:
-    try:
-        text, content_type = result()
-        call.reply(200, _PAGE_HEADERS % content_type.encode(), [text])
-    except DeploykitError as exc:
-        reply_exception(call, exc)
-    except Exception:
-        log.exception("the metrics could not be written")
-        reply_bug(call)
-
-
 def _value(make: Callable[[], object]) -> Route:
     return lambda call: call.reply(200, JSON, [orjson.dumps(make())])
 
 
 def _text(content_type: str, make: Callable[[], bytes]) -> Route:
-    headers = _PAGE_HEADERS % content_type.encode()
+    headers = PAGE_HEADERS % content_type.encode()
     return lambda call: call.reply(200, headers, [make()])
 
 

@@ -155,12 +155,23 @@ class _Collector:
 _ORDER = {name: place for place, name in enumerate(METRICS)}
 
 
-def exposition(samples: Iterable[Sample], accept: str = "") -> tuple[bytes, str]:
-    """The samples as text with its content type; OpenMetrics if `accept` asks for it."""
+def expositions(samples: Iterable[Sample], accepts: Iterable[str]) -> dict[str, tuple[bytes, str]]:
+    """The samples as text with its content type, by Accept header, which may want OpenMetrics."""
     from prometheus_client.exposition import choose_encoder, generate_latest
 
-    encode, content_type = choose_encoder(accept)
-    text = encode(_Collector(samples))
-    if encode is generate_latest:  # the untyped ones are Triton's counters without _total
-        text = text.replace(b" untyped\n", b" counter\n")
-    return text, content_type
+    encoded: dict[str, bytes] = {}  # by content type: clients vary their headers at no cost
+    found, collector = {}, _Collector(samples)
+    for accept in accepts:
+        encode, content_type = choose_encoder(accept)
+        if content_type not in encoded:
+            text = encode(collector)
+            if encode is generate_latest:  # the untyped ones are Triton's counters without _total
+                text = text.replace(b" untyped\n", b" counter\n")
+            encoded[content_type] = text
+        found[accept] = encoded[content_type], content_type
+    return found
+
+
+def exposition(samples: Iterable[Sample], accept: str = "") -> tuple[bytes, str]:
+    """For one Accept header."""
+    return expositions(samples, [accept])[accept]

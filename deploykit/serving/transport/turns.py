@@ -7,20 +7,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-_TURN_S = 0.05  # for requests, in one turn of the loop
+_TURN_S = 0.02  # for requests, in one turn of the loop; a new connection takes four turns
 _SHORT_S = 0.001  # a turn with less is not counted
 
 
 class Turns:
     """Counts the time that requests took in this turn; those beyond it wait for the next turns.
 
-    `busy`: this turn is used up: call `wait`.
+    `busy`: this turn is used up: call `wait`. `overdrawn`: even health checks wait then.
     """
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self.clock_s = clock_s
         self.waiting: deque[Callable[[], None]] = deque()
-        self.busy = False
+        self.busy = self.overdrawn = False
         self._spent_s = 0.0
         self._scheduled = False
 
@@ -29,6 +29,7 @@ class Turns:
         self._spent_s += self.clock_s() - since_s
         if self._spent_s > _SHORT_S:
             self.busy = self._spent_s > _TURN_S
+            self.overdrawn = self._spent_s > 2 * _TURN_S
             self._schedule()
 
     def wait(self, work: Callable[[], None]) -> None:
@@ -43,7 +44,7 @@ class Turns:
 
     def _begin(self) -> None:
         """A turn begins: half is for the work that waits, which counts its time, half for new."""
-        self._scheduled = self.busy = False
+        self._scheduled = self.busy = self.overdrawn = False
         self._spent_s = 0.0
         begin_s = self.clock_s()
         for _ in range(len(self.waiting)):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from deploykit.serving.http.connection import HttpConnection
 from deploykit.serving.http.exchange import Exchange
+from deploykit.serving.http.head import HeadReader
+from deploykit.serving.server import ServeOptions, Server
 from deploykit.serving.transport import turns
 from deploykit.serving.transport.turns import Turns
 from tests.support.fake_engine import FakeEngine
@@ -179,3 +182,91 @@ def test_an_idle_server_takes_no_turns(server: Running) -> None:
     assert isinstance(connection, HttpConnection)
     assert not listener.turns.waiting
     assert not listener.turns._scheduled
+
+
+class Wire(asyncio.Transport):
+    """Keeps what is written."""
+
+    written = b""
+
+    def write(self, data: Any) -> None:
+        self.written += bytes(data)
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:  # noqa: ARG002
+        return default
+
+    def pause_reading(self) -> None:
+        pass
+
+    resume_reading = close = pause_reading
+
+
+@pytest.fixture
+def idle() -> Iterator[Server]:
+    """A server whose loop does not run."""
+    found = Server({"m": FakeEngine()}, ServeOptions(http_port=0))
+    yield found
+    found.repository.close(drain=False)
+    found._offload.close()
+    found._release()
+
+
+def received(server: Server, data: bytes) -> bytes:
+    """What a new connection answers at once, in a turn of the loop of its own."""
+    wire = Wire()
+
+    async def receive() -> None:
+        connection = HttpConnection(server._listener)
+        connection.connection_made(wire)
+        connection.get_buffer(-1)[: len(data)] = data
+        connection.buffer_updated(len(data))
+
+    asyncio.run(receive())
+    return wire.written
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@pytest.mark.parametrize("path", ["/v2/health/live", "/v2/health/ready", "/v2/health/none"])
+def test_a_health_check_does_not_wait_for_its_turn(idle: Server, method: str, path: str) -> None:
+    """It waited for 5 s behind 200 clients that asked for pages."""
+    turns = idle._listener.turns
+    turns.busy = turns._scheduled = True  # the turn does not end
+    asked = request(method, path)
+    assert received(idle, asked).startswith((b"HTTP/1.1 200", b"HTTP/1.1 404"))
+    for other in (request("GET", "/docs"), asked[:-1], asked + asked, b"X" + asked):
+        turns.busy = True
+        assert received(idle, other) == b""
+    turns.overdrawn = True
+    assert received(idle, asked) == b""
+
+
+def test_health_checks_are_counted_in_the_turn_too(idle: Server) -> None:
+    shared = idle._listener.turns
+    shared.clock_s = now = Now()
+    shared.busy = shared._scheduled = True
+    handle = idle._listener.handle
+
+    def slow(exchange: Exchange) -> None:
+        now.s += turns._TURN_S
+        handle(exchange)
+
+    idle._listener.handle = slow
+    asked = request("GET", "/v2/health/live")
+    assert [bool(received(idle, asked)) for _ in range(5)] == [True, True, True, False, False]
+
+
+def test_the_time_for_new_heads_is_counted_in_the_turn(
+    idle: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1,000 clients that send 16 heads of 100 headers at once would stop the loop for seconds."""
+    shared, feed = idle._listener.turns, HeadReader.feed
+    shared.clock_s = now = Now()
+
+    def slow(self: HeadReader, data: bytes) -> tuple[int, Any]:
+        now.s += 0.4 * turns._TURN_S
+        return feed(self, data)
+
+    monkeypatch.setattr(HeadReader, "feed", slow)
+    shared._scheduled = True
+    heads = [request("GET", "/v2/health/live", Number=str(number)) for number in range(9)]
+    assert received(idle, b"".join(heads)).count(b"HTTP/1.1 200") == 3
