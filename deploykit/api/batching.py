@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 ROWS = 32  # as many as `serve` joins by default
 
 
-def prove(
+def prove_batch(
     engine: Engine, path: Path, samples: GoldenSamples | None, rows: int = ROWS
 ) -> RowIndependence:
     """Run `engine` on the golden samples next to `path`, if any, and on invented inputs.

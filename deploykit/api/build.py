@@ -13,7 +13,7 @@ from deploykit.api.build_runtime import build_for_runtime
 from deploykit.api.build_tensorrt import CheckResult, PlanOptions
 from deploykit.api.evaluate import QuantizeRequest, prepare
 from deploykit.api.outputs import named_files
-from deploykit.api.quantize import TARGETS, check_request, keep_if_passed, write_quantized
+from deploykit.api.quantize import TARGETS, check_quantize_options, keep_if_passed, write_quantized
 from deploykit.builders.builder import Shapes, find_builder
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, DeploykitError
@@ -104,7 +104,7 @@ def _check(source: Artefact, options: PlanOptions) -> None:
             f"`precision` {request.to} is unknown", hint="one of: fp32, " + ", ".join(TARGETS)
         )
     if request.to != "fp32":
-        check_request(request)
+        check_quantize_options(request)
     elif request.calib is not None and not RUNTIMES[target.runtime].scales_outputs:
         raise BadInput("`calib` has no effect without `precision`", hint="`precision` int8")
 
@@ -153,7 +153,7 @@ def check_build(
     source = _open(model)
     if target.runtime != "tensorrt":
         raise BadInput(f"profile '{target.name}' does not run TensorRT: there is nothing to check")
-    return build_tensorrt.check_plan(source, target, shapes or Shapes(), on_progress)
+    return build_tensorrt.try_build(source, target, shapes or Shapes(), on_progress)
 
 
 def _open(model: ArtefactLike) -> Artefact:

@@ -73,7 +73,7 @@ def build_for_runtime(
         if before.search and before.search.interrupted:
             raise KeyboardInterrupt
     else:
-        placed = placing.place_pairs(source, request, target, tmp)
+        placed = placing.place_for_target(source, request, target, tmp)
     step = span(on_progress, 0.6 if job else 0.0, 0.8)
     step("building", 0.0)
     builder, runtime = find_builder(target.runtime), RUNTIMES[target.runtime]
@@ -149,7 +149,7 @@ def _prove(
             samples = golden.carry(source, tmp)
             if samples is not None and moved:  # recorded with the pairs at other places
                 samples = golden.loosen(samples, tmp, engine)
-        proof = batching.prove(engine, tmp, samples, most)
+        proof = batching.prove_batch(engine, tmp, samples, most)
         notes += batching.notes(engine, proof)
     if moved and not evaluation:
         notes.append(_NOT_CHECKED)

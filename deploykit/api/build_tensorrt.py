@@ -56,7 +56,7 @@ class CheckResult:
             raise GateFailed(f"{self.path}: refused: {problems[0]}{more}", result=self)
 
 
-def check_plan(
+def try_build(
     model: Artefact, target: Profile, shapes: Shapes, on_progress: Progress | None = None
 ) -> CheckResult:
     """Parse and build `model` with whatever NVIDIA builder is here, report, and keep nothing."""
@@ -157,7 +157,7 @@ def _prove(
     try:
         with load(Artefact.from_manifest(tmp, manifest), "auto") as opened:
             engine: Any = opened
-            parity, why = verify.prove(engine, tmp, manifest, graph_file.path, name)
+            parity, why = verify.prove_engine(engine, tmp, manifest, graph_file.path, name)
             with contextlib.suppress(DeploykitError):  # a figure for information: no reason to fail
                 times = engine.layer_times_ms(feeds_at_sizes(engine.inputs, engine.limits)[-1])
                 if read is not None:
@@ -168,7 +168,7 @@ def _prove(
                     evaluation = evaluate_engine(model, engine, request, (source.name, name))
             evidence = replace(evidence, parity=parity, precision=read, accuracy=evaluation)
             if parity is not None and parity.passed:
-                proof = batching.prove(engine, tmp, evidence.golden)
+                proof = batching.prove_batch(engine, tmp, evidence.golden)
                 evidence = replace(evidence, batching=proof)
     except Unsupported as exc:
         why = exc.message

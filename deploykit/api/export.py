@@ -286,7 +286,7 @@ def _prove(
             bound = EXPORT_MAX_ERROR if max_error is None else max_error
             parity = _compare(reference, exported, feeds, bound, names, loaded.limits)
             recorded = golden.record(reference, _few(feeds, loaded.inputs), tmp)
-            rows = batching.prove(exported, tmp, recorded, most)
+            rows = batching.prove_batch(exported, tmp, recorded, most)
             notes = (*rows_note(most), *batching.notes(exported, rows))
         if max_error is None:  # the graph is closed: the weights in float64 need its memory
             few = feeds if most == MOST_SAMPLES else feeds[:1]  # in float64, with slow kernels

@@ -42,7 +42,9 @@ class Placed:
     calibration: CalibrationRecord | None = None
 
 
-def place_pairs(source: Artefact, request: QuantizeRequest, target: Profile, tmp: Path) -> Placed:
+def place_for_target(
+    source: Artefact, request: QuantizeRequest, target: Profile, tmp: Path
+) -> Placed:
     """The graph of `source`; with its pairs at other places where it or `calib` has the ranges.
 
     Raises BadInput for `calib` with a graph that has no INT8 pairs, or whose pairs cannot be moved.

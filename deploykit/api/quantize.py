@@ -103,7 +103,7 @@ def quantize(
         smoothquant=smoothquant,
         budget_s=budget_s,
     )
-    check_request(request)
+    check_quantize_options(request)
     read = (calib, data, *named_files(metric, profile))
     place = destination(source, out, f".{to}.onnx", read, force=force)
     job = prepare(source, request, on_progress)
@@ -142,7 +142,7 @@ def keep_if_passed(tmp: Path, made: Made, to: str) -> Made:
     )
 
 
-def check_request(request: QuantizeRequest) -> None:
+def check_quantize_options(request: QuantizeRequest) -> None:
     """Raise BadInput for options that contradict each other, before any work."""
     to, other, runtime, target = request.to, request.other_nodes, request.runtime, request.target
     for name, value, known in (

@@ -77,7 +77,7 @@ def _hashes_next_to(path: Path) -> dict[str, Path]:
     return {sha256(file): file for file in sorted(path.parent.glob("*.onnx")) if file.is_file()}
 
 
-def prove(
+def prove_engine(
     engine: Engine, path: Path, manifest: Manifest, graph: Path | None, name: str
 ) -> tuple[Parity | None, str]:
     """Compare `engine` with `graph` on the CPU, else with the golden samples next to `path`.
@@ -156,7 +156,7 @@ def check_proven(
     if evidence.verified:
         return
     graph = find_graph(path, manifest)
-    parity, why = prove(engine, path, manifest, graph, path.name)
+    parity, why = prove_engine(engine, path, manifest, graph, path.name)
     if parity is None:
         if not trust:
             raise BadInput(

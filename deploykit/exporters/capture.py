@@ -24,10 +24,10 @@ from deploykit.core.tensors import TensorSpec, concrete
 from deploykit.exporters.reasons import (
     SizeWatch,
     baked,
-    describe,
     explain,
     is_users,
     is_written_for_tracing,
+    source_place,
 )
 
 torch: ModuleType = require("torch")
@@ -143,7 +143,7 @@ def by_torchscript(
         except (torch.onnx.OnnxExporterError, *_RAISED) as exc:
             raise explain(exc, inputs, sizes) from exc
     frozen = [
-        describe(item.filename, item.lineno)
+        source_place(item.filename, item.lineno)
         for item in warned
         if issubclass(item.category, torch.jit.TracerWarning)
         and _FROZEN in str(item.message)

@@ -93,7 +93,7 @@ def explain(
     """
     chain = list(_causes(exc))
     frame = next((found for item in reversed(chain) if (found := _raised_at(item))), None)
-    place = describe(frame.filename, frame.lineno or 0, frame.name) if frame else ""
+    place = source_place(frame.filename, frame.lineno or 0, frame.name) if frame else ""
     if any(_data_dependent(item) for item in chain):
         if frame and is_written_for_tracing(frame.filename):
             return NotExported(
@@ -231,7 +231,7 @@ def is_written_for_tracing(file: str) -> bool:
     return "torchvision" in Path(file).parts
 
 
-def describe(file: str, line: int, function: str = "") -> str:
+def source_place(file: str, line: int, function: str = "") -> str:
     """A place in a source file: "mine.py:14, in forward: `if x.sum() > 0:`"."""
     code = linecache.getline(file, line).strip()
     inside = f", in {function}" if function else ""
@@ -257,13 +257,13 @@ def _decided_at(frame: FrameType | None) -> str:
         frame = frame.f_back
     if frame is None or not is_users(frame.f_code.co_filename):
         return ""
-    return describe(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    return source_place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
 def _innermost(frame: FrameType | None) -> str:
     while frame is not None:
         if is_users(frame.f_code.co_filename):
-            return describe(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+            return source_place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return ""
 

@@ -29,7 +29,7 @@ ALIGNMENT_BYTES = 4096  # of a weight in a data file: a runtime can map it
 _GRAPH, _INITIALIZER, _RAW_DATA = 7, 5, 9  # field numbers of onnx.proto
 
 
-def parse(path: Path) -> tuple[onnx.ModelProto, dict[int, tuple[int, int]]]:
+def parse_model(path: Path) -> tuple[onnx.ModelProto, dict[int, tuple[int, int]]]:
     """The model without its large weights: their offset and length in the file, by place.
 
     Raises BadInput for what is no ONNX model.

@@ -37,7 +37,7 @@ def read_model(path: Path) -> onnx.ModelProto:
         raise wrong_format(path, kind, "an ONNX file")
     if path.stat().st_size > MAX_BYTES:
         raise BadInput(f"{path}: is larger than 2 GiB, which no ONNX file without external data is")
-    model, spots = storage.parse(path)
+    model, spots = storage.parse_model(path)
     _check_depth(model, path)
     _check_versions(model, path)
     _check_operators(model, path)

@@ -90,7 +90,7 @@ def run_training(
         "final_loss": mean_loss,
         "data": splits.source,
     }
-    return Trained(module, score(module, recipe, splits.test), figures)
+    return Trained(module, score_module(module, recipe, splits.test), figures)
 
 
 def _epochs(
@@ -126,7 +126,7 @@ def _epochs(
         yield float(total) / len(labels)
 
 
-def score(
+def score_module(
     module: torch.nn.Module, recipe: Recipe, split: Split, batch_size: int = 256
 ) -> np.ndarray:
     """The recipe's metric for each sample of `split`, shape (samples,), on the CPU in float32."""

@@ -17,6 +17,7 @@ from deploykit.core.machine import (
     this_machine,
     usable_cores,
 )
+from deploykit.core.memory import available_bytes
 
 CONF = """\
 # comment
@@ -190,6 +191,22 @@ def test_container_limit_cuts_the_memory(tmp_path: Path, limit: str, expected: i
     write(tmp_path, "proc/meminfo", "MemTotal:  2000 kB\n")
     write(tmp_path, "sys/fs/cgroup/memory.max", f"{limit}\n")
     assert memory_bytes(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [("", 62 * 1024), ("max", 62 * 1024), ("9000", 6000), ("4000", 1000)]
+)
+def test_available_memory_counts_caches_and_the_containers_limit(
+    tmp_path: Path, limit: str, expected: int
+) -> None:
+    write(tmp_path, "proc/meminfo", "MemTotal: 100 kB\nMemFree: 5 kB\nMemAvailable:    62 kB\n")
+    for name, text in (("max", limit), ("current", "5000"), ("stat", "anon 3\ninactive_file 2000")):
+        write(tmp_path, f"sys/fs/cgroup/memory.{name}", f"{text}\n")
+    assert available_bytes(tmp_path) == expected
+
+
+def test_available_memory_is_unknown_where_the_kernel_does_not_report_it(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path) is None
 
 
 MIB = 1024 * 1024

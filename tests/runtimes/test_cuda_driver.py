@@ -47,13 +47,6 @@ def test_driver_version_is_read_from_the_kernel(tmp_path: Path) -> None:
     assert bindings().driver_version(tmp_path / "none") == ""
 
 
-def test_memory_that_a_system_can_give_is_read(tmp_path: Path) -> None:
-    file = tmp_path / "meminfo"
-    file.write_text("MemTotal:  100 kB\nMemFree:    5 kB\nMemAvailable:      62 kB\n")
-    assert bindings().available_bytes(file) == 62 * 1024
-    assert bindings().available_bytes(tmp_path / "none") == 0
-
-
 def test_memory_that_caches_hold_is_free_where_cpu_and_gpu_share_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 from deploykit.core.errors import BadInput, NotFound
 from deploykit.core.preprocess import IMAGENET
 from deploykit.core.tensors import parse_spec
-from deploykit.runtimes.data.preprocess import from_bytes, load_preprocess
+from deploykit.runtimes.data.preprocess import image_input, load_preprocess
 
 
 def test_imagenet_is_known_by_name() -> None:
@@ -74,7 +74,7 @@ def test_an_unknown_name_and_a_missing_file_are_refused(tmp_path: Path) -> None:
 
 def test_the_image_becomes_bytes_with_its_channels_last() -> None:
     inputs = [parse_spec("boxes:float32[N,4]"), parse_spec("image:float32[N,3,H,200]")]
-    place, spec = from_bytes(inputs, IMAGENET)
+    place, spec = image_input(inputs, IMAGENET)
     assert place == 1
     assert str(spec) == "image:uint8[N,H,200,3]"
 
@@ -91,4 +91,4 @@ def test_the_image_becomes_bytes_with_its_channels_last() -> None:
 )
 def test_a_model_with_no_image_input_or_with_two_is_refused(inputs: list[str]) -> None:
     with pytest.raises(BadInput, match="exactly one must be"):
-        from_bytes([parse_spec(text) for text in inputs], IMAGENET)
+        image_input([parse_spec(text) for text in inputs], IMAGENET)

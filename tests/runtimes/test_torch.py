@@ -18,7 +18,7 @@ from deploykit.core.errors import (  # noqa: E402
 )
 from deploykit.core.tensors import TensorSpec, parse_spec  # noqa: E402
 from deploykit.runtimes.torch.engine import TorchEngine, open_engine  # noqa: E402
-from deploykit.runtimes.torch.files import users_code  # noqa: E402
+from deploykit.runtimes.torch.files import module_errors  # noqa: E402
 from deploykit.runtimes.torch.loaded import Loaded  # noqa: E402
 from deploykit.runtimes.torch.open import (  # noqa: E402
     load_module,
@@ -224,7 +224,7 @@ def test_look_counts_tensors_and_runs_no_code(tmp_path: Path) -> None:
 
 
 def test_out_of_gpu_memory_is_not_bad_input() -> None:
-    with pytest.raises(OutOfMemory, match="the GPU's memory is full"), users_code("m"):
+    with pytest.raises(OutOfMemory, match="the GPU's memory is full"), module_errors("m"):
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
 

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from deploykit.core.errors import BadInput  # noqa: E402
 from deploykit.core.tensors import parse_spec  # noqa: E402
 from deploykit.runtimes.torch.describe import describe  # noqa: E402
-from deploykit.runtimes.torch.files import users_code  # noqa: E402
+from deploykit.runtimes.torch.files import module_errors  # noqa: E402
 from deploykit.runtimes.torch.open import load_module  # noqa: E402
 from deploykit.runtimes.torch.operators import absent, with_torchvision  # noqa: E402
 from deploykit.runtimes.torch.outputs import adapted, binding  # noqa: E402
@@ -66,7 +66,7 @@ def test_a_model_that_lacks_an_operator_s_kernel_names_it() -> None:
     adapter = adapted(module, binding(module, ["x"])[0], 1)
     with pytest.raises(BadInput, match="the operator deploykit_test::twice of the library"):
         describe("m", adapter, specs)
-    with pytest.raises(BadInput, match="the operator deploykit_test::twice"), users_code("m"):
+    with pytest.raises(BadInput, match="the operator deploykit_test::twice"), module_errors("m"):
         module(torch.zeros(1, 3))
 
 

@@ -18,7 +18,7 @@ from deploykit.core.tensors import parse_spec  # noqa: E402
 from deploykit.runtimes.torch.describe import describe  # noqa: E402
 from deploykit.runtimes.torch.loaded import Loaded  # noqa: E402
 from deploykit.runtimes.torch.open import load_module  # noqa: E402
-from deploykit.runtimes.torch.outputs import adapted, binding, flatten, output_names  # noqa: E402
+from deploykit.runtimes.torch.outputs import adapted, binding, flatten_outputs, output_names  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -82,7 +82,7 @@ T = torch.zeros(1)
     ],
 )
 def test_outputs_are_named_by_keys_fields_and_places(value: Any, names: list[str]) -> None:
-    places = [place for place, _ in flatten(value)]
+    places = [place for place, _ in flatten_outputs(value)]
     assert output_names(places, taken={"x"}) == names
 
 

@@ -19,7 +19,7 @@ from deploykit.core.preprocess import IMAGENET  # noqa: E402
 from deploykit.core.recipe import Recipe, Split, Splits, load_recipe  # noqa: E402
 from deploykit.core.tensors import TensorSpec  # noqa: E402
 from deploykit.runtimes.data.preprocess import load_preprocess  # noqa: E402
-from deploykit.training.loop import TrainingOptions, choose_device, run_training, score  # noqa: E402
+from deploykit.training.loop import TrainingOptions, choose_device, run_training, score_module  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -47,7 +47,7 @@ LINE = Recipe(
 
 def test_training_learns() -> None:
     trained = run_training(LINE, SPLITS, TrainingOptions(device="cpu"))
-    before = score(LINE.build(), LINE, SPLITS.test).mean()
+    before = score_module(LINE.build(), LINE, SPLITS.test).mean()
     assert trained.scores.mean() > 0.95 > before
     assert trained.figures["train_samples"] == 200
     assert not trained.module.training

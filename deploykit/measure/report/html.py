@@ -37,7 +37,7 @@ _POLICY = (
 )
 
 
-def page(document: Mapping[str, Any]) -> str:
+def report_page(document: Mapping[str, Any]) -> str:
     """The whole page. Order: verdict, short table, charts, method and machine, everything else."""
     document = _printable(document)
     drawn, missing = charts(document)

@@ -17,7 +17,7 @@ from deploykit.core.files import check_readable, make_folder, write_text
 from deploykit.core.json_value import Record, json_value
 from deploykit.core.manifest import from_json
 from deploykit.measure.load.generator import LoadResult
-from deploykit.measure.report.html import page
+from deploykit.measure.report.html import report_page
 from deploykit.measure.report.markdown import markdown
 from deploykit.measure.statistics import Interval, ratio
 from deploykit.measure.timing.sweep import Point, crossover
@@ -168,7 +168,7 @@ def write(report: Report, folder: Path) -> Path:
     document = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     make_folder(folder)
     out = folder / "report.html"
-    write_text(out, page(document))
+    write_text(out, report_page(document))
     write_text(folder / "report.md", markdown(document))
     write_text(folder / "report.json", json.dumps(document, indent=2, ensure_ascii=False) + "\n")
     return out

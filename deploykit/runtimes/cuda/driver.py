@@ -18,6 +18,7 @@ import numpy as np
 from deploykit.core.errors import DeploykitError, Unsupported
 from deploykit.core.extras import require
 from deploykit.core.machine import file_text
+from deploykit.core.memory import available_bytes
 from deploykit.runtimes.cuda.errors import cuda_error, out_of_memory
 
 cudart = require("cuda.bindings.runtime")
@@ -26,7 +27,6 @@ _SUCCESS = cudart.cudaError_t.cudaSuccess
 _IN = cudart.cudaMemcpyKind.cudaMemcpyHostToDevice
 _OUT = cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
-_MEMORY_FILE = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Cudart:
         "Estimating Total Allocatable Device Memory"), so the kernel's figure is used if larger.
         """
         free, total = self._all("cudaMemGetInfo")
-        return max(free, available_bytes()) if self.integrated else free, total
+        return max(free, available_bytes() or 0) if self.integrated else free, total
 
     def use(self) -> None:
         self._all("cudaSetDevice", self.number)
@@ -201,12 +201,6 @@ def _check_driver(device: str) -> None:
 def error_names() -> dict[str, str]:
     """Names of CUDA's codes by error message, which is what other libraries report."""
     return {cudart.cudaGetErrorString(code)[1].decode(): code.name for code in cudart.cudaError_t}
-
-
-def available_bytes(file: Path = _MEMORY_FILE) -> int:
-    """Memory that a program can get without swapping; 0 where the kernel does not report it."""
-    match = re.search(r"^MemAvailable:\s*(\d+) kB", file_text(file), re.MULTILINE)
-    return int(match[1]) * 1024 if match else 0
 
 
 def cuda_version(number: int) -> str:

@@ -43,7 +43,7 @@ def load_preprocess(reference: str) -> Preprocess:
     return Preprocess(path.stem, mean, std, scale)
 
 
-def from_bytes(inputs: Sequence[TensorSpec], preprocess: Preprocess) -> tuple[int, TensorSpec]:
+def image_input(inputs: Sequence[TensorSpec], preprocess: Preprocess) -> tuple[int, TensorSpec]:
     """The position of the image among the inputs, and its spec as uint8, channels last.
 
     Raises BadInput unless exactly one input is float32 (N, C, H, W) with the channels of

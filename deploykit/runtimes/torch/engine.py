@@ -14,7 +14,7 @@ from deploykit.core.errors import BadInput, DeploykitError, Unsupported
 from deploykit.core.extras import require
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.engine import Arrays, BaseEngine, check_feeds
-from deploykit.runtimes.torch.files import RunsCode, read, users_code
+from deploykit.runtimes.torch.files import RunsCode, module_errors, read
 from deploykit.runtimes.torch.loaded import Loaded
 from deploykit.runtimes.torch.open import load_module
 from deploykit.runtimes.torch.outputs import to_numpy
@@ -70,7 +70,7 @@ class TorchEngine(BaseEngine):
         self.runtime = f"torch {torch.__version__}"
         self.device = chosen
         self._where = where
-        with users_code(f"{where}: moving it to {chosen}"):
+        with module_errors(f"{where}: moving it to {chosen}"):
             self._module = loaded.module.to(chosen)
         if threads is not None:
             torch.set_num_threads(threads)  # torch keeps one number for the whole process
@@ -80,7 +80,7 @@ class TorchEngine(BaseEngine):
             raise DeploykitError(f"{self._where}: the engine is closed")
         check_feeds(self.inputs, feeds, self._where)
         arrays = [np.require(feeds[spec.name], requirements=["C", "W"]) for spec in self.inputs]
-        with users_code(f"{self._where}: the model failed"), torch.inference_mode():
+        with module_errors(f"{self._where}: the model failed"), torch.inference_mode():
             tensors = [
                 torch.from_numpy(array).to(self.device, getattr(torch, spec.dtype))  # bfloat16
                 for array, spec in zip(arrays, self.inputs, strict=True)
@@ -96,7 +96,7 @@ class TorchEngine(BaseEngine):
     def in_float64(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """The outputs for `feeds`, computed in float64. Raises BadInput where the model cannot."""
         arrays = [np.require(feeds[spec.name], requirements=["C", "W"]) for spec in self.inputs]
-        failed = users_code(f"{self._where}: in float64 the model failed")
+        failed = module_errors(f"{self._where}: in float64 the model failed")
         with failed, torch.inference_mode(), _in_double(self._module):
             tensors = [torch.from_numpy(array).to(self.device) for array in arrays]
             tensors = [each.double() if each.is_floating_point() else each for each in tensors]

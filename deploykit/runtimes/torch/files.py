@@ -94,7 +94,7 @@ def read(path: Path, *, allow_pickle: bool, described: bool = True) -> Content:
             hint=f"if you trust whoever made the file: {needed}; else ask for the weights "
             "alone and name what builds the model with `arch`",
         )
-    with users_code(f"{path}: cannot be loaded as {form}"), quiet(*_VERBOSE):
+    with module_errors(f"{path}: cannot be loaded as {form}"), quiet(*_VERBOSE):
         if form == "torch.export":
             value = with_torchvision(lambda: _load_program(path))
         else:
@@ -108,7 +108,7 @@ def _load_program(path: Path) -> Any:
 
 
 @contextmanager
-def users_code(where: object) -> Iterator[None]:
+def module_errors(where: object) -> Iterator[None]:
     """As `core.errors.users_code`; too little memory is OutOfMemory: no fault of the code."""
     with errors.users_code(where), memory_errors(where):
         try:

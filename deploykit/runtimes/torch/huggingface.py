@@ -15,8 +15,8 @@ from deploykit.core.errors import BadInput, first_line
 from deploykit.core.extras import require
 from deploykit.core.files import check_readable
 from deploykit.core.tensors import TensorSpec, make_spec
-from deploykit.runtimes.torch.files import quiet, users_code
-from deploykit.runtimes.torch.loaded import Loaded, describe_module, missing
+from deploykit.runtimes.torch.files import module_errors, quiet
+from deploykit.runtimes.torch.loaded import Loaded, describe_module, undescribed
 from deploykit.runtimes.torch.operators import with_torchvision
 from deploykit.runtimes.torch.outputs import parameter_names
 from deploykit.runtimes.torch.weights import listed
@@ -61,24 +61,24 @@ def load_folder(folder: Path, arch: str | None, inputs: Sequence[TensorSpec]) ->
     names = _read_json(folder / CONFIG).get("architectures") or []
     transformers = require("transformers")
     name = str(names[0]) if isinstance(names, list) and names else ""
-    with users_code(folder):
+    with module_errors(folder):
         found = with_torchvision(lambda: getattr(transformers, name, None))
     if not hasattr(found, "from_pretrained"):
         if not name:
-            raise missing(f"{folder / CONFIG} (`architectures`)", arch=True, inputs=not inputs)
+            raise undescribed(f"{folder / CONFIG} (`architectures`)", arch=True, inputs=not inputs)
         raise BadInput(
             f"{folder}: transformers {transformers.__version__} has no model '{name}'",
             hint="export its model.safetensors with `arch` and `inputs`, or upgrade transformers",
         )
     module = _load(folder, found)
     specs = tuple(inputs) or _inputs(folder, module)
-    with users_code(folder):
+    with module_errors(folder):
         loaded = describe_module(folder, module, specs, "Hugging Face")
     return replace(loaded, model_class=f"transformers.{name}")
 
 
 def _load(folder: Path, found: Any) -> Any:
-    with users_code(f"{folder}: transformers cannot load it"), quiet("transformers"):
+    with module_errors(f"{folder}: transformers cannot load it"), quiet("transformers"):
         module, report = with_torchvision(
             lambda: found.from_pretrained(
                 folder,
@@ -112,7 +112,7 @@ def _inputs(folder: Path, module: Any) -> tuple[TensorSpec, ...]:
             return (make_spec(main, "float32", ["N", channels, *size]),)
     if main == "input_values":
         return (make_spec(main, "float32", ["N", "T"]),)
-    raise missing(f"{folder} ({type(module).__name__}, main input '{main}')", inputs=True)
+    raise undescribed(f"{folder} ({type(module).__name__}, main input '{main}')", inputs=True)
 
 
 def _image_size(folder: Path, config: Any) -> tuple[int, int] | None:

@@ -13,8 +13,8 @@ import numpy as np
 from deploykit.core.errors import BadInput
 from deploykit.core.extras import require
 from deploykit.core.tensors import BATCH, TensorSpec, make_spec
-from deploykit.runtimes.torch.files import quiet, users_code
-from deploykit.runtimes.torch.loaded import Loaded, describe_module, missing
+from deploykit.runtimes.torch.files import module_errors, quiet
+from deploykit.runtimes.torch.loaded import Loaded, describe_module, undescribed
 from deploykit.runtimes.torch.outputs import parameter_names, to_numpy
 
 torch = require("torch")
@@ -39,8 +39,8 @@ def load_live(module: Any, inputs: Sequence[TensorSpec]) -> Loaded:
     """
     name = name_of(module)
     if not inputs:
-        raise missing(name, inputs=True)
-    with users_code(name):
+        raise undescribed(name, inputs=True)
+    with module_errors(name):
         return describe_module(name, _copy(_unwrap(module)), inputs, "module")
 
 

@@ -11,9 +11,9 @@ from deploykit.core.errors import BadInput
 from deploykit.core.extras import require
 from deploykit.core.preprocess import Preprocess
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.data.preprocess import from_bytes
+from deploykit.runtimes.data.preprocess import image_input
 from deploykit.runtimes.torch.describe import describe
-from deploykit.runtimes.torch.files import users_code
+from deploykit.runtimes.torch.files import module_errors
 from deploykit.runtimes.torch.outputs import adapted, binding
 from deploykit.runtimes.torch.preprocess import FromBytes
 
@@ -46,7 +46,7 @@ class Loaded:
     model_class: str | None = None
 
 
-def missing(where: object, *, arch: bool = False, inputs: bool = False) -> BadInput:
+def undescribed(where: object, *, arch: bool = False, inputs: bool = False) -> BadInput:
     """One error for all that `where` does not contain: the architecture, the inputs or both."""
     parts = {"what the model is": arch, "what its inputs are": inputs}
     hints = {NAME_THE_ARCHITECTURE: arch, NAME_THE_INPUTS: inputs}
@@ -67,7 +67,7 @@ def describe_module(
 ) -> Loaded:
     """Find the outputs of a module that came without specs, by running it. Raises BadInput."""
     if not inputs:
-        raise missing(where, inputs=True)
+        raise undescribed(where, inputs=True)
     cached = _without_cache(module)
     bind, more = binding(module, [spec.name for spec in inputs])
     adapter = adapted(module.eval(), bind, len(inputs))
@@ -85,7 +85,7 @@ def with_preprocess(loaded: Loaded, preprocess: Preprocess) -> Loaded:
             "`preprocess` does not go with TorchScript, whose graph is fixed",
             hint="export the state_dict with `arch` instead",
         )
-    place, spec = from_bytes(loaded.inputs, preprocess)
+    place, spec = image_input(loaded.inputs, preprocess)
     inputs = (*loaded.inputs[:place], spec, *loaded.inputs[place + 1 :])
     module = FromBytes(loaded.module, preprocess, place).eval()
     return replace(loaded, module=adapted(module, by_position, len(inputs)), inputs=inputs)
@@ -109,6 +109,6 @@ def _trace(where: object, adapter: Any, feeds: Sequence[Any]) -> Any:
 
     The control flow inside is kept; only the adapter's own picking of outputs is traced.
     """
-    with users_code(where), warnings.catch_warnings(), torch.no_grad():
+    with module_errors(where), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # deprecated, and the only way into this format
         return torch.jit.trace(adapter, tuple(feeds), check_trace=False, strict=False)

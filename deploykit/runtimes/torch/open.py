@@ -17,18 +17,18 @@ from deploykit.core.extras import require
 from deploykit.core.files import atomic_write
 from deploykit.core.recipe import find_bundled, load_recipe
 from deploykit.core.tensors import TensorSpec, parse_spec
-from deploykit.runtimes.torch.files import Content, is_state_dict, read, users_code
+from deploykit.runtimes.torch.files import Content, is_state_dict, module_errors, read
 from deploykit.runtimes.torch.loaded import (
     NAME_THE_ARCHITECTURE,
     Loaded,
     by_position,
     describe_module,
-    missing,
+    undescribed,
 )
 from deploykit.runtimes.torch.outputs import adapted, binding
 from deploykit.runtimes.torch.preprocess import before
 from deploykit.runtimes.torch.programs import open_program
-from deploykit.runtimes.torch.weights import build, fill
+from deploykit.runtimes.torch.weights import build_module, copy_weights
 
 torch = require("torch")
 
@@ -84,10 +84,14 @@ def load_module(
             raise BadInput(f"{path}: holds a whole model, so `arch` {arch} has nothing to build")
         return _from_whole_model(path, content, inputs)
     if arch is None or not inputs:
-        raise missing(path, arch=arch is None, inputs=not inputs)
-    module, built_with = build(arch, content.arguments)
-    notes = (*content.notes, *built_with, *fill(path, module, content.value, content.source))
-    with users_code(path):
+        raise undescribed(path, arch=arch is None, inputs=not inputs)
+    module, built_with = build_module(arch, content.arguments)
+    notes = (
+        *content.notes,
+        *built_with,
+        *copy_weights(path, module, content.value, content.source),
+    )
+    with module_errors(path):
         return describe_module(path, module, inputs, content.source, notes=notes)
 
 
@@ -123,7 +127,7 @@ def look(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], di
 
 
 def _from_whole_model(path: Path, content: Content, inputs: Sequence[TensorSpec]) -> Loaded:
-    with users_code(path):
+    with module_errors(path):
         if content.source != "torch.export":
             return describe_module(
                 path,
@@ -174,7 +178,7 @@ def _from_checkpoint(
         )
     preprocess = None
     if arch is not None:
-        module, _ = build(arch)
+        module, _ = build_module(arch)
     else:
         try:
             find_bundled(
@@ -187,7 +191,7 @@ def _from_checkpoint(
             ) from None
         recipe = load_recipe(name)
         module, preprocess = recipe.build(), recipe.preprocess
-    notes = fill(path, module, _weights_of(path, content))
+    notes = copy_weights(path, module, _weights_of(path, content))
     bind, more = binding(module, [spec.name for spec in inputs])
     if preprocess is not None:
         module, bind, more = before(module, inputs, preprocess), by_position, notes[:0]

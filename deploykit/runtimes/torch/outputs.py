@@ -26,7 +26,7 @@ Binding = Callable[[Sequence[Any]], tuple[Sequence[Any], Mapping[str, Any]]]
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.\-]+")
 
 
-def flatten(value: Any, place: Place = ()) -> list[tuple[Place, Any]]:
+def flatten_outputs(value: Any, place: Place = ()) -> list[tuple[Place, Any]]:
     """Each tensor in `value` and its place. Raises BadInput for anything that is not a tensor."""
     if value is None:
         return []
@@ -40,7 +40,7 @@ def flatten(value: Any, place: Place = ()) -> list[tuple[Place, Any]]:
             hint="wrap the model in a module that returns tensors only, alone or in a tuple, list "
             "or dict",
         )
-    return [leaf for key, item in items for leaf in flatten(item, (*place, str(key)))]
+    return [leaf for key, item in items for leaf in flatten_outputs(item, (*place, str(key)))]
 
 
 def _items(value: Any) -> list[tuple[Any, Any]] | None:
@@ -101,7 +101,7 @@ class Adapter(torch.nn.Module):  # type: ignore[misc, name-defined] # torch is i
     def leaves(self, inputs: Sequence[Any]) -> list[tuple[Place, Any]]:
         """The outputs for `inputs` with the place of each. Raises what the module raises."""
         args, kwargs = self.bind(inputs)
-        return flatten(self.module(*args, **kwargs))
+        return flatten_outputs(self.module(*args, **kwargs))
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
         return tuple(tensor for _, tensor in self.leaves(inputs))

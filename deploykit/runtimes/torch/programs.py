@@ -13,7 +13,7 @@ from typing import Any
 from deploykit.core.errors import BadInput
 from deploykit.core.extras import require
 from deploykit.core.tensors import BATCH, TensorSpec, make_spec
-from deploykit.runtimes.torch.outputs import Adapter, adapted, flatten, output_names
+from deploykit.runtimes.torch.outputs import Adapter, adapted, flatten_outputs, output_names
 
 torch = require("torch")
 pytree = require("torch.utils._pytree")  # the only reader of the structures in a program
@@ -53,7 +53,7 @@ def open_program(where: str, program: Any, wanted: Sequence[TensorSpec]) -> Prog
         return args, kwargs
 
     answers = [values.get(name, name) for name in program.graph_signature.user_outputs]
-    found = flatten(pytree.tree_unflatten(answers, program.call_spec.out_spec))
+    found = flatten_outputs(pytree.tree_unflatten(answers, program.call_spec.out_spec))
     if not found:
         raise BadInput(f"{where}: the model returns no tensor")
     outputs = [

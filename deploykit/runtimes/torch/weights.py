@@ -16,7 +16,7 @@ from typing import Any
 from deploykit.core.errors import BadInput, first_line
 from deploykit.core.extras import require
 from deploykit.core.paths import import_object
-from deploykit.runtimes.torch.files import users_code
+from deploykit.runtimes.torch.files import module_errors
 from deploykit.runtimes.torch.operators import with_torchvision
 
 torch = require("torch")
@@ -26,7 +26,9 @@ _LISTED = 10
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
-def build(arch: str, arguments: Mapping[str, Any] | None = None) -> tuple[Any, tuple[str, ...]]:
+def build_module(
+    arch: str, arguments: Mapping[str, Any] | None = None
+) -> tuple[Any, tuple[str, ...]]:
     """The module on the CPU that `arch`, `pkg.mod:callable` or `./file.py:callable`, builds.
 
     It is called with those `arguments` that it names, otherwise without any; a note lists them.
@@ -36,7 +38,7 @@ def build(arch: str, arguments: Mapping[str, Any] | None = None) -> tuple[Any, t
     given: dict[str, Any] = {}
     if not isinstance(found, torch.nn.Module):
         given = _arguments(arch, found, arguments or {})
-        with users_code(f"`arch` {arch}"):
+        with module_errors(f"`arch` {arch}"):
             found = with_torchvision(partial(found, **given))
     if not isinstance(found, torch.nn.Module):
         raise BadInput(f"`arch` {arch}: returned a {type(found).__name__}, not a torch.nn.Module")
@@ -67,7 +69,9 @@ def _arguments(arch: str, function: Any, offered: Mapping[str, Any]) -> dict[str
     return given
 
 
-def fill(where: Path, module: Any, weights: Mapping[str, Any], source: str = "") -> tuple[str, ...]:
+def copy_weights(
+    where: Path, module: Any, weights: Mapping[str, Any], source: str = ""
+) -> tuple[str, ...]:
     """Copy `weights` into `module`; returns notes. Raises BadInput when they do not fit.
 
     `source`: a "Lightning" checkpoint may hold more than the model, as a loss with weights.

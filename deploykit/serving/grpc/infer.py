@@ -12,7 +12,7 @@ import numpy as np
 from deploykit.core.errors import DeploykitError, Overloaded, quote
 from deploykit.core.tensors import Bytes
 from deploykit.serving.grpc.call import GrpcCall
-from deploykit.serving.models.inference import Inference, ModelRoute, Receiver, memory_bytes
+from deploykit.serving.models.inference import Inference, ModelRoute, Receiver, array_bytes
 from deploykit.serving.models.offload import Offload
 from deploykit.serving.models.repository import VERSION, ModelRepository
 from deploykit.serving.models.worker import WorkerProcess
@@ -124,7 +124,7 @@ class GrpcInference(Inference):
     def decode_large(self) -> Request:
         request = super().decode_large()
         self._decoded_bytes = sum(
-            memory_bytes(request.feeds[part.name])
+            array_bytes(request.feeds[part.name])
             for part in self._plan.parts
             if part.region is not None or part.value is not None or not part.slot.item_bytes
         )

@@ -13,7 +13,7 @@ import numpy as np
 
 from deploykit.core.errors import BadInput, DeploykitError, Overloaded, TooLarge
 from deploykit.core.tensors import Bytes
-from deploykit.serving.models.inference import Inference, ModelRoute, memory_bytes
+from deploykit.serving.models.inference import Inference, ModelRoute, array_bytes
 from deploykit.serving.models.offload import Offload, Result
 from deploykit.serving.models.repository import VERSION, ModelRepository, ServedModel
 from deploykit.serving.models.worker import WorkerProcess
@@ -114,7 +114,7 @@ class HttpInference(Inference):
             )
         else:
             request = json.decode(body, json_bytes, signature, route.memory)
-        self._decoded_bytes = sum(map(memory_bytes, request.feeds.values()))
+        self._decoded_bytes = sum(map(array_bytes, request.feeds.values()))
         return request
 
     def _decoded(self, result: Result[Request]) -> None:
@@ -132,7 +132,7 @@ class HttpInference(Inference):
         accept = self.client.head.accept_encoding
         if self.large or accept is None or compression.choose_encoding(accept) is None:
             return self.large
-        size = sum(map(memory_bytes, self.pending.outputs.values()))
+        size = sum(map(array_bytes, self.pending.outputs.values()))
         self.large = size > LARGE_BYTES
         return size > _INLINE_BYTES
 

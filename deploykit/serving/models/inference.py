@@ -65,7 +65,7 @@ class ModelRoute:
         self.strings = any(slot.datatype == "BYTES" for slot in inputs)  # slow to decode
 
 
-def memory_bytes(array: np.ndarray) -> int:
+def array_bytes(array: np.ndarray) -> int:
     """Bytes of memory including its strings."""
     strings = sum(map(sys.getsizeof, array.flat)) if array.dtype.kind == "O" else 0
     return array.nbytes + strings
@@ -141,7 +141,7 @@ class Inference:
             array = self.pending.outputs[wanted.name]
             if not wanted.binary or wanted.classes or array.dtype.kind == "O":
                 few = array.dtype.kind == "O" and array.size <= _FEW_STRINGS
-                most = max(most, memory_bytes(array) if few else array.nbytes)
+                most = max(most, array_bytes(array) if few else array.nbytes)
             elif json:
                 continue
             elif wanted.region is not None:

@@ -142,7 +142,7 @@ class Shadow(Watcher, Closing):
                 self._queued_bytes -= sample.size_bytes
             began_s = time.monotonic()
             try:
-                found = compare(
+                found = compare_outputs(
                     sample.outputs,
                     self._reference(sample.feeds),
                     sample.feeds,
@@ -196,7 +196,7 @@ def exceeds(disagreements: int, rows: int, threshold: float) -> bool:
     return (middle - half) / (1 + spread) > threshold
 
 
-def compare(
+def compare_outputs(
     live: Arrays, reference: Arrays, feeds: Arrays, max_error: float, *, batched: bool
 ) -> Comparison:
     """Compare the outputs of one request row by row along axis 0; as one row unless `batched`."""

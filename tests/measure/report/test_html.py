@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from deploykit.core.assets import asset
-from deploykit.measure.report.html import CSS, SCRIPT, page
+from deploykit.measure.report.html import CSS, SCRIPT, report_page
 from deploykit.measure.report.report import Gate, Report, write
 from tests.support.measure.browser import CHROMIUM, loaded
 
@@ -66,7 +66,7 @@ def data_of(text: str, name: str) -> Any:
 
 
 def test_the_page_needs_nothing_else(report: Report) -> None:
-    text = page(report.to_dict())
+    text = report_page(report.to_dict())
     found = Page(text)
     for attrs in (attrs for _, attrs in found.elements):
         assert not {"src", "href", "srcset", "onclick", "onload", "style"} & attrs.keys()
@@ -83,7 +83,7 @@ def test_the_page_needs_nothing_else(report: Report) -> None:
 
 
 def test_headings_are_in_order_and_ids_are_unique(report: Report) -> None:
-    found = Page(page(report.to_dict()))
+    found = Page(report_page(report.to_dict()))
     levels = [int(tag[1]) for tag, _ in found.elements if re.fullmatch("h[1-6]", tag)]
     assert levels.count(1) == 1
     assert levels[0] == 1
@@ -97,7 +97,7 @@ def test_headings_are_in_order_and_ids_are_unique(report: Report) -> None:
 
 
 def test_the_order_is_verdict_table_charts_method_everything(report: Report) -> None:
-    text = page(report.to_dict())
+    text = report_page(report.to_dict())
     places = [text.index(part) for part in ('class="verdict"', 'id="short"', 'id="charts"')]
     places += [text.index(part) for part in ('id="method"', 'id="everything"')]
     assert places == sorted(places)
@@ -106,7 +106,7 @@ def test_the_order_is_verdict_table_charts_method_everything(report: Report) -> 
 
 
 def test_every_chart_has_a_written_finding_and_its_data_as_a_table(report: Report) -> None:
-    text = page(report.to_dict())
+    text = report_page(report.to_dict())
     figures = re.findall(r"<figure>.*?</figure>", text, re.DOTALL)
     assert len(figures) == 4
     for i, figure in enumerate(figures):
@@ -117,7 +117,7 @@ def test_every_chart_has_a_written_finding_and_its_data_as_a_table(report: Repor
 
 
 def test_tables_name_their_rows_and_columns_and_align_figures(report: Report) -> None:
-    text = page(report.to_dict())
+    text = report_page(report.to_dict())
     for table in re.findall(r"<table>.*?</table>", text, re.DOTALL):
         head, body = table.split("</thead>")
         assert "<th scope=" in head
@@ -130,7 +130,7 @@ def test_tables_name_their_rows_and_columns_and_align_figures(report: Report) ->
 
 
 def test_the_document_is_embedded_whole(report: Report) -> None:
-    text = page(report.to_dict())
+    text = report_page(report.to_dict())
     assert data_of(text, "report-data") == json.loads(json.dumps(report.to_dict()))
 
 
@@ -153,7 +153,7 @@ def test_hostile_names_are_shown_and_not_run(report: Report) -> None:
         serving=(replace(report.serving[0], model=HOSTILE, errors={HOSTILE: 1}),),
         notes=(HOSTILE,),
     )
-    text = page(hostile.to_dict())
+    text = report_page(hostile.to_dict())
     found = Page(text)  # raises on bad nesting
     assert len(found.all("script")) == 3
     assert script_of(text) == SCRIPT
@@ -164,7 +164,7 @@ def test_hostile_names_are_shown_and_not_run(report: Report) -> None:
 
 
 def test_a_report_with_nothing_in_it_has_sentences_and_no_empty_frames() -> None:
-    text = page(Report("nothing", "2026", "").to_dict())
+    text = report_page(Report("nothing", "2026", "").to_dict())
     Page(text)
     assert "data-chart" not in text.split("<script")[0]
     assert '<script type="module">' not in text
@@ -175,12 +175,12 @@ def test_a_report_with_nothing_in_it_has_sentences_and_no_empty_frames() -> None
 
 
 def test_a_gate_that_was_not_met_is_written_out(report: Report) -> None:
-    text = page(replace(report, gates=(Gate("parity", False, "error 1"),)).to_dict())
+    text = report_page(replace(report, gates=(Gate("parity", False, "error 1"),)).to_dict())
     assert '<li class="unmet"><strong>✗ NOT met</strong> parity' in text
 
 
 def test_what_was_not_measured_is_a_row_and_a_sentence(report: Report) -> None:
-    text = page(report.to_dict())
+    text = report_page(report.to_dict())
     assert '<tr><th scope="row">GPU</th><td>not measured</td>' in text
     assert "GPU not measured: no NVIDIA GPU on this machine." in text
 

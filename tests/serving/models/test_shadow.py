@@ -22,7 +22,7 @@ from deploykit.serving.models.shadow import (
     Comparison,
     Shadow,
     check_reference,
-    compare,
+    compare_outputs,
     exceeds,
 )
 from tests.support.fake_engine import FakeEngine
@@ -242,7 +242,7 @@ COMPARED: dict[str, tuple[np.ndarray, np.ndarray, bool]] = {
 @pytest.mark.parametrize("case", COMPARED)
 def test_a_row_disagrees_beyond_the_tolerance_of_its_output(case: str) -> None:
     got, want, agrees = COMPARED[case]
-    found = compare({"y": got}, {"y": want}, {}, 1e-2, batched=True)
+    found = compare_outputs({"y": got}, {"y": want}, {}, 1e-2, batched=True)
     assert (found.rows, found.disagreements) == (1, 0 if agrees else 1)
 
 
@@ -253,31 +253,36 @@ def test_a_row_disagrees_beyond_the_tolerance_of_its_output(case: str) -> None:
 def test_only_class_scores_may_vary_by_a_few_per_cent(output: str, wrong: int) -> None:
     """The highest value of an embedding or of coordinates is no answer."""
     got, want = {output: floats(0.5, 9.5, 5.0)}, {output: SCORES}
-    assert compare(got, want, {}, 1e-2, batched=True).disagreements == wrong
+    assert compare_outputs(got, want, {}, 1e-2, batched=True).disagreements == wrong
 
 
 def test_tokens_have_classes_where_an_input_has_the_same_places() -> None:
     want = np.array([[[0.0, 10.0], [10.0, 0.0]]], np.float32)
     feeds = {"ids": np.zeros((1, 2), np.int64)}
     got = want + np.float32(0.5)
-    assert compare({"y": got}, {"y": want}, feeds, 1e-2, batched=True).disagreements == 0
-    assert compare({"y": got}, {"y": want}, {}, 1e-2, batched=True).disagreements == 1
+    assert compare_outputs({"y": got}, {"y": want}, feeds, 1e-2, batched=True).disagreements == 0
+    assert compare_outputs({"y": got}, {"y": want}, {}, 1e-2, batched=True).disagreements == 1
     got[0, 1] = [0.0, 10.0]
-    assert compare({"y": got}, {"y": want}, feeds, 1e-2, batched=True).disagreements == 1
+    assert compare_outputs({"y": got}, {"y": want}, feeds, 1e-2, batched=True).disagreements == 1
 
 
 def test_one_different_or_missing_output_is_a_disagreement() -> None:
     good, bad = floats(1.0), floats(2.0)
-    assert compare(
+    assert compare_outputs(
         {"a": good, "b": bad}, {"a": good, "b": good}, {}, 1e-2, batched=True
     ) == Comparison(1, 1, 1.0)
-    assert compare({"a": good}, {"a": good, "b": good}, {}, 1e-2, batched=True).disagreements == 1
+    assert (
+        compare_outputs({"a": good}, {"a": good, "b": good}, {}, 1e-2, batched=True).disagreements
+        == 1
+    )
 
 
 def test_without_a_batch_axis_the_whole_answer_is_one_row() -> None:
     got, want = np.ones((5, 3), np.float32), np.ones((5, 3), np.float32)
     got[4, 2] = 7
-    assert compare({"y": got}, {"y": want}, {}, 1e-2, batched=False) == Comparison(1, 1, 6.0)
+    assert compare_outputs({"y": got}, {"y": want}, {}, 1e-2, batched=False) == Comparison(
+        1, 1, 6.0
+    )
 
 
 @pytest.mark.parametrize(
