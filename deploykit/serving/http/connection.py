@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import cast
 
 from deploykit.core.errors import DeploykitError
@@ -18,26 +17,14 @@ from deploykit.serving.http.chunked import ChunkedBody
 from deploykit.serving.http.exchange import Exchange, body_memory
 from deploykit.serving.http.head import END, HeadReader
 from deploykit.serving.http.listener import READ_BYTES, Listener
+from deploykit.serving.http.state import State, is_reset
 from deploykit.serving.transport.call import RETRY, Head, reply_error
 from deploykit.serving.transport.security import HEALTH
 
-_UNREAD = Head()
-_HEALTH = (b"GET " + HEALTH.encode(), b"HEAD " + HEALTH.encode())
-
-
-class State(IntEnum):
-    """What a connection does with received bytes. Below LAST it reads requests."""
-
-    IDLE = 0  # waiting for a request
-    HEAD = 1  # part of a head received
-    BODY = 2  # a head and part of its body received
-    LAST = 3  # reads no more; closes after the last reply
-    REFUSED = 4  # reads no more; the error reply is still to be sent
-    LINGERING = 5  # the client gets time to read the error reply
-    CLOSED = 6
-
-
 IDLE, HEAD, BODY, LAST, REFUSED, LINGERING, CLOSED = State
+_UNREAD = Head()
+_START = b"HTTP/1.1 "  # of every answer
+_HEALTH = (b"GET " + HEALTH.encode(), b"HEAD " + HEALTH.encode())
 
 
 class HttpConnection(asyncio.BufferedProtocol):
@@ -59,6 +46,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._paused = False  # no request is processed until replies are sent
         self._waits = False  # a whole body waits for a turn of the event loop
         self._turn = 0  # requests processed in this turn of the event loop
+        self._ended = False  # the client sends no more
+        self._begun_bytes = 0  # of the next answer, sent already
         self._kept = b""  # received meanwhile; counted in the memory budget
         self._unsent_bytes = 0  # of replies that the client has not taken, counted there too
 
@@ -121,6 +110,19 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._keep(0, nbytes)
             self._resume()
 
+    def eof_received(self) -> bool:
+        """The client sends no more. If it still reads, it gets the answers to its whole requests.
+
+        Only sending shows whether it does: the first answer begins at once.
+        """
+        if self._tls or not self._exchanges:
+            return False
+        self._ended = True
+        self._exchanges[-1].keep_alive = False
+        self._begun_bytes = len(_START)
+        self._transport.write(_START)
+        return True
+
     def pause_writing(self) -> None:
         self._stalled_s = self.listener.now_s
         self._pause()
@@ -154,7 +156,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._paused = False
             if self._kept:  # not now: another connection may be using the shared buffer
                 self.listener.turns.wait(self._read_kept)
-            else:
+            elif not self._ended:
                 self._transport.resume_reading()
 
     def _read_kept(self) -> None:
@@ -303,6 +305,9 @@ class HttpConnection(asyncio.BufferedProtocol):
         exchanges = self._exchanges
         while exchanges and (answer := exchanges[0].pending_reply) is not None:
             exchange = exchanges.popleft()
+            if self._begun_bytes:
+                answer[0] = answer[0][self._begun_bytes :]
+                self._begun_bytes = 0
             if len(answer) == 1 and not exchange.held_bytes:
                 self._transport.write(answer[0])
             else:
@@ -345,7 +350,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         for exchange in self._exchanges:
             exchange.release()
         self._exchanges.clear()
-        if self._state is REFUSED and self._transport.can_write_eof():
+        if self._state is REFUSED and not self._ended and self._transport.can_write_eof():
             self._transport.write_eof()
             self._enter(LINGERING)
         else:
@@ -371,21 +376,22 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._stalled_s is not None:
             if now_s - self._stalled_s > limits.write_s:
                 self._transport.abort()
-        elif state is LINGERING:
-            if waited_s > limits.linger_s:
+        elif self._exchanges:  # a reply is pending
+            if self._ended and is_reset(self._transport):
                 self._transport.abort()
-        elif state >= LAST or self._exchanges:
-            return  # a reply is pending
+        elif state >= LAST:  # closed, but for what the client has not taken
+            if waited_s > (limits.linger_s if state is LINGERING else limits.write_s):
+                self._transport.abort()
         elif state is IDLE:
             if waited_s > (limits.idle_s if self._served else limits.header_s):
-                self._transport.close()
+                self.close()
         elif waited_s > (limits.header_s if state is HEAD else limits.body_s):
             part = "headers" if state is HEAD else "body"
             self._refuse(408, f"the request's {part} took too long")
 
     def close(self) -> None:
         """Close once all written data is sent."""
-        self._state = LAST
+        self._enter(LAST)
         self._discard()
         self._transport.close()
 
