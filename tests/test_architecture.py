@@ -55,13 +55,13 @@ BUDGETS = {
     "runtimes": 5910,
     "training": 300,
     "exporters": 1030,
-    "onnx_graph+quantization": 4950,
+    "onnx_graph+quantization": 5020,
     "builders": 1600,
     "measure": 4260,
     "serving": 11160,
     "api": 5060,
     "cli": 1880,
-    "": 39100,  # the whole package
+    "": 39300,  # the whole package
 }
 LONG: set[str] = set()  # functions over 60 lines
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.api.evaluate import (
-    Budget,
     Job,
     convert_graph,
     evaluate_engines,
@@ -29,6 +28,7 @@ from deploykit.core.runtime import RUNTIMES
 if TYPE_CHECKING:
     from deploykit.api.artefacts import Progress
     from deploykit.onnx_graph.graph import Graph
+    from deploykit.quantization.budget import Budget
     from deploykit.quantization.cost import NodeCost
     from deploykit.quantization.search import Level, Outcome, Verdict
 
@@ -64,10 +64,11 @@ def search_precision(
     from deploykit.onnx_graph import storage
     from deploykit.onnx_graph.graph import Graph
     from deploykit.quantization import search
+    from deploykit.quantization.budget import Budget
 
     budget = job.budget or Budget(time.monotonic(), job.request.budget_s)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".auto.") as folder:
-        candidates = _Candidates(job, Path(folder), name)
+        candidates = _Candidates(job, Path(folder), name, budget)
         on_progress(candidates.cost_note, 0.0)
 
         def report(step: SearchStep) -> None:
@@ -80,9 +81,7 @@ def search_precision(
             candidates.levels(),
             candidates.evaluate,
             float32_cost_s=candidates.cost_s(job.source),
-            budget_s=budget.seconds,
-            clock=budget.clock,
-            began=budget.began,
+            budget=budget,
             on_step=report,
         )
         notes = [outcome.why, *outcome.notes, candidates.cost_note]
@@ -120,10 +119,11 @@ def _record(outcome: Outcome[Any]) -> SearchRecord:
 class _Candidates:
     """Writes, costs and evaluates the candidates of one search."""
 
-    def __init__(self, job: Job, folder: Path, name: str) -> None:
+    def __init__(self, job: Job, folder: Path, name: str, budget: Budget) -> None:
         if job.calib is None:
             raise BadInput("precision auto needs calibration data: `calib`")
         self.job, self.folder, self.calib = job, folder, job.calib
+        self.budget = budget
         self.measured = RUNTIMES[job.request.runtime].on_cpu
         self.target = job.request.target or load_profile(GENERIC_PROFILE)
         self.offered: Collection[str] = self.target.precisions
@@ -203,8 +203,9 @@ class _Candidates:
         feeds = self._feeds(COST_BATCH)
         with self._open(graph) as engine:
             engine(feeds)
-            times_s = []
-            for _ in range(_RUNS):
+            times_s, step = list[float](), self.budget.steps()
+            for number in range(_RUNS):
+                step(_RUNS - number)
                 began = time.perf_counter()
                 engine(feeds)
                 times_s.append(time.perf_counter() - began)
@@ -214,7 +215,8 @@ class _Candidates:
         from deploykit.quantization import search
 
         with open_both(self.job, candidate.graph) as (reference, engine):
-            found = evaluate_engines(self.job, reference, engine, self.name)
+            step = self.budget.steps()
+            found = evaluate_engines(self.job, reference, engine, self.name, step)
         if found.passed:
             self.passed[candidate.path] = found
         else:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from deploykit.onnx_graph.graph import Graph
-    from deploykit.quantization.search import Pace
+    from deploykit.quantization.budget import Pace
     from deploykit.runtimes.data.samples import Samples
     from deploykit.runtimes.engine import Arrays, Engine
 

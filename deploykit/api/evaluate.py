@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from deploykit.measure.evaluate.metrics import Metric
     from deploykit.onnx_graph.graph import Graph
+    from deploykit.quantization.budget import Budget
     from deploykit.quantization.calibrate import Calibration
-    from deploykit.quantization.search import Pace
     from deploykit.runtimes.data.samples import Samples
     from deploykit.runtimes.engine import Engine
 
@@ -59,22 +59,6 @@ class QuantizeRequest:
     calibrator: str | None = None
     smoothquant: bool = False
     budget_s: float = 600.0
-
-
-@dataclass(frozen=True)
-class Budget:
-    """The seconds that `auto` may take, from the moment when the data are read."""
-
-    began: float
-    seconds: float
-    clock: Callable[[], float] = time.monotonic
-
-    def pace(self, share: float) -> Pace:
-        """For steps that may take this share of what is left."""
-        from deploykit.quantization.search import Pace
-
-        now = self.clock()
-        return Pace(now + share * max(self.began + self.seconds - now, 0.0), self.clock)
 
 
 @dataclass(frozen=True)
@@ -113,6 +97,7 @@ def prepare(
     from deploykit.measure.evaluate.metrics import find_metric
     from deploykit.onnx_graph.graph import Graph
     from deploykit.quantization import calibrate
+    from deploykit.quantization.budget import Budget
     from deploykit.runtimes.data.checks import check_calibration
     from deploykit.runtimes.data.samples import read_samples
 
@@ -125,6 +110,8 @@ def prepare(
     labelled = test is not None and test.labels is not None
     _check_labels(request, test)
     doubts = tuple(check_calibration(calib, source.inputs)) if calib else ()
+    if budget:
+        budget.check()
     if calib:
         on_progress("calibrating", 0.1)
     # scales may leave outliers out; the check for float16 overflow needs only them
@@ -158,12 +145,18 @@ def calibrate_in_time(
     budget: Budget | None,
     places: Iterable[np.ndarray] = (),
 ) -> Calibration:
-    """Calibrate on all samples, or on as many as a third of the time that is left does for."""
+    """Calibrate on all samples, or on as many as a third of the time that is left does for.
+
+    Raises OutOfTime where the budget does not do for the fewest.
+    """
     from deploykit.quantization.calibrate import calibrate
 
-    pace = budget.pace(_CALIBRATION_SHARE) if budget else None
-    out_of_time = pace.out_of_time if pace else None
-    return calibrate(graph, samples, method=method, out_of_time=out_of_time, places=places)
+    if budget is None:
+        return calibrate(graph, samples, method=method, places=places)
+    out_of_time, step = budget.pace(_CALIBRATION_SHARE).out_of_time, budget.steps()
+    return calibrate(
+        graph, samples, method=method, out_of_time=out_of_time, step=step, places=places
+    )
 
 
 def left_out(samples: Samples | None, calibration: Calibration | None) -> tuple[str, ...]:
@@ -230,9 +223,7 @@ def open_both(job: Job, converted: Graph) -> Iterator[tuple[Engine, Engine]]:
 
     with (
         tempfile.TemporaryDirectory(dir=converted.path.parent, prefix=".rounded.") as folder,
-        open_candidate(
-            job, converted, Path(folder)
-        ) as candidate,  # first: it needs the most memory
+        open_candidate(job, converted, Path(folder)) as candidate,  # it needs the most memory
         load(job.model, "cpu") as reference,
     ):
         yield reference, candidate
@@ -257,8 +248,17 @@ def open_candidate(job: Job, converted: Graph, folder: Path) -> Engine:
     return open_as_written(rounded.path)
 
 
-def evaluate_engines(job: Job, reference: Engine, candidate: Engine, name: str) -> Evaluation:
-    """The candidate against the float32 model, on labelled, calibration or random samples."""
+def evaluate_engines(
+    job: Job,
+    reference: Engine,
+    candidate: Engine,
+    name: str,
+    step: Callable[[int], object] = lambda _: None,
+) -> Evaluation:
+    """The candidate against the float32 model, on labelled, calibration or random samples.
+
+    `step`: called before each batch with how many are left; what it raises passes through.
+    """
     from deploykit.measure.evaluate.evaluation import evaluate
 
     request = job.request
@@ -271,6 +271,7 @@ def evaluate_engines(job: Job, reference: Engine, candidate: Engine, name: str) 
         min_sqnr_db=request.min_sqnr_db,
         names=(job.model.name, name),
         batch_size=job.batch_size,
+        step=step,
     )
 
 

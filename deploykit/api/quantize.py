@@ -144,6 +144,9 @@ def keep_if_passed(tmp: Path, made: Made, to: str) -> Made:
 
 def check_quantize_options(request: QuantizeRequest) -> None:
     """Raise BadInput for options that contradict each other, before any work."""
+    from deploykit.quantization.budget import check_seconds
+
+    check_seconds(request.budget_s)
     to, other, runtime, target = request.to, request.other_nodes, request.runtime, request.target
     for name, value, known in (
         ("to", to, TARGETS),

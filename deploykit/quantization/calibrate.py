@@ -100,6 +100,7 @@ def calibrate(
     method: str = METHODS[0],
     batch_size: int = 32,
     out_of_time: Callable[[], bool] | None = None,
+    step: Callable[[int], object] = lambda _: None,
     places: Iterable[np.ndarray] = (),
 ) -> Calibration:
     """Ranges of the inputs and of every float tensor of the main graph; `samples` fit its inputs.
@@ -112,15 +113,15 @@ def calibrate(
     Batches are smaller than `batch_size` where one would need more than 256 MiB of activations. A
     graph with a fixed batch runs at that size; samples that do not fill the last are left out.
     `out_of_time`: asked before each batch from 8 samples on; where it is true the samples so far,
-    from all over the data, are what is used. `places`: batches of samples, by their numbers, whose
-    outputs are kept up to 256 MiB.
+    from all over the data, are what is used. `step`: called before each batch up to these, with how
+    many are left; what it raises passes through. `places`: batches of samples, by their numbers,
+    whose outputs are kept up to 256 MiB.
     Raises BadInput for a wrong method, fewer than 8 samples, samples that are NaN, infinite or
     all the same, and for a model that itself gives NaN.
     """
     if method not in (AUTO, *METHODS):
-        raise BadInput(
-            f"unknown calibration method '{method}'", hint="one of: " + ", ".join((AUTO, *METHODS))
-        )
+        known = ", ".join((AUTO, *METHODS))
+        raise BadInput(f"unknown calibration method '{method}'", hint=f"one of: {known}")
     if batch_size < 1:
         raise BadInput(f"batch size {batch_size} is below 1")
     check_samples(samples)
@@ -140,15 +141,14 @@ def calibrate(
     used = 0
     with onnxruntime_errors(graph.path):
         session = _session(editor.model)
-        for feeds in _in_time(samples, size, fixed, out_of_time):
+        for feeds in _in_time(samples, size, fixed, out_of_time, step):
             found = session.run([*outputs, *counted], {**feeds, **weights})
             used += _rows(feeds)
             values = dict(zip([*outputs, *counted], found, strict=True))
             batch = {name: _reduced(values, name) for name in reduced}
             batch |= {name: Range(*each.add(values[name])) for name, each in counted.items()}
-            for name in names:  # in the order they are computed: the first NaN is named
-                ranges[name] = _merged(ranges.get(name, batch[name]), batch[name])
-        kept = tuple(_kept(session, own, samples, places, weights))
+            ranges = {name: _merged(ranges.get(name, batch[name]), batch[name]) for name in names}
+        kept = tuple(_kept(session, own, samples, places, weights, out_of_time))
     _check_numbers(graph, ranges, samples)
     found = _choose_ranges(ranges, counted, used, METHODS if method == AUTO else (method,))
     stopped = used < len(samples) - len(samples) % (fixed or 1)
@@ -156,6 +156,7 @@ def calibrate(
 
 
 def _check_numbers(graph: Graph, ranges: Mapping[str, Range], samples: Samples) -> None:
+    """Raise BadInput for the first NaN, in the order the tensors are computed."""
     for name, seen in ranges.items():
         if math.isnan(seen.low):
             raise BadInput(
@@ -170,8 +171,9 @@ def _kept(
     samples: Samples,
     places: Iterable[np.ndarray],
     weights: Mapping[str, np.ndarray],
+    out_of_time: Callable[[], bool] | None,
 ) -> Iterator[Kept]:
-    """The samples at `places` and the outputs `names` for them, until these are too large."""
+    """The samples at `places` and the outputs `names` for them, in time and until too large."""
     kept_bytes = 0
     for rows in places:
         feeds = {name: array[rows] for name, array in samples.inputs.items()}
@@ -179,18 +181,24 @@ def _kept(
         outputs = [each.copy() for each in session.run(names, {**feeds, **weights})]
         yield rows, outputs
         kept_bytes += sum(each.nbytes for each in outputs)
-        if kept_bytes > MOST_BYTES:
+        if kept_bytes > MOST_BYTES or (out_of_time is not None and out_of_time()):
             return
 
 
 def _in_time(
-    samples: Samples, size: int, fixed: int | None, out_of_time: Callable[[], bool] | None
+    samples: Samples,
+    size: int,
+    fixed: int | None,
+    out_of_time: Callable[[], bool] | None,
+    step: Callable[[int], object],
 ) -> Iterator[Mapping[str, np.ndarray]]:
     """Batches until there is no time for more; at least 8 samples."""
     used = 0
     for feeds in samples.batches(size, spread=out_of_time is not None):
         if out_of_time is not None and out_of_time() and used >= MIN_SAMPLES:
             return
+        if used < MIN_SAMPLES:
+            step(math.ceil((MIN_SAMPLES - used) / size))
         if not fixed or _rows(feeds) == size:
             used += _rows(feeds)
             yield feeds

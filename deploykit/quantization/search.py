@@ -13,7 +13,6 @@ Float32 always passes: `best` is None where it is what remains.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -22,6 +21,7 @@ import numpy as np
 
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.evidence import SearchStep
+from deploykit.quantization.budget import Budget, OutOfTime, Pace
 
 LEAST_GAIN = 0.05  # predictions and measurements are no finer, and a wider type is safer
 
@@ -110,29 +110,26 @@ def search(
     evaluate: Callable[[Model], Verdict],
     *,
     float32_cost_s: float = math.inf,
-    budget_s: float = math.inf,
-    clock: Callable[[], float] = time.monotonic,
-    began: float | None = None,
+    budget: Budget,
     on_step: Callable[[SearchStep], object] | None = None,
 ) -> Outcome[Model]:
     """The cheapest model that passes; see the head of this file for the order of work.
 
-    `levels`: narrowest first, float32 not among them. `budget_s`: seconds on `clock`; no candidate
-    begins that would end after them, if it took as long as the longest before it, and at most half
-    of what is left goes into ranking. `began`: when they
-    began on `clock`, now where None. Ctrl-C (KeyboardInterrupt
-    out of any callback) ends the search, too, and keeps the best so far. Raises BadInput for a
-    budget that is not above 0; other errors of the callbacks pass through.
+    `levels`: narrowest first, float32 not among them. `budget`: no candidate begins that would end
+    after it, if it took as long as the longest before it, and at most half of what is left goes
+    into ranking; a callback gives up a candidate by OutOfTime. Ctrl-C (KeyboardInterrupt out of any
+    callback) ends the search, too. Either keeps the best so far. Raises OutOfTime where no
+    candidate came to its end; other errors of the callbacks pass through.
     """
-    if not budget_s > 0:
-        raise BadInput(f"the time budget must be above 0 seconds, got {budget_s}")
-    began = clock() if began is None else began
-    run = _Run(evaluate, float32_cost_s, clock, began, began + budget_s, on_step)
+    run = _Run(evaluate, float32_cost_s, budget, on_step)
     stopped = ""
     try:
         run.search(levels)
-    except _OutOfTimeError:
+    except OutOfTime:
+        if not run.steps:
+            raise
         stopped = OUT_OF_TIME
+        run.note_left_out(levels)
     except KeyboardInterrupt:
         stopped = INTERRUPTED
     return Outcome(run.best, tuple(run.steps), tuple(run.notes), stopped)
@@ -199,25 +196,6 @@ def noise_share(wanted: Sequence[np.ndarray], got: Sequence[np.ndarray]) -> floa
     return total
 
 
-class Pace:
-    """Whether one more step would end after `until`, if it took as long as the longest so far."""
-
-    def __init__(self, until: float, clock: Callable[[], float]) -> None:
-        self.until, self.clock = until, clock
-        self.last = clock()
-        self.longest_s = 0.0
-
-    def out_of_time(self) -> bool:
-        """Ask before each step."""
-        now = self.clock()
-        self.longest_s, self.last = max(self.longest_s, now - self.last), now
-        return now + self.longest_s > self.until or now >= self.until
-
-
-class _OutOfTimeError(Exception):
-    """The budget is used up."""
-
-
 class _Run(Generic[Model]):
     """The state of one search: what was tried, and the best so far."""
 
@@ -225,21 +203,18 @@ class _Run(Generic[Model]):
         self,
         evaluate: Callable[[Model], Verdict],
         float32_cost_s: float,
-        clock: Callable[[], float],
-        began: float,
-        deadline: float,
+        budget: Budget,
         on_step: Callable[[SearchStep], object] | None,
     ) -> None:
         self.evaluate = evaluate
         self.float32_cost_s = float32_cost_s
-        self.clock = clock
-        self.began = began
-        self.deadline = deadline
+        self.budget = budget
+        self.clock = budget.clock
         self.on_step = on_step
         self.best: Found[Model] | None = None
         self.steps: list[SearchStep] = []
         self.notes: list[str] = []
-        self.candidate_began = clock()
+        self.candidate_began = self.clock()
         self.longest_s = 0.0  # of a candidate
 
     def search(self, levels: Sequence[Level[Model]]) -> None:
@@ -322,7 +297,7 @@ class _Run(Generic[Model]):
     def _order(self, level: Level[Model]) -> list[str]:
         """The nodes, worst first; what half of the time left cannot rank comes last."""
         now = self.clock()
-        until = min(now + (self.deadline - now) / 2, self.deadline - self.longest_s)
+        until = min(now + (self.budget.end - now) / 2, self.budget.end - self.longest_s)
         pace = Pace(until, self.clock)
         sensitivity = sensitivities(level.nodes, level.sensitivity, pace.out_of_time)
         missing = len(level.nodes) - len(sensitivity)
@@ -336,6 +311,8 @@ class _Run(Generic[Model]):
         try:
             return level.make(frozenset(kept))
         except (BadInput, Unsupported) as exc:
+            if isinstance(exc, OutOfTime):
+                raise
             self._note_step(level, kept, Verdict(False, math.inf, exc.message), math.inf)
             return None
 
@@ -354,7 +331,7 @@ class _Run(Generic[Model]):
     ) -> None:
         now = self.clock()
         self.longest_s = max(self.longest_s, now - self.candidate_began)
-        elapsed_s = now - self.began
+        elapsed_s = now - self.budget.began
         passed, drop, why = verdict.passed, verdict.drop, verdict.why
         step = SearchStep(level.precision, kept, passed, drop, why, cost_s, elapsed_s)
         self.steps.append(step)
@@ -362,9 +339,15 @@ class _Run(Generic[Model]):
             self.on_step(step)
 
     def _check_time(self) -> None:
-        self.candidate_began = now = self.clock()
-        if now + self.longest_s > self.deadline or now >= self.deadline:
-            raise _OutOfTimeError
+        self.candidate_began = self.clock()
+        self.budget.check(self.longest_s)
+
+    def note_left_out(self, levels: Sequence[Level[Model]]) -> None:
+        """What there was no time for."""
+        tried = {step.precision for step in self.steps}
+        missing = [level.precision for level in levels if level.precision not in tried]
+        if missing:
+            self.notes.append(f"not tried, for lack of time: {', '.join(missing)}")
 
 
 def _compared(narrow_s: float, wider: str, wider_s: float, least: float = LEAST_GAIN) -> str:

@@ -15,8 +15,9 @@ from onnx import TensorProto, helper
 import deploykit as dk
 from deploykit.api import calibration
 from deploykit.api.artefacts import no_progress
-from deploykit.api.evaluate import Budget, QuantizeRequest, prepare, write_graph
+from deploykit.api.evaluate import QuantizeRequest, prepare, write_graph
 from deploykit.core.artefact import Artefact, read_manifest
+from deploykit.quantization.budget import Budget, OutOfTime
 from deploykit.quantization.calibrate import METHODS
 from tests.support.graphs.data import feeds
 from tests.support.graphs.layer_norm import layer_norm
@@ -218,7 +219,7 @@ def asked(data: Path, budget_s: float) -> QuantizeRequest:
     return QuantizeRequest("auto", "tensorrt", calib=data, min_sqnr_db=1.0, budget_s=budget_s)
 
 
-@pytest.mark.parametrize(("budget_s", "used"), [(13.0, 64), (1.0, 32), (60.0, 128)])
+@pytest.mark.parametrize(("budget_s", "used"), [(27.0, 64), (8.0, 32), (60.0, 128)])
 def test_auto_calibrates_within_a_third_of_its_budget(
     outliers: Path, data: Path, budget_s: float, used: int
 ) -> None:
@@ -229,6 +230,21 @@ def test_auto_calibrates_within_a_third_of_its_budget(
     assert job.calibration.samples == job.calibration_record.samples == used
     said = f"calibrated on {used} of 128 samples: all of them would take too much of the time"
     assert (said in " ".join(job.notes)) is (used < 128)
+
+
+@pytest.mark.parametrize("budget_s", [0.5, 3.0])
+def test_a_budget_ends_while_reading_or_calibrating(
+    outliers: Path, data: Path, budget_s: float
+) -> None:
+    said: list[str] = []
+    with pytest.raises(OutOfTime, match=f"`budget_s` {budget_s:g}: too short to try one candidate"):
+        prepare(
+            Artefact.open(outliers),
+            asked(data, budget_s),
+            lambda step, _: said.append(step),
+            ticking(1.0),
+        )
+    assert ("calibrating" in said) is (budget_s > 1)
 
 
 def test_auto_tries_as_many_calibrators_as_there_is_time_for(

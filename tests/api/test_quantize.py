@@ -193,10 +193,15 @@ def test_ctrl_c_in_auto_keeps_the_best_so_far(model: Path, calib: Path, tmp_path
     assert any("interrupted" in note for note in made.notes)
 
 
-def test_a_budget_spent_before_anything_passed_keeps_float32(model: Path, calib: Path) -> None:
-    made = dk.quantize(model, "auto", calib=calib, budget_s=1e-9)
-    assert made.search.stopped == "time budget"
-    assert set(made.manifest.precision) == {"float32"}
+@pytest.mark.parametrize("budget_s", [1e-9, 0.001])
+def test_a_budget_that_does_for_nothing_is_bad_input_and_leaves_no_file(
+    model: Path, calib: Path, budget_s: float
+) -> None:
+    before = sorted(model.parent.iterdir())
+    with pytest.raises(dk.BadInput, match=f"`budget_s` {budget_s}: too short") as caught:
+        dk.quantize(model, "auto", calib=calib, budget_s=budget_s)
+    assert "name a precision" in (caught.value.hint or "")
+    assert sorted(model.parent.iterdir()) == before
 
 
 @pytest.mark.parametrize(
@@ -211,8 +216,8 @@ def test_a_budget_spent_before_anything_passed_keeps_float32(model: Path, calib:
         ({"to": "int8", "max_drop": 0.0}, "`max_drop` must be"),
         ({"to": "int8", "max_drop": float("nan")}, "`max_drop` must be"),
         ({"to": "int8", "min_sqnr_db": float("nan")}, "min_sqnr_db"),
-        ({"to": "auto", "budget_s": 0.0}, "time budget"),
-        ({"to": "auto", "budget_s": float("nan")}, "time budget"),
+        ({"to": "auto", "budget_s": 0.0}, "`budget_s` must be above 0 seconds"),
+        ({"to": "auto", "budget_s": float("nan")}, "`budget_s` must be above 0 seconds"),
     ],
     ids=str,
 )

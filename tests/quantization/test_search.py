@@ -7,6 +7,7 @@ import math
 import pytest
 
 from deploykit.core.evidence import SearchStep
+from deploykit.quantization.budget import Budget
 from deploykit.quantization.search import Level, Verdict, not_worth, search
 from tests.support.graphs.search_network import FAILS, Network, sensitivities
 
@@ -165,7 +166,7 @@ def test_each_step_reports_its_float32_nodes_drop_and_cost() -> None:
 
 def test_a_level_without_nodes_is_tried_as_it_is_only() -> None:
     level = Level("fp8", 8, (), lambda _: "m", lambda _: 1.0, lambda _: 0.0, lambda _: 0.0)
-    outcome = search([level], lambda _: Verdict(False, 1.0, "fails"))
+    outcome = search([level], lambda _: Verdict(False, 1.0, "fails"), budget=Budget(0.0, math.inf))
     assert (outcome.best, len(outcome.steps)) == (None, 1)
 
 

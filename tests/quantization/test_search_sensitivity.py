@@ -11,6 +11,7 @@ import onnx
 import pytest
 from onnx import helper
 
+from deploykit.quantization.budget import Budget
 from deploykit.quantization.cost import predicted_s, savings_s
 from deploykit.quantization.search import Level, Verdict, noise_share, ranked, search, sensitivities
 from tests.support.graphs.data import feeds, samples
@@ -104,7 +105,7 @@ def test_on_real_graphs_only_the_node_that_int8_ruins_stays_float32(tmp_path: Pa
         sensitivity=lambda name: noise(made(frozenset(nodes) - {name})),
         saving_s=saved.__getitem__,
     )
-    outcome = search([level], evaluate, float32_cost_s=cost_s(model))
+    outcome = search([level], evaluate, float32_cost_s=cost_s(model), budget=Budget(0.0, math.inf))
     assert not outcome.steps[0].passed
     assert outcome.best is not None
     assert outcome.best.float32_nodes == ("guilty",)

@@ -8,8 +8,9 @@ import pytest
 
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import SearchStep
-from deploykit.quantization.search import Level, search
-from tests.support.graphs.search_network import FAILS, Network, sensitivities
+from deploykit.quantization.budget import Budget, OutOfTime
+from deploykit.quantization.search import Level, Verdict, search
+from tests.support.graphs.search_network import FAILS, Made, Network, sensitivities
 
 
 def test_the_time_budget_keeps_what_had_passed() -> None:
@@ -90,12 +91,64 @@ def test_ctrl_c_while_ranking_keeps_the_wider_level_that_passed() -> None:
         ),
         network.level("fp16"),
     ]
-    outcome = search(levels, network.evaluate, clock=lambda: 0.0)
+    outcome = search(levels, network.evaluate, budget=Budget(0.0, math.inf, lambda: 0.0))
     assert outcome.best is not None
     assert (outcome.best.precision, outcome.stopped) == ("fp16", "interrupted")
 
 
-@pytest.mark.parametrize("budget_s", [0.0, -1.0, math.nan])
+@pytest.mark.parametrize("budget_s", [0.0, -1.0, -math.inf, math.nan])
 def test_a_budget_that_is_none_is_bad_input(budget_s: float) -> None:
-    with pytest.raises(BadInput, match="budget must be above 0"):
+    with pytest.raises(BadInput, match="`budget_s` must be above 0 seconds, got"):
         Network({"int8": sensitivities(2)}).search(budget_s=budget_s)
+
+
+@pytest.mark.parametrize("budget_s", [1e9, math.inf])
+def test_a_long_budget_lets_the_search_come_to_its_end(budget_s: float) -> None:
+    outcome = Network({"int8": sensitivities(2)}).search(budget_s=budget_s)
+    assert (outcome.stopped, outcome.notes) == ("", ())
+
+
+def test_precisions_that_there_was_no_time_for_are_named_in_a_note() -> None:
+    every = {"fp8": FAILS, "int8": FAILS, "fp16": {}}
+    network = Network(
+        {name: sensitivities(3, bad) for name, bad in every.items()},
+        narrow_s=dict.fromkeys(every, 0.002),
+    )
+    outcome = network.search(budget_s=15)
+    assert outcome.notes == ("not tried, for lack of time: int8, fp16",)
+    assert network.search(budget_s=1000).notes[:1] != outcome.notes
+
+
+def test_a_candidate_is_given_up_where_it_would_overrun() -> None:
+    """Ten steps of 2 s: after the first of the second candidate it is seen that they do not fit."""
+    network = Network({"int8": sensitivities(3, FAILS), "fp16": sensitivities(3)})
+    budget = Budget(0.0, 25.0, lambda: network.now)
+
+    def evaluate(made: Made) -> Verdict:
+        step, last = budget.steps(), 10
+        for number in range(last):
+            step(last - number)
+            network.now += 1.0 if made[0] == "int8" else 2.0
+        return Verdict(False, 1.0, "fails")
+
+    levels = [network.level(name) for name in network.sensitivities]
+    outcome = search(levels, evaluate, budget=budget)
+    assert outcome.notes == ("not tried, for lack of time: fp16",)
+    assert network.now == 12.0
+
+
+def test_a_budget_that_does_for_no_candidate_is_bad_input_with_a_cure() -> None:
+    network = Network({"int8": sensitivities(3)})
+    budget = Budget(0.0, 5.0, lambda: network.now)
+
+    def evaluate(_: Made) -> Verdict:
+        step = budget.steps()
+        for left in (3, 2, 1):
+            step(left)
+            network.now += 2.0
+        return Verdict(True, 0.0, "passes")
+
+    with pytest.raises(OutOfTime, match="`budget_s` 5: too short to try one candidate") as caught:
+        search([network.level("int8")], evaluate, budget=budget)
+    assert "name a precision" in (caught.value.hint or "")
+    assert network.now <= 5.0

@@ -7,7 +7,7 @@ the outputs do.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -48,6 +48,7 @@ def evaluate(
     names: tuple[str, str] = ("reference", "candidate"),
     batch_size: int = 32,
     sizes: Mapping[str, int] | None = None,
+    step: Callable[[int], object] = lambda _: None,
 ) -> Evaluation:
     """Run both engines once over the samples and decide.
 
@@ -58,9 +59,10 @@ def evaluate(
     integers, the upper end of the share of samples with another answer at most `max_drop`.
 
     `samples`: None for seeded random inputs, where `sizes` gives the dynamic axes other than the
-    batch. Samples that do not fill a fixed batch are left out. One batch of outputs is in memory at
-    a time. Raises BadInput where the two cannot be compared, the metric does not fit, or `max_drop`
-    is given and nothing can be measured against it.
+    batch. Samples that do not fill a fixed batch are left out. `step`: called before each batch of
+    samples, with how many are left. One batch of outputs is in memory at a time. Raises what `step`
+    does, and BadInput where the two cannot be compared, the metric does not fit, or `max_drop` is
+    given and nothing can be measured against it.
     """
     min_sqnr_db = _check_bounds(max_drop, min_sqnr_db)
     if samples is None:
@@ -74,7 +76,7 @@ def evaluate(
         return _without_labels(parity, None, None, None, min_sqnr_db)
     size, used = samples.batching(batch_size, (*reference.inputs, *candidate.inputs))
     answers = _Answers(samples.first(used), size, metric)
-    batches = answers.samples.batches(size)
+    batches = _stepping(answers.samples.batches(size), -(-used // size), step)
     parity = compare_engines(reference, candidate, batches, names=names, each=answers.add)
     broken = _broken(parity)
     if broken:
@@ -86,6 +88,14 @@ def evaluate(
     bound = MAX_DROP if max_drop is None else max_drop
     passed, reason = _drop_verdict(drop, bound)
     return Evaluation(parity, drop, answers.agreement, used, passed, reason, bound, min_sqnr_db)
+
+
+def _stepping(
+    batches: Iterator[dict[str, np.ndarray]], count: int, step: Callable[[int], object]
+) -> Iterator[dict[str, np.ndarray]]:
+    for number, feeds in enumerate(batches):
+        step(count - number)
+        yield feeds
 
 
 def _check_bounds(max_drop: float | None, min_sqnr_db: float | None) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import SearchStep
+from deploykit.quantization.budget import Budget
 from deploykit.quantization.search import Level, Outcome, Verdict, search
 
 Made = tuple[str, frozenset[str]]  # precision, nodes kept in float32
@@ -79,8 +80,7 @@ class Network:
             levels,
             self.evaluate,
             float32_cost_s=0.01 * every,
-            budget_s=budget_s,
-            clock=lambda: self.now,
+            budget=Budget(0.0, budget_s, lambda: self.now),
             on_step=on_step,
         )
 
