@@ -69,7 +69,9 @@ def outlier() -> onnx.ModelProto:
 
 def run(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     ort = pytest.importorskip("onnxruntime")
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    from deploykit.runtimes.onnxruntime.engine import session_options
+
+    session = ort.InferenceSession(model.SerializeToString(), session_options(1))
     return list(session.run(None, dict(inputs)))
 
 

@@ -22,6 +22,15 @@ def small_floats(path: Path) -> set[str]:
     return {name for name, kind in _SMALL_FLOATS.items() if kind in kinds}
 
 
+def multiplies_integers(path: Path) -> bool:
+    """Whether the file has operators that multiply 8-bit integers, as a built INT8 file has."""
+    try:
+        with Pages(path) as data:
+            return _operator_in(data, "model", 0, len(data), _INTEGER_PRODUCTS)
+    except (OSError, ValueError, IndexError, RecursionError):
+        return False
+
+
 def slowed_by_values(path: Path) -> bool:
     """Whether values of the inputs, not their shapes alone, set how much a run computes.
 
@@ -163,6 +172,10 @@ _WORK: Mapping[bytes, tuple[int, ...]] = {
     b"Tile": (1, 2),
     b"Upsample": (1,),
 }
+_INTEGER_PRODUCTS = frozenset(
+    b"QLinearConv QLinearMatMul QGemm QAttention ConvInteger MatMulInteger MatMulIntegerToFloat "
+    b"DynamicQuantizeMatMul DynamicQuantizeLSTM".split()
+)
 _SHAPES = (b"Shape", b"Size")
 _HOLD_NODES = ("graph", "function", "node", "attribute")
 _DATA_TYPE = {"tensor": 2, "tensor_type": 1}  # the field that holds a TensorProto.DataType

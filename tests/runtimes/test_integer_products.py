@@ -1,0 +1,84 @@
+"""Sums of 8-bit products are exact on every CPU.
+
+x86-64 without VNNI adds two products of uint8 and int8 in 16 bits: 2 * 255 * 127 does not fit.
+There these tests fail on wrong sums; elsewhere the one that reads the session's options can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from deploykit.builders.onnxruntime import build
+from deploykit.runtimes.engine import Engine, load
+from deploykit.runtimes.onnxruntime.engine import EXACT_INTEGERS, open_as_written, session_options
+from tests.support.onnx_zoo import save
+
+DEPTH, WIDTH = 64, 16
+LARGEST = DEPTH * 255 * 127  # of one sum
+INTEGERS = np.full((DEPTH, WIDTH), 127, np.int8)
+SCALES = {
+    "one": np.float32(1),
+    "down": np.float32(LARGEST / 250),
+    "zero": np.uint8(0),
+    "zero_w": np.int8(0),
+    "kernel": INTEGERS.T.reshape(WIDTH, DEPTH, 1, 1).copy(),
+    "weights": INTEGERS,
+}
+# operator: its inputs (two blanks: none between), its domain, its output's type and largest value
+OPERATORS = {
+    "QLinearMatMul": ("x one zero weights one zero_w down zero", "", TensorProto.UINT8, 250),
+    "QGemm": ("x one zero weights one zero_w  down zero", "com.microsoft", TensorProto.UINT8, 250),
+    "MatMulInteger": ("x weights zero zero_w", "", TensorProto.INT32, LARGEST),
+    "MatMulIntegerToFloat": (
+        "x weights one one zero zero_w",
+        "com.microsoft",
+        TensorProto.FLOAT,
+        LARGEST,
+    ),
+    "QLinearConv": ("x one zero kernel one zero_w down zero", "", TensorProto.UINT8, 250),
+    "ConvInteger": ("x kernel zero zero_w", "", TensorProto.INT32, LARGEST),
+}
+
+
+def one_operator(name: str) -> onnx.ModelProto:
+    text, domain, kind, _ = OPERATORS[name]
+    inputs = text.split(" ")
+    node = helper.make_node(name, inputs, ["y"], domain=domain)
+    end = [4, 4] if "Conv" in name else []
+    x = helper.make_tensor_value_info("x", TensorProto.UINT8, [3, DEPTH, *end])
+    y = helper.make_tensor_value_info("y", kind, [3, WIDTH, *end])
+    held = [
+        numpy_helper.from_array(np.asarray(SCALES[key]), key) for key in inputs if key in SCALES
+    ]
+    graph = helper.make_graph([node], "g", [x], [y], {each.name: each for each in held}.values())
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=9)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("opened", [load, open_as_written])
+def test_the_largest_sum_is_exact(
+    name: str, opened: Callable[[Path], Engine], tmp_path: Path
+) -> None:
+    path = save(one_operator(name), tmp_path / "m.onnx")
+    with opened(path) as engine:
+        values = engine({"x": np.full(engine.inputs[0].shape, 255, np.uint8)})["y"]
+    assert set(values.flat) == {OPERATORS[name][3]}
+
+
+def test_sessions_ask_for_exact_integers() -> None:
+    assert session_options(1).get_session_config_entry(EXACT_INTEGERS) == "1"
+
+
+def test_a_built_file_keeps_the_weights_as_they_are(tmp_path: Path) -> None:
+    """A CPU with VNNI would be slower with weights stored for one without it."""
+    source = save(one_operator("QLinearMatMul"), tmp_path / "m.onnx")
+    build(source, tmp_path / "built.onnx")
+    found = onnx.load(tmp_path / "built.onnx").graph.initializer
+    assert [each.data_type for each in found if len(each.dims) == 2] == [TensorProto.INT8]
