@@ -52,7 +52,7 @@ OWNERS = {
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
     "core": 3000,
-    "runtimes": 5940,
+    "runtimes": 5955,
     "training": 300,
     "exporters": 1030,
     "onnx_graph+quantization": 5020,

@@ -71,6 +71,10 @@ class Engine(Protocol):
         """Run once. Raises BadInput when the feeds do not fit `inputs`."""
         ...
 
+    def trim(self) -> bool:
+        """Whether the next call gives back the memory that only larger ones before needed."""
+        ...
+
     def close(self) -> None: ...
     def __enter__(self) -> Engine: ...
     def __exit__(self, *_: object) -> None: ...
@@ -103,6 +107,9 @@ class BaseEngine(Closing):
     batching: RowIndependence | None = None
     examples: Arrays | None = None
     source: Artefact | None = None
+
+    def trim(self) -> bool:
+        return False
 
 
 OpenEngine = Callable[[Artefact, str, "int | None", bool], Engine]  # device, threads, trust

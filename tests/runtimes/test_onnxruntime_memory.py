@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
+from deploykit.runtimes.batching import prove_rows
 from deploykit.runtimes.onnxruntime.engine import SHRINK_S, _Arena, open_engine
+from deploykit.serving.models.warmup import WarmUp
 from deploykit.serving.observe.process import this_process
 from tests.support.serving.loops import Clock
 
@@ -75,3 +78,20 @@ def test_a_session_does_not_keep_its_largest_outputs_for_ever(
     assert freed > (ROWS - 2) * WIDTH * 4
     assert freed < ROWS * WIDTH * 4 * 1.5  # smaller runs' blocks were given back before
     engine.close()
+
+
+def resident_bytes() -> int:
+    """Without what malloc keeps: a server has it return large blocks (`return_large_blocks`)."""
+    ctypes.CDLL(None).malloc_trim(0)
+    return this_process().resident_bytes
+
+
+def test_a_server_that_is_ready_keeps_nothing_of_its_warm_up(wide: Path) -> None:
+    """Its largest batch has outputs of 64 MiB: it kept 190 MiB, more with larger ones."""
+    with open_engine(wide, "cpu") as engine:
+        assert engine(feeds(1))["y"][0, 0] == 1
+        before = resident_bytes()
+        assert prove_rows(engine, 16).passed
+        times, _ = WarmUp("m", engine, Clock(), max_batch=16).run()
+        assert max(times) == 16
+        assert resident_bytes() - before < 4 * WIDTH * 4

@@ -169,6 +169,10 @@ class OnnxRuntimeEngine(BaseEngine):
             with onnxruntime_errors(self.path, self.device):
                 raise
 
+    def trim(self) -> bool:
+        self._arena = _Arena()  # whose first run gives memory back
+        return self._binding is None
+
     @property
     def last_copies_us(self) -> tuple[int, int]:  # type: ignore[override]  # never set
         """Of the last call, to the GPU and back; (0, 0) on the CPU, where nothing is copied."""

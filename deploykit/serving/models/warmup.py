@@ -82,6 +82,8 @@ class WarmUp:
                 break
             for lengths in self._lengths:
                 times[rows] = self._time(rows, lengths, again_us)
+        if self._engine.trim():
+            self._engine(self._zeros(1, self._lengths[0]))
         return times, ()
 
     def _guess(self, axes: Sequence[str]) -> tuple[str, ...]:

@@ -32,6 +32,21 @@ def test_expected_batch_sizes_are_warmed_up(options: dict[str, Any], batches: li
     assert engine.batches == batches
 
 
+@pytest.mark.parametrize("max_batch", [1, 4])
+def test_the_last_run_of_an_engine_that_keeps_memory_is_the_smallest(max_batch: int) -> None:
+    class Keeps(FakeEngine):
+        trimmed = 0
+
+        def trim(self) -> bool:
+            self.trimmed = len(self.batches)
+            return True
+
+    engine = Keeps()
+    warmed(engine, max_batch=max_batch)
+    assert engine.trimmed == len(engine.batches) - 1
+    assert engine.batches[-1] == 1
+
+
 def test_every_engine_is_warmed_up() -> None:
     engines = [FakeEngine(), FakeEngine()]
     repository = ModelRepository({"m": engines}, ServeOptions(max_batch=2))
