@@ -16,7 +16,6 @@ from deploykit.core.extras import require
 from deploykit.core.files import atomic_write, check_readable
 from deploykit.core.profile import Profile
 from deploykit.runtimes.onnxruntime.engine import (
-    EXACT_INTEGERS,
     SLOWER_ON_CPU,
     onnxruntime_errors,
     read_weights,
@@ -55,9 +54,8 @@ def build(path: Path, out: Path, *, threads: int | None = None) -> dict[str, str
     """
     check_readable(path)
     _check_size(path)
-    options = session_options(threads)
+    options = session_options(threads, exact=False)  # where needed, loading does it
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    options.add_session_config_entry(EXACT_INTEGERS, "0")  # where needed, loading does it
     weights = read_weights(path, options)  # else the result would look for them next to itself
     with atomic_write(out) as tmp:
         options.optimized_model_filepath = str(tmp)

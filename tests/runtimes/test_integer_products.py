@@ -76,9 +76,12 @@ def test_sessions_ask_for_exact_integers() -> None:
     assert session_options(1).get_session_config_entry(EXACT_INTEGERS) == "1"
 
 
-def test_a_built_file_keeps_the_weights_as_they_are(tmp_path: Path) -> None:
+def test_a_built_file_keeps_the_weights_as_they_are(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A CPU with VNNI would be slower with weights stored for one without it."""
     source = save(one_operator("QLinearMatMul"), tmp_path / "m.onnx")
     build(source, tmp_path / "built.onnx")
     found = onnx.load(tmp_path / "built.onnx").graph.initializer
     assert [each.data_type for each in found if len(each.dims) == 2] == [TensorProto.INT8]
+    assert capfd.readouterr() == ("", "")  # ONNX Runtime warns of an option that is set twice

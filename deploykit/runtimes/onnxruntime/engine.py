@@ -213,9 +213,10 @@ def _is_steady(path: Path, inputs: Sequence[TensorSpec]) -> bool:
     return all(spec.dtype != "string" for spec in inputs) and not slowed_by_values(path)
 
 
-def session_options(threads: int | None, *, half: bool = False) -> Any:
-    """Options of every session: no spinning threads, exact integers, and only errors logged.
+def session_options(threads: int | None, *, half: bool = False, exact: bool = True) -> Any:
+    """Options of every session: no spinning threads, and only errors logged.
 
+    `exact`: integer sums are exact on every CPU; without it, weights stay as the file has them.
     `half`: the graph has float16. At its default level ONNX Runtime's CPU provider crashes on some
     float16 graphs (seen with a transformer encoder, 1.31.1), so the level below is used.
     """
@@ -223,7 +224,7 @@ def session_options(threads: int | None, *, half: bool = False) -> Any:
     options.intra_op_num_threads = threads or default_threads()
     options.inter_op_num_threads = 1
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.add_session_config_entry(EXACT_INTEGERS, "1")
+    options.add_session_config_entry(EXACT_INTEGERS, str(int(exact)))
     options.log_severity_level = 3
     level = ort.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_ENABLE_EXTENDED if half else level.ORT_ENABLE_ALL
