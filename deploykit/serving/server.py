@@ -22,7 +22,7 @@ import uvloop
 
 from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.runtimes.engine import Engine
-from deploykit.serving.batching.delivery import TurnDelivery
+from deploykit.serving.batching.delivery import deliver_inline
 from deploykit.serving.batching.policy import Pending
 from deploykit.serving.http.connection import HttpConnection
 from deploykit.serving.http.head import HttpLimits
@@ -36,6 +36,7 @@ from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.listener import Acceptor, bind, is_loopback
 from deploykit.serving.transport.memory import MemoryBudget
 from deploykit.serving.transport.security import AccessControl, Guard, tls_context
+from deploykit.serving.transport.turns import DELIVERY_S, Turns
 from deploykit.serving.web.page import FILES
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class Server:
         self._interrupted = False
         self._socket = bind(options.host, options.http_port)
         self._loop = uvloop.new_event_loop()
-        self._delivery = TurnDelivery(self._loop.call_soon)
+        self._finished = Turns(turn_s=DELIVERY_S)  # what other threads have finished
         try:
             self.host, self.port = self._socket.getsockname()[:2]
             loopback = is_loopback(self.host)
@@ -115,7 +116,7 @@ class Server:
         except BaseException:
             self._release()
             raise
-        self._offload = ThreadOffload(self._loop, OFFLOAD_THREADS)
+        self._offload = ThreadOffload(self._loop, OFFLOAD_THREADS, self._finished.run)
         self._worker = WorkerProcess()
         scheme = "https" if tls else "http"
         self._routes = Routes(self.repository, self._offload, self._worker, scheme=scheme)
@@ -233,9 +234,14 @@ class Server:
     def _deliver(self, requests: Sequence[Pending]) -> None:
         """Called on an engine's thread: wakes the loop once per batch."""
         try:
-            self._loop.call_soon_threadsafe(self._delivery, requests)
+            self._loop.call_soon_threadsafe(self._deliver_in_turns, requests)
         except RuntimeError:  # the loop is closed: the engine hung past the shutdown
             log.error("%d requests finished after the shutdown", len(requests))
+
+    def _deliver_in_turns(self, requests: Sequence[Pending]) -> None:
+        """Answers may be large, and several batches may end within one turn of the loop."""
+        for request in requests:
+            self._finished.run(partial(deliver_inline, (request,)))
 
     def _signalled(self, number: int) -> None:
         now_s = time.monotonic()

@@ -57,7 +57,7 @@ class Wire(asyncio.Transport):
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """It runs batches on this thread and does not wait for the next request."""
     monkeypatch.setattr(model, "SPIN_US", 0)
-    monkeypatch.setattr(turns, "_TURN_S", 60)  # the profiler makes requests slow
+    monkeypatch.setattr(turns, "TURN_S", 60)  # the profiler makes requests slow
     found = Server({"m": FakeEngine()}, ServeOptions(http_port=0, grpc_port=0))
     found.repository.models["m"].batcher.inline_max_rows = CLIENTS
     yield found

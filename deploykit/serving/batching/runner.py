@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Overloaded, first_line
+from deploykit.core.tensors import MOST_STRINGS
 from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.runtimes.engine import Engine
 from deploykit.serving.batching.policy import BatchRun, Pending, Watcher
@@ -43,6 +44,7 @@ class Runner:
         self._split = split
         self._clock_us = clock_us
         self._instance = instance
+        self._strings = any(spec.dtype == "string" for spec in engine.inputs)
 
     def run(
         self, batch: Sequence[Pending], watcher: Watcher, idle_us: int = 0
@@ -51,10 +53,11 @@ class Runner:
 
         `idle_us`: see BatchRun. Sets `lost` when the GPU is gone.
         """
-        error = self._try(batch, watcher, idle_us)
-        retried = len(batch) > 1 and error is not None and not isinstance(error, Overloaded)
-        if not retried:
-            return [error] * len(batch)
+        if len(batch) == 1 or not self._strings or _count_strings(batch) <= MOST_STRINGS:
+            error = self._try(batch, watcher, idle_us)
+            retried = len(batch) > 1 and error is not None and not isinstance(error, Overloaded)
+            if not retried:
+                return [error] * len(batch)
         errors: list[DeploykitError | None] = []
         for request in batch:
             if self.lost:
@@ -123,6 +126,11 @@ class Runner:
             f"model '{name}': the engine failed on this request",
             hint="the server's log says why",
         )
+
+
+def _count_strings(batch: Sequence[Pending]) -> int:
+    arrays = (array for request in batch for array in request.feeds.values())
+    return sum([array.size for array in arrays if array.dtype.kind == "O"])
 
 
 def device_lost(name: str) -> Overloaded:

@@ -127,6 +127,7 @@ class GrpcCall(Stream):
         self._received_bytes += size
         length = self.head.length or 0
         if self._received_bytes > length or (self.ended and self._received_bytes < length):
+            self.link.count_frame()
             self.reset(PROTOCOL_ERROR)
             return False
         return True
@@ -164,8 +165,8 @@ class GrpcCall(Stream):
             if link.answer_bytes > WAITING_BYTES:
                 link.park(self)  # as above, of any call
                 return False
-            if not left:
-                link.call_soon(self._continue)
+            if not left or (left < _MESSAGES_PER_TURN and shared.turns.late()):
+                shared.turns.wait(self._continue)
                 return True
             left -= 1
             self._deliver(method)
@@ -384,13 +385,9 @@ class GrpcCall(Stream):
         one = method is not None and method.ended is None
         return not self.ended and (self._reader.have > 0 or one)
 
-    def cancelled(self) -> None:
-        cancel, self.cancel = self.cancel, None
-        self.finish()
-        if cancel is not None:
-            cancel()
-
     def finish(self) -> None:
+        """End the call; requests of it that still wait for an engine are dropped."""
+        cancel, self.cancel = self.cancel, None
         self.unreplied = 0
         if self._reader.have:  # an incomplete message
             self._reader = MessageReader()
@@ -398,3 +395,5 @@ class GrpcCall(Stream):
         self._free(self.held_bytes)
         if self._answer_bytes:
             self._free_answers()
+        if cancel is not None:
+            cancel()

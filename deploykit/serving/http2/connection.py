@@ -248,7 +248,7 @@ class Http2Connection(Flow):
             stream = self.streams.get(number)
             if stream is not None:
                 stream.ended = True
-                stream.cancelled()
+                stream.finish()
         elif kind == SETTINGS:
             self._settings(flags, number, payload)
         elif kind == PING:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable
 from typing import cast
 
 from deploykit.serving.http2.frames import (
@@ -81,7 +80,6 @@ class Flow(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        self._loop = asyncio.get_running_loop()
         self._transport.set_write_buffer_limits(_HIGH_WATER_BYTES)
         self.shared.connections.add(self)
         limits = self.shared.limits
@@ -97,8 +95,11 @@ class Flow(asyncio.Protocol):
         self.shared.connections.discard(self)
         self.shared.memory.bytes -= self._buffered
         self._buffered = 0
+        self.shared.turns.run(self._finish_all)
+
+    def _finish_all(self) -> None:
         for stream in list(self.streams.values()):
-            stream.cancelled()
+            stream.finish()
 
     def pause_writing(self) -> None:
         self._stalled_s = self.shared.now_s
@@ -110,7 +111,7 @@ class Flow(asyncio.Protocol):
             self.shared.turns.wait(self.continue_reading)
         else:
             self._transport.resume_reading()
-        self.push()
+        self.push_soon()
 
     def wait_for_turn(self) -> None:
         """Process the frames that were received in later turns of the loop, and read no more."""
@@ -202,18 +203,15 @@ class Flow(asyncio.Protocol):
     def answers_read(self, size: int) -> None:
         self.answer_bytes -= size
         if self._parked and self.answer_bytes <= WAITING_BYTES:
-            self._loop.call_soon(self._unpark)
-
-    def _unpark(self) -> None:
-        parked, self._parked = self._parked, {}
-        for stream in parked:
-            stream.resume()
+            for stream in self._parked:
+                self.shared.turns.wait(stream.resume)
+            self._parked = {}
 
     def push_soon(self) -> None:
-        """`push` in the next turn of the loop, once for all that the client has changed."""
+        """`push` in one of the next turns, once for all that the client has changed."""
         if not self._will_push and self.streams:
             self._will_push = True
-            self._loop.call_soon(self.push)
+            self.shared.turns.wait(self.push)
 
     def push(self) -> None:
         self._will_push = False
@@ -232,10 +230,6 @@ class Flow(asyncio.Protocol):
         self._write_bytes += len(data)
         if self._write_bytes > _TOGETHER_BYTES:
             self.flush()
-
-    def call_soon(self, function: Callable[[], None]) -> None:
-        """Call it in the next turn of the loop."""
-        self._loop.call_soon(function)
 
     def flush(self) -> None:
         """Give what was written to the transport."""
@@ -323,8 +317,7 @@ class Flow(asyncio.Protocol):
             self._transport.close()
             return
         log.info("an HTTP/2 connection is closed: %s", text)
-        for stream in list(self.streams.values()):
-            stream.cancelled()
+        self._finish_all()
         if self._transport.can_write_eof():
             self._transport.write_eof()
             self.since_s = self.shared.now_s

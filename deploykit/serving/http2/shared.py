@@ -73,6 +73,7 @@ class Shared:
         self.connections: set[Http2Client] = set()
         self.open_streams = 0  # of all connections
         self.turns = Turns(clock_s)
+        self._unchecked: list[Http2Client] = []  # of the last tick
         self._written: list[Http2Client] = []  # with output for the end of this turn of the loop
         self.clock_s = clock_s
         self.now_s = clock_s()
@@ -93,11 +94,21 @@ class Shared:
                 log.exception("writing to an HTTP/2 connection failed")
 
     def tick(self) -> None:
-        """Close what took too long."""
+        """Close what took too long, unless this is still being done since the last tick."""
+        if self._unchecked:
+            return
         now_s = self.clock_s()
         self.tick_s, self.now_s = now_s - self.now_s, now_s
-        for connection in list(self.connections):
-            connection.check(now_s)
+        self._unchecked = list(self.connections)
+        self.turns.run(self._check)
+
+    def _check(self) -> None:
+        """Many calls may be past their deadline: the next turns have the rest."""
+        while self._unchecked:
+            if self.turns.late():
+                self.turns.wait(self._check)
+                return
+            self._unchecked.pop().check(self.now_s)
 
     @property
     def unanswered(self) -> int:

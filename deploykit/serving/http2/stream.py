@@ -73,10 +73,6 @@ class Stream:
     def check(self, now_s: float) -> None:
         """Fail the stream if it is past a limit; called periodically."""
 
-    @abstractmethod
-    def cancelled(self) -> None:
-        """The client cancelled the stream or disconnected."""
-
     # -- output ----------------------------------------------------------------------------------
 
     def send(self, parts: Iterable[Bytes]) -> None:

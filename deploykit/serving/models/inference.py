@@ -22,6 +22,7 @@ from deploykit.serving.models.offload import Offload, Result
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip.request import Request
+from deploykit.serving.oip.tensors import string_blocks
 
 _LEAST_ENCODE_S = 0.1  # for outputs that were computed just in time
 _FEW_STRINGS = 32 << 10  # each of which may be long
@@ -67,8 +68,9 @@ class ModelRoute:
 
 def array_bytes(array: np.ndarray) -> int:
     """Bytes of memory including its strings."""
-    strings = sum(map(sys.getsizeof, array.flat)) if array.dtype.kind == "O" else 0
-    return array.nbytes + strings
+    if array.dtype.kind != "O":
+        return array.nbytes
+    return array.nbytes + sum([sum(map(sys.getsizeof, block)) for block in string_blocks(array)])
 
 
 class Inference:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from deploykit.core.errors import DeploykitError, Expired, Overloaded
@@ -49,10 +50,19 @@ def run_inline(
 
 
 class ThreadOffload(Closing):
-    """An Offload on `threads` threads for small work and as many for large."""
+    """An Offload on `threads` threads for small work and as many for large.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, threads: int) -> None:
+    `run` calls what continues the work: on the loop's thread, now or in one of its next turns.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        threads: int,
+        run: Callable[[Callable[[], None]], None] | None = None,
+    ) -> None:
         self._loop = loop
+        self._run = run or _call
         self._small = ThreadPoolExecutor(threads, "deploykit small")
         self._large = ThreadPoolExecutor(threads, "deploykit large")
 
@@ -69,7 +79,7 @@ class ThreadOffload(Closing):
         def done(future: Future[Any]) -> None:
             _forget_frames(future)
             try:
-                self._loop.call_soon_threadsafe(job.finish, future.result)
+                self._loop.call_soon_threadsafe(self._run, partial(job.finish, future.result))
             except RuntimeError:  # the loop is closed
                 log.error("offloaded work finished after the shutdown")
 
@@ -105,6 +115,10 @@ class _Job:
         future.cancel()
         if then is not None:
             then(_expired)
+
+
+def _call(work: Callable[[], None]) -> None:
+    work()
 
 
 def _forget_frames(future: Future[Any]) -> None:

@@ -37,6 +37,7 @@ _MAX_NESTED = 1 << 18  # in inputs and outputs; a string in bytes_contents is on
 _MAX_ELEMENTS = 1 << 22  # in the typed contents of an input: each becomes an object of Python
 _MAX_HEAD_BYTES = 16 << 20  # of a request without its raw contents
 _MAX_AXES = 64  # as in NumPy
+_MAX_NAME_BYTES = 1024  # of a model or its version
 _EXTRA_INPUTS = 16  # above those of the model, to name the unknown one
 _INSTEAD = "send the tensors as raw_input_contents"
 _NESTED: Mapping[int, Any] = {  # number of a field -> those of its fields that have fields
@@ -93,13 +94,18 @@ def _split(data: bytes, at: int) -> tuple[bytes, tuple[Span, ...]]:
     for number, kind, start, stop in _fields(data, at, len(data), _MAX_FIELDS):
         if number == _RAW_INPUT and kind == 2:
             spans.append((start - at, stop - start))
-            if begin < end:
-                parts.append(data[begin:end])
+            parts.append((begin, end))
             begin = stop
         end = stop
-    if begin < end:
-        parts.append(data[begin:])
-    return b"".join(parts), tuple(spans)
+    parts.append((begin, end))
+    size = sum([end - begin for begin, end in parts])
+    if size > _MAX_HEAD_BYTES:  # it would be copied, on the event loop's thread
+        raise TooLarge(
+            f"the message has {size} bytes without raw_input_contents, above the limit of "
+            f"{_MAX_HEAD_BYTES}",
+            hint=_INSTEAD,
+        )
+    return b"".join([data[begin:end] for begin, end in parts]), tuple(spans)
 
 
 def _fields(data: bytes, at: int, size: int, most: int) -> Iterator[tuple[int, int, int, int]]:
@@ -155,6 +161,8 @@ def _find_model(head: bytes) -> tuple[str, str]:
     found = {1: b"", 2: b""}
     for number, _, start, end in _fields(head, 0, len(head), _MAX_FIELDS):
         if number in found:
+            if end - start > _MAX_NAME_BYTES:
+                raise BadInput(f"a model's name or version has {end - start} bytes")
             found[number] = head[start:end]
     try:
         return found[1].decode(), found[2].decode()
@@ -164,12 +172,6 @@ def _find_model(head: bytes) -> tuple[str, str]:
 
 def _count_fields(data: bytes) -> None:
     """Raises BadInput for more fields than protobuf may be given: each costs time and memory."""
-    if len(data) > _MAX_HEAD_BYTES:
-        raise TooLarge(
-            f"the message has {len(data)} bytes without raw_input_contents, above the limit of "
-            f"{_MAX_HEAD_BYTES}",
-            hint=_INSTEAD,
-        )
     left = _MAX_NESTED
     parts: list[tuple[int, int, Mapping[int, Any]]] = [(0, len(data), _NESTED)]
     while parts:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from deploykit.core.errors import BadInput, TooLarge, quote
-from deploykit.core.tensors import Bytes, InputKey, TensorSpec
+from deploykit.core.tensors import MOST_STRINGS, Bytes, InputKey, TensorSpec
 from deploykit.serving.oip.tensors import (
     BINARY_ONLY,
     LENGTH_BYTES,
@@ -312,6 +312,8 @@ def _input(item: InputData, slot: Slot, model: Signature, budget: int) -> tuple[
         raise BadInput(f"input '{name}' is {datatype}, got datatype {quote(item.datatype)}")
     shape = check_shape(item.shape, slot, model.max_batch)
     count = math.prod(shape)  # Python integers: this cannot overflow
+    if count > MOST_STRINGS and not slot.item_bytes:
+        raise TooLarge(f"input '{name}' has more than {MOST_STRINGS} strings")
     if isinstance(data, (Binary, Region)):
         size = _size(data.size if isinstance(data, Binary) else data.byte_size, count, shape, slot)
         in_place = isinstance(data, Binary) and slot.item_bytes and datatype != "BF16"

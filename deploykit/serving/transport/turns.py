@@ -1,55 +1,90 @@
-"""Share each turn of the event loop among connections, so that no number of them stops it."""
+"""Share each turn of the event loop among all clients, so that no number of them stops it."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 
-_TURN_S = 0.02  # for requests, in one turn of the loop; a new connection takes four turns
+log = logging.getLogger(__name__)
+
+TURN_S = 0.02  # for requests, in one turn of the loop; a new connection takes four turns
+DELIVERY_S = 0.01  # for what other threads have finished
 _SHORT_S = 0.001  # a turn with less is not counted
 
 
 class Turns:
-    """Counts the time that requests took in this turn; those beyond it wait for the next turns.
+    """Bounds the time that work takes in one turn of the loop; more waits for the next turns.
 
-    `busy`: this turn is used up: call `wait`. `overdrawn`: even health checks wait then.
+    `busy`: this turn is used up: call `wait`. `overdrawn`: even health checks wait then. Once a
+    turn is counted, all that the loop does in it counts: the system's part of reading, engines.
     """
 
-    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock_s: Callable[[], float] = time.monotonic, turn_s: float | None = None
+    ) -> None:
         self.clock_s = clock_s
         self.waiting: deque[Callable[[], None]] = deque()
         self.busy = self.overdrawn = False
-        self._spent_s = 0.0
-        self._scheduled = False
+        self._turn_s = TURN_S if turn_s is None else turn_s
+        self._spent_s = 0.0  # in short work, since the last turn that was counted
+        self._begun_s = 0.0  # when the turn that is counted began
+        self._scheduled = False  # a turn is counted, which ends with `_begin`
 
     def spend(self, since_s: float) -> None:
         """Count the time since then, by `clock_s`."""
-        self._spent_s += self.clock_s() - since_s
-        if self._spent_s > _SHORT_S:
-            self.busy = self._spent_s > _TURN_S
-            self.overdrawn = self._spent_s > 2 * _TURN_S
-            self._schedule()
+        now_s = self.clock_s()
+        if not self._scheduled:
+            self._spent_s += now_s - since_s
+            if self._spent_s <= _SHORT_S:
+                return
+            self._count_from(now_s - self._spent_s)
+        self._compare(now_s - self._begun_s)
+
+    def late(self) -> bool:
+        """Whether work of many steps should wait with the next one."""
+        now_s = self.clock_s()
+        self._count_from(now_s)
+        self._compare(now_s - self._begun_s)
+        return self.busy
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Call it now, or in one of the next turns if this one is used up."""
+        if self.busy:
+            self.wait(work)
+            return
+        begun_s = self.clock_s()
+        work()
+        self.spend(begun_s)
 
     def wait(self, work: Callable[[], None]) -> None:
         """Call it in one of the next turns, in order."""
         self.waiting.append(work)
-        self._schedule()
+        self._count_from(self.clock_s())
 
-    def _schedule(self) -> None:
+    def _compare(self, elapsed_s: float) -> None:
+        self.busy = elapsed_s > self._turn_s
+        self.overdrawn = elapsed_s > 2 * self._turn_s
+
+    def _count_from(self, begun_s: float) -> None:
         if not self._scheduled:
             self._scheduled = True
+            self._begun_s = begun_s
             asyncio.get_running_loop().call_soon(self._begin)
 
     def _begin(self) -> None:
-        """A turn begins: half is for the work that waits, which counts its time, half for new."""
+        """A turn begins: half is for the work that waits, half for new."""
         self._scheduled = self.busy = self.overdrawn = False
         self._spent_s = 0.0
-        begin_s = self.clock_s()
-        for _ in range(len(self.waiting)):
-            self.waiting.popleft()()
-            if self.busy or self.clock_s() - begin_s > _TURN_S / 2:
-                break
+        begun_s = self.clock_s()
         if self.waiting:
-            self._schedule()
+            self._count_from(begun_s)
+        for _ in range(len(self.waiting)):
+            try:
+                self.waiting.popleft()()
+            except Exception:  # the others must not wait for ever
+                log.exception("work on the event loop failed")
+            if self.clock_s() - begun_s > self._turn_s / 2:
+                break

@@ -106,6 +106,7 @@ HOSTILE = {
     "groups": (b"\x0b" * 1000, "not a valid ModelInferRequest"),
     "an endless number": (b"\xff" * 1000, "not a valid ModelInferRequest"),
     "a length beyond the message": (b"\x0a\xff\xff\xff\xff\x0f", "not a valid"),
+    "a long name": (field(1, b"x" * 70_000), "name or version has 70000 bytes"),
     "a name that is not UTF-8": (field(1, b"\xff") + field(4, bytes(70_000)), "not a valid"),
 }
 
@@ -309,4 +310,4 @@ def test_a_field_limit_is_named_with_its_cure() -> None:
         messages._count_fields(contents(0, b"\x42\0" * 300_000))
     assert caught.value.hint == "send the tensors as raw_input_contents"
     with pytest.raises(TooLarge):
-        messages._count_fields(bytes(17 << 20))
+        messages.split_request(field(15, bytes(17 << 20)), 0)

@@ -6,7 +6,8 @@ import gc
 import gzip
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,6 @@ import pytest
 
 from deploykit.core.errors import TooLarge
 from deploykit.core.tensors import Bytes, parse_spec
-from deploykit.serving.batching.delivery import TURN_US, TurnDelivery
 from deploykit.serving.batching.policy import Pending
 from deploykit.serving.batching.stacking import Splitter
 from deploykit.serving.http.infer import InferRoute
@@ -27,6 +27,7 @@ from deploykit.serving.oip.tensors import to_bytes
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport import compression
 from deploykit.serving.transport.call import Head
+from deploykit.serving.transport.turns import DELIVERY_S
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import (
     STREAM,
@@ -36,7 +37,7 @@ from tests.support.serving.grpc_cases import (
     serving,
     unlimited_window,
 )
-from tests.support.serving.loops import KEY, Clock, Loop
+from tests.support.serving.loops import KEY
 from tests.support.serving.memory import Seen
 from tests.support.serving.running import WAIT_S, GatedEngine, infer_json, running
 
@@ -161,57 +162,32 @@ def test_bodies_that_are_refused_on_another_thread_are_freed_at_once(
 # -- what one turn of the loop does
 
 
-def test_one_turn_of_the_loop_delivers_answers_for_a_short_time() -> None:
-    loop, clock, done = Loop(), Clock(), list[int]()
-    deliver = TurnDelivery(loop.call_soon, clock)
-
-    def slow(_: Pending) -> None:
-        clock.us += TURN_US * 6 // 10
-        done.append(clock.us)
-
-    for _ in range(3):  # batches that ended in one turn of the loop
-        deliver([pending(done=slow) for _ in range(3)])
-    assert len(done) == 2
-    turns = 0
-    while len(done) < 9:
-        assert loop.turn() == 1
-        turns += 1
-    assert turns == 4
-    while loop.turn():
-        pass
-    deliver([pending(done=slow)])
-    assert len(done) == 10
-
-
-def test_short_deliveries_do_not_wait_for_the_next_turn_of_the_loop() -> None:
-    loop, clock, done = Loop(), Clock(), list[Pending]()
-    deliver = TurnDelivery(loop.call_soon, clock)
-    for _ in range(100):
-        deliver([pending(done=done.append)])
-        clock.us += 10
-    assert len(done) == 100
-    assert not loop.asked
-
-
-def test_an_answer_whose_delivery_fails_does_not_affect_the_others() -> None:
-    loop, done = Loop(), list[Pending]()
-    deliver = TurnDelivery(loop.call_soon, Clock())
-
-    def fail(_: Pending) -> None:
-        raise RuntimeError("in a test")
-
-    deliver([pending(done=fail), pending(done=done.append)])
-    assert len(done) == 1
-
-
-def test_the_server_delivers_batches_in_turns_of_its_loop(eventually: Eventually) -> None:
+def test_the_server_delivers_batches_in_turns_of_its_loop(
+    monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    """Several batches end within one turn; an answer that fails does not affect the others."""
     with running() as server:
-        delivered: list[Sequence[Pending]] = []
-        assert isinstance(server.server._delivery, TurnDelivery)
-        server.server._delivery = delivered.append  # type: ignore[assignment]
-        batch = [pending()]
-        server.server._deliver(batch)
-        eventually(lambda: delivered == [batch])
+        finished, turns, seen = server.server._finished, [0], list[int]()
+        begin = finished._begin
+
+        def begun() -> None:
+            turns[0] += 1
+            begin()
+
+        monkeypatch.setattr(finished, "_begin", begun)
+        now_s = [0.0]
+        finished.clock_s = lambda: now_s[0]
+
+        def slow(_: Pending) -> None:
+            now_s[0] += DELIVERY_S * 0.6
+            seen.append(turns[0])
+            raise RuntimeError("in a test")
+
+        for _ in range(3):
+            server.server._deliver([pending(done=slow) for _ in range(3)])
+        eventually(lambda: len(seen) == 9)
+        assert seen[:2] == [0, 0]
+        assert max(Counter(seen).values()) == 2
 
 
 # -- gRPC: what is slow to encode or to decode
