@@ -18,11 +18,10 @@ from deploykit.serving.http2.connection import PREFACE, Http2Connection
 from deploykit.serving.http2.frames import DATA, HEADERS, RST_STREAM, SETTINGS, frame
 from deploykit.serving.http2.shared import Http2Limits
 from deploykit.serving.transport import turns
-from tests.serving.http2.test_rfc9113 import block
 from tests.support.serving import wired
 from tests.support.serving.grpc_cases import CALM, STREAM, Answer, frames, infer_bytes, serving
 from tests.support.serving.running import WAIT_S, GatedEngine
-from tests.support.serving.wired import Wire, Wired
+from tests.support.serving.wired import Wire, Wired, block
 
 STEP_S = 0.001  # that each step of the work seems to take
 IN_A_TURN = round(turns.TURN_S / STEP_S)

@@ -8,30 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.serving.grpc_cases import INFER, Frames, Serving, frames, packed, serving
+from tests.support.serving.grpc_cases import INFER, LIVE, Frames, Serving, frames, packed, serving
+from tests.support.serving.wired import block
 
-LIVE = INFER.replace("ModelInfer", "ServerLive")
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY = range(8)
 WINDOW_UPDATE, CONTINUATION = 8, 9
 PROTOCOL, FLOW_CONTROL, CLOSED, FRAME_SIZE, COMPRESSION, CALM = 1, 3, 5, 6, 9, 11
 END_HEADERS, END, PADDED = 4, 1, 8
 EMPTY = bytes(5)  # a whole gRPC message without content
 WINDOW_MOST = b"\x7f\xff\xff\xff"
-
-
-def block(*more: tuple[bytes, bytes], without: bytes = b"", path: str = LIVE) -> bytes:
-    """The headers of a call as HPACK literals; `more` come last, and replace none."""
-    pairs = [
-        (b":method", b"POST"),
-        (b":scheme", b"http"),
-        (b":path", path.encode()),
-        (b"te", b"trailers"),
-        (b"content-type", b"application/grpc"),
-    ]
-    pairs = [pair for pair in pairs if pair[0] != without] + list(more)
-    return b"".join(
-        b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value for name, value in pairs
-    )
 
 
 OPEN = (HEADERS, END_HEADERS, 1, block())

@@ -10,6 +10,7 @@ from deploykit.serving.grpc.headers import HeadParser, Method
 from deploykit.serving.http2.connection import Http2Connection
 from deploykit.serving.http2.shared import Http2Limits, Shared
 from deploykit.serving.transport.memory import MemoryBudget
+from tests.support.serving.grpc_cases import LIVE
 
 
 class Wire(asyncio.Transport):
@@ -67,6 +68,21 @@ METHODS = {
     "/echo": Method(_echo),
     "/stream": Method(_echo_twice, lambda call: call.complete()),
 }
+
+
+def block(*more: tuple[bytes, bytes], without: bytes = b"", path: str = LIVE) -> bytes:
+    """The headers of a call as HPACK literals; `more` come last, and replace none."""
+    pairs = [
+        (b":method", b"POST"),
+        (b":scheme", b"http"),
+        (b":path", path.encode()),
+        (b"te", b"trailers"),
+        (b"content-type", b"application/grpc"),
+    ]
+    pairs = [pair for pair in pairs if pair[0] != without] + list(more)
+    return b"".join(
+        b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value for name, value in pairs
+    )
 
 
 class Wired:
