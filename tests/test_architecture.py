@@ -51,17 +51,17 @@ OWNERS = {
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 3000,
-    "runtimes": 5955,
+    "core": 3020,
+    "runtimes": 5960,
     "training": 300,
-    "exporters": 1030,
+    "exporters": 1230,
     "onnx_graph+quantization": 5020,
     "builders": 1600,
     "measure": 4260,
     "serving": 11220,
     "api": 5060,
     "cli": 1880,
-    "": 39300,  # the whole package
+    "": 39500,  # the whole package
 }
 LONG: set[str] = set()  # functions over 60 lines
 

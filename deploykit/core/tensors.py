@@ -140,3 +140,23 @@ def without_batch(spec: TensorSpec, shape: Sequence[int]) -> str:
 def concrete(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """The shape with each dynamic axis replaced by its size in `sizes`, by default 1."""
     return tuple(sizes.get(axis, 1) if isinstance(axis, str) else axis for axis in spec.shape)
+
+
+def steps_counted(
+    spec: TensorSpec, specs: Sequence[TensorSpec], sizes: Mapping[str, int]
+) -> int | None:
+    """How many steps the rows have whose lengths, by its name, `spec` holds; None for other inputs.
+
+    A length of each row, as packed sequences need them: integers of shape (N) next to an input
+    of shape (N, T, ...) or (T, N, ...).
+    """
+    name = spec.name.lower()
+    named = "length" in name or name.endswith(("lens", "_len"))
+    if not named or "int" not in spec.dtype or len(spec.shape) != 1:
+        return None
+    row = spec.shape[0]
+    pairs = [other.shape[:2] for other in specs if len(other.shape) > 1 and row in other.shape[:2]]
+    steps = [axis for pair in pairs for axis in pair if axis != row]
+    return min(
+        (sizes.get(str(axis), 1) if isinstance(axis, str) else axis for axis in steps), default=None
+    )

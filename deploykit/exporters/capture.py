@@ -21,6 +21,7 @@ from typing import Any
 
 from deploykit.core.extras import require
 from deploykit.core.tensors import TensorSpec, concrete
+from deploykit.exporters import recurrent
 from deploykit.exporters.reasons import (
     SizeWatch,
     baked,
@@ -86,7 +87,7 @@ def by_dynamo(
     Raises NotExported.
     """
     example, shapes = _example(inputs, sizes), _dynamic_shapes(module, inputs)
-    with _exporting(), SizeWatch() as watch:
+    with _exporting(), recurrent.kept_whole(), SizeWatch() as watch:
         try:
             program = torch.onnx.export(
                 module,
@@ -96,6 +97,7 @@ def by_dynamo(
                 input_names=[spec.name for spec in inputs],
                 output_names=[spec.name for spec in outputs],
                 opset_version=opset,
+                custom_translation_table=recurrent.translations(),
                 verbose=False,
             )
             graph = program.model
@@ -270,14 +272,9 @@ def _dynamic_shapes(module: Any, inputs: Sequence[TensorSpec]) -> tuple[Any, ...
 def _exporting() -> Iterator[list[warnings.WarningMessage]]:
     """Torch set up for export, and kept off the user's terminal; gives the warnings it had.
 
-    torch resolves an operator of a recurrent layer once, when it takes it apart after its first
-    export, and would take it apart in the next one, where each length is a graph of its own.
     The fast path of torch's transformer layers is one operator that ONNX does not have. Whether a
     mask is causal they find out by its values; that only chooses a kernel, and no answer is right.
     """
-    for layer in (torch.ops.aten.lstm, torch.ops.aten.gru):
-        for name in layer.overloads():
-            getattr(layer, name)._dispatch_cache.clear()
     detect = transformer._detect_is_causal_mask
     transformer._detect_is_causal_mask = _is_causal
     fast = torch.backends.mha.get_fastpath_enabled()

@@ -94,6 +94,9 @@ def explain(
     chain = list(_causes(exc))
     frame = next((found for item in reversed(chain) if (found := _raised_at(item))), None)
     place = source_place(frame.filename, frame.lineno or 0, frame.name) if frame else ""
+    own = next((item for item in chain if isinstance(item, NotExported)), None)
+    if own is not None:
+        return NotExported(f"{own.message} ({place})", hint=own.hint, final=own.final)
     if any(_data_dependent(item) for item in chain):
         if frame and is_written_for_tracing(frame.filename):
             return NotExported(

@@ -226,27 +226,6 @@ def test_an_encoder_goes_through_the_older_exporter_too(tmp_path: Path) -> None:
     np.testing.assert_allclose(ran(out, x=x)["y"], expected, atol=1e-5)
 
 
-def test_an_lstm_is_one_operator_and_takes_any_length(tmp_path: Path) -> None:
-    class Reader(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = torch.nn.LSTM(4, 3, batch_first=True, bidirectional=True)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return (self.lstm(x)[0],)
-
-    module = Reader().eval()
-    inputs, outputs = [parse_spec("x:float32[N,T,4]")], [parse_spec("y:float32[N,T,6]")]
-    for _ in range(2):  # what torch caches of the first must not decide the second
-        export_module(module, inputs, outputs, tmp_path / "m.onnx")
-    assert "LSTM" in {node.op_type for node in onnx.load(tmp_path / "m.onnx").graph.node}
-    for shape in ((1, 1, 4), (3, 11, 4)):
-        x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-        with torch.inference_mode():
-            expected = module(torch.from_numpy(x))[0].numpy()
-        np.testing.assert_allclose(ran(tmp_path / "m.onnx", x=x)["y"], expected, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("profile", "opset"),
     [

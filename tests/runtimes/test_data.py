@@ -171,6 +171,22 @@ def test_random_feeds_fit_their_specs() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("specs", "name"),
+    [
+        ("x:float32[N,T,4] lengths:int64[N]", "lengths"),
+        ("x:float32[T,N,4] src_lens:int32[N]", "src_lens"),
+        ("x:int64[N,T] y:int64[N,U] x_len:int64[N]", "x_len"),
+    ],
+)
+def test_random_lengths_are_those_that_rows_can_have(specs: str, name: str) -> None:
+    parsed = tuple(map(parse_spec, specs.split()))
+    found = random_feeds(parsed, {"N": 50, "T": 5, "U": 7})[name]
+    assert set(found.tolist()) == {1, 2, 3, 4, 5}
+    assert found[-1] == 5
+    assert set(random_feeds((TensorSpec(name, "int64", ("N",)),), {"N": 90})[name]) == {*range(10)}
+
+
 def test_random_feeds_depend_on_the_seed_alone() -> None:
     first, again, other = (random_feeds(SPECS, {"N": 50}, seed) for seed in (1, 1, 2))
     for name in first:

@@ -24,7 +24,7 @@ from deploykit.core.artefact import sniff
 from deploykit.core.errors import BadInput, DeploykitError, first_line, os_reason
 from deploykit.core.files import atomic_write, check_readable
 from deploykit.core.memory import check_fits, check_memory, does_not_fit
-from deploykit.core.tensors import BATCH, TensorSpec, carrier, concrete, mismatch
+from deploykit.core.tensors import BATCH, TensorSpec, carrier, concrete, mismatch, steps_counted
 
 LABELS, INPUTS = "labels", "inputs/"  # the second stands before names in golden samples
 _DATA = "data is an .npz or .npy file, or a folder of images"
@@ -369,10 +369,10 @@ def random_feeds(
 ) -> dict[str, np.ndarray]:
     """Seeded inputs for timing and parity.
 
-    Standard normal floats, uint8 from 0 to 255, other integers and strings from 0 to 9. Booleans
-    and a mask, by its name, get zeros and ones, with a one first in each row and, as booleans, the
-    other value last; with "pad" in its name the reverse: attention over a fully masked row is
-    undefined. `sizes`: of the dynamic axes, 1 by default.
+    Standard normal floats, uint8 from 0 to 255, lengths of rows by their name, the last of a full
+    row, other integers and strings from 0 to 9. Booleans and a mask, by its name, get zeros and
+    ones, with a one first in each row and, as booleans, the other value last; with "pad" in its
+    name the reverse: attention over a fully masked row is undefined. `sizes`: 1 by default.
     """
     random, feeds = np.random.default_rng(seed), {}
     for spec in specs:
@@ -387,6 +387,9 @@ def random_feeds(
             if found.ndim > 1:  # either value may be the one that hides
                 found[..., :1] = "pad" not in spec.name.lower()
                 found[..., -1:] = ~found[..., :1] if shape[-1] > 1 else found[..., :1]
+        elif (steps := steps_counted(spec, specs, sizes)) is not None:
+            feeds[spec.name] = random.integers(1, steps + 1, shape).astype(spec.dtype)
+            feeds[spec.name][-1:] = steps
         elif "mask" in spec.name.lower():
             feeds[spec.name] = found = random.integers(0, 2, shape).astype(spec.dtype)
             found[..., :1] = 1

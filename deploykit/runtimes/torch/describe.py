@@ -12,7 +12,7 @@ from typing import Any
 
 from deploykit.core.errors import BadInput, DeploykitError, first_line
 from deploykit.core.extras import require
-from deploykit.core.tensors import TensorSpec, concrete, make_spec
+from deploykit.core.tensors import TensorSpec, concrete, make_spec, steps_counted
 from deploykit.runtimes.torch.operators import absent, lacks
 from deploykit.runtimes.torch.outputs import Adapter, Place, output_names, parameter_names
 
@@ -193,11 +193,11 @@ def _hint(adapter: Adapter, inputs: Sequence[TensorSpec], exc: Exception) -> str
 
 
 def _feeds(inputs: Sequence[TensorSpec], sizes: Mapping[str, int], fill: int) -> list[Any]:
-    """Zeros for floats, `fill` for integers and booleans."""
+    """Zeros for floats, the number of steps for lengths, `fill` for other integers and booleans."""
     return [
         torch.full(
             concrete(spec, sizes),
-            0 if "float" in spec.dtype else fill,
+            0 if "float" in spec.dtype else steps_counted(spec, inputs, sizes) or fill,
             dtype=getattr(torch, spec.dtype),
         )
         for spec in inputs
