@@ -102,6 +102,13 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+def last_name(function: ast.expr) -> str:
+    """`c` of `a.b.c`; empty for what has no name. `ast.unparse` would take seconds for all calls."""
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
 MODULES = {module_of(path): path for path in FILES}
 
 
@@ -128,7 +135,7 @@ def imports_of(path: Path, *, top_level: bool = False, typing: bool = False) -> 
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 found.add(full if full in MODULES else node.module)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("require"):
+        elif isinstance(node, ast.Call) and last_name(node.func).endswith("require"):
             found |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
         pending += ast.iter_child_nodes(node)
     return frozenset(found)
