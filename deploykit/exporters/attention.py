@@ -23,11 +23,15 @@ _LARGEST = float(np.finfo(np.float32).max)
 def simplify_attention(model: Any) -> None:
     """Take both out of `model`, in place; what it computes stays the same to the bit.
 
+    Masks of Attention nodes that are broadcast along queries or keys are expanded.
+
     Scores that are NaN, through a NaN in an input, now give NaN, as in PyTorch, in place of 0.
     """
     changed = False
     for node in list(model.graph):
-        if node.op_type == "Where":
+        if node.op_type == "Attention" and node.domain == "":
+            _expand_mask(node)
+        elif node.op_type == "Where":
             changed |= _drop_guard(node)
         elif node.op_type == "Reshape":
             changed |= _transpose_once(node)
@@ -75,6 +79,33 @@ def _transpose_once(node: Any) -> bool:
     once = ir.node("Transpose", [key], {"perm": perm}, name=node.name)
     ir.convenience.replace_nodes_and_values(node.graph, node, [node], [once], [made], once.outputs)
     return True
+
+
+def _expand_mask(node: Any) -> None:
+    """Give the mask of an Attention its own axes of queries and keys, or what is not sure to be.
+
+    ONNX Runtime's kernel does not broadcast along these, as the standard says: such a mask, one row
+    for all queries, failed at every size but 1.
+    """
+    names = [*node.inputs, None, None, None]
+    mask, past = names[3], names[4]
+    if mask is None or mask.shape is None or any(len(_axes(x)) != 4 for x in names[:2]):
+        return
+    queries, keys = _axes(names[0])[2], _axes(names[1])[2]
+    own = [1, 1, *_axes(mask)][-2:]
+    narrow = own[1] == 1 and keys != 1 and past is None
+    if own[0] is not None and own[0] == queries and len(mask.shape) > 1 and not narrow:
+        return
+    sizes = [ir.node("Shape", [names[0]], {"start": 2, "end": 3})]
+    if narrow:
+        sizes.append(ir.node("Shape", [names[1]], {"start": 2, "end": 3}))
+    else:
+        one = ir.tensor(np.ones(1, np.int64))
+        sizes.append(ir.node("Constant", [], {"value": one}))
+    shape = ir.node("Concat", [each.outputs[0] for each in sizes], {"axis": 0})
+    expand = ir.node("Expand", [mask, shape.outputs[0]])
+    node.graph.insert_before(node, [*sizes, shape, expand])
+    node.replace_input_with(3, expand.outputs[0])
 
 
 def _axes(value: Any) -> list[int | str | None]:

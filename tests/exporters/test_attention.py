@@ -131,3 +131,53 @@ def test_a_guard_that_may_change_a_value_stays(other: dict[str, str]) -> None:
 )
 def test_other_reshapes_stay(other: dict[str, str]) -> None:
     assert simplify(SWAPPED.format(**{**KEY, **other}))[2]["Reshape"] == 2
+
+
+MASKED = """<ir_version: 10, opset_import: ["" : {opset}]>
+attention (float[{q}] q, float[2,{kv},5,4] k, float[2,{kv},5,4] v, {t}[{mask}] mask)
+ => (float[2,2,3,4] y)
+{{ y = Attention<is_causal = {causal}>(q, k, v, mask) }}"""
+CAUSAL = {"opset": "23", "q": "2,2,3,4", "kv": "2", "t": "float", "causal": "0"}
+
+
+@pytest.mark.parametrize(
+    ("mask", "other", "added"),
+    [
+        ("2,1,1,5", {}, 4),
+        ("2,1,1,5", {"t": "bool"}, 4),
+        ("2,1,1,5", {"causal": "1"}, 4),
+        ("2,1,1,5", {"opset": "24"}, 4),
+        ("2,1,1,5", {"q": "B,2,Q,4"}, 4),
+        ("2,1,1,5", {"kv": "1"}, 4),  # grouped queries
+        ("1,1,1,5", {}, 4),
+        ("2,1,5", {}, 4),  # of heads
+        ("1,5", {}, 4),
+        ("5", {"t": "bool"}, 4),
+        ("2,1,3,1", {}, 4),
+        ("2,1,1,1", {}, 4),
+        ("3,5", {}, 0),
+        ("2,2,3,5", {"t": "bool"}, 0),
+    ],
+    ids=str,
+)
+def test_masks_for_all_queries_or_keys_reach_onnx_runtime_expanded(
+    tmp_path: Path, mask: str, other: dict[str, str], added: int
+) -> None:
+    """Its kernel takes no mask that the standard would broadcast along these."""
+    text = MASKED.format(**{**CAUSAL, **other, "mask": mask})
+    _, after, kinds = simplify(text)
+    assert (kinds["Expand"], kinds.total()) == (int(added > 0), 1 + added)
+    onnx.save(after, tmp_path / "after.onnx")
+    whole = MASKED.format(**{**CAUSAL, **other, "mask": "2,2,3,5"})
+    onnx.save(onnx.parser.parse_model(whole), tmp_path / "whole.onnx")
+    rng = np.random.default_rng(0)
+    shapes = {"q": (2, 2, 3, 4), "k": (2, int(other.get("kv", "2")), 5, 4)}
+    feeds = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    feeds["v"] = feeds["k"][::-1].copy()
+    seen = rng.normal(size=[int(size) for size in mask.split(",")])
+    feeds["mask"] = seen > -0.5 if "bool" in text else seen.astype(np.float32)
+    with load(tmp_path / "after.onnx", "cpu") as engine:
+        got = engine(feeds)["y"]
+    feeds["mask"] = np.broadcast_to(feeds["mask"], (2, 2, 3, 5)).copy()
+    with load(tmp_path / "whole.onnx", "cpu") as engine:
+        np.testing.assert_allclose(got, engine(feeds)["y"], atol=1e-6)
