@@ -103,7 +103,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def last_name(function: ast.expr) -> str:
-    """`c` of `a.b.c`; empty for what has no name. `ast.unparse` would take seconds for all calls."""
+    """`c` of `a.b.c`; empty for what has no name. For all calls, `ast.unparse` takes seconds."""
     if isinstance(function, ast.Attribute):
         return function.attr
     return function.id if isinstance(function, ast.Name) else ""
