@@ -118,6 +118,7 @@ def _default_runtime(to: str) -> str:
 def write_quantized(job: Job, tmp: Path, place: Path, on_progress: Progress) -> Made:
     """Write the graph in the requested precision to `tmp`, with the manifest it has at `place`."""
     graph, evidence = write_graph(job, tmp, place.name, on_progress)
+    _check_lowered(job, graph, evidence)
     on_progress("measuring accuracy", 0.5)
     with open_both(job, graph) as (reference, candidate):
         found = evidence.accuracy or evaluate_engines(job, reference, candidate, place.name)
@@ -125,6 +126,19 @@ def write_quantized(job: Job, tmp: Path, place: Path, on_progress: Progress) -> 
     notes = (*evidence.notes, *accuracy_notes(job, found))
     evidence = replace(evidence, parity=found.parity, accuracy=found, golden=samples, notes=notes)
     return Made(place, _manifest(job, graph, evidence), notes)
+
+
+def _check_lowered(job: Job, graph: Graph, evidence: Evidence) -> None:
+    """Raise BadInput where no node computes in the half precision that was asked for."""
+    to = BY_NAME.get(job.request.to)
+    if to is not None and to.writer == CAST and to.dtype not in graph.precision:
+        raise BadInput(
+            f"{job.model}: no node of it would compute in {to.dtype}",
+            hint=next(
+                (note for note in evidence.notes if note.startswith("kept in float32")),
+                "nodes in 8 bits, in bodies of If and Loop, and of index arithmetic stay as they are",
+            ),
+        )
 
 
 def keep_if_passed(tmp: Path, made: Made, to: str) -> Made:

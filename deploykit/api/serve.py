@@ -138,7 +138,7 @@ def serve_until_stopped(
         pad={name: float(value) for name, value in values.items()},
         **options,
     )
-    files = _named("--engine", engines)
+    files = _named(engines)
     if not files:
         raise BadInput("no engine to serve", hint="give one as FILE or NAME=FILE")
     references = _references(shadows, list(files))
@@ -247,7 +247,7 @@ def _files_by_name(models: Models) -> dict[str, Path]:
         files = {name: Path(file) for name, file in models.items()}
     else:
         several = [models] if isinstance(models, (str, os.PathLike, Artefact)) else models
-        files = _named("`models`", [str(each) for each in several])
+        files = _named([str(each) for each in several])
     if not files:
         raise BadInput("`models` names no file to serve")
     return files
@@ -327,7 +327,7 @@ def _shadows(
     return found
 
 
-def _named(option: str, values: Sequence[str]) -> dict[str, Path]:
+def _named(values: Sequence[str]) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for text in values:
         match = _NAMED.fullmatch(text)
@@ -336,15 +336,13 @@ def _named(option: str, values: Sequence[str]) -> dict[str, Path]:
         given, equals, _ = text.partition("=")
         if equals and not match and "/" not in given and not path.exists():
             raise BadInput(
-                f"{option} {text}: '{given}' cannot be the name of a model"
+                f"{text}: '{given}' cannot be the name of a model"
                 if not _NAME.fullmatch(given)
-                else f"{option} {text}: the file is missing",
+                else f"{text}: the file is missing",
                 hint="NAME=FILE, with a NAME of 1 to 128 letters, digits, '.', '_' or '-'",
             )
         if name in files:
-            raise BadInput(
-                f"{option} {text}: the name '{name}' is taken", hint="give it another: NAME=FILE"
-            )
+            raise BadInput(f"{text}: the name '{name}' is taken", hint="give it another: NAME=FILE")
         files[name] = path
     return files
 

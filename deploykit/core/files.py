@@ -197,7 +197,10 @@ def check_inside(folder: Path, location: str, where: str) -> os.stat_result:
     except (OSError, ValueError) as exc:
         reason = os_reason(exc) if isinstance(exc, OSError) else first_line(exc)
         name = location if len(location) <= 200 else f"{location[:197]}..."
-        raise BadInput(f"{where}: its data file {name} cannot be read: {reason}") from exc
+        raise BadInput(
+            f"{where}: its data file {name} cannot be read: {reason}",
+            hint="copy or move a model together with its data files",
+        ) from exc
     if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1:
         raise BadInput(
             f"{where}: its data file {file} is not a regular file without hard links (links: "

@@ -236,6 +236,16 @@ def test_int8_scales_need_calibration_data(model: Path, to: str) -> None:
         dk.quantize(model, to)
 
 
+@pytest.mark.parametrize("to", ["fp16", "bf16"])
+def test_a_model_that_no_half_precision_can_reach_is_refused(
+    to: str, model: Path, calib: Path, tmp_path: Path
+) -> None:
+    integers = dk.build(model, profile="cpu", precision="int8", calib=calib, max_drop=1.0).path
+    with pytest.raises(dk.BadInput, match=r"no node of it would compute in b?float16"):
+        dk.quantize(integers, to, out=tmp_path / "half.onnx")
+    assert not (tmp_path / "half.onnx").exists()
+
+
 def test_an_unknown_metric_is_refused(model: Path, data: Path) -> None:
     with pytest.raises(dk.BadInput, match="'f1' is not a metric"):
         dk.quantize(model, "fp16", data=data, metric="f1")

@@ -105,7 +105,7 @@ def _resolve(url: str) -> tuple[str, str, int]:
             return f"{shown}:{port}", str(address[0]), port
     raise BadInput(
         f"{url}: no server answers there: {reason}",
-        hint="start one with: deploykit serve --engine model.onnx",
+        hint="start one with: deploykit serve model.onnx",
     )
 
 
