@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -148,57 +149,61 @@ def floor_of(module: str) -> tuple[int, str]:
     return (3 if room in ROOMS else FLOORS.get(room, 0)), room
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_go_downwards_only(path: Path) -> None:
-    floor, room = floor_of(module_of(path))
-    if floor == 0:
-        return
-    for module in imports_of(path):
-        if module.split(".")[0] != "deploykit":
+# one test goes through all files: a test for each of 280 files costs more than what it finds out
+
+
+def test_imports_go_downwards_only() -> None:
+    wrong = []
+    for path in FILES:
+        floor, room = floor_of(module_of(path))
+        for module in imports_of(path) if floor else ():
+            if not module.startswith("deploykit."):  # `deploykit` alone: its __version__
+                continue
+            other_floor, other_room = floor_of(module)
+            if other_floor > floor:
+                wrong.append(f"{name_of(path)} imports upward: {module}")
+            elif other_floor == floor and other_room != room:
+                wrong.append(f"{name_of(path)} imports sideways: {module}")
+    assert wrong == []
+
+
+def test_the_rooms_of_serving_form_a_line() -> None:
+    wrong = []
+    for path in sorted((PACKAGE / "serving").rglob("*.py")):
+        if path == PACKAGE / "serving" / "__init__.py":
             continue
-        other_floor, other_room = floor_of(module)
-        if module == "deploykit":  # its __version__
-            continue
-        sideways = other_floor == floor and other_room != room
-        assert other_floor <= floor, f"{name_of(path)} imports upward: {module}"
-        assert not sideways, f"{name_of(path)} imports sideways: {module}"
+        room = module_of(path).split(".")[2]
+        known = set(SERVING[: SERVING.index(room) + 1]) - SERVING_STRANGERS.get(room, set())
+        wrong += [
+            f"{name_of(path)} imports {module}, which {room} must not know"
+            for module in imports_of(path, typing=True)
+            if module.startswith("deploykit.serving.") and module.split(".")[2] not in known
+        ]
+    assert wrong == []
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if name_of(path).startswith("serving/")], ids=name_of
-)
-def test_the_rooms_of_serving_form_a_line(path: Path) -> None:
-    if path == PACKAGE / "serving" / "__init__.py":
-        return
-    room = module_of(path).split(".")[2]
-    known = set(SERVING[: SERVING.index(room) + 1]) - SERVING_STRANGERS.get(room, set())
-    for module in imports_of(path, typing=True):
-        if module.startswith("deploykit.serving."):
-            other = module.split(".")[2]
-            assert other in known, f"{name_of(path)} imports {module}, {room} must not know {other}"
+def test_heavy_imports_stay_with_their_owners() -> None:
+    wrong = [
+        f"{name_of(path)} imports {module}, which belongs to {owners}"
+        for path in FILES
+        for module in imports_of(path)
+        if (owners := OWNERS.get(module.split(".")[0])) is not None
+        and not any(
+            name_of(path) == owner
+            or (owner[-1] in "/*" and name_of(path).startswith(owner.rstrip("*")))
+            for owner in owners
+        )
+    ]
+    assert wrong == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_heavy_imports_stay_with_their_owners(path: Path) -> None:
-    for module in imports_of(path):
-        top = module.split(".")[0]
-        if top in OWNERS:
-            name = name_of(path)
-            allowed = any(
-                name == owner or (owner[-1] in "/*" and name.startswith(owner.rstrip("*")))
-                for owner in OWNERS[top]
-            )
-            assert allowed, f"{name} imports {module}, which belongs to {OWNERS[top]}"
-
-
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_numpy_is_imported_inside_functions_in_api_and_cli_and_never_in_core(path: Path) -> None:
-    floor, _ = floor_of(module_of(path))
-    if floor in (2, 3):
-        return
-    assert "numpy" not in imports_of(path, top_level=True)
-    if floor == 1:
-        assert "numpy" not in imports_of(path)
+def test_numpy_is_imported_inside_functions_in_api_and_cli_and_never_in_core() -> None:
+    floors = {path: floor_of(module_of(path))[0] for path in FILES}
+    assert [
+        name_of(path)
+        for path, floor in floors.items()
+        if floor not in (2, 3) and "numpy" in imports_of(path, top_level=floor != 1)
+    ] == []
 
 
 def test_core_imports_the_standard_library_only() -> None:
@@ -243,14 +248,15 @@ def test_no_function_is_over_60_lines() -> None:
     assert long <= LONG
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_no_file_is_over_400_lines(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
+def test_no_file_is_over_400_lines() -> None:
+    lines = {name_of(path): len(path.read_text("utf-8").splitlines()) for path in FILES}
+    assert {name: count for name, count in lines.items() if count > 400} == {}
 
 
 def test_no_name_stands_for_two_things() -> None:
     """Classes and functions at the top of two modules: those in SHARED, each with its reason."""
-    assert house_counts.twice(house_counts.trees()) == sorted(house_counts.SHARED)
+    trees = {name_of(path): tree_of(path) for path in FILES}
+    assert house_counts.twice(trees) == sorted(house_counts.SHARED)
 
 
 @pytest.mark.parametrize("room", BUDGETS)
@@ -268,13 +274,14 @@ def test_no_module_has_the_name_of_a_public_verb() -> None:
     assert not names & set(deploykit._PUBLIC)
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_every_file_opens_with_what_it_is_for(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    if text.strip():
-        assert ast.get_docstring(tree_of(path)), name_of(path)
-        bare = path.name == "__init__.py"
-        assert bare or "from __future__ import annotations" in text, name_of(path)
+def test_every_file_opens_with_what_it_is_for() -> None:
+    texts = {path: path.read_text(encoding="utf-8") for path in FILES}
+    assert [
+        name_of(path)
+        for path, text in texts.items()
+        if (text.strip() and not ast.get_docstring(tree_of(path)))
+        or (path.name != "__init__.py" and "from __future__ import annotations" not in text)
+    ] == []
 
 
 def test_every_output_of_a_verb_passes_one_place() -> None:
@@ -309,16 +316,17 @@ TESTS = Path(__file__).resolve().parent
 PROGRAMS = ("support/", "gpu/", "nvidia/")  # folders of helpers, and of programs that users run
 
 
+IMPORTS_A_TEST = re.compile(r"^ *(?:from|import) tests\b.*\b(?:test_\w+|conftest)\b.*", re.M)
+
+
 def name_of_test(path: Path) -> str:
     return path.relative_to(TESTS).as_posix()
 
 
-@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=name_of_test)
-def test_no_file_imports_a_test(path: Path) -> None:
-    for module in imports_of(path, typing=True):
-        last = module.rpartition(".")[2]
-        is_test = module.startswith("tests.") and (last.startswith("test_") or last == "conftest")
-        assert not is_test, f"{name_of_test(path)} imports {module}: share it in tests/support"
+def test_no_file_imports_a_test() -> None:
+    """What two of them need is in tests/support."""
+    found = {path: IMPORTS_A_TEST.findall(path.read_text("utf-8")) for path in TESTS.rglob("*.py")}
+    assert {name_of_test(path): lines for path, lines in found.items() if lines} == {}
 
 
 def test_folders_of_tests_hold_only_tests() -> None:
