@@ -136,7 +136,7 @@ def _check_lowered(job: Job, graph: Graph, evidence: Evidence) -> None:
             f"{job.model}: no node of it would compute in {to.dtype}",
             hint=next(
                 (note for note in evidence.notes if note.startswith("kept in float32")),
-                "nodes in 8 bits, in bodies of If and Loop, and of index arithmetic stay as they are",
+                "8-bit nodes, bodies of If and Loop and index arithmetic stay as they are",
             ),
         )
 
