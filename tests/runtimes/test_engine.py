@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from deploykit.core.errors import BadInput, DeploykitError, NotFound, Unsupported
@@ -157,3 +158,22 @@ def test_every_engine_has_all_that_the_protocol_declares() -> None:
         False,
         (0, 0),
     )
+
+
+def test_a_mask_that_onnx_runtime_does_not_broadcast_is_refused_in_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("onnxruntime")
+    head = '<ir_version: 10, opset_import: ["" : 23]> g '
+    sizes = "(float[N,1,T,4] x, float[N,1,1,T] mask) => (float[N,1,T,4] y)"
+    model = onnx.parser.parse_model(f"{head}{sizes} {{ [a] y = Attention(x, x, x, mask) }}")
+    onnx.save(model, tmp_path / "m.onnx")
+    feeds = {"x": np.ones((1, 1, 3, 4), np.float32), "mask": np.zeros((1, 1, 1, 3), np.float32)}
+    with load(tmp_path / "m.onnx", "cpu") as engine, pytest.raises(BadInput) as caught:
+        engine(feeds)
+    why = "inconsistent q_sequence_length (between attn_mask and Q)"
+    assert caught.value.message == (
+        f"{tmp_path / 'm.onnx'}: ONNX Runtime refused it: node 'a' (Attention): {why}"
+    )
+    assert "Expand before the Attention" in (caught.value.hint or "")
+    assert capfd.readouterr().err == ""

@@ -75,6 +75,7 @@ SHRINK_S = 10.0
 # onnxruntime_session_options_config_keys.h and "Quantize ONNX Models", "U8U8".
 EXACT_INTEGERS = "session.x64quantprecision"
 _NUMBER = re.compile(r"[0-9]{1,18}")
+_FAILED_NODE = re.compile(r"running (\w+) node. Name:'(.*?)' Status Message: ")
 _CUDA_FAILURE = re.compile(r"CUDA failure (\d+): ([^;\n]*)")
 # Fused, these are slower on a CPU than in parts: a BERT took 1.11 (float32) to 1.24 (INT8) times as
 # long; benchmarks/cpu_int8.py
@@ -214,7 +215,7 @@ def _is_steady(path: Path, inputs: Sequence[TensorSpec]) -> bool:
 
 
 def session_options(threads: int | None, *, half: bool = False, exact: bool = True) -> Any:
-    """Options of every session: no spinning threads, and only errors logged.
+    """Options of every session: no spinning threads, and no log: errors are raised.
 
     `exact`: integer sums are exact on every CPU; without it, weights stay as the file has them.
     `half`: the graph has float16. At its default level ONNX Runtime's CPU provider crashes on some
@@ -225,7 +226,7 @@ def session_options(threads: int | None, *, half: bool = False, exact: bool = Tr
     options.inter_op_num_threads = 1
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry(EXACT_INTEGERS, str(int(exact)))
-    options.log_severity_level = 3
+    options.log_severity_level = 4
     level = ort.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_ENABLE_EXTENDED if half else level.ORT_ENABLE_ALL
     return options
@@ -346,9 +347,23 @@ def onnxruntime_errors(path: Path, device: str = "cpu") -> Iterator[None]:
     except ort_state.NotImplemented as exc:
         raise Unsupported(f"{path}: {first_line(exc)}", hint="see: deploykit doctor") from exc
     except (ort_state.InvalidGraph, ort_state.InvalidArgument, ort_state.Fail) as exc:
-        raise BadInput(f"{path}: ONNX Runtime refused it: {first_line(exc)}") from exc
+        raise BadInput(f"{path}: ONNX Runtime refused it: {_why(exc)}", hint=_cure(exc)) from exc
     except (ort_state.RuntimeException, ort_state.EPFail, RuntimeError, ValueError) as exc:
-        raise Unsupported(f"{path}: ONNX Runtime failed: {first_line(exc)}") from exc
+        raise Unsupported(f"{path}: ONNX Runtime failed: {_why(exc)}") from exc
+
+
+def _why(exc: Exception) -> str:
+    """Its first line without the C++ function and its file; the node comes first."""
+    text = first_line(exc)
+    node = _FAILED_NODE.search(text)
+    reason = text[node.end() :].rpartition(" was false. ")[2] if node else ""
+    return f"node '{node[2]}' ({node[1]}): {reason}" if node and reason else text
+
+
+def _cure(exc: Exception) -> str | None:
+    if "attn_mask" not in str(exc):
+        return None
+    return "ONNX Runtime needs the mask as [.., queries, keys]: put an Expand before the Attention"
 
 
 def _files(path: Path) -> Iterator[Path]:
