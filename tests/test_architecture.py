@@ -53,7 +53,7 @@ OWNERS = {
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
     "core": 3020,
-    "runtimes": 5960,
+    "runtimes": 5990,
     "training": 300,
     "exporters": 1260,
     "onnx_graph+quantization": 5020,
@@ -62,7 +62,7 @@ BUDGETS = {
     "serving": 11220,
     "api": 5060,
     "cli": 1880,
-    "": 39500,  # the whole package
+    "": 39550,  # the whole package
 }
 LONG: set[str] = set()  # functions over 60 lines
 

@@ -85,3 +85,34 @@ def test_a_built_file_keeps_the_weights_as_they_are(
     found = onnx.load(tmp_path / "built.onnx").graph.initializer
     assert [each.data_type for each in found if len(each.dims) == 2] == [TensorProto.INT8]
     assert capfd.readouterr() == ("", "")  # ONNX Runtime warns of an option that is set twice
+
+
+def shared_weights() -> onnx.ModelProto:
+    """Two products with the same INT8 weights, as tied layers have."""
+    return onnx.parser.parse_model(
+        """<ir_version: 9, opset_import: ["" : 17]>
+        g (float[N,8] x) => (float[N,8] y)
+        <float s = {0.5}, uint8 zero = {128}, int8 zero_w = {0}>
+        {
+          q = QuantizeLinear(x, s, zero)
+          d = DequantizeLinear(q, s, zero)
+          weights = DequantizeLinear(w, s, zero_w)
+          a = MatMul(d, weights)
+          r = QuantizeLinear(a, s, zero)
+          e = DequantizeLinear(r, s, zero)
+          y = MatMul(e, weights)
+        }"""
+    )
+
+
+@pytest.mark.parametrize("opened", [load, open_as_written])
+def test_weights_that_two_nodes_share_open_on_every_cpu_and_stay_exact(
+    opened: Callable[[Path], Engine], tmp_path: Path
+) -> None:
+    """ONNX Runtime 1.32 gives up where it makes them exact for a CPU without VNNI."""
+    model = shared_weights()
+    every = np.full((8, 8), 127, np.int8)
+    model.graph.initializer.append(numpy_helper.from_array(every, "w"))
+    with opened(save(model, tmp_path / "m.onnx")) as engine:
+        found = engine({"x": np.full((2, 8), 1, np.float32)})["y"]
+    np.testing.assert_allclose(found, 8 * 63.5 * 63.5)

@@ -45,6 +45,7 @@ from deploykit.runtimes.onnxruntime.file import (
     small_floats,
     stored_twice,
 )
+from deploykit.runtimes.onnxruntime.messages import cure, reason
 
 ort = require("onnxruntime")
 ort_state = require("onnxruntime.capi.onnxruntime_pybind11_state")
@@ -75,7 +76,7 @@ SHRINK_S = 10.0
 # onnxruntime_session_options_config_keys.h and "Quantize ONNX Models", "U8U8".
 EXACT_INTEGERS = "session.x64quantprecision"
 _NUMBER = re.compile(r"[0-9]{1,18}")
-_FAILED_NODE = re.compile(r"running (\w+) node. Name:'(.*?)' Status Message: ")
+_UNSHARED = "ONNX Runtime runs them in float32, or rounds their sums, on a CPU without VNNI"
 _CUDA_FAILURE = re.compile(r"CUDA failure (\d+): ([^;\n]*)")
 # Fused, these are slower on a CPU than in parts: a BERT took 1.11 (float32) to 1.24 (INT8) times as
 # long; benchmarks/cpu_int8.py
@@ -142,6 +143,8 @@ class OnnxRuntimeEngine(BaseEngine):
             self.notes = (f"{path}: no CUDA graphs: {exc.message}",)
             graphs = ()
             self.session = _session(path, device, threads, optimise=optimise)
+        if self.session.get_session_options().get_session_config_entry(EXACT_INTEGERS) == "0":
+            self.notes += (f"{path}: nodes share INT8 weights: {_UNSHARED}",)
         self.inputs = tuple(_spec(path, node) for node in self.session.get_inputs())
         self.outputs = tuple(_spec(path, node) for node in self.session.get_outputs())
         self._names = [spec.name for spec in self.outputs]
@@ -233,14 +236,22 @@ def session_options(threads: int | None, *, half: bool = False, exact: bool = Tr
 
 
 def _session(
-    path: Path, device: str, threads: int | None, *, optimise: bool, graphs: bool = False
+    path: Path,
+    device: str,
+    threads: int | None,
+    *,
+    optimise: bool,
+    graphs: bool = False,
+    exact: bool = True,
 ) -> Any:
     floats = small_floats(path)
-    options = session_options(threads, half="float16" in floats)
+    options = session_options(threads, half="float16" in floats, exact=exact)
     weights = read_weights(path, options)  # alive until the session has copied them
     # optimised float8 graphs are wrong in 1.31.1 (accuracy 98.5 % became 75 % on a small CNN)
     if "float8" in floats or not (optimise or multiplies_integers(path)):
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    elif not exact and not multiplies_integers(path):  # pairs that are not fused are float32
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
     providers: list[Any] = ["CPUExecutionProvider"]
     if device != "cpu":
         number = int(device.partition(":")[2] or 0)
@@ -251,13 +262,18 @@ def _session(
             with contextlib.redirect_stdout(sys.stderr):  # it prints what it cannot load
                 ort.preload_dlls()  # finds CUDA and cuDNN in pip's nvidia-* wheels
     with onnxruntime_errors(path, device):
-        session = ort.InferenceSession(
-            str(path),
-            sess_options=options,
-            providers=providers,
-            enable_fallback=0,
-            disabled_optimizers=SLOWER_ON_CPU if device == "cpu" else (),
-        )
+        try:
+            session = ort.InferenceSession(
+                str(path),
+                sess_options=options,
+                providers=providers,
+                enable_fallback=0,
+                disabled_optimizers=SLOWER_ON_CPU if device == "cpu" else (),
+            )
+        except ort_state.Fail as exc:
+            if not exact or "replace the existing tensor" not in str(exc):  # of 1.32
+                raise
+            session = _session(path, device, threads, optimise=optimise, graphs=graphs, exact=False)
     del weights
     return session
 
@@ -347,23 +363,9 @@ def onnxruntime_errors(path: Path, device: str = "cpu") -> Iterator[None]:
     except ort_state.NotImplemented as exc:
         raise Unsupported(f"{path}: {first_line(exc)}", hint="see: deploykit doctor") from exc
     except (ort_state.InvalidGraph, ort_state.InvalidArgument, ort_state.Fail) as exc:
-        raise BadInput(f"{path}: ONNX Runtime refused it: {_why(exc)}", hint=_cure(exc)) from exc
+        raise BadInput(f"{path}: ONNX Runtime refused it: {reason(exc)}", hint=cure(exc)) from exc
     except (ort_state.RuntimeException, ort_state.EPFail, RuntimeError, ValueError) as exc:
-        raise Unsupported(f"{path}: ONNX Runtime failed: {_why(exc)}") from exc
-
-
-def _why(exc: Exception) -> str:
-    """Its first line without the C++ function and its file; the node comes first."""
-    text = first_line(exc)
-    node = _FAILED_NODE.search(text)
-    reason = text[node.end() :].rpartition(" was false. ")[2] if node else ""
-    return f"node '{node[2]}' ({node[1]}): {reason}" if node and reason else text
-
-
-def _cure(exc: Exception) -> str | None:
-    if "attn_mask" not in str(exc):
-        return None
-    return "ONNX Runtime needs the mask as [.., queries, keys]: put an Expand before the Attention"
+        raise Unsupported(f"{path}: ONNX Runtime failed: {reason(exc)}") from exc
 
 
 def _files(path: Path) -> Iterator[Path]:
