@@ -59,10 +59,10 @@ BUDGETS = {
     "onnx_graph+quantization": 5020,
     "builders": 1600,
     "measure": 4260,
-    "serving": 11220,
+    "serving": 11270,
     "api": 5060,
     "cli": 1880,
-    "": 39550,  # the whole package
+    "": 39650,  # the whole package
 }
 LONG: set[str] = set()  # functions over 60 lines
 

@@ -8,6 +8,7 @@ from deploykit.core.errors import BadInput, TooLarge
 
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(;[\t\x20-\x7e\x80-\xff]*)?\r\n")
 _SIZE_LINE_BYTES = 4096
+_LINES = 1000  # about a millisecond
 _SIZE_LINE, _DATA, _DATA_END, _TRAILER = range(4)
 
 
@@ -22,7 +23,7 @@ class ChunkedBody:
         self._state = _SIZE_LINE
         self._line = b""  # the part received of a size line, a chunk's end or a trailer
         self._left = 0  # bytes of this chunk still to come
-        self._body_bytes = self._chunks = self._trailer_bytes = 0
+        self._body_bytes = self._chunks = self._trailer_bytes = self._lines = 0
         self.done = False
 
     @property
@@ -30,8 +31,9 @@ class ChunkedBody:
         return self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
 
     def feed(self, data: bytes, at: int = 0) -> int:
-        """Consume the body's bytes from `at` on; returns the index after them."""
-        while at < len(data) and not self.done:
+        """Consume the body's bytes from `at` on, _LINES lines at most; returns the index after."""
+        last = self._lines + _LINES
+        while at < len(data) and not self.done and self._lines < last:
             if self._state == _DATA:
                 piece = data[at : at + self._left]
                 self._pieces.append(piece)
@@ -42,6 +44,7 @@ class ChunkedBody:
                 continue
             end = data.find(b"\n", at) + 1
             piece = data[at : end or len(data)]
+            self._lines += 1
             self._line += piece
             at += len(piece)
             self._read_line(complete=end > 0)

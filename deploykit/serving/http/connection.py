@@ -19,12 +19,10 @@ from deploykit.serving.http.head import END, HeadReader
 from deploykit.serving.http.listener import READ_BYTES, Listener
 from deploykit.serving.http.state import State, is_reset
 from deploykit.serving.transport.call import RETRY, Head, reply_error
-from deploykit.serving.transport.security import HEALTH
 
 IDLE, HEAD, BODY, LAST, REFUSED, LINGERING, CLOSED = State
 _UNREAD = Head()
 _START = b"HTTP/1.1 "  # of every answer
-_HEALTH = (b"GET " + HEALTH.encode(), b"HEAD " + HEALTH.encode())
 
 
 class HttpConnection(asyncio.BufferedProtocol):
@@ -55,6 +53,10 @@ class HttpConnection(asyncio.BufferedProtocol):
     def unanswered(self) -> int:
         return len(self._exchanges)
 
+    @property
+    def idle_since_s(self) -> float | None:
+        return self._since_s if self._state <= HEAD and not self._exchanges else None
+
     def is_last(self, exchange: Exchange) -> bool:
         """Whether this is the latest request, so that the connection may end with its reply."""
         return bool(self._exchanges) and self._exchanges[-1] is exchange
@@ -65,7 +67,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._transport = cast("asyncio.Transport", transport)
         self._tls = transport.get_extra_info("sslcontext") is not None
         self.listener.connections.add(self)
-        if len(self.listener.connections) > self._limits.connections:
+        if not self.listener.make_room():
             self._refuse(503, f"there are {self._limits.connections} connections already")
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
@@ -103,12 +105,14 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._transport.pause_reading()
             self.listener.turns.wait(self._complete_body)
         elif self._state < LAST:
-            if not self.listener.turns.busy or self._is_health_check(nbytes):
+            turns = self.listener.turns
+            urgent = turns.busy and self._state is IDLE and self.listener.is_health_check(nbytes)
+            if not turns.busy or (urgent and not turns.overdrawn):
                 self._read(nbytes)
                 return
             self._pause()
             self._keep(0, nbytes)
-            self._resume()
+            self._resume(urgent=urgent)
 
     def eof_received(self) -> bool:
         """The client sends no more. If it still reads, it gets the answers to its whole requests.
@@ -136,26 +140,19 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.release_sent()
         self._resume()
 
-    def _is_health_check(self, end: int) -> bool:
-        """Whether nothing else was received: it costs little, and does not wait for a turn."""
-        if self._state is not IDLE or self._exchanges or self.listener.turns.overdrawn:
-            return False
-        data = self.listener.read_into
-        return data.startswith(_HEALTH, 0, end) and data.find(END, 0, end) == end - len(END)
-
     # -- waiting until the client takes replies ------------------------------------------------
 
     def _pause(self) -> None:
         self._paused = True
         self._transport.pause_reading()
 
-    def _resume(self) -> None:
+    def _resume(self, *, urgent: bool = False) -> None:
         """Process requests again if enough replies were sent."""
         room = len(self._exchanges) < self._limits.pipelined
         if self._stalled_s is None and room and not self._waits:
             self._paused = False
             if self._kept:  # not now: another connection may be using the shared buffer
-                self.listener.turns.wait(self._read_kept)
+                self.listener.turns.wait(self._read_kept, urgent=urgent)
             elif not self._ended:
                 self._transport.resume_reading()
 
@@ -195,6 +192,8 @@ class HttpConnection(asyncio.BufferedProtocol):
                 begun_s = listener.turns.clock_s()
                 at += self._read_chunks(self._chunks, bytes(view[at:end]))
                 listener.turns.spend(begun_s)
+                if listener.turns.busy:
+                    self._pause()
                 continue
             if self._state is IDLE:
                 stop = data.find(END, at, end) + len(END)

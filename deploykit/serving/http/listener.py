@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable
 from email.utils import formatdate
 from http import HTTPStatus
+from operator import itemgetter
 from typing import Protocol
 
 from deploykit.serving.http.exchange import Exchange
-from deploykit.serving.http.head import HttpLimits
+from deploykit.serving.http.head import END, HttpLimits
 from deploykit.serving.transport.call import Head
 from deploykit.serving.transport.memory import MemoryBudget
-from deploykit.serving.transport.security import AccessControl
+from deploykit.serving.transport.security import HEALTH, AccessControl
 from deploykit.serving.transport.turns import Turns
 
 READ_BYTES = 64 << 10
+_HEALTH = (b"GET " + HEALTH.encode(), b"HEAD " + HEALTH.encode())
+_IDLE_S = 1.0  # after which a connection without a request is closed if there are too many
+_CLOSED_AT_ONCE = 32  # finding them takes a millisecond
 _KNOWN_HEADS = 1024
 _KNOWN_HEAD_BYTES = 1024
 
 
 class HttpClient(Protocol):
-    """What the listener needs of a connection."""
+    """What the listener needs of a connection. `idle_since_s`: None while it has a request."""
+
+    @property
+    def idle_since_s(self) -> float | None: ...
 
     @property
     def unanswered(self) -> int: ...
@@ -55,6 +63,7 @@ class Listener:
         self.read_into = bytearray(READ_BYTES)  # shared: only one connection reads at a time
         self.view = memoryview(self.read_into)
         self.known_heads: dict[bytes, Head] = {}  # clients repeat theirs
+        self._closing = 0  # connections, to make room
         self._lines: dict[int, bytes] = {}
         self._date = ""
         self.tick(time.monotonic())
@@ -75,6 +84,27 @@ class Listener:
             if len(self.known_heads) >= _KNOWN_HEADS:
                 self.known_heads.clear()
             self.known_heads[raw] = head
+
+    def is_health_check(self, end: int) -> bool:
+        """Whether the first `end` bytes received are just that: it costs little."""
+        data = self.read_into
+        return data.startswith(_HEALTH, 0, end) and data.find(END, 0, end) == end - len(END)
+
+    def make_room(self) -> bool:
+        """Whether there are no more connections than allowed, or idle ones are closed for it."""
+        if len(self.connections) <= self.limits.connections:
+            self._closing = 0
+        elif self._closing:  # those close in the next turn of the event loop
+            self._closing -= 1
+        else:
+            last_s = self.now_s - _IDLE_S
+            found = [(each.idle_since_s, each) for each in self.connections]
+            idle = [(since_s, each) for since_s, each in found if since_s and since_s <= last_s]
+            for _, connection in heapq.nsmallest(_CLOSED_AT_ONCE, idle, key=itemgetter(0)):
+                connection.abort()
+                self._closing += 1
+            return bool(idle)
+        return True
 
     def line(self, status: int) -> bytes:
         """The status line and the Date of a reply, cached for a second."""

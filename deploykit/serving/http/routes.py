@@ -18,6 +18,7 @@ from deploykit.core.errors import (
     DeploykitError,
     NotFound,
     Overloaded,
+    TooLarge,
     Unsupported,
     quote,
 )
@@ -36,6 +37,7 @@ from deploykit.serving.web.status import Status
 
 log = logging.getLogger(__name__)
 
+_DOCUMENT_BYTES = 64 << 10
 _REGION = re.compile(
     r"/v2/systemsharedmemory(/region/(?P<name>[^/]+))?/(?P<what>status|register|unregister)"
 )
@@ -155,12 +157,21 @@ class Routes:
         call.reply(200, PAGE_HEADERS % guide.CONTENT_TYPE.encode(), [page])
 
     def _index(self, call: Call) -> None:
-        wanted = parse_json(bytes(call.body)).get("ready", False) if call.body else False
+        wanted = _document(call).get("ready", False) if call.body else False
         if type(wanted) is not bool:
             raise BadInput(f"'ready' must be true or false, got {quote(wanted)}")
         found = self._repository.index()
         chosen = [each for each in found if each["state"] == "READY" or not wanted]
         call.reply(200, JSON, [orjson.dumps(chosen)])
+
+
+def _document(call: Call) -> dict[str, Any]:
+    """The JSON of a request that is no inference, parsed on the event loop's thread."""
+    if len(call.body) > _DOCUMENT_BYTES:
+        raise TooLarge(
+            f"the body is above {_DOCUMENT_BYTES} bytes, which this route has no use for"
+        )
+    return parse_json(bytes(call.body))
 
 
 def _value(make: Callable[[], object]) -> Route:
@@ -180,7 +191,7 @@ def _regions(memory: SharedMemory, name: str | None, call: Call) -> None:
 
 
 def _register(memory: SharedMemory, name: str | None, call: Call) -> None:
-    body = parse_json(bytes(call.body))
+    body = _document(call)
     memory.register(name, body.get("key"), body.get("offset", 0), body.get("byte_size"))
     call.reply(200, JSON, [])
 

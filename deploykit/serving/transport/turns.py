@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
-TURN_S = 0.02  # for requests, in one turn of the loop; a new connection takes four turns
+TURN_S = 0.01  # for requests, in one turn of the loop; a new connection takes four turns
 DELIVERY_S = 0.01  # for what other threads have finished
 _SHORT_S = 0.001  # a turn with less is not counted
 
@@ -27,6 +27,7 @@ class Turns:
     ) -> None:
         self.clock_s = clock_s
         self.waiting: deque[Callable[[], None]] = deque()
+        self._urgent: deque[Callable[[], None]] = deque()
         self.busy = self.overdrawn = False
         self._turn_s = TURN_S if turn_s is None else turn_s
         self._spent_s = 0.0  # in short work, since the last turn that was counted
@@ -59,9 +60,9 @@ class Turns:
         work()
         self.spend(begun_s)
 
-    def wait(self, work: Callable[[], None]) -> None:
-        """Call it in one of the next turns, in order."""
-        self.waiting.append(work)
+    def wait(self, work: Callable[[], None], *, urgent: bool = False) -> None:
+        """Call it in one of the next turns, in order; before all others if it is urgent."""
+        (self._urgent if urgent else self.waiting).append(work)
         self._count_from(self.clock_s())
 
     def _compare(self, elapsed_s: float) -> None:
@@ -78,12 +79,12 @@ class Turns:
         """A turn begins: half is for the work that waits, half for new."""
         self._scheduled = self.busy = self.overdrawn = False
         self._spent_s = 0.0
-        begun_s = self.clock_s()
-        if self.waiting:
+        begun_s, urgent, waiting = self.clock_s(), self._urgent, self.waiting
+        if urgent or waiting:
             self._count_from(begun_s)
-        for _ in range(len(self.waiting)):
+        for _ in range(len(urgent) + len(waiting)):
             try:
-                self.waiting.popleft()()
+                (urgent or waiting).popleft()()
             except Exception:  # the others must not wait for ever
                 log.exception("work on the event loop failed")
             if self.clock_s() - begun_s > self._turn_s / 2:

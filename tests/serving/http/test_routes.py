@@ -245,3 +245,12 @@ def test_nan_in_a_json_output_is_refused_with_a_hint_at_binary_data() -> None:
         reply = server.ask("POST", INFER, GOOD)
         assert reply.status == 400
         assert "binary_data" in reply.json["error"]
+
+
+def test_routes_that_take_little_take_no_large_documents(server: Running) -> None:
+    """They parse on the event loop's thread: 30 MB stopped it for a second."""
+    filler = b" " * ((64 << 10) - len(b'{"ready":true}'))
+    assert server.ask("POST", "/v2/repository/index", b'{"ready":true}' + filler).status == 200
+    reply = server.ask("POST", "/v2/repository/index", b'{"ready":true} ' + filler)
+    assert reply.status == 413
+    assert "65536 bytes" in reply.json["error"]

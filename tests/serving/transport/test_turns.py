@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from deploykit.serving.http.chunked import ChunkedBody
 from deploykit.serving.http.connection import HttpConnection
 from deploykit.serving.http.exchange import Exchange
 from deploykit.serving.http.head import HeadReader
@@ -65,7 +66,7 @@ def test_a_turn_that_is_counted_counts_all_that_the_loop_does_in_it() -> None:
     shared = Turns(now)
 
     async def main() -> None:
-        now.s = 0.1 * turns.TURN_S
+        now.s = 0.2 * turns.TURN_S
         shared.spend(0.0)
         now.s += turns.TURN_S  # in the system
         shared.spend(now.s)
@@ -275,6 +276,7 @@ def test_a_health_check_does_not_wait_for_its_turn(idle: Server, method: str, pa
         assert received(idle, other) == b""
     turns.overdrawn = True
     assert received(idle, asked) == b""
+    assert len(turns._urgent) == 1  # but it is the first of the next turn
 
 
 def test_health_checks_are_counted_in_the_turn_too(idle: Server) -> None:
@@ -307,3 +309,49 @@ def test_the_time_for_new_heads_is_counted_in_the_turn(
     shared._scheduled = True
     heads = [request("GET", "/v2/health/live", Number=str(number)) for number in range(9)]
     assert received(idle, b"".join(heads)).count(b"HTTP/1.1 200") == 3
+
+
+def test_urgent_work_is_the_first_of_the_next_turn() -> None:
+    now, done = Now(), list[str]()
+    shared = Turns(now)
+
+    def work(name: str) -> None:
+        now.s += turns.TURN_S
+        done.append(name)
+
+    async def main() -> None:
+        for name in "abc":
+            shared.wait(lambda name=name: work(name))  # type: ignore[misc]
+        for name in "xy":
+            shared.wait(lambda name=name: work(name), urgent=True)  # type: ignore[misc]
+        for _ in range(6):
+            await asyncio.sleep(0)
+        assert not shared._scheduled
+
+    asyncio.run(main())
+    assert done == list("xyabc")
+
+
+def test_many_small_chunks_are_many_turns(server: Running) -> None:
+    """64 clients that sent chunks of one byte stopped the loop for seconds: 11,000 are a read."""
+    slow, read = Slow(server), HttpConnection._read_chunks
+    lines: list[int] = []
+
+    def counted(self: HttpConnection, chunks: ChunkedBody, data: bytes) -> int:
+        before = chunks._lines
+        used = read(self, chunks, data)
+        lines.append(chunks._lines - before)
+        slow.now.s += 2 * turns.TURN_S
+        return used
+
+    raw = server.connect()
+    count = 20_000
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HttpConnection, "_read_chunks", counted)
+        head = "POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked"
+        raw.send(head.encode() + b"\r\n\r\n" + b"1\r\n \r\n" * count + b"0\r\n\r\n")
+        reply = raw.reply()
+    assert reply is not None
+    assert reply.status == 400  # it is only blanks
+    assert sum(lines) >= 2 * count + 2  # some come in two pieces
+    assert max(lines) <= 1000
