@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _TURN_COST = 1024  # frames that one connection may have processed in a turn of the loop
 _BUSY_COST = 128  # and while frames of others wait for their turn
+_CHECKED = 15  # the time is checked after so many frames, and after every 16 more
 _MOST_SETTINGS = 64  # in one frame
 _SETTINGS_COST = 10  # frames, as each may move the windows of all streams
 
@@ -102,7 +103,8 @@ class Http2Connection(Flow):
                 return 0
             self._has_preface = True
             at = len(PREFACE)
-        cost = _BUSY_COST if self.shared.turns.waiting else _TURN_COST
+        turns, count = self.shared.turns, 0
+        cost = _BUSY_COST if turns.waiting else _TURN_COST
         while size - at >= 9 and not self.closed_for_reading:
             high, low, kind, flags, number = FRAME.unpack_from(data, at)
             number &= LARGEST_STREAM  # the highest bit is reserved
@@ -112,10 +114,11 @@ class Http2Connection(Flow):
             end = at + 9 + length
             if end > size:
                 break
-            if cost <= 0:
+            if cost <= 0 or (count & _CHECKED == _CHECKED and turns.late()):
                 self.wait_for_turn()
                 break
             cost -= 1
+            count += 1
             if kind == CONTINUATION:
                 self._continued(data[at + 9 : end], flags, number)
             elif self.in_header_block:

@@ -96,6 +96,27 @@ def test_messages_of_many_streams_share_a_turn(counted: Callable[..., Counted]) 
     assert max(wire.steps.values()) <= IN_A_TURN + 64  # one stream may begin at the end of a turn
 
 
+def test_calls_that_arrive_in_one_piece_share_a_turn(
+    counted: Callable[..., Counted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 clients that asked 500 times for the statistics, which take long, stopped it for 1.3 s."""
+    wire = counted(1)
+
+    def message(call: GrpcCall, _data: bytes, _at: int) -> None:
+        wire.step()
+        call.reply([b"answer"])
+
+    monkeypatch.setitem(wired.METHODS, "/echo", Method(message))
+    head = block(path="/echo")
+    calls = [
+        frame(HEADERS, 4, number, head) + frame(DATA, 1, number, bytes(5))
+        for number in range(1, 400, 2)
+    ]
+    wire.turn(wire.links[0].data_received, b"".join(calls))
+    assert sum(wire.steps.values()) == 200
+    assert max(wire.steps.values()) <= IN_A_TURN + 16  # calls, until the time is first checked
+
+
 def test_deadlines_that_pass_at_one_moment_share_a_turn(
     counted: Callable[..., Counted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
