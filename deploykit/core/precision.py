@@ -83,6 +83,7 @@ ALL = (
         tensorrt_type="BF16",
         inspector_names=("bfloat16", "bf16"),
         builder_flag="BF16",
+        min_opset=13,  # the first whose Cast has it
         simulated=True,
         cpu_note="ONNX Runtime's CPU provider does not run bfloat16: evaluated by rounding",
         auto={"gpu": "fp32"},

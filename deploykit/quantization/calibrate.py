@@ -295,7 +295,10 @@ def _float_tensors(graph: Graph) -> list[str]:
     """The float32 inputs and node outputs of the main graph, in the order they are computed."""
     names = [spec.name for spec in graph.inputs]
     names += [name for node in graph.skeleton.graph.node for name in node.output if name]
-    return [name for name in names if graph.element_types.get(name) == TensorProto.FLOAT]
+    floats = [name for name in names if graph.element_types.get(name) == TensorProto.FLOAT]
+    if not floats:
+        raise BadInput(f"{graph.path}: has no float32 tensor: nothing to quantize")
+    return floats
 
 
 def _batch_that_fits(graph: Graph, names: Sequence[str], samples: Samples, batch_size: int) -> int:

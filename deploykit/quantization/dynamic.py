@@ -15,12 +15,16 @@ import onnx
 from onnx import TensorProto, helper
 
 from deploykit.core.errors import BadInput
-from deploykit.core.precision import BY_NAME
 from deploykit.onnx_graph.editor import Editor, replace
 from deploykit.onnx_graph.folding import fold
-from deploykit.onnx_graph.graph import Graph, opset
+from deploykit.onnx_graph.graph import Graph
 from deploykit.quantization.formats import channel_axis, int8_steps, transposed, weight_scale
-from deploykit.quantization.qdq_placement import check_float32, check_names, quantizable_nodes
+from deploykit.quantization.qdq_placement import (
+    check_float32,
+    check_names,
+    check_opset,
+    quantizable_nodes,
+)
 
 _KINDS = ("Gemm", "MatMul", "LSTM")
 _RUNTIME = "com.microsoft"  # the domain of the LSTM in integers
@@ -41,12 +45,7 @@ def to_dynamic(source: Graph, *, keep_float32: Collection[str] = ()) -> Graph:
     `keep_float32` that no node has.
     """
     editor = _folded(source)
-    least = BY_NAME["int8-dynamic"].min_opset
-    if opset(editor.model) < least:
-        raise BadInput(
-            f"the model is of opset {source.opset}; INT8 needs {least} or newer",
-            hint="export it again with a newer opset",
-        )
+    check_opset(editor.model, "int8-dynamic")
     check_names(editor, keep_float32)
     nodes = editor.graph.node
     chosen = {n for n in _places(editor) if nodes[n].name not in keep_float32}

@@ -28,7 +28,7 @@ from deploykit.onnx_graph.skeleton import all_nodes, subgraphs
 from deploykit.quantization.formats import HALVES
 from deploykit.quantization.index_arithmetic import index_nodes
 from deploykit.quantization.masks import MASK, clamp_masks
-from deploykit.quantization.qdq_placement import check_names
+from deploykit.quantization.qdq_placement import check_names, check_opset
 
 if TYPE_CHECKING:  # so that a cast needs no onnxruntime
     from deploykit.quantization.calibrate import Range
@@ -92,6 +92,7 @@ def to_half(
     half = _HALVES[to]
     editor = Editor(source)
     check_names(editor, keep_float32)
+    check_opset(editor.model, to)
     types = dict(source.element_types)
     for other in _HALVES.values():
         if other.kind in types.values():

@@ -22,7 +22,7 @@ from deploykit.core.precision import BY_NAME, Precision
 from deploykit.core.runtime import RUNTIMES
 from deploykit.onnx_graph.editor import Editor
 from deploykit.onnx_graph.folding import fold
-from deploykit.onnx_graph.graph import Graph, opset
+from deploykit.onnx_graph.graph import Graph
 from deploykit.onnx_graph.opsets import raise_opset
 from deploykit.quantization.calibrate import Calibration, Range, Stored
 from deploykit.quantization.formats import channel_axis, fp8_bytes, int8_steps, weight_scale
@@ -30,6 +30,7 @@ from deploykit.quantization.histograms import TINY
 from deploykit.quantization.qdq_placement import (
     Placement,
     check_float32,
+    check_opset,
     operators,
     place_pairs,
     quantizable_nodes,
@@ -74,11 +75,7 @@ def to_pairs(
     editor = _folded(source)
     if float8:
         raise_opset(editor.model, precision.min_opset)
-    elif opset(editor.model) < precision.min_opset:
-        raise BadInput(
-            f"the model is of opset {source.opset}; INT8 needs {precision.min_opset} or newer",
-            hint="export it again with a newer opset",
-        )
+    check_opset(editor.model, to)
     runtime = "tensorrt" if float8 else runtime
     placement = _placement(editor, calibration, runtime, to, keep_float32)
     chained = RUNTIMES[runtime].scales_outputs

@@ -14,9 +14,10 @@ import onnx
 from onnx import TensorProto
 
 from deploykit.core.errors import BadInput
+from deploykit.core.precision import BY_NAME
 from deploykit.core.runtime import RUNTIMES, TARGET_RUNTIMES
 from deploykit.onnx_graph.editor import Editor
-from deploykit.onnx_graph.graph import Graph
+from deploykit.onnx_graph.graph import Graph, opset
 from deploykit.onnx_graph.skeleton import all_nodes, read_names
 
 _QUANTIZED = frozenset(
@@ -111,6 +112,17 @@ def check_float32(source: Graph) -> None:
         raise BadInput("the model is quantized already", hint="quantize the float32 model")
 
 
+def check_opset(model: onnx.ModelProto, to: str) -> None:
+    """Raise BadInput for a model that is too old for precision `to`."""
+    least = BY_NAME[to].min_opset
+    if opset(model) < least:
+        name = to.upper().partition("-")[0]
+        raise BadInput(
+            f"the model is of opset {opset(model)}; {name} needs {least} or newer",
+            hint="export it again with a newer opset",
+        )
+
+
 def check_names(editor: Editor, names: Collection[str]) -> None:
     """Raise BadInput for a name that no node of the graph has."""
     unknown = sorted(set(names) - {node.name for node in editor.graph.node})
@@ -130,6 +142,7 @@ def _quantizable(
         weight is not None
         and weight.data_type == TensorProto.FLOAT
         and len(weight.dims) >= 2
+        and 0 not in weight.dims
         and node.input[0] not in constants
     )
 

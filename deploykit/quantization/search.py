@@ -354,9 +354,10 @@ def _compared(narrow_s: float, wider: str, wider_s: float, least: float = LEAST_
     """The figures that speak against `narrow_s`; "" if it is at least `least` below `wider_s`."""
     if narrow_s <= (1 - least) * wider_s:
         return ""
-    share = narrow_s / wider_s - 1
-    side = "more" if share > 0 else "less"
-    figures = f"{_ms(narrow_s)} against {_ms(wider_s)} in {wider.upper()}, {abs(share):.1%} {side}"
+    figures = f"{_ms(narrow_s)} against {_ms(wider_s)} in {wider.upper()}"
+    if wider_s > 0:  # else it computes nothing
+        share = narrow_s / wider_s - 1
+        figures += f", {abs(share):.1%} {'more' if share > 0 else 'less'}"
     return f"{figures}; {least:.0%} less is asked for"
 
 

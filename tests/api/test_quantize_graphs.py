@@ -1,0 +1,82 @@
+"""`quantize` on graphs of unusual form: a file that passes, or one line that is true.
+
+Each row stood for a traceback, or for a line that blamed something else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+import deploykit as dk
+
+HEAD = '<ir_version: 8, opset_import: ["" : {opset}]> g ({x}[N,8] x) => ({x}[N,8] y)'
+GRAPHS = {
+    "empty weights": """<float[8,8] w, float[8,0] none> {
+        a = MatMul(x, w)
+        b = MatMul(x, none)
+        y = Concat<axis = 1>(a, b) }""",
+    "one matrix for three products": """<float[8,8] w> {
+        a = MatMul(x, w)
+        b = Gemm<transB = 1>(a, w)
+        y = MatMul(b, w) }""",
+    "no arithmetic": "{ y = Identity(x) }",
+    "a product": "<float[8,8] w> { y = MatMul(x, w) }",
+    "integers": "<int64 one = {1}> { y = Add(x, one) }",
+    "float16": "<float16[8,8] w> { y = MatMul(x, w) }",
+}
+
+
+def write(folder: Path, graph: str, kind: str = "float", opset: int = 17) -> tuple[Path, Path]:
+    """The model, its weights drawn at random, and samples for it."""
+    model = onnx.parser.parse_model(HEAD.format(opset=opset, x=kind) + GRAPHS[graph])
+    rng = np.random.default_rng(0)
+    half = np.float16 if kind == "float16" else np.float32
+    for name, columns in (("w", 8), ("none", 0)):
+        if f" {name}" in GRAPHS[graph].partition("{")[0]:
+            weights = rng.standard_normal((8, columns)).astype(half) / 3
+            stored = onnx.numpy_helper.from_array(weights.astype(half), name)
+            kept = [each for each in model.graph.initializer if each.name != name]
+            del model.graph.initializer[:]
+            model.graph.initializer.extend([*kept, stored])
+            values = [each for each in model.graph.value_info if each.name != name]
+            del model.graph.value_info[:]
+            model.graph.value_info.extend(values)
+    onnx.save(model, folder / "m.onnx")
+    samples = rng.standard_normal((16, 8)) * 3
+    np.savez(folder / "c.npz", x=samples.astype(np.int64 if kind == "int64" else half))
+    return folder / "m.onnx", folder / "c.npz"
+
+
+@pytest.mark.parametrize("runtime", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("graph", ["empty weights", "one matrix for three products"])
+def test_what_can_be_quantized_is(tmp_path: Path, graph: str, runtime: str) -> None:
+    model, calib = write(tmp_path, graph)
+    made = dk.quantize(model, "int8", calib=calib, runtime=runtime)
+    assert made.manifest.precision["int8"] >= (3 if "one" in graph else 1)
+    assert made.evaluation.sqnr_db > 25
+
+
+def test_auto_keeps_float32_where_nothing_is_computed(tmp_path: Path) -> None:
+    model, calib = write(tmp_path, "no arithmetic")
+    made = dk.quantize(model, "auto", calib=calib, profile="l4")
+    assert made.search.precision == "float32"
+
+
+@pytest.mark.parametrize("to", ["int8", "fp16", "auto"])
+@pytest.mark.parametrize(("graph", "kind"), [("integers", "int64"), ("float16", "float16")])
+def test_a_model_without_float32_is_refused(tmp_path: Path, graph: str, kind: str, to: str) -> None:
+    model, calib = write(tmp_path, graph, kind)
+    with pytest.raises(dk.BadInput, match=r"m\.onnx: has no float32 tensor: nothing to quantize"):
+        dk.quantize(model, to, calib=calib)
+
+
+@pytest.mark.parametrize("opset", [9, 11, 12])
+def test_bfloat16_needs_an_opset_that_has_it(tmp_path: Path, opset: int) -> None:
+    model, _ = write(tmp_path, "a product", opset=opset)
+    with pytest.raises(dk.BadInput, match=f"is of opset {opset}; BF16 needs 13 or newer"):
+        dk.quantize(model, "bf16")
+    assert dk.quantize(model, "fp16").evaluation.passed
