@@ -129,6 +129,7 @@ class Server:
         self._acceptor = Acceptor(
             self._loop, self._socket, make, tls,
             self._listener.connections, limits.connections, limits.header_s,
+            self._listener.close_idle,
         )  # fmt: skip
         self._grpc: GrpcServer | None = None
         if options.grpc_port is not None:

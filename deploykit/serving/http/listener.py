@@ -20,6 +20,7 @@ from deploykit.serving.transport.turns import Turns
 READ_BYTES = 64 << 10
 _HEALTH = (b"GET " + HEALTH.encode(), b"HEAD " + HEALTH.encode())
 _IDLE_S = 1.0  # after which a connection without a request is closed if there are too many
+_EXHAUSTED_IDLE_S = 5.0  # the same if the process has no file descriptor left
 _CLOSED_AT_ONCE = 32  # finding them takes a millisecond
 _KNOWN_HEADS = 1024
 _KNOWN_HEAD_BYTES = 1024
@@ -97,14 +98,19 @@ class Listener:
         elif self._closing:  # those close in the next turn of the event loop
             self._closing -= 1
         else:
-            last_s = self.now_s - _IDLE_S
-            found = [(each.idle_since_s, each) for each in self.connections]
-            idle = [(since_s, each) for since_s, each in found if since_s and since_s <= last_s]
-            for _, connection in heapq.nsmallest(_CLOSED_AT_ONCE, idle, key=itemgetter(0)):
-                connection.abort()
-                self._closing += 1
-            return bool(idle)
+            self._closing = self.close_idle(_IDLE_S)
+            return self._closing > 0
         return True
+
+    def close_idle(self, least_s: float = _EXHAUSTED_IDLE_S) -> int:
+        """Close connections that are idle for longest, for `least_s` at least; returns how many."""
+        last_s = self.now_s - least_s
+        found = [(each.idle_since_s, each) for each in self.connections]
+        idle = [(since_s, each) for since_s, each in found if since_s and since_s <= last_s]
+        chosen = heapq.nsmallest(_CLOSED_AT_ONCE, idle, key=itemgetter(0))
+        for _, connection in chosen:
+            connection.abort()
+        return len(chosen)
 
     def line(self, status: int) -> bytes:
         """The status line and the Date of a reply, cached for a second."""

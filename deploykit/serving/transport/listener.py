@@ -65,8 +65,11 @@ class Acceptor:
         connections: Sized,
         max_connections: int,
         handshake_s: float,
+        close_idle: Callable[[], object] = lambda: None,
     ) -> None:
+        """`close_idle`: called when there are no file descriptors left."""
         self._loop = loop
+        self._close_idle = close_idle
         self._socket = listening
         self._connections = connections
         self._max_connections = max_connections
@@ -123,6 +126,7 @@ class Acceptor:
     def _pause(self, exc: OSError) -> None:
         log.warning("connections cannot be accepted for now: %s", os_reason(exc))
         if not self._closed:
+            self._close_idle()
             self._loop.remove_reader(self._socket)
             self._paused = self._loop.call_later(PAUSE_S, self.open)
 

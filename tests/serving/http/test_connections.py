@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 
 import pytest
@@ -62,6 +63,24 @@ def test_connections_with_requests_and_new_ones_stay(listener: Listener) -> None
     listener.connections.update(clients)
     assert not listener.make_room()
     assert not any(client.aborted for client in clients)
+
+
+def test_without_file_descriptors_idle_connections_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1,000 clients that had asked once and kept their connections locked others out for 75 s."""
+    with running() as server:
+        idle = [server.connect() for _ in range(2)]
+        for raw in idle:
+            raw.send(LIVE)
+            assert raw.reply()
+        listener, acceptor = server.server._listener, server.server._acceptor
+        with monkeypatch.context() as patch:
+            patch.setattr(listener, "tick", lambda *_: None)
+            patch.setattr(listener, "now_s", listener.now_s + 6)
+            server.server._loop.call_soon_threadsafe(acceptor._pause, OSError(errno.EMFILE, ""))
+            assert all(raw.ended() for raw in idle)
+        assert server.ask("GET", "/v2/health/live").status == 200
 
 
 def test_a_health_check_gets_through_despite_any_number_of_idle_connections(
