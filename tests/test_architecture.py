@@ -55,14 +55,14 @@ BUDGETS = {
     "core": 3020,
     "runtimes": 5990,
     "training": 300,
-    "exporters": 1260,
+    "exporters": 1325,
     "onnx_graph+quantization": 5020,
     "builders": 1600,
     "measure": 4260,
     "serving": 11270,
     "api": 5060,
     "cli": 1880,
-    "": 39650,  # the whole package
+    "": 39720,  # the whole package
 }
 LONG: set[str] = set()  # functions over 60 lines
 

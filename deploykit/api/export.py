@@ -110,25 +110,22 @@ def export(
         on_progress("exporting", 0.1)
         done = _write(source.loaded, tmp, opset, exporter)
         on_progress("comparing with PyTorch", 0.7)
-        with _naming_decisions(done):
-            proof = _prove(source, tmp, feeds, max_error, place.name)
+        with _naming_decisions(done, source.loaded):
+            proof = _prove(source, tmp, feeds, max_error, place.name, done.sizes)
             on_progress("writing the manifest", 0.95)
             made = _record(source, done, place, tmp, proof, target, pixels)
             return keep_if_equal(tmp, made, proof.parity)
 
 
 @contextlib.contextmanager
-def _naming_decisions(done: Exported) -> Iterator[None]:
+def _naming_decisions(done: Exported, loaded: Loaded) -> Iterator[None]:
     """Add to the error of a graph that is not the model which branches it keeps, and the cure."""
+    from deploykit.exporters.onnx import add_cause
+
     try:
         yield
     except (BadInput, GateFailed) as exc:
-        if done.decided:
-            exc.message += f"; the graph keeps what was decided at {', '.join(done.decided)}"
-            exc.hint = (
-                "torch.where computes both branches and torch.cond keeps both; else give the axis "
-                "a fixed size in `inputs`"
-            )
+        add_cause(exc, loaded.module, loaded.inputs, done.sizes, done.decided)
         raise
 
 
@@ -273,6 +270,7 @@ def _prove(
     feeds: Sequence[Mapping[str, np.ndarray]],
     max_error: float | None,
     out_name: str,
+    sizes: Mapping[str, int],
 ) -> _Proof:
     """Compare the graph with the module, record golden samples next to it, prove its batch."""
     from deploykit.runtimes.engine import load
@@ -284,7 +282,7 @@ def _prove(
     with TorchEngine(loaded, source.name, "cpu", None) as reference:
         with load(tmp, "cpu") as exported:
             bound = EXPORT_MAX_ERROR if max_error is None else max_error
-            parity = _compare(reference, exported, feeds, bound, names, loaded.limits)
+            parity = _compare(reference, exported, feeds, bound, names, sizes)
             recorded = golden.record(reference, _few(feeds, loaded.inputs), tmp)
             rows = batching.prove_batch(exported, tmp, recorded, most)
             notes = (*rows_note(most), *batching.notes(exported, rows))
@@ -320,15 +318,18 @@ def _compare(
     feeds: Sequence[Mapping[str, np.ndarray]],
     max_error: float,
     names: tuple[str, str],
-    limits: AxisLimits,
+    sizes: Mapping[str, int],
 ) -> Parity:
-    """Parity over all sizes; where the graph fails at one, the axis that it fixed is named."""
+    """Parity over all sizes; where the graph fails at one, the axis that it fixed is named.
+
+    `sizes`: what the dynamic axes were exported at.
+    """
     from deploykit.measure.evaluate.parity import compare_engines
 
     try:
         return compare_engines(reference, exported, feeds, max_error=max_error, names=names)
     except DeploykitError as exc:
-        axis = _fixed_axis(reference, exported, limits)
+        axis = _fixed_axis(reference, exported, sizes)
         if axis is None:
             raise
         raise BadInput(
@@ -339,24 +340,27 @@ def _compare(
         ) from exc
 
 
-def _fixed_axis(reference: Engine, exported: Engine, limits: AxisLimits) -> str | None:
-    """The first dynamic axis along which the graph fails and the model does not."""
+def _fixed_axis(reference: Engine, exported: Engine, base: Mapping[str, int]) -> str | None:
+    """The first dynamic axis along which the graph fails and the model does not.
+
+    `base`: the sizes at which the graph was exported. None where it fails at these too.
+    """
     from deploykit.measure.evaluate.feeds import parity_sizes
     from deploykit.measure.evaluate.parity import compare_engines
     from deploykit.runtimes.data.samples import random_feeds
 
-    base, *_ = sizes = parity_sizes(reference.inputs, limits)
-    for axis in base:
-        for other in sizes[1:]:
-            feeds = random_feeds(reference.inputs, {**base, axis: other[axis]})
-            try:
-                reference(feeds)
-            except DeploykitError:
-                continue
-            try:
-                compare_engines(reference, exported, [feeds])
-            except DeploykitError:
-                return axis
+    others = parity_sizes(reference.inputs, reference.limits)
+    changes = [{}, *({axis: each[axis]} for axis in base for each in others if axis in each)]
+    for change in changes:
+        feeds = random_feeds(reference.inputs, {**base, **change})
+        try:
+            reference(feeds)
+        except DeploykitError:
+            continue
+        try:
+            compare_engines(reference, exported, [feeds])
+        except DeploykitError:
+            return next(iter(change), None)
     return None
 
 

@@ -231,16 +231,27 @@ def _where_fixed(
 ) -> str:
     """The line of the user's code that fixed an axis at `size`; "" if torch does not tell."""
     with SizeWatch() as watch:
-        try:
-            torch.export.export(
-                module,
-                _example(inputs, sizes),
-                dynamic_shapes=_dynamic_shapes(module, inputs),
-                strict=False,
-            )
-        except (torch.onnx.OnnxExporterError, *_RAISED):
-            pass  # it fails, as it did the first time: the watch has seen why
+        _capture_alone(module, inputs, sizes)
     return watch.place(size)
+
+
+def cutting_line(module: Any, inputs: Sequence[TensorSpec], sizes: Mapping[str, int]) -> str:
+    """The line of the user's code that a graph exported at `sizes` is wrong by; "" if unknown.
+
+    The older exporter does not tell, so torch.export runs once more for it.
+    """
+    if is_scripted(module):
+        return ""
+    with _exporting(), recurrent.kept_whole(), SizeWatch() as watch:
+        _capture_alone(module, inputs, sizes)
+    return watch.suspect(sizes)
+
+
+def _capture_alone(module: Any, inputs: Sequence[TensorSpec], sizes: Mapping[str, int]) -> None:
+    """Run torch.export, whose log a SizeWatch reads; it may fail, as it did the first time."""
+    with contextlib.suppress(torch.onnx.OnnxExporterError, *_RAISED):
+        example, shapes = _example(inputs, sizes), _dynamic_shapes(module, inputs)
+        torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
 
 
 def _example(inputs: Sequence[TensorSpec], sizes: Mapping[str, int]) -> tuple[Any, ...]:

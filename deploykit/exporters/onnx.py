@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from deploykit.core.errors import BadInput
+from deploykit.core.errors import BadInput, GateFailed
 from deploykit.core.extras import require
 from deploykit.core.profile import Profile
 from deploykit.core.tensors import TensorSpec
-from deploykit.exporters.capture import by_dynamo, by_torchscript, example_sizes, is_scripted
+from deploykit.exporters.capture import (
+    by_dynamo,
+    by_torchscript,
+    cutting_line,
+    example_sizes,
+    is_scripted,
+)
 from deploykit.exporters.finish import finish, save
-from deploykit.exporters.reasons import NotExported, TooSmall
+from deploykit.exporters.reasons import NotExported, TooSmall, hint_for
 
 torch: ModuleType = require("torch")
 
@@ -28,6 +34,10 @@ DEFAULT_OPSET = 20  # what torch's exporter writes itself; NVIDIA's parsers take
 OPSETS = range(18, 24)  # older ones torch's current exporter does not write
 TORCHSCRIPT_OPSETS = range(18, 21)  # the older exporter stopped at 20
 EXPORTERS = ("auto", "dynamo", "torchscript")
+_BRANCH_HINT = (
+    "torch.where computes both branches and torch.cond keeps both; else give the axis a fixed size "
+    "in `inputs`"
+)
 MAX_BYTES = (1 << 31) - (1 << 25)  # protobuf's 2 GiB, less room for the graph itself
 
 
@@ -36,13 +46,15 @@ class Exported:
     """What wrote the file: "dynamo" or "torchscript", and the opset that is in it.
 
     `fallback`: why it was not torch's current exporter; empty if it was. `decided`: lines of the
-    user's code of which the graph keeps what they decided by a size, and for which sizes.
+    user's code of which the graph keeps what they decided by a size, and for which sizes. `sizes`:
+    what the dynamic axes were exported at.
     """
 
     exporter: str
     opset: int
     fallback: str
     decided: tuple[str, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 def opset_for(profile: Profile) -> int:
@@ -102,12 +114,42 @@ def export_module(
             if frozen:
                 why += f"; it keeps what the example decided at {', '.join(frozen)}"
                 decided = frozen
-        finish(model, inputs, outputs, _parameters(module), at)
+        _finished(model, module, inputs, outputs, at)
         save(model, out, max_bytes)
     written = model.opset_imports[""]
     if written > opset:
         raise BadInput(f"torch wrote opset {written}, {opset} was asked for")
-    return Exported("torchscript" if why else "dynamo", written, why, decided)
+    return Exported("torchscript" if why else "dynamo", written, why, decided, at)
+
+
+def _finished(
+    model: Any,
+    module: Any,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    sizes: Mapping[str, int],
+) -> None:
+    try:
+        finish(model, inputs, outputs, _parameters(module), sizes)
+    except BadInput as exc:
+        add_cause(exc, module, inputs, sizes)
+        raise
+
+
+def add_cause(
+    error: BadInput | GateFailed,
+    module: Any,
+    inputs: Sequence[TensorSpec],
+    sizes: Mapping[str, int],
+    decided: tuple[str, ...] = (),
+) -> None:
+    """Name in `error` the lines by which a graph exported at `sizes` is wrong, and the rewrite."""
+    if decided:
+        error.message += f"; the graph keeps what was decided at {', '.join(decided)}"
+        error.hint = _BRANCH_HINT
+    elif place := cutting_line(module, inputs, sizes):
+        error.message += f"; a size decides at {place}"
+        error.hint = hint_for(place, error.hint)
 
 
 def _at_size_taken(

@@ -27,8 +27,9 @@ torch: ModuleType = require("torch")
 _SHAPES_LOGGER = "torch.fx.experimental.symbolic_shapes"  # tells of each size that it fixes
 _FIXES = re.compile(r"\bEq\(s\w+, (\d+)\) \[guard added\]")
 _GUARD = re.compile(r"(\S.*) \[guard added\]")
-_PIECES = re.compile(r"eval Eq\((.*//.*), \d+\) \[guard added\]")  # a number of pieces is fixed
-_CUTS = re.compile(r"\b(\w*split\w*|\w*chunk\w*|unbind|range)\(")
+_PIECES = re.compile(r"eval Eq\((?!.*Mod)(.*\bs\d+\b.*), \d+\) \[guard added\]")  # their number is
+_CUTS = re.compile(r"\b(\w*split\w*|\w*chunk\w*|unbind|range)\(|\bfor .* in ")
+_POOLS = re.compile(r"\b(max|avg)_pool\dd\(")
 _SYMBOL = re.compile(r"create_symbol (s\d+) = (\d+) for")
 _FUNCTIONS = {  # of the expressions in which torch writes down what holds for a size
     "Eq": operator.eq,
@@ -55,6 +56,10 @@ _PIECES_HINT = (
     "a graph cannot hold a number of pieces, or rounds of a loop, that follows a size or the data: "
     "pad x to whole pieces and make these an axis, as x.unflatten(dim, (-1, length)) does, and "
     "compute along it; or give the axis a fixed size"
+)
+_POOL_HINT = (
+    "a window of pooling that follows a size cannot be in a graph: x.amax(dim) or x.mean(dim) "
+    "computes the same over the whole axis"
 )
 _FREE_HINT = "export with a fixed size for that axis, or change the model to work at any size"
 
@@ -152,8 +157,8 @@ def baked(spec: TensorSpec, at: int, size: object, place: str) -> NotExported:
 
 
 def hint_for(place: str, other: str | None) -> str | None:
-    """How to write the line at `place` where it cuts a tensor into pieces, else `other`."""
-    return _PIECES_HINT if _CUTS.search(place) else other
+    """How to write the line at `place` where it cuts into pieces or pools, else `other`."""
+    return _PIECES_HINT if _CUTS.search(place) else _POOL_HINT if _POOLS.search(place) else other
 
 
 class SizeWatch(logging.Handler):
@@ -171,6 +176,7 @@ class SizeWatch(logging.Handler):
         self.pieces: list[tuple[str, str]] = []  # how many, in symbols, and the line that cuts
         self.symbols: dict[str, int] = {}  # to the size that the example has
         self.guards: dict[str, str] = {}  # to the line of the user's code that decided by them
+        self.of_libraries: dict[str, str] = {}  # to the line that called what decided by them
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
@@ -181,9 +187,10 @@ class SizeWatch(logging.Handler):
         elif match := _PIECES.search(message):
             self.pieces.append((match[1], _innermost(sys._getframe())))
         elif match := _GUARD.search(message):
-            place = _decided_at(sys._getframe())
-            if place:
-                self.guards.setdefault(match[1].removeprefix("eval "), place)
+            frame, guard = sys._getframe(), match[1].removeprefix("eval ")
+            if place := _decided_at(frame):
+                self.guards.setdefault(guard, place)
+            self.of_libraries.setdefault(guard, place or _innermost(frame))
 
     def place(self, size: int) -> str:
         """The line that fixed the axis of this size, or cut it into so many pieces; else ""."""
@@ -192,6 +199,14 @@ class SizeWatch(logging.Handler):
         names = [symbol for symbol, at in self.symbols.items() if at == size]
         cuts = (place for count, place in self.pieces if any(name in count for name in names))
         return next(filter(None, cuts), "")
+
+    def suspect(self, sizes: Mapping[str, int]) -> str:
+        """The line that fixed an axis, cut it, or called what decided by its size; "" if none."""
+        places = [self.place(size) for size in sizes.values()]
+        places += [
+            at for guard, at in self.of_libraries.items() if not _always(guard, self.symbols)
+        ]
+        return next(filter(None, places), "")
 
     def decisions(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
         """What holds of the axes in the graph, and the line that decided by it: "T <= 31 (...)".

@@ -122,19 +122,49 @@ class Cut(torch.nn.Module):
         return self.cut(x)
 
 
+def thirds(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([part.sum(1) for part in torch.tensor_split(x, 3, dim=1)], 1)
+
+
+def twice(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(2 * x.shape[1]):
+        x = torch.tanh(x + 1)
+    return x
+
+
+@pytest.mark.parametrize("exporter", ["auto", "torchscript"])
 @pytest.mark.parametrize(
     ("cut", "code"),
-    [(split, "x.split(2, dim=1)"), (chunks, "x.chunk("), (rounds, "range(0, x.shape[1], 2)")],
+    [
+        (split, "x.split(2, dim=1)"),
+        (chunks, "x.chunk("),
+        (rounds, "range(0, x.shape[1], 2)"),
+        (thirds, "torch.tensor_split(x, 3, dim=1)"),
+        (twice, "range(2 * x.shape[1])"),
+    ],
 )
 def test_pieces_that_follow_the_length_are_refused_with_their_line_and_the_cure(
-    tmp_path: Path, cut: Callable[[torch.Tensor], torch.Tensor], code: str
+    tmp_path: Path, cut: Callable[[torch.Tensor], torch.Tensor], code: str, exporter: str
 ) -> None:
-    with pytest.raises(BadInput) as caught:
-        export(Cut(cut), inputs=["x:float32[N,T]"], out=tmp_path / "m.onnx")
+    with pytest.raises((BadInput, GateFailed)) as caught:
+        export(Cut(cut), inputs=["x:float32[N,T]"], out=tmp_path / "m.onnx", exporter=exporter)
+    assert "axis N" not in caught.value.message
     assert "test_size_branches.py:" in caught.value.message
     assert f"in {cut.__name__}: `" in caught.value.message
     assert code in caught.value.message
     assert "x.unflatten(dim, (-1, length))" in str(caught.value.hint)
+
+
+def pooled(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.max_pool1d(x.unsqueeze(1), x.shape[1]).flatten(1)
+
+
+def test_a_window_of_pooling_that_follows_the_length_is_refused_with_its_rewrite(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(BadInput, match=r"in pooled: `return torch.nn.functional.max_pool1d") as e:
+        export(Cut(pooled), inputs=["x:float32[N,T]"], out=tmp_path / "m.onnx")
+    assert "x.amax(dim)" in str(e.value.hint)
 
 
 def padded(x: torch.Tensor) -> torch.Tensor:
