@@ -31,6 +31,7 @@ from deploykit.onnx_graph.skeleton import (
 )
 from deploykit.onnx_graph.validate import read_model
 
+_LIKE_WEIGHTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _NO_WEIGHTS = frozenset(("string", "bool", "int64", "int32"))  # shapes, indices and int32 biases
 
 
@@ -164,6 +165,10 @@ class Graph:
         for value in known:
             if value.type.tensor_type.elem_type:
                 types.setdefault(value.name, value.type.tensor_type.elem_type)
+        for node in graph.node:  # after an operator that has no inference, its weights tell
+            if node.op_type in _LIKE_WEIGHTS and node.input[1] in self.initializers:
+                kind = types[node.input[1]]
+                types.update(dict.fromkeys((node.input[0], node.output[0]), kind) | types)
         return types
 
     @cached_property

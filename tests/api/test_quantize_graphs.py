@@ -13,7 +13,9 @@ import pytest
 
 import deploykit as dk
 
-HEAD = '<ir_version: 8, opset_import: ["" : {opset}]> g ({x}[N,8] x) => ({x}[N,8] y)'
+HEAD = (
+    '<ir_version: 8, opset_import: ["" : {opset}, "ai.onnx.ml" : 3]> g ({x}[N,8] x) => ({x}[N,8] y)'
+)
 GRAPHS = {
     "empty weights": """<float[8,8] w, float[8,0] none> {
         a = MatMul(x, w)
@@ -23,6 +25,9 @@ GRAPHS = {
         a = MatMul(x, w)
         b = Gemm<transB = 1>(a, w)
         y = MatMul(b, w) }""",
+    "an operator of unknown type": """<float[8,8] w> {
+        a = ai.onnx.ml.Scaler<offset = [0.0], scale = [1.0]>(x)
+        y = MatMul(a, w) }""",
     "no arithmetic": "{ y = Identity(x) }",
     "a product": "<float[8,8] w> { y = MatMul(x, w) }",
     "integers": "<int64 one = {1}> { y = Add(x, one) }",
@@ -52,7 +57,7 @@ def write(folder: Path, graph: str, kind: str = "float", opset: int = 17) -> tup
 
 
 @pytest.mark.parametrize("runtime", ["tensorrt", "onnxruntime"])
-@pytest.mark.parametrize("graph", ["empty weights", "one matrix for three products"])
+@pytest.mark.parametrize("graph", list(GRAPHS)[:3])
 def test_what_can_be_quantized_is(tmp_path: Path, graph: str, runtime: str) -> None:
     model, calib = write(tmp_path, graph)
     made = dk.quantize(model, "int8", calib=calib, runtime=runtime)

@@ -49,6 +49,12 @@ def test_integers_that_differ_are_noise() -> None:
     assert noise_share([np.array([1, 2, 3, 4])], [np.array([1, 2, 3, 5])]) == 0.25
 
 
+def test_another_number_of_boxes_counts_as_one_whole_output_of_noise() -> None:
+    boxes, scores = np.ones((3, 4), np.float32), np.ones(3, np.float32)
+    assert noise_share([boxes, scores], [np.ones((2, 4), np.float32), scores]) == 1.0
+    assert noise_share([np.arange(3)], [np.arange(2)]) == 1.0
+
+
 def outlier() -> onnx.ModelProto:
     """Three matrices; one input of 'guilty' is 1000 times the others, and its weights small."""
     random = np.random.default_rng(0)

@@ -14,8 +14,10 @@ def reason(exc: Exception) -> str:
     """Its first line; of a node that failed, its name and operator first."""
     text = first_line(exc)
     node = _NODE.search(text)
-    why = text[node.end() :].rpartition(" was false. ")[2] if node else ""
-    return f"node '{node[2]}' ({node[1]}): {why}" if node and why else text
+    _, checked, why = text.rpartition(" was false. ")
+    if not (checked and why):
+        return text
+    return f"node '{node[2]}' ({node[1]}): {why}" if node else why
 
 
 def cure(exc: Exception) -> str | None:
