@@ -174,11 +174,11 @@ def worker_stops_and_goes(server: Attacked) -> str:
 
 def no_descriptors(server: Attacked) -> str:
     """8 clients send 4 MB of JSON to a server without file descriptors for a process or them."""
-    pid = server.server.popen.pid
+    pid, server.accepts = server.server.popen.pid, False
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     clients = [server.connect(kept=False) for _ in range(8)]
     with Smalls(server) as smalls:
-        time.sleep(0.3)
+        time.sleep(1)
         held = server.server.holds()[0]
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (held, before[1]))
         try:

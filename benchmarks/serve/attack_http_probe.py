@@ -25,11 +25,13 @@ class Seen:
     """Of the slowest answer: how long it took, and how much of that the loop's thread computed.
 
     `no_core_ms`: that the server's loop or this client waited for a core, which others used.
+    `kept_ms`: the longest answer on a connection that stays open, without that.
     """
 
     stall_ms: float
     computed_ms: float
     no_core_ms: float
+    kept_ms: float
     answers: int
     failures: int
     ready_mib: float
@@ -87,14 +89,15 @@ def _connect(port: int) -> socket.socket:
 def main() -> None:
     port, pid = int(sys.argv[1]), int(sys.argv[2])
     thread = f"/proc/{pid}/task/{pid}/schedstat"
-    longest, answers, failures = (0.0, 0.0, 0.0), 0, 0
+    longest, kept_ms, answers, failures = (0.0, 0.0, 0.0), 0.0, 0, 0
     ready_mib = peak_mib = rss_mib(pid)
     kept = _connect(port)
     os.set_blocking(0, False)
     while True:
         begun = time.perf_counter(), _cpu_ms(thread), _cpu_ms("/proc/self/schedstat")
         try:
-            client = _connect(port) if answers % 2 else kept
+            fresh = answers % 2 == 1
+            client = _connect(port) if fresh else kept
             good = _ask(client)
             if client is not kept:
                 client.close()
@@ -111,6 +114,8 @@ def main() -> None:
         ran, waited = _cpu_ms(thread)
         own_waited = _cpu_ms("/proc/self/schedstat")[1] - begun[2][1]
         no_core_ms = min(stall_ms, waited - begun[1][1] + own_waited)
+        if not fresh:
+            kept_ms = max(kept_ms, stall_ms - no_core_ms)
         longest = max(longest, (stall_ms, ran - begun[1][0], no_core_ms))
         peak_mib = max(peak_mib, rss_mib(pid))
         if answers == 1:
@@ -118,7 +123,8 @@ def main() -> None:
         elif sys.stdin.buffer.raw.read(1):  # type: ignore[attr-defined]
             break
         time.sleep(EVERY_S)
-    seen = Seen(*(round(each, 1) for each in longest), answers, failures, ready_mib, peak_mib)
+    times = [round(each, 1) for each in (*longest, kept_ms)]
+    seen = Seen(*times, answers, failures, ready_mib, peak_mib)
     print(json.dumps(seen.__dict__))
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from socket import SocketIO
 
 import numpy as np
 import onnx
@@ -94,7 +94,8 @@ class Attacked:
     server: Process
     folder: Path
     seconds: float
-    more_files: int = 2  # the worker process' pipes
+    more_files: int = 3  # the worker process' pipes, and a connection of its own
+    accepts: bool = True  # new connections; else only those that are open count
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def connect(self, receive_buffer: int = 0, *, kept: bool = True) -> socket.socket:
@@ -104,7 +105,7 @@ class Attacked:
             self.stack.enter_context(client)
         if receive_buffer:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        client.settimeout(20)
+        client.settimeout(60)
         client.connect(("127.0.0.1", self.server.port))
         return client
 
@@ -141,14 +142,14 @@ def answer(client: socket.socket, data: bytes = b"") -> int:
     """Send `data`; the status of the next answer, which is read whole. 0: closed without one."""
     with contextlib.suppress(OSError):  # refused before it was read: the answer is there
         client.sendall(data)
-    with client.makefile("rb") as stream:
+    with client.makefile("rb", 0) as stream:  # it reads no further
         try:
             return _status(stream)
         except OSError:
             return 0
 
 
-def _status(stream: BinaryIO) -> int:
+def _status(stream: SocketIO) -> int:
     line = stream.readline()
     while line.startswith(b"HTTP/1.1 100"):
         stream.readline()

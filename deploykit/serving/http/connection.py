@@ -55,7 +55,8 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     @property
     def idle_since_s(self) -> float | None:
-        return self._since_s if self._state <= HEAD and not self._exchanges else None
+        busy = self._state > HEAD or self._exchanges or self._kept
+        return None if busy else self._since_s
 
     def is_last(self, exchange: Exchange) -> bool:
         """Whether this is the latest request, so that the connection may end with its reply."""
@@ -375,7 +376,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._stalled_s is not None:
             if now_s - self._stalled_s > limits.write_s:
                 self._transport.abort()
-        elif self._exchanges:  # a reply is pending
+        elif self._exchanges or self._kept or self._waits:  # it is the server's turn
             if self._ended and is_reset(self._transport):
                 self._transport.abort()
         elif state >= LAST:  # closed, but for what the client has not taken

@@ -226,6 +226,7 @@ class Wire(asyncio.Transport):
     """Keeps what is written."""
 
     written = b""
+    closed = False
 
     def write(self, data: Any) -> None:
         self.written += bytes(data)
@@ -236,7 +237,13 @@ class Wire(asyncio.Transport):
     def pause_reading(self) -> None:
         pass
 
-    resume_reading = close = pause_reading
+    resume_reading = pause_reading
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        self.closed = True
 
 
 @pytest.fixture
@@ -249,6 +256,11 @@ def idle() -> Iterator[Server]:
     found._release()
 
 
+def feed(connection: HttpConnection, data: bytes) -> None:
+    connection.get_buffer(-1)[: len(data)] = data
+    connection.buffer_updated(len(data))
+
+
 def received(server: Server, data: bytes) -> bytes:
     """What a new connection answers at once, in a turn of the loop of its own."""
     wire = Wire()
@@ -256,8 +268,7 @@ def received(server: Server, data: bytes) -> bytes:
     async def receive() -> None:
         connection = HttpConnection(server._listener)
         connection.connection_made(wire)
-        connection.get_buffer(-1)[: len(data)] = data
-        connection.buffer_updated(len(data))
+        feed(connection, data)
 
     asyncio.run(receive())
     return wire.written
@@ -355,3 +366,21 @@ def test_many_small_chunks_are_many_turns(server: Running) -> None:
     assert reply.status == 400  # it is only blanks
     assert sum(lines) >= 2 * count + 2  # some come in two pieces
     assert max(lines) <= 1000
+
+
+@pytest.mark.parametrize("first", [0, 500], ids=["head", "body"])
+def test_a_request_that_waits_for_its_turn_is_not_timed_out(idle: Server, first: int) -> None:
+    """Behind 2,000 clients it waited for longer than `header_s`, and was closed as if idle."""
+    listener, wire = idle._listener, Wire()
+    listener.turns._scheduled = True
+    asked = request("POST", "/v2/models/m/infer", b" " * 1000)
+    connection = HttpConnection(listener)
+    connection.connection_made(wire)
+    if first:
+        feed(connection, asked[:first])
+    listener.turns.busy = True
+    feed(connection, asked[first:])
+    assert connection.idle_since_s is None
+    listener.tick(listener.now_s + 100)
+    assert not wire.closed
+    assert wire.written == b""
