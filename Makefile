@@ -12,7 +12,8 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 # where it is set, each of the tests' many processes would compile the package and pytest's tests anew
 unexport PYTHONDONTWRITEBYTECODE
-# a file's tests share a worker and its fixtures; tests/conftest.py puts the slow files first. One
+# a file's tests share a worker and its fixtures; tests/conftest.py puts the slow files first, and
+# all that export on one worker. One
 # worker more than cores: many tests wait for a server or a time limit
 WORKERS = -n $$(( 1 + $$(nproc) )) --dist loadfile --no-loadscope-reorder
 SETUP := $(PYTHON) scripts/setup_venv.py --torch-index "$(TORCH_INDEX)"

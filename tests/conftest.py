@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Workers share the cores: OpenMP threads that wait for one another would spin, and take minutes.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+EXPORTS = (
+    "tests/api/test_export",
+    "tests/exporters/",
+    "tests/test_examples.py",
+    "tests/zoo/test_small.py",
+)
 
 
 @pytest.fixture
@@ -67,6 +75,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that hold a slow test: no worker is left alone with one at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile` one worker has all exports: the first in a process takes 6 s more."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "exports" if nodeid.startswith(EXPORTS) else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_finish() -> None:
