@@ -1,14 +1,16 @@
-"""The samples follow the inspector's format; no GPU was at hand to make new ones.
+"""Samples of the inspector's format; the files in `inspector/` are as real builders wrote them.
 
+`inspector/classic-*`: TensorRT 8.6.0, whose form 10.x's classic layers have; `rtx-*`: TensorRT for
+RTX 1.7.1, whose form 11.x has. The others:
 TensorRT 8 to 10: "Engine Inspector" in NVIDIA's TensorRT guide, and the engine graphs next to
 NVIDIA's trt-engine-explorer (github.com/NVIDIA/TensorRT, tools/experimental). TensorRT 11, which
-splits "Format/Datatype": "Migrating IEngineInspector Usage from TensorRT 10.x to 11.x". Metadata
-with several nodes are separated by the byte 0x1F.
+splits "Format/Datatype": "Migrating IEngineInspector Usage from TensorRT 10.x to 11.x".
 """
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +69,52 @@ def test_the_newer_field_names_are_read_too() -> None:
 def test_metadata_name_the_fused_nodes() -> None:
     layer = conv("Half", "Half", Metadata="[ONNX Layer: /conv/Conv]\x1f[ONNX Layer: /relu/Relu]")
     assert layer.onnx_nodes == ("/conv/Conv", "/relu/Relu")
+
+
+def recorded(name: str) -> tuple[Layer, ...]:
+    return read_layers((Path(__file__).parent / "inspector" / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["without-context", "with-context"])
+def test_a_dynamic_plan_of_a_classic_builder_is_read(name: str) -> None:
+    """Without an execution context every tensor is "N/A due to dynamic shapes"."""
+    layers = recorded(f"classic-fp16-dynamic-{name}")
+    asked = dict.fromkeys(("conv1", "relu1", "pool1", "conv2", "relu2", "pool2", "head"), "float16")
+    assert unseen(asked, layers) == ()
+    assert len(mismatches(asked, layers)) == len(asked)
+    assert mismatches(dict.fromkeys(asked, "float32"), layers) == ()
+
+
+def test_a_dynamic_plan_of_the_newer_builder_is_read() -> None:
+    nodes = ("ln", "q", "qk", "sm", "av", "tr", "proj")
+    layers = recorded("rtx-fp16-dynamic")
+    assert unseen(nodes, layers) == ()
+    assert mismatches(dict.fromkeys(nodes, "float16"), layers) == ()
+    layers = recorded("rtx-int8-dynamic")
+    weighed = dict.fromkeys(("conv0", "conv1", "conv2", "conv3", "head"), "int8")
+    assert (mismatches(weighed, layers), unseen(weighed, layers)) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("kernel", "precision"),
+    [
+        ("ampere_scudnn_128x32_relu_small_nn_v1", "float32"),
+        ("volta_h884cudnn_256x64_ldg8_relu_exp_small_nhwc_tn_v1", "float16"),
+        ("sm80_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc", "float16"),
+        ("sm80_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc", "bfloat16"),
+        ("sm80_xmma_fprop_implicit_gemm_interleaved_i8i8_i8i32_f32_nchw_vect_c_32", "int8"),
+        ("sm80_xmma_fprop_implicit_gemm_tf32f32_tf32f32_f32_nhwckrsc_nhwc", "float32"),
+        ("sm90_xmma_gemm_e4m3e4m3_e4m3f32_f32_tn_n", "float8"),
+        ("__myelin_CASK_STUB", None),
+    ],
+)
+def test_a_kernels_name_tells_what_nothing_else_does(kernel: str, precision: str | None) -> None:
+    assert conv("N/A due to dynamic shapes", "N/A", TacticName=kernel).precision == precision
+
+
+def test_weights_tell_the_type_before_the_kernels_name() -> None:
+    layer = conv("N/A due to dynamic shapes", "N/A", "Half", TacticName="x_scudnn_y")
+    assert layer.precision == "float16"
 
 
 def test_node_names_may_hold_brackets_and_metadata_no_separator() -> None:

@@ -16,15 +16,24 @@ from typing import Any
 from deploykit.core.evidence import Layer
 from deploykit.core.precision import ALL, BITS, FLOATS
 
-# The inspector writes a bare type ("Half") or, given an execution context, a sentence that holds
-# one ("Channel major FP16 format where channel % 8 == 0").
+# The inspector writes a bare type ("Half") or a sentence that holds one ("Channel major FP16 format
+# where channel % 8 == 0"); "N/A due to dynamic shapes" where it is asked without a context.
 _NAMES: Mapping[str, str] = {
     **{word: each.dtype for each in ALL for word in each.inspector_names},
     **{name: name for name in ("int32", "int64", "uint8", "bool")},
 }
 _TYPE_KEYS = ("Format/Datatype", "Datatype", "DataType")  # TensorRT 10; 11
 _MOVES = frozenset(("reformat", "noop", "constant", "shuffle", "slice", "concatenation", "shape"))
-_SEPARATOR = re.compile(r"\x1f|(?<=\])(?=\[ONNX Layer: )")
+_SEPARATOR = re.compile(r"[\x1e\x1f]|(?<=\])(?=\[ONNX Layer: )")  # TensorRT 8 to 10; 11
+# What the names of kernels tell of their operands, as cuDNN's and CUTLASS's are made. Seen:
+# "ampere_scudnn_128x32_…", "sm80_xmma_fprop_implicit_gemm_f32f32_f32f32_f32_…", "…_FP32NCHW_…".
+_KERNELS: Mapping[str, re.Pattern[str]] = {
+    "int8": re.compile(r"i8i8|i8816|imma"),
+    "float8": re.compile(r"e4m3e4m3"),
+    "bfloat16": re.compile(r"bf16bf16"),
+    "float16": re.compile(r"(?<!b)f16f16|h884|h1688|h16816|hmma|FP16"),
+    "float32": re.compile(r"f32f32|scudnn|FP32"),
+}
 _ONNX_LAYER = re.compile(r"\[ONNX Layer: (.*)\]", re.DOTALL)
 
 
@@ -104,17 +113,23 @@ def _computed_in(item: Mapping[str, Any]) -> str | None:
     """The narrowest type that flows through, but not narrower than the weights.
 
     A fused Quantize lowers an output's precision and a fused Cast raises an input's: the layer
-    computes in neither. Weight-only quantization computes in the type of the activations.
+    computes in neither. Weight-only quantization computes in the type of the activations. Where
+    no type is told, that of the weights counts, then that in the kernel's name.
     """
     inputs, outputs = _types(item.get("Inputs")), _types(item.get("Outputs"))
     flowing = [name for name in inputs if name in BITS]
     flowing += [name for name in outputs if name in (FLOATS if inputs else BITS)]
-    if not flowing:
-        return next(iter([*outputs, *inputs]), None)
-    narrowest = min(flowing, key=lambda name: BITS[name])
     weights = item.get("Weights")
     stored = _type(str(weights.get("Type", ""))) if isinstance(weights, dict) else None
+    if not flowing:
+        return next(iter([*outputs, *inputs]), None) or stored or _of_kernel(item)
+    narrowest = min(flowing, key=lambda name: BITS[name])
     return stored if stored and BITS.get(stored, 0) > BITS[narrowest] else narrowest
+
+
+def _of_kernel(item: Mapping[str, Any]) -> str | None:
+    name = str(item.get("TacticName") or "")
+    return next((kind for kind, pattern in _KERNELS.items() if pattern.search(name)), None)
 
 
 def _types(tensors: object) -> list[str]:
