@@ -75,18 +75,24 @@ def prove_plan(
 ) -> Made:
     """Prove the plan `tmp`, built from `graph_file` (made from `source`), and keep it at `place`.
 
-    Raises GateFailed when a layer runs in more bits than asked, the outputs differ, or the accuracy
-    on labelled data drops; the engine is then kept as NAME.rejected.trt.
+    Raises GateFailed when too much runs in more bits than asked, the outputs differ, or accuracy on
+    labelled data drops; the engine is then kept as NAME.rejected.trt.
     """
     manifest = _manifest(built, source, graph_file, tmp, options)
     evidence, why = _prove(tmp, manifest, graph_file, source, options.request, place.name)
+    read = evidence.precision
+    if read is not None and read.known:
+        manifest = replace(manifest, precision=_count(read.layers or ()))
     manifest = replace(manifest, evidence=evidence)
+    if read is not None and not why and (read.wider or not read.known):
+        why = read.why if read.known else f"not verified: {read.why}"
     made = Made(place, manifest, (*built.notes, *([why] if why else [])))
     if evidence.wrong:
         made = reject(tmp, made)
         raise GateFailed(
             f"{place.name}: {evidence.wrong}; the engine is kept as {made.path}",
-            hint="other kernels: `level` 5; or find the node that differs: deploykit compare",
+            hint="other kernels: `level` 5; wider ones where they are few or fast: `allow_wider`; "
+            "or find the node that differs: deploykit compare",
             result=made,
         )
     return keep(tmp, made)
@@ -96,19 +102,15 @@ def _manifest(
     built: BuildResult, source: Artefact, graph_file: Artefact, tmp: Path, options: PlanOptions
 ) -> Manifest:
     """The manifest of a plan that has not run yet, and golden samples next to it."""
-    from deploykit.builders.tensorrt import inspector
     from deploykit.onnx_graph.graph import Graph
 
     graph, layers, request = Graph.open(graph_file.path), built.layers, options.request
-    wider = (
-        inspector.mismatches(verify.requested_precisions(graph), layers)
-        if layers is not None
-        else ()
-    )
     samples = golden.carry(graph_file, tmp) or verify.record_on_cpu(
         graph_file, tmp, _sizes(options, graph.inputs)
     )
-    precision = _count(layers) if layers is not None else graph.precision
+    asked = verify.asked_of(graph)
+    read = verify.compare_layers(layers, asked, allow_wider=options.shapes.allow_wider)
+    precision = _count(layers or ()) if read.known else graph.precision
     if samples is not None:
         bound = max(samples.max_error, max_engine_error(precision))
         samples = replace(samples, max_error=bound)
@@ -129,7 +131,7 @@ def _manifest(
             **({"calib": request.calib.name} if request.calib else {}),
         },
         evidence=Evidence(
-            precision=verify.summarise_layers(layers, wider),
+            precision=read,
             build=BuildRecord(
                 options.target.name, built.flags_used, options.shapes.version_compatible
             ),
@@ -148,6 +150,7 @@ def _prove(
     name: str,
 ) -> tuple[Evidence, str]:
     """Run the staged engine and add to its evidence; the reason where it cannot run here."""
+    from deploykit.builders.tensorrt import inspector
     from deploykit.measure.evaluate.feeds import feeds_at_sizes
     from deploykit.runtimes.engine import load
 
@@ -158,10 +161,12 @@ def _prove(
         with load(Artefact.from_manifest(tmp, manifest), "auto") as opened:
             engine: Any = opened
             parity, why = verify.prove_engine(engine, tmp, manifest, graph_file.path, name)
+            if read is not None:
+                read = verify.read_back(engine, read)
             with contextlib.suppress(DeploykitError):  # a figure for information: no reason to fail
                 times = engine.layer_times_ms(feeds_at_sizes(engine.inputs, engine.limits)[-1])
-                if read is not None:
-                    read = verify.summarise_layers(read.layers, read.wider, times)
+                if read is not None and read.layers is not None:
+                    read = replace(read, time_shares=inspector.shares(read.layers, times))
             evaluation = None
             if request.data is not None and parity is not None and parity.passed:
                 with load(source, "cpu") as model:

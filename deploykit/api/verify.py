@@ -6,7 +6,7 @@ no ONNX Runtime.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from deploykit.api.feeds import comparison_feeds
 from deploykit.core.artefact import Artefact, read_manifest
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed, Unsupported
 from deploykit.core.evidence import (
+    AskedNode,
     Evidence,
     GoldenSamples,
     Layer,
@@ -34,26 +35,62 @@ if TYPE_CHECKING:
     from deploykit.runtimes.engine import Engine
 
 
-def summarise_layers(
-    layers: Sequence[Layer] | None,
-    wider: Sequence[str],
-    times_ms: Mapping[str, float] | None = None,
-) -> PrecisionReadBack:
-    """What a plan's layers compute in, and their shares; `times_ms`: of the layers, by name."""
-    if layers is None:
-        return PrecisionReadBack(None, tuple(wider))
-    from deploykit.builders.tensorrt.inspector import shares
+def asked_of(graph: Graph) -> tuple[AskedNode, ...]:
+    """The nodes of a graph that ask for a precision, by the names that TensorRT's parser gives.
 
-    time_shares = shares(layers, times_ms) if times_ms else None
-    return PrecisionReadBack(tuple(layers), tuple(wider), shares(layers), time_shares)
-
-
-def requested_precisions(graph: Graph) -> dict[str, str]:
-    """Node -> the precision that the graph asks for."""
+    Source, for nodes without a name: `getNodeName` of github.com/onnx/onnx-tensorrt.
+    """
     from deploykit.quantization import cost
 
+    names = [
+        node.name or f"node_of_{next(iter(node.output), '')}" for node in graph.model.graph.node
+    ]
     costs = cost.node_costs(graph, {})
-    return {each.name: each.precision for each in costs if each.precision is not None}
+    if len(names) != len(costs):  # functions were inlined
+        names = [each.name for each in costs]
+    return tuple(
+        AskedNode(name, each.precision, each.flops or 0)
+        for name, each in zip(names, costs, strict=True)
+        if each.precision is not None
+    )
+
+
+def compare_layers(
+    layers: Sequence[Layer] | None, asked: Sequence[AskedNode], *, allow_wider: bool = False
+) -> PrecisionReadBack:
+    """What a plan's layers compute in, against what its graph asked."""
+    read = PrecisionReadBack(None, seen=0.0, allow_wider=allow_wider, asked=tuple(asked))
+    if layers is None:
+        return read
+    from deploykit.builders.tensorrt import inspector
+
+    precisions = {node.name: node.precision for node in asked}
+    counted = any(node.operations for node in asked)
+    work = {node.name: node.operations if counted else 1 for node in asked}
+
+    def share(nodes: Iterable[str]) -> float:
+        return sum([work[node] for node in nodes]) / (sum(work.values()) or 1)
+
+    wider = inspector.mismatches(precisions, layers)
+    return replace(
+        read,
+        layers=tuple(layers),
+        wider=tuple(wider.values()),
+        shares=inspector.shares(layers),
+        seen=1 - share(inspector.unseen(precisions, layers)),
+        wider_share=share(wider),
+    )
+
+
+def read_back(engine: Any, before: PrecisionReadBack) -> PrecisionReadBack:
+    """What the layers of an engine that is open compute in; `before` where it does not tell."""
+    from deploykit.builders.tensorrt import inspector
+
+    try:
+        layers = inspector.read_layers(engine.layer_information())
+    except (DeploykitError, ValueError):
+        return before
+    return compare_layers(layers, before.asked, allow_wider=before.allow_wider)
 
 
 def find_graph(path: Path, manifest: Manifest) -> Path | None:
@@ -167,8 +204,8 @@ def check_proven(
         on_note(f"{path}: opened unproven (`trust`): {why}")
         return
     read = evidence.precision
-    if read is None or read.layers is None:
-        read = summarise_layers(*_layers(path, manifest, graph))
+    if read is None or not read.known:
+        read = read_back(engine, _asked_before(read, graph))
     evidence = replace(evidence, parity=parity, precision=read)
     _write(path, manifest, evidence, on_note)
     if evidence.wrong:
@@ -180,19 +217,14 @@ def check_proven(
         on_note(f"{path}: computes what its graph does; which types its layers run in is not known")
 
 
-def _layers(
-    path: Path, manifest: Manifest, graph: Path | None
-) -> tuple[tuple[Layer, ...] | None, tuple[str, ...]]:
-    """Read back a plan: its layers, and the nodes that run in more bits than asked for."""
-    from deploykit.builders.tensorrt import build, inspector
+def _asked_before(read: PrecisionReadBack | None, graph: Path | None) -> PrecisionReadBack:
+    """`read`, with what the graph asks where a manifest of an earlier deploykit lacks it."""
     from deploykit.onnx_graph.graph import Graph
 
-    if graph is None:
-        return None, ()
-    layers, _ = build.read_back(path.read_bytes(), host_code=manifest.version_compatible)
-    if not layers:
-        return layers, ()
-    return layers, inspector.mismatches(requested_precisions(Graph.open(graph)), layers)
+    read = read or PrecisionReadBack(None)
+    if read.asked or graph is None:
+        return read
+    return replace(read, asked=asked_of(Graph.open(graph)))
 
 
 def _write(

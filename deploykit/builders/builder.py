@@ -23,6 +23,7 @@ class Shapes:
     version_compatible: bool = False
     hardware_compatible: str | None = None  # "ampere-plus" or "same-compute-capability"
     dla: int | None = None
+    allow_wider: bool = False  # layers may run in more bits than the graph asks
 
 
 @dataclass(frozen=True)

@@ -186,6 +186,7 @@ TensorRT:
 --dla CORE             DLA core of a Jetson; the GPU runs what that cannot
 --version-compatible   The engine also runs in later TensorRT of the same major version
 --hardware-compatible  The engine also runs on these other GPUs
+--allow-wider          Keep it though over 10 % of its operations run in more bits than asked
 {JSON}""")
 def build(
     model: Path,
@@ -204,6 +205,7 @@ def build(
     dla: int | None = None,
     version_compatible: bool = False,
     hardware_compatible: Literal["ampere-plus", "same-compute-capability"] | None = None,
+    allow_wider: bool = False,
     as_json: bool = False,
 ) -> None:
     """Build an engine for a hardware target and check its outputs.
@@ -214,7 +216,7 @@ def build(
     from deploykit.api import build_tensorrt
 
     shapes = build_tensorrt.Shapes(
-        batch, tuple(axes or ()), level, version_compatible, hardware_compatible, dla
+        batch, tuple(axes or ()), level, version_compatible, hardware_compatible, dla, allow_wider
     )
     with (
         output.shown_on_failure(as_json, tables.built),

@@ -18,6 +18,9 @@ from deploykit.core.parity import ParityRow as ParityRow
 from deploykit.core.preprocess import Preprocess
 from deploykit.core.statistics_basic import Drop, Interval
 
+LEAST_SEEN = 0.9  # of an engine's operations whose type has to be known
+MOST_WIDER = 0.1  # of them may run wider than asked: a builder takes the fastest kernel that it has
+
 
 @dataclass(frozen=True)
 class Evaluation(Record):
@@ -83,29 +86,67 @@ class Layer(Record):
 
 
 @dataclass(frozen=True)
+class AskedNode(Record):
+    """A node of a graph, the precision that it asks for, and its operations at axes of size 1.
+
+    `operations`: 2 per multiply-add; 0 where they are not known.
+    """
+
+    name: str
+    precision: str
+    operations: int
+
+
+@dataclass(frozen=True)
 class PrecisionReadBack(Record):
     """What an engine's layers compute in, as its inspector reports; `layers` None: not read back.
 
     `wider`: nodes that run wider than the graph asks. `shares`, `time_shares`: 0 to 1 by precision,
-    of the layers and of their time.
+    of the layers and of their time. `seen`, `wider_share`: 0 to 1, of the operations of `asked`;
+    None in files of an earlier deploykit. `allow_wider`: the user takes any share of wider nodes.
     """
 
     layers: tuple[Layer, ...] | None
     wider: tuple[str, ...] = ()
     shares: Mapping[str, float] | None = None
     time_shares: Mapping[str, float] | None = None
+    seen: float | None = None
+    wider_share: float | None = None
+    allow_wider: bool = False
+    asked: tuple[AskedNode, ...] = ()
 
     shown: ClassVar[tuple[str, ...]] = ("passed", "why")
 
     @property
     def passed(self) -> bool:
-        return self.layers is not None and not self.wider
+        return self.known and not self.too_wide
+
+    @property
+    def known(self) -> bool:
+        """Whether it is known what (nearly) all operations run in."""
+        if self.seen is None:
+            return any(layer.precision is not None for layer in self.layers or ())
+        return self.seen >= LEAST_SEEN
+
+    @property
+    def too_wide(self) -> bool:
+        """Whether more runs wider than asked than a gate lets pass."""
+        if self.wider_share is None:
+            return bool(self.wider)
+        return self.wider_share > MOST_WIDER and not self.allow_wider
 
     @property
     def why(self) -> str:
         if self.layers is None:
             return "the layers were not read back"
-        return "; ".join(self.wider[:3]) or "every node runs as narrow as the graph asks"
+        wider = "; ".join(self.wider[:3])
+        if wider and self.wider_share is not None:
+            wider = f"{wider} ({self.wider_share:.1%} of the operations run wider than asked)"
+        if self.too_wide or (wider and self.known):
+            return wider
+        if not self.known:
+            return f"it is not known what {1 - (self.seen or 0):.1%} of the operations run in"
+        return "every node runs as narrow as the graph asks"
 
 
 @dataclass(frozen=True)
@@ -326,7 +367,7 @@ class Evidence(Record):
     @property
     def wrong(self) -> str:
         """Why an engine may not be used, in one line; empty if there is no reason."""
-        if self.precision is not None and self.precision.wider:
+        if self.precision is not None and self.precision.too_wide:
             return self.precision.why
         failed = [each for each in (self.parity, self.accuracy) if each and not each.passed]
         return failed[0].why if failed else ""
@@ -334,5 +375,5 @@ class Evidence(Record):
     @property
     def verified(self) -> bool:
         """Its precisions were read back, it ran, and no proof failed."""
-        read = self.precision is not None and self.precision.layers is not None
+        read = self.precision is not None and self.precision.known
         return read and self.parity is not None and not self.wrong

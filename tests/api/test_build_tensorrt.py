@@ -226,6 +226,51 @@ def test_the_share_of_time_in_each_precision_is_measured(
     assert read.time_shares == {"float16": 0.75, "float32": 0.25}
 
 
+# a file that deploykit wrote has names for all nodes
+NAMED = LAYERS.replace("node_of_m + node_of_y", "Mul_0 + Add_1")
+
+
+def test_types_are_read_at_the_usual_sizes(machine: Machine, affine_onnx: Path) -> None:
+    """Asked without a context that has its shapes, TensorRT tells no type of a dynamic engine."""
+    machine(content=plan(layers=NAMED.replace("Float", "Half")))
+    made = dk.build(affine_onnx, "l4", precision="fp16")
+    assert made.manifest.precision == {"float16": 1}
+    assert made.evidence.precision.seen == 1.0
+    machine(content=plan(layers=NAMED))
+    with pytest.raises(dk.GateFailed, match="'Mul_0' was requested in float16"):
+        dk.build(affine_onnx, "l4", precision="fp16", force=True)
+
+
+def test_an_engine_whose_types_are_not_told_is_not_verified(
+    machine: Machine, affine_onnx: Path
+) -> None:
+    machine(content=plan(layers=NAMED.replace("Float", "N/A due to dynamic shapes")))
+    made = dk.build(affine_onnx, "l4", precision="fp16")
+    assert made.manifest.precision == {"float16": 2}  # as the graph has it
+    assert made.manifest.evidence.verified is False
+    assert made.notes[-1] == ("not verified: it is not known what 100.0% of the operations run in")
+
+
+@pytest.mark.parametrize("allow_wider", [False, True])
+def test_wider_layers_are_accepted_on_request(
+    machine: Machine, affine_onnx: Path, allow_wider: bool
+) -> None:
+    first = json.loads(LAYERS)["Layers"][0]
+    half = [{"Name": "t", "Format/Datatype": "Half"}]
+    layers = [{**first, "Name": "Mul_0"}]
+    layers += [{**first, "Name": "Add_1", "Inputs": half, "Outputs": half}]
+    machine(content=plan(layers=json.dumps({"Layers": layers})))
+    shapes = Shapes(allow_wider=allow_wider)
+    if not allow_wider:
+        with pytest.raises(dk.GateFailed, match=r"50\.0% of the operations run wider") as caught:
+            dk.build(affine_onnx, "l4", precision="fp16", shapes=shapes)
+        assert "`allow_wider`" in caught.value.hint
+        return
+    made = dk.build(affine_onnx, "l4", precision="fp16", shapes=shapes)
+    assert made.manifest.evidence.verified is True
+    assert "'Mul_0' was requested in float16 and runs in float32" in made.notes[-1]
+
+
 def test_sizes_are_compared_within_what_the_engine_takes(
     machine: Machine, affine_onnx: Path
 ) -> None:

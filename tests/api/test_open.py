@@ -176,7 +176,11 @@ def test_an_engine_whose_outputs_differ_from_golden_samples_is_refused(unproven:
 
 def test_an_engine_built_with_layers_in_a_wider_precision_is_refused(unproven: Path) -> None:
     values = json.loads(manifest_path(unproven).read_text())
-    values["evidence"]["precision"]["wider"] = ["'add' was asked in float16 and runs in float32"]
+    values["evidence"]["precision"] |= {
+        "wider": ["'add' was asked in float16 and runs in float32"],
+        "wider_share": 0.5,
+        "seen": 1.0,
+    }
     manifest_path(unproven).write_text(json.dumps(values))
     with pytest.raises(dk.GateFailed, match="'add' was asked in float16"):
         open_proven(unproven)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.evidence import (
     Evaluation,
     Evidence,
+    Layer,
     Parity,
     ParityRow,
     PrecisionReadBack,
@@ -62,14 +64,27 @@ def test_evidence_is_read_back_unchanged_with_infinite_values(tmp_path: Path) ->
 
 
 def test_an_engine_is_verified_once_it_was_read_back_and_ran_and_nothing_failed() -> None:
-    read_back = PrecisionReadBack(layers=())
+    layer = Layer("conv + relu", "CaskConvolution", "int8", ("conv", "relu"))
+    read_back = PrecisionReadBack((layer,), seen=0.9, wider_share=0.1)
     over = Parity("a", "b", (ROW,), 1e-6)
     assert Evidence(parity=PARITY, precision=read_back).verified
     assert not Evidence(parity=PARITY).verified
     assert not Evidence(precision=read_back).verified
     assert not Evidence(parity=PARITY, precision=PrecisionReadBack(None)).verified
-    wider = PrecisionReadBack((), ("'conv' was requested in int8 and runs in float32",))
-    assert Evidence(parity=PARITY, precision=wider).wrong == wider.wider[0]
+    for unknown in (
+        replace(read_back, seen=0.89),
+        PrecisionReadBack((replace(layer, precision=None),)),
+    ):
+        assert not Evidence(parity=PARITY, precision=unknown).verified
+        assert "not known" in unknown.why
+    wider = replace(read_back, wider=("'conv' was requested in int8 and runs in float32",))
+    assert Evidence(parity=PARITY, precision=wider).verified
+    wider = replace(wider, wider_share=0.11)
+    assert Evidence(parity=PARITY, precision=wider).wrong == (
+        "'conv' was requested in int8 and runs in float32 "
+        "(11.0% of the operations run wider than asked)"
+    )
+    assert Evidence(parity=PARITY, precision=replace(wider, allow_wider=True)).verified
     assert Evidence(parity=over, precision=read_back).wrong == over.why
 
 

@@ -50,8 +50,8 @@ def read_layers(text: str) -> tuple[Layer, ...]:
     return tuple(_layer(item) for item in document["Layers"])
 
 
-def mismatches(asked: Mapping[str, str], layers: Sequence[Layer]) -> tuple[str, ...]:
-    """One sentence for each node that runs in a higher precision than `asked`; empty if none does.
+def mismatches(asked: Mapping[str, str], layers: Sequence[Layer]) -> dict[str, str]:
+    """Each node that runs in a higher precision than `asked`, and a sentence that says so.
 
     `asked`: node of the graph -> precision. Layers that only move data are ignored, and so are
     nodes that no layer names because they were folded away: `unseen` lists those.
@@ -61,13 +61,13 @@ def mismatches(asked: Mapping[str, str], layers: Sequence[Layer]) -> tuple[str, 
         if computes(layer) and layer.precision:
             for node in layer.onnx_nodes:
                 found[node].add(layer.precision)
-    problems = []
+    problems = {}
     for node, precision in asked.items():
         seen = found.get(node)
         narrowest = min(seen, key=lambda name: (BITS[name], name)) if seen else None
         if narrowest and BITS[narrowest] > BITS.get(precision, 64):
-            problems.append(f"'{node}' was requested in {precision} and runs in {narrowest}")
-    return tuple(problems)
+            problems[node] = f"'{node}' was requested in {precision} and runs in {narrowest}"
+    return problems
 
 
 def unseen(asked: Iterable[str], layers: Sequence[Layer]) -> tuple[str, ...]:

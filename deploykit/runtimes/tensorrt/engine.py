@@ -134,6 +134,22 @@ class TensorRtEngine(BaseEngine):
             pipeline(feeds)
         return times
 
+    def layer_information(self) -> str:
+        """The engine inspector's JSON, at the optimum of the first optimisation profile.
+
+        TensorRT 8 to 10 tell no tensor's type of an engine with a dynamic axis before a context has
+        its shapes. Raises as a call does.
+        """
+        if self._engine is None:
+            raise DeploykitError(f"{self.path.name}: the engine is closed")
+        stream = self._driver.open_stream()
+        try:
+            with contextlib.closing(self._context(stream, 0)) as context:
+                context.shapes({name: best for name, (_, best, _) in self.profiles[0].items()})
+                return context.describe(self._engine.create_engine_inspector())
+        finally:
+            self._driver.close_stream(stream)
+
     def _context(self, stream: int, scratch: int) -> Context:
         if self._engine is None:
             raise DeploykitError(f"{self.path.name}: the engine is closed")
@@ -177,6 +193,7 @@ class Context:
         if scratch:
             context.set_device_memory(scratch, engine.device_memory_size_v2)
         self._context = context
+        self._json = nv.LayerInformationFormat.JSON
         self._outputs = [
             name
             for name in map(engine.get_tensor_name, range(engine.num_io_tensors))
@@ -228,6 +245,12 @@ class Context:
     def watch(self, profiler: Any) -> None:
         """Attach an IProfiler, which gets the time of every layer and slows down each call."""
         self._context.profiler = profiler
+
+    def describe(self, inspector: trt.EngineInspector) -> str:
+        """The layers as JSON, for the shapes that are set."""
+        inspector.execution_context = self._context
+        text: str = inspector.get_engine_information(self._json)
+        return text
 
     def late(self, name: str) -> tuple[int, Shape]:
         """The shape is known once `execute_async_v3` returns (reference of IOutputAllocator)."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -90,6 +91,7 @@ class FakeTensorRt:
     IProfiler = IProfiler
     TensorIOMode = TensorIOMode
     ExecutionContextAllocationStrategy = ExecutionContextAllocationStrategy
+    LayerInformationFormat = SimpleNamespace(ONELINE=0, JSON=1)
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
@@ -156,8 +158,8 @@ class Engine:
     def get_tensor_profile_shape(self, name: str, profile: int) -> list[list[int]]:
         return self.told["profiles"][profile][name]
 
-    def create_engine_inspector(self) -> SimpleNamespace:
-        return SimpleNamespace(get_engine_information=lambda _form: self.told.get("layers", ""))
+    def create_engine_inspector(self) -> Inspector:
+        return Inspector(self)
 
     def create_execution_context(self, strategy: Any) -> Context | None:
         assert strategy is ExecutionContextAllocationStrategy.USER_MANAGED
@@ -168,7 +170,27 @@ class Engine:
         return context
 
 
+class Inspector:
+    """As TensorRT 8.6 was seen: a dynamic engine tells no types before shapes are inferred."""
+
+    execution_context: Context | None = None
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def get_engine_information(self, _form: Any) -> str:
+        layers: str = self.engine.told.get("layers", "")
+        dynamic = any(-1 in item["shape"] for item in self.engine.told["tensors"])
+        if dynamic and not (self.execution_context and self.execution_context.inferred):
+            layers = re.sub(
+                r'("Format/Datatype": )"[^"]*"', r'\1"N/A due to dynamic shapes"', layers
+            )
+        return layers
+
+
 class Context:
+    inferred = False
+
     def __init__(self, engine: Engine) -> None:
         self.engine, self.nv = engine, engine.nv
         self.profile = -1
@@ -198,6 +220,7 @@ class Context:
         return fits and not self.nv.failed("set_input_shape")
 
     def infer_shapes(self) -> list[str]:
+        self.inferred = True
         return [
             name
             for name, item in self.engine.tensors.items()

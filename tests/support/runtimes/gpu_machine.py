@@ -25,7 +25,7 @@ LAYERS = json.dumps(
     {
         "Layers": [
             {
-                "Name": "multiply + add",
+                "Name": "node_of_m + node_of_y",
                 "LayerType": "kgen",
                 "Inputs": [{"Name": "x", "Format/Datatype": "Float"}],
                 "Outputs": [{"Name": "y", "Format/Datatype": "Float"}],
