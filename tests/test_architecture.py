@@ -52,17 +52,17 @@ OWNERS = {
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 3020,
-    "runtimes": 5990,
+    "core": 3070,
+    "runtimes": 6020,
     "training": 300,
     "exporters": 1325,
     "onnx_graph+quantization": 5020,
-    "builders": 1600,
+    "builders": 1620,
     "measure": 4260,
     "serving": 11270,
-    "api": 5060,
+    "api": 5100,
     "cli": 1880,
-    "": 39720,  # the whole package
+    "": 39790,  # the whole package
 }
 LONG: set[str] = set()  # functions over 60 lines
 

@@ -162,7 +162,7 @@ def _prove(
             engine: Any = opened
             parity, why = verify.prove_engine(engine, tmp, manifest, graph_file.path, name)
             if read is not None:
-                read = verify.read_back(engine, read)
+                read = verify.read_engine(engine, read)
             with contextlib.suppress(DeploykitError):  # a figure for information: no reason to fail
                 times = engine.layer_times_ms(feeds_at_sizes(engine.inputs, engine.limits)[-1])
                 if read is not None and read.layers is not None:

@@ -82,7 +82,7 @@ def compare_layers(
     )
 
 
-def read_back(engine: Any, before: PrecisionReadBack) -> PrecisionReadBack:
+def read_engine(engine: Any, before: PrecisionReadBack) -> PrecisionReadBack:
     """What the layers of an engine that is open compute in; `before` where it does not tell."""
     from deploykit.builders.tensorrt import inspector
 
@@ -205,7 +205,7 @@ def check_proven(
         return
     read = evidence.precision
     if read is None or not read.known:
-        read = read_back(engine, _asked_before(read, graph))
+        read = read_engine(engine, _asked_before(read, graph))
     evidence = replace(evidence, parity=parity, precision=read)
     _write(path, manifest, evidence, on_note)
     if evidence.wrong:

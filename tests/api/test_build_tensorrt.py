@@ -241,9 +241,7 @@ def test_types_are_read_at_the_usual_sizes(machine: Machine, affine_onnx: Path) 
         dk.build(affine_onnx, "l4", precision="fp16", force=True)
 
 
-def test_an_engine_whose_types_are_not_told_is_not_verified(
-    machine: Machine, affine_onnx: Path
-) -> None:
+def test_an_engine_of_unknown_types_is_not_verified(machine: Machine, affine_onnx: Path) -> None:
     machine(content=plan(layers=NAMED.replace("Float", "N/A due to dynamic shapes")))
     made = dk.build(affine_onnx, "l4", precision="fp16")
     assert made.manifest.precision == {"float16": 2}  # as the graph has it

@@ -114,7 +114,7 @@ def _computed_in(item: Mapping[str, Any]) -> str | None:
 
     A fused Quantize lowers an output's precision and a fused Cast raises an input's: the layer
     computes in neither. Weight-only quantization computes in the type of the activations. Where
-    no type is told, that of the weights counts, then that in the kernel's name.
+    no type stands there, that of the weights counts, then that in the kernel's name.
     """
     inputs, outputs = _types(item.get("Inputs")), _types(item.get("Outputs"))
     flowing = [name for name in inputs if name in BITS]
