@@ -197,7 +197,7 @@ def test_integer_inputs_that_must_not_be_zero_are_tried_as_one() -> None:
 
 def test_inputs_that_the_model_does_not_take_are_named_with_the_reason() -> None:
     with pytest.raises(
-        BadInput, match=r"does not take x:float32\[N,5\] .*N=2\): RuntimeError: mat"
+        BadInput, match=r"does not take x:float32\[N,5\] .*N=2\): RuntimeError: .*mat1"
     ):
         specs(torch.nn.Linear(4, 2), "x:float32[N,5]")
 
@@ -207,7 +207,7 @@ def test_an_image_model_is_probed_at_image_sizes() -> None:
     network = torch.nn.Sequential(
         torch.nn.Conv2d(3, 2, 11, stride=4), torch.nn.Flatten(), torch.nn.Linear(8, 2)
     )
-    with pytest.raises(BadInput, match=r"tried N=2, H=64, W=96\): RuntimeError: mat1 and mat2"):
+    with pytest.raises(BadInput, match=r"tried N=2, H=64, W=96\): RuntimeError: .*mat1 and mat2"):
         specs(network, "x:float32[N,3,H,W]")
 
 

@@ -14,7 +14,7 @@ from deploykit.serving.batching.delivery import monotonic_us
 from deploykit.serving.batching.policy import Pending, Watcher
 from deploykit.serving.batching.runner import Runner
 from deploykit.serving.batching.stacking import Splitter, stack
-from deploykit.serving.models.inference import memory_bytes
+from deploykit.serving.models.inference import array_bytes
 from deploykit.serving.oip import tensors
 from deploykit.serving.oip.request import Binary, InputData, plan, signature
 from tests.support.serving.grpc_cases import Echo
@@ -32,7 +32,7 @@ def test_strings_are_measured_and_encoded_in_blocks(monkeypatch: pytest.MonkeyPa
         for data in (b"", b"a", b"aa", b"aaa", b"aaaa", b"\xff", "é".encode(), b"1", b"", b"z")
     )
     assert tensors.to_bytes(array, "BYTES") == wanted
-    assert memory_bytes(array) == array.nbytes + sum(map(sys.getsizeof, array.flat))
+    assert array_bytes(array) == array.nbytes + sum(map(sys.getsizeof, array.flat))
 
 
 @pytest.mark.parametrize("count", [MOST_STRINGS, MOST_STRINGS + 1])
