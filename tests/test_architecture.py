@@ -53,16 +53,16 @@ OWNERS = {
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
     "core": 3070,
-    "runtimes": 6020,
+    "runtimes": 6030,
     "training": 300,
     "exporters": 1325,
     "onnx_graph+quantization": 5020,
-    "builders": 1620,
+    "builders": 1630,
     "measure": 4260,
     "serving": 11270,
     "api": 5100,
     "cli": 1880,
-    "": 39790,  # the whole package
+    "": 39820,  # the whole package
 }
 LONG: set[str] = set()  # functions over 60 lines
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from deploykit.builders.tensorrt.build import build
+from deploykit.builders.tensorrt.progress import BuildProgress
 from deploykit.core.errors import BadInput, NotFound, Unsupported
 from tests.support.builders.tensorrt_fixtures import (  # noqa: F401
     Use,
@@ -77,6 +80,36 @@ def test_an_error_in_on_progress_comes_through(use: Use, model: Path, out: Path)
     with pytest.raises(ZeroDivisionError, match="mine"):
         build(model, out, options(), fails)
     assert not out.exists()
+
+
+def test_progress_from_several_threads_never_falls_and_comes_one_call_at_a_time() -> None:
+    """IProgressMonitor: "must be thread-safe", as several internal threads may call it."""
+    shares: list[float] = []
+    busy = threading.Lock()
+
+    def on_progress(phase: str, share: float) -> None:
+        assert busy.acquire(blocking=False)
+        time.sleep(0)  # lets another thread in, where one is
+        shares.append(share)
+        busy.release()
+
+    progress = BuildProgress(on_progress)
+    progress.start("build", None, 4)
+
+    def work(number: int) -> None:
+        for step in range(50):
+            progress.start(f"{number}.{step}", "build", 2)
+            assert progress.step(f"{number}.{step}", 1)
+            progress.finish(f"{number}.{step}")
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert progress.failure is None
+    assert len(shares) == 401
+    assert shares == sorted(shares)
 
 
 # what is refused before TensorRT is asked

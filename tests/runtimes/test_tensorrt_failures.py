@@ -66,6 +66,30 @@ def test_cuda_errors_in_the_log_keep_their_meaning(
         opened.engine({"x": rows(2)})
 
 
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [  # as TensorRT for RTX 1.7 and TensorRT 8.6 wrote them, and texts in the binaries of 10 and 11
+        (
+            "Myelin ([exec_instruction.cpp:1509: exec] CUDA error 700 launching __myl_Relu kernel",
+            DeviceLost,
+        ),
+        ("Error Code 1: Cuda Runtime (an illegal memory access was encountered)", DeviceLost),
+        (
+            "initializing cuDNN: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+            OutOfMemory,
+        ),
+        ("Error Code 2: OutOfMemory (Requested size was 1073741824 bytes.)", OutOfMemory),
+        ("Requested amount of GPU memory (4096 bytes) could not be allocated.", OutOfMemory),
+    ],
+)
+def test_errors_of_other_libraries_keep_their_meaning(
+    opened: Opened, line: str, kind: type[Unsupported]
+) -> None:
+    opened.nv.fail = {"execute_async_v3": line}
+    with pytest.raises(kind, match=r"m\.trt: cuda:0"):
+        opened.engine({"x": rows(2)})
+
+
 def test_lost_device_stays_lost(opened: Opened) -> None:
     opened.cuda.fail = {"record": "LaunchFailure"}
     for _ in range(2):

@@ -36,30 +36,35 @@ class BuildProgress:
         self.failure: BaseException | None = None
         self.share = 0.0
         self._phases: dict[str, _Phase] = {}
+        self._lock = threading.RLock()  # TensorRT calls its monitor from several threads
 
     def start(self, name: str, parent: str | None, steps: int) -> None:
-        self._phases[name] = _Phase(parent, max(1, steps))
-        self.report(name)
+        with self._lock:
+            self._phases[name] = _Phase(parent, max(1, steps))
+            self.report(name)
 
     def step(self, name: str, number: int) -> bool:
         """Step `number`, from 0, of phase `name` is done; False stops TensorRT."""
-        if name in self._phases:
-            self._phases[name].done = number + 1
-            self.report(name)
+        with self._lock:
+            if name in self._phases:
+                self._phases[name].done = number + 1
+                self.report(name)
         return self.stop is None and self.failure is None
 
     def finish(self, name: str) -> None:
-        self._phases.pop(name, None)
+        with self._lock:
+            self._phases.pop(name, None)
 
     def report(self, phase: str) -> None:
         """Call `on_progress` with the share of all open phases."""
-        self.share = min(1.0, max(self.share, self._share(None)))
-        if self.on_progress is None or self.failure is not None:
-            return
-        try:
-            self.on_progress(phase, self.share)
-        except BaseException as exc:  # noqa: BLE001 - raised after the build, which would drop it
-            self.failure = exc
+        with self._lock:
+            self.share = min(1.0, max(self.share, self._share(None)))
+            if self.on_progress is None or self.failure is not None:
+                return
+            try:
+                self.on_progress(phase, self.share)
+            except BaseException as exc:  # noqa: BLE001 - raised after the build, which drops it
+                self.failure = exc
 
     def complete(self, phase: str) -> None:
         """Report the share 1.0; the callback's exceptions propagate."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported, first_line
 from deploykit.core.manifest import Manifest
-from deploykit.runtimes.cuda.errors import cuda_error, out_of_memory
+from deploykit.runtimes.cuda.errors import CODES, cuda_error, out_of_memory
 from deploykit.runtimes.cuda.execution import Pipeline, Ticket, run_in_order
 from deploykit.runtimes.cuda.memory import Driver, Shape
 from deploykit.runtimes.engine import Arrays, BaseEngine, check_feeds
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     import tensorrt as trt
 
 _CUDA_FAILURE = re.compile(r"Cuda (?:Runtime|Driver)[^(]*\((.+?)\)", re.IGNORECASE)
+_CUDA_CODE = re.compile(r"\bCUDA error (\d{1,4})\b")  # in a layer of Myelin
+_NO_MEMORY = re.compile(r"\bOutOfMemory\b|Requested amount of GPU memory|ALLOC\w*_FAILED")
 _WHERE = re.compile(r"^\[.*?\]|\.?\s*In \w+ at \S+:\d+\)?$")  # in TensorRT's own source
 
 
@@ -335,14 +337,21 @@ class LogErrors:
         """The error for the log lines since the last call; CUDA's own failures by their code."""
         lines, self.log.errors = list(self.log.errors), deque(maxlen=self.log.errors.maxlen)
         for line in lines:
-            match = _CUDA_FAILURE.search(line)
-            name = self.cuda_errors.get(match[1]) if match else None
+            name, text = self._cuda_code(line)
             if name:
-                return cuda_error(
-                    f"{self.path}: {self.device}", what, name, match[1] if match else ""
-                )
+                return cuda_error(f"{self.path}: {self.device}", what, name, text)
         why = _WHERE.sub("", lines[0]).strip() if lines else "no reason in its log"
         return Unsupported(f"{self.path}: TensorRT refused it ({what}): {why}")
+
+    def _cuda_code(self, line: str) -> tuple[str, str]:
+        """The CUDA error that a line of the log reports, and its message; empty where none."""
+        match = _CUDA_FAILURE.search(line)
+        if match:
+            return self.cuda_errors.get(match[1], ""), match[1]
+        number = _CUDA_CODE.search(line)
+        if number:
+            return CODES.get(int(number[1]), ""), number[0]
+        return ("MemoryAllocation", "") if _NO_MEMORY.search(line) else ("", "")
 
 
 def _deserialize(nv: Any, plan: PlanFile, log_errors: LogErrors) -> tuple[Any, trt.ICudaEngine]:
