@@ -22,6 +22,7 @@ from attack_client import (
     PADDED,
     PING,
     PRIORITY,
+    SERVICE,
     SETTINGS,
     STREAM,
     Attack,
@@ -34,6 +35,7 @@ from attack_client import (
     swarm,
     window,
 )
+from hpack import Encoder
 
 from deploykit.serving.oip.protobuf import MESSAGES
 
@@ -153,6 +155,29 @@ async def cancelled(port: int, seconds: float) -> None:
     await swarm(port, seconds, 24, one)
 
 
+async def statistics(port: int, seconds: float) -> None:
+    """Calls that each take the server long, in 40 bytes; HPACK's table holds their headers."""
+
+    async def one(client: Client, late: Late) -> None:
+        encoder = Encoder()
+        pairs = [(":method", "POST"), (":scheme", "http"), ("content-type", "application/grpc")]
+        pairs.append((":path", SERVICE + "ModelStatistics"))
+        pairs.sort(key=lambda pair: pair[0] == "content-type")
+        number = 1
+        while not late():
+            before, calls = client.answered, []
+            for _ in range(500):
+                calls.append(packed(HEADERS, END_HEADERS, number, encoder.encode(pairs)))
+                calls.append(packed(DATA, END, number, prefixed(b"")))
+                number += 2
+            if not await client.send(b"".join(calls)):
+                return
+            while client.answered < before + 500 and not (late() or client.ended):
+                await client.wait(0.1)
+
+    await swarm(port, seconds, 8, one)
+
+
 def _huffman(size: int) -> bytes:
     """A literal whose value is Huffman code of 'a' (5 bits): 8 characters in 5 bytes."""
     code = bytes.fromhex("18c6318c63") * (size // 5)  # 00011 * 8
@@ -238,6 +263,11 @@ OWN: dict[str, Attack] = {
     "frames in segments of one byte": dribble,
     "settings that open and close 500 blocked calls": held(
         called(500, request()), lambda c: c.writer.write(_toggled() * 2), wait_s=1.0
+    ),
+    "calls of ModelStatistics with indexed headers": statistics,
+    "16,000 waiting calls that are reset at one moment": held(
+        called(500, request("wide", 1, 1)),
+        lambda client: client.writer.write(b"".join(map(reset, range(1, 1000, 2)))),
     ),
     "header blocks left open and continued slowly": storm(
         lambda n: packed(HEADERS, 0, n, block(LIVE)) + packed(CONTINUATION, 0, n, b"\x90") * 120

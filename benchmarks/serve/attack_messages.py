@@ -131,8 +131,11 @@ LISTED: dict[str, Attack] = {
     ),
 }
 OWN: dict[str, Attack] = {
-    "1 million empty strings in raw contents": large(
-        lambda: message("text", "BYTES", [1, 1_000_000], bytes(4_000_000))
+    "900,000 strings in raw contents": large(
+        lambda: message("text", "BYTES", [1, 900_000], b"\2\0\0\0ab" * 900_000)
+    ),
+    "200,000 strings in raw contents, 32 clients": large(
+        lambda: message("text", "BYTES", [1, 200_000], b"\2\0\0\0ab" * 200_000), 32
     ),
     "a model's name of 60 MB": large(lambda: field(1, "\U0001f600".encode() * 15_000_000), 4),
     "60 MB of an unknown field": large(lambda: field(15, bytes(60 << 20)), 4),
