@@ -143,7 +143,8 @@ class Client:
                 payload = await self.reader.readexactly(high << 16 | low)
                 self._count(kind, stream, payload)
         except (OSError, asyncio.IncompleteReadError):
-            self.said["closed"] += not self.ended
+            if not self.ended:
+                self.said["closed"] += 1
         finally:
             self.ended = True
             self.changed.set()
@@ -203,7 +204,7 @@ async def swarm(
                 return
 
     tasks = [asyncio.create_task(run()) for _ in range(clients)]
-    _, left = await asyncio.wait(tasks, timeout=seconds + 10)
+    _, left = await asyncio.wait(tasks, timeout=seconds + 3)
     for task in left:
         task.cancel()
     found = ", ".join(f"{count} {name}" for name, count in sorted(said.items()))
