@@ -53,7 +53,7 @@ OWNERS = {
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
     "core": 3070,
-    "runtimes": 6030,
+    "runtimes": 6065,
     "training": 300,
     "exporters": 1325,
     "onnx_graph+quantization": 5020,
@@ -62,7 +62,7 @@ BUDGETS = {
     "serving": 11270,
     "api": 5100,
     "cli": 1880,
-    "": 39820,  # the whole package
+    "": 39860,  # the whole package
 }
 LONG: set[str] = set()  # functions over 60 lines
 

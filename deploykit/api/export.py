@@ -255,10 +255,11 @@ def _feeds(
 
 
 def _write(loaded: Loaded, tmp: Path, opset: int, exporter: str) -> Exported:
+    from deploykit.exporters.capture import example_sizes
     from deploykit.exporters.onnx import export_module
 
-    sizes = {axis: low + 1 for axis, (low, _) in loaded.limits.items() if low > 1}
-    inputs, outputs = loaded.inputs, loaded.outputs
+    inputs, outputs, usual = loaded.inputs, loaded.outputs, example_sizes(loaded.inputs)
+    sizes = {axis: low + 1 for axis, (low, _) in loaded.limits.items() if low >= usual[axis]}
     return export_module(
         loaded.module, inputs, outputs, tmp, opset=opset, exporter=exporter, sizes=sizes
     )

@@ -149,7 +149,7 @@ def _inventions(engine: Engine, sizes: Mapping[str, int]) -> Iterator[Make]:
 
 def _within(engine: Engine, axis: str, size: int) -> int:
     low, high = engine.limits.get(axis, (1, None))
-    return min(max(size, low), high or size)
+    return max(low, size if high is None else min(size, high))
 
 
 def _runs(engine: Engine, feeds: Arrays) -> bool:

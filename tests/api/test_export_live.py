@@ -16,6 +16,7 @@ needs("onnxscript")
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
 import deploykit as dk  # noqa: E402
+from deploykit.measure.evaluate.feeds import parity_sizes  # noqa: E402
 from deploykit.runtimes.torch import live  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -170,3 +171,20 @@ def test_a_scripted_module_is_exported(tmp_path: Path) -> None:
     made = dk.export(scripted, torch.ones(2, 4), out=tmp_path / "m.onnx")
     assert made.parity is not None
     assert made.parity.passed
+
+
+class Windows(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """Takes 4 steps or more, as a convolution without padding does."""
+
+    def forward(self, x: Any) -> Any:
+        return x.unfold(1, 4, 2).mean(-1)
+
+
+def test_a_model_with_a_least_length_is_compared_from_that_length_on(tmp_path: Path) -> None:
+    made = dk.export(Windows(), inputs=["x:float32[N,T]"], out=tmp_path / "m.onnx")
+    assert made.parity is not None
+    assert made.parity.passed
+    assert {row.batch for row in made.parity.rows} == {1, 2, 7, 32}
+    assert "the model takes axis T from 4 on" in made.notes
+    sizes = [each["T"] for each in parity_sizes(made.manifest.inputs, {"T": (4, None)})]
+    assert sizes == [5, 12, 4, 33]

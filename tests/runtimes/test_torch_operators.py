@@ -93,7 +93,7 @@ def test_an_output_whose_size_follows_the_data_has_a_free_axis() -> None:
 
     module = Picks()
     adapter = adapted(module, binding(module, ["x"])[0], 1)
-    outputs, _ = describe("m", adapter, [parse_spec("x:float32[30,4]")])
+    outputs, *_ = describe("m", adapter, [parse_spec("x:float32[30,4]")])
     assert [str(each) for each in outputs] == [
         "output_0:float32[30,4]",
         "output_1:float32[output_1_0,4]",

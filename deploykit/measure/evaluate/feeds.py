@@ -40,7 +40,7 @@ def parity_sizes(
 
     def within(axis: str, size: int) -> int:
         low, high = (limits or {}).get(axis, (1, None))
-        return min(max(size, low), high or size)
+        return max(low, size if high is None else min(size, high))
 
     found = [
         {

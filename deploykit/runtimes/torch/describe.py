@@ -26,14 +26,20 @@ _SEQUENCE_SIZES = (_SMALL, 32, 64, 224, 1024)
 _IMAGE_SIZES = (64, 224, _SMALL)
 
 
+AxisLimits = Mapping[str, tuple[int, "int | None"]]
+
+
 class _Failed(BadInput):
     """The module raised an exception at these sizes; others may work."""
 
 
 def describe(
     where: str, adapter: Adapter, inputs: Sequence[TensorSpec]
-) -> tuple[tuple[TensorSpec, ...], list[Any]]:
-    """The outputs' specs, and inputs that the module takes. Raises BadInput naming the reason."""
+) -> tuple[tuple[TensorSpec, ...], list[Any], AxisLimits]:
+    """The outputs' specs, inputs that the module takes, and the least size of axes that need one.
+
+    Raises BadInput naming the reason.
+    """
     sizes, fill, base = _first_that_runs(where, adapter, inputs)
     places = [place for place, _ in base]
     names = output_names(places, {spec.name for spec in inputs})
@@ -64,7 +70,32 @@ def describe(
     ]
     if not specs:
         raise BadInput(f"{where}: the model returns no tensor")
-    return tuple(specs), _feeds(inputs, sizes, fill)
+    limits = {axis: _least(where, adapter, inputs, sizes, fill, axis) for axis in sizes}
+    limits = {axis: each for axis, each in limits.items() if each[0] > 1}
+    return tuple(specs), _feeds(inputs, sizes, fill), limits
+
+
+def _least(
+    where: str,
+    adapter: Adapter,
+    inputs: Sequence[TensorSpec],
+    sizes: Mapping[str, int],
+    fill: int,
+    axis: str,
+) -> tuple[int, None]:
+    """The smallest size of `axis` that the module takes, as a kernel of 3 needs 3, and no largest.
+
+    Found by halving between 1 and the size at which it ran. A batch is taken to be free.
+    """
+    fails, runs = 0, sizes[axis] if axis not in _batch_axes(inputs) else 1
+    while fails + 1 < runs:
+        size = (fails + runs) // 2 if fails else 1
+        try:
+            _run(where, adapter, inputs, {**sizes, axis: size}, fill)
+            runs = size
+        except _Failed:
+            fails = size
+    return runs, None
 
 
 def _other_data(

@@ -71,11 +71,14 @@ def describe_module(
     cached = _without_cache(module)
     bind, more = binding(module, [spec.name for spec in inputs])
     adapter = adapted(module.eval(), bind, len(inputs))
-    outputs, feeds = describe(str(where), adapter, inputs)
+    outputs, feeds, limits = describe(str(where), adapter, inputs)
     if isinstance(module, torch.jit.ScriptModule):
         adapter = _trace(where, adapter, feeds)
-    notes = (*notes, *cached, *more)
-    return Loaded(adapter, tuple(inputs), outputs, source, ran_pickle=ran_pickle, notes=notes)
+    least = [f"the model takes axis {axis} from {low} on" for axis, (low, _) in limits.items()]
+    notes = (*notes, *cached, *more, *least)
+    return Loaded(
+        adapter, tuple(inputs), outputs, source, ran_pickle=ran_pickle, notes=notes, limits=limits
+    )
 
 
 def with_preprocess(loaded: Loaded, preprocess: Preprocess) -> Loaded:
