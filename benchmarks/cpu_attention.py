@@ -6,15 +6,13 @@ A BERT-mini (4 layers, 256 wide, 4 heads) with seeded weights. `torch`: the grap
 exporter writes it. `deploykit`: as deploykit exports it. `fused`: that one with its attentions in
 one operator by onnxscript's rules, and no other fusion. `optimizer`: what ONNX Runtime's
 `transformers.optimizer` makes of the older exporter's graph; it finds no attention in the others.
-`int8-dynamic` is ours, `quantize_dynamic` ONNX Runtime's. Seconds and ratios as in `cpu_int8.py`.
+`int8-dynamic` is ours, `quantize_dynamic` ONNX Runtime's. Seconds and ratios: `slices.py`.
 """
 
 from __future__ import annotations
 
-import platform
-import sys
-import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,10 +20,9 @@ from unittest import mock
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import torch
-from cpu_int8 import SLICES, race, session
 from quantizers import evaluate, quiet
+from slices import cells, main, race, session
 
 import deploykit as dk
 from deploykit.onnx_graph.graph import Graph
@@ -138,7 +135,7 @@ def written(folder: Path) -> dict[str, Path]:
     return paths
 
 
-def rows(folder: Path) -> list[str]:
+def rows(folder: Path) -> Iterator[str]:
     with quiet():
         paths = written(folder)
     ours = {name: "optimizer" not in name and "quantize_" not in name for name in paths}
@@ -147,45 +144,20 @@ def rows(folder: Path) -> list[str]:
     for name, path in paths.items():
         found = Counter(node.op_type for node in onnx.load(path).graph.node)
         kinds[name] = sum(count for kind, count in found.items() if "Attention" in kind)
-    lines = []
     for batch, length in SIZES:
         given = feeds(batch, length)
         wanted = sessions["torch"].run(None, given)[0]
         seconds = race(sessions, given)
-        for name, mine in seconds.items():
-            ratios = sorted(a / b for a, b in zip(seconds["torch"], mine, strict=True))
-            edge, middle = len(ratios) // 8, ratios[len(ratios) // 2]
+        for name in seconds:
             sqnr, _ = evaluate(wanted, sessions[name].run(None, given)[0])
-            lines.append(
-                f"| {batch} | {length} | {name} | {kinds[name]} | {middle:.2f} ({ratios[edge]:.2f} "
-                f"to {ratios[-1 - edge]:.2f}) | {sorted(mine)[len(mine) // 2] * 1e3:.2f} | {sqnr} |"
-            )
-    return lines
+            speed = cells(seconds, "torch", name)
+            yield f"| {batch} | {length} | {name} | {kinds[name]} | {speed} | {sqnr} |"
 
 
-def main() -> None:
-    if len(sys.argv) != 2:
-        sys.exit("usage: python benchmarks/cpu_attention.py OUT.md")
-    torch.set_num_threads(1)
-    made_with = (
-        "`OMP_NUM_THREADS=1 python benchmarks/cpu_attention.py OUT.md`; Python "
-        f"{platform.python_version()}, onnx {onnx.__version__}, onnxruntime {ort.__version__}, "
-        f"torch {torch.__version__}. {SLICES} slices in turn in one process, processor seconds of "
-        "one thread; the machine had other work."
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        lines = [
-            "# Attention on a CPU",
-            "",
-            made_with,
-            "",
-            "| batch | tokens | graph | attention operators | times torch's speed | ms | SQNR dB |",
-            "| --: | --: | --- | --: | --: | --: | --: |",
-            *rows(Path(folder)),
-        ]
-    print("\n".join(lines))
-    Path(sys.argv[1]).write_text("\n".join(lines) + "\n", encoding="utf-8")
-
+HEAD = (
+    "| batch | tokens | graph | attention operators | times torch's speed | ms | SQNR dB |",
+    "| --: | --: | --- | --: | --: | --: | --: |",
+)
 
 if __name__ == "__main__":
-    main()
+    main("cpu_attention.py", "Attention on a CPU", HEAD, rows)

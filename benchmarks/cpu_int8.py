@@ -2,38 +2,31 @@
 
     OMP_NUM_THREADS=1 python benchmarks/cpu_int8.py OUT.md
 
-Seconds are of the calling thread's processor (`time.thread_time`; sessions have one thread), so
-that other work on the machine counts little; ratios are taken slice by slice, and the middle one is
-printed with the range of three quarters of them. The models have seeded weights. `fused`: with the
-two fusions of ONNX Runtime's that we switch off. `no shapes`: without the shapes of the tensors
-inside, which `quantize_dynamic` does not take (compare with these rows): ONNX Runtime then reuses
-no buffers, and is faster.
+Seconds and ratios: `slices.py`. The models have seeded weights. `fused`: with the two fusions of
+ONNX Runtime's that we switch off. `no shapes`: without the shapes of the tensors inside, which
+`quantize_dynamic` does not take (compare with these rows): ONNX Runtime then reuses no buffers, and
+is faster. `for TensorRT`: pairs at the inputs and weights alone, where NVIDIA's ModelOpt puts them.
+`..., moved`: that file with its pairs placed by `build`.
 """
 
 from __future__ import annotations
 
-import platform
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import torch
-from quantizers import Encoder, Reader, embeddings, evaluate, export, images, outputs, quiet
+from quantizers import Encoder, Lstm, Reader, embeddings, evaluate, export, images, outputs, quiet
+from slices import cells, main, race, session
 from torch import nn
 
 from deploykit.onnx_graph.graph import Graph
 from deploykit.quantization.calibrate import calibrate
 from deploykit.quantization.dynamic import to_dynamic
+from deploykit.quantization.moving import move_foreign_pairs
 from deploykit.quantization.qdq import to_pairs
 from deploykit.runtimes.data.samples import Samples
-from deploykit.runtimes.onnxruntime.engine import SLOWER_ON_CPU, session_options
-
-SLICES, SLICE_S = 21, 0.08
 
 
 def conv(i: int, o: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Module:
@@ -83,6 +76,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], np.ndarray]]] =
     "YOLO stage (SiLU)": (Csp, images(3, 160)),
     "U-Net (SiLU)": (UNet, images(3, 64)),
     "encoder, 2 layers": (Encoder, embeddings(64, 128)),
+    "LSTM, 2 layers": (Lstm, embeddings(32, 64)),
 }
 
 
@@ -111,43 +105,26 @@ def written(source: Path, data: np.ndarray) -> dict[str, Path]:
             weight_type=quantization.QuantType.QInt8,
         )
         if any(node.op_type == "Conv" for node in bare.graph.node):
+            foreign = to_pairs(graph, found)
+            del foreign.model.metadata_props[:]  # what `build` would read of our own
+            foreign.save(place("for TensorRT"))
+            for each in ("quantize_static", "for TensorRT"):
+                moved = move_foreign_pairs(Graph.open(paths[each]), "onnxruntime")
+                if moved is not None:
+                    moved.graph.save(place(f"{each}, moved"))
             return paths
         to_dynamic(graph).save(place("int8-dynamic"))
         quantization.quantize_dynamic(
             source.with_name("bare.onnx"),
             place("quantize_dynamic"),
+            op_types_to_quantize=["MatMul", "Gemm", "LSTM"],
             per_channel=True,
             extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT},
         )
     return paths
 
 
-def session(path: Path, *, fused: bool) -> ort.InferenceSession:
-    off = () if fused else SLOWER_ON_CPU
-    return ort.InferenceSession(
-        str(path), session_options(1), providers=["CPUExecutionProvider"], disabled_optimizers=off
-    )
-
-
-def race(sessions: Mapping[str, ort.InferenceSession], feeds: Mapping[str, np.ndarray]) -> dict:
-    """Seconds of each slice, by name; every slice runs all of them, in turn and back."""
-    first = next(iter(sessions.values()))
-    for each in sessions.values():
-        each.run(None, feeds)
-    started = time.thread_time()
-    first.run(None, feeds)
-    calls = max(1, round(SLICE_S / max(time.thread_time() - started, 1e-6)))
-    seconds: dict[str, list[float]] = {name: [] for name in sessions}
-    for number in range(SLICES):
-        for name in list(sessions)[:: 1 if number % 2 else -1]:
-            started = time.thread_time()
-            for _ in range(calls):
-                sessions[name].run(None, feeds)
-            seconds[name].append((time.thread_time() - started) / calls)
-    return seconds
-
-
-def rows(name: str, folder: Path) -> list[str]:
+def rows(name: str, folder: Path) -> Iterator[str]:
     build, make = MODELS[name]
     torch.manual_seed(1)
     data, test = make(32), make(64)
@@ -159,48 +136,26 @@ def rows(name: str, folder: Path) -> list[str]:
         del bare.graph.value_info[:]
         paths[f"{each}, no shapes"] = folder / f"bare.{paths[each].name}"
         onnx.save(bare, paths[f"{each}, no shapes"])
-    lines = []
     for batch in (1, 8):
         sessions = {each: session(path, fused=False) for each, path in paths.items()}
         for each in ("float32", "int8"):
             sessions[f"{each}, fused"] = session(paths[each], fused=True)
         seconds = race(sessions, {"x": test[:batch]})
-        for each, mine in seconds.items():
-            ratios = sorted(a / b for a, b in zip(seconds["float32"], mine, strict=True))
-            edge, middle = len(ratios) // 8, ratios[len(ratios) // 2]
+        for each in seconds:
             sqnr, _ = evaluate(wanted, outputs(paths[each.removesuffix(", fused")], test))
-            lines.append(
-                f"| {name} | {batch} | {each} | {middle:.2f} ({ratios[edge]:.2f} to "
-                f"{ratios[-1 - edge]:.2f}) | {sorted(mine)[len(mine) // 2] * 1e3:.2f} | {sqnr} |"
-            )
-    return lines
+            yield f"| {name} | {batch} | {each} | {cells(seconds, 'float32', each)} | {sqnr} |"
 
 
-def main() -> None:
-    if len(sys.argv) != 2:
-        sys.exit("usage: python benchmarks/cpu_int8.py OUT.md")
-    torch.set_num_threads(1)
-    made_with = (
-        "`OMP_NUM_THREADS=1 python benchmarks/cpu_int8.py OUT.md`; Python "
-        f"{platform.python_version()}, onnx {onnx.__version__}, onnxruntime {ort.__version__}, "
-        f"torch {torch.__version__}. {SLICES} slices in turn in one process, processor seconds of "
-        "one thread; the machine had other work."
-    )
-    head = "| model | batch | by | times float32's speed | ms of one thread | SQNR dB |"
-    lines = [
-        "# INT8 on a CPU",
-        "",
-        made_with,
-        "",
-        head,
-        "| --- | --: | --- | --: | --: | --: |",
-    ]
+def every(folder: Path) -> Iterator[str]:
     for name in MODELS:
-        with tempfile.TemporaryDirectory() as folder:
-            lines += rows(name, Path(folder))
-            print("\n".join(lines[-20:]), flush=True)
-    Path(sys.argv[1]).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        (folder / name).mkdir()
+        yield from rows(name, folder / name)
 
+
+HEAD = (
+    "| model | batch | by | times float32's speed | ms of one thread | SQNR dB |",
+    "| --- | --: | --- | --: | --: | --: |",
+)
 
 if __name__ == "__main__":
-    main()
+    main("cpu_int8.py", "INT8 on a CPU", HEAD, every)
