@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deploykit.core.errors import OutOfMemory, Unsupported
+from deploykit.core.errors import BadInput, OutOfMemory, Unsupported
 from deploykit.runtimes.cuda.errors import CaptureRefused, DeviceLost
 from tests.support.runtimes import cases
 
@@ -211,6 +211,13 @@ def test_an_out_of_memory_message_on_the_cpu_names_the_sizes() -> None:
         ),
         onnxruntime_errors(Path("m.onnx")),
     ):
+        raise ort_state.RuntimeException(text)
+
+
+def test_sizes_in_a_file_that_overflow_are_the_files_fault() -> None:
+    """Newer versions refuse such a graph; 1.23, the last for Python 3.10, fails as it opens it."""
+    text = "safeint.h:17 SafeIntExceptionHandler<>::SafeIntOnOverflow() Integer overflow"
+    with pytest.raises(BadInput, match=r"m\.onnx: .*overflow"), onnxruntime_errors(Path("m.onnx")):
         raise ort_state.RuntimeException(text)
 
 

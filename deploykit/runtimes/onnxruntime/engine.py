@@ -343,11 +343,10 @@ def _spec(path: Path, node: Any) -> TensorSpec:
             f"{path}: tensor '{node.name}' is a {node.type}, which is not supported",
             hint="export the model with float32 inputs and outputs",
         )
-    shape: list[int | str] = []
-    for number, axis in enumerate(node.shape):
-        unnamed = BATCH if number == 0 else f"{node.name}_{number}"
-        shape.append(axis if isinstance(axis, (int, str)) and axis != "" else unnamed)
-    return TensorSpec(node.name, dtype, tuple(shape))
+    sizes = [axis if isinstance(axis, (int, str)) else "" for axis in node.shape]
+    unnamed = [f"{node.name}_{number}" if number else BATCH for number in range(len(sizes))]
+    shape = tuple(n if s == "" else s for s, n in zip(sizes, unnamed, strict=True))
+    return TensorSpec(node.name, dtype, shape)
 
 
 @contextlib.contextmanager
@@ -365,7 +364,8 @@ def onnxruntime_errors(path: Path, device: str = "cpu") -> Iterator[None]:
     except (ort_state.InvalidGraph, ort_state.InvalidArgument, ort_state.Fail) as exc:
         raise BadInput(f"{path}: ONNX Runtime refused it: {reason(exc)}", hint=cure(exc)) from exc
     except (ort_state.RuntimeException, ort_state.EPFail, RuntimeError, ValueError) as exc:
-        raise Unsupported(f"{path}: ONNX Runtime failed: {reason(exc)}") from exc
+        error = BadInput if "SafeIntOnOverflow" in str(exc) else Unsupported  # the file's sizes
+        raise error(f"{path}: ONNX Runtime failed: {reason(exc)}") from exc
 
 
 def _files(path: Path) -> Iterator[Path]:
