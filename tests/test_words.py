@@ -22,7 +22,7 @@ DIALECT = {  # what we do not write -> what we write instead
     "whole numbers?": "integer",
     "pictures?": "image",
     "texts": "strings, messages",
-    "told|untold|tellable": "given, reported",
+    "told|untold|tellable|said": "given, reported",
     "in words": "as text",
     "beside": "next to, or name the two things",
     "held back": "throttled",

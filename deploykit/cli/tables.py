@@ -85,7 +85,7 @@ def built(result: Made | CheckResult) -> list[Part]:
 
 
 def checked(result: CheckResult) -> list[Part]:
-    """What NVIDIA's builder said of a file."""
+    """What NVIDIA's builder reports on a file."""
     found = result.checked
     word = "accepted" if found.accepted else "refused"
     library = "TensorRT for RTX" if found.flavour == "rtx" else "TensorRT"

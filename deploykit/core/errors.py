@@ -138,8 +138,8 @@ def users_code(where: object) -> Iterator[None]:
         ) from exc
     except BaseException as exc:
         chain = [exc, *list(causes(exc))[1:][-1:]]  # a lazy import wraps what went wrong
-        said = [f"{type(each).__name__}: {first_line(each)}" for each in chain]
-        raise BadInput(f"{where}: {', caused by '.join(said)}") from exc
+        found = [f"{type(each).__name__}: {first_line(each)}" for each in chain]
+        raise BadInput(f"{where}: {', caused by '.join(found)}") from exc
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) -> str | None:

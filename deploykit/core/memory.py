@@ -50,7 +50,7 @@ def free_bytes() -> int | None:
 
 
 def does_not_fit(where: object, what: str = "", files: Iterable[Path] = ()) -> OutOfMemory:
-    """The error for memory that was missing; `where` begins it, `what` a library said."""
+    """The error for memory that was missing; `where` begins it, `what` a library reported."""
     asked = _ASKED.search(what)
     sizes = [f"{int(asked[1]) / 2**20:,.1f} MiB were needed at once"] if asked else []
     sizes += [f"{size} were needed at once" for size in _NUMPY_ASKED.findall(what)]

@@ -37,7 +37,7 @@ def rows(count: int, width: int = 4, start: float = -3.0) -> np.ndarray:
     return (np.arange(count * width, dtype=np.float32) + start).reshape(count, width)
 
 
-def test_the_current_exporter_is_used_and_nothing_is_said_of_a_fallback(tmp_path: Path) -> None:
+def test_the_current_exporter_is_used_and_no_fallback_is_reported(tmp_path: Path) -> None:
     done = export_module(torch.nn.ReLU(), [ROW], [ANSWER], tmp_path / "m.onnx", opset=18)
     assert (done.exporter, done.opset, done.fallback) == ("dynamo", 18, "")
 

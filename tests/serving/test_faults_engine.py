@@ -69,8 +69,8 @@ def test_f9_a_lost_gpu_ends_the_process_with_exit_code_3(tmp_path: Path) -> None
         counts = clients.stop()  # `Clients` checks each 200
         assert counts.keys() <= {200, 503, REFUSED, BROKEN}
         assert counts[503] > 0
-        assert any("the GPU is lost" in line for line in server.said())
-        assert not any("Traceback" in line for line in server.said())
+        assert any("the GPU is lost" in line for line in server.log_lines())
+        assert not any("Traceback" in line for line in server.log_lines())
 
 
 def test_f10_a_hung_engine_gets_504_is_not_ready_and_can_be_stopped(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_f19_an_output_of_wrong_shape_or_type_gets_500_for_its_request_only(
                 assert "the engine returned" in str(found)
             else:
                 assert (status, found) == (200, [2.0 * value + 1])
-        assert any("the engine returned" in line for line in server.said())
+        assert any("the engine returned" in line for line in server.log_lines())
         assert server.status("/v2/health/ready") == 200
 
 
@@ -131,4 +131,4 @@ def test_a_thousand_failed_requests_leak_nothing(tmp_path: Path) -> None:
         assert server.holds()[1] == descriptors[1]
         assert server.rss_bytes() - rss < 8 << 20
         assert server.infer(1) == (200, [3.0])
-        assert not any("Traceback" in line for line in server.said())
+        assert not any("Traceback" in line for line in server.log_lines())

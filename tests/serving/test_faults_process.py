@@ -81,7 +81,7 @@ def test_f4_a_damaged_or_deleted_model_file_does_not_end_the_server(
         else:
             path.rename(tmp_path / "elsewhere")
         until(lambda: server.infer(1, 2, 3) == before and server.gauge("deploykit_reload_failed"))
-        until(lambda: [line for line in server.said() if "the new file was rejected" in line])
+        until(lambda: [line for line in server.log_lines() if "the new file was rejected" in line])
         assert server.infer(1, 2, 3) == before
         assert server.status("/v2/health/ready") == 200
 

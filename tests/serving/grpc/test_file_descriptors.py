@@ -28,7 +28,7 @@ def process(tmp_path: Path) -> Iterator[Process]:
 
 def waits(process: Process) -> bool:
     """Whether the log says that no connection can be accepted; both ports use one message."""
-    return any("connections cannot be accepted" in line for line in process.said())
+    return any("connections cannot be accepted" in line for line in process.log_lines())
 
 
 def grpc_port(process: Process) -> int:
@@ -54,7 +54,7 @@ def test_without_file_descriptors_open_connections_are_served_and_new_ones_accep
         assert first_value(answer) == 11
         last.close()
     assert process.infer(1) == (200, [3.0])
-    assert not [line for line in process.said() if "Traceback" in line]
+    assert not [line for line in process.log_lines() if "Traceback" in line]
 
 
 @pytest.mark.parametrize("crowded", ["grpc", "http"])
@@ -80,4 +80,4 @@ def test_a_server_without_file_descriptors_can_be_shut_down(process: Process) ->
     for client in crowd:
         client.close()
     assert process.wait() == 0
-    assert not [line for line in process.said() if "Traceback" in line]
+    assert not [line for line in process.log_lines() if "Traceback" in line]

@@ -119,7 +119,7 @@ class Process:
         fields = Path(f"/proc/{self.popen.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def said(self) -> list[str]:
+    def log_lines(self) -> list[str]:
         return self.log.read_text().splitlines()
 
     def wait(self) -> int:

@@ -159,13 +159,13 @@ export function photo(input, image, changed) {
   let pixels = null;
   const canvas = el("canvas", { width, height, hidden: true, role: "img" });
   const file = el("input", { type: "file", accept: "image/*" });
-  const said = el("p", { class: "hint", role: "status" }, `It is scaled and cropped to ${width} × ${height}.`);
+  const notice = el("p", { class: "hint", role: "status" }, `It is scaled and cropped to ${width} × ${height}.`);
   const choice = scaleChoice(input);
-  const drop = el("div", { class: "drop" }, canvas, el("label", {}, "Drop an image here, or choose one", file), said);
+  const drop = el("div", { class: "drop" }, canvas, el("label", {}, "Drop an image here, or choose one", file), notice);
 
   async function take(chosen) {
     let image;
-    try { image = await createImageBitmap(chosen); } catch { said.textContent = `${chosen.name} is not an image that this browser can read.`; return; }
+    try { image = await createImageBitmap(chosen); } catch { notice.textContent = `${chosen.name} is not an image that this browser can read.`; return; }
     const scale = Math.max(width / image.width, height / image.height);
     const context = canvas.getContext("2d", { willReadFrequently: true });
     context.imageSmoothingQuality = "high";
@@ -175,7 +175,7 @@ export function photo(input, image, changed) {
     pixels = context.getImageData(0, 0, width, height).data;
     canvas.hidden = false;
     canvas.setAttribute("aria-label", `${chosen.name}, scaled`);
-    said.textContent = `${chosen.name}: ${image.width} × ${image.height}, sent as ${width} × ${height}.`;
+    notice.textContent = `${chosen.name}: ${image.width} × ${image.height}, sent as ${width} × ${height}.`;
     changed();
   }
   file.addEventListener("change", () => { if (file.files[0]) take(file.files[0]); });
