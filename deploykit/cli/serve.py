@@ -76,7 +76,7 @@ Address:
 Batching:
 --max-batch N          Most samples in one call
 --batching/--no-batching  Join requests where their answers stay the same
---assume-batched       Join requests without a trial of that
+--assume-batched       Join requests without testing that first
 --max-delay-us MICROSECONDS  How long to wait for more requests
 --preferred N,N,...    Batch sizes worth waiting for, within --max-delay-us
 --slo-ms MS            Adapt batch and delay to keep p99 below this
@@ -133,7 +133,7 @@ def serve(options: ServeArguments) -> None:
     """Serve models over HTTP and gRPC, with dynamic batching.
 
     Each option may also be a variable (DEPLOYKIT_HTTP_PORT=9000) or a key of the --config file
-    (http_port = 9000). A flag comes before a variable, a variable before the file.
+    (http_port = 9000). A flag overrides a variable, a variable the file.
 
     Example: deploykit serve mnist=model.int8.onnx --http-port 8000
     """

@@ -9,7 +9,7 @@ import json
 import math
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -54,10 +54,6 @@ class Manifest:
     def version_compatible(self) -> bool:
         """A TensorRT engine that later versions of the same major run too."""
         return self.evidence.build is not None and self.evidence.build.version_compatible
-
-    def with_evidence(self, **found: Any) -> Manifest:
-        """The same manifest with these fields of its evidence replaced."""
-        return replace(self, evidence=replace(self.evidence, **found))
 
     def to_dict(self) -> dict[str, Any]:
         return {"manifest": MANIFEST_VERSION, **json_value(self)}

@@ -45,21 +45,11 @@ class Latency(Record):
         return Latency(len(ordered), p50, p90, p99, float(ordered[-1]) * 1e3)
 
 
-def percentile_ms(samples_s: np.ndarray | Sequence[float], q: float) -> float:
-    """The q-th percentile (0 < q < 100) of latencies, in milliseconds.
-
-    `samples_s`: shape (calls,), seconds. Nearest rank, so that the answer is a latency that really
-    happened. Raises BadInput on fewer than 100/(100-q) samples: there it would only be the maximum.
-    """
-    ordered = _ordered(samples_s)
-    _check_percentile(q)
-    if len(ordered) * (100 - q) < 100 * (1 - 1e-9):
-        raise BadInput(f"p{q:g} needs {math.ceil(100 / (100 - q))} samples, got {len(ordered)}")
-    return _rank_ms(ordered, q)
-
-
 def percentile_interval_ms(samples_s: np.ndarray | Sequence[float], q: float) -> Interval | None:
-    """The q-th percentile in ms with a distribution-free interval; None: too few samples for one.
+    """The q-th percentile (0 < q < 100) in ms with a distribution-free interval, if they suffice.
+
+    `samples_s`: shape (calls,), seconds. Nearest rank, so that the value is a latency that really
+    happened. None: too few samples for an interval.
 
     The bounds are the order statistics whose ranks leave at most 2.5 % of Binomial(n, q/100) on
     either side (Conover, Practical Nonparametric Statistics, 3rd ed., section 3.2). A finite upper

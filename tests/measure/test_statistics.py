@@ -11,7 +11,6 @@ from deploykit.measure.statistics import (
     Interval,
     Latency,
     percentile_interval_ms,
-    percentile_ms,
     proportion,
     ratio,
     t_quantile,
@@ -21,22 +20,18 @@ from tests.support.measure.stats_coverage import COVERED, RUNS, holds
 
 
 @pytest.mark.parametrize(
-    ("q", "expected_ms"), [(50, 50.0), (90, 90.0), (99, 99.0), (7, 7.0), (98.5, 99.0)]
+    ("q", "expected_ms"), [(50, 500.0), (90, 900.0), (99, 990.0), (7, 70.0), (98.55, 986.0)]
 )
 def test_percentile_is_the_nearest_rank(q: float, expected_ms: float) -> None:
-    samples_s = np.arange(1, 101)[::-1] / 1e3
-    assert percentile_ms(samples_s, q) == pytest.approx(expected_ms, rel=1e-12)
+    found = percentile_interval_ms(np.arange(1, 1001)[::-1] / 1e3, q)
+    assert found is not None
+    assert found.value == pytest.approx(expected_ms, rel=1e-12)
 
 
 def test_percentile_is_a_latency_that_happened() -> None:
-    assert percentile_ms([0.001, 0.004], 50) == 1.0
-
-
-@pytest.mark.parametrize(("q", "needed"), [(50, 2), (90, 10), (99, 100)])
-def test_percentile_refuses_what_would_be_the_maximum(q: float, needed: int) -> None:
-    percentile_ms([0.001] * needed, q)
-    with pytest.raises(BadInput, match=f"p{q} needs {needed} samples, got {needed - 1}"):
-        percentile_ms([0.001] * (needed - 1), q)
+    found = percentile_interval_ms([0.001] * 5 + [0.004] * 5, 50)
+    assert found is not None
+    assert found.value == 1.0
 
 
 @pytest.mark.parametrize("samples", [[], [math.nan], [0.1, math.inf], [[0.1]]], ids=str)

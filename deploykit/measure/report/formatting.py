@@ -22,13 +22,6 @@ def number(value: float) -> str:
     return f"{value:,.{max(digits, 0)}f}".replace(",", SPACE).replace("-", "−")
 
 
-def tick(value: float, digits: int | None = None) -> str:
-    """A round number on an axis: 0.3, 10, 12 500; with `digits` decimals if given."""
-    if digits is None and abs(value) < 1000:
-        return f"{value:g}".replace("-", "−")
-    return f"{value:,.{digits or 0}f}".replace(",", SPACE).replace("-", "−")
-
-
 def count(value: int) -> str:
     """An integer in full: 12345 -> "12 345"."""
     return f"{value:,}".replace(",", SPACE).replace("-", "−")

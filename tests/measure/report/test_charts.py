@@ -12,7 +12,7 @@ import pytest
 
 from deploykit.core.assets import FOLDER
 from deploykit.measure.report.figures import Chart, Mark, Series, charts
-from deploykit.measure.report.formatting import MISSING, count, number, points, spread, tick
+from deploykit.measure.report.formatting import MISSING, count, number, points, spread
 from deploykit.measure.report.report import Report
 from deploykit.measure.report.tables import summary
 from tests.support.node import evaluate, needs_node
@@ -267,10 +267,8 @@ def test_a_figure_has_three_significant_digits(value: float, text: str) -> None:
     assert number(value).replace("\u202f", " ") == text
 
 
-def test_counts_and_ticks_are_exact() -> None:
+def test_counts_are_exact() -> None:
     assert count(12345).replace("\u202f", " ") == "12 345"
-    assert tick(12500).replace("\u202f", " ") == "12 500"
-    assert tick(0.3) == "0.3"
 
 
 def test_intervals_are_written_with_their_value() -> None:
