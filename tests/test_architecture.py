@@ -54,11 +54,11 @@ OWNERS = {
 BUDGETS = {
     "core": 3070,
     "runtimes": 6065,
-    "training": 300,
+    "training": 180,
     "exporters": 1325,
     "onnx_graph+quantization": 5020,
     "builders": 1630,
-    "measure": 4260,
+    "measure": 4250,
     "serving": 11270,
     "api": 5100,
     "cli": 1880,
