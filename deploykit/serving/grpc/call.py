@@ -368,8 +368,6 @@ class GrpcCall(Stream):
         self.slots.clear()
         self.end(frame(HEADERS, END_HEADERS | END_STREAM, self.id, block))
 
-    # -- the end ---------------------------------------------------------------------------------
-
     def check(self, now_s: float) -> None:
         if self.deadline_s is not None and self.deadline_s <= now_s:
             self.fail("DEADLINE_EXCEEDED", "the call's deadline has passed")

@@ -62,7 +62,7 @@ class ThreadOffload(Closing):
         run: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         self._loop = loop
-        self._run = run or _call
+        self._run = run or (lambda work: work())
         self._small = ThreadPoolExecutor(threads, "deploykit small")
         self._large = ThreadPoolExecutor(threads, "deploykit large")
 
@@ -115,10 +115,6 @@ class _Job:
         future.cancel()
         if then is not None:
             then(_expired)
-
-
-def _call(work: Callable[[], None]) -> None:
-    work()
 
 
 def _forget_frames(future: Future[Any]) -> None:

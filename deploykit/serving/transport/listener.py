@@ -10,6 +10,7 @@ import errno
 import logging
 import socket
 import ssl
+from collections import deque
 from collections.abc import Callable, Sized
 
 from deploykit.core.errors import BadInput, first_line, os_reason
@@ -19,6 +20,7 @@ log = logging.getLogger(__name__)
 BACKLOG = 1024
 PAUSE_S = 0.2  # after running out of file descriptors
 _BURST = 200  # connections accepted per turn of the event loop: some 20 ms
+_HANDSHAKES = 8  # begun per turn of the event loop: each takes it a millisecond
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -70,6 +72,7 @@ class Acceptor:
         """`close_idle`: called when there are no file descriptors left."""
         self._loop = loop
         self._close_idle = close_idle
+        self._hellos: deque[asyncio.Future[None]] = deque()  # of clients that have sent theirs
         self._socket = listening
         self._connections = connections
         self._max_connections = max_connections
@@ -132,19 +135,46 @@ class Acceptor:
 
     async def _handshake(self, client: socket.socket) -> None:
         try:
+            if self._tls:
+                await asyncio.wait_for(self._hello(client), self._handshake_s)
             await self._loop.connect_accepted_socket(
-                self._make,
-                client,
-                ssl=self._tls,
-                ssl_handshake_timeout=self._handshake_s,
+                self._make, client, ssl=self._tls, ssl_handshake_timeout=self._handshake_s
             )
-        except OSError as exc:  # ssl.SSLError is one
+        except (OSError, asyncio.TimeoutError) as exc:  # ssl.SSLError is one
             client.close()
             if self._tls:
                 log.info("a connection was closed in its TLS handshake: %s", _reason(exc))
+        except asyncio.CancelledError:
+            client.close()
+            raise
+
+    async def _hello(self, client: socket.socket) -> None:
+        """Wait for the client's first bytes, then until its handshake may begin."""
+        hello = self._loop.create_future()
+        self._loop.add_reader(client, self._enqueue, client, hello)
+        try:
+            await hello
+        finally:
+            self._loop.remove_reader(client)
+
+    def _enqueue(self, client: socket.socket, hello: asyncio.Future[None]) -> None:
+        self._loop.remove_reader(client)
+        self._hellos.append(hello)
+        if len(self._hellos) == 1:
+            self._loop.call_soon(self._begin_handshakes)
+
+    def _begin_handshakes(self) -> None:
+        for _ in range(min(_HANDSHAKES, len(self._hellos))):
+            hello = self._hellos.popleft()
+            if not hello.done():
+                hello.set_result(None)
+        if self._hellos:
+            self._loop.call_soon(self._begin_handshakes)
 
 
-def _reason(exc: OSError) -> str:
+def _reason(exc: Exception) -> str:
     if isinstance(exc, ssl.SSLError) and exc.reason:
         return exc.reason.replace("_", " ").lower()
-    return first_line(exc) if exc.errno is None else os_reason(exc)
+    if isinstance(exc, asyncio.TimeoutError):
+        return "the client sent nothing"
+    return os_reason(exc) if isinstance(exc, OSError) and exc.errno else first_line(exc)

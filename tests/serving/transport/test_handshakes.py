@@ -1,0 +1,64 @@
+"""TLS handshakes of many clients share the turns of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+
+import pytest
+
+from deploykit.serving.transport import listener
+from deploykit.serving.transport.listener import Acceptor
+
+
+def test_few_tls_handshakes_begin_in_one_turn_of_the_loop() -> None:
+    """1,000 clients that sent a recorded first message at once stopped the loop for 1.3 s."""
+    begun, turns = list[int](), list[int]()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        acceptor = Acceptor(loop, socket.socket(), asyncio.Protocol, tls, (), 100, 9.0)
+
+        async def handshake(client: socket.socket) -> None:
+            await acceptor._hello(client)
+            begun.append(1)
+
+        with contextlib.ExitStack() as stack:
+            pairs = [socket.socketpair() for _ in range(30)]
+            for end in (end for pair in pairs for end in pair):
+                stack.callback(end.close)
+            tasks = [asyncio.create_task(handshake(server)) for server, _ in pairs]
+            await asyncio.sleep(0)
+            assert not begun
+            for _, client in pairs:
+                client.send(b"hello")
+            while len(begun) < len(pairs):
+                before = len(begun)
+                await asyncio.sleep(0)
+                turns.append(len(begun) - before)
+            await asyncio.gather(*tasks)
+            acceptor._socket.close()
+
+    asyncio.run(main())
+    assert max(turns) == listener._HANDSHAKES
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_tls_client_that_says_nothing_is_disconnected(leaves: bool) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        acceptor = Acceptor(loop, socket.socket(), asyncio.Protocol, tls, (), 100, 0.05)
+        server, client = socket.socketpair()
+        server.setblocking(False)
+        if leaves:
+            client.close()
+        await asyncio.wait_for(acceptor._handshake(server), 9.0)
+        assert server.fileno() == -1
+        client.close()
+        acceptor._socket.close()
+
+    asyncio.run(main())
