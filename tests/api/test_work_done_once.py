@@ -48,7 +48,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return counted
 
-    monkeypatch.setattr(storage, "parse", count("parse", storage.parse))
+    monkeypatch.setattr(storage, "parse_model", count("parse", storage.parse_model))
     monkeypatch.setattr(graph, "make_skeleton", count("skeleton", graph.make_skeleton))
     monkeypatch.setattr(editor.Editor, "__init__", count("editor", editor.Editor.__init__))
     monkeypatch.setattr(
