@@ -92,7 +92,7 @@ def _problems(attacked: Attacked, seen: Seen, files: int) -> list[str]:
         found.append(f"**{held:,.0f} bytes stay counted**")
     if now > files + attacked.more_files:
         found.append(f"**{now - files} files stay open**")
-    traces = [line for line in server.said() if "Traceback" in line]
+    traces = [line for line in server.log_lines() if "Traceback" in line]
     if traces:
         found.append(f"**{len(traces)} tracebacks**: {traces[0][-200:]}")
     if not attacked.infer():
