@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from collections.abc import Callable
 from email.utils import formatdate
@@ -65,6 +66,7 @@ class Listener:
         self.view = memoryview(self.read_into)
         self.known_heads: dict[bytes, Head] = {}  # clients repeat theirs
         self._closing = 0  # connections, to make room
+        self._searched_s = math.nan  # when none was idle: not again before the next tick
         self._lines: dict[int, bytes] = {}
         self._date = ""
         self.tick(time.monotonic())
@@ -97,8 +99,11 @@ class Listener:
             self._closing = 0
         elif self._closing:  # those close in the next turn of the event loop
             self._closing -= 1
+        elif self._searched_s == self.now_s:
+            return False
         else:
             self._closing = self.close_idle(_IDLE_S)
+            self._searched_s = math.nan if self._closing else self.now_s
             return self._closing > 0
         return True
 
