@@ -61,9 +61,9 @@ BUDGETS = {
     "measure": 4250,
     "serving": 11280,
     "api": 5100,
-    "cli": 1880,
-    "": 39860,  # the whole package
+    "cli": 1940,
 }
+BUDGETS[""] = sum(BUDGETS.values()) + 60  # the whole package
 LONG: set[str] = set()  # functions over 60 lines
 
 # the rooms of serving/, lowest first: a file imports from rooms that stand before its own

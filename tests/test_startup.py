@@ -53,3 +53,17 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
     with pytest.raises(AttributeError, match="nothing"):
         deploykit.nothing  # noqa: B018
+
+
+def test_the_list_of_commands_imports_no_command() -> None:
+    code = (
+        "import contextlib, io, sys; from deploykit.cli.main import main\n"
+        "sys.argv = ['deploykit', '--help']\n"
+        "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as page:\n"
+        "    main()\n"
+        "assert 'quantize' in page.getvalue()\n"
+        "loaded = {name for name in sys.modules if name.startswith('deploykit.cli.')}\n"
+        "assert loaded.isdisjoint('deploykit.cli.' + name for name in "
+        "('make', 'prove', 'serve', 'machine')), loaded"
+    )
+    modules_after(code)

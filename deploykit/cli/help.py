@@ -6,10 +6,9 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 from deploykit.cli import output
 from deploykit.cli.options import GENERAL
@@ -44,11 +43,16 @@ class Command(TyperCommand):
         return super().parse_args(ctx, [_current(word) for word in args])
 
     def invoke(self, ctx: Any) -> Any:
-        commands = getattr(ctx.find_root().command, "commands", {}).values()
-        options = [
-            each for command in commands for each in command.params if each.opts[0][0] == "-"
-        ]
-        output.spell = partial(with_flags, [*options, *self.params])  # the last of a name counts
+        commands = getattr(ctx.find_root().command, "commands", {})
+
+        def spell(message: str) -> str:
+            if not _PARAMETER.search(message):
+                return message  # without building all commands
+            of_others = [option for each in commands.values() for option in each.params]
+            options = [each for each in of_others if each.opts[0][0] == "-"]
+            return with_flags([*options, *self.params], message)  # the last of a name counts
+
+        output.spell = spell
         return super().invoke(ctx)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ARG002 - typer's signature
@@ -84,24 +88,6 @@ class Command(TyperCommand):
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - as above
         formatter.write(f"\n{output.bold('Documentation:')} {DOCS}\n")
-
-
-class Group(TyperGroup):
-    """The commands by section."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for name, command in self.commands.items():
-            about = inspect.cleandoc(command.help or "").partition("\n\n")[0]
-            panel = str(getattr(command, "rich_help_panel", None) or "Commands")
-            sections.setdefault(panel, []).append((name, about.replace("\n", " ")))
-        write_sections(formatter, sections)
-        rows = (each.get_help_record(ctx) for each in self.get_params(ctx))
-        write_sections(formatter, {"Options": [row for row in rows if row is not None]})
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - as above
-        formatter.write(f"\n{output.bold('Example:')} deploykit demo\n")
-        formatter.write(f"{output.bold('Documentation:')} {DOCS}\n")
 
 
 def write_sections(formatter: Any, sections: dict[str, list[tuple[str, str]]]) -> None:

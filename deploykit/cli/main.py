@@ -8,15 +8,14 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from deploykit.cli import machine, make, output, prove, serve
-from deploykit.cli.configure import ConfigurableCommand
-from deploykit.cli.help import Command, Group, reword
+from deploykit.cli import output
+from deploykit.cli.commands import Group
+from deploykit.cli.help import reword
 from deploykit.core.errors import EXIT_BUG, EXIT_INTERRUPTED, BadInput, DeploykitError
 from deploykit.core.memory import does_not_fit
 
@@ -29,17 +28,6 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 10_000},
 )
-_COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Make": (make.train, make.export, make.quantize, make.build),
-    "Prove": (prove.compare, prove.inspect, prove.predict, prove.bench),
-    "Serve": (serve.serve, serve.load),
-    "Machine": (machine.doctor, machine.profiles, machine.demo),
-}
-for _title, _commands in _COMMANDS.items():
-    for _command in _commands:
-        _kind = ConfigurableCommand if _command is serve.serve else Command
-        app.command(cls=_kind, rich_help_panel=_title)(_command)
-
 _EXIT_TERMINATED = 128 + signal.SIGTERM
 
 

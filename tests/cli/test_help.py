@@ -22,6 +22,13 @@ def test_commands_are_listed_in_groups(run: Run) -> None:
     assert headings == ["Make:", "Prove:", "Serve:", "Machine:", "Options:"]
 
 
+def test_the_list_says_of_each_command_what_its_page_says_first(run: Run) -> None:
+    listed = " ".join(run("--help").out.split())
+    for name, command in COMMANDS.items():
+        about = " ".join(command.help.partition("\n\n")[0].split())
+        assert f" {name} {about}" in listed
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_page_has_an_example_that_parses_and_names_its_page(run: Run, command: str) -> None:
     import shlex
