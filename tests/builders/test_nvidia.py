@@ -23,6 +23,7 @@ from deploykit.builders.tensorrt.network import element_types, precision_flags
 from deploykit.builders.tensorrt.shapes import AxisRange
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.quantization.calibrate import Range
+from deploykit.runtimes.tensorrt.log import logger, recorder
 from tests.support.builders.nvidia_cases import INT8, ask, checked, needs, options, raw
 from tests.support.graphs.data import calibration
 from tests.support.graphs.protos import to_pairs
@@ -233,3 +234,18 @@ def test_a_transposed_convolution_in_int8_is_accepted_with_a_scale_per_output(
         axis.i = 0
         (problem,) = checked(int8, tmp_path).problems
         assert "scales is not equal to the number of output channels" in str(problem)
+
+
+@ask
+@needs
+def test_an_object_with_a_recorder_reports_there_and_not_to_the_logger() -> None:
+    """Seen on TensorRT for RTX 1.7.1 with the bindings of 11.4; what our stand-in does, too."""
+    nv = module.module()
+    log, own = logger(nv), recorder(nv)()
+    log.mine.errors.clear()
+    runtime = nv.Runtime(log)
+    runtime.error_recorder = own
+    assert runtime.deserialize_cuda_engine(b"ftrt" + bytes(100)) is None
+    assert own.num_errors() > 0
+    assert "incompatible serialization" in own.get_error_desc(0)
+    assert list(log.mine.errors) == []

@@ -90,6 +90,45 @@ def test_errors_of_other_libraries_keep_their_meaning(
         opened.engine({"x": rows(2)})
 
 
+NOISE = (
+    "getDeviceMemorySizeV2 is only supported from TensorRT 10.1 onwards"  # lean 10.16.1, at load
+)
+
+
+@pytest.mark.parametrize(
+    "call", ["deserialize_cuda_engine", "set_input_shape", "set_tensor_address"]
+)
+def test_an_error_line_of_a_call_that_succeeded_is_not_the_reason(call: str) -> None:
+    opened = Opened(noise={call: NOISE})
+    opened.nv.fail = {"execute_async_v3": "the reason"}
+    with pytest.raises(Unsupported, match=r"the reason$"):
+        opened.engine({"x": rows(2)})
+
+
+def test_runtime_engine_and_context_report_each_to_a_recorder_of_its_own(opened: Opened) -> None:
+    opened.engine({"x": rows(2)})
+    owners = (opened.engine._runtime, opened.engine._engine, opened.nv.contexts[0])
+    assert None not in [owner.error_recorder for owner in owners]
+    for owner in owners:
+        opened.nv.report(NOISE, owner)
+    opened.nv.fail = {"execute_async_v3": "the reason"}
+    with pytest.raises(Unsupported, match=r"the reason$"):
+        opened.engine({"x": rows(2)})
+
+
+def test_a_library_below_tensorrt_writes_to_the_logger_and_is_heard(opened: Opened) -> None:
+    opened.nv.fail = {"execute_async_v3": "Error Code 1: Myelin (it failed)"}
+    opened.nv.recorded = False
+    with pytest.raises(Unsupported, match="it failed"):
+        opened.engine({"x": rows(2)})
+
+
+def test_a_long_error_is_cut_to_its_first_line(opened: Opened) -> None:
+    opened.nv.fail = {"execute_async_v3": "the reason\n  followed by\n  a dump of the graph"}
+    with pytest.raises(Unsupported, match=r"the reason$"):
+        opened.engine({"x": rows(2)})
+
+
 def test_lost_device_stays_lost(opened: Opened) -> None:
     opened.cuda.fail = {"record": "LaunchFailure"}
     for _ in range(2):
@@ -99,7 +138,7 @@ def test_lost_device_stays_lost(opened: Opened) -> None:
 
 def test_failure_without_a_log_line_says_that(opened: Opened) -> None:
     opened.nv.fail = {"execute_async_v3": " "}
-    opened.nv.logger.log = lambda *_: None
+    opened.nv.report = lambda *_: None  # type: ignore[method-assign]
     with pytest.raises(Unsupported, match="no reason in its log"):
         opened.engine({"x": rows(2)})
 

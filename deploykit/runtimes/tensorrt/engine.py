@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, DeploykitError, Unsupported, first_line
+from deploykit.core.errors import BadInput, DeploykitError, first_line
 from deploykit.core.manifest import Manifest
-from deploykit.runtimes.cuda.errors import CODES, cuda_error, out_of_memory
+from deploykit.runtimes.cuda.errors import out_of_memory
 from deploykit.runtimes.cuda.execution import Pipeline, Ticket, run_in_order
 from deploykit.runtimes.cuda.memory import Driver, Shape
 from deploykit.runtimes.engine import Arrays, BaseEngine, check_feeds
 from deploykit.runtimes.tensorrt.compatibility import PlanFile
-from deploykit.runtimes.tensorrt.log import logger
+from deploykit.runtimes.tensorrt.log import LogErrors, logger
 from deploykit.runtimes.tensorrt.tensors import (
     Ranges,
     axis_limits,
@@ -36,11 +34,6 @@ from deploykit.runtimes.tensorrt.tensors import (
 
 if TYPE_CHECKING:
     import tensorrt as trt
-
-_CUDA_FAILURE = re.compile(r"Cuda (?:Runtime|Driver)[^(]*\((.+?)\)", re.IGNORECASE)
-_CUDA_CODE = re.compile(r"\bCUDA error (\d{1,4})\b")  # in a layer of Myelin
-_NO_MEMORY = re.compile(r"\bOutOfMemory\b|Requested amount of GPU memory|ALLOC\w*_FAILED")
-_WHERE = re.compile(r"^\[.*?\]|\.?\s*In \w+ at \S+:\d+\)?$")  # in TensorRT's own source
 
 
 class TensorRtEngine(BaseEngine):
@@ -187,11 +180,13 @@ class Context:
         stream: int,
         scratch: int,
     ) -> None:
-        self._log_errors, self._stream, self._profiles = log_errors, stream, profiles
+        self._stream, self._profiles = stream, profiles
+        log_errors.forget()
         strategy = nv.ExecutionContextAllocationStrategy.USER_MANAGED
         context: trt.IExecutionContext | None = engine.create_execution_context(strategy)
         if context is None:
             raise log_errors.refusal("create_execution_context")
+        self._log_errors = log_errors.of(context)
         if scratch:
             context.set_device_memory(scratch, engine.device_memory_size_v2)
         self._context = context
@@ -209,6 +204,7 @@ class Context:
         if profile is None:
             raise BadInput("the shapes fit none of the engine's optimisation profiles")
         context = self._context
+        self._log_errors.forget()
         if profile != self._profile:
             if not context.set_optimization_profile_async(profile, self._stream):
                 raise self._log_errors.refusal(f"optimisation profile {profile}")
@@ -233,11 +229,13 @@ class Context:
         return found
 
     def bind(self, addresses: Mapping[str, int]) -> None:
+        self._log_errors.forget()
         for name, address in addresses.items():
             if not self._context.set_tensor_address(name, address):
                 raise self._log_errors.refusal(f"address of tensor '{name}'")
 
     def enqueue(self, stream: int) -> None:
+        self._log_errors.forget()
         if not self._context.execute_async_v3(stream):
             for memory in self._late.values():
                 if memory.error is not None:
@@ -327,41 +325,17 @@ def _output_allocator(nv: Any) -> Any:
     return OutputAllocator
 
 
-class LogErrors:
-    """Makes errors from TensorRT's log. `cuda_errors`: CUDA's messages -> names of its codes."""
-
-    def __init__(self, nv: Any, path: Path, device: str, cuda_errors: Mapping[str, str]) -> None:
-        self.log, self.path, self.device, self.cuda_errors = logger(nv), path, device, cuda_errors
-
-    def refusal(self, what: str) -> DeploykitError:
-        """The error for the log lines since the last call; CUDA's own failures by their code."""
-        lines, self.log.errors = list(self.log.errors), deque(maxlen=self.log.errors.maxlen)
-        for line in lines:
-            name, text = self._cuda_code(line)
-            if name:
-                return cuda_error(f"{self.path}: {self.device}", what, name, text)
-        why = _WHERE.sub("", lines[0]).strip() if lines else "no reason in its log"
-        return Unsupported(f"{self.path}: TensorRT refused it ({what}): {why}")
-
-    def _cuda_code(self, line: str) -> tuple[str, str]:
-        """The CUDA error that a line of the log reports, and its message; empty where none."""
-        match = _CUDA_FAILURE.search(line)
-        if match:
-            return self.cuda_errors.get(match[1], ""), match[1]
-        number = _CUDA_CODE.search(line)
-        if number:
-            return CODES.get(int(number[1]), ""), number[0]
-        return ("MemoryAllocation", "") if _NO_MEMORY.search(line) else ("", "")
-
-
 def _deserialize(nv: Any, plan: PlanFile, log_errors: LogErrors) -> tuple[Any, trt.ICudaEngine]:
+    log_errors.forget()
     try:
         runtime = nv.Runtime(logger(nv))
     except (TypeError, RuntimeError) as exc:  # pybind11: the factory returned nullptr
         raise log_errors.refusal(f"Runtime ({first_line(exc)})") from exc
+    runtime_errors = log_errors.of(runtime)
     if plan.host_code:  # `check_plan` has verified whose code it is
         runtime.engine_host_code_allowed = True
     engine: trt.ICudaEngine | None = runtime.deserialize_cuda_engine(plan.content)
     if engine is None:
-        raise log_errors.refusal("deserialize_cuda_engine")
+        raise runtime_errors.refusal("deserialize_cuda_engine")
+    engine.error_recorder = log_errors.recorder
     return runtime, engine

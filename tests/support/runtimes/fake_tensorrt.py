@@ -40,6 +40,10 @@ class IOutputAllocator:
     pass
 
 
+class IErrorRecorder:
+    pass
+
+
 class IProfiler:
     pass
 
@@ -88,6 +92,7 @@ class FakeTensorRt:
     __version__ = "10.13.3.9"
     ILogger = ILogger
     IOutputAllocator = IOutputAllocator
+    IErrorRecorder = IErrorRecorder
     IProfiler = IProfiler
     TensorIOMode = TensorIOMode
     ExecutionContextAllocationStrategy = ExecutionContextAllocationStrategy
@@ -98,6 +103,8 @@ class FakeTensorRt:
         self.logger: Any = None
         self.contexts: list[Context] = []
         self.fail: dict[str, str] = {}  # name of a call -> the line it logs when it fails, once
+        self.recorded = True  # False: as Myelin was seen to, to the logger alone
+        self.noise: dict[str, str] = {}  # the same of calls that go on to succeed, each time
 
     def Builder(self) -> None: ...  # noqa: N802 - as TensorRT has it
 
@@ -107,26 +114,37 @@ class FakeTensorRt:
             raise TypeError("pybind11::init(): factory function returned nullptr")
         return Runtime(self)
 
-    def failed(self, call: str) -> bool:
+    def failed(self, call: str, owner: Any = None) -> bool:
+        self.report(self.noise.get(call, ""), owner)
         line = self.fail.pop(call, "")
-        if line:
-            self.logger.log(Severity.ERROR, line)
+        self.report(line, owner)
         return bool(line)
+
+    def report(self, line: str, owner: Any = None) -> None:
+        """To the recorder of `owner` if it has one, else to the logger: never to both."""
+        recorder = getattr(owner, "error_recorder", None) if self.recorded else None
+        if line and recorder is not None:
+            assert recorder.report_error("INTERNAL_ERROR", line)
+        elif line:
+            self.logger.log(Severity.ERROR, line)
 
 
 class Runtime:
     engine_host_code_allowed = False
+    error_recorder: Any = None
 
     def __init__(self, nv: FakeTensorRt) -> None:
         self.nv = nv
 
     def deserialize_cuda_engine(self, content: bytes) -> Engine | None:
-        if self.nv.failed("deserialize_cuda_engine") or not content.startswith(MAGIC):
+        if self.nv.failed("deserialize_cuda_engine", self) or not content.startswith(MAGIC):
             return None
         return Engine(self.nv, json.loads(content[len(MAGIC) :]))
 
 
 class Engine:
+    error_recorder: Any = None
+
     def __init__(self, nv: FakeTensorRt, told: Any) -> None:
         self.nv, self.told = nv, told
         self.tensors = {item["name"]: item for item in told["tensors"]}
@@ -163,7 +181,7 @@ class Engine:
 
     def create_execution_context(self, strategy: Any) -> Context | None:
         assert strategy is ExecutionContextAllocationStrategy.USER_MANAGED
-        if self.nv.failed("create_execution_context"):
+        if self.nv.failed("create_execution_context", self):
             return None
         context = Context(self)
         self.nv.contexts.append(context)
@@ -190,6 +208,7 @@ class Inspector:
 
 class Context:
     inferred = False
+    error_recorder: Any = None
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.nv = engine, engine.nv
@@ -209,7 +228,7 @@ class Context:
     def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
         assert stream in self.nv.cuda.streams
         self.profile, self.shapes = profile, {}
-        return not self.nv.failed("set_optimization_profile_async")
+        return not self.nv.failed("set_optimization_profile_async", self)
 
     def set_input_shape(self, name: str, shape: Iterable[int]) -> bool:
         low, _, high = self.engine.get_tensor_profile_shape(name, self.profile)
@@ -217,7 +236,7 @@ class Context:
         self.shapes[name] = shape
         self.changes += 1
         fits = all(a <= n <= b for a, n, b in zip(low, shape, high, strict=True))
-        return fits and not self.nv.failed("set_input_shape")
+        return fits and not self.nv.failed("set_input_shape", self)
 
     def infer_shapes(self) -> list[str]:
         self.inferred = True
@@ -238,14 +257,14 @@ class Context:
         assert memory % 256 == 0
         self.addresses[name] = memory
         self.changes += 1
-        return not self.nv.failed("set_tensor_address")
+        return not self.nv.failed("set_tensor_address", self)
 
     def set_output_allocator(self, name: str, allocator: Any) -> bool:
         self.allocators[name] = allocator
         return True
 
     def execute_async_v3(self, stream: int) -> bool:
-        if self.nv.failed("execute_async_v3"):
+        if self.nv.failed("execute_async_v3", self):
             return False
         assert self.scratch or not self.engine.device_memory_size_v2, "no memory to work in"
         cuda, changes = self.nv.cuda, self.changes
@@ -256,7 +275,7 @@ class Context:
             found = inputs[0][inputs[0][:, 0] > 0].copy()
             memory = allocator.reallocate_output_async(name, 0, found.nbytes, 256, stream)
             if not memory:
-                self.nv.logger.log(Severity.ERROR, "output allocation failed")
+                self.nv.report("output allocation failed", self)
                 return False
             cuda.at(memory, found.nbytes)[:] = np.frombuffer(found.tobytes(), np.uint8)
             allocator.notify_shape(name, list(found.shape))

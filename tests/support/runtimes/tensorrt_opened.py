@@ -43,13 +43,14 @@ class Opened:
         *,
         cuda: FakeCuda | None = None,
         fail: dict[str, str] | None = None,
+        noise: dict[str, str] | None = None,
         scratch: int = 0,
         notes: tuple[str, ...] = (),
         **options: Any,
     ) -> None:
         self.cuda = cuda or FakeCuda()
         self.nv = FakeTensorRt(self.cuda)
-        self.nv.fail = fail or {}
+        self.nv.fail, self.nv.noise = fail or {}, noise or {}
         plan = PlanFile(plan_bytes(tensors, profiles, scratch=scratch), notes, host_code=False)
         self.engine = TensorRtEngine(
             self.nv, self.cuda, Path("m.trt"), plan, manifest, cuda_errors=TEXTS, **options
