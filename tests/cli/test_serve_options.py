@@ -74,7 +74,7 @@ def test_models_of_a_file_or_a_variable_give_way_to_arguments(
 WRONG = {
     "http_prot = 1": "unknown key 'http_prot'",
     'config = "other.toml"': "unknown key 'config'",
-    'http_port = "x"': "valid integer",
+    'http_port = "x"': "valid int",
     "http_port = true": "http_port: must not be true or false",
     "grpc = 1": "grpc: must be true or false",
     'log = "xml"': "log: 'xml' is not one of 'text', 'json'",
