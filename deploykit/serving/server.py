@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import math
+import resource
 import signal
 import sys
 import threading
@@ -52,6 +54,7 @@ CLOSE_S = 5.0  # how long it then waits for clients to read their replies
 FATAL_S = 1.0  # replaces these limits once the device is lost: a supervisor should restart us
 ECHO_S = 1.0  # a second SIGTERM within it counts as the same one
 OFFLOAD_THREADS = 2  # for large and compressed bodies
+_OPEN_FILES = 1 << 14  # for the connections of both ports, and more
 _SWITCH_S = 0.0005  # how long another thread may keep the loop's from Python; 5 ms by default
 
 OnReady = Callable[[str, int, "int | None"], None]  # host, HTTP port, gRPC port
@@ -72,6 +75,7 @@ def run(
     lost and only a new process can use it.
     """
     server = Server(models, options, limits)
+    _allow_open_files()
 
     def ready(host: str, port: int, grpc_port: int | None) -> None:
         gc.collect()
@@ -270,6 +274,15 @@ class Server:
         if self._signals and self._handlers.get(signal.SIGTERM) is not None:
             _ignore_echo(self._signalled_s + ECHO_S, self._handlers[signal.SIGTERM])
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._handlers)
+
+
+def _allow_open_files() -> None:
+    """Raise the soft limit, often 1024, as each connection is a file; `select` is not used here."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):  # the system allows fewer
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _ignore_echo(until_s: float, handler: Any) -> None:

@@ -66,7 +66,7 @@ class GrpcServer:
         shared, limits = self._shared, self._shared.limits
         self._acceptor = Acceptor(
             self._loop, listening, make, self._tls,
-            shared.connections, limits.connections, limits.header_s,
+            shared.connections, limits.connections, limits.header_s, shared.close_idle,
         )  # fmt: skip
         self._acceptor.open()
         self._ticking = asyncio.ensure_future(self._tick())

@@ -20,7 +20,7 @@ from deploykit.serving.http.listener import READ_BYTES, Listener
 from deploykit.serving.http.state import State, is_reset
 from deploykit.serving.transport.call import RETRY, Head, reply_error
 
-IDLE, HEAD, BODY, LAST, REFUSED, LINGERING, CLOSED = State
+IDLE, HEAD, BODY, LAST, REFUSED, LINGERING, CLOSED, SPARE = State
 _UNREAD = Head()
 _START = b"HTTP/1.1 "  # of every answer
 
@@ -55,7 +55,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     @property
     def idle_since_s(self) -> float | None:
-        busy = self._state > HEAD or self._exchanges or self._kept
+        busy = self._state > HEAD or self._exchanges or self._kept or self._unsent_bytes
         return None if busy else self._since_s
 
     def is_last(self, exchange: Exchange) -> bool:
@@ -68,8 +68,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._transport = cast("asyncio.Transport", transport)
         self._tls = transport.get_extra_info("sslcontext") is not None
         self.listener.connections.add(self)
-        if not self.listener.make_room():
-            self._refuse(503, f"there are {self._limits.connections} connections already")
+        self._state = IDLE if self.listener.make_room(self) else SPARE
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         self._state = CLOSED
@@ -79,13 +78,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._unsent_bytes = 0
         del self._exchange  # a reference cycle: only the garbage collector would free it
         self.listener.connections.discard(self)
-        exchanges, self._exchanges = self._exchanges, deque()
-        for exchange in exchanges:
-            exchange.gone = True
-            exchange.release()
-            if exchange.cancel is not None:
-                exchange.cancel()
-                exchange.cancel = None
+        while self._exchanges:
+            self._exchanges.popleft().abandon()
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
         return self.listener.view if self._body_left is None else self._body_left
@@ -114,6 +108,18 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._pause()
             self._keep(0, nbytes)
             self._resume(urgent=urgent)
+        elif self._state is SPARE and self.listener.is_health_check(nbytes):
+            self._state = IDLE
+            self._read(nbytes)
+            self._state = SPARE if self._state is IDLE else self._state
+        else:
+            self.refuse_spare()
+
+    def refuse_spare(self) -> None:
+        """Close it, unless it has got a place or ended."""
+        if self._state is SPARE:
+            self._state = IDLE
+            self._refuse(503, f"there are {self._limits.connections} connections already")
 
     def eof_received(self) -> bool:
         """The client sends no more. If it still reads, it gets the answers to its whole requests.
@@ -241,11 +247,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if head.expect and not received and not self._exchanges:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if length is None:
-            self._chunks = ChunkedBody(
-                max_body_bytes=self.listener.max_body_bytes,
-                max_chunks=self._limits.chunks,
-                max_trailer_bytes=self._limits.header_bytes,
-            )
+            self._chunks = self.listener.chunked_body()
             return at
         try:
             self._body = body_memory(length, head.json_bytes)
@@ -327,9 +329,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         exchange.held_bytes = 0
         if self._tls:  # its transport passes on each write whole, and forgets it
             for part in answer:
-                view = memoryview(part)
-                for at in range(0, len(view), READ_BYTES):
-                    self._transport.write(view[at : at + READ_BYTES])
+                for at in range(0, len(part), READ_BYTES):
+                    self._transport.write(memoryview(part)[at : at + READ_BYTES])
         else:
             self._transport.writelines(answer)
         self.release_sent()
@@ -350,11 +351,11 @@ class HttpConnection(asyncio.BufferedProtocol):
         for exchange in self._exchanges:
             exchange.release()
         self._exchanges.clear()
-        if self._state is REFUSED and not self._ended and self._transport.can_write_eof():
+        refused = self._state is REFUSED
+        self._enter(LINGERING if refused else LAST)
+        if refused and not self._ended and self._transport.can_write_eof():
             self._transport.write_eof()
-            self._enter(LINGERING)
         else:
-            self._enter(LINGERING if self._state is REFUSED else LAST)
             self._transport.close()
 
     def _discard(self) -> None:

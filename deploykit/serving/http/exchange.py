@@ -70,6 +70,14 @@ class Exchange:
         self.connection.listener.memory.release(self.held_bytes)
         self.held_bytes = 0
 
+    def abandon(self) -> None:
+        """The client has disconnected."""
+        self.gone = True
+        self.release()
+        cancel, self.cancel = self.cancel, None
+        if cancel is not None:
+            cancel()
+
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:
         """Send after the replies before it; does nothing if the client has disconnected.
 

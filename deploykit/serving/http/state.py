@@ -17,6 +17,7 @@ class State(IntEnum):
     REFUSED = 4  # reads no more; the error reply is still to be sent
     LINGERING = 5  # the client gets time to read the error reply
     CLOSED = 6
+    SPARE = 7  # above the limit of connections: only health checks are answered
 
 
 def is_reset(transport: asyncio.BaseTransport) -> bool:

@@ -76,6 +76,11 @@ class Flow(asyncio.Protocol):
     def unanswered(self) -> int:
         return sum(stream.unanswered for stream in self.streams.values())
 
+    @property
+    def idle_since_s(self) -> float | None:
+        busy = self.streams or self._buffered or self.closed_for_reading
+        return None if busy else self.since_s
+
     # -- asyncio ---------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -87,7 +92,7 @@ class Flow(asyncio.Protocol):
         settings = b"".join(n.to_bytes(2, "big") + v.to_bytes(4, "big") for n, v in values)
         more = (CONNECTION_WINDOW - 65535).to_bytes(4, "big")
         self.write(frame(SETTINGS, 0, 0, settings) + frame(WINDOW_UPDATE, 0, 0, more))
-        if len(self.shared.connections) > limits.connections:
+        if not self.shared.places.make_room(self.shared.now_s):
             self.end(ENHANCE_YOUR_CALM, f"there are {limits.connections} connections already")
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature

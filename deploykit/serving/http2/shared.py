@@ -12,12 +12,13 @@ from typing import Any, Protocol
 from deploykit.serving.http2.headers import Pairs
 from deploykit.serving.http2.stream import Stream
 from deploykit.serving.transport.memory import MemoryBudget
+from deploykit.serving.transport.places import IdleClient, Places
 from deploykit.serving.transport.turns import Turns
 
 log = logging.getLogger(__name__)
 
 
-class Http2Client(Protocol):
+class Http2Client(IdleClient, Protocol):
     """A connection, as the server sees it."""
 
     @property
@@ -25,7 +26,6 @@ class Http2Client(Protocol):
     def check(self, now_s: float) -> None: ...
     def flush(self) -> None: ...
     def close(self) -> None: ...
-    def abort(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ class Shared:
         self.memory = memory
         self.offload = offload  # `offload(work, then)`: work on another thread, then here
         self.connections: set[Http2Client] = set()
+        self.places = Places(self.connections, limits.connections)
         self.open_streams = 0  # of all connections
         self.turns = Turns(clock_s)
         self._unchecked: list[Http2Client] = []  # of the last tick
@@ -78,6 +79,10 @@ class Shared:
         self.clock_s = clock_s
         self.now_s = clock_s()
         self.tick_s = 0.0  # between the last two ticks
+
+    def close_idle(self) -> None:
+        """Close idle connections, as there are no file descriptors left."""
+        self.places.close_idle(self.now_s)
 
     def flush_soon(self, connection: Http2Client) -> None:
         """Flush it once what runs in this turn of the loop has written."""

@@ -12,8 +12,11 @@ import socket
 import ssl
 from collections import deque
 from collections.abc import Callable, Sized
+from functools import partial
+from itertools import islice
 
 from deploykit.core.errors import BadInput, first_line, os_reason
+from deploykit.serving.transport.places import SPARE
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +24,7 @@ BACKLOG = 1024
 PAUSE_S = 0.2  # after running out of file descriptors
 _BURST = 200  # connections accepted per turn of the event loop: some 20 ms
 _HANDSHAKES = 8  # begun per turn of the event loop: each takes it a millisecond
+_CLOSED_AT_ONCE = 32  # without file descriptors
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -72,10 +76,11 @@ class Acceptor:
         """`close_idle`: called when there are no file descriptors left."""
         self._loop = loop
         self._close_idle = close_idle
-        self._hellos: deque[asyncio.Future[None]] = deque()  # of clients that have sent theirs
+        self._silent: dict[socket.socket, asyncio.Task[None]] = {}  # have not sent their hello
+        self._hellos: deque[asyncio.Future[None]] = deque()  # of clients that have
         self._socket = listening
         self._connections = connections
-        self._max_connections = max_connections
+        self._most = max_connections + 2 * SPARE  # with their handshakes
         self._handshake_s = handshake_s if tls else None
         self._make = make
         self._tls = tls
@@ -118,20 +123,30 @@ class Acceptor:
                 return
             client.setblocking(False)
             count = len(self._handshakes) + len(self._connections)
-            if self._tls and count >= self._max_connections:
-                client.close()  # without TLS the protocol replies with the reason
+            if self._tls and count >= self._most and not self._close_silent():
+                client.close()  # fewer get a protocol, which replies with the reason
                 log.info("a connection was closed: there are %d already", count)
                 continue
             task = self._loop.create_task(self._handshake(client))
             self._handshakes.add(task)
-            task.add_done_callback(self._handshakes.discard)
+            if self._tls:
+                self._silent[client] = task
+            task.add_done_callback(partial(self._end_handshake, client))
 
     def _pause(self, exc: OSError) -> None:
         log.warning("connections cannot be accepted for now: %s", os_reason(exc))
         if not self._closed:
             self._close_idle()
+            self._close_silent(_CLOSED_AT_ONCE)
             self._loop.remove_reader(self._socket)
             self._paused = self._loop.call_later(PAUSE_S, self.open)
+
+    def _close_silent(self, most: int = 1) -> bool:
+        """Close clients that have waited longest with their hello; whether there was one."""
+        chosen = list(islice(self._silent, most))
+        for client in chosen:
+            self._silent.pop(client).cancel()
+        return bool(chosen)
 
     async def _handshake(self, client: socket.socket) -> None:
         try:
@@ -144,9 +159,12 @@ class Acceptor:
             client.close()
             if self._tls:
                 log.info("a connection was closed in its TLS handshake: %s", _reason(exc))
-        except asyncio.CancelledError:
+
+    def _end_handshake(self, client: socket.socket, task: asyncio.Task[None]) -> None:
+        self._handshakes.discard(task)
+        self._silent.pop(client, None)
+        if task.cancelled():  # perhaps before it began
             client.close()
-            raise
 
     async def _hello(self, client: socket.socket) -> None:
         """Wait for the client's first bytes, then until its handshake may begin."""
@@ -159,6 +177,7 @@ class Acceptor:
 
     def _enqueue(self, client: socket.socket, hello: asyncio.Future[None]) -> None:
         self._loop.remove_reader(client)
+        self._silent.pop(client, None)
         self._hellos.append(hello)
         if len(self._hellos) == 1:
             self._loop.call_soon(self._begin_handshakes)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from deploykit.serving.http import listener as listener_module
+from deploykit.serving.http import listener as http_listener
 from deploykit.serving.http.listener import Listener
 from deploykit.serving.server import HttpLimits, ServeOptions, Server
+from deploykit.serving.transport import places
 from tests.support.fake_engine import FakeEngine
-from tests.support.serving.running import request, running
+from tests.support.serving.running import Raw, infer_json, request, running
 
 LIMIT = 100
 LIVE = request("GET", "/v2/health/live")
+INFER = request("POST", "/v2/models/m/infer", infer_json([1, 2, 3, 4], [1, 4]))
 
 
 class Client:
@@ -34,6 +36,9 @@ class Client:
     def abort(self) -> None:
         self.aborted = True
 
+    def refuse_spare(self) -> None:
+        self.aborted = True
+
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
@@ -48,20 +53,20 @@ def test_the_connections_that_are_idle_for_longest_make_room(listener: Listener)
     now_s = listener.now_s
     clients = [Client(now_s - 100 + number) for number in range(LIMIT)]
     listener.connections.update(clients)
-    assert listener.make_room()
+    assert listener.make_room(clients[-1])
     assert not any(client.aborted for client in clients)
     clients.append(Client(now_s))
     listener.connections.add(clients[-1])
-    for _ in range(1 + listener_module._CLOSED_AT_ONCE):  # they are still there in this turn
-        assert listener.make_room()
+    for _ in range(1 + places._CLOSED_AT_ONCE):  # they are still there in this turn
+        assert listener.make_room(clients[-1])
         aborted = [client.aborted for client in clients]
-        assert aborted == [number < listener_module._CLOSED_AT_ONCE for number in range(LIMIT + 1)]
+        assert aborted == [number < places._CLOSED_AT_ONCE for number in range(LIMIT + 1)]
 
 
 def test_connections_with_requests_and_new_ones_stay(listener: Listener) -> None:
     clients = [Client(None if number % 2 else listener.now_s) for number in range(LIMIT + 1)]
     listener.connections.update(clients)
-    assert not listener.make_room()
+    assert not listener.make_room(clients[-1])
     assert not any(client.aborted for client in clients)
 
 
@@ -87,7 +92,7 @@ def test_a_health_check_gets_through_despite_any_number_of_idle_connections(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """5,000 connections that sent nothing had each new client refused, for 10 s."""
-    monkeypatch.setattr(listener_module, "_IDLE_S", 0.05)
+    monkeypatch.setattr(places, "_IDLE_S", 0.05)
     with running(limits=HttpLimits(connections=4)) as server:
         idle = [server.connect() for _ in range(2)]
         half = [server.connect() for _ in range(2)]
@@ -105,3 +110,45 @@ def test_a_health_check_gets_through_despite_any_number_of_idle_connections(
         assert reply is not None
         assert reply.status == 200
         assert all(each.ended() for each in (*idle, *half))
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Raw]]:
+    """Connects to a server with as many connections as it allows, none of them idle for long."""
+    monkeypatch.setattr(places, "_IDLE_S", 1e9)
+    with running(limits=HttpLimits(connections=4)) as server:
+        for _ in range(4):
+            server.connect()
+        while len(server.server._listener.connections) < 4:
+            pass
+        yield server.connect
+
+
+def status(raw: Raw, data: bytes = b"") -> int:
+    raw.send(data)
+    reply = raw.reply()
+    return reply.status if reply else 0
+
+
+def test_a_health_check_gets_through_where_no_connection_is_idle_yet(
+    full: Callable[[], Raw],
+) -> None:
+    """Half of a load balancer's checks got 503 in the first second of 5,000 new connections."""
+    check = full()
+    assert [status(check, LIVE) for _ in range(3)] == [200] * 3
+    assert status(check, LIVE.replace(b"live", b"ready")) == 200
+    for other in (INFER, LIVE + INFER, b"GET /v2/health/live HTTP/1.1\r\n"):
+        raw = full()
+        assert status(raw, other) == 503
+        assert raw.ended()
+    assert status(check, INFER) == 503
+
+
+def test_of_too_many_clients_above_the_limit_the_oldest_leave(
+    full: Callable[[], Raw], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_listener, "SPARE", 2)
+    spare = [full() for _ in range(3)]
+    assert status(spare[0]) == 503
+    assert spare[0].ended()
+    assert [status(raw, LIVE) for raw in spare[1:]] == [200, 200]

@@ -19,7 +19,7 @@ import pytest
 
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.cuda.errors import DeviceLost
-from deploykit.serving.server import HttpLimits, ServeOptions, Server
+from deploykit.serving.server import HttpLimits, ServeOptions, Server, run
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import (
     WAIT_S,
@@ -268,6 +268,24 @@ def test_without_file_descriptors_the_server_keeps_serving_open_connections(
         raw.close()
     few_files.send_signal(signal.SIGTERM)
     assert few_files.wait(WAIT_S) == 0
+
+
+def test_a_server_may_open_as_many_files_as_the_system_allows() -> None:
+    """A soft limit of 1024, as many systems have, was the limit of connections."""
+
+    def ready(*_: object) -> None:
+        found.append(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        raise KeyboardInterrupt
+
+    found: list[int] = []
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run({"m": FakeEngine()}, ServeOptions(http_port=0), ready)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert found == [min(before[1], 1 << 14)]
 
 
 # -- the device is lost (F9)

@@ -12,6 +12,7 @@ import pytest
 
 from deploykit.core.errors import BadInput
 from deploykit.serving.server import HttpLimits, ServeOptions, Server
+from deploykit.serving.transport import listener
 from deploykit.serving.transport.security import Guard, tls_context
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import WAIT_S, Raw, Running, infer_json, request, running
@@ -233,6 +234,23 @@ def test_an_unfinished_tls_handshake_is_closed(
         silent.close()
         half.close()
     assert len([r for r in caplog.records if "TLS handshake" in r.message]) == 2
+
+
+def test_clients_without_a_tls_hello_make_room_for_others(
+    pem: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4,096 silent connections kept all others out, health checks too, for 10 s."""
+    cert, key = pem
+    monkeypatch.setattr(listener, "SPARE", 1)
+    with running(None, HttpLimits(connections=2), tls_cert=cert, tls_key=key) as server:
+        silent = [server.connect() for _ in range(6)]
+        client = secure(server.port, cert)
+        client.send(request("GET", "/v2/health/live"))
+        reply = client.reply()
+        assert reply is not None
+        assert reply.status == 200
+        assert all(raw.ended() for raw in silent[:3])
+        client.close()
 
 
 def _write(folder: Path, name: str, text: str) -> Path:
