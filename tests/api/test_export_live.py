@@ -190,6 +190,23 @@ def test_a_model_with_a_least_length_is_compared_from_that_length_on(tmp_path: P
     assert sizes == [5, 12, 4, 33]
 
 
+class Statistics(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """An x-vector's pooling: one step has no deviation, which is NaN in PyTorch."""
+
+    def forward(self, x: Any) -> Any:
+        return torch.cat([x.mean(1), x.std(dim=1)], 1).sum(1, keepdim=True)
+
+
+def test_a_model_is_compared_from_the_length_on_that_has_an_answer(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        made = dk.export(Statistics(), inputs=["x:float32[N,T,4]"], out=tmp_path / "m.onnx")
+    assert made.parity is not None
+    assert made.parity.passed
+    assert "the model takes axis T from 2 on" in made.notes
+    assert not [each for each in shown if "degrees of freedom" in str(each.message)]
+
+
 class Cancels(torch.nn.Module):  # type: ignore[misc, name-defined]
     """Sums of which little is left: what is, depends on the order of the additions."""
 

@@ -7,7 +7,9 @@ name of its own.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deploykit.core.errors import BadInput, DeploykitError, first_line
@@ -40,15 +42,15 @@ def describe(
 
     Raises BadInput naming the reason.
     """
-    sizes, fill, base = _first_that_runs(where, adapter, inputs)
+    probe, base = _first_that_runs(where, adapter, inputs)
     places = [place for place, _ in base]
     names = output_names(places, {spec.name for spec in inputs})
     axes: list[list[int | str]] = [list(tensor.shape) for _, tensor in base]
     for number, shape in enumerate(axes):  # an axis of 0 depends on the data, as nonzero(x) does
         axes[number] = [size or f"{names[number]}_{at}" for at, size in enumerate(shape)]
-    movers = _moved_by_data(_other_data(adapter, inputs, sizes, fill), base, names)
-    for axis in sizes:
-        for size, larger in _larger(where, adapter, inputs, sizes, fill, axis):
+    movers = _moved_by_data(probe.other_data(), base, names)
+    for axis in probe.sizes:
+        for size, larger in probe.larger(axis):
             if [(place, tensor.ndim) for place, tensor in larger] != [
                 (place, tensor.ndim) for place, tensor in base
             ]:
@@ -59,7 +61,7 @@ def describe(
             for number, ((_, before), (_, after)) in enumerate(zip(base, larger, strict=True)):
                 for at, (old, new) in enumerate(zip(before.shape, after.shape, strict=True)):
                     if old != new:
-                        follows = (old, new) == (sizes[axis], size)
+                        follows = (old, new) == (probe.sizes[axis], size)
                         name = axis if follows else f"{names[number]}_{at}"
                         movers.setdefault((number, at), set()).add(name)
     for (number, at), found in movers.items():
@@ -70,47 +72,117 @@ def describe(
     ]
     if not specs:
         raise BadInput(f"{where}: the model returns no tensor")
-    limits = {axis: _least(where, adapter, inputs, sizes, fill, axis) for axis in sizes}
-    limits = {axis: each for axis, each in limits.items() if each[0] > 1}
-    return tuple(specs), _feeds(inputs, sizes, fill), limits
+    least = {axis: probe.least(axis, _unanswered(base)) for axis in probe.sizes}
+    limits = {axis: (size, None) for axis, size in least.items() if size > 1}
+    return tuple(specs), probe.feeds(), limits
 
 
-def _least(
-    where: str,
-    adapter: Adapter,
-    inputs: Sequence[TensorSpec],
-    sizes: Mapping[str, int],
-    fill: int,
-    axis: str,
-) -> tuple[int, None]:
-    """The smallest size of `axis` that the module takes, as a kernel of 3 needs 3, and no largest.
+@dataclass(frozen=True)
+class _Probe:
+    """A module and what it runs on: the sizes of the dynamic axes, `fill` for integers."""
 
-    Found by halving between 1 and the size at which it ran. A batch is taken to be free.
-    """
-    fails, runs = 0, sizes[axis] if axis not in _batch_axes(inputs) else 1
-    while fails + 1 < runs:
-        size = (fails + runs) // 2 if fails else 1
+    where: str
+    adapter: Adapter
+    inputs: Sequence[TensorSpec]
+    sizes: Mapping[str, int]
+    fill: int
+
+    def feeds(self) -> list[Any]:
+        """Zeros for floats, the number of steps for lengths, `fill` for integers and booleans."""
+        inputs, sizes = self.inputs, self.sizes
+        return [
+            torch.full(
+                concrete(spec, sizes),
+                0 if "float" in spec.dtype else steps_counted(spec, inputs, sizes) or self.fill,
+                dtype=getattr(torch, spec.dtype),
+            )
+            for spec in inputs
+        ]
+
+    def run(self) -> Leaves:
+        """The outputs. Raises _Failed for what the module raises, and none of its warnings."""
         try:
-            _run(where, adapter, inputs, {**sizes, axis: size}, fill)
-            runs = size
-        except _Failed:
-            fails = size
-    return runs, None
+            return self._outputs(self.feeds())
+        except DeploykitError:
+            raise
+        except Exception as exc:  # the user's module may raise anything
+            if operator := absent(exc):
+                raise lacks(self.where, operator) from exc
+            tried = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+            raise _Failed(
+                f"{self.where}: the model does not take {', '.join(map(str, self.inputs))}"
+                f"{f' (tried {tried})' if tried else ''}: {type(exc).__name__}: {first_line(exc)}",
+                hint=_hint(self.adapter, self.inputs, exc),
+            ) from exc
+
+    def at(self, axis: str, size: int) -> Leaves:
+        """As `run`, with another size of `axis`."""
+        return replace(self, sizes={**self.sizes, axis: size}).run()
+
+    def _outputs(self, feeds: list[Any]) -> Leaves:
+        with torch.inference_mode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of zeros, at sizes that nobody asked for
+            return self.adapter.leaves(feeds)
+
+    def other_data(self) -> Leaves:
+        """The outputs for random floats; none where the module does not take those."""
+        feeds, random = self.feeds(), torch.Generator().manual_seed(0)
+        for feed in feeds:
+            if feed.is_floating_point():
+                feed.copy_(torch.rand(feed.shape, generator=random))
+        try:
+            return self._outputs(feeds)
+        except Exception:  # noqa: BLE001 - the user's module may raise anything
+            return []
+
+    def least(self, axis: str, unanswered: set[int]) -> int:
+        """The smallest size of `axis` that the module takes, as a kernel of 3 needs 3.
+
+        Found by halving between 1 and the size at which it ran. A batch is taken to be free. At
+        that size the outputs have an answer, other than those in `unanswered`.
+        """
+        fails, runs = 0, self.sizes[axis] if axis not in _batch_axes(self.inputs) else 1
+        while fails + 1 < runs:
+            size = (fails + runs) // 2 if fails else 1
+            try:
+                answers = _unanswered(self.at(axis, size)) <= unanswered
+            except _Failed:
+                answers = False
+            fails, runs = (fails, size) if answers else (size, runs)
+        return runs
+
+    def larger(self, axis: str) -> list[tuple[int, Leaves]]:
+        """Runs with `axis` larger: twice shows a stride, 16 times a longer one, where it fits."""
+        size = self.sizes[axis]
+        batch = axis in _batch_axes(self.inputs)
+        candidates = [size + 1, 2 * size] if batch else [2 * size, size + 1]
+        if not batch and size < _SEQUENCE_SIZES[1]:
+            candidates.append(16 * size)
+        found: list[tuple[int, Leaves]] = []
+        failure: BadInput | None = None
+        for larger in candidates:
+            if batch and found:
+                break
+            try:
+                found.append((larger, self.at(axis, larger)))
+            except _Failed as exc:
+                failure = failure or exc
+        if not found:
+            raise BadInput(
+                f"{self.where}: axis {axis} is not dynamic in this model, which takes a size of "
+                f"{size}: {failure}",
+                hint=f"give axis {axis} a fixed size in `inputs`, or change the model",
+            )
+        return found
 
 
-def _other_data(
-    adapter: Adapter, inputs: Sequence[TensorSpec], sizes: Mapping[str, int], fill: int
-) -> Leaves:
-    """The outputs for random floats; none where the module does not take those."""
-    feeds, random = _feeds(inputs, sizes, fill), torch.Generator().manual_seed(0)
-    for feed in feeds:
-        if feed.is_floating_point():
-            feed.copy_(torch.rand(feed.shape, generator=random))
-    try:
-        with torch.inference_mode():
-            return adapter.leaves(feeds)
-    except Exception:  # noqa: BLE001 - the user's module may raise anything
-        return []
+def _unanswered(leaves: Leaves) -> set[int]:
+    """The floating outputs without one finite value, as the deviation of one step is NaN."""
+    return {
+        number
+        for number, (_, tensor) in enumerate(leaves)
+        if tensor.is_floating_point() and tensor.numel() and not tensor.isfinite().any()
+    }
 
 
 def _moved_by_data(
@@ -131,14 +203,15 @@ def _moved_by_data(
 
 def _first_that_runs(
     where: str, adapter: Adapter, inputs: Sequence[TensorSpec]
-) -> tuple[dict[str, int], int, Leaves]:
+) -> tuple[_Probe, Leaves]:
     """Sizes and a value for integers at which the module runs; else the first failure."""
     integers = any("float" not in spec.dtype for spec in inputs)
     failure: BadInput | None = None
     for sizes in _size_choices(inputs):
         for fill in (0, 1) if integers else (0,):  # a length of 0 is refused, an id of 0 is not
+            probe = _Probe(where, adapter, inputs, sizes, fill)
             try:
-                return sizes, fill, _run(where, adapter, inputs, sizes, fill)
+                return probe, probe.run()
             except _Failed as exc:
                 failure = failure or exc
     raise failure or BadInput(f"{where}: no size to try")
@@ -161,57 +234,6 @@ def _batch_axes(inputs: Sequence[TensorSpec]) -> list[str]:
     return list(dict.fromkeys(str(spec.shape[0]) for spec in inputs if spec.batched))
 
 
-def _larger(
-    where: str,
-    adapter: Adapter,
-    inputs: Sequence[TensorSpec],
-    sizes: Mapping[str, int],
-    fill: int,
-    axis: str,
-) -> list[tuple[int, Leaves]]:
-    """Runs with `axis` larger: twice shows a stride, 16 times a longer one, where it is taken."""
-    size = sizes[axis]
-    batch = axis in _batch_axes(inputs)
-    candidates = [size + 1, 2 * size] if batch else [2 * size, size + 1]
-    if not batch and size < _SEQUENCE_SIZES[1]:
-        candidates.append(16 * size)
-    found: list[tuple[int, Leaves]] = []
-    failure: BadInput | None = None
-    for larger in candidates:
-        if batch and found:
-            break
-        try:
-            found.append((larger, _run(where, adapter, inputs, {**sizes, axis: larger}, fill)))
-        except _Failed as exc:
-            failure = failure or exc
-    if not found:
-        raise BadInput(
-            f"{where}: axis {axis} is not dynamic in this model, which takes a size of {size}: "
-            f"{failure}",
-            hint=f"give axis {axis} a fixed size in `inputs`, or change the model",
-        )
-    return found
-
-
-def _run(
-    where: str, adapter: Adapter, inputs: Sequence[TensorSpec], sizes: Mapping[str, int], fill: int
-) -> Leaves:
-    try:
-        with torch.inference_mode():
-            return adapter.leaves(_feeds(inputs, sizes, fill))
-    except DeploykitError:
-        raise
-    except Exception as exc:  # the user's module may raise anything
-        if operator := absent(exc):
-            raise lacks(where, operator) from exc
-        tried = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-        raise _Failed(
-            f"{where}: the model does not take {', '.join(map(str, inputs))}"
-            f"{f' (tried {tried})' if tried else ''}: {type(exc).__name__}: {first_line(exc)}",
-            hint=_hint(adapter, inputs, exc),
-        ) from exc
-
-
 def _hint(adapter: Adapter, inputs: Sequence[TensorSpec], exc: Exception) -> str | None:
     names = parameter_names(adapter.module)
     if isinstance(exc, TypeError) and names:  # of the call: too many, or by another name
@@ -221,15 +243,3 @@ def _hint(adapter: Adapter, inputs: Sequence[TensorSpec], exc: Exception) -> str
     lone = inputs[0]
     axes = ",".join(["N", *map(str, lone.shape)])
     return f"if that is one sample, its batch axis is missing: '{lone.name}:{lone.dtype}[{axes}]'"
-
-
-def _feeds(inputs: Sequence[TensorSpec], sizes: Mapping[str, int], fill: int) -> list[Any]:
-    """Zeros for floats, the number of steps for lengths, `fill` for other integers and booleans."""
-    return [
-        torch.full(
-            concrete(spec, sizes),
-            0 if "float" in spec.dtype else steps_counted(spec, inputs, sizes) or fill,
-            dtype=getattr(torch, spec.dtype),
-        )
-        for spec in inputs
-    ]
