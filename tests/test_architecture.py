@@ -53,13 +53,13 @@ OWNERS = {
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
     "core": 3070,
-    "runtimes": 6145,
+    "runtimes": 6170,
     "training": 180,
     "exporters": 1325,
     "onnx_graph+quantization": 5020,
     "builders": 1630,
     "measure": 4250,
-    "serving": 11380,
+    "serving": 11505,
     "api": 5100,
     "cli": 1940,
 }

@@ -38,8 +38,8 @@ class Engine(Protocol):
     nodes that run on the CPU. `steady`: a call's time depends on the shapes of its inputs alone, so
     no values can make it hang. `last_copies_us`: of the last call, to the device and back.
     `batching`: whether its rows may be joined, as its manifest says. `examples`: inputs that it is
-    known to run. `source`: the file that it was loaded from. `BaseEngine` has defaults for all but
-    `inputs`, `outputs`, `device` and `runtime`.
+    known to run. `source`: the file that it was loaded from. `slots`: how many calls it keeps in
+    flight. `BaseEngine` has defaults for all but `inputs`, `outputs`, `device` and `runtime`.
     """
 
     @property
@@ -66,9 +66,15 @@ class Engine(Protocol):
     def examples(self) -> Arrays | None: ...
     @property
     def source(self) -> Artefact | None: ...
+    @property
+    def slots(self) -> int: ...
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Run once. Raises BadInput when the feeds do not fit `inputs`."""
+        ...
+
+    def submit(self, feeds: Arrays) -> InFlight:
+        """Start a call without waiting for it, where `slots` is above 1. Raises as a call does."""
         ...
 
     def trim(self) -> bool:
@@ -78,6 +84,14 @@ class Engine(Protocol):
     def close(self) -> None: ...
     def __enter__(self) -> Engine: ...
     def __exit__(self, *_: object) -> None: ...
+
+
+class InFlight(Protocol):
+    """A call that was started."""
+
+    def result(self) -> dict[str, np.ndarray]:
+        """Wait for the outputs. Raises as a call does."""
+        ...
 
 
 _Self = TypeVar("_Self", bound="Closing")
@@ -107,6 +121,10 @@ class BaseEngine(Closing):
     batching: RowIndependence | None = None
     examples: Arrays | None = None
     source: Artefact | None = None
+    slots: int = 1
+
+    def submit(self, feeds: Arrays) -> InFlight:  # noqa: ARG002 - of engines with more slots
+        raise Unsupported("this engine runs one call at a time")
 
     def trim(self) -> bool:
         return False

@@ -24,7 +24,7 @@ NEVER_US = 1 << 60
 
 
 class Worker:
-    """One engine, the batch it is running, and the lock that its thread sleeps on."""
+    """One engine, the requests it is running, and the lock that its thread sleeps on."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -32,6 +32,14 @@ class Worker:
         self.wake = threading.Lock()  # locked; one release ends one sleep
         self.wake.acquire()
         self.idle_since_us = NEVER_US
+
+    def idle_us(self, batch: Sequence[Pending], now_us: int) -> int:
+        """The sum of the times that the requests of `batch` waited for this idle engine."""
+        since_us = self.idle_since_us
+        if since_us >= now_us:
+            return 0
+        from_us = [r.arrived_us if r.arrived_us > since_us else since_us for r in batch]
+        return len(batch) * now_us - sum(from_us)
 
 
 class Executor(Protocol):
@@ -80,12 +88,18 @@ class Dispatch:
         self, worker: Worker, batch: Sequence[Pending], now_us: int, deliver: Deliver | None = None
     ) -> None:
         """Run a batch and deliver its results with `deliver`, or with the default."""
-        idle_us = 0
-        since_us = worker.idle_since_us
-        if since_us < now_us:
-            from_us = [r.arrived_us if r.arrived_us > since_us else since_us for r in batch]
-            idle_us = len(batch) * now_us - sum(from_us)
-        errors = worker.runner.run(batch, self.watcher, idle_us)
+        errors = worker.runner.run(batch, self.watcher, worker.idle_us(batch, now_us))
+        self.end(worker, batch, errors, now_us, deliver)
+
+    def end(
+        self,
+        worker: Worker,
+        batch: Sequence[Pending],
+        errors: Sequence[DeploykitError | None],
+        now_us: int,
+        deliver: Deliver | None = None,
+    ) -> None:
+        """Deliver a batch that ran from `now_us` on, the oldest of those that `worker` runs."""
         ended_us = self.clock_us()
         finished = []
         with self.lock:
@@ -94,7 +108,7 @@ class Dispatch:
                     request.finished = True
                     request.error = error
                     finished.append(request)
-            worker.running = ()
+            worker.running = worker.running[len(batch) :]
             if self.steering is not None and not any(errors):
                 self.steering.record_run(batch, now_us, ended_us)
         if worker.runner.lost:

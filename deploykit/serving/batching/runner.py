@@ -8,21 +8,34 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Overloaded, first_line
 from deploykit.core.tensors import MOST_STRINGS
 from deploykit.runtimes.cuda.errors import DeviceLost
-from deploykit.runtimes.engine import Engine
+from deploykit.runtimes.engine import Engine, InFlight
 from deploykit.serving.batching.policy import BatchRun, Pending, Watcher
 from deploykit.serving.batching.stacking import EngineFailed, Splitter, Stack
 
 log = logging.getLogger(__name__)
 
 
+class Flight(NamedTuple):
+    """A batch whose call was started, or failed to start. `idle_us`: see BatchRun."""
+
+    batch: Sequence[Pending]
+    started_us: int
+    stacked_us: int
+    submitted_us: int
+    idle_us: int
+    call: InFlight | Exception
+
+
 class Runner:
     """One engine, called by one thread at a time.
 
-    `since_us`: when its running call began. `busy_us`: how long the last batch took.
+    `since_us`: when its running call began. `busy_us`: how long the last batch took. `slots`: how
+    many batches may be in flight.
     """
 
     def __init__(
@@ -45,6 +58,8 @@ class Runner:
         self._clock_us = clock_us
         self._instance = instance
         self._strings = any(spec.dtype == "string" for spec in engine.inputs)
+        self.slots = 1 if self._strings else engine.slots
+        self._ended_us = 0  # of the last flight
 
     def run(
         self, batch: Sequence[Pending], watcher: Watcher, idle_us: int = 0
@@ -55,9 +70,48 @@ class Runner:
         """
         if len(batch) == 1 or not self._strings or _count_strings(batch) <= MOST_STRINGS:
             error = self._try(batch, watcher, idle_us)
-            retried = len(batch) > 1 and error is not None and not isinstance(error, Overloaded)
-            if not retried:
+            if len(batch) == 1 or error is None or isinstance(error, Overloaded):
                 return [error] * len(batch)
+        return self._one_by_one(batch, watcher)
+
+    def start(self, batch: Sequence[Pending], idle_us: int) -> Flight:
+        """Start a batch without waiting for it; `end` has to follow, in the same order."""
+        started_us = stacked_us = self._clock_us()
+        call: InFlight | Exception
+        try:
+            feeds = self._stack(batch)
+            stacked_us = self._clock_us()
+            call = self.engine.submit(feeds)
+        except Exception as exc:  # noqa: BLE001 - `end` reports it, after the batches before
+            call = exc.with_traceback(None)  # which would keep the joined inputs
+        return Flight(batch, started_us, stacked_us, self._clock_us(), idle_us, call)
+
+    def end(self, flight: Flight, watcher: Watcher) -> list[DeploykitError | None]:
+        """Wait for a batch; returns as `run` does."""
+        batch, call = flight.batch, flight.call
+        self.since_us = flight.started_us
+        try:
+            if isinstance(call, Exception):
+                raise call
+            outputs = call.result()
+            ran_us = self._clock_us()
+            self._split(batch, outputs)
+        except Exception as exc:  # noqa: BLE001 - as in `_try`
+            error = self._error(exc, len(batch))
+            if len(batch) == 1 or isinstance(error, Overloaded):
+                return [error] * len(batch)
+            return self._one_by_one(batch, watcher)
+        finally:
+            self.since_us = None
+            waited_us = max(0, self._ended_us - flight.submitted_us)  # for the batch before it
+            self._ended_us = self._clock_us()
+        began_us, stacked_us = flight.started_us + waited_us, flight.stacked_us + waited_us
+        self._report(watcher, batch, began_us, stacked_us, ran_us, flight.idle_us)
+        return [None] * len(batch)
+
+    def _one_by_one(
+        self, batch: Sequence[Pending], watcher: Watcher
+    ) -> list[DeploykitError | None]:
         errors: list[DeploykitError | None] = []
         for request in batch:
             if self.lost:
@@ -82,8 +136,20 @@ class Runner:
             return self._error(exc, len(batch))
         finally:
             self.since_us = None
+        self.busy_us = self._report(watcher, batch, started_us, stacked_us, ran_us, idle_us)
+        return None
+
+    def _report(
+        self,
+        watcher: Watcher,
+        batch: Sequence[Pending],
+        started_us: int,
+        stacked_us: int,
+        ran_us: int,
+        idle_us: int,
+    ) -> int:
+        """Report a successful run to `watcher`. Returns how long it took."""
         ended_us = self._clock_us()
-        self.busy_us = ended_us - started_us
         in_us, out_us = self.engine.last_copies_us
         run = BatchRun(
             [request for request in batch if not request.finished],
@@ -100,7 +166,7 @@ class Runner:
             watcher.record_run(run)
         except Exception:  # a failing watcher must not end the engine's thread
             log.exception("model '%s': recording a batch failed", self._name)
-        return None
+        return ended_us - started_us
 
     def _error(self, exc: Exception, size: int) -> DeploykitError:
         """The error for the client: no path, no address; the log has the details."""
