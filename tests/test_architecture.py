@@ -53,15 +53,15 @@ OWNERS = {
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
     "core": 3070,
-    "runtimes": 6170,
+    "runtimes": 6240,
     "training": 180,
     "exporters": 1325,
     "onnx_graph+quantization": 5020,
-    "builders": 1630,
+    "builders": 1805,
     "measure": 4250,
     "serving": 11505,
-    "api": 5100,
-    "cli": 1940,
+    "api": 5105,
+    "cli": 1960,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 60  # the whole package
 LONG: set[str] = set()  # functions over 60 lines

@@ -79,7 +79,7 @@ def prove_plan(
     labelled data drops; the engine is then kept as NAME.rejected.trt.
     """
     manifest = _manifest(built, source, graph_file, tmp, options)
-    evidence, why = _prove(tmp, manifest, graph_file, source, options.request, place.name)
+    evidence, why = _prove(tmp, manifest, graph_file, source, options, place.name)
     read = evidence.precision
     if read is not None and read.known:
         manifest = replace(manifest, precision=_count(read.layers or ()))
@@ -125,7 +125,7 @@ def _manifest(
         made_from=tuple(dict.fromkeys((source.sha256, graph_file.sha256))),
         made_with=tool_versions("tensorrt", "onnx"),
         built_on={
-            **_built_on(built),
+            **_built_on(built, options.shapes.device),
             "model": source.name,
             "precision": quantized.to if quantized else narrowest(graph.precision),
             **({"calib": request.calib.name} if request.calib else {}),
@@ -133,7 +133,10 @@ def _manifest(
         evidence=Evidence(
             precision=read,
             build=BuildRecord(
-                options.target.name, built.flags_used, options.shapes.version_compatible
+                options.target.name,
+                built.flags_used,
+                options.shapes.version_compatible,
+                built.plugins,
             ),
             source_graph=before,
             golden=samples,
@@ -146,7 +149,7 @@ def _prove(
     manifest: Manifest,
     graph_file: Artefact,
     source: Artefact,
-    request: QuantizeRequest,
+    options: PlanOptions,
     name: str,
 ) -> tuple[Evidence, str]:
     """Run the staged engine and add to its evidence; the reason where it cannot run here."""
@@ -156,9 +159,10 @@ def _prove(
 
     write_manifest(tmp, manifest)  # an engine is opened with its manifest only
     evidence, parity, why = manifest.evidence, None, ""
-    read = evidence.precision
+    read, request = evidence.precision, options.request
+    device = f"cuda:{options.shapes.device}"
     try:
-        with load(Artefact.from_manifest(tmp, manifest), "auto") as opened:
+        with load(Artefact.from_manifest(tmp, manifest), device) as opened:
             engine: Any = opened
             parity, why = verify.prove_engine(engine, tmp, manifest, graph_file.path, name)
             if read is not None:
@@ -219,7 +223,7 @@ def _is_target(machine: Machine, target: Profile) -> bool:
     return fits(target, machine) or not (target.boards or target.gpu_names)
 
 
-def _built_on(built: BuildResult) -> Mapping[str, str]:
+def _built_on(built: BuildResult, number: int) -> Mapping[str, str]:
     """What the builder reports, overridden by what the CUDA driver reports of the device.
 
     `nvidia-smi` counts GPUs that CUDA_VISIBLE_DEVICES hides, and knows no multiprocessors.
@@ -227,7 +231,7 @@ def _built_on(built: BuildResult) -> Mapping[str, str]:
     try:
         from deploykit.runtimes.cuda.driver import Cudart
 
-        device = Cudart(0)
+        device = Cudart(number)
     except DeploykitError:
         return built.built_on
     from deploykit.runtimes.tensorrt.open import here

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from deploykit.core.artefact import Artefact
@@ -24,6 +24,11 @@ class Shapes:
     hardware_compatible: str | None = None  # "ampere-plus" or "same-compute-capability"
     dla: int | None = None
     allow_wider: bool = False  # layers may run in more bits than the graph asks
+    plugins: Sequence[Path] = ()  # libraries of TensorRT plugins
+    device: int = 0  # the number of the GPU
+    workspace: str | None = None  # "512M", "4G"
+    timing_cache: Path | None = None
+    tf32: bool = True  # float32 products may be rounded to TF32
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class BuildResult(Record):
     notes: tuple[str, ...] = ()
     timing_cache_sha256: str = ""
     flags_used: tuple[str, ...] = ()
+    plugins: Mapping[str, str] = field(default_factory=dict)  # path -> SHA-256
 
 
 Builder = Callable[

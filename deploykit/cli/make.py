@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from deploykit.cli import output, tables
 from deploykit.cli.options import (
@@ -170,6 +170,14 @@ def quantize(
         raise KeyboardInterrupt  # the best file so far is kept, but the search was cut short
 
 
+def _shapes(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `Shapes` among the parameters of `build`."""
+    names = "batch level version_compatible hardware_compatible dla allow_wider"
+    found = {name: given[name] for name in f"{names} device workspace timing_cache".split()}
+    lists = {name: tuple(given[name] or ()) for name in ("axes", "plugins")}
+    return {**found, **lists, "tf32": not given["no_tf32"]}
+
+
 @described(f"""
 MODEL                  An .onnx file
 --profile PROFILE|FILE.toml|auto  The hardware target; NAME@MODE for a power mode, auto for this
@@ -187,6 +195,11 @@ TensorRT:
 --version-compatible   The engine also runs in later TensorRT of the same major version
 --hardware-compatible  The engine also runs on these other GPUs
 --allow-wider          Keep it though over 10 % of its operations run in more bits than asked
+--plugin LIB           Library of TensorRT plugins that the model needs; may be repeated
+--device N             The GPU to build on
+--workspace SIZE       Memory for kernels while they run, such as 512M or 4G [the profile's]
+--timing-cache FILE    Measurements of kernels to begin with and to add to [one for each GPU]
+--no-tf32              Multiply float32 in float32, not in TF32
 {JSON}""")
 def build(
     model: Path,
@@ -206,18 +219,22 @@ def build(
     version_compatible: bool = False,
     hardware_compatible: Literal["ampere-plus", "same-compute-capability"] | None = None,
     allow_wider: bool = False,
+    plugins: list[Path] | None = None,
+    device: int = 0,
+    workspace: str | None = None,
+    timing_cache: Path | None = None,
+    no_tf32: bool = False,
     as_json: bool = False,
 ) -> None:
     """Build an engine for a hardware target and check its outputs.
 
     Example: deploykit build model.onnx --profile l4 --precision fp16
     """
+    given = locals()
     from deploykit.api import build as making
     from deploykit.api import build_tensorrt
 
-    shapes = build_tensorrt.Shapes(
-        batch, tuple(axes or ()), level, version_compatible, hardware_compatible, dla, allow_wider
-    )
+    shapes = build_tensorrt.Shapes(**_shapes(given))
     with (
         output.shown_on_failure(as_json, tables.built),
         Progress(f"build for {profile}") as progress,

@@ -317,11 +317,15 @@ class Preflight(Record):
 
 @dataclass(frozen=True)
 class BuildRecord(Record):
-    """How an engine was built. `flags`: of the builder and the network, by name."""
+    """How an engine was built. `flags`: of the builder and the network, by name.
+
+    `plugins`: the libraries that it needs to run, each path with its SHA-256.
+    """
 
     profile: str
     flags: tuple[str, ...] = ()
     version_compatible: bool = False
+    plugins: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,11 @@ class Manifest:
         """A TensorRT engine that later versions of the same major run too."""
         return self.evidence.build is not None and self.evidence.build.version_compatible
 
+    @property
+    def plugins(self) -> Mapping[str, str]:
+        """The libraries that an engine needs to run: path -> SHA-256."""
+        return self.evidence.build.plugins if self.evidence.build else {}
+
     def to_dict(self) -> dict[str, Any]:
         return {"manifest": MANIFEST_VERSION, **json_value(self)}
 

@@ -11,12 +11,14 @@ import pytest
 
 from deploykit.builders.tensorrt import build as tensorrt
 from deploykit.builders.tensorrt import module
-from deploykit.builders.tensorrt.build import build, check
+from deploykit.builders.tensorrt.build import build
 from deploykit.builders.tensorrt.network import precision_flags
-from deploykit.builders.tensorrt.options import Options
-from deploykit.core.errors import MissingExtra, Unsupported
+from deploykit.builders.tensorrt.options import Options, parse_workspace
+from deploykit.core.errors import BadInput, MissingExtra, NotFound, Unsupported
 from deploykit.core.extras import install_command
+from deploykit.core.files import sha256
 from deploykit.core.profile import load_profile
+from tests.nvidia import fetch
 from tests.support.builders.fake_tensorrt import Severity
 from tests.support.builders.tensorrt_fixtures import (  # noqa: F401
     BATCH,
@@ -123,6 +125,15 @@ def test_older_flags_are_used_where_strong_typing_is_refused_with_a_note(
     assert "could not find any supported formats" in facts.notes[0]
 
 
+def test_no_kernel_for_a_node_is_answered_with_the_older_flags(
+    use: Use, model: Path, out: Path
+) -> None:
+    line = "Error Code 10: Internal Error (Could not find any implementation for node gemm.)"
+    does = use(version="10.3.0", strong_error=line, dtypes=("FLOAT", "HALF"))
+    assert build(model, out, options()).flags_used == ("FP16",)
+    assert does.seen["strong"] == [True, False]
+
+
 @pytest.mark.parametrize("version", ["10.12.0", "10.13.3", "11.4.0"])
 def test_later_tensorrt_is_never_given_the_older_flags(
     use: Use, model: Path, out: Path, version: str
@@ -146,33 +157,6 @@ def test_when_both_fail_the_first_reason_is_reported(use: Use, model: Path, out:
     use(version="10.3.0", strong_error=NO_FORMATS, weak_error="something else")
     with pytest.raises(Unsupported, match="could not find any supported formats"):
         build(model, out, options())
-
-
-# DLA
-
-WITH_DLA = "jetson-orin-nx-16gb"
-
-
-def test_dla_falls_back_to_the_gpu(use: Use, model: Path, out: Path) -> None:
-    does = use(dla_cores=2)
-    facts = build(model, out, options(WITH_DLA, dla=1))
-    config = does.seen["config"]
-    assert (config.default_device_type, config.DLA_core) == ("DLA", 1)
-    assert facts.flags_used == ("STRONGLY_TYPED", "GPU_FALLBACK")
-    assert facts.built_on["dla"] == "1"
-
-
-def test_a_dla_core_that_is_not_there_is_refused(use: Use, model: Path, out: Path) -> None:
-    use(dla_cores=1)
-    with pytest.raises(Unsupported, match="`dla` 1: TensorRT finds 1"):
-        build(model, out, options(WITH_DLA, dla=1))
-
-
-def test_a_check_elsewhere_leaves_the_dla_out_and_says_so(use: Use, model: Path) -> None:
-    use(dla_cores=0)
-    found = check(model, options(WITH_DLA, dla=0))
-    assert found.accepted
-    assert "checked for the GPU alone" in found.notes[0]
 
 
 # reading back
@@ -214,6 +198,88 @@ def test_without_layers_the_plan_is_kept_and_the_reason_noted(
     assert facts.layers is None
     assert why in facts.notes[-1]
     assert out.read_bytes() == does.plan
+
+
+# what else reaches the builder: formats, plugins, TF32; what comes back: warnings
+
+
+def test_inputs_and_outputs_are_pinned_to_row_major_order(use: Use, model: Path, out: Path) -> None:
+    does = use()
+    build(model, out, options())
+    assert [tensor.allowed_formats for tensor in does.seen["ends"]] == [1, 1]
+
+
+def test_nvidias_own_plugins_are_registered_before_the_file_is_parsed(
+    use: Use, model: Path, out: Path
+) -> None:
+    use(needs_plugins=True)
+    build(model, out, options())
+    assert out.exists()
+
+
+@pytest.fixture(name="library", scope="module")
+def library_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A shared library with the entry point of TensorRT's plugin registry."""
+    path = tmp_path_factory.mktemp("plugin") / "libmine.so"
+    try:
+        fetch.library(path, "void *getPluginCreators(int *n) { *n = 0; return 0; }")
+    except fetch.Unobtainable as exc:
+        pytest.skip(str(exc))
+    return path
+
+
+def test_a_plugin_library_is_loaded_and_recorded(
+    use: Use, model: Path, out: Path, library: Path
+) -> None:
+    does = use()
+    found = build(model, out, options(plugins=(library,)))
+    assert does.seen["libraries"] == [str(library)]
+    assert found.plugins == {str(library): sha256(library)}
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "says"),
+    [(None, NotFound, "no such plugin library"), (b"text", Unsupported, "cannot be loaded")],
+)
+def test_a_library_that_does_not_load_is_named(
+    use: Use, model: Path, out: Path, content: bytes | None, error: type, says: str
+) -> None:
+    use()
+    wrong = out.with_name("libwrong.so")
+    if content is not None:
+        wrong.write_bytes(content)
+    with pytest.raises(error, match=rf"libwrong\.so: {says}"):
+        build(model, out, options(plugins=(wrong,)))
+    assert not out.exists()
+
+
+def test_tf32_is_left_on_unless_it_is_refused(use: Use, model: Path, out: Path) -> None:
+    does = use()
+    assert "tf32" not in build(model, out, options()).built_on
+    assert "cleared" not in does.seen
+    assert build(model, out, options(tf32=False)).built_on["tf32"] == "no"
+    assert does.seen["cleared"] == ["TF32"]
+
+
+def test_warnings_of_the_builder_become_notes_each_once(use: Use, model: Path, out: Path) -> None:
+    lines = [f"[convert.cpp::f::1] weights of conv{n} overflow" for n in range(7)]
+    use(warnings=(lines[0], lines[0] + "\nand a dump", *lines))
+    notes = [note for note in build(model, out, options()).notes if "warn" in note]
+    assert notes[:2] == [f"TensorRT warns: weights of conv{n} overflow" for n in range(2)]
+    assert (len(notes), notes[5]) == (6, "TensorRT gave 2 more warnings: see `--debug`")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("512M", 512 << 20), ("4G", 4 << 30), ("1GiB", 1 << 30), ("300", 300 << 20)]
+)
+def test_a_workspace_is_a_size(text: str, size: int) -> None:
+    assert parse_workspace(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "many", "1.5G", "4T"])
+def test_a_workspace_that_is_no_size_is_bad_input(text: str) -> None:
+    with pytest.raises(BadInput, match="`workspace`"):
+        parse_workspace(text)
 
 
 # log lines, types, TensorRT for RTX

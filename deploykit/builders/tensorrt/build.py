@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.builders.builder import BuildResult
-from deploykit.builders.tensorrt.errors import Reason, error_of, refuses_strong_typing
+from deploykit.builders.tensorrt.dla import check_dla, check_graph, note_dla, weakly_typed
+from deploykit.builders.tensorrt.errors import (
+    Reason,
+    build_warnings,
+    error_of,
+    refuses_strong_typing,
+)
 from deploykit.builders.tensorrt.inspector import read_layers
 from deploykit.builders.tensorrt.memory import mib, workspace_that_fits
 from deploykit.builders.tensorrt.module import (
@@ -31,6 +37,7 @@ from deploykit.builders.tensorrt.network import (
     element_types,
     inputs_of,
     memory_need,
+    pin_linear,
     precision_flags,
 )
 from deploykit.builders.tensorrt.options import Options, check_options, check_target, hardware_level
@@ -45,6 +52,7 @@ from deploykit.core.json_value import Record
 from deploykit.core.machine import Machine, this_machine
 from deploykit.runtimes.onnxruntime.file import external_files
 from deploykit.runtimes.tensorrt.log import logger
+from deploykit.runtimes.tensorrt.plugins import load_plugins
 
 if TYPE_CHECKING:
     import tensorrt as trt
@@ -106,14 +114,16 @@ def build(
     here = this_machine()
     nv = module(options.flavour)
     check_target(nv, options)
+    check_dla(nv, options)
     progress = BuildProgress(on_progress)
     attempt = _build_plan(nv, model, options, progress, here, checking=False)
     if attempt.plan is None:
         raise error_of(str(model), attempt.refusals)
     _check_flavour(attempt.plan, out, options)
+    layers, notes = read_back(attempt.plan, options)
+    notes += note_dla(layers, options, str(model))
     with atomic_write(out) as tmp:
         tmp.write_bytes(attempt.plan)
-    layers, notes = read_back(attempt.plan, options.flavour, host_code=options.version_compatible)
     progress.complete("built")
     return BuildResult(
         _built_on(nv, model, options, here, attempt),
@@ -121,6 +131,7 @@ def build(
         attempt.notes + notes,
         attempt.timing_sha256,
         attempt.flags,
+        {str(library.resolve()): sha256(library) for library in options.plugins},
     )
 
 
@@ -150,19 +161,18 @@ def check(model: Path, options: Options, on_progress: OnProgress | None = None) 
     )
 
 
-def read_back(
-    plan: bytes, flavour: str = "tensorrt", *, host_code: bool = False
-) -> tuple[tuple[Layer, ...] | None, tuple[str, ...]]:
+def read_back(plan: bytes, options: Options) -> tuple[tuple[Layer, ...] | None, tuple[str, ...]]:
     """The layers of a plan as TensorRT's engine inspector reports them, or None and why not.
 
-    Loads the plan, which can run code: pass only one that was built here or that its manifest
-    describes. `host_code`: the plan is version compatible and contains its own runtime.
+    Loads the plan, which can run code: pass only one that was just built with these options.
     """
-    nv = module(flavour)
+    nv = module(options.flavour)
     with collect_log(nv) as lines:
         try:
             runtime: trt.Runtime = nv.Runtime(logger(nv))
-            runtime.engine_host_code_allowed = host_code
+            runtime.engine_host_code_allowed = options.version_compatible
+            if options.dla is not None:
+                runtime.DLA_core = options.dla
             engine = maybe(runtime.deserialize_cuda_engine(plan))
         except (TypeError, RuntimeError):  # pybind11: the factory returned nullptr
             engine = None
@@ -188,9 +198,13 @@ def _build_plan(
     """Build strongly typed; weakly typed only where this TensorRT's log blames strong typing."""
     _check_model(model)
     check_options(options)
+    check_graph(options, model)
     progress.report("parsing")
     progress.raise_if_stopped()
     job = _Job(nv, start(nv), model, options, progress, here, checking)
+    load_plugins(nv, options.plugins)
+    if weakly_typed(nv, options):
+        return job.run(strong=False)
     attempt = job.run(strong=True)
     first, last = _WEAK_ALLOWED
     if (
@@ -228,6 +242,8 @@ class _Job:
             parsed = parser.parse_from_file(str(self.model))
         if not parsed:
             return _Attempt(None, refusals(lines, parser), tuple(lines.errors))
+        warnings = lines.warnings
+        pin_linear(nv, network)
         inputs = inputs_of(network, self.model)
         sizes = ranges(inputs, options.batch, options.axes)
         asked = space = options.workspace
@@ -256,6 +272,7 @@ class _Job:
             with interruptible(self.progress):
                 plan = maybe(self.builder.build_serialized_network(network, config))
         self.progress.raise_if_stopped()
+        notes += build_warnings([*warnings, *lines.warnings])
         layers = int(network.num_layers)
         if plan is None:
             return _Attempt(None, refusals(lines), tuple(lines.errors), layers, tuple(notes))
@@ -274,6 +291,8 @@ class _Job:
         config.profiling_verbosity = nv.ProfilingVerbosity.DETAILED  # layers are read back
         if workspace is not None:
             config.set_memory_pool_limit(nv.MemoryPoolType.WORKSPACE, workspace)
+        if not options.tf32:
+            config.clear_flag(nv.BuilderFlag.TF32)  # set by default
         if options.level is not None:
             config.builder_optimization_level = options.level
         if options.version_compatible:

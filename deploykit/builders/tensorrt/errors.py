@@ -100,7 +100,12 @@ _BUILDER: Sequence[tuple[str, Reason]] = (
     ),
 )
 _TYPES = re.compile(r"types? (?:is )?(\w+) (?:and|but kernel is of type) (\w+)")
-_CAN_FAIL = re.compile(r"strongly[ _-]?typed|any supported formats consistent with", re.IGNORECASE)
+_CAN_FAIL = re.compile(
+    "strongly[ _-]?typed|any supported formats consistent with"
+    "|Could not find any implementation for node",
+    re.IGNORECASE,
+)
+_WARNINGS = 5  # that a note repeats
 
 
 def parser_refusal(error: ParserError, log: Sequence[str] = ()) -> Reason:
@@ -153,6 +158,16 @@ def refuses_strong_typing(errors: Sequence[str]) -> bool:
     TensorRT 10.0 to 10.11 cannot build some strongly typed networks that build without the flag.
     """
     return any(_CAN_FAIL.search(line) for line in errors)
+
+
+def build_warnings(lines: Sequence[str]) -> list[str]:
+    """TensorRT's warnings as notes, each once; those of the timing cache have their own."""
+    found = [first_sentence(line) for line in lines if "timing cache" not in line.lower()]
+    distinct = list(dict.fromkeys(line for line in found if NO_DRIVER not in line))
+    notes = [f"TensorRT warns: {line}" for line in distinct[:_WARNINGS]]
+    if len(distinct) > _WARNINGS:
+        notes.append(f"TensorRT gave {len(distinct) - _WARNINGS} more warnings: see `--debug`")
+    return notes
 
 
 def first_sentence(text: str) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deploykit.builders.tensorrt.memory import Need, activation_bytes, weight_bytes
 from deploykit.builders.tensorrt.module import maybe
@@ -67,6 +68,16 @@ def memory_need(
     shapes = (_shape(tensor) for tensor in _tensors(network))
     activations = activation_bytes(shapes, batch.maximum, others)
     return Need(weight_bytes(model), workspace_bytes, activations)
+
+
+def pin_linear(nv: Any, network: trt.INetworkDefinition) -> None:
+    """Inputs and outputs in row-major order, as our buffers are; TensorRT may choose another."""
+    linear = 1 << int(nv.TensorFormat.LINEAR)
+    tensors = [network.get_input(number) for number in range(network.num_inputs)]
+    tensors += [network.get_output(number) for number in range(network.num_outputs)]
+    with contextlib.suppress(NotImplementedError):  # of TensorRT's bindings on the library of RTX
+        for tensor in tensors:
+            tensor.allowed_formats = linear
 
 
 def add_profile(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +26,9 @@ class Options:
     `workspace_bytes`, `level` (0 to 5): None for the profile's and TensorRT's defaults.
     `timing_cache`: a file to use instead of the one in the cache folder. `version_compatible`: run
     on later TensorRT of the same major version. `hardware_compatible`: one of HARDWARE. `dla`: the
-    number of a DLA core; layers that it does not support run on the GPU. `flavour`: "tensorrt" or
-    "rtx". `free_bytes`: free GPU memory, to which the workspace is cut.
+    number of a DLA core; layers that it does not support run on the GPU. `plugins`: libraries to
+    load first. `tf32`: False multiplies float32 in float32. `flavour`: "tensorrt" or "rtx".
+    `free_bytes`: free GPU memory, to which the workspace is cut. `device`: the number of the GPU.
     """
 
     profile: Profile
@@ -38,8 +40,11 @@ class Options:
     version_compatible: bool = False
     hardware_compatible: str | None = None
     dla: int | None = None
+    plugins: tuple[Path, ...] = ()
+    tf32: bool = True
     flavour: str = "tensorrt"
     free_bytes: int | None = None
+    device: int = 0
 
     @property
     def workspace(self) -> int | None:
@@ -56,7 +61,20 @@ class Options:
             "optimization_level": self.level,
             "hardware_compatible": self.hardware_compatible,
             "dla": self.dla,
+            "tf32": None if self.tf32 else "no",
         }
+
+
+_UNITS: Mapping[str, int] = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def parse_workspace(text: str) -> int:
+    """Bytes of "512M" or "4G" (1024-based); a number alone is in MiB, as in trtexec."""
+    match = re.fullmatch(r"(\d{1,9})([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    size = int(match[1]) * _UNITS[match[2].upper() or "M"] if match else 0
+    if not size:
+        raise BadInput(f"`workspace`: '{text}' is not a size", hint="write 512M or 4G, for example")
+    return size
 
 
 def check_options(options: Options) -> None:

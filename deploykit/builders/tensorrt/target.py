@@ -9,7 +9,7 @@ from pathlib import Path
 from deploykit.builders.builder import BuildResult, Shapes
 from deploykit.builders.tensorrt import build as plans
 from deploykit.builders.tensorrt.build import BuildCheck
-from deploykit.builders.tensorrt.options import Options
+from deploykit.builders.tensorrt.options import Options, parse_workspace
 from deploykit.builders.tensorrt.shapes import AxisRange, parse_axis, parse_batch
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import DeploykitError
@@ -32,7 +32,9 @@ def build_engine(
     try:
         from deploykit.runtimes.cuda.driver import Cudart
 
-        options = replace(options, free_bytes=Cudart(0).memory()[0])
+        driver = Cudart(options.device)
+        driver.use()  # TensorRT builds for this thread's GPU
+        options = replace(options, free_bytes=driver.memory()[0])
     except DeploykitError:  # no CUDA: TensorRT itself reports what is missing
         pass
     return plans.build(model.path, out, options, on_progress)
@@ -53,7 +55,8 @@ def check(
 def options_of(target: Profile, shapes: Shapes, model: Artefact) -> Options:
     """Raises BadInput for invalid sizes."""
     batched = any(spec.batched for spec in Graph.open(model.path).inputs)
-    text = shapes.batch or (DEFAULT_BATCH if batched else None)
+    usual = DEFAULT_BATCH if shapes.dla is None else "1"
+    text = shapes.batch or (usual if batched else None)
     return Options(
         profile=target,
         batch=parse_batch(text) if text else AxisRange(1, 1, 1),
@@ -62,4 +65,9 @@ def options_of(target: Profile, shapes: Shapes, model: Artefact) -> Options:
         version_compatible=shapes.version_compatible,
         hardware_compatible=shapes.hardware_compatible,
         dla=shapes.dla,
+        plugins=tuple(shapes.plugins),
+        workspace_bytes=parse_workspace(shapes.workspace) if shapes.workspace else None,
+        timing_cache=shapes.timing_cache,
+        tf32=shapes.tf32,
+        device=shapes.device,
     )

@@ -52,6 +52,7 @@ class PlanFile:
     content: bytes
     notes: tuple[str, ...]
     host_code: bool  # version compatible: it contains its own runtime
+    dla: int | None = None  # the DLA core that some of its layers run on
 
 
 def open_plan(path: Path, here: Here, trust: bool = False) -> tuple[PlanFile, Manifest | None]:
@@ -82,7 +83,13 @@ def check_plan(path: Path, manifest: Manifest | None, here: Here, trust: bool = 
             f"{path}: was not built for this machine: {'; '.join(wrong)}",
             hint=f"build it here: {rebuild(path, manifest, here)}",
         )
-    return PlanFile(content, _notes(path, manifest, here), manifest.version_compatible)
+    core = manifest.built_on.get("dla", "")
+    return PlanFile(
+        content,
+        _notes(path, manifest, here),
+        manifest.version_compatible,
+        int(core) if re.fullmatch("[0-9]", core) else None,
+    )
 
 
 def check_format(path: Path) -> None:
@@ -216,7 +223,9 @@ def rebuild(path: Path, manifest: Manifest, here: Here) -> str:
     if precision in (*CALIBRATED, "auto"):
         words.append(f"--calib {_name(built, 'calib') or 'DATA'}")
     words += [f"--axis {shlex.quote(axis)}" for axis in built.get("axes", "").split()]
+    words += [f"--plugin {shlex.quote(library)}" for library in manifest.plugins]
     words += ["--version-compatible"] * manifest.version_compatible
+    words += ["--no-tf32"] * (built.get("tf32") == "no")
     words += ["-o", _quoted(path)]
     if manifest.made_from and not source:
         words.append(f"(MODEL.onnx: SHA-256 {manifest.made_from[0][:12]}...)")

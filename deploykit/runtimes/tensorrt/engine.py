@@ -334,6 +334,8 @@ def _deserialize(nv: Any, plan: PlanFile, log_errors: LogErrors) -> tuple[Any, t
     runtime_errors = log_errors.of(runtime)
     if plan.host_code:  # `check_plan` has verified whose code it is
         runtime.engine_host_code_allowed = True
+    if plan.dla is not None:
+        runtime.DLA_core = plan.dla
     engine: trt.ICudaEngine | None = runtime.deserialize_cuda_engine(plan.content)
     if engine is None:
         raise runtime_errors.refusal("deserialize_cuda_engine")

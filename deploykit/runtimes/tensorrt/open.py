@@ -11,6 +11,7 @@ from deploykit.core.errors import Unsupported
 from deploykit.core.extras import install_hint, installed, require
 from deploykit.runtimes.tensorrt.compatibility import Here, check_version, open_plan
 from deploykit.runtimes.tensorrt.engine import TensorRtEngine
+from deploykit.runtimes.tensorrt.plugins import load_plugins, recorded_plugins
 
 if TYPE_CHECKING:
     from deploykit.runtimes.cuda.driver import Cudart
@@ -49,6 +50,7 @@ def open_engine(
 
     driver = Cudart(int(device.partition(":")[2] or 0))
     plan, manifest = open_plan(path, here(driver), trust)
+    load_plugins(trt, recorded_plugins(path, manifest.plugins if manifest else {}))
     return TensorRtEngine(
         trt, driver, path, plan, manifest, slots=slots, graphs=graphs, cuda_errors=error_names()
     )

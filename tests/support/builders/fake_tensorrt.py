@@ -29,6 +29,8 @@ class Behaviour:
     weak_error: str | None = None
     dtypes: tuple[str, ...] = ("FLOAT",)
     dla_cores: int = 0
+    warnings: tuple[str, ...] = ()  # logged while it builds
+    needs_plugins: bool = False  # the graph has a node that NVIDIA's own plugins run
     hardware: str = "NONE AMPERE_PLUS"  # compatibility levels; TensorRT 10.13 has one more
     layers: str | None = None  # the inspector's answer; None: the plan cannot be read back
     strong_number: int = 1  # STRONGLY_TYPED is 1 in TensorRT 10, 0 in 11
@@ -54,14 +56,19 @@ def make(does: Behaviour) -> ModuleType:
         "NetworkDefinitionCreationFlag": enum.IntEnum(
             "NetworkDefinitionCreationFlag", {"STRONGLY_TYPED": does.strong_number}
         ),
-        "BuilderFlag": _names("FP16 BF16 INT8 FP8 INT4 GPU_FALLBACK VERSION_COMPATIBLE"),
+        "BuilderFlag": _names("FP16 BF16 INT8 FP8 INT4 TF32 GPU_FALLBACK VERSION_COMPATIBLE"),
+        "TensorFormat": enum.IntEnum("TensorFormat", {"LINEAR": 0, "CHW4": 2}),
+        "init_libnvinfer_plugins": lambda log, space: _init_plugins(does, log, space),
+        "get_plugin_registry": lambda: SimpleNamespace(
+            load_library=lambda path: does.seen.setdefault("libraries", []).append(path) or path
+        ),
         "MemoryPoolType": _names("WORKSPACE"),
         "ProfilingVerbosity": _names("DETAILED"),
         "HardwareCompatibilityLevel": _names(does.hardware),
         "DeviceType": _names("GPU DLA"),
         "LayerInformationFormat": _names("ONELINE JSON"),
         "Builder": lambda log: _Builder(does, log),
-        "OnnxParser": lambda network, log: _Parser(),
+        "OnnxParser": lambda network, log: _Parser(does, log),
         "Runtime": lambda log: _Runtime(does),
     }
     for name, member in members.items():
@@ -69,23 +76,37 @@ def make(does: Behaviour) -> ModuleType:
     return nv
 
 
+def _init_plugins(does: Behaviour, log: Any, space: str) -> bool:
+    assert isinstance(log, ILogger)
+    does.seen["plugins"] = True
+    return True
+
+
 def _names(names: str) -> SimpleNamespace:
     return SimpleNamespace(**{name: name for name in names.split()})
 
 
 def _tensor(name: str, dtype: str, shape: tuple[int, ...]) -> SimpleNamespace:
+    """`allowed_formats` begins with all, as TensorRT may choose any for inputs and outputs."""
     kind = SimpleNamespace(name=dtype)
-    return SimpleNamespace(name=name, dtype=kind, shape=shape, is_shape_tensor=False)
+    return SimpleNamespace(
+        name=name, dtype=kind, shape=shape, is_shape_tensor=False, allowed_formats=0xFFFF
+    )
 
 
 class _Network:
     def __init__(self, does: Behaviour, flags: int) -> None:
         self.strong = flags == 1 << does.strong_number
-        self.num_inputs, self.num_layers = 1, len(does.dtypes)
+        self.num_inputs, self.num_outputs, self.num_layers = 1, 1, len(does.dtypes)
         self._dtypes = does.dtypes
+        self.ends = (_tensor("x", "FLOAT", (-1, 4)), _tensor("y", "FLOAT", (-1, 4)))
+        does.seen["ends"] = self.ends
 
     def get_input(self, number: int) -> SimpleNamespace:
-        return _tensor("x", "FLOAT", (-1, 4))
+        return self.ends[0]
+
+    def get_output(self, number: int) -> SimpleNamespace:
+        return self.ends[1]
 
     def get_layer(self, number: int) -> SimpleNamespace:
         tensor = _tensor("t", self._dtypes[number], (-1, 1000))
@@ -95,7 +116,13 @@ class _Network:
 class _Parser:
     num_errors = 0
 
+    def __init__(self, does: Behaviour, log: Any) -> None:
+        self.does, self.log = does, log
+
     def parse_from_file(self, path: str) -> bool:
+        if self.does.needs_plugins and not self.does.seen.get("plugins"):
+            self.log.log(Severity.ERROR, "Plugin not found, are the plugin name correct?")
+            return False
         return True
 
 
@@ -117,6 +144,9 @@ class _Config:
 
     def set_flag(self, flag: str) -> None:
         self.flags.append(flag)
+
+    def clear_flag(self, flag: str) -> None:
+        self.does.seen.setdefault("cleared", []).append(flag)
 
     def set_memory_pool_limit(self, pool: str, size: int) -> None:
         self.does.seen[pool] = size
@@ -172,6 +202,8 @@ class _Builder:
             self.log.log(Severity.ERROR, "Build canceled by user")
             return None
         monitor.phase_finish("Building engine")
+        for line in self.does.warnings:
+            self.log.log(Severity.WARNING, line)
         error = self.does.strong_error if network.strong else self.does.weak_error
         if error:
             self.log.log(Severity.ERROR, error)
@@ -185,10 +217,12 @@ class _Runtime:
     def __init__(self, does: Behaviour) -> None:
         self.does = does
         self.engine_host_code_allowed = False
+        self.DLA_core = -1  # "-1: this runtime uses no DLA"
 
     def deserialize_cuda_engine(self, plan: bytes) -> SimpleNamespace | None:
         if self.does.layers is None:
             return None
         self.does.seen["host_code"] = self.engine_host_code_allowed
+        self.does.seen["runtime_dla"] = self.DLA_core
         inspector = SimpleNamespace(get_engine_information=lambda form: self.does.layers)
         return SimpleNamespace(create_engine_inspector=lambda: inspector)

@@ -132,6 +132,7 @@ class FakeTensorRt:
 class Runtime:
     engine_host_code_allowed = False
     error_recorder: Any = None
+    DLA_core = -1
 
     def __init__(self, nv: FakeTensorRt) -> None:
         self.nv = nv

@@ -59,6 +59,7 @@ class Cuda(FakeCuda):
 _MEMBERS = (
     "TensorIOMode",
     "ExecutionContextAllocationStrategy",
+    "IErrorRecorder",
     "IOutputAllocator",
     "IProfiler",
 )
