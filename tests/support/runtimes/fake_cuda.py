@@ -6,6 +6,7 @@ held, keeps the order of the calls, and fails where a test tells it to.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -34,6 +35,9 @@ class FakeCuda:
         self.graphs: dict[int, list[Op | int]] = {}
         self.capturing: dict[int, list[Op | int]] = {}
         self.used_bytes = self.peak_bytes = 0
+        self.scratch_of: dict[int, int] = {}  # memory -> the stream whose calls work in it
+        self.library_bytes = 0  # of them: what a library took, weights for example
+        self._running = threading.RLock()  # `free` runs what other threads enqueued
         self._next = 0x1000
 
     # what tests ask
@@ -46,7 +50,17 @@ class FakeCuda:
             "events": self.events,
             "graphs": self.graphs,
         }
-        return {name: len(kind) for name, kind in kinds.items() if kind}
+        held = {name: len(kind) for name, kind in kinds.items() if kind}
+        return {**held, "library": self.library_bytes} if self.library_bytes else held
+
+    def take(self, nbytes: int) -> bool:
+        """Device memory of a library; negative: given back. False: too little is free."""
+        if self.used_bytes + nbytes > self.total_bytes:
+            return False
+        self.used_bytes += nbytes
+        self.library_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return True
 
     def names(self, *wanted: str) -> list[str]:
         return [name for name, _ in self.calls if not wanted or name in wanted]
@@ -87,6 +101,7 @@ class FakeCuda:
         for stream in list(self.streams):  # as cudaFree waits for the device
             self._run(stream)
         block = self.device_blocks.pop(address)
+        self.scratch_of.pop(address, None)
         block[:] = POISON
         self.used_bytes -= block.nbytes
 
@@ -136,7 +151,7 @@ class FakeCuda:
 
     def wait(self, event: int) -> None:
         self._called("wait")
-        for stream, queue in self.streams.items():
+        for stream, queue in list(self.streams.items()):
             if event in queue:
                 self._run(stream, event)
 
@@ -185,14 +200,15 @@ class FakeCuda:
         return self.host_blocks[address][:nbytes]
 
     def _run(self, stream: int, until: int = 0) -> None:
-        queue = self.streams[stream]
-        while queue:
-            item = queue.pop(0)
-            if isinstance(item, int):
-                if item == until:
-                    return
-            else:
-                item()
+        with self._running:
+            queue = self.streams[stream]
+            while queue:
+                item = queue.pop(0)
+                if isinstance(item, int):
+                    if item == until:
+                        return
+                else:
+                    item()
 
     def _new(self, blocks: dict[int, np.ndarray], nbytes: int) -> int:
         address = self._next

@@ -1,15 +1,23 @@
 """A `tensorrt` module made of Python: engines described in JSON, run on the CUDA of NumPy.
 
 It answers as the real one was seen to: None and False where it fails, the reason in the log only,
-the first logger of a process kept, a shape of -1 for what only running tells.
+the first logger of a process kept, a shape of -1 for what only running tells. By NVIDIA's
+documentation ("Threading", "CUDA Graphs", "Execution contexts"): the contexts of an engine share
+its weights, each takes memory of its own, is for one thread at a time and one stream; they may
+share a profile (always since 10.0); a graph holds until its context is changed, and can be
+captured only after a call with the same shapes.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import json
 import re
-from collections.abc import Iterable, Sequence
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,7 +89,8 @@ def plan_bytes(tensors: Sequence[Any], profiles: Sequence[Any], **more: Any) -> 
     """A plan whose output `y` is 2x + 1, or x + x2 where there is a second input.
 
     `profiles`: for each, {input: [smallest, best, largest shape]}. `more`: `scratch` bytes, `off`
-    by how much `y` is wrong, `layers` as the engine inspector tells them.
+    by how much `y` is wrong, `layers` as the engine inspector tells them, `weights` and `context`
+    the bytes that the engine and each of its contexts take.
     """
     return MAGIC + json.dumps({"tensors": tensors, "profiles": profiles, **more}).encode()
 
@@ -101,10 +110,15 @@ class FakeTensorRt:
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
         self.logger: Any = None
-        self.contexts: list[Context] = []
+        self.made: list[weakref.ref[Context]] = []
         self.fail: dict[str, str] = {}  # name of a call -> the line it logs when it fails, once
         self.recorded = True  # False: as Myelin was seen to, to the logger alone
         self.noise: dict[str, str] = {}  # the same of calls that go on to succeed, each time
+
+    @property
+    def contexts(self) -> list[Context]:
+        """Those that are alive, in the order in which they were made."""
+        return [context for each in self.made if (context := each()) is not None]
 
     def Builder(self) -> None: ...  # noqa: N802 - as TensorRT has it
 
@@ -120,6 +134,14 @@ class FakeTensorRt:
         self.report(line, owner)
         return bool(line)
 
+    def took(self, nbytes: int, owner: Any) -> bool:
+        if self.cuda.take(nbytes):
+            return True
+        self.report(
+            f"Requested amount of GPU memory ({nbytes} bytes) could not be allocated.", owner
+        )
+        return False
+
     def report(self, line: str, owner: Any = None) -> None:
         """To the recorder of `owner` if it has one, else to the logger: never to both."""
         recorder = getattr(owner, "error_recorder", None) if self.recorded else None
@@ -130,6 +152,7 @@ class FakeTensorRt:
 
 
 class Runtime:
+    kind: type[Engine]
     engine_host_code_allowed = False
     error_recorder: Any = None
     DLA_core = -1
@@ -140,10 +163,14 @@ class Runtime:
     def deserialize_cuda_engine(self, content: bytes) -> Engine | None:
         if self.nv.failed("deserialize_cuda_engine", self) or not content.startswith(MAGIC):
             return None
-        return Engine(self.nv, json.loads(content[len(MAGIC) :]))
+        told = json.loads(content[len(MAGIC) :])
+        if not self.nv.took(told.get("weights", 0), self):
+            return None
+        return self.kind(self.nv, told)
 
 
 class Engine:
+    kind: type[Context]
     error_recorder: Any = None
 
     def __init__(self, nv: FakeTensorRt, told: Any) -> None:
@@ -152,6 +179,9 @@ class Engine:
         self.num_io_tensors = len(self.tensors)
         self.num_optimization_profiles = len(told["profiles"])
         self.device_memory_size_v2 = told.get("scratch", 0)
+
+    def __del__(self) -> None:
+        self.nv.cuda.take(-self.told.get("weights", 0))
 
     def get_tensor_name(self, number: int) -> str:
         return list(self.tensors)[number]
@@ -184,8 +214,10 @@ class Engine:
         assert strategy is ExecutionContextAllocationStrategy.USER_MANAGED
         if self.nv.failed("create_execution_context", self):
             return None
-        context = Context(self)
-        self.nv.contexts.append(context)
+        if not self.nv.took(self.told.get("context", 0), self):
+            return None
+        context = self.kind(self)
+        self.nv.made.append(weakref.ref(context))
         return context
 
 
@@ -207,6 +239,21 @@ class Inspector:
         return layers
 
 
+def alone(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Fails when two threads are inside one context at once."""
+
+    @functools.wraps(method)
+    def call(self: Context, *arguments: Any) -> Any:
+        assert self.busy.acquire(blocking=False), "two threads use one context"
+        try:
+            time.sleep(0)  # lets another thread in, if there is one
+            return method(self, *arguments)
+        finally:
+            self.busy.release()
+
+    return call
+
+
 class Context:
     inferred = False
     error_recorder: Any = None
@@ -220,17 +267,26 @@ class Context:
         self.allocators: dict[str, Any] = {}
         self.profiler: Any = None
         self.changes = 0
+        self.ready = -1  # the changes at the last call that was not captured
+        self.stream = 0  # of its calls
+        self.busy = threading.Lock()
+
+    def __del__(self) -> None:
+        self.nv.cuda.take(-self.engine.told.get("context", 0))
 
     def set_device_memory(self, memory: int, size: int) -> None:
         assert memory % 256 == 0
         assert size == self.engine.device_memory_size_v2
         self.scratch = memory
 
+    @alone
     def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
         assert stream in self.nv.cuda.streams
         self.profile, self.shapes = profile, {}
+        self.changes += 1
         return not self.nv.failed("set_optimization_profile_async", self)
 
+    @alone
     def set_input_shape(self, name: str, shape: Iterable[int]) -> bool:
         low, _, high = self.engine.get_tensor_profile_shape(name, self.profile)
         shape = tuple(shape)
@@ -239,6 +295,7 @@ class Context:
         fits = all(a <= n <= b for a, n, b in zip(low, shape, high, strict=True))
         return fits and not self.nv.failed("set_input_shape", self)
 
+    @alone
     def infer_shapes(self) -> list[str]:
         self.inferred = True
         return [
@@ -254,6 +311,7 @@ class Context:
         batch = next(iter(self.shapes.values()))[0]
         return tuple(batch if n < 0 else n for n in item["shape"])
 
+    @alone
     def set_tensor_address(self, name: str, memory: int) -> bool:
         assert memory % 256 == 0
         self.addresses[name] = memory
@@ -264,13 +322,22 @@ class Context:
         self.allocators[name] = allocator
         return True
 
+    @alone
     def execute_async_v3(self, stream: int) -> bool:
         if self.nv.failed("execute_async_v3", self):
             return False
         assert self.scratch or not self.engine.device_memory_size_v2, "no memory to work in"
         cuda, changes = self.nv.cuda, self.changes
+        self.stream = self.stream or stream
+        assert stream == self.stream, "a context on two streams"
+        if self.scratch:
+            assert cuda.scratch_of.setdefault(self.scratch, stream) == stream, "shared scratch"
         inputs = [self._array(name, shape) for name, shape in self.shapes.items()]
         captured = stream in cuda.capturing
+        if captured and self.ready != changes:
+            self.nv.report("Cuda Runtime (operation not permitted when stream is capturing)", self)
+            return False
+        self.ready = changes
         for name, allocator in self.allocators.items():  # the rows that are above 0
             cuda.wait_stream(stream)
             found = inputs[0][inputs[0][:, 0] > 0].copy()
@@ -303,3 +370,6 @@ class Context:
         dtype = np.dtype(WIDTHS[self.engine.tensors[name]["dtype"]])
         nbytes = dtype.itemsize * int(np.prod(shape))
         return self.nv.cuda.at(self.addresses[name], nbytes).view(dtype).reshape(shape)
+
+
+Runtime.kind, Engine.kind = Engine, Context

@@ -55,17 +55,6 @@ class _Module(fake.FakeTensorRt):
         return _Runtime(self)
 
 
-class _Runtime(fake.Runtime):
-    def deserialize_cuda_engine(self, content: bytes) -> _Engine | None:
-        found = super().deserialize_cuda_engine(content)
-        return _Engine(self.nv, found.told) if found is not None else None
-
-
-class _Engine(fake.Engine):
-    def create_execution_context(self, strategy: Any) -> _Context | None:
-        return _Context(self) if super().create_execution_context(strategy) is not None else None
-
-
 class _Context(fake.Context):
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
         """Of the sizes that the inputs were given, by the names of the case's axes."""
@@ -90,3 +79,11 @@ class _Context(fake.Context):
 
     def _outputs(self, names: Sequence[str]) -> dict[str, np.ndarray]:
         return {name: self._array(name, self.get_tensor_shape(name)) for name in names}
+
+
+class _Engine(fake.Engine):
+    kind = _Context
+
+
+class _Runtime(fake.Runtime):
+    kind = _Engine
