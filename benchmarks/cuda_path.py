@@ -126,9 +126,9 @@ def measure(calls: int, rounds: int) -> dict[str, Any]:
         "not run": {},
     }
     try:
-        from deploykit.runtimes.cuda.driver import Cudart
+        from deploykit.runtimes.cuda.driver import CudaDevice
 
-        cuda = Cudart(0)
+        cuda = CudaDevice(0)
     except (DeploykitError, KeyError) as exc:  # KeyError: no extra of ours brings it yet
         found["not run"]["all"] = f"no usable CUDA: {exc}"
         return found

@@ -53,7 +53,7 @@ OWNERS = {
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
     "core": 3070,
-    "runtimes": 6240,
+    "runtimes": 6250,
     "training": 180,
     "exporters": 1325,
     "onnx_graph+quantization": 5020,

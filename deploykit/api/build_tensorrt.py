@@ -229,9 +229,9 @@ def _built_on(built: BuildResult, number: int) -> Mapping[str, str]:
     `nvidia-smi` counts GPUs that CUDA_VISIBLE_DEVICES hides, and knows no multiprocessors.
     """
     try:
-        from deploykit.runtimes.cuda.driver import Cudart
+        from deploykit.runtimes.cuda.driver import CudaDevice
 
-        device = Cudart(number)
+        device = CudaDevice(number)
     except DeploykitError:
         return built.built_on
     from deploykit.runtimes.tensorrt.open import here

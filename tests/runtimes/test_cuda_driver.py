@@ -2,33 +2,53 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
 from deploykit.core.errors import Unsupported
+from deploykit.runtimes.cuda import errors
 from deploykit.runtimes.cuda.execution import Pipeline
 from deploykit.runtimes.cuda.memory import Shape, byte_count
 from tests.support.runtimes.cuda_runs import CODES, X, Y, rows
-from tests.support.runtimes.modules import replaced
 
 
 def bindings() -> Any:
-    pytest.importorskip("cuda.bindings.runtime", reason="cuda-bindings is not installed")
+    pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
     from deploykit.runtimes.cuda import driver as cuda_driver
 
     return cuda_driver
 
 
 def test_codes_are_those_of_the_bindings() -> None:
-    codes = bindings().cudart.cudaError_t
-    assert {code.name.removeprefix("cudaError") for code in codes} - {"cudaSuccess"} <= set(CODES)
+    """Numbers, names and messages, which other libraries log; the driver's numbers are the same."""
+    runtime = pytest.importorskip("cuda.bindings.runtime", reason="cuda-bindings is not installed")
+    found = {int(code): code for code in runtime.cudaError_t}
+    assert {code.name.removeprefix("cudaError") for code in found.values()} <= {
+        "cudaSuccess",
+        *CODES,
+    }
+    for number, name in errors.CODES.items():
+        if number in found:  # an older CUDA has fewer
+            assert found[number].name == f"cudaError{name}"
+            message = runtime.cudaGetErrorString(found[number])[1].decode()
+            assert errors.MESSAGES[message] in (name, "InvalidKernelImage")
+    driver = {int(code): code.name for code in bindings().cuda.CUresult}
+    for number, name in {2: "OUT_OF_MEMORY", 700: "ILLEGAL_ADDRESS", 719: "LAUNCH_FAILED"}.items():
+        assert driver[number] == f"CUDA_ERROR_{name}"
+    only_of_the_runtime = {31, 35, 49, 53, 98, 103, 127}
+    assert set(errors.CODES) - set(driver) <= only_of_the_runtime | {917, 918, 919}
+
+
+def has_driver(driver: Any) -> bool:
+    """Whether there is a libcuda."""
+    try:
+        return int(driver.cuda.cuInit(0)[0]) == 0
+    except RuntimeError:
+        return False
 
 
 def test_versions_are_read() -> None:
@@ -51,7 +71,7 @@ def test_memory_that_caches_hold_is_free_where_cpu_and_gpu_share_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = bindings()
-    cuda = object.__new__(driver.Cudart)  # without a device
+    cuda = object.__new__(driver.CudaDevice)  # without a device
     monkeypatch.setattr(cuda, "_all", lambda _call: (10, 1 << 50), raising=False)
     cuda.integrated = False
     assert cuda.memory() == (10, 1 << 50)
@@ -61,37 +81,20 @@ def test_memory_that_caches_hold_is_free_where_cpu_and_gpu_share_it(
 
 def test_a_machine_without_a_driver_gets_that_message() -> None:
     driver = bindings()
-    if driver.cudart.cudaDriverGetVersion()[1]:
+    if has_driver(driver):
         pytest.skip("this machine has a driver")
     with pytest.raises(Unsupported, match="cuda:0: no NVIDIA driver is loaded") as caught:
-        driver.Cudart(0)
+        driver.CudaDevice(0)
     assert "deploykit doctor" in (caught.value.hint or "")
-
-
-def test_bindings_that_raise_without_a_driver_give_the_same_message() -> None:
-    """As those of CUDA 12.8 do; later ones return a code."""
-
-    def no_driver() -> tuple[int, int]:
-        raise RuntimeError('Function "cuInit" not found')
-
-    runtime = MagicMock(cudaGetDeviceCount=no_driver)
-    package = ModuleType("cuda.bindings")
-    package.runtime = runtime
-    with replaced("cuda", ModuleType("cuda")):
-        sys.modules.update({"cuda.bindings": package, "cuda.bindings.runtime": runtime})
-        from deploykit.runtimes.cuda.driver import Cudart
-
-        with pytest.raises(Unsupported, match="no NVIDIA driver is loaded"):
-            Cudart(0)
 
 
 @pytest.mark.gpu
 def test_affine_on_the_real_gpu() -> None:
     """Memory, streams, events, graphs of the real driver; the work is a copy on the device."""
     driver = bindings()
-    if not driver.cudart.cudaDriverGetVersion()[1]:
+    if not has_driver(driver):
         pytest.skip("no NVIDIA driver")
-    cuda = driver.Cudart(0)
+    cuda = driver.CudaDevice(0)
     free = cuda.memory()[0]
 
     class Copy:
@@ -105,9 +108,8 @@ def test_affine_on_the_real_gpu() -> None:
             self.addresses = dict(addresses)
 
         def enqueue(self, stream: int) -> None:
-            kind = driver.cudart.cudaMemcpyKind.cudaMemcpyDeviceToDevice
             y, x = self.addresses["y"], self.addresses["x"]
-            cuda._all("cudaMemcpyAsync", y, x, self.nbytes, kind, stream)
+            cuda._all("cuMemcpyDtoDAsync", y, x, self.nbytes, stream)
 
         def late(self, name: str) -> tuple[int, Shape]:
             raise AssertionError(name)

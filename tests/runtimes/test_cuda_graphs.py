@@ -10,8 +10,8 @@ import pytest
 from deploykit.core.errors import Unsupported
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.cuda.execution import Pipeline
-from tests.support.runtimes.cuda_runs import ONE_CALL, X, pipeline, right, rows
-from tests.support.runtimes.fake_cuda import Affine, FakeCuda
+from tests.support.runtimes.cuda_runs import ONE_CALL, FakeCuda, X, pipeline, right, rows
+from tests.support.runtimes.fake_cuda import Affine
 
 
 def test_batch_with_a_graph_is_enqueued_once_captured_once_then_launched() -> None:

@@ -17,7 +17,8 @@ from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.tensorrt.engine import logger
 from deploykit.runtimes.tensorrt.tensors import choose_shapes
-from tests.support.runtimes.fake_cuda import FakeCuda
+from tests.support.campaign import rounds
+from tests.support.runtimes.cuda_runs import FakeCuda
 from tests.support.runtimes.fake_tensorrt import FakeTensorRt, tensor
 from tests.support.runtimes.tensorrt_opened import (  # noqa: F401
     PROFILE,
@@ -286,9 +287,14 @@ def test_integrated_gpu_copies_nothing() -> None:
     assert cuda.names("copy_in", "copy_out") == []
 
 
-def test_ten_thousand_calls_leak_nothing() -> None:
+def test_layer_information_is_read_by_a_thread_that_never_used_cuda(opened: Opened) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(opened.engine.layer_information).result() == ""  # the stand-in's
+
+
+def test_many_calls_leak_nothing() -> None:
     found = Opened(graphs=[1, 2], scratch=1024)
-    for n in range(10_000):
+    for n in range(rounds(2_000, 100_000)):
         found.engine.submit({"x": rows(1 + n % 5)})
         found.cuda.calls.clear()
     assert len(found.nv.contexts) == 6  # two slots: two graphs and one for all other sizes

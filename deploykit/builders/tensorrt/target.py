@@ -30,9 +30,9 @@ def build_engine(
     """Write the plan of `model` to `out`; raises as `plans.build` does."""
     options = options_of(target, shapes, model)
     try:
-        from deploykit.runtimes.cuda.driver import Cudart
+        from deploykit.runtimes.cuda.driver import CudaDevice
 
-        driver = Cudart(options.device)
+        driver = CudaDevice(options.device)
         driver.use()  # TensorRT builds for this thread's GPU
         options = replace(options, free_bytes=driver.memory()[0])
     except DeploykitError:  # no CUDA: TensorRT itself reports what is missing

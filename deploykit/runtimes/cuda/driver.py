@@ -1,13 +1,14 @@
-"""Call CUDA through NVIDIA's cuda-bindings: the `Driver` of a real GPU.
+"""Call CUDA's driver through NVIDIA's cuda-bindings: the `Driver` of a real GPU.
 
-cuda-bindings rather than cuda-core: it has every call used here (pinned and mapped memory, capture)
-from 12.6 to 13, imports faster and returns CUDA's own error codes. It brings CUDA's runtime, so the
-machine only needs a driver.
+The driver API, not the runtime's: it loads no second library and no CUDA of its own version, and
+uses each device's primary context, which torch, TensorRT and ONNX Runtime use too. cuda-bindings
+rather than cuda-core: it has every call used here from 12.6 to 13 and imports faster.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.core.errors import DeploykitError, Unsupported
+from deploykit.core.errors import OutOfMemory, Unsupported
 from deploykit.core.extras import require
 from deploykit.core.machine import file_text
 from deploykit.core.memory import available_bytes
-from deploykit.runtimes.cuda.errors import cuda_error, out_of_memory
+from deploykit.runtimes.cuda.errors import CODES, cuda_error, out_of_memory, unless_lost
 
-cudart = require("cuda.bindings.runtime")
+cuda = require("cuda.bindings.driver")
 
-_SUCCESS = cudart.cudaError_t.cudaSuccess
-_IN = cudart.cudaMemcpyKind.cudaMemcpyHostToDevice
-_OUT = cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost
+_SUCCESS = cuda.CUresult.CUDA_SUCCESS
+_NON_BLOCKING = int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)  # waits for no default stream
+_THREAD_LOCAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+_ATTRIBUTES = cuda.CUdevice_attribute
+_MOST_NAME = 256
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
@@ -41,31 +44,31 @@ class Device:
     cuda: str  # the newest CUDA that the driver runs, "13.0"
 
 
-class Cudart:
+class CudaDevice:
     """CUDA on device `number`; `spin`: wait with a busy core (fastest), else asleep."""
 
     def __init__(self, number: int, *, spin: bool = True) -> None:
         self.number, self.device = number, f"cuda:{number}"
-        _check_driver(self.device)
+        self._handle, self._context = _primary_context(number)
         self.use()
-        attribute = cudart.cudaDeviceAttr.cudaDevAttrIntegrated
-        self.integrated = bool(self._of("cudaDeviceGetAttribute", attribute, number))
-        flags = cudart.cudaEventDisableTiming
-        self._event_flags = flags if spin else flags | cudart.cudaEventBlockingSync
-        mapped = cudart.cudaHostAllocMapped if self.integrated else cudart.cudaHostAllocDefault
-        self._host_flags = cudart.cudaHostAllocPortable | mapped
+        self.integrated = bool(self._attribute("INTEGRATED"))
+        flags = cuda.CUevent_flags
+        waiting = 0 if spin else int(flags.CU_EVENT_BLOCKING_SYNC)
+        self._event_flags = int(flags.CU_EVENT_DISABLE_TIMING) | waiting
+        mapped = cuda.CU_MEMHOSTALLOC_DEVICEMAP if self.integrated else 0
+        self._host_flags = cuda.CU_MEMHOSTALLOC_PORTABLE | mapped
 
     def describe(self) -> Device:
-        found = self._of("cudaGetDeviceProperties", self.number)
-        version = self._of("cudaDriverGetVersion")
-        name = found.name.decode(errors="replace") if isinstance(found.name, bytes) else found.name
+        name = self._of("cuDeviceGetName", _MOST_NAME, self._handle)
+        major = self._attribute("COMPUTE_CAPABILITY_MAJOR")
+        minor = self._attribute("COMPUTE_CAPABILITY_MINOR")
         return Device(
-            name.strip("\0"),
-            f"{found.major}.{found.minor}",
-            found.multiProcessorCount,
+            name.partition(b"\0")[0].decode(errors="replace").strip(),
+            f"{major}.{minor}",
+            self._attribute("MULTIPROCESSOR_COUNT"),
             self.integrated,
             driver_version(),
-            cuda_version(version),
+            cuda_version(self._of("cuDriverGetVersion")),
         )
 
     def memory(self) -> tuple[int, int]:
@@ -74,133 +77,133 @@ class Cudart:
         Where CPU and GPU share memory, CUDA counts the system's caches as used (CUDA for Tegra,
         "Estimating Total Allocatable Device Memory"), so the kernel's figure is used if larger.
         """
-        free, total = self._all("cudaMemGetInfo")
+        free, total = self._all("cuMemGetInfo")
         return max(free, available_bytes() or 0) if self.integrated else free, total
 
     def use(self) -> None:
-        self._all("cudaSetDevice", self.number)
+        self._all("cuCtxSetCurrent", self._context)
+
+    def check(self) -> None:
+        """Copy one byte from the device. Raises DeviceLost where its context is lost, else nothing.
+
+        Other libraries report a lost context as a failure of their own, without CUDA's code.
+        """
+        byte = ctypes.create_string_buffer(1)
+        with unless_lost():  # out of memory, say: the context works
+            address = self.allocate(1)
+            try:
+                self._all("cuMemcpyDtoH", ctypes.addressof(byte), address, 1)
+            finally:
+                self.free(address)
 
     def allocate(self, nbytes: int) -> int:
-        return self._memory("cudaMalloc", nbytes)
+        return self._memory("cuMemAlloc", nbytes)
 
     def free(self, address: int) -> None:
-        self._all("cudaFree", address)
+        self._all("cuMemFree", address)
 
     def pin(self, nbytes: int) -> int:
-        return self._memory("cudaHostAlloc", nbytes, self._host_flags)
+        return self._memory("cuMemHostAlloc", nbytes, self._host_flags)
 
     def unpin(self, address: int) -> None:
-        self._all("cudaFreeHost", address)
+        self._all("cuMemFreeHost", address)
 
     def device_address(self, address: int) -> int:
-        return int(self._of("cudaHostGetDevicePointer", address, 0))
+        return int(self._of("cuMemHostGetDevicePointer", address, 0))
 
     def array(self, address: int, nbytes: int) -> np.ndarray:
         return np.frombuffer(memoryview((ctypes.c_uint8 * nbytes).from_address(address)), np.uint8)
 
     def open_stream(self) -> int:
-        flags = cudart.cudaStreamNonBlocking  # does not wait for the default stream
-        return int(self._of("cudaStreamCreateWithFlags", flags))
+        return int(self._of("cuStreamCreate", _NON_BLOCKING))
 
     def close_stream(self, stream: int) -> None:
-        self._all("cudaStreamDestroy", stream)
+        self._all("cuStreamDestroy", stream)
 
     def wait_stream(self, stream: int) -> None:
-        self._all("cudaStreamSynchronize", stream)
+        self._all("cuStreamSynchronize", stream)
 
     def open_event(self) -> int:
-        return int(self._of("cudaEventCreateWithFlags", self._event_flags))
+        return int(self._of("cuEventCreate", self._event_flags))
 
     def close_event(self, event: int) -> None:
-        self._all("cudaEventDestroy", event)
+        self._all("cuEventDestroy", event)
 
     def record(self, event: int, stream: int) -> None:
-        self._all("cudaEventRecord", event, stream)
+        self._all("cuEventRecord", event, stream)
 
     def wait(self, event: int) -> None:
-        self._all("cudaEventSynchronize", event)
+        self._all("cuEventSynchronize", event)
 
     def copy_in(self, device: int, host: int, nbytes: int, stream: int) -> None:
-        self._all("cudaMemcpyAsync", device, host, nbytes, _IN, stream)
+        self._all("cuMemcpyHtoDAsync", device, host, nbytes, stream)
 
     def copy_out(self, host: int, device: int, nbytes: int, stream: int) -> None:
-        self._all("cudaMemcpyAsync", host, device, nbytes, _OUT, stream)
+        self._all("cuMemcpyDtoHAsync", host, device, nbytes, stream)
 
     def begin_capture(self, stream: int) -> None:
         # thread-local: other threads may allocate meanwhile
-        mode = cudart.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
-        self._all("cudaStreamBeginCapture", stream, mode)
+        self._all("cuStreamBeginCapture", stream, _THREAD_LOCAL)
 
     def end_capture(self, stream: int) -> int:
-        graph = self._of("cudaStreamEndCapture", stream)
+        graph = self._of("cuStreamEndCapture", stream)
         try:
-            return int(self._of("cudaGraphInstantiate", graph, 0))
+            return int(self._of("cuGraphInstantiate", graph, 0))
         finally:
-            self._all("cudaGraphDestroy", graph)
+            self._all("cuGraphDestroy", graph)
 
     def launch(self, graph: int, stream: int) -> None:
-        self._all("cudaGraphLaunch", graph, stream)
+        self._all("cuGraphLaunch", graph, stream)
 
     def drop_graph(self, graph: int) -> None:
-        self._all("cudaGraphExecDestroy", graph)
+        self._all("cuGraphExecDestroy", graph)
+
+    def _attribute(self, name: str) -> int:
+        attribute = getattr(_ATTRIBUTES, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(self._of("cuDeviceGetAttribute", attribute, self._handle))
 
     def _all(self, call: str, *arguments: Any) -> tuple[Any, ...]:
-        """The return values of `call`. Raises the error for its code."""
-        code, *values = getattr(cudart, call)(*arguments)
-        if code != _SUCCESS:
-            raise _error(self.device, call, code)
-        return tuple(values)
+        return _call(self.device, call, *arguments)
 
     def _of(self, call: str, *arguments: Any) -> Any:
-        return self._all(call, *arguments)[0]
+        return _call(self.device, call, *arguments)[0]
 
     def _memory(self, call: str, nbytes: int, *flags: int) -> int:
-        code, address = getattr(cudart, call)(nbytes, *flags)
-        if code == cudart.cudaError_t.cudaErrorMemoryAllocation:
-            error = _error(self.device, call, code)
-            if call != "cudaMalloc" and not self.integrated:
-                raise error  # host memory: the device's figures do not explain it
-            raise out_of_memory(self.device, nbytes, *self.memory()) from error
-        if code != _SUCCESS:
-            raise _error(self.device, call, code)
-        return int(address)
+        try:
+            return int(self._of(call, nbytes, *flags))
+        except OutOfMemory as exc:
+            if call != "cuMemAlloc" and not self.integrated:
+                raise  # host memory: the device's figures do not explain it
+            raise out_of_memory(self.device, nbytes, *self.memory()) from exc
 
 
-def _error(device: str, call: str, code: Any) -> DeploykitError:
-    text = cudart.cudaGetErrorString(code)[1]
-    cudart.cudaGetLastError()  # clears the thread's error state for other libraries
-    message = text.decode(errors="replace") if isinstance(text, bytes) else str(text)
-    return cuda_error(device, call, getattr(code, "name", f"error {code}"), message)
+@functools.cache
+def _primary_context(number: int) -> tuple[Any, Any]:
+    """(device, its primary context), held until the process ends as CUDA's runtime holds it.
 
-
-def _check_driver(device: str) -> None:
-    """Raise Unsupported where there is no driver, or one too old for these bindings."""
-    none = Unsupported(
-        f"{device}: no NVIDIA driver is loaded",
-        hint="in a container, start it with: docker run --gpus all; see: deploykit doctor",
-    )
+    Raises Unsupported where there is no driver or no such device.
+    """
+    device = f"cuda:{number}"
     try:
-        code, count = cudart.cudaGetDeviceCount()
-    except RuntimeError as exc:  # bindings of CUDA 12 raise it where there is no libcuda
-        raise none from exc
-    if code == _SUCCESS and count:
-        return
-    known = cudart.cudaDriverGetVersion()[1] or 0
-    needed = cudart.cudaRuntimeGetVersion()[1]
-    if known and known // 1000 < needed // 1000:
+        _call(device, "cuInit", 0)
+    except RuntimeError as exc:  # the bindings find no libcuda
         raise Unsupported(
-            f"{device}: the driver runs CUDA {cuda_version(known)}, the installed cuda-bindings "
-            f"needs CUDA {needed // 1000}",
-            hint=f"pip install 'cuda-bindings=={known // 1000}.*', or update the driver",
-        )
-    if not known:
-        raise none
-    raise _error(device, "cudaGetDeviceCount", code)
+            f"{device}: no NVIDIA driver is loaded",
+            hint="in a container, start it with: docker run --gpus all; see: deploykit doctor",
+        ) from exc
+    (handle,) = _call(device, "cuDeviceGet", number)
+    (context,) = _call(device, "cuDevicePrimaryCtxRetain", handle)
+    return handle, context
 
 
-def error_names() -> dict[str, str]:
-    """Names of CUDA's codes by error message, which is what other libraries report."""
-    return {cudart.cudaGetErrorString(code)[1].decode(): code.name for code in cudart.cudaError_t}
+def _call(device: str, call: str, *arguments: Any) -> tuple[Any, ...]:
+    """The return values of `call`. Raises the error for its code."""
+    code, *values = getattr(cuda, call)(*arguments)
+    if code == _SUCCESS:
+        return tuple(values)
+    known, text = CODES.get(int(code)), cuda.cuGetErrorString(code)[1] or b""
+    name = f"cudaError{known}" if known else code.name
+    raise cuda_error(device, call, name, text.decode(errors="replace"))
 
 
 def cuda_version(number: int) -> str:

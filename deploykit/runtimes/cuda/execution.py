@@ -101,11 +101,12 @@ class Pipeline(Closing):
         try:
             slot.start(arrays, None if run == rows else run, capture)
         except BaseException as exc:
-            slot.wait_idle()  # its copies may still be reading the staging memory
+            lost = slot.settle()  # its copies may still be reading the staging memory
             self._free.append(slot)
-            if isinstance(exc, DeviceLost):
-                self._lost = exc
-            raise
+            self._lost = exc if isinstance(exc, DeviceLost) else lost
+            if self._lost in (None, exc) or not isinstance(exc, DeploykitError):
+                raise
+            raise self._lost from exc
         ticket = self._busy[slot] = Ticket(self, slot)
         return ticket
 

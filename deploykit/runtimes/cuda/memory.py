@@ -24,6 +24,7 @@ class Driver(Protocol):
     def integrated(self) -> bool: ...  # it shares the host's memory: nothing needs copying
     def memory(self) -> tuple[int, int]: ...  # (free, total) bytes of the device
     def use(self) -> None: ...  # make it the calling thread's device
+    def check(self) -> None: ...  # raises DeviceLost where the context is lost, else nothing
     def allocate(self, nbytes: int) -> int: ...  # device memory
     def free(self, address: int) -> None: ...
     def pin(self, nbytes: int) -> int: ...  # page-locked host memory

@@ -16,7 +16,7 @@ import numpy as np
 
 from deploykit.core.errors import DeploykitError
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.cuda.errors import DeviceLost
+from deploykit.runtimes.cuda.errors import DeviceLost, unless_lost
 from deploykit.runtimes.cuda.memory import Buffer, Driver, Shape, byte_count
 
 _MOST_LAYOUTS = 64  # shapes whose views a slot keeps
@@ -127,9 +127,10 @@ class StreamSlot:
         if self._running is None:
             return DeploykitError(f"{self.driver.device}: no call is in flight")
         try:
+            self.driver.use()  # this may be another thread than that of `start`
             self.driver.wait(self.event)
         except DeploykitError as exc:
-            return exc
+            return exc if isinstance(exc, DeviceLost) else self.settle() or exc
         before_ns = time.perf_counter_ns()
         rows = self._rows
         answers = {
@@ -139,10 +140,19 @@ class StreamSlot:
         self.copies_us = (self.copies_us[0], (time.perf_counter_ns() - before_ns) // 1000)
         return answers
 
-    def wait_idle(self) -> None:
-        """Wait, after a failure, until nothing reads or writes the buffers."""
-        with contextlib.suppress(DeploykitError):
-            self.driver.wait_stream(self.stream)
+    def settle(self) -> DeviceLost | None:
+        """Wait, after a failure, until nothing reads or writes the buffers.
+
+        Returns the loss of the device where that was the cause: a library that fails because of it
+        may give a reason of its own, or none.
+        """
+        try:
+            with unless_lost():
+                self.driver.wait_stream(self.stream)
+            self.driver.check()
+        except DeviceLost as exc:
+            return exc
+        return None
 
     def release(self) -> None:
         self._drop_layouts()

@@ -53,7 +53,6 @@ class TensorRtEngine(BaseEngine):
         *,
         slots: int = 2,
         graphs: Sequence[int] = (),
-        cuda_errors: Mapping[str, str] | None = None,
     ) -> None:
         self.path, self.device, self._nv, self._driver = path, driver.device, nv, driver
         self.runtime = f"tensorrt {nv.__version__}"
@@ -61,7 +60,7 @@ class TensorRtEngine(BaseEngine):
         free, total = driver.memory()
         if len(plan.content) > free:
             raise out_of_memory(f"{path}: {driver.device}", len(plan.content), free, total)
-        self._log_errors = LogErrors(nv, path, driver.device, cuda_errors or {})
+        self._log_errors = LogErrors(nv, path, driver.device)
         self._engine: trt.ICudaEngine | None
         self._runtime, self._engine = _deserialize(nv, plan, self._log_errors)
         self.inputs, self.outputs = specs(self._engine, path, manifest)
@@ -137,6 +136,7 @@ class TensorRtEngine(BaseEngine):
         """
         if self._engine is None:
             raise DeploykitError(f"{self.path.name}: the engine is closed")
+        self._driver.use()  # this may be another thread than the one that loaded it
         stream = self._driver.open_stream()
         try:
             with contextlib.closing(self._context(stream, 0)) as context:

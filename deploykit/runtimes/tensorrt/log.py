@@ -12,18 +12,18 @@ import logging
 import re
 import threading
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from deploykit.core.errors import DeploykitError, Unsupported, first_line
-from deploykit.runtimes.cuda.errors import CODES, cuda_error
+from deploykit.runtimes.cuda.errors import CODES, MESSAGES, cuda_error
 
 _logger = logging.getLogger(__name__)
 _KEPT = 50  # lines
 _CUDA_FAILURE = re.compile(r"Cuda (?:Runtime|Driver)[^(]*\((.+?)\)", re.IGNORECASE)
-_CUDA_CODE = re.compile(r"\bCUDA error (\d{1,4})\b")  # in a layer of Myelin
+# in a layer of Myelin; where TensorRT's CUDA is newer than the driver
+_CUDA_CODE = re.compile(r"\bCUDA (?:error|initialization failure with error:) (\d{1,4})\b")
 _NO_MEMORY = re.compile(r"\bOutOfMemory\b|Requested amount of GPU memory|ALLOC\w*_FAILED")
 _WHERE = re.compile(r"^\[.*?\]|\.?\s*In \w+ at \S+:\d+\)?$")  # in TensorRT's own source
 
@@ -104,19 +104,19 @@ def recorder(nv: Any) -> Any:
 
 
 class LogErrors:
-    """Makes errors from TensorRT's reports. `cuda_errors`: CUDA's messages -> names of its codes.
+    """Makes errors from TensorRT's reports.
 
     TensorRT reports errors in calls that succeed, too: `forget` them before a call, whose `refusal`
     then gives its own.
     """
 
-    def __init__(self, nv: Any, path: Path, device: str, cuda_errors: Mapping[str, str]) -> None:
-        self.nv, self.path, self.device, self.cuda_errors = nv, path, device, cuda_errors
+    def __init__(self, nv: Any, path: Path, device: str) -> None:
+        self.nv, self.path, self.device = nv, path, device
         self.recorder = recorder(nv)()
 
     def of(self, owner: Any) -> LogErrors:
         """The same for `owner`, a runtime, engine or context, with a recorder of its own."""
-        found = LogErrors(self.nv, self.path, self.device, self.cuda_errors)
+        found = LogErrors(self.nv, self.path, self.device)
         owner.error_recorder = found.recorder
         return found
 
@@ -132,7 +132,7 @@ class LogErrors:
         for line in lines:
             name, text = self._cuda_code(line)
             if name:
-                return cuda_error(f"{self.path}: {self.device}", what, name, text)
+                return cuda_error(f"{self.path}: {self.device}", what, f"cudaError{name}", text)
         why = _WHERE.sub("", first_line(lines[0])).strip() if lines else "no reason in its log"
         return Unsupported(f"{self.path}: TensorRT refused it ({what}): {why}")
 
@@ -140,7 +140,7 @@ class LogErrors:
         """The CUDA error that a line of the log reports, and its message; empty where none."""
         match = _CUDA_FAILURE.search(line)
         if match:
-            return self.cuda_errors.get(match[1], ""), match[1]
+            return MESSAGES.get(match[1], ""), match[1]
         number = _CUDA_CODE.search(line)
         if number:
             return CODES.get(int(number[1]), ""), number[0]

@@ -14,7 +14,7 @@ from deploykit.runtimes.tensorrt.engine import TensorRtEngine
 from deploykit.runtimes.tensorrt.plugins import load_plugins, recorded_plugins
 
 if TYPE_CHECKING:
-    from deploykit.runtimes.cuda.driver import Cudart
+    from deploykit.runtimes.cuda.driver import CudaDevice
 
 if installed("tensorrt_lean") and not installed("tensorrt"):
     raise Unsupported(
@@ -46,17 +46,15 @@ def open_engine(
             hint="deploykit build MODEL.onnx --profile cpu makes a file for the CPU",
         )
     check_version(str(trt.__version__), full=hasattr(trt, "Builder"))
-    from deploykit.runtimes.cuda.driver import Cudart, error_names  # after TensorRT is found
+    from deploykit.runtimes.cuda.driver import CudaDevice  # after TensorRT is found
 
-    driver = Cudart(int(device.partition(":")[2] or 0))
+    driver = CudaDevice(int(device.partition(":")[2] or 0))
     plan, manifest = open_plan(path, here(driver), trust)
     load_plugins(trt, recorded_plugins(path, manifest.plugins if manifest else {}))
-    return TensorRtEngine(
-        trt, driver, path, plan, manifest, slots=slots, graphs=graphs, cuda_errors=error_names()
-    )
+    return TensorRtEngine(trt, driver, path, plan, manifest, slots=slots, graphs=graphs)
 
 
-def here(driver: Cudart) -> Here:
+def here(driver: CudaDevice) -> Here:
     """The facts about this device that a plan depends on."""
     found = driver.describe()
     return Here(

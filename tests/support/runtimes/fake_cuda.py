@@ -6,12 +6,14 @@ held, keeps the order of the calls, and fails where a test tells it to.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from deploykit.core.errors import DeploykitError
 from deploykit.runtimes.cuda.errors import cuda_error, out_of_memory
 from deploykit.runtimes.cuda.memory import Shape
 
@@ -19,13 +21,31 @@ POISON = 0xA5
 Op = Callable[[], None]
 
 
-class FakeCuda:
+class CallLog:
+    """The calls that a CUDA got, in their order."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []  # (name, stream; 0 for none)
+        self.count: Counter[str] = Counter()
+        self.scratch_of: dict[int, int] = {}  # memory -> the stream whose calls work in it
+
+    def log(self, name: str, stream: int) -> None:
+        self.calls.append((name, stream))
+        self.count[name] += 1
+
+    def names(self, *wanted: str) -> list[str]:
+        return [name for name, _ in self.calls if not wanted or name in wanted]
+
+    def on(self, stream: int) -> list[str]:
+        return [name for name, at in self.calls if at == stream]
+
+
+class FakeCuda(CallLog):
     device = "cuda:0"
 
     def __init__(self, *, total_bytes: int = 1 << 30, integrated: bool = False) -> None:
+        super().__init__()
         self.total_bytes, self.integrated = total_bytes, integrated
-        self.calls: list[tuple[str, int]] = []  # (name, stream; 0 for none)
-        self.count: Counter[str] = Counter()
         self.fail: dict[str, str] = {}  # name of a call -> code that it answers, once
         self.lost = ""  # a code that every call answers
         self.device_blocks: dict[int, np.ndarray] = {}
@@ -35,7 +55,6 @@ class FakeCuda:
         self.graphs: dict[int, list[Op | int]] = {}
         self.capturing: dict[int, list[Op | int]] = {}
         self.used_bytes = self.peak_bytes = 0
-        self.scratch_of: dict[int, int] = {}  # memory -> the stream whose calls work in it
         self.library_bytes = 0  # of them: what a library took, weights for example
         self._running = threading.RLock()  # `free` runs what other threads enqueued
         self._next = 0x1000
@@ -62,12 +81,6 @@ class FakeCuda:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return True
 
-    def names(self, *wanted: str) -> list[str]:
-        return [name for name, _ in self.calls if not wanted or name in wanted]
-
-    def on(self, stream: int) -> list[str]:
-        return [name for name, at in self.calls if at == stream]
-
     def push(self, stream: int, name: str, op: Op) -> None:
         """Enqueue `op`, as a kernel."""
         self._called(name, stream)
@@ -87,6 +100,12 @@ class FakeCuda:
 
     def use(self) -> None:
         self._called("use")
+
+    def check(self) -> None:
+        with contextlib.suppress(DeploykitError):
+            self._called("check")
+        if self.lost:
+            raise cuda_error(self.device, "check", f"cudaError{self.lost}", "as the test says")
 
     def allocate(self, nbytes: int) -> int:
         self._called("allocate")
@@ -184,8 +203,7 @@ class FakeCuda:
         del self.graphs[graph]
 
     def _called(self, name: str, stream: int = 0) -> None:
-        self.calls.append((name, stream))
-        self.count[name] += 1
+        self.log(name, stream)
         code = self.lost or self.fail.pop(name, "")
         if code:
             raise cuda_error(self.device, name, f"cudaError{code}", "as the test says")

@@ -41,7 +41,7 @@ def plan(batch: tuple[int, int, int] = (1, 8, 32), **more: Any) -> bytes:
 
 
 class Cuda(FakeCuda):
-    """`Cudart` of the file that owns CUDA."""
+    """`CudaDevice` of the file that owns CUDA."""
 
     sm_count = 58
 
@@ -93,7 +93,7 @@ def gpu_machine(
     cuda = Cuda()
     does.seen["cuda"] = cuda
     nv = fake.FakeTensorRt(cuda)
-    driver = SimpleNamespace(Cudart=lambda _number: cuda, error_names=dict)
+    driver = SimpleNamespace(CudaDevice=lambda _number: cuda)
     bindings = (
         replaced("deploykit.runtimes.cuda.driver", driver) if has_cuda else replaced("cuda", None)
     )

@@ -15,7 +15,7 @@ from typing import Any
 # a module -> our files with `require` of it at their top, and what is inside it
 HOLDERS = {
     "tensorrt": ("deploykit.runtimes.tensorrt.open",),
-    "cuda": ("deploykit.runtimes.cuda.driver", "cuda.bindings", "cuda.bindings.runtime"),
+    "cuda": ("deploykit.runtimes.cuda.driver", "cuda.bindings", "cuda.bindings.driver"),
 }
 
 

@@ -15,17 +15,12 @@ import pytest
 from deploykit.core.manifest import Manifest
 from deploykit.runtimes.tensorrt.compatibility import PlanFile
 from deploykit.runtimes.tensorrt.engine import TensorRtEngine
-from tests.support.runtimes.fake_cuda import FakeCuda
+from tests.support.runtimes.cuda_runs import FakeCuda
 from tests.support.runtimes.fake_tensorrt import FakeTensorRt, plan_bytes, tensor
 
 X = tensor("x", "INPUT", [-1, 4])
 Y = tensor("y", "OUTPUT", [-1, 4])
 PROFILE = {"x": [[1, 4], [8, 4], [32, 4]]}
-TEXTS = {
-    "out of memory": "cudaErrorMemoryAllocation",
-    "an illegal memory access was encountered": "cudaErrorIllegalAddress",
-    "operation not permitted when stream is capturing": "cudaErrorStreamCaptureUnsupported",
-}
 
 
 def rows(count: int, start: float = 0.0) -> np.ndarray:
@@ -52,9 +47,7 @@ class Opened:
         self.nv = FakeTensorRt(self.cuda)
         self.nv.fail, self.nv.noise = fail or {}, noise or {}
         plan = PlanFile(plan_bytes(tensors, profiles, scratch=scratch), notes, host_code=False)
-        self.engine = TensorRtEngine(
-            self.nv, self.cuda, Path("m.trt"), plan, manifest, cuda_errors=TEXTS, **options
-        )
+        self.engine = TensorRtEngine(self.nv, self.cuda, Path("m.trt"), plan, manifest, **options)
 
 
 @pytest.fixture(name="opened")
