@@ -18,7 +18,7 @@ import pytest
 from tests.nvidia import fetch
 from tests.support.installed import needs
 
-needs("cuda.bindings")
+needs("cuda")
 
 ROOT = Path(__file__).resolve().parents[2]
 _NAMES = ("cuda", "cuda_driver", "cuda_errors", "cuda_graphs", "tensorrt", "tensorrt_failures")
