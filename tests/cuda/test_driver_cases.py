@@ -90,7 +90,6 @@ def test_waiting_for_the_gpu_leaves_python_to_other_threads() -> None:
 
 def test_two_threads_use_two_devices_at_once() -> None:
     """Each call sets its thread's device; a stream of the other one would be an invalid handle."""
-    DriverCuda()
     wrong: list[object] = []
     together = threading.Barrier(2)
 
@@ -121,8 +120,6 @@ def test_two_threads_use_two_devices_at_once() -> None:
 
 
 def test_one_thread_serves_two_devices_in_turn() -> None:
-    DriverCuda()
-
     devices = [CudaDevice(0), CudaDevice(1)]
     runs = [Pipeline(cuda, functools.partial(Copy, cuda), [X], [Y], graphs=[2]) for cuda in devices]
     for n in range(6):
@@ -214,7 +211,6 @@ def rss_bytes() -> int:
 
 def test_many_calls_leave_no_memory_behind() -> None:
     """Of this process too: the bindings make an object for each handle."""
-    DriverCuda()
     cuda = CudaDevice(0)
     with Pipeline(cuda, functools.partial(Copy, cuda), [X], [Y], graphs=[1, 2]) as run:
         batches = [{"x": rows(count)} for count in (1, 2, 5, 1, 3)]

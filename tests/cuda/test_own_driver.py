@@ -55,6 +55,7 @@ def on_driver(folder: Path, *arguments: str, **settings: str) -> subprocess.Comp
 
 def test_the_cuda_layer_passes_its_tests_through_the_real_bindings(driver: Path) -> None:
     words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-rfE"]
+    words += ["-p", "tests.support.runtimes.driver_cuda"]
     done = on_driver(driver, *words, *SUITE, DEVICES="2")
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr
     passed = re.search(r"(\d+) passed", done.stdout)

@@ -1,7 +1,7 @@
 """`CudaDevice` on the CUDA driver of `tests/cuda/fakecuda.c`, with what `FakeCuda` shows to tests.
 
 In: a process whose libcuda.so.1 is that library. Each instance begins as a new process would, so
-one test has one instance at a time.
+one test has one instance at a time. A plugin of pytest, for the same with other instances.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import pytest
 
 from deploykit.core.errors import DeploykitError
 from deploykit.runtimes.cuda.driver import CudaDevice
@@ -54,6 +55,12 @@ def library() -> Any:
     found.fakecuda_total.argtypes = [ctypes.c_size_t]
     found.cuLaunchHostFunc.argtypes = [ctypes.c_void_p, _HOST_FUNCTION, ctypes.c_void_p]
     return found
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_new_process() -> None:
+    """For each test of a run with `-p tests.support.runtimes.driver_cuda`."""
+    library().fakecuda_machine(1 << 30, 0)
 
 
 class DriverCuda(CallLog, CudaDevice):
