@@ -7,8 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
-from deploykit.core.extras import install_command
+from deploykit.core.extras import install_command, install_hint
+from deploykit.core.files import read_toml
+
+PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 
 SERVE = ("uvloop", "httptools", "hpack", "orjson", "prometheus_client")
 BLOCKED = f"""
@@ -58,3 +62,46 @@ def test_what_needs_the_serve_extra_names_it(command: str, affine_onnx: Path) ->
     assert "is not installed" in done.stderr
     assert install_command("serve") in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def resolved(extra: str, machine: str, python: str) -> set[str]:
+    """The packages of `extra` on such a machine, by the markers of `pyproject.toml`."""
+    optional = read_toml(PYPROJECT)[0]["project"]["optional-dependencies"]
+    here = {"platform_machine": machine, "python_version": python, "sys_platform": "linux"}
+    found = set()
+    for requirement in map(Requirement, optional[extra]):
+        if requirement.marker is None or requirement.marker.evaluate(here):
+            nested = requirement.name == "deploykit"
+            for name in requirement.extras if nested else ():
+                found |= resolved(name, machine, python)
+            found |= set() if nested else {requirement.name}
+    return found
+
+
+ORIN, THOR, CLOUD = ("aarch64", "3.10"), ("aarch64", "3.12"), ("x86_64", "3.12")
+
+
+@pytest.mark.parametrize(
+    ("machine", "package"),
+    [(ORIN, "onnxruntime"), (THOR, "onnxruntime-gpu"), (CLOUD, "onnxruntime-gpu")],
+)
+def test_the_gpu_extra_names_wheels_that_exist(machine: tuple[str, str], package: str) -> None:
+    """There is no wheel of onnxruntime-gpu for Python 3.10 on aarch64 (PyPI, 2026-11)."""
+    assert resolved("gpu", *machine) == {package, "nvidia-ml-py"}
+
+
+@pytest.mark.parametrize("machine", [ORIN, THOR])
+def test_the_jetson_extra_replaces_nothing_of_jetpack(machine: tuple[str, str]) -> None:
+    assert resolved("jetson", *machine) == {"cuda-bindings", "nvidia-ml-py"}
+
+
+def test_tensorrt_comes_for_cuda_12_and_13() -> None:
+    assert "tensorrt-cu13" in resolved("tensorrt", *CLOUD)
+    assert "tensorrt-cu12" in resolved("tensorrt-cu12", *CLOUD)
+
+
+def test_the_hint_for_tensorrt_names_each_way_to_get_it() -> None:
+    hint = install_hint("tensorrt")
+    for extra in ("tensorrt", "tensorrt-cu12", "jetson"):
+        assert install_command(extra) in hint
+    assert "{" not in hint

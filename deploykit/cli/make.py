@@ -192,7 +192,7 @@ TensorRT:
 --axis NAME=MIN,OPT,MAX  The same for another dynamic axis; may be repeated
 --level 0-5            Optimisation level [TensorRT's]
 --dla CORE             DLA core of a Jetson; the GPU runs what that cannot
---version-compatible   The engine also runs in later TensorRT of the same major version
+--version-compatible   The engine also runs in later TensorRT of the same major version, 10's in 11
 --hardware-compatible  The engine also runs on these other GPUs
 --allow-wider          Keep it though over 10 % of its operations run in more bits than asked
 --plugin LIB           Library of TensorRT plugins that the model needs; may be repeated

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import re
 import shlex
 import signal
 import threading
@@ -31,7 +32,9 @@ EXTRAS: Mapping[str, str] = {
 _PACKAGES: Mapping[str, str] = {"google": "protobuf", "prometheus_client": "prometheus-client"}
 _NOTES: Mapping[str, str] = {
     "onnxruntime": "; with an NVIDIA GPU: {gpu}",
-    "tensorrt": "; on a Jetson it comes with JetPack",
+    "tensorrt": "; with a driver below 580: {tensorrt-cu12}; on a Jetson it comes with JetPack, "
+    "and the rest with {jetson}",
+    "cuda": "; with a driver below 580: {tensorrt-cu12}; on a Jetson: {jetson}",
 }
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -61,7 +64,9 @@ def missing(module: str) -> MissingExtra:
 
 
 def install_hint(module: str) -> str:
-    note = _NOTES.get(module, "").format(gpu=install_command("gpu"))
+    note = _NOTES.get(module, "")
+    for extra in re.findall(r"\{([\w-]+)\}", note):
+        note = note.replace(f"{{{extra}}}", install_command(extra))
     return install_command(EXTRAS[module]) + note
 
 

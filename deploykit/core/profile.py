@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from deploykit.core import paths
-from deploykit.core.errors import BadInput, NotFound, did_you_mean
+from deploykit.core.errors import BadInput, NotFound, Unsupported, did_you_mean
 from deploykit.core.extras import installed
 from deploykit.core.files import read_toml
 from deploykit.core.json_value import Record
@@ -111,8 +111,38 @@ def choose_profile() -> tuple[Profile, str]:
     if not installed("tensorrt"):
         return load_profile("cpu"), f"{what} is here, but TensorRT is not installed"
     if found is None:
-        return load_profile("cpu"), f"{what} is here, but no profile names it"
+        return _generic(machine), f"{what} is here, which no profile names"
     return found, f"this is a {found.summary}" if found.boards else f"{what} is here"
+
+
+def _generic(machine: Machine) -> Profile:
+    """A GPU that no profile names, as its driver describes it: no peaks, and none are assumed.
+
+    Raises Unsupported for one that TensorRT 10 does not run on.
+    """
+    gpu = machine.gpus[0]
+    capability = tuple(map(int, (gpu.compute_capability or "0.0").split(".")))
+    if (0, 0) < capability < (7, 5):
+        raise Unsupported(
+            f"{gpu.name}: compute capability {gpu.compute_capability}, TensorRT needs 7.5 or later",
+            hint="`profile` cpu",
+        )
+    since = {(8, 0): "bf16", (8, 9): "fp8", (10, 0): "fp4"}
+    more = [name for first, name in since.items() if capability >= first]
+    memory = gpu.memory_bytes or machine.memory_bytes
+    values: dict[str, Any] = {
+        "summary": f"{gpu.name}, as its driver describes it",
+        "runtime": "tensorrt",
+        "device": "cuda",
+        "architecture": machine.architecture,
+        "precisions": [name for name in HARDWARE if name in ("fp32", "fp16", "int8", *more)],
+        "gpu_names": [gpu.name],
+        "unified_memory": gpu.memory_bytes is None,
+        **({"memory_bytes": memory, "workspace_bytes": memory // 4} if memory else {}),
+        **({"compute_capability": gpu.compute_capability} if any(capability) else {}),
+        **({"tensorrt_min": "10.8"} if capability >= (10, 0) else {}),
+    }
+    return _Fields(Path("auto"), "", values).read(Profile, name="auto", power_mode=None)
 
 
 def fits(profile: Profile, machine: Machine) -> bool:

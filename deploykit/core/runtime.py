@@ -49,7 +49,7 @@ ALL = (
         "TensorRT",
         extra="tensorrt",
         modules=("tensorrt", "cuda"),
-        packages=("tensorrt",),
+        packages=("tensorrt", "tensorrt-cu12", "tensorrt-cu13"),
         opens=("tensorrt",),
         engine="deploykit.runtimes.tensorrt.open:open_engine",
         devices=("cuda",),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -178,6 +179,7 @@ def test_the_manifest_records_the_engines_facts_and_its_source(
         "optimization_level": "4",
         "workspace_bytes": str(6 << 30),
         "typing": "strong",
+        "architecture": platform.machine(),
         "model": "affine.onnx",
         "onnx_sha256": sha256(affine_onnx),
         "precision": "fp32",

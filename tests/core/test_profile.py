@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from deploykit.core import profile
-from deploykit.core.errors import BadInput, NotFound
+from deploykit.core.errors import BadInput, NotFound, Unsupported
 from deploykit.core.machine import Gpu, Machine, this_machine
+from deploykit.core.precision import HARDWARE
 from deploykit.core.profile import choose_profile, fits, load_profile, profile_names
 
 NAMES = [
@@ -299,6 +300,45 @@ def test_auto_chooses_the_matching_profile(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(profile, "installed", lambda _name: False)
     assert choose_profile()[0].name == "cpu"
     assert "TensorRT is not installed" in choose_profile()[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "capability", "precisions"),
+    [
+        ("NVIDIA A10G", 23028 << 20, "8.6", "fp32 fp16 bf16 int8"),
+        ("NVIDIA L40", 46068 << 20, "8.9", "fp32 fp16 bf16 fp8 int8"),
+        ("NVIDIA H200 NVL", 143771 << 20, "9.0", "fp32 fp16 bf16 fp8 int8"),
+        ("NVIDIA RTX 6000 Ada Generation", 49140 << 20, "8.9", "fp32 fp16 bf16 fp8 int8"),
+        ("NVIDIA B300 SXM6 AC", 275040 << 20, "10.3", "fp32 fp16 bf16 fp8 fp4 int8"),
+        ("NVIDIA of tomorrow", None, None, "fp32 fp16 int8"),
+    ],
+)
+def test_a_gpu_that_no_profile_names_gets_one_of_what_its_driver_reports(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    memory: int | None,
+    capability: str | None,
+    precisions: str,
+) -> None:
+    here = machine(Gpu(name, memory, "580.65.06", capability))
+    monkeypatch.setattr(profile, "installed", lambda _name: True)
+    monkeypatch.setattr(profile, "this_machine", lambda: here)
+    found, why = choose_profile()
+    assert (found.name, found.runtime, found.compute_capability) == ("auto", "tensorrt", capability)
+    assert why == f"{name} is here, which no profile names"
+    assert fits(found, here)
+    assert found.memory_bytes == (memory or here.memory_bytes)
+    assert set(found.precisions) == set(precisions.split()) & set(HARDWARE)
+    assert (found.tensorrt_min, found.peak_ops_per_s) == ("10.8" if "B300" in name else None, {})
+    assert load_profile("auto") == found
+
+
+def test_a_gpu_too_old_for_tensorrt_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = machine(Gpu("Tesla P40", 24 << 30, "580.65.06", "6.1"))
+    monkeypatch.setattr(profile, "installed", lambda _name: True)
+    monkeypatch.setattr(profile, "this_machine", lambda: here)
+    with pytest.raises(Unsupported, match=r"Tesla P40: compute capability 6\.1"):
+        choose_profile()
 
 
 def test_dla_cores_are_those_of_the_module() -> None:

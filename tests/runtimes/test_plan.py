@@ -206,6 +206,33 @@ def test_version_compatible_plan_runs_on_the_same_or_later_minor(there: str, fit
     assert (list(differences(built, HERE, version_compatible=True)) == []) is fits
 
 
+@pytest.mark.parametrize(("there", "fits"), [("10.3.0", True), ("9.3.0", False), ("12.0.0", False)])
+def test_a_version_compatible_plan_crosses_from_10_to_11_and_nowhere_else(
+    there: str, fits: bool
+) -> None:
+    built, here = {**BUILT, "tensorrt": there}, replace(HERE, tensorrt="11.4.1")
+    assert (list(differences(built, here, version_compatible=True)) == []) is fits
+    assert list(differences(built, here)) != []
+
+
+def test_a_plan_needs_the_cuda_of_its_tensorrt_not_that_of_the_driver_that_built_it() -> None:
+    """Built with TensorRT for CUDA 12 under driver 580: it runs under driver 550, too."""
+    built = {**BUILT, **replace(HERE, tensorrt_cuda="12").facts()}
+    assert built["cuda"] == "12"
+    older = replace(HERE, driver="550.54.15", cuda="12.4", tensorrt_cuda="12")
+    assert list(differences(built, older)) == []
+    newer = {**BUILT, **replace(HERE, tensorrt_cuda="13").facts()}
+    assert "needs CUDA 13: driver 580" in next(differences(newer, older))
+
+
+def test_a_plan_of_another_cpu_architecture_is_refused() -> None:
+    built = {**BUILT, **replace(HERE, architecture="x86_64").facts()}
+    assert list(differences(built, replace(HERE, architecture="x86_64"))) == []
+    assert list(differences(built, replace(HERE, architecture="aarch64"))) == [
+        "aarch64 here, x86_64 there"
+    ]
+
+
 def test_only_a_version_compatible_plan_may_bring_code_along(plan: Path) -> None:
     assert check_plan(plan, described(version_compatible=True), HERE).host_code
     assert not check_plan(plan, described(version_compatible=False), HERE).host_code

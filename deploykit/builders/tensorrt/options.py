@@ -25,10 +25,10 @@ class Options:
 
     `workspace_bytes`, `level` (0 to 5): None for the profile's and TensorRT's defaults.
     `timing_cache`: a file to use instead of the one in the cache folder. `version_compatible`: run
-    on later TensorRT of the same major version. `hardware_compatible`: one of HARDWARE. `dla`: the
-    number of a DLA core; layers that it does not support run on the GPU. `plugins`: libraries to
-    load first. `tf32`: False multiplies float32 in float32. `flavour`: "tensorrt" or "rtx".
-    `free_bytes`: free GPU memory, to which the workspace is cut. `device`: the number of the GPU.
+    on later TensorRT of this major version, and 10's on 11. `hardware_compatible`: one of HARDWARE.
+    `dla`: the number of a DLA core; layers that it does not support run on the GPU. `plugins`:
+    libraries to load first. `tf32`: False multiplies float32 in float32. `flavour`: "tensorrt" or
+    "rtx". `free_bytes`: free GPU memory, to which the workspace is cut. `device`: the GPU's number.
     """
 
     profile: Profile

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -37,6 +36,7 @@ from deploykit.core.tensors import BATCH, TensorSpec
 from deploykit.runtimes.cuda.errors import CODES, USE_LESS_MEMORY, cuda_error
 from deploykit.runtimes.engine import Arrays, BaseEngine, FeedCheck
 from deploykit.runtimes.onnxruntime.binding import Binding, check_placement
+from deploykit.runtimes.onnxruntime.cuda_libraries import preload
 from deploykit.runtimes.onnxruntime.file import (
     external_files,
     external_spans,
@@ -258,9 +258,7 @@ def _session(
         chosen = {"device_id": str(number), **({"enable_cuda_graph": "1"} if graphs else {})}
         providers.insert(0, ("CUDAExecutionProvider", chosen))
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-        if hasattr(ort, "preload_dlls"):
-            with contextlib.redirect_stdout(sys.stderr):  # it prints what it cannot load
-                ort.preload_dlls()  # finds CUDA and cuDNN in pip's nvidia-* wheels
+        preload(ort)
     with onnxruntime_errors(path, device):
         try:
             session = ort.InferenceSession(

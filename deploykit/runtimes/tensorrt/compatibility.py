@@ -25,6 +25,7 @@ from deploykit.core.precision import CALIBRATED
 HARDWARE_COMPATIBLE = "hardware_compatible"  # "ampere-plus" or "same-compute-capability"
 _OLDEST = (10, 0)  # the first with the API used here; tested from 10.3
 _NO = ("", "no", "false", "none")
+_CROSSED = {(10, 11)}  # NVIDIA's support matrix of 11.4.1, "version compatibility"
 # the oldest driver branch of each CUDA major: CUDA Compatibility, "Minor Version Compatibility"
 _DRIVERS: Mapping[int, int] = {12: 525, 13: 580}
 
@@ -39,10 +40,14 @@ class Here:
     sm_count: int  # those in use: a power mode or a MIG slice leaves some out
     driver: str  # "580.65.06"
     cuda: str  # the newest CUDA that this driver runs, "13.0"
+    tensorrt_cuda: str = ""  # the CUDA that TensorRT was made for, "12"
+    architecture: str = ""  # of the CPU, "aarch64"
 
     def facts(self) -> dict[str, str]:
-        """For the `built_on` of a manifest."""
-        return {key: str(value) for key, value in vars(self).items() if value}
+        """For the `built_on` of a manifest: there `cuda` is that of the plan's kernels."""
+        facts = {key: str(value) for key, value in vars(self).items() if value}
+        own = facts.pop("tensorrt_cuda", "")
+        return {**facts, "cuda": own} if own else facts
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,9 @@ def differences(
 ) -> Iterator[str]:
     """Each reason why a plan with these facts in `built_on` cannot run here, as a clause."""
     yield from _tensorrt(built, here, version_compatible)
+    there = built.get("architecture", "")
+    if there and here.architecture and there != here.architecture:
+        yield f"{here.architecture} here, {there} there"
     level = built.get(HARDWARE_COMPATIBLE, "").lower()
     capability = built.get("compute_capability", "")
     same = not (capability and here.compute_capability) or capability == here.compute_capability
@@ -161,8 +169,8 @@ def _tensorrt(built: Mapping[str, str], here: Here, version_compatible: bool) ->
     text = f"TensorRT {here.tensorrt} here, {version} there"
     if not version_compatible:
         yield text
-    elif there[0] != now[0]:
-        yield f"{text} (a version compatible engine runs within one major version)"
+    elif there[0] != now[0] and (there[0], now[0]) not in _CROSSED:
+        yield f"{text} (no version compatible engine runs across these major versions)"
     elif now[:known] < there[:known]:
         yield f"{text} (a version compatible engine runs on later versions, not on earlier ones)"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,7 @@ if installed("tensorrt_lean") and not installed("tensorrt"):
         hint=install_hint("tensorrt"),
     )
 trt = require("tensorrt")
+_LIBRARIES = ("tensorrt-cu{}", "tensorrt-cu{}-libs", "tensorrt-cu{}-bindings")  # packages of pip
 
 
 def open_engine(
@@ -64,4 +67,19 @@ def here(driver: CudaDevice) -> Here:
         found.sm_count,
         found.driver,
         found.cuda,
+        tensorrt_cuda(),
+        platform.machine(),
     )
+
+
+def tensorrt_cuda() -> str:
+    """The CUDA major that pip's TensorRT was made for; empty for another origin, or for several."""
+    found = {each for each in ("12", "13") for name in _LIBRARIES if _has(name.format(each))}
+    return found.pop() if len(found) == 1 else ""
+
+
+def _has(package: str) -> bool:
+    try:
+        return bool(metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return False
