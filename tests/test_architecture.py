@@ -53,14 +53,14 @@ OWNERS = {
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
     "core": 3105,
-    "runtimes": 6320,
+    "runtimes": 6440,
     "training": 180,
     "exporters": 1325,
     "onnx_graph+quantization": 5020,
     "builders": 1805,
-    "measure": 4250,
+    "measure": 4260,
     "serving": 11505,
-    "api": 5105,
+    "api": 5135,
     "cli": 1960,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 60  # the whole package

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,21 +13,44 @@ from deploykit.core.evidence import GoldenSamples, RowIndependence
 if TYPE_CHECKING:
     import numpy as np
 
-    from deploykit.runtimes.engine import Engine
+    from deploykit.runtimes.engine import Arrays, Engine
+    from deploykit.runtimes.rows import JoinedRun
 
 ROWS = 32  # as many as `serve` joins by default
 
 
 def prove_batch(
-    engine: Engine, path: Path, samples: GoldenSamples | None, rows: int = ROWS
+    engine: Engine,
+    path: Path,
+    samples: GoldenSamples | None,
+    rows: int = ROWS,
+    joined: Sequence[JoinedRun] = (),
 ) -> RowIndependence:
     """Run `engine` on the golden samples next to `path`, if any, and on invented inputs.
 
     `rows`: at most, where so many as `ROWS` need too much memory; `serve` then tries more itself.
+    `joined`: what it ran already.
     """
     from deploykit.runtimes.batching import prove_rows
 
-    return prove_rows(engine, min(ROWS, rows), samples=_inputs(engine, path, samples))
+    known = _inputs(engine, path, samples)
+    return prove_rows(engine, min(ROWS, rows), samples=known, joined=joined)
+
+
+def keep_runs(
+    engine: Engine, feeds: Sequence[Arrays], kept: list[JoinedRun]
+) -> Callable[[int, Arrays, Arrays], None]:
+    """Put into `kept` what `engine`, the second of a comparison on `feeds`, gives for each."""
+    from deploykit.runtimes.batching import why_no_batch
+    from deploykit.runtimes.rows import JoinedRun
+
+    is_batch = not why_no_batch(engine.inputs, engine.outputs)
+
+    def keep(number: int, _: Arrays, outputs: Arrays) -> None:
+        if is_batch:
+            kept.append(JoinedRun.of(feeds[number], outputs))
+
+    return keep
 
 
 def add_evidence(engines: Sequence[Any], artefact: Artefact) -> None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from deploykit.onnx_graph.graph import Graph
+    from deploykit.runtimes.rows import JoinedRun
 
 _NOT_CHECKED = (
     "the accuracy of this graph was not checked: give labelled data (`data`), or quantize the "
@@ -134,7 +135,11 @@ def _prove(
         most = rows_that_fit(feeds, graph.path)
         feeds, notes = first_rows(feeds, most), [*placed.notes, *rows_note(most)]
         title = f"{source.name} in {request.to}" if job else source.name
-        parity = compare_engines(reference, engine, feeds, max_error=max_error, names=(title, name))
+        joined: list[JoinedRun] = []
+        keep, names = batching.keep_runs(engine, feeds, joined), (title, name)
+        parity = compare_engines(
+            reference, engine, feeds, max_error=max_error, names=names, each=keep
+        )
         if not parity.passed:
             return Evidence(parity=parity)
         if job or (moved and request.data):
@@ -149,7 +154,7 @@ def _prove(
             samples = golden.carry(source, tmp)
             if samples is not None and moved:  # recorded with the pairs at other places
                 samples = golden.loosen(samples, tmp, engine)
-        proof = batching.prove_batch(engine, tmp, samples, most)
+        proof = batching.prove_batch(engine, tmp, samples, most, joined)
         notes += batching.notes(engine, proof)
     if moved and not evaluation:
         notes.append(_NOT_CHECKED)

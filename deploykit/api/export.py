@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from deploykit.api import batching, golden
-from deploykit.api.artefacts import (
-    Made,
-    Progress,
-    keep_if_equal,
-    no_progress,
-    onnx_manifest,
-    stage,
-)
+from deploykit.api.artefacts import Made, Progress, keep_if_equal, no_progress, onnx_manifest, stage
 from deploykit.api.feeds import MOST_SAMPLES, first_rows, rows_note, rows_that_fit
 from deploykit.api.outputs import claim, named_files
 from deploykit.api.source import ExportSource, check_source, open_source
@@ -46,7 +39,8 @@ if TYPE_CHECKING:
     from deploykit.api.source import Tensors
     from deploykit.core.profile import Profile
     from deploykit.exporters.onnx import Exported
-    from deploykit.runtimes.engine import Engine
+    from deploykit.runtimes.engine import Arrays, Engine
+    from deploykit.runtimes.rows import JoinedRun
     from deploykit.runtimes.torch.engine import TorchEngine
     from deploykit.runtimes.torch.loaded import Loaded
 
@@ -278,14 +272,16 @@ def _prove(
     from deploykit.runtimes.torch.engine import TorchEngine
 
     loaded, names = source.loaded, (source.name, out_name)
+    joined: list[JoinedRun] = []
     most = rows_that_fit(feeds, tmp)
     feeds = first_rows(feeds, most)
     with TorchEngine(loaded, source.name, "cpu", None) as reference:
         with load(tmp, "cpu") as exported:
             bound = EXPORT_MAX_ERROR if max_error is None else max_error
-            parity = _compare(reference, exported, feeds, bound, names, sizes)
+            keep = batching.keep_runs(exported, feeds, joined)
+            parity = _compare(reference, exported, feeds, bound, names, sizes, keep)
             recorded = golden.record(reference, _few(feeds, loaded.inputs), tmp)
-            rows = batching.prove_batch(exported, tmp, recorded, most)
+            rows = batching.prove_batch(exported, tmp, recorded, most, joined)
             notes = (*rows_note(most), *batching.notes(exported, rows))
         if max_error is None and not parity.passed:  # the graph is closed: float64 needs its memory
             few = feeds if most == MOST_SAMPLES else feeds[:1]  # in float64, with slow kernels
@@ -320,15 +316,18 @@ def _compare(
     max_error: float,
     names: tuple[str, str],
     sizes: Mapping[str, int],
+    keep: Callable[[int, Arrays, Arrays], None],
 ) -> Parity:
     """Parity over all sizes; where the graph fails at one, the axis that it fixed is named.
 
-    `sizes`: what the dynamic axes were exported at.
+    `sizes`: what the dynamic axes were exported at. `keep`: as `each` of a comparison.
     """
     from deploykit.measure.evaluate.parity import compare_engines
 
     try:
-        return compare_engines(reference, exported, feeds, max_error=max_error, names=names)
+        return compare_engines(
+            reference, exported, feeds, max_error=max_error, names=names, each=keep
+        )
     except DeploykitError as exc:
         axis = _fixed_axis(reference, exported, sizes)
         if axis is None:

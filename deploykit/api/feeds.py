@@ -94,10 +94,15 @@ def rows_that_fit(feeds: Sequence[Feeds], graph: Path) -> int:
 
 
 def first_rows(feeds: Sequence[Feeds], rows: int) -> list[Feeds]:
-    """The feeds with at most so many rows each; as they are for `MOST_SAMPLES`."""
+    """The feeds with at most so many rows each, from first to last; all for `MOST_SAMPLES`."""
+    from deploykit.runtimes.rows import spread_places
+
     if rows >= MOST_SAMPLES:
         return list(feeds)
-    return [{name: array[:rows] for name, array in each.items()} for each in feeds]
+    return [
+        {name: array[spread_places(len(array), rows)[::-1]] for name, array in each.items()}
+        for each in feeds
+    ]
 
 
 def rows_note(rows: int, usual: int = MOST_SAMPLES) -> tuple[str, ...]:

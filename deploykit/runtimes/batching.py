@@ -2,10 +2,9 @@
 
 A dynamic axis 0 may be time, tokens or points instead of samples: then joined requests would get
 values of each other. So rows are run alone, joined, in other orders, and next to rows of other
-magnitudes, NaN and infinity. A row's outputs must be the same up to BOUND among runs with as many
-rows, and up to BOUND_BETWEEN among runs with different numbers of rows, whose kernels may round
-differently. The second is relative to the largest value of the output, the first to that of the
-element and a tenth of the output's: large boxes do not hide that small scores change.
+magnitudes, NaN and infinity.
+
+Batches that the engine ran for another reason (`JoinedRun`) count: only what they lack is run.
 """
 
 from __future__ import annotations
@@ -22,17 +21,15 @@ from deploykit.core.tensors import TensorSpec, carrier
 from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.runtimes.data.samples import random_feeds
 from deploykit.runtimes.engine import Arrays, Engine
+from deploykit.runtimes.rows import PLACED, Dependent, JoinedRun, RowComparison
 
-BOUND = 1e-3
-BOUND_BETWEEN = 2e-2
 _APART = 4  # times the error: by how much the outputs of two rows must differ to be distinguished
 _ROUNDS = 3  # of inputs; the later ones only where they are quick or nothing was decided yet
-_QUICK_S = 0.03
+_QUICK_S = 0.03  # of a round; a fifth of it where other runs count
 _POOL = 8  # rows of invented inputs
 _SIZES = (5, 8, 16, 32, 64, 128, 224, 256, 512, 1, 2, 3, 4)  # to try for axes besides the batch
 _IDS = (10, 2)  # integers below it, to try
 _SEGMENTS = ("type", "segment")  # in the names of inputs whose ids are 0 and 1
-_PLACES = 64  # rows of the largest batch that are compared
 # Rows by letter. a, b: those that are compared; the others stand next to them. A: large values,
 # t: tiny ones, z: zeros, n: NaN, i: infinity; of integers any values.
 _PLANS: Mapping[int, tuple[str, ...]] = {
@@ -40,14 +37,16 @@ _PLANS: Mapping[int, tuple[str, ...]] = {
     3: ("ab", "ba", "aAb", "zbt", "nai", "bna"),
     4: ("ab", "ba", "aAb", "zbat", "naib"),
 }
+# Where batches of ordinary rows ran already
+_NEXT_TO: Mapping[int, tuple[str, ...]] = {
+    2: ("aA", "zb", "na", "bi"),
+    3: ("aAb", "zbt", "nai"),
+    4: ("zbAa", "nait"),
+}
 _LARGEST = "abAzbtaba"
 _PLAIN = str.maketrans("Atzni", "babab")
 
 Make = Callable[[int], "dict[str, np.ndarray]"]  # a pool of rows, by a seed
-
-
-class _Dependent(Exception):  # noqa: N818 - it ends the search, nothing is wrong
-    """Why rows may not be joined."""
 
 
 def why_no_batch(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> str:
@@ -76,11 +75,13 @@ def prove_rows(
     sizes: Mapping[str, int] | None = None,
     samples: Arrays | None = None,
     times_us: dict[int, int] | None = None,
+    joined: Sequence[JoinedRun] = (),
 ) -> RowIndependence:
     """Run up to `most_rows` rows, at least 2, and tell whether they depend on each other.
 
     `sizes`: of dynamic axes. `samples`: inputs that the model is known to run; else, and besides,
-    they are invented. `times_us` gets the time of the largest batch. Raises DeviceLost.
+    they are invented. `times_us` gets the time of the largest batch. `joined`: what `engine` ran
+    already. Raises DeviceLost.
     """
     why = why_no_batch(engine.inputs, engine.outputs)
     if why:
@@ -88,19 +89,20 @@ def prove_rows(
     most = min(max(2, most_rows), engine.max_batch or most_rows + 2)
     if most < 2:
         return RowIndependence(True, "the engine takes one row at a time", (1,))
-    proof, began_s = _Proof(engine, most), time.perf_counter()
+    proof, began_s = _Proof(engine, most, joined), time.perf_counter()
+    quick_s = _QUICK_S / 5 if joined else _QUICK_S
     try:
-        for number, pool in enumerate(_pools(engine, sizes or {}, samples), 1):
+        for number, pool in enumerate(_pools(engine, sizes or {}, samples, joined), 1):
             proof.run(pool)
-            quick = time.perf_counter() - began_s < _QUICK_S
+            quick = time.perf_counter() - began_s < quick_s
             if number >= _ROUNDS or (proof.decided and not quick):
                 break
         else:
             if not proof.rows:
-                raise _Dependent("no invented input was found that it runs")
+                raise Dependent("no invented input was found that it runs")
         if not proof.decided:
-            raise _Dependent("its outputs were the same for all invented inputs")
-    except _Dependent as exc:
+            raise Dependent("its outputs were the same for all invented inputs")
+    except Dependent as exc:
         return RowIndependence(False, str(exc), tuple(sorted(proof.rows)), proof.worst)
     if times_us is not None:
         times_us.update(proof.times_us)
@@ -109,9 +111,20 @@ def prove_rows(
 
 
 def _pools(
-    engine: Engine, sizes: Mapping[str, int], samples: Arrays | None
+    engine: Engine,
+    sizes: Mapping[str, int],
+    samples: Arrays | None,
+    joined: Sequence[JoinedRun],
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Inputs of several rows, whose first row the engine runs: the samples, then invented ones."""
+    """Inputs of several rows, whose first row the engine runs.
+
+    Of the largest batch that it ran, then the samples, then invented ones.
+    """
+    largest = max(joined, key=lambda run: run.rows, default=None)
+    if largest is not None and largest.rows > 1:
+        pool = {n: np.concatenate([a[:1], a[-1:], a[1:-1]]) for n, a in largest.feeds.items()}
+        if any(run.rows == 1 and run.letters({"a": pool}) for run in joined) or _runs(engine, pool):
+            yield pool
     given = {name: array[:_POOL] for name, array in (samples or {}).items()}
     rows = {len(array) for array in given.values()}
     if rows and min(rows) > 1 and len(rows) == 1 and _runs(engine, given):
@@ -165,12 +178,13 @@ def _runs(engine: Engine, feeds: Arrays) -> bool:
 class _Proof:
     """What was seen of one engine. `worst`: the largest error. `rows`: the numbers of rows."""
 
-    def __init__(self, engine: Engine, most: int) -> None:
+    def __init__(self, engine: Engine, most: int, joined: Sequence[JoinedRun]) -> None:
         self.worst = 0.0
         self.rows: set[int] = set()
         self.times_us: dict[int, int] = {}
         self._engine = engine
         self._most = most
+        self._joined = joined
         self._errors = {spec.name: 0.0 for spec in engine.outputs}
         self._apart: dict[str, float] = {}  # by output that is not empty
 
@@ -188,18 +202,20 @@ class _Proof:
         return all(floats) if floats else any(distinct.values())
 
     def run(self, pool: Arrays) -> None:
-        """Compare the first two rows of `pool` in every plan. Raises _Dependent."""
+        """Compare the first two rows of `pool` in every plan. Raises Dependent."""
         kinds = _rows(pool)
-        alone = {letter: self._call(kinds, letter) for letter in "ab"}
-        compared = _Compared(self._engine.outputs, alone)
+        joined = [(run, found) for run in self._joined if (found := run.letters(kinds))]
+        single = {letter: run.outputs for run, found in joined if run.rows == 1 for letter in found}
+        alone = {letter: single.get(letter) or self._alone(kinds, letter) for letter in "ab"}
+        compared = RowComparison(self._engine.outputs, alone)
         for letter in "ab":
             compared.check(letter, alone[letter])
         for name, apart in compared.apart().items():
             self._apart[name] = max(self._apart.get(name, 0.0), apart)
-        plans = _PLANS[min(self._most, 4)]
-        if self._most > 4:
-            plans = (*plans, "".join(islice(cycle(_LARGEST), self._most - 1)) + "b")
-        for plan in plans:
+        for run, found in sorted(joined, key=lambda each: each[0].rows):
+            compared.check_joined(run, found)
+            self._add(run.rows, compared)
+        for plan in self._plans(kinds, [run.rows for run, found in joined if {*"ab"} <= {*found}]):
             try:
                 outputs = self._call(kinds, plan)
             except DeviceLost:
@@ -214,13 +230,37 @@ class _Proof:
                     if len(plan) > 4:
                         continue  # the warm-up reports a batch that is too large
                     why = f"it does not run with {len(plan)} rows: {first_line(exc)}"
-                    raise _Dependent(why) from None
+                    raise Dependent(why) from None
                 plan = plain
             compared.check(plan, outputs)
-            self.rows.add(len(plan))
-            for name, error in compared.errors.items():
-                self._errors[name] = max(self._errors[name], error)
-            self.worst = max(self._errors.values())
+            self._add(len(plan), compared)
+
+    def _alone(self, kinds: Mapping[str, Arrays], letter: str) -> dict[str, np.ndarray]:
+        try:
+            return self._call(kinds, letter)
+        except DeviceLost:
+            raise
+        except Exception as exc:  # noqa: BLE001 - among others it may run
+            raise Dependent(f"a row does not run alone: {first_line(exc)}") from None
+
+    def _plans(self, kinds: Mapping[str, Arrays], ran: Sequence[int]) -> Iterator[str]:
+        """What to run. `ran`: the rows of the batches with both "a" and "b" that ran already."""
+        largest = max(ran, default=1)
+        if largest < self._most:
+            yield from _PLANS[min(self._most, 4)]
+            if self._most > 4:
+                yield "".join(islice(cycle(_LARGEST), self._most - 1)) + "b"
+            return
+        yield from _NEXT_TO[min(self._most, 4)]
+        if not any(1 < rows < largest for rows in ran):
+            others = [letter for letter in PLACED[1:-1] if letter in kinds]
+            yield "".join(("a", *others[: self._most - 2], "b"))
+
+    def _add(self, rows: int, compared: RowComparison) -> None:
+        self.rows.add(rows)
+        for name, error in compared.errors.items():
+            self._errors[name] = max(self._errors[name], error)
+        self.worst = max(self._errors.values())
 
     def _call(self, kinds: Mapping[str, Arrays], plan: str) -> dict[str, np.ndarray]:
         feeds = {
@@ -240,6 +280,8 @@ def _rows(pool: Arrays) -> dict[str, dict[str, np.ndarray]]:
         letter: {name: array[n % count : n % count + 1] for name, array in pool.items()}
         for n, letter in enumerate("abAtzni")
     }
+    for n, letter in enumerate(PLACED[1:-1][: count - 2], 2):
+        found[letter] = {name: array[n : n + 1] for name, array in pool.items()}
     values: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
         "A": lambda row: row * row.dtype.type(1000),
         "t": lambda row: row * row.dtype.type(1e-3),
@@ -254,91 +296,3 @@ def _rows(pool: Arrays) -> dict[str, dict[str, np.ndarray]]:
             zero = "" if pool[name].dtype == object else 0
             found["z"][name] = np.full_like(found["z"][name], zero)
     return found
-
-
-class _Compared:
-    """Compares the outputs of runs with those of the rows "a" and "b" alone."""
-
-    def __init__(
-        self, specs: Sequence[TensorSpec], alone: Mapping[str, Mapping[str, np.ndarray]]
-    ) -> None:
-        self._names = [spec.name for spec in specs]
-        self._alone = alone
-        self._first: dict[tuple[int, str, str], np.ndarray] = {}
-        self._scales = {
-            name: max(_largest(alone[letter].get(name)) for letter in "ab") for name in self._names
-        }
-        self._elements = {name: self._element_scale(name) for name in self._names}
-        self.errors = dict.fromkeys(self._names, 0.0)
-
-    def _element_scale(self, name: str) -> np.ndarray | float:
-        a, b = (self._alone[letter].get(name) for letter in "ab")
-        scale = self._scales[name]
-        if a is None or b is None or a.dtype.kind != "f" or a.shape != b.shape or not len(a):
-            return scale
-        sizes = np.nan_to_num(np.maximum(abs(a[0]), abs(b[0])), nan=0.0, posinf=0.0)
-        return np.asarray(sizes.astype(np.float64) + scale / 10)
-
-    def apart(self) -> dict[str, float]:
-        """How much the outputs of the two rows differ, of those that are not empty."""
-        found = {}
-        for name in self._names:
-            a, b = (self._alone[letter][name] for letter in "ab")
-            if a.size or b.size:
-                found[name] = _difference(a, b, self._scales[name])
-        return found
-
-    def check(self, plan: str, outputs: Mapping[str, np.ndarray]) -> None:
-        """Raises _Dependent."""
-        rows = len(plan)
-        places = range(rows)
-        if rows > _PLACES:
-            places = [*range(_PLACES // 2), *range(rows - _PLACES // 2, rows)]  # type: ignore[assignment]
-        for name in self._names:
-            array = outputs.get(name)
-            if array is None or array.shape[:1] != (rows,):
-                shape = None if array is None else list(array.shape)
-                raise _Dependent(f"output '{name}' is {shape} for {rows} rows")
-            scale, elements = self._scales[name], self._elements[name]
-            for place in places:
-                letter = plan[place]
-                if letter not in self._alone:
-                    continue
-                got, want = array[place], self._alone[letter][name][0]
-                if got.shape != want.shape:
-                    raise _Dependent(
-                        f"a row of output '{name}' is {list(want.shape)} alone and "
-                        f"{list(got.shape)} among {rows} rows"
-                    )
-                error = _difference(got, want, scale)
-                same = self._first.setdefault((rows, letter, name), got)
-                if error > BOUND_BETWEEN or _difference(got, same, elements) > BOUND:
-                    raise _Dependent(
-                        f"output '{name}' of a row changes with the rows next to it, or with its "
-                        f"place among them (seen with {rows} rows)"
-                    )
-                self.errors[name] = max(self.errors[name], error)
-
-
-def _largest(array: np.ndarray | None) -> float:
-    if array is None or array.dtype.kind != "f":
-        return 0.0
-    values = np.abs(array[np.isfinite(array)].astype(np.float64))
-    return float(values.max(initial=0.0))
-
-
-def _difference(got: np.ndarray, want: np.ndarray, scale: np.ndarray | float) -> float:
-    """The largest difference relative to `scale`; inf where one is not finite, or not a number."""
-    if got.shape != want.shape:
-        return np.inf
-    if want.dtype.kind != "f":
-        return 0.0 if np.array_equal(got, want) else np.inf
-    if np.array_equal(got, want, equal_nan=True):
-        return 0.0
-    x, y = got.astype(np.float64), want.astype(np.float64)
-    finite = np.isfinite(x) & np.isfinite(y)
-    if not np.array_equal(x[~finite], y[~finite], equal_nan=True):
-        return np.inf
-    off = np.where(finite, np.abs(x - y), 0.0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return float(np.where(off == 0, 0.0, off / scale).max(initial=0.0))

@@ -284,7 +284,7 @@ def test_sizes_are_compared_within_what_the_engine_takes(
 def test_an_engine_whose_outputs_differ_is_rejected(machine: Machine, affine_onnx: Path) -> None:
     machine(content=plan(layers=LAYERS, off=1.0))
     with pytest.raises(
-        dk.GateFailed, match=r"against affine\.onnx: output 'y' at batch 1: error"
+        dk.GateFailed, match=r"against affine\.onnx: output 'y' at batch \d+: error"
     ) as caught:
         dk.build(affine_onnx, "l4")
     assert caught.value.result.path.name == "affine.rejected.trt"

@@ -8,6 +8,7 @@ import numpy as np
 
 from deploykit.core.tensors import BATCH, TensorSpec
 from deploykit.runtimes.data.samples import random_feeds
+from deploykit.runtimes.rows import spread_places
 
 BATCHES = (1, 2, 7, 32)
 _LENGTHS = (5, 12, 1, 33)  # of sequences, one for each of the batches
@@ -19,9 +20,22 @@ AxisLimits = Mapping[str, tuple[int, int | None]]  # least and largest size by a
 def feeds_at_sizes(
     inputs: Sequence[TensorSpec], limits: AxisLimits | None = None
 ) -> list[dict[str, np.ndarray]]:
-    """Inputs at each of the `parity_sizes`, from one seed each."""
+    """Inputs at each of the `parity_sizes`, from one seed each.
+
+    Where nothing but the batch differs, the smaller ones are rows from all over the largest, the
+    last first: the outputs then also show whether a row depends on its place and on other rows.
+    """
     sizes = parity_sizes(inputs, limits)
-    return [random_feeds(tuple(inputs), each, seed) for seed, each in enumerate(sizes)]
+    largest = random_feeds(tuple(inputs), sizes[-1], len(sizes) - 1)
+    by_rows = all(spec.shape[:1] == (BATCH,) and BATCH not in spec.shape[1:] for spec in inputs)
+
+    def feeds(seed: int, each: Mapping[str, int]) -> dict[str, np.ndarray]:
+        if not by_rows or {**each, BATCH: 0} != {**sizes[-1], BATCH: 0}:
+            return random_feeds(tuple(inputs), each, seed)
+        places = spread_places(sizes[-1][BATCH], each[BATCH])
+        return {name: array[places] for name, array in largest.items()}
+
+    return [feeds(seed, each) for seed, each in enumerate(sizes[:-1])] + [largest]
 
 
 def parity_sizes(
