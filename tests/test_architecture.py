@@ -57,7 +57,7 @@ BUDGETS = {
     "training": 180,
     "exporters": 1325,
     "onnx_graph+quantization": 5020,
-    "builders": 1805,
+    "builders": 1950,
     "measure": 4260,
     "serving": 11505,
     "api": 5135,

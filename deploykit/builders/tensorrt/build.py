@@ -248,7 +248,8 @@ class _Job:
         sizes = ranges(inputs, options.batch, options.axes)
         asked = space = options.workspace
         if asked is not None:
-            need = memory_need(network, self.model, asked, options.batch, options.axes)
+            shared = options.profile.unified_memory
+            need = memory_need(network, self.model, asked, options.batch, options.axes, shared)
             space = workspace_that_fits(need, options.free_bytes, str(self.model))
         config = self.builder.create_builder_config()
         flags, notes = self._configure(config, space)

@@ -15,20 +15,32 @@ from deploykit.core.errors import Unsupported
 from deploykit.runtimes.onnxruntime.file import external_files
 
 LEAST_WORKSPACE = 64 << 20  # with less, TensorRT drops common kernels or finds none
+# Where CPU and GPU share memory: the parser's copy, the builder's and the plan's, and the builder's
+# own libraries ("Init builder kernel library: CPU +666 MiB", TensorRT 8.6)
+_COPIES, _BUILDER_BYTES = 3, 1 << 30
 _ELEMENT_BYTES = 4  # float32, the largest type between layers but for small index tensors
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes on the device; `activations`: the tensors between layers."""
+    """Bytes on the device; `activations`: the tensors between layers.
+
+    `shared`: the CPU's memory is the GPU's, so what the builder holds there counts too.
+    """
 
     weights: int
     workspace: int
     activations: int
+    shared: bool = False
+
+    @property
+    def held(self) -> int:
+        """For the weights, in each copy, and for the builder."""
+        return _COPIES * self.weights + _BUILDER_BYTES if self.shared else self.weights
 
     @property
     def total(self) -> int:
-        return self.weights + self.workspace + self.activations
+        return self.held + self.workspace + self.activations
 
 
 def weight_bytes(model: Path) -> int:
@@ -61,11 +73,12 @@ def workspace_that_fits(need: Need, free_bytes: int | None, where: str) -> int:
     """
     if free_bytes is None or need.total <= free_bytes:
         return need.workspace
-    left = free_bytes - need.weights - need.activations
+    left = free_bytes - need.held - need.activations
     if left >= min(need.workspace, LEAST_WORKSPACE):
         return left
     raise Unsupported(
-        f"{where}: building needs {mib(need.weights)} of GPU memory for weights, "
+        f"{where}: building needs {mib(need.held)} of GPU memory for "
+        f"{'the builder and three copies of the weights' if need.shared else 'weights'}, "
         f"{mib(need.activations)} for activations and {mib(LEAST_WORKSPACE)} of workspace, "
         f"but only {mib(free_bytes)} are free",
         hint="stop other programs that use the GPU, or choose a smaller batch",

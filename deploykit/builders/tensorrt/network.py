@@ -62,12 +62,13 @@ def memory_need(
     workspace_bytes: int,
     batch: AxisRange,
     axes: Mapping[str, AxisRange],
+    shared: bool = False,
 ) -> Need:
     """A lower bound of the memory, at the largest sizes of the build."""
     others = max((axis.maximum for axis in axes.values()), default=1)
     shapes = (_shape(tensor) for tensor in _tensors(network))
     activations = activation_bytes(shapes, batch.maximum, others)
-    return Need(weight_bytes(model), workspace_bytes, activations)
+    return Need(weight_bytes(model), workspace_bytes, activations, shared)
 
 
 def pin_linear(nv: Any, network: trt.INetworkDefinition) -> None:

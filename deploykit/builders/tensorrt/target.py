@@ -8,11 +8,11 @@ from pathlib import Path
 
 from deploykit.builders.builder import BuildResult, Shapes
 from deploykit.builders.tensorrt import build as plans
+from deploykit.builders.tensorrt.apart import build_apart, build_here
 from deploykit.builders.tensorrt.build import BuildCheck
 from deploykit.builders.tensorrt.options import Options, parse_workspace
 from deploykit.builders.tensorrt.shapes import AxisRange, parse_axis, parse_batch
 from deploykit.core.artefact import Artefact
-from deploykit.core.errors import DeploykitError
 from deploykit.core.extras import installed
 from deploykit.core.profile import Profile
 from deploykit.onnx_graph.graph import Graph
@@ -27,17 +27,13 @@ def build_engine(
     shapes: Shapes,
     on_progress: Callable[[str, float], None] | None = None,
 ) -> BuildResult:
-    """Write the plan of `model` to `out`; raises as `plans.build` does."""
-    options = options_of(target, shapes, model)
-    try:
-        from deploykit.runtimes.cuda.driver import CudaDevice
+    """Write the plan of `model` to `out`; raises as `plans.build` does.
 
-        driver = CudaDevice(options.device)
-        driver.use()  # TensorRT builds for this thread's GPU
-        options = replace(options, free_bytes=driver.memory()[0])
-    except DeploykitError:  # no CUDA: TensorRT itself reports what is missing
-        pass
-    return plans.build(model.path, out, options, on_progress)
+    Where CPU and GPU share memory, in a process that ends before the engine is run and proven.
+    """
+    options = options_of(target, shapes, model)
+    run = build_apart if target.unified_memory else build_here
+    return run(model.path, out, options, on_progress)
 
 
 def check(

@@ -93,7 +93,13 @@ def gpu_machine(
     cuda = Cuda()
     does.seen["cuda"] = cuda
     nv = fake.FakeTensorRt(cuda)
-    driver = SimpleNamespace(CudaDevice=lambda _number: cuda)
+    opened: list[int] = does.seen.setdefault("devices", [])
+
+    def device(number: int) -> Cuda:
+        opened.append(number)
+        return cuda
+
+    driver = SimpleNamespace(CudaDevice=device)
     bindings = (
         replaced("deploykit.runtimes.cuda.driver", driver) if has_cuda else replaced("cuda", None)
     )
