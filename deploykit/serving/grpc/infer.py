@@ -19,6 +19,7 @@ from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip import messages
 from deploykit.serving.oip.request import Request, Signature, fill
 from deploykit.serving.oip.response import collect_results
+from deploykit.serving.transport.call import BUG, refusal_of
 
 log = logging.getLogger(__name__)
 
@@ -195,9 +196,9 @@ def _cancel_all(slots: list[ReplySlot]) -> None:
 
 def fail_with(reply_to: Replying, error: Exception) -> None:
     """Send an error as the reply; one that is not a DeploykitError is logged and not sent."""
-    if isinstance(error, DeploykitError):
-        message = f"{error.message}; {error.hint}" if error.hint else error.message
-        reply_to.fail(error.grpc_status, message)
-    else:
+    exc = refusal_of(error)
+    if exc is None:
         log.error("a gRPC call failed", exc_info=error)
-        reply_to.fail("INTERNAL", "an error inside the server; its log says more")
+        reply_to.fail("INTERNAL", BUG)
+    else:
+        reply_to.fail(exc.grpc_status, f"{exc.message}; {exc.hint}" if exc.hint else exc.message)

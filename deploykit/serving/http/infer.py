@@ -6,12 +6,11 @@ the GIL for long, to another process.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, DeploykitError, Overloaded, TooLarge
+from deploykit.core.errors import BadInput, Overloaded, TooLarge
 from deploykit.core.tensors import Bytes
 from deploykit.serving.models.inference import Inference, ModelRoute, array_bytes
 from deploykit.serving.models.offload import Offload, Result
@@ -20,9 +19,7 @@ from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip import json
 from deploykit.serving.oip.request import Request
 from deploykit.serving.transport import compression
-from deploykit.serving.transport.call import JSON, Call, reply_bug, reply_exception
-
-log = logging.getLogger(__name__)
+from deploykit.serving.transport.call import JSON, Call, reply_exception
 
 _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
 _COMPRESSED = b"Content-Encoding: %s\r\nVary: Accept-Encoding\r\n"
@@ -161,8 +158,4 @@ class HttpInference(Inference):
         return 200, headers + _COMPRESSED % coding, [compression.compress(parts, coding)]
 
     def fail(self, error: Exception) -> None:
-        if isinstance(error, DeploykitError):
-            reply_exception(self.client, error)
-        else:
-            log.error("a request to model '%s' failed", self.route.model.name, exc_info=error)
-            reply_bug(self.client)
+        reply_exception(self.client, error)

@@ -5,7 +5,6 @@ No name in a target becomes a file path; an unknown one is a plain 404.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,15 +12,7 @@ from typing import Any
 
 import orjson
 
-from deploykit.core.errors import (
-    BadInput,
-    DeploykitError,
-    NotFound,
-    Overloaded,
-    TooLarge,
-    Unsupported,
-    quote,
-)
+from deploykit.core.errors import BadInput, NotFound, Overloaded, TooLarge, Unsupported, quote
 from deploykit.serving.http.infer import InferRoute
 from deploykit.serving.http.scrapes import PAGE_HEADERS, Scrapes
 from deploykit.serving.models.offload import Offload, run_inline
@@ -29,13 +20,11 @@ from deploykit.serving.models.repository import VERSION, ModelRepository, Served
 from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip.json import parse_json
 from deploykit.serving.shared_memory import SharedMemory
-from deploykit.serving.transport.call import JSON, Call, reply_bug, reply_error, reply_exception
+from deploykit.serving.transport.call import JSON, Call, reply_error, reply_exception
 from deploykit.serving.transport.security import PREFLIGHT
 from deploykit.serving.web import openapi
 from deploykit.serving.web.page import FILES
 from deploykit.serving.web.status import Status
-
-log = logging.getLogger(__name__)
 
 _DOCUMENT_BYTES = 64 << 10
 _REGION = re.compile(
@@ -110,11 +99,8 @@ class Routes:
             allow = "GET, HEAD" if verb == "GET" else verb
             text = f"{quote(head.method)} is not allowed here, use {verb}"
             reply_error(call, 405, text, f"Allow: {allow}\r\n".encode())
-        except DeploykitError as exc:
+        except Exception as exc:  # noqa: BLE001 - every error is a reply
             reply_exception(call, exc)
-        except Exception:
-            log.exception("a request to %s failed", quote(call.head.target))
-            reply_bug(call)
 
     def _find(self, path: str) -> tuple[str, Route]:
         """Routes that are not in the table. Raises NotFound, Unsupported."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,13 +10,15 @@ from typing import Protocol
 
 import orjson
 
-from deploykit.core.errors import DeploykitError, quote
+from deploykit.core.errors import DeploykitError, Overloaded, os_reason, quote
 from deploykit.core.tensors import Bytes
 
 log = logging.getLogger(__name__)
 
 JSON = b"Content-Type: application/json\r\n"
 RETRY = b"Retry-After: 1\r\n"
+BUG = "an error inside the server; its log says more"
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(frozen=True)
@@ -66,14 +69,26 @@ class Call(Protocol):
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None: ...
 
 
-def reply_exception(call: Call, exc: DeploykitError) -> None:
+def refusal_of(error: Exception) -> DeploykitError | None:
+    """The error as a client gets it; Overloaded without file descriptors or memory. None: a bug."""
+    if isinstance(error, DeploykitError):
+        return error
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in EXHAUSTED):
+        reason = os_reason(error) if isinstance(error, OSError) else "out of memory"
+        log.warning("a request is refused: %s", reason)
+        return Overloaded(f"the server cannot do this now ({reason}); try again later")
+    return None
+
+
+def reply_exception(call: Call, error: Exception) -> None:
+    """Reply with an error; a bug is logged and not sent."""
+    exc = refusal_of(error)
+    if exc is None:
+        log.error("a request to %s failed", quote(call.head.target), exc_info=error)
+        reply_error(call, 500, BUG)
+        return
     text = f"{exc.message}; {exc.hint}" if exc.hint else exc.message
     reply_error(call, exc.http_status, text, RETRY if exc.http_status == 503 else b"")
-
-
-def reply_bug(call: Call) -> None:
-    """Reply that the server failed; the caller has logged the error."""
-    reply_error(call, 500, "an error inside the server; its log says more")
 
 
 def reply_error(call: Call, status: int, text: str, headers: bytes = b"") -> None:

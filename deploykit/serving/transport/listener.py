@@ -16,6 +16,7 @@ from functools import partial
 from itertools import islice
 
 from deploykit.core.errors import BadInput, first_line, os_reason
+from deploykit.serving.transport.call import EXHAUSTED
 from deploykit.serving.transport.places import SPARE
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,6 @@ PAUSE_S = 0.2  # after running out of file descriptors
 _BURST = 200  # connections accepted per turn of the event loop: some 20 ms
 _HANDSHAKES = 8  # begun per turn of the event loop: each takes it a millisecond
 _CLOSED_AT_ONCE = 32  # without file descriptors
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def bind(host: str, port: int, parameter: str = "`http_port`") -> socket.socket:
@@ -117,7 +117,7 @@ class Acceptor:
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as exc:
-                if exc.errno not in _EXHAUSTED:
+                if exc.errno not in EXHAUSTED:
                     raise
                 self._pause(exc)
                 return

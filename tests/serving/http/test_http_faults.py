@@ -288,6 +288,30 @@ def test_a_server_may_open_as_many_files_as_the_system_allows() -> None:
     assert found == [min(before[1], 1 << 14)]
 
 
+@pytest.mark.parametrize("target", ["/openapi.json", "/docs"])
+def test_what_needs_a_file_descriptor_can_be_asked_again(
+    target: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was a 500, with a traceback in the log."""
+    with running() as server:
+        raw = server.connect()
+        raw.send(request("GET", "/v2/health/live"))
+        assert raw.reply()
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1, before[1]))
+        try:
+            raw.send(request("GET", target))
+            refused = raw.reply()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert refused is not None
+        assert refused.status == 503
+        assert refused.headers["retry-after"] == "1"
+        assert "Too many open files" in refused.json["error"]
+        assert "Traceback" not in caplog.text
+        assert server.ask("GET", target).status == 200
+
+
 # -- the device is lost (F9)
 
 
