@@ -52,8 +52,8 @@ OWNERS = {
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 3105,
-    "runtimes": 6440,
+    "core": 3170,
+    "runtimes": 6445,
     "training": 180,
     "exporters": 1325,
     "onnx_graph+quantization": 5020,

@@ -50,7 +50,7 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 static context contexts[MOST_DEVICES];
 static object *objects;
 static uintptr_t last_id = 0x1000;
-static int initialized, devices = 1, integrated, wait_ms;
+static int initialized, devices = 1, integrated, wait_ms, inside;
 static size_t total = (size_t)1 << 30;
 static char fails[512];
 static long held[KINDS];
@@ -120,10 +120,20 @@ static int sticky(int code) {
     }
 }
 
+/* Ends the process as TensorRT for RTX 1.7 was seen to where a thread is inside while the libraries are unloaded. */
+__attribute__((destructor)) static void unload(void) { if (__atomic_load_n(&inside, __ATOMIC_SEQ_CST)) abort(); }
+/* A call that takes time and is no part of CUDA: another library's. */
+void fakecuda_stay(int ms) {
+    __atomic_add_fetch(&inside, 1, __ATOMIC_SEQ_CST);
+    usleep((useconds_t)ms * 1000);
+    __atomic_sub_fetch(&inside, 1, __ATOMIC_SEQ_CST);
+}
+
 /* Every call but those about errors and versions begins so; `needs`: a current context that is not lost. */
 static int begin(const char *name, int needs) {
     pthread_once(&once, configure);
     pthread_mutex_lock(&lock);
+    __atomic_add_fetch(&inside, 1, __ATOMIC_SEQ_CST);
     int code = injected(name);
     if (code == OK && !initialized && strcmp(name, "cuInit")) code = NOT_INITIALIZED;
     if (code == OK && needs && !current) code = INVALID_CONTEXT;
@@ -132,7 +142,7 @@ static int begin(const char *name, int needs) {
     if (current && sticky(code)) current->lost = code;
     return code;
 }
-static int end(int code) { pthread_mutex_unlock(&lock); return code; }
+static int end(int code) { __atomic_sub_fetch(&inside, 1, __ATOMIC_SEQ_CST); pthread_mutex_unlock(&lock); return code; }
 #define BEGIN(needs) do { int code_ = begin(__func__, needs); if (code_) return end(code_); } while (0)
 
 static object *add(int kind, uintptr_t id) {
@@ -345,6 +355,7 @@ int cuStreamEndCapture(void *stream, uintptr_t *graph) {
     *graph = 0;
     pthread_once(&once, configure);
     pthread_mutex_lock(&lock);
+    __atomic_add_fetch(&inside, 1, __ATOMIC_SEQ_CST);
     object *s = find(STREAM, stream);
     int wrong = s && s->capturing && !pthread_equal(s->thread, pthread_self());
     int code = injected(__func__), invalid = s ? s->invalid : 0, open = s && s->capturing && !wrong;

@@ -7,56 +7,26 @@ shows the calls, their order, threads, memory and errors, not a driver's speed.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from tests.nvidia import fetch
 from tests.support.installed import needs
 
 needs("cuda")
 
-ROOT = Path(__file__).resolve().parents[2]
 _NAMES = ("cuda", "cuda_driver", "cuda_errors", "cuda_graphs", "tensorrt", "tensorrt_failures")
 SUITE = ["tests/cuda/test_driver_cases.py", *(f"tests/runtimes/test_{name}.py" for name in _NAMES)]
 
 
-@pytest.fixture(scope="session")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with our libcuda.so.1, for LD_LIBRARY_PATH."""
-    folder = tmp_path_factory.mktemp("cuda")
-    try:
-        fetch.check_machine()
-        source = Path(__file__).with_name("fakecuda.c").read_text(encoding="utf-8")
-        fetch.library(folder / "libcuda.so.1", source)
-    except fetch.Unobtainable as exc:
-        pytest.skip(str(exc))
-    return folder
-
-
-def on_driver(folder: Path, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Python on this driver, with FAKECUDA_ `settings`."""
-    given = {key: text for key, text in os.environ.items() if not key.startswith("PYTEST_")}
-    ours = {f"FAKECUDA_{key}": text for key, text in settings.items()}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**given, **ours, "LD_LIBRARY_PATH": str(folder), "DEPLOYKIT_TEST_CUDA": "driver"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-
-
-def test_the_cuda_layer_passes_its_tests_through_the_real_bindings(driver: Path) -> None:
+def test_the_cuda_layer_passes_its_tests_through_the_real_bindings(
+    on_driver: Callable[..., Any],
+) -> None:
     words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-rfE"]
     words += ["-p", "tests.support.runtimes.driver_cuda"]
-    done = on_driver(driver, *words, *SUITE, DEVICES="2")
+    done = on_driver(*words, *SUITE, DEVICES="2")
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
@@ -73,7 +43,7 @@ def test_the_cuda_layer_passes_its_tests_through_the_real_bindings(driver: Path)
     ids=lambda value: next(iter(value.values())) if isinstance(value, dict) else "",
 )
 def test_a_gpu_that_cannot_be_used_is_named_at_the_start(
-    driver: Path, settings: dict[str, str], says: str
+    on_driver: Callable[..., Any], settings: dict[str, str], says: str
 ) -> None:
     code = (
         "from deploykit.core.errors import DeploykitError\n"
@@ -81,5 +51,5 @@ def test_a_gpu_that_cannot_be_used_is_named_at_the_start(
         "try: CudaDevice(0)\n"
         "except DeploykitError as exc: print(exc.exit_code, exc.message)"
     )
-    done = on_driver(driver, "-c", code, **settings)
+    done = on_driver("-c", code, **settings)
     assert done.stdout.startswith(f"3 {says}"), done.stdout + done.stderr

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from deploykit.core.ending import INSIDE
 from deploykit.core.errors import DeploykitError
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.cuda.errors import DeviceLost
@@ -99,7 +100,8 @@ class Pipeline(Closing):
         run, capture = self.bucket(rows)
         slot = self._idle()
         try:
-            slot.start(arrays, None if run == rows else run, capture)
+            with INSIDE:
+                slot.start(arrays, None if run == rows else run, capture)
         except BaseException as exc:
             lost = slot.settle()  # its copies may still be reading the staging memory
             self._free.append(slot)
@@ -112,7 +114,8 @@ class Pipeline(Closing):
 
     def finish(self, slot: StreamSlot) -> None:
         """Wait for the call in flight in `slot` and store its answer in its ticket."""
-        answer = slot.finish()
+        with INSIDE:
+            answer = slot.finish()
         self.last_copies_us = slot.copies_us
         self._busy.pop(slot).answer = answer
         self._free.append(slot)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from deploykit.core.ending import INSIDE
 from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Overloaded, first_line
 from deploykit.core.tensors import MOST_STRINGS
 from deploykit.runtimes.cuda.errors import DeviceLost
@@ -128,7 +129,8 @@ class Runner:
         try:
             feeds = self._stack(batch)
             stacked_us = self._clock_us()
-            outputs = self.engine(feeds)
+            with INSIDE:
+                outputs = self.engine(feeds)
             ran_us = self._clock_us()
             self._split(batch, outputs)
         except Exception as exc:  # noqa: BLE001 - the engine's thread must survive any error

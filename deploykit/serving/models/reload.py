@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from deploykit.core.ending import INSIDE
 from deploykit.core.errors import DeploykitError, NotFound, Overloaded, first_line
 from deploykit.core.files import manifest_path
 from deploykit.runtimes.engine import Closing, Engine
@@ -265,7 +266,8 @@ class _Attempt(threading.Thread):
     def run(self) -> None:
         try:
             if self._check():
-                self._engines = self._swap()
+                with INSIDE:
+                    self._engines = self._swap()
         except Exception as exc:  # noqa: BLE001 - raised by `result`
             self._problem = exc
         finally:

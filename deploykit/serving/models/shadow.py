@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deploykit.core.ending import INSIDE
 from deploykit.core.errors import BadInput, first_line
 from deploykit.runtimes.answers import class_axis
 from deploykit.runtimes.engine import Arrays, Closing, Engine
@@ -142,9 +143,11 @@ class Shadow(Watcher, Closing):
                 self._queued_bytes -= sample.size_bytes
             began_s = time.monotonic()
             try:
+                with INSIDE:
+                    expected = self._reference(sample.feeds)
                 found = compare_outputs(
                     sample.outputs,
-                    self._reference(sample.feeds),
+                    expected,
                     sample.feeds,
                     self._max_error,
                     batched=self._batched,
