@@ -105,6 +105,13 @@ class Batcher(Closing):
         """Requests in the queue, not yet with an engine."""
         return self._queue.count
 
+    def take_most_waiting(self) -> int:
+        """The largest number of waiting requests since the last call."""
+        queue = self._queue
+        with self._dispatch.lock:
+            most, queue.most = max(queue.most, queue.count), queue.count
+        return most
+
     @property
     def unanswered(self) -> int:
         """Requests accepted and not yet delivered: waiting or with an engine."""

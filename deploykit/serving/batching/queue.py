@@ -43,6 +43,7 @@ class RequestQueue:
     def __init__(self, policy: BatchPolicy) -> None:
         self.policy = policy
         self.count = 0
+        self.most = 0  # the largest count before one was removed; whoever reads it sets it back
         self.rows = 0
         self.added_rows = 0
         self._groups: dict[tuple[int, InputKey], _Group] = {}  # none of them empty
@@ -152,6 +153,8 @@ class RequestQueue:
 
     def _removed(self, group: _Group, requests: list[Pending]) -> None:
         """Update the counts after `requests` were removed from `group`."""
+        if self.count > self.most:
+            self.most = self.count
         rows = sum([request.rows for request in requests]) if group.requests else group.rows
         group.rows -= rows
         self.rows -= rows

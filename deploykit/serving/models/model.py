@@ -225,6 +225,10 @@ class ServedModel:
         """Requests in the queue."""
         return sum(batcher.waiting for batcher in (self.batcher, *self._replaced))
 
+    def take_most_waiting(self) -> int:
+        """The largest number of requests in the queue since the last call."""
+        return sum(batcher.take_most_waiting() for batcher in (self.batcher, *self._replaced))
+
     @property
     def unanswered(self) -> int:
         """Requests accepted and not yet delivered."""

@@ -1,4 +1,7 @@
-"""Keep the models' counters of the last ten minutes, so that the charts survive a reload."""
+"""Keep the models' counters of the last ten minutes, so that the charts survive a reload.
+
+A sample's `waiting` is the largest number since the last one: when it is taken, few may wait.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class History:
             return
         self._due_us = now_us + EVERY_US
         models = [
-            {"name": model.name, "waiting": model.waiting, **model.metrics.status()}
+            {"name": model.name, "waiting": model.take_most_waiting(), **model.metrics.status()}
             for model in self._repository.models.values()
         ]
         self._samples.append(_Sample(now_us, orjson.Fragment(orjson.dumps(models))))

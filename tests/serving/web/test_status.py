@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import orjson
+
 from deploykit import __version__
 from deploykit.serving.observe.metrics import STAGES
 from deploykit.serving.web.history import EVERY_US, KEPT, History
 from tests.support.fake_engine import FakeEngine
-from tests.support.serving.running import Running, infer_json, running
+from tests.support.serving.running import GatedEngine, Running, infer_json, request, running
 
 Eventually = Callable[[Callable[[], bool]], None]
 
@@ -76,10 +78,35 @@ def test_status_returns_the_history_since_a_given_time(
         assert second["at_us"] - first["at_us"] >= 2_000_000
         assert second["models"][0]["name"] == "m"
         assert second["models"][0]["outcomes"]["success"] == 1
-        assert second["models"][0]["waiting"] == 0
+        assert second["models"][0]["waiting"] == 1  # at most, since the first
         assert history(str(first["at_us"]))[0] == second
         assert history(str(2**60)) == history("-1") == history("x") == history("") == []
         assert server.ask("GET", "/status").json["history"] == []
+
+
+def test_the_history_has_the_most_requests_that_waited_since_the_last_sample(
+    eventually: Eventually,
+) -> None:
+    """The chart showed 0 where the tile showed 8: samples are taken when the loop has time."""
+    engine = GatedEngine(max_batch=1)
+    with running({"m": engine}, max_batch=1) as server:
+        engine.warm = True
+        history = server.server._routes.status.history
+        eventually(lambda: history._due_us > 0)
+        history._due_us = 1 << 60  # the server takes no more
+        body = infer_json([1, 2, 3, 4], [1, 4])
+        raws = [server.connect() for _ in range(4)]
+        for raw in raws:
+            raw.send(request("POST", "/v2/models/m/infer", body))
+            assert raw is not raws[0] or engine.entered.acquire(timeout=20)  # it waits no more
+        eventually(lambda: server.server.repository.models["m"].waiting == 3)
+        engine.gate.set()
+        assert [getattr(raw.reply(), "status", 0) for raw in raws] == [200] * 4
+        history.tick(1 << 60)
+        history.tick(1 << 61)
+        busy, quiet = (orjson.loads(orjson.dumps(each)) for each in history.since(-1)[-2:])
+        assert busy["models"][0]["waiting"] == 3
+        assert quiet["models"][0]["waiting"] == 0
 
 
 def test_the_history_has_a_maximum_length() -> None:
