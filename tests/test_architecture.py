@@ -53,14 +53,14 @@ OWNERS = {
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
     "core": 3170,
-    "runtimes": 6445,
+    "runtimes": 6560,
     "training": 180,
-    "exporters": 1325,
+    "exporters": 1430,
     "onnx_graph+quantization": 5020,
     "builders": 1950,
-    "measure": 4260,
+    "measure": 4270,
     "serving": 11540,
-    "api": 5135,
+    "api": 5140,
     "cli": 1960,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 60  # the whole package

@@ -269,7 +269,8 @@ def _proofs(
             feeds, fewer = comparison_feeds(base, engine, samples, graph)
             for text in fewer:
                 note(f"parity: {text}")
-            parity.append(compare_engines(base, engine, feeds, names=names))
+            random = samples is None
+            parity.append(compare_engines(base, engine, feeds, names=names, random=random))
             found = scores(engine, feeds)
             if found is not None and base_scores is not None:
                 drop = paired_drop(base_scores, found, TOP1)

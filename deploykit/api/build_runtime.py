@@ -138,7 +138,7 @@ def _prove(
         joined: list[JoinedRun] = []
         keep, names = batching.keep_runs(engine, feeds, joined), (title, name)
         parity = compare_engines(
-            reference, engine, feeds, max_error=max_error, names=names, each=keep
+            reference, engine, feeds, max_error=max_error, names=names, each=keep, random=True
         )
         if not parity.passed:
             return Evidence(parity=parity)

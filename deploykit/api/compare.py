@@ -115,8 +115,8 @@ def compare(
             name, feeds, stored = recorded
             why, notes = "", (f"the inputs are the golden samples of {name}",)
             bound = stored if max_error is None else max_error
-        names = (first.name, second.name)
-        parity = compare_engines(left, right, feeds, max_error=bound, names=names)
+        names, random = (first.name, second.name), samples is None
+        parity = compare_engines(left, right, feeds, max_error=bound, names=names, random=random)
         if samples and any(row.floating and row.problem for row in parity.rows):
             check_finite(samples)
         if not parity.passed and max_error is None:

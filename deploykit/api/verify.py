@@ -158,7 +158,9 @@ def _compare_with(graph: Path, engine: Engine, name: str, max_error: float) -> P
     feeds, _ = comparison_feeds(engine, engine, None, graph)
     names = (graph.name, name)
     with load(graph, "cpu") as reference:
-        return compare_engines(reference, engine, feeds, max_error=max_error, names=names)
+        return compare_engines(
+            reference, engine, feeds, max_error=max_error, names=names, random=True
+        )
 
 
 def _replay(found: GoldenSamples, engine: Engine, path: Path, name: str) -> Parity:

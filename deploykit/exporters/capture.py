@@ -22,14 +22,9 @@ from typing import Any
 from deploykit.core.extras import require
 from deploykit.core.tensors import TensorSpec, concrete
 from deploykit.exporters import recurrent
-from deploykit.exporters.reasons import (
-    SizeWatch,
-    baked,
-    explain,
-    is_users,
-    is_written_for_tracing,
-    source_place,
-)
+from deploykit.exporters.calls import CallWatch
+from deploykit.exporters.reasons import SizeWatch, baked, explain
+from deploykit.runtimes.torch.advice import is_users, is_written_for_tracing, source_place
 
 torch: ModuleType = require("torch")
 transformer: Any = require("torch.nn.modules.transformer")
@@ -245,6 +240,14 @@ def cutting_line(module: Any, inputs: Sequence[TensorSpec], sizes: Mapping[str, 
     with _exporting(), recurrent.kept_whole(), SizeWatch() as watch:
         _capture_alone(module, inputs, sizes)
     return watch.suspect(sizes)
+
+
+def watch_calls(module: Any, inputs: Sequence[TensorSpec], sizes: Mapping[str, int]) -> CallWatch:
+    """Which line of the user's code called which operator, in a run of `module` at `sizes`."""
+    watch = CallWatch(module)
+    with _exporting(), contextlib.suppress(*_RAISED), watch:
+        module(*_example(inputs, sizes))
+    return watch
 
 
 def _capture_alone(module: Any, inputs: Sequence[TensorSpec], sizes: Mapping[str, int]) -> None:

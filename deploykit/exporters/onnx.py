@@ -18,15 +18,17 @@ from deploykit.core.errors import BadInput, GateFailed
 from deploykit.core.extras import require
 from deploykit.core.profile import Profile
 from deploykit.core.tensors import TensorSpec
+from deploykit.exporters.calls import check_layers
 from deploykit.exporters.capture import (
     by_dynamo,
     by_torchscript,
     cutting_line,
     example_sizes,
     is_scripted,
+    watch_calls,
 )
 from deploykit.exporters.finish import finish, save
-from deploykit.exporters.reasons import NotExported, TooSmall, hint_for
+from deploykit.exporters.reasons import FREE_HINT, NotExported, TooSmall, hint_for
 
 torch: ModuleType = require("torch")
 
@@ -107,7 +109,7 @@ def export_module(
                 model, decided = _at_size_taken(module, inputs, outputs, opset, at)
             except NotExported as first:
                 if exporter == "dynamo" or first.final:
-                    raise
+                    raise _advised(first, module, inputs, at) from first.__cause__
                 model, why = _fall_back(module, inputs, outputs, opset, at, Path(folder), first)
         else:
             model, frozen = by_torchscript(module, inputs, outputs, opset, at, Path(folder))
@@ -144,12 +146,14 @@ def add_cause(
     decided: tuple[str, ...] = (),
 ) -> None:
     """Name in `error` the lines by which a graph exported at `sizes` is wrong, and the rewrite."""
+    if isinstance(error, GateFailed) and watch_calls(module, inputs, sizes).add_to(error):
+        return
     if decided:
         error.message += f"; the graph keeps what was decided at {', '.join(decided)}"
         error.hint = _BRANCH_HINT
     elif place := cutting_line(module, inputs, sizes):
         error.message += f"; a size decides at {place}"
-        error.hint = hint_for(place, error.hint)
+        error.hint = hint_for(place, FREE_HINT)
 
 
 def _at_size_taken(
@@ -180,11 +184,11 @@ def _fall_back(
 ) -> tuple[Any, str]:
     """The older exporter's graph and why it was used; raises `first` where that fails as well."""
     if opset not in TORCHSCRIPT_OPSETS:
-        raise first
+        raise _advised(first, module, inputs, sizes)
     try:
         model, frozen = by_torchscript(module, inputs, outputs, opset, sizes, folder)
     except NotExported:
-        raise first from None
+        raise _advised(first, module, inputs, sizes) from None
     if frozen and not first.captured:
         raise NotExported(
             f"{first.message}; and torch's older exporter would keep one branch at {frozen[0]}",
@@ -192,6 +196,16 @@ def _fall_back(
             final=True,
         )
     return model, first.message
+
+
+def _advised(
+    error: NotExported, module: Any, inputs: Sequence[TensorSpec], sizes: Mapping[str, int]
+) -> NotExported:
+    """`error` with the line that calls an operator which ONNX lacks, and what to do."""
+    if error.operator:
+        watch_calls(module, inputs, sizes).add_operator(error, error.operator)
+    check_layers(error, module)
+    return error
 
 
 def _parameters(module: Any) -> list[str]:

@@ -6,21 +6,26 @@ that silently keeps one branch of an `if`, or one size of an axis, is worse than
 
 from __future__ import annotations
 
-import linecache
 import logging
 import operator
 import re
 import sys
-import sysconfig
 import textwrap
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType, ModuleType
 
-from deploykit.core.errors import BadInput, first_line
+from deploykit.core.errors import BadInput, causes, first_line
 from deploykit.core.extras import require
 from deploykit.core.tensors import TensorSpec
+from deploykit.runtimes.torch.advice import (
+    innermost,
+    is_users,
+    is_written_for_tracing,
+    raised_at,
+    source_place,
+)
 
 torch: ModuleType = require("torch")
 
@@ -40,13 +45,10 @@ _FUNCTIONS = {  # of the expressions in which torch writes down what holds for a
     "Max": max,
     "Min": min,
 }
-_OWN = (Path(__file__).resolve().parents[1], Path(str(torch.__file__)).resolve().parent)
-_LIBRARY = Path(sysconfig.get_paths()["stdlib"]).resolve()
-
-
 _SIZE_TAKEN = re.compile(r"^(\d+) not in VR\[(\d+), (\w+)\]")
 _SOURCE = re.compile(r" = L\[.*?\]\.size\(\)\[\d+\]")
 _NO_OPERATOR = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)'")
+_NODE = re.compile(r"Error when translating node .*\[target=torch\.ops\.(\w+\.\w+)")
 _LONGEST = 200  # characters of torch's own words
 _DETECTOR_HINT = (
     "give a detector one image of a fixed size, 'images:float32[1,3,480,640]'; else export its "
@@ -61,21 +63,31 @@ _POOL_HINT = (
     "a window of pooling that follows a size cannot be in a graph: x.amax(dim) or x.mean(dim) "
     "computes the same over the whole axis"
 )
-_FREE_HINT = "export with a fixed size for that axis, or change the model to work at any size"
+_CHECKED = "torch.distributions checks its arguments by their values"
+_CHECKED_HINT = "pass it validate_args=False; and in eval return the mean, not a random sample"
+FREE_HINT = "export with a fixed size for that axis, or change the model to work at any size"
 
 
 class NotExported(BadInput):
     """`final`: the other exporter would write a graph that is wrong, so it is not to be tried.
 
     `captured`: torch.export itself succeeded, so that nothing in the model depends on the data.
+    `operator`: what ONNX, or torch's exporter, lacks: "aten.median".
     """
 
     def __init__(
-        self, message: str, *, hint: str | None = None, final: bool = False, captured: bool = False
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        final: bool = False,
+        captured: bool = False,
+        operator: str = "",
     ) -> None:
         super().__init__(message, hint=hint)
         self.final = final
         self.captured = captured
+        self.operator = operator
 
 
 class TooSmall(NotExported):
@@ -96,13 +108,15 @@ def explain(
 
     `sizes`: what the dynamic axes of `inputs` were exported at.
     """
-    chain = list(_causes(exc))
-    frame = next((found for item in reversed(chain) if (found := _raised_at(item))), None)
+    chain = list(causes(exc))
+    frame = raised_at(exc)
     place = source_place(frame.filename, frame.lineno or 0, frame.name) if frame else ""
     own = next((item for item in chain if isinstance(item, NotExported)), None)
     if own is not None:
         return NotExported(f"{own.message} ({place})", hint=own.hint, final=own.final)
     if any(_data_dependent(item) for item in chain):
+        if any(_checks_arguments(item) for item in chain):
+            return NotExported(f"{_CHECKED} ({place})", hint=_CHECKED_HINT, final=True)
         if frame and is_written_for_tracing(frame.filename):
             return NotExported(
                 f"torch.export does not take torchvision's selection of boxes ({place})",
@@ -127,18 +141,27 @@ def explain(
         lines = [line.strip(" -") for line in str(chain[-1]).splitlines()[1:] if line.strip()]
         return NotExported(
             f"the inputs' axes are not free: {_SOURCE.sub('', lines[0] if lines else reason)}",
-            hint=_FREE_HINT,
+            hint=FREE_HINT,
             final=True,
         )
-    if match := _NO_OPERATOR.search(reason):
-        reason = f"ONNX has no operator for {match[1]}"
+    operator, reason = _operator(chain, reason)
     reason = textwrap.shorten(reason, _LONGEST, placeholder=" ...")
     where = f" ({place})" if place else ""
     return NotExported(
         f"torch cannot export the model: {reason}{where}",
         hint=hint_for(place, None) if re.search("split|chunk|unbind", reason) else None,
         captured=any(type(item).__name__ == "ConversionError" for item in chain),
+        operator=operator,
     )
+
+
+def _operator(chain: Sequence[BaseException], reason: str) -> tuple[str, str]:
+    """The operator that ONNX or torch lacks, "" if none, and the reason with its name."""
+    if missing := _NO_OPERATOR.search(reason):
+        return missing[1], f"ONNX has no operator for {missing[1]}"
+    if node := next((match for item in chain if (match := _NODE.search(str(item)))), None):
+        return node[1], f"its exporter does not take this use of {node[1]}: {reason}"
+    return "", reason
 
 
 def baked(spec: TensorSpec, at: int, size: object, place: str) -> NotExported:
@@ -151,7 +174,7 @@ def baked(spec: TensorSpec, at: int, size: object, place: str) -> NotExported:
     return NotExported(
         f"the model fixes axis {spec.shape[at]} (axis {at} of input '{spec.name}') {kind} {size}: "
         + (place or "something in it reads that size as a constant"),
-        hint=hint_for(place, _FREE_HINT),
+        hint=hint_for(place, FREE_HINT),
         final=True,
     )
 
@@ -183,14 +206,14 @@ class SizeWatch(logging.Handler):
         if match := _SYMBOL.search(message):
             self.symbols[match[1]] = int(match[2])
         elif match := _FIXES.search(message):
-            self.places.setdefault(int(match[1]), _innermost(sys._getframe()))
+            self.places.setdefault(int(match[1]), innermost(sys._getframe()))
         elif match := _PIECES.search(message):
-            self.pieces.append((match[1], _innermost(sys._getframe())))
+            self.pieces.append((match[1], innermost(sys._getframe())))
         elif match := _GUARD.search(message):
             frame, guard = sys._getframe(), match[1].removeprefix("eval ")
             if place := _decided_at(frame):
                 self.guards.setdefault(guard, place)
-            self.of_libraries.setdefault(guard, place or _innermost(frame))
+            self.of_libraries.setdefault(guard, place or innermost(frame))
 
     def place(self, size: int) -> str:
         """The line that fixed the axis of this size, or cut it into so many pieces; else ""."""
@@ -235,27 +258,6 @@ class SizeWatch(logging.Handler):
         logger.setLevel(level)
 
 
-def is_users(file: str) -> bool:
-    """Whether `file` is the user's code or a library of models, not torch, deploykit or Python."""
-    if file.startswith("<"):
-        return False
-    parents = Path(file).resolve().parents
-    installed = any(parent.name == "site-packages" for parent in parents)
-    return not any(own in parents for own in _OWN) and (installed or _LIBRARY not in parents)
-
-
-def is_written_for_tracing(file: str) -> bool:
-    """Whether `file` is torchvision's: where it decides by the data, a tracer gets all branches."""
-    return "torchvision" in Path(file).parts
-
-
-def source_place(file: str, line: int, function: str = "") -> str:
-    """A place in a source file: "mine.py:14, in forward: `if x.sum() > 0:`"."""
-    code = linecache.getline(file, line).strip()
-    inside = f", in {function}" if function else ""
-    return f"{Path(file).name}:{line}{inside}" + (f": `{code}`" if code else "")
-
-
 def _always(guard: str, symbols: Mapping[str, int]) -> bool:
     """Whether `guard`, an expression of torch's in these symbols, holds for every size above 1."""
     sizes = {2**power + more for power in range(1, 15) for more in (0, 1)}
@@ -278,32 +280,13 @@ def _decided_at(frame: FrameType | None) -> str:
     return source_place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
-def _innermost(frame: FrameType | None) -> str:
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            return source_place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        frame = frame.f_back
-    return ""
-
-
-def _raised_at(exc: BaseException) -> traceback.FrameSummary | None:
-    """The innermost frame of the user's code that `exc` passed through."""
-    for frame in reversed(traceback.extract_tb(exc.__traceback__)):
-        if is_users(frame.filename):
-            return frame
-    return None
-
-
-def _causes(exc: BaseException) -> Iterator[BaseException]:
-    """From the outermost inwards; torch wraps its reasons in pages of advice."""
-    current: BaseException | None = exc
-    while current is not None:
-        yield current
-        current = current.__cause__
-
-
 def _data_dependent(exc: BaseException) -> bool:
     if type(exc).__name__ == "GuardOnDataDependentSymNode":
         return True
     dynamo = type(exc).__module__.startswith("torch._dynamo")
     return dynamo and "data-dependent" in str(exc).lower()
+
+
+def _checks_arguments(exc: BaseException) -> bool:
+    frames = traceback.extract_tb(exc.__traceback__)
+    return any("distributions" in Path(frame.filename).parts for frame in frames)

@@ -297,7 +297,10 @@ def _float_tensors(graph: Graph) -> list[str]:
     names += [name for node in graph.skeleton.graph.node for name in node.output if name]
     floats = [name for name in names if graph.element_types.get(name) == TensorProto.FLOAT]
     if not floats:
-        raise BadInput(f"{graph.path}: has no float32 tensor: nothing to quantize")
+        raise BadInput(
+            f"{graph.path}: has no float32 tensor: nothing to quantize",
+            hint="export the model in float32: module.float()",
+        )
     return floats
 
 

@@ -19,6 +19,7 @@ from deploykit.core.errors import (  # noqa: E402
 from deploykit.core.tensors import TensorSpec, parse_spec  # noqa: E402
 from deploykit.runtimes.torch.engine import TorchEngine, open_engine  # noqa: E402
 from deploykit.runtimes.torch.files import module_errors  # noqa: E402
+from deploykit.runtimes.torch.live import load_live  # noqa: E402
 from deploykit.runtimes.torch.loaded import Loaded  # noqa: E402
 from deploykit.runtimes.torch.open import (  # noqa: E402
     load_module,
@@ -138,6 +139,21 @@ def test_a_checkpoint_says_its_inputs_itself(tmp_path: Path, arch: Path) -> None
     load_module(tmp_path / "m.pt", arch=f"{arch}:Two", inputs=[INPUT])
     with pytest.raises(BadInput, match=r"its inputs are x:float32\[N,4\]"):
         load_module(tmp_path / "m.pt", arch=f"{arch}:Two", inputs=[parse_spec("y:float32[N,4]")])
+
+
+def test_a_module_that_writes_to_its_input_leaves_the_callers_array() -> None:
+    """It is what the exported graph is compared on next."""
+
+    class Centres(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x -= 3
+            return x * 2
+
+    x = np.ones((2, 4), np.float32)
+    with TorchEngine(load_live(Centres(), [INPUT]), "centres", "cpu", None) as engine:
+        for run in (engine, engine.in_float64):
+            assert (next(iter(run({"x": x}).values())) == -4).all()
+        assert (x == 1).all()
 
 
 def test_weights_alone_are_refused_as_an_engine(weights: Path) -> None:

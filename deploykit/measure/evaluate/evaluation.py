@@ -72,7 +72,7 @@ def evaluate(
                 hint="give labelled samples (or unlabelled ones, for agreement), or no bound",
             )
         random = _random(reference, candidate, sizes or {}, batch_size)
-        parity = compare_engines(reference, candidate, random, names=names)
+        parity = compare_engines(reference, candidate, random, names=names, random=True)
         return _without_labels(parity, None, None, None, min_sqnr_db)
     size, used = samples.batching(batch_size, (*reference.inputs, *candidate.inputs))
     answers = _Answers(samples.first(used), size, metric)

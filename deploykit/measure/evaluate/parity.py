@@ -34,13 +34,17 @@ def compare_engines(
     names: tuple[str, str] = ("a", "b"),
     max_error: float = MAX_ERROR,
     each: Callable[[int, Arrays, Arrays], None] | None = None,
+    random: bool = False,
 ) -> Parity:
     """Run both engines on each of the feeds and compare all outputs.
 
     Feeds of one batch size share their rows. `names` appear in the table and in errors. `each` gets
     the number of the feeds and the outputs of a and b, in the order of a's specs, until one is not
-    finite. Raises BadInput when inputs, outputs or their shapes differ, or
-    when there is nothing to compare. An exceeded bound does not raise: `Parity.raise_if_over` does.
+    finite. `random`: the feeds are made up, so that a size at which both are NaN or infinite at the
+    same places (the deviation of one step) is left out where other sizes have an answer.
+
+    Raises BadInput when inputs, outputs or their shapes differ, or when there is nothing to
+    compare. An exceeded bound does not raise: `Parity.raise_if_over` does.
     """
     check_bound(max_error)
     _check_same("input", a.inputs, b.inputs, names)
@@ -63,7 +67,12 @@ def compare_engines(
             each(number, left, right)
     if not tallies:
         raise BadInput(f"{names[0]} and {names[1]}: no inputs to compare on")
-    rows = tuple(tally.row(output, batch) for (output, batch), tally in tallies.items())
+    answered = {output for (output, _), tally in tallies.items() if not tally.not_finite}
+    rows = tuple(
+        tally.row(output, batch)
+        for (output, batch), tally in tallies.items()
+        if not (random and tally.places_match and tally.undefined and output in answered)
+    )
     return Parity(names[0], names[1], rows, max_error)
 
 

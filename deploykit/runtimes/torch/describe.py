@@ -7,6 +7,7 @@ name of its own.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -177,11 +178,11 @@ class _Probe:
 
 
 def _unanswered(leaves: Leaves) -> set[int]:
-    """The floating outputs without one finite value, as the deviation of one step is NaN."""
+    """The floating outputs that hold NaN or infinity, as the deviation of one step does."""
     return {
         number
         for number, (_, tensor) in enumerate(leaves)
-        if tensor.is_floating_point() and tensor.numel() and not tensor.isfinite().any()
+        if tensor.is_floating_point() and not (tensor < math.inf).all()  # -infinity masks
     }
 
 

@@ -81,8 +81,8 @@ class TorchEngine(BaseEngine):
         check_feeds(self.inputs, feeds, self._where)
         arrays = [np.require(feeds[spec.name], requirements=["C", "W"]) for spec in self.inputs]
         with module_errors(f"{self._where}: the model failed"), torch.inference_mode():
-            tensors = [
-                torch.from_numpy(array).to(self.device, getattr(torch, spec.dtype))  # bfloat16
+            tensors = [  # copied: a module may write to its inputs; bfloat16 has no array
+                torch.from_numpy(array).to(self.device, getattr(torch, spec.dtype), copy=True)
                 for array, spec in zip(arrays, self.inputs, strict=True)
             ]
             values = [to_numpy(value).copy() for value in self._module(*tensors)]
@@ -99,7 +99,10 @@ class TorchEngine(BaseEngine):
         failed = module_errors(f"{self._where}: in float64 the model failed")
         with failed, torch.inference_mode(), _in_double(self._module):
             tensors = [torch.from_numpy(array).to(self.device) for array in arrays]
-            tensors = [each.double() if each.is_floating_point() else each for each in tensors]
+            tensors = [
+                each.to(torch.float64 if each.is_floating_point() else each.dtype, copy=True)
+                for each in tensors
+            ]
             values = [to_numpy(value).copy() for value in self._module(*tensors)]
         return {spec.name: value for spec, value in zip(self.outputs, values, strict=True)}
 

@@ -23,6 +23,7 @@ from deploykit.core.artefact import sniff, torch_kind, wrong_format
 from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, first_line
 from deploykit.core.extras import require
 from deploykit.core.memory import does_not_fit, lacks_memory, memory_errors
+from deploykit.runtimes.torch.advice import advise
 from deploykit.runtimes.torch.operators import absent, lacks, with_torchvision
 
 torch = require("torch")
@@ -109,8 +110,11 @@ def _load_program(path: Path) -> Any:
 
 @contextmanager
 def module_errors(where: object) -> Iterator[None]:
-    """As `core.errors.users_code`; too little memory is OutOfMemory: no fault of the code."""
-    with errors.users_code(where), memory_errors(where):
+    """As `core.errors.users_code`, with the line of the user's code.
+
+    Too little memory is OutOfMemory: no fault of the code.
+    """
+    with _advising(), errors.users_code(where), memory_errors(where):
         try:
             yield
         except torch.OutOfMemoryError as exc:
@@ -119,6 +123,16 @@ def module_errors(where: object) -> Iterator[None]:
             if operator := absent(exc):
                 raise lacks(where, operator) from exc
             raise
+
+
+@contextmanager
+def _advising() -> Iterator[None]:
+    try:
+        yield
+    except BadInput as exc:
+        if exc.__cause__ is not None:
+            advise(exc, exc.__cause__)
+        raise
 
 
 @contextmanager

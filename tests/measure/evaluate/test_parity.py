@@ -274,6 +274,25 @@ def test_nothing_finite_on_either_side_proves_nothing() -> None:
         replace(parity, max_error=1.0).raise_if_over()
 
 
+def test_a_size_of_random_inputs_without_an_answer_is_left_out() -> None:
+    """As of x.std(1) at one step; where nothing else has one, or the two differ, it counts."""
+
+    def engine(*values: float) -> Function:
+        answers = iter(values)
+        spec = "x:float32[N,4]", "y:float32[N,1]"
+        return Function(lambda f: {"y": np.full((len(f["x"]), 1), next(answers), "f")}, *spec)
+
+    def passed(a: tuple[float, ...], b: tuple[float, ...], *, random: bool = True) -> list[int]:
+        parity = compare_engines(engine(*a), engine(*b), feeds_of(1, 2), random=random)
+        return [row.batch for row in parity.rows] if parity.passed else []
+
+    assert passed((math.nan, 1.0), (math.nan, 1.0)) == [2]
+    assert passed((math.nan, 1.0), (math.nan, 1.0), random=False) == []
+    assert passed((math.nan, 1.0), (0.0, 1.0)) == []
+    assert passed((math.nan, math.nan), (math.nan, math.nan)) == []
+    assert passed((math.inf, 1.0), (math.inf, 1.0)) == [2]
+
+
 @pytest.mark.parametrize(
     ("dtype", "a", "b"),
     [
