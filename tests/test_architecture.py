@@ -52,15 +52,15 @@ OWNERS = {
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 3170,
-    "runtimes": 6560,
+    "core": 3180,
+    "runtimes": 6675,
     "training": 180,
     "exporters": 1430,
     "onnx_graph+quantization": 5020,
     "builders": 1950,
     "measure": 4270,
     "serving": 11540,
-    "api": 5140,
+    "api": 5165,
     "cli": 1960,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 60  # the whole package

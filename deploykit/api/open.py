@@ -7,7 +7,7 @@ from or the golden samples next to it; the result is written into its manifest.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -28,10 +28,13 @@ def open_proven(
     threads: int | None = None,
     trust: bool = False,
     instances: int = 1,
+    cuda_graphs: Sequence[int] = (),
+    overlap: bool = True,
     on_note: Callable[[str], None] = log.warning,
 ) -> list[Engine]:
     """Open an artefact `instances` times; the caller closes the engines.
 
+    Those of TensorRT share their weights. `cuda_graphs`, `overlap`: see `load`.
     `trust`: open a TensorRT engine without a manifest too, or one that nothing here can prove; one
     whose outputs are wrong is never opened. `on_note` gets each warning once. Raises GateFailed for
     an engine whose outputs differ from its graph's, BadInput for one that cannot be proven, and as
@@ -46,7 +49,18 @@ def open_proven(
     engines: list[Engine] = []
     with ExitStack() as stack:
         for _ in range(instances):
-            engines.append(load(artefact, device, threads=threads, trust=trust))
+            engine = engines[0].share() if engines else None
+            engines.append(
+                engine
+                or load(
+                    artefact,
+                    device,
+                    threads=threads,
+                    trust=trust,
+                    cuda_graphs=cuda_graphs,
+                    overlap=overlap,
+                )
+            )
             stack.callback(engines[-1].close)
             if len(engines) == 1 and manifest is not None:
                 from deploykit.api.verify import check_proven

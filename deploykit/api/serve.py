@@ -63,6 +63,8 @@ def serve(
     max_held_bytes: int | None = None,
     trust: bool = False,
     cpu_fallback: bool = False,
+    cuda_graphs: bool = True,
+    overlap: bool = True,
     reload: bool = True,
     shared_memory: bool = False,
     token: str | None = None,
@@ -79,27 +81,33 @@ def serve(
     `models`: a file, several, or files by name. Port 0: a free one; `grpc_port` None: HTTP alone.
     `instances`: engines per model. `max_batch`: samples in one call; `batching` False: requests are
     never joined, `assume_batched`: without a trial. `slo_ms`: adapt batch and delay to keep p99
-    below. `buckets`: pad a dynamic axis to these sizes, {"T": (16, 32)}, with the values of `pad`.
-    `queue`: waiting requests per model. `shadows`: by model, a file that repeats some requests.
+    below. `cuda_graphs`, `overlap`: run batches of TensorRT engines as CUDA graphs, and submit the
+    next one before the last is done. `buckets`: pad a dynamic axis to these sizes, {"T": (16, 32)},
+    with the values of `pad`. `queue`: waiting requests per model. `shadows`: by model, a file that
+    repeats some requests.
 
     Raises BadInput, NotFound, MissingExtra, Unsupported (no such device), GateFailed (its proof).
     """
-    given = dict(locals())
-    from deploykit.serving.options import ServeOptions
-
-    given |= {
-        "preferred": tuple(preferred),
-        "buckets": {axis: tuple(sizes) for axis, sizes in (buckets or {}).items()},
-        "pad": pad or {},
-        "tls_cert": Path(tls_cert) if tls_cert else None,
-        "tls_key": Path(tls_key) if tls_key else None,
-        "origins": tuple(origins),
-    }
-    settings = ServeOptions(**{each.name: given[each.name] for each in fields(ServeOptions)})
+    settings = _settings(locals())
     files = _files_by_name(models)
     references = {name: Path(file) for name, file in (shadows or {}).items()}
     opening = Opening(device, threads, instances, trust, cpu_fallback)
     return RunningServer(partial(_run, files, references, settings, opening, reload), settings)
+
+
+def _settings(given: Mapping[str, Any]) -> ServeOptions:
+    """The options among the arguments of `serve`."""
+    from deploykit.serving.options import ServeOptions
+
+    buckets = {axis: tuple(sizes) for axis, sizes in (given["buckets"] or {}).items()}
+    converted = {
+        **{name: tuple(given[name]) for name in ("preferred", "origins")},
+        **{name: given[name] and Path(given[name]) for name in ("tls_cert", "tls_key")},
+        "buckets": buckets,
+        "pad": given["pad"] or {},
+    }
+    names = {each.name for each in fields(ServeOptions)}
+    return ServeOptions(**{n: converted.get(n, value) for n, value in given.items() if n in names})
 
 
 def serve_until_stopped(
@@ -180,7 +188,7 @@ def _run(
     return_large_blocks()
     with ExitStack() as stack:
         sources = {
-            name: Source(file, partial(opening, file), opening.check)
+            name: Source(file, partial(opening, file, settings), opening.check)
             for name, file in files.items()
         }
         models: dict[str, Sequence[Engine]] = {}
@@ -263,21 +271,21 @@ class Opening:
     trust: bool
     cpu_fallback: bool
 
-    def __call__(self, file: Path) -> Sequence[Engine]:
+    def __call__(self, file: Path, settings: ServeOptions) -> Sequence[Engine]:
         threads, count = self.threads, self.instances
         if threads is None and count > 1:
             threads = max(1, usable_cores() // count)
         artefact = Artefact.open(file)
         artefact.sha256  # noqa: B018 - hashed now: later the file may be another one
+        opened = partial(open_proven, artefact, threads=threads, instances=count)
         try:
-            return open_proven(
-                artefact, self.device, threads=threads, trust=self.trust, instances=count
-            )
+            graphs, overlap = settings.graph_sizes, settings.overlap
+            return opened(self.device, trust=self.trust, cuda_graphs=graphs, overlap=overlap)
         except Unsupported as exc:
             cuda = self.device.startswith("cuda")
             if not (self.cpu_fallback and cuda and artefact.format == "onnx"):
                 raise
-            engines: list[Any] = open_proven(artefact, "cpu", threads=threads, instances=count)
+            engines: list[Any] = opened("cpu")
             note = f"runs on the CPU, not on {self.device}: {exc.message}"
             for engine in engines:
                 engine.notes = (*engine.notes, note)

@@ -47,6 +47,8 @@ class ServeArguments:
     instances: int = 1
     threads: int | None = None
     cpu_fallback: bool = False
+    cuda_graphs: bool = True
+    overlap: bool = True
     reload: bool = True
     shared_memory: bool = False
     token_file: Path | None = None
@@ -91,6 +93,8 @@ Engines:
 --instances N          Engines per model
 --threads N            CPU threads per call [one per core]
 --cpu-fallback         Run an ONNX model on the CPU if the GPU cannot
+--cuda-graphs/--no-cuda-graphs  Run batches of TensorRT engines as CUDA graphs
+--overlap/--no-overlap  Submit a batch to a TensorRT engine before the last one is done
 --reload/--no-reload   Load a model again when its file changes
 --shared-memory        Let clients pass tensors in shared memory
 Security:

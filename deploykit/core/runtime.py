@@ -33,6 +33,7 @@ class Runtime:
     suffix: str = ""  # {profile} stands for the target's name
     magic: tuple[int, bytes] = (0, b"")
     scales_outputs: bool = False  # INT8 nodes want scales on what they write, too
+    overlaps: bool = False  # its engines keep calls in flight, and take CUDA graphs
 
     @property
     def on_cpu(self) -> bool:
@@ -56,6 +57,7 @@ ALL = (
         builder="deploykit.builders.tensorrt.target:build_engine",
         suffix=".trt",
         magic=(1, b"trt"),
+        overlaps=True,
     ),
     Runtime(
         "onnxruntime",

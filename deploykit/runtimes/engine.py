@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -77,6 +78,18 @@ class Engine(Protocol):
         """Start a call without waiting for it, where `slots` is above 1. Raises as a call does."""
         ...
 
+    def prepare(self, calls: Iterable[Arrays], *, joined: bool) -> None:
+        """Take the memory for calls like these now, the largest first, in every slot.
+
+        `joined`: their rows are independent, so that a smaller call may be padded to one of them.
+        Raises OutOfMemory.
+        """
+        ...
+
+    def share(self) -> Engine | None:
+        """Another engine on the same weights, for another thread; None where there is none."""
+        ...
+
     def trim(self) -> bool:
         """Whether the next call gives back the memory that only larger ones before needed."""
         ...
@@ -126,6 +139,11 @@ class BaseEngine(Closing):
     def submit(self, feeds: Arrays) -> InFlight:  # noqa: ARG002 - of engines with more slots
         raise Unsupported("this engine runs one call at a time")
 
+    def prepare(self, calls: Iterable[Arrays], *, joined: bool) -> None: ...
+
+    def share(self) -> Engine | None:
+        return None
+
     def trim(self) -> bool:
         return False
 
@@ -134,14 +152,22 @@ OpenEngine = Callable[[Artefact, str, "int | None", bool], Engine]  # device, th
 
 
 def load(
-    source: ArtefactLike, device: str = "auto", *, threads: int | None = None, trust: bool = False
+    source: ArtefactLike,
+    device: str = "auto",
+    *,
+    threads: int | None = None,
+    trust: bool = False,
+    cuda_graphs: Sequence[int] = (),
+    overlap: bool = True,
 ) -> Engine:
     """Open an artefact. `threads`: CPU threads of one call, None for one per core.
 
     `device`: "cpu", "cuda", "cuda:N", or "auto" for a GPU where the runtime has one. Raises
     Unsupported where the named device is not available; nothing falls back silently. Raises
     BadInput for a file whose manifest has another SHA-256. `trust`: open
-    a TensorRT engine without a manifest too, with a note.
+    a TensorRT engine without a manifest too, with a note. Of a TensorRT engine, `cuda_graphs`:
+    batch sizes to run as CUDA graphs; `overlap`: two calls of `submit` may be in flight. Others
+    run without.
     """
     if not _DEVICE.fullmatch(device):
         raise BadInput(
@@ -149,11 +175,16 @@ def load(
         )
     if threads is not None and threads < 1:
         raise BadInput(f"`threads` must be 1 or more, got {threads}")
+    if any(size < 1 for size in cuda_graphs):
+        raise BadInput(f"`cuda_graphs` are batch sizes of 1 or more, got {list(cuda_graphs)}")
     artefact = Artefact.open(source)
     artefact.manifest  # noqa: B018 - raises for a file that is not the one it describes
     if not artefact.runtime.on_cpu:
         _check_gpu(artefact)
-    open_engine: OpenEngine = function(artefact.runtime.engine)
+    opener = function(artefact.runtime.engine)
+    if artefact.runtime.overlaps:
+        opener = partial(opener, slots=2 if overlap else 1, graphs=cuda_graphs)
+    open_engine: OpenEngine = opener
     return open_engine(artefact, device, threads, trust)
 
 

@@ -32,6 +32,8 @@ class ServeOptions:
     fixed. `token`: required from clients as `Authorization: Bearer`. `buckets`: lengths that a
     dynamic axis is padded to; `pad`: the padding value per input. `batching` False: requests are
     never joined; `assume_batched`: they are joined without the proof that this changes no answer.
+    `cuda_graphs`, `overlap`: of TensorRT engines, run batches as CUDA graphs, and submit the next
+    one before waiting for the last.
     """
 
     host: str = "127.0.0.1"
@@ -43,6 +45,8 @@ class ServeOptions:
     max_delay_us: int = 0
     preferred: tuple[int, ...] = ()  # batch sizes in rows that run without further delay
     slo_ms: float | None = None
+    cuda_graphs: bool = True
+    overlap: bool = True
     buckets: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     pad: Mapping[str, float] = field(default_factory=dict)
     queue: int = 1024
@@ -57,6 +61,12 @@ class ServeOptions:
     shadow_rate: float = 0.0  # share of live requests that the shadow engine repeats
     shadow_alarm: float = 0.01  # share of disagreeing rows that raises the alarm in /metrics
     otlp: str | None = None  # OTLP collector for traces, http(s)://host:port
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Batch sizes to capture as CUDA graphs; smaller batches are padded to the next one."""
+        powers = {1 << n for n in range(self.max_batch.bit_length())}
+        return tuple(sorted({*powers, self.max_batch, *self.preferred} if self.cuda_graphs else ()))
 
     def __post_init__(self) -> None:
         for name, (low, high) in _BOUNDS.items():

@@ -32,7 +32,7 @@ def test_too_little_memory_for_the_first_slot_is_reported_at_once_and_frees_all(
     cuda = FakeCuda(total_bytes=1000)
     run = pipeline(cuda, scratch_bytes=2000)
     with pytest.raises(OutOfMemory):
-        run.prepare()
+        run.reserve([(1, 4)])
     run.close()
     assert cuda.held() == {}
 

@@ -22,6 +22,10 @@ from tests.support.runtimes.tensorrt_opened import Opened, opened_fixture, rows 
     [
         ("deserialize_cuda_engine", "deserialize_cuda_engine"),
         ("Runtime", "Runtime"),
+        ("create_execution_context", "create_execution_context"),
+        ("set_optimization_profile_async", "optimisation profile 0"),
+        ("set_input_shape", "shape .* of input 'x'"),
+        ("set_tensor_address", "address of tensor"),
     ],
 )
 def test_refusal_at_load_gives_the_reason_from_the_log(call: str, says: str) -> None:
@@ -44,9 +48,12 @@ def test_refusal_at_load_gives_the_reason_from_the_log(call: str, says: str) -> 
 def test_a_refused_call_raises_a_deploykit_error_and_the_next_call_works(
     opened: Opened, call: str
 ) -> None:
+    """In the slot of a second call, as the first one has its context since the engine is open."""
+    first = opened.engine.submit({"x": rows(3)})
     opened.nv.fail = {call: "the reason"}
     with pytest.raises(Unsupported, match="the reason"):
         opened.engine({"x": rows(2)})
+    np.testing.assert_array_equal(first.result()["y"], 2 * rows(3) + 1)
     np.testing.assert_array_equal(opened.engine({"x": rows(2)})["y"], 2 * rows(2) + 1)
 
 

@@ -17,7 +17,7 @@ from deploykit.core.ending import INSIDE
 from deploykit.core.errors import DeploykitError
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.cuda.errors import DeviceLost
-from deploykit.runtimes.cuda.memory import Driver
+from deploykit.runtimes.cuda.memory import Driver, Shape
 from deploykit.runtimes.cuda.slots import MakeWork, StreamSlot
 from deploykit.runtimes.engine import Arrays, Closing
 
@@ -63,7 +63,8 @@ class Pipeline(Closing):
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
         self.graphs = tuple(sorted(graphs))
         first = {spec.shape[:1] for spec in (*inputs, *outputs)}
-        self.pad = pad and len(first) == 1 and self.inputs[0].batched
+        self._paddable = len(first) == 1 and self.inputs[0].batched
+        self.pad = pad and self._paddable
         self.scratch_bytes = scratch_bytes
         self._batched = next((n for n, spec in enumerate(self.inputs) if spec.batched), None)
         self.slots = slots
@@ -77,9 +78,28 @@ class Pipeline(Closing):
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         return self.submit(feeds).result()
 
-    def prepare(self) -> None:
-        """Make the first slot now. Raises OutOfMemory."""
-        self._free.append(self._idle())
+    def reserve(self, shapes: Sequence[Shape], slots: int = 1) -> None:
+        """Take the memory for `slots` calls of these input shapes now. Raises OutOfMemory."""
+        self.driver.use()
+        rows = None if self._batched is None else shapes[self._batched][0]
+        found = []
+        try:
+            for _ in range(slots):
+                found.append(self._idle())
+                found[-1].reserve(tuple(shapes), self.bucket(rows)[1])
+        finally:
+            self._free += found
+
+    def prepare(self, calls: Iterable[Arrays], *, pad: bool = False) -> None:
+        """Run each call in every slot, twice if it may become a graph: later it takes no memory.
+
+        The largest first, as a buffer that grows drops the graphs. `pad`: see above.
+        """
+        self.pad = self.pad or (pad and self._paddable)
+        for feeds in calls:
+            for _ in range(2 if self.graphs else 1):
+                for ticket in [self.submit(feeds) for _ in range(self.slots)]:
+                    ticket.result()
 
     def map(self, batches: Iterable[Arrays]) -> Iterator[dict[str, np.ndarray]]:
         """The outputs in order, with all slots busy."""

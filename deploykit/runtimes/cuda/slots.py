@@ -95,6 +95,11 @@ class StreamSlot:
             self.release()
             raise
 
+    def reserve(self, shapes: tuple[Shape, ...], capture: bool) -> None:
+        """Take the memory for a call of these input shapes."""
+        if shapes not in self._layouts:
+            self._lay_out(shapes, capture)
+
     def start(self, arrays: Sequence[np.ndarray], rows: int | None, capture: bool) -> None:
         """Enqueue a call; with `capture`, as a graph from its second run on.
 

@@ -7,14 +7,16 @@ so errors are made from the log's lines.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, DeploykitError, first_line
+from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, first_line
 from deploykit.core.manifest import Manifest
 from deploykit.runtimes.cuda.errors import out_of_memory
 from deploykit.runtimes.cuda.execution import Pipeline, Ticket, run_in_order
@@ -39,8 +41,9 @@ if TYPE_CHECKING:
 class TensorRtEngine(BaseEngine):
     """One plan on one GPU. `submit` and `map` keep up to `slots` calls in flight.
 
-    `graphs`: batch sizes to capture as CUDA graphs; each has its own context, as a graph is valid
-    only while its context is unchanged. Raises BadInput, Unsupported, OutOfMemory.
+    `graphs`: batch sizes to capture as CUDA graphs, those above the largest batch as that; each
+    has its own context, as a graph is valid only while its context is unchanged. The memory for a
+    call at the optimum is taken now. Raises BadInput, Unsupported, OutOfMemory.
     """
 
     def __init__(
@@ -68,20 +71,65 @@ class TensorRtEngine(BaseEngine):
         self.max_batch = max_batch(self.profiles, self.inputs)
         self.limits = axis_limits(self.profiles, self.inputs)
         self._plan_notes = plan.notes
-        self._pipeline = Pipeline(
-            driver,
+        self._pipeline = self._open_pipeline(slots, graphs)
+
+    def _open_pipeline(self, slots: int, graphs: Sequence[int]) -> Pipeline:
+        assert self._engine is not None
+        most = self.max_batch
+        pipeline = Pipeline(
+            self._driver,
             self._context,
             self.inputs,
             self.outputs,
             slots=slots,
-            graphs=graphs,
+            graphs=sorted({size if most is None else min(size, most) for size in graphs}),
             scratch_bytes=int(self._engine.device_memory_size_v2),
         )
         try:
-            self._pipeline.prepare()  # reports now if memory does not suffice for one call
+            with self._sizes_of_memory():
+                pipeline.reserve(self._optimum())
         except BaseException:
-            self.close()
+            pipeline.close()
+            self._runtime = self._engine = None
             raise
+        return pipeline
+
+    def share(
+        self, *, slots: int | None = None, graphs: Sequence[int] | None = None
+    ) -> TensorRtEngine:
+        """Another engine on the same weights, with contexts of its own, for another thread.
+
+        `slots`, `graphs`: as this one has where None. Each is closed by its owner; the weights go
+        with the last. Raises as the constructor does.
+        """
+        other, own = copy.copy(self), self._pipeline
+        other._pipeline = other._open_pipeline(
+            own.slots if slots is None else slots, own.graphs if graphs is None else graphs
+        )
+        return other
+
+    def prepare(self, calls: Iterable[Arrays] = (), *, joined: bool = False) -> None:
+        with self._sizes_of_memory():
+            self._pipeline.reserve(self._optimum(), self.slots)
+            # of several profiles, a padded size may fit none
+            self._pipeline.prepare(calls, pad=joined and len(self.profiles) == 1)
+
+    def _optimum(self) -> list[Shape]:
+        return [self.profiles[0][spec.name][1] for spec in self.inputs]
+
+    @contextlib.contextmanager
+    def _sizes_of_memory(self) -> Iterator[None]:
+        """Name the free memory where TensorRT only reports that it does not suffice."""
+        try:
+            yield
+        except OutOfMemory as exc:
+            traceback.clear_frames(exc.__traceback__)  # they hold the engine, which holds memory
+            hint = f"{exc.hint}; to serve it: fewer `instances`, no `cuda_graphs`, no `overlap`"
+            if "free of" in exc.message:
+                raise OutOfMemory(exc.message, hint=hint) from exc
+            free, total = self._driver.memory()
+            sizes = f"{free / 2**20:,.1f} MiB free of {total / 2**20:,.1f} MiB"
+            raise OutOfMemory(f"{exc.message}: {sizes}", hint=hint) from exc
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         return self.submit(feeds).result()
@@ -99,7 +147,7 @@ class TensorRtEngine(BaseEngine):
 
     def map(self, batches: Iterable[Arrays]) -> Iterator[dict[str, np.ndarray]]:
         """The outputs in order; one call's copies overlap another one's compute."""
-        return run_in_order(self.submit, batches, self._pipeline.slots)
+        return run_in_order(self.submit, batches, self.slots)
 
     def layer_times_ms(self, feeds: Arrays) -> dict[str, float]:
         """Milliseconds by layer name in one call, from TensorRT's profiler.
@@ -151,6 +199,10 @@ class TensorRtEngine(BaseEngine):
         return Context(
             self._nv, self._engine, self._driver, self.profiles, self._log_errors, stream, scratch
         )
+
+    @property
+    def slots(self) -> int:  # type: ignore[override]  # never set
+        return self._pipeline.slots
 
     @property
     def last_copies_us(self) -> tuple[int, int]:  # type: ignore[override]  # never set

@@ -47,6 +47,7 @@ class WarmUp:
         self._engine = engine
         self._clock_us = clock_us
         self._splitter = Splitter(engine.outputs, joined=max_batch > 0)
+        self._joined = max_batch > 0
         self._batch_axis = str(engine.inputs[0].shape[0]) if max_batch else None
         self._lengths = lengths
         self._known = (known or {}) if len(lengths) == 1 else {}
@@ -70,6 +71,10 @@ class WarmUp:
             for axis in spec.shape
             if isinstance(axis, str) and axis not in known
         }
+        try:
+            self._engine.prepare(() if free else self._largest_first(), joined=self._joined)
+        except OutOfMemory as exc:
+            raise OutOfMemory(f"model '{self._name}': {exc.message}", hint=exc.hint) from exc
         if free:
             return {}, self._guess(sorted(free))
         times: dict[int, int] = {}
@@ -85,6 +90,12 @@ class WarmUp:
         if self._engine.trim():
             self._engine(self._zeros(1, self._lengths[0]))
         return times, ()
+
+    def _largest_first(self) -> Iterator[Arrays]:
+        """A call of every size, each made when it is asked for."""
+        for lengths in reversed(self._lengths):
+            for rows in sorted((*self._required, *self._between), reverse=True):
+                yield self._zeros(rows, lengths)
 
     def _guess(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Run once at the smallest size of unknown axes that works; a note if none does."""

@@ -92,7 +92,7 @@ def gpu_machine(
 
     cuda = Cuda()
     does.seen["cuda"] = cuda
-    nv = fake.FakeTensorRt(cuda)
+    nv = does.seen["nv"] = fake.FakeTensorRt(cuda)
     opened: list[int] = does.seen.setdefault("devices", [])
 
     def device(number: int) -> Cuda:

@@ -5,7 +5,7 @@ The fixture is imported by its function's name and asked for as `opened`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ def rows(count: int, start: float = 0.0) -> np.ndarray:
 
 
 class Opened:
-    """An engine and the stand-ins below it."""
+    """An engine and the stand-ins below it. `memory`: bytes of `weights` and of a `context`."""
 
     def __init__(
         self,
@@ -40,13 +40,15 @@ class Opened:
         fail: dict[str, str] | None = None,
         noise: dict[str, str] | None = None,
         scratch: int = 0,
+        memory: Mapping[str, int] | None = None,
         notes: tuple[str, ...] = (),
         **options: Any,
     ) -> None:
         self.cuda = cuda or FakeCuda()
         self.nv = FakeTensorRt(self.cuda)
         self.nv.fail, self.nv.noise = fail or {}, noise or {}
-        plan = PlanFile(plan_bytes(tensors, profiles, scratch=scratch), notes, host_code=False)
+        content = plan_bytes(tensors, profiles, scratch=scratch, **memory or {})
+        plan = PlanFile(content, notes, host_code=False)
         self.engine = TensorRtEngine(self.nv, self.cuda, Path("m.trt"), plan, manifest, **options)
 
 
