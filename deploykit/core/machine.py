@@ -79,7 +79,7 @@ def this_machine(root: Path = Path("/")) -> Machine:
         cpu=_cpu_name(cpuinfo),
         physical_cores=_physical_cores(cpuinfo),
         usable_cores=usable_cores(root),
-        cpu_features=_cpu_features(cpuinfo),
+        cpu_features=cpu_features(cpuinfo),
         memory_bytes=memory_bytes(root),
         gpus=_gpus(),
         board=file_text(root / "proc/device-tree/model").strip("\0 \n") or None,
@@ -102,7 +102,8 @@ def _cpu_name(cpuinfo: str) -> str:
     return match[1].strip() if match else platform.processor() or platform.machine()
 
 
-def _cpu_features(cpuinfo: str) -> tuple[str, ...]:
+def cpu_features(cpuinfo: str) -> tuple[str, ...]:
+    """Those of the features that decide speed and exactness, from the text of /proc/cpuinfo."""
     match = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     flags = set(match[1].split()) if match else set()
     return tuple(flag for flag in _CPU_FLAGS if flag in flags)

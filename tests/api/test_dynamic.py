@@ -11,6 +11,7 @@ from onnx import helper
 
 import deploykit as dk
 from deploykit.core.errors import BadInput
+from tests.support.exact_sums import needs_exact_sums
 from tests.support.graphs.data import feeds
 from tests.support.onnx_zoo import conv_relu, make, mnist_like, save
 
@@ -32,6 +33,7 @@ def model(tmp_path: Path) -> Path:
     return save(graph, tmp_path / "model.onnx")
 
 
+@needs_exact_sums
 def test_quantize_needs_no_data_and_keeps_the_evidence(model: Path, tmp_path: Path) -> None:
     made = dk.quantize(model, "int8-dynamic", tmp_path / "q.onnx")
     assert made.manifest.precision["int8"] == 2
@@ -46,6 +48,7 @@ def test_quantize_needs_no_data_and_keeps_the_evidence(model: Path, tmp_path: Pa
     )
 
 
+@needs_exact_sums
 def test_build_reads_the_kernels_back(model: Path, tmp_path: Path) -> None:
     made = dk.build(model, "cpu", precision="int8-dynamic", out=tmp_path / "built.onnx")
     assert made.manifest.precision["int8"] == 2
@@ -57,6 +60,7 @@ def test_build_reads_the_kernels_back(model: Path, tmp_path: Path) -> None:
     assert again.manifest.precision["int8"] == 2
 
 
+@needs_exact_sums
 def test_a_gate_that_it_fails_keeps_it_as_rejected(model: Path, tmp_path: Path) -> None:
     with pytest.raises(dk.GateFailed):
         dk.quantize(model, "int8-dynamic", tmp_path / "q.onnx", min_sqnr_db=90)

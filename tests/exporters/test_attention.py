@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,8 @@ def test_masks_for_all_queries_or_keys_reach_onnx_runtime_expanded(
     tmp_path: Path, mask: str, other: dict[str, str], added: int
 ) -> None:
     """Its kernel takes no mask that the standard would broadcast along these."""
+    if other.keys() & {"opset", "kv"} and version("onnxruntime").startswith(("1.23.", "1.24.")):
+        pytest.skip("this ONNX Runtime has no Attention of opset 24, or none of grouped queries")
     text = MASKED.format(**{**CAUSAL, **other, "mask": mask})
     _, after, kinds = simplify(text)
     assert (kinds["Expand"], kinds.total()) == (int(added > 0), 1 + added)

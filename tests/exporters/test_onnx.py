@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -120,7 +121,7 @@ def test_export_proves_parity_at_every_batch(checkpoint: Path) -> None:
     assert [row.batch for row in made.parity.rows] == [1, 2, 7, 32]
     assert made.parity.passed
     assert made.path == checkpoint.with_suffix(".onnx")
-    assert made.manifest.made_with["torch"] == torch.__version__
+    assert made.manifest.made_with["torch"] == version("torch")
     assert made.manifest.evidence.parity.passed
 
 

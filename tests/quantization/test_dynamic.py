@@ -12,6 +12,7 @@ from onnx import helper, numpy_helper
 from deploykit.core.errors import BadInput
 from deploykit.onnx_graph.graph import Graph
 from deploykit.quantization.dynamic import quantizable, to_dynamic
+from tests.support.exact_sums import needs_exact_sums
 from tests.support.graphs.data import feeds, sqnr_db
 from tests.support.graphs.protos import node_costs, specs, to_pairs
 from tests.support.graphs.qdq_graphs import optimised, quantized, run, stored
@@ -63,6 +64,7 @@ def lstm(directions: int = 1, extra: int = 0, **attributes: object) -> onnx.Mode
     return make([node], inputs, {"y": (5, directions, "N", 6)}, weights)
 
 
+@needs_exact_sums
 @pytest.mark.parametrize(
     "model",
     [linear(), int64_ids(), mnist_like(), layers(), gemm(), gemm(transB=1)],

@@ -169,11 +169,13 @@ def test_a_mask_that_onnx_runtime_does_not_broadcast_is_refused_in_one_line(
     model = onnx.parser.parse_model(f"{head}{sizes} {{ [a] y = Attention(x, x, x, mask) }}")
     onnx.save(model, tmp_path / "m.onnx")
     feeds = {"x": np.ones((1, 1, 3, 4), np.float32), "mask": np.zeros((1, 1, 1, 3), np.float32)}
-    with load(tmp_path / "m.onnx", "cpu") as engine, pytest.raises(BadInput) as caught:
+    with (
+        load(tmp_path / "m.onnx", "cpu") as engine,
+        pytest.raises((BadInput, Unsupported)) as caught,
+    ):  # before 1.24: Unsupported
         engine(feeds)
     why = "inconsistent q_sequence_length (between attn_mask and Q)"
-    assert caught.value.message == (
-        f"{tmp_path / 'm.onnx'}: ONNX Runtime refused it: node 'a' (Attention): {why}"
-    )
+    assert caught.value.message.startswith(f"{tmp_path / 'm.onnx'}: ONNX Runtime ")
+    assert caught.value.message.endswith(f": node 'a' (Attention): {why}")
     assert "Expand before the Attention" in (caught.value.hint or "")
     assert capfd.readouterr().err == ""

@@ -46,6 +46,7 @@ from deploykit.runtimes.onnxruntime.file import (
     stored_twice,
 )
 from deploykit.runtimes.onnxruntime.messages import cure, reason
+from deploykit.runtimes.onnxruntime.sums import EXACT_INTEGERS, UNSHARED, check_sums
 
 ort = require("onnxruntime")
 ort_state = require("onnxruntime.capi.onnxruntime_pybind11_state")
@@ -70,13 +71,7 @@ _OF_CUDA = (
     RuntimeError,
 )
 SHRINK_S = 10.0
-# x86-64 without VNNI or AMX adds pairs of uint8 x int8 products in 16 bits and cuts what does not
-# fit. With this, ONNX Runtime stores the weights as uint8 there when it optimises (seen on AVX2:
-# 17 dB -> exact, 1.35 x the time); elsewhere it changes nothing. Source: its
-# onnxruntime_session_options_config_keys.h and "Quantize ONNX Models", "U8U8".
-EXACT_INTEGERS = "session.x64quantprecision"
 _NUMBER = re.compile(r"[0-9]{1,18}")
-_UNSHARED = "ONNX Runtime runs them in float32, or rounds their sums, on a CPU without VNNI"
 _CUDA_FAILURE = re.compile(r"CUDA failure (\d+): ([^;\n]*)")
 # Fused, these are slower on a CPU than in parts: a BERT took 1.11 (float32) to 1.24 (INT8) times as
 # long; benchmarks/cpu_int8.py
@@ -144,7 +139,7 @@ class OnnxRuntimeEngine(BaseEngine):
             graphs = ()
             self.session = _session(path, device, threads, optimise=optimise)
         if self.session.get_session_options().get_session_config_entry(EXACT_INTEGERS) == "0":
-            self.notes += (f"{path}: nodes share INT8 weights: {_UNSHARED}",)
+            self.notes += (f"{path}: nodes share INT8 weights: {UNSHARED}",)
         self.inputs = tuple(_spec(path, node) for node in self.session.get_inputs())
         self.outputs = tuple(_spec(path, node) for node in self.session.get_outputs())
         self._names = [spec.name for spec in self.outputs]
@@ -244,6 +239,8 @@ def _session(
     graphs: bool = False,
     exact: bool = True,
 ) -> Any:
+    if device == "cpu":
+        check_sums(path)
     floats = small_floats(path)
     options = session_options(threads, half="float16" in floats, exact=exact)
     weights = read_weights(path, options)  # alive until the session has copied them
@@ -268,8 +265,9 @@ def _session(
                 enable_fallback=0,
                 disabled_optimizers=SLOWER_ON_CPU if device == "cpu" else (),
             )
-        except ort_state.Fail as exc:
-            if not exact or "replace the existing tensor" not in str(exc):  # of 1.32
+        except (ort_state.Fail, ort_state.RuntimeException) as exc:
+            clash = ("replace the existing tensor", "Initializer with same name")  # 1.32, 1.23
+            if not exact or not any(text in str(exc) for text in clash):
                 raise
             session = _session(path, device, threads, optimise=optimise, graphs=graphs, exact=False)
     del weights
@@ -363,7 +361,7 @@ def onnxruntime_errors(path: Path, device: str = "cpu") -> Iterator[None]:
         raise BadInput(f"{path}: ONNX Runtime refused it: {reason(exc)}", hint=cure(exc)) from exc
     except (ort_state.RuntimeException, ort_state.EPFail, RuntimeError, ValueError) as exc:
         error = BadInput if "SafeIntOnOverflow" in str(exc) else Unsupported  # the file's sizes
-        raise error(f"{path}: ONNX Runtime failed: {reason(exc)}") from exc
+        raise error(f"{path}: ONNX Runtime failed: {reason(exc)}", hint=cure(exc)) from exc
 
 
 def _files(path: Path) -> Iterator[Path]:

@@ -22,11 +22,16 @@ def small_floats(path: Path) -> set[str]:
     return {name for name, kind in _SMALL_FLOATS.items() if kind in kinds}
 
 
-def multiplies_integers(path: Path) -> bool:
-    """Whether the file has operators that multiply 8-bit integers, as a built INT8 file has."""
+def multiplies_integers(path: Path, *, scaled_in_each_call: bool = False) -> bool:
+    """Whether the file has operators that multiply 8-bit integers, as a built INT8 file has.
+
+    `scaled_in_each_call`: only products of activations whose scale follows
+    from the values of each call.
+    """
+    kinds = _SCALED_IN_EACH_CALL if scaled_in_each_call else _INTEGER_PRODUCTS
     try:
         with Pages(path) as data:
-            return _operator_in(data, "model", 0, len(data), _INTEGER_PRODUCTS)
+            return _operator_in(data, "model", 0, len(data), kinds)
     except (OSError, ValueError, IndexError, RecursionError):
         return False
 
@@ -172,9 +177,9 @@ _WORK: Mapping[bytes, tuple[int, ...]] = {
     b"Tile": (1, 2),
     b"Upsample": (1,),
 }
-_INTEGER_PRODUCTS = frozenset(
-    b"QLinearConv QLinearMatMul QGemm QAttention ConvInteger MatMulInteger MatMulIntegerToFloat "
-    b"DynamicQuantizeMatMul DynamicQuantizeLSTM".split()
+_SCALED_IN_EACH_CALL = frozenset((b"ConvInteger", b"MatMulInteger", b"DynamicQuantizeMatMul"))
+_INTEGER_PRODUCTS = _SCALED_IN_EACH_CALL | frozenset(
+    b"QLinearConv QLinearMatMul QGemm QAttention MatMulIntegerToFloat DynamicQuantizeLSTM".split()
 )
 _SHAPES = (b"Shape", b"Size")
 _HOLD_NODES = ("graph", "function", "node", "attribute")

@@ -1,0 +1,11 @@
+"""A mark for tests of models whose INT8 sums an older ONNX Runtime cuts on a CPU without VNNI."""
+
+from __future__ import annotations
+
+import pytest
+
+from deploykit.runtimes.onnxruntime.sums import cuts_sums
+
+needs_exact_sums = pytest.mark.skipif(
+    cuts_sums(), reason="this ONNX Runtime cuts sums on a CPU without VNNI: refused"
+)
