@@ -32,7 +32,10 @@ class NodePrecision:
         self._constants = constants
         self._makers = {name: node for node in nodes for name in node.output if name}
         # what ONNX Runtime could run in integers it has already replaced: a pair left over is float
-        self._final = any(node.domain.startswith(RUNTIME_DOMAINS) for node in nodes)
+        self._final = any(
+            node.domain.startswith(RUNTIME_DOMAINS) and node.op_type not in CONVERTS
+            for node in nodes
+        )
 
     def precision(self, node: onnx.NodeProto) -> str | None:
         """'float32', 'float16', 'bfloat16', 'float64', 'int8' or 'float8'.

@@ -335,7 +335,7 @@ def test_a_header_of_200_megabytes_is_refused_unread(tmp_path: Path) -> None:
     with path.open("wb") as handle:
         handle.write(struct.pack("<Q", 200 << 20) + b"{")
         handle.truncate((200 << 20) + 100)  # a hole: takes no room on the disk
-    with pytest.raises(BadInput, match=r"damaged \.safetensors file: .*[Hh]eader ?[Tt]oo ?[Ll]arge"):
+    with pytest.raises(BadInput, match=r"damaged \.safetensors file: .*(?i:header ?too ?large)"):
         load_weights(path)
 
 
