@@ -53,10 +53,10 @@ OWNERS = {
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
     "core": 3180,
-    "runtimes": 6675,
+    "runtimes": 6715,
     "training": 180,
     "exporters": 1430,
-    "onnx_graph+quantization": 5020,
+    "onnx_graph+quantization": 5030,
     "builders": 1950,
     "measure": 4270,
     "serving": 11540,

@@ -240,7 +240,7 @@ def _session(
     exact: bool = True,
 ) -> Any:
     if device == "cpu":
-        check_sums(path)
+        check_sums(path, ort.__version__)
     floats = small_floats(path)
     options = session_options(threads, half="float16" in floats, exact=exact)
     weights = read_weights(path, options)  # alive until the session has copied them

@@ -7,11 +7,8 @@ import re
 from pathlib import Path
 
 from deploykit.core.errors import Unsupported
-from deploykit.core.extras import require
 from deploykit.core.machine import cpu_features, file_text
 from deploykit.runtimes.onnxruntime.file import multiplies_integers
-
-ort = require("onnxruntime")
 
 # x86-64 without VNNI or AMX adds pairs of uint8 x int8 products in 16 bits and cuts what does not
 # fit. With this, ONNX Runtime stores the weights as uint8 there when it optimises (seen on AVX2:
@@ -23,20 +20,20 @@ UNSHARED = "ONNX Runtime runs them in float32, or rounds their sums, on a CPU wi
 _EXACT_FOR_ALL = (1, 30)
 
 
-def cuts_sums() -> bool:
-    """Whether this ONNX Runtime, on this CPU, adds the products of MatMulInteger in 16 bits."""
-    version = tuple(map(int, re.findall(r"\d+", ort.__version__)[:2]))
-    if version >= _EXACT_FOR_ALL or platform.machine().lower() not in ("x86_64", "amd64"):
+def cuts_sums(version: str) -> bool:
+    """Whether ONNX Runtime `version`, on this CPU, adds the products of MatMulInteger in 16 bits."""
+    numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    if numbers >= _EXACT_FOR_ALL or platform.machine().lower() not in ("x86_64", "amd64"):
         return False
     features = cpu_features(file_text(Path("/proc/cpuinfo")))
     return {"avx512_vnni", "avx_vnni"}.isdisjoint(features)
 
 
-def check_sums(path: Path) -> None:
+def check_sums(path: Path, version: str) -> None:
     """Raise Unsupported for a model whose sums would be wrong here."""
-    if cuts_sums() and multiplies_integers(path, scaled_in_each_call=True):
+    if cuts_sums(version) and multiplies_integers(path, scaled_in_each_call=True):
         raise Unsupported(
-            f"{path}: ONNX Runtime {ort.__version__} cuts the sums of this model's INT8 products "
+            f"{path}: ONNX Runtime {version} cuts the sums of this model's INT8 products "
             "on a CPU without VNNI",
             hint="pip install 'onnxruntime>=1.30' (from Python 3.11 on)",
         )
