@@ -21,7 +21,7 @@ _EXACT_FOR_ALL = (1, 30)
 
 
 def cuts_sums(version: str) -> bool:
-    """Whether ONNX Runtime `version`, on this CPU, adds the products of MatMulInteger in 16 bits."""
+    """Whether ONNX Runtime `version`, on this CPU, adds MatMulInteger's products in 16 bits."""
     numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
     if numbers >= _EXACT_FOR_ALL or platform.machine().lower() not in ("x86_64", "amd64"):
         return False
