@@ -3,7 +3,7 @@
 # make test-all  the same with the long fuzz and soak campaigns: before a release
 # make docs    the documentation as a site, into site/
 # make coverage  the tests once more, and what they reach
-# make gpu-test  the same and more for a machine with an NVIDIA GPU
+# make gpu-test  what needs an NVIDIA GPU, in parts (tests/gpu/run.py); SYSTEM=1: without venv and pip
 # make bench   the project's own speed and memory figures, into benchmarks/
 # PYTHON=python3.12 picks an interpreter, TORCH_INDEX=URL an index of CPU wheels of torch.
 
@@ -64,8 +64,14 @@ docs: venv
 coverage: venv
 	$(BIN)/pytest $(WORKERS) --cov --cov-report=term:skip-covered
 
-gpu-test: venv
-	$(BIN)/python -m tests.gpu.run
+# SYSTEM=1: with $(PYTHON) as it is, no venv and no pip; GPU_TEST: options of tests.gpu.run
+gpu-test:
+ifdef SYSTEM
+	$(PYTHON) -m tests.gpu.run --system $(GPU_TEST)
+else
+	@$(SETUP) --dev --gpu
+	$(BIN)/python -m tests.gpu.run $(GPU_TEST)
+endif
 
 bench: venv
 	$(BIN)/pip install -qq uvicorn granian  # only for the comparison of HTTP stacks

@@ -40,6 +40,7 @@ def main() -> int:
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     parser.add_argument("--lint", action="store_true", help="also ruff and mypy")
     parser.add_argument("--dev", action="store_true", help="also what the tests need")
+    parser.add_argument("--gpu", action="store_true", help="also TensorRT for this driver")
     parser.add_argument("--torch-index", default="", help="URL of an index of CPU wheels of torch")
     options = parser.parse_args()
     if sys.version_info < OLDEST:
@@ -51,13 +52,14 @@ def main() -> int:
         return 2
     gpu = has_gpu()
     name = "dev" if options.dev else "lint" if options.lint else "demo"
-    extras = ["gpu" if gpu else "cpu", "serve", "export", "train", "quantize"]
+    runtime, tensorrt = gpu_extras(driver_version(), is_jetson())
+    extras = [runtime, "serve", "export", "train", "quantize"]
     extras += [name] if name != "demo" else []
     state = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes())
     state.update(json.dumps([extras, options.torch_index, sys.version, str(ROOT)]).encode())
     stamp = options.venv / f".deploykit-{name}"
     if stamp.is_file() and stamp.read_text() == state.hexdigest():
-        return 0
+        return install_tensorrt(options.venv / "bin" / "python", tensorrt) if options.gpu else 0
     python = make_venv(options.venv)
     torch = torch_to_install(python, gpu, options.torch_index)
     print(f"installing deploykit[{','.join(extras)}]", flush=True)
@@ -66,7 +68,45 @@ def main() -> int:
     if options.dev:
         install_torchvision(python, options.torch_index)
     stamp.write_text(state.hexdigest())
+    return install_tensorrt(python, tensorrt) if options.gpu else 0
+
+
+def gpu_extras(driver: str, jetson: bool) -> tuple[str, str]:
+    """(the extra for ONNX Runtime, the extra for TensorRT) by the driver; empty where none fits.
+
+    On a Jetson PyPI's onnxruntime-gpu has no kernels for its GPU, and TensorRT is JetPack's.
+    """
+    if jetson:
+        return "cpu", "jetson"
+    major = int(driver.partition(".")[0] or 0) if driver[:1].isdigit() else 0
+    if major >= 580:
+        return "gpu", "tensorrt-cu13"
+    return "cpu", "tensorrt-cu12" if major >= 525 else ""
+
+
+def install_tensorrt(python: Path, extra: str) -> int:
+    """TensorRT comes from NVIDIA's own index: where that cannot be reached, a note says so."""
+    if extra and not version_in(python, "cuda-bindings" if extra == "jetson" else extra):
+        print(f"installing deploykit[{extra}]", flush=True)
+        command = [str(python), "-m", "pip", "--disable-pip-version-check", "install", *QUICK]
+        done = subprocess.run([*command, "--editable", f"{ROOT}[{extra}]"], check=False)
+        if done.returncode != 0:
+            print(f"note: deploykit[{extra}] was not installed, as said above", flush=True)
     return 0
+
+
+def is_jetson(root: Path = Path("/")) -> bool:
+    return (root / "etc/nv_tegra_release").is_file()
+
+
+def driver_version() -> str:
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return ""
+    command = [smi, "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = answer.stdout.splitlines() if answer.returncode == 0 else []
+    return lines[0].strip() if lines else ""
 
 
 def has_gpu() -> bool:
@@ -86,7 +126,10 @@ def make_venv(venv: Path) -> Path:
     )
     if not works:
         print(f"making {venv}", flush=True)
-        made = subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=False)
+        command = [sys.executable, "-m", "venv", "--clear", str(venv)]
+        # JetPack's TensorRT and CUDA are packages of the system's Python
+        command += ["--system-site-packages"] if is_jetson() else []
+        made = subprocess.run(command, check=False)
         if made.returncode != 0:
             raise SystemExit(
                 "error: no venv could be made; on Debian and Ubuntu: apt install python3-venv"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from importlib import util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from scripts import setup_venv
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "setup_venv.py"
 
@@ -143,3 +146,53 @@ def test_a_local_wheel_has_its_files_size(setup: ModuleType, tmp_path: Path) -> 
     wheel.write_bytes(b"x" * 123)
     assert setup.size_of(wheel.as_uri().replace("+", "%2B")) == 123
     assert setup.size_of((tmp_path / "none.whl").as_uri()) is None
+
+
+@pytest.mark.parametrize(
+    ("driver", "jetson", "extras"),
+    [
+        ("580.65.06", False, ("gpu", "tensorrt-cu13")),  # a cloud L4, an H200
+        ("550.54.15", False, ("cpu", "tensorrt-cu12")),
+        ("470.57.02", False, ("cpu", "")),
+        ("", False, ("cpu", "")),
+        ("540.4.0", True, ("cpu", "jetson")),  # JetPack 6.2 on Orin
+        ("580.00", True, ("cpu", "jetson")),  # JetPack 7 on Thor
+    ],
+)
+def test_the_extras_follow_from_the_driver(
+    driver: str, jetson: bool, extras: tuple[str, str]
+) -> None:
+    """onnxruntime-gpu of PyPI is linked to CUDA 13, and has no kernels for a Jetson."""
+    assert setup_venv.gpu_extras(driver, jetson) == extras
+
+
+def test_a_jetson_is_known_by_its_release_file(tmp_path: Path) -> None:
+    assert not setup_venv.is_jetson(tmp_path)
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "nv_tegra_release").write_text("# R36 (release), REVISION: 4.3")
+    assert setup_venv.is_jetson(tmp_path)
+
+
+def test_the_venv_of_a_jetson_sees_jetpacks_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(setup_venv.subprocess, "run", run)
+    monkeypatch.setattr(setup_venv, "is_jetson", lambda: True)
+    setup_venv.make_venv(tmp_path / "venv")
+    assert commands[0][-1] == "--system-site-packages"
+
+
+def test_tensorrt_that_cannot_be_had_is_a_note(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = subprocess.CompletedProcess([], 1)
+    monkeypatch.setattr(setup_venv.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(setup_venv, "version_in", lambda *_: "")
+    assert setup_venv.install_tensorrt(Path("python"), "tensorrt-cu13") == 0
+    assert "note: deploykit[tensorrt-cu13] was not installed" in capsys.readouterr().out

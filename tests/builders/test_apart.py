@@ -92,10 +92,9 @@ def test_an_interrupted_caller_stops_the_build(
         monkeypatch,
         f"""
 import pickle, sys, time
-print(end="", flush=True)
-sys.stdout.buffer.write(pickle.dumps(("progress", "x", 0.1)))
-sys.stdout.buffer.flush()
 try:
+    sys.stdout.buffer.write(pickle.dumps(("progress", "x", 0.1)))
+    sys.stdout.buffer.flush()
     time.sleep(60)
 except KeyboardInterrupt:
     open({str(mark)!r}, "w").close()

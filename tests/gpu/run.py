@@ -1,19 +1,26 @@
 """`make gpu-test`: everything that needs an NVIDIA GPU, in one command.
 
-    python -m tests.gpu.run [--only conformance,zoo,leak,path] [--members NAME,...] [--out DIR]
+    python -m tests.gpu.run [--only probe,cuda,...] [--members NAME,...] [--out DIR] [--system]
 
 In: this machine's GPU and whatever of TensorRT, ONNX Runtime and torch is installed for it. Out:
 `summary.json`, `summary.md` and a log of each step in DIR, written anew after every step. Each step
 is a process of its own with a time limit: one that fails, hangs or crashes is recorded, and the
 rest goes on. What this machine lacks is recorded as skipped, with the reason. Exit 1 if a step
-failed, 3 without a GPU.
+failed, 3 without a GPU, 4 where there is one and TensorRT or CUDA was skipped.
+
+The parts: probe (versions, what loads), cuda (the driver API), plans (TensorRT's engines against
+what every runtime promises), faults, path (graphs and overlap), leak, torch, ort, build (the
+options of `deploykit build`), zoo. `--system`: this Python as it is, no venv and no pip; `--site
+DIR`: wheels that were carried there, before all others.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
+import os
 import sys
 import tempfile
 import time
@@ -21,13 +28,25 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from deploykit.core.machine import this_machine
-from tests.gpu import zoo
+from tests.gpu import builds, zoo
 from tests.gpu.steps import PYTHON, ROOT, Result, Step, run_step
 from tests.support.runtimes.cases import OPENERS, absent
 
 NOTHING = "no NVIDIA GPU here: nothing was run"
+LACKING = 4  # exit code: a GPU is here, and what this is for was skipped
 RUNTIMES = tuple(name for name in OPENERS if name.endswith("-cuda") or name == "tensorrt")
-PARTS = ("conformance", "leak", "path", "zoo")
+PARTS = ("probe", "cuda", "plans", "faults", "path", "leak", "torch", "ort", "build", "zoo")
+ESSENTIAL = {"probe", "cuda", "plans", "build"}  # parts in which nothing may be skipped
+CONFORMANCE = "tests/runtimes/test_conformance.py"
+SUITES = {  # part -> the runtime it needs, and what pytest gets
+    "cuda": ("", ["tests/runtimes/test_cuda_driver.py", "-m", "gpu"]),
+    "plans": ("tensorrt", [CONFORMANCE, "-k", "tensorrt and not stand"]),
+    "torch": ("torch-cuda", [CONFORMANCE, "-k", "torch-cuda"]),
+    "ort": (
+        "onnxruntime-cuda",
+        [CONFORMANCE, "tests/runtimes/test_onnxruntime_cuda.py", "-k", "cuda", "-m", "gpu"],
+    ),
+}
 PATH = ROOT / "benchmarks" / "cuda_path.py"  # graphs and overlap, on and off
 
 
@@ -39,10 +58,19 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=10_000, help="of the leak check")
     parser.add_argument("--limit-s", type=float, default=7200, help="for all of it")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu-test")
+    parser.add_argument("--system", action="store_true", help="this Python, no venv and no pip")
+    parser.add_argument("--site", type=Path, help="a folder of packages, before all others")
     options = parser.parse_args()
-    if not this_machine().gpus:
+    if options.site is not None:  # of this process, and by the environment of its steps
+        sys.path.insert(0, str(options.site.resolve()))
+        before = os.environ.get("PYTHONPATH", "")
+        paths = [str(options.site.resolve()), before]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if not has_gpu():
         sys.stderr.write(f"{NOTHING}\n")
         return 3
+    if not options.system and sys.prefix == sys.base_prefix:
+        parser.error("this Python is in no venv: use `make gpu-test`, or --system")
     parts = options.only.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"no part {sorted(unknown)[0]}; one of: {', '.join(PARTS)}")
@@ -55,7 +83,24 @@ def main() -> int:
         )
         steps = planned(parts, members, precisions, options.calls, Path(folder), options.out)
         results = run_all(steps, options.limit_s, options.out)
-    return int(any(result.status == "failed" for result in results))
+    return exit_code(results)
+
+
+def has_gpu() -> bool:
+    """An older Jetson has no `nvidia-smi`, but a release file."""
+    machine = this_machine()
+    return bool(machine.gpus or machine.l4t)
+
+
+def exit_code(results: Sequence[Result]) -> int:
+    if any(result.status == "failed" for result in results):
+        return 1
+    missing = [
+        result for result in results if result.status == "skipped" and result.step.part in ESSENTIAL
+    ]
+    for result in missing:
+        sys.stderr.write(f"error: {result.step.part} was skipped: {result.why}\n")
+    return LACKING if missing else 0
 
 
 def planned(
@@ -66,21 +111,34 @@ def planned(
     folder: Path,
     out: Path,
 ) -> Iterator[Step]:
-    """Every step in its order; `folder` holds the zoo's files, `out` gets what steps write."""
-    if "conformance" in parts:
-        words = ["-m", "pytest", "-m", "gpu or conformance", "-p", "no:cacheprovider", "tests"]
-        yield Step("conformance", "pytest -m 'gpu or conformance'", [PYTHON, *words], 1200)
-    if "leak" in parts:
-        for runtime in RUNTIMES:
-            command = [PYTHON, "-m", "tests.gpu.leak", runtime, "--calls", str(calls)]
-            yield Step("leak", runtime, command, 600, skip=absent(runtime))
-    if "path" in parts:
-        skip = "" if PATH.is_file() else f"{PATH.relative_to(ROOT)} is not there"
-        command = [PYTHON, str(PATH), "--out", str(out), "--calls", str(10 * calls)]
-        yield Step("path", "graphs and overlap, on and off", command, 900, skip=skip)
-    if "zoo" in parts:
-        skips = absent("tensorrt"), absent("onnxruntime-cuda")
-        yield from zoo.steps(members, precisions, folder, skips)
+    """Every step in its order; `folder` holds files of steps, `out` gets what they write.
+
+    In the order of `parts`, so that what matters comes before a limit of time.
+    """
+    no_pytest = "" if importlib.util.find_spec("pytest") else "pytest is not installed"
+    for part in parts:
+        if part in SUITES:
+            runtime, words = SUITES[part]
+            why = (absent(runtime) if runtime else "") or no_pytest
+            command = [PYTHON, "-m", "pytest", "-p", "no:cacheprovider", *words]
+            yield Step(part, f"pytest: {part}", command, 1200, skip=why)
+        elif part in ("probe", "faults"):
+            command = [PYTHON, "-m", f"tests.gpu.{part}"]
+            more = ["--out", str(out)] if part == "probe" else []
+            yield Step(part, part, [*command, *more], 900)
+        elif part == "leak":
+            for runtime in RUNTIMES:
+                command = [PYTHON, "-m", "tests.gpu.leak", runtime, "--calls", str(calls)]
+                yield Step("leak", runtime, command, 600, skip=absent(runtime))
+        elif part == "path":
+            skip = "" if PATH.is_file() else f"{PATH.relative_to(ROOT)} is not there"
+            command = [PYTHON, str(PATH), "--out", str(out), "--calls", str(10 * calls)]
+            yield Step("path", "graphs and overlap, on and off", command, 900, skip=skip)
+        elif part == "build":
+            yield from builds.steps(folder, absent("tensorrt"))
+        elif part == "zoo":
+            skips = absent("tensorrt"), absent("onnxruntime-cuda")
+            yield from zoo.steps(members, precisions, folder, skips)
 
 
 def run_all(steps: Iterator[Step], limit_s: float, out: Path) -> list[Result]:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from deploykit.builders.tensorrt.shapes import ranges
 from deploykit.core.machine import this_machine
-from tests.gpu import leak, run, zoo
-from tests.gpu.steps import PYTHON, ROOT, Step, figures, reason, run_step
+from tests.gpu import builds, leak, run, zoo
+from tests.gpu.steps import PYTHON, ROOT, Result, Step, figures, reason, run_step
+from tests.nvidia import fetch
 from tests.support.campaign import rounds
+from tests.support.runtimes.cases import CASES, Case, plan_options
 
 MIB = leak.MIB
 
@@ -114,12 +119,94 @@ def test_every_precision_is_built_and_compared(tmp_path: Path) -> None:
     assert not any(each.skip for each in found)
 
 
-def test_every_part_has_its_steps(tmp_path: Path) -> None:
-    found = list(run.planned(["conformance", "leak", "path"], [], [], 10, tmp_path, tmp_path))
-    assert [each.part for each in found] == ["conformance", "leak", "leak", "leak", "path"]
-    assert found[0].command[2:5] == ["pytest", "-m", "gpu or conformance"]
+def planned(parts: Sequence[str], tmp_path: Path) -> list[Step]:
+    return list(run.planned(parts, [], [], 10, tmp_path, tmp_path))
+
+
+def test_parts_are_run_in_the_order_in_which_they_are_named(tmp_path: Path) -> None:
+    found = planned(["leak", "path", "probe", "cuda", "faults"], tmp_path)
+    assert [each.part for each in found] == [*["leak"] * 3, "path", "probe", "cuda", "faults"]
     assert run.RUNTIMES == ("onnxruntime-cuda", "torch-cuda", "tensorrt")
     assert run.PATH.is_file()
+
+
+def test_every_suite_selects_tests_of_its_runtime_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no GPU is, each is skipped for its runtime; all they name is in the checkout."""
+    monkeypatch.setattr(run, "absent", lambda runtime: f"no {runtime}")
+    for part, (runtime, words) in run.SUITES.items():
+        (found,) = planned([part], Path())
+        assert found.skip == (f"no {runtime}" if runtime else "")
+        assert all((ROOT / word).is_file() for word in words if word.endswith(".py"))
+
+
+@pytest.mark.skipif(bool(this_machine().gpus), reason="there is a GPU here")
+def test_a_suite_whose_tests_are_all_skipped_is_skipped_with_their_reasons(tmp_path: Path) -> None:
+    (found,) = planned(["cuda"], tmp_path)
+    result = run_step(found, 120, tmp_path)
+    assert result.status == "skipped"
+    assert "driver" in result.why or "not installed" in result.why
+
+
+@pytest.mark.parametrize(
+    ("part", "status", "code"),
+    [
+        ("plans", "skipped", run.LACKING),
+        ("cuda", "skipped", run.LACKING),
+        ("build", "skipped", run.LACKING),
+        ("torch", "skipped", 0),
+        ("plans", "passed", 0),
+        ("plans", "failed", 1),
+    ],
+)
+def test_a_gpu_whose_tensorrt_or_cuda_was_skipped_is_no_success(
+    part: str, status: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    passed, failed = (Result(Step("ort", "x", [], 1), end) for end in ("passed", "failed"))
+    asked = Result(Step(part, "x", [], 1), status, why="not installed")
+    assert run.exit_code([passed, asked]) == code
+    assert run.exit_code([failed, asked]) == 1
+    assert ("error: " in capsys.readouterr().err) == (code == run.LACKING)
+
+
+def test_every_option_of_build_has_a_step_and_a_replay(tmp_path: Path) -> None:
+    found = list(builds.steps(tmp_path, ""))
+    assert [each.title for each in found[:3]] == ["make the model", "fp32", "fp32: replay"]
+    plans = [each.command[each.command.index("-o") + 1] for each in found[1::2]]
+    assert len(set(plans)) == len(plans) == len(builds.OPTIONS)
+    (only,) = builds.steps(tmp_path, "not installed")
+    assert only.skip == "not installed"
+    builds.make(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"cnn.onnx", "calib.npz"}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_case_can_be_built_by_a_tensorrt(case: Case, tmp_path: Path) -> None:
+    """Of fixed shapes, too: five tests failed on them before TensorRT was asked."""
+    options = plan_options(tmp_path, case)
+    assert set(ranges(case.input_specs, options.batch, options.axes)) == {
+        spec.name for spec in case.input_specs
+    }
+
+
+def test_faults_are_answered_on_our_own_cuda_driver(tmp_path: Path) -> None:
+    """All but what needs a kernel, and `fork`, which our driver takes no notice of."""
+    pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    try:
+        source = (ROOT / "tests" / "cuda" / "fakecuda.c").read_text(encoding="utf-8")
+        fetch.library(tmp_path / "libcuda.so.1", source)
+    except fetch.Unobtainable as exc:
+        pytest.skip(str(exc))
+    command = [PYTHON, "-m", "tests.gpu.faults", "memory-full", "sigterm"]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [each["ok"] for each in json.loads(done.stdout).values()] == [True] * 2
 
 
 def test_zoo_is_left_out_where_nothing_can_run_it(tmp_path: Path) -> None:

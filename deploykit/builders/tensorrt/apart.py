@@ -22,7 +22,6 @@ from deploykit.builders.tensorrt import build as plans
 from deploykit.builders.tensorrt.options import Options
 from deploykit.builders.tensorrt.progress import OnProgress
 from deploykit.core.errors import DeploykitError, OutOfMemory
-from deploykit.core.memory import available_bytes
 
 COMMAND = (sys.executable, "-m", "deploykit.builders.tensorrt.apart")
 _PATIENCE_S = 30  # TensorRT asks between kernels whether to stop
@@ -37,10 +36,7 @@ def build_here(
 
         driver = CudaDevice(options.device)
         driver.use()  # TensorRT builds for this thread's GPU
-        free = driver.memory()[0]
-        if options.profile.unified_memory:  # CUDA does not count what the page cache would give
-            free = available_bytes() or free
-        options = replace(options, free_bytes=free)
+        options = replace(options, free_bytes=driver.memory()[0])
     except DeploykitError:  # no CUDA: TensorRT itself reports what is missing
         pass
     return plans.build(model, out, options, on_progress)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -194,25 +195,45 @@ def open_torch(folder: Path, case: Case, device: str = "cpu") -> Engine:
     return TorchEngine(load_module(path, arch=arch), path.name, device, None)
 
 
-def open_tensorrt(folder: Path, case: Case) -> Engine:
-    """Build a plan for batches of 1 to `LARGEST_BATCH` with the builder itself, and load it."""
-    from deploykit.builders.tensorrt import build as builder
+def plan_options(folder: Path, case: Case) -> Any:
+    """Batches of 1 to `LARGEST_BATCH`, or the one that the case has."""
     from deploykit.builders.tensorrt.options import Options
     from deploykit.builders.tensorrt.shapes import AxisRange
-    from deploykit.core.files import sha256
-    from deploykit.core.manifest import Manifest, write_manifest
     from deploykit.core.profile import choose_profile
-    from deploykit.runtimes.engine import load
 
     dynamic = any("T" in spec.shape for spec in case.input_specs)
-    options = Options(
+    first = case.input_specs[0].shape[0]
+    batch = (first,) * 3 if isinstance(first, int) else (1, 8, LARGEST_BATCH)
+    return Options(
         profile=choose_profile()[0],
-        batch=AxisRange(1, 8, LARGEST_BATCH),
+        batch=AxisRange(*batch),
         axes={"T": AxisRange(1, 3, LARGEST_STEPS)} if dynamic else {},
         timing_cache=folder / "timing.cache",
     )
+
+
+@cache
+def _plan(name: str) -> tuple[bytes, Mapping[str, str]]:
+    """The plan of a case and what it was built on; built once a process, as that takes seconds."""
+    from deploykit.builders.tensorrt import build as builder
+
+    case = next(each for each in CASES if each.name == name)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        out = folder / "plan.trt"
+        facts = builder.build(_onnx_file(folder, case), out, plan_options(folder, case))
+        return out.read_bytes(), dict(facts.built_on)
+
+
+def open_tensorrt(folder: Path, case: Case) -> Engine:
+    """Load the plan that the builder itself made of `case`."""
+    from deploykit.core.files import sha256
+    from deploykit.core.manifest import Manifest, write_manifest
+    from deploykit.runtimes.engine import load
+
+    content, built_on = _plan(case.name)
     plan = folder / f"{case.name}.trt"
-    facts = builder.build(_onnx_file(folder, case), plan, options)
+    plan.write_bytes(content)
     manifest = Manifest(
         format="tensorrt",
         inputs=case.input_specs,
@@ -221,7 +242,7 @@ def open_tensorrt(folder: Path, case: Case) -> Engine:
         sha256=sha256(plan),
         made_from=(),
         made_with={},
-        built_on=dict(facts.built_on),
+        built_on=built_on,
     )
     write_manifest(plan, manifest)
     return load(plan, "cuda:0")
@@ -262,7 +283,7 @@ def absent(runtime: str) -> str:
         return f"{package} is not installed"
     if runtime not in _GPU:
         return ""
-    if not this_machine().gpus:
+    if not (this_machine().gpus or this_machine().l4t):  # an older Jetson has no `nvidia-smi`
         return "no NVIDIA GPU here"
     module = importlib.import_module(package)
     if package == "torch":
