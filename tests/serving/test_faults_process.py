@@ -98,6 +98,7 @@ def test_f5_a_new_model_file_is_loaded_without_a_failed_request(tmp_path: Path) 
         until(lambda: answers.append(server.infer(1)) or answers[-1] != before)
         assert {status for status, _ in answers} == {200}
         assert server.infer(1) == answers[-1]
+        until(lambda: server.gauge("deploykit_reloads_total"))  # counted after it is in use
         assert server.gauge("deploykit_reloads_total") == 1
 
 
