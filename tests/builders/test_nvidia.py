@@ -202,6 +202,7 @@ def test_a_version_compatible_plan_needs_the_lean_runtime(tmp_path: Path) -> Non
 
 @ask
 @pytest.mark.usefixtures("rtx")
+@pytest.mark.filterwarnings("ignore:.*Timing cache operations are no-ops:DeprecationWarning")
 def test_a_timing_cache_is_made_and_garbage_tolerated(tmp_path: Path) -> None:
     model, out = save(linear(), tmp_path / "m.onnx"), tmp_path / "m.rtx"
     file = tmp_path / "t.cache"
