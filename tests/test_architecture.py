@@ -53,14 +53,14 @@ OWNERS = {
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
     "core": 3180,
-    "runtimes": 6715,
+    "runtimes": 6725,
     "training": 180,
     "exporters": 1430,
     "onnx_graph+quantization": 5030,
     "builders": 1950,
-    "measure": 4270,
+    "measure": 4320,
     "serving": 11540,
-    "api": 5165,
+    "api": 5195,
     "cli": 1960,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 60  # the whole package

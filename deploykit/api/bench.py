@@ -6,6 +6,7 @@ import datetime
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +96,7 @@ def bench(
         seconds=(5.0 if quick else FULL_S) if seconds is None else seconds,
     )
     folder = claim_report(out, (*engines, baseline, data), force=force)
-    run = _prepare(reference, every, Path(data) if data else None, device, note)
+    run = _prepare(reference, every, Path(data) if data else None, device, batches, note)
     points, throttled = _time(run, batches, timing, on_progress)
     report = reports.Report(
         title=f"{reference.artefact.path.stem}: latency and throughput",
@@ -147,6 +148,7 @@ def _prepare(
     every: Sequence[_Entry],
     data: Path | None,
     device: str,
+    batches: Sequence[int],
     note: Callable[[str], None],
 ) -> _Run:
     from deploykit.measure.report.report import NotMeasured
@@ -157,7 +159,7 @@ def _prepare(
         samples = read_samples(data, base.inputs, labelled=True) if data else None
         parity, accuracy = _proofs(base, reference, every, samples, device, note)
         inputs = base.inputs
-    setups, gaps = _setups(reference, every, machine, device)
+    setups, gaps = _setups(reference, every, machine, device, batches)
     if samples is None:
         gaps.append(NotMeasured("accuracy", "no labelled data were given (`data`)"))
     return _Run(machine, inputs, parity, accuracy, setups, gaps)
@@ -205,7 +207,9 @@ def _entry(artefact: Artefact, trust: bool, note: Callable[[str], None]) -> _Ent
     from deploykit.onnx_graph.graph import Graph
 
     def open_it(device: str = "cpu", threads: int | None = None) -> Engine:
-        return open_proven(artefact, device, threads=threads, trust=trust, on_note=note)[0]
+        return open_proven(
+            artefact, device, threads=threads, trust=trust, overlap=False, on_note=note
+        )[0]
 
     if not artefact.runtime.builder:
         raise wrong_format(artefact, artefact.format, f"an {' or '.join(BUILT)} file")
@@ -280,11 +284,15 @@ def _proofs(
 
 
 def _setups(
-    reference: _Entry, every: Sequence[_Entry], machine: Machine, device: str
+    reference: _Entry,
+    every: Sequence[_Entry],
+    machine: Machine,
+    device: str,
+    batches: Sequence[int],
 ) -> tuple[list[Setup], list[NotMeasured]]:
     """The columns: the baseline, each artefact on the CPU in two ways, and on the GPU there is.
 
-    One that does not run on CPUs has one column, on its GPU.
+    One that does not run on CPUs has its own, on its GPU.
     """
     from deploykit.measure.report.report import NotMeasured
 
@@ -294,7 +302,8 @@ def _setups(
     for item in every:
         runtime, stem = item.artefact.runtime, item.artefact.path.stem
         if not runtime.on_cpu:
-            setups.append(_setup(item, f"{stem}, {runtime.title}", device, 1, None))
+            setup = _setup(item, f"{stem}, {runtime.title}", device, 1, None)
+            setups += _ways(setup, batches) if runtime.overlaps else [setup]
             continue
         label = BASELINE if item is reference else stem
         setups.append(_setup(item, label, "cpu", 1, cores))
@@ -303,6 +312,27 @@ def _setups(
         if gpu and "cuda" in runtime.devices:
             setups.append(_setup(item, f"{stem}, GPU", gpu, 1, None))
     return setups, [] if gpu else [NotMeasured("GPU", why)]
+
+
+def _ways(plain: Setup, batches: Sequence[int]) -> list[Setup]:
+    """With and without CUDA graphs, with one call and with two in flight; the weights once."""
+    opened: list[Engine] = []
+
+    def way(slots: int, graphs: Sequence[int]) -> Engine:
+        shared = opened[0].share(slots=slots, graphs=graphs) if opened else None
+        opened.append(shared or plain.engines())
+        return opened[-1]
+
+    return [
+        replace(
+            plain,
+            label=plain.label + ", CUDA graphs" * bool(graphs) + ", overlap" * (slots > 1),
+            engines=partial(way, slots, graphs),
+            in_flight=slots,
+        )
+        for slots in (1, 2)
+        for graphs in ((), tuple(batches))
+    ]
 
 
 def _gpu(reference: _Entry, machine: Machine, device: str) -> tuple[str, str]:

@@ -86,8 +86,13 @@ class Engine(Protocol):
         """
         ...
 
-    def share(self) -> Engine | None:
-        """Another engine on the same weights, for another thread; None where there is none."""
+    def share(
+        self, *, slots: int | None = None, graphs: Sequence[int] | None = None
+    ) -> Engine | None:
+        """Another engine on the same weights, for another thread; None where there is none.
+
+        `slots`, `graphs` (batch sizes to run as CUDA graphs): as this one has where None.
+        """
         ...
 
     def trim(self) -> bool:
@@ -141,7 +146,12 @@ class BaseEngine(Closing):
 
     def prepare(self, calls: Iterable[Arrays], *, joined: bool) -> None: ...
 
-    def share(self) -> Engine | None:
+    def share(
+        self,
+        *,
+        slots: int | None = None,  # noqa: ARG002 - of engines that share weights
+        graphs: Sequence[int] | None = None,  # noqa: ARG002
+    ) -> Engine | None:
         return None
 
     def trim(self) -> bool:

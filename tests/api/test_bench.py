@@ -52,6 +52,31 @@ def test_an_engine_is_timed_against_the_model_it_was_built_from(
     assert (affine_onnx.parent / "report" / "report.json").exists()
 
 
+def test_cuda_graphs_and_overlap_have_rows_of_their_own(
+    machine: Machine, affine_onnx: Path
+) -> None:
+    """The weights are on the GPU once; calls in flight are compared with nothing else."""
+    seen = machine(content=plan(layers=LAYERS, weights=1000)).seen
+    engine = dk.build(affine_onnx, "l4").path
+    report = timed(engine, batches=(8,))
+    cuda = seen["cuda"]
+    assert cuda.held() == {}
+    assert cuda.count["launch"] > 0
+    assert cuda.most_library_bytes == 1000
+    scenarios = {p.label: p.scenario for p in report.points if "TensorRT" in p.label}
+    assert scenarios == {
+        "affine, TensorRT": "closed-loop",
+        "affine, TensorRT, CUDA graphs": "closed-loop",
+        "affine, TensorRT, overlap": "closed-loop, 2 calls in flight",
+        "affine, TensorRT, CUDA graphs, overlap": "closed-loop, 2 calls in flight",
+    }
+    compared = {found["label"] for found in report.to_dict()["speedups"]}
+    assert compared & set(scenarios) == {"affine, TensorRT", "affine, TensorRT, CUDA graphs"}
+    assert not any("overlap" in sentence for sentence in report.verdict[:1])
+    on_cpu = timed(affine_onnx, batches=(8,), force=True)
+    assert not any("overlap" in p.label or "graphs" in p.label for p in on_cpu.points)
+
+
 def test_the_report_names_the_engines_precision_and_its_float32_baseline(
     machine: Machine, affine_onnx: Path
 ) -> None:
@@ -123,7 +148,7 @@ def test_batches_and_accuracy_stay_within_the_engines_sizes(
     np.savez(data, x=np.eye(4, dtype=np.float32).repeat(5, 0), labels=np.arange(4).repeat(5))
     report = timed(engine, batches=(4, 64), data=data)
     ours = [point.batch for point in report.points if "TensorRT" in point.label]
-    assert ours == [4]
+    assert ours == [4] * 4
     assert [row.value.value for row in report.accuracy] == [1.0, 1.0]
     assert max(row["batch"] for row in report.parity[0]["rows"]) == 8
 

@@ -202,7 +202,8 @@ def _accuracy(document: Json) -> Chart | None:
     accuracy = {str(row["precision"]): row for row in document["accuracy"]}
     series, rows, sentences = [], [], []
     metric = ""
-    for label, chosen in by_label(document["points"]).items():
+    points = [p for p in document["points"] if p["scenario"] == document["points"][0]["scenario"]]
+    for label, chosen in by_label(points).items():
         point = chosen[0]
         row, p50 = accuracy.get(str(point["precision"])), point["latency"]["p50_ms"]
         if row is None or p50 is None:

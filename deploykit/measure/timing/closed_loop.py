@@ -9,6 +9,7 @@ import contextlib
 import gc
 import threading
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -43,8 +44,12 @@ def run_block(
     clock: Clock,
     *,
     settle_s: float = 0.0,
+    in_flight: int = 1,
 ) -> Block:
     """Call each engine in a loop for `length_s`, all at once if there are several.
+
+    `in_flight` above 1, for one engine: that many calls of `submit` at a time, each timed from its
+    start to its end; those that are not over at the end of the block are not counted.
 
     A call that has begun is finished, so there is at least one. `settle_s`: an untimed start of at
     least one call, 0 for none. The rate is the sum of the sessions' own rates, each up to the end
@@ -52,6 +57,10 @@ def run_block(
     """
     length_ns, settle_ns = round(length_s * 1e9), round(settle_s * 1e9)
     with _no_garbage_collection():
+        if in_flight > 1:
+            if settle_ns:
+                _loop_overlapping(engines[0], feeds, settle_ns, clock, in_flight)
+            return _loop_overlapping(engines[0], feeds, length_ns, clock, in_flight, batch)
         if len(engines) == 1:
             if settle_ns:
                 _loop(engines[0], feeds, settle_ns, clock)
@@ -84,6 +93,25 @@ def _loop(
         last = now
         if now >= end or stop():
             return calls
+
+
+def _loop_overlapping(
+    engine: Engine, feeds: Arrays, length_ns: int, clock: Clock, in_flight: int, batch: int = 1
+) -> Block:
+    calls, waiting = array("q"), deque((clock(), engine.submit(feeds)) for _ in range(in_flight))
+    begun = waiting[0][0]
+    while True:
+        started, call = waiting.popleft()
+        call.result()
+        now = clock()
+        calls.append(now - started)
+        if now - begun >= length_ns:
+            break
+        waiting.append((now, engine.submit(feeds)))
+    for _, call in waiting:
+        call.result()
+    rows = batch * len(calls)
+    return Block(np.frombuffer(calls, dtype=np.int64), rows, rows / (max(1, now - begun) / 1e9))
 
 
 class _Gate:

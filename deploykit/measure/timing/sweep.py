@@ -33,6 +33,7 @@ Progress = Callable[[str, float], None]
 class Setup:
     """One column of a comparison. `engines` opens one Engine; `sessions` of them run at once.
 
+    `in_flight`: calls of the one engine at a time; more than one is another scenario.
     `threads`: CPU threads of each engine, None where that means nothing. `device`: "" for the
     engine's own. `file` and `sha256` name the artefact in the report.
     """
@@ -45,6 +46,12 @@ class Setup:
     device: str = ""
     file: str = ""
     sha256: str = ""
+    in_flight: int = 1
+
+    @property
+    def scenario(self) -> str:
+        more = f", {self.in_flight} calls in flight" if self.in_flight > 1 else ""
+        return f"{CLOSED_LOOP}{more}"
 
 
 @dataclass(frozen=True)
@@ -192,6 +199,8 @@ def _check_options(setups: Sequence[Setup], batches: Sequence[int]) -> None:
     for setup in setups:
         if setup.sessions < 1:
             raise BadInput(f"{setup.label}: `sessions` must be 1 or more, got {setup.sessions}")
+        if setup.in_flight > 1 and setup.sessions > 1:
+            raise BadInput(f"{setup.label}: several sessions have one call in flight each")
 
 
 @dataclass(frozen=True)
@@ -204,6 +213,14 @@ class _Column:
     @property
     def max_batch(self) -> int | None:
         return self.engines[0].max_batch
+
+    def run(
+        self, feeds: Arrays, batch: int, length_s: float, clock: Clock, settle_s: float = 0.0
+    ) -> Block:
+        in_flight = self.setup.in_flight
+        return run_block(
+            self.engines, feeds, batch, length_s, clock, settle_s=settle_s, in_flight=in_flight
+        )
 
     def takes(self, batch: int) -> bool:
         return self.max_batch is None or batch <= self.max_batch
@@ -271,7 +288,7 @@ def _time_batch(
         for column in columns if number % 2 == 0 else reversed(columns):
             label = column.setup.label
             progress.begin(f"{label}, batch {batch}: round {number + 1}", block_s)
-            block = run_block(column.engines, feeds, batch, block_s, clock, settle_s=settle_s)
+            block = column.run(feeds, batch, block_s, clock, settle_s)
             records[label].blocks.append(block)
     return [_point(column, batch, records[column.setup.label]) for column in columns]
 
@@ -284,7 +301,7 @@ def _point(column: _Column, batch: int, record: _Record) -> Point:
         precision=setup.precision,
         device=setup.device or column.engines[0].device,
         runtime=column.engines[0].runtime,
-        scenario=CLOSED_LOOP,
+        scenario=setup.scenario,
         batch=batch,
         sessions=setup.sessions,
         threads=setup.threads,
@@ -310,7 +327,7 @@ def _warm_up(column: _Column, batch: int, feeds: Arrays, limit_s: float, clock: 
     rates: list[float] = []
     spent_s = 0.0
     while spent_s < limit_s:
-        block = run_block(column.engines, feeds, batch, limit_s / _WARMUP_WINDOWS, clock)
+        block = column.run(feeds, batch, limit_s / _WARMUP_WINDOWS, clock)
         spent_s += block.seconds
         rates.append(block.rate)
         if len(rates) >= 3 and max(rates[-3:]) <= _STABLE * min(rates[-3:]):

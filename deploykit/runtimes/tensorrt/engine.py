@@ -99,8 +99,7 @@ class TensorRtEngine(BaseEngine):
     ) -> TensorRtEngine:
         """Another engine on the same weights, with contexts of its own, for another thread.
 
-        `slots`, `graphs`: as this one has where None. Each is closed by its owner; the weights go
-        with the last. Raises as the constructor does.
+        Each is closed by its owner; the weights go with the last. Raises as the constructor does.
         """
         other, own = copy.copy(self), self._pipeline
         other._pipeline = other._open_pipeline(

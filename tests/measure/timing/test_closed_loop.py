@@ -191,3 +191,44 @@ def test_garbage_is_not_collected_in_calls_and_afterwards_as_before(
         (gc.enable if was else gc.disable)()
     assert seen == {False}
     assert after is enabled
+
+
+class Queued(FakeEngine):
+    """A GPU: calls take `call_s` of a virtual clock each, one after the other."""
+
+    slots = 2
+
+    def __init__(self, clock: VirtualTime, call_s: float) -> None:
+        super().__init__()
+        self.clock, self.call_ns = clock, round(call_s * 1e9)
+        self.free_ns = self.running = self.most = 0
+
+    def submit(self, _feeds: Arrays) -> Queued._Call:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        self.free_ns = max(self.free_ns, self.clock.now_ns) + self.call_ns
+        return Queued._Call(self, self.free_ns)
+
+    class _Call:
+        def __init__(self, engine: Queued, end_ns: int) -> None:
+            self.engine, self.end_ns = engine, end_ns
+
+        def result(self) -> dict[str, np.ndarray]:
+            self.engine.running -= 1
+            self.engine.clock.now_ns = max(self.engine.clock.now_ns, self.end_ns)
+            return {}
+
+
+@pytest.mark.parametrize("settle_s", [0.0, 0.05])
+def test_two_calls_in_flight_are_timed_each_and_their_rate_is_that_of_the_engine(
+    settle_s: float,
+) -> None:
+    """Each call waits for the one before it, so it takes twice as long as the engine per call."""
+    clock = VirtualTime()
+    engine = Queued(clock, 0.01)
+    block = run_block([engine], FEEDS, 4, 0.5, clock, settle_s=settle_s, in_flight=2)
+    assert (engine.most, engine.running) == (2, 0)
+    assert block.calls_ns.tolist() == [10_000_000] + [20_000_000] * 49
+    assert block.rows == 4 * 50
+    assert block.rate == pytest.approx(400)
+    assert block.seconds == pytest.approx(0.5)

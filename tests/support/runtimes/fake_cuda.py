@@ -55,7 +55,9 @@ class FakeCuda(CallLog):
         self.graphs: dict[int, list[Op | int]] = {}
         self.capturing: dict[int, list[Op | int]] = {}
         self.used_bytes = self.peak_bytes = 0
-        self.library_bytes = 0  # of them: what a library took, weights for example
+        self.library_bytes = self.most_library_bytes = (
+            0  # of them: a library's own, such as weights
+        )
         self._running = threading.RLock()  # `free` runs what other threads enqueued
         self._next = 0x1000
 
@@ -78,6 +80,7 @@ class FakeCuda(CallLog):
             return False
         self.used_bytes += nbytes
         self.library_bytes += nbytes
+        self.most_library_bytes = max(self.most_library_bytes, self.library_bytes)
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return True
 
