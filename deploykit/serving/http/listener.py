@@ -16,7 +16,7 @@ from deploykit.serving.transport.call import Head
 from deploykit.serving.transport.memory import MemoryBudget
 from deploykit.serving.transport.places import SPARE, IdleClient, Places
 from deploykit.serving.transport.security import HEALTH, AccessControl
-from deploykit.serving.transport.turns import Turns
+from deploykit.serving.transport.turns import Checked, Checks, Turns
 
 READ_BYTES = 64 << 10
 PIECE_BYTES = 1 << 20  # of a body, received at once: its new memory takes 1 ms
@@ -26,13 +26,11 @@ _KNOWN_HEADS = 1024
 _KNOWN_HEAD_BYTES = 1024
 
 
-class HttpClient(IdleClient, Protocol):
+class HttpClient(IdleClient, Checked, Protocol):
     """What the listener needs of a connection."""
 
     @property
     def unanswered(self) -> int: ...
-
-    def check(self, now_s: float) -> None: ...
 
     def close(self) -> None: ...
 
@@ -58,6 +56,7 @@ class Listener:
         self.turns = Turns()
         self.draining = False
         self.connections: set[HttpClient] = set()
+        self._checks = Checks(self.turns, self.connections)
         self._places = Places(self.connections, limits.connections)
         self._spare: deque[HttpClient] = deque()  # clients above the limit, the newest of them
         self.read_into = bytearray(READ_BYTES)  # shared: only one connection reads at a time
@@ -68,14 +67,13 @@ class Listener:
         self.tick(time.monotonic())
 
     def tick(self, now_s: float) -> None:
-        """Close connections that are past a limit."""
+        """Take the time, and close connections that are past a limit."""
         self.now_s = now_s
         date = formatdate(usegmt=True)
         if date != self._date:
             self._date = date
             self._lines.clear()
-        for connection in list(self.connections):
-            connection.check(now_s)
+        self._checks.begin(now_s)
 
     def keep(self, raw: bytes, head: Head) -> None:
         """Cache a head; not with a trace id, which differs in each request."""

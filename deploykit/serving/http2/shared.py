@@ -13,17 +13,16 @@ from deploykit.serving.http2.headers import Pairs
 from deploykit.serving.http2.stream import Stream
 from deploykit.serving.transport.memory import MemoryBudget
 from deploykit.serving.transport.places import IdleClient, Places
-from deploykit.serving.transport.turns import Turns
+from deploykit.serving.transport.turns import Checked, Checks, Turns
 
 log = logging.getLogger(__name__)
 
 
-class Http2Client(IdleClient, Protocol):
+class Http2Client(IdleClient, Checked, Protocol):
     """A connection, as the server sees it."""
 
     @property
     def unanswered(self) -> int: ...
-    def check(self, now_s: float) -> None: ...
     def flush(self) -> None: ...
     def close(self) -> None: ...
 
@@ -74,7 +73,7 @@ class Shared:
         self.places = Places(self.connections, limits.connections)
         self.open_streams = 0  # of all connections
         self.turns = Turns(clock_s)
-        self._unchecked: list[Http2Client] = []  # of the last tick
+        self._checks = Checks(self.turns, self.connections)
         self._written: list[Http2Client] = []  # with output for the end of this turn of the loop
         self.clock_s = clock_s
         self.now_s = clock_s()
@@ -100,20 +99,11 @@ class Shared:
 
     def tick(self) -> None:
         """Close what took too long, unless this is still being done since the last tick."""
-        if self._unchecked:
+        if self._checks.running:
             return
         now_s = self.clock_s()
         self.tick_s, self.now_s = now_s - self.now_s, now_s
-        self._unchecked = list(self.connections)
-        self.turns.run(self._check)
-
-    def _check(self) -> None:
-        """Many calls may be past their deadline: the next turns have the rest."""
-        while self._unchecked:
-            if self.turns.late():
-                self.turns.wait(self._check)
-                return
-            self._unchecked.pop().check(self.now_s)
+        self._checks.begin(now_s)
 
     @property
     def unanswered(self) -> int:

@@ -159,6 +159,7 @@ def test_a_closed_connection_whose_client_reads_nothing_is_ended(keeps: bool) ->
     server = Server({"m": FakeEngine()}, ServeOptions(http_port=0))
     try:
         listener, transport = server._listener, Unread()
+        listener.turns._scheduled, listener.turns.clock_s = True, lambda: 0.0
         connection = HttpConnection(listener)
         connection.connection_made(transport)
         data = LIVE if keeps else request("GET", "/v2", Connection="close")

@@ -381,6 +381,6 @@ def test_a_request_that_waits_for_its_turn_is_not_timed_out(idle: Server, first:
     listener.turns.busy = True
     feed(connection, asked[first:])
     assert connection.idle_since_s is None
-    listener.tick(listener.now_s + 100)
+    connection.check(listener.now_s + 100)
     assert not wire.closed
     assert wire.written == b""

@@ -1,4 +1,4 @@
-"""Large bodies of many clients share the turns of the event loop, also those that are dropped."""
+"""What many clients do at one moment is done in many turns of the event loop."""
 
 from __future__ import annotations
 
@@ -87,6 +87,40 @@ def test_receiving_from_many_clients_takes_many_turns(server: Server, size: int)
     for connection in connections:
         connection.connection_lost(None)
     assert listener.memory.bytes == 0
+
+
+def test_connections_that_reach_a_limit_together_are_closed_in_many_turns(server: Server) -> None:
+    """4,096 half heads, all of one moment, stopped the loop when their time was over."""
+    now_s, listener = [0.0], server._listener
+    listener.turns.clock_s = lambda: now_s[0]
+    step_s = TURN_S / 10
+
+    class Slow(Socket):
+        def write(self, data: object) -> None:
+            now_s[0] += step_s
+            super().write(data)
+
+    async def main() -> None:
+        for wire in wires:
+            connection = HttpConnection(listener)
+            connection.connection_made(wire)
+            connection.get_buffer(-1)[:7] = b"GET /v2"
+            connection.buffer_updated(7)
+        await asyncio.sleep(0)
+        before_s, turns_s = now_s[0], []
+        listener.tick(listener.now_s + listener.limits.header_s + 1)
+        while not all(wire.out for wire in wires):
+            listener.tick(listener.now_s + 1)  # the last round is still running
+            turns_s.append(now_s[0] - before_s)
+            before_s = now_s[0]
+            await asyncio.sleep(0)
+        turns_s.append(now_s[0] - before_s)
+        assert max(turns_s) < TURN_S + 2 * step_s
+        assert now_s[0] == pytest.approx(CLIENTS * step_s)
+
+    wires = [Slow() for _ in range(CLIENTS)]
+    asyncio.run(main())
+    assert all(b" 408 " in wire.out for wire in wires)
 
 
 def test_what_a_client_sends_in_a_busy_turn_is_kept_in_small_pieces(server: Server) -> None:
