@@ -88,9 +88,9 @@ def test_opening_makes_the_context_of_the_optimum() -> None:
     found = Opened(memory=MEMORY)
     (context,) = found.nv.contexts
     assert context.shapes == {"x": (8, 4)}
-    changes, used = context.changes, found.cuda.used_bytes
+    used = found.cuda.used_bytes
     assert right(found.engine, 8)
-    assert (context.changes, found.cuda.used_bytes) == (changes, used)
+    assert (found.nv.contexts, found.cuda.used_bytes) == ([context], used)
     found.engine.close()
 
 
@@ -131,6 +131,33 @@ def test_prepare_without_calls_makes_every_slot_ready_for_the_optimum() -> None:
     assert len(found.cuda.streams) == 2
     found.engine.close()
     assert found.cuda.held() == {}
+
+
+def test_sizes_that_were_not_prepared_are_not_captured_later() -> None:
+    """Each would take a context, and its memory, during a request."""
+    x, y = (tensor(name, mode, [-1, 4, -1]) for name, mode in (("x", "INPUT"), ("y", "OUTPUT")))
+    found = Opened(
+        (x, {**y, "shape": [-1, 4, 2]}), ({"x": [[1, 4, 1], [8, 4, 2], [8, 4, 2]]},), graphs=SIZES
+    )
+    found.engine.prepare()  # no size of the third axis is known
+    contexts = found.nv.contexts
+    for _ in range(3):
+        for n in range(1, 9):
+            found.engine.submit({"x": np.zeros((n, 4, 2), np.float32)})
+    assert found.nv.contexts == contexts
+    assert len(contexts) == 2
+    found.engine.close()
+
+
+def test_a_model_that_is_not_batched_has_graphs_of_what_was_prepared_alone() -> None:
+    found = Opened(graphs=SIZES, memory=MEMORY)
+    found.engine.prepare(calls(1), joined=False)
+    used, contexts = found.cuda.used_bytes, found.nv.contexts
+    for n in (1, 2, 4, 8, 3) * 3:
+        assert right(found.engine, n)
+    assert (found.cuda.used_bytes, found.nv.contexts) == (used, contexts)
+    assert len(contexts) == 4  # in both slots: one for the graph, one for all other sizes
+    found.engine.close()
 
 
 @pytest.mark.parametrize("short", ["slot", "graph"])

@@ -81,22 +81,26 @@ class Pipeline(Closing):
     def reserve(self, shapes: Sequence[Shape], slots: int = 1) -> None:
         """Take the memory for `slots` calls of these input shapes now. Raises OutOfMemory."""
         self.driver.use()
-        rows = None if self._batched is None else shapes[self._batched][0]
         found = []
         try:
             for _ in range(slots):
                 found.append(self._idle())
-                found[-1].reserve(tuple(shapes), self.bucket(rows)[1])
+                found[-1].reserve(tuple(shapes))
         finally:
             self._free += found
 
     def prepare(self, calls: Iterable[Arrays], *, pad: bool = False) -> None:
         """Run each call in every slot, twice if it may become a graph: later it takes no memory.
 
-        The largest first, as a buffer that grows drops the graphs. `pad`: see above.
+        The largest first, as a buffer that grows drops the graphs. No other size becomes one any
+        more. `pad`: see above.
         """
         self.pad = self.pad or (pad and self._paddable)
+        wanted, self.graphs = self.graphs, ()
         for feeds in calls:
+            rows = None if self._batched is None else len(feeds[self.inputs[self._batched].name])
+            prepared = wanted if rows is None else [n for n in wanted if n == rows]
+            self.graphs = tuple(sorted({*self.graphs, *prepared}))
             for _ in range(2 if self.graphs else 1):
                 for ticket in [self.submit(feeds) for _ in range(self.slots)]:
                     ticket.result()

@@ -95,10 +95,12 @@ class StreamSlot:
             self.release()
             raise
 
-    def reserve(self, shapes: tuple[Shape, ...], capture: bool) -> None:
-        """Take the memory for a call of these input shapes."""
+    def reserve(self, shapes: tuple[Shape, ...]) -> None:
+        """Take the memory for a call of these input shapes that is not a graph."""
         if shapes not in self._layouts:
-            self._lay_out(shapes, capture)
+            self._lay_out(shapes, capture=False)
+            del self._layouts[shapes]  # a call may want a graph
+            self._bound = None
 
     def start(self, arrays: Sequence[np.ndarray], rows: int | None, capture: bool) -> None:
         """Enqueue a call; with `capture`, as a graph from its second run on.
