@@ -62,9 +62,7 @@ class Case:
         return sent
 
     def finish(self) -> None:
-        self.engine.free = True
-        for call in list(self.engine.calls):
-            call.may_end.set()
+        self.engine.end_all()
         self.batcher.close()
 
 
@@ -186,9 +184,7 @@ def test_the_end_answers_all_and_closes_the_engine_after_them(case: Case, retire
 
 def test_without_draining_the_batches_in_flight_are_answered(case: Case) -> None:
     sent = case.fill()
-    case.engine.free = True
-    for call in list(case.engine.calls):
-        call.may_end.set()
+    case.engine.end_all()
     case.batcher.close(drain=False)
     assert all(map(right, sent[:5]))
     assert right(sent[5]) or isinstance(sent[5].error, Overloaded)

@@ -88,6 +88,12 @@ class OverlappingEngine(FakeEngine):
     def end_one(self) -> None:
         self.calls[0].may_end.set()
 
+    def end_all(self) -> None:
+        """From now on calls end by themselves."""
+        self.free = True
+        for call in list(self.calls):
+            call.may_end.set()
+
     def close(self) -> None:
         assert not self.calls, "closed with a call in flight"
         super().close()
