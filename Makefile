@@ -4,6 +4,7 @@
 # make docs    the documentation as a site, into site/
 # make coverage  the tests once more, and what they reach
 # make gpu-test  what needs an NVIDIA GPU, in parts (tests/gpu/run.py); SYSTEM=1: without venv and pip
+# make gpu-session  the same in one call of ten minutes, for a machine that is lent (tests/gpu/session.py)
 # make bench   the project's own speed and memory figures, into benchmarks/
 # PYTHON=python3.12 picks an interpreter, TORCH_INDEX=URL an index of CPU wheels of torch.
 
@@ -18,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS = -n $$(( 1 + $$(nproc) )) --dist loadfile --no-loadscope-reorder
 SETUP := $(PYTHON) scripts/setup_venv.py --torch-index "$(TORCH_INDEX)"
 
-.PHONY: demo test tests nvidia test-all docs coverage gpu-test lint bench venv venv-lint clean
+.PHONY: demo test tests nvidia test-all docs coverage gpu-test gpu-session lint bench venv venv-lint clean
 
 demo:
 	@$(SETUP)
@@ -72,6 +73,10 @@ else
 	@$(SETUP) --dev --gpu
 	$(BIN)/python -m tests.gpu.run $(GPU_TEST)
 endif
+
+# ten minutes on a GPU, with this Python as it is; GPU_SESSION: options of tests.gpu.session
+gpu-session:
+	$(PYTHON) -m tests.gpu.session $(GPU_SESSION)
 
 bench: venv
 	$(BIN)/pip install -qq uvicorn granian  # only for the comparison of HTTP stacks

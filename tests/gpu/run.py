@@ -24,7 +24,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from deploykit.core.machine import this_machine
@@ -61,11 +61,7 @@ def main() -> int:
     parser.add_argument("--system", action="store_true", help="this Python, no venv and no pip")
     parser.add_argument("--site", type=Path, help="a folder of packages, before all others")
     options = parser.parse_args()
-    if options.site is not None:  # of this process, and by the environment of its steps
-        sys.path.insert(0, str(options.site.resolve()))
-        before = os.environ.get("PYTHONPATH", "")
-        paths = [str(options.site.resolve()), before]
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    use_site(options.site)
     if not has_gpu():
         sys.stderr.write(f"{NOTHING}\n")
         return 3
@@ -86,17 +82,26 @@ def main() -> int:
     return exit_code(results)
 
 
+def use_site(site: Path | None) -> None:
+    """Put a folder of packages before all others, here and in the processes of the steps."""
+    if site is not None:
+        place = str(site.resolve())
+        sys.path.insert(0, place)
+        paths = [place, os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+
+
 def has_gpu() -> bool:
     """An older Jetson has no `nvidia-smi`, but a release file."""
     machine = this_machine()
     return bool(machine.gpus or machine.l4t)
 
 
-def exit_code(results: Sequence[Result]) -> int:
+def exit_code(results: Sequence[Result], essential: Collection[str] = ESSENTIAL) -> int:
     if any(result.status == "failed" for result in results):
         return 1
     missing = [
-        result for result in results if result.status == "skipped" and result.step.part in ESSENTIAL
+        result for result in results if result.status == "skipped" and result.step.part in essential
     ]
     for result in missing:
         sys.stderr.write(f"error: {result.step.part} was skipped: {result.why}\n")
@@ -141,8 +146,17 @@ def planned(
             yield from zoo.steps(members, precisions, folder, skips)
 
 
-def run_all(steps: Iterator[Step], limit_s: float, out: Path) -> list[Result]:
-    """Run the steps that `limit_s` leaves time for, and write the summary after each."""
+def run_all(
+    steps: Iterator[Step],
+    limit_s: float,
+    out: Path,
+    logs: Path | None = None,
+    after: Callable[[list[Result]], None] = lambda _results: None,
+) -> list[Result]:
+    """Run the steps that `limit_s` leaves time for, and write the summary after each.
+
+    `logs`: where each step's output goes, `out` without it. `after` gets all results so far.
+    """
     results: list[Result] = []
     end = time.monotonic() + limit_s
     passed: set[str] = set()
@@ -153,13 +167,14 @@ def run_all(steps: Iterator[Step], limit_s: float, out: Path) -> list[Result]:
         elif not step.skip and step.after and step.after not in passed:
             result = Result(step, "skipped", why=f"{step.after} did not pass")
         else:
-            result = run_step(step, min(step.limit_s, left_s), out)
+            result = run_step(step, min(step.limit_s, left_s), logs or out)
         if result.status == "passed":
             passed.add(step.title)
         results.append(result)
         sys.stdout.write(f"{result.line}\n")
         sys.stdout.flush()
         write_summary(results, out)
+        after(results)
     return results
 
 

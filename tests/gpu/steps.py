@@ -40,6 +40,11 @@ class Step:
     after: str = ""
     refusal: int = 0
 
+    @property
+    def log(self) -> str:
+        """The name of its log, without the ending."""
+        return re.sub(r"[^\w.-]+", "-", f"{self.part}-{self.title}").strip("-")
+
 
 @dataclass(frozen=True)
 class Result:
@@ -80,7 +85,6 @@ def run_step(step: Step, limit_s: float, out: Path) -> Result:
     """Run `step` for `limit_s` at most; what it wrote goes to a file of its name in `out`."""
     if step.skip:
         return Result(step, "skipped", why=step.skip)
-    name = re.sub(r"[^\w.-]+", "-", f"{step.part}-{step.title}").strip("-")
     started = time.monotonic()
     process = subprocess.Popen(
         list(step.command),
@@ -102,7 +106,7 @@ def run_step(step: Step, limit_s: float, out: Path) -> Result:
         _kill(process)
         raise
     seconds = time.monotonic() - started
-    (out / f"{name}.log").write_text(f"{stdout}\n{stderr}", encoding="utf-8")
+    (out / f"{step.log}.log").write_text(f"{stdout}\n{stderr}", encoding="utf-8")
     if over:
         return Result(step, "failed", seconds, over)
     if process.returncode != 0:

@@ -1,0 +1,96 @@
+"""The session on a lent GPU: its plan, what is carried to it, and its steps where they can run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import carry, server, session
+from tests.gpu.steps import PYTHON, ROOT, Result, Step
+from tests.nvidia import fetch
+
+METRICS = """# TYPE nv_gpu_memory_used_bytes gauge
+nv_gpu_memory_used_bytes{gpu_uuid="GPU-1"} 1.5e+09
+nv_gpu_memory_total_bytes{gpu_uuid="GPU-1"} 150000000000
+nv_gpu_utilization{gpu_uuid="GPU-1"} 0.5
+"""
+
+
+def test_what_matters_comes_first_and_each_step_has_a_limit(tmp_path: Path) -> None:
+    found = list(session.planned(tmp_path, tmp_path))
+    parts = [step.part for step in found]
+    assert parts[:4] == ["probe", "cuda", "session", "path"]
+    assert (parts[-2], found[-1].title) == ("faults", "a server under load")
+    assert "TensorRT" not in " ".join(step.title for step in found if not step.skip)
+    assert all(0 < step.limit_s <= 120 for step in found if not step.skip)
+
+
+def test_all_logs_become_one_file(tmp_path: Path) -> None:
+    step = Step("part", "a title", [], 1)
+    (tmp_path / f"{step.log}.log").write_text("said\n")
+    session.gathered([Result(step, "passed", 2.0)], tmp_path, tmp_path)
+    assert (tmp_path / "session.log").read_text() == "== passed: part: a title (2 s)\nsaid\n"
+
+
+@pytest.fixture(name="sent")
+def sent_fixture(tmp_path: Path) -> list[Path]:
+    """A bundle in three parts."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "module.py").write_bytes(os.urandom(2500))
+    archive = tmp_path / "site.tar.xz"
+    with carry.tarfile.open(archive, "w:xz") as tar:
+        tar.add(tmp_path / "site", "site")
+    return carry.split(archive, tmp_path / "out", "base", part_bytes=1024)
+
+
+def test_a_bundle_is_unpacked_with_its_last_part(sent: list[Path], tmp_path: Path) -> None:
+    dest = tmp_path / "dest"
+    said = [carry.unpack(folder, dest) for folder in reversed(sent)]
+    assert said[0] == "base: still missing: base.part.01 base.part.02"
+    assert said[-1] == f"base: unpacked to {dest / 'site'}"
+    content = (tmp_path / "site" / "module.py").read_bytes()
+    assert (dest / "site" / "module.py").read_bytes() == content
+    assert not list((dest / "parts").iterdir())
+
+
+def test_a_part_that_was_damaged_on_its_way_is_refused(sent: list[Path], tmp_path: Path) -> None:
+    (part,) = sent[0].glob("*.part.*")
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(SystemExit, match="damaged on its way"):
+        carry.unpack(sent[0], tmp_path / "dest")
+
+
+def test_every_part_leaves_room_for_the_checkout_in_a_transfer() -> None:
+    assert carry.PART_BYTES + (4 << 20) < 64 << 20
+
+
+def test_gpu_figures_of_the_server_are_compared_with_nvidia_smi() -> None:
+    ours = server.gauges(METRICS)
+    assert ours == {"nv_gpu_memory_used_bytes": 1.5e9, "nv_gpu_memory_total_bytes": 1.5e11}
+    assert server.differences(ours, {**ours, "nv_gpu_memory_used_bytes": 2.5e9}) == []
+    (wrong,) = server.differences(ours, {**ours, "nv_gpu_memory_used_bytes": 1.5e10})
+    assert wrong.startswith("nv_gpu_memory_used_bytes: 1500000000.0 in /metrics")
+    assert len(server.differences({}, ours)) == 1
+    assert server.differences({}, {}) == []
+
+
+def test_waiting_leaves_the_lock_on_our_own_cuda_driver(tmp_path: Path) -> None:
+    pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    try:
+        source = (ROOT / "tests" / "cuda" / "fakecuda.c").read_text(encoding="utf-8")
+        fetch.library(tmp_path / "libcuda.so.1", source)
+    except fetch.Unobtainable as exc:
+        pytest.skip(str(exc))
+    small = {"FAKECUDA_TOTAL": str(4 << 20), "FAKECUDA_WAIT_MS": "100"}
+    done = subprocess.run(
+        [PYTHON, "-m", "tests.gpu.lock"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **small, "LD_LIBRARY_PATH": str(tmp_path)},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
