@@ -53,14 +53,14 @@ OWNERS = {
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
     "core": 3180,
-    "runtimes": 6725,
+    "runtimes": 6750,
     "training": 180,
     "exporters": 1430,
-    "onnx_graph+quantization": 5030,
+    "onnx_graph+quantization": 5120,
     "builders": 1950,
     "measure": 4320,
     "serving": 11590,
-    "api": 5195,
+    "api": 5200,
     "cli": 1960,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 60  # the whole package

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from deploykit.api.evaluate import (
     Job,
+    QuantizeRequest,
     calibrate_in_time,
     convert_graph,
     left_out,
@@ -22,6 +23,8 @@ from deploykit.api.evaluate import (
 )
 from deploykit.api.feeds import axis_sizes
 from deploykit.core.errors import BadInput
+from deploykit.core.evidence import CalibrationRecord
+from deploykit.core.files import sha256
 from deploykit.core.precision import BY_NAME, PAIRS
 from deploykit.core.runtime import RUNTIMES
 
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
     from deploykit.onnx_graph.graph import Graph
     from deploykit.quantization.budget import Pace
+    from deploykit.quantization.calibrate import Calibration
     from deploykit.runtimes.data.samples import Samples
     from deploykit.runtimes.engine import Arrays, Engine
 
@@ -148,6 +152,7 @@ def _smooth(job: Job, reference: _Reference, folder: Path) -> Job:
             hint="leave it out",
         )
     found = calibrate_in_time(graph, calib, job.request.calibrator or AUTO, job.budget)
+    found = replace(found, every_output=calibration.every_output)  # of the model itself
     return replace(
         job,
         source=graph,
@@ -177,6 +182,15 @@ def places_to_choose_on(source: Graph, calib: Samples, batch_size: int) -> Itera
     whole = len(places) if size < least else len(places) // size * size  # a fixed batch is filled
     for start in range(0, whole, size):
         yield places[start : start + size]
+
+
+def calibration_record(
+    request: QuantizeRequest, calibration: Calibration | None, method: str, doubts: Sequence[str]
+) -> CalibrationRecord | None:
+    if calibration is None or request.calib is None:
+        return None
+    digest = sha256(request.calib) if request.calib.is_file() else ""
+    return CalibrationRecord(not doubts, "; ".join(doubts), method, calibration.samples, digest)
 
 
 def _reference(job: Job) -> _Reference:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +22,6 @@ from deploykit.core.evidence import (
     GoldenSamples,
     QuantizeRecord,
 )
-from deploykit.core.files import sha256
 from deploykit.core.precision import ALL, BY_NAME, CALIBRATED, CAST
 from deploykit.core.profile import Profile
 from deploykit.core.runtime import RUNTIMES
@@ -93,7 +92,7 @@ def prepare(
 
     Its budget begins here, on `clock`.
     """
-    from deploykit.api.calibration import places_to_choose_on
+    from deploykit.api.calibration import calibration_record, places_to_choose_on
     from deploykit.measure.evaluate.metrics import find_metric
     from deploykit.onnx_graph.graph import Graph
     from deploykit.quantization import calibrate
@@ -152,7 +151,7 @@ def calibrate_in_time(
     from deploykit.quantization.calibrate import calibrate
 
     if budget is None:
-        return calibrate(graph, samples, method=method, places=places)
+        return calibrate(graph, samples, method=method, places=places, every_output=True)
     out_of_time, step = budget.pace(_CALIBRATION_SHARE).out_of_time, budget.steps()
     return calibrate(
         graph, samples, method=method, out_of_time=out_of_time, step=step, places=places
@@ -260,8 +259,11 @@ def evaluate_engines(
     `step`: called before each batch with how many are left; what it raises passes through.
     """
     from deploykit.measure.evaluate.evaluation import evaluate
+    from deploykit.runtimes.recorded import KnownOutputs
 
-    request = job.request
+    request, known = job.request, job.calibration.every_output if job.calibration else {}
+    if job.calib is not None and job.samples is job.calib and known:
+        reference = KnownOutputs(reference, job.calib.inputs, known)
     return evaluate(
         reference,
         candidate,
@@ -363,15 +365,6 @@ def _overlap(
         return ()
     note = f"{shared} of the {len(test)} samples of {request.data} are also in {request.calib}"
     return (f"{note}: accuracy on samples that also set the scales looks too good",)
-
-
-def calibration_record(
-    request: QuantizeRequest, calibration: Calibration | None, method: str, doubts: Sequence[str]
-) -> CalibrationRecord | None:
-    if calibration is None or request.calib is None:
-        return None
-    digest = sha256(request.calib) if request.calib.is_file() else ""
-    return CalibrationRecord(not doubts, "; ".join(doubts), method, calibration.samples, digest)
 
 
 def accuracy_notes(job: Job, evaluation: Evaluation) -> list[str]:

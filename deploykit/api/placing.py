@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploykit.api import verify
-from deploykit.api.evaluate import QuantizeRequest, calibration_record
+from deploykit.api.calibration import calibration_record
+from deploykit.api.evaluate import QuantizeRequest
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput
 from deploykit.core.profile import Profile

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -29,7 +30,9 @@ from deploykit.onnx_graph.skeleton import infer_shapes
 from deploykit.quantization.formats import transposed
 from deploykit.quantization.histograms import TensorHistogram
 from deploykit.quantization.qdq_placement import place_pairs, quantizable_nodes
+from deploykit.quantization.sample_outputs import Kept, SampleOutputs
 from deploykit.runtimes.data.samples import Samples
+from deploykit.runtimes.engine import Arrays
 from deploykit.runtimes.onnxruntime.engine import onnxruntime_errors, session_options
 
 ort = require("onnxruntime")
@@ -37,8 +40,7 @@ ort = require("onnxruntime")
 METHODS = ("percentile", "mse", "entropy", "minmax")  # the first where several are equally good
 AUTO = "auto"  # all of them, to choose from
 MIN_SAMPLES = 8  # fewer say nothing of a range: one odd sample would set every scale
-MOST_BYTES = 1 << 28  # of activations in one batch, if they were all kept; of outputs that are
-Kept: TypeAlias = tuple[np.ndarray, list[np.ndarray]]  # numbers of samples, the outputs for them
+MOST_BYTES = 1 << 28  # of activations in one batch, if they were all kept
 Stored: TypeAlias = tuple[np.ndarray, tuple[int, ...], bytes]  # a weight: scale, shape, content
 _REDUCTIONS = ("ReduceMin", "ReduceMax", "ReduceSum")
 
@@ -67,7 +69,8 @@ class Calibration:
     `channel_peaks`: the largest magnitude in each channel of what a MatMul or Gemm reads; none with
     "minmax". `stopped`: there was no time for all samples. `weights`: what `to_pairs` made of them,
     which no range changes, for the next that gets this dict; None keeps nothing. `outputs`: of the
-    model, for batches of samples that the caller named.
+    model, for batches of samples that the caller named. `every_output`: of the model for all of the
+    samples, by output; empty where they are large, or where a sample's depend on its batch.
     """
 
     ranges: Mapping[str, Range]
@@ -79,6 +82,7 @@ class Calibration:
     stopped: bool = False
     weights: dict[tuple[str, int | None, float], Stored] | None = None
     outputs: tuple[Kept, ...] = ()
+    every_output: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def using(self, method: str) -> Calibration:
         """The same as `method`, one of `cut`, would have it."""
@@ -102,6 +106,7 @@ def calibrate(
     out_of_time: Callable[[], bool] | None = None,
     step: Callable[[int], object] = lambda _: None,
     places: Iterable[np.ndarray] = (),
+    every_output: bool = False,
 ) -> Calibration:
     """Ranges of the inputs and of every float tensor of the main graph; `samples` fit its inputs.
 
@@ -115,15 +120,11 @@ def calibrate(
     `out_of_time`: asked before each batch from 8 samples on; where it is true the samples so far,
     from all over the data, are what is used. `step`: called before each batch up to these, with how
     many are left; what it raises passes through. `places`: batches of samples, by their numbers,
-    whose outputs are kept up to 256 MiB.
+    whose outputs are kept up to 256 MiB. `every_output`: keep those of all, without `out_of_time`.
     Raises BadInput for a wrong method, fewer than 8 samples, samples that are NaN, infinite or
     all the same, and for a model that itself gives NaN.
     """
-    if method not in (AUTO, *METHODS):
-        known = ", ".join((AUTO, *METHODS))
-        raise BadInput(f"unknown calibration method '{method}'", hint=f"one of: {known}")
-    if batch_size < 1:
-        raise BadInput(f"batch size {batch_size} is below 1")
+    _check_arguments(method, batch_size)
     check_samples(samples)
     fixed = _fixed_batch(graph.inputs)
     if fixed and len(samples) < fixed:
@@ -138,21 +139,30 @@ def calibrate(
     outputs = _add_reductions(editor.graph, reduced)
     _add_outputs(editor.graph, counted)
     ranges: dict[str, Range] = {}
-    used = 0
+    every, used = SampleOutputs(own, size, fixed=bool(fixed), every=every_output), 0
     with onnxruntime_errors(graph.path):
         session = _session(editor.model)
         for feeds in _in_time(samples, size, fixed, out_of_time, step):
-            found = session.run([*outputs, *counted], {**feeds, **weights})
+            wanted = list(dict.fromkeys((*outputs, *counted, *every.wanted)))
+            values = dict(zip(wanted, _run(session, weights, wanted, feeds), strict=True))
             used += _rows(feeds)
-            values = dict(zip([*outputs, *counted], found, strict=True))
+            every.add(values, _rows(feeds))
             batch = {name: _reduced(values, name) for name in reduced}
             batch |= {name: Range(*each.add(values[name])) for name, each in counted.items()}
             ranges = {name: _merged(ranges.get(name, batch[name]), batch[name]) for name in names}
-        kept = tuple(_kept(session, own, samples, places, weights, out_of_time))
+        kept = tuple(every.at(places, samples, partial(_run, session, weights), out_of_time))
     _check_numbers(graph, ranges, samples)
     found = _choose_ranges(ranges, counted, used, METHODS if method == AUTO else (method,))
     stopped = used < len(samples) - len(samples) % (fixed or 1)
-    return replace(found, stopped=stopped, outputs=kept)
+    return replace(found, stopped=stopped, outputs=kept, every_output=every.proven)
+
+
+def _check_arguments(method: str, batch_size: int) -> None:
+    if method not in (AUTO, *METHODS):
+        known = ", ".join((AUTO, *METHODS))
+        raise BadInput(f"unknown calibration method '{method}'", hint=f"one of: {known}")
+    if batch_size < 1:
+        raise BadInput(f"batch size {batch_size} is below 1")
 
 
 def _check_numbers(graph: Graph, ranges: Mapping[str, Range], samples: Samples) -> None:
@@ -165,24 +175,11 @@ def _check_numbers(graph: Graph, ranges: Mapping[str, Range], samples: Samples) 
             )
 
 
-def _kept(
-    session: Any,
-    names: Sequence[str],
-    samples: Samples,
-    places: Iterable[np.ndarray],
-    weights: Mapping[str, np.ndarray],
-    out_of_time: Callable[[], bool] | None,
-) -> Iterator[Kept]:
-    """The samples at `places` and the outputs `names` for them, in time and until too large."""
-    kept_bytes = 0
-    for rows in places:
-        feeds = {name: array[rows] for name, array in samples.inputs.items()}
-        # copied: what a session returns keeps all of its memory
-        outputs = [each.copy() for each in session.run(names, {**feeds, **weights})]
-        yield rows, outputs
-        kept_bytes += sum(each.nbytes for each in outputs)
-        if kept_bytes > MOST_BYTES or (out_of_time is not None and out_of_time()):
-            return
+def _run(
+    session: Any, weights: Mapping[str, np.ndarray], names: Sequence[str], feeds: Arrays
+) -> list[np.ndarray]:
+    found: list[np.ndarray] = session.run(names, {**feeds, **weights})
+    return found
 
 
 def _in_time(
