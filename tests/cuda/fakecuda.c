@@ -59,6 +59,7 @@ static __thread int captures; /* streams that this thread captures */
 static void drop(object *gone);
 
 static long number(const char *name, long otherwise) { const char *s = getenv(name); return s && *s ? atol(s) : otherwise; }
+static void forked(void) { initialized = 0; } /* CUDA does not survive fork() in the child */
 static void configure(void) {
     const char *f = getenv("FAKECUDA_FAIL");
     devices = (int)number("FAKECUDA_DEVICES", 1);
@@ -67,6 +68,7 @@ static void configure(void) {
     wait_ms = (int)number("FAKECUDA_WAIT_MS", 0);
     snprintf(fails, sizeof fails, "%s", f ? f : "");
     for (int n = 0; n < MOST_DEVICES; n++) contexts[n].device = n;
+    pthread_atfork(NULL, NULL, forked);
 }
 
 /* what tests ask and tell */

@@ -198,12 +198,17 @@ def _primary_context(number: int) -> tuple[Any, Any]:
 
 def _call(device: str, call: str, *arguments: Any) -> tuple[Any, ...]:
     """The return values of `call`. Raises the error for its code."""
-    code, *values = getattr(cuda, call)(*arguments)
-    if code == _SUCCESS:
-        return tuple(values)
-    known, text = CODES.get(int(code)), cuda.cuGetErrorString(code)[1] or b""
-    name = f"cudaError{known}" if known else code.name
-    raise cuda_error(device, call, name, text.decode(errors="replace"))
+    try:
+        code, *values = getattr(cuda, call)(*arguments)
+    except (KeyError, ValueError) as exc:  # the number of a code, newer than the bindings
+        name, text = re.sub(r"\D", "", str(exc)), "unknown to the installed cuda-bindings"
+        number = int(name or 0)
+    else:
+        if code == _SUCCESS:
+            return tuple(values)
+        number, name = int(code), code.name
+        text = (cuda.cuGetErrorString(code)[1] or b"").decode(errors="replace")
+    raise cuda_error(device, call, f"cudaError{CODES[number]}" if number in CODES else name, text)
 
 
 def cuda_version(number: int) -> str:

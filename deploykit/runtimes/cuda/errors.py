@@ -128,7 +128,9 @@ def cuda_error(device: str, call: str, name: str, text: str) -> DeploykitError:
             hint="restart the process; if it happens again: dmesg | grep Xid; deploykit doctor",
         )
     if kind == "unusable":
-        return Unsupported(f"{device}: no usable GPU: {name}: {text}", hint="see: deploykit doctor")
+        fork = "a process that fork() made cannot use CUDA (multiprocessing: use 'spawn'); "
+        hint = f"{fork if name.endswith('InitializationError') else ''}see: deploykit doctor"
+        return Unsupported(f"{device}: no usable GPU: {name}: {text}", hint=hint)
     if kind == "no-device":
         return Unsupported(f"{device}: this machine has no such GPU", hint="see: deploykit doctor")
     if kind == "other-gpu":
