@@ -83,8 +83,8 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
         left, listener = self._body_left, self.listener
-        if listener.turns.busy:  # others have used up this turn of the event loop
-            return (left or listener.view)[:BUSY_BYTES]
+        if listener.turns.late() if self._tls else listener.turns.busy:  # it is used up
+            return (left or listener.view)[: BUSY_BYTES[self._tls]]
         return listener.view if left is None else left[:PIECE_BYTES]
 
     def buffer_updated(self, nbytes: int) -> None:

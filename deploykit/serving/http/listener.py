@@ -20,7 +20,9 @@ from deploykit.serving.transport.turns import Checked, Checks, Turns
 
 READ_BYTES = 64 << 10
 PIECE_BYTES = 1 << 20  # of a body, received at once: its new memory takes 1 ms
-BUSY_BYTES = 4 << 10  # received at once where others have used up this turn of the event loop
+# received at once where others have used up this turn of the event loop; with TLS each byte may be
+# a record of its own, which takes a microsecond to decrypt
+BUSY_BYTES = {False: 4 << 10, True: 256}
 _HEALTH = (b"GET " + HEALTH.encode(), b"HEAD " + HEALTH.encode())
 _KNOWN_HEADS = 1024
 _KNOWN_HEAD_BYTES = 1024
