@@ -22,6 +22,7 @@ enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEV
        CONTEXT_IS_DESTROYED = 709, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURED_EVENT = 907,
        CAPTURE_WRONG_THREAD = 908 };
 enum { MEMORY, HOST, STREAM, EVENT, GRAPH, EXEC, KINDS };
+enum { GLOBAL, THREAD_LOCAL, RELAXED }; /* CUstreamCaptureMode */
 enum { MOST_DEVICES = 8, POISON = 0xA5, MAPPED = 2 };
 typedef void (*host_fn)(void *);
 
@@ -38,7 +39,7 @@ typedef struct { int device, holders, lost; size_t used; } context;
 typedef struct object {
     struct object *next;
     uintptr_t id; /* of MEMORY and HOST the address */
-    int kind, flags, capturing, invalid;
+    int kind, flags, capturing, mode, invalid;
     size_t size;
     context *owner;
     queue ops;
@@ -55,7 +56,6 @@ static size_t total = (size_t)1 << 30;
 static char fails[512];
 static long held[KINDS];
 static __thread context *current;
-static __thread int captures; /* streams that this thread captures */
 static void drop(object *gone);
 
 static long number(const char *name, long otherwise) { const char *s = getenv(name); return s && *s ? atol(s) : otherwise; }
@@ -91,7 +91,7 @@ void fakecuda_machine(size_t bytes, int shared) {
     pthread_mutex_lock(&lock);
     while (objects) drop(objects);
     for (int n = 0; n < MOST_DEVICES; n++) contexts[n].lost = 0, contexts[n].used = 0;
-    total = bytes, integrated = shared, wait_ms = captures = fails[0] = 0;
+    total = bytes, integrated = shared, wait_ms = fails[0] = 0;
     pthread_mutex_unlock(&lock);
 }
 long fakecuda_held(int kind) { return held[kind]; }
@@ -197,11 +197,16 @@ static int run(object *stream, uintptr_t until) {
     return stream->owner->lost;
 }
 static void run_device(context *owner) { for (object *o = objects; o; o = o->next) if (o->kind == STREAM && o->owner == owner) run(o, 0); }
-/* CUDA forbids these to a thread that captures (cuThreadExchangeStreamCaptureMode), and ends its capture. */
+/* CUDA forbids these while this thread captures, or any thread in the mode GLOBAL, and such a capture fails
+ * (cuThreadExchangeStreamCaptureMode). */
 static int forbidden(void) {
-    if (!captures) return OK;
-    for (object *o = objects; o; o = o->next) if (o->capturing && pthread_equal(o->thread, pthread_self())) o->invalid = 1;
-    return CAPTURE_UNSUPPORTED;
+    int code = OK;
+    for (object *o = objects; o; o = o->next)
+        if (o->capturing && (o->mode == GLOBAL || (o->mode == THREAD_LOCAL && pthread_equal(o->thread, pthread_self())))) {
+            o->invalid = 1;
+            code = CAPTURE_UNSUPPORTED;
+        }
+    return code;
 }
 /* As long as the test wants a wait to take, without the lock. */
 static void take_time(void) { pthread_mutex_unlock(&lock); if (wait_ms) usleep((useconds_t)wait_ms * 1000); pthread_mutex_lock(&lock); }
@@ -279,7 +284,7 @@ int cuMemHostGetDevicePointer(void **found, void *address, unsigned flags) {
 }
 
 int cuStreamCreate(uintptr_t *stream, unsigned flags) { BEGIN(1); if (flags > 1) return end(INVALID_VALUE); *stream = add(STREAM, 0)->id; return end(OK); }
-int cuStreamDestroy(void *stream) { BEGIN(1); object *o = find(STREAM, stream); if (!o) return end(INVALID_HANDLE); captures -= o->capturing; run(o, 0); drop(o); return end(OK); }
+int cuStreamDestroy(void *stream) { BEGIN(1); object *o = find(STREAM, stream); if (!o) return end(INVALID_HANDLE); run(o, 0); drop(o); return end(OK); }
 int cuStreamSynchronize(void *stream) {
     BEGIN(1);
     object *o = find(STREAM, stream);
@@ -347,10 +352,9 @@ int cuStreamBeginCapture(void *stream, int mode) {
     BEGIN(1);
     object *s = find(STREAM, stream);
     if (!s) return end(INVALID_HANDLE);
-    if (s->capturing || mode > 2) return end(s->capturing ? ILLEGAL_STATE : INVALID_VALUE);
+    if (s->capturing || mode > RELAXED) return end(s->capturing ? ILLEGAL_STATE : INVALID_VALUE);
     run(s, 0);
-    s->capturing = 1, s->invalid = 0, s->thread = pthread_self();
-    captures++;
+    s->capturing = 1, s->mode = mode, s->invalid = 0, s->thread = pthread_self();
     return end(OK);
 }
 int cuStreamEndCapture(void *stream, uintptr_t *graph) {
@@ -363,7 +367,7 @@ int cuStreamEndCapture(void *stream, uintptr_t *graph) {
     int code = injected(__func__), invalid = s ? s->invalid : 0, open = s && s->capturing && !wrong;
     queue ops = {0};
     if (open) { /* it ends, whatever else is wrong */
-        s->capturing = s->invalid = 0, captures--;
+        s->capturing = s->invalid = 0;
         ops = s->ops, s->ops = (queue){0};
     }
     if (current && sticky(code)) current->lost = code;

@@ -168,6 +168,19 @@ def test_allocating_while_capturing_is_refused_to_this_thread_only() -> None:
     assert cuda.allocate(1)
 
 
+def test_a_copy_of_one_byte_finds_the_lost_device_where_a_wait_does_not() -> None:
+    cuda = DriverCuda()
+    run = pipeline(cuda)
+    run({"x": rows(1)})
+    cuda.library.fakecuda_fail(b"cuEventRecord:1,cuStreamSynchronize:1,cuMemcpyDtoH:719")
+    with pytest.raises(DeviceLost, match="cudaErrorLaunchFailure") as caught:
+        run({"x": rows(1)})
+    assert "cudaErrorInvalidValue" in str(caught.value.__cause__)
+    with pytest.raises(DeviceLost):
+        run({"x": rows(1)})
+    run.close()
+
+
 def test_a_wait_that_fails_for_another_reason_does_not_lose_the_device() -> None:
     cuda = DriverCuda()
     with pipeline(cuda) as run:
