@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 # Samples to choose on: an eighth of them, and more as long as a calibrator costs fewer operations
 LEAST_SHARE, OPERATIONS = 1 / 8, 1e11
-# On the first few of them a calibrator is out that makes twice the noise of the best; the others
-# are tried on, unless they are within a quarter of a decibel. On the networks of
-# benchmarks/calibrators.py that loses what all samples lose; the few alone lost up to 3.4 dB
-FEW, TWICE, CLOSE = 8, 2.0, 1.06
+# On the first few of them a calibrator is out that can hardly gain a quarter of a decibel
+FEW, WORTH = 8, 0.06
+# In the order of how much they cut. What cuts more, or less, than one that lost is not tried
+_FURTHER = {"entropy": "mse", "minmax": "percentile"}
 _SHARE = 1 / 4  # of the time left, for the trials of the calibrators
 EQUAL = 1e-8  # noise by signal of two graphs that compute the same
 
@@ -71,34 +71,44 @@ _Reference: TypeAlias = "list[tuple[Arrays, list[np.ndarray]]]"  # batches: inpu
 
 
 def _choose(job: Job, to: str, reference: _Reference, folder: Path, pace: Pace | None) -> Job:
-    """The job with the calibrator whose scales make the least noise at the outputs.
+    """The job with the first calibrator, or that which is seen to make less noise at the outputs.
 
     `pace`: where it has no time for all of them, of those that were tried, else the first.
     """
     calibration, record = job.calibration, job.calibration_record
     if calibration is None or record is None or len(calibration.cut) < 2:
         return job
+    import numpy as np
+
     other_nodes = job.request.other_nodes if to == job.request.to else "fp32"
     trials = replace(calibration, weights={})
-    shares: dict[str, float] = {}
+    cut = calibration.cut
+    twins = {each: next(other for other in cut if cut[other] == cut[each]) for each in cut}
+    first, *others = dict.fromkeys(twins.values())
+    noise: dict[str, np.ndarray] = {}  # of each sample
+    late: list[str] = []
 
     def run(methods: Iterable[str], batches: _Reference) -> None:
-        share = _rows(batches) / _rows(reference)
         for method in methods:
             if pace and pace.out_of_time():
-                break
+                late.append(method)
+                continue
             tried = replace(job, calibration=trials.using(method))
             found = _trial(tried, to, other_nodes, batches, folder)
-            before = shares.get(method)
-            shares[method] = found if before is None else (1 - share) * before + share * found
+            noise[method] = np.concatenate([noise.get(method, found[:0]), found])
 
     few = math.ceil(FEW / max(_rows(reference[:1]), 1))
-    run(calibration.cut, reference[:few])
-    least = min(shares.values(), default=0.0)
-    left = [method for method, share in shares.items() if share <= TWICE * least]
-    if reference[few:] and max((shares[method] for method in left), default=0.0) > CLOSE * least:
-        run(left, reference[few:])
-    best = min(left, key=lambda method: shares[method], default=next(iter(calibration.cut)))
+    run([first, *(each for each in others if each not in _FURTHER)], reference[:few])
+    for each in (each for each in others if each in _FURTHER):
+        near = noise.get(twins[_FURTHER[each]])
+        if near is None or first not in noise or near.mean() <= noise[first].mean():
+            run([each], reference[:few])
+    left = [each for each in noise if each != first and _may_gain(noise[first], noise[each])]
+    if reference[few:] and left:
+        run([first, *left], reference[few:])
+    best = _least_noise({each: noise[each] for each in (first, *left) if each in noise}) or first
+    noise |= {each: noise[twin] for each, twin in twins.items() if twin in noise}
+    shares = {method: float(rows.mean()) for method, rows in noise.items()}
     floating = any(array.dtype.kind == "f" for _, outputs in reference for array in outputs)
     sqnr_db = {
         method: _decibels(share)
@@ -106,14 +116,14 @@ def _choose(job: Job, to: str, reference: _Reference, folder: Path, pace: Pace |
         if floating and share < math.inf
     }
     record = replace(record, method=best, sqnr_db=sqnr_db)
-    missing = ", ".join(each for each in calibration.cut if each not in shares)
+    missing = ", ".join(each for each in cut if twins[each] in late and each not in noise)
     notes = (f"{to.upper()} by {best}: no time to try {missing}",) if missing else ()
     job = replace(job, calibration=calibration.using(best), calibration_record=record)
     return replace(job, notes=(*job.notes, *notes))
 
 
-def _trial(job: Job, to: str, other_nodes: str, reference: _Reference, folder: Path) -> float:
-    """The noise at the outputs with the job's calibration."""
+def _trial(job: Job, to: str, other_nodes: str, reference: _Reference, folder: Path) -> np.ndarray:
+    """The noise of each sample at the outputs with the job's calibration."""
     from deploykit.runtimes.onnxruntime.engine import open_as_written
 
     graph = convert_graph(job, to, other_nodes)[0].save(folder / "tried.onnx")
@@ -122,7 +132,7 @@ def _trial(job: Job, to: str, other_nodes: str, reference: _Reference, folder: P
     else:
         engine = open_as_written(graph.path)  # optimised, it would hold the weights in float32, too
     with engine:
-        return _noise_share(engine, reference)
+        return _noise(engine, reference)
 
 
 def _smooth(job: Job, reference: _Reference, folder: Path) -> Job:
@@ -144,7 +154,7 @@ def _smooth(job: Job, reference: _Reference, folder: Path) -> Job:
             hint="leave it out: there is nothing to smooth",
         )
     with load(graph.save(folder / "smoothed.onnx").path, "cpu") as engine:
-        share = _noise_share(engine, reference)
+        share = float(_noise(engine, reference).mean())
     if share > EQUAL:
         raise BadInput(
             f"`smoothquant`: the smoothed graph does not compute what {job.model.name} does "
@@ -205,20 +215,63 @@ def _rows(reference: _Reference) -> int:
     return sum(len(next(iter(feeds.values()))) for feeds, _ in reference)
 
 
-def _noise_share(engine: Engine, reference: _Reference) -> float:
-    """Noise energy by signal energy, the mean of the samples and of the floating outputs.
+def _may_gain(first: np.ndarray, other: np.ndarray) -> bool:
+    """Whether the other may make less noise by a quarter of a decibel, within a standard error."""
+    if not math.isfinite(first.mean()):
+        return math.isfinite(other.mean())
+    less = first - other
+    return bool(less.mean() + _standard_error(less) > WORTH * first.mean())
+
+
+def _standard_error(values: np.ndarray) -> float:
+    return float(values.std()) / math.sqrt(max(len(values) - 1, 1))
+
+
+def _least_noise(noise: Mapping[str, np.ndarray]) -> str | None:
+    """The first, but for one that makes less noise by more than chance would: by a standard error.
+
+    The least alone is a choice by few samples: what it wins on these it may lose on all others.
+    """
+    first = next(iter(noise), None)
+    for method in sorted(noise, key=lambda each: float(noise[each].mean())):
+        if first is None or method == first:
+            break
+        rows = min(len(noise[first]), len(noise[method]))
+        less = noise[first][:rows] - noise[method][:rows]
+        if not math.isfinite(less.mean()) or less.mean() > _standard_error(less):
+            return method
+    return first
+
+
+def _noise(engine: Engine, reference: _Reference) -> np.ndarray:
+    """Noise energy of each sample by the signal energy in its batch, the mean of floating outputs.
 
     Where all outputs are integers: the share that differs.
     """
-    from deploykit.quantization.search import noise_share
+    import numpy as np
 
-    total = 0.0
+    found = []
     for feeds, wanted in reference:
         rows = _rows([(feeds, wanted)])
         pairs = list(zip(wanted, engine(feeds).values(), strict=True))
         pairs = [pair for pair in pairs if pair[0].dtype.kind == "f"] or pairs
-        total += noise_share(*zip(*pairs, strict=True)) * rows / len(pairs)
-    return total / _rows(reference)
+        found.append(sum(_by_row(a, b, rows) for a, b in pairs) / len(pairs))
+    return np.concatenate(found)
+
+
+def _by_row(wanted: np.ndarray, got: np.ndarray, rows: int) -> np.ndarray:
+    """The noise of one output, whose mean is that of the batch; even where it has no rows."""
+    import numpy as np
+
+    from deploykit.quantization.search import noise_share
+
+    share = noise_share([wanted], [got])
+    if wanted.shape != got.shape or wanted.shape[:1] != (rows,) or not 0 < share < math.inf:
+        return np.full(rows, share)
+    there = np.isfinite(wanted)
+    energy = (np.where(there, wanted, 0) - np.where(there, got, 0).astype(np.float64)) ** 2
+    by_row = energy.reshape(rows, -1).sum(axis=1)
+    return np.asarray(share * rows * by_row / by_row.sum())
 
 
 def _decibels(share: float) -> float:

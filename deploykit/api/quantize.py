@@ -79,8 +79,8 @@ def quantize(
     must keep a signal-to-noise ratio of `min_sqnr_db` (15 where None), and with `max_drop` the
     share of samples whose answer changes is bounded too. `other_nodes`: the precision of the nodes
     around int8, fp8 or stored weights, "fp32" or "fp16". `calibrator`: "auto", which None means,
-    "percentile", "mse", "entropy" or "minmax". `smoothquant`: move outliers of LayerNorms into the
-    weights before int8 or fp8. `runtime`: what will run the file,
+    "mixed", "percentile", "mse", "entropy" or "minmax". `smoothquant`: move outliers of LayerNorms
+    into the weights before int8 or fp8. `runtime`: what will run the file,
     "tensorrt" or "onnxruntime", which need INT8's Q/DQ pairs at different places; None takes the
     profile's, or TensorRT. `profile`: the target; its precisions are checked and `auto` predicts
     costs for it. `budget_s`: seconds that `auto` may take, calibration included. `force`: replace a

@@ -127,7 +127,7 @@ MODEL                  An .onnx file
 Accuracy:{_ACCURACY}
 --min-sqnr DB          Without labels: least signal-to-noise ratio of each output [15]
 --calibrator           How scales are computed from the calibration data; auto tries all and
-        keeps the one that changes the outputs least [auto]
+        keeps mixed unless another changes the outputs less [auto]
 --smoothquant          Before int8 or fp8, move outlier channels of LayerNorms into the weights
 Target:
 --runtime              What will run the file; they want INT8 nodes at different places
@@ -146,7 +146,7 @@ def quantize(
     metric: str | None = None,
     max_drop: float | None = None,
     min_sqnr_db: float | None = None,
-    calibrator: Literal["auto", "percentile", "mse", "entropy", "minmax"] | None = None,
+    calibrator: Literal["auto", "mixed", "percentile", "mse", "entropy", "minmax"] | None = None,
     smoothquant: bool = False,
     runtime: TargetRuntime | None = None,
     profile: str | None = None,

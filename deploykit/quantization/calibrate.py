@@ -37,12 +37,13 @@ from deploykit.runtimes.onnxruntime.engine import onnxruntime_errors, session_op
 
 ort = require("onnxruntime")
 
-METHODS = ("percentile", "mse", "entropy", "minmax")  # the first where several are equally good
+METHODS = ("mixed", "percentile", "mse", "entropy", "minmax")  # the first where none is better
 AUTO = "auto"  # all of them, to choose from
 MIN_SAMPLES = 8  # fewer say nothing of a range: one odd sample would set every scale
 MOST_BYTES = 1 << 28  # of activations in one batch, if they were all kept
 Stored: TypeAlias = tuple[np.ndarray, tuple[int, ...], bytes]  # a weight: scale, shape, content
 _REDUCTIONS = ("ReduceMin", "ReduceMax", "ReduceSum")
+_REDUCED = "{}/deploykit.{}"  # the name of an output: the tensor, the reduction
 
 
 @dataclass(frozen=True)
@@ -110,10 +111,11 @@ def calibrate(
 ) -> Calibration:
     """Ranges of the inputs and of every float tensor of the main graph; `samples` fit its inputs.
 
-    "minmax" reduces inside the graph and keeps two numbers a tensor. "percentile" (the middle
-    99.999 % of the values), "mse" (INT8 makes the least squared error at the MatMuls and Convs) and
-    "entropy" (INT8 loses the least information) also keep a histogram of each tensor that `qdq` may
-    give a scale. "auto": all of them, of which `clipped` is the percentile's.
+    "minmax" reduces inside the graph and keeps two numbers a tensor. The others keep a histogram of
+    each tensor that `qdq` may give a scale: "percentile" (the middle 99.999 % of the values), "mse"
+    (INT8 makes the least squared error at the MatMuls and Convs), "mixed" ("mse" for the tensors
+    where it makes much less, else "percentile"), "entropy" (INT8 loses the least information).
+    "auto": all of them, of which `clipped` is the first's.
 
     Batches are smaller than `batch_size` where one would need more than 256 MiB of activations. A
     graph with a fixed batch runs at that size; samples that do not fill the last are left out.
@@ -167,12 +169,11 @@ def _check_arguments(method: str, batch_size: int) -> None:
 
 def _check_numbers(graph: Graph, ranges: Mapping[str, Range], samples: Samples) -> None:
     """Raise BadInput for the first NaN, in the order the tensors are computed."""
-    for name, seen in ranges.items():
-        if math.isnan(seen.low):
-            raise BadInput(
-                f"{graph.path}: tensor '{name}' is NaN on the calibration data {samples.where}",
-                hint="the float32 model itself fails on these samples",
-            )
+    if name := next((name for name, seen in ranges.items() if math.isnan(seen.low)), None):
+        raise BadInput(
+            f"{graph.path}: tensor '{name}' is NaN on the calibration data {samples.where}",
+            hint="the float32 model itself fails on these samples",
+        )
 
 
 def _run(
@@ -209,14 +210,21 @@ def _choose_ranges(
 ) -> Calibration:
     cut = {
         each: {name: _cut(ranges[name], counts, each) for name, counts in counted.items()}
-        for each in methods
+        for each in dict.fromkeys((*methods, "percentile", "mse"))
+        if each in methods or "mixed" in methods
     }
+    if "mixed" in methods:
+        safe, least = cut["percentile"], cut["mse"]
+        cut["mixed"] = {
+            name: (least if counts.gains(safe[name].peak, least[name].peak) else safe)[name]
+            for name, counts in counted.items()
+        }
     peaks = {
         name: tuple(counts.channel_peaks.tolist())
         for name, counts in counted.items()
         if counts.importance is not None
     }
-    first = methods[0]
+    first, cut = methods[0], {each: cut[each] for each in methods}
     return Calibration(ranges, {**ranges, **cut[first]}, samples, first, cut, peaks)
 
 
@@ -341,19 +349,15 @@ def _add_reductions(graph: onnx.GraphProto, names: Sequence[str]) -> list[str]:
     for name in names:
         for kind in _REDUCTIONS:
             # keepdims: ONNX Runtime refuses to reduce an empty tensor to a scalar
-            output = _reduction(name, kind)
+            output = _REDUCED.format(name, kind)
             graph.node.append(helper.make_node(kind, [name], [output], keepdims=1))
             graph.output.append(helper.make_empty_tensor_value_info(output))
             added.append(output)
     return added
 
 
-def _reduction(name: str, kind: str) -> str:
-    return f"{name}/deploykit.{kind}"
-
-
 def _reduced(values: Mapping[str, np.ndarray], name: str) -> Range:
-    low, high, total = (values[_reduction(name, kind)] for kind in _REDUCTIONS)
+    low, high, total = (values[_REDUCED.format(name, kind)] for kind in _REDUCTIONS)
     if np.isnan(total).any():
         return Range(math.nan, math.nan)
     return Range(*(float(ends.item()) if ends.size else 0.0 for ends in (low, high)))
@@ -385,7 +389,7 @@ def _rows(feeds: Mapping[str, np.ndarray]) -> int:
 
 def _cut(seen: Range, counts: TensorHistogram, method: str) -> Range:
     """The part of `seen` to keep; all of it where a value is infinite: a mask, say."""
-    if method == "minmax" or not np.isfinite(seen.peak):
+    if method in ("minmax", "mixed") or not np.isfinite(seen.peak):
         return seen
     if method == "percentile":
         low, high = counts.percentile()

@@ -77,7 +77,7 @@ def test_two_calibrations_are_equal(tmp_path: Path) -> None:
 def test_a_calibration_is_json(tmp_path: Path) -> None:
     path = save(two_inputs(), tmp_path / "m.onnx")
     document = json.loads(json.dumps(calibrate(path, samples(two_inputs())).to_dict()))
-    assert (document["method"], document["samples"]) == ("percentile", 16)
+    assert (document["method"], document["samples"]) == ("mixed", 16)
     assert set(document["ranges"]) == {"a", "b", "sum", "product"}
 
 
