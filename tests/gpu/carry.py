@@ -42,13 +42,13 @@ _UNUSED = (  # of ONNX Runtime: its C library, TensorRT 10's provider, tools
 def pack(out: Path, name: str) -> list[Path]:
     """The folders of the bundle's parts, each with the parts' sums."""
     with tempfile.TemporaryDirectory() as work:
-        site, archive = Path(work, "site"), Path(work, "site.tar.xz")
+        site, archive = Path(work, "site"), Path(work, "site.tar.gz")
         command = [sys.executable, "-m", "pip", "install", "-q", *_TARGET, "--target", str(site)]
         subprocess.run([*command, *BUNDLES[name].split()], check=True)
         for pattern in _UNUSED:
             for path in site.glob(pattern):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        with tarfile.open(archive, "w:xz", preset=3) as tar:
+        with tarfile.open(archive, "w:gz", compresslevel=9) as tar:
             tar.add(site, "site")
         return split(archive, out, name)
 
@@ -87,7 +87,7 @@ def unpack(sent: Path, dest: Path) -> str:
                 shutil.copyfileobj(file, whole)
             (parts / part).unlink()
         whole.seek(0)
-        with tarfile.open(fileobj=cast("BinaryIO", whole), mode="r:xz") as tar:
+        with tarfile.open(fileobj=cast("BinaryIO", whole), mode="r:gz") as tar:
             tar.extractall(dest, filter="tar")
     return f"{name}: unpacked to {dest / 'site'}"
 

@@ -40,8 +40,8 @@ def sent_fixture(tmp_path: Path) -> list[Path]:
     """A bundle in three parts."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "module.py").write_bytes(os.urandom(2500))
-    archive = tmp_path / "site.tar.xz"
-    with carry.tarfile.open(archive, "w:xz") as tar:
+    archive = tmp_path / "site.tar.gz"
+    with carry.tarfile.open(archive, "w:gz") as tar:
         tar.add(tmp_path / "site", "site")
     return carry.split(archive, tmp_path / "out", "base", part_bytes=1024)
 

@@ -225,6 +225,13 @@ def test_a_plan_needs_the_cuda_of_its_tensorrt_not_that_of_the_driver_that_built
     assert "needs CUDA 13: driver 580" in next(differences(newer, older))
 
 
+@pytest.mark.parametrize(("core", "found"), [("1", 1), ("", None), ("x", None), ("-1", None)])
+def test_the_dla_core_of_a_plan_is_read_from_its_manifest(
+    plan: Path, core: str, found: int | None
+) -> None:
+    assert check_plan(plan, described(dla=core), HERE).dla == found
+
+
 def test_a_plan_of_another_cpu_architecture_is_refused() -> None:
     built = {**BUILT, **replace(HERE, architecture="x86_64").facts()}
     assert list(differences(built, replace(HERE, architecture="x86_64"))) == []

@@ -125,6 +125,12 @@ def test_runtime_engine_and_context_report_each_to_a_recorder_of_its_own(opened:
         opened.engine({"x": rows(2)})
 
 
+def test_an_engine_built_for_a_dla_core_runs_on_it(opened: Opened) -> None:
+    other = Opened(dla=1)
+    assert (opened.engine._runtime.DLA_core, other.engine._runtime.DLA_core) == (-1, 1)
+    other.engine.close()
+
+
 def test_a_library_below_tensorrt_writes_to_the_logger_and_is_heard(opened: Opened) -> None:
     opened.nv.fail = {"execute_async_v3": "Error Code 1: Myelin (it failed)"}
     opened.nv.recorded = False

@@ -42,13 +42,14 @@ class Opened:
         scratch: int = 0,
         memory: Mapping[str, int] | None = None,
         notes: tuple[str, ...] = (),
+        dla: int | None = None,
         **options: Any,
     ) -> None:
         self.cuda = cuda or FakeCuda()
         self.nv = FakeTensorRt(self.cuda)
         self.nv.fail, self.nv.noise = fail or {}, noise or {}
         content = plan_bytes(tensors, profiles, scratch=scratch, **memory or {})
-        plan = PlanFile(content, notes, host_code=False)
+        plan = PlanFile(content, notes, host_code=False, dla=dla)
         self.engine = TensorRtEngine(self.nv, self.cuda, Path("m.trt"), plan, manifest, **options)
 
 
