@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,13 @@ def test_a_gpu_whose_tensorrt_or_cuda_was_skipped_is_no_success(
     assert run.exit_code([passed, asked]) == code
     assert run.exit_code([failed, asked]) == 1
     assert ("error: " in capsys.readouterr().err) == (code == run.LACKING)
+
+
+def test_an_older_jetson_has_a_gpu_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+    for l4t, found in ((None, False), ("36.4.3", True)):
+        here = replace(this_machine(), gpus=(), l4t=l4t)
+        monkeypatch.setattr(run, "this_machine", lambda here=here: here)
+        assert run.has_gpu() is found
 
 
 def test_every_option_of_build_has_a_step_and_a_replay(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
+from deploykit.core.errors import Unsupported
+from deploykit.runtimes.onnxruntime import engine
 from deploykit.runtimes.onnxruntime.cuda_libraries import preload
 
 CU13 = (
@@ -59,3 +61,20 @@ def test_a_library_that_does_not_load_is_left_to_onnxruntime(tmp_path: Path) -> 
 
 def test_an_onnxruntime_without_preloading_is_left_alone() -> None:
     preload(SimpleNamespace(), [], lambda path: pytest.fail(path))
+
+
+def test_the_libraries_are_loaded_before_a_session_on_cuda_and_not_for_the_cpu(
+    affine_onnx: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def session(*_: object, **__: object) -> None:
+        calls.append("session")
+        raise RuntimeError("no GPU")
+
+    monkeypatch.setattr(engine, "preload", lambda _ort: calls.append("preload"))
+    monkeypatch.setattr(engine.ort, "InferenceSession", session)
+    for device in ("cpu", "cuda:0"):
+        with pytest.raises(Unsupported, match="no GPU"):
+            engine._session(affine_onnx, device, None, optimise=True)
+    assert calls == ["session", "preload", "session"]
