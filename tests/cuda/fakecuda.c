@@ -216,8 +216,7 @@ int cuDriverGetVersion(int *version) { *version = (int)number("FAKECUDA_VERSION"
 int cuDeviceGetCount(int *count) { BEGIN(0); *count = devices; return end(OK); }
 int cuDeviceGet(int *device, int ordinal) { BEGIN(0); if (ordinal < 0 || ordinal >= devices) return end(INVALID_DEVICE); *device = ordinal; return end(OK); }
 int cuDeviceGetName(char *name, int length, int device) { BEGIN(0); if (device >= devices) return end(INVALID_DEVICE); snprintf(name, (size_t)length, "Test GPU %d", device); return end(OK); }
-int cuDeviceGetAttribute(int *value, int attribute, int device) {
-    BEGIN(0);
+int cuDeviceGetAttribute(int *value, int attribute, int device) { BEGIN(0);
     if (device >= devices) return end(INVALID_DEVICE);
     switch (attribute) { /* enum CUdevice_attribute */
     case 16: *value = 132; break; /* MULTIPROCESSOR_COUNT */
@@ -226,16 +225,14 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
     case 76: *value = 0; break;
     default: return end(INVALID_VALUE);
     }
-    return end(OK);
-}
+    return end(OK); }
 int cuDevicePrimaryCtxRetain(context **found, int device) { BEGIN(0); if (device < 0 || device >= devices) return end(INVALID_DEVICE); *found = &contexts[device]; contexts[device].holders++; return end(OK); }
 int cuDevicePrimaryCtxRelease(int device) { BEGIN(0); if (!contexts[device].holders) return end(INVALID_CONTEXT); contexts[device].holders--; return end(OK); }
 int cuCtxSetCurrent(context *wanted) { BEGIN(0); current = wanted; return end(OK); }
 int cuCtxGetCurrent(context **found) { BEGIN(0); *found = current; return end(OK); }
 
 int cuMemGetInfo(size_t *left, size_t *all) { BEGIN(1); *left = total - current->used; *all = total; return end(OK); }
-int cuMemAlloc(void **address, size_t size) {
-    BEGIN(1);
+int cuMemAlloc(void **address, size_t size) { BEGIN(1);
     int code = forbidden();
     if (code || !size) return end(code ? code : INVALID_VALUE);
     if (size > total - current->used) return end(OUT_OF_MEMORY);
@@ -243,10 +240,8 @@ int cuMemAlloc(void **address, size_t size) {
     memset(*address, POISON, size);
     add(MEMORY, (uintptr_t)*address)->size = size;
     current->used += size;
-    return end(OK);
-}
-int cuMemFree(void *address) {
-    BEGIN(1);
+    return end(OK); }
+int cuMemFree(void *address) { BEGIN(1);
     int code = forbidden();
     object *o = find(MEMORY, address);
     if (code || !o) return end(code ? code : INVALID_VALUE);
@@ -255,38 +250,30 @@ int cuMemFree(void *address) {
     memset(address, POISON, o->size);
     drop(o);
     free(address);
-    return end(OK);
-}
-int cuMemHostAlloc(void **address, size_t size, unsigned flags) {
-    BEGIN(1);
+    return end(OK); }
+int cuMemHostAlloc(void **address, size_t size, unsigned flags) { BEGIN(1);
     if (!size || flags > 7) return end(INVALID_VALUE);
     *address = aligned_alloc(4096, (size + 4095) / 4096 * 4096);
     memset(*address, POISON, size);
     object *o = add(HOST, (uintptr_t)*address);
     o->size = size, o->flags = (int)flags;
-    return end(OK);
-}
-int cuMemFreeHost(void *address) {
-    BEGIN(1);
+    return end(OK); }
+int cuMemFreeHost(void *address) { BEGIN(1);
     object *o = find(HOST, address);
     if (!o) return end(INVALID_VALUE);
     memset(address, POISON, o->size);
     drop(o);
     free(address);
-    return end(OK);
-}
-int cuMemHostGetDevicePointer(void **found, void *address, unsigned flags) {
-    BEGIN(1);
+    return end(OK); }
+int cuMemHostGetDevicePointer(void **found, void *address, unsigned flags) { BEGIN(1);
     object *o = block(HOST, address, 1);
     if (flags || !o || !(o->flags & MAPPED)) return end(INVALID_VALUE);
     *found = address;
-    return end(OK);
-}
+    return end(OK); }
 
 int cuStreamCreate(uintptr_t *stream, unsigned flags) { BEGIN(1); if (flags > 1) return end(INVALID_VALUE); *stream = add(STREAM, 0)->id; return end(OK); }
 int cuStreamDestroy(void *stream) { BEGIN(1); object *o = find(STREAM, stream); if (!o) return end(INVALID_HANDLE); run(o, 0); drop(o); return end(OK); }
-int cuStreamSynchronize(void *stream) {
-    BEGIN(1);
+int cuStreamSynchronize(void *stream) { BEGIN(1);
     object *o = find(STREAM, stream);
     if (o && o->capturing) return o->invalid = 1, end(CAPTURE_UNSUPPORTED);
     take_time();
@@ -294,23 +281,18 @@ int cuStreamSynchronize(void *stream) {
     return end(o ? run(o, 0) : INVALID_HANDLE);
 }
 int cuEventCreate(uintptr_t *event, unsigned flags) { BEGIN(1); if (flags > 7) return end(INVALID_VALUE); *event = add(EVENT, 0)->id; return end(OK); }
-int cuEventDestroy(void *event) {
-    BEGIN(1);
+int cuEventDestroy(void *event) { BEGIN(1);
     object *o = find(EVENT, event);
     if (!o) return end(INVALID_HANDLE);
     drop(o);
-    return end(OK);
-}
-int cuEventRecord(void *event, void *stream) {
-    BEGIN(1);
+    return end(OK); }
+int cuEventRecord(void *event, void *stream) { BEGIN(1);
     object *e = find(EVENT, event), *s = find(STREAM, stream);
     if (!e || !s || e->owner != s->owner) return end(INVALID_HANDLE);
     if (s->capturing) e->capturing = 1;
     else e->capturing = 0, push(&s->ops, (op){.event = e->id});
-    return end(OK);
-}
-int cuEventSynchronize(void *event) {
-    BEGIN(1);
+    return end(OK); }
+int cuEventSynchronize(void *event) { BEGIN(1);
     object *e = find(EVENT, event);
     if (!e) return end(INVALID_HANDLE);
     if (e->capturing) return end(CAPTURED_EVENT);
@@ -338,8 +320,7 @@ static int copy(void *to, const void *from, size_t count, void *stream, int to_k
 int cuMemcpyHtoDAsync(void *to, const void *from, size_t count, void *stream) { BEGIN(1); return end(copy(to, from, count, stream, block(HOST, to, count) ? HOST : MEMORY, HOST)); }
 int cuMemcpyDtoHAsync(void *to, const void *from, size_t count, void *stream) { BEGIN(1); return end(copy(to, from, count, stream, HOST, block(HOST, from, count) ? HOST : MEMORY)); }
 int cuMemcpyDtoDAsync(void *to, const void *from, size_t count, void *stream) { BEGIN(1); return end(copy(to, from, count, stream, MEMORY, MEMORY)); }
-int cuMemcpyDtoH(void *to, const void *from, size_t count) {
-    BEGIN(1);
+int cuMemcpyDtoH(void *to, const void *from, size_t count) { BEGIN(1);
     int code = forbidden();
     if (!code && !block(MEMORY, from, count)) code = INVALID_VALUE;
     if (!code) memcpy(to, from, count);
@@ -348,15 +329,13 @@ int cuMemcpyDtoH(void *to, const void *from, size_t count) {
 int cuLaunchHostFunc(void *stream, host_fn call, void *data) { BEGIN(1); return end(enqueue(stream, (op){.call = call, .data = data})); }
 
 /* While a stream captures, its queue holds the graph to come: it was idle, or what was queued is run first. */
-int cuStreamBeginCapture(void *stream, int mode) {
-    BEGIN(1);
+int cuStreamBeginCapture(void *stream, int mode) { BEGIN(1);
     object *s = find(STREAM, stream);
     if (!s) return end(INVALID_HANDLE);
     if (s->capturing || mode > RELAXED) return end(s->capturing ? ILLEGAL_STATE : INVALID_VALUE);
     run(s, 0);
     s->capturing = 1, s->mode = mode, s->invalid = 0, s->thread = pthread_self();
-    return end(OK);
-}
+    return end(OK); }
 int cuStreamEndCapture(void *stream, uintptr_t *graph) {
     *graph = 0;
     pthread_once(&once, configure);
@@ -377,46 +356,37 @@ int cuStreamEndCapture(void *stream, uintptr_t *graph) {
     for (op *o = ops.first; o; o = o->next) push(&g->ops, *o);
     clear(&ops);
     *graph = g->id;
-    return end(OK);
-}
+    return end(OK); }
 static void append(queue *to, const queue *from) { for (op *o = from->first; o; o = o->next) push(to, *o); }
-int cuGraphInstantiate(uintptr_t *exec, void *graph, unsigned long long flags) {
-    BEGIN(1);
+int cuGraphInstantiate(uintptr_t *exec, void *graph, unsigned long long flags) { BEGIN(1);
     object *g = find(GRAPH, graph);
     if (!g || flags) return end(INVALID_VALUE);
     object *e = add(EXEC, 0);
     append(&e->ops, &g->ops);
     *exec = e->id;
-    return end(OK);
-}
+    return end(OK); }
 int cuGraphDestroy(void *graph) { BEGIN(1); object *g = find(GRAPH, graph); if (!g) return end(INVALID_VALUE); drop(g); return end(OK); }
-int cuGraphLaunch(void *exec, void *stream) {
-    BEGIN(1);
+int cuGraphLaunch(void *exec, void *stream) { BEGIN(1);
     object *e = find(EXEC, exec), *s = find(STREAM, stream);
     if (!e || !s) return end(e ? INVALID_HANDLE : INVALID_VALUE);
     append(&s->ops, &e->ops);
-    return end(OK);
-}
+    return end(OK); }
 int cuGraphExecDestroy(void *exec) { BEGIN(1); object *e = find(EXEC, exec); if (!e) return end(INVALID_VALUE); drop(e); return end(OK); }
 
-static const struct { int code; const char *name, *text; } errors[] = {
-    {OK, "CUDA_SUCCESS", "no error"}, {INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
-    {OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"}, {NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED", "initialization error"},
-    {NO_DEVICE, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"}, {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
-    {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"}, {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
-    {ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"}, {719, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
-    {CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "operation not permitted when stream is capturing"},
-    {CAPTURE_INVALIDATED, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "operation failed due to a previous error during capture"},
-    {999, "CUDA_ERROR_UNKNOWN", "unknown error"},
+static const struct { int code; const char *text; } errors[] = {
+    {OK, "no error"}, {INVALID_VALUE, "invalid argument"}, {OUT_OF_MEMORY, "out of memory"},
+    {NOT_INITIALIZED, "initialization error"}, {NO_DEVICE, "no CUDA-capable device is detected"},
+    {INVALID_DEVICE, "invalid device ordinal"}, {INVALID_CONTEXT, "invalid device context"},
+    {INVALID_HANDLE, "invalid resource handle"}, {ILLEGAL_ADDRESS, "an illegal memory access was encountered"},
+    {719, "unspecified launch failure"}, {CAPTURE_UNSUPPORTED, "operation not permitted when stream is capturing"},
+    {CAPTURE_INVALIDATED, "operation failed due to a previous error during capture"}, {999, "unknown error"},
 };
-static int explain(int code, const char **found, int name) {
-    *found = NULL;
+int cuGetErrorString(int code, const char **text) {
+    *text = NULL;
     for (size_t n = 0; n < sizeof errors / sizeof *errors; n++)
-        if (errors[n].code == code) return *found = name ? errors[n].name : errors[n].text, OK;
+        if (errors[n].code == code) return *text = errors[n].text, OK;
     return INVALID_VALUE;
 }
-int cuGetErrorName(int code, const char **name) { return explain(code, name, 1); }
-int cuGetErrorString(int code, const char **text) { return explain(code, text, 0); }
 
 #define F(name) {#name, (void *)name}
 static const struct { const char *name; void *function; } functions[] = {
@@ -426,7 +396,7 @@ static const struct { const char *name; void *function; } functions[] = {
     F(cuStreamDestroy), F(cuStreamSynchronize), F(cuEventCreate), F(cuEventDestroy), F(cuEventRecord), F(cuEventSynchronize),
     F(cuMemcpyHtoDAsync), F(cuMemcpyDtoHAsync), F(cuMemcpyDtoDAsync), F(cuMemcpyDtoH), F(cuLaunchHostFunc),
     F(cuStreamBeginCapture), F(cuStreamEndCapture), F(cuGraphInstantiate), {"cuGraphInstantiateWithFlags", (void *)cuGraphInstantiate},
-    F(cuGraphDestroy), F(cuGraphLaunch), F(cuGraphExecDestroy), F(cuGetErrorName), F(cuGetErrorString),
+    F(cuGraphDestroy), F(cuGraphLaunch), F(cuGraphExecDestroy), F(cuGetErrorString),
 };
 int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags, int *status) {
     (void)version, (void)flags;

@@ -57,6 +57,12 @@ def test_device_is_described() -> None:
     assert (found.sm_count, found.integrated, found.cuda) == (132, False, "13.0")
 
 
+def test_a_device_opened_often_holds_its_primary_context_once() -> None:
+    for _ in range(3):
+        CudaDevice(1)
+    assert library().fakecuda_holders(1) == 1
+
+
 def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(Unsupported, match="cuda:7: this machine has no such GPU"):
         CudaDevice(7)
