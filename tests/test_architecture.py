@@ -53,7 +53,7 @@ OWNERS = {
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
     "core": 3180,
-    "runtimes": 6755,
+    "runtimes": 6765,
     "training": 180,
     "exporters": 1430,
     "onnx_graph+quantization": 5145,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory
+from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.runtimes.tensorrt.engine import TensorRtEngine
 from tests.support.runtimes.fake_cuda import FakeCuda
 from tests.support.runtimes.fake_tensorrt import tensor
@@ -54,6 +55,25 @@ def test_weights_stay_until_the_last_engine_is_closed() -> None:
     for engine in (found.engine, other):
         with pytest.raises(DeploykitError, match="is closed"):
             engine({"x": rows(1)})
+
+
+@pytest.mark.parametrize("ended", ["closed", "lost"])
+def test_an_engine_that_is_closed_or_lost_takes_no_memory(ended: str) -> None:
+    found = Opened(memory=MEMORY)
+    if ended == "closed":
+        found.engine.close()
+    else:
+        found.cuda.fail = {"wait": "IllegalAddress"}
+        with pytest.raises(DeviceLost):
+            found.engine({"x": rows(1)})
+    used = found.cuda.used_bytes
+    kind: type[DeploykitError] = DeploykitError if ended == "closed" else DeviceLost
+    with pytest.raises(kind, match=ended):
+        found.engine.prepare(calls(8), joined=True)
+    with pytest.raises(kind, match=ended):
+        found.engine.share()
+    assert found.cuda.used_bytes == used
+    found.engine.close()
 
 
 def test_engines_that_share_weights_run_in_threads_of_their_own() -> None:

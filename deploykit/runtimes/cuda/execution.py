@@ -80,7 +80,7 @@ class Pipeline(Closing):
 
     def reserve(self, shapes: Sequence[Shape], slots: int = 1) -> None:
         """Take the memory for `slots` calls of these input shapes now. Raises OutOfMemory."""
-        self.driver.use()
+        self.check()
         found = []
         try:
             for _ in range(slots):
@@ -114,11 +114,7 @@ class Pipeline(Closing):
 
         Raises OutOfMemory, after which a smaller call may do, DeviceLost, or what `Work` raises.
         """
-        if self._closed:
-            raise DeploykitError(f"{self.driver.device}: the pipeline is closed")
-        if self._lost is not None:
-            raise self._lost
-        self.driver.use()
+        self.check()
         arrays = [feeds[spec.name] for spec in self.inputs]
         rows = None if self._batched is None else len(arrays[self._batched])
         run, capture = self.bucket(rows)
@@ -135,6 +131,14 @@ class Pipeline(Closing):
             raise self._lost from exc
         ticket = self._busy[slot] = Ticket(self, slot)
         return ticket
+
+    def check(self) -> None:
+        """Make the device this thread's. Raises DeviceLost once it is, and after `close`."""
+        if self._closed:
+            raise DeploykitError(f"{self.driver.device}: the pipeline is closed")
+        if self._lost is not None:
+            raise self._lost
+        self.driver.use()
 
     def finish(self, slot: StreamSlot) -> None:
         """Wait for the call in flight in `slot` and store its answer in its ticket."""

@@ -74,8 +74,7 @@ class TensorRtEngine(BaseEngine):
         self._pipeline = self._open_pipeline(slots, graphs)
 
     def _open_pipeline(self, slots: int, graphs: Sequence[int]) -> Pipeline:
-        assert self._engine is not None
-        most = self.max_batch
+        scratch_bytes, most = int(self._opened().device_memory_size_v2), self.max_batch
         pipeline = Pipeline(
             self._driver,
             self._context,
@@ -83,7 +82,7 @@ class TensorRtEngine(BaseEngine):
             self.outputs,
             slots=slots,
             graphs=sorted({size if most is None else min(size, most) for size in graphs}),
-            scratch_bytes=int(self._engine.device_memory_size_v2),
+            scratch_bytes=scratch_bytes,
         )
         try:
             with self._sizes_of_memory():
@@ -102,6 +101,7 @@ class TensorRtEngine(BaseEngine):
         Each is closed by its owner; the weights go with the last. Raises as the constructor does.
         """
         other, own = copy.copy(self), self._pipeline
+        own.check()
         other._pipeline = other._open_pipeline(
             own.slots if slots is None else slots, own.graphs if graphs is None else graphs
         )
@@ -135,8 +135,7 @@ class TensorRtEngine(BaseEngine):
 
     def submit(self, feeds: Arrays) -> Ticket:
         """Start a call; the ticket's `result()` waits for its outputs."""
-        if self._engine is None:
-            raise DeploykitError(f"{self.path.name}: the engine is closed")
+        self._opened()
         check_feeds(self.inputs, feeds, self.path.name)
         if choose_shapes(self.profiles, {name: a.shape for name, a in feeds.items()}) is None:
             raise BadInput(
@@ -181,22 +180,24 @@ class TensorRtEngine(BaseEngine):
         TensorRT 8 to 10 tell no tensor's type of an engine with a dynamic axis before a context has
         its shapes. Raises as a call does.
         """
-        if self._engine is None:
-            raise DeploykitError(f"{self.path.name}: the engine is closed")
+        engine = self._opened()
         self._driver.use()  # this may be another thread than the one that loaded it
         stream = self._driver.open_stream()
         try:
             with contextlib.closing(self._context(stream, 0)) as context:
                 context.shapes({name: best for name, (_, best, _) in self.profiles[0].items()})
-                return context.describe(self._engine.create_engine_inspector())
+                return context.describe(engine.create_engine_inspector())
         finally:
             self._driver.close_stream(stream)
 
-    def _context(self, stream: int, scratch: int) -> Context:
+    def _opened(self) -> trt.ICudaEngine:
         if self._engine is None:
             raise DeploykitError(f"{self.path.name}: the engine is closed")
+        return self._engine
+
+    def _context(self, stream: int, scratch: int) -> Context:
         return Context(
-            self._nv, self._engine, self._driver, self.profiles, self._log_errors, stream, scratch
+            self._nv, self._opened(), self._driver, self.profiles, self._log_errors, stream, scratch
         )
 
     @property
