@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import re
 import shlex
 import signal
 import threading
@@ -32,9 +31,9 @@ EXTRAS: Mapping[str, str] = {
 _PACKAGES: Mapping[str, str] = {"google": "protobuf", "prometheus_client": "prometheus-client"}
 _NOTES: Mapping[str, str] = {
     "onnxruntime": "; with an NVIDIA GPU: {gpu}",
-    "tensorrt": "; with a driver below 580: {tensorrt-cu12}; on a Jetson it comes with JetPack, "
-    "and the rest with {jetson}",
-    "cuda": "; with a driver below 580: {tensorrt-cu12}; on a Jetson: {jetson}",
+    "tensorrt": "; [tensorrt-cu12] for a driver below 580; on a Jetson it comes with JetPack, the "
+    "rest with [jetson]",
+    "cuda": "; [tensorrt-cu12] for a driver below 580, [jetson] on a Jetson",
 }
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -64,9 +63,7 @@ def missing(module: str) -> MissingExtra:
 
 
 def install_hint(module: str) -> str:
-    note = _NOTES.get(module, "")
-    for extra in re.findall(r"\{([\w-]+)\}", note):
-        note = note.replace(f"{{{extra}}}", install_command(extra))
+    note = _NOTES.get(module, "").format(gpu=install_command("gpu"))
     return install_command(EXTRAS[module]) + note
 
 

@@ -51,8 +51,7 @@ def check(
 def options_of(target: Profile, shapes: Shapes, model: Artefact) -> Options:
     """Raises BadInput for invalid sizes."""
     batched = any(spec.batched for spec in Graph.open(model.path).inputs)
-    usual = DEFAULT_BATCH if shapes.dla is None else "1"
-    text = shapes.batch or (usual if batched else None)
+    text = shapes.batch or (DEFAULT_BATCH if batched else None)
     return Options(
         profile=target,
         batch=parse_batch(text) if text else AxisRange(1, 1, 1),
