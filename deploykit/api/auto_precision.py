@@ -297,4 +297,6 @@ class _Candidates:
             return list(engine(self._feeds(_SENSITIVITY_SAMPLES)).values())
 
     def _open(self, graph: Graph) -> Any:
-        return open_candidate(self.job, graph.save(self.folder / "part.onnx"), self.folder)
+        return open_candidate(
+            self.job, graph.save(self.folder / "part.onnx", temporary=True), self.folder
+        )

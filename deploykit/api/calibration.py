@@ -126,7 +126,7 @@ def _trial(job: Job, to: str, other_nodes: str, reference: _Reference, folder: P
     """The noise of each sample at the outputs with the job's calibration."""
     from deploykit.runtimes.onnxruntime.engine import open_as_written
 
-    graph = convert_graph(job, to, other_nodes)[0].save(folder / "tried.onnx")
+    graph = convert_graph(job, to, other_nodes)[0].save(folder / "tried.onnx", temporary=True)
     if RUNTIMES[job.request.runtime].on_cpu or other_nodes != "fp32":
         engine = open_candidate(job, graph, folder)
     else:
@@ -153,7 +153,7 @@ def _smooth(job: Job, reference: _Reference, folder: Path) -> Job:
             "`smoothquant`: no LayerNormalization before a MatMul or Gemm has outlier channels",
             hint="leave it out: there is nothing to smooth",
         )
-    with load(graph.save(folder / "smoothed.onnx").path, "cpu") as engine:
+    with load(graph.save(folder / "smoothed.onnx", temporary=True).path, "cpu") as engine:
         share = float(_noise(engine, reference).mean())
     if share > EQUAL:
         raise BadInput(

@@ -243,7 +243,7 @@ def open_candidate(job: Job, converted: Graph, folder: Path) -> Engine:
     rounds = any(each.simulated and each.dtype in types for each in ALL)
     if RUNTIMES[job.request.runtime].on_cpu or not rounds:
         return load(converted.path, "cpu")
-    rounded = simulate.simulate(converted).save(folder / "rounded.onnx")
+    rounded = simulate.simulate(converted).save(folder / "rounded.onnx", temporary=True)
     return open_as_written(rounded.path)
 
 

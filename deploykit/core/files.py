@@ -23,8 +23,10 @@ from deploykit.core.errors import BadInput, NotFound, Unsupported, first_line, o
 
 
 @contextlib.contextmanager
-def atomic_write(out: Path) -> Iterator[Path]:
+def atomic_write(out: Path, *, durable: bool = True) -> Iterator[Path]:
     """Yield a temporary path next to `out`; on a clean exit fsync it and rename it to `out`.
+
+    `durable`: false for what this process alone reads, which needs no fsync.
 
     Raises BadInput when `out` cannot be written there, Unsupported when the disk is full.
     """
@@ -32,8 +34,9 @@ def atomic_write(out: Path) -> Iterator[Path]:
     tmp = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         yield tmp
-        with tmp.open("rb+") as handle:
-            os.fsync(handle.fileno())
+        if durable:
+            with tmp.open("rb+") as handle:
+                os.fsync(handle.fileno())
         tmp.replace(out)
     except OSError as exc:
         if exc.errno == errno.ENOSPC:
@@ -152,19 +155,23 @@ def sha256(path: Path) -> str:
 
 
 class HashingWriter(io.BufferedWriter):
-    """A new binary file, written from start to end, with the SHA-256 of what was written."""
+    """A new binary file, written from start to end, with the SHA-256 of what was written.
 
-    def __init__(self, path: Path) -> None:
+    `hashed`: false for what nobody checks; the SHA-256 is then empty.
+    """
+
+    def __init__(self, path: Path, *, hashed: bool = True) -> None:
         super().__init__(io.FileIO(path, "wb"))
-        self._digest = hashlib.sha256()
+        self._digest = hashlib.sha256() if hashed else None
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
-        self._digest.update(data)
+        if self._digest:
+            self._digest.update(data)
         return super().write(data)
 
     @property
     def sha256(self) -> str:
-        return self._digest.hexdigest()
+        return self._digest.hexdigest() if self._digest else ""
 
 
 def manifest_path(artefact: Path) -> Path:

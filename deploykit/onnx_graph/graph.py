@@ -94,14 +94,18 @@ class Graph:
             raise BadInput(f"{path}: is not a valid ONNX graph: {first_line(exc)}") from exc
         return graph
 
-    def save(self, out: Path, *, limit_bytes: int = storage.MAX_BYTES) -> Graph:
+    def save(
+        self, out: Path, *, limit_bytes: int = storage.MAX_BYTES, temporary: bool = False
+    ) -> Graph:
         """Write the model whole or not at all; the same model gives the same bytes.
 
         Above `limit_bytes`, which one file cannot exceed, the weights go to OUT.data next to it:
-        move the two together. Returns a handle of what was written. Raises BadInput if `out` is
-        not writable.
+        move the two together. `temporary`: nobody but this process reads it. Returns a handle of
+        what was written. Raises BadInput if `out` is not writable.
         """
-        model, hashes = storage.write(self.model, self.path.parent, out, limit_bytes)
+        model, hashes = storage.write(
+            self.model, self.path.parent, out, limit_bytes, temporary=temporary
+        )
         return Graph(model, out, hashes)
 
     def sha256(self, file: Path) -> str:

@@ -8,6 +8,8 @@ the memory of its largest weight.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -122,13 +124,14 @@ def tensor_array(tensor: onnx.TensorProto, folder: Path) -> np.ndarray:
 
 
 def write(
-    model: onnx.ModelProto, folder: Path, out: Path, limit_bytes: int
+    model: onnx.ModelProto, folder: Path, out: Path, limit_bytes: int, *, temporary: bool = False
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
     """Write `model`, whose data are in `folder`, to `out`; above the limit OUT.data holds weights.
 
     The data file is in its place before the model. Returns the model as `parse` would read it, and
-    the SHA-256 of each file by its name.
+    the SHA-256 of each file by its name; `temporary`: neither these nor an fsync.
     """
+    writer = partial(_new_file, temporary=temporary)
     written = onnx.ModelProto()
     copy_fields(model, written, left_out="graph")
     copy_fields(model.graph, written.graph, left_out="initializer")
@@ -143,22 +146,29 @@ def write(
     data = {name: stored_bytes(tensor) for name, tensor in large.items()}
     # 64 bytes a tensor hold its name and shape
     if written.ByteSize() + sum(data.values()) + 64 * len(large) <= limit_bytes:
-        with atomic_write(out) as tmp, HashingWriter(tmp) as handle:
+        with writer(out) as handle:
             offsets = _write_inline(written, large, folder, handle)
         file = out.name
     else:
         file = f"{out.name}.data"
-        with atomic_write(out.with_name(file)) as tmp, HashingWriter(tmp) as handle:
+        with writer(out.with_name(file)) as handle:
             offsets = dict(_write_aligned(large, folder, handle))
     hashes = {file: handle.sha256}
     for tensor in written.graph.initializer:
         if tensor.name in large:
             refer(tensor, file, offsets[tensor.name], data[tensor.name])
     if file != out.name:
-        with atomic_write(out) as tmp, HashingWriter(tmp) as handle:
+        with writer(out) as handle:
             handle.write(written.SerializeToString(deterministic=True))
         hashes[out.name] = handle.sha256
     return written, hashes
+
+
+@contextmanager
+def _new_file(out: Path, *, temporary: bool) -> Iterator[HashingWriter]:
+    durable = not temporary
+    with atomic_write(out, durable=durable) as tmp, HashingWriter(tmp, hashed=durable) as handle:
+        yield handle
 
 
 def _write_inline(

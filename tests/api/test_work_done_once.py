@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -56,6 +57,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         onnxruntime, "InferenceSession", count("session", onnxruntime.InferenceSession)
     )
     monkeypatch.setattr(qdq, "int8_steps", count("weights", qdq.int8_steps))
+    monkeypatch.setattr(os, "fsync", count("fsync", os.fsync))
     real = files.sha256
 
     def hashed(path: Path) -> str:
@@ -85,6 +87,7 @@ def test_quantizing_to_int8_reads_copies_and_opens_each_graph_once(
     once = ("model.onnx", "calib.npz", "int8.onnx.golden.npz")
     assert hashes == {f"sha256 of {name}": 1 for name in once}
     assert made.manifest.sha256 == files.sha256(made.path)
+    assert counts["fsync"] == 3  # of the model, its golden samples and its manifest: of no trial
 
 
 def test_building_in_int8_opens_each_graph_once_and_the_builder_one_more(
