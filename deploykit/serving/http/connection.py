@@ -16,7 +16,7 @@ from deploykit.core.tensors import Bytes
 from deploykit.serving.http.chunked import ChunkedBody
 from deploykit.serving.http.exchange import Exchange, body_memory
 from deploykit.serving.http.head import END, HeadReader
-from deploykit.serving.http.listener import BUSY_BYTES, PIECE_BYTES, READ_BYTES, Listener
+from deploykit.serving.http.listener import PIECE_BYTES, READ_BYTES, Listener
 from deploykit.serving.http.state import State, is_reset
 from deploykit.serving.transport.call import RETRY, Head, reply_error
 
@@ -84,7 +84,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
         left, listener = self._body_left, self.listener
         if listener.turns.late() if self._tls else listener.turns.busy:  # it is used up
-            return (left or listener.view)[: BUSY_BYTES[self._tls]]
+            return (left or listener.view)[: listener.busy_bytes[self._tls]]
         return listener.view if left is None else left[:PIECE_BYTES]
 
     def buffer_updated(self, nbytes: int) -> None:

@@ -16,13 +16,10 @@ from deploykit.serving.transport.call import Head
 from deploykit.serving.transport.memory import MemoryBudget
 from deploykit.serving.transport.places import SPARE, IdleClient, Places
 from deploykit.serving.transport.security import HEALTH, AccessControl
-from deploykit.serving.transport.turns import Checked, Checks, Turns
+from deploykit.serving.transport.turns import BUSY_BYTES, Checked, Checks, Turns
 
 READ_BYTES = 64 << 10
 PIECE_BYTES = 1 << 20  # of a body, received at once: its new memory takes 1 ms
-# received at once where others have used up this turn of the event loop; with TLS each byte may be
-# a record of its own, which takes a microsecond to decrypt
-BUSY_BYTES = {False: 4 << 10, True: 256}
 _HEALTH = (b"GET " + HEALTH.encode(), b"HEAD " + HEALTH.encode())
 _KNOWN_HEADS = 1024
 _KNOWN_HEAD_BYTES = 1024
@@ -63,6 +60,7 @@ class Listener:
         self._spare: deque[HttpClient] = deque()  # clients above the limit, the newest of them
         self.read_into = bytearray(READ_BYTES)  # shared: only one connection reads at a time
         self.view = memoryview(self.read_into)
+        self.busy_bytes = BUSY_BYTES
         self.known_heads: dict[bytes, Head] = {}  # clients repeat theirs
         self._lines: dict[int, bytes] = {}
         self._date = ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from typing import cast
 
 from deploykit.serving.http2.frames import (
@@ -24,6 +25,7 @@ from deploykit.serving.http2.frames import (
 )
 from deploykit.serving.http2.shared import Shared
 from deploykit.serving.http2.stream import Stream
+from deploykit.serving.transport.turns import BUSY_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +41,10 @@ LEAST_BYTES_S = 32 << 10  # a client that reads its answers more slowly is disco
 WAITING_BYTES = 16 << 20  # of answers, above which a connection's requests wait
 
 
-class Flow(asyncio.Protocol):
-    """One client's connection; `Connection` reads its frames."""
+class Flow(asyncio.BufferedProtocol):
+    """One client's connection; `Http2Connection` reads its frames."""
+
+    data_received: Callable[[bytes], None]
 
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
@@ -85,6 +89,7 @@ class Flow(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        self._tls = transport.get_extra_info("sslcontext") is not None
         self._transport.set_write_buffer_limits(_HIGH_WATER_BYTES)
         self.shared.connections.add(self)
         limits = self.shared.limits
@@ -101,6 +106,15 @@ class Flow(asyncio.Protocol):
         self.shared.memory.bytes -= self._buffered
         self._buffered = 0
         self.shared.turns.run(self._finish_all)
+
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
+        shared, tls = self.shared, self._tls
+        if shared.turns.late() if tls else shared.turns.busy:  # it is used up
+            return shared.view[: BUSY_BYTES[tls]]
+        return shared.view
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(bytes(self.shared.view[:nbytes]))
 
     def _finish_all(self) -> None:
         for stream in list(self.streams.values()):

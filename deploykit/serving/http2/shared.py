@@ -17,6 +17,8 @@ from deploykit.serving.transport.turns import Checked, Checks, Turns
 
 log = logging.getLogger(__name__)
 
+READ_BYTES = 256 << 10
+
 
 class Http2Client(IdleClient, Checked, Protocol):
     """A connection, as the server sees it."""
@@ -72,6 +74,7 @@ class Shared:
         self.connections: set[Http2Client] = set()
         self.places = Places(self.connections, limits.connections)
         self.open_streams = 0  # of all connections
+        self.view = memoryview(bytearray(READ_BYTES))  # only one connection reads at a time
         self.turns = Turns(clock_s)
         self._checks = Checks(self.turns, self.connections)
         self._written: list[Http2Client] = []  # with output for the end of this turn of the loop

@@ -13,6 +13,9 @@ log = logging.getLogger(__name__)
 
 TURN_S = 0.01  # for requests, in one turn of the loop; a new connection takes four turns
 DELIVERY_S = 0.01  # for what other threads have finished
+# received at once where others have used up this turn of the event loop; with TLS each byte may be
+# a record of its own, which takes a microsecond to decrypt
+BUSY_BYTES = {False: 4 << 10, True: 256}
 _SHORT_S = 0.001  # a turn with less is not counted
 
 

@@ -16,7 +16,7 @@ from deploykit.serving.grpc.call import GrpcCall
 from deploykit.serving.grpc.headers import Method
 from deploykit.serving.http2.connection import PREFACE, Http2Connection
 from deploykit.serving.http2.frames import DATA, HEADERS, RST_STREAM, SETTINGS, frame
-from deploykit.serving.http2.shared import Http2Limits
+from deploykit.serving.http2.shared import READ_BYTES, Http2Limits
 from deploykit.serving.transport import turns
 from tests.support.serving import wired
 from tests.support.serving.grpc_cases import CALM, STREAM, Answer, frames, infer_bytes, serving
@@ -240,3 +240,21 @@ def test_resets_that_a_client_provokes_count_as_frames_without_content() -> None
             client.send(DATA, 0, stream, b"xy")
         assert client.closed()
         assert client.goaway == CALM
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_little_is_received_in_a_busy_turn(counted: Callable[..., Counted], tls: bool) -> None:
+    """1,000 connections with 240 kB each took 76 ms of one turn, before any frame was read."""
+    wire, sizes = counted(2), list[int]()
+    first, second = wire.links
+
+    def both() -> None:
+        for link in wire.links:
+            link._tls = tls
+        sizes.append(len(first.get_buffer(-1)))
+        wire.now_s += 2 * turns.TURN_S
+        wire.shared.turns.busy = not tls  # without TLS reading counts when it is processed
+        sizes.append(len(second.get_buffer(-1)))
+
+    wire.turn(both)
+    assert sizes == [READ_BYTES, turns.BUSY_BYTES[tls]]

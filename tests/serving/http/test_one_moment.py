@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from deploykit.serving.http.connection import HttpConnection
-from deploykit.serving.http.listener import BUSY_BYTES, PIECE_BYTES
+from deploykit.serving.http.listener import PIECE_BYTES
 from deploykit.serving.server import ServeOptions, Server
-from deploykit.serving.transport.turns import TURN_S, Turns
+from deploykit.serving.transport.turns import BUSY_BYTES, TURN_S, Turns
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import request
 from tests.support.serving.wired import Wire
