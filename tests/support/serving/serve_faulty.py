@@ -68,7 +68,7 @@ def open_proven(_file, *_, instances=1, **_more):
 
 if __name__ == "__main__":
     serve.check_readable = lambda file: file
-    serve.Opening.__call__ = lambda opening, file: open_proven(file, instances=opening.instances)
+    serve.Opening.__call__ = lambda opening, file, _: open_proven(file, instances=opening.instances)
     if "FAULT_LIMITS" in os.environ:
         limits = head.HttpLimits(**json.loads(os.environ["FAULT_LIMITS"]))
         server.HttpLimits = lambda: limits
