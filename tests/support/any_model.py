@@ -175,8 +175,9 @@ def _serve(path: Path) -> None:
     from deploykit.serving.models.repository import ModelRepository
     from deploykit.serving.options import ServeOptions
 
-    engines = Opening("cpu", 1, 1, trust=False, cpu_fallback=False)(path)
-    repository = ModelRepository({"m": engines}, ServeOptions(max_batch=4))
+    options = ServeOptions(max_batch=4)
+    engines = Opening("cpu", 1, 1, trust=False, cpu_fallback=False)(path, options)
+    repository = ModelRepository({"m": engines}, options)
     try:
         repository.warm_up()
     finally:
