@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 # Samples to choose on: an eighth of them, and more as long as a calibrator costs fewer operations
 LEAST_SHARE, OPERATIONS = 1 / 8, 1e11
-# On the first few of them a calibrator is out that can hardly gain a quarter of a decibel
+# On the first few of them a calibrator is out that does not gain a quarter of a decibel
 FEW, WORTH = 8, 0.06
-# In the order of how much they cut. What cuts more, or less, than one that lost is not tried
+# What cuts more, or less, than one that is out is not tried
 _FURTHER = {"entropy": "mse", "minmax": "percentile"}
 _SHARE = 1 / 4  # of the time left, for the trials of the calibrators
 EQUAL = 1e-8  # noise by signal of two graphs that compute the same
@@ -101,9 +101,10 @@ def _choose(job: Job, to: str, reference: _Reference, folder: Path, pace: Pace |
     run([first, *(each for each in others if each not in _FURTHER)], reference[:few])
     for each in (each for each in others if each in _FURTHER):
         near = noise.get(twins[_FURTHER[each]])
-        if near is None or first not in noise or near.mean() <= noise[first].mean():
+        works = first in noise and math.isfinite(noise[first].mean())
+        if near is None or not works or _gains(noise[first], near):
             run([each], reference[:few])
-    left = [each for each in noise if each != first and _may_gain(noise[first], noise[each])]
+    left = [each for each in noise if each != first and _gains(noise[first], noise[each])]
     if reference[few:] and left:
         run([first, *left], reference[few:])
     best = _least_noise({each: noise[each] for each in (first, *left) if each in noise}) or first
@@ -215,16 +216,9 @@ def _rows(reference: _Reference) -> int:
     return sum(len(next(iter(feeds.values()))) for feeds, _ in reference)
 
 
-def _may_gain(first: np.ndarray, other: np.ndarray) -> bool:
-    """Whether the other may make less noise by a quarter of a decibel, within a standard error."""
-    if not math.isfinite(first.mean()):
-        return math.isfinite(other.mean())
-    less = first - other
-    return bool(less.mean() + _standard_error(less) > WORTH * first.mean())
-
-
-def _standard_error(values: np.ndarray) -> float:
-    return float(values.std()) / math.sqrt(max(len(values) - 1, 1))
+def _gains(first: np.ndarray, other: np.ndarray) -> bool:
+    """Whether the other makes less noise by a quarter of a decibel."""
+    return bool(other.mean() < (1 - WORTH) * first.mean())
 
 
 def _least_noise(noise: Mapping[str, np.ndarray]) -> str | None:
@@ -238,7 +232,7 @@ def _least_noise(noise: Mapping[str, np.ndarray]) -> str | None:
             break
         rows = min(len(noise[first]), len(noise[method]))
         less = noise[first][:rows] - noise[method][:rows]
-        if not math.isfinite(less.mean()) or less.mean() > _standard_error(less):
+        if not math.isfinite(less.mean()) or less.mean() > less.std() / math.sqrt(max(rows - 1, 1)):
             return method
     return first
 

@@ -55,10 +55,11 @@ def test_the_calibrator_that_loses_least_is_kept_and_reported(
     made = dk.quantize(outliers, to, out, **bound)
     record = made.evidence.calibration
     assert record is not None
-    assert set(record.sqnr_db) == set(METHODS)
-    assert record.sqnr_db[record.method] > max(record.sqnr_db.values()) - 0.1
+    assert {"mixed", "percentile", "mse"} <= set(record.sqnr_db)
+    worth = 10 * np.log10(1 / (1 - calibration.WORTH))
+    assert record.sqnr_db[record.method] > max(record.sqnr_db.values()) - worth
     assert sqnr_db(made) == alone[record.method]
-    assert sqnr_db(made) > max(alone.values()) - 0.1
+    assert sqnr_db(made) > max(alone.values()) - worth
     assert read_manifest(out).evidence.calibration == record
 
 
@@ -153,7 +154,7 @@ def test_the_samples_to_choose_on_are_spread_over_the_data(
     ("few", "others", "chosen"),
     [
         pytest.param(
-            {"mixed": 1.0, "percentile": 1.02, "mse": 0.99, "entropy": 0.98},
+            {"mixed": 1.0, "percentile": 1.02, "mse": 0.99},
             {},
             "mixed",
             id="nearly-equal",
@@ -311,13 +312,13 @@ def test_auto_tries_as_many_calibrators_as_there_is_time_for(
     outliers: Path, data: Path, tmp_path: Path
 ) -> None:
     job = prepare(Artefact.open(outliers), asked(data, 60.0), no_progress, ticking(0.0))
-    slow = replace(job, budget=Budget(0.0, 16.0, ticking(1.0)))
+    slow = replace(job, budget=Budget(0.0, 13.0, ticking(1.0)))
     found = calibration.calibrate_for(slow, "int8", tmp_path)
     assert found.calibration_record is not None
     tried = list(found.calibration_record.sqnr_db)
-    assert tried == ["mixed", "percentile", "mse", "minmax"]
+    assert tried == ["mixed", "mse"]
     best = found.calibration_record.method
-    assert found.notes[-1] == f"INT8 by {best}: no time to try entropy"
+    assert found.notes[-1] == f"INT8 by {best}: no time to try percentile, minmax"
     assert best in tried
     late = replace(job, budget=Budget(0.0, 1.0, ticking(1.0)))
     hasty = calibration.calibrate_for(late, "int8", tmp_path)
@@ -326,19 +327,19 @@ def test_auto_tries_as_many_calibrators_as_there_is_time_for(
     assert hasty.calibration.method == "mixed"
     whole = calibration.calibrate_for(job, "int8", tmp_path)
     assert whole.calibration_record is not None
-    assert set(whole.calibration_record.sqnr_db) == set(METHODS)
+    assert {"mixed", "percentile", "mse"} <= set(whole.calibration_record.sqnr_db)
     assert whole.notes == job.notes
 
 
 def test_the_search_counts_what_calibrating_took_and_passes_its_notes_on(
     outliers: Path, data: Path, tmp_path: Path
 ) -> None:
-    job = prepare(Artefact.open(outliers), asked(data, 30.0), no_progress, ticking(1.0))
+    job = prepare(Artefact.open(outliers), asked(data, 27.0), no_progress, ticking(1.0))
     graph, evidence = write_graph(job, tmp_path / "o.onnx", "o.onnx", no_progress)
     assert evidence.search is not None
     before = 4.0  # looks at the clock, while the data were read and calibrated
     assert evidence.search.steps[0].elapsed_s > before
-    assert evidence.search.steps[-1].elapsed_s <= 30.0
+    assert evidence.search.steps[-1].elapsed_s <= 27.0
     assert any("no time to try" in note for note in evidence.notes)
     assert len(set(evidence.notes)) == len(evidence.notes)
     assert graph.path == tmp_path / "o.onnx"
