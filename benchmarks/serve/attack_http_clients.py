@@ -91,8 +91,7 @@ def bombs_in_members(server: Attacked) -> str:
 
 def idle_thousands(server: Attacked) -> str:
     """5,000 connections that send nothing or half a line, of which 4,096 are allowed."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _allow_files()
     found = []
     for number in range(5000):
         client = server.connect()
@@ -212,6 +211,41 @@ def other_routes_large(server: Attacked) -> str:
     return counted(server.together(8, lambda n: server.once(asked[n % len(asked)])))
 
 
+def dropped_bodies(server: Attacked) -> str:
+    """200 clients go on with a body that was refused, as fast as it is taken."""
+    head = ask("GET", INFER, b"", "Content-Length: 900000000000").replace(b"GET", b"POST")
+    clients = [server.connect() for _ in range(200)]
+    send_all(clients, head)
+    end_s, data = time.monotonic() + server.seconds, b"1" * (1 << 20)
+    while time.monotonic() < end_s:
+        for client in clients:
+            with contextlib.suppress(OSError):
+                client.send(data, socket.MSG_DONTWAIT)
+    return "dropped"
+
+
+def reset_bodies(server: Attacked) -> str:
+    """60 clients reset the connection at one moment, after 6 MB of a body."""
+    head = ask("GET", INFER, b"", "Content-Length: 60000000").replace(b"GET", b"POST")
+    end_s, rounds = time.monotonic() + server.seconds, 0
+    while time.monotonic() < end_s:
+        clients = [server.connect(kept=False) for _ in range(60)]
+        send_all(clients, head + b"1" * 6_000_000)
+        for client in clients:
+            reset(client)
+        rounds += 1
+    return f"{rounds} × 60 resets"
+
+
+def half_heads_expire(server: Attacked) -> str:
+    """4,000 half heads of one moment reach their time limit."""
+    _allow_files()
+    clients = [server.connect() for _ in range(4000)]
+    send_all(clients, b"GET /v2")
+    time.sleep(12)
+    return counted(answer(each) for each in clients[::10])
+
+
 def unread_after_large(server: Attacked) -> str:
     """48 clients ask for 8 MiB four times and read one byte of it each 10 ms."""
     clients = [server.connect(receive_buffer=1024) for _ in range(48)]
@@ -229,6 +263,11 @@ def many_rows(server: Attacked) -> str:
     """16 clients ask for 33 rows of 8 MiB, which is above the batch, or for 32, which is not."""
     asked = [infer("wide", [[1.0]] * rows, binary=True) for rows in (33, 32)]
     return counted(server.together(16, lambda n: server.once(asked[n % 2])))
+
+
+def _allow_files() -> None:
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _closed(client: socket.socket) -> bool:
@@ -258,6 +297,9 @@ BODIES = (
     unread_ends,
     churn,
     other_routes_large,
+    dropped_bodies,
+    reset_bodies,
+    half_heads_expire,
     unread_after_large,
     many_rows,
 )

@@ -117,6 +117,19 @@ def worker(server: Attacked) -> int:
     raise ProcessLookupError("no worker process")
 
 
+@contextlib.contextmanager
+def meanwhile(work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Run `work(ended)` in a thread until the block ends."""
+    ended = threading.Event()
+    thread = threading.Thread(target=work, args=(ended,))
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 def large(server: Attacked, work: Callable[[int], object], clients: int = 8) -> str:
     with Smalls(server) as smalls:
         found = server.together(clients, work)
@@ -136,40 +149,29 @@ def worker_stopped(server: Attacked) -> str:
 
 def worker_killed(server: Attacked) -> str:
     """8 clients send 4 MB of JSON, SIGKILL ends the process for it ten times."""
-    ended = threading.Event()
 
-    def kill() -> None:
+    def kill(ended: threading.Event) -> None:
         while not ended.wait(server.seconds / 10):
             with contextlib.suppress(OSError):
                 os.kill(worker(server), signal.SIGKILL)
 
-    killer = threading.Thread(target=kill)
-    killer.start()
-    try:
+    with meanwhile(kill):
         return large(server, lambda _: server.once(BIG))
-    finally:
-        ended.set()
-        killer.join()
 
 
 def worker_stops_and_goes(server: Attacked) -> str:
     """8 clients send 4 MB of JSON to a process that runs 20 ms of each 200."""
-    ended, pid = threading.Event(), worker(server)
+    pid = worker(server)
 
-    def stop() -> None:
+    def stop(ended: threading.Event) -> None:
         with contextlib.suppress(ProcessLookupError):
             while not ended.wait(0.02):
                 os.kill(pid, signal.SIGSTOP)
                 time.sleep(0.18)
                 os.kill(pid, signal.SIGCONT)
 
-    stopper = threading.Thread(target=stop)
-    stopper.start()
-    try:
+    with meanwhile(stop):
         return large(server, lambda _: server.once(BIG))
-    finally:
-        ended.set()
-        stopper.join()
 
 
 def no_descriptors(server: Attacked) -> str:
