@@ -15,7 +15,7 @@ from deploykit.core.errors import DeploykitError
 from deploykit.serving.batching.delivery import Deliver, mark_expired
 from deploykit.serving.batching.policy import Pending, Watcher
 from deploykit.serving.batching.queue import RequestQueue
-from deploykit.serving.batching.runner import Runner, device_lost
+from deploykit.serving.batching.runner import Flight, Runner, device_lost
 from deploykit.serving.batching.slo import Steering
 
 log = logging.getLogger(__name__)
@@ -85,21 +85,22 @@ class Dispatch:
         return batch, late, now_us
 
     def run(
-        self, worker: Worker, batch: Sequence[Pending], now_us: int, deliver: Deliver | None = None
-    ) -> None:
-        """Run a batch and deliver its results with `deliver`, or with the default."""
-        errors = worker.runner.run(batch, self.watcher, worker.idle_us(batch, now_us))
-        self.end(worker, batch, errors, now_us, deliver)
-
-    def end(
         self,
         worker: Worker,
         batch: Sequence[Pending],
-        errors: Sequence[DeploykitError | None],
         now_us: int,
         deliver: Deliver | None = None,
+        flight: Flight | None = None,
     ) -> None:
-        """Deliver a batch that ran from `now_us` on, the oldest of those that `worker` runs."""
+        """Run a batch and deliver its results with `deliver`, or with the default.
+
+        `flight`: the batch was started, and is the oldest of those in flight.
+        """
+        if flight is not None:
+            idle_us = flight.idle_us
+        else:
+            idle_us = worker.idle_us(batch, now_us) if worker.idle_since_us < now_us else 0
+        errors = worker.runner.run(batch, self.watcher, idle_us, flight)
         ended_us = self.clock_us()
         finished = []
         with self.lock:
@@ -108,7 +109,7 @@ class Dispatch:
                     request.finished = True
                     request.error = error
                     finished.append(request)
-            worker.running = worker.running[len(batch) :]
+            worker.running = () if flight is None else worker.running[len(batch) :]
             if self.steering is not None and not any(errors):
                 self.steering.record_run(batch, now_us, ended_us)
         if worker.runner.lost:

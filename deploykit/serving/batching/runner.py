@@ -10,6 +10,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from deploykit.core.ending import INSIDE
 from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Overloaded, first_line
 from deploykit.core.tensors import MOST_STRINGS
@@ -30,6 +32,11 @@ class Flight(NamedTuple):
     submitted_us: int
     idle_us: int
     call: InFlight | Exception
+
+    def result(self) -> dict[str, np.ndarray]:
+        if isinstance(self.call, Exception):
+            raise self.call
+        return self.call.result()
 
 
 class Runner:
@@ -63,56 +70,22 @@ class Runner:
         self._ended_us = 0  # of the last flight
 
     def run(
-        self, batch: Sequence[Pending], watcher: Watcher, idle_us: int = 0
+        self,
+        batch: Sequence[Pending],
+        watcher: Watcher,
+        idle_us: int = 0,
+        flight: Flight | None = None,
     ) -> list[DeploykitError | None]:
         """An error for each request, None where its outputs are set; reports runs to `watcher`.
 
-        `idle_us`: see BatchRun. Sets `lost` when the GPU is gone.
+        `idle_us`: see BatchRun. `flight`: what `start` made of `batch`. Sets `lost` when the GPU is
+        gone.
         """
         if len(batch) == 1 or not self._strings or _count_strings(batch) <= MOST_STRINGS:
-            error = self._try(batch, watcher, idle_us)
-            if len(batch) == 1 or error is None or isinstance(error, Overloaded):
+            error = self._try(batch, watcher, idle_us, flight)
+            retried = len(batch) > 1 and error is not None and not isinstance(error, Overloaded)
+            if not retried:
                 return [error] * len(batch)
-        return self._one_by_one(batch, watcher)
-
-    def start(self, batch: Sequence[Pending], idle_us: int) -> Flight:
-        """Start a batch without waiting for it; `end` has to follow, in the same order."""
-        started_us = stacked_us = self._clock_us()
-        call: InFlight | Exception
-        try:
-            feeds = self._stack(batch)
-            stacked_us = self._clock_us()
-            call = self.engine.submit(feeds)
-        except Exception as exc:  # noqa: BLE001 - `end` reports it, after the batches before
-            call = exc.with_traceback(None)  # which would keep the joined inputs
-        return Flight(batch, started_us, stacked_us, self._clock_us(), idle_us, call)
-
-    def end(self, flight: Flight, watcher: Watcher) -> list[DeploykitError | None]:
-        """Wait for a batch; returns as `run` does."""
-        batch, call = flight.batch, flight.call
-        self.since_us = flight.started_us
-        try:
-            if isinstance(call, Exception):
-                raise call
-            outputs = call.result()
-            ran_us = self._clock_us()
-            self._split(batch, outputs)
-        except Exception as exc:  # noqa: BLE001 - as in `_try`
-            error = self._error(exc, len(batch))
-            if len(batch) == 1 or isinstance(error, Overloaded):
-                return [error] * len(batch)
-            return self._one_by_one(batch, watcher)
-        finally:
-            self.since_us = None
-            waited_us = max(0, self._ended_us - flight.submitted_us)  # for the batch before it
-            self._ended_us = self._clock_us()
-        began_us, stacked_us = flight.started_us + waited_us, flight.stacked_us + waited_us
-        self._report(watcher, batch, began_us, stacked_us, ran_us, flight.idle_us)
-        return [None] * len(batch)
-
-    def _one_by_one(
-        self, batch: Sequence[Pending], watcher: Watcher
-    ) -> list[DeploykitError | None]:
         errors: list[DeploykitError | None] = []
         for request in batch:
             if self.lost:
@@ -121,16 +94,38 @@ class Runner:
             errors.append(self._try([request], watcher, 0))
         return errors
 
-    def _try(
-        self, batch: Sequence[Pending], watcher: Watcher, idle_us: int
-    ) -> DeploykitError | None:
-        """Call the engine once. Sets each request's outputs, or returns the error."""
-        started_us = self.since_us = self._clock_us()
+    def start(self, batch: Sequence[Pending], idle_us: int) -> Flight:
+        """Start a batch without waiting for it; `run` has to follow, in the same order."""
+        started_us = stacked_us = self._clock_us()
+        call: InFlight | Exception
         try:
             feeds = self._stack(batch)
             stacked_us = self._clock_us()
             with INSIDE:
-                outputs = self.engine(feeds)
+                call = self.engine.submit(feeds)
+        except Exception as exc:  # noqa: BLE001 - `run` reports it, after the batches before
+            call = exc.with_traceback(None)  # which would keep the joined inputs
+        return Flight(batch, started_us, stacked_us, self._clock_us(), idle_us, call)
+
+    def _try(
+        self,
+        batch: Sequence[Pending],
+        watcher: Watcher,
+        idle_us: int,
+        flight: Flight | None = None,
+    ) -> DeploykitError | None:
+        """Call the engine once. Sets each request's outputs, or returns the error."""
+        started_us = self.since_us = self._clock_us() if flight is None else flight.started_us
+        try:
+            if flight is None:
+                feeds = self._stack(batch)
+                stacked_us = self._clock_us()
+                with INSIDE:
+                    outputs = self.engine(feeds)
+            else:
+                stacked_us = flight.stacked_us
+                with INSIDE:
+                    outputs = flight.result()
             ran_us = self._clock_us()
             self._split(batch, outputs)
         except Exception as exc:  # noqa: BLE001 - the engine's thread must survive any error
@@ -138,20 +133,13 @@ class Runner:
             return self._error(exc, len(batch))
         finally:
             self.since_us = None
-        self.busy_us = self._report(watcher, batch, started_us, stacked_us, ran_us, idle_us)
-        return None
-
-    def _report(
-        self,
-        watcher: Watcher,
-        batch: Sequence[Pending],
-        started_us: int,
-        stacked_us: int,
-        ran_us: int,
-        idle_us: int,
-    ) -> int:
-        """Report a successful run to `watcher`. Returns how long it took."""
+            if flight is not None:
+                waited_us = max(0, self._ended_us - flight.submitted_us)  # for the batch before it
+                self._ended_us = self._clock_us()
+        if flight is not None:
+            started_us, stacked_us = started_us + waited_us, stacked_us + waited_us
         ended_us = self._clock_us()
+        self.busy_us = ended_us - started_us
         in_us, out_us = self.engine.last_copies_us
         run = BatchRun(
             [request for request in batch if not request.finished],
@@ -168,7 +156,7 @@ class Runner:
             watcher.record_run(run)
         except Exception:  # a failing watcher must not end the engine's thread
             log.exception("model '%s': recording a batch failed", self._name)
-        return ended_us - started_us
+        return None
 
     def _error(self, exc: Exception, size: int) -> DeploykitError:
         """The error for the client: no path, no address; the log has the details."""

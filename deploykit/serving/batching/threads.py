@@ -83,8 +83,7 @@ class ThreadExecutor:
                 break
             if flights and (not batch or len(flights) == runner.slots):
                 flight = flights.popleft()
-                errors = runner.end(flight, dispatch.watcher)
-                dispatch.end(worker, flight.batch, errors, flight.started_us)
+                dispatch.run(worker, flight.batch, flight.started_us, flight=flight)
                 del flight
             del batch  # as in `_loop`
             runner.since_us = flights[0].started_us if flights else None
