@@ -4,7 +4,7 @@
 # make docs    the documentation as a site, into site/
 # make coverage  the tests once more, and what they reach
 # make gpu-test  what needs an NVIDIA GPU, in parts (tests/gpu/run.py); SYSTEM=1: without venv and pip
-# make gpu-session  the same in one call of ten minutes, for a machine that is lent (tests/gpu/session.py)
+# make gpu-session  the same in one call of ten minutes, for a machine rented for minutes (tests/gpu/session.py)
 # make bench   the project's own speed and memory figures, into benchmarks/
 # PYTHON=python3.12 picks an interpreter, TORCH_INDEX=URL an index of CPU wheels of torch.
 

@@ -18,6 +18,7 @@ __all__ = [
     "GateFailed",
     "MissingExtra",
     "NotFound",
+    "Shapes",
     "TensorSpec",
     "Unsupported",
     "bench",
@@ -44,6 +45,7 @@ _PUBLIC = {
     "GateFailed": "deploykit.core.errors:GateFailed",
     "MissingExtra": "deploykit.core.errors:MissingExtra",
     "NotFound": "deploykit.core.errors:NotFound",
+    "Shapes": "deploykit.builders.builder:Shapes",
     "TensorSpec": "deploykit.core.tensors:TensorSpec",
     "Unsupported": "deploykit.core.errors:Unsupported",
     "bench": "deploykit.api.bench:bench",
@@ -75,6 +77,7 @@ if TYPE_CHECKING:
     from deploykit.api.quantize import quantize
     from deploykit.api.serve import serve
     from deploykit.api.train import train
+    from deploykit.builders.builder import Shapes
     from deploykit.core.artefact import Artefact
     from deploykit.core.errors import (
         BadInput,

@@ -98,6 +98,7 @@ def _check(source: Artefact, options: PlanOptions) -> None:
     """Raise BadInput, Unsupported for all that shows before the work."""
     target, request = options.target, options.request
     if target.runtime == "tensorrt":
+        build_tensorrt.check_asked(source, options)
         build_tensorrt.check_here(target, source)
     if request.to not in ("fp32", *TARGETS):
         raise BadInput(

@@ -197,6 +197,14 @@ def _sizes(options: PlanOptions, inputs: Sequence[TensorSpec]) -> dict[str, int]
     return {axis: axes[axis].optimum if axis in axes else rows for axis in dynamic}
 
 
+def check_asked(model: Artefact, options: PlanOptions) -> None:
+    """Raise BadInput, NotFound or Unsupported for options that are wrong on every machine."""
+    from deploykit.builders.tensorrt import target as builder
+    from deploykit.builders.tensorrt.options import check_options
+
+    check_options(builder.options_of(options.target, options.shapes, model))
+
+
 def check_here(target: Profile, model: Artefact) -> None:
     """Raise Unsupported unless this machine is the target and has what it takes to build there."""
     machine = this_machine()

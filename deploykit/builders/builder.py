@@ -9,25 +9,30 @@ from pathlib import Path
 from deploykit.core.artefact import Artefact
 from deploykit.core.evidence import Layer
 from deploykit.core.json_value import Record
+from deploykit.core.paths import StrPath
 from deploykit.core.profile import Profile
 from deploykit.core.runtime import RUNTIMES, function
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The user's build options, as strings where they name sizes; None and () are the defaults."""
+    """What a TensorRT engine is built for: `dk.build(m, "l4", shapes=dk.Shapes(batch="1,8,32"))`.
+
+    `batch`: the smallest, usual and largest batch, "1,8,32". `axes`: the same for other dynamic
+    axes, ["T=16,128,512"]. None and () stand for the defaults.
+    """
 
     batch: str | None = None
     axes: Sequence[str] = ()
-    level: int | None = None
+    level: int | None = None  # optimisation level, 0 to 5
     version_compatible: bool = False
     hardware_compatible: str | None = None  # "ampere-plus" or "same-compute-capability"
     dla: int | None = None
     allow_wider: bool = False  # layers may run in more bits than the graph asks
-    plugins: Sequence[Path] = ()  # libraries of TensorRT plugins
+    plugins: Sequence[StrPath] = ()  # libraries of TensorRT plugins
     device: int = 0  # the number of the GPU
     workspace: str | None = None  # "512M", "4G"
-    timing_cache: Path | None = None
+    timing_cache: StrPath | None = None
     tf32: bool = True  # float32 products may be rounded to TF32
 
 

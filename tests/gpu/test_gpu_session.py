@@ -1,4 +1,4 @@
-"""The session on a lent GPU: its plan, what is carried to it, and its steps where they can run."""
+"""A session on a rented GPU: its plan, what is carried to it, its steps where they can run."""
 
 from __future__ import annotations
 

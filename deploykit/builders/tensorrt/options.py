@@ -10,7 +10,7 @@ from typing import Any
 
 from deploykit.builders.tensorrt.module import member, version
 from deploykit.builders.tensorrt.shapes import AxisRange
-from deploykit.core.errors import BadInput, Unsupported
+from deploykit.core.errors import BadInput, NotFound, Unsupported
 from deploykit.core.profile import Profile
 from deploykit.runtimes.tensorrt.compatibility import version_numbers
 
@@ -87,6 +87,11 @@ def check_options(options: Options) -> None:
             f"`hardware_compatible`: unknown level '{hardware}'",
             hint="one of: " + ", ".join(HARDWARE),
         )
+    if options.device < 0:
+        raise BadInput(f"`device` must be the number of a GPU, got {options.device}")
+    for library in options.plugins:
+        if not library.is_file():
+            raise NotFound(f"{library}: no such plugin library")
     oldest = version_numbers(HARDWARE.get(hardware or "", ""))
     if (
         profile.compute_capability is not None

@@ -60,9 +60,9 @@ def options_of(target: Profile, shapes: Shapes, model: Artefact) -> Options:
         version_compatible=shapes.version_compatible,
         hardware_compatible=shapes.hardware_compatible,
         dla=shapes.dla,
-        plugins=tuple(shapes.plugins),
+        plugins=tuple(map(Path, shapes.plugins)),
         workspace_bytes=parse_workspace(shapes.workspace) if shapes.workspace else None,
-        timing_cache=shapes.timing_cache,
+        timing_cache=Path(shapes.timing_cache) if shapes.timing_cache else None,
         tf32=shapes.tf32,
         device=shapes.device,
     )
