@@ -74,7 +74,7 @@ def test_a_range_that_does_not_follow_is_asked_for_and_found_in_data(tmp_path: P
     assert kernels(measured.path) > kernels(made.path)
     evidence = measured.manifest.evidence
     assert evidence.calibration is not None
-    assert (evidence.calibration.samples, evidence.calibration.method) == (32, "percentile")
+    assert (evidence.calibration.samples, evidence.calibration.method) == (32, "mixed")
     assert any("those of the calibration data" in note for note in evidence.notes)
     assert not any("data give it" in note for note in measured.notes)
     with pytest.raises(BadInput, match="no INT8 pairs to place") as caught:
