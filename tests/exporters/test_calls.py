@@ -68,7 +68,8 @@ def test_a_graph_that_is_not_the_model_says_what_differs_from_call_to_call(
 def test_arguments_that_a_distribution_checks_are_named(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"torch\.distributions checks its arguments") as caught:
         export_module(Draws(), [X], [parse_spec("y:float32[N,4]")], tmp_path / "m.onnx")
-    assert "`return torch.distributions.Normal(x, 1.0, validate_args=True).rsample()`" in caught.value.message
+    line = "`return torch.distributions.Normal(x, 1.0, validate_args=True).rsample()`"
+    assert line in caught.value.message
     assert "validate_args=False" in str(caught.value.hint)
 
 
