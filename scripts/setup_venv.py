@@ -6,6 +6,7 @@ had: from `--torch-index` if given, else the newest that this machine's own pip 
 the linters, `--dev` what the tests need too, with the torchvision of that torch; where there is
 none, the tests that need it are skipped. uv installs, from the places that pip is configured for:
 it resolves and unpacks in a quarter of pip's time. Where it cannot be had, or fails, pip does.
+On a Jetson pip does, as uv would hide the packages that are there with others of the same name.
 """
 
 from __future__ import annotations
@@ -52,15 +53,20 @@ def main() -> int:
         return 2
     gpu = has_gpu()
     name = "dev" if options.dev else "lint" if options.lint else "demo"
-    runtime, tensorrt = gpu_extras(driver_version(), is_jetson())
+    jetson = is_jetson()
+    runtime, tensorrt = gpu_extras(driver_version(), jetson)
     extras = [runtime, "serve", "export", "train", "quantize"]
     extras += [name] if name != "demo" else []
+    if jetson and options.gpu:  # it is all on PyPI, and `dev` alone takes newer CUDA bindings
+        extras, tensorrt = [*extras, tensorrt], ""
     state = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes())
     state.update(json.dumps([extras, options.torch_index, sys.version, str(ROOT)]).encode())
     stamp = options.venv / f".deploykit-{name}"
     if stamp.is_file() and stamp.read_text() == state.hexdigest():
         return install_tensorrt(options.venv / "bin" / "python", tensorrt) if options.gpu else 0
     python = make_venv(options.venv)
+    if jetson and version_in(python, "onnxruntime-gpu"):
+        extras.remove(runtime)  # its module would hide the one that is there
     torch = torch_to_install(python, gpu, options.torch_index)
     print(f"installing deploykit[{','.join(extras)}]", flush=True)
     # where torch is there it satisfies the extras, so that it is left as it is
@@ -86,7 +92,7 @@ def gpu_extras(driver: str, jetson: bool) -> tuple[str, str]:
 
 def install_tensorrt(python: Path, extra: str) -> int:
     """TensorRT comes from NVIDIA's own index: where that cannot be reached, a note says so."""
-    if extra and not version_in(python, "cuda-bindings" if extra == "jetson" else extra):
+    if extra and not version_in(python, extra):
         print(f"installing deploykit[{extra}]", flush=True)
         command = [str(python), "-m", "pip", "--disable-pip-version-check", "install", *QUICK]
         done = subprocess.run([*command, "--editable", f"{ROOT}[{extra}]"], check=False)
@@ -134,7 +140,8 @@ def make_venv(venv: Path) -> Path:
             raise SystemExit(
                 "error: no venv could be made; on Debian and Ubuntu: apt install python3-venv"
             )
-        pip(python, "install", *QUICK, "uv", capture=True)
+        if not is_jetson():  # uv does not see those packages, and would install them once more
+            pip(python, "install", *QUICK, "uv", capture=True)
     return python
 
 

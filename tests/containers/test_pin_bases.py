@@ -1,0 +1,120 @@
+"""The digests of base images: read from a registry that wants a token, written to three files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from deploykit.core.containers import read_digests
+from scripts.pin_bases import DOCKERFILES, ROOT, digest_of, main
+
+INDEX = json.dumps({"schemaVersion": 2, "manifests": []}).encode()
+DIGEST = f"sha256:{hashlib.sha256(INDEX).hexdigest()}"
+LOCK = "Dockerfile.lock"
+
+
+class Registry(BaseHTTPRequestHandler):
+    """What Docker Hub and NVIDIA's registry answer: 401 with a challenge, a token, the index."""
+
+    lies = False
+
+    def do_GET(self) -> None:
+        host = self.headers["Host"]
+        if self.path.startswith("/token?service=here&scope="):
+            return self.answer(200, b'{"token": "for-anybody"}')
+        if "Authorization" not in self.headers:
+            challenge = f'Bearer realm="http://{host}/token",service="here",scope="pull"'
+            return self.answer(401, b"{}", ("WWW-Authenticate", challenge))
+        assert self.headers["Authorization"] == "Bearer for-anybody"
+        assert "image.index" in self.headers["Accept"]
+        if "absent" in self.path:
+            return self.answer(404, b"{}")
+        digest = f"sha256:{'0' * 64}" if self.lies else DIGEST
+        return self.answer(200, INDEX, ("Docker-Content-Digest", digest))
+
+    def answer(self, status: int, body: bytes, *headers: tuple[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers:
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def registry() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Registry) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for name in (LOCK, *DOCKERFILES):
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def test_the_dockerfiles_of_this_checkout_have_the_digests_of_the_lock() -> None:
+    assert main(["--check"]) == 0
+
+
+def test_digests_are_written_to_the_lock_and_to_both_dockerfiles(
+    checkout: Path, registry: str
+) -> None:
+    assert main([], checkout, registry) == 0
+    assert set(read_digests(checkout / LOCK).values()) == {DIGEST}
+    text = (checkout / "Dockerfile.x86").read_text()
+    assert f"ARG BASE=nvcr.io/nvidia/cuda:13.0.1-base-ubuntu24.04@{DIGEST}\n" in text
+    assert (checkout / "Dockerfile.jetson").read_text().count(f"@{DIGEST}\n") == 3
+    assert main(["--check"], checkout) == 0
+    assert main(["--verify"], checkout, registry) == 0
+
+
+def test_a_dockerfile_that_differs_from_the_lock_is_found(checkout: Path) -> None:
+    path = checkout / "Dockerfile.x86"
+    text = path.read_text().replace("ubuntu24.04\n", f"ubuntu24.04@{DIGEST}\n", 1)
+    path.write_text(text)
+    assert main(["--check"], checkout) == 1
+
+
+def test_a_tag_that_was_moved_is_found_and_nothing_is_written(
+    checkout: Path, registry: str
+) -> None:
+    lock = checkout / LOCK
+    lock.write_text(lock.read_text().replace("unpinned\n", f"sha256:{'1' * 64}\n"))
+    before = lock.read_bytes()
+    assert main(["--verify"], checkout, registry) == 1
+    assert lock.read_bytes() == before
+
+
+def test_an_image_that_a_registry_lacks_is_an_error_and_nothing_is_written(
+    checkout: Path, registry: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = checkout / LOCK
+    lock.write_text(f"{lock.read_text()}docker.io/library/absent:1 unpinned\n")
+    before = lock.read_bytes()
+    assert main([], checkout, registry) == 1
+    assert "404" in capsys.readouterr().err
+    assert lock.read_bytes() == before
+
+
+def test_a_registry_whose_answer_has_another_digest_is_not_believed(
+    registry: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Registry, "lies", True)
+    with pytest.raises(ValueError, match="the registry says"):
+        digest_of("docker.io/library/debian:bookworm-slim", registry)
