@@ -24,6 +24,8 @@ EXTRAS: Mapping[str, str] = {
     "sklearn": "train",
     "PIL": "images",
     "opentelemetry": "trace",
+    "ray": "ray",
+    "starlette": "ray",
     **dict.fromkeys(
         ("google", "hpack", "httptools", "orjson", "prometheus_client", "uvloop"), "serve"
     ),

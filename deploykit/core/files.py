@@ -104,6 +104,16 @@ def read_toml(path: Path) -> tuple[dict[str, Any], str]:
         raise BadInput(f"{path}: is not valid TOML: {exc}") from exc
 
 
+def read_json(path: Path) -> Any:
+    """The value of a JSON file. Raises NotFound or BadInput."""
+    try:
+        return json.loads(check_readable(path).read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
+    except (ValueError, RecursionError) as exc:
+        raise BadInput(f"{path}: is not valid JSON: {exc}") from exc
+
+
 def check_readable(path: Path) -> Path:
     """Raise NotFound or BadInput unless `path` is a non-empty regular file that can be read."""
     try:

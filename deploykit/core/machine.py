@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from deploykit.core.jetpack import jetpack_name
 from deploykit.core.json_value import Record
 from deploykit.core.runtime import ALL
 
@@ -24,6 +25,8 @@ PACKAGES = (
     *(package for each in ALL for package in each.packages),
     "onnxscript",
     "scikit-learn",
+    "nvidia-cuda-runtime",
+    "nvidia-cuda-runtime-cu12",
 )
 _CPU_FLAGS = (
     "avx2",
@@ -64,7 +67,8 @@ class Machine(Record):
     gpus: tuple[Gpu, ...]
     board: str | None  # a Jetson's model, from its device tree
     board_ids: tuple[str, ...]  # the device tree's `compatible`, as in "nvidia,p3767-0005"
-    l4t: str | None
+    l4t: str | None  # as the board reports it
+    jetpack: str | None  # the release that this L4T is of
     power_mode: str | None
     packages: Mapping[str, str]
 
@@ -72,6 +76,7 @@ class Machine(Record):
 def this_machine(root: Path = Path("/")) -> Machine:
     """Read the machine. Takes about 50 ms where `nvidia-smi` exists, 5 ms where it does not."""
     cpuinfo = file_text(root / "proc/cpuinfo")
+    l4t = _l4t(file_text(root / "etc/nv_tegra_release"))
     return Machine(
         system=f"{platform.system()} {platform.release()}",
         architecture=platform.machine(),
@@ -84,8 +89,9 @@ def this_machine(root: Path = Path("/")) -> Machine:
         gpus=_gpus(),
         board=file_text(root / "proc/device-tree/model").strip("\0 \n") or None,
         board_ids=tuple(file_text(root / "proc/device-tree/compatible").replace("\0", " ").split()),
-        l4t=_l4t(file_text(root / "etc/nv_tegra_release")),
-        power_mode=_power_mode(root),
+        l4t=l4t,
+        jetpack=jetpack_name(l4t),
+        power_mode=power_mode(root),
         packages=_packages(),
     )
 
@@ -95,6 +101,12 @@ def file_text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def natural_number(text: str) -> int | None:
+    """A number of a system file; None for anything else, damaged ones of any length too."""
+    found = re.fullmatch(r"\s*([0-9]{1,18})\s*", text)
+    return int(found[1]) if found else None
 
 
 def _cpu_name(cpuinfo: str) -> str:
@@ -124,8 +136,9 @@ def usable_cores(root: Path = Path("/")) -> int:
     except (AttributeError, OSError):
         cores = os.cpu_count() or 1
     quota, _, period = file_text(root / "sys/fs/cgroup/cpu.max").strip().partition(" ")
-    if quota.isdigit() and period.isdigit() and int(period) > 0:
-        cores = min(cores, max(1, int(quota) // int(period)))
+    share, of = natural_number(quota), natural_number(period)
+    if share is not None and of:
+        cores = min(cores, max(1, share // of))
     return cores
 
 
@@ -150,12 +163,11 @@ def return_large_blocks(nbytes: int = 1 << 20) -> None:
 
 def memory_bytes(root: Path = Path("/")) -> int | None:
     """This machine's memory, or the container's limit (cgroup v2) where that is less."""
-    match = re.search(r"^MemTotal:\s*(\d+) kB", file_text(root / "proc/meminfo"), re.MULTILINE)
+    text = file_text(root / "proc/meminfo")
+    match = re.search(r"^MemTotal:\s*([0-9]{1,15}) kB", text, re.MULTILINE)
     total = int(match[1]) * 1024 if match else None
-    limit = file_text(root / "sys/fs/cgroup/memory.max").strip()
-    if total is not None and limit.isdigit():
-        return min(total, int(limit))
-    return total
+    limit = natural_number(file_text(root / "sys/fs/cgroup/memory.max"))
+    return total if total is None or limit is None else min(total, limit)
 
 
 def _gpus() -> tuple[Gpu, ...]:
@@ -181,7 +193,7 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
         gpus.append(
             Gpu(
                 name,
-                int(memory) * 1024 * 1024 if memory.isdigit() else None,
+                None if (mib := natural_number(memory)) is None else mib * 1024 * 1024,
                 driver,
                 capability if re.fullmatch(r"\d+\.\d+", capability) else None,
             )
@@ -191,13 +203,13 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
 
 def _l4t(release: str) -> str | None:
     """`# R36 (release), REVISION: 4.3, ...` is 36.4.3."""
-    match = re.match(r"# R(\d+) \(release\), REVISION: ([\d.]+)", release)
+    match = re.match(r"# R([0-9]{1,4}) \(release\), REVISION: ([0-9.]{1,20})", release)
     return f"{match[1]}.{match[2]}" if match else None
 
 
-def _power_mode(root: Path) -> str | None:
+def power_mode(root: Path) -> str | None:
     """The active nvpmodel mode of a Jetson, resolved to its name."""
-    status = re.search(r"pmode:(\d+)", file_text(root / "var/lib/nvpmodel/status"))
+    status = re.search(r"pmode:([0-9]{1,9})", file_text(root / "var/lib/nvpmodel/status"))
     if status is None:
         return None
     pattern = rf"< POWER_MODEL ID={int(status[1])} NAME=(\S+) >"

@@ -5,7 +5,6 @@ Version 2 is written; `manifest.schema.json` is its JSON Schema. Version 1 is st
 
 from __future__ import annotations
 
-import json
 import math
 import types
 from collections.abc import Mapping
@@ -14,9 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from deploykit.core.errors import BadInput, NotFound, os_reason
+from deploykit.core.errors import BadInput, NotFound
 from deploykit.core.evidence import Evidence
-from deploykit.core.files import check_readable, manifest_path, write_json
+from deploykit.core.files import manifest_path, read_json, write_json
 from deploykit.core.json_value import json_value
 from deploykit.core.tensors import TensorSpec, spec_from_dict
 
@@ -73,13 +72,9 @@ def load_manifest(artefact: Path) -> Manifest | None:
     """The manifest next to `artefact`, its hashes not compared; None if there is none."""
     path = manifest_path(artefact)
     try:
-        values = json.loads(check_readable(path).read_text(encoding="utf-8"))
+        values = read_json(path)
     except NotFound:
         return None
-    except OSError as exc:
-        raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
-    except (ValueError, RecursionError) as exc:
-        raise BadInput(f"{path}: is not valid JSON: {exc}") from exc
     if isinstance(values, dict) and values.get("manifest") == 1:
         from deploykit.core.manifest_v1 import upgrade
 

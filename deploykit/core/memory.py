@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from deploykit.core.errors import BadInput, OutOfMemory, first_line
-from deploykit.core.machine import file_text, memory_bytes
+from deploykit.core.machine import file_text, memory_bytes, natural_number
 
 USE_LESS = (
     "use a smaller or a quantised model or a smaller batch, stop other programs, or allow more "
@@ -27,14 +27,17 @@ _ASKED = re.compile(r"(?:requested buffer of size|smaller than requested bytes o
 
 def available_bytes(root: Path = Path("/")) -> int | None:
     """Memory that a process can still get without swapping, also within a cgroup v2 limit."""
-    match = re.search(r"^MemAvailable:\s*(\d+) kB", file_text(root / "proc/meminfo"), re.MULTILINE)
+    text = file_text(root / "proc/meminfo")
+    match = re.search(r"^MemAvailable:\s*([0-9]{1,15}) kB", text, re.MULTILINE)
     available = int(match[1]) * 1024 if match else None
     group = root / "sys/fs/cgroup"
-    limit, used = (file_text(group / f"memory.{name}").strip() for name in ("max", "current"))
-    if available is None or not (limit.isdigit() and used.isdigit()):
+    read = (file_text(group / f"memory.{name}") for name in ("max", "current"))
+    limit, used = map(natural_number, read)
+    if available is None or limit is None or used is None:
         return available
-    cache = re.search(r"^inactive_file (\d+)$", file_text(group / "memory.stat"), re.MULTILINE)
-    free = int(limit) - int(used) + (int(cache[1]) if cache else 0)
+    stat = file_text(group / "memory.stat")
+    cache = re.search(r"^inactive_file ([0-9]{1,18})$", stat, re.MULTILINE)
+    free = limit - used + (int(cache[1]) if cache else 0)
     return min(available, max(0, free))
 
 

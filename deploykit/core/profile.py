@@ -1,10 +1,11 @@
 """A hardware target: what `profiles/NAME.toml`, or a file of your own, holds about it.
 
-An unknown key is an error; a figure that no source was found for is listed in `unverified`, and
-reports print it as such. A Jetson power mode follows an at sign: `jetson-orin-nano-8gb@15W`.
+An unknown key is an error. A figure that was computed stands in `derived` with how, one that no
+source was found for in `unverified`; both are printed as such. A Jetson power mode follows an at
+sign: `jetson-orin-nano-8gb@15W`. docs/profiles.md has every key.
 
-Units are base units: bytes, bytes/s, operations/s, watts. `memory_bytes` is the size as sold, with
-10^9 bytes to the GB; programs get what the driver or `/proc/meminfo` reports.
+Units are base units: bytes, bytes/s, operations/s, watts. `memory_bytes` is what the driver
+reports (`memory.total` of nvidia-smi; MemTotal where CPU and GPU share the memory).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from deploykit.core import paths
 from deploykit.core.errors import BadInput, NotFound, Unsupported, did_you_mean
 from deploykit.core.extras import installed
 from deploykit.core.files import read_toml
+from deploykit.core.jetpack import release_numbers
 from deploykit.core.json_value import Record
 from deploykit.core.machine import Machine, this_machine
 from deploykit.core.precision import HARDWARE
@@ -70,12 +72,34 @@ class Profile(Record):
     opset: int | None  # to export with, where the runtime needs an older one than the default
     gpu_names: tuple[str, ...]  # as the driver spells them; `auto` compares with these
     boards: tuple[str, ...]  # device tree ids: Jetson modules of a family share one GPU name
+    container_base: Mapping[str, str]  # image to start from by host release: see `base_image`
     dla_cores: int  # deep learning accelerators next to the GPU, on some Jetson modules
     power_modes: tuple[PowerMode, ...]
     power_mode: str | None  # the mode chosen with NAME@MODE
     notes: tuple[str, ...]
     sources: tuple[str, ...]
-    unverified: tuple[str, ...]  # keys without a source; a peak is "peak_ops_per_s.int8"
+    derived: Mapping[str, str]  # key -> how it was computed; a peak is "peak_ops_per_s.int8"
+    unverified: tuple[str, ...]  # keys without a source
+
+    def base_image(self, release: str = "") -> str | None:
+        """The container image to start from on a host of `release`; without one the usual image.
+
+        `container_base` is keyed by the first release an image is for, "jetpack-6.1" or "cuda-13",
+        the usual one first. `jetpack-6.2.1` finds the last key of JetPack 6 that is not later.
+        None where no key is for that release.
+        """
+        if not release:
+            return next(iter(self.container_base.values()), None)
+        kind, _, wanted = release.partition("-")
+        numbers = release_numbers(wanted)
+        found = [
+            (known, image)
+            for key, image in self.container_base.items()
+            for family, _, since in [key.partition("-")]
+            if family == kind and (known := release_numbers(since)) <= numbers
+            if known[:1] == numbers[:1]
+        ]
+        return max(found)[1] if found else None
 
 
 def profile_names() -> list[str]:
@@ -103,16 +127,38 @@ def load_profile(reference: str) -> Profile:
 def choose_profile() -> tuple[Profile, str]:
     """The profile that fits this machine, and why it was chosen, as text."""
     machine = this_machine()
-    every = sorted(map(load_profile, profile_names()), key=lambda profile: not profile.boards)
-    found = next((profile for profile in every if fits(profile, machine)), None)
-    if not machine.gpus and found is None:
-        return load_profile("cpu"), "no NVIDIA GPU here"
+    found, _ = recognise(machine)
+    if found is not None and found.device == "cpu":
+        return found, "no NVIDIA GPU here"
     what = machine.gpus[0].name if machine.gpus else str(machine.board)
     if not installed("tensorrt"):
         return load_profile("cpu"), f"{what} is here, but TensorRT is not installed"
     if found is None:
         return _generic(machine), f"{what} is here, which no profile names"
     return found, f"this is a {found.summary}" if found.boards else f"{what} is here"
+
+
+def recognise(machine: Machine) -> tuple[Profile | None, str]:
+    """The profile that describes `machine`, whatever is installed, and by what it was recognised.
+
+    None for a GPU or a board that no profile names.
+    """
+    every = sorted(map(load_profile, profile_names()), key=lambda profile: not profile.boards)
+    found = next((profile for profile in every if fits(profile, machine)), None)
+    if found is not None and found.boards:
+        ids = [b for b in found.boards if any(b in each for each in machine.board_ids)]
+        return found, f"the device tree names board {ids[0]}"
+    if found is not None:
+        names = [gpu.name for gpu in machine.gpus if gpu.name in found.gpu_names]
+        return found, f"the driver names the GPU {names[0]}"
+    if machine.l4t and not machine.board_ids:
+        return None, "the board is not known: /proc/device-tree cannot be read here"
+    if machine.l4t:
+        first = min(machine.board_ids, key=lambda each: "+" in each)  # the module, not the kit
+        return None, f"no profile names board {machine.board or 'not known'} ({first})"
+    if machine.gpus:
+        return None, f"no profile names {machine.gpus[0].name}"
+    return load_profile("cpu"), "no NVIDIA GPU here"
 
 
 def _generic(machine: Machine) -> Profile:
@@ -186,9 +232,10 @@ def _check(profile: Profile, values: Mapping[str, Any], keys: _Fields) -> None:
         needed = "' or '".join(runtime.devices)
         raise keys.fail("device", f"is '{profile.device}', but {runtime.title} needs '{needed}'")
     peaks = [f"peak_ops_per_s.{name}" for name in profile.peak_ops_per_s]
-    for key in profile.unverified:
-        if key not in values and key not in peaks:
-            raise keys.fail("unverified", f"names '{key}', which this profile does not have")
+    for mark in ("derived", "unverified"):
+        for key in getattr(profile, mark):
+            if key not in values and key not in peaks:
+                raise keys.fail(mark, f"names '{key}', which this profile does not have")
 
 
 class _Fields:
@@ -205,12 +252,16 @@ class _Fields:
 
     def line(self, key: str) -> str:
         """Where the key is, else where the table that it should be in begins, else nothing."""
-        for name in (key, self.parent.partition("[")[0].rstrip(".")):
-            pattern = rf"""\s*\[*\s*(?:[\w-]+\s*\.\s*)?["']?{re.escape(name)}["']?\s*[=.\]]"""
-            for number, line in enumerate(self.content.splitlines(), 1):
-                if name and re.match(pattern, line):
-                    return f":{number}"
-        return ""
+        table = self.parent.partition("[")[0].rstrip(".")
+        begin = self._find(table, 0) if table else 0
+        found = self._find(key, begin) or begin
+        return f":{found}" if found else ""
+
+    def _find(self, name: str, begin: int) -> int:
+        """The number of the line that sets `name`, from line `begin` on; 0 for none."""
+        pattern = rf"""\s*\[*\s*(?:[\w-]+\s*\.\s*)?["']?{re.escape(name)}["']?\s*[=.\]]"""
+        lines = enumerate(self.content.splitlines(), 1)
+        return next((at for at, line in lines if at >= begin and re.match(pattern, line)), 0)
 
     def inner(self, values: dict[str, Any], parent: str) -> _Fields:
         return _Fields(self.path, self.content, values, parent)
@@ -281,6 +332,16 @@ class _Fields:
         inner.refuse_unknown()
         return {name: peak for name, peak in found.items() if peak is not None}
 
+    def table(self, key: str) -> dict[str, str]:
+        value = self.values.pop(key, {})
+        if not isinstance(value, dict):
+            raise self.fail(key, "is a table of strings")
+        inner = self.inner(value, f"{key}.")
+        for name in value if key == "container_base" else ():
+            if not re.fullmatch(r"(jetpack|cuda)-[0-9]+(\.[0-9]+)*", name):
+                raise inner.fail(name, "is not a release such as 'jetpack-6.1' or 'cuda-13'")
+        return {name: inner.string(name) for name in value}
+
     def modes(self, key: str) -> tuple[PowerMode, ...]:
         value = self.values.pop(key, [])
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
@@ -306,6 +367,7 @@ _READERS: Mapping[str, Callable[[_Fields, str], Any]] = {  # by the type of a fi
     "tuple[str, ...]": _Fields.strings,
     "tuple[PowerMode, ...]": _Fields.modes,
     "Mapping[str, float]": _Fields.peaks,
+    "Mapping[str, str]": _Fields.table,
 }
 
 

@@ -131,6 +131,9 @@ def test_garbage_in_system_files_raises_nothing(jetson: Path) -> None:
             b"\xff\xfe\0\n",
             b"pmode:x MemTotal: -1 kB < POWER_MODEL ID=",
             bytes(99),
+            b"9" * 5000,  # more digits than Python turns into a number
+            "\u00b2 \uff11\uff12".encode(),  # digits that are no numbers, or not ours
+            b"pmode:" + b"1" * 5000,
         ):
             kept = path.read_bytes()
             path.write_bytes(content)
@@ -185,7 +188,14 @@ def test_no_quota_leaves_the_affinity_mask(tmp_path: Path, quota: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "expected"), [("max", 2048000), ("1000000", 1000000), ("9" * 18, 2048000)]
+    ("limit", "expected"),
+    [
+        ("max", 2048000),
+        ("1000000", 1000000),
+        ("9" * 18, 2048000),
+        ("9" * 5000, 2048000),
+        ("\u00b2", 2048000),
+    ],
 )
 def test_container_limit_cuts_the_memory(tmp_path: Path, limit: str, expected: int) -> None:
     write(tmp_path, "proc/meminfo", "MemTotal:  2000 kB\n")

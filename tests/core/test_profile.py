@@ -1,15 +1,15 @@
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from deploykit.core import profile
-from deploykit.core.errors import BadInput, NotFound, Unsupported
-from deploykit.core.machine import Gpu, Machine, this_machine
-from deploykit.core.precision import HARDWARE
-from deploykit.core.profile import choose_profile, fits, load_profile, profile_names
+from deploykit.core.errors import BadInput, NotFound
+from deploykit.core.jetpack import JETPACKS, release_numbers
+from deploykit.core.profile import choose_profile, load_profile, profile_names
 
 NAMES = [
     "cpu",
@@ -116,7 +116,7 @@ def test_precisions_are_those_of_the_compute_capability(name: str) -> None:
 def test_figures_are_in_base_units(name: str) -> None:
     """A figure in GB/s or TFLOPS would be off by 10^9 or 10^12."""
     profile = load_profile(name)
-    assert 4e9 <= (profile.memory_bytes or 0) <= 200e9
+    assert 3 << 30 <= (profile.memory_bytes or 0) <= 192 << 30
     assert 30e9 <= (profile.bandwidth_bytes_per_s or 0) <= 10e12
     assert all(0.5e12 <= peak <= 10e15 for peak in profile.peak_ops_per_s.values())
 
@@ -130,6 +130,52 @@ def test_lower_precision_is_never_slower(name: str) -> None:
     assert peaks.get("int8", 1e18) >= peaks.get("fp16", 0)
 
 
+OPERATIONS = {  # dense, per SM and clock: docs/profiles.md
+    "8.7": {"fp32": 256, "tf32": 1024, "fp16": 2048, "bf16": 2048, "int8": 4096},
+    "11.0": {"fp32": 256, "fp16": 8192, "bf16": 8192, "fp8": 16384, "fp4": 32768},
+}
+FORMULA = [
+    (r"(\d+) SMs x (\d+) MHz x (\d+) operations", lambda sms, mhz, ops: sms * mhz * 1e6 * ops),
+    (r"(\d+e12) / 2: the vendor's figure is sparse", lambda sparse: sparse / 2),
+    (r"(\d+) MHz x 2 x (\d+) bits / 8", lambda mhz, bits: mhz * 1e6 * 2 * bits / 8),
+    (r"(\d+) GiB less 1/8, as no report.*", lambda gib: gib * 2**30 * 7 / 8),
+]
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_derived_figure_is_what_its_formula_gives(name: str) -> None:
+    profile = load_profile(name)
+    for key, how in profile.derived.items():
+        table, _, peak = key.partition(".")
+        value = profile.peak_ops_per_s[peak] if peak else getattr(profile, table)
+        found = [(re.fullmatch(pattern, how), result) for pattern, result in FORMULA]
+        (computed,) = (result(*map(float, match.groups())) for match, result in found if match)
+        assert value == pytest.approx(computed, rel=0.01), key
+        if match := re.fullmatch(FORMULA[0][0], how):
+            assert int(match[1]) == profile.sm_count
+            assert int(match[3]) == OPERATIONS[str(profile.compute_capability)][peak]
+
+
+@pytest.mark.parametrize("name", JETSONS)
+def test_no_power_mode_of_a_jetson_exceeds_the_derived_clock(name: str) -> None:
+    profile = load_profile(name)
+    clocks = re.findall(r"x (\d+) MHz x", " ".join(profile.derived.values()))
+    assert all((mode.gpu_mhz or 0) <= int(clocks[-1]) for mode in profile.power_modes)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_no_source_is_a_site_to_which_anyone_uploads(name: str) -> None:
+    sites = r"scribd|huggingface|gist\.|hmc-tech|sysrqmts|store\.|mzph|learnaivisually|blogspot"
+    assert not re.search(sites, " ".join(load_profile(name).sources))
+
+
+@pytest.mark.parametrize(
+    ("name", "mib"), [("h200", 143771), ("t4", 15360), ("jetson-orin-nano-4gb", 3425)]
+)
+def test_memory_is_what_the_driver_reports(name: str, mib: int) -> None:
+    assert load_profile(name).memory_bytes == mib << 20
+
+
 @pytest.mark.parametrize("name", JETSONS)
 def test_jetson_shares_its_memory_and_may_gate_its_sms(name: str) -> None:
     profile = load_profile(name)
@@ -139,6 +185,48 @@ def test_jetson_shares_its_memory_and_may_gate_its_sms(name: str) -> None:
         assert (mode.sms or 1) <= (profile.sm_count or 0)
         digits = "".join(letter for letter in mode.name.partition("W")[0] if letter.isdigit())
         assert mode.watts == (float(digits) if digits else None)
+
+
+@pytest.mark.parametrize("name", JETSONS)
+def test_each_jetpack_of_a_module_has_a_container_image(name: str) -> None:
+    """JetPack 6.0 and older are too old for the TensorRT that deploykit needs."""
+    profile = load_profile(name)
+    for row in JETPACKS:
+        runs = profile.compute_capability in row.compute_capabilities
+        runs = runs and release_numbers(row.tensorrt) >= (10, 3, 0)
+        assert (profile.base_image(f"jetpack-{row.version}") is not None) == runs, row.version
+
+
+@pytest.mark.parametrize(
+    ("release", "image"),
+    [
+        ("", "l4t-tensorrt:r10.3.0"),
+        ("jetpack-6.2.1", "l4t-tensorrt:r10.3.0"),
+        ("jetpack-7.2.1", "cuda:13.2.1"),
+        ("jetpack-8.0", ""),
+        ("cuda-13", ""),
+        ("jetpack-six", ""),
+        ("jetpack", ""),
+    ],
+)
+def test_the_container_image_is_found_by_the_hosts_release(release: str, image: str) -> None:
+    found = load_profile("jetson-orin-nx-16gb").base_image(release)
+    assert image in found if found else image == ""
+
+
+@pytest.mark.parametrize(
+    ("release", "image"),
+    [("7.0", "13.0.1"), ("7.1", "13.0.1"), ("7.2", "13.2.1"), ("7.9", "13.2.1")],
+)
+def test_a_later_release_takes_the_later_image(release: str, image: str) -> None:
+    assert image in (load_profile("jetson-thor-t5000").base_image(f"jetpack-{release}") or "")
+
+
+@pytest.mark.parametrize("name", [name for name in GPUS if name not in JETSONS])
+def test_a_server_has_an_image_for_each_cuda_major_that_drives_it(name: str) -> None:
+    """CUDA 13 dropped Volta; GB10 came with it."""
+    expected = {"v100": {"cuda-12"}, "gb10": {"cuda-13"}}.get(name, {"cuda-12", "cuda-13"})
+    assert set(load_profile(name).container_base) == expected
 
 
 def test_no_board_belongs_to_two_profiles() -> None:
@@ -213,6 +301,18 @@ def test_a_profile_as_a_dictionary_is_plain_data(mine: Path) -> None:
         ("8_000_000_000", "true", r"mine\.toml:7: 'memory_bytes' is an integer"),
         ("8_000_000_000", '"8 GB"', r"mine\.toml:7: 'memory_bytes' is an integer"),
         ("8_000_000_000", "9" * 30, r"mine\.toml:7: 'memory_bytes' is an integer"),
+        (
+            "fp16 = 1e12",
+            "fp16 = 1\n[container_base]\nr36 = 'x'",
+            r"mine\.toml:17: 'container_base\.r36'",
+        ),
+        (
+            "fp16 = 1e12",
+            "fp16 = 1\n[container_base]\ncuda-13 = 3",
+            r":17: .*cuda-13' is needed, and",
+        ),
+        ("fp16 = 1e12", "fp16 = 1\n[derived]\nsm_count = 'x'", r":16: 'derived' names 'sm_count'"),
+        ("fp16 = 1e12", "fp16 = 1\n[derived]\nmemory_bytes = 1", r":17: 'derived.memory_bytes' is"),
         ("fp16 = 1e12", "fp16 = 0", r"mine\.toml:15: 'peak_ops_per_s\.fp16' .* got 0"),
         ("fp16 = 1e12", "fp16 = nan", r"mine\.toml:15: 'peak_ops_per_s\.fp16' .* got nan"),
         ("fp16 = 1e12", "fp16 = inf", r"mine\.toml:15: 'peak_ops_per_s\.fp16' .* got inf"),
@@ -258,99 +358,6 @@ def test_a_file_that_is_not_a_profile_is_refused(tmp_path: Path) -> None:
         load_profile(str(tmp_path / "folder.toml"))
 
 
-# which profile a machine is
-
-ORIN = Gpu("Orin (nvgpu)", None, "540.4.0", "8.7")
-
-
-def machine(*gpus: Gpu, boards: tuple[str, ...] = (), board: str | None = None) -> Machine:
-    return replace(this_machine(), gpus=gpus, board_ids=boards, board=board)
-
-
-def test_a_jetson_is_recognised_by_its_board_with_and_without_nvidia_smi() -> None:
-    for gpus in ((ORIN,), ()):
-        nano = machine(*gpus, boards=("nvidia,p3767-0005", "nvidia,tegra234"))
-        fitting = [name for name in NAMES if fits(load_profile(name), nano)]
-        assert fitting == ["jetson-orin-nano-8gb"]
-
-
-def test_an_unknown_board_is_not_matched_by_the_name_of_its_gpu() -> None:
-    unknown = machine(ORIN, boards=("acme,orin-carrier",))
-    assert not any(fits(load_profile(name), unknown) for name in NAMES)
-
-
-def test_any_of_several_gpus_may_be_the_target() -> None:
-    two = machine(Gpu("NVIDIA L4", 1, "580", "8.9"), Gpu("NVIDIA H200", 1, "580", "9.0"))
-    assert [name for name in NAMES if fits(load_profile(name), two)] == ["l4", "h200"]
-
-
-def test_a_profile_without_names_matches_no_machine() -> None:
-    assert not fits(load_profile("cpu"), machine())
-
-
-def test_auto_chooses_the_matching_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile, "installed", lambda _name: True)
-    nano = machine(boards=("nvidia,p3767-0005",), board="NVIDIA Jetson Orin Nano")
-    thor = machine(Gpu("NVIDIA Thor", None, "580", "11.0"), boards=("nvidia,p3834-0008",))
-    for here, name in ((nano, "jetson-orin-nano-8gb"), (thor, "jetson-thor-t5000")):
-        monkeypatch.setattr(profile, "this_machine", lambda here=here: here)
-        chosen, why = choose_profile()
-        assert chosen.name == name
-        assert why.startswith("this is a NVIDIA Jetson")
-    monkeypatch.setattr(profile, "installed", lambda _name: False)
-    assert choose_profile()[0].name == "cpu"
-    assert "TensorRT is not installed" in choose_profile()[1]
-
-
-@pytest.mark.parametrize(
-    ("name", "memory", "capability", "precisions"),
-    [
-        ("NVIDIA A10G", 23028 << 20, "8.6", "fp32 fp16 bf16 int8"),
-        ("NVIDIA L40", 46068 << 20, "8.9", "fp32 fp16 bf16 fp8 int8"),
-        ("NVIDIA H200 NVL", 143771 << 20, "9.0", "fp32 fp16 bf16 fp8 int8"),
-        ("NVIDIA RTX 6000 Ada Generation", 49140 << 20, "8.9", "fp32 fp16 bf16 fp8 int8"),
-        ("NVIDIA B300 SXM6 AC", 275040 << 20, "10.3", "fp32 fp16 bf16 fp8 fp4 int8"),
-        ("NVIDIA of tomorrow", None, None, "fp32 fp16 int8"),
-    ],
-)
-def test_a_gpu_that_no_profile_names_gets_one_of_what_its_driver_reports(
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    memory: int | None,
-    capability: str | None,
-    precisions: str,
-) -> None:
-    here = machine(Gpu(name, memory, "580.65.06", capability))
-    monkeypatch.setattr(profile, "installed", lambda _name: True)
-    monkeypatch.setattr(profile, "this_machine", lambda: here)
-    found, why = choose_profile()
-    assert (found.name, found.runtime, found.compute_capability) == ("auto", "tensorrt", capability)
-    assert why == f"{name} is here, which no profile names"
-    assert fits(found, here)
-    assert found.memory_bytes == (memory or here.memory_bytes)
-    assert set(found.precisions) == set(precisions.split()) & set(HARDWARE)
-    assert (found.tensorrt_min, found.peak_ops_per_s) == ("10.8" if "B300" in name else None, {})
-    assert load_profile("auto") == found
-
-
-def test_a_gpu_too_old_for_tensorrt_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = machine(Gpu("Tesla P40", 24 << 30, "580.65.06", "6.1"))
-    monkeypatch.setattr(profile, "installed", lambda _name: True)
-    monkeypatch.setattr(profile, "this_machine", lambda: here)
-    with pytest.raises(Unsupported, match=r"Tesla P40: compute capability 6\.1"):
-        choose_profile()
-
-
-def test_dla_cores_are_those_of_the_module() -> None:
-    cores = {name: load_profile(name).dla_cores for name in NAMES}
-    assert {name: count for name, count in cores.items() if count} == {
-        "jetson-agx-orin-32gb": 2,
-        "jetson-agx-orin-64gb": 2,
-        "jetson-orin-nx-16gb": 2,
-        "jetson-orin-nx-8gb": 1,
-    }
-
-
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
@@ -372,3 +379,15 @@ def test_an_unknown_profile_is_answered_with_those_that_may_be_meant(name: str, 
 def test_a_profile_is_known_in_any_case_and_auto_is_one() -> None:
     assert load_profile("H100-SXM") == load_profile("h100-sxm")
     assert load_profile("auto") == choose_profile()[0]
+
+
+def test_the_page_on_profiles_names_every_key() -> None:
+    page = Path(__file__).parents[2] / "docs" / "profiles.md"
+    documented = {
+        name
+        for row in page.read_text(encoding="utf-8").splitlines()
+        if row.startswith("| `")
+        for name in re.findall(r"`(\w+)`", row.split("|")[1])
+    }
+    given = {"name", "power_mode"}  # by the file's name and the at sign
+    assert documented == {each.name for each in fields(profile.Profile)} - given

@@ -1,0 +1,113 @@
+"""Run a function in a process of its own.
+
+What it allocated is free again when it has ended; where the system ends a process for want of
+memory, or a library crashes, that process alone ends. It ends with this one, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from deploykit.core.errors import DeploykitError, OutOfMemory
+from deploykit.core.memory import does_not_fit
+
+COMMAND = (sys.executable, "-m", "deploykit.core.apart")
+_PATIENCE_S = 30  # TensorRT asks between kernels whether to stop
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+
+
+def run_apart(
+    what: str,
+    function: Callable[..., Any],
+    *arguments: Any,
+    on_progress: Callable[[str, float], None] | None = None,
+    inherit: Sequence[int] = (),
+) -> Any:
+    """`function(*arguments, on_progress)` in another process; both have to be picklable.
+
+    `what` begins a message. `inherit`: file descriptors that stay open there. Raises what the
+    function raises, OutOfMemory if the system killed it, DeploykitError if it crashed.
+    """
+    process = subprocess.Popen(
+        COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=tuple(inherit)
+    )
+    with process:
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                _send_job(process, (function, arguments))
+            while (message := _receive(process)) is not None:
+                kind, *content = message
+                if kind == "progress" and on_progress is not None:
+                    on_progress(*content)
+                elif kind == "error":
+                    raise content[0]
+                elif kind == "result":
+                    return content[0]
+        except BaseException:
+            _stop(process)
+            raise
+        code = process.wait()
+    if code == -signal.SIGKILL:
+        raise OutOfMemory(
+            f"{what}: the system ended the build, as it does where memory runs out",
+            hint="a smaller `workspace` or batch; stop other programs, the desktop first; add swap",
+        )
+    raise DeploykitError(f"{what}: the process of the build ended with code {code}")
+
+
+def _send_job(process: subprocess.Popen[bytes], job: object) -> None:
+    if process.stdin is not None:
+        with process.stdin as pipe:
+            pickle.dump(job, pipe)
+
+
+def _receive(process: subprocess.Popen[bytes]) -> Any:
+    """The next message of our own child; None at its end."""
+    try:
+        return pickle.load(process.stdout) if process.stdout else None  # noqa: S301 - of `main`
+    except (EOFError, pickle.UnpicklingError):
+        return None
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt the function as Ctrl-C does; end its process if it does not stop."""
+    if process.stdout is not None:
+        process.stdout.close()  # a child that reports progress ends by that, too
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def main() -> None:
+    """The child: a job on stdin, messages on stdout, where no library may write."""
+    with contextlib.suppress(AttributeError, OSError):  # else it would build for nobody
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    with os.fdopen(os.dup(1), "wb", buffering=0) as pipe:
+        os.dup2(2, 1)
+
+        def send(*message: object) -> None:
+            pipe.write(pickle.dumps(message))
+
+        try:
+            function, arguments = pickle.load(sys.stdin.buffer)  # noqa: S301 - of our parent
+            send("result", function(*arguments, lambda what, share: send("progress", what, share)))
+        except MemoryError as exc:
+            send("error", does_not_fit("", str(exc)))
+        except (DeploykitError, OSError, KeyboardInterrupt, SystemExit) as exc:
+            with contextlib.suppress(BrokenPipeError):
+                send("error", exc)
+
+
+if __name__ == "__main__":
+    main()
