@@ -64,8 +64,9 @@ def why_no_batch(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) ->
 
 def looks_batched(engine: Engine) -> bool:
     """Whether one dynamic axis is axis 0 of all inputs and outputs: users expect a batch."""
-    first = {spec.shape[:1] for spec in (*engine.inputs, *engine.outputs)}
-    return len(first) == 1 and engine.inputs[0].batched
+    inputs = engine.inputs
+    first = {spec.shape[:1] for spec in (*inputs, *engine.outputs)}
+    return len(first) == 1 and bool(inputs) and inputs[0].batched
 
 
 def prove_rows(

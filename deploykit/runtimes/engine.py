@@ -179,10 +179,7 @@ def load(
     batch sizes to run as CUDA graphs; `overlap`: two calls of `submit` may be in flight. Others
     run without.
     """
-    if not _DEVICE.fullmatch(device):
-        raise BadInput(
-            f"`device`: unknown value '{device}'", hint="one of: auto, cpu, cuda, cuda:N"
-        )
+    check_device(device)
     if threads is not None and threads < 1:
         raise BadInput(f"`threads` must be 1 or more, got {threads}")
     if any(size < 1 for size in cuda_graphs):
@@ -196,6 +193,14 @@ def load(
         opener = partial(opener, slots=2 if overlap else 1, graphs=cuda_graphs)
     open_engine: OpenEngine = opener
     return open_engine(artefact, device, threads, trust)
+
+
+def check_device(device: str) -> None:
+    """Raise BadInput for what is no device."""
+    if not _DEVICE.fullmatch(device):
+        raise BadInput(
+            f"`device`: unknown value '{device}'", hint="one of: auto, cpu, cuda, cuda:N"
+        )
 
 
 def _check_gpu(artefact: Artefact) -> None:

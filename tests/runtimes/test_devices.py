@@ -7,107 +7,19 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deploykit.runtimes.devices import Devices, GpuState, ThrottleWatch, jetson
+from deploykit.runtimes.devices import Devices, GpuWatch
+from deploykit.runtimes.gpu_state import Conditions, GpuState, conditions_of
 from deploykit.serving.observe.process import gpu_samples
+from tests.support.runtimes.jetson_files import rail, write
 
 GCC = shutil.which("gcc")
 HERE = Path(__file__).resolve().parent.parent / "support" / "runtimes"
-
-
-def write(root: Path, files: dict[str, object]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{text}\n")
-    return root
-
-
-def rail(chip: str, number: int, name: str, mv: int, ma: int) -> dict[str, object]:
-    base = f"sys/bus/i2c/devices/{chip}/hwmon/hwmon3"
-    return {
-        f"sys/bus/i2c/devices/{chip}/name": "ina3221",
-        f"{base}/in{number}_label": name,
-        f"{base}/in{number}_input": mv,
-        f"{base}/curr{number}_input": ma,
-    }
-
-
-ORIN_NANO: dict[str, object] = {
-    "sys/devices/platform/gpu.0/load": 371,
-    "sys/class/devfreq/17000000.gpu/cur_freq": 624750000,
-    "sys/class/thermal/thermal_zone0/type": "cpu-thermal",
-    "sys/class/thermal/thermal_zone0/temp": 48000,
-    "sys/class/thermal/thermal_zone1/type": "gpu-thermal",
-    "sys/class/thermal/thermal_zone1/temp": 42250,
-    "proc/meminfo": "MemTotal: 7802880 kB\nMemFree: 1 kB\nNvMapMemUsed: 524288 kB",
-    "proc/device-tree/model": "NVIDIA Jetson Orin Nano Developer Kit\0",
-    **rail("1-0040", 1, "VDD_IN", 5000, 1104),
-    **rail("1-0040", 2, "VDD_CPU_GPU_CV", 5000, 300),
-    **rail("1-0040", 3, "NC", 5000, 900),
-    "sys/bus/i2c/devices/1-0041/name": "eeprom",
-}
-
-
-def test_a_jetson_is_read_from_its_files(tmp_path: Path) -> None:
-    gpu = jetson(write(tmp_path, ORIN_NANO))
-    assert gpu is not None
-    assert gpu.name == "NVIDIA Jetson Orin Nano Developer Kit"
-    assert gpu.utilization == pytest.approx(0.371)
-    assert gpu.clock_hz == 624_750_000
-    assert gpu.temperature_c == 42.25
-    assert gpu.memory_used_bytes == 512 << 20
-    assert gpu.memory_total_bytes == 7802880 << 10
-    assert dict(gpu.rails) == pytest.approx({"VDD_IN": 5.52, "VDD_CPU_GPU_CV": 1.5})
-    assert gpu.power_w == pytest.approx(5.52)  # the rail of all, not the sum of it and its parts
-    assert gpu.throttled is None
-
-
-def test_power_rails_are_summed_when_there_is_no_total(tmp_path: Path) -> None:
-    files = {
-        "sys/devices/gpu.0/load": 0,
-        **rail("1-0040", 1, "VDD_GPU_SOC", 19000, 200),
-        **rail("1-0041", 1, "VIN_SYS_5V0", 5000, 800),
-    }
-    gpu = jetson(write(tmp_path, files))
-    assert gpu is not None
-    assert gpu.power_w == pytest.approx(3.8 + 4.0)
-    assert gpu.utilization == 0
-
-
-def test_utilization_is_read_from_the_clocks_device(tmp_path: Path) -> None:
-    """Xavier and older Orin: the GPU is a device of its own, under its chip's name."""
-    files = {
-        "sys/class/devfreq/17000000.ga10b/cur_freq": 306000000,
-        "sys/class/devfreq/17000000.ga10b/device/load": 999,
-        "sys/class/devfreq/13e10000.host1x/cur_freq": 1,
-    }
-    gpu = jetson(write(tmp_path, files))
-    assert gpu is not None
-    assert (gpu.utilization, gpu.clock_hz) == (0.999, 306_000_000)
-
-
-def test_incomplete_and_damaged_system_files_give_the_readable_values(tmp_path: Path) -> None:
-    files = {
-        "sys/devices/platform/gpu.0/load": "none",
-        "sys/class/devfreq/gpu-gpc-0/cur_freq": "1575000000",
-        "sys/class/thermal/thermal_zone0/type": "gpu-thermal",
-        "sys/bus/i2c/devices/1-0040/name": "ina3221",
-        "sys/bus/i2c/devices/1-0040/hwmon/hwmon3/in1_label": "VIN",
-    }
-    gpu = jetson(write(tmp_path, files))
-    assert gpu == GpuState(
-        "jetson-gpu.0", "NVIDIA Jetson", 0, "sysfs", clock_hz=1_575_000_000,
-    )  # fmt: skip
-
-
-def test_another_machine_is_not_a_jetson(tmp_path: Path) -> None:
-    files = {"sys/class/devfreq/devfreq0/cur_freq": 1, "proc/meminfo": "MemTotal: 1 kB"}
-    assert jetson(write(tmp_path, files)) is None
 
 
 # -- NVML -----------------------------------------------------------------------------------------
@@ -161,7 +73,10 @@ def test_nvml_reports_every_value_of_a_data_centre_gpu(library: Path, tmp_path: 
         "memory_clock_hz": 2_619_000_000,
         "temperature_c": 52,
         "throttled": ["power_cap", "hw_thermal"],  # idle, 0x1, is no throttling
+        "clock_max_hz": None,
+        "power_mode": None,
         "rails": {},
+        "zones": {},
     }
 
 
@@ -228,8 +143,30 @@ def test_a_gpu_that_was_throttled_at_any_time_is_reported() -> None:
         def read(self) -> tuple[GpuState, ...]:
             return (GpuState("GPU-1", "H200", 0, "nvml", throttled=next(reasons)),)
 
-    with ThrottleWatch(Found(), every_s=3600) as watch:
+    with GpuWatch(Found(), every_s=3600) as watch:
         assert watch.reasons == ()
         watch._look()
         assert watch.reasons == ("sw_thermal",)
     assert watch.reasons == ("sw_thermal",)
+
+
+def test_the_conditions_of_a_run_are_its_extremes() -> None:
+    first = GpuState(
+        "G", "Orin", 0, "sysfs", power_w=5.0, clock_hz=306_000_000, clock_max_hz=1_020_000_000,
+        throttled=(), power_mode="15W", zones=(("cpu", 61.0), ("gpu", 40.0)),
+    )  # fmt: skip
+    later = replace(
+        first, power_w=10.0, clock_hz=1_020_000_000, temperature_c=55.0, throttled=("sw_thermal",)
+    )
+    unknown = replace(first, power_w=None, clock_hz=None, throttled=None, power_mode=None)
+    found = conditions_of([first, later, unknown])
+    assert found == Conditions(
+        "Orin", "sysfs", 3, "15W", 306.0, 1020.0, 1020.0, 7.5, 10.0, 61.0, ("sw_thermal",)
+    )
+    assert conditions_of([first, replace(first, power_mode="25W")]).power_mode == "15W, 25W"
+
+
+def test_conditions_that_no_source_reports_are_unknown() -> None:
+    found = conditions_of([GpuState("G", "n", 0, "nvml")])
+    known = [name for name, value in found.to_dict().items() if value is not None]
+    assert known == ["name", "source", "samples"]

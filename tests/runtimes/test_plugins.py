@@ -42,8 +42,17 @@ def test_a_missing_or_changed_library_is_refused(library: Path, tmp_path: Path) 
     with pytest.raises(BadInput, match=r"lib my\.so: is not the plugin library that m\.trt"):
         recorded_plugins(tmp_path / "m.trt", recorded)
     library.unlink()
-    with pytest.raises(NotFound, match=r"m\.trt: needs the plugin library lib my\.so"):
+    with pytest.raises(NotFound, match=r"m\.trt: needs the plugin library 'lib my\.so'"):
         recorded_plugins(tmp_path / "m.trt", recorded)
+
+
+@pytest.mark.parametrize(
+    "name", ["a" * 5000, "", "a\0.so", "/"], ids=["long", "empty", "nul", "root"]
+)
+def test_a_name_that_is_no_files_is_a_missing_library(tmp_path: Path, name: str) -> None:
+    with pytest.raises(NotFound, match=r"m\.trt: needs the plugin library") as caught:
+        recorded_plugins(tmp_path / "m.trt", {name: "0" * 64})
+    assert len(str(caught.value)) < 300
 
 
 def test_an_engine_built_with_a_plugin_loads_it_again(

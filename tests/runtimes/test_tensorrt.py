@@ -74,6 +74,29 @@ def test_engine_of_fixed_shapes_has_no_batch_limit() -> None:
 
 
 @pytest.mark.parametrize(
+    "profiles",
+    [
+        (),
+        ({"x": [[1], [8], [32]]},),
+        ({"x": [[-1, 4], [-1, 4], [-1, 4]]},),
+        ({"x": [[32, 4], [8, 4], [1, 4]]},),
+        (PROFILE, {"x": [[1, 4], [64, 4], [32, 4]]}),
+    ],
+    ids=["none", "rank", "negative", "falling", "optimum"],
+)
+def test_profiles_that_are_none_are_refused(profiles: tuple[Any, ...]) -> None:
+    """As TensorRT may answer of a damaged plan that was opened on trust."""
+    with pytest.raises(BadInput, match=r"m\.trt: .*optimisation profile"):
+        Opened(profiles=profiles)
+
+
+def test_an_engine_may_have_no_input() -> None:
+    with Opened((tensor("y", "OUTPUT", [2, 4]),), ({},)).engine as e:
+        assert e.inputs == ()
+        assert e.max_batch is None
+
+
+@pytest.mark.parametrize(
     ("item", "says"),
     [
         (tensor("x", "INPUT", [-1, 4], "BF16"), "tensor 'x' is BF16"),

@@ -15,7 +15,7 @@ from deploykit.runtimes.torch.describe import describe  # noqa: E402
 from deploykit.runtimes.torch.files import module_errors  # noqa: E402
 from deploykit.runtimes.torch.open import load_module  # noqa: E402
 from deploykit.runtimes.torch.operators import absent, with_torchvision  # noqa: E402
-from deploykit.runtimes.torch.outputs import adapted, binding  # noqa: E402
+from deploykit.runtimes.torch.outputs import adapt, binding  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -63,7 +63,7 @@ def test_a_model_that_lacks_an_operator_s_kernel_names_it() -> None:
             return values
 
     module, specs = Twice(), [parse_spec("x:float32[N,3]")]
-    adapter = adapted(module, binding(module, ["x"])[0], 1)
+    adapter = adapt(module, binding(module, ["x"])[0], 1)
     with pytest.raises(BadInput, match="the operator deploykit_test::twice of the library"):
         describe("m", adapter, specs)
     with pytest.raises(BadInput, match="the operator deploykit_test::twice"), module_errors("m"):
@@ -92,7 +92,7 @@ def test_an_output_whose_size_follows_the_data_has_a_free_axis() -> None:
             return x, rows[rows[:, 0] > 0.5]
 
     module = Picks()
-    adapter = adapted(module, binding(module, ["x"])[0], 1)
+    adapter = adapt(module, binding(module, ["x"])[0], 1)
     outputs, *_ = describe("m", adapter, [parse_spec("x:float32[30,4]")])
     assert [str(each) for each in outputs] == [
         "output_0:float32[30,4]",

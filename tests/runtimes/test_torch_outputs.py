@@ -18,7 +18,7 @@ from deploykit.core.tensors import parse_spec  # noqa: E402
 from deploykit.runtimes.torch.describe import describe  # noqa: E402
 from deploykit.runtimes.torch.loaded import Loaded  # noqa: E402
 from deploykit.runtimes.torch.open import load_module  # noqa: E402
-from deploykit.runtimes.torch.outputs import adapted, binding, flatten_outputs, output_names  # noqa: E402
+from deploykit.runtimes.torch.outputs import adapt, binding, flatten_outputs, output_names  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -53,7 +53,7 @@ def specs(function: Callable[..., Any], *inputs: str) -> list[str]:
     """The outputs' specs, as text, of a function of these inputs."""
     wanted = [parse_spec(text) for text in inputs]
     module = Function(function)
-    adapter = adapted(module, binding(module, [spec.name for spec in wanted])[0], len(wanted))
+    adapter = adapt(module, binding(module, [spec.name for spec in wanted])[0], len(wanted))
     return [str(spec) for spec in describe("m", adapter, wanted)[0]]
 
 
@@ -325,7 +325,7 @@ def test_a_model_that_does_not_take_its_inputs_says_what_may_be_wrong(
             return x.reshape(-1, 4)
 
     module, inputs = Takes(), [parse_spec(text) for text in specs]
-    adapter = adapted(module, binding(module, [spec.name for spec in inputs])[0], len(inputs))
+    adapter = adapt(module, binding(module, [spec.name for spec in inputs])[0], len(inputs))
     with pytest.raises(BadInput, match="the model does not take") as caught:
         describe("m", adapter, inputs)
     assert (hint in str(caught.value.hint)) if hint else caught.value.hint is None

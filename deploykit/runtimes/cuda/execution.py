@@ -63,7 +63,7 @@ class Pipeline(Closing):
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
         self.graphs = tuple(sorted(graphs))
         first = {spec.shape[:1] for spec in (*inputs, *outputs)}
-        self._paddable = len(first) == 1 and self.inputs[0].batched
+        self._paddable = len(first) == 1 and bool(inputs) and inputs[0].batched
         self.pad = pad and self._paddable
         self.scratch_bytes = scratch_bytes
         self._batched = next((n for n, spec in enumerate(self.inputs) if spec.batched), None)

@@ -72,11 +72,10 @@ def read_images(files: Sequence[Path], inputs: Sequence[TensorSpec], where: str)
 
 
 def _takes_bytes(inputs: Sequence[TensorSpec], where: str) -> TensorSpec:
-    spec = inputs[0]
-    bytes_only = len(inputs) == 1 and spec.dtype == "uint8"
-    if bytes_only and len(spec.shape) == 4 and spec.shape[3] in _MODES:
-        return spec
-    names = ", ".join(map(str, inputs))
+    for spec in inputs if len(inputs) == 1 else ():
+        if spec.dtype == "uint8" and len(spec.shape) == 4 and spec.shape[3] in _MODES:
+            return spec
+    names = ", ".join(map(str, inputs)) or "none"
     raise BadInput(
         f"{where}: contains images, which need a model with one input uint8[N,H,W,3] or "
         f"uint8[N,H,W,1]; its inputs are: {names}",

@@ -41,6 +41,7 @@ class Samples:
     inputs: Mapping[str, np.ndarray]
     labels: np.ndarray | None
     where: str  # the file or folder, for error messages
+    unused: tuple[str, ...] = ()  # arrays that are neither
 
     def __len__(self) -> int:
         return len(next(iter(self.inputs.values())))
@@ -90,11 +91,10 @@ def read_samples(path: Path, inputs: tuple[TensorSpec, ...], *, labelled: bool =
     chosen = {}
     for spec in inputs:
         if spec.name not in arrays:
-            names = ", ".join(str(spec) for spec in inputs)
             has = ", ".join(arrays) or "none"
             raise BadInput(
                 f"{path}: no array '{spec.name}'; it contains: {has}",
-                hint=f"the model's inputs are: {names}",
+                hint="the model's inputs are: " + ", ".join(map(str, inputs)),
             )
         array = arrays[spec.name]
         problem = mismatch(
@@ -117,7 +117,7 @@ def read_samples(path: Path, inputs: tuple[TensorSpec, ...], *, labelled: bool =
         )
     if labels is not None and labels.shape[:1] != (count,):
         raise BadInput(f"{path}: {count} samples but labels of shape {labels.shape}")
-    return Samples(chosen, labels, str(path))
+    return Samples(chosen, labels, str(path), tuple(name for name in arrays if name not in chosen))
 
 
 def _cure(spec: TensorSpec, array: np.ndarray) -> tuple[str, str | None]:
@@ -359,8 +359,8 @@ def write_npz(path: Path, arrays: Mapping[str, np.ndarray], *, kind: str = "arra
     """Write arrays by name, completely or not at all, and in the archive's comment their `kind`."""
     with atomic_write(path) as tmp, zipfile.ZipFile(tmp, "w") as archive:
         archive.comment = f"deploykit {kind}".encode()
-        for name, array in arrays.items():  # np.savez reserves the name "file"
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+        for name, array in arrays.items():  # np.savez reserves "file", and fails before 1980
+            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
                 npy.write_array(member, np.asarray(array), allow_pickle=False)
 
 

@@ -27,7 +27,7 @@ _OLDEST = (10, 0)  # the first with the API used here; tested from 10.3
 _NO = ("", "no", "false", "none")
 _CROSSED = {(10, 11)}  # NVIDIA's support matrix of 11.4.1, "version compatibility"
 # the oldest driver branch of each CUDA major: CUDA Compatibility, "Minor Version Compatibility"
-_DRIVERS: Mapping[int, int] = {12: 525, 13: 580}
+LEAST_DRIVERS: Mapping[int, int] = {12: 525, 13: 580}
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def check_format(path: Path) -> None:
     if found != "tensorrt":
         raise BadInput(
             f"{path}: is not a TensorRT engine; its format is {found}",
-            hint=f"deploykit build {_quoted(path)} -o engine.trt" if found == "onnx" else None,
+            hint=f"deploykit build {_quote(path)} -o engine.trt" if found == "onnx" else None,
         )
 
 
@@ -191,7 +191,7 @@ def _cuda(built: Mapping[str, str], here: Here) -> Iterator[str]:
     """The driver must know the CUDA major of the plan's kernels."""
     there, now = version_numbers(built.get("cuda", "")), version_numbers(here.cuda)
     if there and now and now[0] < there[0]:
-        needed = _DRIVERS.get(there[0])
+        needed = LEAST_DRIVERS.get(there[0])
         yield (
             f"the driver{f' {here.driver}' if here.driver else ''} runs CUDA {here.cuda}, the "
             f"engine needs CUDA {there[0]}{f': driver {needed} or later' if needed else ''}"
@@ -234,7 +234,7 @@ def rebuild(path: Path, manifest: Manifest, here: Here) -> str:
     words += [f"--plugin {shlex.quote(library)}" for library in manifest.plugins]
     words += ["--version-compatible"] * manifest.version_compatible
     words += ["--no-tf32"] * (built.get("tf32") == "no")
-    words += ["-o", _quoted(path)]
+    words += ["-o", _quote(path)]
     if manifest.made_from and not source:
         words.append(f"(MODEL.onnx: SHA-256 {manifest.made_from[0][:12]}...)")
     return " ".join(words)
@@ -251,7 +251,7 @@ def _printable(built: Mapping[str, str]) -> dict[str, str]:
     return {key: "".join(c for c in text if c.isprintable())[:80] for key, text in built.items()}
 
 
-def _quoted(path: Path) -> str:
+def _quote(path: Path) -> str:
     return shlex.quote(str(path))
 
 

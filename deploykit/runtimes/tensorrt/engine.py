@@ -67,7 +67,7 @@ class TensorRtEngine(BaseEngine):
         self._engine: trt.ICudaEngine | None
         self._runtime, self._engine = _deserialize(nv, plan, self._log_errors)
         self.inputs, self.outputs = specs(self._engine, path, manifest)
-        self.profiles = optimisation_profiles(self._engine, self.inputs)
+        self.profiles = optimisation_profiles(self._engine, path, self.inputs)
         self.max_batch = max_batch(self.profiles, self.inputs)
         self.limits = axis_limits(self.profiles, self.inputs)
         self._plan_notes = plan.notes

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from deploykit.core.errors import BadInput, NotFound, Unsupported, first_line
+from deploykit.core.errors import BadInput, NotFound, Unsupported, first_line, quote
 from deploykit.core.files import sha256
 from deploykit.runtimes.tensorrt.log import logger
 
@@ -39,6 +39,13 @@ def load_plugins(nv: Any, libraries: Iterable[Path] = ()) -> None:
         _loaded[path] = found  # alive with the process: plans that run keep its code
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a manifest may hold names that no file can have
+        return False
+
+
 def recorded_plugins(plan: Path, recorded: Mapping[str, str]) -> list[Path]:
     """The libraries that a plan needs: next to it, else where they were when it was built.
 
@@ -47,10 +54,10 @@ def recorded_plugins(plan: Path, recorded: Mapping[str, str]) -> list[Path]:
     found = []
     for name, digest in recorded.items():
         places = (plan.parent / Path(name).name, Path(name))
-        path = next((place for place in places if place.is_file()), None)
+        path = next(filter(_is_file, places), None)
         if path is None:
             raise NotFound(
-                f"{plan}: needs the plugin library {Path(name).name}",
+                f"{plan}: needs the plugin library {quote(Path(name).name)}",
                 hint=f"put it next to {plan.name}, or build the engine again",
             )
         if sha256(path) != digest:

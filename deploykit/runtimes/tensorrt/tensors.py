@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploykit.core.errors import Unsupported
+from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import BATCH, TensorSpec
 from deploykit.runtimes.cuda.memory import Shape
@@ -65,18 +65,36 @@ def specs(
 
 
 def optimisation_profiles(
-    engine: trt.ICudaEngine, inputs: Sequence[TensorSpec]
+    engine: trt.ICudaEngine, path: Path, inputs: Sequence[TensorSpec]
 ) -> tuple[Ranges, ...]:
-    """Smallest, optimum and largest shape of each input, for each optimisation profile."""
+    """Smallest, optimum and largest shape of each input, for each optimisation profile.
 
-    def shapes(name: str, profile: int) -> tuple[Shape, Shape, Shape]:
-        low, best, high = (tuple(s) for s in engine.get_tensor_profile_shape(name, profile))
+    Raises BadInput for shapes that are no range: a damaged plan may be opened on trust.
+    """
+
+    def shapes(spec: TensorSpec, profile: int) -> tuple[Shape, Shape, Shape]:
+        fixed = tuple(size for size in spec.shape if isinstance(size, int))
+        if len(fixed) == len(spec.shape):
+            return fixed, fixed, fixed
+        sizes = [tuple(s) for s in engine.get_tensor_profile_shape(spec.name, profile)]
+        ranks = {len(spec.shape), *map(len, sizes)}
+        if len(sizes) != 3 or len(ranks) > 1 or not all(map(_rises, *sizes)):
+            raise BadInput(
+                f"{path}: input '{spec.name}' has no range of sizes in optimisation profile "
+                f"{profile}: {', '.join(map(str, sizes))}",
+                hint="build the engine again",
+            )
+        low, best, high = sizes
         return low, best, high
 
-    return tuple(
-        {spec.name: shapes(spec.name, number) for spec in inputs}
-        for number in range(engine.num_optimization_profiles)
-    )
+    count = engine.num_optimization_profiles
+    if not count:
+        raise BadInput(f"{path}: has no optimisation profile", hint="build the engine again")
+    return tuple({spec.name: shapes(spec, number) for spec in inputs} for number in range(count))
+
+
+def _rises(low: int, best: int, high: int) -> bool:
+    return 0 <= low <= best <= high
 
 
 def max_batch(profiles: Sequence[Ranges], inputs: Sequence[TensorSpec]) -> int | None:

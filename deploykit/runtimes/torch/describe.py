@@ -17,7 +17,13 @@ from deploykit.core.errors import BadInput, DeploykitError, first_line
 from deploykit.core.extras import require
 from deploykit.core.tensors import TensorSpec, concrete, make_spec, steps_counted
 from deploykit.runtimes.torch.operators import absent, lacks
-from deploykit.runtimes.torch.outputs import Adapter, Place, output_names, parameter_names
+from deploykit.runtimes.torch.outputs import (
+    Adapter,
+    Place,
+    output_names,
+    parameter_names,
+    wrapper_for,
+)
 
 torch = require("torch")
 
@@ -238,7 +244,11 @@ def _batch_axes(inputs: Sequence[TensorSpec]) -> list[str]:
 def _hint(adapter: Adapter, inputs: Sequence[TensorSpec], exc: Exception) -> str | None:
     names = parameter_names(adapter.module)
     if isinstance(exc, TypeError) and names:  # of the call: too many, or by another name
-        return f"the model's forward takes: {', '.join(names)}"
+        found = f"the model's forward takes: {', '.join(names)}"
+        if len(names) > 1 or len(inputs) == 1:
+            return found
+        as_dict = {spec.name: spec for spec in inputs}
+        return f"{found}; if that is a dict of tensors, {wrapper_for(names[0], as_dict)}"
     if any(spec.batched for spec in inputs):
         return None
     lone = inputs[0]

@@ -207,7 +207,7 @@ def _unpickle(path: Path, *, allow_pickle: bool) -> tuple[Any, bool]:
     except pickle.UnpicklingError as exc:
         refusal = exc
     except Exception as exc:  # torch trips over a damaged file in any of its lines
-        raise _damaged(path, exc) from exc
+        raise _damage_error(path, exc) from exc
     if not allow_pickle:
         asked = _REFUSED.search(str(refusal))
         what = f" ({asked[1]})" if asked else ""
@@ -228,10 +228,10 @@ def _unpickle(path: Path, *, allow_pickle: bool) -> tuple[Any, bool]:
             "weights alone and use `arch`",
         ) from exc
     except Exception as exc:  # code of the file may raise anything
-        raise _damaged(path, exc) from exc
+        raise _damage_error(path, exc) from exc
 
 
-def _damaged(path: Path, exc: Exception) -> DeploykitError:
+def _damage_error(path: Path, exc: Exception) -> DeploykitError:
     if lacks_memory(exc):
         return does_not_fit(path, str(exc), [path])
     if operator := absent(exc):

@@ -19,7 +19,7 @@ from deploykit.runtimes.torch.files import module_errors, quiet
 from deploykit.runtimes.torch.loaded import Loaded, describe_module, undescribed
 from deploykit.runtimes.torch.operators import with_torchvision
 from deploykit.runtimes.torch.outputs import parameter_names
-from deploykit.runtimes.torch.weights import listed
+from deploykit.runtimes.torch.weights import list_names
 
 torch = require("torch")
 
@@ -93,7 +93,7 @@ def _load(folder: Path, found: Any) -> Any:
         key: sorted(map(str, report.get(f"{key}_keys") or ())) for key in ("missing", "mismatched")
     }
     if any(wrong.values()):  # transformers would have filled them with random numbers
-        reasons = [f"{key} {listed(names)}" for key, names in wrong.items() if names]
+        reasons = [f"{key} {list_names(names)}" for key, names in wrong.items() if names]
         raise BadInput(f"{folder}: weights do not fit the model: {'; '.join(reasons)}")
     return module
 

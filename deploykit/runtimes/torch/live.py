@@ -15,7 +15,7 @@ from deploykit.core.extras import require
 from deploykit.core.tensors import BATCH, TensorSpec, make_spec
 from deploykit.runtimes.torch.files import module_errors, quiet
 from deploykit.runtimes.torch.loaded import Loaded, describe_module, undescribed
-from deploykit.runtimes.torch.outputs import parameter_names, to_numpy
+from deploykit.runtimes.torch.outputs import parameter_names, to_numpy, wrapper_for
 
 torch = require("torch")
 
@@ -64,7 +64,7 @@ def specs_from(
     batch N of every input whose axis 0 is as long as the first input's. `dynamic_axes`: names of
     further axes, {"input_ids": {1: "T"}}. Raises BadInput.
     """
-    tensors = _named_tensors(module, example)
+    tensors = _name_tensors(module, example)
     named = dict(dynamic_axes or {})
     unknown = [name for name in named if name not in tensors]
     if unknown:
@@ -86,7 +86,7 @@ def specs_from(
     return tuple(specs), {name: to_numpy(tensor) for name, tensor in tensors.items()}
 
 
-def _named_tensors(module: Any, example: object) -> dict[str, Any]:
+def _name_tensors(module: Any, example: object) -> dict[str, Any]:
     if isinstance(example, Mapping):
         found = {str(name): value for name, value in example.items()}
     else:
@@ -98,9 +98,12 @@ def _named_tensors(module: Any, example: object) -> dict[str, Any]:
         if isinstance(value, np.ndarray):
             found[name] = value = torch.from_numpy(value)
         if not isinstance(value, torch.Tensor):
+            packs = isinstance(value, (Mapping, tuple, list))
             raise BadInput(
                 f"`example_inputs`: '{name}' is a {type(value).__name__}, not a tensor",
-                hint="give a tensor, a tuple of tensors, or a dict of tensors by parameter name",
+                hint=wrapper_for(name, value)
+                if packs
+                else "give a tensor, a tuple of tensors, or a dict of tensors by parameter name",
             )
     if not found:
         raise BadInput("`example_inputs` holds no tensor")

@@ -14,7 +14,7 @@ from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.data.preprocess import image_input
 from deploykit.runtimes.torch.describe import describe
 from deploykit.runtimes.torch.files import module_errors
-from deploykit.runtimes.torch.outputs import adapted, binding
+from deploykit.runtimes.torch.outputs import adapt, binding
 from deploykit.runtimes.torch.preprocess import FromBytes
 
 torch = require("torch")
@@ -70,7 +70,7 @@ def describe_module(
         raise undescribed(where, inputs=True)
     cached = _without_cache(module)
     bind, more = binding(module, [spec.name for spec in inputs])
-    adapter = adapted(module.eval(), bind, len(inputs))
+    adapter = adapt(module.eval(), bind, len(inputs))
     outputs, feeds, limits = describe(str(where), adapter, inputs)
     if isinstance(module, torch.jit.ScriptModule):
         adapter = _trace(where, adapter, feeds)
@@ -91,7 +91,7 @@ def with_preprocess(loaded: Loaded, preprocess: Preprocess) -> Loaded:
     place, spec = image_input(loaded.inputs, preprocess)
     inputs = (*loaded.inputs[:place], spec, *loaded.inputs[place + 1 :])
     module = FromBytes(loaded.module, preprocess, place).eval()
-    return replace(loaded, module=adapted(module, by_position, len(inputs)), inputs=inputs)
+    return replace(loaded, module=adapt(module, by_position, len(inputs)), inputs=inputs)
 
 
 def by_position(inputs: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:

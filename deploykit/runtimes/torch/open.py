@@ -25,7 +25,7 @@ from deploykit.runtimes.torch.loaded import (
     describe_module,
     undescribed,
 )
-from deploykit.runtimes.torch.outputs import adapted, binding
+from deploykit.runtimes.torch.outputs import adapt, binding
 from deploykit.runtimes.torch.preprocess import before
 from deploykit.runtimes.torch.programs import open_program
 from deploykit.runtimes.torch.weights import build_module, copy_weights
@@ -195,5 +195,5 @@ def _from_checkpoint(
     bind, more = binding(module, [spec.name for spec in inputs])
     if preprocess is not None:
         module, bind, more = before(module, inputs, preprocess), by_position, notes[:0]
-    adapter = adapted(module.eval(), bind, len(inputs))
+    adapter = adapt(module.eval(), bind, len(inputs))
     return Loaded(adapter, inputs, outputs, content.source, name, notes=(*notes, *more))

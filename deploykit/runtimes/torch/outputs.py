@@ -107,7 +107,7 @@ class Adapter(torch.nn.Module):  # type: ignore[misc, name-defined] # torch is i
         return tuple(tensor for _, tensor in self.leaves(inputs))
 
 
-def adapted(module: Any, bind: Binding, count: int) -> Adapter:
+def adapt(module: Any, bind: Binding, count: int) -> Adapter:
     """An Adapter whose `forward` has `count` parameters: exporters ask for its signature."""
 
     def forward(self: Adapter, *inputs: Any) -> tuple[Any, ...]:
@@ -133,6 +133,22 @@ def binding(module: Any, names: Sequence[str]) -> tuple[Binding, tuple[str, ...]
         return (lambda inputs: ((), dict(zip(keywords, inputs, strict=True)))), ()
     note = f"inputs go in by position: {', '.join(names)} as {', '.join(parameters[: len(names)])}"
     return (lambda inputs: (inputs, {})), (note,) if known else ()
+
+
+def wrapper_for(name: str, packed: Mapping[Any, Any] | Sequence[Any]) -> str:
+    """What to write where forward takes `packed`, a dict or list of tensors, as argument `name`."""
+    if isinstance(packed, Mapping):
+        names = [re.sub(r"\W", "_", str(key)) for key in packed]
+        whole = ", ".join(f"{key!r}: {each}" for key, each in zip(packed, names, strict=True))
+        whole = f"{{{whole}}}"
+    else:
+        names = [f"{name}_{number}" for number in range(len(packed))]
+        whole = ", ".join(names)
+        whole = f"({whole})" if isinstance(packed, tuple) else f"[{whole}]"
+    return (
+        "a graph has one input for each tensor: wrap the model in a module with "
+        f"`def forward(self, {', '.join(names)}): return self.model({whole})`"
+    )
 
 
 def parameter_names(module: Any) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 from deploykit.core.errors import BadInput
 from deploykit.core.extras import require
 from deploykit.core.tensors import BATCH, TensorSpec, make_spec
-from deploykit.runtimes.torch.outputs import Adapter, adapted, flatten_outputs, output_names
+from deploykit.runtimes.torch.outputs import Adapter, adapt, flatten_outputs, output_names
 
 torch = require("torch")
 pytree = require("torch.utils._pytree")  # the only reader of the structures in a program
@@ -68,7 +68,7 @@ def open_program(where: str, program: Any, wanted: Sequence[TensorSpec]) -> Prog
             strict=True,
         )
     ]
-    module = adapted(program.module(), bind, len(names))
+    module = adapt(program.module(), bind, len(names))
     notes = tuple(
         f"axis {axis} takes only sizes of the form {_SYMBOL.sub('k', str(expression))}"
         for expression, axis in axes.items()

@@ -89,7 +89,7 @@ def copy_weights(
         raise _misfit(where, _differences(own, weights) or [_second_line(exc)]) from exc
     tied = _tied(module, missing)
     if tied:
-        notes.append(f"not in the file, as they share another's weights: {listed(tied)}")
+        notes.append(f"not in the file, as they share another's weights: {list_names(tied)}")
     missing = [key for key in missing if key not in tied]
     if missing or unexpected:
         raise _misfit(where, _differences(own, weights, missing, unexpected))
@@ -127,7 +127,7 @@ def _of_attribute(
         return weights, []
     prefix = fitting[0]
     others = [key for key in weights if not key.startswith(prefix)]
-    notes = [f"took the weights under '{prefix}'; not used: {listed(others)}"]
+    notes = [f"took the weights under '{prefix}'; not used: {list_names(others)}"]
     own_part = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
     return own_part, notes
 
@@ -142,7 +142,7 @@ def _check_kinds(where: Path, own: Mapping[str, Any], weights: Mapping[str, Any]
         or value.is_complex() != own[key].is_complex()
     ]
     if wrong:
-        raise _misfit(where, [listed(wrong)])
+        raise _misfit(where, [list_names(wrong)])
 
 
 def _differences(
@@ -160,9 +160,9 @@ def _differences(
     if shapes:
         missing = [key for key in own if key not in weights]
         unexpected = [key for key in weights if key not in own]
-    found = [f"size mismatch: {listed(shapes)}"] if shapes else []
+    found = [f"size mismatch: {list_names(shapes)}"] if shapes else []
     if missing or unexpected:
-        found += [f"missing {listed(missing)}", f"unexpected {listed(unexpected)}"]
+        found += [f"missing {list_names(missing)}", f"unexpected {list_names(unexpected)}"]
     return found
 
 
@@ -187,7 +187,7 @@ def _is_tensor(*values: Any) -> bool:
     )
 
 
-def listed(words: Sequence[str]) -> str:
+def list_names(words: Sequence[str]) -> str:
     """The first ten, and how many more."""
     more = f" and {len(words) - _LISTED} more" if len(words) > _LISTED else ""
     return ", ".join(words[:_LISTED]) + more if words else "none"

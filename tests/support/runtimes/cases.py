@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
+import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -213,16 +215,21 @@ def plan_options(folder: Path, case: Case) -> Any:
 
 
 @cache
-def _plan(name: str) -> tuple[bytes, Mapping[str, str]]:
-    """The plan of a case and what it was built on; built once a process, as that takes seconds."""
+def plan_of(name: str) -> tuple[bytes, Mapping[str, str]]:
+    """The plan of a case and what it was built on; built once a process, as that takes seconds.
+
+    Once for all processes that share the folder DEPLOYKIT_GPU_PLANS.
+    """
     from deploykit.builders.tensorrt import build as builder
 
     case = next(each for each in CASES if each.name == name)
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        out = folder / "plan.trt"
-        facts = builder.build(_onnx_file(folder, case), out, plan_options(folder, case))
-        return out.read_bytes(), dict(facts.built_on)
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(os.environ.get("DEPLOYKIT_GPU_PLANS", own))
+        out, built_on = folder / f"{name}.trt", folder / f"{name}.json"
+        if not built_on.exists():
+            facts = builder.build(_onnx_file(folder, case), out, plan_options(folder, case))
+            built_on.write_text(json.dumps(dict(facts.built_on)), encoding="utf-8")
+        return out.read_bytes(), json.loads(built_on.read_text(encoding="utf-8"))
 
 
 def open_tensorrt(folder: Path, case: Case) -> Engine:
@@ -231,7 +238,7 @@ def open_tensorrt(folder: Path, case: Case) -> Engine:
     from deploykit.core.manifest import Manifest, write_manifest
     from deploykit.runtimes.engine import load
 
-    content, built_on = _plan(case.name)
+    content, built_on = plan_of(case.name)
     plan = folder / f"{case.name}.trt"
     plan.write_bytes(content)
     manifest = Manifest(

@@ -308,7 +308,7 @@ class Context:
         item = self.engine.tensors[name]
         if item.get("late"):
             return tuple(-1 if axis == 0 else n for axis, n in enumerate(item["shape"]))
-        batch = next(iter(self.shapes.values()))[0]
+        batch = next((shape[0] for shape in self.shapes.values()), -1)
         return tuple(batch if n < 0 else n for n in item["shape"])
 
     @alone
