@@ -1,0 +1,135 @@
+"""Offline inference spread over a Ray cluster: one engine in each actor, batches by Ray Data.
+
+Batches are those of a run on one machine and stay in order, so that the outputs are the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import socket
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deploykit.core.errors import DeploykitError, Unsupported, quote
+from deploykit.core.extras import require
+
+ray = require("ray")
+ray_data = require("ray.data")
+pyarrow = require("pyarrow")
+
+_ANSWERS_S = 5.0
+
+Arrays = Mapping[str, np.ndarray]
+Run = Callable[[Arrays], dict[str, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """A model's files by name, for nodes that do not share a file system. `name`: the model's."""
+
+    name: str
+    files: Mapping[str, bytes]
+
+    @classmethod
+    def read(cls, model: Path, others: Iterable[Path]) -> Shipped:
+        return cls(model.name, {path.name: path.read_bytes() for path in (model, *others)})
+
+
+def predict_batches(
+    shipped: Shipped,
+    open_engine: Callable[[Path], Run],
+    batches: Iterable[Arrays],
+    *,
+    gpu: bool,
+) -> Iterator[dict[str, np.ndarray]]:
+    """The outputs of each batch, in order, while the cluster runs the later ones.
+
+    `open_engine` runs once in each actor: Ray passes it by its name. An actor has one GPU, or one
+    CPU core; Ray starts as many as there are, and runs again what was on a node that it lost.
+    Raises Unsupported where no cluster answers, and what the engines raise.
+    """
+    _connect()
+    context = ray_data.DataContext.get_current()
+    context.execution_options.preserve_order = True
+    context.enable_progress_bars = False
+    blocks = [ray.put(_table([dict(batch)])) for batch in batches]
+    kind = "GPU" if gpu else "CPU"
+    most = max(1, int(ray.cluster_resources().get(kind, 1)))
+    mapped = ray_data.from_arrow_refs(blocks).map_batches(
+        _Actor,
+        fn_constructor_args=([ray.put(shipped)], open_engine),
+        batch_size=None,
+        batch_format="pyarrow",
+        compute=ray_data.ActorPoolStrategy(min_size=1, max_size=min(most, len(blocks))),
+        num_gpus=1 if gpu else None,
+        num_cpus=None if gpu else 1,
+    )
+    for row in mapped.iter_rows():
+        answer = pickle.loads(row["pickled"])  # noqa: S301 - by our own actors
+        if isinstance(answer, DeploykitError):
+            raise answer
+        yield answer
+
+
+def _connect() -> None:
+    """Join the cluster of $RAY_ADDRESS, else start one on this machine."""
+    if ray.is_initialized():
+        return
+    address = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.rpartition(":")
+    lost = Unsupported(
+        f"no Ray cluster answers at {quote(address)}",
+        hint="set RAY_ADDRESS to its address, or unset it to start one on this machine",
+    )
+    if port.isdecimal() and "://" not in address:  # Ray itself would try for minutes
+        try:
+            socket.create_connection((host, int(port)), timeout=_ANSWERS_S).close()
+        except (OSError, OverflowError) as exc:
+            raise lost from exc
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError as exc:
+        raise lost from exc
+
+
+class _Actor:
+    """One engine. Its errors are answers, as Ray would wrap them in its own and try again."""
+
+    def __init__(self, shipped: list[Any], open_engine: Callable[[Path], Run]) -> None:
+        model: Shipped = ray.get(shipped[0])  # in a list: Ray would not start an actor again
+        self._folder = tempfile.TemporaryDirectory(prefix="deploykit-")
+        for name, content in model.files.items():
+            Path(self._folder.name, name).write_bytes(content)
+        path = Path(self._folder.name, model.name)
+        self._run: Callable[[Arrays], object]
+        try:
+            self._run = open_engine(path)
+        except DeploykitError as exc:
+            failure = exc
+            self._run = lambda _arrays: failure
+
+    def __call__(self, block: Any) -> Any:
+        rows = block.column("pickled").to_pylist()
+        return _table([self._answer(pickle.loads(row)) for row in rows])  # noqa: S301 - as above
+
+    def _answer(self, arrays: Arrays) -> object:
+        try:
+            return self._run(arrays)
+        except DeploykitError as exc:
+            exc.message = exc.message.replace(f"{self._folder.name}/", "")
+            exc.args = (exc.message,)
+            return exc
+
+
+def _table(values: list[Any]) -> Any:
+    """Pickled, as Arrow has neither strings in arrays of any shape nor errors."""
+    pickled = [pickle.dumps(value, protocol=5) for value in values]
+    return pyarrow.table({"pickled": pyarrow.array(pickled, pyarrow.large_binary())})

@@ -1,0 +1,133 @@
+"""A Ray Serve application: a front on each node that asks replicas, each with its own engine.
+
+Ray places replicas, scales them and routes to them. What is added here: a request whose replica or
+node is lost is asked once more, as inference can be repeated. Ray's proxy would answer 500.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from deploykit.core.extras import require
+
+serve = require("ray.serve")
+ray_exceptions = require("ray.exceptions")
+ray_serve_exceptions = require("ray.serve.exceptions")
+responses = require("starlette.responses")
+
+log = logging.getLogger(__name__)
+
+FRONT, REPLICA = "front", "model"  # the deployments' names in serve.yaml
+ASKS = 2  # one more after a replica or node is lost
+_LOST = (ray_exceptions.RayActorError, ray_exceptions.WorkerCrashedError)
+_AGAIN_S = 0.1  # until Ray knows what else went down with it
+
+Fields = tuple[tuple[bytes, bytes], ...]  # of a header, in lower case
+Asked = tuple[str, str, Fields, bytes]  # method, path with query, headers, body
+Answered = tuple[int, Fields, bytes]  # status, headers without Content-Length, body
+
+
+class Service(Protocol):
+    """What a replica runs: answers requests until it is closed."""
+
+    async def answer(self, asked: Asked) -> Answered: ...
+
+    def why_not_ready(self) -> str | None: ...
+
+    def close(self) -> None: ...
+
+
+Open = Callable[[], Service]  # runs in the replica, on its event loop's thread
+
+
+class Replica:
+    """One engine with its own batcher."""
+
+    def __init__(self, open_service: Open) -> None:
+        self._service = open_service()
+
+    async def __call__(self, asked: Asked) -> Answered:
+        return await self._service.answer(asked)
+
+    def check_health(self) -> None:
+        """Ray replaces a replica whose check raises three times."""
+        reason = self._service.why_not_ready()
+        if reason is not None:
+            raise RuntimeError(reason)
+
+    def __del__(self) -> None:
+        """Ray calls it once no request is in flight."""
+        if hasattr(self, "_service"):
+            self._service.close()
+
+
+class Front:
+    """Takes requests from the proxy of its node and asks a replica, once more if that is lost."""
+
+    def __init__(self, replicas: Any, max_body_bytes: int) -> None:
+        self._replicas = replicas
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, request: Any) -> Any:
+        path = request.scope.get("raw_path") or request.scope["path"].encode()
+        query = request.scope.get("query_string", b"")
+        target = (path + b"?" + query if query else path).decode("latin-1")
+        headers = tuple((name, value) for name, value in request.headers.raw)
+        received = await self._receive(request)
+        if received is None:
+            reason = f"the body is above {self._max_body_bytes} bytes"
+            status, fields, body = _refused(413, reason)
+        else:
+            asked = (request.method, target, headers, received)
+            status, fields, body = await self._ask(asked)
+        response = responses.Response(body, status_code=status)
+        length = [(b"content-length", str(len(body)).encode())]
+        response.raw_headers = [*fields, *length]
+        return response
+
+    async def _receive(self, request: Any) -> bytes | None:
+        """The body; None for one that is too large, of which the rest is not read."""
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self._max_body_bytes:
+                return None
+        return bytes(body)
+
+    async def _ask(self, asked: Asked) -> Answered:
+        for attempt in range(1, ASKS + 1):
+            try:
+                answered: Answered = await self._replicas.remote(asked)
+            except _LOST as exc:
+                log.warning("%s: a replica was lost with it (%s)", asked[1], type(exc).__name__)
+                if attempt < ASKS:
+                    await asyncio.sleep(_AGAIN_S)
+            except (
+                ray_serve_exceptions.BackPressureError,
+                ray_serve_exceptions.DeploymentUnavailableError,
+            ):
+                return _refused(503, "the queue is full, or no replica runs; try again later")
+            else:
+                return answered
+        return _refused(503, "two replicas were lost with the request; try again later")
+
+
+def application(open_service: Open, max_body_bytes: int) -> Any:
+    """The application for `serve run` and serve.yaml; its options are those of serve.yaml.
+
+    `open_service` runs in each replica. Ray passes it by its name, so its module must be
+    importable there.
+    """
+    replica = serve.deployment(name=REPLICA)(Replica)
+    front = serve.deployment(name=FRONT)(Front)
+    return front.bind(replica.bind(open_service), max_body_bytes)
+
+
+def _refused(status: int, reason: str) -> Answered:
+    again = ((b"retry-after", b"1"),) if status == 503 else ()
+    body = json.dumps({"error": reason}).encode()
+    return status, ((b"content-type", b"application/json"), *again), body

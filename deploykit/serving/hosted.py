@@ -1,0 +1,161 @@
+"""The server's routes for another server's sockets and event loop: one request in, one answer out.
+
+The other server parses HTTP, keeps its own limits and knows who may call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from deploykit.core.errors import Overloaded, TooLarge
+from deploykit.core.tensors import Bytes
+from deploykit.runtimes.engine import Closing, Engine
+from deploykit.serving.batching.delivery import deliver_inline
+from deploykit.serving.batching.policy import Pending
+from deploykit.serving.http.routes import Routes
+from deploykit.serving.models.offload import ThreadOffload
+from deploykit.serving.models.repository import ModelRepository
+from deploykit.serving.models.worker import WorkerProcess
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.transport.call import Head, reply_exception
+from deploykit.serving.transport.memory import MemoryBudget
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25  # how often requests past their deadline are answered
+_OFFLOAD_THREADS = 2  # for large and compressed bodies
+
+
+Fields = tuple[tuple[bytes, bytes], ...]  # of a header, in lower case
+Asked = tuple[str, str, Fields, bytes]  # method, path with query, headers, body
+Answered = tuple[int, Fields, bytes]  # status, headers without Content-Length, body
+
+
+class HostedApp(Closing):
+    """Serves `models` on the running event loop; closes their engines at its end."""
+
+    def __init__(
+        self, models: Mapping[str, Engine | Sequence[Engine]], options: ServeOptions
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._options = options
+        self._engines = models
+        self.repository = ModelRepository(
+            models, options, deliver=self._deliver, call_soon=self._loop.call_soon
+        )
+        self._memory = MemoryBudget(options.max_held_bytes, options.max_body_bytes)
+        self._offload = ThreadOffload(self._loop, _OFFLOAD_THREADS)
+        self._worker = WorkerProcess()
+        self._routes = Routes(self.repository, self._offload, self._worker)
+        self._ticking: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Prove that rows may be joined and run each engine at every size. Raises as that does.
+
+        Blocks the event loop, which has nothing to answer before.
+        """
+        self.repository.warm_up()
+        self._ticking = self._loop.create_task(self._tick())
+
+    def why_not_ready(self) -> str | None:
+        """The reason in one sentence; None if it answers requests."""
+        return self.repository.why_not_ready()
+
+    async def answer(self, asked: Asked) -> Answered:
+        """Answer one request; an error is an answer too. Cancelled, it leaves the queue."""
+        body = asked[3]
+        call = _Call(_head(asked), body, self._memory, self._loop.create_future())
+        try:
+            if len(body) > self._options.max_body_bytes:
+                limit = self._options.max_body_bytes
+                reply_exception(call, TooLarge(f"the body is above {limit} bytes"))
+            elif not call.reserve(len(body)):
+                reply_exception(call, Overloaded(self._memory.message))
+            else:
+                self._routes.handle(call)
+            return await call.answered
+        finally:
+            call.abandon()
+
+    def close(self) -> None:
+        """Answer what was accepted, then end the engines."""
+        if self._ticking is not None:
+            self._ticking.cancel()
+        self.repository.close()
+        self._offload.close()
+        self._worker.close()
+        for engines in self._engines.values():
+            for engine in engines if isinstance(engines, Sequence) else [engines]:
+                engine.close()
+
+    async def _tick(self) -> None:
+        while True:
+            self.repository.expire()
+            await asyncio.sleep(TICK_S)
+
+    def _deliver(self, requests: Sequence[Pending]) -> None:
+        """Called on an engine's thread: wakes the loop once per batch."""
+        try:
+            self._loop.call_soon_threadsafe(deliver_inline, requests)
+        except RuntimeError:  # the loop is closed
+            log.error("%d requests finished after the shutdown", len(requests))
+
+
+class _Call:
+    """A `Call` whose reply resolves a future."""
+
+    def __init__(
+        self, head: Head, body: Bytes, memory: MemoryBudget, answered: asyncio.Future[Answered]
+    ) -> None:
+        self.head = head
+        self.body = body
+        self.cancel: Callable[[], object] | None = None
+        self.gone = False
+        self.answered = answered
+        self._memory = memory
+        self._held_bytes = 0
+
+    def reserve(self, size: int) -> bool:
+        self._held_bytes += size
+        return self._memory.add(size, self._held_bytes)
+
+    def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:
+        body = b"" if self.head.method == "HEAD" else b"".join(parts)
+        if not self.answered.done():
+            self.answered.set_result((status, tuple(_fields(headers)), body))
+
+    def abandon(self) -> None:
+        """Nobody waits any more, perhaps as it was answered."""
+        self.gone = True
+        self._memory.release(self._held_bytes)
+        self._held_bytes = 0
+        cancel, self.cancel = self.cancel, None
+        if cancel is not None:
+            cancel()
+
+
+def _head(asked: Asked) -> Head:
+    method, target, fields, body = asked
+    headers = dict(fields)
+    return Head(
+        method=method,
+        target=target,
+        path=target.partition("?")[0],
+        host=headers.get(b"host"),
+        length=len(body),
+        json_bytes=headers.get(b"inference-header-content-length"),
+        encoding=headers.get(b"content-encoding"),
+        accept=headers.get(b"accept"),
+        accept_encoding=headers.get(b"accept-encoding"),
+        trace=headers.get(b"traceparent"),
+    )
+
+
+def _fields(headers: bytes) -> Iterable[tuple[bytes, bytes]]:
+    """Header lines as pairs."""
+    for line in headers.split(b"\r\n"):
+        name, colon, value = line.partition(b": ")
+        if colon:
+            yield name.lower(), value
