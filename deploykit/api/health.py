@@ -1,0 +1,75 @@
+"""Ask a running server whether it is ready: for health checks of containers."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import ssl
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from deploykit.core.errors import BadInput, GateFailed, first_line
+from deploykit.core.json_value import Record
+
+_MOST_BYTES = 1 << 16  # of an answer
+_LONGEST_S = 3600
+_HOST = re.compile(r"[A-Za-z0-9.:_%-]+")
+
+
+@dataclass(frozen=True)
+class Readiness(Record):
+    """A server that is ready to answer for all its models."""
+
+    url: str
+    ready: bool = True
+
+
+def health(url: str = "http://127.0.0.1:8000", *, timeout_s: float = 5.0) -> Readiness:
+    """Ask the server at `url` for /v2/health/ready, which needs no token.
+
+    With https:// the certificate is not checked: it names the server as its clients see it, not
+    as localhost. Raises GateFailed if nobody answers or a model is not ready, BadInput on a wrong
+    URL.
+    """
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+    except ValueError as exc:
+        raise BadInput(f"'{url}' is not a URL: {exc}") from exc
+    named = _HOST.fullmatch(host) and parts.username is None
+    if parts.scheme not in ("http", "https") or not named or parts.path not in ("", "/"):
+        raise BadInput(f"'{url}' is not a server's URL", hint="write it as http://HOST:PORT")
+    if not 0 < timeout_s <= _LONGEST_S:
+        raise BadInput(f"timeout_s must be above 0 and at most {_LONGEST_S}, got {timeout_s:g}")
+    connection: http.client.HTTPConnection
+    if parts.scheme == "https":
+        context = ssl._create_unverified_context()  # noqa: S323 - see above
+        connection = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
+    else:
+        connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+    try:
+        connection.request("GET", "/v2/health/ready")
+        with connection.getresponse() as answer:
+            status, body = answer.status, answer.read(_MOST_BYTES)
+    except (OSError, http.client.HTTPException, UnicodeError) as exc:
+        reason = getattr(exc, "strerror", None) or first_line(exc)
+        hint = "start one with: deploykit serve model.onnx"
+        raise GateFailed(f"{url}: no server answers there: {reason}", hint=hint) from exc
+    finally:
+        connection.close()
+    if status != 200:
+        raise GateFailed(f"{url}: not ready: it answered {status}: {_reason(body)}")
+    return Readiness(url)
+
+
+def _reason(body: bytes) -> str:
+    """The `error` of an answer, else its start; one line that a terminal can show."""
+    text = body[:300].decode("utf-8", "replace")
+    try:
+        found = json.loads(body)
+    except ValueError:
+        found = None
+    if isinstance(found, dict) and isinstance(found.get("error"), str):
+        text = found["error"][:300]
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())

@@ -1,0 +1,129 @@
+"""`deploykit boot` as a process: killed, twice on one cache, without a network, on a full disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import deploykit as dk
+from tests.support.bundles import proven_model
+from tests.support.campaign import only_in_a_campaign, rounds
+
+pytest.importorskip("onnxruntime")
+
+LIMIT_S = 120.0  # against hanging, not a measure
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    dk.bundle(proven_model(folder / "tiny.onnx"), "cpu", out=folder / "bundle")
+    return folder / "bundle"
+
+
+class Device:
+    """A process of `deploykit boot`."""
+
+    def __init__(self, bundle: Path, cache: Path, *before: str) -> None:
+        ports = ("--http-port", "0", "--no-grpc")
+        self.popen = subprocess.Popen(
+            [*before, sys.executable, "-m", "deploykit", "boot", bundle, "--cache", cache, *ports],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def ready(self) -> dict[str, Any]:
+        """The ready line; an empty dict where the process ended without one."""
+        assert self.popen.stdout is not None
+        line = self.popen.stdout.readline()
+        return dict(json.loads(line)) if line else {}
+
+    def stop(self) -> tuple[int, str]:
+        """End it as `docker stop` does; its exit code and its log."""
+        self.popen.terminate()
+        _, log = self.popen.communicate(timeout=LIMIT_S)
+        return self.popen.returncode, log
+
+
+@contextmanager
+def device(bundle: Path, cache: Path, *before: str) -> Iterator[Device]:
+    running = Device(bundle, cache, *before)
+    try:
+        yield running
+    finally:
+        running.popen.kill()
+        running.popen.communicate()
+
+
+def test_two_processes_build_one_engine_and_both_serve_it(bundle: Path, tmp_path: Path) -> None:
+    with device(bundle, tmp_path / "cache") as one, device(bundle, tmp_path / "cache") as two:
+        lines = [each.ready() for each in (one, two)]
+        for line in lines:
+            with urllib.request.urlopen(f"http://{line['http']}/v2/health/ready") as answer:
+                assert answer.status == 200
+        engines = [line["engine"] for line in lines]
+        for each, engine in zip((one, two), engines, strict=True):
+            maps = Path(f"/proc/{each.popen.pid}/maps").read_text()
+            assert "/torch/" not in maps
+            assert "/onnx/" not in maps, engine  # a build is another process, too
+        ended = [each.stop() for each in (one, two)]
+    assert sorted(engine["source"] for engine in engines) == ["build", "cache"]
+    assert len({engine["slot"] for engine in engines}) == 1
+    assert [code for code, _log in ended] == [0, 0]
+    assert sum("another process uses the cache" in log for _code, log in ended) <= 1
+
+
+def test_a_start_that_is_killed_is_recovered_from(bundle: Path, tmp_path: Path) -> None:
+    """At moments from the first import to the open port; a first start takes about 2 s."""
+    cache, count = tmp_path / "cache", rounds(2, 30)
+    for number in range(count):
+        with device(bundle, cache) as running:
+            time.sleep((number + 1) * 2.0 / count)  # of a process: its moments have no names
+            running.popen.kill()
+        if number % 3 == 2:
+            shutil.rmtree(cache, ignore_errors=True)  # most rounds go on where the last one ended
+    with device(bundle, cache) as running:
+        assert running.ready()["engine"]["source"] in ("build", "cache")
+        assert running.stop()[0] == 0
+    assert not list(cache.rglob(".*"))
+
+
+@only_in_a_campaign
+@pytest.mark.skipif(os.getuid() != 0, reason="mounts a file system, which root alone may")
+@pytest.mark.parametrize("size_kib", [4, 8, 12, 16, 20, 24])
+def test_a_disk_that_is_full_is_one_error(bundle: Path, tmp_path: Path, size_kib: int) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size_kib}k", "tmpfs", str(disk)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        with device(bundle, disk / "cache") as running:
+            if not running.ready():
+                _, log = running.popen.communicate()
+                assert running.popen.returncode == 3
+                assert "no space left on the disk" in log
+                assert sum(line.startswith("error:") for line in log.splitlines()) == 1
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@only_in_a_campaign
+def test_no_network_is_needed(bundle: Path, tmp_path: Path) -> None:
+    without = ("unshare", "--net", "--map-root-user")
+    if subprocess.run([*without, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no namespace without a network can be made here")
+    with device(bundle, tmp_path / "cache", *without) as running:
+        assert running.ready()["models"] == ["tiny"]
