@@ -174,11 +174,10 @@ class Server:
         return FATAL_S if self.repository.fatal else usual_s
 
     async def _serve(self, on_ready: OnReady) -> int:
-        loop = self._loop
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
-                self._handlers[number] = signal.getsignal(number)
-                loop.add_signal_handler(number, self._signalled, number)
+                # not the loop's: on its end it puts the default back, which ends the process
+                self._handlers[number] = signal.signal(number, self._pass_on)
         grpc_port = await self._grpc.start() if self._grpc else None
         self._routes.grpc_port = grpc_port
         self._acceptor.open()
@@ -248,7 +247,10 @@ class Server:
         for request in requests:
             self._finished.run(partial(deliver_inline, (request,)))
 
-    def _signalled(self, number: int) -> None:
+    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        self._loop.call_soon_threadsafe(self._on_signal, number)
+
+    def _on_signal(self, number: int) -> None:
         now_s = time.monotonic()
         echo = number == signal.SIGTERM and now_s - self._signalled_s < ECHO_S
         self._signalled_s = now_s
@@ -265,15 +267,13 @@ class Server:
 
     def _release(self) -> None:
         self._socket.close()
-        # uvloop leaves the default handlers behind, of which SIGTERM's ends the process
-        signal.pthread_sigmask(signal.SIG_BLOCK, self._handlers)
-        self._loop.close()
         for number, handler in self._handlers.items():
-            if handler is not None:  # None: it was not set from Python
-                signal.signal(number, handler)
-        if self._signals and self._handlers.get(signal.SIGTERM) is not None:
-            _ignore_echo(self._signalled_s + ECHO_S, self._handlers[signal.SIGTERM])
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._handlers)
+            if handler is None:  # it was not set from Python
+                handler = signal.SIG_DFL
+            elif number == signal.SIGTERM and self._signals:
+                handler = _without_echoes(handler)
+            signal.signal(number, handler)
+        self._loop.close()
 
 
 def _allow_open_files() -> None:
@@ -285,11 +285,17 @@ def _allow_open_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def _ignore_echo(until_s: float, handler: Any) -> None:
-    """Ignore SIGTERM until then, which has ended the server already; `handler` gets later ones."""
+def _without_echoes(handler: Any) -> Callable[[int, FrameType | None], None]:
+    """Pass on the first SIGTERM that comes a second or more after the one before, then all.
+
+    The second starts now: while the models were closed, no signal was looked at.
+    """
+    last_s = time.monotonic()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if time.monotonic() < until_s:
+        nonlocal last_s
+        before_s, last_s = last_s, time.monotonic()
+        if last_s - before_s < ECHO_S:
             return
         signal.signal(number, handler)
         if callable(handler):
@@ -297,7 +303,7 @@ def _ignore_echo(until_s: float, handler: Any) -> None:
         else:  # SIG_DFL or SIG_IGN
             signal.raise_signal(number)
 
-    signal.signal(signal.SIGTERM, handle)
+    return handle
 
 
 def _held_samples(memory: MemoryBudget) -> list[Sample]:

@@ -141,6 +141,26 @@ def test_a_second_sigterm_at_any_moment_of_the_end_does_not_change_the_exit_code
             assert server.popen.returncode == 0
 
 
+def test_sigterms_while_the_models_are_closed_do_not_change_the_exit_code() -> None:
+    """What closes takes longer than a SIGTERM counts as one with the next."""
+    code = """
+import os, signal, time
+from deploykit.serving import server
+from deploykit.serving.models.repository import ModelRepository
+from tests.support.fake_engine import FakeEngine
+def stop(*_): os.kill(os.getpid(), signal.SIGTERM)
+def close(self, **options):
+    time.sleep(1.1); stop(); closed(self, **options)
+closed, ModelRepository.close = ModelRepository.close, close
+assert server.run({"m": FakeEngine()}, server.ServeOptions(http_port=0), stop) == 0
+for _ in range(5):
+    time.sleep(0.3); stop()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=WAIT_S, check=False)
+    assert done.returncode == 0
+
+
 def test_a_sigterm_after_the_echo_reaches_the_handler_of_the_program() -> None:
     code = """
 import signal, threading, time, os
