@@ -71,6 +71,7 @@ def test_the_end_of_the_server_answers_what_is_in_flight(
 ) -> None:
     engine = OverlappingEngine(width=WIDTH)
     with filled(engine, count) as (server, raws):
+        eventually(lambda: held_bytes(server) >= count * LEAST)  # all are there
         engine.end_one()
         answered(raws[0], 0)
         eventually(lambda: len(engine.calls) == min(2, count - 1))

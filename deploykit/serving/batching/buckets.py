@@ -19,7 +19,7 @@ from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.runtimes.data.samples import random_feeds
 from deploykit.runtimes.engine import Arrays, Engine
 from deploykit.serving.batching.policy import Pending
-from deploykit.serving.batching.stacking import aligned
+from deploykit.serving.batching.stacking import align
 
 TOLERANCE = 1e-3  # relative to the largest value of the output
 _CACHED = 4096
@@ -103,7 +103,7 @@ class Buckets:
         for name, _, shape in batch[0].key:
             arrays = [request.feeds[name] for request in batch]
             if all(array.shape[1:] == shape for array in arrays):
-                joined[name] = aligned(arrays[0]) if len(arrays) == 1 else np.concatenate(arrays)
+                joined[name] = align(arrays[0]) if len(arrays) == 1 else np.concatenate(arrays)
                 continue
             padded = joined[name] = np.empty((rows, *shape), arrays[0].dtype)
             padded[...] = self._fill[name]

@@ -93,14 +93,14 @@ class RequestQueue:
             if plain and group.rows <= policy.max_batch:
                 batch = list(requests)
                 requests.clear()
-                self._removed(group, batch)
+                self._count_removed(group, batch)
                 return batch
             count = due(requests, policy, now_us)
             if not count and hurry:
                 count = len(requests)  # above `max_batch` it would have run already
             if count:
                 batch = [requests.popitem(False)[0] for _ in range(count)]
-                self._removed(group, batch)
+                self._count_removed(group, batch)
                 return batch
             if not policy.max_delay_us:
                 break
@@ -123,7 +123,7 @@ class RequestQueue:
             late += here
             for request in group.requests:
                 self._soonest_us = min(self._soonest_us, request.deadline_us)
-            self._removed(group, here)
+            self._count_removed(group, here)
         return late
 
     def take_all(self) -> list[Pending]:
@@ -141,7 +141,7 @@ class RequestQueue:
         if group is None or request not in group.requests:
             return False
         del group.requests[request]
-        self._removed(group, [request])
+        self._count_removed(group, [request])
         return True
 
     def next_us(self) -> int:
@@ -151,7 +151,7 @@ class RequestQueue:
         )
         return min(oldest_us + self.policy.max_delay_us, self._soonest_us)
 
-    def _removed(self, group: _Group, requests: list[Pending]) -> None:
+    def _count_removed(self, group: _Group, requests: list[Pending]) -> None:
         """Update the counts after `requests` were removed from `group`."""
         if self.count > self.most:
             self.most = self.count

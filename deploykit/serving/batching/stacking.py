@@ -28,12 +28,12 @@ class EngineFailed(DeploykitError):  # noqa: N818 - named as its siblings in cor
 def stack(batch: Sequence[Pending]) -> Arrays:
     """The requests' rows along axis 0, in order; one request's arrays are copied to align them."""
     if len(batch) == 1:
-        return {name: aligned(array) for name, array in batch[0].feeds.items()}
+        return {name: align(array) for name, array in batch[0].feeds.items()}
     names = batch[0].feeds
     return {name: np.concatenate([request.feeds[name] for request in batch]) for name in names}
 
 
-def aligned(array: np.ndarray) -> np.ndarray:
+def align(array: np.ndarray) -> np.ndarray:
     """The array as native libraries need it: views of received bytes may begin anywhere."""
     return array if array.flags.aligned else array.copy()
 

@@ -106,9 +106,9 @@ class GrpcCall(Stream):
             self.link.count_frame()  # it needs no token
             self.fail(*self.head.refusal)
         elif ended:
-            self.received(b"", True)
+            self.receive(b"", True)
 
-    def received(self, piece: bytes, ended: bool) -> None:
+    def receive(self, piece: bytes, ended: bool) -> None:
         if ended:
             self.ended = True
         if self.head.length is not None and not self._fits_length(len(piece)):
@@ -223,13 +223,13 @@ class GrpcCall(Stream):
         if len(data) <= _SMALL_BYTES:
             with contextlib.suppress(DeploykitError):
                 plain = work(min(limit, _SMALL_BYTES))
-                self._decompressed(method, lambda: plain)
+                self._on_plain(method, lambda: plain)
                 return
         self._inflating = True
 
         def then(result: Callable[[], bytes]) -> None:
             self._inflating = False
-            self._decompressed(method, result)
+            self._on_plain(method, result)
             self.read()
 
         try:
@@ -238,7 +238,7 @@ class GrpcCall(Stream):
             self._inflating = False
             self.fail(exc.grpc_status, exc.message)
 
-    def _decompressed(self, method: Method, result: Callable[[], bytes]) -> None:
+    def _on_plain(self, method: Method, result: Callable[[], bytes]) -> None:
         if self.gone or self.trailers is not None:
             return
         try:

@@ -114,9 +114,9 @@ class HttpInference(Inference):
         self._decoded_bytes = sum(map(array_bytes, request.feeds.values()))
         return request
 
-    def _decoded(self, result: Result[Request]) -> None:
+    def _on_decode(self, result: Result[Request]) -> None:
         if self._source is None or self.client.gone or not self.left_s():
-            super()._decoded(result)
+            super()._on_decode(result)
             return
         try:
             self.offload_decoding(self.decode_large)  # it is large when decompressed

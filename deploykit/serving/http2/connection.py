@@ -120,7 +120,7 @@ class Http2Connection(Flow):
             cost -= 1
             count += 1
             if kind == CONTINUATION:
-                self._continued(data[at + 9 : end], flags, number)
+                self._receive_continuation(data[at + 9 : end], flags, number)
             elif self.in_header_block:
                 raise ConnectionFault(PROTOCOL_ERROR, "a frame inside a header block")
             elif not self.has_settings and kind != SETTINGS:
@@ -158,7 +158,7 @@ class Http2Connection(Flow):
             self.count_frame()
         if stream.ended:
             raise ConnectionFault(STREAM_CLOSED, "data after the end of the stream")
-        stream.received(data[at:end], ended)
+        stream.receive(data[at:end], ended)
 
     def _late(self, number: int, size: int, flags: int) -> None:
         """Check a frame of a stream that has ended: the client may not know it yet."""
@@ -176,7 +176,7 @@ class Http2Connection(Flow):
         if not number & 1:
             raise ConnectionFault(PROTOCOL_ERROR, "a client's stream number must be odd")
         if flags & (PADDED | PRIORITIZED):
-            payload = _unpadded(payload, flags)
+            payload = _strip_padding(payload, flags)
         if flags & END_HEADERS:
             self._open(payload, flags, number)
         else:
@@ -185,7 +185,7 @@ class Http2Connection(Flow):
             self.in_header_block = True
             self.since_s = self.shared.now_s
 
-    def _continued(self, payload: bytes, flags: int, number: int) -> None:
+    def _receive_continuation(self, payload: bytes, flags: int, number: int) -> None:
         block, (first, expected) = self._block, self._block_of
         if not self.in_header_block or number != expected:
             raise ConnectionFault(PROTOCOL_ERROR, "CONTINUATION without HEADERS")
@@ -237,7 +237,7 @@ class Http2Connection(Flow):
             check_fields(pairs)
         except MalformedHeaders as exc:
             raise ConnectionFault(PROTOCOL_ERROR, str(exc)) from exc
-        stream.received(b"", True)
+        stream.receive(b"", True)
 
     def _other(self, kind: int, flags: int, number: int, payload: bytes) -> None:
         self.count_frame()
@@ -321,7 +321,7 @@ class Http2Connection(Flow):
             stream.push()
 
 
-def _unpadded(payload: bytes, flags: int) -> bytes:
+def _strip_padding(payload: bytes, flags: int) -> bytes:
     """The header block in a HEADERS frame with padding or a priority."""
     start, end = 0, len(payload)
     if flags & PADDED:

@@ -206,10 +206,10 @@ class Flow(asyncio.BufferedProtocol):
         free = self._stalled_s is None and size <= self.frame_bytes
         if not free or size > self.send_window or size > stream.send_window:
             return False
-        self.sent(stream, size)
+        self.count_sent(stream, size)
         return True
 
-    def sent(self, stream: Stream, size: int) -> None:
+    def count_sent(self, stream: Stream, size: int) -> None:
         self.send_window -= size
         stream.send_window -= size
         self._blocked_s = None

@@ -17,7 +17,7 @@ class Link(Protocol):
     first_window: int
 
     def sendable(self, stream: Stream) -> int: ...
-    def sent(self, stream: Stream, size: int) -> None: ...
+    def count_sent(self, stream: Stream, size: int) -> None: ...
     def write(self, data: bytes) -> None: ...
     def drop(self, stream: Stream) -> None: ...
 
@@ -62,7 +62,7 @@ class Stream:
         """The headers have been read; `ended`: nothing follows."""
 
     @abstractmethod
-    def received(self, piece: bytes, ended: bool) -> None:
+    def receive(self, piece: bytes, ended: bool) -> None:
         """The content of a DATA frame; `ended`: it is the last."""
 
     @abstractmethod
@@ -100,7 +100,7 @@ class Stream:
                     piece = piece[: take - size]
                 pieces.append(piece)
                 size += len(piece)
-            link.sent(self, size)
+            link.count_sent(self, size)
             head = FRAME.pack(size >> 16, size & 0xFFFF, DATA, 0, self.id)
             link.write(b"".join((head, *pieces)))
         if self.trailers is None:

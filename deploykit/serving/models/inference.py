@@ -173,7 +173,7 @@ class Inference:
                 self.reserve(size)
             pending = model.submit(
                 request,
-                self._done,
+                self._on_run,
                 trace=self.trace,
                 started_us=self._started_us,
                 admitted=self._admitted,
@@ -196,7 +196,7 @@ class Inference:
         self.offload_decoding(self.decode_large)
 
     def offload_decoding(self, decode: Callable[[], Request]) -> None:
-        self.route.offload(decode, self._decoded, large=self.large, limit_s=self.left_s())
+        self.route.offload(decode, self._on_decode, large=self.large, limit_s=self.left_s())
 
     def _less_time(self, request: Request) -> Request:
         """The request with the time that it may still wait."""
@@ -207,13 +207,13 @@ class Inference:
     def _discard(self) -> None:
         self._source = None
 
-    def _decoded(self, result: Result[Request]) -> None:
+    def _on_decode(self, result: Result[Request]) -> None:
         self._discard()  # what was not taken in time
         self.client.cancel = None
         if not self.client.gone:
             self.start(result)
 
-    def _done(self, pending: Pending) -> None:
+    def _on_run(self, pending: Pending) -> None:
         """The engine has run, or the request has failed."""
         client = self.client
         client.cancel = None

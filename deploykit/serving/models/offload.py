@@ -76,7 +76,7 @@ class ThreadOffload(Closing):
     ) -> None:
         job = _Job(then)
 
-        def done(future: Future[Any]) -> None:
+        def on_done(future: Future[Any]) -> None:
             _forget_frames(future)
             try:
                 self._loop.call_soon_threadsafe(self._run, partial(job.finish, future.result))
@@ -89,7 +89,7 @@ class ThreadOffload(Closing):
             raise Overloaded("no thread can be started; try again later") from exc
         if limit_s is not None:
             job.timer = self._loop.call_later(limit_s, job.expire, future)
-        future.add_done_callback(done)
+        future.add_done_callback(on_done)
 
     def close(self) -> None:
         for pool in (self._small, self._large):

@@ -1,18 +1,19 @@
 """Count what one model served, for `/stats`, the dashboard and Prometheus.
 
 The statistics of the Open Inference Protocol and the metrics under our names and Triton's use the
-same counters, which never decrease. Counting costs about 1 µs per request: integers in
-microseconds, and one lock per batch.
+same counters, which never decrease. What a batch took is kept as it is and counted for many batches
+at once, which costs a tenth of counting each: integers in microseconds, and one lock per batch.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from deploykit.core.errors import Expired
 from deploykit.serving.batching.policy import BatchRun, Pending, Watcher
@@ -32,6 +33,7 @@ STAGE_US = (*(step * decade for decade in _DECADES for step in (1, 2, 5)), 10 * 
 _FINE = (1, 1.5, 2, 3, 4, 5, 6, 8)  # fine steps, for p50 and p99
 REQUEST_US = (50, *(int(step * decade) for decade in _DECADES[1:] for step in _FINE), 10 * US)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_RECENT = 256  # runs, counted together
 
 
 @dataclass(slots=True)
@@ -43,11 +45,14 @@ class _ComputeTimes:
     infer_us: int = 0
     output_us: int = 0
 
-    def add(self, input_us: int, infer_us: int, output_us: int, times: int) -> None:
-        self.count += times
-        self.input_us += input_us * times
-        self.infer_us += infer_us * times
-        self.output_us += output_us * times
+    def add(
+        self, input_us: np.ndarray, infer_us: np.ndarray, output_us: np.ndarray, times: np.ndarray
+    ) -> None:
+        """Count runs, each as often as in `times`; all shapes (runs,)."""
+        self.count += int(times.sum())
+        self.input_us += int(input_us @ times)
+        self.infer_us += int(infer_us @ times)
+        self.output_us += int(output_us @ times)
 
     def to_dict(self) -> dict[str, dict[str, int]]:
         return {
@@ -62,71 +67,82 @@ def _duration(count: int, us: int) -> dict[str, int]:
 
 
 class ModelMetrics(Watcher):
-    """The counters of one model. Thread-safe, except `record_answer`: for the event loop only."""
+    """The counters of one model. Thread-safe."""
 
     def __init__(self, name: str, version: str) -> None:
         self.name = name
         self.version = version
         self._lock = threading.Lock()
         self._outcomes = dict.fromkeys(OUTCOMES, 0)
-        self._queue_us = 0
         self._fail_us = 0
         self._compute = _ComputeTimes()
         self._by_rows: dict[int, _ComputeTimes] = {}
         self._rows = 0
         self._runs = 0
-        self._last_ms = 0
+        self._last_s = 0.0
         self._idle_us = 0
         self._stages = {stage: Histogram(STAGE_US, US) for stage in STAGES}
         self._compute_s = Histogram(STAGE_US, US)
         self._request_s = Histogram(REQUEST_US, US)
         self._batch_rows = Histogram(ROWS)
+        # not counted yet: of each run, of each of its requests, of each answer
+        self._recent: list[tuple[int, ...]] = []
+        self._waits: list[tuple[int, int]] = []
+        self._answers: list[tuple[int, int]] = []
 
     def record_run(self, run: BatchRun) -> None:
         """Count a batch that succeeded; called on the engine's thread."""
-        input_us = run.stack_us + run.copy_in_us
-        output_us = run.copy_out_us + run.split_us
-        busy_us = input_us + run.engine_us + output_us
-        started_us = run.started_us
-        stages = self._stages
-        queued, decoded = stages["queue"], stages["decode"]
-        queue_counts, decode_counts, bounds = queued.counts, decoded.counts, queued.bounds
-        count = len(run.requests)
-        rows = queue_us = decode_us = 0
+        requests, started_us, *times, _instance = run
         with self._lock:
-            for request in run.requests:
-                waited_us = started_us - request.arrived_us
-                queue_counts[bisect_left(bounds, waited_us)] += 1
-                decode_counts[bisect_left(bounds, request.decode_us)] += 1
-                queue_us += waited_us
-                decode_us += request.decode_us
-                rows += request.rows
-            queued.total += queue_us
-            decoded.total += decode_us
-            self._queue_us += queue_us
-            self._idle_us += run.idle_us
-            stages["join"].add(run.stack_us, count)
-            if run.copy_in_us or run.copy_out_us:
-                stages["copy_in"].add(run.copy_in_us, count)
-                stages["copy_out"].add(run.copy_out_us, count)
-            stages["compute"].add(run.engine_us, count)
-            stages["split"].add(run.split_us, count)
-            self._outcomes["success"] += count
-            self._compute.add(input_us, run.engine_us, output_us, count)
-            self._compute_s.add(busy_us, count)
-            by_rows = self._by_rows.get(rows)
-            if by_rows is None:
-                by_rows = self._by_rows[rows] = _ComputeTimes()
-            by_rows.add(input_us, run.engine_us, output_us, 1)
-            self._batch_rows.add(rows)
-            self._rows += rows
-            self._runs += 1
-            self._last_ms = int(time.time() * 1000)
+            self._recent.append((sum([each.rows for each in requests]), len(requests), *times))
+            self._waits += [(started_us - each.arrived_us, each.decode_us) for each in requests]
+            self._last_s = time.time()
+            if len(self._recent) >= _RECENT:
+                self._count_recent()
 
     def record_answer(self, request: Pending, encode_us: int, now_us: int) -> None:
-        """Count a response that is ready to be sent; called on the event loop's thread only."""
-        self._stages["encode"].add(encode_us)
-        self._request_s.add(request.decode_us + now_us - request.arrived_us)
+        """Count a response that is ready to be sent."""
+        with self._lock:
+            self._answers.append((encode_us, request.decode_us + now_us - request.arrived_us))
+
+    def _count_recent(self) -> None:
+        """Count what was recorded since the last time. Needs the lock."""
+        stages = self._stages
+        if self._answers:
+            encode_us, request_us = np.array(self._answers, np.int64).T
+            stages["encode"].add(encode_us)
+            self._request_s.add(request_us)
+            self._answers.clear()
+        if not self._recent:
+            return
+        # a client may have cancelled the only request of a run
+        queue_us, decode_us = np.array(self._waits, np.int64).reshape(-1, 2).T
+        rows, requests, *times, idle_us = np.array(self._recent, np.int64).T
+        self._recent.clear()
+        self._waits.clear()
+        join_us, copy_in_us, compute_us, copy_out_us, split_us = times
+        stages["queue"].add(queue_us)
+        stages["decode"].add(decode_us)
+        copied = requests * ((copy_in_us > 0) | (copy_out_us > 0))  # else it has no copies
+        for stage, us, count in (
+            ("join", join_us, requests),
+            ("copy_in", copy_in_us, copied),
+            ("compute", compute_us, requests),
+            ("copy_out", copy_out_us, copied),
+            ("split", split_us, requests),
+        ):
+            stages[stage].add(us, count)
+        input_us, output_us = join_us + copy_in_us, copy_out_us + split_us
+        self._compute.add(input_us, compute_us, output_us, requests)
+        self._compute_s.add(input_us + compute_us + output_us, requests)
+        for size in set(rows.tolist()):
+            found = self._by_rows.setdefault(size, _ComputeTimes())
+            found.add(input_us, compute_us, output_us, rows == size)
+        self._batch_rows.add(rows)
+        self._rows += int(rows.sum())
+        self._runs += len(rows)
+        self._idle_us += int(idle_us.sum())
+        self._outcomes["success"] += int(requests.sum())
 
     def record_failure(self, request: Pending, now_us: int) -> None:
         outcome = "expired" if isinstance(request.error, Expired) else "failed"
@@ -153,23 +169,24 @@ class ModelMetrics(Watcher):
 
     def _success_us(self) -> int:
         done = self._compute
-        return self._queue_us + done.input_us + done.infer_us + done.output_us
+        return self._stages["queue"].total + done.input_us + done.infer_us + done.output_us
 
     def statistics(self) -> dict[str, Any]:
         """One entry of `model_stats`: cumulative, with all eight members of `inference_stats`."""
         with self._lock:
+            self._count_recent()
             count = self._compute.count
             failures = sum(self._outcomes.values()) - self._outcomes["success"]
             return {
                 "name": self.name,
                 "version": self.version,
-                "last_inference": self._last_ms,
+                "last_inference": int(self._last_s * 1000),
                 "inference_count": self._rows,
                 "execution_count": self._runs,
                 "inference_stats": {
                     "success": _duration(count, self._success_us()),
                     "fail": _duration(failures, self._fail_us),
-                    "queue": _duration(count, self._queue_us),
+                    "queue": _duration(count, self._stages["queue"].total),
                     **self._compute.to_dict(),
                     "cache_hit": _duration(0, 0),
                     "cache_miss": _duration(0, 0),
@@ -183,12 +200,13 @@ class ModelMetrics(Watcher):
     def status(self) -> dict[str, Any]:
         """The same counts for the dashboard: numbers since the start, times in µs."""
         with self._lock:
+            self._count_recent()
             return {
                 "outcomes": dict(self._outcomes),
                 "rows": self._rows,
                 "runs": self._runs,
                 "idle_us": self._idle_us,
-                "last_ms": self._last_ms,
+                "last_ms": int(self._last_s * 1000),
                 "request": {"counts": list(self._request_s.counts), "us": self._request_s.total},
                 "stages_us": {stage: found.total for stage, found in self._stages.items()},
                 "batches": {str(rows): found.count for rows, found in self._by_rows.items()},
@@ -198,6 +216,7 @@ class ModelMetrics(Watcher):
         """For Prometheus; `waiting` and `unanswered` as they are now."""
         labels = {"model": self.name, "version": self.version}
         with self._lock:
+            self._count_recent()
             counts = dict(self._outcomes)
             values: dict[str, float | BucketCounts] = {
                 "deploykit_queue_depth": waiting,
@@ -212,7 +231,7 @@ class ModelMetrics(Watcher):
                 "nv_inference_exec_count": self._runs,
                 "nv_inference_pending_request_count": waiting,
                 "nv_inference_request_duration_us": self._success_us(),
-                "nv_inference_queue_duration_us": self._queue_us,
+                "nv_inference_queue_duration_us": self._stages["queue"].total,
                 "nv_inference_compute_input_duration_us": self._compute.input_us,
                 "nv_inference_compute_infer_duration_us": self._compute.infer_us,
                 "nv_inference_compute_output_duration_us": self._compute.output_us,

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from deploykit.runtimes.devices import THROTTLES, Devices, GpuState
+from deploykit.runtimes.devices import Devices
+from deploykit.runtimes.gpu_state import THROTTLES, GpuState
 from deploykit.serving.observe.prometheus import Sample
 
 INTERVAL_S = 1.0
@@ -151,6 +152,7 @@ def gpu_samples(gpu: GpuState) -> Iterator[Sample]:
     """One GPU for Prometheus; values that its source does not report are left out."""
     uuid = {"gpu_uuid": gpu.uuid}
     about = {"name": gpu.name, "index": str(gpu.index), "source": gpu.source}
+    about |= {"power_mode": gpu.power_mode} if gpu.power_mode else {}
     yield Sample("deploykit_gpu_info", {**uuid, **about}, 1)
     for name, read in _GAUGES.items():
         value = read(gpu)
@@ -165,3 +167,5 @@ def gpu_samples(gpu: GpuState) -> Iterator[Sample]:
             yield Sample("deploykit_gpu_throttled", {**uuid, "reason": reason}, value)
     for rail, watts in gpu.rails:
         yield Sample("deploykit_board_power_watts", {**uuid, "rail": rail}, watts)
+    for zone, degrees in gpu.zones:
+        yield Sample("deploykit_board_temperature_celsius", {**uuid, "zone": zone}, degrees)

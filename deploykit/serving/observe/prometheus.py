@@ -7,9 +7,10 @@ prometheus_client writes the response; `metrics.py` counts.
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -81,6 +82,7 @@ METRICS: Mapping[str, tuple[str, str]] = {  # name -> type, help
     "deploykit_gpu_temperature_celsius": ("gauge", "Temperature of the GPU."),
     "deploykit_gpu_throttled": ("gauge", "1 while the GPU's clock is reduced for this reason."),
     "deploykit_board_power_watts": ("gauge", "Power of each rail of a Jetson."),
+    "deploykit_board_temperature_celsius": ("gauge", "Temperature of each zone of a Jetson."),
 }
 
 
@@ -113,9 +115,12 @@ class Histogram:
         self._per = per
         self._ends = [*(str(bound if per == 1 else bound / per) for bound in bounds), "+Inf"]
 
-    def add(self, value: int, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.total += value * times
+    def add(self, values: np.ndarray, times: np.ndarray | None = None) -> None:
+        """Count integers, shape (values,), each once or as often as in `times`."""
+        at = np.searchsorted(self.bounds, values)
+        found = np.bincount(at, times, len(self.counts))
+        self.counts = [old + int(new) for old, new in zip(self.counts, found, strict=True)]
+        self.total += int(values.sum() if times is None else values @ times)
 
     @property
     def buckets(self) -> BucketCounts:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
+import numpy as np
 import pytest
 from prometheus_client.openmetrics.parser import (
     text_string_to_metric_families as read_open_metrics,
@@ -183,6 +185,36 @@ def test_the_status_page_counts_equal_the_metrics() -> None:
     assert found["outcomes"]["success"] == 2
 
 
+def test_what_many_threads_record_is_counted_once_each() -> None:
+    metrics = ModelMetrics("m", "1")
+
+    def record() -> None:
+        for number in range(700):  # more than are kept before they are counted
+            request = pending(1000 + number % 3, rows=1 + number % 2)
+            metrics.record_run(run(request, idle_us=2))
+            metrics.record_answer(request, 5, 2000)
+
+    threads = [threading.Thread(target=record) for _ in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    status, found = metrics.status(), metrics.statistics()
+    assert (status["runs"], status["rows"], status["idle_us"]) == (2100, 3150, 4200)
+    assert status["batches"] == {"1": 1050, "2": 1050}
+    assert sum(status["request"]["counts"]) == status["outcomes"]["success"] == 2100
+    queue_us = 3 * sum(500 - number % 3 for number in range(700))
+    assert found["inference_stats"]["queue"] == {"count": 2100, "ns": queue_us * 1000}
+    assert status["stages_us"]["encode"] == 5 * 2100
+
+
+def test_a_run_whose_requests_were_all_cancelled_is_counted() -> None:
+    metrics = ModelMetrics("m", "1")
+    metrics.record_run(run())
+    assert metrics.statistics()["execution_count"] == 1
+    assert metrics.status()["outcomes"]["success"] == 0
+
+
 def test_special_characters_in_a_label_are_escaped() -> None:
     odd = 'NVIDIA "X"\\\n{},='
     text, _ = exposition([Sample("deploykit_gpu_info", {"name": odd}, 1)])
@@ -192,8 +224,8 @@ def test_special_characters_in_a_label_are_escaped() -> None:
 
 def test_a_histogram_in_seconds_is_fed_integer_microseconds() -> None:
     histogram = Histogram((10, 2000), 1_000_000)
-    histogram.add(10, 3)
-    histogram.add(2001)
+    histogram.add(np.array([10]), np.array([3]))
+    histogram.add(np.array([2001]))
     assert histogram.buckets.counts == [("1e-05", 3), ("0.002", 3), ("+Inf", 4)]
     assert histogram.buckets.total == pytest.approx(0.002031)
 

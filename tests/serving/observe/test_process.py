@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from deploykit.runtimes.devices import Devices, GpuState
+from deploykit.runtimes.devices import Devices
+from deploykit.runtimes.gpu_state import GpuState
 from deploykit.serving.observe.process import KEEP_ON_S, STALE_S, Sampler, this_process
 from tests.support.serving.running import WAIT_S
 

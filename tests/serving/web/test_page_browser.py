@@ -108,6 +108,41 @@ def test_the_page_loads_without_errors_or_requests_to_other_hosts(
     assert page.text("#models-rows").split()[::9] == ["bands", "colours", "sums"]
 
 
+def test_the_page_shows_power_clock_and_heat_of_a_jetson(
+    browser: Tab, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from deploykit.runtimes.devices import Devices
+    from tests.support.runtimes.jetson_files import ORIN_NANO, write
+
+    hot = {
+        "sys/class/thermal/cooling_device0/type": "gpu-throttle-alert",
+        "sys/class/thermal/cooling_device0/cur_state": 1,
+    }
+    made, root = Devices.__init__, write(tmp_path, {**ORIN_NANO, **hot})
+    monkeypatch.setattr(Devices, "__init__", lambda self: made(self, root))
+    with load(files["sums"], "cpu") as engine, running({"sums": engine}) as server:
+        page = open_page(browser, server)
+        page.until("document.querySelector('#gpus dd')")
+        rows = page.ask(
+            "Object.fromEntries([...document.querySelectorAll('#gpus dt')]"
+            ".map((each) => [each.textContent, each.nextElementSibling.textContent]))"
+        )
+        assert page.text("#gpus p") == "NVIDIA Jetson Orin Nano Developer Kit"
+        assert page.problems == []
+    assert rows == {
+        "Busy": "37 %",
+        "Memory": rows["Memory"],
+        "Power": "5.5 W",
+        "VDD_CPU_GPU_CV": "1.5 W",
+        "VDD_IN": "5.5 W",
+        "Power mode": "not known",
+        "Clock": "625 MHz",
+        "Temperature": "42 °C",
+        "Hottest zone": "cpu, 48 °C",
+        "Throttled": "sw thermal",
+    }
+
+
 def test_the_page_shows_the_metrics_of_a_model(browser: Tab, files: dict[str, Path]) -> None:
     item = {"name": "a", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}
     other = {"name": "b", "datatype": "INT64", "shape": [1, 2], "data": [3, 4]}

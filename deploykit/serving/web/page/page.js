@@ -98,8 +98,13 @@ function gpu(found) {
     row("Memory", `${bytes(found.memory_used_bytes)} of ${bytes(found.memory_total_bytes)}`, found.memory_used_bytes / found.memory_total_bytes);
   }
   if (found.power_w !== null) row("Power", `${found.power_w.toFixed(1)} W${found.power_limit_w ? ` of ${found.power_limit_w.toFixed(0)} W` : ""}`);
-  if (found.clock_hz !== null) row("Clock", `${Math.round(found.clock_hz / 1e6)} MHz`);
+  for (const [name, watts] of Object.entries(found.rails)) row(name, `${watts.toFixed(1)} W`);
+  if (found.power_mode !== null) row("Power mode", found.power_mode);
+  else if (found.source.includes("sysfs")) row("Power mode", "not known");
+  if (found.clock_hz !== null) row("Clock", `${Math.round(found.clock_hz / 1e6)}${found.clock_max_hz ? ` of ${Math.round(found.clock_max_hz / 1e6)}` : ""} MHz`);
   if (found.temperature_c !== null) row("Temperature", `${found.temperature_c.toFixed(0)} °C`);
+  const zones = Object.entries(found.zones).sort((a, b) => b[1] - a[1]);
+  if (zones.length) row("Hottest zone", `${zones[0][0]}, ${zones[0][1].toFixed(0)} °C`);
   if (found.throttled?.length) rows.push(el("dt", {}, "Throttled"), el("dd", { class: "bad" }, found.throttled.join(", ").replaceAll("_", " ")));
   return el("div", { class: "gpu" }, el("p", {}, found.name), el("dl", { class: "pairs" }, ...rows));
 }
