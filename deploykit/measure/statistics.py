@@ -1,20 +1,16 @@
-"""Percentiles, rates and differences with their 95 % intervals, in NumPy alone.
+"""Rates, shares and differences with their 95 % intervals, in NumPy alone.
 
-Every interval is two-sided, 95 %. Those of percentiles take the samples as independent, which calls
-in a row are not quite: compare two engines by `ratio` over interleaved rounds, not by the
-percentile intervals of one round.
+Every interval is two-sided, 95 %. Percentiles of latencies are in `latency`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from deploykit.core.errors import BadInput
-from deploykit.core.json_value import Record
 from deploykit.core.statistics_basic import ADJUSTED_WALD as ADJUSTED_WALD
 from deploykit.core.statistics_basic import Drop as Drop
 from deploykit.core.statistics_basic import Interval as Interval
@@ -27,45 +23,14 @@ _TAIL = 0.025  # probability left out on each side
 _Z = 1.959963984540054  # the normal distribution's 97.5 % point
 
 
-@dataclass(frozen=True)
-class Latency(Record):
-    """Latencies of `samples` calls; a percentile is None where they are too few for an interval."""
-
-    samples: int
-    p50_ms: Interval | None
-    p90_ms: Interval | None
-    p99_ms: Interval | None
-    max_ms: float
-
-    @staticmethod
-    def of(samples_s: np.ndarray | Sequence[float]) -> Latency:
-        """From latencies in seconds, the warm-up already left out. Raises BadInput on none."""
-        ordered = _ordered(samples_s)
-        p50, p90, p99 = (_interval_ms(ordered, q) for q in (50.0, 90.0, 99.0))
-        return Latency(len(ordered), p50, p90, p99, float(ordered[-1]) * 1e3)
-
-
-def percentile_interval_ms(samples_s: np.ndarray | Sequence[float], q: float) -> Interval | None:
-    """The q-th percentile (0 < q < 100) in ms with a distribution-free interval, if they suffice.
-
-    `samples_s`: shape (calls,), seconds. Nearest rank, so that the value is a latency that really
-    happened. None: too few samples for an interval.
-
-    The bounds are the order statistics whose ranks leave at most 2.5 % of Binomial(n, q/100) on
-    either side (Conover, Practical Nonparametric Statistics, 3rd ed., section 3.2). A finite upper
-    bound needs (q/100)^n <= 0.025: at least 6 samples for p50, 36 for p90, 368 for p99.
-    """
-    return _interval_ms(_ordered(samples_s), q)
-
-
 def throughput(rows_per_block: Sequence[float], seconds_per_block: Sequence[float]) -> Interval:
     """Rows per second over all blocks (rounds), with a t interval over the blocks.
 
     The value is all rows over all seconds; blocks may differ in length (ratio estimator with its
     linearised variance: Cochran, Sampling Techniques, 3rd ed., section 2.11). Needs two blocks.
     """
-    rows = _finite(rows_per_block, "rows per block")
-    seconds = _finite(seconds_per_block, "seconds per block")
+    rows = finite(rows_per_block, "rows per block")
+    seconds = finite(seconds_per_block, "seconds per block")
     if rows.shape != seconds.shape or len(rows) < 2:
         raise BadInput(f"a rate needs 2 blocks or more, got {len(rows)} and {len(seconds)}")
     if (seconds <= 0).any() or (rows < 0).any():
@@ -108,7 +73,7 @@ def paired_drop(
     is rare and large is missing from most small samples, and their spread says nothing of it.
     Raises BadInput on scores that cannot be paired.
     """
-    reference, candidate = _paired(reference_scores, candidate_scores, metric)
+    reference, candidate = _pair_scores(reference_scores, candidate_scores, metric)
     n = len(reference)
     lost = int((candidate < reference).sum())
     gained = int((candidate > reference).sum())
@@ -119,9 +84,9 @@ def paired_drop(
     elif low == high:
         low, high = min(0.0, low), max(0.0, high)
     if bool(np.isin(values, (low, high)).all()):
-        drop, method = _scaled(_paired_proportions(lost, gained, n), high - low), ADJUSTED_WALD
+        drop, method = _scale(_paired_proportions(lost, gained, n), high - low), ADJUSTED_WALD
         before, after = (
-            _scaled(proportion(int((scores == high).sum()), n), high - low, low)
+            _scale(proportion(int((scores == high).sum()), n), high - low, low)
             for scores in (reference, candidate)
         )
     else:
@@ -145,8 +110,8 @@ def relative_rise(
     (Miller, "Adding Error Bars to Evals", arXiv:2411.00640); the weighted mean has the ratio
     estimator's variance, as in `throughput`. Raises BadInput on scores that cannot be paired.
     """
-    reference, candidate = _paired(reference_scores, candidate_scores, metric)
-    tokens = _finite(weights, f"{metric}: weights")
+    reference, candidate = _pair_scores(reference_scores, candidate_scores, metric)
+    tokens = finite(weights, f"{metric}: weights")
     if tokens.shape != reference.shape or (tokens < 0).any() or not (tokens > 0).any():
         raise BadInput(f"{metric}: no sample has a label that counts")
     used = tokens > 0
@@ -188,7 +153,7 @@ def ratio(a: Sequence[float], b: Sequence[float]) -> Interval:
     `a[i]` and `b[i]` come from the same round, so that drift that hits both cancels. Needs two
     rounds.
     """
-    over, under = _finite(a, "rates"), _finite(b, "rates")
+    over, under = finite(a, "rates"), finite(b, "rates")
     if over.shape != under.shape or (over <= 0).any() or (under <= 0).any():
         raise BadInput("a ratio needs as many rates above 0 on either side, paired by round")
     logs = _mean(np.log(over) - np.log(under))
@@ -234,7 +199,7 @@ def _rare_difference(differences: np.ndarray, span: float) -> Interval:
     return Interval(value, min(value, found.low), max(value, found.high))
 
 
-def _scaled(share: Interval, factor: float, offset: float = 0.0) -> Interval:
+def _scale(share: Interval, factor: float, offset: float = 0.0) -> Interval:
     return Interval(*(part * factor + offset for part in (share.value, share.low, share.high)))
 
 
@@ -244,13 +209,13 @@ def _paired_proportions(lost: int, gained: int, n: int) -> Interval:
     return Interval((lost - gained) / n, max(-1.0, up - down - half), min(1.0, up - down + half))
 
 
-def _paired(
+def _pair_scores(
     reference_scores: np.ndarray | Sequence[float],
     candidate_scores: np.ndarray | Sequence[float],
     metric: str,
 ) -> tuple[np.ndarray, np.ndarray]:
-    reference = _finite(reference_scores, f"{metric} of the reference")
-    candidate = _finite(candidate_scores, f"{metric} of the candidate")
+    reference = finite(reference_scores, f"{metric} of the reference")
+    candidate = finite(candidate_scores, f"{metric} of the candidate")
     if len(candidate) != len(reference):
         raise BadInput(
             f"{metric}: {len(reference)} scores of the reference, {len(candidate)} of the candidate"
@@ -297,45 +262,8 @@ def _half_width(values: np.ndarray) -> float:
     return quantile * float(values.std(ddof=1)) / math.sqrt(len(values))
 
 
-def _interval_ms(ordered_s: np.ndarray, q: float) -> Interval | None:
-    ranks = _ranks(len(ordered_s), q)
-    if ranks is None:
-        return None
-    low, high = (float(ordered_s[rank - 1]) * 1e3 for rank in ranks)
-    return Interval(_rank_ms(ordered_s, q), low, high)
-
-
-def _ranks(n: int, q: float) -> tuple[int, int] | None:
-    """The ranks (from 1) of the order statistics that bound the q-th percentile of n samples.
-
-    K, the number of samples at or below the true percentile, is Binomial(n, q/100): the bound of
-    rank `low` fails when K < low, the one of rank `high` when K >= high.
-    """
-    _check_percentile(q)
-    p = q / 100
-    k = np.arange(1, n + 1)
-    log_pmf = np.concatenate(([0.0], np.cumsum(np.log((n - k + 1) / k) + math.log(p / (1 - p)))))
-    pmf = np.exp(log_pmf + n * math.log1p(-p))
-    low = int((np.cumsum(pmf) <= _TAIL).sum())  # so many k have P(K <= k) within the tail
-    high = n + 1 - int((np.cumsum(pmf[::-1]) <= _TAIL).sum())
-    return (low, high) if low >= 1 and high <= n else None
-
-
-def _rank_ms(ordered_s: np.ndarray, q: float) -> float:
-    rank = math.ceil(len(ordered_s) * q / 100 - 1e-9)  # 0.07 * 100 is a little above 7
-    return float(ordered_s[max(rank, 1) - 1]) * 1e3
-
-
-def _check_percentile(q: float) -> None:
-    if not 0 < q < 100:
-        raise BadInput(f"a percentile lies between 0 and 100, got {q:g}")
-
-
-def _ordered(samples_s: np.ndarray | Sequence[float]) -> np.ndarray:
-    return np.sort(_finite(samples_s, "latencies"))
-
-
-def _finite(values: np.ndarray | Sequence[float], what: str) -> np.ndarray:
+def finite(values: np.ndarray | Sequence[float], what: str) -> np.ndarray:
+    """`values` as float64, shape (values,). Raises BadInput on none, NaN or infinity."""
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or array.size == 0 or not bool(np.isfinite(array).all()):
         raise BadInput(f"{what}: a list of one or more finite numbers is needed")

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from deploykit.measure.latency import Latency
 from deploykit.measure.load.generator import LoadResult
 from deploykit.measure.report.report import Accuracy, Gate, NotMeasured, Report, Step
 from deploykit.measure.report.verdict import verdict
-from deploykit.measure.statistics import Interval, Latency
+from deploykit.measure.statistics import Interval
 from deploykit.measure.timing.sweep import CLOSED_LOOP, Point
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)

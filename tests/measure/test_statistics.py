@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import math
 
 import numpy as np
@@ -8,98 +7,12 @@ import pytest
 
 from deploykit.core.errors import BadInput
 from deploykit.measure.statistics import (
-    Interval,
-    Latency,
-    percentile_interval_ms,
     proportion,
     ratio,
     t_quantile,
     throughput,
 )
 from tests.support.measure.stats_coverage import COVERED, RUNS, holds
-
-
-@pytest.mark.parametrize(
-    ("q", "expected_ms"), [(50, 500.0), (90, 900.0), (99, 990.0), (7, 70.0), (98.55, 986.0)]
-)
-def test_percentile_is_the_nearest_rank(q: float, expected_ms: float) -> None:
-    found = percentile_interval_ms(np.arange(1, 1001)[::-1] / 1e3, q)
-    assert found is not None
-    assert found.value == pytest.approx(expected_ms, rel=1e-12)
-
-
-def test_percentile_is_a_latency_that_happened() -> None:
-    found = percentile_interval_ms([0.001] * 5 + [0.004] * 5, 50)
-    assert found is not None
-    assert found.value == 1.0
-
-
-@pytest.mark.parametrize("samples", [[], [math.nan], [0.1, math.inf], [[0.1]]], ids=str)
-def test_latencies_that_are_none_are_refused(samples: list[float]) -> None:
-    with pytest.raises(BadInput, match="finite numbers"):
-        Latency.of(samples)
-
-
-@pytest.mark.parametrize("q", [0, 100, -1, math.nan])
-def test_percentile_outside_its_range_is_refused(q: float) -> None:
-    with pytest.raises(BadInput, match="between 0 and 100"):
-        percentile_interval_ms([0.001] * 10, q)
-
-
-@pytest.mark.parametrize(("q", "fewest"), [(50, 6), (90, 36), (99, 368)])
-def test_interval_of_a_percentile_needs_enough_samples(q: float, fewest: int) -> None:
-    samples_s = np.arange(fewest) / 1e3
-    assert percentile_interval_ms(samples_s, q) is not None
-    assert percentile_interval_ms(samples_s[1:], q) is None
-
-
-@pytest.mark.parametrize("n", [368, 500, 1000])
-@pytest.mark.parametrize("q", [50, 90, 99])
-def test_ranks_are_the_tightest_with_the_tails_asked(n: int, q: int) -> None:
-    interval = percentile_interval_ms(np.arange(1, n + 1) / 1e3, q)
-    assert interval is not None
-    low, high = round(interval.low), round(interval.high)  # sample number k is k ms
-
-    def below(k: int) -> float:
-        """P(Binomial(n, q/100) < k), exact."""
-        part = sum(math.comb(n, i) * q**i * (100 - q) ** (n - i) for i in range(k))
-        return part / 100**n
-
-    assert below(low) <= 0.025 < below(low + 1)
-    assert 1 - below(high) <= 0.025 < 1 - below(high - 1)
-
-
-@pytest.mark.parametrize(("q", "normal_point"), [(50, 0.0), (90, 1.281552), (99, 2.326348)])
-def test_interval_of_a_percentile_covers_the_truth_as_often_as_it_says(
-    q: float, normal_point: float
-) -> None:
-    random = np.random.default_rng(20)
-    truth_ms = 5 * math.exp(0.4 * normal_point)
-    runs = 5e-3 * np.exp(0.4 * random.standard_normal((RUNS, 2000)))
-    covered = np.mean([holds(percentile_interval_ms(run, q), truth_ms) for run in runs])
-    assert COVERED[0] <= covered <= COVERED[1]
-
-
-def test_latency_reports_what_the_samples_allow() -> None:
-    few = Latency.of([0.002, 0.001, 0.003])
-    some = Latency.of(np.arange(1, 101) / 1e3)
-    many = Latency.of(np.arange(1, 1001) / 1e3)
-    assert (few.p50_ms, few.p90_ms, few.p99_ms, few.max_ms) == (None, None, None, 3.0)
-    assert some.p90_ms is not None
-    assert some.p99_ms is None
-    assert many.p99_ms == Interval(990.0, 983.0, 997.0)
-    assert many.samples == 1000
-
-
-def test_latency_as_json_has_null_for_too_few() -> None:
-    document = json.loads(json.dumps(Latency.of([0.001] * 10).to_dict(), allow_nan=False))
-    assert document == {
-        "samples": 10,
-        "p50_ms": {"value": 1.0, "low": 1.0, "high": 1.0},
-        "p90_ms": None,
-        "p99_ms": None,
-        "max_ms": 1.0,
-    }
 
 
 @pytest.mark.parametrize(

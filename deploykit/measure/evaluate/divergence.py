@@ -69,13 +69,13 @@ class Divergence(Record):
     def text(self) -> str:
         """One sentence."""
         what = self.problem or f"error {self.error:.3g} is above {self.max_error:g}"
-        parts = [f"the first node that differs is {_named(self)}: {what} in '{self.tensor}'"]
+        parts = [f"the first node that differs is {_name_of(self)}: {what} in '{self.tensor}'"]
         if self.before > 0:
             parts.append(f"{self.before:.3g} just before it")
         if self.steepest.tensor != self.tensor:
             rise = self.steepest
             parts.append(
-                f"the largest rise was at {_named(rise)}, {rise.before:.3g} to {rise.error:.3g}"
+                f"the largest rise was at {_name_of(rise)}, {rise.before:.3g} to {rise.error:.3g}"
             )
         return "; ".join(parts)
 
@@ -215,5 +215,5 @@ def _batch(feeds: Arrays) -> int:
     return int(array.shape[0]) if array is not None and array.ndim else 1
 
 
-def _named(at: Divergence | Rise) -> str:
+def _name_of(at: Divergence | Rise) -> str:
     return f"'{at.node}' ({at.operator})" if at.node else f"the {at.operator} of '{at.tensor}'"

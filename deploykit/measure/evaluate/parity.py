@@ -141,7 +141,7 @@ def _check_same(
         has, lacks = names if name in left else names[::-1]
         raise BadInput(
             f"{has} has an {kind} '{name}', {lacks} has none",
-            hint=f"{names[0]}: {_listed(a)}; {names[1]}: {_listed(b)}",
+            hint=f"{names[0]}: {_list_specs(a)}; {names[1]}: {_list_specs(b)}",
         )
     for name, spec in left.items():
         other = right[name]
@@ -153,7 +153,7 @@ def _check_same(
             raise BadInput(f"{kind} '{name}' is {spec} in {names[0]}, {other} in {names[1]}")
 
 
-def _listed(specs: Sequence[TensorSpec]) -> str:
+def _list_specs(specs: Sequence[TensorSpec]) -> str:
     return ", ".join(map(str, specs))
 
 

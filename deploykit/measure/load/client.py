@@ -172,11 +172,11 @@ class Client:
         if error is not None and (error in self.errors or len(self.errors) < _MAX_ERRORS):
             self.errors[error] = self.errors.get(error, 0) + 1
 
-    def opened(self, connection: _Connection) -> None:
+    def on_open(self, connection: _Connection) -> None:
         self._connections.add(connection)
         self.free(connection)
 
-    def lost(self, connection: _Connection) -> None:
+    def on_close(self, connection: _Connection) -> None:
         self._connections.discard(connection)
         with contextlib.suppress(ValueError):
             self._idle.remove(connection)
@@ -248,7 +248,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        self._client.opened(self)
+        self._client.on_open(self)
 
     def send(self, start_s: float) -> None:
         self._start_s = start_s
@@ -262,7 +262,7 @@ class _Connection(asyncio.Protocol):
             return
         if self._complete:
             self._complete = False
-            self._answered()
+            self._on_answer()
 
     def on_body(self, body: bytes) -> None:
         if self._parser.get_status_code() != 200 and len(self._body) < 4096:
@@ -272,7 +272,7 @@ class _Connection(asyncio.Protocol):
         self._complete = True
         self._keep = self._parser.should_keep_alive()  # afterwards the parser does not know
 
-    def _answered(self) -> None:
+    def _on_answer(self) -> None:
         start_s, self._start_s = self._start_s, None
         if start_s is None:  # for example a 408 before the server closes an idle connection
             self._transport.abort()
@@ -295,7 +295,7 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         self._fail("the server closed the connection before it answered")
         del self._parser  # a reference cycle: without it nothing waits for the garbage collector
-        self._client.lost(self)
+        self._client.on_close(self)
 
     def give_up(self) -> None:
         self._fail(f"no answer within {self._client.drain_s:g} s of the end")

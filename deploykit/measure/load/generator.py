@@ -23,8 +23,9 @@ import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.json_value import Record
+from deploykit.measure.latency import Latency
 from deploykit.measure.load.target import find_model, make_requests, probe
-from deploykit.measure.statistics import Interval, Latency, throughput
+from deploykit.measure.statistics import Interval, throughput
 from deploykit.runtimes.data.samples import read_samples
 
 if TYPE_CHECKING:

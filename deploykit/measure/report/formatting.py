@@ -38,7 +38,9 @@ def spread(parts: Parts | None, scale: float = 1.0) -> str:
 def percent(parts: Parts, n: int) -> str:
     """A share and its interval in per cent, with the digits that `n` samples can carry."""
     digits = 1 if n < 1000 else 2
-    value, low, high = (_fixed(parts[key] * 100, digits) for key in ("value", "low", "high"))
+    value, low, high = (
+        _format_digits(parts[key] * 100, digits) for key in ("value", "low", "high")
+    )
     return f"{value}{SPACE}% [{low}, {high}]"
 
 
@@ -47,9 +49,11 @@ def points(parts: Parts | None, n: int) -> str:
     if parts is None:
         return MISSING
     digits = 1 if n < 1000 else 2
-    value, low, high = (_fixed(parts[key] * 100, digits) for key in ("value", "low", "high"))
+    value, low, high = (
+        _format_digits(parts[key] * 100, digits) for key in ("value", "low", "high")
+    )
     return f"{value}{SPACE}pp ({low} to {high})"
 
 
-def _fixed(value: float, digits: int) -> str:
+def _format_digits(value: float, digits: int) -> str:
     return f"{round(value, digits) + 0.0:.{digits}f}".replace("-", "−")  # + 0.0: no minus zero

@@ -60,7 +60,7 @@ def report_page(document: Mapping[str, Any]) -> str:
         _section(
             "Everything",
             "everything",
-            "".join(map(_folded, details(document))) + _raw(document),
+            "".join(map(_fold_section, details(document))) + _raw(document),
         ),
     ]
     return html_page(str(document["title"]), "\n".join(sections), drawn)
@@ -128,15 +128,15 @@ def _method(document: Mapping[str, Any]) -> str:
         "<p>To repeat it:</p>"
         f'<pre tabindex="0"><code>{_e(document["command"] or "not recorded")}</code></pre>'
         + (f"<ul>{notes}</ul>" if notes else "")
-        + _titled(machine(document))
+        + _add_title(machine(document))
     )
 
 
-def _titled(table: Table) -> str:
+def _add_title(table: Table) -> str:
     return f"<h3>{_e(table.title)}</h3>{html_table(table, caption=False)}" if table.rows else ""
 
 
-def _folded(table: Table) -> str:
+def _fold_section(table: Table) -> str:
     return f"<details><summary>{_e(table.title)}</summary>{html_table(table)}</details>"
 
 

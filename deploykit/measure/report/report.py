@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deploykit.core.errors import BadInput, os_reason
-from deploykit.core.files import check_readable, make_folder, write_text
+from deploykit.core.errors import BadInput
+from deploykit.core.files import make_folder, read_json, write_text
 from deploykit.core.json_value import Record, json_value
 from deploykit.core.manifest import from_json
 from deploykit.measure.load.generator import LoadResult
@@ -21,6 +21,7 @@ from deploykit.measure.report.html import report_page
 from deploykit.measure.report.markdown import markdown
 from deploykit.measure.statistics import Interval, ratio
 from deploykit.measure.timing.sweep import Point, crossover
+from deploykit.runtimes.gpu_state import Conditions
 
 VERSION = 1
 
@@ -66,7 +67,9 @@ class Report:
     `machine`: Machine.to_dict(). `artefacts`: {"file", "sha256", "precision", "format"}. `parity`:
     Parity.to_dict() of each comparison. `quick`: points were timed for less than
     60 s. `verdict`: sentences, the most important first.
+    `wrong`: labels of setups whose outputs failed their gate; no ratio is derived from them.
     `throttled`: why the GPU was throttled during the run; nothing is derived from the points then.
+    `conditions`: power mode, clocks, power and heat of each GPU while it was measured.
     """
 
     title: str
@@ -81,15 +84,18 @@ class Report:
     accuracy: tuple[Accuracy, ...] = ()
     parity: tuple[Mapping[str, Any], ...] = ()
     points: tuple[Point, ...] = ()
+    wrong: tuple[str, ...] = ()
     serving: tuple[LoadResult, ...] = ()
     steps: tuple[Step, ...] = ()
     notes: tuple[str, ...] = ()
     throttled: tuple[str, ...] = ()
+    conditions: tuple[Conditions, ...] = ()
     not_measured: tuple[NotMeasured, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """What `report.json` holds; `speedups` and `crossovers` are derived from the points."""
-        derived = () if self.throttled else self.points
+        right = tuple(point for point in self.points if point.label not in self.wrong)
+        derived = () if self.throttled else right
         return {
             "report": VERSION,
             **json_value(self),
@@ -177,13 +183,7 @@ def write(report: Report, folder: Path) -> Path:
 def read(path: Path) -> Report:
     """Read a `report.json`, or the one in a folder. Raises NotFound or BadInput."""
     path = path / "report.json" if path.is_dir() else path
-    check_readable(path)
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as exc:
-        raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
-    except (ValueError, RecursionError) as exc:
-        raise BadInput(f"{path}: is not valid JSON: {exc}") from exc
+    values = read_json(path)
     if not isinstance(values, dict) or values.get("report") != VERSION:
         raise BadInput(f"{path}: is not a deploykit report of version {VERSION}")
     report: Report = from_json(Report, values, str(path))

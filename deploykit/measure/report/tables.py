@@ -121,8 +121,11 @@ def _first_batch(document: Json) -> str:
 
 
 def _ms(point: Json, key: str) -> str:
-    parts = point["latency"][key]
-    return f"too few: n = {count(point['samples'])}" if parts is None else spread(parts)
+    latency = point["latency"]
+    if latency[key] is not None:
+        return spread(latency[key])
+    needs = latency.get("needs", {}).get(key)
+    return f"too few: {count(point['samples'])}" + (f" of {count(needs)} calls" if needs else "")
 
 
 def _rows_per_s(result: Json) -> str:
@@ -334,5 +337,30 @@ def machine(document: Json) -> Table:
     rows += [("GPU", f"{gpu['name']}, driver {gpu['driver']}") for gpu in gpus]
     if "gpus" in values and not gpus:
         rows.append(("GPU", "none"))
+    modes = [each["power_mode"] for each in document["conditions"] if each["power_mode"]]
+    is_jetson = any("sysfs" in each["source"] for each in document["conditions"])
+    is_jetson = is_jetson or bool(values.get("l4t") or values.get("board"))
+    if is_jetson and not values.get("power_mode"):
+        rows.append(("power mode", modes[0] if modes else "NOT KNOWN"))
+    rows += [row for each in document["conditions"] for row in _conditions(each)]
     rows += [(name, str(version)) for name, version in (values.get("packages") or {}).items()]
     return Table("Machine and versions", ("what", "value"), tuple(rows), (0, 1))
+
+
+def _conditions(values: Json) -> list[tuple[str, str]]:
+    """What held for one GPU during the run; what is not known is left out, throttling is not."""
+    low, high, most = (values[f"clock_{key}_mhz"] for key in ("low", "high", "max"))
+    rows = []
+    if low is not None:
+        limit = f", at most {number(most)}" if most is not None else ""
+        rows.append(("GPU clock meanwhile", f"{number(low)} to {number(high)}{SPACE}MHz{limit}"))
+    if values["power_mean_w"] is not None:
+        mean, peak = number(values["power_mean_w"]), number(values["power_high_w"])
+        rows.append(("power meanwhile", f"{mean}{SPACE}W on average, {peak}{SPACE}W at most"))
+    if values["temperature_c"] is not None:
+        rows.append(
+            ("temperature meanwhile", f"{number(values['temperature_c'])}{SPACE}°C at most")
+        )
+    reasons = values["throttled"]
+    shown = "not known" if reasons is None else ", ".join(reasons) or "no"
+    return [*rows, ("throttled meanwhile", shown)]

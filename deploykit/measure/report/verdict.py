@@ -29,7 +29,8 @@ def verdict(report: Report) -> tuple[str, ...]:
         )
     else:
         sentences += _headline(report)
-    sentences += [_served(result) for result in report.serving]
+    sentences += _power_mode(report)
+    sentences += [_serving_sentence(result) for result in report.serving]
     if report.quick:
         sentences.append("Timings are short, so intervals are wider than with 60 s for each point.")
     if report.not_measured:
@@ -38,41 +39,103 @@ def verdict(report: Report) -> tuple[str, ...]:
     return tuple(sentences)
 
 
+def _power_mode(report: Report) -> list[str]:
+    """A Jetson's figures hold in one power mode, so one that is not known is a warning."""
+    modes = [each.power_mode for each in report.conditions if each.power_mode]
+    if any("," in mode for mode in modes):
+        return [f"THE POWER MODE CHANGED during the run ({modes[0]}): measure again in one."]
+    is_jetson = report.machine.get("l4t") or report.machine.get("board")
+    is_jetson = is_jetson or any("sysfs" in each.source for each in report.conditions)
+    if is_jetson and not modes and not report.machine.get("power_mode"):
+        return ["THE POWER MODE IS NOT KNOWN: these figures can be neither repeated nor compared."]
+    return []
+
+
 def _headline(report: Report) -> list[str]:
-    baseline = [point for point in report.points if point.label == report.baseline]
-    others = [point for point in report.points if point.label != report.baseline]
-    paired = [(a, b) for a in others for b in baseline if _comparable(a, b)]
+    """The fastest engine against its like, then against the fastest column of the baseline."""
     if not report.points:
         return ["No engine was timed."]
-    if not paired:
+    usable = [point for point in report.points if point.label not in report.wrong]
+    own = [point for point in usable if _is_baseline(point, report.baseline)]
+    others = [point for point in usable if point not in own]
+    others = others or [point for point in own if point.label != report.baseline]
+    pairs = [(point, found) for point in others if (found := _reference(point, usable, own))]
+    if not pairs and report.wrong:
+        return []  # the gate's sentence says it
+    if not pairs:
         best = _fastest(report.points)
         rate = f"{best.label}: {spread(best.throughput_per_s.to_dict())} inferences/s"
         return [f"{rate} at batch {best.batch}; no baseline was measured to compare it with."]
-    candidate, reference = max(paired, key=lambda pair: pair[0].throughput_per_s.value)
-    times = speedup(candidate, reference)
-    times_text = f"{number(times.value)}× [{number(times.low)}, {number(times.high)}]"
-    where = f"at batch {candidate.batch}, end to end in process"
-    if times.low <= 1 <= times.high:
-        sentence = f"No difference between {candidate.label} and {_with_article(reference)} {where}"
-        sentence += f" ({times_text})"
-    else:
-        sentence = f"{candidate.label} is {times_text} {_with_article(reference)} {where}"
-    sentence += f"; {_accuracy(report, candidate.precision)}"
+    candidate, reference = max(
+        pairs, key=lambda pair: (_alike(*pair), pair[0].throughput_per_s.value)
+    )
+    what = _ratio(candidate, reference, reference in own)
     notes = dict.fromkeys(point.note for point in (candidate, reference) if point.note)
-    sentences = ["; ".join([sentence, *notes]) + "."]
-    own = _fastest([point for point in baseline if point.scenario == candidate.scenario])
-    if own.batch != candidate.batch:
-        rates = [number(point.throughput_per_s.value) for point in (own, candidate)]
-        sentences.append(
-            f"Each at its own best batch: {own.label} {rates[0]} inferences/s at {own.batch}, "
-            f"{candidate.label} {rates[1]} at {candidate.batch}."
-        )
-    return sentences
+    sentences = ["; ".join([what, _accuracy(report, candidate.precision), *notes]) + "."]
+    rivals = [point for point in own if _comparable(point, candidate) and point is not candidate]
+    if rivals and (rival := _fastest(rivals)).label != reference.label:
+        what = _ratio(candidate, rival, True)
+        sentences.append(f"Against the fastest column of the baseline: {what}.")
+    return sentences + _own_best(report, candidate)
 
 
-def _with_article(baseline: Point) -> str:
-    already = "baseline" in baseline.label.lower()
-    return f"the {baseline.label}" if already else f"the baseline {baseline.label}"
+def _own_best(report: Report, candidate: Point) -> list[str]:
+    base = [point for point in report.points if point.label == report.baseline]
+    own = _fastest([point for point in base if point.scenario == candidate.scenario])
+    if own.batch == candidate.batch:
+        return []
+    rates = [number(point.throughput_per_s.value) for point in (own, candidate)]
+    at = f"{own.label} {rates[0]} inferences/s at {own.batch}"
+    return [f"Each at its own best batch: {at}, {candidate.label} {rates[1]} at {candidate.batch}."]
+
+
+def _is_baseline(point: Point, baseline: str) -> bool:
+    """Whether it is the baseline's model on the CPU, in any number of sessions."""
+    return bool(baseline) and (point.label == baseline or point.label.startswith(f"{baseline}, "))
+
+
+def _reference(point: Point, usable: Sequence[Point], own: Sequence[Point]) -> Point | None:
+    """What a point is compared with: the baseline with the same sessions and threads.
+
+    A GPU's: the fastest on the CPU. One of the baseline itself, or without its like: the baseline.
+    """
+    rivals = [each for each in own if _comparable(each, point) and each.label != point.label]
+    if point.device != "cpu":
+        cpu = [each for each in usable if each.device == "cpu" and _comparable(each, point)]
+        return _fastest(cpu) if cpu else None
+    return next((each for each in rivals if _alike(each, point)), rivals[0] if rivals else None)
+
+
+def _alike(a: Point, b: Point) -> bool:
+    """A GPU is compared with the best of the CPU, whatever its sessions."""
+    both_cpu = a.device == b.device == "cpu"
+    return not both_cpu or (a.sessions, a.threads) == (b.sessions, b.threads)
+
+
+def _ratio(candidate: Point, reference: Point, is_baseline: bool) -> str:
+    times = speedup(candidate, reference)
+    text = f"{number(times.value)}× [{number(times.low)}, {number(times.high)}]"
+    named = is_baseline and "baseline" not in reference.label.lower()
+    rival = f"the {'baseline ' * named}{reference.label}"
+    where = f"at batch {candidate.batch}, end to end in process{_sessions(candidate, reference)}"
+    if times.low <= 1 <= times.high:
+        return f"No difference between {candidate.label} and {rival} {where} ({text})"
+    return f"{candidate.label} is {text} {rival} {where}"
+
+
+def _sessions(candidate: Point, reference: Point) -> str:
+    """ ", each in 1 session of 2 threads", where threads are known."""
+    one, other = (_session_text(point) for point in (candidate, reference))
+    if one == other:
+        return f", each in {one}" if one else ""
+    return f", {one or 'on its GPU'} against {other}" if other else ""
+
+
+def _session_text(point: Point) -> str:
+    if point.threads is None:
+        return ""
+    sessions = f"{point.sessions} session{'s' * (point.sessions > 1)}"
+    return f"{sessions} of {point.threads} thread{'s' * (point.threads > 1)}"
 
 
 def _comparable(a: Point, b: Point) -> bool:
@@ -93,7 +156,7 @@ def _accuracy(report: Report, precision: str) -> str:
     return "its accuracy was not measured"
 
 
-def _served(result: LoadResult) -> str:
+def _serving_sentence(result: LoadResult) -> str:
     load = f"Over HTTP at {load_label(result.to_dict())}"
     if result.generator_limited:
         return f"{load} there is no verdict: the load generator was the limit, not the server."

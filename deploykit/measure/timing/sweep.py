@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from deploykit.core.errors import BadInput
 from deploykit.core.json_value import Record
-from deploykit.measure.statistics import Interval, Latency, throughput
+from deploykit.measure.latency import Latency
+from deploykit.measure.statistics import Interval, throughput
 from deploykit.measure.timing.closed_loop import Block, Clock, run_block
 from deploykit.runtimes.engine import Arrays, Engine, check_feeds
 
@@ -129,7 +128,7 @@ def sweep(
         points = []
         for batch, fitting in plan:
             if fitting:
-                inputs = _checked_feeds(feeds(batch), batch, fitting)
+                inputs = _check_inputs(feeds(batch), batch, fitting)
                 points += _time_batch(fitting, batch, inputs, timing, progress, clock)
         if on_progress is not None:
             on_progress("done", 1.0)
@@ -230,7 +229,7 @@ def _open(setup: Setup, stack: contextlib.ExitStack) -> _Column:
     return _Column(setup, [stack.enter_context(setup.engines()) for _ in range(setup.sessions)])
 
 
-def _checked_feeds(feeds: Arrays, batch: int, columns: Sequence[_Column]) -> Arrays:
+def _check_inputs(feeds: Arrays, batch: int, columns: Sequence[_Column]) -> Arrays:
     for column in columns:
         label, inputs = column.setup.label, column.engines[0].inputs
         rows = check_feeds(inputs, feeds, label)
@@ -295,7 +294,6 @@ def _time_batch(
 
 def _point(column: _Column, batch: int, record: _Record) -> Point:
     setup, blocks = column.setup, record.blocks
-    calls_s = np.concatenate([block.calls_ns for block in blocks]) / 1e9
     return Point(
         label=setup.label,
         precision=setup.precision,
@@ -305,10 +303,10 @@ def _point(column: _Column, batch: int, record: _Record) -> Point:
         batch=batch,
         sessions=setup.sessions,
         threads=setup.threads,
-        samples=len(calls_s),
+        samples=sum(len(block.calls_ns) for block in blocks),
         rounds=len(blocks),
         duration_s=sum(block.seconds for block in blocks),
-        latency=Latency.of(calls_s),
+        latency=Latency.of(*(block.calls_ns / 1e9 for block in blocks)),
         throughput_per_s=throughput(
             [block.rows for block in blocks], [block.seconds for block in blocks]
         ),

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from deploykit.core.errors import BadInput
-from deploykit.measure.statistics import Interval, Latency
+from deploykit.measure.latency import Latency
+from deploykit.measure.statistics import Interval
 from deploykit.measure.timing.sweep import Point, Timing, best, crossover
 
 

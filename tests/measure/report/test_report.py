@@ -21,9 +21,11 @@ from deploykit.measure.report.report import (
     write,
 )
 from deploykit.measure.report.tables import best_by_batch, details
+from deploykit.measure.report.tables import machine as machine_table
 from deploykit.measure.report.verdict import verdict
 from deploykit.measure.statistics import Interval, ratio
 from deploykit.measure.timing.sweep import Point
+from deploykit.runtimes.gpu_state import Conditions
 
 NAMES = ("report.html", "report.json", "report.md")
 
@@ -156,6 +158,57 @@ def test_the_verdict_begins_with_the_ratio_its_interval_and_the_accuracy(report:
         "the fp32 CPU (baseline) at batch 64"
     )
     assert first.endswith("top-1 accuracy drop 0.2 pp (−0.3 to 0.7, n = 540).")
+
+
+def columns(report: Report, *given: tuple[str, int, int, float]) -> Report:
+    """`report` with columns of these labels, sessions, threads and speed-ups."""
+    base = [p for p in report.points if p.label == report.baseline]
+
+    def at(point: Point, label: str, sessions: int, threads: int, times: float) -> Point:
+        rate = point.throughput_per_s
+        rates = tuple(times * each for each in point.round_rates)
+        faster = Interval(rate.value * times, rate.low * times, rate.high * times)
+        changes = {"label": label, "sessions": sessions, "threads": threads}
+        return replace(point, **changes, throughput_per_s=faster, round_rates=rates)  # type: ignore[arg-type]
+
+    points = tuple(at(point, *each) for point in base for each in given)
+    return replace(report, baseline="fp32 CPU", points=points, accuracy=(), quick=False)
+
+
+def test_a_copy_of_the_baseline_is_no_faster_because_it_has_more_sessions(report: Report) -> None:
+    both = [("fp32 CPU", 1, 2, 1.0), ("fp32 CPU, 2 sessions", 2, 1, 1.5)]
+    copy = [("copy", 1, 2, 1.0), ("copy, 2 sessions", 2, 1, 1.5)]
+    first = plain(verdict(columns(report, *both, *copy))[0])
+    assert first.startswith(
+        "No difference between copy, 2 sessions and the baseline fp32 CPU, 2 sessions at batch 64"
+    )
+    assert "each in 2 sessions of 1 thread (1.00× [1.00, 1.00])" in first
+
+
+def test_like_is_compared_with_like_first_and_then_with_the_fastest(report: Report) -> None:
+    both = [("fp32 CPU", 1, 2, 1.0), ("fp32 CPU, 2 sessions", 2, 1, 1.5)]
+    first, second = verdict(columns(report, *both, ("int8", 1, 2, 3.0)))[:2]
+    assert plain(first).startswith("int8 is 3.00× [3.00, 3.00] the baseline fp32 CPU at batch 64")
+    assert "each in 1 session of 2 threads" in first
+    assert plain(second).startswith(
+        "Against the fastest column of the baseline: int8 is 2.00× [2.00, 2.00] the baseline "
+        "fp32 CPU, 2 sessions at batch 64"
+    )
+    assert "1 session of 2 threads against 2 sessions of 1 thread." in second
+
+
+def test_a_gpu_is_compared_with_the_fastest_on_the_cpu_whatever_its_precision(
+    report: Report,
+) -> None:
+    cpu = [("fp32 CPU", 1, 2, 1.0), ("int8", 1, 2, 4.0)]
+    given = columns(report, *cpu, ("TensorRT", 1, 2, 32.0))
+    on_gpu = {"device": "cuda:0", "threads": None}
+    points = tuple(replace(p, **on_gpu) if p.label == "TensorRT" else p for p in given.points)  # type: ignore[arg-type]
+    first, second = verdict(replace(given, points=points))[:2]
+    assert plain(first).startswith("TensorRT is 8.00× [8.00, 8.00] the int8 at batch 64")
+    assert plain(second).startswith(
+        "Against the fastest column of the baseline: TensorRT is 32.0× [32.0, 32.0] the baseline"
+    )
 
 
 def test_a_gate_that_was_not_met_comes_first(report: Report) -> None:
@@ -303,3 +356,45 @@ def test_nothing_is_derived_from_a_run_whose_gpu_was_throttled(
     write(throttled, tmp_path)
     assert read(tmp_path / "report.json") == throttled
     assert "no speed-up is stated" in (tmp_path / "report.md").read_text()
+
+
+JETSON = Conditions("Orin", "sysfs", 9, "25W", 306.0, 918.0, 918.0, 9.5, 12.0, 61.0, ())
+
+
+@pytest.mark.parametrize(
+    ("machine", "conditions", "says"),
+    [
+        ({"l4t": "36.4.3"}, (), "THE POWER MODE IS NOT KNOWN"),
+        ({"board": "NVIDIA Jetson"}, (replace(JETSON, power_mode=None),), "IS NOT KNOWN"),
+        ({}, (replace(JETSON, power_mode=None, source="nvml+sysfs"),), "IS NOT KNOWN"),
+        ({"l4t": "36.4.3"}, (replace(JETSON, power_mode="15W, 25W"),), "CHANGED during the run"),
+        ({"l4t": "36.4.3", "power_mode": "25W"}, (), ""),
+        ({"l4t": "36.4.3"}, (JETSON,), ""),
+        ({"l4t": None, "board": None}, (replace(JETSON, power_mode=None, source="nvml"),), ""),
+    ],
+)
+def test_a_report_of_a_jetson_without_its_power_mode_is_marked(
+    report: Report,
+    tmp_path: Path,
+    machine: dict[str, str],
+    conditions: tuple[Conditions],
+    says: str,
+) -> None:
+    marked = replace(report, machine={**report.machine, **machine}, conditions=conditions)
+    marked = replace(marked, verdict=verdict(marked))
+    write(marked, tmp_path)
+    assert read(tmp_path / "report.json") == marked
+    for name in ("report.md", "report.html"):
+        page = (tmp_path / name).read_text(encoding="utf-8")
+        assert ("THE POWER MODE" in page) == bool(says)
+        assert says in page
+
+
+def test_what_held_during_the_run_is_in_the_table_of_the_machine(report: Report) -> None:
+    document = replace(report, conditions=(JETSON,)).to_dict()
+    rows = {name: plain(text) for name, text in machine_table(document).rows}
+    assert rows["power mode"] == "25W"
+    assert rows["GPU clock meanwhile"] == "306 to 918 MHz, at most 918"
+    assert rows["power meanwhile"] == "9.50 W on average, 12.0 W at most"
+    assert rows["temperature meanwhile"] == "61.0 °C at most"
+    assert rows["throttled meanwhile"] == "no"

@@ -1,0 +1,107 @@
+"""How often the 95 % intervals of percentiles hold the truth, on simulated latencies.
+
+    python benchmarks/coverage.py OUT.md [RUNS]
+
+The truth is known, as the series are drawn: independent calls; calls that depend on each other
+(AR(1) under a log-normal); rounds that differ by 1 %; stalls of 20 calls, one in 1,000 calls. A
+cell has the share of intervals that hold the truth and, in brackets, of runs without an interval.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from scipy.signal import lfilter
+
+from deploykit.measure.latency import percentile_interval_ms
+from deploykit.measure.statistics import Interval
+
+PERCENTILES = (50, 90, 99)
+SIZES = ((5, 400), (5, 2000), (5, 10_000), (1, 4000), (1, 20_000))  # rounds, calls in each
+Random = np.random.Generator
+Series = Callable[[Random, int, int], np.ndarray]
+
+
+def dependent(correlation: float, random: Random, rounds: int, size: int) -> np.ndarray:
+    noise = random.standard_normal(rounds * size) * math.sqrt(1 - correlation**2)
+    first = [correlation * random.standard_normal()]
+    series, _ = lfilter([1], [1, -correlation], noise, zi=first)
+    return np.exp(0.3 * series).reshape(rounds, size)
+
+
+def uneven(spread: float, random: Random, rounds: int, size: int) -> np.ndarray:
+    noise = np.exp(spread * random.standard_normal((rounds, size)))
+    return noise * np.exp(0.01 * random.standard_normal((rounds, 1)))
+
+
+def stalls(random: Random, rounds: int, size: int) -> np.ndarray:
+    series = np.exp(0.05 * random.standard_normal(rounds * size))
+    for begin in np.flatnonzero(random.random(rounds * size) < 1e-3):
+        series[begin : begin + 20] *= 3
+    return series.reshape(rounds, size)
+
+
+SERIES: dict[str, Series] = {
+    "independent": partial(dependent, 0.0),
+    "correlation 0.9": partial(dependent, 0.9),
+    "correlation 0.99": partial(dependent, 0.99),
+    "rounds differ by 1 %, calls by 10 %": partial(uneven, 0.1),
+    "rounds differ by 1 %, calls by 2 %": partial(uneven, 0.02),
+    "stalls": stalls,
+}
+
+
+def truth(name: str) -> list[float]:
+    """Of ten million calls; where rounds differ, each is of a round of its own."""
+    series, random = SERIES[name], np.random.default_rng(7)
+    rounds, size = (10_000_000, 1) if name.startswith("rounds") else (1, 10_000_000)
+    many = series(random, rounds, size)
+    return [float(np.quantile(many, q / 100)) * 1e3 for q in PERCENTILES]
+
+
+def cell(series: Series, rounds: int, size: int, q: int, truth_ms: float, runs: int) -> str:
+    random = np.random.default_rng(q)
+    found = [percentile_interval_ms(list(series(random, rounds, size)), q) for _ in range(runs)]
+    given = [each for each in found if isinstance(each, Interval)]
+    if len(given) < 0.02 * runs:
+        return "none"
+    held = np.mean([each.low <= truth_ms <= each.high for each in given])
+    refused = f" ({100 - 100 * len(given) / runs:.0f})" if len(given) < runs else ""
+    return f"{100 * held:.0f}{refused}"
+
+
+def main() -> None:
+    out, runs = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1000
+    sizes = [f"{rounds} x {size:,}" for rounds, size in SIZES]
+    lines = [
+        "# How often intervals of percentiles hold the truth, in %",
+        "",
+        f"`python benchmarks/coverage.py OUT.md {runs}`; numpy {np.__version__}.",
+        "",
+        "Rounds x calls; p50 / p90 / p99; in brackets the runs without an interval.",
+        "",
+        f"| series | {' | '.join(sizes)} |",
+        "| --- |" + " --- |" * len(sizes),
+    ]
+    for name, series in SERIES.items():
+        truths_ms = truth(name)
+        cells = [
+            "one round does not show it"
+            if rounds == 1 and name.startswith("rounds")
+            else " / ".join(
+                cell(series, rounds, size, q, at, runs)
+                for q, at in zip(PERCENTILES, truths_ms, strict=True)
+            )
+            for rounds, size in SIZES
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+        out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

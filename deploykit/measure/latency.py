@@ -1,0 +1,171 @@
+"""Percentiles of latencies, with 95 % intervals for calls that depend on each other.
+
+Calls in a row are alike (a stall slows several) and rounds differ (another clock, another load), so
+the width comes from the spread over rounds: the share of calls at or below the percentile is taken
+of each round, and a t interval of its log-odds gives the ranks of the bounds. Where there are too
+few independent calls for that there is no interval, and so no figure.
+
+`benchmarks/coverage.py` simulates how often the intervals hold the truth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from deploykit.core.errors import BadInput
+from deploykit.core.json_value import Record
+from deploykit.measure.statistics import Interval, finite, t_quantile
+
+Calls = np.ndarray | Sequence[float]
+
+_TAIL = 0.025  # probability left out on each side
+_SLICES = 20  # of one long series
+_FEWEST_ROUNDS = 5  # that rounds are joined to
+_INDEPENDENT = 1.3  # calls to one independent call; less is within the error of the estimate
+_MARGIN = 3  # times as many calls where they depend on each other, as that is estimated too
+_ROUND = 10  # independent calls that a round needs, so that rounds do not depend on each other
+_UNEVEN = 4  # times the variance over rounds that calls alone explain: rounds themselves differ
+
+
+@dataclass(frozen=True)
+class Latency(Record):
+    """Latencies of `samples` calls; a percentile is None where they are too few for an interval.
+
+    `needs`: for each of those, how many calls the interval would need, "p99_ms" for example.
+    """
+
+    samples: int
+    p50_ms: Interval | None
+    p90_ms: Interval | None
+    p99_ms: Interval | None
+    max_ms: float
+    needs: Mapping[str, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(*rounds_s: Calls) -> Latency:
+        """From latencies in seconds, in order of time, the warm-up already left out.
+
+        Each of `rounds_s` has shape (calls,). A single one is cut into slices. Raises BadInput on
+        none.
+        """
+        rounds = [finite(each, "latencies") for each in rounds_s]
+        ordered = np.sort(np.concatenate(rounds))
+        found = {f"p{q}_ms": _percentile(rounds, ordered, float(q)) for q in (50, 90, 99)}
+        needs = {name: each for name, each in found.items() if isinstance(each, int)}
+        p50, p90, p99 = (None if isinstance(each, int) else each for each in found.values())
+        return Latency(len(ordered), p50, p90, p99, float(ordered[-1]) * 1e3, needs)
+
+
+def percentile_interval_ms(rounds_s: Sequence[Calls], q: float) -> Interval | int:
+    """The q-th percentile (0 < q < 100) in ms with its interval, or how many calls that needs.
+
+    `rounds_s`: as in `Latency.of`. Nearest rank, so that the value is a latency that really
+    happened. Raises BadInput on no latencies.
+    """
+    rounds = [finite(each, "latencies") for each in rounds_s]
+    return _percentile(rounds, np.sort(np.concatenate(rounds)), q)
+
+
+def fewest_calls(q: float) -> int:
+    """The fewest independent calls whose extremes bound the q-th percentile: p99 needs 368.
+
+    All of n calls are below the percentile, or all above it, with the probability share^n, share
+    being the larger of q/100 and 1 - q/100 (Conover, Practical Nonparametric Statistics, 3rd ed.,
+    section 3.2). Raises BadInput outside 0 to 100.
+    """
+    if not 0 < q < 100:
+        raise BadInput(f"a percentile lies between 0 and 100, got {q:g}")
+    return math.ceil(math.log(_TAIL) / math.log(max(q, 100 - q) / 100))
+
+
+def _percentile(rounds: list[np.ndarray], ordered: np.ndarray, q: float) -> Interval | int:
+    n, fewest = len(ordered), fewest_calls(q)
+    if n < fewest:
+        return fewest
+    if len(rounds) == 1:
+        rounds = np.array_split(rounds[0], _SLICES if n >= 5 * _SLICES else _FEWEST_ROUNDS)
+    value = _at(ordered, n * q / 100)
+    marks = {value, _at(ordered, n / 2)} if q > 50 else {value}
+    alike = _calls_per_independent(rounds, marks)
+    while len(rounds) >= 2 * _FEWEST_ROUNDS and _shortest(rounds) < _ROUND * alike:
+        rounds = [np.concatenate(rounds[at : at + 2]) for at in range(0, len(rounds) - 1, 2)]
+        alike = _calls_per_independent(rounds, marks)
+    if alike >= _INDEPENDENT:
+        least = max(_MARGIN * fewest * alike, _ROUND * alike * len(rounds))
+        if n < least:
+            return math.ceil(least)
+    ranks = _ranks(rounds, value, n, q / 100)
+    if ranks is None:
+        return 2 * n
+    low, high = (float(ordered[rank - 1]) for rank in ranks)
+    half = _half_width_of_rounds(rounds, value, q / 100, alike)
+    low, high = min(low, value - half), max(high, value + half)
+    return Interval(value * 1e3, max(low, 0.0) * 1e3, high * 1e3)
+
+
+def _at(ordered: np.ndarray, rank: float) -> float:
+    """The sample of that rank, from 1, rounded up: 0.07 * 100 is a little above 7."""
+    return float(ordered[max(math.ceil(rank - 1e-9), 1) - 1])
+
+
+def _shortest(rounds: Sequence[np.ndarray]) -> int:
+    return min(map(len, rounds))
+
+
+def _calls_per_independent(rounds: Sequence[np.ndarray], marks: set[float]) -> float:
+    """How many calls in a row say as much as one independent call, of being above any of `marks`.
+
+    The integrated autocorrelation time within rounds, summed up to five times itself (Sokal, Monte
+    Carlo Methods in Statistical Mechanics, 1996, section 3).
+    """
+    size = _shortest(rounds)
+    calls = np.stack([each[:size] for each in rounds])
+    return max(_autocorrelation_time(calls > mark) for mark in marks)
+
+
+def _autocorrelation_time(above: np.ndarray) -> float:
+    """Of 0 and 1, shape (rounds, calls)."""
+    size = above.shape[1]
+    centred = above - above.mean(axis=1, keepdims=True)
+    spectrum = np.fft.rfft(centred, 2 * size, axis=1)
+    products = np.fft.irfft((spectrum * spectrum.conj()).real.sum(axis=0))[:size]
+    if products[0] <= 0:
+        return 1.0
+    times = 2 * np.cumsum(products / products[0]) - 1
+    ends = np.flatnonzero(np.arange(size) >= 5 * times)
+    return max(1.0, float(times[ends[0] if len(ends) else -1]))
+
+
+def _ranks(
+    rounds: Sequence[np.ndarray], value: float, n: int, share: float
+) -> tuple[int, int] | None:
+    """The ranks (from 1) of the samples that bound the percentile; None: outside the samples.
+
+    The share of calls up to `value` has the ratio estimator's variance over rounds, as in
+    `throughput`; its log-odds keep the bounds of a share near 1 apart from it.
+    """
+    sizes = np.array([len(each) for each in rounds])
+    below = np.array([np.count_nonzero(each <= value) for each in rounds])
+    over = (below - below.sum() / n * sizes) / sizes.mean()
+    error = float(over.std(ddof=1)) / math.sqrt(len(rounds))
+    half = t_quantile(len(rounds) - 1) * error / (share * (1 - share))
+    odds = math.log(share / (1 - share))
+    low = math.floor(n / (1 + math.exp(min(half - odds, 700.0))))
+    high = math.ceil(n / (1 + math.exp(-half - odds)))
+    return (low, min(high, n)) if low >= 1 and high <= n else None
+
+
+def _half_width_of_rounds(
+    rounds: Sequence[np.ndarray], value: float, share: float, alike: float
+) -> float:
+    """Of a t interval over the rounds' own percentiles where rounds differ; else 0."""
+    below = np.array([np.mean(each <= value) for each in rounds])
+    explained = share * (1 - share) * alike / _shortest(rounds)
+    if below.var(ddof=1) <= _UNEVEN * explained:
+        return 0.0
+    own = np.array([np.quantile(each, share) for each in rounds])
+    return t_quantile(len(rounds) - 1) * float(own.std(ddof=1)) / math.sqrt(len(rounds))
