@@ -1,10 +1,12 @@
 # make demo    the whole main job on real data, into out/
 # make test    lint, types and every test that this machine can run, in a few minutes
 # make test-all  the same with the long fuzz and soak campaigns: before a release
+# make ray-test  a Ray cluster of two nodes on this machine; installs Ray
 # make docs    the documentation as a site, into site/
 # make coverage  the tests once more, and what they reach
 # make gpu-test  what needs an NVIDIA GPU, in parts (tests/gpu/run.py); SYSTEM=1: without venv and pip
 # make gpu-session  the same in one call of ten minutes, for a machine rented for minutes (tests/gpu/session.py)
+# make containers-test  both Dockerfiles linted, built and run, arm64 under qemu: as root on Debian, slow
 # make bench   the project's own speed and memory figures, into benchmarks/
 # PYTHON=python3.12 picks an interpreter, TORCH_INDEX=URL an index of CPU wheels of torch.
 
@@ -19,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS = -n $$(( 1 + $$(nproc) )) --dist loadfile --no-loadscope-reorder
 SETUP := $(PYTHON) scripts/setup_venv.py --torch-index "$(TORCH_INDEX)"
 
-.PHONY: demo test tests nvidia test-all docs coverage gpu-test gpu-session lint bench venv venv-lint clean
+.PHONY: demo test tests nvidia test-all ray-test docs coverage gpu-test gpu-session containers-test lint bench venv venv-lint clean
 
 demo:
 	@$(SETUP)
@@ -62,6 +64,11 @@ test-all:
 docs: venv
 	$(BIN)/mkdocs build --strict
 
+# Ray, with two nodes on this machine: serves, loses a node, predicts; two minutes
+ray-test: venv
+	$(BIN)/pip install -qq "ray[serve,data]>=2.44" psutil
+	DEPLOYKIT_CAMPAIGN=1 $(BIN)/pytest tests/cluster
+
 coverage: venv
 	$(BIN)/pytest $(WORKERS) --cov --cov-report=term:skip-covered
 
@@ -77,6 +84,10 @@ endif
 # ten minutes on a GPU, with this Python as it is; GPU_SESSION: options of tests.gpu.session
 gpu-session:
 	$(PYTHON) -m tests.gpu.session $(GPU_SESSION)
+
+# writes benchmarks/results/containers_*.md; CONTAINERS: options of tests.containers.run
+containers-test: venv
+	$(BIN)/python -m tests.containers.run $(CONTAINERS)
 
 bench: venv
 	$(BIN)/pip install -qq uvicorn granian  # only for the comparison of HTTP stacks

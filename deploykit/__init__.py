@@ -13,16 +13,28 @@ __version__ = "0.1.0"
 __all__ = [
     "Artefact",
     "BadInput",
+    "Bundled",
+    "Compared",
+    "DemoResult",
     "DeploykitError",
     "Engine",
     "GateFailed",
+    "Health",
+    "Inspection",
+    "LoadResult",
+    "Made",
     "MissingExtra",
     "NotFound",
+    "Predicted",
+    "Profile",
+    "Report",
+    "RunningServer",
     "Shapes",
     "TensorSpec",
     "Unsupported",
     "bench",
     "build",
+    "bundle",
     "compare",
     "demo",
     "doctor",
@@ -40,16 +52,28 @@ __all__ = [
 _PUBLIC = {
     "Artefact": "deploykit.core.artefact:Artefact",
     "BadInput": "deploykit.core.errors:BadInput",
+    "Bundled": "deploykit.api.bundle:Bundled",
+    "Compared": "deploykit.api.compare:Compared",
+    "DemoResult": "deploykit.api.demo:DemoResult",
     "DeploykitError": "deploykit.core.errors:DeploykitError",
     "Engine": "deploykit.runtimes.engine:Engine",
     "GateFailed": "deploykit.core.errors:GateFailed",
+    "Health": "deploykit.api.doctor:Health",
+    "Inspection": "deploykit.api.inspect:Inspection",
+    "LoadResult": "deploykit.measure.load.generator:LoadResult",
+    "Made": "deploykit.api.artefacts:Made",
     "MissingExtra": "deploykit.core.errors:MissingExtra",
     "NotFound": "deploykit.core.errors:NotFound",
+    "Predicted": "deploykit.api.predict:Predicted",
+    "Profile": "deploykit.core.profile:Profile",
+    "Report": "deploykit.measure.report.report:Report",
+    "RunningServer": "deploykit.api.running_server:RunningServer",
     "Shapes": "deploykit.builders.builder:Shapes",
     "TensorSpec": "deploykit.core.tensors:TensorSpec",
     "Unsupported": "deploykit.core.errors:Unsupported",
     "bench": "deploykit.api.bench:bench",
     "build": "deploykit.api.build:build",
+    "bundle": "deploykit.api.bundle:bundle",
     "compare": "deploykit.api.compare:compare",
     "demo": "deploykit.api.demo:demo",
     "doctor": "deploykit.api.doctor:doctor",
@@ -65,16 +89,19 @@ _PUBLIC = {
 }
 
 if TYPE_CHECKING:
+    from deploykit.api.artefacts import Made
     from deploykit.api.bench import bench
     from deploykit.api.build import build
-    from deploykit.api.compare import compare
-    from deploykit.api.demo import demo
-    from deploykit.api.doctor import doctor
+    from deploykit.api.bundle import Bundled, bundle
+    from deploykit.api.compare import Compared, compare
+    from deploykit.api.demo import DemoResult, demo
+    from deploykit.api.doctor import Health, doctor
     from deploykit.api.export import export
-    from deploykit.api.inspect import inspect
+    from deploykit.api.inspect import Inspection, inspect
     from deploykit.api.load_test import load_test
-    from deploykit.api.predict import predict
+    from deploykit.api.predict import Predicted, predict
     from deploykit.api.quantize import quantize
+    from deploykit.api.running_server import RunningServer
     from deploykit.api.serve import serve
     from deploykit.api.train import train
     from deploykit.builders.builder import Shapes
@@ -87,8 +114,11 @@ if TYPE_CHECKING:
         NotFound,
         Unsupported,
     )
+    from deploykit.core.profile import Profile
     from deploykit.core.profile import load_profile as profile
     from deploykit.core.tensors import TensorSpec
+    from deploykit.measure.load.generator import LoadResult
+    from deploykit.measure.report.report import Report
     from deploykit.runtimes.engine import Engine, load
 else:
 

@@ -16,7 +16,16 @@ PACKAGE = Path(__file__).resolve().parent.parent / "deploykit"
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "_data" not in path.parts)
 
 FLOORS = {"core": 1, "runtimes": 2, "onnx_graph": 2, "api": 4, "cli": 5}
-ROOMS = {"training", "exporters", "quantization", "builders", "measure", "serving", "targets"}
+ROOMS = {
+    "training",
+    "exporters",
+    "quantization",
+    "builders",
+    "measure",
+    "serving",
+    "bundling",
+    "cluster",
+}
 # import -> files and folders that may hold it; see docs/architecture.md
 OWNERS = {
     **{
@@ -47,23 +56,27 @@ OWNERS = {
     "pynvml": {"runtimes/devices.py"},
     "prometheus_client": {"serving/observe/prometheus.py"},
     "opentelemetry": {"serving/observe/tracing.py"},
+    "ray": {"cluster/"},
+    "starlette": {"cluster/serve.py"},
     "typer": {"cli/"},
 }
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 3180,
-    "runtimes": 6765,
+    "core": 3505,
+    "runtimes": 7015,
     "training": 180,
     "exporters": 1430,
     "onnx_graph+quantization": 5155,
-    "builders": 1950,
-    "measure": 4320,
-    "serving": 11590,
-    "api": 5265,
-    "cli": 1960,
+    "builders": 1880,
+    "measure": 4515,
+    "serving": 11755,
+    "bundling": 2040,
+    "cluster": 270,
+    "api": 6520,
+    "cli": 2275,
 }
-BUDGETS[""] = sum(BUDGETS.values()) + 60  # the whole package
+BUDGETS[""] = sum(BUDGETS.values()) + 140  # the whole package, with the list of public names
 LONG: set[str] = set()  # functions over 60 lines
 
 # the rooms of serving/, lowest first: a file imports from rooms that stand before its own
@@ -79,6 +92,7 @@ SERVING = [
     "http",
     "http2",
     "grpc",
+    "hosted",
     "server",
 ]
 SERVING_STRANGERS = {  # what a room does not know, though the order would allow it
@@ -313,7 +327,12 @@ def test_recipes_are_short_and_know_the_core_only(path: Path) -> None:
 
 
 TESTS = Path(__file__).resolve().parent
-PROGRAMS = ("support/", "gpu/", "nvidia/")  # folders of helpers, and of programs that users run
+PROGRAMS = (
+    "support/",
+    "containers/",
+    "gpu/",
+    "nvidia/",
+)  # folders of helpers, and of programs that users run
 
 
 IMPORTS_A_TEST = re.compile(r"^ *(?:from|import) tests\b.*\b(?:test_\w+|conftest)\b.*", re.M)

@@ -13,6 +13,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+import deploykit
 from deploykit.cli.main import app
 from deploykit.measure.report.report import Report
 from scripts.class_tables import PAGES as TABLES
@@ -54,6 +55,16 @@ def helps() -> dict[str, str]:
     """The `--help` text of each command."""
     names = get_command(app).commands
     return {name: CliRunner().invoke(app, [name, "--help"]).stdout for name in names}
+
+
+def test_the_page_on_the_python_api_has_every_public_name_and_no_other() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^::: (deploykit\S+)\.(\w+)$", page, re.M)
+    members = re.search(r"members: \[(.+)\]", page)
+    assert members is not None
+    objects = {f"{module}:{name}" for module, name in shown if name != "errors"}
+    objects |= {f"deploykit.core.errors:{name}" for name in members[1].split(", ")}
+    assert objects == set(deploykit._PUBLIC.values())
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from deploykit.runtimes.devices import Devices, GpuState
+from deploykit.runtimes.devices import Devices
+from deploykit.runtimes.gpu_state import GpuState
 from deploykit.serving.models import reload, shadow
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe import logs
@@ -43,7 +44,24 @@ class OneGpu(Devices):
 
     def read(self) -> tuple[GpuState, ...]:
         return (
-            GpuState("G", "n", 0, "nvml", 0.5, 1.0, 2.0, 3.0, 4, 5, 6, 7, 8.0, (), (("VIN", 9.0),)),
+            GpuState(
+                "G",
+                "n",
+                0,
+                "nvml",
+                0.5,
+                1.0,
+                2.0,
+                3.0,
+                4,
+                5,
+                6,
+                7,
+                8.0,
+                (),
+                rails=(("VIN", 9.0),),
+                zones=(("tj", 50.0),),
+            ),
         )
 
     def close(self) -> None:

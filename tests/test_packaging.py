@@ -62,6 +62,13 @@ def test_every_extra_holds_packages_and_the_base_holds_no_web_stack(wheel: Path)
             assert any(f"extra == '{extra}'" in each for each in needed), extra
 
 
+def test_the_wheel_has_the_dockerfiles_as_they_are_in_the_checkout(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        for name in ("Dockerfile.x86", "Dockerfile.jetson", "Dockerfile.lock", ".dockerignore"):
+            packed = archive.read(f"deploykit/_data/containers/{name}")
+            assert packed == (ROOT / name).read_bytes(), name
+
+
 def clean() -> dict[str, str]:
     """The environment without what would let the checkout or this venv shine through."""
     return {
@@ -249,3 +256,13 @@ def test_the_cpu_extra_quantizes_builds_predicts_and_measures_without_torch(
     assert "torch" not in light.pip("list")
     with np.load(light.folder / "out.npz") as answers:
         assert [array.shape for array in answers.values()] == [(40, 10)]
+
+
+def test_the_wheel_in_a_bundle_holds_the_same_files(wheel: Path, tmp_path: Path) -> None:
+    from deploykit.bundling.wheels import own_wheel
+
+    with zipfile.ZipFile(wheel) as built, zipfile.ZipFile(own_wheel(tmp_path)) as packed:
+        assert set(packed.namelist()) == set(built.namelist())
+        for name in built.namelist():
+            if not name.endswith(("/WHEEL", "/RECORD", "/METADATA")):
+                assert packed.read(name) == built.read(name), name

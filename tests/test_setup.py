@@ -188,6 +188,31 @@ def test_the_venv_of_a_jetson_sees_jetpacks_packages(
     assert commands[0][-1] == "--system-site-packages"
 
 
+@pytest.mark.parametrize(("onnxruntime", "runtime"), [("", ["cpu"]), ("1.23.0", [])])
+def test_nothing_hides_what_jetpack_and_nvidia_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, onnxruntime: str, runtime: list[str]
+) -> None:
+    """With uv 0.13, which does not see the system's packages, torch would come twice."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append([str(word) for word in command])
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    there = {"torch": "2.10.0", "torchvision": "0.25.0", "onnxruntime-gpu": onnxruntime}
+    venv = tmp_path / "venv"
+    monkeypatch.setattr(setup_venv.subprocess, "run", run)
+    monkeypatch.setattr(setup_venv, "is_jetson", lambda: True)
+    monkeypatch.setattr(setup_venv, "version_in", lambda _, name: there.get(name, ""))
+    monkeypatch.setattr(sys, "argv", ["setup_venv.py", "--venv", str(venv), "--dev", "--gpu"])
+    monkeypatch.setattr(Path, "write_text", lambda *_, **__: 0)
+    assert setup_venv.main() == 0
+    assert not any("uv" in command or command[0].endswith("uv") for command in commands)
+    (wanted,) = (command[-1] for command in commands if "--editable" in command)
+    extras = wanted.partition("[")[2].rstrip("]").split(",")
+    assert extras == [*runtime, "serve", "export", "train", "quantize", "dev", "jetson"]
+
+
 def test_tensorrt_that_cannot_be_had_is_a_note(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

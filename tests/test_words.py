@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator
@@ -100,6 +101,22 @@ def test_no_file_and_no_help_uses_the_dialect(request: pytest.FixtureRequest) ->
 
 def test_no_name_in_the_tests_uses_the_dialect() -> None:
     assert [name for name in names_in_tests() if found_in(name.rpartition(":")[2])] == []
+
+
+def test_a_function_that_acts_is_a_verb() -> None:
+    """Of those that return nothing, none is named by a past participle, which tells no action."""
+    participle = re.compile(r"_?(\w*[^e]ed|made|sent|done|lost|kept|found|drawn|written|broken)")
+    found = [
+        f"{path.relative_to(ROOT).as_posix()}:{node.lineno}: {node.name}"
+        for path in sorted((ROOT / "deploykit").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and isinstance(node.returns, (ast.Constant, ast.Name))
+        and ast.unparse(node.returns) in ("None", "NoReturn")
+        and "_" not in node.name.strip("_")
+        and participle.fullmatch(node.name)
+    ]
+    assert found == []
 
 
 @pytest.mark.parametrize("line", ["was told", "was_told", "Told, once", "two\ntexts", "told_by"])

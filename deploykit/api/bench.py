@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     import numpy as np
 
     from deploykit.measure.evaluate.parity import Parity
-    from deploykit.measure.report.report import Accuracy, NotMeasured, Report
+    from deploykit.measure.report.report import Accuracy, Gate, NotMeasured, Report
     from deploykit.measure.timing.sweep import Point, Setup, Timing
     from deploykit.runtimes.data.samples import Samples
+    from deploykit.runtimes.devices import GpuWatch
     from deploykit.runtimes.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -88,8 +89,7 @@ def bench(
 
     note = _Once(on_note)
     found = [_entry(Artefact.open(source), trust, note) for source in engines]
-    given = _entry(Artefact.open(baseline), trust, note) if baseline else None
-    reference = _check_baseline(given or _baseline(found[0], trust, note))
+    reference = _check_baseline(_baseline(baseline, found[0], trust, note))
     every = list({item.artefact.sha256: item for item in (reference, *found)}.values())
     timing = Timing(
         warmup_s=(2.0 if quick else 10.0) if warmup_s is None else warmup_s,
@@ -97,21 +97,19 @@ def bench(
     )
     folder = claim_report(out, (*engines, baseline, data), force=force)
     run = _prepare(reference, every, Path(data) if data else None, device, batches, note)
-    points, throttled = _time(run, batches, timing, on_progress)
+    points, watch = _time(run, batches, timing, on_progress)
     report = reports.Report(
         title=f"{reference.artefact.path.stem}: latency and throughput",
         created=now(),
         command=command,
         quick=timing.seconds < FULL_S,
         baseline=BASELINE,
-        machine=run.machine.to_dict(),
         artefacts=tuple(item.to_dict() for item in every),
-        accuracy=tuple(run.accuracy),
-        parity=tuple(item.to_dict() for item in run.parity),
         points=tuple(points),
+        **run.known,
         notes=(_method(timing), *sorted(note.seen)),
-        throttled=throttled,
-        not_measured=tuple(run.gaps),
+        throttled=watch.reasons if {point.device for point in points} - {"cpu"} else (),
+        conditions=watch.conditions,
     )
     report = replace(report, verdict=verdict(report))
     reports.write(report, folder)
@@ -139,8 +137,22 @@ class _Run:
     inputs: tuple[TensorSpec, ...]
     parity: list[Parity]
     accuracy: list[Accuracy]
+    gates: dict[str, Gate]  # by the artefact's hash
     setups: list[Setup]
     gaps: list[NotMeasured]
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """The fields of the report that do not depend on timing."""
+        failed = {sha256 for sha256, gate in self.gates.items() if not gate.passed}
+        return {
+            "machine": self.machine.to_dict(),
+            "accuracy": tuple(self.accuracy),
+            "parity": tuple(item.to_dict() for item in self.parity),
+            "gates": tuple(self.gates.values()),
+            "wrong": tuple(setup.label for setup in self.setups if setup.sha256 in failed),
+            "not_measured": tuple(self.gaps),
+        }
 
 
 def _prepare(
@@ -157,28 +169,27 @@ def _prepare(
     machine = this_machine()
     with reference.open("cpu") as base:
         samples = read_samples(data, base.inputs, labelled=True) if data else None
-        parity, accuracy = _proofs(base, reference, every, samples, device, note)
+        parity, accuracy, gates = _proofs(base, reference, every, samples, device, note)
         inputs = base.inputs
     setups, gaps = _setups(reference, every, machine, device, batches)
     if samples is None:
         gaps.append(NotMeasured("accuracy", "no labelled data were given (`data`)"))
-    return _Run(machine, inputs, parity, accuracy, setups, gaps)
+    return _Run(machine, inputs, parity, accuracy, gates, setups, gaps)
 
 
 def _time(
     run: _Run, batches: Sequence[int], timing: Timing, on_progress: Progress | None
-) -> tuple[list[Point], tuple[str, ...]]:
-    """The points, and why the GPU was throttled meanwhile, if it was."""
+) -> tuple[list[Point], GpuWatch]:
+    """The points, and what held for the GPUs meanwhile."""
     from deploykit.measure.timing.sweep import sweep
     from deploykit.runtimes.data.samples import random_feeds
-    from deploykit.runtimes.devices import ThrottleWatch
+    from deploykit.runtimes.devices import GpuWatch
 
-    with ThrottleWatch() as watch:
+    with GpuWatch() as watch:
         points = sweep(
             run.setups, batches, timing, lambda n: random_feeds(run.inputs, {BATCH: n}), on_progress
         )
-    on_gpu = any(point.device != "cpu" for point in points)
-    return list(points), watch.reasons if on_gpu else ()
+    return list(points), watch
 
 
 def _check_baseline(found: _Entry) -> _Entry:
@@ -224,10 +235,14 @@ def _entry(artefact: Artefact, trust: bool, note: Callable[[str], None]) -> _Ent
     return _Entry(artefact, precision, built_on, open_it)
 
 
-def _baseline(first: _Entry, trust: bool, note: Callable[[str], None]) -> _Entry:
-    """`first` itself, or the float32 model next to it that an engine was made from."""
+def _baseline(
+    given: ArtefactLike | None, first: _Entry, trust: bool, note: Callable[[str], None]
+) -> _Entry:
+    """The one given, else `first`, or the float32 model next to it that an engine was made from."""
     from deploykit.api.verify import find_sources
 
+    if given:
+        return _entry(Artefact.open(given), trust, note)
     if first.artefact.format == "onnx":
         return first
     manifest = first.artefact.manifest
@@ -248,8 +263,9 @@ def _proofs(
     samples: Samples | None,
     device: str,
     note: Callable[[str], None],
-) -> tuple[list[Parity], list[Accuracy]]:
+) -> tuple[list[Parity], list[Accuracy], dict[str, Gate]]:
     """Parity of each artefact with `base`, the baseline, and accuracy where there are labels."""
+    from deploykit.api.verify import outputs_gate
     from deploykit.measure.evaluate.accuracy import TOP1, top1_scores
     from deploykit.measure.evaluate.parity import compare_engines
     from deploykit.measure.report.report import Accuracy
@@ -260,7 +276,7 @@ def _proofs(
         return top1_scores(engine, samples, rows) if samples else None
 
     graph = reference.artefact.path
-    parity, accuracy = [], []
+    parity, accuracy, gates = [], [], {}
     base_scores = scores(base, comparison_feeds(base, base, samples, graph)[0]) if samples else None
     if base_scores is not None:
         score = paired_drop(base_scores, base_scores, TOP1)
@@ -275,12 +291,14 @@ def _proofs(
                 note(f"parity: {text}")
             random = samples is None
             parity.append(compare_engines(base, engine, feeds, names=names, random=random))
+            drop = None
             found = scores(engine, feeds)
             if found is not None and base_scores is not None:
                 drop = paired_drop(base_scores, found, TOP1)
                 row = Accuracy(item.precision, TOP1, drop.n, drop.candidate, drop.drop)
                 accuracy.append(row)
-    return parity, accuracy
+            gates[item.artefact.sha256] = outputs_gate(item.artefact, parity[-1], drop)
+    return parity, accuracy, gates
 
 
 def _setups(
@@ -345,7 +363,7 @@ def _gpu(reference: _Entry, machine: Machine, device: str) -> tuple[str, str]:
 
     if device == "cpu":
         return "", "the CPU was asked for (`device`)"
-    if device == "auto" and not machine.gpus:
+    if device == "auto" and not machine.gpus and machine.l4t is None:
         return "", "no NVIDIA GPU on this machine"
     if device == "auto" and "CUDAExecutionProvider" not in providers():
         return "", "the installed onnxruntime has no CUDA provider"

@@ -12,7 +12,7 @@ from deploykit.api.artefacts import Made, Progress, destination, no_progress, sp
 from deploykit.api.build_runtime import build_for_runtime
 from deploykit.api.build_tensorrt import CheckResult, PlanOptions
 from deploykit.api.evaluate import QuantizeRequest, prepare
-from deploykit.api.outputs import named_files
+from deploykit.api.outputs import claim_cache, named_files
 from deploykit.api.quantize import TARGETS, check_quantize_options, keep_if_passed, write_quantized
 from deploykit.builders.builder import Shapes, find_builder
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
@@ -79,10 +79,12 @@ def build(
         source,
         out,
         RUNTIMES[target.runtime].suffix.format(profile=target.name),
-        (calib, data, *named_files(metric, profile)),
+        read := (calib, data, *options.shapes.plugins, *named_files(metric, profile)),
         kind=RUNTIMES[target.runtime].opens[0],
         force=force,
     )
+    if options.shapes.timing_cache:
+        claim_cache(options.shapes.timing_cache, (source, *read), place)
     with stage(place) as tmp:
         if target.runtime == "tensorrt":
             made = _build_plan(source, options, tmp, place, on_progress)

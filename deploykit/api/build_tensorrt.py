@@ -208,7 +208,7 @@ def check_asked(model: Artefact, options: PlanOptions) -> None:
 def check_here(target: Profile, model: Artefact) -> None:
     """Raise Unsupported unless this machine is the target and has what it takes to build there."""
     machine = this_machine()
-    here = machine.gpus[0].name if machine.gpus else machine.l4t and machine.board
+    here = machine.gpus[0].name if machine.gpus else machine.l4t and (machine.board or "a Jetson")
     hint = (
         f"see whether it could be built: deploykit build {model} --profile {target.name} --check; "
         f"for this machine's CPU: deploykit build {model} --profile cpu"
@@ -227,8 +227,12 @@ def check_here(target: Profile, model: Artefact) -> None:
 
 
 def _is_target(machine: Machine, target: Profile) -> bool:
-    """As `choose_profile` decides; a profile that names neither board nor GPU fits any."""
-    return fits(target, machine) or not (target.boards or target.gpu_names)
+    """As `choose_profile` decides; a profile that names neither board nor GPU fits any.
+
+    So does a Jetson's where the module is not known: a container does not show its device tree.
+    """
+    unknown = bool(target.boards and machine.l4t and not machine.board_ids)
+    return unknown or fits(target, machine) or not (target.boards or target.gpu_names)
 
 
 def _built_on(built: BuildResult, number: int) -> Mapping[str, str]:

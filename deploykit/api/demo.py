@@ -47,6 +47,9 @@ class DemoResult:
         found: dict[str, Any] = json_value(self, without=("rows",))
         return found
 
+    def _repr_html_(self) -> str:
+        return self.report._repr_html_()
+
 
 class _Steps:
     """Reports how far the whole demo is, and how long each step took."""

@@ -16,7 +16,7 @@ from deploykit.api.feeds import MOST_SAMPLES, first_rows, rows_note, rows_that_f
 from deploykit.api.outputs import claim, named_files
 from deploykit.api.source import ExportSource, check_source, open_source
 from deploykit.core.artefact import ArtefactLike
-from deploykit.core.errors import BadInput, DeploykitError, GateFailed
+from deploykit.core.errors import BadInput, DeploykitError, GateFailed, Unsupported
 from deploykit.core.evidence import (
     Evidence,
     ExportRecord,
@@ -118,7 +118,7 @@ def _naming_decisions(done: Exported, loaded: Loaded) -> Iterator[None]:
 
     try:
         yield
-    except (BadInput, GateFailed) as exc:
+    except (BadInput, GateFailed, Unsupported) as exc:
         add_cause(exc, loaded.module, loaded.inputs, done.sizes, done.decided)
         raise
 

@@ -74,6 +74,71 @@ def claim_splits(folder: StrPath, inputs: Iterable[object], *, force: bool = Fal
     return [claim(place / f"{n}.npz", SPLIT, given, force=force) for n in ("calibration", "test")]
 
 
+def claim_bundle(
+    folder: StrPath, inputs: Iterable[object], *, tar: bool, force: bool = False
+) -> Path:
+    """The folder of a bundle, and FOLDER.tar; only their parents are made. Raises BadInput.
+
+    `force` replaces a bundle that somebody changed, never a folder that is not one.
+    """
+    from deploykit.bundling.folder import is_bundle_tar
+
+    place = Path(os.path.abspath(folder))  # noqa: PTH100 - a link to a folder stays one
+    given = tuple(_paths(inputs))
+    if place.is_symlink() or (os.path.lexists(place) and not place.is_dir()):
+        raise BadInput(f"{place}: exists, and is not a folder", hint="choose another `out`")
+    if not place.name:
+        raise BadInput(f"{place}: cannot be the folder of a bundle", hint="choose another `out`")
+    make_folder(place.parent)
+    archive = place.with_name(f"{place.name}.tar")
+    for each in given:
+        if place in (each.resolve(), *each.resolve().parents):
+            raise BadInput(
+                f"{each}: is an input of this command, and would be overwritten",
+                hint="choose another `out`",
+            )
+    if place.is_dir() and any(place.iterdir()):
+        _check_bundle(place, force)
+    if tar and os.path.lexists(archive):
+        _check_inputs((archive,), given, keeps=False)
+        _check_owned((archive,), {archive.name} if is_bundle_tar(archive) else (), force)
+    return place
+
+
+def _check_bundle(place: Path, force: bool) -> None:
+    from deploykit.bundling.folder import BUNDLE_FILE, verify
+
+    if not (place / BUNDLE_FILE).is_file():
+        raise BadInput(
+            f"{place}: is a folder with other files, and no bundle",
+            hint="choose another `out`, or remove the folder",
+        )
+    if not force:
+        try:
+            verify(place)
+        except DeploykitError as exc:
+            raise BadInput(
+                f"{place}: is not as deploykit wrote it: {exc.message}",
+                hint="choose another `out`, or replace the bundle with `force`",
+            ) from exc
+
+
+def claim_cache(cache: StrPath, inputs: Iterable[object], out: Path) -> None:
+    """Check the file that TensorRT's timings are read from and written to. Raises BadInput.
+
+    `inputs`: all else that the command reads; `out`: the engine. It is none of these, and its name
+    does not promise another kind of file.
+    """
+    place, hint = Path(cache), "give it a file of its own, such as timing.cache"
+    if place.suffix.lower() in _KNOWN:
+        raise BadInput(f"`timing_cache` {place}: the name says {place.suffix}", hint=hint)
+    for each in (out, rejected(out), *_next_to(out), *_paths(inputs)):
+        if place.resolve() == each.resolve():
+            raise BadInput(
+                f"`timing_cache` {place}: is another file of this command, {each}", hint=hint
+            )
+
+
 def named_files(*references: str | None) -> list[str]:
     """The files that options name which also take other words: `file.py:name`, `FILE.toml`."""
     files = [each.rpartition(":")[0] if ".py:" in each else each for each in references if each]

@@ -57,7 +57,7 @@ def place_for_target(
     if request.calib is not None:
         return _place_by_data(source, graph, request, target, tmp)
     moved = move_pairs(graph, target.runtime) if RUNTIMES[target.runtime].scales_outputs else None
-    return Placed(moved.save(_moved_file(tmp)), (_FOLLOW,)) if moved else Placed(graph)
+    return Placed(moved.save(_move_file(tmp)), (_FOLLOW,)) if moved else Placed(graph)
 
 
 def place_if_better(
@@ -77,7 +77,7 @@ def place_if_better(
     moved = move_foreign_pairs(placed.graph, target.runtime)
     if moved is None:
         return placed, built
-    graph, trial = moved.graph.save(_moved_file(built.path)), built.path.with_name("trial.onnx")
+    graph, trial = moved.graph.save(_move_file(built.path)), built.path.with_name("trial.onnx")
     if _kernels(build(graph, trial)) <= _kernels(built) and not few:
         return placed, built
     trial.replace(built.path)
@@ -110,7 +110,7 @@ def _place_by_data(
     if moved is None:
         raise _stuck(source, target, graph, "`calib` cannot help: ")
     record = calibration_record(request, found[0], METHODS[0], doubts)
-    return Placed(moved.graph.save(_moved_file(tmp)), (_MEASURED, *doubts), record)
+    return Placed(moved.graph.save(_move_file(tmp)), (_MEASURED, *doubts), record)
 
 
 def check_integers(
@@ -187,5 +187,5 @@ def _kernels(built: Graph) -> int:
     )
 
 
-def _moved_file(tmp: Path) -> Path:
+def _move_file(tmp: Path) -> Path:
     return tmp.with_name("placed.onnx")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class RunningServer:
-    """A server in a thread of its own; a context manager that closes it."""
+    """A server in a thread of its own; a context manager that closes it.
+
+    `url`: where HTTP answers. `grpc_url`: host:port, None without gRPC. `models`: their names.
+    """
 
     def __init__(self, run: Callable[[OnStart], int], settings: ServeOptions) -> None:
         self._ready = threading.Event()
@@ -31,13 +35,13 @@ class RunningServer:
 
     def _serve(self, run: Callable[[OnStart], int]) -> None:
         try:
-            self._unanswered = run(self._started)
+            self._unanswered = run(self._on_start)
         except BaseException as exc:  # noqa: BLE001 - raised again where it is waited for
             self._failure = exc
         finally:
             self._ready.set()
 
-    def _started(
+    def _on_start(
         self, server: Server, host: str, port: int, grpc_port: int | None, names: list[str]
     ) -> None:
         place = f"[{host}]" if ":" in host else host
@@ -73,3 +77,6 @@ class RunningServer:
     def __repr__(self) -> str:
         state = "running" if self._thread.is_alive() else "closed"
         return f"RunningServer({self.url!r}, models={list(self.models)}, {state})"
+
+    def _repr_html_(self) -> str:
+        return f'<a href="{escape(self.url)}">{escape(repr(self))}</a>'

@@ -111,7 +111,7 @@ def _settings(given: Mapping[str, Any]) -> ServeOptions:
 
 
 def serve_until_stopped(
-    engines: Sequence[str],
+    engines: Sequence[str] | Callable[[], Sequence[str]],
     *,
     device: str = "auto",
     threads: int | None = None,
@@ -130,7 +130,8 @@ def serve_until_stopped(
     """Serve until SIGTERM or Ctrl-C, for the command line; its strings are read here.
 
     `engines`, `shadows`: `FILE` or `NAME=FILE`, for a shadow NAME is optional where there is one
-    model. `token_file`: its first line is the token. `buckets`: `AXIS=16,32`, `pads`: `INPUT=0`.
+    model; `engines` may be a function that finds them, called once the options are known to be
+    right. `token_file`: its first line is the token. `buckets`: `AXIS=16,32`, `pads`: `INPUT=0`.
     `log_format`: text or json lines on stderr. `options`: those of `ServeOptions`. Returns how many
     accepted requests were left unanswered.
     """
@@ -146,18 +147,18 @@ def serve_until_stopped(
         pad={name: float(value) for name, value in values.items()},
         **options,
     )
-    files = _named(engines)
-    if not files:
-        raise BadInput("no engine to serve", hint="give one as FILE or NAME=FILE")
-    references = _references(shadows, list(files))
     opening = Opening(device, threads, instances, trust, cpu_fallback)
 
-    def started(_server: Server, host: str, port: int, grpc: int | None, names: list[str]) -> None:
+    def on_start(_server: Server, host: str, port: int, grpc: int | None, names: list[str]) -> None:
         if on_ready is not None:
             on_ready(host, port, grpc, names)
 
     with logs.configure(log_format):
-        return _run(files, references, settings, opening, reload, started)
+        files = _name_models(engines() if callable(engines) else engines)
+        if not files:
+            raise BadInput("no engine to serve", hint="give one as FILE or NAME=FILE")
+        references = _references(shadows, list(files))
+        return _run(files, references, settings, opening, reload, on_start)
 
 
 def _run(
@@ -255,7 +256,7 @@ def _files_by_name(models: Models) -> dict[str, Path]:
         files = {name: Path(file) for name, file in models.items()}
     else:
         several = [models] if isinstance(models, (str, os.PathLike, Artefact)) else models
-        files = _named([str(each) for each in several])
+        files = _name_models([str(each) for each in several])
     if not files:
         raise BadInput("`models` names no file to serve")
     return files
@@ -335,7 +336,7 @@ def _shadows(
     return found
 
 
-def _named(values: Sequence[str]) -> dict[str, Path]:
+def _name_models(values: Sequence[str]) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for text in values:
         match = _NAMED.fullmatch(text)

@@ -31,6 +31,8 @@ from deploykit.core.tensors import BATCH
 if TYPE_CHECKING:
     import numpy as np
 
+    from deploykit.measure.report.report import Gate
+    from deploykit.measure.statistics import Drop
     from deploykit.onnx_graph.graph import Graph
     from deploykit.runtimes.engine import Engine
 
@@ -233,8 +235,34 @@ def _write(
     path: Path, manifest: Manifest, evidence: Evidence, on_note: Callable[[str], None]
 ) -> None:
     """Write the evidence into the manifest; where the folder is read-only, pass a note on."""
+    if evidence == manifest.evidence:
+        return
     try:
         if read_manifest(path) == manifest:  # else the engine was built anew meanwhile
             write_manifest(path, replace(manifest, evidence=evidence))
     except DeploykitError as exc:
         on_note(f"the proof could not be saved and will be made again: {exc.message}")
+
+
+def outputs_gate(artefact: Artefact, parity: Parity, drop: Drop | None) -> Gate:
+    """Whether an artefact computes its model, so that its speed counts.
+
+    Within the parity's bound; else by the bounds of its own accuracy gate, or those of `quantize`:
+    on the accuracy where there are labels, or on the signal-to-noise ratio.
+    """
+    from deploykit.measure.evaluate.evaluation import MAX_DROP, MIN_SQNR_DB
+    from deploykit.measure.report.report import Gate
+
+    manifest = artefact.manifest
+    gated = manifest.evidence.accuracy if manifest else None
+    most = (gated.max_drop if gated else None) or MAX_DROP
+    least_db = gated.min_sqnr_db if gated else MIN_SQNR_DB
+    name = f"outputs of {artefact.name}"
+    if parity.passed:
+        return Gate(name, True, parity.why)
+    worst = min(parity.rows, key=lambda row: (not row.problem, row.sqnr_db))
+    if drop is not None and drop.drop.high <= most:
+        return Gate(name, True, f"{parity.why}; {drop.describe()}")
+    passed = not worst.problem and worst.sqnr_db >= least_db
+    detail = f"{parity.why}; SQNR {worst.sqnr_db:.1f} dB, {least_db:g} or more is asked"
+    return Gate(name, passed, detail)

@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from deploykit.cli import output
 from deploykit.cli.configure import ConfigurableCommand
-from deploykit.cli.help import DOCS, Command, write_sections
+from deploykit.cli.help import Command, reference, write_sections
 
 # section -> command -> the module that holds it and the first sentence of its help, which the list
 # of all commands shows without an import
@@ -34,6 +34,14 @@ SECTIONS = {
     "Serve": {
         "serve": ("serve", "Serve models over HTTP and gRPC, with dynamic batching."),
         "load": ("serve", "Measure a running server under load."),
+        "health": ("health", "Ask a running server whether it is ready; exit 1 if not."),
+    },
+    "Deploy": {
+        "bundle": ("deploy", "Bundle a model with all that a device or a cluster needs."),
+        "boot": (
+            "deploy",
+            "Build a bundle's engine on this device, check its outputs and serve it.",
+        ),
     },
     "Machine": {
         "doctor": ("machine", "Show what this machine has and which commands work on it."),
@@ -65,7 +73,7 @@ class Commands(Mapping[str, Any]):
 def _build(name: str, module: str) -> Any:
     function = getattr(import_module(f"deploykit.cli.{module}"), name)
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
-    app.command(name, cls=ConfigurableCommand if name == "serve" else Command)(function)
+    app.command(name, cls=ConfigurableCommand if name in ("serve", "boot") else Command)(function)
     return typer.main.get_command(app)
 
 
@@ -90,4 +98,4 @@ class Group(TyperGroup):
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - as above
         formatter.write(f"\n{output.bold('Example:')} deploykit demo\n")
-        formatter.write(f"{output.bold('Documentation:')} {DOCS}\n")
+        formatter.write(f"{output.bold('Documentation:')} {reference()}\n")

@@ -27,7 +27,7 @@ class ConfigurableCommand(Command):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, args)
         source = ctx.get_parameter_source("engine")
-        if ctx.params["models"] and source.name != "COMMANDLINE":
+        if ctx.params.get("models") and source.name != "COMMANDLINE":
             ctx.params["engine"] = None  # arguments outrank a variable and a file, as flags do
         return rest
 
@@ -55,11 +55,11 @@ def _load(ctx: Any, _: Any, given: Path | str | None) -> Path | str | None:
                 f"{path}: unknown key '{name}'",
                 hint=f"did you mean {close[0]}?" if close else "keys: " + ", ".join(options),
             )
-        ctx.default_map[option.name] = _checked(ctx, option, value, f"{path}: {name}")
+        ctx.default_map[option.name] = _check_value(ctx, option, value, f"{path}: {name}")
     return given
 
 
-def _checked(ctx: Any, option: Any, value: Any, where: str) -> Any:
+def _check_value(ctx: Any, option: Any, value: Any, where: str) -> Any:
     """The value as the command line would give it: a list for an option that may be repeated."""
     if isinstance(value, dict):
         raise BadInput(f"{where}: must be a value, not a table")

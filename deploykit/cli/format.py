@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deploykit.measure.statistics import Interval, Latency
+    from deploykit.measure.latency import Latency
+    from deploykit.measure.statistics import Interval
 
 
 def latency(value: Latency | None) -> str:
     """p50, p90 and p99 in milliseconds, with how many samples they are of."""
     if value is None:
         return "not measured: no request was answered"
-    parts = [f"{name} {ms(item)}" for name, item in percentiles(value)]
+    needs = {key[:3]: f", needs {count} calls" for key, count in value.needs.items()}
+    parts = [f"{name} {ms(item)}{needs.get(name, '')}" for name, item in percentiles(value)]
     return ", ".join(parts) + f" (n = {value.samples})"
 
 

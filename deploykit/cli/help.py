@@ -6,6 +6,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand
@@ -13,7 +14,6 @@ from typer.core import TyperCommand
 from deploykit.cli import output
 from deploykit.cli.options import GENERAL
 
-DOCS = "docs/cli.md"
 RENAMED = {"--rest": "--other-nodes"}  # old flag -> new flag; the old ones go in version 0.3
 _PARAMETER = re.compile(r"`(\w+)`")
 _BRACKETS = re.compile(r"<([^>]*)>")
@@ -29,6 +29,12 @@ _REWORDED = {
 }
 _COLUMN = 26  # longer names have their help on the next line
 _EXAMPLE = "\n\nExample: "
+
+
+def reference() -> str:
+    """Where this page is described: in the checkout that runs; a wheel holds no documentation."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
+    return str(page) if page.is_file() else "docs/cli.md in the sources of deploykit"
 
 
 class Command(TyperCommand):
@@ -59,7 +65,7 @@ class Command(TyperCommand):
         pieces = ["[OPTIONS]"]
         for each in self.params:
             if each.param_type_name == "argument":
-                name = f"{spelled(each)}..." if each.nargs == -1 else spelled(each)
+                name = f"{spell(each)}..." if each.nargs == -1 else spell(each)
                 pieces.append(name if each.required else f"[{name}]")
         return pieces
 
@@ -78,7 +84,7 @@ class Command(TyperCommand):
             if row is None:
                 continue
             if each.param_type_name == "argument":
-                sections["Arguments"].append((spelled(each), row[1]))
+                sections["Arguments"].append((spell(each), row[1]))
             else:
                 shared = each in root.params or "--help" in each.opts
                 name = GENERAL if shared else each.rich_help_panel or "Options"
@@ -87,7 +93,7 @@ class Command(TyperCommand):
         write_sections(formatter, sections)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - as above
-        formatter.write(f"\n{output.bold('Documentation:')} {DOCS}\n")
+        formatter.write(f"\n{output.bold('Documentation:')} {reference()}\n")
 
 
 def write_sections(formatter: Any, sections: dict[str, list[tuple[str, str]]]) -> None:
@@ -127,7 +133,7 @@ def _plain(text: str) -> str:
     return _BRACKETS.sub(r"\1", _DEFAULT.sub(r"\1\2", text)).replace("  [", " [")
 
 
-def spelled(parameter: Any) -> str:
+def spell(parameter: Any) -> str:
     """A parameter as the user types it: `--max-drop`, or an argument's name in capitals."""
     if parameter.param_type_name == "argument":
         return str(parameter.metavar or parameter.name.upper())
@@ -136,7 +142,7 @@ def spelled(parameter: Any) -> str:
 
 def with_flags(parameters: Iterable[Any], message: str) -> str:
     """`message` with each parameter name in backticks spelled as it is typed."""
-    flags = {each.name: spelled(each) for each in parameters}
+    flags = {each.name: spell(each) for each in parameters}
     return _PARAMETER.sub(lambda match: flags.get(match[1], match[0]), message)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deploykit.cli import output, tables
+from deploykit.cli import hardware, output, tables
 from deploykit.cli.options import FORCE, JSON, described
 from deploykit.cli.progress import Progress
 
@@ -18,7 +18,7 @@ def doctor(as_json: bool = False) -> None:
     from deploykit.api import doctor as health
 
     result = health.doctor()
-    output.show(result, tables.doctor(result), as_json=as_json)
+    output.show(result, hardware.doctor(result), as_json=as_json)
 
 
 @described(f"PROFILE  Show this profile in full\n{JSON}")
@@ -34,7 +34,7 @@ def profiles(name: str | None = None, as_json: bool = False) -> None:
         documents = [profile.to_dict() for profile in found]
         output.show_json(documents[0] if name else documents)
     else:
-        output.show_parts(tables.profile(found[0]) if name else tables.profiles(found))
+        output.show_parts(hardware.card(found[0]) if name else hardware.profiles(found))
 
 
 @described(f"""

@@ -99,7 +99,7 @@ def main() -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Python's end would let it change the code
         sys.exit(code)
     except KeyboardInterrupt:
-        _interrupted()
+        _exit_interrupted()
     except BrokenPipeError:
         _drop_output()  # the reader has gone: `deploykit ... | head`
         sys.exit(0)
@@ -107,9 +107,9 @@ def main() -> NoReturn:
         if "--debug" in sys.argv:
             traceback.print_exc()
         if interrupted.is_set():
-            _interrupted()
+            _exit_interrupted()
         _drop_output()
-        _failed(exc)
+        _exit_with(exc)
 
 
 def _run(words: list[str]) -> int:
@@ -131,12 +131,12 @@ def _drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _interrupted() -> NoReturn:
+def _exit_interrupted() -> NoReturn:
     output.note("interrupted")
     sys.exit(EXIT_INTERRUPTED)
 
 
-def _failed(exc: Exception) -> NoReturn:
+def _exit_with(exc: Exception) -> NoReturn:
     """One of our errors, a usage error of typer's (it has `format_message`), or a bug."""
     if isinstance(exc, MemoryError):
         exc = does_not_fit("", str(exc))

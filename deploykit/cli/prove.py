@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
+from typing import Literal
 
 from deploykit.cli import output, tables
 from deploykit.cli.options import DEVICE, ENGINE, FORCE, JSON, TRUST, api_arguments, described
@@ -62,6 +63,7 @@ DATA                   The inputs: an .npz file or a folder
 -o --out FILE.npz      Where to write the outputs
 {FORCE}
 --batch N              Samples per call
+--on                   This machine, or a Ray cluster: that of $RAY_ADDRESS
 {DEVICE}
 {TRUST}
 {JSON}""")
@@ -71,6 +73,7 @@ def predict(
     out: Path,
     force: bool = False,
     batch: int = 32,
+    on: Literal["local", "ray"] = "local",
     device: str = "auto",
     trust: bool = False,
     as_json: bool = False,
@@ -87,6 +90,7 @@ def predict(
             data,
             out,
             batch=batch,
+            on=on,
             device=device,
             trust=trust,
             force=force,
@@ -149,6 +153,9 @@ def bench(
             on_note=lambda text: output.note(f"warning: {output.one_line(text)}"),
         )
     output.show(result, tables.report(result, out), as_json=as_json)
+    for gate in result.gates:
+        if not gate.passed:
+            raise GateFailed(f"{gate.name}: {gate.detail}", hint="its speed is in no comparison")
     if result.throttled:
         why = f"the GPU lowered its clocks during the measurement: {', '.join(result.throttled)}"
         if strict:

@@ -64,7 +64,7 @@ class ServeArguments:
 
 _RENAMED = {"engine", "models", "grpc", "pad", "origin", "shadow", "log"}
 _CONVERTED = {*_RENAMED, "config", "grpc_port", "preferred", "buckets"}  # not passed on as they are
-_SERVE = f"""
+SERVE_PAGE = f"""
 [NAME=]FILE            The {ENGINE}s to serve
 --engine [NAME=]FILE   The same as an option; may be repeated
 --config FILE.toml     Read options from this file
@@ -131,7 +131,7 @@ def fields_as_options(kind: type) -> Callable[[Callable[[Any], None]], Callable[
     return decorate
 
 
-@described(_SERVE)
+@described(SERVE_PAGE)
 @fields_as_options(ServeArguments)
 def serve(options: ServeArguments) -> None:
     """Serve models over HTTP and gRPC, with dynamic batching.
@@ -143,19 +143,31 @@ def serve(options: ServeArguments) -> None:
     """
     from deploykit.api import serve as service
 
-    same = {name: value for name, value in vars(options).items() if name not in _CONVERTED}
     dropped = service.serve_until_stopped(
         [*(options.engine or ()), *(options.models or ())],
-        grpc_port=options.grpc_port if options.grpc else None,
-        preferred=tuple(sizes("preferred", options.preferred)) if options.preferred else (),
-        buckets=options.buckets or (),
-        pads=options.pad or (),
-        origins=tuple(options.origin or ()),
         shadows=options.shadow or (),
-        log_format=options.log,
-        on_ready=partial(_ready, options),
-        **same,
+        on_ready=partial(show_ready, options),
+        **service_options(options),
     )
+    raise_if_dropped(dropped)
+
+
+def service_options(options: Any) -> dict[str, Any]:
+    """Those that `serve` and `boot` share, as `serve_until_stopped` takes them."""
+    same = {name: value for name, value in vars(options).items() if name not in _CONVERTED}
+    return {
+        **same,
+        "grpc_port": options.grpc_port if options.grpc else None,
+        "preferred": tuple(sizes("preferred", options.preferred)) if options.preferred else (),
+        "buckets": options.buckets or (),
+        "pads": options.pad or (),
+        "origins": tuple(options.origin or ()),
+        "log_format": options.log,
+    }
+
+
+def raise_if_dropped(dropped: int) -> None:
+    """Exit 1 where the server ended without an answer to what it had accepted."""
     if dropped:
         output.note(f"warning: {dropped} accepted requests were not answered")
         raise typer.Exit(1)
@@ -197,17 +209,25 @@ def load(
     output.show(result, tables.load(result), as_json=as_json)
 
 
-def _ready(
-    options: ServeArguments, host: str, http_port: int, grpc_port: int | None, models: list[str]
+def show_ready(
+    options: Any,
+    host: str,
+    http_port: int,
+    grpc_port: int | None,
+    models: list[str],
+    **more: Any,
 ) -> None:
-    """Tell where the server listens: JSON for scripts, addresses to click on for people."""
+    """Tell where the server listens: JSON for scripts, addresses to click on for people.
+
+    `more`: what the JSON also holds.
+    """
     place = f"[{host}]" if ":" in host else host
     grpc = None if grpc_port is None else f"{place}:{grpc_port}"
     if options.log == "json" or not sys.stdout.isatty():
         import json  # late: `--help` does without
 
         ready = {"event": "ready", "http": f"{place}:{http_port}", "grpc": grpc, "models": models}
-        output.line(json.dumps(ready))
+        output.line(json.dumps(ready | more))
         return
     scheme = "https" if options.tls_cert else "http"
     reachable = "localhost" if host in ("0.0.0.0", "::") else place  # noqa: S104 - compared only

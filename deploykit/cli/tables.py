@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.cli.format import latency, memory, mix, ms, percent, plain, rate, size, versions
+from deploykit.cli.format import latency, mix, ms, percent, plain, size, versions
 from deploykit.cli.output import Part, TextTable
 
 if TYPE_CHECKING:
     from deploykit.api.artefacts import Made
     from deploykit.api.build_tensorrt import CheckResult
+    from deploykit.api.bundle import Bundled
     from deploykit.api.compare import Compared
     from deploykit.api.demo import DemoResult
-    from deploykit.api.doctor import Health
     from deploykit.api.inspect import Inspection
     from deploykit.api.predict import Predicted
     from deploykit.core.evidence import Evidence, SearchRecord
     from deploykit.core.parity import ParityRow
-    from deploykit.core.profile import Profile
     from deploykit.measure.evaluate.parity import Parity
     from deploykit.measure.load.generator import LoadResult
     from deploykit.measure.report.report import Report
 
 UNKNOWN = "not known"
-_SHOWN_APART = {
-    "name",
-    "summary",
-    "notes",
-    "sources",
-    "power_modes",
-    "unverified",
-    "peak_ops_per_s",
-}
 
 
 def made(result: Made) -> list[Part]:
@@ -68,6 +57,20 @@ def made(result: Made) -> list[Part]:
         lines += ["", *parity(result.parity, gated=own)]
     lines += [f"note: {text}" for text in result.notes]
     return lines
+
+
+def bundled(result: Bundled) -> list[Part]:
+    """What a bundle holds, and what to do with it."""
+    found = result.bundle
+    return [
+        f"wrote {result.path}",
+        *([f"wrote {result.tar}"] if result.tar else []),
+        f"  target     {found.profile} ({found.kind})",
+        f"  served as  {found.name}",
+        f"  size       {size(result.bytes)} in {len(found.files)} files",
+        f"  next       {result.path / 'README.md'}",
+        *(f"note: {text}" for text in result.notes),
+    ]
 
 
 def calibrated(evidence: Evidence) -> list[str]:
@@ -232,78 +235,6 @@ def load(result: LoadResult) -> list[Part]:
         lines.append("note: the generator was the limit: these figures do not describe the server")
     if result.first_error:
         lines.append(f"note: first error: {result.first_error}")
-    return lines
-
-
-def profiles(found: Sequence[Profile]) -> list[Part]:
-    rows = [
-        (
-            profile.name,
-            profile.runtime,
-            memory(profile.memory_bytes),
-            rate(profile.bandwidth_bytes_per_s, 1e9, "GB/s"),
-            rate(profile.peak_ops_per_s.get("fp16"), 1e12, "T"),
-            rate(profile.peak_ops_per_s.get("int8"), 1e12, "T"),
-            " ".join(profile.precisions),
-        )
-        for profile in found
-    ]
-    header = ("profile", "runtime", "memory", "bandwidth", "fp16/s", "int8/s", "precisions")
-    return [
-        TextTable(header, rows, left=(0, 6)),
-        "",
-        "Peaks are dense. One profile in full: deploykit profiles NAME",
-    ]
-
-
-def profile(found: Profile) -> list[Part]:
-    lines: list[Part] = [f"{found.name}: {found.summary}"]
-    for key, value in found.to_dict().items():
-        if key not in _SHOWN_APART and value not in (None, [], {}):
-            shown = " ".join(map(str, value)) if isinstance(value, list) else value
-            mark = "  (not verified)" if key in found.unverified else ""
-            lines.append(f"  {key:<22} {shown}{mark}")
-    for name, peak in found.peak_ops_per_s.items():
-        mark = "  (not verified)" if f"peak_ops_per_s.{name}" in found.unverified else ""
-        lines.append(f"  {'peak ' + name:<22} {peak / 1e12:.4g} T/s{mark}")
-    for mode in found.power_modes:
-        facts = {"W": mode.watts, "MHz": mode.gpu_mhz, "SMs": mode.sms}
-        known = ", ".join(f"{value:g} {unit}" for unit, value in facts.items() if value is not None)
-        lines.append(f"  {'power mode ' + mode.name:<22} {known or '-'}")
-    lines += [f"  note: {text}" for text in found.notes]
-    lines += [f"  source: {text}" for text in found.sources]
-    return lines
-
-
-def doctor(result: Health) -> list[Part]:
-    machine = result.machine
-    lines: list[Part] = [
-        f"machine    {machine.cpu}, {memory(machine.memory_bytes)}",
-        f"cores      {machine.physical_cores} physical, {machine.usable_cores} usable",
-        f"system     {machine.system}, {machine.architecture}, Python {machine.python}",
-        f"features   {' '.join(machine.cpu_features) or UNKNOWN}",
-    ]
-    for gpu in machine.gpus:
-        lines.append(
-            f"gpu        {gpu.name}, {memory(gpu.memory_bytes)}, driver {gpu.driver}, "
-            f"compute capability {gpu.compute_capability or UNKNOWN}"
-        )
-    if not machine.gpus:
-        lines.append("gpu        none found (no nvidia-smi, or it lists none)")
-    if machine.board or machine.l4t:
-        lines.append(
-            f"jetson     {machine.board or UNKNOWN}, L4T {machine.l4t or UNKNOWN}, "
-            f"power mode {machine.power_mode or UNKNOWN}"
-        )
-    lines.append(f"packages   {versions(machine.packages)}")
-    lines.append(f"providers  {' '.join(result.providers) or 'none: onnxruntime is not installed'}")
-    lines.append("")
-    rows = [
-        (check.command, "works" if check.works else "does not work", check.why)
-        for check in result.checks
-    ]
-    lines.append(TextTable(("command", "here", "what is missing"), rows, left=(0, 1, 2)))
-    lines += [f"warning: {text}" for text in result.warnings]
     return lines
 
 

@@ -97,7 +97,7 @@ def by_dynamo(
             )
             graph = program.model
             _check_inputs(graph, module, inputs, sizes)
-            return _simplified(lambda: graph), watch.decisions(sizes)
+            return _simplify(lambda: graph), watch.decisions(sizes)
         except (torch.onnx.OnnxExporterError, *_RAISED) as exc:
             raise explain(exc, inputs, sizes) from exc
 
@@ -136,7 +136,7 @@ def by_torchscript(
                 opset_version=opset,
                 verbose=False,
             )
-            graph = _simplified(lambda: onnxscript.ir.load(file))
+            graph = _simplify(lambda: onnxscript.ir.load(file))
         except (torch.onnx.OnnxExporterError, *_RAISED) as exc:
             raise explain(exc, inputs, sizes) from exc
     frozen = [
@@ -159,7 +159,7 @@ def is_scripted(module: Any) -> bool:
     return False
 
 
-def _simplified(load: Callable[[], Any]) -> Any:
+def _simplify(load: Callable[[], Any]) -> Any:
     """The graph that `load` gives with its constants folded.
 
     With shape inference the optimizer may remove a constant that is still read: without it, then.
@@ -300,7 +300,7 @@ def _exporting() -> Iterator[list[warnings.WarningMessage]]:
             warnings.catch_warnings(record=True) as warned,
             contextlib.redirect_stdout(silent),
             contextlib.redirect_stderr(silent),
-            _unlogged("torch", "onnxscript", "onnx_ir"),
+            _mute_loggers("torch", "onnxscript", "onnx_ir"),
         ):
             warnings.simplefilter("always")
             yield warned
@@ -331,7 +331,7 @@ def _no_output() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unlogged(*names: str) -> Iterator[None]:
+def _mute_loggers(*names: str) -> Iterator[None]:
     """Keep what these libraries log from reaching a handler."""
     known = [
         logging.getLogger(name)

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from deploykit.core.errors import BadInput, GateFailed
+from deploykit.core.errors import BadInput, GateFailed, Unsupported
 from deploykit.core.extras import require
 from deploykit.core.profile import Profile
 from deploykit.core.tensors import TensorSpec
@@ -109,14 +109,14 @@ def export_module(
                 model, decided = _at_size_taken(module, inputs, outputs, opset, at)
             except NotExported as first:
                 if exporter == "dynamo" or first.final:
-                    raise _advised(first, module, inputs, at) from first.__cause__
+                    raise _add_advice(first, module, inputs, at) from first.__cause__
                 model, why = _fall_back(module, inputs, outputs, opset, at, Path(folder), first)
         else:
             model, frozen = by_torchscript(module, inputs, outputs, opset, at, Path(folder))
             if frozen:
                 why += f"; it keeps what the example decided at {', '.join(frozen)}"
                 decided = frozen
-        _finished(model, module, inputs, outputs, at)
+        _finish(model, module, inputs, outputs, at)
         save(model, out, max_bytes)
     written = model.opset_imports[""]
     if written > opset:
@@ -124,7 +124,7 @@ def export_module(
     return Exported("torchscript" if why else "dynamo", written, why, decided, at)
 
 
-def _finished(
+def _finish(
     model: Any,
     module: Any,
     inputs: Sequence[TensorSpec],
@@ -139,13 +139,18 @@ def _finished(
 
 
 def add_cause(
-    error: BadInput | GateFailed,
+    error: BadInput | GateFailed | Unsupported,
     module: Any,
     inputs: Sequence[TensorSpec],
     sizes: Mapping[str, int],
     decided: tuple[str, ...] = (),
 ) -> None:
     """Name in `error` the lines by which a graph exported at `sizes` is wrong, and the rewrite."""
+    if isinstance(error, Unsupported):  # ONNX Runtime has no kernel for it
+        if any(str(each.dtype) == "torch.bfloat16" for each in module.parameters()):
+            error.message = "the model is in bfloat16, in which ONNX Runtime's CPU cannot check it"
+            error.hint = "export it in float32, `model.float()`, and quantize the graph to bf16"
+        return
     if isinstance(error, GateFailed) and watch_calls(module, inputs, sizes).add_to(error):
         return
     if decided:
@@ -184,11 +189,11 @@ def _fall_back(
 ) -> tuple[Any, str]:
     """The older exporter's graph and why it was used; raises `first` where that fails as well."""
     if opset not in TORCHSCRIPT_OPSETS:
-        raise _advised(first, module, inputs, sizes)
+        raise _add_advice(first, module, inputs, sizes)
     try:
         model, frozen = by_torchscript(module, inputs, outputs, opset, sizes, folder)
     except NotExported:
-        raise _advised(first, module, inputs, sizes) from None
+        raise _add_advice(first, module, inputs, sizes) from None
     if frozen and not first.captured:
         raise NotExported(
             f"{first.message}; and torch's older exporter would keep one branch at {frozen[0]}",
@@ -198,7 +203,7 @@ def _fall_back(
     return model, first.message
 
 
-def _advised(
+def _add_advice(
     error: NotExported, module: Any, inputs: Sequence[TensorSpec], sizes: Mapping[str, int]
 ) -> NotExported:
     """`error` with the line that calls an operator which ONNX lacks, and what to do."""

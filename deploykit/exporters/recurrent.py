@@ -72,11 +72,11 @@ def _translate(
     ends: list[list[Any]] = []
     for layer in range(layers):
         of_layer = [weights[(layer * ways + way) * each :][:each] for way in range(ways)]
-        w, r = (_joined([_in_order(one[at], kind) for one in of_layer]) for at in (0, 1))
+        w, r = (_join([_in_order(one[at], kind) for one in of_layer]) for at in (0, 1))
         b = None
         if biases:
             both_b = [[_in_order(one[at], kind) for at in (2, 3)] for one in of_layer]
-            b = _joined([op.Concat(*pair, axis=0) for pair in both_b])
+            b = _join([op.Concat(*pair, axis=0) for pair in both_b])
         at = layer * ways
         begins = [
             op.Slice(state, [at], [at + ways], [0]) if layers > 1 else state for state in states
@@ -100,7 +100,7 @@ def _in_order(weight: Any, kind: str) -> Any:
     return op.Gather(weight, op.Constant(value_ints=order), axis=0)
 
 
-def _joined(weights: Sequence[Any]) -> Any:
+def _join(weights: Sequence[Any]) -> Any:
     """One weight for each direction, with these as a first axis."""
     wide = [op.Unsqueeze(weight, op.Constant(value_ints=[0])) for weight in weights]
     return op.Concat(*wide, axis=0) if len(wide) > 1 else wide[0]

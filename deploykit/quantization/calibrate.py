@@ -149,9 +149,9 @@ def calibrate(
             values = dict(zip(wanted, _run(session, weights, wanted, feeds), strict=True))
             used += _rows(feeds)
             every.add(values, _rows(feeds))
-            batch = {name: _reduced(values, name) for name in reduced}
+            batch = {name: _reduce(values, name) for name in reduced}
             batch |= {name: Range(*each.add(values[name])) for name, each in counted.items()}
-            ranges = {name: _merged(ranges.get(name, batch[name]), batch[name]) for name in names}
+            ranges = {name: _merge(ranges.get(name, batch[name]), batch[name]) for name in names}
         kept = tuple(every.at(places, samples, partial(_run, session, weights), out_of_time))
     _check_numbers(graph, ranges, samples)
     found = _choose_ranges(ranges, counted, used, METHODS if method == AUTO else (method,))
@@ -356,14 +356,14 @@ def _add_reductions(graph: onnx.GraphProto, names: Sequence[str]) -> list[str]:
     return added
 
 
-def _reduced(values: Mapping[str, np.ndarray], name: str) -> Range:
+def _reduce(values: Mapping[str, np.ndarray], name: str) -> Range:
     low, high, total = (values[_REDUCED.format(name, kind)] for kind in _REDUCTIONS)
     if np.isnan(total).any():
         return Range(math.nan, math.nan)
     return Range(*(float(ends.item()) if ends.size else 0.0 for ends in (low, high)))
 
 
-def _merged(so_far: Range, seen: Range) -> Range:
+def _merge(so_far: Range, seen: Range) -> Range:
     return seen if math.isnan(seen.low) else so_far.merge(seen)
 
 

@@ -32,7 +32,7 @@ _RUNTIME = "com.microsoft"  # the domain of the LSTM in integers
 
 def quantizable(source: Graph) -> tuple[str, ...]:
     """Names of the nodes that `to_dynamic` quantizes."""
-    editor = _folded(source)
+    editor = _fold_constants(source)
     return tuple(editor.graph.node[n].name for n in _places(editor))
 
 
@@ -44,7 +44,7 @@ def to_dynamic(source: Graph, *, keep_float32: Collection[str] = ()) -> Graph:
     quantized already or of too old an opset, weights that are NaN or infinite, and a name in
     `keep_float32` that no node has.
     """
-    editor = _folded(source)
+    editor = _fold_constants(source)
     check_opset(editor.model, "int8-dynamic")
     check_names(editor, keep_float32)
     nodes = editor.graph.node
@@ -64,7 +64,7 @@ def to_dynamic(source: Graph, *, keep_float32: Collection[str] = ()) -> Graph:
     return editor.finish(writer.nodes)
 
 
-def _folded(source: Graph) -> Editor:
+def _fold_constants(source: Graph) -> Editor:
     check_float32(source)
     editor = Editor(source)
     fold(editor)

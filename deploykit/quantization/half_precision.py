@@ -108,7 +108,7 @@ def to_half(
     guarded = _coarse_scales(editor, half)
     if precision.BY_NAME[to].guarded:
         types |= clamp_masks(editor, types, -GUARD)
-        guarded |= _guarded(editor, ranges or {}, types)
+        guarded |= _names_to_guard(editor, ranges or {}, types)
     stay = guarded | index_nodes(editor, types, half.rounded) | set(keep_float32)
     kept = tuple(node.name for node in editor.graph.node if node.name in guarded)
     writer = _Writer(editor, types, half)
@@ -241,7 +241,9 @@ def _precise(scale: np.ndarray, half: _Half) -> bool:
     return scale.dtype == np.float32 and bool((off <= _SCALE_ERROR * np.abs(scale)).all())
 
 
-def _guarded(editor: Editor, ranges: Mapping[str, Range], types: Mapping[str, int]) -> set[str]:
+def _names_to_guard(
+    editor: Editor, ranges: Mapping[str, Range], types: Mapping[str, int]
+) -> set[str]:
     """Names of nodes that float16 cannot hold."""
     graph = editor.graph
     unfit = {name for name, seen in ranges.items() if not _holds(_finite_peak(seen))}

@@ -66,9 +66,9 @@ class TensorHistogram:
             scaled = flat[start : start + chunk] * per_bin
             scaled += np.float32(_SIDE)
             places = scaled.astype(np.intp)  # as bincount wants them
-            self.counts += _counted(places)
+            self.counts += _count_values(places)
             if repeated is not None:
-                self.weighted += _counted(places, repeated[: len(places)])
+                self.weighted += _count_values(places, repeated[: len(places)])
 
     def percentile(self, share: float = PERCENTILE) -> tuple[float, float]:
         """Ends of the middle `share` per cent, to a bin."""
@@ -141,7 +141,7 @@ def _ends(values: np.ndarray) -> tuple[float, float]:
     return (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
 
 
-def _counted(places: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+def _count_values(places: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
     """What falls into each bin; the peak itself, at the end of the last, is of that."""
     found: np.ndarray = np.bincount(places, weights, 2 * _SIDE + 1)
     found[-2] += found[-1]

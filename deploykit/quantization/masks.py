@@ -37,9 +37,7 @@ def clamp_masks(editor: Editor, types: Mapping[str, int], to: float) -> dict[str
     held = [node for node in nodes if any(map(_masks, _attributes(node).values()))]
     if not (stored or held) or _escapes(editor.graph, stored, {node.name for node in held}):
         return {}
-    new = {
-        name: editor.store(f"{name}_clamped", _clamped(editor.array(name), to)) for name in stored
-    }
+    new = {name: editor.store(f"{name}_clamp", _clamp(editor.array(name), to)) for name in stored}
     for node in nodes:
         for place, name in enumerate(node.input):
             node.input[place] = new.get(name, name)
@@ -47,7 +45,7 @@ def clamp_masks(editor: Editor, types: Mapping[str, int], to: float) -> dict[str
         for place, values in _attributes(node).items():
             attribute = node.attribute[place]
             if attribute.HasField("t"):
-                clamped = _clamped(values, to)
+                clamped = _clamp(values, to)
                 attribute.t.CopyFrom(numpy_helper.from_array(clamped, attribute.t.name))
             else:
                 attribute.f = to
@@ -83,5 +81,5 @@ def _masks(values: np.ndarray) -> bool:
     return bool(values.size) and bool((np.isfinite(values) & (values < MASK)).any())
 
 
-def _clamped(values: np.ndarray, to: float) -> np.ndarray:
+def _clamp(values: np.ndarray, to: float) -> np.ndarray:
     return np.where(np.isfinite(values) & (values < MASK), np.float32(to), values)

@@ -36,7 +36,7 @@ def move_pairs(source: Graph, runtime: str) -> Graph | None:
 
     Nodes that were left in float32 stay so.
     """
-    ranges = _recorded(source)
+    ranges = _read_ranges(source)
     if ranges is None or not _float32_around(source):
         return None
     plain = _without_pairs(source, runtime)
@@ -85,7 +85,7 @@ def move_foreign_pairs(
     return Moved(placed, tuple(sorted(set(scaled.values()) - ranges.keys())))
 
 
-def _recorded(source: Graph) -> dict[str, Range] | None:
+def _read_ranges(source: Graph) -> dict[str, Range] | None:
     """What `to_pairs` recorded; None where there is nothing, or not as it wrote it."""
     entries = {entry.key: entry.value for entry in source.model.metadata_props}
     try:
@@ -138,7 +138,7 @@ def _without_pairs(source: Graph, runtime: str) -> _Plain | None:
             names[out] = editor.store(out.removesuffix("_dequantized"), values)
         else:
             names[out] = before
-            seen[before] = _held(editor, node)
+            seen[before] = _range_of_pair(editor, node)
     kept, nodes = [], []
     for node in editor.graph.node:
         if node.op_type in _PAIR:
@@ -185,7 +185,7 @@ def _parameters(editor: Editor, node: onnx.NodeProto) -> tuple[np.ndarray, np.nd
     return scale, np.zeros_like(scale, np.uint8 if unsigned else np.int8)
 
 
-def _held(editor: Editor, node: onnx.NodeProto) -> Range:
+def _range_of_pair(editor: Editor, node: onnx.NodeProto) -> Range:
     """The numbers that a tensor's pair can hold; from -127 where its zero is 0."""
     scale, zero = _parameters(editor, node)
     step, shift, held = float(scale.max()), float(zero.max()), np.iinfo(zero.dtype)

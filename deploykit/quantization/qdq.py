@@ -72,7 +72,7 @@ def to_pairs(
     """
     precision = BY_NAME[to]
     float8 = precision.dtype == "float8"
-    editor = _folded(source)
+    editor = _fold_constants(source)
     if float8:
         raise_opset(editor.model, precision.min_opset)
     check_opset(editor.model, to)
@@ -99,12 +99,12 @@ def _record_ranges(editor: Editor, calibration: Calibration, keep_float32: Colle
 
 def quantizable(source: Graph, runtime: str, to: str = "int8") -> tuple[str, ...]:
     """Names of the nodes that `to_pairs` quantizes if no value is infinite."""
-    editor = _folded(source)
+    editor = _fold_constants(source)
     places = quantizable_nodes(editor, operators(runtime, to))
     return tuple(editor.graph.node[n].name for n in places)
 
 
-def _folded(source: Graph) -> Editor:
+def _fold_constants(source: Graph) -> Editor:
     check_float32(source)
     editor = Editor(source)
     fold(editor)
@@ -220,13 +220,13 @@ class _Writer:
         name = node.input[1]
         axis = None if self.float8 else channel_axis(node, len(self.editor.constants[name].dims))
         if (name, axis) not in self.done:
-            scale, dims, data = self._quantized(name, axis)
+            scale, dims, data = self._quantize(name, axis)
             kind = ("float8", _FP8) if self.float8 else ("int8", TensorProto.INT8)
             stored = self.editor.store_bytes(f"{name}_{kind[0]}", kind[1], dims, data)
-            self.done[name, axis] = self._dequantized(name, stored, np.int8, scale, axis)
+            self.done[name, axis] = self._dequantize(name, stored, np.int8, scale, axis)
         return self.done[name, axis]
 
-    def _quantized(self, name: str, axis: int | None) -> Stored:
+    def _quantize(self, name: str, axis: int | None) -> Stored:
         """The scale, the shape and the bytes of a weight, which no calibrator changes."""
         shared, key = self.calibration.weights, (name, axis, self.max_stored)
         if shared is not None and key in shared:
@@ -250,9 +250,9 @@ class _Writer:
         steps = np.rint(bias.astype(np.float64) / scale)
         if np.abs(steps).max(initial=0) < 2**31:
             stored = self.editor.store(f"{names[2]}_int32", steps.astype(np.int32))
-            node.input[2] = self._dequantized(names[2], stored, np.int32, scale, 0)
+            node.input[2] = self._dequantize(names[2], stored, np.int32, scale, 0)
 
-    def _dequantized(
+    def _dequantize(
         self, name: str, stored: str, dtype: type, scale: np.ndarray, axis: int | None
     ) -> str:
         """Emit the DequantizeLinear that gives the constant `stored` its scale back."""

@@ -139,11 +139,11 @@ def not_worth(
     narrow: str, narrow_s: float, wider: str, wider_s: float, *, least: float = LEAST_GAIN
 ) -> str:
     """Why `narrow` is not worth it where `wider` passes too; "" if it saves `least`."""
-    figures = _compared(narrow_s, wider, wider_s, least)
+    figures = _comparison(narrow_s, wider, wider_s, least)
     return f"{narrow.upper()} is not worth it here: {figures}" if figures else ""
 
 
-def ranked(
+def rank(
     nodes: Sequence[str], sensitivity: Mapping[str, float], saving_s: Callable[[str], float]
 ) -> list[str]:
     """Nodes by sensitivity per second saved, most first; those never measured come last.
@@ -285,7 +285,7 @@ class _Run(Generic[Model]):
             if model is None:
                 return
             cost_s = level.cost_s(model)
-            too_dear = _compared(cost_s, rival, rival_s)
+            too_dear = _comparison(cost_s, rival, rival_s)
             passed = not too_dear and self._passes(level, model, kept, cost_s)
             found |= passed
             if passed or too_dear:
@@ -308,7 +308,7 @@ class _Run(Generic[Model]):
             self.notes.append(
                 f"{level.precision.upper()}: there was no time to rank {_count(missing)}"
             )
-        return ranked(level.nodes, sensitivity, level.saving_s)
+        return rank(level.nodes, sensitivity, level.saving_s)
 
     def _make(self, level: Level[Model], kept: tuple[str, ...]) -> Model | None:
         try:
@@ -353,7 +353,7 @@ class _Run(Generic[Model]):
             self.notes.append(f"not tried, for lack of time: {', '.join(missing)}")
 
 
-def _compared(narrow_s: float, wider: str, wider_s: float, least: float = LEAST_GAIN) -> str:
+def _comparison(narrow_s: float, wider: str, wider_s: float, least: float = LEAST_GAIN) -> str:
     """The figures that speak against `narrow_s`; "" if it is at least `least` below `wider_s`."""
     if narrow_s <= (1 - least) * wider_s:
         return ""

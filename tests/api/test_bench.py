@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import deploykit as dk
 from deploykit.api.bench import bench
 from deploykit.cli.main import main
 from deploykit.core.artefact import read_manifest
+from deploykit.core.machine import this_machine
 from deploykit.core.manifest import manifest_path
 from tests.support.runtimes.gpu_machine import LAYERS, gpu_machine, plan
 
@@ -191,6 +193,38 @@ def test_the_command_warns_once_about_an_engine_taken_on_trust(
     assert warnings[0].startswith(f"warning: {engine}: loaded without a manifest: neither")
 
 
+def test_a_report_records_the_power_mode_and_the_heat_of_a_jetson(
+    affine_onnx: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from deploykit.runtimes.devices import Devices
+    from tests.support.runtimes.jetson_files import ORIN_NANO, write
+
+    root = write(tmp_path / "root", ORIN_NANO)
+    made, here = Devices.__init__, this_machine()
+    monkeypatch.setattr(Devices, "__init__", lambda self: made(self, root))
+    monkeypatch.setattr(
+        "deploykit.api.bench.this_machine", lambda: replace(here, l4t="36.4.3", gpus=())
+    )
+    once = {"batches": (1,), "seconds": 0.05, "warmup_s": 0}
+    unknown = dk.bench([affine_onnx], **once, out=tmp_path / "a")
+    write(
+        root,
+        {
+            "var/lib/nvpmodel/status": "pmode:0000",
+            "etc/nvpmodel.conf": "< POWER_MODEL ID=0 NAME=15W >",
+        },
+    )
+    known = dk.bench([affine_onnx], **once, out=tmp_path / "b")
+    assert any("POWER MODE IS NOT KNOWN" in sentence for sentence in unknown.verdict)
+    assert not any("POWER MODE" in sentence for sentence in known.verdict)
+    (held,) = known.conditions
+    assert (held.power_mode, held.power_mean_w, held.temperature_c) == ("15W", 5.52, 48.0)
+    assert held.clock_high_mhz == 624.75
+    assert "| power mode | NOT KNOWN |" in (tmp_path / "a" / "report.md").read_text("utf-8")
+    assert "| power mode | 15W |" in (tmp_path / "b" / "report.md").read_text("utf-8")
+    assert "no NVIDIA GPU" not in " ".join(gap.why for gap in known.not_measured)
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_throttled_gpu_is_a_warning_or_with_strict_a_failure(
     machine: Machine,
@@ -200,10 +234,11 @@ def test_a_throttled_gpu_is_a_warning_or_with_strict_a_failure(
     strict: bool,
 ) -> None:
     from deploykit.runtimes import devices
+    from deploykit.runtimes.gpu_state import GpuState
 
     machine()
     engine = dk.build(affine_onnx, "l4").path
-    hot = (devices.GpuState("GPU-1", "NVIDIA L4", 0, "nvml", throttled=("hw_thermal",)),)
+    hot = (GpuState("GPU-1", "NVIDIA L4", 0, "nvml", throttled=("hw_thermal",)),)
     monkeypatch.setattr(devices.Devices, "read", lambda _self: hot)
     out = affine_onnx.parent / "report"
     words = ["deploykit", "bench", engine, "--batches", "1", "--seconds", "0.05", "--warmup", "0"]

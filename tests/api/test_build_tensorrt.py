@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 import deploykit as dk
-from deploykit.api import build as making
 from deploykit.api import build_tensorrt
 from deploykit.api.build_tensorrt import PlanOptions, Shapes, prove_plan
 from deploykit.api.evaluate import QuantizeRequest
@@ -37,7 +36,7 @@ from tests.support.builders.tensorrt_fixtures import (  # noqa: F401
     model_fixture,
     use_fixture,
 )
-from tests.support.onnx_zoo import mnist_like, save
+from tests.support.runtimes import fake_tensorrt as fake
 from tests.support.runtimes.gpu_machine import LAYERS, gpu_machine, plan
 from tests.support.runtimes.modules import replaced
 
@@ -295,6 +294,57 @@ def test_an_engine_whose_outputs_differ_is_rejected(machine: Machine, affine_onn
     assert kept.evidence.golden.file == "affine.rejected.trt.golden.npz"
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"timing_cache": "affine.onnx"},
+        {"timing_cache": "link.cache"},
+        {"timing_cache": "affine.trt"},
+        {"timing_cache": "test.npz"},
+        {"timing_cache": "affine.rejected.trt"},
+        {"timing_cache": "other.onnx"},
+        {"timing_cache": "affine.so", "plugins": ["affine.so"]},
+    ],
+    ids=["model", "link", "out", "data", "rejected", "another-model", "plugin"],
+)
+def test_a_timing_cache_replaces_no_file_of_the_command(
+    machine: Machine, affine_onnx: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    machine()
+    monkeypatch.chdir(affine_onnx.parent)
+    Path("link.cache").symlink_to("affine.onnx")
+    Path("other.onnx").write_bytes(affine_onnx.read_bytes())
+    Path("affine.so").write_bytes(b"code")
+    np.savez("test.npz", x=np.zeros((4, 4), np.float32), y=np.zeros(4, np.int64))
+    before = {file.name: file.read_bytes() for file in Path().iterdir() if file.is_file()}
+    with pytest.raises(dk.BadInput, match="timing_cache"):
+        dk.build(affine_onnx, "l4", data="test.npz", shapes=Shapes(**options))
+    assert before == {file.name: file.read_bytes() for file in Path().iterdir() if file.is_file()}
+
+
+def test_an_engine_replaces_no_plugin_that_it_needs(
+    machine: Machine, affine_onnx: Path, tmp_path: Path
+) -> None:
+    machine()
+    library = tmp_path / "affine.engine"
+    library.write_bytes(b"code")
+    with pytest.raises(dk.BadInput, match="is an input of this command"):
+        dk.build(affine_onnx, "l4", out=library, force=True, shapes=Shapes(plugins=[library]))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("other", [-1, 4]), ("x", [-1, 4, 4])], ids=["name", "rank"]
+)
+def test_an_engine_of_other_inputs_is_refused(
+    machine: Machine, affine_onnx: Path, name: str, shape: list[int]
+) -> None:
+    sizes = [[n, *shape[1:]] for n in (1, 8, 32)]
+    tensors = fake.tensor(name, "INPUT", shape), fake.tensor("y", "OUTPUT", shape)
+    machine(content=fake.plan_bytes(tensors, [{name: sizes}], layers=LAYERS))
+    with pytest.raises(dk.BadInput, match=r"affine\.onnx"):
+        dk.build(affine_onnx, "l4")
+
+
 @pytest.mark.parametrize(("off", "passes"), [(0.0, True), (0.009, False)])
 def test_the_engines_accuracy_is_gated_on_labelled_data(
     machine: Machine, affine_onnx: Path, tmp_path: Path, off: float, passes: bool
@@ -338,57 +388,3 @@ def test_a_jetson_is_recognised_by_its_board_not_by_its_gpu_name(
         without_smi = replace(nano, gpus=(), board="Jetson Orin Nano", l4t="36.4.3")
         monkeypatch.setattr(build_tensorrt, "this_machine", lambda: without_smi)
         build_tensorrt.check_here(load_profile("jetson-orin-nano-8gb"), Artefact(model))
-
-
-# elsewhere
-
-
-def test_a_target_of_another_machine_is_refused_with_what_works_here(model: Path) -> None:
-    if this_machine().gpus:
-        pytest.skip("a GPU is here")
-    with pytest.raises(dk.Unsupported, match="profile 'h200' is not this machine") as caught:
-        dk.build(model, "h200")
-    assert "--check" in caught.value.hint
-    assert "--profile cpu" in caught.value.hint
-
-
-def test_shape_options_are_refused_for_a_target_without_tensorrt(model: Path) -> None:
-    with pytest.raises(dk.BadInput, match="takes no build options") as caught:
-        dk.build(model, "cpu", shapes=Shapes(batch="1,2,3", dla=0))
-    assert caught.value.hint == "leave out `batch`, `dla`, for TensorRT alone"
-    with pytest.raises(dk.BadInput, match="nothing to check"):
-        making.check_build(model, "cpu")
-
-
-def test_a_refused_check_fails_and_names_the_reason(model: Path, use: Use) -> None:
-    use(strong_error="Error Code 10: no implementation for node gemm")
-    checked = making.check_build(model, "l4")
-    assert not checked.checked.accepted
-    with pytest.raises(dk.GateFailed, match=r"m\.onnx: refused: "):
-        checked.raise_if_refused()
-
-
-@pytest.mark.nvidia
-def test_a_check_with_nvidias_builder_passes_and_writes_no_file(tmp_path: Path) -> None:
-    pytest.importorskip("tensorrt", reason="NVIDIA's parser and builder are not here")
-    path = save(mnist_like(), tmp_path / "m.onnx")
-    before = sorted(tmp_path.iterdir())
-    found = making.check_build(path, "l4")
-    assert found.checked.accepted
-    assert found.checked.plan_bytes > 0
-    assert any("not proven" in note for note in found.checked.notes)
-    assert sorted(tmp_path.iterdir()) == before
-
-
-@pytest.mark.nvidia
-def test_nvidias_parser_names_an_operator_that_it_lacks(tmp_path: Path) -> None:
-    pytest.importorskip("tensorrt", reason="NVIDIA's parser and builder are not here")
-    from onnx import helper
-
-    from tests.support.onnx_zoo import make as graph
-
-    node = helper.make_node("Det", ["x"], ["y"], name="determinant")
-    path = save(graph([node], {"x": ("N", 3, 3)}, {"y": ("N",)}, {}), tmp_path / "det.onnx")
-    found = making.check_build(path, "l4")
-    assert not found.checked.accepted
-    assert any("Det" in problem for problem in found.checked.problems)

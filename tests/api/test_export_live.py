@@ -16,6 +16,7 @@ needs("onnxscript")
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
 import deploykit as dk  # noqa: E402
+from deploykit.core.errors import Unsupported  # noqa: E402
 from deploykit.measure.evaluate.feeds import parity_sizes  # noqa: E402
 from deploykit.runtimes.torch import live  # noqa: E402
 
@@ -231,3 +232,52 @@ def test_float64_bounds_the_error_only_where_float32_is_not_exact(tmp_path: Path
     assert all(row.float32_error for row in made.parity.rows)
     exact = dk.export(Windows(), inputs=["x:float32[N,8]"], out=tmp_path / "e.onnx")
     assert [row.float32_error for row in exact.parity.rows] == [None] * 4
+
+
+def test_a_model_in_bfloat16_is_refused_with_the_way_to_a_bfloat16_graph(tmp_path: Path) -> None:
+    module = torch.nn.Linear(4, 2).bfloat16()
+    with pytest.raises(Unsupported, match="in bfloat16") as caught:
+        dk.export(module, torch.zeros(2, 4, dtype=torch.bfloat16), out=tmp_path / "m.onnx")
+    assert "quantize the graph to bf16" in str(caught.value.hint)
+    assert not list(tmp_path.iterdir())
+
+
+class Packed(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """Takes its tensors in one argument; `keys`: of a dict, or the places of a list."""
+
+    def __init__(self, *keys: Any) -> None:
+        super().__init__()
+        self.keys, self.linear = keys, torch.nn.Linear(4, 3)
+
+    def forward(self, batch: Any) -> Any:
+        first, second = (batch[key] for key in self.keys)
+        return self.linear(first) + second
+
+
+@pytest.mark.parametrize(
+    ("keys", "pack", "rewrite"),
+    [
+        (("x", "bias"), lambda x, bias: {"x": x, "bias": bias}, "def forward(self, x, bias)"),
+        (
+            ("x", "bias"),
+            lambda x, bias: ({"x": x, "bias": bias},),
+            "self.model({'x': x, 'bias': bias})",
+        ),
+        ((0, 1), lambda x, bias: ([x, bias],), "self.model([batch_0, batch_1])"),
+        ((0, 1), lambda x, bias: ((x, bias),), "self.model((batch_0, batch_1))"),
+        (
+            ("a.b", "c"),
+            lambda x, bias: ({"a.b": x, "c": bias},),
+            "self.model({'a.b': a_b, 'c': c})",
+        ),
+    ],
+    ids=["dict", "dict-in-a-tuple", "list", "tuple", "names"],
+)
+def test_a_model_that_takes_its_tensors_in_one_argument_is_refused_with_the_rewrite(
+    tmp_path: Path, keys: Any, pack: Any, rewrite: str
+) -> None:
+    example = pack(torch.randn(2, 4), torch.randn(2, 3))
+    with pytest.raises(dk.DeploykitError) as caught:
+        dk.export(Packed(*keys), example, out=tmp_path / "m.onnx")
+    assert caught.value.exit_code == 2
+    assert rewrite in str(caught.value.hint)

@@ -40,3 +40,19 @@ def test_quantize_writes_next_to_the_model_that_a_string_names(model: Path) -> N
     assert made.path.parent == model.parent
     assert made.path != model
     assert "<table" in made._repr_html_()
+
+
+def test_the_accuracy_of_predictions_is_a_share_with_its_interval(
+    model: Path, tmp_path: Path
+) -> None:
+    images = np.zeros((3, 1, 28, 28), np.float32)
+    np.savez(tmp_path / "data.npz", image=images, labels=np.zeros(3, np.int64))
+    html = dk.predict(model, tmp_path / "data.npz", tmp_path / "out.npz")._repr_html_()
+    assert "Interval" not in html
+    assert "% (95 %)" in html
+
+
+def test_the_machine_and_a_server_show_themselves(model: Path) -> None:
+    assert "inspect, profiles" in dk.doctor()._repr_html_()
+    with dk.serve({"m": model}, grpc_port=None) as server:
+        assert f'<a href="{server.url}">' in server._repr_html_()

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from deploykit.api.predict import Predicted, predict
+from deploykit.core.errors import BadInput, MissingExtra
+from deploykit.core.extras import installed
 
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
@@ -29,6 +31,16 @@ def test_the_same_labels_in_another_form_give_the_same_accuracy(
         assert run(affine_onnx, tmp_path, labels).accuracy == expected.accuracy
 
 
+def test_arrays_that_are_neither_inputs_nor_labels_are_named(
+    affine_onnx: Path, tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "data.npz", x=INPUTS, label=np.arange(30) % 4, y=INPUTS)
+    found = predict(affine_onnx, tmp_path / "data.npz", tmp_path / "out.npz", device="cpu")
+    assert (found.accuracy, found.samples) == (None, 30)
+    assert "without 'label', 'y'" in found.note
+    assert "named 'labels'" in found.note
+
+
 @pytest.mark.parametrize(
     ("labels", "why"),
     [
@@ -45,3 +57,17 @@ def test_labels_that_are_not_classes_leave_the_predictions_and_a_note(
     assert (found.accuracy, found.samples) == (None, 30)
     assert why in found.note
     assert (tmp_path / "out.npz").exists()
+
+
+def test_a_cluster_without_ray_names_the_extra(affine_onnx: Path, tmp_path: Path) -> None:
+    if installed("ray"):
+        pytest.skip("Ray is installed")
+    np.savez(tmp_path / "data.npz", x=INPUTS)
+    with pytest.raises(MissingExtra, match="ray is not installed") as caught:
+        predict(affine_onnx, tmp_path / "data.npz", tmp_path / "out.npz", on="ray")
+    assert "[ray]" in (caught.value.hint or "")
+
+
+def test_another_cluster_is_refused(affine_onnx: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="`on` 'slurm': is neither local nor ray"):
+        predict(affine_onnx, tmp_path / "data.npz", tmp_path / "out.npz", on="slurm")

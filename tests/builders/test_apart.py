@@ -28,14 +28,14 @@ import sys
 from tests.support.builders.fake_tensorrt import Behaviour, make
 sys.modules["tensorrt"] = make(Behaviour(version="10.3.0", strong_error={error!r}))
 sys.modules["cuda"] = None
-from deploykit.builders.tensorrt.apart import main
+from deploykit.core.apart import main
 main()
 """
 GIB = 1 << 30
 
 
 def child(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    monkeypatch.setattr(apart, "COMMAND", (sys.executable, "-c", code))
+    monkeypatch.setattr("deploykit.core.apart.COMMAND", (sys.executable, "-c", code))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
 
 

@@ -138,10 +138,20 @@ def test_layers_given_as_names_have_no_precision() -> None:
     assert layer.onnx_nodes == ("conv", "relu")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"Layers": {}}', '{"Layers": [3]}', "null"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"Layers": {}}', '{"Layers": [3]}', "null", f'{{"Layers": {"[" * 200_000}'],
+    ids=["empty", "cut", "list", "no-list", "number", "null", "deep"],
+)
 def test_what_is_not_the_inspectors_json_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         read_layers(text)
+
+
+def test_half_a_character_in_a_name_can_be_written() -> None:
+    (layer,) = read_layers('{"Layers": [{"Name": "a\\ud800 + b", "TacticName": "\\udfff"}]}')
+    assert layer.onnx_nodes == ("a?", "b")
+    assert json.dumps(layer.to_dict(), ensure_ascii=False).encode()
 
 
 def test_an_int8_convolution_with_a_float_output_computes_in_int8() -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 
-from deploykit.cli import make, prove, serve
+from deploykit.cli import deploy, make, prove, serve
 
 # command -> its API function's module and name
 CALLS: dict[Callable[..., None], str] = {
@@ -20,6 +20,7 @@ CALLS: dict[Callable[..., None], str] = {
     make.quantize: "quantize.quantize",
     prove.compare: "compare.compare",
     serve.load: "load_test.load_test",
+    deploy.bundle: "bundle.bundle",
 }
 TORCH = {"torch": SimpleNamespace(nn=SimpleNamespace(Module=type("Module", (), {})))}
 
@@ -45,7 +46,7 @@ def test_a_command_gives_what_its_api_function_takes(command: Callable[..., None
     takes = getattr(place, name).__annotations__
     gives = typing.get_type_hints(command)
     del gives["as_json"], gives["return"]
-    gives |= {"inputs": list[str]} if "inputs" in gives else {}  # `or ()` where none are given
+    gives |= {key: list[str] for key in ("inputs", "axes") if key in gives}  # `or ()` for None
     wrong = {
         key: (hint, takes.get(key))
         for key, hint in gives.items()

@@ -279,14 +279,14 @@ def test_doctor_says_what_the_demo_and_an_engine_need(
     from deploykit.api import doctor
 
     here = replace(this_machine(), gpus=())
-    monkeypatch.setattr(doctor, "this_machine", lambda: here)
+    monkeypatch.setattr(doctor, "this_machine", lambda _root: here)
     monkeypatch.setattr(doctor, "installed", lambda name: name not in ("tensorrt", "cuda", "PIL"))
     checks = {each.command: each for each in doctor.doctor().checks}
     assert checks["demo"].works
     assert "[tensorrt]" in checks["build --check"].why
     assert "no NVIDIA GPU" in checks["build, bench, serve of TensorRT engines"].why
     gpu = Gpu("NVIDIA L4", 24_000_000_000, "580.0", "8.9")
-    monkeypatch.setattr(doctor, "this_machine", lambda: replace(here, gpus=(gpu,)))
+    monkeypatch.setattr(doctor, "this_machine", lambda _root: replace(here, gpus=(gpu,)))
     checks = {each.command: each for each in doctor.doctor().checks}
     assert "tensorrt: pip install" in checks["build, bench, serve of TensorRT engines"].why
 
@@ -298,10 +298,32 @@ def test_profiles_shows_one_in_full(run: Run, name: str) -> None:
     assert "source: http" in ran.out
 
 
+def test_a_profiles_card_marks_what_was_derived_and_what_is_not_verified(run: Run) -> None:
+    lines = run("profiles", "jetson-thor-t4000").out.splitlines()
+    row = {line.partition("  ")[0]: " ".join(line.split()) for line in lines}
+    assert row["memory"] == (
+        "memory 56.0 GiB derived: 64 GiB less 1/8, as no report of the driver is known"
+    )
+    assert row["multiprocessors"] == "multiprocessors 12 not verified"
+    assert row["peak fp4"].endswith("derived: 1200e12 / 2: the vendor's figure is sparse")
+    assert row["jetpack-7.0"].endswith("nvcr.io/nvidia/cuda:13.0.1-base-ubuntu24.04")
+    assert row["power"] == "power 70 W at most"
+
+
+def test_the_chosen_power_mode_is_marked_on_the_card(run: Run) -> None:
+    lines = run("profiles", "jetson-agx-orin-64gb@30w").out.splitlines()
+    assert [line.split()[:3] for line in lines if "(chosen)" in line] == [
+        ["MODE_30W", "(chosen)", "30"]
+    ]
+
+
 def test_profiles_lists_all(run: Run) -> None:
     ran = run("profiles", "--json")
     assert [profile["name"] for profile in json.loads(ran.out)] == profile_names()
-    assert run("profiles").out.count("\n") > len(profile_names())
+    lines = run("profiles").out.splitlines()
+    assert len(lines) > len(profile_names())
+    stars = {line.split()[0]: line.count("*") for line in lines if line}
+    assert (stars["t4"], stars["l4"], stars["gb10"]) == (0, 2, 1)  # l4: fp16 and int8
 
 
 def test_build_takes_auto_for_the_precision(

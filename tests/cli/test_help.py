@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from deploykit.cli.help import DOCS, RENAMED
+from deploykit.cli.help import RENAMED, reference
 from deploykit.cli.main import app
 from tests.support.cli.command import Run
 
@@ -19,7 +19,7 @@ COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 def test_commands_are_listed_in_groups(run: Run) -> None:
     headings = [line for line in run("--help").out.splitlines() if line.endswith(":")]
-    assert headings == ["Make:", "Prove:", "Serve:", "Machine:", "Options:"]
+    assert headings == ["Make:", "Prove:", "Serve:", "Deploy:", "Machine:", "Options:"]
 
 
 def test_the_list_says_of_each_command_what_its_page_says_first(run: Run) -> None:
@@ -38,7 +38,11 @@ def test_each_page_has_an_example_that_parses_and_names_its_page(run: Run, comma
     program, name, *words = shlex.split(example)
     assert (program, name) == ("deploykit", command)
     COMMANDS[command].make_context(name, words, parent=typer.Context(typer.main.get_command(app)))
-    assert f"Documentation: {DOCS}" in page
+    assert f"Documentation: {reference()}\n" in page
+
+
+def test_the_page_names_a_file_that_is_there() -> None:
+    assert Path(reference()).is_file()
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -51,6 +51,8 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
         ("report.json", "report.md", "report.html"),
         (),
     ),
+    # a folder of a bundle's own, or none: tests/bundling
+    "bundle --out": (("bundle", MODEL, "--profile", "l4", "-o"), (), (MODEL, DATA, "link.onnx")),
     "demo --out": (("demo", "-o"), ("report.json", "report.md", "report.html"), ()),
 }
 FOLDERS = ("--save-splits", "bench", "load", "demo")  # whose output is a folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -62,6 +63,13 @@ def test_with_verbose_lines_take_the_place_of_the_bar(model: Path, samples: Path
     _, seen = on_terminal(["predict", "-v", model, samples, "-o", out])
     assert "\x1b[2K" not in seen
     assert "predict: " in seen
+
+
+def test_verbose_prints_each_step_with_the_seconds_since_the_start(model: Path) -> None:
+    out = model.parent / "half.onnx"
+    _, seen = on_terminal(["quantize", model, "--to", "fp16", "-o", out, "-v"])
+    steps = re.findall(r"quantize --to fp16: +\d+ %  (.+), after \d+\.\d s\s", seen)
+    assert steps == ["reading the model", "converting to fp16", "measuring accuracy"]
 
 
 def test_ready_is_an_address_on_a_terminal_and_ctrl_c_stops_the_server(model: Path) -> None:

@@ -115,7 +115,7 @@ def test_a_constant_that_the_optimizer_lost_is_not_lost(monkeypatch: pytest.Monk
         return optimize(model, **options)
 
     monkeypatch.setattr(capture.optimizer, "optimize", losing)
-    assert "shape" in capture._simplified(graph).graph.initializers
+    assert "shape" in capture._simplify(graph).graph.initializers
 
 
 GROWS = """

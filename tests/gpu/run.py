@@ -73,6 +73,9 @@ def main() -> int:
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="gpu-test-") as folder:
+        plans = Path(folder, "plans")  # a part takes what another has built
+        plans.mkdir()
+        os.environ["DEPLOYKIT_GPU_PLANS"] = str(plans)
         members, precisions = (
             list(filter(None, options.members.split(","))),
             options.precisions.split(","),

@@ -18,7 +18,8 @@ from tests.gpu import builds, leak, run, zoo
 from tests.gpu.steps import PYTHON, ROOT, Result, Step, figures, reason, run_step
 from tests.nvidia import fetch
 from tests.support.campaign import rounds
-from tests.support.runtimes.cases import CASES, Case, plan_options
+from tests.support.runtimes.cases import CASES, Case, plan_of, plan_options
+from tests.support.runtimes.gpu_machine import gpu_machine
 
 MIB = leak.MIB
 
@@ -34,6 +35,21 @@ def test_without_a_gpu_nothing_is_run(tmp_path: Path) -> None:
     assert done.returncode == 3
     assert done.stderr == "no NVIDIA GPU here: nothing was run\n"
     assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_is_built_once_for_all_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "plans"
+    shared.mkdir()
+    monkeypatch.setenv("DEPLOYKIT_GPU_PLANS", str(shared))
+    with gpu_machine(tmp_path, monkeypatch, content=b"ftrtfirst"):
+        first = plan_of.__wrapped__(CASES[0].name)
+    with gpu_machine(tmp_path, monkeypatch, content=b"ftrtsecond"):  # of another process
+        assert plan_of.__wrapped__(CASES[0].name) == first
+        monkeypatch.delenv("DEPLOYKIT_GPU_PLANS")
+        assert plan_of.__wrapped__(CASES[0].name)[0] == b"ftrtsecond"
+    assert first[0] == b"ftrtfirst"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from onnx import helper
 
 from deploykit.quantization.budget import Budget
 from deploykit.quantization.cost import predicted_s, savings_s
-from deploykit.quantization.search import Level, Verdict, noise_share, ranked, search, sensitivities
+from deploykit.quantization.search import Level, Verdict, noise_share, rank, search, sensitivities
 from tests.support.graphs.data import feeds, samples
 from tests.support.graphs.protos import calibrate, node_costs, quantizable, to_pairs
 from tests.support.onnx_zoo import make, save
@@ -22,7 +22,7 @@ from tests.support.onnx_zoo import make, save
 def test_nodes_with_most_sensitivity_per_saving_come_first() -> None:
     sensitivity = {"cheap": 2.0, "dear": 3.0, "free": 0.1, "unknown": math.nan}
     saving = {"cheap": 0.001, "dear": 0.004, "free": 0.0, "unknown": 1.0}
-    order = ranked(
+    order = rank(
         ["late", "dear", "cheap", "free", "unknown"], sensitivity, lambda name: saving[name]
     )
     assert order == ["free", "unknown", "cheap", "dear", "late"]

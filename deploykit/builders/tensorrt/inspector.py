@@ -44,7 +44,10 @@ def computes(layer: Layer) -> bool:
 
 def read_layers(text: str) -> tuple[Layer, ...]:
     """The layers in the inspector's JSON, in order. Raises ValueError for any other text."""
-    document = json.loads(text, strict=False)  # names may hold the separator 0x1F as it is
+    try:
+        document = json.loads(text, strict=False)  # names may hold the separator 0x1F as it is
+    except RecursionError:
+        raise ValueError("too many levels") from None
     if not isinstance(document, dict) or not isinstance(document.get("Layers"), list):
         raise ValueError("no list of layers")
     return tuple(_layer(item) for item in document["Layers"])
@@ -91,13 +94,18 @@ def shares(layers: Sequence[Layer], time_ms: Mapping[str, float] | None = None) 
 
 def _layer(item: object) -> Layer:
     if isinstance(item, str):  # the plan was not built at detailed verbosity
-        return Layer(item, "", None, _nodes(item, ""))
+        return Layer(_text(item), "", None, _nodes(_text(item), ""))
     if not isinstance(item, dict):
         raise ValueError("a layer is neither a name nor an object")
-    name, kind = str(item.get("Name", "")), str(item.get("LayerType", ""))
-    nodes = _nodes(name, str(item.get("Metadata") or ""))
-    tactic = str(item.get("TacticName") or item.get("TacticValue") or "")
+    name, kind = _text(item.get("Name", "")), _text(item.get("LayerType", ""))
+    nodes = _nodes(name, _text(item.get("Metadata") or ""))
+    tactic = _text(item.get("TacticName") or item.get("TacticValue") or "")
     return Layer(name, kind, _computed_in(item), nodes, tactic)
+
+
+def _text(value: object) -> str:
+    """What UTF-8 can hold of it: JSON may hold half a character, a manifest may not."""
+    return str(value).encode(errors="replace").decode()
 
 
 def _nodes(name: str, metadata: str) -> tuple[str, ...]:

@@ -9,34 +9,33 @@ import torch
 from typing_extensions import assert_type
 
 import deploykit as dk
-from deploykit.api.artefacts import Made
-from deploykit.api.compare import Compared
-from deploykit.api.inspect import Inspection
-from deploykit.api.predict import Predicted
-from deploykit.api.running_server import RunningServer
-from deploykit.core.profile import Profile
 
 
 def paths_are_strings_or_path_likes() -> None:
-    assert_type(dk.export("model.pt"), Made)
-    assert_type(dk.export(Path("model.pt"), out="model.onnx"), Made)
+    assert_type(dk.export("model.pt"), dk.Made)
+    assert_type(dk.export(Path("model.pt"), out="model.onnx"), dk.Made)
 
 
 def a_live_module_goes_in_with_its_example(net: torch.nn.Module) -> None:
     example = torch.zeros(1, 3, 8, 8)
-    assert_type(dk.export(net, example, out="net.onnx"), Made)
-    assert_type(dk.export(net, (example, example), out="net.onnx"), Made)
+    assert_type(dk.export(net, example, out="net.onnx"), dk.Made)
+    assert_type(dk.export(net, (example, example), out="net.onnx"), dk.Made)
     named = {"image": example}
-    assert_type(dk.export(net, named, out="net.onnx", dynamic_axes={"image": {2: "H"}}), Made)
+    assert_type(dk.export(net, named, out="net.onnx", dynamic_axes={"image": {2: "H"}}), dk.Made)
 
 
 def results_have_types() -> None:
-    assert_type(dk.quantize("model.onnx", "fp16"), Made)
-    assert_type(dk.build("model.onnx", "cpu"), Made)
-    assert_type(dk.compare("a.onnx", Path("b.onnx")), Compared)
-    assert_type(dk.inspect("a.onnx"), Inspection)
-    assert_type(dk.predict("a.onnx", "data.npz", "out.npz"), Predicted)
-    assert_type(dk.profile("h200"), Profile)
+    assert_type(dk.quantize("model.onnx", "fp16"), dk.Made)
+    assert_type(dk.build("model.onnx", "cpu"), dk.Made)
+    assert_type(dk.compare("a.onnx", Path("b.onnx")), dk.Compared)
+    assert_type(dk.inspect("a.onnx"), dk.Inspection)
+    assert_type(dk.predict("a.onnx", "data.npz", "out.npz"), dk.Predicted)
+    assert_type(dk.profile("h200"), dk.Profile)
+    assert_type(dk.bench("model.onnx"), dk.Report)
+    assert_type(dk.load_test("http://127.0.0.1:8000"), dk.LoadResult)
+    assert_type(dk.bundle("model.onnx", "l4", out="bundle"), dk.Bundled)
+    assert_type(dk.doctor(), dk.Health)
+    assert_type(dk.demo(quick=True), dk.DemoResult)
 
 
 def an_engine_takes_and_returns_arrays() -> None:
@@ -49,7 +48,7 @@ def an_engine_takes_and_returns_arrays() -> None:
 
 def a_server_is_a_context_manager() -> None:
     with dk.serve({"digits": "model.onnx"}, max_batch=8, buckets={"T": [16, 32]}) as server:
-        assert_type(server, RunningServer)
+        assert_type(server, dk.RunningServer)
         assert_type(server.url, str)
         assert_type(server.grpc_url, "str | None")
         assert_type(server.close(), int)

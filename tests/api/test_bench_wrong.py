@@ -1,0 +1,90 @@
+"""`bench` of an engine that computes something else: it is no faster, it is wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+
+from deploykit.api.bench import bench
+from deploykit.cli.main import main
+from deploykit.measure.report.report import Report
+
+
+def write(path: Path, weights: np.ndarray) -> Path:
+    """Y = x W on float32[N,16]."""
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["N", 16])],
+        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["N", 4])],
+        [numpy_helper.from_array(weights.astype(np.float32), "w")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    onnx.save(model, path)
+    return path
+
+
+@pytest.fixture
+def right(tmp_path: Path) -> Path:
+    return write(tmp_path / "right.onnx", np.random.default_rng(1).standard_normal((16, 4)))
+
+
+@pytest.fixture
+def zeros(tmp_path: Path) -> Path:
+    return write(tmp_path / "zeros.onnx", np.zeros((16, 4)))
+
+
+def timed(*engines: Path) -> Report:
+    out = engines[0].parent / "report"
+    return bench(engines, out=out, warmup_s=0.0, seconds=0.05, batches=(1, 8))
+
+
+def test_a_wrong_engine_is_timed_and_compared_with_nothing(right: Path, zeros: Path) -> None:
+    report = timed(right, zeros)
+    assert "zeros" in {point.label for point in report.points}
+    assert set(report.wrong) == {each.label for each in report.points if "zeros" in each.label}
+    document = report.to_dict()
+    for rows in (document["speedups"], document["crossovers"]):
+        assert rows
+        assert not any("zeros" in row["label"] for row in rows)
+    gate, *sentences = report.verdict
+    assert "1 of 1 gates NOT met: outputs of zeros.onnx" in gate
+    assert "SQNR 0.0 dB" in gate
+    assert not any("zeros" in each for each in sentences)
+
+
+def test_without_another_engine_no_ratio_is_stated(right: Path, zeros: Path) -> None:
+    (only, *_) = [each for each in timed(zeros, right).gates if not each.passed]
+    assert "right.onnx" in only.name  # the first engine is the baseline
+
+
+def test_an_engine_that_is_a_little_off_passes(right: Path, tmp_path: Path) -> None:
+    weights = np.random.default_rng(1).standard_normal((16, 4))
+    near = write(tmp_path / "near.onnx", weights + 0.02 * np.sign(weights))
+    report = timed(right, near)
+    assert [gate.passed for gate in report.gates] == [True]
+    assert report.wrong == ()
+
+
+def test_the_command_ends_with_1_and_writes_the_report(
+    right: Path, zeros: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    short = ("--warmup", "0", "--seconds", "0.05", "--batches", "1")
+    words = ["deploykit", "bench", zeros, "--baseline", right, "-o", tmp_path / "out", *short]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(main())
+    assert ended.value.code == 1
+    assert "error: outputs of zeros.onnx: against right.onnx" in capfd.readouterr().err
+    document = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert document["wrong"]
+    assert [gate["passed"] for gate in document["gates"]] == [False]

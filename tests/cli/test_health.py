@@ -1,0 +1,80 @@
+"""`health`: exit 0 only from a server that is ready, and one line that says why not."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+import deploykit as dk
+from tests.support.cli.command import Run
+
+
+class NotReady(BaseHTTPRequestHandler):
+    """Answers every request with 503 and the protocol's error document."""
+
+    def do_GET(self) -> None:
+        self.send_response(503)
+        self.end_headers()
+        self.wfile.write(b'{"error": "model \'digits\' is loading\\u0007"}')
+
+    def log_message(self, *args: object) -> None:
+        """Nothing on stderr, which the tests read."""
+
+
+@pytest.fixture
+def not_ready() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), NotReady) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_server_that_is_ready_is_exit_0(
+    run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with dk.serve(model, http_port=0, grpc_port=None) as server:
+        assert json.loads(run("health", server.url, "--json").out) == {
+            "url": server.url,
+            "ready": True,
+        }
+        # as the health check of a container calls it
+        monkeypatch.setenv("DEPLOYKIT_HTTP_PORT", server.url.rpartition(":")[2])
+        assert run("health").code == 0
+
+
+def test_a_server_that_is_not_ready_is_exit_1_with_its_reason(run: Run, not_ready: str) -> None:
+    ran = run("health", not_ready)
+    assert ran.code == 1
+    assert (
+        ran.error() == f"error: {not_ready}: not ready: it answered 503: model 'digits' is loading"
+    )
+
+
+def test_no_server_is_exit_1(run: Run) -> None:
+    ran = run("health", "http://127.0.0.1:1")
+    assert ran.code == 1
+    assert "http://127.0.0.1:1: no server answers there: Connection refused" in ran.error()
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["ftp://x", "8000", "http://", "http://x:port", "http://x/v2", "http://a b", "http://u:p@x"],
+)
+def test_what_is_not_a_servers_url_is_exit_2(run: Run, url: str) -> None:
+    ran = run("health", url)
+    assert ran.code == 2
+    assert url in ran.error()
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "1e30"])
+def test_a_timeout_that_is_no_time_is_exit_2(run: Run, seconds: str) -> None:
+    ran = run("health", "http://127.0.0.1:1", "--timeout", seconds)
+    assert ran.code == 2
+    assert "timeout" in ran.error()
