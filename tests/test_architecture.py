@@ -70,7 +70,7 @@ BUDGETS = {
     "onnx_graph+quantization": 5155,
     "builders": 1880,
     "measure": 4515,
-    "serving": 11755,
+    "serving": 11765,
     "bundling": 2040,
     "cluster": 270,
     "api": 6520,
