@@ -6,19 +6,23 @@ import datetime
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.api.artefacts import Progress
+from deploykit.api.bench_columns import (
+    BASELINE,
+    Entry,
+    check_baseline,
+    choose_setups,
+    find_baseline,
+    open_entry,
+)
 from deploykit.api.feeds import comparison_feeds
 from deploykit.api.outputs import claim_report
-from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
-from deploykit.core.errors import BadInput, Unsupported
-from deploykit.core.machine import Machine, default_threads, this_machine
+from deploykit.core.artefact import Artefact, ArtefactLike
+from deploykit.core.machine import Machine, this_machine
 from deploykit.core.paths import StrPath
-from deploykit.core.precision import narrowest
-from deploykit.core.runtime import BUILT
 from deploykit.core.tensors import BATCH, TensorSpec
 
 if TYPE_CHECKING:
@@ -35,26 +39,6 @@ log = logging.getLogger(__name__)
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 FULL_S = 60.0  # of a point
-BASELINE = "fp32 CPU"  # ONNX Runtime, one session on all physical cores
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """One artefact of the report. `precision`: "fp32", "fp16", "int8", ..."""
-
-    artefact: Artefact
-    precision: str
-    built_on: Mapping[str, str]
-    open: Callable[..., Engine]  # (device, threads)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "file": self.artefact.name,
-            "sha256": self.artefact.sha256,
-            "precision": self.precision,
-            "format": self.artefact.format,
-            "built_on": dict(self.built_on),
-        }
 
 
 def bench(
@@ -88,8 +72,8 @@ def bench(
     from deploykit.measure.timing.sweep import Timing
 
     note = _Once(on_note)
-    found = [_entry(Artefact.open(source), trust, note) for source in engines]
-    reference = _check_baseline(_baseline(baseline, found[0], trust, note))
+    found = [open_entry(Artefact.open(source), trust, note) for source in engines]
+    reference = check_baseline(find_baseline(baseline, found[0], trust, note))
     every = list({item.artefact.sha256: item for item in (reference, *found)}.values())
     timing = Timing(
         warmup_s=(2.0 if quick else 10.0) if warmup_s is None else warmup_s,
@@ -156,8 +140,8 @@ class _Run:
 
 
 def _prepare(
-    reference: _Entry,
-    every: Sequence[_Entry],
+    reference: Entry,
+    every: Sequence[Entry],
     data: Path | None,
     device: str,
     batches: Sequence[int],
@@ -171,7 +155,7 @@ def _prepare(
         samples = read_samples(data, base.inputs, labelled=True) if data else None
         parity, accuracy, gates = _proofs(base, reference, every, samples, device, note)
         inputs = base.inputs
-    setups, gaps = _setups(reference, every, machine, device, batches)
+    setups, gaps = choose_setups(reference, every, machine, device, batches)
     if samples is None:
         gaps.append(NotMeasured("accuracy", "no labelled data were given (`data`)"))
     return _Run(machine, inputs, parity, accuracy, gates, setups, gaps)
@@ -192,16 +176,6 @@ def _time(
     return list(points), watch
 
 
-def _check_baseline(found: _Entry) -> _Entry:
-    if found.artefact.format != "onnx" or found.precision != "fp32":
-        raise BadInput(
-            f"{found.artefact}: is {found.precision} in {found.artefact.format}; the baseline is a "
-            "float32 model in ONNX",
-            hint="`baseline`: the .onnx file that the engine was made from",
-        )
-    return found
-
-
 def _method(timing: Timing) -> str:
     return (
         f"each point: {timing.seconds:g} s in {timing.rounds} rounds after at most "
@@ -213,53 +187,10 @@ def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
-def _entry(artefact: Artefact, trust: bool, note: Callable[[str], None]) -> _Entry:
-    from deploykit.api.open import open_proven
-    from deploykit.onnx_graph.graph import Graph
-
-    def open_it(device: str = "cpu", threads: int | None = None) -> Engine:
-        return open_proven(
-            artefact, device, threads=threads, trust=trust, overlap=False, on_note=note
-        )[0]
-
-    if not artefact.runtime.builder:
-        raise wrong_format(artefact, artefact.format, f"an {' or '.join(BUILT)} file")
-    built_on: Mapping[str, str] = {}
-    if artefact.format == "onnx":
-        precision = narrowest(Graph.open(artefact.path).precision)
-    else:
-        manifest = artefact.manifest
-        built_on = manifest.built_on if manifest else {}
-        counted = narrowest(manifest.precision) if manifest else "unknown"
-        precision = built_on.get("precision", counted)
-    return _Entry(artefact, precision, built_on, open_it)
-
-
-def _baseline(
-    given: ArtefactLike | None, first: _Entry, trust: bool, note: Callable[[str], None]
-) -> _Entry:
-    """The one given, else `first`, or the float32 model next to it that an engine was made from."""
-    from deploykit.api.verify import find_sources
-
-    if given:
-        return _entry(Artefact.open(given), trust, note)
-    if first.artefact.format == "onnx":
-        return first
-    manifest = first.artefact.manifest
-    for path in find_sources(first.artefact.path, manifest) if manifest else ():
-        found = _entry(Artefact.open(path), trust, note)
-        if found.precision == "fp32":
-            return found
-    raise BadInput(
-        f"{first.artefact}: the float32 model that it was made from is not next to it",
-        hint="`baseline`: the .onnx file that all are compared with",
-    )
-
-
 def _proofs(
     base: Engine,
-    reference: _Entry,
-    every: Sequence[_Entry],
+    reference: Entry,
+    every: Sequence[Entry],
     samples: Samples | None,
     device: str,
     note: Callable[[str], None],
@@ -299,93 +230,3 @@ def _proofs(
                 accuracy.append(row)
             gates[item.artefact.sha256] = outputs_gate(item.artefact, parity[-1], drop)
     return parity, accuracy, gates
-
-
-def _setups(
-    reference: _Entry,
-    every: Sequence[_Entry],
-    machine: Machine,
-    device: str,
-    batches: Sequence[int],
-) -> tuple[list[Setup], list[NotMeasured]]:
-    """The columns: the baseline, each artefact on the CPU in two ways, and on the GPU there is.
-
-    One that does not run on CPUs has its own, on its GPU.
-    """
-    from deploykit.measure.report.report import NotMeasured
-
-    cores = default_threads()
-    gpu, why = _gpu(reference, machine, device)
-    setups = []
-    for item in every:
-        runtime, stem = item.artefact.runtime, item.artefact.path.stem
-        if not runtime.on_cpu:
-            setup = _setup(item, f"{stem}, {runtime.title}", device, 1, None)
-            setups += _ways(setup, batches) if runtime.overlaps else [setup]
-            continue
-        label = BASELINE if item is reference else stem
-        setups.append(_setup(item, label, "cpu", 1, cores))
-        if cores > 1:
-            setups.append(_setup(item, f"{label}, {cores} sessions", "cpu", cores, 1))
-        if gpu and "cuda" in runtime.devices:
-            setups.append(_setup(item, f"{stem}, GPU", gpu, 1, None))
-    return setups, [] if gpu else [NotMeasured("GPU", why)]
-
-
-def _ways(plain: Setup, batches: Sequence[int]) -> list[Setup]:
-    """With and without CUDA graphs, with one call and with two in flight; the weights once."""
-    opened: list[Engine] = []
-
-    def way(slots: int, graphs: Sequence[int]) -> Engine:
-        shared = opened[0].share(slots=slots, graphs=graphs) if opened else None
-        opened.append(shared or plain.engines())
-        return opened[-1]
-
-    return [
-        replace(
-            plain,
-            label=plain.label + ", CUDA graphs" * bool(graphs) + ", overlap" * (slots > 1),
-            engines=partial(way, slots, graphs),
-            in_flight=slots,
-        )
-        for slots in (1, 2)
-        for graphs in ((), tuple(batches))
-    ]
-
-
-def _gpu(reference: _Entry, machine: Machine, device: str) -> tuple[str, str]:
-    """The GPU to measure on, or "" and why there is none.
-
-    With "auto" one that cannot be used is left out and the report says why; one that was asked for
-    by name raises Unsupported.
-    """
-    from deploykit.runtimes.onnxruntime.engine import providers
-
-    if device == "cpu":
-        return "", "the CPU was asked for (`device`)"
-    if device == "auto" and not machine.gpus and machine.l4t is None:
-        return "", "no NVIDIA GPU on this machine"
-    if device == "auto" and "CUDAExecutionProvider" not in providers():
-        return "", "the installed onnxruntime has no CUDA provider"
-    chosen = "cuda" if device == "auto" else device
-    try:
-        reference.open(chosen).close()
-    except Unsupported as exc:
-        if device != "auto":
-            raise
-        return "", exc.message
-    return chosen, ""
-
-
-def _setup(item: _Entry, label: str, device: str, sessions: int, threads: int | None) -> Setup:
-    from deploykit.measure.timing.sweep import Setup
-
-    return Setup(
-        label=label,
-        engines=lambda: item.open(device, threads),
-        sessions=sessions,
-        threads=threads,
-        precision=item.precision,
-        file=item.artefact.name,
-        sha256=item.artefact.sha256,
-    )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploykit.api import bench, build, compare, export, load_test, predict, quantize, train
 from deploykit.api.artefacts import Made, Progress, no_progress
+from deploykit.api.bench_columns import BASELINE
 from deploykit.api.outputs import claim_report
 from deploykit.core.errors import GateFailed, Unsupported
 from deploykit.core.extras import require
@@ -193,7 +194,7 @@ class _Demo:
 
     def serve(self, report: Report) -> tuple[LoadResult, ...]:
         int8 = self.built["int8"]
-        best = _fastest(report, {bench.BASELINE: self.built["fp32"], int8.stem: int8})
+        best = _fastest(report, {BASELINE: self.built["fp32"], int8.stem: int8})
         seconds = 1.0 if self.quick else 5.0
         with self.steps(f"serve {best.name} over HTTP, under load"), _server(best) as url:
             closed = load_test.load_test(url, concurrency=CONNECTIONS, duration_s=seconds)
