@@ -67,7 +67,7 @@ BUDGETS = {
     "runtimes": 7015,
     "training": 180,
     "exporters": 1430,
-    "onnx_graph+quantization": 5155,
+    "onnx_graph+quantization": 5180,
     "builders": 1880,
     "measure": 4515,
     "serving": 11765,

@@ -27,9 +27,10 @@ from deploykit.core.runtime import RUNTIMES
 
 if TYPE_CHECKING:
     from deploykit.api.artefacts import Progress
+    from deploykit.onnx_graph.cost import NodeCost
     from deploykit.onnx_graph.graph import Graph
+    from deploykit.onnx_graph.roofline import Ceilings
     from deploykit.quantization.budget import Budget
-    from deploykit.quantization.cost import NodeCost
     from deploykit.quantization.search import Level, Outcome, Verdict
 
 GENERIC_PROFILE = "l4"  # predicts the costs where no profile is named
@@ -196,10 +197,10 @@ class _Candidates:
 
     def cost_s(self, graph: Graph) -> float:
         """Seconds of one call at COST_BATCH: measured, or the sum of its nodes' rooflines."""
-        from deploykit.quantization import cost
+        from deploykit.onnx_graph import roofline
 
         if not self.measured:
-            return cost.predicted_s(self._costs(graph), **self._peaks())
+            return roofline.predicted_s(self._costs(graph), self._ceilings())
         feeds = self._feeds(COST_BATCH)
         with self._open(graph) as engine:
             engine(feeds)
@@ -258,25 +259,24 @@ class _Candidates:
 
     def _savings(self, precision: str) -> Mapping[str, float]:
         """Predicted seconds that each node saves; where costs are measured, its operations."""
-        from deploykit.quantization import cost
+        from deploykit.onnx_graph import roofline
 
         float32 = self._costs(self.job.source)
         if self.measured:
             return {each.name: float(each.flops or 0) for each in float32}
-        return cost.savings_s(
-            float32, self._costs(self._convert(precision, ())[0]), **self._peaks()
-        )
+        converted = self._costs(self._convert(precision, ())[0])
+        return roofline.savings_s(float32, converted, self._ceilings())
 
     def _costs(self, graph: Graph) -> tuple[NodeCost, ...]:
-        from deploykit.quantization import cost
+        from deploykit.onnx_graph import cost
 
         return cost.node_costs(graph, self.sizes)
 
-    def _peaks(self) -> dict[str, Any]:
-        return {
-            "peaks": self.target.peak_ops_per_s,
-            "bytes_per_s": self.target.bandwidth_bytes_per_s or 0.0,
-        }
+    def _ceilings(self) -> Ceilings:
+        from deploykit.onnx_graph.roofline import Ceilings
+
+        target = self.target
+        return Ceilings(target.peak_ops_per_s, target.bandwidth_bytes_per_s or 0.0)
 
     def _feeds(self, samples: int) -> dict[str, Any]:
         """The first calibration samples; a graph with a fixed batch gets that many."""

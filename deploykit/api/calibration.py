@@ -180,7 +180,7 @@ def places_to_choose_on(source: Graph, calib: Samples, batch_size: int) -> Itera
     """
     import numpy as np
 
-    from deploykit.quantization import cost
+    from deploykit.onnx_graph import cost
 
     least, used = calib.batching(batch_size, source.inputs)
     costs = cost.node_costs(source, axis_sizes(calib, source.inputs, 1))

@@ -67,7 +67,7 @@ def batch_that_fits(source: Graph, sizes: Mapping[str, int], most_bytes: int = M
 
     `sizes`: of the dynamic axes at batch 1. Two engines run, each with some such tensors.
     """
-    from deploykit.quantization import cost
+    from deploykit.onnx_graph import cost
 
     largest = max((each.write_bytes or 0 for each in cost.node_costs(source, sizes)), default=0)
     return max(1, min(MOST_SAMPLES, most_bytes // max(largest, 1)))

@@ -77,8 +77,8 @@ def _batching(inputs: _Specs, outputs: _Specs, manifest: Manifest | None) -> str
 
 
 def _onnx(artefact: Artefact) -> _Content:
+    from deploykit.onnx_graph import cost
     from deploykit.onnx_graph.graph import Graph
-    from deploykit.quantization import cost
 
     graph = Graph.open(artefact.path)
     summary = graph.summary

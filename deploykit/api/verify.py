@@ -42,7 +42,7 @@ def asked_of(graph: Graph) -> tuple[AskedNode, ...]:
 
     Source, for nodes without a name: `getNodeName` of github.com/onnx/onnx-tensorrt.
     """
-    from deploykit.quantization import cost
+    from deploykit.onnx_graph import cost
 
     names = [
         node.name or f"node_of_{next(iter(node.output), '')}" for node in graph.model.graph.node

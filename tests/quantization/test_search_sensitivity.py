@@ -11,8 +11,8 @@ import onnx
 import pytest
 from onnx import helper
 
+from deploykit.onnx_graph.roofline import Ceilings, predicted_s, savings_s
 from deploykit.quantization.budget import Budget
-from deploykit.quantization.cost import predicted_s, savings_s
 from deploykit.quantization.search import Level, Verdict, noise_share, rank, search, sensitivities
 from tests.support.graphs.data import feeds, samples
 from tests.support.graphs.protos import calibrate, node_costs, quantizable, to_pairs
@@ -86,7 +86,7 @@ def test_on_real_graphs_only_the_node_that_int8_ruins_stays_float32(tmp_path: Pa
     calibration = calibrate(save(model, tmp_path / "m.onnx"), samples(model, 64))
     inputs = feeds(model, 64, seed=1)
     wanted = run(model, inputs)
-    target = {"peaks": {"fp32": 1e12, "int8": 8e12}, "bytes_per_s": 1e11}
+    target = Ceilings({"fp32": 1e12, "int8": 8e12}, 1e11)
     nodes = quantizable(model)
 
     def made(keep_float32: frozenset[str]) -> onnx.ModelProto:
@@ -100,10 +100,10 @@ def test_on_real_graphs_only_the_node_that_int8_ruins_stays_float32(tmp_path: Pa
         return Verdict(share < 0.01, share, f"noise {share:.2%}")
 
     def cost_s(candidate: onnx.ModelProto) -> float:
-        return predicted_s(node_costs(candidate, {"N": 256}), **target)
+        return predicted_s(node_costs(candidate, {"N": 256}), target)
 
     wide_costs, narrow_costs = (node_costs(m, {"N": 256}) for m in (model, made(frozenset())))
-    saved = savings_s(wide_costs, narrow_costs, **target)
+    saved = savings_s(wide_costs, narrow_costs, target)
     level = Level(
         "int8",
         8,

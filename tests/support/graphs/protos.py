@@ -10,12 +10,11 @@ import onnx
 
 from deploykit.core.profile import Profile
 from deploykit.core.tensors import TensorSpec
-from deploykit.onnx_graph import probes
+from deploykit.onnx_graph import cost, probes
 from deploykit.onnx_graph.editor import Editor
 from deploykit.onnx_graph.graph import Graph, Summary
 from deploykit.onnx_graph.storage import MAX_BYTES
 from deploykit.quantization import (
-    cost,
     half_precision,
     preflight,
     qdq,

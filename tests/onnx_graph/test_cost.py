@@ -9,7 +9,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from deploykit.core.errors import BadInput
-from deploykit.quantization.cost import NodeCost, predicted_s, unknown
+from deploykit.onnx_graph.cost import NodeCost, unknown
+from deploykit.onnx_graph.roofline import Ceilings, predicted_s
 from tests.support.graphs.cost_graphs import PEAKS, costs
 from tests.support.graphs.protos import node_costs
 from tests.support.onnx_zoo import Shape, linear, make, two_inputs
@@ -210,7 +211,7 @@ def test_what_is_not_known_is_none_and_is_named() -> None:
     assert found["places"].flops is None
     assert found["rows"].write_bytes is None
     assert unknown(found.values()) == ("places", "rows")
-    assert predicted_s(found.values(), peaks=PEAKS, bytes_per_s=1e9) > 0
+    assert predicted_s(found.values(), Ceilings(PEAKS, 1e9)) > 0
 
 
 def test_a_damaged_graph_gives_unknown_costs_and_no_error() -> None:

@@ -1,7 +1,4 @@
-"""Predict what each node of a graph computes and moves, and how long a roofline says it takes.
-
-A model, there to rank nodes and candidates; `predicted_s` names what it leaves out.
-"""
+"""Count what each node of a graph computes and moves; `roofline` says how long that takes."""
 
 from __future__ import annotations
 
@@ -13,8 +10,6 @@ from typing import Any
 
 import onnx
 
-from deploykit.core.errors import BadInput
-from deploykit.core.precision import of_dtype
 from deploykit.onnx_graph.flops import ELEMENTWISE, GATHERS, flops
 from deploykit.onnx_graph.graph import Graph, dtype_name
 from deploykit.onnx_graph.node_precision import CONVERTS, DESCRIBES, VIEWS, NodePrecision
@@ -116,47 +111,6 @@ def mix(graph: Graph, sizes: Mapping[str, int]) -> Mix:
         weight_bytes[kind] += stored_bytes(tensor)
     lost = tuple(cost.name for cost in costs if cost.flops is None)
     return Mix(nodes, operations, weights, weight_bytes, lost)
-
-
-def node_s(cost: NodeCost, *, peaks: Mapping[str, float], bytes_per_s: float) -> float:
-    """Seconds of one node: the longer of its arithmetic and its memory traffic; see `predicted_s`.
-
-    Raises BadInput where `peaks` holds no operations/s for "fp32", which stands in for others.
-    """
-    known = of_dtype(cost.precision or "float32")
-    peak = peaks.get(known.name if known else "fp32", peaks.get("fp32", 0.0))
-    if not (peak > 0 and bytes_per_s > 0):
-        raise BadInput(
-            "a predicted time needs the peaks of fp32 and of the memory bandwidth, above 0",
-            hint="a profile has both: peak_ops_per_s and bandwidth_bytes_per_s",
-        )
-    return max((cost.flops or 0) / peak, cost.traffic_bytes / bytes_per_s)
-
-
-def predicted_s(
-    costs: Iterable[NodeCost], *, peaks: Mapping[str, float], bytes_per_s: float
-) -> float:
-    """Seconds of one call: each node at the roofline, one after the other.
-
-    `peaks`: operations/s by "fp32", "fp16", "bf16", "int8", "fp8", as in a hardware profile; a
-    precision that has none is taken to run at "fp32". A lower bound, whose use is to compare: it
-    leaves out the start of kernels, tiles that do not fill, caches, conversions between layouts and
-    nodes that are `unknown`. Roofline: Williams, Waterman and Patterson, CACM 52(4), 2009.
-    """
-    return math.fsum(node_s(cost, peaks=peaks, bytes_per_s=bytes_per_s) for cost in costs)
-
-
-def savings_s(
-    before: Iterable[NodeCost],
-    after: Iterable[NodeCost],
-    *,
-    peaks: Mapping[str, float],
-    bytes_per_s: float,
-) -> dict[str, float]:
-    """Seconds that each node of `after` takes less than the node of that name in `before`."""
-    old = {c.name: node_s(c, peaks=peaks, bytes_per_s=bytes_per_s) for c in before}
-    new = {c.name: node_s(c, peaks=peaks, bytes_per_s=bytes_per_s) for c in after}
-    return {name: old[name] - new[name] for name in new if name in old}
 
 
 class _Costing:

@@ -12,7 +12,8 @@ import pytest
 from onnx import helper
 
 from deploykit.core.errors import BadInput
-from deploykit.quantization.cost import NodeCost, node_s, predicted_s, savings_s
+from deploykit.onnx_graph.cost import NodeCost
+from deploykit.onnx_graph.roofline import Ceilings, node_s, predicted_s, savings_s
 from tests.support.graphs.cost_graphs import PEAKS, costs
 from tests.support.graphs.data import samples
 from tests.support.graphs.protos import calibrate, mix, node_costs, summarise, to_pairs
@@ -133,24 +134,27 @@ def test_a_graph_that_computes_nothing_has_no_shares() -> None:
     assert mix(model, {}).to_dict()["shares"]["flops"] == {}
 
 
+TARGET = Ceilings(PEAKS, 1e9)
+
+
 def cost(precision: str = "float32", flops: int = 0, moved: int = 0) -> NodeCost:
     return NodeCost("n", "Conv", precision, flops, moved, 0, 0)
 
 
 def test_a_node_takes_the_longer_of_its_arithmetic_and_its_traffic() -> None:
-    assert node_s(cost(flops=10**9, moved=10), peaks=PEAKS, bytes_per_s=1e9) == 1e-3
-    assert node_s(cost(flops=10, moved=10**6), peaks=PEAKS, bytes_per_s=1e9) == 1e-3
-    assert node_s(cost("float16", flops=10**9), peaks=PEAKS, bytes_per_s=1e9) == 2.5e-4
-    assert node_s(cost("int8", flops=10**9), peaks=PEAKS, bytes_per_s=1e9) == 1.25e-4
+    assert node_s(cost(flops=10**9, moved=10), TARGET) == 1e-3
+    assert node_s(cost(flops=10, moved=10**6), TARGET) == 1e-3
+    assert node_s(cost("float16", flops=10**9), TARGET) == 2.5e-4
+    assert node_s(cost("int8", flops=10**9), TARGET) == 1.25e-4
 
 
 def test_a_precision_without_a_peak_runs_at_that_of_fp32() -> None:
-    assert node_s(cost("float8", flops=10**9), peaks=PEAKS, bytes_per_s=1e9) == 1e-3
+    assert node_s(cost("float8", flops=10**9), TARGET) == 1e-3
 
 
 def test_the_prediction_adds_up_the_nodes() -> None:
     two = [cost(flops=10**9), cost(moved=10**6)]
-    assert predicted_s(two, peaks=PEAKS, bytes_per_s=1e9) == pytest.approx(2e-3)
+    assert predicted_s(two, TARGET) == pytest.approx(2e-3)
 
 
 @pytest.mark.parametrize(("peaks", "bytes_per_s"), [({}, 1e9), (PEAKS, 0.0), ({"fp32": 0}, 1e9)])
@@ -158,12 +162,12 @@ def test_a_prediction_without_a_target_is_bad_input(
     peaks: Mapping[str, float], bytes_per_s: float
 ) -> None:
     with pytest.raises(BadInput, match="needs the peaks"):
-        predicted_s([cost()], peaks=peaks, bytes_per_s=bytes_per_s)
+        Ceilings(peaks, bytes_per_s)
 
 
 def test_the_saving_of_a_node_is_by_its_name(tmp_path: Path) -> None:
     wide, narrow = node_costs(mnist_like(), {"N": 64}), node_costs(quantized(tmp_path), {"N": 64})
-    saved = savings_s(wide, narrow, peaks=PEAKS, bytes_per_s=1e11)
+    saved = savings_s(wide, narrow, Ceilings(PEAKS, 1e11))
     assert saved["conv2"] > saved["conv1"] > 0
     assert saved["flatten"] == 0
     assert not any(name.startswith("QuantizeLinear") for name in saved)
