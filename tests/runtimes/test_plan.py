@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,39 +10,16 @@ from pathlib import Path
 import pytest
 
 from deploykit.core.errors import BadInput, DeploykitError, NotFound, Unsupported
-from deploykit.core.evidence import BuildRecord, Evidence, WeightsFile
-from deploykit.core.manifest import Manifest, manifest_path, write_manifest
-from deploykit.core.tensors import TensorSpec
+from deploykit.core.evidence import Evidence, WeightsFile
+from deploykit.core.manifest import manifest_path, write_manifest
 from deploykit.runtimes.tensorrt.compatibility import (
     Here,
     check_plan,
     differences,
     open_plan,
-    rebuild,
 )
 from tests.support.onnx_zoo import linear, save
-
-HERE = Here("10.13.3.9", "NVIDIA H200", "9.0", 132, "580.65.06", "13.0")
-CONTENT = b"ptrt" + bytes(range(256)) * 40
-BUILT = {
-    **HERE.facts(),
-    "model": "resnet.onnx",
-    "profile": "h200",
-    "batch": "1,8,32",
-}
-
-
-def described(content: bytes = CONTENT, version_compatible: bool = False, **built: str) -> Manifest:
-    return Manifest(
-        format="tensorrt",
-        inputs=(TensorSpec("x", "float32", ("N", 4)),),
-        outputs=(TensorSpec("y", "float32", ("N", 4)),),
-        precision={"float16": 20, "float32": 3},
-        sha256=hashlib.sha256(content).hexdigest(),
-        made_from=("ab" * 32,),
-        built_on={**BUILT, **built},
-        evidence=Evidence(build=BuildRecord("h200", (), version_compatible)),
-    )
+from tests.support.runtimes.plans import BUILT, CONTENT, HERE, described
 
 
 @pytest.fixture
@@ -53,14 +29,6 @@ def plan(tmp_path: Path) -> Path:
     path.write_bytes(CONTENT)
     write_manifest(path, described())
     return path
-
-
-def rebuilt(path: Path, **built: str) -> str:
-    """The hint of the refusal of a plan that was built so."""
-    with pytest.raises(Unsupported) as caught:
-        check_plan(path, described(**built), HERE)
-    assert caught.value.exit_code == 3
-    return caught.value.hint or ""
 
 
 # what fits
@@ -340,69 +308,3 @@ def test_a_manifest_with_invalid_versions_raises_only_deploykit_errors(plan: Pat
         check_plan(plan, described(**odd), HERE)
     except DeploykitError as exc:
         assert "compute capability" in exc.message  # noqa: PT017 - it need not be raised
-
-
-# how to build it again
-
-
-def test_another_tensorrt_is_rebuilt_with_the_same_profile_and_sizes(plan: Path) -> None:
-    assert rebuilt(plan, tensorrt="10.3.0", optimization_level="5", dla="1") == (
-        "build it here: deploykit build resnet.onnx --profile h200 --batch 1,8,32 --level 5 "
-        f"--dla 1 -o {plan}"
-    )
-
-
-def test_another_gpu_is_rebuilt_for_the_one_that_is_here(plan: Path) -> None:
-    assert "--profile auto" in rebuilt(plan, gpu="Orin", compute_capability="8.7")
-
-
-@pytest.mark.parametrize(
-    ("precision", "calib", "says"),
-    [
-        ("fp16", "", "--precision fp16 --batch 1,8,32"),
-        ("int8", "samples/calib.npz", "--precision int8 --batch 1,8,32 --calib calib.npz"),
-        ("fp8", "", "--precision fp8 --batch 1,8,32 --calib DATA"),
-        ("auto", "c.npz", "--precision auto --batch 1,8,32 --calib c.npz"),
-    ],
-)
-def test_the_rebuild_command_repeats_the_precision(
-    plan: Path, precision: str, calib: str, says: str
-) -> None:
-    built = described(precision=precision, calib=calib)
-    words = rebuild(plan, replace(built, made_from=("ab" * 32, "cd" * 32)), HERE)
-    assert words == f"deploykit build resnet.onnx --profile h200 {says} -o {plan}"
-
-
-def test_the_rebuild_command_of_a_quantized_model_has_no_precision(plan: Path) -> None:
-    assert "--precision" not in rebuild(plan, described(precision="int8"), HERE)
-
-
-def test_the_rebuild_command_keeps_compatibility_options_and_axes(plan: Path) -> None:
-    words = rebuilt(
-        plan,
-        tensorrt="11.0.0",
-        version_compatible=True,
-        hardware_compatible="ampere-plus",
-        axes="T=1,64,128 W=8,8,8",
-    )
-    assert "--axis T=1,64,128 --axis W=8,8,8" in words
-    assert words.count("--hardware-compatible ampere-plus") == 1
-    assert words.count("--version-compatible") == 1
-
-
-@pytest.mark.parametrize("name", ["../../secret.onnx", "/etc/x.onnx", "a/b.onnx"])
-def test_model_in_the_hint_is_a_name_never_a_path(plan: Path, name: str) -> None:
-    words = rebuilt(plan, tensorrt="10.3.0", model=name)
-    assert f"deploykit build {name.rpartition('/')[2]} --profile" in words
-
-
-def test_the_rebuild_command_is_quoted_for_the_shell(plan: Path) -> None:
-    words = rebuilt(plan, tensorrt="10.3.0", model="a b;rm.onnx", profile="x y", batch="$(id)")
-    assert "build 'a b;rm.onnx' --profile 'x y'" in words
-    assert "--batch '$(id)'" in words
-
-
-def test_an_unknown_model_is_named_by_its_hash(plan: Path) -> None:
-    words = rebuilt(plan, tensorrt="10.3.0", model="")
-    assert words.startswith("build it here: deploykit build MODEL.onnx ")
-    assert words.endswith("(MODEL.onnx: SHA-256 abababababab...)")
