@@ -17,7 +17,7 @@ import deploykit
 from deploykit.cli.main import app
 from deploykit.measure.report.report import Report
 from scripts.class_tables import PAGES as TABLES
-from scripts.class_tables import written
+from scripts.class_tables import SCHEMA, schema, written
 from tests.support.blocks import blocks, commands, run, run_page, unknown_options
 from tests.support.campaign import only_in_a_campaign
 
@@ -128,6 +128,11 @@ def test_every_block_names_its_language(page: Path) -> None:
 def test_the_tables_name_every_class_and_key(page: Path) -> None:
     """When this fails: python scripts/class_tables.py."""
     assert page.read_text(encoding="utf-8") == written(page)
+
+
+def test_the_schema_of_reports_is_that_of_the_classes() -> None:
+    """When this fails: python scripts/class_tables.py."""
+    assert SCHEMA.read_text(encoding="utf-8") == schema()
 
 
 def test_the_page_on_reports_explains_every_key_at_the_top() -> None:

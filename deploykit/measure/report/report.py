@@ -7,10 +7,11 @@ the same report gives the same bytes.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from deploykit.core.errors import BadInput
 from deploykit.core.files import make_folder, read_json, write_text
@@ -23,7 +24,7 @@ from deploykit.measure.statistics import Interval, ratio
 from deploykit.measure.timing.sweep import Point, crossover
 from deploykit.runtimes.gpu_state import Conditions
 
-VERSION = 1
+VERSION = 2  # of the format; reports of version 1, which know less, are still read
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,30 @@ class NotMeasured(Record):
 
 
 @dataclass(frozen=True)
+class Speedup(Record):
+    """How many times the baseline's throughput a setup has, at the same batch and scenario."""
+
+    label: str
+    scenario: str
+    batch: int
+    ratio: Interval
+
+
+@dataclass(frozen=True)
+class Crossover(Record):
+    """The batch from which a setup is ahead of the baseline and stays ahead; None: none measured.
+
+    `by`: "throughput" or "p50".
+    """
+
+    label: str
+    baseline: str
+    scenario: str
+    by: str
+    batch: int | None
+
+
+@dataclass(frozen=True)
 class Report:
     """All of a run. `created`: ISO 8601. `command`: what repeats it. `baseline`: a point's label.
 
@@ -92,16 +117,26 @@ class Report:
     conditions: tuple[Conditions, ...] = ()
     not_measured: tuple[NotMeasured, ...] = ()
 
+    shown: ClassVar[tuple[str, ...]] = ("speedups", "crossovers")
+
+    @property
+    def speedups(self) -> tuple[Speedup, ...]:
+        return speedups(self._right, self.baseline)
+
+    @property
+    def crossovers(self) -> tuple[Crossover, ...]:
+        return crossovers(self._right, self.baseline)
+
+    @property
+    def _right(self) -> tuple[Point, ...]:
+        """The points that anything may be derived from."""
+        if self.throttled:
+            return ()
+        return tuple(point for point in self.points if point.label not in self.wrong)
+
     def to_dict(self) -> dict[str, Any]:
-        """What `report.json` holds; `speedups` and `crossovers` are derived from the points."""
-        right = tuple(point for point in self.points if point.label not in self.wrong)
-        derived = () if self.throttled else right
-        return {
-            "report": VERSION,
-            **json_value(self),
-            "speedups": speedups(derived, self.baseline),
-            "crossovers": crossovers(derived, self.baseline),
-        }
+        """What `report.json` holds."""
+        return {"report": VERSION, **json_value(self, *self.shown)}
 
     def _repr_html_(self) -> str:
         from deploykit.measure.report.notebook import report_html
@@ -124,19 +159,12 @@ def speedup(candidate: Point, reference: Point) -> Interval:
     return ratio(candidate.round_rates, reference.round_rates)
 
 
-def speedups(points: Sequence[Point], baseline: str) -> list[dict[str, Any]]:
+def speedups(points: Sequence[Point], baseline: str) -> tuple[Speedup, ...]:
     """The speed-up of every point that has a baseline of its scenario and batch."""
-    found = []
-    for point, reference in _pairs(points, baseline):
-        found.append(
-            {
-                "label": point.label,
-                "scenario": point.scenario,
-                "batch": point.batch,
-                "ratio": speedup(point, reference).to_dict(),
-            }
-        )
-    return found
+    return tuple(
+        Speedup(point.label, point.scenario, point.batch, speedup(point, reference))
+        for point, reference in _pairs(points, baseline)
+    )
 
 
 def _pairs(points: Sequence[Point], baseline: str) -> list[tuple[Point, Point]]:
@@ -145,7 +173,7 @@ def _pairs(points: Sequence[Point], baseline: str) -> list[tuple[Point, Point]]:
     return [(point, references[key]) for point, key in keys if key in references]
 
 
-def crossovers(points: Sequence[Point], baseline: str) -> list[dict[str, Any]]:
+def crossovers(points: Sequence[Point], baseline: str) -> tuple[Crossover, ...]:
     """For each other setup the batch from which it stays ahead of the baseline, or None."""
     found = []
     pairs = _pairs(points, baseline)
@@ -153,16 +181,8 @@ def crossovers(points: Sequence[Point], baseline: str) -> list[dict[str, Any]]:
         chosen = [pair for pair in pairs if (pair[0].scenario, pair[0].label) == (scenario, label)]
         for by in ("throughput", "p50"):
             batch = crossover([a for a, _ in chosen], [b for _, b in chosen], by)
-            found.append(
-                {
-                    "label": label,
-                    "baseline": baseline,
-                    "scenario": scenario,
-                    "by": by,
-                    "batch": batch,
-                }
-            )
-    return found
+            found.append(Crossover(label, baseline, scenario, by, batch))
+    return tuple(found)
 
 
 def write(report: Report, folder: Path) -> Path:
@@ -176,15 +196,30 @@ def write(report: Report, folder: Path) -> Path:
     out = folder / "report.html"
     write_text(out, report_page(document))
     write_text(folder / "report.md", markdown(document))
-    write_text(folder / "report.json", json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    write_text(folder / "report.json", _NUMBERS.sub(_one_line, text))
     return out
+
+
+_NUMBERS = re.compile(r"\[\n[-+\d.eE,\s]+\]")  # a line break in JSON is never inside a string
+
+
+def _one_line(numbers: re.Match[str]) -> str:
+    """A list of numbers, each on a line of its own, on one line."""
+    return " ".join(numbers[0].split()).replace("[ ", "[").replace(" ]", "]")
 
 
 def read(path: Path) -> Report:
     """Read a `report.json`, or the one in a folder. Raises NotFound or BadInput."""
     path = path / "report.json" if path.is_dir() else path
     values = read_json(path)
-    if not isinstance(values, dict) or values.get("report") != VERSION:
-        raise BadInput(f"{path}: is not a deploykit report of version {VERSION}")
+    version = values.get("report") if isinstance(values, dict) else None
+    if not isinstance(version, int) or version < 1 or isinstance(version, bool):
+        raise BadInput(f"{path}: is not a deploykit report")
+    if version > VERSION:
+        raise BadInput(
+            f"{path}: is a report of version {version}; this deploykit reads up to {VERSION}",
+            hint="install a newer deploykit: pip install -U deploykit",
+        )
     report: Report = from_json(Report, values, str(path))
     return report

@@ -13,8 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from deploykit.core.errors import BadInput
 from deploykit.core.json_value import Record
+from deploykit.measure.histogram import CallHistogram
 from deploykit.measure.latency import Latency
 from deploykit.measure.statistics import Interval, throughput
 from deploykit.measure.timing.closed_loop import Block, Clock, run_block
@@ -76,7 +79,7 @@ class Point(Record):
 
     `latency` is of single calls over all rounds (`samples` of them), `throughput_per_s` rows per
     second with its interval over the rounds, `round_rates` the rows per second of each round in
-    order. `duration_s`: the timed seconds. `note`: a caveat, or "".
+    order. `duration_s`: the timed seconds. `note`: a caveat, or "". `histogram`: every call.
     """
 
     label: str
@@ -94,6 +97,7 @@ class Point(Record):
     throughput_per_s: Interval
     round_rates: tuple[float, ...]
     note: str = ""
+    histogram: CallHistogram | None = None
 
 
 def sweep(
@@ -312,6 +316,7 @@ def _point(column: _Column, batch: int, record: _Record) -> Point:
         ),
         round_rates=tuple(block.rate for block in blocks),
         note=record.note,
+        histogram=CallHistogram.of(np.concatenate([block.calls_ns for block in blocks]) / 1e9),
     )
 
 

@@ -313,6 +313,7 @@ def test_a_point_says_what_was_timed_and_goes_into_json(bench: Bench) -> None:
     latency, rate = document.pop("latency"), document.pop("throughput_per_s")
     assert document.pop("round_rates") == pytest.approx([800, 800])
     assert document.pop("duration_s") == pytest.approx(1.0)
+    assert sum(document.pop("histogram")["counts"]) == 200
     assert latency["p99_ms"] is None
     assert rate["value"] == pytest.approx(800)
     assert document == {
