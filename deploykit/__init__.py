@@ -28,6 +28,7 @@ __all__ = [
     "Predicted",
     "Profile",
     "Report",
+    "ReportComparison",
     "RunningServer",
     "Shapes",
     "TensorSpec",
@@ -36,6 +37,7 @@ __all__ = [
     "build",
     "bundle",
     "compare",
+    "compare_reports",
     "demo",
     "doctor",
     "export",
@@ -67,6 +69,7 @@ _PUBLIC = {
     "Predicted": "deploykit.api.predict:Predicted",
     "Profile": "deploykit.core.profile:Profile",
     "Report": "deploykit.measure.report.report:Report",
+    "ReportComparison": "deploykit.measure.report.compare:ReportComparison",
     "RunningServer": "deploykit.api.running_server:RunningServer",
     "Shapes": "deploykit.builders.builder:Shapes",
     "TensorSpec": "deploykit.core.tensors:TensorSpec",
@@ -75,6 +78,7 @@ _PUBLIC = {
     "build": "deploykit.api.build:build",
     "bundle": "deploykit.api.bundle:bundle",
     "compare": "deploykit.api.compare:compare",
+    "compare_reports": "deploykit.api.compare_reports:compare_reports",
     "demo": "deploykit.api.demo:demo",
     "doctor": "deploykit.api.doctor:doctor",
     "export": "deploykit.api.export:export",
@@ -94,6 +98,7 @@ if TYPE_CHECKING:
     from deploykit.api.build import build
     from deploykit.api.bundle import Bundled, bundle
     from deploykit.api.compare import Compared, compare
+    from deploykit.api.compare_reports import compare_reports
     from deploykit.api.demo import DemoResult, demo
     from deploykit.api.doctor import Health, doctor
     from deploykit.api.export import export
@@ -118,6 +123,7 @@ if TYPE_CHECKING:
     from deploykit.core.profile import load_profile as profile
     from deploykit.core.tensors import TensorSpec
     from deploykit.measure.load.generator import LoadResult
+    from deploykit.measure.report.compare import ReportComparison
     from deploykit.measure.report.report import Report
     from deploykit.runtimes.engine import Engine, load
 else:

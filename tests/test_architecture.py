@@ -69,12 +69,12 @@ BUDGETS = {
     "exporters": 1430,
     "onnx_graph+quantization": 5180,
     "builders": 1880,
-    "measure": 4620,
+    "measure": 4975,
     "serving": 11765,
     "bundling": 2040,
     "cluster": 270,
-    "api": 6550,
-    "cli": 2275,
+    "api": 6570,
+    "cli": 2355,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 140  # the whole package, with the list of public names
 LONG: set[str] = set()  # functions over 60 lines

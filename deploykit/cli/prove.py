@@ -113,9 +113,12 @@ Timing:
 --warmup SECONDS       Warm-up before each point [10, or 2 with --quick]
 --seconds SECONDS      Length of each point [60, or 5 with --quick]
 --strict               Exit 1 if the GPU lowered its clocks meanwhile
+Compare two reports:
+--compare A B          Compare report B with report A, files or folders; nothing is measured
+--fail-on-regression SHARE%  Exit 1 if a figure of B is certainly slower by more than that
 {JSON}""")
 def bench(
-    engines: list[Path],
+    engines: list[Path] | None = None,
     baseline: Path | None = None,
     batches: str = "1,2,4,8,16,32",
     out: Path = Path("report"),
@@ -127,12 +130,21 @@ def bench(
     warmup_s: float | None = None,
     seconds: float | None = None,
     strict: bool = False,
+    compare: tuple[Path, Path] | None = None,
+    fail_on_regression: str | None = None,
     as_json: bool = False,
 ) -> None:
     """Measure latency and throughput against the float32 model on the CPU.
 
     Example: deploykit bench model.int8.onnx --baseline model.onnx --quick
     """
+    if compare is not None:
+        compare_two(*compare, fail_on_regression, engines, as_json)
+        return
+    if fail_on_regression is not None:
+        raise BadInput("`fail_on_regression` needs `compare`")
+    if not engines:
+        raise BadInput("which ENGINE?", hint="deploykit bench model.onnx, or `compare` A B")
     from deploykit.api import bench as figures
 
     with Progress("bench") as progress:
@@ -161,6 +173,33 @@ def bench(
         if strict:
             raise GateFailed(why, hint="the report is written, without a speed-up")
         output.note(f"warning: {why}")
+
+
+def compare_two(
+    a: Path, b: Path, fail_on_regression: str | None, engines: list[Path] | None, as_json: bool
+) -> None:
+    """Compare two reports; exit 1 past the bound."""
+    if engines:
+        raise BadInput("`compare` takes two reports and no ENGINE: nothing is measured")
+    from deploykit.api.compare_reports import compare_reports
+
+    bound = fail_on_regression
+    result = compare_reports(
+        a, b, fail_on_regression=None if bound is None else share("fail_on_regression", bound)
+    )
+    output.show(result, tables.report_comparison(result), as_json=as_json)
+    result.raise_if_slower()
+
+
+def share(parameter: str, text: str) -> float:
+    """0.05 from `5%`. Raises BadInput."""
+    number = text.removesuffix("%").strip()
+    try:
+        if number != text.strip() and number.isascii():
+            return float(number) / 100
+    except ValueError:
+        pass
+    raise BadInput(f"`{parameter}` {text}: must be a percentage", hint=f"`{parameter}` 5%")
 
 
 def sizes(parameter: str, text: str) -> list[int]:

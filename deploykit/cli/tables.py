@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from deploykit.core.parity import ParityRow
     from deploykit.measure.evaluate.parity import Parity
     from deploykit.measure.load.generator import LoadResult
+    from deploykit.measure.report.compare import ReportComparison
     from deploykit.measure.report.report import Report
 
 UNKNOWN = "not known"
@@ -259,6 +261,42 @@ def report(result: Report, folder: Path) -> list[Part]:
         f"report: {folder / 'report.html'}",
     ]
     return lines
+
+
+def report_comparison(result: ReportComparison) -> list[Part]:
+    from deploykit.measure.report.formatting import number, spread
+
+    rows = [
+        (
+            row.label,
+            *([row.scenario] if several else []),
+            str(row.batch),
+            str(row.sessions),
+            "-" if row.threads is None else str(row.threads),
+            each.figure + ("/s" if each.figure == "throughput" else " ms"),
+            number(each.a),
+            number(each.b),
+            spread(each.ratio.to_dict()),
+            each.finding,
+        )
+        for several in [len({row.scenario for row in result.rows}) > 1]
+        for row in result.rows
+        for each in row.figures
+    ]
+    counts = Counter(each.finding for row in result.rows for each in row.figures)
+    found = ", ".join(f"{count} {finding}" for finding, count in counts.most_common())
+    several = len(rows[0]) > 9
+    header = ("setup", *["scenario"] * several, "batch", "sessions", "threads", "figure", "A", "B")
+    table = TextTable((*header, "B / A", ""), rows, left=(0, *[1] * several, len(header) + 1))
+    return [
+        f"{result.b} (B) against {result.a} (A): {found}",
+        table,
+        f"The intervals of all {len(rows)} ratios hold together, in 95 % of all cases.",
+        *(f"note: only in A: {name}" for name in result.only_a),
+        *(f"note: only in B: {name}" for name in result.only_b),
+        *([f"note: not known: {', '.join(result.not_known)}"] if result.not_known else []),
+        *(f"note: {text}" for text in result.notes),
+    ]
 
 
 def demo(result: DemoResult) -> list[Part]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from statistics import NormalDist
 
 import numpy as np
 
@@ -160,8 +161,8 @@ def ratio(a: Sequence[float], b: Sequence[float]) -> Interval:
     return _through(_exp, logs)
 
 
-def t_quantile(freedom: int) -> float:
-    """The 97.5 % point of Student's t with `freedom` >= 1 degrees of freedom.
+def t_quantile(freedom: int, tail: float = _TAIL) -> float:
+    """The 1 - `tail` (97.5 %) point of Student's t with `freedom` >= 1 degrees of freedom.
 
     Up to 200: bisection on the exact series for whole degrees (Abramowitz and Stegun, 26.7.3 and
     26.7.4). Above: the Cornish-Fisher expansion (26.7.5), there good to 1e-6.
@@ -169,14 +170,16 @@ def t_quantile(freedom: int) -> float:
     if freedom < 1:
         raise BadInput("an interval needs 2 values or more")
     if freedom > 200:
-        z = _Z
+        z = _Z if tail == _TAIL else NormalDist().inv_cdf(1 - tail)
         first = (z**3 + z) / 4
         second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
         return z + first / freedom + second / freedom**2
-    low, high = 0.0, 16.0
+    low, high, share = 0.0, 16.0, 1 - 2 * tail
+    while _t_central(high, freedom) < share:
+        high *= 2
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if _t_central(middle, freedom) < 1 - 2 * _TAIL else (low, middle)
+        low, high = (middle, high) if _t_central(middle, freedom) < share else (low, middle)
     return (low + high) / 2
 
 

@@ -89,9 +89,9 @@ class Crossover(Record):
 class Report:
     """All of a run. `created`: ISO 8601. `command`: what repeats it. `baseline`: a point's label.
 
-    `machine`: Machine.to_dict(). `artefacts`: {"file", "sha256", "precision", "format"}. `parity`:
-    Parity.to_dict() of each comparison. `quick`: points were timed for less than
-    60 s. `verdict`: sentences, the most important first.
+    `machine`: Machine.to_dict(). `artefacts`: {"file", "sha256", "precision", "format",
+    "built_on"}. `parity`: Parity.to_dict() of each comparison. `quick`: points were timed for less
+    than 60 s. `verdict`: sentences, the most important first.
     `wrong`: labels of setups whose outputs failed their gate; no ratio is derived from them.
     `throttled`: why the GPU was throttled during the run; nothing is derived from the points then.
     `conditions`: power mode, clocks, power and heat of each GPU while it was measured.
@@ -105,7 +105,7 @@ class Report:
     verdict: tuple[str, ...] = ()
     gates: tuple[Gate, ...] = ()
     machine: Mapping[str, Any] = field(default_factory=dict)
-    artefacts: tuple[Mapping[str, str], ...] = ()
+    artefacts: tuple[Mapping[str, Any], ...] = ()
     accuracy: tuple[Accuracy, ...] = ()
     parity: tuple[Mapping[str, Any], ...] = ()
     points: tuple[Point, ...] = ()

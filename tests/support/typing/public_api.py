@@ -32,6 +32,7 @@ def results_have_types() -> None:
     assert_type(dk.predict("a.onnx", "data.npz", "out.npz"), dk.Predicted)
     assert_type(dk.profile("h200"), dk.Profile)
     assert_type(dk.bench("model.onnx"), dk.Report)
+    assert_type(dk.compare_reports("before", Path("after")), dk.ReportComparison)
     assert_type(dk.load_test("http://127.0.0.1:8000"), dk.LoadResult)
     assert_type(dk.bundle("model.onnx", "l4", out="bundle"), dk.Bundled)
     assert_type(dk.doctor(), dk.Health)

@@ -1,0 +1,60 @@
+"""Reports of simulated runs, in which the truth is known."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from deploykit.measure.latency import Latency
+from deploykit.measure.report.report import Report
+from deploykit.measure.statistics import throughput
+from deploykit.measure.timing.sweep import Point
+
+ROUNDS, CALLS, BATCHES = 5, 800, (1, 2, 4)
+MACHINE = {
+    "cpu": "An Example CPU",
+    "usable_cores": 2,
+    "gpus": [],
+    "memory_bytes": 8 << 30,
+    "power_mode": None,
+    "packages": {"deploykit": "0.1.0", "numpy": "2.3.0", "onnx": "1.19.0"},
+}
+
+
+def point(batch: int, call_s: float, random: np.random.Generator, label: str = "model") -> Point:
+    """Rounds differ by 0.5 %, calls by 10 %."""
+    rounds = [
+        call_s * np.exp(0.005 * random.standard_normal() + 0.1 * random.standard_normal(CALLS))
+        for _ in range(ROUNDS)
+    ]
+    seconds = [float(each.sum()) for each in rounds]
+    return Point(
+        label=label,
+        precision="fp32",
+        device="cpu",
+        runtime="onnxruntime 1.31.1",
+        scenario="closed-loop",
+        batch=batch,
+        sessions=1,
+        threads=2,
+        samples=ROUNDS * CALLS,
+        rounds=ROUNDS,
+        duration_s=sum(seconds),
+        latency=Latency.of(*rounds),
+        throughput_per_s=throughput([batch * CALLS] * ROUNDS, seconds),
+        round_rates=tuple(batch * CALLS / each for each in seconds),
+    )
+
+
+def simulated(seed: int, slower: float = 1.0) -> Report:
+    """A report whose process differs from others by 1 %, as on a real machine."""
+    random = np.random.default_rng(seed)
+    process = float(np.exp(0.01 * random.standard_normal()))
+    return Report(
+        title="a model",
+        created="2026-01-01T00:00:00+00:00",
+        command="deploykit bench model.onnx",
+        baseline="model",
+        machine=MACHINE,
+        artefacts=({"file": "model.onnx", "sha256": "a" * 64, "precision": "fp32"},),
+        points=tuple(point(n, 1e-3 * n * slower * process, random) for n in BATCHES),
+    )
