@@ -31,6 +31,7 @@ NOT_DRAWN = {
     "deploykit_model_info",
     "deploykit_model_generation",  # for alerts
     "deploykit_model_loaded_timestamp_seconds",
+    "deploykit_previous_engine",
     "deploykit_held_bytes",
     "deploykit_held_limit_bytes",
 }
@@ -80,6 +81,7 @@ def emitted() -> Iterator[dict[str, set[str]]]:
     log = logs.configure("text")
     held = [Sample("deploykit_held_bytes", {}, 0), Sample("deploykit_held_limit_bytes", {}, 1)]
     spans = [Sample("deploykit_spans_dropped_total", {}, 0)]
+    spans += [Sample("deploykit_previous_engine", {"model": "m"}, 0)]  # of `boot`
     for samples in (sampler.samples, watching.samples, reloading.samples, logs.samples):
         service.add_metrics(samples)
     service.add_metrics(lambda: [*held, *spans])

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deploykit.api import device as machines
 from deploykit.api.artefacts import span
@@ -31,6 +31,10 @@ from deploykit.core.machine import this_machine
 from deploykit.core.paths import StrPath
 from deploykit.core.profile import Profile, load_profile
 from deploykit.core.runtime import RUNTIMES
+
+if TYPE_CHECKING:
+    from deploykit.serving.models.repository import ModelRepository
+    from deploykit.serving.server import Server
 
 log = logging.getLogger(__name__)
 
@@ -82,16 +86,21 @@ def boot_until_stopped(
     )
     with ExitStack() as stack:
 
-        def ready(host: str, port: int, grpc_port: int | None, names: list[str]) -> None:
+        def on_start(
+            server: Server, host: str, port: int, grpc_port: int | None, names: list[str]
+        ) -> None:
             booted = boot.confirm()
             stack.close()  # another process may use the cache
+            _publish(booted, server.repository)
             if on_ready is not None:
                 on_ready(host, port, grpc_port, names, booted)
 
         def engines() -> list[str]:
             return [f"{found.name}={stack.enter_context(boot.prepare())}"]
 
-        return serve_until_stopped(engines, device=device, reload=False, on_ready=ready, **options)
+        return serve_until_stopped(
+            engines, device=device, reload=False, on_start=on_start, **options
+        )
 
 
 def _read(folder: Path) -> Bundle:
@@ -104,6 +113,18 @@ def _read(folder: Path) -> Bundle:
             hint="deploykit bundle MODEL --to docker",
         )
     return found
+
+
+def _publish(booted: Booted, repository: ModelRepository) -> None:
+    """Say in the model's notes and the metrics whether the previous engine serves."""
+    from deploykit.serving.observe.prometheus import Sample
+    from deploykit.serving.options import VERSION
+
+    (model,) = repository.models.values()
+    previous, labels = booted.source == "previous", {"model": model.name, "version": VERSION}
+    if previous:
+        model.remark = lambda: f"the previous engine serves: {booted.why}"
+    repository.add_metrics(lambda: [Sample("deploykit_previous_engine", labels, previous)])
 
 
 class Boot:

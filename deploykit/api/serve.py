@@ -36,7 +36,6 @@ _SIZES = re.compile(r"(?P<name>[^=]+)=(?P<value>\d{1,9}(,\d{1,9})*)")
 _PAD = re.compile(r"(?P<name>[^=]+)=(?P<value>[-+]?(inf|nan|(\d+\.?\d*|\.\d+)(e[-+]?\d+)?))", re.I)
 _SHADOW_THREADS = 1  # of the reference: it must not take the cores from what serves
 
-OnReady = Callable[[str, int, "int | None", list[str]], None]  # host, HTTP port, gRPC port, names
 Models = ArtefactLike | Sequence[ArtefactLike] | Mapping[str, ArtefactLike]
 
 
@@ -124,7 +123,7 @@ def serve_until_stopped(
     buckets: Sequence[str] = (),
     pads: Sequence[str] = (),
     log_format: str = "text",
-    on_ready: OnReady | None = None,
+    on_start: OnStart | None = None,
     **options: Any,
 ) -> int:
     """Serve until SIGTERM or Ctrl-C, for the command line; its strings are read here.
@@ -132,8 +131,9 @@ def serve_until_stopped(
     `engines`, `shadows`: `FILE` or `NAME=FILE`, for a shadow NAME is optional where there is one
     model; `engines` may be a function that finds them, called once the options are known to be
     right. `token_file`: its first line is the token. `buckets`: `AXIS=16,32`, `pads`: `INPUT=0`.
-    `log_format`: text or json lines on stderr. `options`: those of `ServeOptions`. Returns how many
-    accepted requests were left unanswered.
+    `log_format`: text or json lines on stderr. `on_start`: called once the ports are open, before
+    the first request is read. `options`: those of `ServeOptions`. Returns how many accepted
+    requests were left unanswered.
     """
     from deploykit.serving.observe import logs
     from deploykit.serving.options import ServeOptions
@@ -149,16 +149,13 @@ def serve_until_stopped(
     )
     opening = Opening(device, threads, instances, trust, cpu_fallback)
 
-    def on_start(_server: Server, host: str, port: int, grpc: int | None, names: list[str]) -> None:
-        if on_ready is not None:
-            on_ready(host, port, grpc, names)
-
     with logs.configure(log_format):
         files = _name_models(engines() if callable(engines) else engines)
         if not files:
             raise BadInput("no engine to serve", hint="give one as FILE or NAME=FILE")
         references = _references(shadows, list(files))
-        return _run(files, references, settings, opening, reload, on_start)
+        started = on_start or (lambda *_: None)
+        return _run(files, references, settings, opening, reload, started)
 
 
 def _run(

@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
@@ -146,7 +145,7 @@ def serve(options: ServeArguments) -> None:
     dropped = service.serve_until_stopped(
         [*(options.engine or ()), *(options.models or ())],
         shadows=options.shadow or (),
-        on_ready=partial(show_ready, options),
+        on_start=lambda _server, *ready: show_ready(options, *ready),
         **service_options(options),
     )
     raise_if_dropped(dropped)

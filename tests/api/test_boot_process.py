@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import deploykit as dk
+from tests.support.boots import boot
 from tests.support.bundles import proven_model
 from tests.support.campaign import only_in_a_campaign, rounds
 
@@ -35,10 +36,10 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Device:
     """A process of `deploykit boot`."""
 
-    def __init__(self, bundle: Path, cache: Path, *before: str) -> None:
-        ports = ("--http-port", "0", "--no-grpc")
+    def __init__(self, bundle: Path, cache: Path, *before: str, after: Sequence[str] = ()) -> None:
+        command = (sys.executable, "-m", "deploykit", "boot", bundle, "--cache", cache)
         self.popen = subprocess.Popen(
-            [*before, sys.executable, "-m", "deploykit", "boot", bundle, "--cache", cache, *ports],
+            [*before, *command, "--http-port", "0", "--no-grpc", *after],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -58,8 +59,8 @@ class Device:
 
 
 @contextmanager
-def device(bundle: Path, cache: Path, *before: str) -> Iterator[Device]:
-    running = Device(bundle, cache, *before)
+def device(bundle: Path, cache: Path, *before: str, after: Sequence[str] = ()) -> Iterator[Device]:
+    running = Device(bundle, cache, *before, after=after)
     try:
         yield running
     finally:
@@ -83,6 +84,27 @@ def test_two_processes_build_one_engine_and_both_serve_it(bundle: Path, tmp_path
     assert len({engine["slot"] for engine in engines}) == 1
     assert [code for code, _log in ended] == [0, 0]
     assert sum("another process uses the cache" in log for _code, log in ended) <= 1
+
+
+def get(address: str, path: str) -> str:
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=LIMIT_S) as answer:
+        return str(answer.read().decode())
+
+
+def test_metrics_and_notes_say_that_the_previous_engine_serves(
+    bundle: Path, tmp_path: Path
+) -> None:
+    boot(bundle, tmp_path / "cache")
+    dk.bundle(bundle / "model" / "tiny.onnx", "cpu", out=tmp_path / "new", batch="1,2,4")
+    boot(tmp_path / "new", tmp_path / "cache")
+    for option, previous in (("--rollback", True), ("--retry", False)):
+        with device(tmp_path / "new", tmp_path / "cache", after=[option]) as running:
+            address = running.ready()["http"]
+            metrics, about = get(address, "/metrics"), json.loads(get(address, "/v2/models/tiny"))
+        value = f'deploykit_previous_engine{{model="tiny",version="1"}} {float(previous)}'
+        assert value in metrics.splitlines()
+        notes = "the previous engine serves: rolled back" if previous else ""
+        assert about["parameters"]["notes"] == notes
 
 
 def test_a_start_that_is_killed_is_recovered_from(bundle: Path, tmp_path: Path) -> None:

@@ -83,13 +83,15 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Serving:
     def serve(*engines: str, **options: Any) -> Iterator[Served]:
         ready, address, failed = threading.Event(), [], []
 
-        def on_ready(host: str, port: int, _grpc: int | None, _names: list[str]) -> None:
+        def on_start(
+            _server: http.Server, host: str, port: int, _grpc: int | None, _names: list[str]
+        ) -> None:
             address.append(f"{host}:{port}")
             ready.set()
 
         def run() -> None:
             try:
-                serve_until_stopped(engines, http_port=0, on_ready=on_ready, **options)
+                serve_until_stopped(engines, http_port=0, on_start=on_start, **options)
             except BaseException as exc:
                 failed.append(exc)
                 raise

@@ -54,6 +54,10 @@ METRICS: Mapping[str, tuple[str, str]] = {  # name -> type, help
         "Times a replaced engine file was given up: it took too long.",
     ),
     "deploykit_reload_failed": ("gauge", "1 while the engine's new file cannot be loaded."),
+    "deploykit_previous_engine": (
+        "gauge",
+        "1 while the previous engine serves: the new one failed or was rolled back.",
+    ),
     "deploykit_shadow_total": ("counter", "Rows compared with the reference engine."),
     "deploykit_shadow_disagreements_total": ("counter", "Compared rows that disagreed."),
     "deploykit_shadow_dropped_total": ("counter", "Sampled requests that were not compared."),
