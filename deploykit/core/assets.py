@@ -1,11 +1,11 @@
-"""Read the style sheet and the chart code that the report and the dashboard share."""
+"""Read the style sheet that the report and the dashboard share."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 FOLDER = Path(__file__).with_suffix("")
-NAMES = ("look.css", "charts.js")
+NAMES = ("look.css",)
 
 
 def asset(name: str) -> str:

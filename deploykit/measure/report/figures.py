@@ -1,64 +1,18 @@
 """Choose the charts of a report; each has a caption and a table of the same data.
 
-Charts are data here: core/assets/charts.js draws them. Nothing is computed that is not in the
-document of `report.json`.
+Nothing is computed that is not in the document of `report.json`; svg.py draws them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from deploykit.measure.report.chart import LOOKS, Chart, Mark, Series
 from deploykit.measure.report.formatting import MISSING, SPACE, count, number, percent, spread
 
 Json = Mapping[str, Any]
-LOOKS = 8  # colours, dashes and markers before they repeat; 0 is the baseline's
 _POINT_COLUMNS = ("setup", "batch", "p50 (ms)", "p99 (ms)", "throughput (inferences/s)")
-
-
-@dataclass(frozen=True)
-class Mark:
-    """One measured point; `low` to `high` is its interval, `text` its label."""
-
-    x: float
-    y: float
-    low: float | None = None
-    high: float | None = None
-    text: str = ""
-
-
-@dataclass(frozen=True)
-class Series:
-    """A line through `marks`, in their order. `upper`: a thin line above it (p99 over p50)."""
-
-    label: str
-    marks: tuple[Mark, ...]
-    look: int = 0
-    upper: tuple[Mark, ...] = ()
-
-
-@dataclass(frozen=True)
-class Chart:
-    """One figure. `finding`: its caption, what a reader should see in it.
-
-    `x_ticks`: positions and labels of the x axis, round numbers where empty. `x_log` None: if the
-    values span much. `zero`: the y axis begins at 0. `flag`: an x, and what begins there.
-    `columns`, `rows`: the same data as a table.
-    """
-
-    name: str
-    title: str
-    finding: str
-    x_label: str
-    y_label: str
-    series: tuple[Series, ...]
-    x_ticks: tuple[tuple[float, str], ...] = ()
-    x_log: bool | None = None
-    zero: bool = True
-    flag: tuple[float, str] | None = None
-    columns: tuple[str, ...] = ()
-    rows: tuple[tuple[str, ...], ...] = ()
 
 
 def charts(document: Json) -> tuple[list[Chart], list[str]]:

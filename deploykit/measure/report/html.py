@@ -1,60 +1,43 @@
-"""Write a report as one HTML file that needs no network and no second file.
+"""Write a report as one HTML file that needs no network, no second file and no script.
 
-Every string of the document is escaped, and the page's own policy lets it load nothing and run one
-script: the chart code. Without scripts every figure is still there, in its caption and its table.
-The same document gives the same bytes.
+Every string of the document is escaped, and the page's own policy lets it load and run nothing. The
+same document gives the same bytes.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from deploykit.core.assets import asset
-from deploykit.measure.report.figures import Chart, charts
+from deploykit.measure.report.chart import Figure
+from deploykit.measure.report.figures import charts
+from deploykit.measure.report.svg import NARROW, draw
 from deploykit.measure.report.tables import Table, best_by_batch, details, machine, summary
 
 CSS = asset("look.css") + Path(__file__).with_name("report.css").read_text(encoding="utf-8")
-SCRIPT = (
-    asset("charts.js")
-    + """
-const charts = JSON.parse(document.getElementById("charts-data").textContent);
-for (const plot of document.querySelectorAll("[data-chart]")) {
-  plot.innerHTML = draw(charts[Number(plot.dataset.chart)]);
-}
-"""
-)
-_HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-_POLICY = (
-    f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_HASH}'; "
-    "img-src data:; base-uri 'none'"
-)
+_NAMES = ("setup", "precision", "load")  # columns of a chart's table that hold no figures
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
 def report_page(document: Mapping[str, Any]) -> str:
-    """The whole page. Order: verdict, short table, charts, method and machine, everything else."""
+    """The whole page: verdict, first chart, short tables, other charts, method, everything else."""
     document = _printable(document)
     drawn, missing = charts(document)
-    figures = "".join(figure(chart, i) for i, chart in enumerate(drawn))
-    figures = figures and _NO_SCRIPT + figures
+    first, *others = [figure_html(each) for each in drawn] or [""]
+    best = best_by_batch(document)
     sections = [
         _verdict(document),
+        first,
         _section("In short", "short", html_table(summary(document), caption=False)),
-        *(
-            _section(table.title, "best", html_table(table, caption=False))
-            for table in (best_by_batch(document),)
-            if table.rows
-        ),
+        *([_section(best.title, "best", html_table(best, caption=False))] if best.rows else []),
         _section(
             "What the measurements show",
             "charts",
-            figures + "".join(f"<p>{_e(sentence)}</p>" for sentence in missing),
+            "".join(others) + "".join(f"<p>{_e(sentence)}</p>" for sentence in missing),
         ),
         _section("How it was measured", "method", _method(document)),
         _section(
@@ -63,26 +46,18 @@ def report_page(document: Mapping[str, Any]) -> str:
             "".join(map(_fold_section, details(document))) + _raw(document),
         ),
     ]
-    return html_page(str(document["title"]), "\n".join(sections), drawn)
+    return html_page(str(document["title"]), "\n".join(sections))
 
 
-_NO_SCRIPT = (
-    '<noscript><p class="note">The charts need JavaScript. Each one\'s figures are in its table.'
-    "</p></noscript>"
-)
-
-
-def html_page(title: str, content: str, drawn: Sequence[Chart]) -> str:
-    """A page of its own around `content`; element i of `drawn` fills `data-chart="i"`."""
-    script = f'<script type="module">{SCRIPT}</script>\n' if drawn else ""
+def html_page(title: str, content: str) -> str:
+    """A page of its own around `content`."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>{_e(title)}</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n"
-        f"{content}\n</main>\n{_data('charts-data', list(map(asdict, drawn)))}\n{script}"
-        "</body>\n</html>\n"
+        f"{content}\n</main>\n</body>\n</html>\n"
     )
 
 
@@ -112,12 +87,14 @@ def _section(title: str, name: str, content: str) -> str:
     return f'<section aria-labelledby="{name}"><h2 id="{name}">{_e(title)}</h2>{content}</section>'
 
 
-def figure(chart: Chart, index: int) -> str:
-    names = [i for i, name in enumerate(chart.columns) if name in ("setup", "precision", "load")]
-    table = Table(chart.title, chart.columns, chart.rows, tuple(names))
+def figure_html(figure: Figure) -> str:
+    """A chart, its finding, and its data as a table; it is drawn for wide and for narrow pages."""
+    names = [i for i, name in enumerate(figure.columns) if name in _NAMES]
+    table = Table(figure.title, figure.columns, figure.rows, tuple(names))
     return (
-        f'<figure><h3>{_e(chart.title)}</h3><div class="plot" data-chart="{index}"></div>'
-        f"<figcaption>{_e(chart.finding)}</figcaption><details><summary>The figures of this chart"
+        f'<figure><h2>{_e(figure.title)}</h2><div class="broad">{draw(figure)}</div>'
+        f'<div class="slim">{draw(figure, NARROW)}</div>'
+        f"<figcaption>{_e(figure.finding)}</figcaption><details><summary>The figures of this chart"
         f"</summary>{html_table(table)}</details></figure>"
     )
 

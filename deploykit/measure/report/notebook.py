@@ -7,8 +7,9 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from deploykit.core.evidence import Evaluation, Parity
-from deploykit.measure.report.figures import Chart, charts, served_chart
-from deploykit.measure.report.html import figure, html_page, html_table
+from deploykit.measure.report.chart import Figure
+from deploykit.measure.report.figures import charts, served_chart
+from deploykit.measure.report.html import figure_html, html_page, html_table
 from deploykit.measure.report.tables import Table, parity_table, serving_table, summary
 
 if TYPE_CHECKING:
@@ -66,12 +67,11 @@ def facts_html(title: str, facts: Mapping[str, object]) -> str:
     return html_table(Table(title, ("", ""), rows, (0, 1)))
 
 
-def _frame(drawn: Sequence[Chart]) -> str:
+def _frame(drawn: Sequence[Figure]) -> str:
     if not drawn:
         return ""
-    content = "".join(figure(chart, i) for i, chart in enumerate(drawn))
-    page = escape(html_page("Charts", content, drawn))
+    page = escape(html_page("Charts", "".join(map(figure_html, drawn))))
     return (
-        f'<iframe srcdoc="{page}" title="Charts" sandbox="allow-scripts" '
+        f'<iframe srcdoc="{page}" title="Charts" sandbox="" '
         f'style="width: 100%; height: {_FRAME_PX}px; border: 0"></iframe>'
     )

@@ -4,41 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import asdict
-from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
 
-from deploykit.core.assets import FOLDER
-from deploykit.measure.report.figures import Chart, Mark, Series, charts
+from deploykit.measure.report.axis import make_axis
+from deploykit.measure.report.canvas import text_width, wrapped
+from deploykit.measure.report.chart import Bars, Chart, Mark, Series
+from deploykit.measure.report.figures import charts
 from deploykit.measure.report.formatting import MISSING, count, number, points, spread
 from deploykit.measure.report.report import Report
+from deploykit.measure.report.svg import NARROW, WIDE, Frame, draw
 from deploykit.measure.report.tables import summary
-from tests.support.node import evaluate, needs_node
+from tests.support.measure.drawings import SVG, boxes, overlaps
 
-CHARTS = FOLDER / "charts.js"
-WIDTH, HEIGHT = 760, 400
-SVG = "{http://www.w3.org/2000/svg}"
-FONT, MEAN_WIDTH = 12, 0.6  # as charts.js takes them
-
-pytestmark = needs_node
-
-
-def draw(one: Chart, frame: str = "FIGURE") -> str:
-    drawn: str = evaluate(CHARTS, f"m.draw(v.chart, m.{frame})", chart=asdict(one))
-    return drawn
-
-
-def make_axis(values: list[float], **options: object) -> dict[str, Any]:
-    found: dict[str, Any] = evaluate(CHARTS, "m.axis(v.values, v.o)", values=values, o=options)
-    return found
-
-
-def text_box(x: float, y: float, text: str, anchor: str) -> tuple[float, float, float, float]:
-    width = MEAN_WIDTH * FONT * len(text)
-    left = x - {"start": 0.0, "middle": width / 2, "end": width}[anchor]
-    return left, y - FONT, left + width, y + 0.25 * FONT
+FRAMES = pytest.mark.parametrize("frame", [WIDE, NARROW], ids=["wide", "narrow"])
 
 
 def chart(*series: Series, **changes: object) -> Chart:
@@ -57,29 +37,6 @@ def line(label: str, ys: list[float], look: int = 0) -> Series:
     return Series(label, tuple(Mark(i + 1.0, y, y * 0.9, y * 1.1) for i, y in enumerate(ys)), look)
 
 
-def boxes(svg: str) -> list[tuple[str, tuple[float, float, float, float]]]:
-    return [
-        (
-            text.text or "",
-            text_box(
-                float(text.attrib["x"]),
-                float(text.attrib["y"]),
-                text.text or "",
-                text.get("text-anchor", "start"),
-            ),
-        )
-        for text in ET.fromstring(svg).iter(f"{SVG}text")
-    ]
-
-
-def overlaps(svg: str) -> list[tuple[str, str]]:
-    return [
-        (a, b)
-        for (a, (l1, t1, r1, b1)), (b, (l2, t2, r2, b2)) in itertools.combinations(boxes(svg), 2)
-        if l1 < r2 and r1 > l2 and t1 < b2 and b1 > t2
-    ]
-
-
 CROWDED = {
     "same ends": [line(f"setup {i}", [1.0, 2.0, 3.0 + i * 0.001], i) for i in range(5)],
     "ends at the bottom": [line(f"setup {i}", [9.0, 5.0, 0.001 * (i + 1)], i) for i in range(5)],
@@ -92,14 +49,16 @@ CROWDED = {
 
 
 @pytest.mark.parametrize("name", CROWDED)
-def test_no_label_covers_another_or_leaves_the_chart(name: str) -> None:
-    svg = draw(chart(*CROWDED[name]))
+@FRAMES
+def test_no_label_covers_another_or_leaves_the_chart(name: str, frame: Frame) -> None:
+    svg = draw(chart(*CROWDED[name]), frame)
     assert overlaps(svg) == []
+    _, _, width, height = map(float, ET.fromstring(svg).attrib["viewBox"].split())
     for text, (left, top, right, bottom) in boxes(svg):
         assert left >= 0, text
-        assert right <= WIDTH, text
+        assert right <= width, text
         assert top >= 0, text
-        assert bottom <= HEIGHT, text
+        assert bottom <= height, text
 
 
 def test_ticks_that_would_cover_each_other_are_left_out() -> None:
@@ -111,7 +70,8 @@ def test_ticks_that_would_cover_each_other_are_left_out() -> None:
     assert len(labels) < len(many)
 
 
-def test_no_text_covers_another_in_a_real_report(report: Report) -> None:
+@FRAMES
+def test_no_text_covers_another_in_a_real_report(report: Report, frame: Frame) -> None:
     drawn, missing = charts(report.to_dict())
     assert [c.title for c in drawn] == [
         "Latency against throughput",
@@ -121,7 +81,7 @@ def test_no_text_covers_another_in_a_real_report(report: Report) -> None:
     ]
     assert missing == []
     for one in drawn:
-        assert overlaps(draw(one)) == [], one.title
+        assert overlaps(draw(one, frame)) == [], one.title
 
 
 def test_every_line_is_named_and_differs_in_dash_and_marker_not_only_in_colour() -> None:
@@ -154,8 +114,8 @@ def test_a_wide_range_is_logarithmic_and_says_so() -> None:
 
 def test_a_linear_axis_starts_at_zero_where_asked_and_covers_the_intervals() -> None:
     axis = make_axis([7.0, 11.3], zero=True)
-    assert (axis["low"], axis["high"]) == (0.0, 12.5)
-    assert [text for _, text in axis["ticks"]] == ["0.0", "2.5", "5.0", "7.5", "10.0", "12.5"]
+    assert (axis.low, axis.high) == (0.0, 12.5)
+    assert [text for _, text in axis.ticks] == ["0.0", "2.5", "5.0", "7.5", "10.0", "12.5"]
 
 
 @pytest.mark.parametrize(
@@ -165,51 +125,58 @@ def test_a_linear_axis_starts_at_zero_where_asked_and_covers_the_intervals() -> 
 )
 def test_the_label_of_a_tick_is_its_value(values: list[float]) -> None:
     axis = make_axis(values)
-    assert len(axis["ticks"]) >= 3
-    for value, text in axis["ticks"]:
+    assert len(axis.ticks) >= 3
+    for value, text in axis.ticks:
         assert float(text.replace("−", "-")) == pytest.approx(value, abs=1e-12)
 
 
 @pytest.mark.parametrize("values", [[0.2, 18.0], [3.0, 5.0], [1.0, 1e7], [7.0, 7.0]], ids=str)
 def test_a_logarithmic_axis_holds_its_values_and_has_round_ticks(values: list[float]) -> None:
     axis = make_axis(values, log=True)
-    assert axis["low"] < min(values) <= max(values) < axis["high"]
-    for value, _ in axis["ticks"]:
-        assert axis["low"] <= value <= axis["high"]
+    assert axis.low < min(values) <= max(values) < axis.high
+    for value, _ in axis.ticks:
+        assert axis.low <= value <= axis.high
         assert 10 ** (math.log10(value) % 1) == pytest.approx(
             min((1, 2, 3, 5, 10), key=lambda m: abs(m - 10 ** (math.log10(value) % 1)))
         )
 
 
 def test_equal_steps_are_equal_on_a_linear_and_equal_factors_on_a_log_axis() -> None:
-    half = "m.axis([0, 10]).at(5, 0, 100)"
-    assert evaluate(CHARTS, half) == pytest.approx(50)
-    thirds = "[1, 10, 100, 1000].map((x) => m.axis([1, 1000], {log: true}).at(x, 0, 90))"
-    at = evaluate(CHARTS, thirds)
-    steps = [b - a for a, b in itertools.pairwise(at)]
+    assert make_axis([0, 10]).at(5, 0, 100) == pytest.approx(50)
+    axis = make_axis([1, 1000], log=True)
+    steps = [b - a for a, b in itertools.pairwise(axis.at(10.0**i, 0, 90) for i in range(4))]
     assert steps == pytest.approx([steps[0]] * 3)
 
 
-def test_a_panel_breaks_its_line_where_there_is_no_value_and_names_its_series() -> None:
-    marks = [{"x": x, "y": y} for x, y in enumerate([1, 2, None, 4, 5])]
-    both = [{"label": name, "look": i + 1, "marks": marks} for i, name in enumerate(["p99", "p50"])]
-    given = {"title": "Latency", "alt": "Latency, now 5 ms", "series": both, "zero": True}
-    svg = evaluate(CHARTS, "m.draw(v.chart, m.PANEL)", chart=given)
-    root = ET.fromstring(svg)
-    assert root.get("aria-label") == "Latency, now 5 ms"
-    lines = [p for p in root.iter(f"{SVG}path") if p.get("class") == "line"]
-    assert len(lines) == 2 * 2 + 2  # two runs of each, and a sample of each in the legend
-    assert {"p99", "p50"} < {text for text, _ in boxes(svg)}
-    assert overlaps(svg) == []
+def test_a_bound_is_a_line_at_its_value_with_its_name() -> None:
+    svg = draw(chart(line("a", [1.0, 2.0]), limit=(4.0, "4 ms at p99")))
+    flag = next(p for p in ET.fromstring(svg).iter(f"{SVG}path") if p.get("class") == "flag")
+    y = float(flag.attrib["d"].split(" ")[1].split("H")[0])
+    places = dict(boxes(svg))
+    assert y == pytest.approx(places["4"][3] - 7, abs=0.2)  # a tick's text ends 7 px below it
+    assert "4 ms at p99" in places
 
 
-def test_bars_carry_their_share_and_leave_out_labels_that_would_overlap() -> None:
-    bars = [{"label": str(10 * i), "value": i} for i in range(1, 41)]
-    svg = evaluate(CHARTS, "m.drawBars(v.chart)", chart={"bars": bars, "alt": "Bars"})
+@FRAMES
+def test_the_parts_of_a_bar_are_as_long_as_they_take_and_named(frame: Frame) -> None:
+    bars = (("TensorRT", (2.0, 6.0)), ("a<b" * 30, (0.0, 2.0)), ("nothing", (0.0, 0.0)))
+    given = Bars("w", "Where", "Finding", "time (ms)", ("copies", "compute"), bars)
+    svg = draw(given, frame)
     assert overlaps(svg) == []
-    few = evaluate(CHARTS, "m.drawBars(v.chart)", chart={"bars": bars[:2], "alt": "Bars"})
-    assert [text for text, _ in boxes(few)] == ["33 %", "10", "67 %", "20"]
-    assert evaluate(CHARTS, "m.drawBars({bars: [], alt: ''})") == ""
+    widths = [float(r.attrib["width"]) for r in ET.fromstring(svg).iter(f"{SVG}rect")]
+    assert len(widths) == 3  # a part that takes no time is not there
+    assert widths[1] + 1.5 == pytest.approx(3 * (widths[0] + 1.5), rel=0.02)
+    assert widths[2] == pytest.approx(widths[0], abs=0.11)
+    texts = [text for text, _ in boxes(svg)]
+    assert {"copies 2.00", "compute 6.00", "8.00", "TensorRT", "0"} <= set(texts)
+    assert draw(Bars("w", "Where", "Finding", "ms", (), ()), frame) == ""
+
+
+def test_text_is_cut_into_lines_between_words() -> None:
+    assert wrapped("one two three", text_width("one two")) == ["one two", "three"]
+    assert wrapped("one", 1.0) == ["one"]
+    assert wrapped("", 10.0) == [""]
+    assert text_width("度") > text_width("d")
 
 
 def test_a_whisker_spans_its_interval() -> None:
@@ -277,18 +244,6 @@ def test_intervals_are_written_with_their_value() -> None:
     assert spread(None) == MISSING
     drop = {"value": 0.002, "low": -0.003, "high": 0.007}
     assert points(drop, 540).replace("\u202f", " ") == "0.2 pp (−0.3 to 0.7)"
-
-
-def test_a_wide_character_counts_as_wider_than_a_latin_one() -> None:
-    assert evaluate(CHARTS, "m.textWidth('度') > m.textWidth('d')")
-
-
-def test_the_page_writes_numbers_as_the_report_does() -> None:
-    values = [0, 12345, 1.234, 9.996, 999.6, 0.0456, -3.2, 1e-7, 0.5, 100, 1e6, 42, 7.25e8]
-    assert evaluate(CHARTS, "v.x.map((x) => m.number(x))", x=values) == list(map(number, values))
-    assert evaluate(CHARTS, "m.number(null)") == MISSING
-    whole = [0, 7, 999, 1000, 12345, -12]
-    assert evaluate(CHARTS, "v.x.map((x) => m.count(x))", x=whole) == list(map(count, whole))
 
 
 def test_too_few_calls_for_a_percentile_are_reported_not_hidden(report: Report) -> None:

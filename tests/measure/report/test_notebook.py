@@ -26,7 +26,7 @@ def test_a_report_shows_its_verdict_its_table_and_its_charts(report: Report) -> 
     assert report.verdict[0] in unescape(html)
     assert html.index("<table>") < html.index("<iframe")
     assert html.count("<iframe") == 1
-    assert 'sandbox="allow-scripts"' in html
+    assert 'sandbox=""' in html
     assert frame(html).count("<figure>") == 4
 
 
@@ -63,4 +63,4 @@ def test_an_evaluation_shows_its_verdict_above_its_parity() -> None:
 def test_a_real_browser_draws_the_charts_of_the_frame(report: Report, tmp_path: Path) -> None:
     (tmp_path / "frame.html").write_text(frame(report._repr_html_()), encoding="utf-8")
     shown = loaded(tmp_path / "frame.html", tmp_path / "profile")
-    assert re.findall(r'data-chart="(\d)"><svg ', shown) == ["0", "1", "2", "3"]
+    assert len(re.findall(r'<div class="broad"><svg ', shown)) == 4
