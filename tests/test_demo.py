@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +25,11 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Com
     """`deploykit demo --quick` in a fresh folder: where it wrote, and what it said."""
     place = tmp_path_factory.mktemp("demo")
     command = [sys.executable, "-m", "deploykit", "demo", "--quick", "-o", "out"]
-    done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
+    with contextlib.ExitStack() as others:
+        for port in (8000, 8001):  # another server may have the usual ports
+            with contextlib.suppress(OSError):
+                others.enter_context(socket.create_server(("127.0.0.1", port)))
+        done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return place / "out", done
 

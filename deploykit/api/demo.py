@@ -210,7 +210,7 @@ def _worst(made: Made) -> str:
 def _server(engine: Path) -> Iterator[str]:
     """`deploykit serve` as a process; its URL. Raises Unsupported if it does not start."""
     command = [sys.executable, "-m", "deploykit", "serve", "--engine", f"{RECIPE}={engine}"]
-    command += ["--http-port", "0", "--device", "cpu"]
+    command += ["--http-port", "0", "--grpc-port", "0", "--device", "cpu"]
     with tempfile.TemporaryFile() as log:  # a file: a pipe that nobody reads would fill up
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True
