@@ -1,10 +1,11 @@
-"""How often the 95 % intervals of percentiles hold the truth, on simulated latencies.
+"""How often the 95 % intervals of percentiles and rates hold the truth, on simulated calls.
 
     python benchmarks/coverage.py OUT.md [RUNS]
 
 The truth is known, as the series are drawn: independent calls; calls that depend on each other
 (AR(1) under a log-normal); rounds that differ by 1 %; stalls of 20 calls, one in 1,000 calls. A
 cell has the share of intervals that hold the truth and, in brackets, of runs without an interval.
+Rates: blocks whose neighbours correlate; in brackets the median width as a share of a t interval's.
 """
 
 from __future__ import annotations
@@ -19,10 +20,17 @@ import numpy as np
 from scipy.signal import lfilter
 
 from deploykit.measure.latency import percentile_interval_ms
-from deploykit.measure.statistics import Interval
+from deploykit.measure.statistics import Interval, t_quantile, throughput
 
 PERCENTILES = (50, 90, 99)
-SIZES = ((5, 400), (5, 2000), (5, 10_000), (1, 4000), (1, 20_000))  # rounds, calls in each
+SIZES = (
+    (5, 400),
+    (5, 2000),
+    (20, 500),
+    (20, 2500),
+    (1, 4000),
+    (1, 20_000),
+)  # rounds, calls in each
 Random = np.random.Generator
 Series = Callable[[Random, int, int], np.ndarray]
 
@@ -75,15 +83,29 @@ def cell(series: Series, rounds: int, size: int, q: int, truth_ms: float, runs: 
     return f"{100 * held:.0f}{refused}"
 
 
+def rates(correlation: float, blocks: int, runs: int) -> str:
+    """Of throughput, of `blocks` of 1 s that vary by 2 %."""
+    random = np.random.default_rng(blocks)
+    held, widths = 0, []
+    for _ in range(runs):
+        series = np.log(dependent(correlation, random, 1, blocks)[0]) / 0.3
+        rows = 500 * (1 + 0.02 * series)
+        found = throughput(rows, [1.0] * blocks)
+        held += found.low <= 500 <= found.high
+        plain = 2 * t_quantile(blocks - 1) * rows.std(ddof=1) / math.sqrt(blocks)
+        widths.append((found.high - found.low) / plain)
+    return f"{100 * held / runs:.0f} ({np.median(widths):.1f})"
+
+
 def main() -> None:
     out, runs = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1000
     sizes = [f"{rounds} x {size:,}" for rounds, size in SIZES]
     lines = [
-        "# How often intervals of percentiles hold the truth, in %",
+        "# How often intervals hold the truth, in %",
         "",
         f"`python benchmarks/coverage.py OUT.md {runs}`; numpy {np.__version__}.",
         "",
-        "Rounds x calls; p50 / p90 / p99; in brackets the runs without an interval.",
+        "Percentiles, rounds x calls: p50 / p90 / p99; in brackets the runs without an interval.",
         "",
         f"| series | {' | '.join(sizes)} |",
         "| --- |" + " --- |" * len(sizes),
@@ -101,6 +123,17 @@ def main() -> None:
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
         out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    lines += [
+        "",
+        "Throughput (width against a t interval's); 5 count as independent.",
+        "",
+    ]
+    lines += ["| correlation of neighbouring blocks | 5 blocks | 20 blocks | 40 blocks |"]
+    lines += ["| --- | --- | --- | --- |"]
+    for correlation in (0.0, 0.3, 0.6, 0.9):
+        shares = [rates(correlation, blocks, runs) for blocks in (5, 20, 40)]
+        lines.append(f"| {correlation} | {' | '.join(shares)} |")
+    out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -178,8 +178,8 @@ def _time(
 
 def _method(timing: Timing) -> str:
     return (
-        f"each point: {timing.seconds:g} s in {timing.rounds} rounds after at most "
-        f"{timing.warmup_s:g} s of warm-up; setups interleaved; inputs in host memory"
+        f"each point: {timing.seconds:g} s in {timing.rounds} rounds (5 if calls are long) after "
+        f"about {timing.warmup_s:g} s of warm-up; setups interleaved; inputs in host memory"
     )
 
 

@@ -20,15 +20,28 @@ PAIRED_T = "paired t"
 RARE_T = "paired t, one loss and one gain of the scores' whole range added"
 FEWEST_EQUAL = 6  # equal differences: 0.5**6 is the first power within the 2.5 % on each side
 
+NO_DIFFERENCE, PRACTICALLY_EQUAL, FASTER, SLOWER = (
+    "no difference",
+    "practically equal",
+    "faster",
+    "slower",
+)
+FEWEST_DEPENDENT = 20  # blocks that show whether they depend on each other
+_PRACTICAL = 0.02  # a smaller difference is of no use to anybody
+
 _TAIL = 0.025  # probability left out on each side
 _Z = 1.959963984540054  # the normal distribution's 97.5 % point
+_CORRELATIONS = 1 - np.geomspace(1, 0.02, 24)  # of neighbouring blocks, from 0 to 0.98
+_WEIGHTS = np.where(_CORRELATIONS == 0, 20.0, 1.0)  # before the blocks are seen
 
 
 def throughput(rows_per_block: Sequence[float], seconds_per_block: Sequence[float]) -> Interval:
-    """Rows per second over all blocks (rounds), with a t interval over the blocks.
+    """Rows per second over all blocks, in order of time, with an interval over the blocks.
 
     The value is all rows over all seconds; blocks may differ in length (ratio estimator with its
-    linearised variance: Cochran, Sampling Techniques, 3rd ed., section 2.11). Needs two blocks.
+    linearised variance: Cochran, Sampling Techniques, 3rd ed., section 2.11). From 20 blocks on
+    the interval holds for blocks that depend on each other; fewer, at least two, have to be
+    independent, as fresh processes are.
     """
     rows = finite(rows_per_block, "rows per block")
     seconds = finite(seconds_per_block, "seconds per block")
@@ -37,7 +50,7 @@ def throughput(rows_per_block: Sequence[float], seconds_per_block: Sequence[floa
     if (seconds <= 0).any() or (rows < 0).any():
         raise BadInput("a block needs a length above 0 s and no negative number of rows")
     rate = float(rows.sum() / seconds.sum())
-    half = _half_width((rows - rate * seconds) / seconds.mean())
+    half = _half_width_of_series((rows - rate * seconds) / seconds.mean())
     return Interval(rate, max(0.0, rate - half), rate + half)
 
 
@@ -149,16 +162,31 @@ def samples_to_show_agreement(max_share: float) -> int:
 
 
 def ratio(a: Sequence[float], b: Sequence[float]) -> Interval:
-    """How many times `a` is `b`: the geometric mean of a[i]/b[i], with a t interval on the logs.
+    """How many times `a` is `b`: the geometric mean of a[i]/b[i], with an interval on the logs.
 
-    `a[i]` and `b[i]` come from the same round, so that drift that hits both cancels. Needs two
-    rounds.
+    `a[i]` and `b[i]` come from the same round, so that drift that hits both cancels. The interval
+    is as in `throughput`. Needs two rounds.
     """
     over, under = finite(a, "rates"), finite(b, "rates")
     if over.shape != under.shape or (over <= 0).any() or (under <= 0).any():
         raise BadInput("a ratio needs as many rates above 0 on either side, paired by round")
-    logs = _mean(np.log(over) - np.log(under))
-    return _through(_exp, logs)
+    logs = np.log(over) - np.log(under)
+    mean, half = float(logs.mean()), _half_width_of_series(logs)
+    return _through(_exp, Interval(mean, mean - half, mean + half))
+
+
+def difference(times: Interval) -> str:
+    """What a ratio of two rates says: NO_DIFFERENCE, PRACTICALLY_EQUAL, FASTER or SLOWER.
+
+    No difference: the interval holds 1, so that the sides may be equal. Practically equal: all of
+    it is within 2 % of 1, or they differ for certain but by less than 2 %, which is of no use.
+    """
+    if times.low <= 1 <= times.high:
+        within = times.low > 1 - _PRACTICAL and times.high < 1 + _PRACTICAL
+        return PRACTICALLY_EQUAL if within else NO_DIFFERENCE
+    if abs(times.value - 1) < _PRACTICAL:
+        return PRACTICALLY_EQUAL
+    return FASTER if times.value > 1 else SLOWER
 
 
 def t_quantile(freedom: int, tail: float = _TAIL) -> float:
@@ -263,6 +291,40 @@ def _exp(value: float) -> float:
 def _half_width(values: np.ndarray) -> float:
     quantile = t_quantile(len(values) - 1)  # first, as it refuses a single value
     return quantile * float(values.std(ddof=1)) / math.sqrt(len(values))
+
+
+def _half_width_of_series(values: np.ndarray) -> float:
+    """Of the interval of the mean of values in order of time, which may depend on each other.
+
+    Neighbours are taken to correlate by an unknown amount (a normal AR(1) process; Bayes with a
+    flat prior on mean and log scale, half on no correlation and the rest even in its time scale),
+    and the interval holds 95 % over what the values leave possible. Too few values leave anything
+    possible: they are taken as independent.
+    """
+    n = len(values)
+    if n < FEWEST_DEPENDENT:
+        return _half_width(values)
+    correlation, free = _CORRELATIONS, 1 - _CORRELATIONS**2
+    centred = values - values.mean()
+    news = centred[1:] - correlation[:, None] * centred[:-1]  # what a value does not repeat
+    precision = 1 + (n - 1) * (1 - correlation) / (1 + correlation)
+    mean = (centred[0] + news.sum(axis=1) / (1 + correlation)) / precision
+    news -= mean[:, None] * (1 - correlation[:, None])
+    squares = (centred[0] - mean) ** 2 + (news**2).sum(axis=1) / free
+    if not squares.all():
+        return 0.0
+    log_weight = np.log(_WEIGHTS) - (np.log(free) + np.log(squares)) * (n - 1) / 2
+    weight = np.exp(log_weight - np.log(precision) / 2 - log_weight.max())
+    weight /= weight.sum()
+    rest = 1 - correlation
+    variance = (1 + correlation) / rest - 2 * correlation * (1 - correlation**n) / (n * rest**2)
+    errors = np.sqrt(squares / (n - 1) * variance / n)
+    low, high = 0.0, float(errors.max()) * t_quantile(n - 1)
+    for _ in range(40):
+        middle = (low + high) / 2
+        inside = [_t_central(middle / error, n - 1) for error in errors]
+        low, high = (middle, high) if weight @ inside < 1 - 2 * _TAIL else (low, middle)
+    return high
 
 
 def finite(values: np.ndarray | Sequence[float], what: str) -> np.ndarray:

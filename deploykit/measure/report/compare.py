@@ -17,13 +17,10 @@ from deploykit.core.errors import BadInput, GateFailed
 from deploykit.core.json_value import Record
 from deploykit.measure.report.formatting import number, spread
 from deploykit.measure.report.report import Report
-from deploykit.measure.statistics import Interval, t_quantile
+from deploykit.measure.statistics import FASTER, SLOWER, Interval, difference, t_quantile
 from deploykit.measure.timing.sweep import CLOSED_LOOP, Point
 
-PRACTICAL = 0.02  # a smaller difference is of no use to anybody
 PROCESS_SPREAD = 0.01  # standard deviation of a figure over processes, where only one was run
-FASTER, SLOWER = "faster", "slower"
-NO_DIFFERENCE, EQUAL = "no difference", "practically equal"
 
 _FIGURES: Mapping[str, Callable[[Point], Interval | None]] = {
     "throughput": lambda point: point.throughput_per_s,
@@ -218,12 +215,8 @@ def _figure_pair(name: str, a: Point, b: Point) -> tuple[Interval, Interval] | N
 
 
 def _finding(ratio: Interval, *, more_is_better: bool) -> str:
-    if ratio.low <= 1 <= ratio.high:
-        within = ratio.low > 1 - PRACTICAL and ratio.high < 1 + PRACTICAL
-        return EQUAL if within else NO_DIFFERENCE
-    if abs(ratio.value - 1) < PRACTICAL:
-        return EQUAL
-    return FASTER if (ratio.value > 1) == more_is_better else SLOWER
+    found = difference(ratio)
+    return found if more_is_better else {FASTER: SLOWER, SLOWER: FASTER}.get(found, found)
 
 
 def _check_valid(report: Report, name: str) -> None:

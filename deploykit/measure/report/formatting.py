@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 SPACE = "\u202f"  # narrow, no-break: groups thousands, and separates a value from its unit
 MISSING = "–"
-Parts = Mapping[str, float]  # {"value", "low", "high"}: an Interval in JSON
+Parts = Mapping[str, Any]  # {"value", "low", "high"}: an Interval in JSON
 
 
 def number(value: float) -> str:
@@ -28,10 +29,13 @@ def count(value: int) -> str:
 
 
 def spread(parts: Parts | None, scale: float = 1.0) -> str:
-    """A value and its interval: "1.80 [1.70, 1.90]"."""
+    """A value and its interval: "1.80 [1.70, 1.90]"; JSON's null is infinity."""
     if parts is None:
         return MISSING
-    value, low, high = (number(parts[key] * scale) for key in ("value", "low", "high"))
+    value, low, high = (
+        "∞" if parts[key] is None else number(parts[key] * scale)
+        for key in ("value", "low", "high")
+    )
     return f"{value} [{low}, {high}]"
 
 

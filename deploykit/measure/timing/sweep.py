@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -19,13 +20,13 @@ from deploykit.core.errors import BadInput
 from deploykit.core.json_value import Record
 from deploykit.measure.histogram import CallHistogram
 from deploykit.measure.latency import Latency
-from deploykit.measure.statistics import Interval, throughput
+from deploykit.measure.statistics import FEWEST_DEPENDENT, Interval, throughput
 from deploykit.measure.timing.closed_loop import Block, Clock, run_block
+from deploykit.measure.timing.warm_up import Warmth, rose, warm_up
 from deploykit.runtimes.engine import Arrays, Engine, check_feeds
 
 CLOSED_LOOP = "closed-loop"
-_WARMUP_WINDOWS = 10  # windows in `warmup_s`; the last three must agree, as perf_analyzer asks
-_STABLE = 1.10
+_FEW_ROUNDS = 5  # where calls are long: settling after each switch would take most of the time
 _SETTLE_SHARE, _SETTLE_MAX_S = 0.1, 0.5  # of a block
 
 Progress = Callable[[str, float], None]
@@ -58,11 +59,15 @@ class Setup:
 
 @dataclass(frozen=True)
 class Timing:
-    """`seconds` are timed per point, over all `rounds`; `warmup_s` bounds the warm-up before."""
+    """`seconds` are timed per point, over all `rounds`, after a warm-up of about `warmup_s`.
+
+    Calls that still speed up are warmed up for three times that. At batches where a call of any
+    setup is longer than half a round, there are five rounds.
+    """
 
     warmup_s: float = 10.0
     seconds: float = 60.0
-    rounds: int = 5
+    rounds: int = FEWEST_DEPENDENT
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.seconds) and self.seconds > 0):
@@ -80,6 +85,9 @@ class Point(Record):
     `latency` is of single calls over all rounds (`samples` of them), `throughput_per_s` rows per
     second with its interval over the rounds, `round_rates` the rows per second of each round in
     order. `duration_s`: the timed seconds. `note`: a caveat, or "". `histogram`: every call.
+    `shapes`: of the inputs of one call, by name. `marks`: why nothing is concluded from this point.
+    `processes`: how many fresh processes timed it, a share of the rounds each; where there are
+    several, `round_rates` and the intervals are over the processes.
     """
 
     label: str
@@ -98,6 +106,9 @@ class Point(Record):
     round_rates: tuple[float, ...]
     note: str = ""
     histogram: CallHistogram | None = None
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    marks: tuple[str, ...] = ()
+    processes: int = 1
 
 
 def sweep(
@@ -266,7 +277,7 @@ class _Steps:
 class _Record:
     """The blocks of one column at one batch size."""
 
-    note: str = ""
+    warmth: Warmth
     blocks: list[Block] = field(default_factory=list)
 
 
@@ -278,26 +289,35 @@ def _time_batch(
     progress: _Steps,
     clock: Clock,
 ) -> list[Point]:
-    records = {column.setup.label: _Record() for column in columns}
+    records: dict[str, _Record] = {}
     for column in columns:
         label = column.setup.label
         progress.begin(f"{label}, batch {batch}: warm-up", timing.warmup_s)
-        records[label].note = _warm_up(column, batch, feeds, timing.warmup_s, clock)
-    block_s = timing.seconds / timing.rounds
+        run = partial(column.run, feeds, batch, clock=clock)
+        records[label] = _Record(warm_up(run, timing.warmup_s))
+    rounds = timing.rounds
+    longest_s = max(record.warmth.call_s for record in records.values())
+    if longest_s > timing.seconds / rounds / 2:
+        rounds = min(rounds, _FEW_ROUNDS)
+    block_s = timing.seconds / rounds
     settle_s = min(
         block_s * _SETTLE_SHARE, _SETTLE_MAX_S
     )  # to refill caches and settle clocks after another engine
-    for number in range(timing.rounds):
+    for number in range(rounds):
         for column in columns if number % 2 == 0 else reversed(columns):
             label = column.setup.label
             progress.begin(f"{label}, batch {batch}: round {number + 1}", block_s)
             block = column.run(feeds, batch, block_s, clock, settle_s)
             records[label].blocks.append(block)
-    return [_point(column, batch, records[column.setup.label]) for column in columns]
+    shapes = {name: array.shape for name, array in feeds.items()}
+    return [_point(column, batch, shapes, records[column.setup.label]) for column in columns]
 
 
-def _point(column: _Column, batch: int, record: _Record) -> Point:
+def _point(
+    column: _Column, batch: int, shapes: Mapping[str, tuple[int, ...]], record: _Record
+) -> Point:
     setup, blocks = column.setup, record.blocks
+    rates = tuple(block.rate for block in blocks)
     return Point(
         label=setup.label,
         precision=setup.precision,
@@ -314,25 +334,9 @@ def _point(column: _Column, batch: int, record: _Record) -> Point:
         throughput_per_s=throughput(
             [block.rows for block in blocks], [block.seconds for block in blocks]
         ),
-        round_rates=tuple(block.rate for block in blocks),
-        note=record.note,
+        round_rates=rates,
+        note=record.warmth.note,
         histogram=CallHistogram.of(np.concatenate([block.calls_ns for block in blocks]) / 1e9),
+        shapes=shapes,
+        marks=tuple(mark for mark in (record.warmth.mark, rose(rates)) if mark),
     )
-
-
-def _warm_up(column: _Column, batch: int, feeds: Arrays, limit_s: float, clock: Clock) -> str:
-    """Run until the last three windows agree within 10 %, or `limit_s` is over; returns a note.
-
-    The first calls pay for lazy loading, page faults and rising clocks.
-    """
-    if limit_s == 0:
-        return "no warm-up"
-    rates: list[float] = []
-    spent_s = 0.0
-    while spent_s < limit_s:
-        block = column.run(feeds, batch, limit_s / _WARMUP_WINDOWS, clock)
-        spent_s += block.seconds
-        rates.append(block.rate)
-        if len(rates) >= 3 and max(rates[-3:]) <= _STABLE * min(rates[-3:]):
-            return ""
-    return f"not yet steady after {limit_s:g} s of warm-up"

@@ -241,6 +241,7 @@ def test_counts_are_exact() -> None:
 def test_intervals_are_written_with_their_value() -> None:
     parts = {"value": 1.84, "low": 1.79, "high": 1.9}
     assert spread(parts) == "1.84 [1.79, 1.90]"
+    assert spread({**parts, "high": None}) == "1.84 [1.79, ∞]"
     assert spread(None) == MISSING
     drop = {"value": 0.002, "low": -0.003, "high": 0.007}
     assert points(drop, 540).replace("\u202f", " ") == "0.2 pp (−0.3 to 0.7)"
