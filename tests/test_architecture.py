@@ -64,7 +64,7 @@ OWNERS = {
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
     "core": 3505,
-    "runtimes": 7015,
+    "runtimes": 7030,
     "training": 180,
     "exporters": 1430,
     "onnx_graph+quantization": 5180,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from deploykit.core.json_value import Record
@@ -16,6 +16,7 @@ THROTTLES: Mapping[str, int] = {
     "hw_thermal": 0x40,
     "power_brake": 0x80,
 }
+_TRACED = 120  # states kept of a run, at most
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Conditions(Record):
     `power_mode`: nvpmodel's name of a Jetson's mode, two with a comma where it changed. Clocks in
     MHz, lowest and highest seen, and the highest that is allowed. `power_w`: of the GPU, of the
     whole module on a Jetson. `temperature_c`: the highest of any zone. `throttled`: names of
-    THROTTLES.
+    THROTTLES. `trace`: clock_mhz, power_w and temperature_c over the run, at equal intervals.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Conditions(Record):
     power_high_w: float | None
     temperature_c: float | None
     throttled: tuple[str, ...] | None
+    trace: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
 
 
 def conditions_of(states: Sequence[GpuState]) -> Conditions:
@@ -93,7 +95,23 @@ def conditions_of(states: Sequence[GpuState]) -> Conditions:
         power_high_w=_most(watts),
         temperature_c=_most(heat),
         throttled=in_order(reason for each in known for reason in each) if known else None,
+        trace=_trace(states[:: -(-len(states) // _TRACED)]),
     )
+
+
+def _trace(states: Sequence[GpuState]) -> dict[str, tuple[float | None, ...]]:
+    return {
+        "clock_mhz": tuple(_mega(state.clock_hz) for state in states),
+        "power_w": tuple(state.power_w for state in states),
+        "temperature_c": tuple(
+            _most(each for each in (state.temperature_c, *dict(state.zones).values()) if each)
+            for state in states
+        ),
+    }
+
+
+def _mega(value: float | None) -> float | None:
+    return None if value is None else value / 1e6
 
 
 def in_order(reasons: Iterable[str]) -> tuple[str, ...]:

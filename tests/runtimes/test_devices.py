@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from deploykit.runtimes.devices import Devices, GpuWatch
@@ -160,13 +161,27 @@ def test_the_conditions_of_a_run_are_its_extremes() -> None:
     )
     unknown = replace(first, power_w=None, clock_hz=None, throttled=None, power_mode=None)
     found = conditions_of([first, later, unknown])
-    assert found == Conditions(
+    assert replace(found, trace={}) == Conditions(
         "Orin", "sysfs", 3, "15W", 306.0, 1020.0, 1020.0, 7.5, 10.0, 61.0, ("sw_thermal",)
     )
+    assert found.trace == {
+        "clock_mhz": (306.0, 1020.0, None),
+        "power_w": (5.0, 10.0, None),
+        "temperature_c": (61.0, 61.0, 61.0),
+    }
     assert conditions_of([first, replace(first, power_mode="25W")]).power_mode == "15W, 25W"
 
 
 def test_conditions_that_no_source_reports_are_unknown() -> None:
     found = conditions_of([GpuState("G", "n", 0, "nvml")])
     known = [name for name, value in found.to_dict().items() if value is not None]
-    assert known == ["name", "source", "samples"]
+    assert known == ["name", "source", "samples", "trace"]
+    assert set(found.trace.values()) == {(None,)}
+
+
+@pytest.mark.parametrize(("states", "kept"), [(120, 120), (121, 61), (5000, 120)])
+def test_the_trace_of_a_long_run_keeps_states_at_equal_intervals(states: int, kept: int) -> None:
+    found = conditions_of([GpuState("G", "n", 0, "nvml", power_w=float(i)) for i in range(states)])
+    watts = found.trace["power_w"]
+    assert len(watts) == kept
+    assert len(set(np.diff(np.array(watts, dtype=float)))) == 1

@@ -37,9 +37,9 @@ class Series:
 class Chart:
     """One figure. `finding`: its caption, what a reader should see in it.
 
-    `x_ticks`: positions and labels of the x axis, round numbers where empty. `x_log` None: if the
-    values span much. `zero`: the y axis begins at 0. `flag`: an x, and what begins there. `limit`:
-    a y, and what it bounds. `columns`, `rows`: the same data as a table.
+    `x_ticks`: positions and labels of the x axis, round numbers where empty. `x_log`, `y_log`
+    None: if the values span much. `zero`: the y axis begins at 0. `flag`: an x, and what begins
+    there. `limit`: a y, and what it bounds. `columns`, `rows`: the same data as a table.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Chart:
     series: tuple[Series, ...]
     x_ticks: tuple[tuple[float, str], ...] = ()
     x_log: bool | None = None
+    y_log: bool | None = None
     zero: bool = True
     flag: tuple[float, str] | None = None
     limit: tuple[float, str] | None = None

@@ -5,62 +5,34 @@ Nothing is computed that is not in the document of `report.json`; svg.py draws t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
-from deploykit.measure.report.chart import LOOKS, Chart, Mark, Series
-from deploykit.measure.report.formatting import MISSING, SPACE, count, number, percent, spread
+from deploykit.measure.report.chart import Chart, Figure, Mark, Series
+from deploykit.measure.report.formatting import SPACE, count, number, percent, spread
+from deploykit.measure.report.limit_figures import gpu_charts, roofline, waterfall
+from deploykit.measure.report.percentile_figures import calls_chart, served_chart
+from deploykit.measure.report.rows import Json, by_label, looks, mark, value
 
-Json = Mapping[str, Any]
 _POINT_COLUMNS = ("setup", "batch", "p50 (ms)", "p99 (ms)", "throughput (inferences/s)")
 
 
-def charts(document: Json) -> tuple[list[Chart], list[str]]:
+def charts(document: Json) -> tuple[list[Figure], list[str]]:
     """The charts that have data, and one sentence for each that has none."""
-    drawn: list[Chart] = []
-    missing: list[str] = []
     points: list[Json] = document["points"]
     scenarios = list(dict.fromkeys(str(point["scenario"]) for point in points))
+    drawn: list[Figure] = []
     for index, scenario in enumerate(scenarios, 1):  # two scenarios never share a chart
         chosen = [point for point in points if point["scenario"] == scenario]
         drawn += [_trade_off(document, chosen, index), _sweep(document, chosen, index)]
+    others = {make: make(document) for make in _MISSING}
+    drawn += [figure for figure in others.values() if figure]
+    drawn += gpu_charts(document)
+    missing = [_MISSING[make] for make, figure in others.items() if not figure]
     if not points:
-        missing.append("Latency and throughput of the engines were not measured.")
-    accuracy = _accuracy(document)
-    if accuracy is not None:
-        drawn.append(accuracy)
-    else:
-        missing.append("Accuracy against latency is not drawn: one of the two was not measured.")
-    served = served_chart(document)
-    if served is not None:
-        drawn.append(served)
-    else:
-        missing.append("Latency over HTTP was not measured.")
+        missing.insert(0, "Latency and throughput of the engines were not measured.")
+    if not gpu_charts(document):
+        missing.append("Clocks, power and temperature are not drawn: no GPU was watched.")
     return drawn, missing
-
-
-def looks(document: Json) -> dict[str, int]:
-    """Setup -> its look in every chart. The baseline has look 0, whatever its position."""
-    labels = list(dict.fromkeys(str(point["label"]) for point in document["points"]))
-    others = [label for label in labels if label != document["baseline"]]
-    return {document["baseline"]: 0} | {label: i for i, label in enumerate(others, 1)}
-
-
-def by_label(points: Sequence[Json]) -> dict[str, list[Json]]:
-    """The points of each setup, by batch."""
-    labels = dict.fromkeys(str(point["label"]) for point in points)
-    return {
-        label: sorted((p for p in points if p["label"] == label), key=lambda p: int(p["batch"]))
-        for label in labels
-    }
-
-
-def _value(parts: Json | None) -> float | None:
-    return None if parts is None else float(parts["value"])
-
-
-def _mark(x: float, parts: Json, text: str = "") -> Mark:
-    return Mark(x, parts["value"], parts["low"], parts["high"], text)
 
 
 def _point_rows(points: Sequence[Json]) -> tuple[tuple[str, ...], ...]:
@@ -92,7 +64,7 @@ def _trade_off(document: Json, points: Sequence[Json], index: int) -> Chart:
         if marks:
             series.append(Series(label, tuple(marks), look[label], tuple(upper)))
     best = max(points, key=lambda point: float(point["throughput_per_s"]["value"]))
-    p50_ms = _value(best["latency"]["p50_ms"])
+    p50_ms = value(best["latency"]["p50_ms"])
     at = f", with a p50 of {number(p50_ms)}{SPACE}ms" if p50_ms is not None else ""
     return Chart(
         name=f"trade-off-{index}",
@@ -114,7 +86,7 @@ def _sweep(document: Json, points: Sequence[Json], index: int) -> Chart:
     series = tuple(
         Series(
             label,
-            tuple(_mark(float(p["batch"]), p["throughput_per_s"]) for p in chosen),
+            tuple(mark(float(p["batch"]), p["throughput_per_s"]) for p in chosen),
             look[label],
         )
         for label, chosen in by_label(points).items()
@@ -163,7 +135,7 @@ def _accuracy(document: Json) -> Chart | None:
         if row is None or p50 is None:
             continue
         share = {key: part * 100 for key, part in row["value"].items()}
-        series.append(Series(label, (_mark(p50["value"], share),), look[label]))
+        series.append(Series(label, (mark(p50["value"], share),), look[label]))
         share_text = percent(row["value"], row["n"])
         rows.append((label, str(row["precision"]), share_text, count(row["n"]), spread(p50)))
         sentences.append(f"{label}: {share_text} at {number(p50['value'])}{SPACE}ms")
@@ -184,57 +156,10 @@ def _accuracy(document: Json) -> Chart | None:
     )
 
 
-def served_chart(document: Json) -> Chart | None:
-    """The percentile spectrum of each load level, to the maximum, on a logarithmic axis."""
-    series: list[Series] = []
-    rows, sentences, most = [], [], 100.0
-    for result in document["serving"]:
-        latency, label = result["latency"], load_label(result)
-        if result["generator_limited"]:
-            label += ", no verdict"
-        if latency is None or latency["p50_ms"] is None:
-            continue
-        marks = [
-            _mark(1 / share_left, latency[key])
-            for key, share_left in (("p50_ms", 0.5), ("p90_ms", 0.1), ("p99_ms", 0.01))
-            if latency[key] is not None
-        ]
-        if latency["samples"] > 100:
-            marks.append(Mark(float(latency["samples"]), latency["max_ms"], text="max"))
-        most = max(most, marks[-1].x)
-        series.append(Series(label, tuple(marks), (len(series) + 1) % LOOKS))
-        p99_ms = _value(latency["p99_ms"])
-        rows.append(
-            (
-                label,
-                *(spread(latency[key]) for key in ("p50_ms", "p90_ms", "p99_ms")),
-                number(latency["max_ms"]),
-                count(latency["samples"]),
-            )
-        )
-        tail = MISSING if p99_ms is None else f"{number(p99_ms)}{SPACE}ms"
-        sentences.append(f"{label}: p50 {number(latency['p50_ms']['value'])}{SPACE}ms, p99 {tail}")
-    if not series:
-        return None
-    steps = ((2.0, "50 %"), (10.0, "90 %"), (100.0, "99 %"), (1e3, "99.9 %"), (1e4, "99.99 %"))
-    more = ((1e5, "99.999 %"), (1e6, "99.9999 %"))
-    return Chart(
-        name="served",
-        title="Latency over HTTP, by percentile",
-        finding="; ".join(sentences) + ". The flatter a line, the steadier the server.",
-        x_label="share of requests that were answered by then",
-        y_label="latency (ms)",
-        series=tuple(series),
-        x_ticks=tuple(step for step in (*steps, *more) if step[0] <= most),
-        x_log=True,
-        columns=("load", "p50 (ms)", "p90 (ms)", "p99 (ms)", "max (ms)", "answers"),
-        rows=tuple(rows),
-    )
-
-
-def load_label(result: Json) -> str:
-    """How a load level is called: "32 connections" or "450 requests/s"."""
-    if result["mode"] == "open":
-        return f"{number(result['rate_per_s'])} requests/s"
-    connections = int(result["concurrency"])
-    return f"{count(connections)} connection{'s' if connections != 1 else ''}"
+_MISSING: Mapping[Callable[[Json], Figure | None], str] = {  # charts, and what to say without data
+    calls_chart: "The latency of calls by percentile is not drawn: no calls were kept.",
+    waterfall: "Where the time of a call goes is not drawn: compute alone was not timed.",
+    roofline: "The roofline is not drawn: the limits of the machine were not measured.",
+    _accuracy: "Accuracy against latency is not drawn: one of the two was not measured.",
+    served_chart: "Latency over HTTP was not measured.",
+}

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from deploykit.core.evidence import Evaluation, Parity
 from deploykit.measure.report.chart import Figure
-from deploykit.measure.report.figures import charts, served_chart
+from deploykit.measure.report.figures import charts
 from deploykit.measure.report.html import figure_html, html_page, html_table
+from deploykit.measure.report.percentile_figures import served_chart
 from deploykit.measure.report.tables import Table, parity_table, serving_table, summary
 
 if TYPE_CHECKING:

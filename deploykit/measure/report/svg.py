@@ -111,7 +111,8 @@ def _layout(chart: Chart, series: Sequence[Series], frame: Frame, single: bool) 
     ends = [end for mark in marks for end in (mark.y, mark.low, mark.high) if end is not None]
     ends += [chart.limit[0]] if chart.limit else []
     ends = [end for end in ends if math.isfinite(end)]
-    log = min(values) > 0 and max(values) / min(values) > LOG_FROM
+    wide = min(values) > 0 and max(values) / min(values) > LOG_FROM
+    log = wide if chart.y_log is None else chart.y_log
     y_axis = make_axis([end for end in ends if end > 0] if log else ends, log=log, zero=chart.zero)
     x_values = [mark.x for mark in marks] + [x for x, _ in chart.x_ticks]
     x_axis = make_axis(x_values, log=chart.x_log, ticks=chart.x_ticks)
@@ -232,7 +233,8 @@ def _sample(one: Series, x: float, y: float) -> str:
 def _draw_legend(canvas: Canvas, series: Sequence[Series], plot: _Plot) -> None:
     for row, one in enumerate(series):
         y = plot.begin + 6 + _ROW * row
-        canvas.add(group(one.look, line([(0, y), (22, y)], one.look), _sample(one, 11, y)))
+        dot = "" if one.plain else marker(one.look, 11, y)
+        canvas.add(group(one.look, line([(0, y), (22, y)], one.look), dot))
         canvas.text(30, y + 4, short(one.label, 44), "start", "label")
 
 

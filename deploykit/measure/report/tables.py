@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deploykit.measure.report.figures import by_label, load_label
 from deploykit.measure.report.formatting import (
     MISSING,
     SPACE,
@@ -19,6 +18,7 @@ from deploykit.measure.report.formatting import (
     points,
     spread,
 )
+from deploykit.measure.report.rows import by_label, load_label
 
 Json = Mapping[str, Any]
 NOT_MEASURED = "not measured"

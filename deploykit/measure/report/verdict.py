@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deploykit.measure.load.generator import LoadResult
-from deploykit.measure.report.figures import load_label
 from deploykit.measure.report.formatting import SPACE, count, number, points, spread
 from deploykit.measure.report.report import Report, speedup
+from deploykit.measure.report.rows import load_label
 from deploykit.measure.timing.sweep import Point
 
 

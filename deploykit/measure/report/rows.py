@@ -1,0 +1,43 @@
+"""Pick rows of a report's document: by setup, by load level, and how each looks in charts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from deploykit.measure.report.chart import Mark
+from deploykit.measure.report.formatting import count, number
+
+Json = Mapping[str, Any]
+
+
+def looks(document: Json) -> dict[str, int]:
+    """Setup -> its look in every chart. The baseline has look 0, whatever its position."""
+    labels = list(dict.fromkeys(str(point["label"]) for point in document["points"]))
+    others = [label for label in labels if label != document["baseline"]]
+    return {document["baseline"]: 0} | {label: i for i, label in enumerate(others, 1)}
+
+
+def by_label(points: Sequence[Json]) -> dict[str, list[Json]]:
+    """The points of each setup, by batch."""
+    labels = dict.fromkeys(str(point["label"]) for point in points)
+    return {
+        label: sorted((p for p in points if p["label"] == label), key=lambda p: int(p["batch"]))
+        for label in labels
+    }
+
+
+def value(parts: Json | None) -> float | None:
+    return None if parts is None else float(parts["value"])
+
+
+def mark(x: float, parts: Json, text: str = "") -> Mark:
+    return Mark(x, parts["value"], parts["low"], parts["high"], text)
+
+
+def load_label(result: Json) -> str:
+    """How a load level is called: "32 connections" or "450 requests/s"."""
+    if result["mode"] == "open":
+        return f"{number(result['rate_per_s'])} requests/s"
+    connections = int(result["concurrency"])
+    return f"{count(connections)} connection{'s' if connections != 1 else ''}"
