@@ -65,7 +65,7 @@ OWNERS = {
 BUDGETS = {
     "core": 3505,
     "runtimes": 7030,
-    "training": 180,
+    "training": 1500,
     "exporters": 1430,
     "onnx_graph+quantization": 5180,
     "builders": 1880,
@@ -73,8 +73,8 @@ BUDGETS = {
     "serving": 11770,
     "bundling": 2040,
     "cluster": 270,
-    "api": 6585,
-    "cli": 2355,
+    "api": 6690,
+    "cli": 2375,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 140  # the whole package, with the list of public names
 LONG: set[str] = set()  # functions over 60 lines

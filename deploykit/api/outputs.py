@@ -21,6 +21,7 @@ from deploykit.core.paths import StrPath
 from deploykit.core.runtime import RUNTIMES
 
 PREDICTIONS, SPLIT = "predictions", "split"  # what an .npz of deploykit's holds
+CURVE = "curve"  # an SVG of a training run
 REPORT = ("report.json", "report.md", "report.html")
 SIDECARS: Mapping[str, str] = {"weights": ".data", "golden": ".golden.npz"}  # evidence -> suffix
 _ENDS: Mapping[str, tuple[str, ...]] = {  # kind -> how the names of its files end
@@ -29,6 +30,7 @@ _ENDS: Mapping[str, tuple[str, ...]] = {  # kind -> how the names of its files e
     "torch": (".pt", ".pth", ".ckpt"),
     PREDICTIONS: (".npz",),
     SPLIT: (".npz",),
+    CURVE: (".svg",),
 }
 _OTHERS = ".safetensors .pt2 .npy .json .csv .txt .md .html .toml .yaml .py .zip .png .jpg .jpeg"
 _KNOWN = {end for ends in _ENDS.values() for end in ends} | set(_OTHERS.split())
@@ -37,8 +39,8 @@ _KNOWN = {end for ends in _ENDS.values() for end in ends} | set(_OTHERS.split())
 def claim(out: StrPath, kind: str, inputs: Iterable[object], *, force: bool = False) -> Path:
     """The path of an output that may be written, with what is written next to it.
 
-    `kind`: "onnx", "tensorrt", "torch", PREDICTIONS or SPLIT. `inputs`: all that the command reads:
-    paths and artefacts; what is neither is skipped. Raises BadInput.
+    `kind`: "onnx", "tensorrt", "torch", PREDICTIONS, SPLIT or CURVE. `inputs`: all that the command
+    reads: paths and artefacts; what is neither is skipped. Raises BadInput.
     """
     place = Path(out)
     end = place.suffix.lower()
@@ -48,7 +50,7 @@ def claim(out: StrPath, kind: str, inputs: Iterable[object], *, force: bool = Fa
             hint=f"`out` {place.with_suffix(_ENDS[kind][0])}",
         )
     check_writable(place)
-    archive = kind in (PREDICTIONS, SPLIT)
+    archive = kind in (PREDICTIONS, SPLIT, CURVE)
     written = (place,) if archive else (place, rejected(place), *_other_rejected(place, kind))
     given = tuple(_paths(inputs))
     for each in written:
@@ -72,6 +74,39 @@ def claim_splits(folder: StrPath, inputs: Iterable[object], *, force: bool = Fal
     """Where `train` saves its calibration and test data; the folder is made. Raises BadInput."""
     place, given = make_folder(Path(folder)), tuple(inputs)
     return [claim(place / f"{n}.npz", SPLIT, given, force=force) for n in ("calibration", "test")]
+
+
+def claim_run(
+    inputs: Iterable[object],
+    *,
+    curve: Path | None = None,
+    checkpoint: Path | None = None,
+    tensorboard: Path | None = None,
+    force: bool = False,
+) -> None:
+    """Check what a training run writes next to its model. Raises BadInput.
+
+    `checkpoint` may be there: what it holds is checked by the run that goes on from it.
+    """
+    given = tuple(inputs)
+    if checkpoint is not None:
+        if checkpoint.suffix.lower() in _KNOWN - {".ckpt"}:
+            raise BadInput(
+                f"`checkpoint` {checkpoint}: the name says {checkpoint.suffix}",
+                hint=f"`checkpoint` {checkpoint.with_suffix('.ckpt')}",
+            )
+        check_writable(checkpoint)
+        _check_inputs((checkpoint,), tuple(_paths(given)), keeps=False)
+        for each in filter(None, (*given, curve)):
+            if checkpoint.resolve() == Path(str(each)).resolve():
+                raise BadInput(
+                    f"`checkpoint` {checkpoint}: is another file of this command",
+                    hint="give it a file of its own, such as run.ckpt",
+                )
+    if curve is not None:
+        claim(curve, CURVE, given, force=force)
+    if tensorboard is not None:
+        make_folder(tensorboard)
 
 
 def claim_bundle(
@@ -227,6 +262,10 @@ def _artefact(place: Path, kind: str) -> set[str]:
 
 
 def _archive(place: Path, kind: str) -> set[str]:
+    if kind == CURVE:
+        with contextlib.suppress(OSError):
+            return {place.name} if b"deploykit: training curve" in place.read_bytes() else set()
+        return set()
     damaged = contextlib.suppress(OSError, ValueError, zipfile.BadZipFile)
     with damaged, zipfile.ZipFile(place) as archive:
         if archive.comment == f"deploykit {kind}".encode():

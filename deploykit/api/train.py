@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deploykit.api.artefacts import Made, Progress
-from deploykit.api.outputs import SPLIT, claim, claim_splits, named_files
+from deploykit.api.outputs import SPLIT, claim, claim_run, claim_splits, named_files
 from deploykit.core.evidence import Evidence, TrainingRecord
-from deploykit.core.files import sha256
+from deploykit.core.files import sha256, write_text
 from deploykit.core.machine import tool_versions
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.paths import StrPath
 from deploykit.core.recipe import load_recipe
 
 if TYPE_CHECKING:
-    from deploykit.core.recipe import Splits
+    from deploykit.core.recipe import Recipe, Splits
+    from deploykit.training.options import Trained
+
+# of `train`, those that the loop takes as they are
+_OPTIONS = (
+    *("epochs", "batch_size", "device", "amp", "seed", "amp_dtype", "tf32", "compile"),
+    *("channels_last", "clip_norm", "schedule", "patience", "checkpoint", "tensorboard"),
+)
 
 
 def train(
@@ -28,37 +35,100 @@ def train(
     batch_size: int | None = None,
     device: str = "auto",
     amp: bool | None = None,
+    amp_dtype: str = "auto",
+    tf32: bool = True,
+    compile: bool = False,  # noqa: A002 - torch's own name for it
+    channels_last: bool | None = None,
+    schedule: str | None = None,
+    clip_norm: float | None = None,
+    patience: int | None = None,
     weights: StrPath | None = None,
     seed: int = 0,
+    checkpoint: StrPath | None = None,
+    curve: StrPath | None = None,
+    tensorboard: StrPath | None = None,
     save_splits: StrPath | None = None,
     force: bool = False,
     on_progress: Progress | None = None,
 ) -> Made:
     """Train `recipe` ("mnist-cnn", `./mine.py` or `pkg.mod:RECIPE`) and write the checkpoint `out`.
 
-    `data`: the recipe's data, where it does not bring its own. `amp`: mixed precision; on by
-    default on a GPU. `weights`: a file to start from. `save_splits`: a folder that gets
-    calibration.npz and test.npz, for `quantize` and `predict`. `force`: replace files that
-    deploykit did not write.
+    `data`: the recipe's data, where it does not bring its own. `amp`: mixed precision, on by
+    default on a GPU; `amp_dtype`: "bf16", "fp16", or "auto" for bf16 where the device has it.
+    `weights`: a file to start from. `checkpoint`: a file that gets the whole state after each
+    epoch, and from which the same call goes on. `curve`: an SVG of loss and score. `tensorboard`:
+    a folder for event files. `save_splits`: a folder that gets calibration.npz and test.npz, for
+    `quantize` and `predict`. `force`: replace files that deploykit did not write. The other
+    options are those of `training.options.TrainingOptions`.
     """
-    out, start = Path(out), Path(weights) if weights else None
-    read = (data, weights, *named_files(recipe))
+    given = locals()
+    options = {name: given[name] for name in _OPTIONS}
+    return _train(
+        recipe,
+        Path(out),
+        options,
+        data=Path(data) if data else None,
+        start=Path(weights) if weights else None,
+        curve=Path(curve) if curve else None,
+        save_splits=save_splits,
+        force=force,
+        on_progress=on_progress,
+    )
+
+
+def _train(
+    recipe: str,
+    out: Path,
+    given: dict[str, Any],
+    *,
+    data: Path | None,
+    start: Path | None,
+    curve: Path | None,
+    save_splits: StrPath | None,
+    force: bool,
+    on_progress: Progress | None,
+) -> Made:
+    read = (data, start, *named_files(recipe))
     claim(out, "torch", read, force=force)
     places = claim_splits(save_splits, read, force=force) if save_splits is not None else []
+    files = {name: Path(given[name]) for name in ("checkpoint", "tensorboard") if given[name]}
+    claim_run((*read, out, *places), curve=curve, force=force, **files)
     chosen = load_recipe(recipe)
-    from deploykit.measure.statistics import proportion
     from deploykit.runtimes.torch import open as runtime
     from deploykit.training import loop
+    from deploykit.training.options import TrainingOptions
 
     initial = runtime.load_weights(start) if start else None
-    splits = chosen.data(Path(data) if data else None)
-    options = loop.TrainingOptions(epochs, batch_size, device, amp, seed)
-    trained = loop.run_training(chosen, splits, options, weights=initial, on_progress=on_progress)
+    splits = chosen.data(data)
+    trained = loop.run_training(
+        chosen,
+        splits,
+        TrainingOptions(**{**given, **files}),
+        name=recipe,
+        weights=initial,
+        on_progress=on_progress,
+    )
     runtime.save_checkpoint(out, trained.module, recipe, chosen.inputs, chosen.outputs)
+    manifest = _manifest(out, recipe, chosen, trained, start)
+    write_manifest(out, manifest)
+    _save(splits, places)
+    if curve is not None:
+        from deploykit.training.curve import curve_svg
+
+        title = f"{recipe}: {trained.figures['precision']} on {trained.figures['device']}"
+        write_text(curve, curve_svg(trained.history, title, chosen.metric_name))
+    return Made(out, manifest, trained.notes)
+
+
+def _manifest(
+    out: Path, recipe: str, chosen: Recipe, trained: Trained, start: Path | None
+) -> Manifest:
+    from deploykit.measure.statistics import proportion
+
     samples = len(trained.scores)
-    score = proportion(round(trained.scores.sum()), samples)
+    score = proportion(float(trained.scores.sum()), samples)
     record = TrainingRecord(recipe, chosen.metric_name, samples, score, trained.figures)
-    manifest = Manifest(
+    return Manifest(
         format="torch",
         inputs=chosen.inputs,
         outputs=chosen.outputs,
@@ -68,9 +138,6 @@ def train(
         made_with=tool_versions("torch"),
         evidence=Evidence(training=record),
     )
-    write_manifest(out, manifest)
-    _save(splits, places)
-    return Made(out, manifest)
 
 
 def _save(splits: Splits, places: Sequence[Path]) -> None:

@@ -37,10 +37,23 @@ RECIPE                 mnist-cnn, ./mine.py or pkg.mod:RECIPE
 Training:
 --epochs N             Passes over the data [the recipe's]
 --batch-size N         Samples per step [the recipe's]
---device               Where to train
---amp/--no-amp         Mixed precision [on a GPU]
+--schedule             How the learning rate goes down [the recipe's]
+--clip-norm X          Largest norm of the gradients [the recipe's]
+--patience N           Stop after N epochs without a better score on the validation data, and keep
+        the best epoch's weights [never]
 --weights FILE         Weights to start from
 --seed N               Seed of the weights and of the order of the data
+Speed:
+--device               Where to train
+--amp/--no-amp         Mixed precision [on a GPU]
+--amp-dtype            Its type; auto is bf16 where the device has it, else fp16 with loss scaling
+--tf32/--no-tf32       Multiply float32 in TF32 on GPUs that have it
+--channels-last/--no-channels-last  Keep images with their channels last [on a GPU]
+--compile              Compile the model with torch.compile
+Record:
+--checkpoint FILE.ckpt  Save the whole state here after each epoch; the same command goes on from it
+--curve FILE.svg       Draw loss and score
+--tensorboard DIR      Write event files for TensorBoard
 {JSON}""")
 def train(
     recipe: str,
@@ -50,10 +63,20 @@ def train(
     save_splits: Path | None = None,
     epochs: int | None = None,
     batch_size: int | None = None,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
-    amp: bool | None = None,
+    schedule: Literal["cosine", "linear", "one-cycle", "constant"] | None = None,
+    clip_norm: float | None = None,
+    patience: int | None = None,
     weights: Path | None = None,
     seed: int = 0,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    amp: bool | None = None,
+    amp_dtype: Literal["auto", "bf16", "fp16"] = "auto",
+    tf32: bool = True,
+    channels_last: bool | None = None,
+    compile: bool = False,  # noqa: A002 - torch's own name for it
+    checkpoint: Path | None = None,
+    curve: Path | None = None,
+    tensorboard: Path | None = None,
     as_json: bool = False,
 ) -> None:
     """Train a recipe and write a checkpoint that can be exported.

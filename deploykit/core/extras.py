@@ -22,6 +22,7 @@ EXTRAS: Mapping[str, str] = {
     "safetensors": "export",
     "transformers": "huggingface",
     "sklearn": "train",
+    "tensorboard": "tensorboard",
     "PIL": "images",
     "opentelemetry": "trace",
     "ray": "ray",

@@ -44,8 +44,9 @@ class Recipe:
     `build()` gives a torch module with fresh weights; `data(path or None)` the splits;
     `inputs`/`outputs` the specs that `export` uses; `metric(outputs, labels)` one value per sample
     in 0..1 (for top-1: right or wrong), `metric_name` its name. `epochs`, `batch_size` and
-    `learning_rate` are the defaults of `train`. `preprocess`: for data and `inputs` of bytes, uint8
-    (N, H, W, C), where `build()` takes normalised float32 (N, C, H, W).
+    `learning_rate` are the defaults of `train`, as are `schedule` of the learning rate and
+    `clip_norm`, the largest norm of the gradients. `preprocess`: for data and `inputs` of bytes,
+    uint8 (N, H, W, C), where `build()` takes normalised float32 (N, C, H, W).
     """
 
     build: Callable[[], Any]
@@ -59,6 +60,8 @@ class Recipe:
     batch_size: int
     learning_rate: float
     preprocess: Preprocess | None = None
+    schedule: str = "cosine"
+    clip_norm: float | None = None
 
 
 @dataclass(frozen=True)

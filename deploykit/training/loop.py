@@ -1,46 +1,39 @@
 """The training loop: a recipe in, a trained module and its figures out.
 
-Adam with the recipe's loss; its learning rate falls to zero along a half cosine. On a GPU mixed
-precision is on unless refused. The same seed on the same CPU gives the same weights.
+Adam with the recipe's loss. On a GPU mixed precision is on unless refused. The same seed on the
+same CPU gives the same weights, also when the run stopped and went on from its checkpoint.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import logging
+import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
-from deploykit.core.errors import BadInput, Unsupported
-from deploykit.core.recipe import Recipe, Split, Splits
+from deploykit.core.errors import Unsupported
+from deploykit.core.recipe import Recipe, Splits
 from deploykit.runtimes.torch.preprocess import before
+from deploykit.training.batches import Batches, check_labels
+from deploykit.training.curve import EventFile
+from deploykit.training.options import Progress, Settings, Trained, TrainingOptions, settle
+from deploykit.training.score import score_module
+from deploykit.training.state import (
+    describe_run,
+    load_state,
+    random_state,
+    save_state,
+    set_random_state,
+)
+from deploykit.training.step import Stepper
 
-
-@dataclass(frozen=True)
-class TrainingOptions:
-    """What a user may change of a run; None takes the recipe's own."""
-
-    epochs: int | None = None
-    batch_size: int | None = None
-    device: str = "auto"
-    amp: bool | None = None
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Trained:
-    """`module` in eval mode on the CPU; `scores`: the metric of each test sample, in order."""
-
-    module: torch.nn.Module
-    scores: np.ndarray
-    figures: dict[str, Any]
-
-
-Progress = Callable[[str, float], None]  # what happens now, share done 0..1
+_REPORT_S = 0.5  # between two reports of progress within an epoch
+_log = logging.getLogger(__name__)
 
 
 def run_training(
@@ -48,126 +41,252 @@ def run_training(
     splits: Splits,
     options: TrainingOptions,
     *,
-    weights: dict[str, torch.Tensor] | None = None,
+    name: str = "",
+    weights: Mapping[str, torch.Tensor] | None = None,
     on_progress: Progress | None = None,
 ) -> Trained:
     """Train `recipe` on `splits.train`, then score it on `splits.test`.
 
-    Raises BadInput for options out of range, Unsupported for a device that is not there.
+    `splits.calibration` scores each epoch. `name`: of the recipe, for its checkpoint. Raises
+    BadInput for options out of range, Unsupported for a device that is not there or a loss that
+    is not finite, OutOfMemory.
     """
-    epochs = _positive("epochs", options.epochs, recipe.epochs)
-    batch_size = _positive("batch size", options.batch_size, recipe.batch_size)
-    device = choose_device(options.device)
-    amp = device.type == "cuda" if options.amp is None else options.amp
+    settings = settle(recipe, options)
+    check_labels(recipe, splits)
     torch.manual_seed(options.seed)
-    module = recipe.build().to(device)
+    module = recipe.build()
     if weights is not None:
         module.load_state_dict(weights)
-    data = _tensors(splits.train, device)
-    run = before(module, recipe.inputs, recipe.preprocess).to(device)
-    module.train()
-    started = time.perf_counter()
-    mean_loss = float("nan")
-    losses = _epochs(recipe, run, data, device, amp, batch_size, epochs, options.seed)
-    for epoch, mean_loss in enumerate(losses, 1):
-        if not np.isfinite(mean_loss):
-            raise Unsupported(
-                f"training diverged: the loss is {mean_loss} after epoch {epoch}",
-                hint="switch mixed precision off (`amp`), or lower the recipe's learning rate",
-            )
-        if on_progress is not None:
-            on_progress(f"epoch {epoch}/{epochs}, loss {mean_loss:.4f}", epoch / epochs)
-    seconds = time.perf_counter() - started
-    module = copy.deepcopy(module).cpu().eval()
-    figures = {
-        "epochs": epochs,
-        "batch_size": batch_size,
-        "device": str(device),
-        "amp": amp,
-        "seed": options.seed,
-        "train_samples": len(data[1]),
-        "train_seconds": round(seconds, 3),
-        "final_loss": mean_loss,
-        "data": splits.source,
-    }
-    return Trained(module, score_module(module, recipe, splits.test), figures)
+    with _tf32(settings.tf32):
+        run = Run(recipe, splits, settings, module, name)
+        run.train(on_progress or (lambda _text, _share: None))
+    module = copy.deepcopy(run.module).cpu().eval()
+    layout: Any = {"memory_format": torch.contiguous_format}
+    module = module.to(**layout)
+    scores = score_module(module, recipe, splits.test)
+    return Trained(module, scores, run.figures(), tuple(run.history), tuple(run.notes))
 
 
-def _epochs(
-    recipe: Recipe,
-    run: torch.nn.Module,
-    data: tuple[dict[str, torch.Tensor], torch.Tensor],
-    device: torch.device,
-    amp: bool,
-    batch_size: int,
-    epochs: int,
-    seed: int,
-) -> Iterator[float]:
-    """Train `run` in place; the mean loss after each epoch."""
-    inputs, labels = data
-    optimiser = torch.optim.Adam(run.parameters(), lr=recipe.learning_rate)
-    half = torch.float16 if device.type == "cuda" else torch.bfloat16
-    scaler = torch.amp.GradScaler(device.type, enabled=amp and device.type == "cuda")
-    shuffle = torch.Generator().manual_seed(seed)
-    steps = epochs * -(-len(labels) // batch_size)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, T_max=steps)
-    for _ in range(epochs):
-        total = torch.zeros((), device=device)
-        for index in torch.split(torch.randperm(len(labels), generator=shuffle), batch_size):
-            index = index.to(device)
-            optimiser.zero_grad(set_to_none=True)
-            with torch.autocast(device.type, dtype=half, enabled=amp):
-                loss = recipe.loss(run(*(part[index] for part in inputs.values())), labels[index])
-            scaler.scale(loss).backward()
-            scaler.step(optimiser)
-            scaler.update()
-            schedule.step()
-            total += loss.detach() * len(index)
-        yield float(total) / len(labels)
-
-
-def score_module(
-    module: torch.nn.Module, recipe: Recipe, split: Split, batch_size: int = 256
-) -> np.ndarray:
-    """The recipe's metric for each sample of `split`, shape (samples,), on the CPU in float32."""
-    run = before(module, recipe.inputs, recipe.preprocess)
-    inputs, _ = _tensors(split, torch.device("cpu"))
-    scores = []
-    with torch.inference_mode():
-        for start in range(0, len(split.labels), batch_size):
-            part = slice(start, start + batch_size)
-            values = run(*(tensor[part] for tensor in inputs.values()))
-            values = values if isinstance(values, tuple) else (values,)
-            named = {spec.name: v.numpy() for spec, v in zip(recipe.outputs, values, strict=True)}
-            scores.append(recipe.metric(named, split.labels[part]))
-    return np.concatenate(scores)
-
-
-def choose_device(name: str) -> torch.device:
-    """`auto` is the first GPU that torch can use, else the CPU. Raises BadInput or Unsupported."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+@contextlib.contextmanager
+def _tf32(on: bool) -> Iterator[None]:
+    """Let float32 products on the GPU use TF32, or not; the settings of the process come back."""
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    previous = [each.allow_tf32 for each in backends]
     try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise BadInput(f"unknown device '{name}'", hint="one of: auto, cpu, cuda") from None
-    if device.type not in ("cpu", "cuda"):
-        raise BadInput(f"unknown device '{name}'", hint="one of: auto, cpu, cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise Unsupported(
-            f"device '{name}' was requested, but torch {torch.__version__} sees no GPU",
-            hint="see: deploykit doctor",
+        for each in backends:
+            each.allow_tf32 = on
+        yield
+    finally:
+        for each, value in zip(backends, previous, strict=True):
+            each.allow_tf32 = value
+
+
+class Run:
+    """One run: the module, what updates it, and what is known of each epoch."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        splits: Splits,
+        settings: Settings,
+        module: torch.nn.Module,
+        name: str,
+    ) -> None:
+        self.recipe, self.splits, self.settings = recipe, splits, settings
+        options, device = settings.options, settings.device
+        layout = torch.channels_last if settings.channels_last else torch.contiguous_format
+        memory: Any = {"device": device, "memory_format": layout}
+        self.module = module.to(**memory)
+        run: Any = before(self.module, recipe.inputs, recipe.preprocess).to(device)
+        self.batches = Batches(splits.train, device, settings.batch_size, options.seed)
+        run = torch.compile(run) if options.compile else run
+        self.stepper = Stepper(run, recipe, settings, settings.epochs * len(self.batches))
+        self.history: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        self.best: tuple[float, int, dict[str, Any]] | None = None  # score, epoch, weights
+        self.seconds = 0.0
+        self.described = describe_run(
+            name,
+            splits,
+            {
+                "epochs": settings.epochs,
+                "batch_size": settings.batch_size,
+                "seed": options.seed,
+                "schedule": settings.schedule,
+                "clip_norm": settings.clip_norm,
+                "patience": options.patience,
+                "precision": settings.precision,
+                "learning_rate": recipe.learning_rate,
+            },
         )
-    return device
 
+    def train(self, on_progress: Progress) -> None:
+        """All epochs that are left."""
+        options = self.settings.options
+        events = EventFile(options.tensorboard) if options.tensorboard else None
+        if options.checkpoint is not None:
+            state = load_state(options.checkpoint, self.described)
+            if state is not None:
+                self._restore(state)
+                self.notes.append(f"went on after epoch {len(self.history)}: {options.checkpoint}")
+        try:
+            while len(self.history) < self.settings.epochs and not self._stalled():
+                self._train_epoch(on_progress)
+                if events is not None:
+                    events.write(self.history[-1])
+                if options.checkpoint is not None:
+                    save_state(options.checkpoint, self.described, self._state())
+        finally:
+            if events is not None:
+                events.close()
+        self._conclude()
 
-def _tensors(split: Split, device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    inputs = {name: torch.from_numpy(array).to(device) for name, array in split.inputs.items()}
-    return inputs, torch.from_numpy(split.labels).to(device)
+    def _train_epoch(self, on_progress: Progress) -> None:
+        """One epoch; once more in float32 where mixed precision gave a loss that is not finite."""
+        start = self._state() if self.stepper.amp_dtype is not None else None
+        skipped = self.stepper.skipped
+        loss, seconds, waited_s = self._run_epoch(on_progress)
+        if not math.isfinite(loss):
+            if start is None:
+                raise Unsupported(
+                    f"training diverged: the loss is {loss} in epoch {len(self.history) + 1}",
+                    hint="lower the recipe's learning rate, or limit the gradients (`clip_norm`)",
+                )
+            self._give_up_half(start, loss)
+            loss, more_s, waited_s = self._run_epoch(on_progress)
+            seconds += more_s
+            if not math.isfinite(loss):
+                raise Unsupported(
+                    f"training diverged: the loss is {loss} in epoch {len(self.history) + 1}, "
+                    "in mixed precision and in float32",
+                    hint="lower the recipe's learning rate, or limit the gradients (`clip_norm`)",
+                )
+        self.seconds += seconds
+        score = self._validate()
+        self.history.append(
+            {
+                "epoch": len(self.history) + 1,
+                "loss": loss,
+                "score": score,
+                "learning_rate": self.stepper.schedule.get_last_lr()[0],
+                "samples_per_s": round(len(self.batches.labels) / max(seconds, 1e-9), 1),
+                "loader_share": round(waited_s / max(seconds, 1e-9), 4),
+                "skipped_steps": self.stepper.skipped - skipped,
+            }
+        )
+        text = f"epoch {len(self.history)}/{self.settings.epochs}, loss {loss:.4f}"
+        text += f", {self.history[-1]['samples_per_s']:,.0f} samples/s"
+        on_progress(text, len(self.history) / self.settings.epochs)
 
+    def _run_epoch(self, on_progress: Progress) -> tuple[float, float, float]:
+        """The mean loss of the epoch, its seconds, and those spent waiting for batches."""
+        count, epochs, done = len(self.batches), self.settings.epochs, len(self.history)
+        parts, waited = self.stepper.parts, self.batches.waited_s
+        self.module.train()
+        total = torch.zeros((), device=self.settings.device)
+        started = reported = time.perf_counter()
+        samples = 0
+        for number, (inputs, labels) in enumerate(self.batches, 1):
+            total += self.stepper(inputs, labels) * len(labels)
+            samples += len(labels)
+            now = time.perf_counter()
+            if now - reported > _REPORT_S and number < count:
+                reported = now
+                on_progress(
+                    f"epoch {done + 1}/{epochs}, {number}/{count} steps, "
+                    f"{samples / (now - started):,.0f} samples/s",
+                    (done + number / count) / epochs,
+                )
+        loss = float(total) / samples
+        if self.stepper.parts > parts:
+            self.notes.append(
+                f"too little memory for a batch of {self.settings.batch_size}: each is computed "
+                f"in {self.stepper.parts} parts, with the gradients of the whole"
+            )
+        seconds = time.perf_counter() - started
+        return loss, seconds, self.batches.waited_s - waited
 
-def _positive(what: str, chosen: int | None, default: int) -> int:
-    value = default if chosen is None else chosen
-    if value < 1:
-        raise BadInput(f"{what} must be 1 or more, got {value}")
-    return value
+    def _give_up_half(self, start: dict[str, Any], loss: float) -> None:
+        self._restore(start)
+        self.notes.append(
+            f"{self.settings.precision} gave a loss of {loss} in epoch {len(self.history) + 1}; "
+            "from its start on the run is in float32"
+        )
+        _log.warning(self.notes[-1])
+        self.stepper.use(None)
+
+    def _validate(self) -> float | None:
+        if not len(self.splits.calibration.labels):
+            return None
+        return float(score_module(self.module, self.recipe, self.splits.calibration).mean())
+
+    def _stalled(self) -> bool:
+        """Keep the best epoch's weights, and say whether `patience` has run out."""
+        patience = self.settings.options.patience
+        if patience is None or not self.history or self.history[-1]["score"] is None:
+            return False
+        score, epoch = self.history[-1]["score"], self.history[-1]["epoch"]
+        if self.best is None or score > self.best[0]:
+            self.best = (score, epoch, copy.deepcopy(self.module.state_dict()))
+        return bool(epoch - self.best[1] >= patience)
+
+    def _conclude(self) -> None:
+        if self._stalled():
+            self.notes.append(
+                f"stopped after epoch {len(self.history)}: no better score on the validation data "
+                f"for {self.settings.options.patience} epochs"
+            )
+        if self.best is not None:
+            self.module.load_state_dict(self.best[2])
+            self.notes.append(f"the weights are those of epoch {self.best[1]}, the best one")
+        if self.stepper.skipped:
+            self.notes.append(
+                f"loss scaling skipped {self.stepper.skipped} of {self.stepper.tried} steps, whose "
+                "float16 gradients overflowed"
+            )
+
+    def _state(self) -> dict[str, Any]:
+        return copy.deepcopy(
+            {
+                "module": self.module.state_dict(),
+                "stepper": self.stepper.state(),
+                "random": random_state(self.settings.device, self.batches.shuffle),
+                "history": self.history,
+                "notes": self.notes,
+                "best": self.best,
+                "seconds": self.seconds,
+            }
+        )
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.module.load_state_dict(state["module"])
+        self.stepper.restore(state["stepper"])
+        set_random_state(state["random"], self.settings.device, self.batches.shuffle)
+        self.history, self.notes = list(state["history"]), list(state["notes"])
+        self.best, self.seconds = state["best"], state["seconds"]
+
+    def figures(self) -> dict[str, Any]:
+        """For the manifest: how it was trained, and each epoch."""
+        settings = self.settings
+        samples = len(self.batches.labels)
+        return {
+            "epochs": len(self.history),
+            "batch_size": settings.batch_size,
+            "device": str(settings.device),
+            "threads": torch.get_num_threads(),
+            "precision": settings.precision,
+            "amp": self.stepper.amp_dtype is not None,
+            "tf32": settings.tf32,
+            "compile": settings.options.compile,
+            "channels_last": settings.channels_last,
+            "schedule": settings.schedule,
+            "clip_norm": settings.clip_norm,
+            "seed": settings.options.seed,
+            "train_samples": samples,
+            "train_seconds": round(self.seconds, 3),
+            "samples_per_s": round(samples * len(self.history) / max(self.seconds, 1e-9), 1),
+            "skipped_steps": self.stepper.skipped,
+            "final_loss": self.history[-1]["loss"] if self.history else None,
+            "data": self.splits.source,
+            "history": list(self.history),
+        }

@@ -19,30 +19,12 @@ from deploykit.core.preprocess import IMAGENET  # noqa: E402
 from deploykit.core.recipe import Recipe, Split, Splits, load_recipe  # noqa: E402
 from deploykit.core.tensors import TensorSpec  # noqa: E402
 from deploykit.runtimes.data.preprocess import load_preprocess  # noqa: E402
-from deploykit.training.loop import TrainingOptions, choose_device, run_training, score_module  # noqa: E402
+from deploykit.training.loop import run_training  # noqa: E402
+from deploykit.training.options import TrainingOptions, choose_device  # noqa: E402
+from deploykit.training.score import score_module  # noqa: E402
+from tests.support.training import LINE, SPLITS  # noqa: E402
 
 pytestmark = pytest.mark.torch
-
-
-def split(count: int, seed: int) -> Split:
-    """Points of the plane, labelled by which side of a line they are on."""
-    points = np.random.default_rng(seed).standard_normal((count, 2)).astype(np.float32)
-    return Split({"x": points}, (points[:, 0] > points[:, 1]).astype(np.int64))
-
-
-SPLITS = Splits(split(200, 1), split(20, 2), split(100, 3), "points")
-LINE = Recipe(
-    build=lambda: torch.nn.Linear(2, 2),
-    data=lambda _: SPLITS,
-    inputs=(TensorSpec("x", "float32", ("N", 2)),),
-    outputs=(TensorSpec("y", "float32", ("N", 2)),),
-    loss=torch.nn.functional.cross_entropy,
-    metric=lambda outputs, labels: (outputs["y"].argmax(1) == labels).astype(float),
-    metric_name="top-1 accuracy",
-    epochs=10,
-    batch_size=20,
-    learning_rate=0.05,
-)
 
 
 def test_training_learns() -> None:
@@ -76,7 +58,8 @@ def test_progress_ends_at_one() -> None:
         TrainingOptions(device="cpu", epochs=3),
         on_progress=lambda _, s: shares.append(s),
     )
-    assert shares == pytest.approx([1 / 3, 2 / 3, 1])
+    assert {1 / 3, 2 / 3, 1.0} <= set(shares)  # a slow machine also reports within an epoch
+    assert shares == sorted(shares)
 
 
 @pytest.mark.parametrize(

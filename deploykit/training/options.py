@@ -1,0 +1,149 @@
+"""What a user may choose of a training run, what it gives back, and the processor it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from deploykit.core.errors import BadInput, Unsupported, did_you_mean
+from deploykit.core.recipe import Recipe
+
+SCHEDULES = ("cosine", "linear", "one-cycle", "constant")
+AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+Progress = Callable[[str, float], None]  # what happens now, share done 0..1
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """What a user may change of a run; None takes the recipe's own, or what suits the device.
+
+    `clip_norm`: largest norm of all gradients together. `patience`: epochs without a better score
+    on the validation data after which the run ends, with the weights of the best one.
+    `checkpoint`: a file that gets the whole state after each epoch, and from which a run with the
+    same options goes on. `tensorboard`: a folder for event files.
+    """
+
+    epochs: int | None = None
+    batch_size: int | None = None
+    device: str = "auto"
+    amp: bool | None = None
+    seed: int = 0
+    amp_dtype: str = "auto"
+    tf32: bool = True
+    compile: bool = False
+    channels_last: bool | None = None
+    clip_norm: float | None = None
+    schedule: str | None = None
+    patience: int | None = None
+    checkpoint: Path | None = None
+    tensorboard: Path | None = None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """`module` in eval mode on the CPU; `scores`: the metric of each test sample, in order.
+
+    `history`: one entry per epoch. `notes`: what the user should know of the run.
+    """
+
+    module: torch.nn.Module
+    scores: np.ndarray
+    figures: dict[str, Any]
+    history: tuple[dict[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of a run, all decided. `amp_dtype`: None for float32 throughout."""
+
+    epochs: int
+    batch_size: int
+    device: torch.device
+    amp_dtype: torch.dtype | None
+    tf32: bool
+    channels_last: bool
+    clip_norm: float | None
+    schedule: str
+    options: TrainingOptions
+
+    @property
+    def precision(self) -> str:
+        if self.amp_dtype is not None:
+            return str(self.amp_dtype).removeprefix("torch.")
+        return "tf32" if self.tf32 else "float32"
+
+
+def settle(recipe: Recipe, options: TrainingOptions) -> Settings:
+    """Decide what `options` leaves open. Raises BadInput, or Unsupported for a missing device."""
+    epochs = _positive("epochs", options.epochs, recipe.epochs)
+    batch_size = _positive("batch_size", options.batch_size, recipe.batch_size)
+    if options.patience is not None:
+        _positive("patience", options.patience, 1)
+    clip_norm = recipe.clip_norm if options.clip_norm is None else options.clip_norm
+    if clip_norm is not None and not 0 < clip_norm < float("inf"):
+        raise BadInput(f"`clip_norm` must be a number above 0, got {clip_norm}")
+    schedule = options.schedule or recipe.schedule
+    if schedule not in SCHEDULES:
+        raise BadInput(
+            f"unknown `schedule` '{schedule}'",
+            hint=did_you_mean(schedule, SCHEDULES, f"one of: {', '.join(SCHEDULES)}"),
+        )
+    if not -(2**63) <= options.seed < 2**63:
+        raise BadInput(f"`seed` must fit into 64 bits, got {options.seed}")
+    device = choose_device(options.device)
+    on_gpu = device.type == "cuda"
+    amp = on_gpu if options.amp is None else options.amp
+    return Settings(
+        epochs,
+        batch_size,
+        device,
+        _half(device, options.amp_dtype) if amp else None,
+        on_gpu and options.tf32 and torch.cuda.get_device_capability(device) >= (8, 0),
+        on_gpu if options.channels_last is None else options.channels_last,
+        clip_norm,
+        schedule,
+        options,
+    )
+
+
+def _half(device: torch.device, name: str) -> torch.dtype:
+    """bfloat16 where the device has it, which needs no loss scaling, else float16."""
+    if name == "auto":
+        on_cpu = device.type == "cpu"
+        bf16 = on_cpu or torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if bf16 else torch.float16
+    if name not in AMP_DTYPES:
+        raise BadInput(f"unknown `amp_dtype` '{name}'", hint="one of: auto, bf16, fp16")
+    return AMP_DTYPES[name]
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is the first GPU that torch can use, else the CPU. Raises BadInput or Unsupported."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise BadInput(f"unknown device '{name}'", hint="one of: auto, cpu, cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise BadInput(f"unknown device '{name}'", hint="one of: auto, cpu, cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise Unsupported(
+            f"device '{name}' was requested, but torch {torch.__version__} sees no GPU",
+            hint="see: deploykit doctor",
+        )
+    return device
+
+
+def _positive(what: str, chosen: int | None, default: int) -> int:
+    value = default if chosen is None else chosen
+    if value < 1:
+        raise BadInput(f"`{what}` must be 1 or more, got {value}")
+    return value

@@ -1,0 +1,37 @@
+"""A recipe's metric for each sample of a split."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from deploykit.core.recipe import Recipe, Split
+from deploykit.runtimes.torch.preprocess import before
+from deploykit.training.batches import tensors
+
+
+def score_module(
+    module: torch.nn.Module, recipe: Recipe, split: Split, batch_size: int = 256
+) -> np.ndarray:
+    """The recipe's metric for each sample of `split`, shape (samples,), in float32.
+
+    Computed on the device that holds `module`, in eval mode; the mode is restored.
+    """
+    device = next((each.device for each in module.parameters()), torch.device("cpu"))
+    run = before(module, recipe.inputs, recipe.preprocess).to(device)
+    training = module.training
+    run.eval()
+    inputs, _ = tensors(split, torch.device("cpu"))
+    scores = []
+    with torch.inference_mode():
+        for start in range(0, len(split.labels), batch_size):
+            part = slice(start, start + batch_size)
+            values = run(*(each[part].to(device) for each in inputs))
+            values = values if isinstance(values, tuple) else (values,)
+            named = {
+                spec.name: value.float().cpu().numpy()
+                for spec, value in zip(recipe.outputs, values, strict=True)
+            }
+            scores.append(recipe.metric(named, split.labels[part]))
+    run.train(training)
+    return np.concatenate(scores) if scores else np.zeros(0)

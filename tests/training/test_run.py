@@ -1,0 +1,374 @@
+"""A run: its schedule, its checkpoint, its record, and what happens when something gives out."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from deploykit.core.errors import BadInput, MissingExtra, OutOfMemory, Unsupported  # noqa: E402
+from deploykit.training import state  # noqa: E402
+from deploykit.training.curve import curve_svg  # noqa: E402
+from deploykit.training.loop import run_training  # noqa: E402
+from deploykit.training.options import SCHEDULES, Trained, TrainingOptions  # noqa: E402
+from tests.support.campaign import only_in_a_campaign  # noqa: E402
+from tests.support.training import LINE, SPLITS, dropping  # noqa: E402
+
+pytestmark = pytest.mark.torch
+CPU = TrainingOptions(device="cpu", epochs=4)
+
+
+def losses(trained: Trained) -> list[float]:
+    return [each["loss"] for each in trained.history]
+
+
+class StopError(Exception):
+    """Ends a run in the test."""
+
+
+def stop_after(epoch: int) -> Callable[[str, float], None]:
+    def progress(text: str, _share: float) -> None:
+        if text.startswith(f"epoch {epoch + 1}/"):
+            raise StopError
+
+    return progress
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_run_that_goes_on_equals_an_unbroken_one_bit_for_bit(
+    tmp_path: Path, schedule: str
+) -> None:
+    """With dropout, whose random numbers go on too; stopped before the third epoch is kept."""
+    recipe = replace(LINE, build=dropping, clip_norm=1.0)
+    options = replace(CPU, schedule=schedule, checkpoint=tmp_path / "run.ckpt")
+    unbroken = run_training(recipe, SPLITS, replace(options, checkpoint=None))
+    with pytest.raises(StopError):
+        run_training(recipe, SPLITS, options, on_progress=stop_after(2))
+    torch.manual_seed(77)  # another process has another state
+    resumed = run_training(recipe, SPLITS, options)
+    assert losses(resumed) == losses(unbroken)
+    for one, other in zip(
+        unbroken.module.state_dict().values(), resumed.module.state_dict().values(), strict=True
+    ):
+        assert torch.equal(one, other)
+    assert "went on after epoch 2" in resumed.notes[0]
+
+
+def test_a_run_that_is_killed_while_it_saves_keeps_the_state_before(tmp_path: Path) -> None:
+    """SIGKILL in the middle of torch.save, half of the file written."""
+    path = tmp_path / "run.ckpt"
+    program = f"""
+import os, signal, torch
+from pathlib import Path
+from dataclasses import replace
+from deploykit.training.loop import run_training
+from deploykit.training.options import TrainingOptions
+from tests.support.campaign import only_in_a_campaign  # noqa: E402
+from tests.support.training import LINE, SPLITS
+save, count = torch.save, [0]
+def killed(document, tmp):
+    save(document, tmp)
+    count[0] += 1
+    if count[0] == 3:
+        os.truncate(tmp, os.path.getsize(tmp) // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+torch.save = killed
+run_training(LINE, SPLITS, TrainingOptions(device="cpu", epochs=4, checkpoint=Path({str(path)!r})))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(__file__).parents[2], check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    resumed = run_training(LINE, SPLITS, replace(CPU, checkpoint=path))
+    assert "went on after epoch 2" in resumed.notes[0]
+    assert losses(resumed) == losses(run_training(LINE, SPLITS, CPU))
+
+
+def test_a_finished_run_is_not_repeated(tmp_path: Path) -> None:
+    options = replace(CPU, checkpoint=tmp_path / "run.ckpt")
+    first = run_training(LINE, SPLITS, options)
+    changed = replace(LINE, loss=lambda y, _: (y * math.nan).sum())  # a step would end the run
+    again = run_training(changed, SPLITS, options)
+    assert torch.equal(first.module.weight, again.module.weight)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"options": {"seed": 5}}, "seed"),
+        ({"options": {"batch_size": 7}}, "batch_size"),
+        ({"name": "other"}, "recipe"),
+        ({"data": "elsewhere"}, "data"),
+    ],
+    ids=str,
+)
+def test_the_checkpoint_of_another_run_is_refused(
+    tmp_path: Path, changed: dict[str, Any], named: str
+) -> None:
+    options = replace(CPU, checkpoint=tmp_path / "run.ckpt", epochs=1)
+    run_training(LINE, SPLITS, options, name="line")
+    data = replace(SPLITS, source=changed.get("data", SPLITS.source))
+    with pytest.raises(BadInput, match=f"another run: its {named}"):
+        run_training(
+            LINE,
+            data,
+            replace(options, **changed.get("options", {})),
+            name=changed.get("name", "line"),
+        )
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04" + bytes(50), "model"], ids=str)
+def test_a_file_that_is_no_checkpoint_is_refused_and_kept(tmp_path: Path, content: Any) -> None:
+    path = tmp_path / "run.ckpt"
+    if content == "model":
+        torch.save({"weight": torch.zeros(2)}, path)
+    else:
+        path.write_bytes(content)
+    before = path.read_bytes()
+    with pytest.raises(BadInput, match=r"run\.ckpt"):
+        run_training(LINE, SPLITS, replace(CPU, checkpoint=path))
+    assert path.read_bytes() == before
+
+
+def test_a_checkpoint_cut_at_any_place_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.ckpt"
+    options = replace(CPU, epochs=1, checkpoint=path)
+    run_training(LINE, SPLITS, options)
+    whole = path.read_bytes()
+    for size in range(1, len(whole), len(whole) // 12):
+        path.write_bytes(whole[:size])
+        with pytest.raises(BadInput, match="not the state"):
+            run_training(LINE, SPLITS, options)
+
+
+def test_patience_ends_a_run_with_the_best_weights() -> None:
+    """Above a rate of 0 the score moves; at 0 it never gets better than after the first epoch."""
+    still = replace(LINE, learning_rate=0.0)
+    trained = run_training(still, SPLITS, replace(CPU, epochs=50, patience=3))
+    assert len(trained.history) == 4
+    assert "no better score" in trained.notes[0]
+    assert "epoch 1" in trained.notes[1]
+
+
+def test_the_weights_of_the_best_epoch_are_kept() -> None:
+    """A schedule of a loss that turns round after epoch 3 makes each later epoch worse."""
+    steps = [0]
+
+    def loss(y: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        steps[0] += 1
+        sign = 1.0 if steps[0] <= 30 else -1.0
+        return sign * torch.nn.functional.cross_entropy(y, labels)
+
+    trained = run_training(
+        replace(LINE, loss=loss), SPLITS, replace(CPU, epochs=9, patience=5, schedule="constant")
+    )
+    scores = [each["score"] for each in trained.history]
+    assert scores[-1] < max(scores)
+    assert trained.scores.mean() > 0.9
+
+
+def test_gradients_are_clipped() -> None:
+    norms = []
+
+    def seen(optimiser: Any, *_: Any) -> None:
+        grads = [p.grad.norm() for g in optimiser.param_groups for p in g["params"]]
+        norms.append(float(torch.stack(grads).norm()))
+
+    from torch.optim import optimizer
+
+    handle = optimizer.register_optimizer_step_pre_hook(seen)
+    try:
+        run_training(LINE, SPLITS, replace(CPU, epochs=1, clip_norm=1e-3))
+    finally:
+        handle.remove()
+    assert len(norms) == 10
+    assert max(norms) <= 1.001e-3
+
+
+def test_half_precision_that_gives_no_finite_loss_falls_back_to_float32() -> None:
+    """The loss is infinite wherever the logits come in bfloat16; weights are as without it."""
+
+    def loss(y: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        found = torch.nn.functional.cross_entropy(y.float(), labels)
+        return found * (math.inf if y.dtype == torch.bfloat16 else 1.0)
+
+    fragile = replace(LINE, loss=loss)
+    trained = run_training(fragile, SPLITS, replace(CPU, amp=True))
+    plain = run_training(fragile, SPLITS, CPU)
+    assert trained.notes[0].startswith("bfloat16 gave a loss of")
+    assert torch.equal(trained.module.weight, plain.module.weight)
+    assert (trained.figures["precision"], trained.figures["amp"]) == ("bfloat16", False)
+
+
+def test_float16_overflow_skips_steps_and_is_counted() -> None:
+    """The first loss scales carry the gradients out of float16; the scale falls until they fit."""
+    loud = replace(LINE, loss=lambda y, z: torch.nn.functional.cross_entropy(y.float(), z) * 3e4)
+    options = replace(CPU, amp=True, amp_dtype="fp16", epochs=3)
+    trained = run_training(loud, SPLITS, options)
+    skipped = trained.figures["skipped_steps"]
+    assert 0 < skipped < 30
+    assert f"skipped {skipped} of 30 steps" in trained.notes[-1]
+    assert sum(each["skipped_steps"] for each in trained.history) == skipped
+
+
+@pytest.mark.parametrize("half", ["auto", "bf16"])
+def test_mixed_precision_on_the_cpu_learns(half: str) -> None:
+    options = TrainingOptions(device="cpu", amp=True, amp_dtype=half)
+    trained = run_training(LINE, SPLITS, options)
+    assert trained.scores.mean() > 0.95
+    assert trained.figures["precision"] == "bfloat16"
+
+
+@pytest.mark.parametrize(("fits", "parts"), [(5, 4), (3, 8)])
+def test_a_batch_that_does_not_fit_is_computed_in_parts(fits: int, parts: int) -> None:
+    def loss(y: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if len(y) > fits:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you ...")
+        return torch.nn.functional.cross_entropy(y, labels)
+
+    trained = run_training(replace(LINE, loss=loss), SPLITS, CPU)
+    whole = run_training(LINE, SPLITS, CPU)
+    assert f"in {parts} parts" in trained.notes[0]
+    assert trained.module.weight.detach().numpy() == pytest.approx(
+        whole.module.weight.detach().numpy(), abs=1e-5
+    )
+
+
+def test_too_little_memory_for_one_sample_is_refused() -> None:
+    def loss(_y: torch.Tensor, _labels: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with pytest.raises(OutOfMemory, match="single sample"):
+        run_training(replace(LINE, loss=loss), SPLITS, CPU)
+
+
+def test_another_error_of_the_loss_is_no_lack_of_memory() -> None:
+    def loss(_y: torch.Tensor, _labels: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("shapes")
+
+    with pytest.raises(BadInput, match="shapes"):
+        run_training(replace(LINE, loss=loss), SPLITS, CPU)
+
+
+@pytest.mark.parametrize("split", ["train", "calibration", "test"])
+@pytest.mark.parametrize("label", [-1, 2])
+def test_labels_that_are_no_class_are_refused(split: str, label: int) -> None:
+    part = getattr(SPLITS, split)
+    labels = np.where(np.arange(len(part.labels)) == 3, label, part.labels)
+    with pytest.raises(BadInput, match=f"its {split} data go from"):
+        run_training(LINE, replace(SPLITS, **{split: replace(part, labels=labels)}), CPU)
+
+
+def test_no_training_data_is_refused() -> None:
+    nothing = replace(SPLITS.train, inputs={"x": np.zeros((0, 2), np.float32)}, labels=np.zeros(0))
+    with pytest.raises(BadInput, match="no training data"):
+        run_training(LINE, replace(SPLITS, train=nothing), CPU)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"clip_norm": 0.0}, "clip_norm"),
+        ({"clip_norm": math.nan}, "clip_norm"),
+        ({"schedule": "cosin"}, "schedule"),
+        ({"patience": 0}, "patience"),
+        ({"amp": True, "amp_dtype": "fp8"}, "amp_dtype"),
+        ({"seed": 2**64}, "seed"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(BadInput, match=f"`{named}`"):
+        run_training(LINE, SPLITS, replace(CPU, **options))
+
+
+def test_the_curve_holds_every_epoch() -> None:
+    trained = run_training(LINE, SPLITS, CPU)
+    drawn = curve_svg(trained.history, "a < b", "top-1")
+    assert drawn.count("<circle") == 2 * len(trained.history)
+    assert "a &lt; b" in drawn
+    import xml.etree.ElementTree as ET
+
+    ET.fromstring(drawn)
+
+
+def test_the_curve_of_one_epoch_with_a_loss_of_zero_is_drawn() -> None:
+    entry = {"epoch": 1, "loss": 0.0, "score": None}
+    assert "nan" not in curve_svg([entry], "t", "m")
+
+
+def test_event_files_hold_the_history(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trained = run_training(LINE, SPLITS, replace(CPU, tensorboard=tmp_path / "events"))
+    read = EventAccumulator(str(tmp_path / "events"))
+    read.Reload()
+    assert [each.value for each in read.Scalars("loss")] == pytest.approx(losses(trained))
+    assert [each.step for each in read.Scalars("score")] == [1, 2, 3, 4]
+
+
+def test_a_missing_tensorboard_names_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises((MissingExtra, Unsupported)) as caught:
+        run_training(LINE, SPLITS, replace(CPU, tensorboard=tmp_path))
+    assert "[tensorboard]" in str(caught.value.hint)
+
+
+@only_in_a_campaign
+def test_compile_gives_the_same_answers() -> None:
+    options = replace(CPU, epochs=1)
+    plain = run_training(LINE, SPLITS, options)
+    compiled = run_training(LINE, SPLITS, replace(options, compile=True))
+    assert compiled.figures["compile"]
+    assert losses(compiled) == pytest.approx(losses(plain), rel=1e-5)
+    assert list(compiled.module.state_dict()) == ["weight", "bias"]
+
+
+def test_channels_last_is_recorded_and_changes_no_answer() -> None:
+    def build() -> torch.nn.Module:
+        layers = torch.nn.Conv2d(1, 2, 2), torch.nn.Flatten(), torch.nn.Linear(18, 2)
+        return torch.nn.Sequential(*layers)
+
+    images = np.random.default_rng(0).standard_normal((40, 1, 4, 4)).astype(np.float32)
+    part = replace(SPLITS.train, inputs={"x": images}, labels=(images.mean((1, 2, 3)) > 0) * 1)
+    splits = replace(SPLITS, train=part, calibration=part, test=part)
+    recipe = replace(LINE, build=build)
+    plain, last = (
+        run_training(recipe, splits, replace(CPU, channels_last=each)) for each in (False, True)
+    )
+    assert (plain.figures["channels_last"], last.figures["channels_last"]) == (False, True)
+    assert losses(plain) == pytest.approx(losses(last), rel=1e-4)
+    assert last.module[0].weight.is_contiguous()
+
+
+def test_the_figures_name_what_the_run_used() -> None:
+    figures = run_training(LINE, SPLITS, CPU).figures
+    assert figures["precision"] == "float32"
+    assert figures["threads"] == torch.get_num_threads()
+    assert not figures["tf32"]  # of a GPU
+    assert [each["epoch"] for each in figures["history"]] == [1, 2, 3, 4]
+    assert figures["history"][-1]["learning_rate"] < 1e-9
+
+
+def test_a_state_does_not_run_code(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.system, ("true",)
+
+    torch.save({state.KEY: state.VERSION, "run": {}, "x": Evil()}, tmp_path / "run.ckpt")
+    with pytest.raises(BadInput, match="not the state"):
+        run_training(LINE, SPLITS, replace(CPU, checkpoint=tmp_path / "run.ckpt"))
