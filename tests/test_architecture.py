@@ -64,16 +64,16 @@ OWNERS = {
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
     "core": 3505,
-    "runtimes": 7030,
+    "runtimes": 7055,
     "training": 1500,
     "exporters": 1430,
     "onnx_graph+quantization": 5180,
     "builders": 1880,
-    "measure": 5920,
+    "measure": 6290,
     "serving": 11770,
     "bundling": 2040,
     "cluster": 270,
-    "api": 6690,
+    "api": 6815,
     "cli": 2375,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 140  # the whole package, with the list of public names

@@ -6,22 +6,23 @@ import datetime
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.api.artefacts import Progress
 from deploykit.api.bench_columns import (
     BASELINE,
+    Columns,
     Entry,
-    check_baseline,
-    choose_setups,
-    find_baseline,
-    open_entry,
+    choose_columns,
+    open_entries,
+    open_on_cpu,
 )
 from deploykit.api.feeds import comparison_feeds
 from deploykit.api.outputs import claim_report
-from deploykit.core.artefact import Artefact, ArtefactLike
-from deploykit.core.machine import Machine, this_machine
+from deploykit.core.artefact import ArtefactLike
+from deploykit.core.machine import Machine, default_threads, this_machine, usable_cores
 from deploykit.core.paths import StrPath
 from deploykit.core.tensors import BATCH, TensorSpec
 
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
     from deploykit.measure.evaluate.parity import Parity
     from deploykit.measure.report.report import Accuracy, Gate, NotMeasured, Report
-    from deploykit.measure.timing.sweep import Point, Setup, Timing
+    from deploykit.measure.timing.cpu_search import CpuSearch
+    from deploykit.measure.timing.sweep import Point, Timing
     from deploykit.runtimes.data.samples import Samples
     from deploykit.runtimes.devices import GpuWatch
     from deploykit.runtimes.engine import Engine
@@ -38,14 +40,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BATCHES = (1, 2, 4, 8, 16, 32)
+QUICK_BATCHES = (1, 8, 32)
 FULL_S = 60.0  # of a point
+_SEARCH_SHARE, _SEARCH_MAX_S = 1 / 30, 1.0  # of a point, for each window of the search on the CPU
 
 
 def bench(
     engines: Sequence[ArtefactLike],
     *,
     baseline: ArtefactLike | None = None,
-    batches: Sequence[int] = BATCHES,
+    batches: Sequence[int] | None = None,
     out: StrPath = "report",
     data: StrPath | None = None,
     device: str = "auto",
@@ -63,34 +67,34 @@ def bench(
     Without `baseline` it is the first engine, or the float32 model that a TensorRT engine was made
     from if that is next to it. Such an engine is proven first, or opened with `trust`: see
     `open_proven`. `data`: labelled .npz; then accuracy is measured too, paired with the baseline's.
-    Each point is timed for `seconds` after `warmup_s` (60 and 10; with `quick` 5 and 2); a report
-    of less than 60 is marked. `out`: the folder of the report. `force`: replace files that
-    deploykit did not write there.
+    Each point, by default of BATCHES, is timed for `seconds` after `warmup_s` (60 and 10; with
+    `quick` of fewer batches, 2 and 1); a report of less than 60 is marked. `out`: the folder of the
+    report. `force`: replace files that deploykit did not write there.
     """
     from deploykit.measure.report import report as reports
     from deploykit.measure.report.verdict import verdict
     from deploykit.measure.timing.sweep import Timing
 
+    batches = (QUICK_BATCHES if quick else BATCHES) if batches is None else batches
     note = _Once(on_note)
-    found = [open_entry(Artefact.open(source), trust, note) for source in engines]
-    reference = check_baseline(find_baseline(baseline, found[0], trust, note))
-    every = list({item.artefact.sha256: item for item in (reference, *found)}.values())
+    every = open_entries(engines, baseline, trust, note)
     timing = Timing(
-        warmup_s=(2.0 if quick else 10.0) if warmup_s is None else warmup_s,
-        seconds=(5.0 if quick else FULL_S) if seconds is None else seconds,
+        warmup_s=(1.0 if quick else 10.0) if warmup_s is None else warmup_s,
+        seconds=(2.0 if quick else FULL_S) if seconds is None else seconds,
     )
     folder = claim_report(out, (*engines, baseline, data), force=force)
-    run = _prepare(reference, every, Path(data) if data else None, device, batches, note)
+    search_s = min(_SEARCH_MAX_S, timing.seconds * _SEARCH_SHARE)
+    source = Path(data) if data else None
+    run = _prepare(every, source, device, batches, search_s, note, on_progress)
     points, watch = _time(run, batches, timing, on_progress)
     report = reports.Report(
-        title=f"{reference.artefact.path.stem}: latency and throughput",
+        title=f"{every[0].artefact.path.stem}: latency and throughput",
         created=now(),
         command=command,
         quick=timing.seconds < FULL_S,
         baseline=BASELINE,
         artefacts=tuple(item.to_dict() for item in every),
-        points=tuple(points),
-        **run.known,
+        **run.known(points),
         notes=(_method(timing), *sorted(note.seen)),
         throttled=watch.reasons if {point.device for point in points} - {"cpu"} else (),
         conditions=watch.conditions,
@@ -122,43 +126,78 @@ class _Run:
     parity: list[Parity]
     accuracy: list[Accuracy]
     gates: dict[str, Gate]  # by the artefact's hash
-    setups: list[Setup]
+    columns: Columns
     gaps: list[NotMeasured]
 
-    @property
-    def known(self) -> dict[str, Any]:
-        """The fields of the report that do not depend on timing."""
+    def known(self, points: Sequence[Point]) -> dict[str, Any]:
+        """The fields of the report that depend on the run and its points."""
+        from deploykit.measure.timing.cpu_search import best_cpu
+
         failed = {sha256 for sha256, gate in self.gates.items() if not gate.passed}
+        columns = self.columns.setups
+        wrong = tuple(dict.fromkeys(each.label for each in columns if each.sha256 in failed))
         return {
             "machine": self.machine.to_dict(),
             "accuracy": tuple(self.accuracy),
             "parity": tuple(item.to_dict() for item in self.parity),
             "gates": tuple(self.gates.values()),
-            "wrong": tuple(setup.label for setup in self.setups if setup.sha256 in failed),
-            "not_measured": tuple(self.gaps),
+            "points": tuple(points),
+            "wrong": wrong,
+            "best_cpu": best_cpu(points, wrong),
+            "cpu_search": tuple(self.columns.searches),
+            "not_measured": (*self.columns.gaps, *self.gaps),
         }
 
 
 def _prepare(
-    reference: Entry,
     every: Sequence[Entry],
     data: Path | None,
     device: str,
     batches: Sequence[int],
+    search_s: float,
     note: Callable[[str], None],
+    on_progress: Progress | None,
 ) -> _Run:
     from deploykit.measure.report.report import NotMeasured
     from deploykit.runtimes.data.samples import read_samples
 
-    machine = this_machine()
+    machine, reference = this_machine(), every[0]
     with reference.open("cpu") as base:
         samples = read_samples(data, base.inputs, labelled=True) if data else None
         parity, accuracy, gates = _proofs(base, reference, every, samples, device, note)
         inputs = base.inputs
-    setups, gaps = choose_setups(reference, every, machine, device, batches)
-    if samples is None:
-        gaps.append(NotMeasured("accuracy", "no labelled data were given (`data`)"))
-    return _Run(machine, inputs, parity, accuracy, gates, setups, gaps)
+    right = [each for each in every if not _failed(gates.get(each.artefact.sha256))]
+    search = partial(_search_cpu, right, inputs, search_s, on_progress)
+    columns = choose_columns(reference, every, machine, device, batches, search)
+    gap = NotMeasured("accuracy", "no labelled data were given (`data`)")
+    return _Run(machine, inputs, parity, accuracy, gates, columns, [gap] * (samples is None))
+
+
+def _failed(gate: Gate | None) -> bool:
+    return gate is not None and not gate.passed
+
+
+def _search_cpu(
+    right: Sequence[Entry],
+    inputs: tuple[TensorSpec, ...],
+    window_s: float,
+    on_progress: Progress | None,
+    item: Entry,
+    batch: int,
+) -> CpuSearch | None:
+    """None for an artefact whose outputs are wrong, and for a size that is not the model's."""
+    from deploykit.measure.timing.cpu_search import CpuSearch, choices, search_cpu
+    from deploykit.runtimes.data.samples import random_feeds
+
+    rows = inputs[0].shape[0] if inputs and inputs[0].shape else batch
+    if item not in right or (isinstance(rows, int) and rows != batch):
+        return None
+    if on_progress is not None:
+        on_progress(f"{item.artefact.name}, batch {batch}: fastest settings of the CPU", 0.0)
+    feeds = random_feeds(inputs, {BATCH: batch})
+    cores = sorted({default_threads(), usable_cores()})
+    trials = search_cpu(choices(cores), partial(open_on_cpu, item), feeds, batch, window_s)
+    return CpuSearch(item.artefact.name, batch, trials)
 
 
 def _time(
@@ -171,7 +210,11 @@ def _time(
 
     with GpuWatch() as watch:
         points = sweep(
-            run.setups, batches, timing, lambda n: random_feeds(run.inputs, {BATCH: n}), on_progress
+            run.columns.setups,
+            batches,
+            timing,
+            lambda n: random_feeds(run.inputs, {BATCH: n}),
+            on_progress,
         )
     return list(points), watch
 

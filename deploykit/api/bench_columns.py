@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, Unsupported
-from deploykit.core.machine import Machine, default_threads
+from deploykit.core.extras import installed
+from deploykit.core.machine import Machine
 from deploykit.core.precision import narrowest
 from deploykit.core.runtime import BUILT
 
 if TYPE_CHECKING:
     from deploykit.measure.report.report import NotMeasured
+    from deploykit.measure.timing.cpu_search import CpuSearch, CpuSettings
     from deploykit.measure.timing.sweep import Setup
     from deploykit.runtimes.engine import Engine
 
-BASELINE = "fp32 CPU"  # ONNX Runtime, one session on all physical cores
+BASELINE = "fp32 CPU"  # ONNX Runtime, the fastest settings of one session
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Entry:
     artefact: Artefact
     precision: str
     built_on: Mapping[str, str]
-    open: Callable[..., Engine]  # (device, threads)
+    open: Callable[..., Engine]  # (device)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -45,10 +47,8 @@ def open_entry(artefact: Artefact, trust: bool, note: Callable[[str], None]) -> 
     from deploykit.api.open import open_proven
     from deploykit.onnx_graph.graph import Graph
 
-    def open_it(device: str = "cpu", threads: int | None = None) -> Engine:
-        return open_proven(
-            artefact, device, threads=threads, trust=trust, overlap=False, on_note=note
-        )[0]
+    def open_it(device: str = "cpu") -> Engine:
+        return open_proven(artefact, device, trust=trust, overlap=False, on_note=note)[0]
 
     if not artefact.runtime.builder:
         raise wrong_format(artefact, artefact.format, f"an {' or '.join(BUILT)} file")
@@ -63,14 +63,33 @@ def open_entry(artefact: Artefact, trust: bool, note: Callable[[str], None]) -> 
     return Entry(artefact, precision, built_on, open_it)
 
 
-def find_baseline(
-    given: ArtefactLike | None, first: Entry, trust: bool, note: Callable[[str], None]
-) -> Entry:
-    """The one given, else `first`, or the float32 model next to it that an engine was made from."""
+def open_entries(
+    sources: Sequence[ArtefactLike],
+    baseline: ArtefactLike | None,
+    trust: bool,
+    note: Callable[[str], None],
+) -> tuple[Entry, ...]:
+    """Each file once, the baseline first: the given one, or as `_find_baseline`."""
+    found = [open_entry(Artefact.open(source), trust, note) for source in sources]
+    if baseline:
+        reference = open_entry(Artefact.open(baseline), trust, note)
+    else:
+        reference = _find_baseline(found[0], trust, note)
+    if reference.artefact.format != "onnx" or reference.precision != "fp32":
+        raise BadInput(
+            f"{reference.artefact}: is {reference.precision} in {reference.artefact.format}; the "
+            "baseline is a float32 model in ONNX",
+            hint="`baseline`: the .onnx file that the engine was made from",
+        )
+    others = {item.artefact.path.resolve(): item for item in found}
+    others.pop(reference.artefact.path.resolve(), None)
+    return (reference, *others.values())
+
+
+def _find_baseline(first: Entry, trust: bool, note: Callable[[str], None]) -> Entry:
+    """`first`, or the float32 model next to it that an engine was made from."""
     from deploykit.api.verify import find_sources
 
-    if given:
-        return open_entry(Artefact.open(given), trust, note)
     if first.artefact.format == "onnx":
         return first
     manifest = first.artefact.manifest
@@ -84,46 +103,106 @@ def find_baseline(
     )
 
 
-def check_baseline(found: Entry) -> Entry:
-    """`found`, which must be a float32 model in ONNX; else BadInput."""
-    if found.artefact.format != "onnx" or found.precision != "fp32":
-        raise BadInput(
-            f"{found.artefact}: is {found.precision} in {found.artefact.format}; the baseline is a "
-            "float32 model in ONNX",
-            hint="`baseline`: the .onnx file that the engine was made from",
-        )
-    return found
+@dataclass(frozen=True)
+class Columns:
+    """The setups to time, what was tried to choose those on the CPU, and what was not."""
+
+    setups: list[Setup]
+    searches: list[CpuSearch]
+    gaps: list[NotMeasured]
 
 
-def choose_setups(
+def choose_columns(
     reference: Entry,
     every: Sequence[Entry],
     machine: Machine,
     device: str,
     batches: Sequence[int],
-) -> tuple[list[Setup], list[NotMeasured]]:
-    """The columns: the baseline, each artefact on the CPU in two ways, and on the GPU there is.
+    search: Callable[[Entry, int], CpuSearch | None],
+) -> Columns:
+    """The baseline in one session and in its fastest, and each other artefact in the same ways.
 
-    One that does not run on CPUs has its own, on its GPU.
+    `search` tries settings of the CPU on an artefact at a batch size, None where it cannot. An
+    artefact that is faster in other settings than the baseline's has a column more; one that does
+    not run on CPUs has its own, on its GPU.
     """
     from deploykit.measure.report.report import NotMeasured
+    from deploykit.measure.timing.cpu_search import CpuSettings
 
-    cores = default_threads()
     gpu, why = _gpu(reference, machine, device)
-    setups = []
+    gaps = [] if gpu else [NotMeasured("GPU", why)]
+    searches: list[CpuSearch] = []
+    setups: list[Setup] = []
+    alike: dict[int, list[CpuSettings]] = {}
     for item in every:
         runtime, stem = item.artefact.runtime, item.artefact.path.stem
         if not runtime.on_cpu:
-            setup = _setup(item, f"{stem}, {runtime.title}", device, 1, None)
+            setup = _setup(item, f"{stem}, {runtime.title}", device)
             setups += _ways(setup, batches) if runtime.overlaps else [setup]
             continue
-        label = BASELINE if item is reference else stem
-        setups.append(_setup(item, label, "cpu", 1, cores))
-        if cores > 1:
-            setups.append(_setup(item, f"{label}, {cores} sessions", "cpu", cores, 1))
+        own: dict[int, CpuSettings] = {}
+        for batch in batches:
+            found = search(item, batch)
+            if found:
+                searches.append(found)
+                own[batch] = found.fastest
+            if item is reference:
+                best = (found.fastest_of_one, found.fastest) if found else (CpuSettings(),)
+                alike[batch] = list(dict.fromkeys(best))
+        setups += _on_cpu(item, BASELINE if item is reference else stem, alike, own)
         if gpu and "cuda" in runtime.devices:
-            setups.append(_setup(item, f"{stem}, GPU", gpu, 1, None))
-    return setups, [] if gpu else [NotMeasured("GPU", why)]
+            setups.append(_setup(item, f"{stem}, GPU", gpu))
+    return Columns(setups, searches, [*gaps, *_not_searched(every)])
+
+
+def _on_cpu(
+    item: Entry,
+    label: str,
+    alike: Mapping[int, Sequence[CpuSettings]],
+    own: Mapping[int, CpuSettings],
+) -> list[Setup]:
+    """In the baseline's settings at each batch size, and in those of its own that are others."""
+    counts = {each.sessions for found in alike.values() for each in found[1:]}
+    many = f"{label}, {counts.pop()} sessions" if len(counts) == 1 else f"{label}, several sessions"
+    found: dict[tuple[str, CpuSettings], list[int]] = {}
+    for batch, (one, *several) in alike.items():
+        found.setdefault((label, one), []).append(batch)
+        for each in several:
+            found.setdefault((many, each), []).append(batch)
+        if batch in own and own[batch] not in alike[batch]:
+            found.setdefault((f"{label}, own settings", own[batch]), []).append(batch)
+    return [
+        replace(
+            _setup(item, name, "cpu"),
+            engines=partial(open_on_cpu, item, settings),
+            sessions=settings.sessions,
+            threads=settings.threads,
+            settings=str(settings),
+            batches=tuple(batches),
+        )
+        for (name, settings), batches in sorted(found.items(), key=lambda each: each[0][0])
+    ]
+
+
+def open_on_cpu(item: Entry, settings: CpuSettings) -> Engine:
+    """One of its sessions."""
+    from deploykit.measure.timing.processes import ProcessEngine
+    from deploykit.runtimes.onnxruntime.engine import open_engine
+
+    path, threads = item.artefact.path, settings.threads
+    open_it = partial(open_engine, path, "cpu", threads, spinning=settings.spinning)
+    return ProcessEngine(open_it) if settings.processes else open_it()
+
+
+def _not_searched(every: Sequence[Entry]) -> list[NotMeasured]:
+    """What could be faster on this CPU and was not tried."""
+    from deploykit.measure.report.report import NotMeasured
+
+    openvino = "deploykit has no engine for it" if installed("openvino") else "not installed"
+    gaps = {"OpenVINO": openvino, "torch in bfloat16": "an ONNX file holds no module to run"}
+    if not any(item.precision == "int8" and item.artefact.runtime.on_cpu for item in every):
+        gaps["INT8"] = "no INT8 file was given; `deploykit quantize --to int8` makes one"
+    return [NotMeasured(f"{what} on the CPU", why) for what, why in gaps.items()]
 
 
 def _ways(plain: Setup, batches: Sequence[int]) -> list[Setup]:
@@ -171,14 +250,12 @@ def _gpu(reference: Entry, machine: Machine, device: str) -> tuple[str, str]:
     return chosen, ""
 
 
-def _setup(item: Entry, label: str, device: str, sessions: int, threads: int | None) -> Setup:
+def _setup(item: Entry, label: str, device: str) -> Setup:
     from deploykit.measure.timing.sweep import Setup
 
     return Setup(
         label=label,
-        engines=lambda: item.open(device, threads),
-        sessions=sessions,
-        threads=threads,
+        engines=lambda: item.open(device),
         precision=item.precision,
         file=item.artefact.name,
         sha256=item.artefact.sha256,

@@ -102,7 +102,7 @@ def predict(
 @described(f"""
 ENGINE                 {ENGINE}s to measure
 --baseline FILE.onnx   The float32 model to compare with [the first ENGINE]
---batches N,N,...      Batch sizes to measure
+--batches N,N,...      Batch sizes to measure [1,2,4,8,16,32, or 1,8,32 with --quick]
 -o --out DIR           Folder of the report
 {FORCE}
 --data FILE.npz|DIR    Labelled data: measure accuracy too
@@ -110,8 +110,8 @@ ENGINE                 {ENGINE}s to measure
 {TRUST}
 Timing:
 --quick                Measure briefly; a report of less than 60 s for each point says so
---warmup SECONDS       Warm-up before each point [10, or 2 with --quick]
---seconds SECONDS      Length of each point [60, or 5 with --quick]
+--warmup SECONDS       Warm-up before each point [10, or 1 with --quick]
+--seconds SECONDS      Length of each point [60, or 2 with --quick]
 --strict               Exit 1 if the GPU lowered its clocks meanwhile
 Compare two reports:
 --compare A B          Compare report B with report A, files or folders; nothing is measured
@@ -120,7 +120,7 @@ Compare two reports:
 def bench(
     engines: list[Path] | None = None,
     baseline: Path | None = None,
-    batches: str = "1,2,4,8,16,32",
+    batches: str | None = None,
     out: Path = Path("report"),
     force: bool = False,
     data: Path | None = None,
@@ -151,7 +151,7 @@ def bench(
         result = figures.bench(
             engines,
             baseline=baseline,
-            batches=sizes("batches", batches),
+            batches=None if batches is None else sizes("batches", batches),
             out=out,
             data=data,
             device=device,

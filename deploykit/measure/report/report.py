@@ -21,6 +21,7 @@ from deploykit.measure.load.generator import LoadResult
 from deploykit.measure.report.html import report_page
 from deploykit.measure.report.markdown import markdown
 from deploykit.measure.statistics import Interval, ratio
+from deploykit.measure.timing.cpu_search import BestCpu, CpuSearch
 from deploykit.measure.timing.sweep import Point, crossover
 from deploykit.runtimes.gpu_state import Conditions
 
@@ -94,7 +95,8 @@ class Report:
     than 60 s. `verdict`: sentences, the most important first.
     `wrong`: labels of setups whose outputs failed their gate; no ratio is derived from them.
     `throttled`: why the GPU was throttled during the run; nothing is derived from the points then.
-    `conditions`: power mode, clocks, power and heat of each GPU while it was measured.
+    `conditions`: power mode, clocks, power and heat of each GPU while it was measured. `best_cpu`:
+    by batch size, with its settings. `cpu_search`: which settings of the CPU were tried.
     """
 
     title: str
@@ -116,6 +118,8 @@ class Report:
     throttled: tuple[str, ...] = ()
     conditions: tuple[Conditions, ...] = ()
     not_measured: tuple[NotMeasured, ...] = ()
+    best_cpu: tuple[BestCpu, ...] = ()
+    cpu_search: tuple[CpuSearch, ...] = ()
 
     shown: ClassVar[tuple[str, ...]] = ("speedups", "crossovers")
 

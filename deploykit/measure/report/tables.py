@@ -226,7 +226,8 @@ def _points(document: Json) -> Table:
             str(point["label"]),
             str(point["runtime"]),
             count(point["batch"]),
-            count(point["sessions"])
+            point["settings"]
+            or count(point["sessions"])
             + (f" × {point['threads']}" if point["threads"] is not None else ""),
             count(point["samples"]),
             *(_ms(point, key) for key in ("p50_ms", "p90_ms", "p99_ms")),
@@ -242,7 +243,7 @@ def _points(document: Json) -> Table:
         "setup",
         "runtime",
         "batch",
-        "sessions × threads",
+        "sessions, threads",
         "calls",
         "p50 (ms)",
         "p90 (ms)",

@@ -109,7 +109,11 @@ def _reference(point: Point, usable: Sequence[Point], own: Sequence[Point]) -> P
 def _alike(a: Point, b: Point) -> bool:
     """A GPU is compared with the best of the CPU, whatever its sessions."""
     both_cpu = a.device == b.device == "cpu"
-    return not both_cpu or (a.sessions, a.threads) == (b.sessions, b.threads)
+    return not both_cpu or _settings(a) == _settings(b)
+
+
+def _settings(point: Point) -> tuple[object, ...]:
+    return point.sessions, point.threads, point.settings
 
 
 def _ratio(candidate: Point, reference: Point, is_baseline: bool) -> str:
@@ -132,8 +136,8 @@ def _sessions(candidate: Point, reference: Point) -> str:
 
 
 def _session_text(point: Point) -> str:
-    if point.threads is None:
-        return ""
+    if point.settings or point.threads is None:
+        return point.settings
     sessions = f"{point.sessions} session{'s' * (point.sessions > 1)}"
     return f"{sessions} of {point.threads} thread{'s' * (point.threads > 1)}"
 

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -21,6 +22,13 @@ from deploykit.runtimes.engine import Arrays, Engine
 Clock = Callable[[], int]  # nanoseconds, monotonic
 
 _POLL_S = 0.5  # between two checks for Ctrl-C
+
+
+@runtime_checkable
+class RunsLoop(Protocol):
+    """An engine that is called in a loop somewhere else; see `closed_loop`."""
+
+    def run_loop(self, feeds: Arrays, length_ns: int, stop: Callable[[], bool]) -> array[int]: ...
 
 
 @dataclass(frozen=True)
@@ -56,15 +64,15 @@ def run_block(
     of its last call; the others keep calling until then, so that all of it ran under full load.
     """
     length_ns, settle_ns = round(length_s * 1e9), round(settle_s * 1e9)
-    with _no_garbage_collection():
+    with no_garbage_collection():
         if in_flight > 1:
             if settle_ns:
                 _loop_overlapping(engines[0], feeds, settle_ns, clock, in_flight)
             return _loop_overlapping(engines[0], feeds, length_ns, clock, in_flight, batch)
         if len(engines) == 1:
             if settle_ns:
-                _loop(engines[0], feeds, settle_ns, clock)
-            sessions = [_loop(engines[0], feeds, length_ns, clock)]
+                closed_loop(engines[0], feeds, settle_ns, clock)
+            sessions = [closed_loop(engines[0], feeds, length_ns, clock)]
         else:
             sessions = _run_together(engines, feeds, settle_ns, length_ns, clock)
     calls_ns = [np.frombuffer(calls, dtype=np.int64) for calls in sessions]
@@ -75,14 +83,19 @@ def run_block(
     )
 
 
-def _loop(
+def closed_loop(
     engine: Engine,
     feeds: Arrays,
     length_ns: int,
     clock: Clock,
     stop: Callable[[], bool] = lambda: False,
 ) -> array[int]:
-    """Nanoseconds of each call, from the end of the last: they sum to the time that passed."""
+    """Nanoseconds of each call, from the end of the last: they sum to the time that passed.
+
+    An engine that has a `run_loop` of its own, in another process, runs it there.
+    """
+    if isinstance(engine, RunsLoop):
+        return engine.run_loop(feeds, length_ns, stop)
     calls = array("q")
     last = clock()
     end = last + length_ns
@@ -147,10 +160,10 @@ def _run_together(
     def session(engine: Engine) -> array[int]:
         try:
             if settle_ns:
-                _loop(engine, feeds, settle_ns, clock, stop.is_set)
+                closed_loop(engine, feeds, settle_ns, clock, stop.is_set)
             ready.arrive()
             ready.wait()
-            calls = _loop(engine, feeds, length_ns, clock, stop.is_set)
+            calls = closed_loop(engine, feeds, length_ns, clock, stop.is_set)
             done.arrive()
             while not done.is_open():  # keep the load up until the others' last call ends
                 engine(feeds)
@@ -172,7 +185,7 @@ def _run_together(
 
 
 @contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """No collection inside; afterwards as before.
 
     No collection before: with torch loaded it takes a third of a second, for every block.

@@ -38,7 +38,8 @@ class Setup:
 
     `in_flight`: calls of the one engine at a time; more than one is another scenario.
     `threads`: CPU threads of each engine, None where that means nothing. `device`: "" for the
-    engine's own. `file` and `sha256` name the artefact in the report.
+    engine's own. `file` and `sha256` name the artefact in the report. `settings`: those of
+    the CPU, as text. `batches`: the only sizes to time it at; () for all.
     """
 
     label: str
@@ -50,6 +51,8 @@ class Setup:
     file: str = ""
     sha256: str = ""
     in_flight: int = 1
+    settings: str = ""
+    batches: tuple[int, ...] = ()
 
     @property
     def scenario(self) -> str:
@@ -87,7 +90,9 @@ class Point(Record):
     order. `duration_s`: the timed seconds. `note`: a caveat, or "". `histogram`: every call.
     `shapes`: of the inputs of one call, by name. `marks`: why nothing is concluded from this point.
     `processes`: how many fresh processes timed it, a share of the rounds each; where there are
-    several, `round_rates` and the intervals are over the processes.
+    several, `round_rates` and the intervals are over the processes. `settings`: of the CPU, chosen
+    by a search: "2 sessions of 1 thread". `compute`: latency without the copies to the GPU and
+    back; None on a CPU, and where the engine does not tell.
     """
 
     label: str
@@ -109,6 +114,8 @@ class Point(Record):
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     marks: tuple[str, ...] = ()
     processes: int = 1
+    settings: str = ""
+    compute: Latency | None = None
 
 
 def sweep(
@@ -205,11 +212,12 @@ def _by_batch(points: Sequence[Point]) -> dict[int, Point]:
 
 
 def _check_options(setups: Sequence[Setup], batches: Sequence[int]) -> None:
-    labels = [setup.label for setup in setups]
-    if not labels or len(set(labels)) != len(labels):
-        raise BadInput(f"setups need different labels, and there must be one or more: {labels}")
     if not batches or min(batches) < 1 or len(set(batches)) != len(batches):
         raise BadInput(f"`batches` must be different sizes of 1 or more, got {list(batches)}")
+    for batch in batches:
+        labels = [each.label for each in setups if batch in (each.batches or batches)]
+        if len(set(labels)) != max(1, len(labels)):
+            raise BadInput(f"setups need different labels, and there must be one or more: {labels}")
     for setup in setups:
         if setup.sessions < 1:
             raise BadInput(f"{setup.label}: `sessions` must be 1 or more, got {setup.sessions}")
@@ -237,7 +245,8 @@ class _Column:
         )
 
     def takes(self, batch: int) -> bool:
-        return self.max_batch is None or batch <= self.max_batch
+        only = self.setup.batches
+        return (self.max_batch is None or batch <= self.max_batch) and batch in (only or [batch])
 
 
 def _open(setup: Setup, stack: contextlib.ExitStack) -> _Column:
@@ -279,6 +288,7 @@ class _Record:
 
     warmth: Warmth
     blocks: list[Block] = field(default_factory=list)
+    compute: Latency | None = None
 
 
 def _time_batch(
@@ -310,7 +320,23 @@ def _time_batch(
             block = column.run(feeds, batch, block_s, clock, settle_s)
             records[label].blocks.append(block)
     shapes = {name: array.shape for name, array in feeds.items()}
+    for column in columns:
+        records[column.setup.label].compute = _compute(column, feeds, block_s, clock)
     return [_point(column, batch, shapes, records[column.setup.label]) for column in columns]
+
+
+def _compute(column: _Column, feeds: Arrays, length_s: float, clock: Clock) -> Latency | None:
+    """Latency less the copies, of further calls; None where the engine does not tell of any."""
+    engine = column.engines[0]
+    if not sum(engine.last_copies_us) or column.setup.in_flight > 1:
+        return None
+    calls_s: list[float] = []
+    end = clock() + round(length_s * 1e9)
+    while not calls_s or clock() < end:
+        begun = clock()
+        engine(feeds)
+        calls_s.append((clock() - begun) / 1e9 - sum(engine.last_copies_us) / 1e6)
+    return Latency.of(calls_s)
 
 
 def _point(
@@ -339,4 +365,6 @@ def _point(
         histogram=CallHistogram.of(np.concatenate([block.calls_ns for block in blocks]) / 1e9),
         shapes=shapes,
         marks=tuple(mark for mark in (record.warmth.mark, rose(rates)) if mark),
+        settings=setup.settings,
+        compute=record.compute,
     )

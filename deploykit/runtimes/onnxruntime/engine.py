@@ -12,6 +12,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,8 @@ from deploykit.core.errors import (
     OutOfMemory,
     Unsupported,
     first_line,
-    os_reason,
-    quote,
 )
 from deploykit.core.extras import install_command, require
-from deploykit.core.files import check_data_file, open_readable
 from deploykit.core.machine import default_threads
 from deploykit.core.memory import memory_errors
 from deploykit.core.protobuf import damaged
@@ -39,14 +37,13 @@ from deploykit.runtimes.onnxruntime.binding import Binding, check_placement
 from deploykit.runtimes.onnxruntime.cuda_libraries import preload
 from deploykit.runtimes.onnxruntime.file import (
     external_files,
-    external_spans,
     multiplies_integers,
     slowed_by_values,
     small_floats,
-    stored_twice,
 )
 from deploykit.runtimes.onnxruntime.messages import cure, reason
 from deploykit.runtimes.onnxruntime.sums import EXACT_INTEGERS, UNSHARED, check_sums
+from deploykit.runtimes.onnxruntime.weights import external_weights
 
 ort = require("onnxruntime")
 ort_state = require("onnxruntime.capi.onnxruntime_pybind11_state")
@@ -71,7 +68,6 @@ _OF_CUDA = (
     RuntimeError,
 )
 SHRINK_S = 10.0
-_NUMBER = re.compile(r"[0-9]{1,18}")
 _CUDA_FAILURE = re.compile(r"CUDA failure (\d+): ([^;\n]*)")
 # Fused, these are slower on a CPU than in parts: a BERT took 1.11 (float32) to 1.24 (INT8) times as
 # long; benchmarks/cpu_int8.py
@@ -86,10 +82,12 @@ def open_engine(
     trust: bool = False,  # noqa: ARG001 - a graph runs no code of its own
     *,
     graphs: Sequence[int] = (),
+    spinning: bool = False,
 ) -> OnnxRuntimeEngine:
     """Open an ONNX file; raises BadInput for an invalid graph, Unsupported for the device.
 
     `graphs`: batch sizes to run as CUDA graphs, on CUDA; `notes` names those that cannot.
+    `spinning`: threads that wait for work keep their core busy, as ONNX Runtime's default is.
     """
     path = Path(source)
     cuda = "CUDAExecutionProvider" in ort.get_available_providers()
@@ -100,7 +98,7 @@ def open_engine(
             f"{path}: `device` is {device}, but this onnxruntime has no CUDA provider",
             hint=f"pip uninstall onnxruntime; {install_command('gpu')}; see: deploykit doctor",
         )
-    return OnnxRuntimeEngine(path, device, threads, graphs=graphs)
+    return OnnxRuntimeEngine(path, device, threads, graphs=graphs, spinning=spinning)
 
 
 def open_as_written(path: Path, threads: int | None = None) -> OnnxRuntimeEngine:
@@ -125,19 +123,23 @@ class OnnxRuntimeEngine(BaseEngine):
         *,
         optimise: bool = True,
         graphs: Sequence[int] = (),
+        spinning: bool = False,
     ) -> None:
         self.path = path
         self.runtime = f"onnxruntime {ort.__version__}"
         self.notes: tuple[str, ...] = ()
         graphs = graphs if device != "cpu" else ()
+        open_session = partial(
+            _session, path, device, threads, optimise=optimise, spinning=spinning
+        )
         try:
-            self.session = _session(path, device, threads, optimise=optimise, graphs=bool(graphs))
+            self.session = open_session(graphs=bool(graphs))
         except DeploykitError as exc:
             if not graphs:
                 raise
             self.notes = (f"{path}: no CUDA graphs: {exc.message}",)
             graphs = ()
-            self.session = _session(path, device, threads, optimise=optimise)
+            self.session = open_session()
         if self.session.get_session_options().get_session_config_entry(EXACT_INTEGERS) == "0":
             self.notes += (f"{path}: nodes share INT8 weights: {UNSHARED}",)
         self.inputs = tuple(_spec(path, node) for node in self.session.get_inputs())
@@ -212,8 +214,10 @@ def _is_steady(path: Path, inputs: Sequence[TensorSpec]) -> bool:
     return all(spec.dtype != "string" for spec in inputs) and not slowed_by_values(path)
 
 
-def session_options(threads: int | None, *, half: bool = False, exact: bool = True) -> Any:
-    """Options of every session: no spinning threads, and no log: errors are raised.
+def session_options(
+    threads: int | None, *, half: bool = False, exact: bool = True, spinning: bool = False
+) -> Any:
+    """Options of every session: no spinning threads if not asked for, no log: errors are raised.
 
     `exact`: integer sums are exact on every CPU; without it, weights stay as the file has them.
     `half`: the graph has float16. At its default level ONNX Runtime's CPU provider crashes on some
@@ -222,7 +226,7 @@ def session_options(threads: int | None, *, half: bool = False, exact: bool = Tr
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads or default_threads()
     options.inter_op_num_threads = 1
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spinning)))
     options.add_session_config_entry(EXACT_INTEGERS, str(int(exact)))
     options.log_severity_level = 4
     level = ort.GraphOptimizationLevel
@@ -238,11 +242,12 @@ def _session(
     optimise: bool,
     graphs: bool = False,
     exact: bool = True,
+    spinning: bool = False,
 ) -> Any:
     if device == "cpu":
         check_sums(path, ort.__version__)
     floats = small_floats(path)
-    options = session_options(threads, half="float16" in floats, exact=exact)
+    options = session_options(threads, half="float16" in floats, exact=exact, spinning=spinning)
     weights = read_weights(path, options)  # alive until the session has copied them
     # optimised float8 graphs are wrong in 1.31.1 (accuracy 98.5 % became 75 % on a small CNN)
     if "float8" in floats or not (optimise or multiplies_integers(path)):
@@ -269,7 +274,15 @@ def _session(
             clash = ("replace the existing tensor", "Initializer with same name")  # 1.32, 1.23
             if not exact or not any(text in str(exc) for text in clash):
                 raise
-            session = _session(path, device, threads, optimise=optimise, graphs=graphs, exact=False)
+            session = _session(
+                path,
+                device,
+                threads,
+                optimise=optimise,
+                graphs=graphs,
+                exact=False,
+                spinning=spinning,
+            )
     del weights
     return session
 
@@ -277,7 +290,7 @@ def _session(
 def read_weights(path: Path, options: Any) -> object:
     """Give a session the content of external weights, which must live until it is made."""
     with onnxruntime_errors(path):
-        weights = _external_weights(path)
+        weights = external_weights(path)
     if weights and hasattr(options, "add_external_initializers_from_files_in_memory"):
         # 1.23 lacks it: it maps the files, and a truncated one ends the process with SIGBUS
         sizes = [data.nbytes for data in weights.values()]
@@ -285,38 +298,6 @@ def read_weights(path: Path, options: Any) -> object:
             [*weights], [*weights.values()], sizes
         )
     return weights
-
-
-def _external_weights(path: Path) -> dict[str, np.ndarray]:
-    """The bytes of each external weights file, by its location in the model.
-
-    ONNX Runtime would map the file, and truncating it would end the process (SIGBUS).
-    """
-    found = {}
-    twice = stored_twice(path)
-    if twice:
-        raise BadInput(
-            f"{path}: two initializers have the name '{twice}'",
-            hint="which of them counts is not defined: rename one, or export it again",
-        )
-    # ONNX Runtime 1.23 reads any file, later ones follow hard links
-    for location, offset, length in external_spans(path):
-        where = f"{path}: its weights"
-        size = check_data_file(path, location, where).st_size
-        numbers = [offset or "0", length or "0"]
-        if not all(_NUMBER.fullmatch(each) for each in numbers) or sum(map(int, numbers)) > size:
-            raise BadInput(
-                f"{where}: {quote(location)} has {size} bytes, the model wants offset "
-                f"{quote(offset)}, length {quote(length)}"
-            )
-        if location in found:
-            continue
-        try:
-            with open_readable(path.parent / location) as handle:
-                found[location] = np.fromfile(handle, np.uint8)
-        except OSError as exc:
-            raise BadInput(f"{where}: {location}: {os_reason(exc)}") from exc
-    return found
 
 
 def _device_in_use(path: Path, session: Any, asked: str) -> str:

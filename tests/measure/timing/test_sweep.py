@@ -382,6 +382,8 @@ def test_a_point_says_what_was_timed_and_goes_into_json(bench: Bench) -> None:
         "shapes": {"x": [4, 4]},
         "marks": [],
         "processes": 1,
+        "settings": "",
+        "compute": None,
     }
 
 
