@@ -5,6 +5,7 @@ The same inputs give the same bytes. SHA-256 finds damage and careless edits; it
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -26,6 +27,7 @@ MODEL_FOLDER, TIMING_CACHE = "model/", "model/timing.cache"
 DEFAULT_EPOCH_S = 315_532_800  # 1980-01-01, the first day that a zip file can hold
 _LARGEST_JSON_BYTES = 4 << 20
 _COMMENT = "deploykit bundle"
+_WRITER = "deploykit bundle MODEL --profile NAME -o DIR writes one"
 
 
 @dataclass(frozen=True)
@@ -115,15 +117,25 @@ def _sums(bundle: Bundle, digest: str) -> str:
 def read_bundle(folder: Path) -> Bundle:
     """What `bundle.json` says, unchecked against the files. Raises NotFound, BadInput."""
     path = folder / BUNDLE_FILE
-    if not folder.is_dir():
-        raise NotFound(f"{folder}: no such folder")
-    if path.is_symlink():
-        raise BadInput(f"{path}: is a symbolic link")
+    with _reading(folder):
+        if not folder.is_dir():
+            raise NotFound(f"{folder}: no such folder")
+        if path.is_symlink():
+            raise BadInput(f"{path}: is a symbolic link")
+        if not path.exists():
+            raise NotFound(f"{folder}: is no bundle: it has no {BUNDLE_FILE}", hint=_WRITER)
     if check_readable(path).stat().st_size > _LARGEST_JSON_BYTES:
         raise BadInput(f"{path}: is larger than any bundle's")
     values = read_json(path)
-    if not isinstance(values, dict) or values.get("bundle") != BUNDLE_VERSION:
-        raise BadInput(f"{path}: is not a bundle of version {BUNDLE_VERSION}")
+    version = values.get("bundle") if isinstance(values, dict) else None
+    if version != BUNDLE_VERSION:
+        if type(version) is not int or version < BUNDLE_VERSION:
+            raise BadInput(f"{path}: is not that of a bundle", hint=_WRITER)
+        raise BadInput(
+            f"{path}: is of version {quote(version)}, deploykit {__version__} reads version "
+            f"{BUNDLE_VERSION}",
+            hint=f"install deploykit {quote(values.get('deploykit', 'of a later release'))}",
+        )
     found: Bundle = from_json(Bundle, values, str(path))
     _check_names(found, path)
     return found
@@ -147,12 +159,27 @@ def _check_names(bundle: Bundle, path: Path) -> None:
             raise BadInput(f"{path}: '{name}' and '{other}' differ in case alone")
 
 
+@contextlib.contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """What the operating system refuses, a file that is gone meanwhile too, as BadInput."""
+    try:
+        yield
+    except OSError as exc:
+        raise BadInput(f"{exc.filename or folder}: cannot be read: {os_reason(exc)}") from exc
+
+
 def verify(folder: Path, *, whole: bool = True) -> Bundle:
     """Check every byte of a bundle; raises NotFound or BadInput naming the first wrong file.
 
     `whole`: false in an image, which holds `model/` alone: other files may be missing.
     """
     bundle = read_bundle(folder)
+    with _reading(folder):
+        _check_files(folder, bundle, whole)
+    return bundle
+
+
+def _check_files(folder: Path, bundle: Bundle, whole: bool) -> None:
     sums, listed = folder / SUMS_FILE, {*bundle.files, BUNDLE_FILE, SUMS_FILE}
     there = set()
     for name in _files(folder, refuse_links=True):
@@ -175,15 +202,11 @@ def verify(folder: Path, *, whole: bool = True) -> Bundle:
             raise BadInput(f"{path}: has {size} bytes, {BUNDLE_FILE} says {entry.bytes}")
         if sha256(path) != entry.sha256:
             raise BadInput(f"{path}: was changed (SHA-256 differs from {BUNDLE_FILE})")
-    return bundle
 
 
 def _files(folder: Path, *, refuse_links: bool = False, below: str = "") -> Iterator[str]:
     """The paths of all files, sorted; raises BadInput for what is neither a file nor a folder."""
-    try:
-        entries = sorted(os.scandir(folder / below), key=lambda entry: entry.name)
-    except OSError as exc:
-        raise BadInput(f"{folder / below}: cannot be read: {os_reason(exc)}") from exc
+    entries = sorted(os.scandir(folder / below), key=lambda entry: entry.name)
     if refuse_links and below and not entries:
         raise BadInput(f"{folder / below}: is an empty folder, which no bundle has")
     for entry in entries:

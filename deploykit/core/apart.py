@@ -99,14 +99,18 @@ def main() -> None:
         def send(*message: object) -> None:
             pipe.write(pickle.dumps(message))
 
+        kind, content = "error", None
         try:
             function, arguments = pickle.load(sys.stdin.buffer)  # noqa: S301 - of our parent
-            send("result", function(*arguments, lambda what, share: send("progress", what, share)))
+            content = function(*arguments, lambda what, share: send("progress", what, share))
+            kind = "result"
         except MemoryError as exc:
-            send("error", does_not_fit("", str(exc)))
+            content = does_not_fit("", str(exc))
         except (DeploykitError, OSError, KeyboardInterrupt, SystemExit) as exc:
-            with contextlib.suppress(BrokenPipeError):
-                send("error", exc)
+            content = exc
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is sent makes our parent interrupt us
+        with contextlib.suppress(BrokenPipeError):
+            send(kind, content)
 
 
 if __name__ == "__main__":

@@ -67,6 +67,17 @@ def test_an_error_there_is_the_error_here(
     assert not out.exists()
 
 
+def test_a_process_that_reported_an_error_is_not_interrupted(
+    monkeypatch: pytest.MonkeyPatch, model: Path, out: Path, tmp_path: Path
+) -> None:
+    """An interrupt then is a traceback among the messages of a device."""
+    end = f"import time; time.sleep(0.3); open({str(tmp_path / 'ended')!r}, 'w')"
+    child(monkeypatch, CHILD.format(error="no tactics within workspace limit") + end)
+    with pytest.raises(Unsupported):
+        apart.build_apart(model, out, options(ORIN))
+    assert (tmp_path / "ended").exists()
+
+
 @pytest.mark.parametrize(
     ("end", "error", "says"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -64,14 +65,22 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "link": (lambda f: (f / "a").symlink_to("/etc/passwd"), "a: is a symbolic link"),
     "linked folder": (lambda f: (f / "a").symlink_to("/etc"), "a: is a symbolic link"),
     "pipe": (lambda f: os.mkfifo(f / "a"), "a: is not a regular file"),
-    "no bundle.json": (lambda f: (f / "bundle.json").unlink(), "bundle.json: no such file"),
+    "no bundle.json": (
+        lambda f: (f / "bundle.json").unlink(),
+        "is no bundle: it has no bundle.json",
+    ),
     "no sums": (lambda f: (f / "SHA256SUMS").unlink(), "SHA256SUMS: is missing"),
     "not JSON": (lambda f: (f / "bundle.json").write_text("{"), "bundle.json: is not valid JSON"),
-    "a list": (lambda f: (f / "bundle.json").write_text("[]"), "bundle.json: is not a bundle"),
+    "a list": (
+        lambda f: (f / "bundle.json").write_text("[]"),
+        "bundle.json: is not that of a bundle",
+    ),
+    "no version": (lambda f: (f / "bundle.json").write_text("{}"), "is not that of a bundle"),
     "deep": (lambda f: (f / "bundle.json").write_text("[" * 99_999), "is not valid JSON"),
     "huge": (lambda f: os.truncate(f / "bundle.json", 1 << 30), "is larger than any bundle"),
     "not text": (lambda f: (f / "bundle.json").write_bytes(b"\xff\xfe"), "is not valid JSON"),
-    "version": (lambda f: edit(f / "bundle.json", lambda d: d.update(bundle=2)), "of version 1"),
+    "version": (lambda f: edit(f / "bundle.json", lambda d: d.update(bundle=2)), "reads version 1"),
+    "wrong version": (lambda f: edit(f / "bundle.json", lambda d: d.update(bundle="2")), "is not"),
     "no files": (lambda f: edit(f / "bundle.json", lambda d: d.pop("files")), "not a complete"),
 }
 
@@ -84,6 +93,25 @@ def test_damage_is_one_clear_line(
     with pytest.raises(dk.BadInput) as found:
         verify(folder)
     assert message in found.value.message
+
+
+def test_a_newer_bundle_names_the_deploykit_to_install(folder: Path) -> None:
+    edit(folder / "bundle.json", lambda d: d.update(bundle=2, deploykit="9.1.0"))
+    with pytest.raises(dk.BadInput) as found:
+        read_bundle(folder)
+    assert found.value.hint == "install deploykit '9.1.0'"
+
+
+@pytest.mark.parametrize("place", ["is_dir", "read_bytes"])
+def test_what_this_user_may_not_read_is_one_clear_line(
+    place: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, **_options: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, place, refuse)  # root, who may run this, may read everything
+    with pytest.raises(dk.BadInput, match="cannot be read: Permission denied"):
+        verify(folder)
 
 
 @pytest.mark.parametrize(
