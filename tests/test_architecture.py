@@ -63,7 +63,7 @@ OWNERS = {
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 3505,
+    "core": 3520,
     "runtimes": 7055,
     "training": 1500,
     "exporters": 1430,
@@ -73,7 +73,7 @@ BUDGETS = {
     "serving": 11770,
     "bundling": 2040,
     "cluster": 270,
-    "api": 6815,
+    "api": 6825,
     "cli": 2375,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 140  # the whole package, with the list of public names

@@ -36,10 +36,7 @@ def run_apart(
     `what` begins a message. `inherit`: file descriptors that stay open there. Raises what the
     function raises, OutOfMemory if the system killed it, DeploykitError if it crashed.
     """
-    process = subprocess.Popen(
-        COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=tuple(inherit)
-    )
-    with process:
+    with _start(inherit) as process:
         try:
             with contextlib.suppress(BrokenPipeError):
                 _send_job(process, (function, arguments))
@@ -61,6 +58,16 @@ def run_apart(
             hint="a smaller `workspace` or batch; stop other programs, the desktop first; add swap",
         )
     raise DeploykitError(f"{what}: the process of the build ended with code {code}")
+
+
+def _start(inherit: Sequence[int]) -> subprocess.Popen[bytes]:
+    """The child, which is not to be interrupted until `main` is ready for that."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(COMMAND, stdin=pipe, stdout=pipe, pass_fds=tuple(inherit))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _send_job(process: subprocess.Popen[bytes], job: object) -> None:
@@ -101,6 +108,7 @@ def main() -> None:
 
         kind, content = "error", None
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             function, arguments = pickle.load(sys.stdin.buffer)  # noqa: S301 - of our parent
             content = function(*arguments, lambda what, share: send("progress", what, share))
             kind = "result"

@@ -159,6 +159,16 @@ def test_bundles_for_another_server_are_refused(
         boot_until_stopped(tmp_path / "bundle", made / "tiny.onnx")
 
 
+def test_a_cache_inside_the_bundle_is_refused(made: Path, tmp_path: Path) -> None:
+    """Its files would make the next start refuse the bundle."""
+    shutil.copytree(made / "old", tmp_path / "bundle")
+    (tmp_path / "link").symlink_to("bundle")
+    for cache in ("bundle", "bundle/cache", "link/cache", "bundle/../bundle/x"):
+        with pytest.raises(dk.BadInput, match="is inside the bundle"):
+            boot_until_stopped(tmp_path / "bundle", tmp_path / cache)
+    assert not (tmp_path / "bundle" / "cache").exists()
+
+
 def test_an_image_needs_the_models_files_alone(
     made: Path, cache: Path, run: Any, tmp_path: Path
 ) -> None:

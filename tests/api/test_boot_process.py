@@ -94,11 +94,12 @@ def get(address: str, path: str) -> str:
 def test_metrics_and_notes_say_that_the_previous_engine_serves(
     bundle: Path, tmp_path: Path
 ) -> None:
-    boot(bundle, tmp_path / "cache")
+    cache = tmp_path / "a\nfolder ü $(x)=y"
+    boot(bundle, cache)
     dk.bundle(bundle / "model" / "tiny.onnx", "cpu", out=tmp_path / "new", batch="1,2,4")
-    boot(tmp_path / "new", tmp_path / "cache")
+    boot(tmp_path / "new", cache)
     for option, previous in (("--rollback", True), ("--retry", False)):
-        with device(tmp_path / "new", tmp_path / "cache", after=[option]) as running:
+        with device(tmp_path / "new", cache, after=[option]) as running:
             address = running.ready()["http"]
             metrics, about = get(address, "/metrics"), json.loads(get(address, "/v2/models/tiny"))
         value = f'deploykit_previous_engine{{model="tiny",version="1"}} {float(previous)}'

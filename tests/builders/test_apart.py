@@ -11,6 +11,7 @@ import deploykit as dk
 from deploykit.builders.builder import Shapes
 from deploykit.builders.tensorrt import apart, target
 from deploykit.builders.tensorrt.memory import Need, workspace_that_fits
+from deploykit.core.apart import run_apart
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
 from deploykit.core.profile import load_profile
@@ -102,8 +103,9 @@ def test_an_interrupted_caller_stops_the_build(
     child(
         monkeypatch,
         f"""
-import pickle, sys, time
+import pickle, signal, sys, time
 try:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {{signal.SIGINT}})
     sys.stdout.buffer.write(pickle.dumps(("progress", "x", 0.1)))
     sys.stdout.buffer.flush()
     time.sleep(60)
@@ -118,6 +120,17 @@ except KeyboardInterrupt:
     with pytest.raises(KeyboardInterrupt):
         apart.build_apart(model, out, options(ORIN), stop)
     assert mark.exists()
+
+
+def test_an_interrupt_during_the_imports_of_the_build_prints_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The child interrupts itself where Ctrl-C may hit it: before it can answer."""
+    early = "import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"
+    child(monkeypatch, early + "from deploykit.core.apart import main; main()")
+    with pytest.raises(KeyboardInterrupt):
+        run_apart("x", len, ())
+    assert capfd.readouterr().err == ""
 
 
 def test_a_discrete_gpu_builds_in_this_process(
