@@ -62,7 +62,7 @@ _PUBLIC = {
     "GateFailed": "deploykit.core.errors:GateFailed",
     "Health": "deploykit.api.doctor:Health",
     "Inspection": "deploykit.api.inspect:Inspection",
-    "LoadResult": "deploykit.measure.load.generator:LoadResult",
+    "LoadResult": "deploykit.measure.load.result:LoadResult",
     "Made": "deploykit.api.artefacts:Made",
     "MissingExtra": "deploykit.core.errors:MissingExtra",
     "NotFound": "deploykit.core.errors:NotFound",
@@ -122,7 +122,7 @@ if TYPE_CHECKING:
     from deploykit.core.profile import Profile
     from deploykit.core.profile import load_profile as profile
     from deploykit.core.tensors import TensorSpec
-    from deploykit.measure.load.generator import LoadResult
+    from deploykit.measure.load.result import LoadResult
     from deploykit.measure.report.compare import ReportComparison
     from deploykit.measure.report.report import Report
     from deploykit.runtimes.engine import Engine, load

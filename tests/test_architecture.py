@@ -15,7 +15,7 @@ from scripts import house_counts
 PACKAGE = Path(__file__).resolve().parent.parent / "deploykit"
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "_data" not in path.parts)
 
-FLOORS = {"core": 1, "runtimes": 2, "onnx_graph": 2, "api": 4, "cli": 5}
+FLOORS = {"core": 1, "runtimes": 2, "onnx_graph": 2, "api": 24, "cli": 45}
 ROOMS = {
     "training",
     "exporters",
@@ -48,9 +48,9 @@ OWNERS = {
     "tensorrt": {"runtimes/tensorrt/", "builders/tensorrt/module.py", "builders/tensorrt/build.py"},
     "tensorrt_rtx": {"builders/tensorrt/module.py"},
     "cuda": {"runtimes/cuda/driver.py"},
-    "httptools": {"serving/server.py", "serving/http/head.py", "measure/load/client.py"},
-    "uvloop": {"serving/server.py", "measure/load/client.py"},
-    "orjson": {"serving/", "measure/load/target.py"},
+    "httptools": {"serving/server.py", "serving/http/head.py"},
+    "uvloop": {"serving/server.py"},
+    "orjson": {"serving/"},
     "hpack": {"serving/http2/"},
     "google": {"serving/oip/protobuf.py", "onnx_graph/storage.py"},
     "pynvml": {"runtimes/devices.py"},
@@ -69,12 +69,12 @@ BUDGETS = {
     "exporters": 1430,
     "onnx_graph+quantization": 5180,
     "builders": 1880,
-    "measure": 6290,
+    "measure": 7345,
     "serving": 11770,
     "bundling": 2040,
     "cluster": 270,
-    "api": 6825,
-    "cli": 2375,
+    "api": 6845,
+    "cli": 2415,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 140  # the whole package, with the list of public names
 LONG: set[str] = set()  # functions over 60 lines

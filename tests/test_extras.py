@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 
 from deploykit.core.extras import install_command, install_hint
 from deploykit.core.files import read_toml
+from tests.support.stand_in import StandIn
 
 PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 
@@ -54,14 +55,19 @@ def test_a_model_is_inspected_quantized_and_built_without_the_serve_extra(
     assert engine.exists()
 
 
-@pytest.mark.parametrize("command", ["serve", "load"])
-def test_what_needs_the_serve_extra_names_it(command: str, affine_onnx: Path) -> None:
-    target = ["--engine", affine_onnx] if command == "serve" else ["http://127.0.0.1:9/"]
-    done = without_serve(COMMAND, command, *target)
+def test_what_needs_the_serve_extra_names_it(affine_onnx: Path) -> None:
+    done = without_serve(COMMAND, "serve", "--engine", affine_onnx)
     assert done.returncode == 3, done.stderr
     assert "is not installed" in done.stderr
     assert install_command("serve") in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_server_elsewhere_is_loaded_without_the_serve_extra() -> None:
+    with StandIn().running() as url:
+        done = without_serve(COMMAND, "load", url, "--concurrency", "1", "--duration", "0.1")
+    assert done.returncode == 0, done.stderr
+    assert "closed loop, 1 connections, 0.1" in done.stdout
 
 
 def resolved(extra: str, machine: str, python: str) -> set[str]:

@@ -202,8 +202,8 @@ def test_the_bare_install_shows_help_profiles_and_doctor(
 def test_doctor_names_what_the_bare_install_lacks(bare: Installed) -> None:
     seen = json.loads(bare.run("doctor", "--json").stdout)
     checks = {check["command"]: check for check in seen["checks"]}
-    assert checks["inspect, profiles"]["works"]
-    assert "deploykit[serve]" in checks["load"]["why"]
+    assert checks["inspect, profiles, load"]["works"]
+    assert "deploykit[serve]" in checks["serve"]["why"]
     assert not checks["export"]["works"]
     assert "deploykit[export]" in checks["export"]["why"]
     assert seen["providers"] == []
@@ -224,7 +224,6 @@ NEEDS = {
     "bench": (("bench", "model.onnx"), "deploykit[cpu]"),
     "compare": (("compare", "model.onnx", "model.onnx"), "deploykit[cpu]"),
     "serve": (("serve", "model.onnx"), "deploykit[serve]"),
-    "load": (("load", "http://127.0.0.1:9"), "deploykit[serve]"),
     "demo": (("demo",), "deploykit[export]"),
 }
 

@@ -31,8 +31,10 @@ from child import header
 from processes import free_port, started
 
 from deploykit.core.errors import DeploykitError
-from deploykit.measure.load.client import Client, event_loop
+from deploykit.measure.load.check import AnswerCheck
+from deploykit.measure.load.client import Client
 from deploykit.measure.load.generator import run_load
+from deploykit.measure.load.records import SendPlan
 from deploykit.measure.load.target import RemoteModel, find_model, make_requests
 
 HERE = Path(__file__).resolve().parent
@@ -104,19 +106,20 @@ def overload(remote: RemoteModel, times: float, seconds: float, seed: int) -> Ov
             for low, high, share in phases
         ]
     )
-    client = Client(
-        remote,
-        make_requests(remote, 1, seed),
+    plan = SendPlan(
+        remote.address,
+        remote.port,
+        make_requests(remote, 1, seed)[0],
+        AnswerCheck(remote.outputs),
         connections=CONNECTIONS,
         due_s=due_s.tolist(),
         begin_s=0.0,
         end_s=end_s + AFTER_S,
         drain_s=5.0,
     )
-    with event_loop(precise=False) as loop:
-        loop.run_until_complete(client.run())
-    arrays = (np.array(part) for part in (client.starts_s, client.ends_s, client.statuses))
-    return summary(*arrays, begin_s, end_s, float(np.percentile(client.lags_s, 99)) * 1e3)
+    found = Client(plan).run()
+    arrays = (np.array(part) for part in (found.starts_s, found.ends_s, found.statuses))
+    return summary(*arrays, begin_s, end_s, float(np.percentile(found.send_lags_s, 99)) * 1e3)
 
 
 def summary(

@@ -24,7 +24,7 @@ from deploykit.core.json_value import json_value
 from deploykit.core.paths import StrPath
 
 if TYPE_CHECKING:
-    from deploykit.measure.load.generator import LoadResult
+    from deploykit.measure.load.result import LoadResult
     from deploykit.measure.report.report import Report
     from deploykit.measure.timing.sweep import Point
 

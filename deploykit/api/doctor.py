@@ -17,8 +17,7 @@ from deploykit.runtimes.gpu_state import GpuState
 
 # command -> modules that it needs beyond the base
 _NEEDS = {
-    "inspect, profiles": (),
-    "load": ("httptools",),
+    "inspect, profiles, load": (),
     "quantize, predict, bench, build --profile cpu": ("onnxruntime",),
     "serve": ("onnxruntime", "httptools"),
     "export": ("torch", "onnxscript", "onnxruntime"),

@@ -13,7 +13,7 @@ from deploykit.core.machine import this_machine
 from deploykit.core.paths import StrPath
 
 if TYPE_CHECKING:
-    from deploykit.measure.load.generator import LoadResult
+    from deploykit.measure.load.result import LoadResult
 
 
 def load_test(
@@ -24,6 +24,9 @@ def load_test(
     concurrency: int | None = None,
     duration_s: float = 10.0,
     batch: int = 1,
+    processes: int = 1,
+    within_ms: float | None = None,
+    fail_on: str | None = None,
     data: StrPath | None = None,
     out: StrPath | None = None,
     force: bool = False,
@@ -32,12 +35,18 @@ def load_test(
 ) -> LoadResult:
     """Load a running server: `rate` requests per second (open loop) or `concurrency` of them.
 
-    `data`: the inputs to send, an .npz, a folder or golden samples; by default random ones.
+    By default an open loop at half of what a closed loop of 32 connections reaches in 2 s. `data`:
+    the inputs to send, an .npz, a folder or golden samples; by default random ones. `processes`:
+    generators that share the load. `within_ms`: also count the answers within it, the goodput.
+    `fail_on`: conditions such as "p99>20ms,errors>0"; those that hold are in `unmet`, which
+    `raise_if_unmet` turns into GateFailed.
     """
+    from deploykit.measure.load.conditions import apply_conditions, parse_conditions
     from deploykit.measure.load.generator import run_load
     from deploykit.measure.report import report as reports
     from deploykit.measure.report.verdict import verdict
 
+    conditions = parse_conditions(fail_on) if fail_on is not None else ()
     folder = claim_report(out, (data,), force=force) if out is not None else None
     result = run_load(
         url,
@@ -46,15 +55,23 @@ def load_test(
         concurrency=concurrency,
         duration_s=duration_s,
         batch=batch,
+        processes=processes,
+        within_ms=within_ms,
         data=Path(data) if data is not None else None,
         on_progress=on_progress,
     )
+    result = apply_conditions(result, conditions)
     if folder is not None:
+        failed = {why.partition(":")[0]: why for why in result.unmet}
         report = reports.Report(
             title=f"{result.model} under load",
             created=now(),
             command=command,
             machine=this_machine().to_dict(),
+            gates=tuple(
+                reports.Gate(f"fail on {text}", text not in failed, failed.get(text, ""))
+                for text in (each.text for each in conditions)
+            ),
             serving=(result,),
         )
         reports.write(replace(report, verdict=verdict(report)), folder)

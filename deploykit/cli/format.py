@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from deploykit.measure.report.formatting import SPACE, number
+
 if TYPE_CHECKING:
     from deploykit.measure.latency import Latency
     from deploykit.measure.statistics import Interval
@@ -13,9 +15,17 @@ def latency(value: Latency | None) -> str:
     """p50, p90 and p99 in milliseconds, with how many samples they are of."""
     if value is None:
         return "not measured: no request was answered"
-    needs = {key[:3]: f", needs {count} calls" for key, count in value.needs.items()}
-    parts = [f"{name} {ms(item)}{needs.get(name, '')}" for name, item in percentiles(value)]
-    return ", ".join(parts) + f" (n = {value.samples})"
+    parts = []
+    for name, item in percentiles(value):
+        needs = value.needs.get(f"{name}_ms")
+        why = f"too few, needs {needs:,} calls" if needs else f"none: {lost(value)} had no answer"
+        parts.append(f"{name} {ms(item) if item else why}")
+    return ", ".join(parts) + f" (n = {value.samples:,})"
+
+
+def lost(value: Latency) -> str:
+    """The share of calls without an answer."""
+    return f"{figure(100 * value.lost / (value.samples + value.lost))} %"
 
 
 def percentiles(value: Latency) -> list[tuple[str, Interval | None]]:
@@ -23,7 +33,12 @@ def percentiles(value: Latency) -> list[tuple[str, Interval | None]]:
 
 
 def ms(value: Interval | None) -> str:
-    return "too few" if value is None else f"{value.value:.3g} ms"
+    return "too few" if value is None else f"{figure(value.value)} ms"
+
+
+def figure(value: float) -> str:
+    """Three digits, and never an exponent."""
+    return number(value).replace(SPACE, ",")
 
 
 def percent(value: Interval) -> str:

@@ -176,9 +176,14 @@ def raise_if_dropped(dropped: int) -> None:
 URL                    The server, http://HOST:PORT
 --model NAME           Which model, if the server has several [the only one]
 --rate N               Open loop: send this many requests per second
+                       [half of what 32 connections reach in 2 s]
 --concurrency N        Closed loop: this many connections, each waits for its answer
 --duration SECONDS     How long to measure
 --batch N              Samples per request
+--processes N          Generators that share the load
+--within MS            Also count the answers within so many milliseconds
+--fail-on CONDITIONS   Exit with 1 if one of them holds, such as
+                       'p99>20ms,errors>0,throughput<500'
 --data FILE.npz|DIR    Inputs to send, such as a FILE.golden.npz [random]
 -o --out DIR           Write a report into this folder
 {FORCE}
@@ -190,6 +195,9 @@ def load(
     concurrency: int | None = None,
     duration_s: float = 10.0,
     batch: int = 1,
+    processes: int = 1,
+    within_ms: float | None = None,
+    fail_on: str | None = None,
     data: Path | None = None,
     out: Path | None = None,
     force: bool = False,
@@ -197,7 +205,7 @@ def load(
 ) -> None:
     """Measure a running server under load.
 
-    Example: deploykit load http://127.0.0.1:8000 --concurrency 32
+    Example: deploykit load http://127.0.0.1:8000 --rate 200 --fail-on 'p99>20ms,errors>0'
     """
     given = api_arguments(locals())
     from deploykit.api import load_test as loading
@@ -206,6 +214,7 @@ def load(
         command = shlex.join(["deploykit", *sys.argv[1:]])
         result = loading.load_test(**given, command=command, on_progress=progress)
     output.show(result, tables.load(result), as_json=as_json)
+    result.raise_if_unmet()
 
 
 def show_ready(

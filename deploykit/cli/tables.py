@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.cli.format import latency, mix, ms, percent, plain, size, versions
+from deploykit.cli.format import figure, latency, mix, ms, percent, plain, size, versions
 from deploykit.cli.output import Part, TextTable
 
 if TYPE_CHECKING:
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from deploykit.core.evidence import Evidence, SearchRecord
     from deploykit.core.parity import ParityRow
     from deploykit.measure.evaluate.parity import Parity
-    from deploykit.measure.load.generator import LoadResult
+    from deploykit.measure.load.result import LoadResult
     from deploykit.measure.report.compare import ReportComparison
     from deploykit.measure.report.report import Report
+    from deploykit.measure.statistics import Interval
 
 UNKNOWN = "not known"
 
@@ -218,26 +219,41 @@ def predicted(result: Predicted) -> list[Part]:
 def load(result: LoadResult) -> list[Part]:
     asked = (
         f"{result.concurrency} connections"
-        if result.mode == "closed"
-        else f"{result.rate_per_s:g}/s"
+        if result.rate_per_s is None
+        else f"{figure(result.rate_per_s)}/s"
     )
-    answered = result.achieved_per_s
-    between = f"{answered.low:,.0f} to {answered.high:,.0f}"
+    if result.capacity_per_s is not None:
+        asked += f", half of the {result.capacity_per_s:,.0f}/s that it can do"
+    shapes = ", ".join(f"{n} {list(shape)}" for n, shape in result.shapes.items())
+    head = f"{result.model} at {result.url}: {result.mode} loop, {asked}"
     lines: list[Part] = [
-        f"{result.model} at {result.url}: {result.mode} loop, {asked}, {result.duration_s:g} s",
-        f"  answered   {answered.value:,.0f} requests/s (95 %: {between})",
-        f"  latency    {latency(result.latency)}",
+        f"{head}, {figure(result.duration_s)} s",
+        f"  sends      {shapes or 'no inputs'}",
+        f"  answered   {_rate(result.achieved_per_s)}",
     ]
-    counts = {"refused (503)": result.refused, "expired (504)": result.expired}
+    if result.goodput_per_s and result.within_ms:
+        within = f"within {figure(result.within_ms)} ms"
+        lines.append(f"  {within:<9}  {_rate(result.goodput_per_s)}")
+    lines.append(f"  latency    {latency(result.latency)}")
+    counts = {"refused (503, 429)": result.refused, "expired (504)": result.expired}
     counts |= {"failed": result.failed}
+    counts |= {"never sent": result.unsent} if result.unsent else {}
     lines.append(f"  requests   {result.sent} sent, {result.ok} ok, {mix(counts)}")
     if result.lag_p99_ms is not None:
         lines.append(f"  generator  p99 lag {result.lag_p99_ms:.2f} ms")
-    if result.generator_limited:
+    if result.limits:
         lines.append("note: the generator was the limit: these figures do not describe the server")
+        lines += [f"note: {text}" for text in result.limits]
+        lines.append("note: give it a machine or a core of its own, or more --processes")
+    lines += [f"note: {text}" for text in result.notes]
     if result.first_error:
         lines.append(f"note: first error: {result.first_error}")
     return lines
+
+
+def _rate(value: Interval) -> str:
+    between = " to ".join(map(figure, (value.low, value.high)))
+    return f"{figure(value.value)} requests/s (95 %: {between})"
 
 
 def report(result: Report, folder: Path) -> list[Part]:

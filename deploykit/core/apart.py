@@ -54,10 +54,10 @@ def run_apart(
         code = process.wait()
     if code == -signal.SIGKILL:
         raise OutOfMemory(
-            f"{what}: the system ended the build, as it does where memory runs out",
+            f"{what}: the system ended it, as it does where memory runs out",
             hint="a smaller `workspace` or batch; stop other programs, the desktop first; add swap",
         )
-    raise DeploykitError(f"{what}: the process of the build ended with code {code}")
+    raise DeploykitError(f"{what}: its process ended with code {code}")
 
 
 def _start(inherit: Sequence[int]) -> subprocess.Popen[bytes]:

@@ -35,7 +35,9 @@ _UNEVEN = 4  # times the variance over rounds that calls alone explain: rounds t
 class Latency(Record):
     """Latencies of `samples` calls; a percentile is None where they are too few for an interval.
 
-    `needs`: for each of those, how many calls the interval would need, "p99_ms" for example.
+    `needs`: for each of those, how many calls the interval would need, "p99_ms" for example; where
+    it has no number, too many calls had no answer. `lost`: those calls, which are not in `samples`
+    and count as infinitely late.
     """
 
     samples: int
@@ -44,20 +46,26 @@ class Latency(Record):
     p99_ms: Interval | None
     max_ms: float
     needs: Mapping[str, int] = field(default_factory=dict)
+    lost: int = 0
 
     @staticmethod
     def of(*rounds_s: Calls) -> Latency:
         """From latencies in seconds, in order of time, the warm-up already left out.
 
-        Each of `rounds_s` has shape (calls,). A single one is cut into slices. Raises BadInput on
-        none.
+        Each of `rounds_s` has shape (calls,). A single one is cut into slices. A call without an
+        answer is inf. Raises BadInput where there is no other.
         """
-        rounds = [finite(each, "latencies") for each in rounds_s]
+        rounds = [_calls(each) for each in rounds_s]
         ordered = np.sort(np.concatenate(rounds))
+        answered = finite(ordered[ordered < np.inf], "latencies")
         found = {f"p{q}_ms": _percentile(rounds, ordered, float(q)) for q in (50, 90, 99)}
         needs = {name: each for name, each in found.items() if isinstance(each, int)}
-        p50, p90, p99 = (None if isinstance(each, int) else each for each in found.values())
-        return Latency(len(ordered), p50, p90, p99, float(ordered[-1]) * 1e3, needs)
+        p50, p90, p99 = (
+            each if isinstance(each, Interval) and each.high < math.inf else None
+            for each in found.values()
+        )
+        lost = len(ordered) - len(answered)
+        return Latency(len(answered), p50, p90, p99, float(answered[-1]) * 1e3, needs, lost)
 
 
 def percentile_interval_ms(rounds_s: Sequence[Calls], q: float) -> Interval | int:
@@ -68,6 +76,13 @@ def percentile_interval_ms(rounds_s: Sequence[Calls], q: float) -> Interval | in
     """
     rounds = [finite(each, "latencies") for each in rounds_s]
     return _percentile(rounds, np.sort(np.concatenate(rounds)), q)
+
+
+def _calls(calls_s: Calls) -> np.ndarray:
+    """As float64; inf is allowed. Raises BadInput on none and on NaN."""
+    calls = np.asarray(calls_s, np.float64)
+    finite(np.minimum(calls, np.finfo(np.float64).max), "latencies")
+    return calls
 
 
 def fewest_calls(q: float) -> int:
@@ -89,6 +104,8 @@ def _percentile(rounds: list[np.ndarray], ordered: np.ndarray, q: float) -> Inte
     if len(rounds) == 1:
         rounds = np.array_split(rounds[0], _SLICES if n >= 5 * _SLICES else _FEWEST_ROUNDS)
     value = _at(ordered, n * q / 100)
+    if value == math.inf:
+        return Interval(value, value, value)
     marks = {value, _at(ordered, n / 2)} if q > 50 else {value}
     alike = _calls_per_independent(rounds, marks)
     while len(rounds) >= 2 * _FEWEST_ROUNDS and _shortest(rounds) < _ROUND * alike:
@@ -167,5 +184,8 @@ def _half_width_of_rounds(
     explained = share * (1 - share) * alike / _shortest(rounds)
     if below.var(ddof=1) <= _UNEVEN * explained:
         return 0.0
-    own = np.array([np.quantile(each, share) for each in rounds])
+    with np.errstate(invalid="ignore"):  # between a call with an answer and one without
+        own = np.array([np.quantile(each, share) for each in rounds])
+    if not np.isfinite(own).all():
+        return math.inf
     return t_quantile(len(rounds) - 1) * float(own.std(ddof=1)) / math.sqrt(len(rounds))

@@ -82,7 +82,7 @@ def test_a_process_that_reported_an_error_is_not_interrupted(
 @pytest.mark.parametrize(
     ("end", "error", "says"),
     [
-        ("os.kill(os.getpid(), 9)", OutOfMemory, "the system ended the build"),
+        ("os.kill(os.getpid(), 9)", OutOfMemory, "the system ended it"),
         ("os._exit(7)", DeploykitError, "ended with code 7"),
         ("os.kill(os.getpid(), 11)", DeploykitError, "ended with code -11"),
     ],

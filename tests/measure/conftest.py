@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from deploykit.measure.latency import Latency
-from deploykit.measure.load.generator import LoadResult
+from deploykit.measure.load.result import LoadResult
 from deploykit.measure.report.report import Accuracy, Gate, NotMeasured, Report, Step
 from deploykit.measure.report.verdict import verdict
 from deploykit.measure.statistics import Interval

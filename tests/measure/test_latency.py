@@ -43,7 +43,9 @@ def test_percentile_is_a_latency_that_happened() -> None:
     assert value_ms([0.001, 0.004] * 50, 50) == 1.0
 
 
-@pytest.mark.parametrize("samples", [[], [math.nan], [0.1, math.inf], [[0.1]]], ids=str)
+@pytest.mark.parametrize(
+    "samples", [[], [math.nan], [0.1, -math.inf], [math.inf], [[0.1]]], ids=str
+)
 def test_latencies_that_are_none_are_refused(samples: list[float]) -> None:
     with pytest.raises(BadInput, match="finite numbers"):
         Latency.of(samples)
@@ -158,4 +160,5 @@ def test_latency_as_json_has_null_for_too_few() -> None:
         "p99_ms": None,
         "max_ms": 1.0,
         "needs": {"p90_ms": 36, "p99_ms": 368},
+        "lost": 0,
     }

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 IMAGE = {"name": "image", "datatype": "FP32", "shape": [-1, 2, 3]}
+ANSWER = {"outputs": [{"name": "y", "datatype": "FP32", "shape": [1], "data": [0.5]}]}
+ANSWER = {"outputs": [{"name": "y", "datatype": "FP32", "shape": [1], "data": [0.5]}]}
 Infer = Callable[["StandIn", int], object]  # (server, number of earlier inferences)
 
 
@@ -26,7 +28,7 @@ class StandIn:
 
     def __init__(
         self,
-        infer: Infer = lambda _server, _n: reply(200, {"outputs": []}),
+        infer: Infer = lambda _server, _n: reply(200, ANSWER),
         models: Sequence[str] = ("m",),
         inputs: Sequence[dict[str, object]] = (IMAGE,),
         other: Callable[[str], bytes | None] = lambda _path: None,

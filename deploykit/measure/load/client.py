@@ -1,301 +1,391 @@
-"""Send prepared HTTP requests over persistent connections, and record when each was answered.
+"""Send prepared requests over persistent connections, and record when each was answered.
 
 Closed loop: each connection sends its next request when it has the answer to the last. Open loop:
-requests are sent at given times. One request costs a write, a parse and three numbers.
+requests are sent at given times. An event loop of our own: a request costs two system calls and a
+few numbers. An answer counts from when the kernel reports it readable, not from when its turn
+comes among others; how late the generator itself was is recorded apart.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import errno
 import os
 import select
-import selectors
+import socket
+import struct
 import time
 from array import array
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import cast
+from collections.abc import Callable
 
-from deploykit.core.extras import installed, require
-from deploykit.measure.load.target import RemoteModel, error_text
-
-httptools = require("httptools")
+from deploykit.core.errors import Unsupported, os_reason
+from deploykit.measure.load.http1 import Http1, NotHttpError
+from deploykit.measure.load.records import NO_ANSWER, UNSENT, RunRecord, SendPlan
+from deploykit.measure.load.sockets import (
+    READ_BYTES,
+    open_socket,
+    read_with_lag,
+    wake_on_time,
+)
 
 RETRY_S = 0.1  # between two attempts to connect to a server that refuses
-NO_ANSWER = 0  # the status of a request without an answer
+REPORT_S = 0.5  # between two reports of progress
 _OPEN_LOOP_START = 32  # connections opened beforehand; more follow when all are in use
 _MAX_ERRORS = 8  # different error messages that are kept
+_RECENT = 1000  # answers that a report of progress is about
+_SPIN_S = 50e-6  # before a request is due: asleep that short, a thread wakes too late
+_OWN_LIMITS = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
+
+Report = Callable[[str, float], None]
 
 
-class _PreciseSelector(selectors.DefaultSelector):
-    """Waits to the microsecond; epoll's own timeout is rounded up to whole milliseconds."""
+class _Connection:
+    __slots__ = ("connected", "socket", "start_s", "unsent", "wire")
 
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is not None and timeout > 0 and self.fileno() < 1024:  # the most select() takes
-            select.select([self.fileno()], [], [], timeout)
-            timeout = 0
-        return super().select(timeout)
-
-
-@contextlib.contextmanager
-def event_loop(*, precise: bool) -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop: uvloop where installed, or `precise`, one that wakes when it is due.
-
-    The timers of uvloop have a resolution of 1 ms: in an open loop each request would lag by that.
-    """
-    loop: asyncio.AbstractEventLoop
-    if precise and hasattr(selectors.DefaultSelector, "fileno"):
-        loop = asyncio.SelectorEventLoop(_PreciseSelector())
-    elif installed("uvloop"):
-        import uvloop
-
-        loop = uvloop.new_event_loop()
-    else:
-        loop = asyncio.new_event_loop()
-    try:
-        yield loop
-    finally:
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                loop.run_until_complete(task)
-        loop.run_until_complete(asyncio.sleep(0))  # the transports that were closed go now
-        loop.close()
+    def __init__(self, connected: bool, sock: socket.socket, wire: Http1) -> None:
+        self.connected, self.socket, self.wire = connected, sock, wire
+        self.start_s: float | None = None  # of the request in flight
+        self.unsent: memoryview | None = None
 
 
 class Client:
-    """One run: its plan, its connections and what came back. Times are seconds since its start.
+    """Carries out a plan, in one thread."""
 
-    `due_s`: when requests are due, ascending; None is the closed loop. Requests start before
-    `end_s`; lags are recorded from `begin_s`, where the warm-up ends.
-    """
-
-    def __init__(
-        self,
-        remote: RemoteModel,
-        requests: Sequence[bytes],
-        *,
-        connections: int,
-        due_s: Sequence[float] | None,
-        begin_s: float,
-        end_s: float,
-        drain_s: float,
-    ) -> None:
-        self.remote, self.requests = remote, requests
-        self.most = connections  # that may be open at once
-        self.due_s, self.begin_s, self.end_s, self.drain_s = due_s, begin_s, end_s, drain_s
-        self.starts_s, self.ends_s, self.statuses = array("d"), array("d"), array("h")
-        self.lags_s = array("d")  # open loop: how late the generator handed a request over
-        self.errors: dict[str, int] = {}
-        self.interrupted = False
-        self.busy = 0.0  # share of one core that the run used
+    def __init__(self, plan: SendPlan, on_progress: Report | None = None) -> None:
+        if not hasattr(select, "epoll"):
+            raise Unsupported("load tests need Linux: its event notification, epoll")
+        self.plan, self.outcome, self._on_progress = plan, RunRecord(), on_progress
+        self._due_s = array("d", plan.due_s or ())
         self._waiting: deque[float] = deque()  # open loop: due, but no connection is free
         self._idle: list[_Connection] = []
-        self._connections: set[_Connection] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._opening = self._next_due = self._turn = 0
-        self._ended = False
-
-    def interrupt(self) -> None:
-        """End the run at once; it has no result then."""
-        self.interrupted = True
-        self._finish()
+        self._connections: dict[int, _Connection] = {}  # by file descriptor
+        self._in_flight = self._opening = self._next_due = self._turn = 0
+        self._full = False  # all connections that may be open are
+        self._retry_s = self._report_s = float("inf")
+        self._cpu_s: tuple[float, float] | None = None  # thread and run time where measuring began
+        self._at = 0.0  # when the events were reported that are now handled
 
     def now(self) -> float:
         return time.perf_counter() - self._zero
 
-    async def run(self) -> None:
-        """Send until `end_s`, wait at most `drain_s` for the last answers, close."""
-        self._loop = asyncio.get_running_loop()
-        self._done = self._loop.create_future()
-        cpu_s = time.thread_time()
-        self._zero = time.perf_counter()
-        try:
-            at_once = self.most if self.due_s is None else min(_OPEN_LOOP_START, self.most)
-            for _ in range(at_once):
-                self._open()
-            self._send_due()
-            self._loop.call_later(self.end_s, self._end)
-            await self._done
-        finally:
-            self.busy = (time.thread_time() - cpu_s) / self.now()
-            self._finish()
-            for task in self._tasks:
-                task.cancel()
-            for connection in list(self._connections):
-                connection.give_up()
-            while self._waiting:
-                self.record(self._waiting.popleft(), NO_ANSWER, "no connection was free in time")
+    def run(self, zero: float | None = None) -> RunRecord:
+        """Send until the plan ends, wait for the last answers, close.
 
-    def _send_due(self) -> None:
-        """Open loop: start every request whose time has come, and sleep until the next is due."""
-        due_s = self.due_s or ()
-        now = self.now()
-        while self._next_due < len(due_s) and due_s[self._next_due] <= now:
+        `zero`: what `time.perf_counter` shows at the start, in the past or in the future.
+        """
+        self._zero = time.perf_counter() if zero is None else zero
+        wake_on_time()
+        self._epoll = select.epoll()
+        if self._on_progress is not None:
+            self._report_s = 0.0
+        while (early_s := -self.now()) > 0:
+            time.sleep(early_s)
+        try:
+            at_once = self.plan.connections
+            for _ in range(at_once if self.plan.due_s is None else min(_OPEN_LOOP_START, at_once)):
+                self._open()
+            while not self._step():
+                pass
+        finally:
+            self._close()
+        return self.outcome
+
+    def _step(self) -> bool:
+        """Send what is due, wait for events and handle them. True: the run is over."""
+        plan, now = self.plan, self.now()
+        if self._next_due < len(self._due_s):
+            now = self._send_due(now)
+        if now >= plan.end_s:
+            if self._cpu_s is not None:
+                self.outcome.busy = _share(self._cpu_s, now)
+                self._cpu_s = None
+            quiet = not self._in_flight and not self._waiting and self._next_due >= self._due_count
+            if quiet or now >= plan.end_s + plan.drain_s:
+                return True
+        elif now >= plan.begin_s and self._cpu_s is None:
+            self._cpu_s = (time.thread_time(), now)
+        if now >= self._retry_s:
+            self._retry_s = float("inf")
+            self._open_if_wanted()
+        if now >= self._report_s:
+            self._report(now)
+        events = self._wait(now)
+        if events:
+            self._handle(events)
+        return False
+
+    @property
+    def _due_count(self) -> int:
+        return len(self._due_s)
+
+    def _wait(self, now: float) -> list[tuple[int, int]]:
+        """Events; none when it is time for something else, to some microseconds."""
+        plan = self.plan
+        until_s = plan.begin_s if now < plan.begin_s else plan.end_s
+        if now >= plan.end_s:
+            until_s = plan.end_s + plan.drain_s
+        until_s = min(until_s, self._retry_s, self._report_s)
+        if self._next_due >= self._due_count:
+            return self._epoll.poll(max(0.0, until_s - now))
+        until_s = min(until_s, self._due_s[self._next_due])
+        wait_s = until_s - self.now()
+        if wait_s > _SPIN_S:  # epoll's own timeout is rounded up to whole milliseconds
+            select.select([self._epoll], [], [], wait_s - _SPIN_S)
+        return self._epoll.poll(0)
+
+    def _handle(self, events: list[tuple[int, int]]) -> None:
+        """Read what came. `_at` is when all of it was there; later steps are our own time."""
+        self._at = at = self.now()
+        done = len(self.outcome.ends_s)
+        connections, lag_s = self._connections, -1.0
+        for fd, mask in events:
+            connection = connections.get(fd)
+            if connection is None:
+                continue
+            if mask & select.EPOLLOUT:
+                self._on_writable(connection)
+            if mask & ~select.EPOLLOUT and connection.connected:
+                try:
+                    if lag_s < 0:
+                        data, lag_s = read_with_lag(connection.socket)
+                    else:
+                        data = connection.socket.recv(READ_BYTES)
+                except BlockingIOError:
+                    continue
+                except OSError as exc:
+                    self._fail(connection, f"the connection broke: {os_reason(exc)}")
+                    continue
+                self._on_data(connection, data)
+        if self.plan.begin_s <= at < self.plan.end_s and lag_s >= 0:
+            answers = len(self.outcome.ends_s) - done
+            self.outcome.read_lags_s.append(lag_s)
+            self.outcome.reads.append(answers)
+            self.outcome.behind_s += answers * (lag_s + (self.now() - at) / 2)
+
+    def _send_due(self, now: float) -> float:
+        """Open loop: start every request whose time has come."""
+        due_s, plan, lags_s = self._due_s, self.plan, self.outcome.send_lags_s
+        late = bisect_right(due_s, now, self._next_due) - self._next_due
+        for _ in range(late):
             start_s = due_s[self._next_due]
             self._next_due += 1
-            if start_s >= self.begin_s:
-                self.lags_s.append(now - start_s)
             if self._idle:
-                self._idle.pop().send(start_s)
+                self._send(self._idle.pop(), start_s)
             else:
                 self._waiting.append(start_s)
                 if self._opening < len(self._waiting):
                     self._open()
+                if self._full and start_s >= plan.begin_s:
+                    self.outcome.waited += 1
             now = self.now()
-        if self._next_due < len(due_s):
-            self._loop.call_later(due_s[self._next_due] - now, self._send_due)
+            if start_s >= plan.begin_s:
+                lags_s.append(now - start_s)
+        return now
 
-    def free(self, connection: _Connection) -> None:
+    def _free(self, connection: _Connection) -> None:
         """Give this connection its next request, if there is one."""
-        if self.due_s is None:
+        if self.plan.due_s is None:
             now = self.now()
-            if now < self.end_s:
-                connection.send(now)
+            if now < self.plan.end_s:
+                self._send(connection, now)
                 return
         elif self._waiting:
-            connection.send(self._waiting.popleft())
+            self._send(connection, self._waiting.popleft())
             return
         self._idle.append(connection)
-        self._finish_if_quiet()
 
-    def payload(self) -> bytes:
+    def _send(self, connection: _Connection, start_s: float) -> None:
         self._turn += 1
-        return self.requests[self._turn % len(self.requests)]
+        connection.start_s = start_s
+        self._in_flight += 1
+        self._write(connection, connection.wire.request(self._turn % len(self.plan.requests)))
 
-    def record(self, start_s: float, status: int, error: str | None) -> None:
+    def _write(self, connection: _Connection, data: bytes | memoryview) -> None:
+        if connection.unsent is not None:  # control messages wait behind what is being sent
+            connection.unsent = memoryview(bytes(connection.unsent) + data)
+            return
+        try:
+            sent = connection.socket.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError as exc:
+            self._fail(connection, f"the connection broke: {os_reason(exc)}")
+            return
+        if sent < len(data):
+            connection.unsent = memoryview(data)[sent:]
+            self._epoll.modify(connection.socket.fileno(), select.EPOLLIN | select.EPOLLOUT)
+
+    def _on_writable(self, connection: _Connection) -> None:
+        if not connection.connected:
+            self._on_connected(connection)
+            return
+        left, connection.unsent = connection.unsent, None
+        self._epoll.modify(connection.socket.fileno(), select.EPOLLIN)
+        if left is not None:
+            self._write(connection, left)
+
+    def _on_data(self, connection: _Connection, data: bytes) -> None:
+        wire = connection.wire
+        if not data:
+            status = wire.end()
+        else:
+            try:
+                status = wire.feed(data)
+            except NotHttpError as exc:
+                self._fail(connection, f"not an answer of this protocol: it {exc}")
+                return
+        if wire.control:
+            data, wire.control = wire.control, b""
+            self._write(connection, data)
+        if status is None:
+            if not data:
+                self._fail(connection, "the server closed the connection before it answered")
+            return
+        start_s, connection.start_s = connection.start_s, None
+        if start_s is None:  # for example a 408 before the server closes an idle connection
+            self._drop(connection)
+            return
+        self._in_flight -= 1
+        self._record(start_s, self._at, status, wire.error)
+        if wire.keep and data and connection.unsent is None:
+            self._free(connection)
+        else:
+            self._drop(connection)
+
+    def _record(self, start_s: float, end_s: float, status: int, error: str | None) -> None:
         """One request is over."""
-        self.starts_s.append(start_s)
-        self.ends_s.append(self.now())
-        self.statuses.append(status)
-        if error is not None and (error in self.errors or len(self.errors) < _MAX_ERRORS):
-            self.errors[error] = self.errors.get(error, 0) + 1
+        outcome = self.outcome
+        outcome.starts_s.append(start_s)
+        outcome.ends_s.append(end_s)
+        outcome.statuses.append(status)
+        if error is not None and (error in outcome.errors or len(outcome.errors) < _MAX_ERRORS):
+            outcome.errors[error] = outcome.errors.get(error, 0) + 1
 
-    def on_open(self, connection: _Connection) -> None:
-        self._connections.add(connection)
-        self.free(connection)
+    def _fail(self, connection: _Connection, error: str) -> None:
+        """The request in flight, if any, has no answer; its connection is of no more use."""
+        start_s, connection.start_s = connection.start_s, None
+        if start_s is not None:
+            self._in_flight -= 1
+            self._record(start_s, self.now(), NO_ANSWER, error)
+        self._drop(connection)
 
-    def on_close(self, connection: _Connection) -> None:
-        self._connections.discard(connection)
+    def _drop(self, connection: _Connection) -> None:
+        self._connections.pop(connection.socket.fileno(), None)
+        connection.socket.close()
         with contextlib.suppress(ValueError):
             self._idle.remove(connection)
         self._open_if_wanted()
-        self._finish_if_quiet()
 
     def _open_if_wanted(self) -> None:
-        if self._waiting or (self.due_s is None and not self._ended):
+        if self._waiting or (self.plan.due_s is None and self.now() < self.plan.end_s):
             self._open()
 
     def _open(self) -> None:
-        if self._done.done() or self._opening + len(self._connections) >= self.most:
+        """Begin to connect, unless all connections that may be open are."""
+        self._full = len(self._connections) >= self.plan.connections
+        if self._full or self._retry_s < float("inf"):
             return
-        self._opening += 1
-        task = self._loop.create_task(self._connect())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _connect(self) -> None:
-        address, port = self.remote.address, self.remote.port
         try:
-            await self._loop.create_connection(lambda: _Connection(self), address, port)
-            self._opening -= 1
+            sock = open_socket(self.plan.address)
         except OSError as exc:
-            self._opening -= 1
-            self._not_connected(os.strerror(exc.errno) if exc.errno else str(exc))
-            await asyncio.sleep(RETRY_S)
-            self._open_if_wanted()
+            self._limit(os_reason(exc))
+            return
+        connection = _Connection(False, sock, Http1(self.plan.requests, self.plan.check))
+        self._connections[sock.fileno()] = connection
+        self._epoll.register(sock.fileno(), select.EPOLLOUT)
+        self._opening += 1
+        self.outcome.opened = max(self.outcome.opened, len(self._connections))
+        code = sock.connect_ex((self.plan.address, self.plan.port))
+        if code not in (0, errno.EINPROGRESS):
+            self._not_connected(connection, code)
 
-    def _not_connected(self, reason: str) -> None:
+    def _on_connected(self, connection: _Connection) -> None:
+        code = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            self._not_connected(connection, code)
+            return
+        self._opening -= 1
+        connection.connected = True
+        self._epoll.modify(connection.socket.fileno(), select.EPOLLIN)
+        if connection.wire.greeting:
+            self._write(connection, connection.wire.greeting)
+        if connection.socket.fileno() >= 0:
+            self._free(connection)
+
+    def _not_connected(self, connection: _Connection, code: int) -> None:
         """Fail the requests without a connection to wait for; in a closed loop that is one."""
-        if self.due_s is None and not self._ended:
-            self.record(self.now(), NO_ANSWER, f"cannot connect: {reason}")
+        self._opening -= 1
+        self._connections.pop(connection.socket.fileno())
+        connection.socket.close()
+        if code in _OWN_LIMITS:
+            self._limit(os.strerror(code))
+            return
+        self._retry_s = self.now() + RETRY_S
+        error = f"cannot connect: {os.strerror(code)}"
+        if self.plan.due_s is None and self.now() < self.plan.end_s:
+            self._record(self.now(), self.now(), NO_ANSWER, error)
         while self._waiting and not self._connections:
-            self.record(self._waiting.popleft(), NO_ANSWER, f"cannot connect: {reason}")
-        self._finish_if_quiet()
+            self._record(self._waiting.popleft(), self.now(), NO_ANSWER, error)
 
-    def _end(self) -> None:
-        left_s = self.end_s - self.now()  # a timer may be a little early
-        if left_s > 0:
-            self._loop.call_later(left_s, self._end)
+    def _limit(self, reason: str) -> None:
+        self.outcome.limit, self._full = reason, True
+        self._retry_s = self.now() + RETRY_S
+
+    def _report(self, now: float) -> None:
+        """Tell how far the run is, with percentiles of the last answers."""
+        self._report_s = now + REPORT_S
+        if self._on_progress is None:
             return
-        self._ended = True
-        self._loop.call_later(self.drain_s, self._finish)
-        self._finish_if_quiet()
+        outcome = self.outcome
+        recent = zip(
+            outcome.starts_s[-_RECENT:],
+            outcome.ends_s[-_RECENT:],
+            outcome.statuses[-_RECENT:],
+            strict=True,
+        )
+        taken_s = sorted(end_s - start_s for start_s, end_s, status in recent if status == 200)
+        text = f"{len(outcome.ends_s):,} requests"
+        if taken_s:
+            p50, p99 = (taken_s[int(len(taken_s) * share)] * 1e3 for share in (0.5, 0.99))
+            text += f", p50 {p50:.2f} ms, p99 {p99:.2f} ms"
+        self._on_progress(text, min(now / self.plan.end_s, 1.0))
 
-    def _finish_if_quiet(self) -> None:
-        if self._ended and not self._waiting and not any(c.in_flight for c in self._connections):
-            self._finish()
+    def _close(self) -> None:
+        """Count what is still open as unanswered, or never sent, and close all connections."""
+        now, plan = self.now(), self.plan
+        if self._cpu_s is not None:
+            self.outcome.busy = _share(self._cpu_s, now)
+        for connection in list(self._connections.values()):
+            if connection.start_s is not None:
+                error = f"no answer within {plan.drain_s:g} s of the end"
+                self._record(connection.start_s, now, NO_ANSWER, error)
+            connection.socket.close()
+        for start_s in self._waiting:
+            if self._full:
+                self._record(start_s, now, UNSENT, None)
+            else:
+                self._record(start_s, now, NO_ANSWER, "no connection was open in time")
+        self._epoll.close()
 
-    def _finish(self) -> None:
-        if not self._done.done():
-            self._done.set_result(None)
+
+def run_plan(plan: SendPlan, ready: int, start: int, on_progress: Report | None) -> RunRecord:
+    """Carry out a plan in this process; `on_progress` last, as `run_apart` gives it.
+
+    A byte is written to the pipe `ready`, then the run's start on `time.perf_counter` is read from
+    the pipe `start`: several processes begin at once.
+    """
+    import gc
+
+    client = Client(plan, on_progress)
+    gc.collect()
+    gc.disable()  # the generator's pauses are no latency
+    os.write(ready, b".")
+    return client.run(struct.unpack("d", os.read(start, 8))[0])
 
 
-class _Connection(asyncio.Protocol):
-    """One persistent HTTP/1.1 connection with at most one request in flight."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._parser = httptools.HttpResponseParser(self)
-        self._start_s: float | None = None  # of the request in flight
-        self._complete = self._keep = False
-        self._body = b""
-
-    @property
-    def in_flight(self) -> bool:
-        return self._start_s is not None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
-        self._client.on_open(self)
-
-    def send(self, start_s: float) -> None:
-        self._start_s = start_s
-        self._transport.write(self._client.payload())
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as exc:
-            self._fail(f"not an HTTP answer: {exc}")
-            return
-        if self._complete:
-            self._complete = False
-            self._on_answer()
-
-    def on_body(self, body: bytes) -> None:
-        if self._parser.get_status_code() != 200 and len(self._body) < 4096:
-            self._body += body
-
-    def on_message_complete(self) -> None:
-        self._complete = True
-        self._keep = self._parser.should_keep_alive()  # afterwards the parser does not know
-
-    def _on_answer(self) -> None:
-        start_s, self._start_s = self._start_s, None
-        if start_s is None:  # for example a 408 before the server closes an idle connection
-            self._transport.abort()
-            return
-        status = self._parser.get_status_code()
-        error = None if status == 200 else f"{status}: {error_text(self._body)}"
-        self._body = b""
-        self._client.record(start_s, status, error)
-        if self._keep:
-            self._client.free(self)
-        else:
-            self._transport.abort()
-
-    def _fail(self, error: str) -> None:
-        start_s, self._start_s = self._start_s, None
-        if start_s is not None:
-            self._client.record(start_s, NO_ANSWER, error)
-        self._transport.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
-        self._fail("the server closed the connection before it answered")
-        del self._parser  # a reference cycle: without it nothing waits for the garbage collector
-        self._client.on_close(self)
-
-    def give_up(self) -> None:
-        self._fail(f"no answer within {self._client.drain_s:g} s of the end")
+def _share(began: tuple[float, float], now: float) -> float:
+    """Of one core, since `began`."""
+    cpu_s, at_s = began
+    return (time.thread_time() - cpu_s) / (now - at_s) if now > at_s else 0.0

@@ -1,87 +1,35 @@
-"""Put HTTP load on a running Open Inference Protocol server, and time its answers.
+"""Put load on a running Open Inference Protocol server, and time its answers.
 
 Closed loop: a number of connections, each sends when its last request is answered. Open loop: a
 rate, with send times drawn beforehand; latency counts from the intended time, so that a stall of
-the server is part of it (no coordinated omission).
+the server is part of it (no coordinated omission). By default an open loop at half of what a short
+closed loop finds to be the server's capacity.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import gc
+import math
 import resource
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from deploykit.core.errors import BadInput
-from deploykit.core.json_value import Record
-from deploykit.measure.latency import Latency
-from deploykit.measure.load.target import find_model, make_requests, probe
-from deploykit.measure.statistics import Interval, throughput
+from deploykit.measure.load.check import AnswerCheck
+from deploykit.measure.load.client import Report
+from deploykit.measure.load.processes import run_processes, share
+from deploykit.measure.load.records import SendPlan
+from deploykit.measure.load.result import Load, LoadResult, summarise
+from deploykit.measure.load.target import RemoteModel, find_model, make_requests, probe
 from deploykit.runtimes.data.samples import read_samples
 
-if TYPE_CHECKING:
-    from deploykit.measure.load.client import Client  # needs [serve], which a report does not
-
-SLICES = 20  # the measured time is cut into these, for the interval of the rate
-BUSY_CORE = 0.9  # a closed-loop client that used more of its one core was the limit itself
 MAX_SENDS = 5_000_000  # requests of one open loop
 MAX_CONNECTIONS = 1024
-REPORT_S = 0.5  # between two reports of progress
-
-
-@dataclass(frozen=True)
-class LoadResult(Record):
-    """Result of a load test. Counts are of requests sent (open loop: due) in the measured time.
-
-    `latency` is of successes alone: in the open loop from the intended time to the answer, in the
-    closed loop from the sending. `lag_p99_ms`: how late the generator itself was (open loop).
-    `client_busy`: share of one core that the generator used. `generator_limited`: it could not keep
-    to its plan, so the figures describe the generator, not the server.
-    """
-
-    url: str
-    model: str
-    mode: str  # "closed" | "open"
-    concurrency: int | None
-    rate_per_s: float | None  # requested
-    batch: int
-    seed: int
-    warmup_s: float
-    duration_s: float
-    achieved_per_s: Interval  # requests answered with success
-    latency: Latency | None  # None: no request was answered
-    sent: int
-    ok: int
-    refused: int  # 503
-    expired: int  # 504
-    failed: int  # any other status, a broken connection, no answer
-    lag_p99_ms: float | None
-    client_busy: float
-    generator_limited: bool
-    same_machine: bool
-    errors: Mapping[str, int] = field(
-        default_factory=dict
-    )  # the first few messages, with their count
-
-    shown: ClassVar[tuple[str, ...]] = ("first_error",)
-
-    @property
-    def first_error(self) -> str | None:
-        return next(iter(self.errors), None)
-
-    def _repr_html_(self) -> str:
-        from deploykit.measure.report.notebook import load_html
-
-        return load_html(self)
+MAX_PROCESSES = 64
+CAPACITY_CONNECTIONS, CAPACITY_S, CAPACITY_SHARE = 32, 2.0, 0.5  # of the closed loop before
 
 
 def run_load(
@@ -95,44 +43,95 @@ def run_load(
     seed: int = 0,
     batch: int = 1,
     data: Path | None = None,
+    processes: int = 1,
+    within_ms: float | None = None,
     drain_s: float = 5.0,
-    on_progress: Callable[[str, float], None] | None = None,
+    on_progress: Report | None = None,
 ) -> LoadResult:
     """Load `model` at `url` for `warmup_s` + `duration_s`, then wait up to `drain_s` for answers.
 
-    `concurrency`: connections of a closed loop (1 if neither is given). `rate`: requests per second
-    of an open loop, Poisson, drawn from `seed`. `model` may be left out where the server has one.
-    `data`: inputs to send instead of random ones.
+    `concurrency`: connections of a closed loop. `rate`: requests per second of an open loop,
+    Poisson, drawn from `seed`; by default half of what a closed loop of 32 connections reaches in
+    2 s. `model` may be left out where the server has one. `data`: inputs to send instead of random
+    ones. `processes`: generators that share the load. `within_ms`: also count answers within it.
     Raises BadInput (no such server, not this protocol, contradictory options, a request that the
     server calls wrong) or NotFound (no such model).
     """
-    from deploykit.measure.load.client import Client, event_loop
-
-    _check_options(concurrency, rate, duration_s, warmup_s, batch)
+    _check_options(concurrency, rate, duration_s, warmup_s, batch, processes, within_ms)
     remote = find_model(url, model, with_data=data is not None)
     samples = read_samples(data, remote.inputs) if data is not None else None
-    requests = make_requests(remote, batch, seed, samples)
+    requests, shapes = make_requests(remote, batch, seed, samples)
     probe(remote, requests[0])
-    client = Client(
-        remote,
-        requests,
-        connections=(concurrency or 1) if rate is None else _most_connections(),
-        due_s=None if rate is None else _poisson(rate, warmup_s + duration_s, seed),
-        begin_s=warmup_s,
-        end_s=warmup_s + duration_s,
-        drain_s=drain_s,
-    )
-    with event_loop(precise=rate is not None) as loop, _frozen_garbage(), _ctrl_c(loop, client):
+    capacity = None
+    if concurrency is None and rate is None:
+        capacity = _capacity(remote, requests, processes, on_progress)
+        rate = max(capacity * CAPACITY_SHARE, 1 / duration_s)
+        _check_options(None, rate, duration_s, warmup_s, batch, processes, within_ms)
+    load = Load(rate, concurrency or _most_connections(), warmup_s, duration_s, drain_s, within_ms)
+    result = _run(remote, requests, load, processes, seed, batch, on_progress)
+    return replace(result, capacity_per_s=capacity, shapes=shapes)
+
+
+def _capacity(
+    remote: RemoteModel, requests: Sequence[bytes], processes: int, on_progress: Report | None
+) -> float:
+    """Successes per second of a short closed loop. Raises BadInput where there are none."""
+    load = Load(None, max(CAPACITY_CONNECTIONS, processes), 0.5, CAPACITY_S)
+
+    def report(text: str, _part: float) -> None:
         if on_progress is not None:
-            _report(loop, client, on_progress)
-        loop.run_until_complete(client.run())
-    if client.interrupted:
-        raise KeyboardInterrupt
-    return result_of(client, url, rate, batch=batch, seed=seed)
+            on_progress(f"capacity: {text}", 0.0)
+
+    found = _run(remote, requests, load, processes, 0, 1, report)
+    if found.achieved_per_s.value == 0:
+        raise BadInput(
+            f"{remote.url}: {remote.model}: no request was answered in {CAPACITY_S:g} s: "
+            f"{found.first_error or 'no answer'}",
+            hint="choose the load with `rate` or `concurrency`",
+        )
+    return found.achieved_per_s.value
+
+
+def _run(
+    remote: RemoteModel,
+    requests: Sequence[bytes],
+    load: Load,
+    processes: int,
+    seed: int,
+    batch: int,
+    on_progress: Report | None,
+) -> LoadResult:
+    plan = SendPlan(
+        remote.address,
+        remote.port,
+        requests,
+        AnswerCheck(remote.outputs),
+        load.connections,
+        None if load.rate_per_s is None else _poisson(load.rate_per_s, load.end_s, seed),
+        load.warmup_s,
+        load.end_s,
+        load.drain_s,
+    )
+    outcomes = run_processes(share(plan, processes), on_progress)
+    return LoadResult(
+        url=remote.url,
+        model=remote.model,
+        batch=batch,
+        seed=seed,
+        same_machine=remote.loopback,
+        server=remote.about,
+        **summarise(load, outcomes),
+    )
 
 
 def _check_options(
-    concurrency: int | None, rate: float | None, duration_s: float, warmup_s: float, batch: int
+    concurrency: int | None,
+    rate: float | None,
+    duration_s: float,
+    warmup_s: float,
+    batch: int,
+    processes: int,
+    within_ms: float | None,
 ) -> None:
     if concurrency is not None and rate is not None:
         raise BadInput(
@@ -141,7 +140,7 @@ def _check_options(
         )
     if concurrency is not None and not 1 <= concurrency <= _most_connections():
         raise BadInput(f"concurrency must be 1 to {_most_connections()}, got {concurrency}")
-    if not 0 < duration_s < float("inf") or not 0 <= warmup_s < float("inf"):
+    if not 0 < duration_s < math.inf or not 0 <= warmup_s < math.inf:
         raise BadInput(
             f"`duration_s` must be above 0, `warmup_s` 0 or more: {duration_s}, {warmup_s}"
         )
@@ -154,6 +153,14 @@ def _check_options(
         )
     if batch < 1:
         raise BadInput(f"batch must be 1 or more, got {batch}")
+    if not 1 <= processes <= min(MAX_PROCESSES, concurrency or MAX_PROCESSES):
+        most = min(MAX_PROCESSES, concurrency or MAX_PROCESSES)
+        raise BadInput(
+            f"`processes` must be 1 to {most}, got {processes}",
+            hint="each has at least one of the connections",
+        )
+    if within_ms is not None and not 0 < within_ms < math.inf:
+        raise BadInput(f"`within_ms` must be above 0, got {within_ms:g}")
 
 
 def _most_connections() -> int:
@@ -162,96 +169,8 @@ def _most_connections() -> int:
     return max(1, min(MAX_CONNECTIONS, soft - 64) if soft > 0 else MAX_CONNECTIONS)
 
 
-def _poisson(rate: float, span_s: float, seed: int) -> list[float]:
+def _poisson(rate: float, span_s: float, seed: int) -> array[float]:
     """Send times in seconds from the start, ascending: a Poisson process over `span_s`."""
     random = np.random.default_rng(seed)
-    due_s: list[float] = np.sort(
-        random.uniform(0.0, span_s, random.poisson(rate * span_s))
-    ).tolist()
-    return due_s
-
-
-@contextlib.contextmanager
-def _frozen_garbage() -> Iterator[None]:
-    """No garbage collection while requests are timed: the client's pauses are not latency."""
-    was_on = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def _report(
-    loop: asyncio.AbstractEventLoop, client: Client, on_progress: Callable[[str, float], None]
-) -> None:
-    """Call `on_progress` now and every half second of the run."""
-    began_s = time.perf_counter()
-
-    def tick() -> None:
-        share = min((time.perf_counter() - began_s) / client.end_s, 1.0)
-        on_progress(f"{len(client.ends_s)} requests", share)
-        loop.call_later(REPORT_S, tick)
-
-    loop.call_soon(tick)
-
-
-@contextlib.contextmanager
-def _ctrl_c(loop: asyncio.AbstractEventLoop, client: Client) -> Iterator[None]:
-    """Let Ctrl-C end the run; KeyboardInterrupt raised in a callback would only be logged."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before in (
-        None,
-        signal.SIG_IGN,
-    ):
-        yield
-        return
-    loop.add_signal_handler(signal.SIGINT, client.interrupt)
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)
-        signal.signal(signal.SIGINT, before)
-
-
-def result_of(client: Client, url: str, rate: float | None, *, batch: int, seed: int) -> LoadResult:
-    """Summarise a run that is over. `rate` None: a closed loop."""
-    start_s, end_s = np.array(client.starts_s), np.array(client.ends_s)
-    status = np.array(client.statuses)
-    measured = (start_s >= client.begin_s) & (start_s < client.end_s)
-    success = status == 200
-    taken_s = (end_s - start_s)[measured & success]
-    duration_s = client.end_s - client.begin_s
-    edges_s = np.linspace(client.begin_s, client.end_s, SLICES + 1)
-    per_slice, _ = np.histogram(end_s[success], edges_s)
-    lag_p99_ms = None
-    limited = client.busy > BUSY_CORE
-    if rate is not None:
-        lag_p99_ms = float(np.percentile(client.lags_s, 99)) * 1e3 if client.lags_s else 0.0
-        p50_ms = float(np.median(taken_s)) * 1e3 if len(taken_s) else 0.0
-        limited = lag_p99_ms > max(1.0, 0.1 * p50_ms)
-    return LoadResult(
-        url=url,
-        model=client.remote.model,
-        mode="closed" if rate is None else "open",
-        concurrency=client.most if rate is None else None,
-        rate_per_s=rate,
-        batch=batch,
-        seed=seed,
-        warmup_s=client.begin_s,
-        duration_s=duration_s,
-        achieved_per_s=throughput(per_slice.tolist(), [duration_s / SLICES] * SLICES),
-        latency=Latency.of(taken_s) if len(taken_s) else None,
-        sent=int(measured.sum()),
-        ok=int((measured & success).sum()),
-        refused=int((measured & (status == 503)).sum()),
-        expired=int((measured & (status == 504)).sum()),
-        failed=int((measured & ~np.isin(status, (200, 503, 504))).sum()),
-        lag_p99_ms=lag_p99_ms,
-        client_busy=client.busy,
-        generator_limited=limited,
-        same_machine=client.remote.loopback,
-        errors=client.errors,
-    )
+    due_s = np.sort(random.uniform(0.0, span_s, random.poisson(rate * span_s)))
+    return array("d", due_s.tobytes())

@@ -12,7 +12,7 @@ import json
 import re
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from deploykit.core.errors import BadInput, NotFound, first_line
 from deploykit.core.tensors import BATCH, DTYPE_BYTES, PROTOCOL_NAMES, TensorSpec
+from deploykit.measure.load.check import error_text, one_line
 from deploykit.runtimes.data.samples import Samples, random_feeds
 
 TIMEOUT_S = 10.0
@@ -39,6 +40,8 @@ class RemoteModel:
     port: int
     model: str
     inputs: tuple[TensorSpec, ...]
+    outputs: tuple[str, ...] = ()  # names
+    about: Mapping[str, str] = field(default_factory=dict)  # what the server says of itself
 
     @property
     def loopback(self) -> bool:
@@ -73,7 +76,30 @@ def find_model(url: str, model: str | None, *, with_data: bool = False) -> Remot
     if not isinstance(metadata, dict) or not isinstance(metadata.get("inputs"), list):
         raise _not_oip(url, f"{remote.path} answered {status}")
     inputs = tuple(_spec(url, model, item, with_data) for item in metadata["inputs"])
-    return RemoteModel(url, host, address, port, model, inputs)
+    outputs = tuple(
+        item["name"]
+        for item in metadata.get("outputs") or ()
+        if isinstance(item, dict) and isinstance(item.get("name"), str)
+    )
+    about = _about(metadata, _json(_ask(url, address, port, host, "GET", "/v2")[1]))
+    return RemoteModel(url, host, address, port, model, inputs, outputs, about)
+
+
+def _about(metadata: Mapping[str, Any], server: object) -> dict[str, str]:
+    """Name and version of the server; platform, device and file of the model, where it says so."""
+    found = dict(server) if isinstance(server, dict) else {}
+    own = metadata.get("parameters")
+    values = {
+        "server": found.get("name"),
+        "version": found.get("version"),
+        "platform": metadata.get("platform"),
+        **(own if isinstance(own, dict) else {}),
+    }
+    return {
+        name: one_line(value)
+        for name, value in values.items()
+        if isinstance(name, str) and isinstance(value, str) and value
+    }
 
 
 def _resolve(url: str) -> tuple[str, str, int]:
@@ -178,10 +204,10 @@ def _spec(url: str, model: str, item: object, with_data: bool) -> TensorSpec:
 
 def make_requests(
     remote: RemoteModel, batch: int, seed: int, samples: Samples | None = None
-) -> list[bytes]:
+) -> tuple[list[bytes], dict[str, tuple[int, ...]]]:
     """Up to VARIANTS whole HTTP requests with seeded random inputs, binary tensors both ways.
 
-    `samples`: their rows in turn instead.
+    `samples`: their rows in turn instead. Also returns the inputs' shapes.
 
     Raises BadInput when `batch` is above 1 and the model has no batch axis.
     """
@@ -195,10 +221,11 @@ def make_requests(
         rows = range(number * size, (number + 1) * size)
         return {n: a.take(rows, axis=0, mode="wrap") for n, a in samples.inputs.items()}
 
-    requests = [_request(remote, feeds(0))]
+    first = feeds(0)
+    requests = [_request(remote, first)]
     while len(requests) < VARIANTS and len(requests[0]) * (len(requests) + 1) <= VARIANTS_BYTES:
         requests.append(_request(remote, feeds(len(requests))))
-    return requests
+    return requests, {spec.name: first[spec.name].shape for spec in remote.inputs}
 
 
 def _request(remote: RemoteModel, feeds: Mapping[str, np.ndarray]) -> bytes:
@@ -250,12 +277,3 @@ def probe(remote: RemoteModel, request: bytes) -> None:
         raise BadInput(
             f"{remote.url}: {remote.model}: answered {response.status}: {error_text(body)}"
         )
-
-
-def error_text(body: bytes) -> str:
-    """The message of an error answer: its `error` member, else the start of its body; one line."""
-    found = _json(body)
-    text = found.get("error") if isinstance(found, dict) else None
-    if not isinstance(text, str):
-        text = body[:200].decode("utf-8", "replace")
-    return " ".join("".join(c if c.isprintable() else " " for c in text[:300]).split())

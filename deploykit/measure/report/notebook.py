@@ -14,7 +14,7 @@ from deploykit.measure.report.percentile_figures import served_chart
 from deploykit.measure.report.tables import Table, parity_table, serving_table, summary
 
 if TYPE_CHECKING:
-    from deploykit.measure.load.generator import LoadResult
+    from deploykit.measure.load.result import LoadResult
     from deploykit.measure.report.report import Report
 
 _FRAME_PX = 560  # height: one chart with its caption; more of them scroll

@@ -17,7 +17,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.files import make_folder, read_json, write_text
 from deploykit.core.json_value import Record, json_value
 from deploykit.core.manifest import from_json
-from deploykit.measure.load.generator import LoadResult
+from deploykit.measure.load.result import LoadResult
 from deploykit.measure.report.html import report_page
 from deploykit.measure.report.markdown import markdown
 from deploykit.measure.statistics import Interval, ratio

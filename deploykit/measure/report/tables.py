@@ -58,7 +58,7 @@ def summary(document: Json) -> Table:
         limited = " (generator-limited)" if result["generator_limited"] else ""
         rows.append(
             (
-                f"over HTTP, {load_label(result)}",
+                f"over {'gRPC' if result['protocol'] == 'grpc' else 'HTTP'}, {load_label(result)}",
                 MISSING,
                 MISSING,
                 spread(latency["p50_ms"]),
@@ -304,7 +304,12 @@ def _load_notes(result: Json) -> str:
     if result["same_machine"]:
         notes.append("client and server on one machine")
     if result["generator_limited"]:
-        notes.append("generator-limited: no verdict")
+        notes.append("; ".join(["generator-limited: no verdict", *result["limits"]]))
+    if result["processes"] > 1:
+        notes.append(f"{result['processes']} generator processes")
+    notes += [f"{name} {list(shape)}" for name, shape in result["shapes"].items()]
+    notes += [f"{name} {value}" for name, value in result["server"].items()]
+    notes += result["notes"]
     if result["first_error"]:
         notes.append(str(result["first_error"]))
     return "; ".join(notes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deploykit.measure.load.generator import LoadResult
+from deploykit.measure.load.result import LoadResult
 from deploykit.measure.report.formatting import SPACE, count, number, points, spread
 from deploykit.measure.report.report import Report, speedup
 from deploykit.measure.report.rows import load_label
@@ -54,7 +54,7 @@ def _power_mode(report: Report) -> list[str]:
 def _headline(report: Report) -> list[str]:
     """The fastest engine against its like, then against the fastest column of the baseline."""
     if not report.points:
-        return ["No engine was timed."]
+        return [] if report.serving else ["No engine was timed."]
     usable = [point for point in report.points if point.label not in report.wrong]
     own = [point for point in usable if _is_baseline(point, report.baseline)]
     others = [point for point in usable if point not in own]
@@ -161,21 +161,32 @@ def _accuracy(report: Report, precision: str) -> str:
 
 
 def _serving_sentence(result: LoadResult) -> str:
-    load = f"Over HTTP at {load_label(result.to_dict())}"
+    over = "gRPC" if result.protocol == "grpc" else "HTTP"
+    load = f"Over {over} at {load_label(result.to_dict())}"
     if result.generator_limited:
-        return f"{load} there is no verdict: the load generator was the limit, not the server."
+        why = "; ".join(result.limits) or "it was late"
+        return (
+            f"{load} there is no verdict: the load generator was the limit, not the server ({why})."
+        )
     if result.latency is None:
         return f"{load} no request of {result.sent} was answered: {result.first_error}."
     sentence = f"{load}: {spread(result.achieved_per_s.to_dict())} requests/s"
     for name, part in (("p50", result.latency.p50_ms), ("p99", result.latency.p99_ms)):
-        sentence += (
-            f", {name} {number(part.value)}{SPACE}ms" if part else f", {name} too few samples"
-        )
+        sentence += f", {name} "
+        if part:
+            sentence += f"{number(part.value)}{SPACE}ms"
+        elif f"{name}_ms" in result.latency.needs:
+            sentence += "too few samples"
+        else:
+            sentence += f"none, as {count(result.latency.lost)} had no answer"
     counts = {"refused": result.refused, "expired": result.expired, "failed": result.failed}
+    counts["never sent"] = result.unsent
     lost = [f"{count(n)} {what}" for what, n in counts.items() if n]
     sentence += "; " + (
         f"{', '.join(lost)} of {count(result.sent)}" if lost else "none refused or failed"
     )
+    if result.sustained is False:
+        sentence += "; THE RATE WAS NOT SUSTAINED, so that latencies grow with the duration"
     if result.same_machine:
         sentence += "; client and server shared one machine"
     return sentence + "."

@@ -10,12 +10,15 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from deploykit.core.errors import BadInput
 from deploykit.core.tensors import TensorSpec
-from deploykit.measure.load.client import NO_ANSWER, Client, event_loop
-from deploykit.measure.load.generator import LoadResult, result_of, run_load
-from deploykit.measure.load.target import RemoteModel, find_model, make_requests
+from deploykit.measure.load.check import AnswerCheck
+from deploykit.measure.load.client import Client
+from deploykit.measure.load.generator import run_load
+from deploykit.measure.load.records import NO_ANSWER, UNSENT, RunRecord, SendPlan
+from deploykit.measure.load.target import find_model, make_requests
 from deploykit.runtimes.data.samples import random_feeds
-from tests.support.stand_in import Infer, StandIn, reply
+from tests.support.stand_in import ANSWER, Infer, StandIn, reply
 
 QUICK = {"warmup_s": 0.0, "duration_s": 0.3}
 
@@ -40,7 +43,7 @@ def test_connections_are_kept() -> None:
     server = StandIn()
     with server.running() as url:
         run_load(url, concurrency=3, **QUICK)
-    assert server.connections <= 3 + 4  # three of the run; reachable?, index, metadata, probe
+    assert server.connections <= 3 + 5  # of the run; reachable?, index, metadata, server, probe
 
 
 def test_the_warm_up_is_not_counted() -> None:
@@ -88,7 +91,7 @@ def test_open_loop_sends_what_was_drawn_whatever_the_server_does() -> None:
 
 def test_refusals_expiries_and_failures_are_apart_and_have_no_latency() -> None:
     answers = [
-        reply(200, {}),
+        reply(200, ANSWER),
         reply(503, {"error": "the queue is full"}),
         reply(504, {"error": "too late"}),
         reply(500, {"error": "broken"}),
@@ -110,7 +113,7 @@ def test_refusals_expiries_and_failures_are_apart_and_have_no_latency() -> None:
 
 
 def test_a_server_that_closes_after_each_answer_fails_nothing() -> None:
-    server = StandIn(lambda _server, _n: reply(200, {}, "Connection: close\r\n"))
+    server = StandIn(lambda _server, _n: reply(200, ANSWER, "Connection: close\r\n"))
     with server.running() as url:
         result = run_load(url, concurrency=2, **QUICK)
     assert result.failed == 0
@@ -118,7 +121,7 @@ def test_a_server_that_closes_after_each_answer_fails_nothing() -> None:
 
 
 def test_a_connection_closed_before_the_answer_is_a_failure() -> None:
-    server = StandIn(lambda _server, n: None if n % 2 else reply(200, {}))
+    server = StandIn(lambda _server, n: None if n % 2 else reply(200, ANSWER))
     with server.running() as url:
         result = run_load(url, concurrency=1, **QUICK)
     assert result.failed > 0
@@ -127,20 +130,20 @@ def test_a_connection_closed_before_the_answer_is_a_failure() -> None:
 
 
 def test_what_is_no_http_is_a_failure() -> None:
-    server = StandIn(lambda _server, n: b"\0\1\2 nonsense\r\n\r\n" if n else reply(200, {}))
+    server = StandIn(lambda _server, n: b"\0\1\2 nonsense\r\n\r\n" if n else reply(200, ANSWER))
     with server.running() as url:
         result = run_load(url, concurrency=1, **QUICK)
     assert result.ok == 0
     assert result.latency is None
     assert result.first_error is not None
-    assert result.first_error.startswith("not an HTTP answer")
+    assert result.first_error.startswith("not an answer of this protocol")
 
 
 @pytest.mark.parametrize("load", [{"concurrency": 3}, {"rate": 100.0}], ids=str)
 def test_a_server_that_dies_leaves_a_result_with_failures(load: dict[str, float]) -> None:
     def infer(server: StandIn, n: int) -> bytes | None:
         if n < 10:
-            return reply(200, {})
+            return reply(200, ANSWER)
         server.die()
         return None
 
@@ -157,7 +160,7 @@ def test_answers_that_never_come_are_failures_and_do_not_hang() -> None:
         await asyncio.Event().wait()
         return b""
 
-    server = StandIn(lambda _server, n: never() if n > 3 else reply(200, {}))
+    server = StandIn(lambda _server, n: never() if n > 3 else reply(200, ANSWER))
     with server.running() as url:
         result = run_load(url, concurrency=2, drain_s=0.1, **QUICK)
     assert (result.ok, result.failed) == (3, 2)
@@ -169,7 +172,7 @@ def test_ctrl_c_ends_the_run_at_once(load: dict[str, float]) -> None:
     def infer(_server: StandIn, n: int) -> bytes:
         if n == 5:
             os.kill(os.getpid(), signal.SIGINT)
-        return reply(200, {})
+        return reply(200, ANSWER)
 
     def not_ours(*_: object) -> None:
         """Without a handler of the run's own this one would swallow the signal."""
@@ -196,22 +199,20 @@ def test_a_pause_of_the_server_is_seen_by_the_open_loop_and_hidden_by_the_closed
                 until.append(now + pause_s)
             if until and now < until[0]:
                 await asyncio.sleep(until[0] - now)
-            return reply(200, {})
+            return reply(200, ANSWER)
 
         return infer
 
-    results: list[LoadResult] = []
-    for load in ({"concurrency": 1}, {"rate": 150.0}):
+    p90_ms, most_ms = [], []
+    for due_s in (None, [i / 150 for i in range(150)]):
         with StandIn(stalling()).running() as url:
-            results.append(run_load(url, warmup_s=0.0, duration_s=1.0, **load))  # type: ignore[arg-type]
-    closed, opened = (result.latency for result in results)
-    assert closed is not None
-    assert opened is not None
-    assert closed.p90_ms is not None
-    assert opened.p90_ms is not None
-    assert closed.max_ms >= pause_s * 1e3 * 0.9  # it did happen, to one request of many
+            outcome = run_here(url, connections=1 if due_s is None else 40, due_s=due_s, end_s=1.0)
+        taken_s = np.array(outcome.ends_s) - np.array(outcome.starts_s)
+        p90_ms.append(np.percentile(taken_s, 90) * 1e3)
+        most_ms.append(taken_s.max() * 1e3)
     # 40 % of the open loop's requests fall into the stall, a quarter of those in its first 100 ms
-    assert opened.p90_ms.value > 100 > closed.p90_ms.value
+    assert p90_ms[1] > 100 > p90_ms[0]
+    assert most_ms[0] >= pause_s * 1e3 * 0.9  # it did happen, to one request of many
 
 
 @pytest.mark.parametrize("connections", [1, 40])
@@ -220,75 +221,120 @@ def test_latency_counts_from_when_a_request_was_due_not_from_when_it_was_sent(
 ) -> None:
     async def slow(_server: StandIn) -> bytes:
         await asyncio.sleep(0.005)  # one connection cannot keep up with a request each 2 ms
-        return reply(200, {})
+        return reply(200, ANSWER)
 
     due_s = [0.002 * i for i in range(100)]
     with StandIn(lambda server, _n: slow(server)).running() as url:
-        remote = find_model(url, None)
-        client = Client(
-            remote,
-            make_requests(remote, 1, 0),
-            connections=connections,
-            due_s=due_s,
-            begin_s=0.0,
-            end_s=0.2,
-            drain_s=10.0,
-        )
-        with event_loop(precise=True) as loop:
-            loop.run_until_complete(client.run())
-    assert sorted(client.starts_s) == due_s
-    assert len(client.lags_s) == 100
-    assert set(client.statuses) == {200}
+        outcome = run_here(url, connections=connections, due_s=due_s, end_s=0.2)
+    assert sorted(outcome.starts_s) == due_s
+    assert len(outcome.send_lags_s) == 100
+    assert set(outcome.statuses) == {200}
+    assert (outcome.waited > 50) is (connections == 1)
 
 
-def finished(lags_s: Sequence[float], busy: float, due: bool = True) -> Client:
-    """A run that is over: 1000 answers after 2 ms each, the generator late by `lags_s`."""
-    remote = RemoteModel("http://h", "h", "127.0.0.1", 80, "m", ())
-    client = Client(
-        remote,
-        [b""],
-        connections=1,
-        due_s=[] if due else None,
+def test_processes_share_a_schedule_and_connections() -> None:
+    server = StandIn()
+    with server.running() as url:
+        results = [
+            run_load(url, processes=processes, **load, **QUICK)  # type: ignore[arg-type]
+            for processes in (1, 3)
+            for load in ({"rate": 300, "seed": 3}, {"concurrency": 5})
+        ]
+    assert results[0].sent == results[0].ok == results[2].sent == results[2].ok > 30
+    for result, processes in zip(results[1::2], (1, 3), strict=True):
+        assert (result.processes, result.connections, result.concurrency) == (processes, 5, 5)
+        assert result.sent == result.ok > 5
+        assert result.latency is not None
+        assert result.latency.samples == result.ok
+
+
+def test_a_bare_load_is_open_at_half_of_what_a_closed_loop_reaches() -> None:
+    seen: list[str] = []
+    with StandIn(SLOW).running() as url:
+        result = run_load(url, on_progress=lambda text, _share: seen.append(text), **QUICK)
+    assert result.mode == "open"
+    assert result.rate_per_s is not None
+    assert result.capacity_per_s is not None
+    assert result.rate_per_s == result.capacity_per_s / 2
+    assert 0 < result.capacity_per_s <= 1000  # 10 at a time, 10 ms each
+    assert any(text.startswith("capacity: ") and "p50 " in text for text in seen)
+
+
+def test_a_server_without_capacity_is_refused_with_its_error() -> None:
+    with (
+        StandIn(lambda _server, _n: reply(500, {"error": "broken"})).running() as url,
+        pytest.raises(BadInput, match="no request was answered in 2 s: 500: broken"),
+    ):
+        run_load(url, **QUICK)
+
+
+def test_requests_that_hang_since_the_warm_up_are_counted() -> None:
+    async def never() -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+    server = StandIn(lambda _server, n: never() if n else reply(200, ANSWER))
+    with server.running() as url:
+        result = run_load(url, concurrency=4, warmup_s=0.2, duration_s=0.2, drain_s=0.0)
+    assert (result.sent, result.ok, result.failed) == (4, 0, 4)
+    assert result.latency is None
+
+
+async def limited(server: StandIn) -> bytes:
+    """10 at a time, 10 ms each."""
+    gate = server.__dict__.setdefault("gate", asyncio.Semaphore(10))
+    async with gate:
+        await asyncio.sleep(0.01)
+    return reply(200, ANSWER)
+
+
+def SLOW(server: StandIn, _n: int) -> object:  # noqa: N802 - a value for `infer`
+    return limited(server)
+
+
+def test_a_rate_above_what_the_server_can_do_is_not_sustained() -> None:
+    results = []
+    for rate in (100.0, 4000.0):
+        with StandIn(SLOW).running() as url:
+            results.append(run_load(url, rate=rate, warmup_s=0.0, duration_s=0.5, drain_s=0.5))
+    assert [result.sustained for result in results] == [True, False]
+    assert "did not sustain 4,000 requests/s" in " ".join(results[1].notes)
+
+
+def test_more_requests_than_connections_are_the_generator_s_own_limit() -> None:
+    async def never() -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+    with StandIn(lambda _server, _n: never()).running() as url:
+        due_s = [0.001 * i for i in range(20)]
+        outcome = run_here(url, connections=3, due_s=due_s, end_s=0.1, drain_s=0.05)
+    assert sorted(outcome.statuses) == [UNSENT] * 17 + [NO_ANSWER] * 3
+    assert outcome.waited == 17
+    assert list(outcome.errors) == ["no answer within 0.05 s of the end"]
+
+
+def run_here(
+    url: str,
+    *,
+    connections: int,
+    due_s: Sequence[float] | None,
+    end_s: float,
+    drain_s: float = 10.0,
+) -> RunRecord:
+    """Carry out a plan in this process."""
+    remote = find_model(url, None)
+    requests, _ = make_requests(remote, 1, 0)
+    check = AnswerCheck(remote.outputs)
+    plan = SendPlan(
+        remote.address,
+        remote.port,
+        requests,
+        check,
+        connections,
+        due_s,
         begin_s=0.0,
-        end_s=10.0,
-        drain_s=0.0,
+        end_s=end_s,
+        drain_s=drain_s,
     )
-    client.busy = busy
-    client.lags_s.extend(lags_s)
-    for i in range(1000):
-        client.starts_s.append(i * 0.01)
-        client.ends_s.append(i * 0.01 + 0.002)
-        client.statuses.append(200)
-    return client
-
-
-@pytest.mark.parametrize(
-    ("lags_s", "limited"),
-    [([0.0001] * 100, False), ([0.0009] * 100, False), ([0.0001] * 97 + [0.0012] * 3, True)],
-    ids=["on time", "under 1 ms", "p99 over 1 ms"],
-)
-def test_a_generator_that_was_late_gives_no_verdict(lags_s: list[float], limited: bool) -> None:
-    result = result_of(finished(lags_s, 0.1), "http://h", 100.0, batch=1, seed=0)
-    assert result.generator_limited is limited
-    assert result.lag_p99_ms == pytest.approx(np.percentile(lags_s, 99) * 1e3)
-
-
-@pytest.mark.parametrize(("busy", "limited"), [(0.5, False), (0.97, True)])
-def test_a_closed_loop_that_used_its_whole_core_gives_no_verdict(
-    busy: float, limited: bool
-) -> None:
-    result = result_of(finished([], busy, due=False), "http://h", None, batch=1, seed=0)
-    assert result.generator_limited is limited
-    assert result.lag_p99_ms is None
-
-
-def test_latency_is_of_the_measured_time_and_rate_of_answers_in_it() -> None:
-    client = finished([], 0.1)
-    client.begin_s, client.end_s = 2.0, 8.0
-    client.statuses[300] = NO_ANSWER
-    result = result_of(client, "http://h", 100.0, batch=1, seed=0)
-    assert (result.sent, result.ok, result.failed) == (600, 599, 1)
-    assert result.latency is not None
-    assert result.latency.p50_ms is not None
-    assert result.latency.p50_ms.value == pytest.approx(2.0)
-    assert result.achieved_per_s.value == pytest.approx(599 / 6)
+    return Client(plan).run()

@@ -10,11 +10,12 @@ import pytest
 
 from deploykit.core.errors import BadInput, NotFound
 from deploykit.core.tensors import TensorSpec
+from deploykit.measure.load.check import error_text
 from deploykit.measure.load.generator import run_load
-from deploykit.measure.load.target import RemoteModel, error_text, make_requests
+from deploykit.measure.load.target import RemoteModel, make_requests
 from tests.support.stand_in import StandIn, reply
 
-QUICK = {"warmup_s": 0.0, "duration_s": 0.3}
+QUICK = {"concurrency": 1, "warmup_s": 0.0, "duration_s": 0.3}
 
 
 def test_a_server_that_is_not_there_is_named() -> None:
@@ -162,8 +163,8 @@ def test_a_model_of_several_inputs_of_any_length_is_loaded_with_its_golden_sampl
 def test_several_requests_share_a_bound_on_memory() -> None:
     small = RemoteModel("u", "h", "127.0.0.1", 80, "m", (TensorSpec("x", "float32", ("N", 4)),))
     large = RemoteModel("u", "h", "127.0.0.1", 80, "m", (TensorSpec("x", "uint8", ("N", 1 << 20)),))
-    assert len(make_requests(small, 1, 0)) == 8
-    assert len(make_requests(large, 40, 0)) == 1
+    assert len(make_requests(small, 1, 0)[0]) == 8
+    assert len(make_requests(large, 40, 0)[0]) == 1
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from deploykit.core.errors import BadInput
+from deploykit.measure.latency import Latency
 from deploykit.measure.report.report import (
     Accuracy,
     Gate,
@@ -206,13 +207,25 @@ def test_without_a_baseline_no_ratio_is_named(report: Report) -> None:
 
 
 def test_a_generator_limited_run_gives_no_figure(report: Report) -> None:
-    limited = replace(report.serving[0], generator_limited=True)
+    limited = replace(report.serving[0], generator_limited=True, limits=("it slept", "it hung"))
     sentences = verdict(replace(report, serving=(limited,), points=()))
-    assert sentences[0] == "No engine was timed."
-    assert sentences[1] == (
+    assert sentences[0] == (
         "Over HTTP at 32 connections there is no verdict: the load generator was the limit, "
-        "not the server."
+        "not the server (it slept; it hung)."
     )
+
+
+def test_a_report_without_points_and_loads_says_so(report: Report) -> None:
+    assert verdict(replace(report, serving=(), points=()))[0] == "No engine was timed."
+
+
+def test_losses_and_a_rate_that_was_not_sustained_are_in_the_verdict(report: Report) -> None:
+    lost = Latency(900, Interval(1, 1, 1), None, None, 5.0, {"p90_ms": 36}, 100)
+    bad = replace(report.serving[2], latency=lost, sustained=False, failed=70, unsent=30)
+    sentence = plain(verdict(replace(report, serving=(bad,), points=()))[0])
+    assert "p50 1.00 ms, p99 none, as 100 had no answer" in sentence
+    assert "70 failed, 30 never sent of" in sentence
+    assert "THE RATE WAS NOT SUSTAINED" in sentence
 
 
 def test_what_was_served_names_refusals_and_the_shared_machine(report: Report) -> None:

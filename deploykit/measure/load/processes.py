@@ -1,0 +1,122 @@
+"""Share a load among processes of its own, which begin at once, and join what they recorded.
+
+A process of its own, even a single one, keeps the generator apart from whatever else its caller
+does: a progress bar that is drawn, a garbage collector, other threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+from deploykit.core.apart import run_apart
+from deploykit.core.errors import DeploykitError
+from deploykit.measure.load.client import Report, run_plan
+from deploykit.measure.load.records import RunRecord, SendPlan
+
+_HEAD_START_S = 0.02  # from the last process that is ready to the first request
+_PATIENCE_S = 60.0  # until the processes are ready
+_COUNT = re.compile(r"[\d,]+")
+
+
+def share(plan: SendPlan, processes: int) -> list[SendPlan]:
+    """A plan for each process: every n-th of the times, and as equal a number of connections."""
+    plans = []
+    for number in range(processes):
+        more = number < plan.connections % processes
+        plans.append(
+            replace(
+                plan,
+                connections=plan.connections // processes + more,
+                due_s=None if plan.due_s is None else plan.due_s[number::processes],
+            )
+        )
+    return plans
+
+
+def run_processes(plans: Sequence[SendPlan], on_progress: Report | None = None) -> list[RunRecord]:
+    """Carry out each plan in a process. KeyboardInterrupt ends all of them, and has no result."""
+    stop = threading.Event()
+    messages = [""] * len(plans)
+
+    def report(number: int, message: str, part: float) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        messages[number] = message
+        if on_progress is not None and number == len(plans) - 1:
+            on_progress(_joined(messages), part)
+
+    pipes = [os.pipe(), os.pipe()]
+    (ready, signal_ready), (start, begin) = pipes
+    with _default_ctrl_c(), ThreadPoolExecutor(len(plans)) as pool:
+        try:
+            runs = [
+                pool.submit(
+                    run_apart,
+                    "the load generator",
+                    run_plan,
+                    plan,
+                    signal_ready,
+                    start,
+                    on_progress=partial(report, number),
+                    inherit=(signal_ready, start),
+                )
+                for number, plan in enumerate(plans)
+            ]
+            _start_together(runs, ready, begin)
+            while not all(run.done() for run in runs):
+                time.sleep(0.01)
+            return [run.result() for run in runs]
+        except BaseException:
+            stop.set()  # each ends at its next report of progress
+            raise
+        finally:
+            for pair in pipes:
+                for end in pair:
+                    os.close(end)
+
+
+def _start_together(runs: Sequence[Future[RunRecord]], ready: int, begin: int) -> None:
+    """When every process is ready, tell all of them the time at which they begin."""
+    waiting, until_s = len(runs), time.monotonic() + _PATIENCE_S
+    while waiting:
+        if any(run.done() for run in runs):
+            return  # its error is raised with its result
+        if time.monotonic() > until_s:
+            raise DeploykitError(f"the load generator did not start within {_PATIENCE_S:g} s")
+        if select.select([ready], [], [], 0.05)[0]:
+            waiting -= len(os.read(ready, waiting))
+    os.write(begin, struct.pack("d", time.perf_counter() + _HEAD_START_S) * len(runs))
+
+
+def _joined(messages: Sequence[str]) -> str:
+    """The requests of all processes together; the percentiles of the last."""
+    counts = [int(match[0].replace(",", "")) for each in messages if (match := _COUNT.match(each))]
+    return _COUNT.sub(f"{sum(counts):,}", messages[-1], count=1)
+
+
+@contextlib.contextmanager
+def _default_ctrl_c() -> Iterator[None]:
+    """Let Ctrl-C raise KeyboardInterrupt, whatever it does otherwise, unless it is ignored."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before in (
+        None,
+        signal.SIG_IGN,
+    ):
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
