@@ -63,8 +63,8 @@ OWNERS = {
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 3520,
-    "runtimes": 7055,
+    "core": 3530,
+    "runtimes": 7540,
     "training": 1500,
     "exporters": 1430,
     "onnx_graph+quantization": 5180,
@@ -73,8 +73,8 @@ BUDGETS = {
     "serving": 11770,
     "bundling": 2040,
     "cluster": 270,
-    "api": 6845,
-    "cli": 2415,
+    "api": 6915,
+    "cli": 2425,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 140  # the whole package, with the list of public names
 LONG: set[str] = set()  # functions over 60 lines

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deploykit.api.artefacts import Progress, no_progress
 from deploykit.api.open import open_proven
@@ -23,13 +26,21 @@ from deploykit.core.statistics_basic import Interval
 if TYPE_CHECKING:
     import numpy as np
 
-    from deploykit.runtimes.data.samples import Samples
-    from deploykit.runtimes.engine import Engine
+    from deploykit.runtimes.data.partial import PartialOutputs
+    from deploykit.runtimes.data.sources import DataSource
+    from deploykit.runtimes.data.stream import SampleStream
+    from deploykit.runtimes.engine import Arrays, Engine
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Predicted(Record):
-    """What `predict` wrote; `accuracy` is None without labels, or where `note` says why."""
+    """What `predict` wrote; `accuracy` is None without labels, or where `note` says why.
+
+    `resumed`: how many of the samples an earlier run had done that was stopped; `seconds` were
+    spent on the others.
+    """
 
     path: Path
     samples: int
@@ -37,6 +48,7 @@ class Predicted(Record):
     device: str
     accuracy: Interval | None
     note: str = ""
+    resumed: int = 0
 
     def _repr_html_(self) -> str:
         from deploykit.measure.report import notebook
@@ -58,17 +70,22 @@ def predict(
     on: str = "local",
     trust: bool = False,
     force: bool = False,
+    restart: bool = False,
     on_progress: Progress = no_progress,
+    on_note: Callable[[str], None] = log.warning,
 ) -> Predicted:
     """Run every sample of an .npz or a folder through `engine` into an .npz of outputs by name.
 
-    `on`: "local", or "ray" to spread the batches over a Ray cluster, that of $RAY_ADDRESS or one on
-    this machine; the outputs are the same. `trust`: see `open_proven`. `force`: replace a file that
-    deploykit did not write.
+    Samples are read as they are needed, and outputs kept in `OUT.parts` until all are there: after
+    a run that was stopped, the same call goes on where that was. It begins anew, with a note, if
+    engine, runtime, device or batch are others or the samples so far have changed, and with
+    `restart`. `on`: "local", or "ray" to spread the batches over a Ray cluster, that of
+    $RAY_ADDRESS or one on this machine; the outputs are the same. `trust`: see `open_proven`.
+    `force`: replace a file that deploykit did not write.
     """
-    import numpy as np
-
-    from deploykit.runtimes.data.samples import read_samples, write_npz
+    from deploykit.runtimes.data.partial import PartialOutputs
+    from deploykit.runtimes.data.samples import write_npz
+    from deploykit.runtimes.data.sources import find_source
 
     if batch < 1:
         raise BadInput(f"`batch` must be 1 or more, got {batch}")
@@ -80,46 +97,94 @@ def predict(
     with ExitStack() as stack:
         (proven,) = open_proven(artefact, device, trust=trust)
         opened = stack.enter_context(proven)
-        samples = read_samples(data, opened.inputs)
+        source = find_source(data, opened.inputs)
         size = batch if opened.inputs[0].batched else 1
-        where = opened.device
-        if on == "ray":
-            answers, where = _on_ray(artefact, opened, samples, size, trust), f"ray, {where}"
-        else:
-            answers = map(opened, samples.batches(size))
-        parts: dict[str, list[Any]] = {spec.name: [] for spec in opened.outputs}
+        made_by = {"engine": artefact.sha256, "runtime": opened.runtime, "device": opened.device}
+        parts = PartialOutputs(out, {**made_by, "batch": str(size)}, restart=restart)
+        stack.enter_context(parts)
+        stream = stack.enter_context(_open_stream(source, parts, on_progress))
+        if parts.dropped:
+            on_note(f"{parts.folder}: begun anew: {parts.dropped}")
+        resumed = parts.done.samples
+        if resumed:
+            on_note(f"{out}: goes on after the {resumed} samples that an earlier run has done")
+        run = (
+            partial(_on_ray, artefact, opened, trust=trust) if on == "ray" else partial(map, opened)
+        )
         started = time.perf_counter()
-        for number, answer in enumerate(answers, 1):
-            for name, values in answer.items():
-                parts[name].append(values)
-            done = min(number * size, len(samples))
-            on_progress(f"{done}/{len(samples)} samples", done / len(samples))
+        _append_all(parts, stream, size, run, on_progress)
         seconds = time.perf_counter() - started
-        outputs = {name: np.concatenate(arrays) for name, arrays in parts.items()}
+        outputs = parts.arrays()
         write_npz(out, outputs, kind=PREDICTIONS)
-        accuracy, note = _accuracy(samples, next(iter(outputs.values()), None))
-        return Predicted(out, len(samples), seconds, where, accuracy, note)
+        accuracy, note = _accuracy(source, next(iter(outputs.values()), None), stream.read_labels())
+        parts.finish()
+        where = f"ray, {opened.device}" if on == "ray" else opened.device
+        return Predicted(out, source.count, seconds, where, accuracy, note, resumed)
 
 
-def _accuracy(samples: Samples, answers: Any) -> tuple[Interval | None, str]:
+def _open_stream(source: DataSource, parts: PartialOutputs, on_progress: Progress) -> SampleStream:
+    """The samples after those of `parts`, or all, where these have changed."""
+    from deploykit.runtimes.data.stream import SampleStream
+
+    stream = SampleStream(source)
+    if not parts.done.samples:
+        return stream
+    on_progress("comparing the samples so far", 0.0)
+    if stream.skip(parts.done.samples) == parts.done.digest:
+        return stream
+    stream.close()
+    parts.drop("the samples so far have changed")
+    return SampleStream(source)
+
+
+def _append_all(
+    parts: PartialOutputs,
+    stream: SampleStream,
+    size: int,
+    run: Callable[[Iterator[Arrays]], Iterator[Arrays]],
+    on_progress: Progress,
+) -> None:
+    """Run all that is left, in order; the next batches are read meanwhile."""
+    from deploykit.runtimes.data.stream import Batch, read_ahead
+
+    waiting: deque[Batch] = deque()  # those that are running, without their arrays
+
+    def feeds() -> Iterator[Arrays]:
+        for each in read_ahead(stream.batches(size)):
+            waiting.append(replace(each, feeds={}))
+            yield each.feeds
+
+    count, resumed, started = stream.source.count, parts.done.samples, time.perf_counter()
+    for answer in run(feeds()) if resumed < count else ():
+        batch = waiting.popleft()
+        parts.append(answer, batch.samples, batch.digest)
+        done = parts.done.samples
+        rate = (done - resumed) / max(time.perf_counter() - started, 1e-9)
+        left = str(timedelta(seconds=round((count - done) / rate)))
+        on_progress(f"{done}/{count} samples, {rate:,.0f}/s, {left} left", done / count)
+
+
+def _accuracy(
+    source: DataSource, answers: np.ndarray | None, labels: np.ndarray | None
+) -> tuple[Interval | None, str]:
     """Top-1 accuracy of the first output; None where there is none, and a note."""
     from deploykit.measure.evaluate.accuracy import top1
     from deploykit.measure.statistics import proportion
 
-    if samples.labels is None:
-        names = ", ".join(map(quote, samples.unused))
+    if labels is None or answers is None:
+        names = ", ".join(map(quote, source.unused))
         why = f"no accuracy: run without {names}; labels are an array named 'labels'"
         return None, why if names else ""
     try:
-        scores = top1(answers, samples.labels, samples.where)
+        scores = top1(answers, labels, source.where)
         return proportion(round(scores.sum()), len(scores)), ""
     except BadInput as exc:  # labels of another kind: targets, tokens, masks
         return None, f"no accuracy: {exc.message}" + (f"; {exc.hint}" if exc.hint else "")
 
 
 def _on_ray(
-    artefact: Artefact, opened: Engine, samples: Samples, size: int, trust: bool
-) -> Iterator[Mapping[str, np.ndarray]]:
+    artefact: Artefact, opened: Engine, batches: Iterator[Arrays], *, trust: bool
+) -> Iterator[Arrays]:
     """The outputs of each batch; `opened` has shown that the file is the one its manifest names."""
     from deploykit.cluster.data import Shipped, predict_batches
 
@@ -131,7 +196,7 @@ def _on_ray(
     return predict_batches(
         Shipped.read(path, others),
         partial(_open_on_node, device=kind, trust=trust),
-        samples.batches(size),
+        batches,
         gpu=kind == "cuda",
     )
 

@@ -63,6 +63,7 @@ DATA                   The inputs: an .npz file or a folder
 -o --out FILE.npz      Where to write the outputs
 {FORCE}
 --batch N              Samples per call
+--restart              Begin anew instead of going on with a run that was stopped
 --on                   This machine, or a Ray cluster: that of $RAY_ADDRESS
 {DEVICE}
 {TRUST}
@@ -73,12 +74,16 @@ def predict(
     out: Path,
     force: bool = False,
     batch: int = 32,
+    restart: bool = False,
     on: Literal["local", "ray"] = "local",
     device: str = "auto",
     trust: bool = False,
     as_json: bool = False,
 ) -> None:
     """Run a model on all samples of a file and write its outputs.
+
+    Outputs are kept in OUT.parts until all are there: after a run that was stopped, the same
+    command goes on where that was.
 
     Example: deploykit predict model.onnx test.npz -o predictions.npz
     """
@@ -94,7 +99,9 @@ def predict(
             device=device,
             trust=trust,
             force=force,
+            restart=restart,
             on_progress=progress,
+            on_note=lambda text: output.note(f"note: {output.one_line(text)}"),
         )
     output.show(result, tables.predicted(result), as_json=as_json)
 

@@ -207,7 +207,7 @@ def shares(value: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def predicted(result: Predicted) -> list[Part]:
-    per_s = result.samples / result.seconds if result.seconds else float("inf")
+    per_s = (result.samples - result.resumed) / result.seconds if result.seconds else float("inf")
     lines: list[Part] = [
         f"wrote {result.path}: {result.samples} samples on {result.device}, {per_s:,.0f} per second"
     ]

@@ -33,20 +33,31 @@ def atomic_write(out: Path, *, durable: bool = True) -> Iterator[Path]:
     check_writable(out)
     tmp = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
-        yield tmp
-        if durable:
-            with tmp.open("rb+") as handle:
-                os.fsync(handle.fileno())
-        tmp.replace(out)
-    except OSError as exc:
-        if exc.errno == errno.ENOSPC:
-            raise Unsupported(f"{out}: no space left on the disk") from exc
-        if exc.filename is None or str(exc.filename) == str(tmp):
-            raise BadInput(f"{out}: cannot be written: {os_reason(exc)}") from exc
-        raise
+        with write_errors(out, tmp):
+            yield tmp
+            if durable:
+                with tmp.open("rb+") as handle:
+                    os.fsync(handle.fileno())
+            tmp.replace(out)
     finally:
         with contextlib.suppress(OSError):
             tmp.unlink()
+
+
+@contextlib.contextmanager
+def write_errors(out: Path, tmp: Path | None = None) -> Iterator[None]:
+    """Name `out` in the errors of writing it, or `tmp`, its place until it is whole.
+
+    Raises BadInput when it cannot be written, Unsupported when the disk is full.
+    """
+    try:
+        yield
+    except OSError as exc:
+        if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise Unsupported(f"{out}: no space left on the disk") from exc
+        if tmp is None or exc.filename is None or str(exc.filename) == str(tmp):
+            raise BadInput(f"{out}: cannot be written: {os_reason(exc)}") from exc
+        raise
 
 
 def write_text(out: Path, text: str) -> None:

@@ -64,12 +64,12 @@ def test_arrays_that_cannot_be_joined_are_named(folder: Path, other: dict[str, n
 
 def test_a_folder_that_unpacks_beyond_the_memory_is_refused(folder: Path) -> None:
     count = 25 * 10**12
-    content = header(f"({count},)")
+    content = header(f"({count}, 3)")
     write_npz(folder / "a.npz", {"x": rows(2)})
     with zipfile.ZipFile(folder / "b.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x.npy", content + bytes(4096))
-        archive.filelist[0].file_size = len(content) + 4 * count
-    says = "data: contains 200000 GB of arrays"
+        archive.filelist[0].file_size = len(content) + 12 * count
+    says = "data: contains 600000 GB of arrays"
     with peak_memory_grows_by_at_most(64 << 20), pytest.raises(BadInput, match=says):
         read_samples(folder, (X,))
 

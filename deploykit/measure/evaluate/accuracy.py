@@ -9,6 +9,7 @@ from deploykit.runtimes.data.samples import Samples
 from deploykit.runtimes.engine import Engine
 
 TOP1 = "top-1 accuracy"
+_BLOCK = 4096  # samples at a time
 
 
 def top1(values: np.ndarray, labels: np.ndarray, where: str) -> np.ndarray:
@@ -28,10 +29,13 @@ def top1(values: np.ndarray, labels: np.ndarray, where: str) -> np.ndarray:
             f"{where}: labels run from {labels.min()} to {labels.max()}, "
             f"the model has {values.shape[1]} classes"
         )
-    broken = int((~np.isfinite(values) & (values != -np.inf)).any(1).sum())
+    broken, right = 0, np.empty(len(values))
+    for at in range(0, len(values), _BLOCK):  # `values` may be larger than the memory
+        block = values[at : at + _BLOCK]
+        broken += int((~np.isfinite(block) & (block != -np.inf)).any(1).sum())
+        right[at : at + _BLOCK] = block.argmax(1) == labels[at : at + _BLOCK]
     if broken:
         raise GateFailed(f"{where}: the model's answer is NaN or infinity for {broken} samples")
-    right: np.ndarray = (values.argmax(1) == labels).astype(np.float64)
     return right
 
 

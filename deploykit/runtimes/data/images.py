@@ -47,28 +47,32 @@ _DAMAGED = (
 )
 
 
-def read_images(files: Sequence[Path], inputs: Sequence[TensorSpec], where: str) -> np.ndarray:
-    """The images in this order, uint8 (files, H, W, channels), for a model with these `inputs`.
+class Images:
+    """Decodes images into uint8 (height, width, channels), for a model with these `inputs`.
 
     Converts colour to grey and grey to colour as the input needs; drops transparency; ignores the
-    EXIF orientation. The first image sets a dynamic H or W. Raises NotFound or BadInput naming the
-    file; BadInput for a model whose input is not uint8.
+    EXIF orientation. The image `first` sets a dynamic H or W. Raises NotFound or BadInput naming
+    the file; BadInput for a model whose input is not uint8.
     """
-    spec = _takes_bytes(inputs, where)
-    height, width, channels = spec.shape[1:]
-    size: list[int | str] = [height, width]
-    pixels: np.ndarray | None = None
-    for number, file in enumerate(files):
+
+    def __init__(self, first: Path, inputs: Sequence[TensorSpec], where: str) -> None:
+        self._first, self._where, self._spec = first, where, _takes_bytes(inputs, where)
+        height, width, channels = self._spec.shape[1:]
+        with _open_image(first) as image:
+            _check_size(image, [height, width], first, first, self._spec)
+            self.shape = (image.height, image.width, int(channels))
+
+    def decode(self, file: Path) -> np.ndarray:
         with _open_image(file) as image:
-            _check_size(image, size, file, files[0], spec)
-            if pixels is None:
-                shape = (len(files), image.height, image.width, int(channels))
-                pixels = _empty(shape, where)
-                size = [image.height, image.width]
-            pixels[number] = _decode(image, int(channels), file)
-    if pixels is None:
-        raise BadInput(f"{where}: contains no images")
-    return pixels
+            _check_size(image, self.shape[:2], file, self._first, self._spec)
+            return _decode(image, self.shape[2], file)
+
+    def decode_all(self, files: Sequence[Path]) -> np.ndarray:
+        """Shape (files, height, width, channels). Raises as `decode`."""
+        pixels = _empty((len(files), *self.shape), self._where)
+        for number, file in enumerate(files):
+            pixels[number] = self.decode(file)
+        return pixels
 
 
 def _takes_bytes(inputs: Sequence[TensorSpec], where: str) -> TensorSpec:

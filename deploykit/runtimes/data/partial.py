@@ -1,0 +1,212 @@
+"""Outputs of a long run on disk, so that it goes on where it was stopped.
+
+`OUT.parts/` holds one file of raw values for each output, and `state.json`: what made them, how
+many samples they are of, and the digest of these. The files are longer than the state says where a
+run was killed; what is beyond is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from deploykit.core.errors import BadInput, DeploykitError, Unsupported
+from deploykit.core.files import make_folder, read_json, write_errors, write_json
+
+_EVERY_S = 2.0  # between two states
+_STATE, _KIND = "state.json", "deploykit predictions"
+
+
+@dataclass(frozen=True)
+class Done:
+    """What is whole: of how many samples, their digest, and the bytes of each output."""
+
+    samples: int = 0
+    digest: str = ""
+    nbytes: Mapping[str, int] = field(default_factory=dict)
+
+
+class PartialOutputs:
+    """Use it in a `with` block, one process at a time; what was appended stays at its end.
+
+    `made_by`: names and values of all that the outputs depend on besides the samples. `restart`:
+    drop what there is. `dropped`: why an earlier run was dropped, "" where none was.
+    """
+
+    def __init__(self, out: Path, made_by: Mapping[str, str], *, restart: bool = False) -> None:
+        self.folder = out.with_name(f"{out.name}.parts")
+        self.done, self.dropped = Done(), ""
+        self._out, self._made_by, self._restart = out, dict(made_by), restart
+        self._kinds: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
+        self._files: dict[str, BinaryIO] = {}
+        self._saved_s = time.monotonic()
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> PartialOutputs:
+        with contextlib.ExitStack() as stack:
+            _lock(make_folder(self.folder), self._out, stack)
+            state = self._read_state()
+            why = self._resume(state) if state and not self._restart else ""
+            if not self.done.samples:
+                self.drop(why)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with self._stack:
+            with contextlib.suppress(DeploykitError):  # such as a full disk, reported before
+                self._save()
+            self._close()
+            if not self.done.samples:
+                self._remove()
+
+    def append(self, outputs: Mapping[str, np.ndarray], samples: int, digest: str) -> None:
+        """Add the outputs of the next `samples`; `digest`: of all samples up to these.
+
+        Raises Unsupported on outputs that do not join to one array, and on a full disk.
+        """
+        at, nbytes = self.done.samples, dict(self.done.nbytes)
+        for name, values in outputs.items():
+            self._check(name, values, f"samples {at} to {at + samples - 1}")
+        with write_errors(self._out):
+            for name, values in outputs.items():
+                self._files[name].write(np.ascontiguousarray(values).data)
+                nbytes[name] = nbytes.get(name, 0) + values.nbytes
+        self.done = Done(at + samples, digest, nbytes)
+        if time.monotonic() - self._saved_s > _EVERY_S:
+            self._save()
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All outputs by name, mapped from their files: they need no memory of their own."""
+        self._save()
+        found: dict[str, np.ndarray] = {}
+        for name, (dtype, row) in self._kinds.items():
+            size, row_bytes = self.done.nbytes[name], math.prod(row) * dtype.itemsize
+            shape = (size // row_bytes if row_bytes else self.done.samples, *row)
+            empty = np.zeros(shape, dtype) if not size else None  # cannot be mapped
+            path = self._files[name].name
+            found[name] = np.memmap(path, dtype, "r", shape=shape) if empty is None else empty
+        return found
+
+    def finish(self) -> None:
+        """The outputs are where they belong: nothing of this is needed any more."""
+        self.done = Done()
+
+    def drop(self, why: str) -> None:
+        """Begin anew."""
+        self._close()
+        self.done, self.dropped, self._kinds, self._files = Done(), why, {}, {}
+        with write_errors(self._out):
+            for path in self._ours():
+                path.unlink()
+        self._save()
+
+    def _check(self, name: str, values: np.ndarray, where: str) -> None:
+        """Raise Unsupported unless these values go on the ones before."""
+        if values.ndim == 0 or values.dtype.hasobject:
+            what = "holds strings" if values.ndim else "has no axis of samples"
+            raise Unsupported(f"output '{name}' {what}: it does not go into an array of an .npz")
+        kind = (values.dtype, values.shape[1:])
+        if name not in self._kinds:
+            self._kinds[name] = kind
+            self._open(name, "w+b")
+        if self._kinds[name] != kind:
+            (dtype, row), axes = self._kinds[name], list(values.shape[1:])
+            raise Unsupported(
+                f"output '{name}' is {values.dtype}{axes} for each of {where}, and {dtype}"
+                f"{list(row)} for those before: its size depends on the data",
+                hint="such outputs do not join to one array: call `dk.load(...)` from Python",
+            )
+
+    def _open(self, name: str, mode: str) -> None:
+        path = self.folder / f"{list(self._kinds).index(name)}.bin"
+        with write_errors(self._out):
+            self._files[name] = open(path, mode)  # type: ignore[assignment] # noqa: PTH123, SIM115
+
+    def _save(self) -> None:
+        """Make what was appended last, even if the machine stops."""
+        with write_errors(self._out):
+            for file in self._files.values():
+                file.flush()
+                os.fsync(file.fileno())
+        outputs = {
+            name: {"dtype": dtype.str, "row": row, "bytes": self.done.nbytes.get(name, 0)}
+            for name, (dtype, row) in self._kinds.items()
+        }
+        state = {"kind": _KIND, "made_by": self._made_by, "samples": self.done.samples}
+        write_json(self.folder / _STATE, {**state, "digest": self.done.digest, "outputs": outputs})
+        self._saved_s = time.monotonic()
+
+    def _read_state(self) -> dict[str, Any] | None:
+        """What an earlier run left, None where there is none. Raises BadInput for other files."""
+        if not any(self.folder.iterdir()):
+            return None
+        with contextlib.suppress(BadInput):
+            state = read_json(self.folder / _STATE)
+            if isinstance(state, dict) and state.get("kind") == _KIND:
+                return state
+        raise BadInput(
+            f"{self.folder}: exists, and is not what deploykit wrote there",
+            hint="it is for the outputs of an unfinished run: remove it, or choose another `out`",
+        )
+
+    def _resume(self, state: Mapping[str, Any]) -> str:
+        """Go on with an earlier run; why that cannot be, or ""."""
+        made_by = state.get("made_by")
+        if not isinstance(made_by, dict) or made_by.keys() != self._made_by.keys():
+            return "another version of deploykit made it"
+        other = [name for name, value in self._made_by.items() if made_by[name] != value]
+        if other:
+            return f"another {' and another '.join(other)}"
+        try:
+            nbytes = {}
+            for name, each in state["outputs"].items():
+                self._kinds[name] = (np.dtype(each["dtype"]), tuple(each["row"]))
+                self._open(name, "r+b")
+                nbytes[name] = size = int(each["bytes"])
+                if self._kinds[name][0].hasobject or self._files[name].seek(0, 2) < size:
+                    return "its files are damaged"
+                self._files[name].truncate(size)
+                self._files[name].seek(size)
+            self.done = Done(int(state["samples"]), str(state["digest"]), nbytes)
+        except (KeyError, TypeError, ValueError, AttributeError, DeploykitError):
+            return "its files are damaged"
+        return ""
+
+    def _ours(self) -> Iterator[Path]:
+        for path in self.folder.iterdir():
+            own = path.suffix == ".bin" and path.stem.isdecimal()
+            if own or path.name.startswith((_STATE, f".{_STATE}.")):
+                yield path
+
+    def _close(self) -> None:
+        for file in self._files.values():
+            with contextlib.suppress(OSError):
+                file.close()
+
+    def _remove(self) -> None:
+        with contextlib.suppress(OSError):  # somebody else's file is in it
+            for path in self._ours():
+                path.unlink()
+            self.folder.rmdir()
+
+
+def _lock(folder: Path, out: Path, stack: contextlib.ExitStack) -> None:
+    """Hold the folder until `stack` ends; without a lock where the file system has none."""
+    number = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    stack.callback(os.close, number)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BadInput(f"{out}: another process is writing it") from None
+    except OSError:
+        return
