@@ -102,11 +102,12 @@ def main(arguments: list[str] | None = None, root: Path = ROOT, address: str = "
     options = parser.parse_args(arguments)
     digests = read_digests(root / LOCK)
     if not options.check:
-        try:
-            digests = {image: digest_of(image, address) for image in digests}
-        except (OSError, ValueError, KeyError) as exc:
-            print(f"error: no digest, nothing was written: {exc}", file=sys.stderr)
-            return 1
+        for image in digests:
+            try:
+                digests[image] = digest_of(image, address)
+            except (OSError, ValueError, KeyError) as exc:
+                print(f"error: {image}: {exc}; nothing was written", file=sys.stderr)
+                return 1
     before = {name: (root / name).read_text(encoding="utf-8") for name in (LOCK, *DOCKERFILES)}
     after = {name: dockerfile_text(before[name], digests) for name in DOCKERFILES}
     after[LOCK] = lock_text(before[LOCK], digests)

@@ -84,7 +84,7 @@ def _for_jetson(release: str, base: str, version: str) -> Image:
             f"`release` {quote(release)}: is no JetPack that Dockerfile.jetson knows",
             hint=f"jetpack-{', jetpack-'.join(_JETPACKS)}",
         )
-    arguments = {"JETPACK": stage, "EXTRAS": "jetson,serve"}
+    arguments = {"JETPACK": stage, "BASE": pin(base), "EXTRAS": "jetson,serve"}
     return Image(
         "Dockerfile.jetson", release, base, row.python, "aarch64", "jetson", arguments=arguments
     )

@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 import deploykit as dk
 from tests.support.cli.command import Run
+from tests.support.http_server import Handler, http_server
 
 
-class NotReady(BaseHTTPRequestHandler):
+class NotReady(Handler):
     """Answers every request with 503 and the protocol's error document."""
 
-    def do_GET(self) -> None:
-        self.send_response(503)
-        self.end_headers()
-        self.wfile.write(b'{"error": "model \'digits\' is loading\\u0007"}')
-
-    def log_message(self, *args: object) -> None:
-        """Nothing on stderr, which the tests read."""
+    def reply(self) -> None:
+        self.answer(503, b'{"error": "model \'digits\' is loading\\u0007"}')
 
 
 @pytest.fixture
 def not_ready() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), NotReady) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with http_server(NotReady) as url:
+        yield url
 
 
 def test_a_server_that_is_ready_is_exit_0(

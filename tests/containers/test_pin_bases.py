@@ -5,27 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from deploykit.core.containers import read_digests
 from scripts.pin_bases import DOCKERFILES, ROOT, digest_of, main
+from tests.support.http_server import Handler, http_server
 
 INDEX = json.dumps({"schemaVersion": 2, "manifests": []}).encode()
 DIGEST = f"sha256:{hashlib.sha256(INDEX).hexdigest()}"
 LOCK = "Dockerfile.lock"
 
 
-class Registry(BaseHTTPRequestHandler):
+class Registry(Handler):
     """What Docker Hub and NVIDIA's registry answer: 401 with a challenge, a token, the index."""
 
     lies = False
 
-    def do_GET(self) -> None:
+    def reply(self) -> None:
         host = self.headers["Host"]
         if self.path.startswith("/token?service=here&scope="):
             return self.answer(200, b'{"token": "for-anybody"}')
@@ -39,26 +38,11 @@ class Registry(BaseHTTPRequestHandler):
         digest = f"sha256:{'0' * 64}" if self.lies else DIGEST
         return self.answer(200, INDEX, ("Docker-Content-Digest", digest))
 
-    def answer(self, status: int, body: bytes, *headers: tuple[str, str]) -> None:
-        self.send_response(status)
-        for name, value in headers:
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args: object) -> None:
-        """Nothing."""
-
 
 @pytest.fixture
 def registry() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Registry) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with http_server(Registry) as url:
+        yield url
 
 
 @pytest.fixture
@@ -108,7 +92,9 @@ def test_an_image_that_a_registry_lacks_is_an_error_and_nothing_is_written(
     lock.write_text(f"{lock.read_text()}docker.io/library/absent:1 unpinned\n")
     before = lock.read_bytes()
     assert main([], checkout, registry) == 1
-    assert "404" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "docker.io/library/absent:1: HTTP Error 404" in shown
+    assert "nothing was written" in shown
     assert lock.read_bytes() == before
 
 
