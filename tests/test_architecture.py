@@ -63,7 +63,7 @@ OWNERS = {
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 3530,
+    "core": 3540,
     "runtimes": 7540,
     "training": 1500,
     "exporters": 1430,

@@ -87,8 +87,8 @@ def this_machine(root: Path = Path("/")) -> Machine:
         cpu_features=cpu_features(cpuinfo),
         memory_bytes=memory_bytes(root),
         gpus=_gpus(),
-        board=file_text(root / "proc/device-tree/model").strip("\0 \n") or None,
-        board_ids=tuple(file_text(root / "proc/device-tree/compatible").replace("\0", " ").split()),
+        board=board_model(root),
+        board_ids=tuple(_device_tree(root, "compatible").replace("\0", " ").split()),
         l4t=l4t,
         jetpack=jetpack_name(l4t),
         power_mode=power_mode(root),
@@ -101,6 +101,16 @@ def file_text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def _device_tree(root: Path, name: str) -> str:
+    """A property of a board; a bundle's container, which hides it, has it in /run/device-tree."""
+    return file_text(root / "proc/device-tree" / name) or file_text(root / "run/device-tree" / name)
+
+
+def board_model(root: Path) -> str | None:
+    """A Jetson's model as its device tree names it."""
+    return _device_tree(root, "model").strip("\0 \n") or None
 
 
 def natural_number(text: str) -> int | None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from deploykit.core.machine import file_text, power_mode
+from deploykit.core.machine import board_model, file_text, power_mode
 from deploykit.runtimes.gpu_state import GpuState
 
 TOTAL_RAILS = ("VDD_IN", "POM_5V_IN", "VIN")  # of the whole module: all other rails are parts of it
@@ -40,10 +40,9 @@ class JetsonReader:
         rails, power = read_rails(root)
         zones = read_zones(root)
         memory = _meminfo(root)
-        model = file_text(root / "proc/device-tree/model").strip("\0 \n")
         return GpuState(
             uuid="jetson-gpu.0",
-            name=model or "NVIDIA Jetson",
+            name=board_model(root) or "NVIDIA Jetson",
             index=0,
             source="sysfs",
             utilization=load / 1000 if load is not None and 0 <= load <= 1000 else None,

@@ -65,6 +65,38 @@ def test_each_kind_of_target_gets_its_gpu_in_its_own_way(folders: dict[str, Path
 
 
 @pytest.mark.parametrize("name", [JETSON, "l4", "cpu"])
+def test_a_parser_of_the_compose_specification_takes_the_file(
+    name: str, folders: dict[str, Path]
+) -> None:
+    """It refuses what the specification has not; `docker compose` fills in variables before."""
+    parser = pytest.importorskip("compose_spec", reason="pip install compose-spec").PyCompose
+    text = (folders[name] / "compose.yaml").read_text()
+    text, count = re.subn(r"\$\{[A-Z_]+:-([^}]*)\}", r"\1", text)
+    assert count == (5 if name == JETSON else 4)
+    found = parser.from_yaml(text)
+    found.validate()
+    assert (found.name, found.service_names()) == ("deploykit-tiny", ["server"])
+    with pytest.raises(ValueError, match="red_only"):
+        parser.from_yaml(text.replace("read_only: true", "red_only: true", 1))
+
+
+@pytest.mark.parametrize("name", [JETSON, "l4", "cpu"])
+def test_a_named_volume_is_declared_and_a_path_of_the_host_is_never_made(
+    name: str, folders: dict[str, Path]
+) -> None:
+    document = yaml.safe_load((folders[name] / "compose.yaml").read_text())
+    mounts = document["services"]["server"]["volumes"]
+    named = [each.partition(":")[0] for each in mounts if isinstance(each, str)]
+    assert named == list(document["volumes"]) == ["engines"]
+    bound = [each for each in mounts if not isinstance(each, str)]
+    for each in bound:
+        assert (each["read_only"], each["bind"]["create_host_path"]) == (True, False)
+    trees = {each["target"] for each in bound if "device-tree" in each["target"]}
+    wanted = {f"/run/device-tree/{file}" for file in ("model", "compatible")}
+    assert trees == (wanted if name == JETSON else set())
+
+
+@pytest.mark.parametrize("name", [JETSON, "l4", "cpu"])
 def test_no_placeholder_is_left(name: str, folders: dict[str, Path]) -> None:
     for file in ("compose.yaml", "README.md", "smoke-test.sh", "deploykit-tiny.service"):
         text = (folders[name] / file).read_text()

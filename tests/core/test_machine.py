@@ -95,6 +95,15 @@ def test_jetson_is_recognised(jetson: Path) -> None:
     assert machine.cpu_features == ("asimddp",)
 
 
+def test_a_container_has_the_device_tree_where_it_is_mounted(jetson: Path) -> None:
+    """Docker hides /sys/firmware, to which /proc/device-tree is a link there."""
+    outside = this_machine(jetson)
+    (jetson / "run").mkdir()
+    (jetson / "proc/device-tree").rename(jetson / "run/device-tree")
+    (jetson / "proc/device-tree").symlink_to("/sys/firmware/devicetree/none")
+    assert this_machine(jetson) == outside
+
+
 def test_power_mode_is_found_by_its_number_not_its_place(jetson: Path) -> None:
     write(jetson, "var/lib/nvpmodel/status", "pmode:0002 fmode:fanNull\n")
     assert this_machine(jetson).power_mode == "MAXN_SUPER"
