@@ -69,12 +69,12 @@ BUDGETS = {
     "exporters": 1430,
     "onnx_graph+quantization": 5180,
     "builders": 1880,
-    "measure": 7345,
+    "measure": 7355,
     "serving": 11770,
     "bundling": 2040,
     "cluster": 270,
-    "api": 6915,
-    "cli": 2425,
+    "api": 6930,
+    "cli": 2430,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 140  # the whole package, with the list of public names
 LONG: set[str] = set()  # functions over 60 lines

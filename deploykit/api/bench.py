@@ -58,6 +58,7 @@ def bench(
     seconds: float | None = None,
     trust: bool = False,
     force: bool = False,
+    settings_of: StrPath | None = None,
     command: str = "",
     on_progress: Progress | None = None,
     on_note: Callable[[str], None] = log.warning,
@@ -69,7 +70,8 @@ def bench(
     `open_proven`. `data`: labelled .npz; then accuracy is measured too, paired with the baseline's.
     Each point, by default of BATCHES, is timed for `seconds` after `warmup_s` (60 and 10; with
     `quick` of fewer batches, 2 and 1); a report of less than 60 is marked. `out`: the folder of the
-    report. `force`: replace files that deploykit did not write there.
+    report. `force`: replace files that deploykit did not write there. `settings_of`: an earlier
+    report, from which the settings of the CPU are taken, so that both can be compared.
     """
     from deploykit.measure.report import report as reports
     from deploykit.measure.report.verdict import verdict
@@ -82,10 +84,11 @@ def bench(
         warmup_s=(1.0 if quick else 10.0) if warmup_s is None else warmup_s,
         seconds=(2.0 if quick else FULL_S) if seconds is None else seconds,
     )
-    folder = claim_report(out, (*engines, baseline, data), force=force)
+    folder = claim_report(out, (*engines, baseline, data, settings_of), force=force)
     search_s = min(_SEARCH_MAX_S, timing.seconds * _SEARCH_SHARE)
     source = Path(data) if data else None
-    run = _prepare(every, source, device, batches, search_s, note, on_progress)
+    earlier = reports.read(Path(settings_of)).cpu_search if settings_of else ()
+    run = _prepare(every, source, device, batches, search_s, earlier, note, on_progress)
     points, watch = _time(run, batches, timing, on_progress)
     report = reports.Report(
         title=f"{every[0].artefact.path.stem}: latency and throughput",
@@ -155,6 +158,7 @@ def _prepare(
     device: str,
     batches: Sequence[int],
     search_s: float,
+    earlier: Sequence[CpuSearch],
     note: Callable[[str], None],
     on_progress: Progress | None,
 ) -> _Run:
@@ -167,7 +171,7 @@ def _prepare(
         parity, accuracy, gates = _proofs(base, reference, every, samples, device, note)
         inputs = base.inputs
     right = [each for each in every if not _failed(gates.get(each.artefact.sha256))]
-    search = partial(_search_cpu, right, inputs, search_s, on_progress)
+    search = partial(_search_cpu, right, inputs, search_s, earlier, on_progress)
     columns = choose_columns(reference, every, machine, device, batches, search)
     gap = NotMeasured("accuracy", "no labelled data were given (`data`)")
     return _Run(machine, inputs, parity, accuracy, gates, columns, [gap] * (samples is None))
@@ -181,17 +185,24 @@ def _search_cpu(
     right: Sequence[Entry],
     inputs: tuple[TensorSpec, ...],
     window_s: float,
+    earlier: Sequence[CpuSearch],
     on_progress: Progress | None,
     item: Entry,
     batch: int,
 ) -> CpuSearch | None:
-    """None for an artefact whose outputs are wrong, and for a size that is not the model's."""
+    """None for an artefact whose outputs are wrong, and for a size that is not the model's.
+
+    What is among the `earlier` ones is not searched again.
+    """
     from deploykit.measure.timing.cpu_search import CpuSearch, choices, search_cpu
     from deploykit.runtimes.data.samples import random_feeds
 
     rows = inputs[0].shape[0] if inputs and inputs[0].shape else batch
     if item not in right or (isinstance(rows, int) and rows != batch):
         return None
+    for each in earlier:
+        if (each.file, each.batch) == (item.artefact.name, batch) and each.trials:
+            return each
     if on_progress is not None:
         on_progress(f"{item.artefact.name}, batch {batch}: fastest settings of the CPU", 0.0)
     feeds = random_feeds(inputs, {BATCH: batch})

@@ -121,6 +121,7 @@ Timing:
 --seconds SECONDS      Length of each point [60, or 2 with --quick]
 --strict               Exit 1 if the GPU lowered its clocks meanwhile
 Compare two reports:
+--settings-of REPORT   Take the settings of the CPU from that report instead of a search
 --compare A B          Compare report B with report A, files or folders; nothing is measured
 --fail-on-regression SHARE%  Exit 1 if a figure of B is certainly slower by more than that
 {JSON}""")
@@ -137,6 +138,7 @@ def bench(
     warmup_s: float | None = None,
     seconds: float | None = None,
     strict: bool = False,
+    settings_of: Path | None = None,
     compare: tuple[Path, Path] | None = None,
     fail_on_regression: str | None = None,
     as_json: bool = False,
@@ -167,6 +169,7 @@ def bench(
             seconds=seconds,
             trust=trust,
             force=force,
+            settings_of=settings_of,
             command=shlex.join(["deploykit", *sys.argv[1:]]),
             on_progress=progress,
             on_note=lambda text: output.note(f"warning: {output.one_line(text)}"),

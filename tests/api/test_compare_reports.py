@@ -120,12 +120,30 @@ def with_points(change: Change) -> Report:
             "version of numpy: 2.3.0 against 2.4.0",
         ),
         (replace(B, quick=True), "length of the timing: full against quick"),
-        (with_points(lambda p: replace(p, threads=1)), "threads of model: 2 against 1"),
-        (with_points(lambda p: replace(p, precision="int8")), "precision of model: fp32 against"),
-        (with_points(lambda p: replace(p, device="cuda:0")), "device of model: cpu against cuda:0"),
+        (with_points(lambda p: replace(p, threads=1)), "threads of model, batch 1: 2 against 1"),
+        (
+            with_points(lambda p: replace(p, settings="1 session of 2 threads, spinning on")),
+            "settings of model, batch 1: none against 1 session of 2 threads, spinning on",
+        ),
+        (
+            with_points(lambda p: replace(p, shapes={"x": (1, 128)})),
+            "sizes of the inputs of model, batch 1: x 1 64 against x 1 128",
+        ),
+        (
+            with_points(lambda p: replace(p, marks=("another process took a core",))),
+            "not valid for a comparison: model, batch 1: another process took a core",
+        ),
+        (
+            with_points(lambda p: replace(p, precision="int8")),
+            "precision of model, batch 1: fp32 against",
+        ),
+        (
+            with_points(lambda p: replace(p, device="cuda:0")),
+            "device of model, batch 1: cpu against cuda:0",
+        ),
         (
             with_points(lambda p: replace(p, runtime="onnxruntime 1.32.0")),
-            "runtime of model: onnxruntime 1.31.1 against onnxruntime 1.32.0",
+            "runtime of model, batch 1: onnxruntime 1.31.1 against onnxruntime 1.32.0",
         ),
         (replace(B, throttled=("power cap",)), "not valid for a comparison: the GPU: power cap"),
         (replace(B, wrong=("model",)), "batch 1: its outputs failed their gate"),
@@ -156,7 +174,10 @@ def test_packages_that_time_nothing_may_differ(compare: Compare) -> None:
 def test_what_a_report_does_not_say_is_named(compare: Compare) -> None:
     assert compare(A, replace(B, machine={})).not_known[:2] == ("memory", "cpu")
     assert "version of deploykit" in compare(A, with_machine(packages={})).not_known
-    assert "power mode" not in compare(A, B).not_known
+    assert (
+        "sizes of the inputs" in compare(A, with_points(lambda p: replace(p, shapes={}))).not_known
+    )
+    assert compare(A, B).not_known == ()
     assert "power mode" in compare(A, with_machine(power_mode="25W")).not_known
 
 
@@ -183,10 +204,30 @@ def test_a_baseline_that_moved_tells_of_the_machine(compare: Compare) -> None:
     assert any("not the same file in both: model.onnx" in each for each in notes)
 
 
+def test_the_processes_are_the_unit_where_there_are_several(compare: Compare) -> None:
+    """Nothing is assumed then, and the degrees of freedom are those of the processes."""
+
+    def of(report: Report, processes: int) -> Report:
+        points = [replace(p, processes=processes) for p in report.points]
+        return replace(report, points=tuple(points))
+
+    alone, two, five = (compare(of(A, n), of(B, n)) for n in (1, 2, 5))
+    widths = [
+        np.log(found.rows[0].figures[0].ratio.high / found.rows[0].figures[0].ratio.low)
+        for found in (five, alone, two)
+    ]
+    assert widths == sorted(widths)
+    assert [any("is assumed" in note for note in found.notes) for found in (alone, two)] == [
+        True,
+        False,
+    ]
+
+
 def test_what_bench_writes_can_be_compared(affine_onnx: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
-    for name in "ab":
-        dk.bench([affine_onnx], batches=[1], seconds=0.05, warmup_s=0, out=tmp_path / name)
+    short: dict[str, Any] = {"batches": [1], "seconds": 0.05, "warmup_s": 0}
+    dk.bench([affine_onnx], **short, out=tmp_path / "a")
+    dk.bench([affine_onnx], **short, out=tmp_path / "b", settings_of=tmp_path / "a")
     result = dk.compare_reports(tmp_path / "a", tmp_path / "b")
     assert result.rows
     assert result.only_a == result.only_b == ()

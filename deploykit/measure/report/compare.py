@@ -31,7 +31,7 @@ _TAIL = 0.025  # probability left out on each side
 _PROCESS_TAIL = 0.02  # for processes; with 0.025 the rounds' errors on top made 5.7 % of 5 %
 _MANY = 10**6  # degrees of freedom of what is known
 _PACKAGES = ("deploykit", "numpy", "nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
-_KEYS = ("label", "precision", "scenario", "batch", "sessions", "threads", "shapes")
+_KEYS = ("label", "precision", "scenario", "batch", "sessions", "threads", "settings", "shapes")
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class RowInBoth(Record):
     batch: int
     sessions: int
     threads: int | None
+    settings: str
     shapes: Mapping[str, tuple[int, ...]]
     figures: tuple[FigureInBoth, ...]
 
@@ -127,7 +128,7 @@ def compare_runs(
         _check_valid(report, name)
     facts = [dict(_facts(report)) for report in (a, b)]
     differences, not_known = _differences(*facts)
-    shapes = all(getattr(point, "shapes", None) for point in (*a.points, *b.points))
+    shapes = all(point.shapes for point in (*a.points, *b.points))
     if not shapes:
         not_known.append("sizes of the inputs")
     rows_a, rows_b = _rows(a, names[0], shapes), _rows(b, names[1], shapes)
@@ -141,7 +142,8 @@ def compare_runs(
         named = "; ".join(dict.fromkeys(differences))
         raise BadInput(
             f"{names[1]} cannot be compared with {names[0]}: {named}",
-            hint="measure both on one machine in one state, with the same options",
+            hint="measure both on one machine in one state, with the same options, the second with "
+            f"`settings_of` {names[0]}",
         )
     if not common:
         raise BadInput(f"{names[0]} and {names[1]} have no row in common")
@@ -188,7 +190,7 @@ def ratio_of(
 
 
 def _compare_row(a: Point, b: Point, *, tests: int, setups: int) -> RowInBoth:
-    processes = [getattr(point, "processes", 1) for point in (a, b)]
+    processes = [a.processes, b.processes]
     units = [n if n > 1 else point.rounds for n, point in zip(processes, (a, b), strict=True)]
     alone = PROCESS_SPREAD * math.sqrt(sum(n <= 1 for n in processes))
     assumed = alone * t_quantile(_MANY, _PROCESS_TAIL / setups)
@@ -199,7 +201,7 @@ def _compare_row(a: Point, b: Point, *, tests: int, setups: int) -> RowInBoth:
             ratio = ratio_of(*pair, (max(2, units[0]), max(2, units[1])), tests, assumed)
             finding = _finding(ratio, more_is_better=name == "throughput")
             figures.append(FigureInBoth(name, pair[0].value, pair[1].value, ratio, finding))
-    keys: dict[str, Any] = {name: getattr(b, name, {}) for name in _KEYS}
+    keys: dict[str, Any] = {name: getattr(b, name) for name in _KEYS}
     return RowInBoth(**keys, figures=tuple(figures))
 
 
@@ -222,7 +224,7 @@ def _finding(ratio: Interval, *, more_is_better: bool) -> str:
 def _check_valid(report: Report, name: str) -> None:
     why = [*getattr(report, "invalid", ()), *(f"the GPU: {each}" for each in report.throttled)]
     for point in report.points:
-        why += [f"{_name(point)}: {mark}" for mark in getattr(point, "marks", ())]
+        why += [f"{_name(point)}: {mark}" for mark in point.marks]
         if point.label in report.wrong:
             why.append(f"{_name(point)}: its outputs failed their gate")
     if why:
@@ -275,7 +277,7 @@ def _rows(report: Report, name: str, shapes: bool) -> dict[tuple[Any, ...], Poin
     found: dict[tuple[Any, ...], Point] = {}
     for point in report.points:
         key = tuple(
-            tuple(sorted(getattr(point, "shapes", {}).items())) * shapes
+            tuple(sorted(point.shapes.items())) * shapes
             if each == "shapes"
             else getattr(point, each)
             for each in _KEYS
@@ -293,14 +295,15 @@ def _is_same_setup(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
 
 
 def _unlike(pairs: Sequence[tuple[Point, Point]], names: Sequence[str]) -> list[str]:
-    """In which of `names` points differ."""
+    """In which of `names` points differ; settings hold sessions and threads."""
     found = []
     for a, b in pairs:
         for name in names:
             one, other = (getattr(point, name, None) for point in (a, b))
-            if one != other:
+            covered = name in ("sessions", "threads") and a.settings and b.settings
+            if one != other and not covered:
                 what = {"shapes": "sizes of the inputs"}.get(name, name)
-                found.append(f"{what} of {a.label}: {_shown(one)} against {_shown(other)}")
+                found.append(f"{what} of {_name(a)}: {_shown(one)} against {_shown(other)}")
     return found
 
 
@@ -322,7 +325,7 @@ def _notes(
     changed = [name for name in files[0] if files[1].get(name, files[0][name]) != files[0][name]]
     if changed:
         yield f"not the same file in both: {', '.join(changed)}"
-    single = any(getattr(point, "processes", 1) <= 1 for pair in pairs for point in pair)
+    single = any(point.processes <= 1 for pair in pairs for point in pair)
     if single:
         yield (
             f"timed in one process: {PROCESS_SPREAD * 100:g} % from process to process is assumed, "

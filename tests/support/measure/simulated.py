@@ -42,6 +42,7 @@ def point(batch: int, call_s: float, random: np.random.Generator, label: str = "
         latency=Latency.of(*rounds),
         throughput_per_s=throughput([batch * CALLS] * ROUNDS, seconds),
         round_rates=tuple(batch * CALLS / each for each in seconds),
+        shapes={"x": (batch, 64)},
     )
 
 
