@@ -25,6 +25,7 @@ __all__ = [
     "Made",
     "MissingExtra",
     "NotFound",
+    "Planned",
     "Predicted",
     "Profile",
     "Report",
@@ -44,6 +45,7 @@ __all__ = [
     "inspect",
     "load",
     "load_test",
+    "plan",
     "predict",
     "profile",
     "quantize",
@@ -66,6 +68,7 @@ _PUBLIC = {
     "Made": "deploykit.api.artefacts:Made",
     "MissingExtra": "deploykit.core.errors:MissingExtra",
     "NotFound": "deploykit.core.errors:NotFound",
+    "Planned": "deploykit.api.plan:Planned",
     "Predicted": "deploykit.api.predict:Predicted",
     "Profile": "deploykit.core.profile:Profile",
     "Report": "deploykit.measure.report.report:Report",
@@ -85,6 +88,7 @@ _PUBLIC = {
     "inspect": "deploykit.api.inspect:inspect",
     "load": "deploykit.runtimes.engine:load",
     "load_test": "deploykit.api.load_test:load_test",
+    "plan": "deploykit.api.plan:plan",
     "predict": "deploykit.api.predict:predict",
     "profile": "deploykit.core.profile:load_profile",
     "quantize": "deploykit.api.quantize:quantize",
@@ -104,6 +108,7 @@ if TYPE_CHECKING:
     from deploykit.api.export import export
     from deploykit.api.inspect import Inspection, inspect
     from deploykit.api.load_test import load_test
+    from deploykit.api.plan import Planned, plan
     from deploykit.api.predict import Predicted, predict
     from deploykit.api.quantize import quantize
     from deploykit.api.running_server import RunningServer

@@ -32,6 +32,7 @@ SHARED = {
     "encode": "a reply as JSON and as protobuf: the protocols' modules have the same steps",
     "main": "the entry of a process: `python -m`",
     "open_engine": "what each runtime's row in `core/runtime.py` names as its opener",
+    "plan": "the verb, and the protocol's step that decides how a request is read, on its module",
     "quantizable": "the nodes that the writer in the same module, `qdq` or `dynamic`, quantises",
     "read": "a file of the module's format: `report.read`, `safetensors.read`, `files.read`",
     "write": "a file of the module's format: `report.write`, `storage.write`; a bundle of its kind",

@@ -22,6 +22,7 @@ ROOMS = {
     "quantization",
     "builders",
     "measure",
+    "planning",
     "serving",
     "bundling",
     "cluster",
@@ -63,18 +64,19 @@ OWNERS = {
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 3540,
+    "core": 3565,
     "runtimes": 7540,
     "training": 1500,
     "exporters": 1430,
-    "onnx_graph+quantization": 5180,
-    "builders": 1880,
+    "onnx_graph+quantization": 5610,
+    "builders": 1850,
     "measure": 7355,
+    "planning": 680,
     "serving": 11770,
     "bundling": 2040,
     "cluster": 270,
-    "api": 6930,
-    "cli": 2430,
+    "api": 7260,
+    "cli": 2645,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 140  # the whole package, with the list of public names
 LONG: set[str] = set()  # functions over 60 lines

@@ -36,9 +36,9 @@ def ms(value: Interval | None) -> str:
     return "too few" if value is None else f"{figure(value.value)} ms"
 
 
-def figure(value: float) -> str:
-    """Three digits, and never an exponent."""
-    return number(value).replace(SPACE, ",")
+def figure(value: float | None) -> str:
+    """Three digits, and never an exponent; "-" for what is not known."""
+    return "-" if value is None else number(value).replace(SPACE, ",")
 
 
 def percent(value: Interval) -> str:

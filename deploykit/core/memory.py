@@ -6,6 +6,7 @@ import contextlib
 import re
 import resource
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from deploykit.core.errors import BadInput, OutOfMemory, first_line
@@ -21,8 +22,33 @@ _NO_MEMORY = re.compile(
     "|Cannot allocate memory|unable to mmap|Resource temporarily unavailable"
 )
 _LARGE_BYTES = 1 << 28  # of an array: only then is the free memory asked for
+# Where CPU and GPU share memory: the parser's copy, the builder's and the plan's, and the builder's
+# own libraries ("Init builder kernel library: CPU +666 MiB", TensorRT 8.6)
+_COPIES, _BUILDER_BYTES = 3, 1 << 30
 _NUMPY_ASKED = re.compile(r"Unable to allocate ([\d.]+ \w+)")
 _ASKED = re.compile(r"(?:requested buffer of size|smaller than requested bytes of) (\d+)")
+
+
+@dataclass(frozen=True)
+class BuildMemory:
+    """Bytes on the device that a TensorRT build takes; `activations`: the tensors between layers.
+
+    `shared`: the CPU's memory is the GPU's, so what the builder holds there counts too.
+    """
+
+    weights: int
+    workspace: int
+    activations: int
+    shared: bool = False
+
+    @property
+    def held(self) -> int:
+        """For the weights, in each copy, and for the builder."""
+        return _COPIES * self.weights + _BUILDER_BYTES if self.shared else self.weights
+
+    @property
+    def total(self) -> int:
+        return self.held + self.workspace + self.activations
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:

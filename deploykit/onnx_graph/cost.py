@@ -12,12 +12,30 @@ import onnx
 
 from deploykit.onnx_graph.flops import ELEMENTWISE, GATHERS, flops
 from deploykit.onnx_graph.graph import Graph, dtype_name
+from deploykit.onnx_graph.kinds import OTHER, kind_of, steps_of
 from deploykit.onnx_graph.node_precision import CONVERTS, DESCRIBES, VIEWS, NodePrecision
 from deploykit.onnx_graph.shapes import TensorShapes, elements_of, fixed_shapes
 from deploykit.onnx_graph.skeleton import stored_bytes, subgraphs
 
 _FUSED = ELEMENTWISE | {"QuantizeLinear", "Cast", "BatchNormalization"}
+_BEFORE = frozenset(("Conv", "Gemm"))
+_AFTER = "Relu Clip LeakyRelu Sigmoid Tanh HardSigmoid Add BatchNormalization QuantizeLinear"
 _THROUGH = VIEWS | {"DequantizeLinear"}  # the half of a Q/DQ pair that a kernel reads through
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Which nodes run inside the kernel of the node that makes their input.
+
+    `after`: operators that do. `before`: those of the kernels that take them in; None for any.
+    """
+
+    after: frozenset[str]
+    before: frozenset[str] | None = None
+
+
+COMPILED = Fusion(_FUSED)  # TensorRT: any chain of elementwise nodes
+INTERPRETED = Fusion(frozenset(_AFTER.split()), _BEFORE)  # ONNX Runtime on a CPU
 
 
 @dataclass(frozen=True)
@@ -29,6 +47,7 @@ class NodeCost:
     taken to run inside the node before it where nothing else reads the tensor between: what both
     move counts at the first.
     `weight_bytes`: constants as they are stored, scales left out; `weights`: their elements.
+    `kind`: of `kinds.KINDS`. `steps`: how often it runs one after the other, for a recurrent node.
     """
 
     name: str
@@ -39,6 +58,8 @@ class NodeCost:
     weight_bytes: int
     write_bytes: int | None
     weights: int = 0
+    kind: str = OTHER
+    steps: int = 1
 
     @property
     def known(self) -> bool:
@@ -76,14 +97,21 @@ class Mix:
         return {**figures, "shares": shares, "unknown": list(self.unknown)}
 
 
-def node_costs(graph: Graph, sizes: Mapping[str, int]) -> tuple[NodeCost, ...]:
+def node_costs(
+    graph: Graph, sizes: Mapping[str, int], fusion: Fusion = COMPILED
+) -> tuple[NodeCost, ...]:
     """One for each node of the main graph, in order; functions are inlined first.
 
     `sizes`: of dynamic axes by name, {"N": 8}; an axis not named is 1. Nodes without a
     name get theirs from `name_nodes`. A node that reads constants only costs nothing, as builders
     fold it. Raises BadInput for a size below 1.
     """
-    return _Costing(fixed_shapes(graph, sizes)).costs()
+    return costs_of(fixed_shapes(graph, sizes), fusion)
+
+
+def costs_of(known: TensorShapes, fusion: Fusion = COMPILED) -> tuple[NodeCost, ...]:
+    """`node_costs` of a graph whose shapes are inferred."""
+    return _Costing(known, fusion).costs()
 
 
 def unknown(costs: Iterable[NodeCost]) -> tuple[str, ...]:
@@ -116,8 +144,9 @@ def mix(graph: Graph, sizes: Mapping[str, int]) -> Mix:
 class _Costing:
     """The maker and the readers of each tensor, views and dequantized twins seen through."""
 
-    def __init__(self, known: TensorShapes) -> None:
+    def __init__(self, known: TensorShapes, fusion: Fusion = COMPILED) -> None:
         self.known = known
+        self.fusion = fusion
         self.nodes = known.nodes
         types = {name: dtype_name(kind) for name, kind in known.types.items()}
         self.makers = {name: node for node in self.nodes for name in node.output if name}
@@ -174,11 +203,13 @@ class _Costing:
         for number, node in enumerate(self.nodes):
             for name in node.output:
                 alone = name not in outputs and name not in self.roots and len(readers[name]) == 1
-                if alone and self.nodes[readers[name][0]].op_type in _FUSED:
+                if alone and self.nodes[readers[name][0]].op_type in self.fusion.after:
                     before[readers[name][0]] = name, number
         for number, (name, maker) in sorted(before.items()):
-            self.inside.add(name)
-            self.firsts[number] = self.firsts.get(maker, maker)
+            first = self.firsts.get(maker, maker)
+            if self.fusion.before is None or self.nodes[first].op_type in self.fusion.before:
+                self.inside.add(name)
+                self.firsts[number] = first
 
     def _cost(self, node: onnx.NodeProto, read: int | None, written: int | None) -> NodeCost:
         weights = self.weights(node)
@@ -191,6 +222,8 @@ class _Costing:
             weight_bytes=sum(stored_bytes(self.known.constants[name]) for name in weights),
             write_bytes=written,
             weights=sum(elements_of(self.known.constants[name]) for name in weights),
+            kind=kind_of(node, self.known, self.roots),
+            steps=steps_of(node, self.known),
         )
 
     def _traffic(self, node: onnx.NodeProto) -> tuple[int | None, int | None]:

@@ -31,9 +31,9 @@ _POINTWISE = """
 _REDUCING = """
     ReduceMax ReduceMean ReduceMin ReduceSum ReduceProd ReduceL1 ReduceL2 ReduceSumSquare CumSum
     ReduceLogSum ReduceLogSumExp ArgMax ArgMin GlobalAveragePool GlobalMaxPool GlobalLpPool"""
-_MOVES = frozenset(_MOVING.split())
+MOVES = frozenset(_MOVING.split())
 ELEMENTWISE = frozenset(_POINTWISE.split())
-_REDUCES = frozenset(_REDUCING.split())
+REDUCES = frozenset(_REDUCING.split())
 # Operations per output element, counted off the definitions: softmax takes the largest, subtracts,
 # exponentiates, adds up and divides; a normalisation takes mean and variance, scales and shifts.
 _PER_ELEMENT: Mapping[str, int] = {
@@ -61,10 +61,10 @@ def flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
         return counted(node, known)
     if node.domain not in STANDARD_DOMAINS:
         return None
-    still = VIEWS | DESCRIBES | CONVERTS | GENERATES | GATHERS | _MOVES
+    still = VIEWS | DESCRIBES | CONVERTS | GENERATES | GATHERS | MOVES
     if kind in still:
         return 0
-    if kind in _REDUCES:
+    if kind in REDUCES:
         return known.elements(node.input[0])
     each = 1 if kind in ELEMENTWISE else _PER_ELEMENT.get(kind)
     outputs = known.elements(node.output[0])

@@ -10,10 +10,11 @@ import pytest
 import deploykit as dk
 from deploykit.builders.builder import Shapes
 from deploykit.builders.tensorrt import apart, target
-from deploykit.builders.tensorrt.memory import Need, workspace_that_fits
+from deploykit.builders.tensorrt.memory import workspace_that_fits
 from deploykit.core.apart import run_apart
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
+from deploykit.core.memory import BuildMemory
 from deploykit.core.profile import load_profile
 from tests.support.builders.tensorrt_fixtures import (  # noqa: F401
     cache_fixture,
@@ -143,12 +144,12 @@ def test_a_discrete_gpu_builds_in_this_process(
 
 
 def test_shared_memory_holds_three_copies_of_the_weights_and_the_builder() -> None:
-    need = Need(GIB, GIB, 0, shared=True)
+    need = BuildMemory(GIB, GIB, 0, shared=True)
     assert workspace_that_fits(need, 5 * GIB, "m") == GIB
     assert workspace_that_fits(need, 5 * GIB - 1, "m") == GIB - 1
     with pytest.raises(Unsupported, match="4,096 MiB of GPU memory for the builder"):
         workspace_that_fits(need, 4 * GIB, "m")
-    assert workspace_that_fits(Need(GIB, GIB, 0), 2 * GIB, "m") == GIB
+    assert workspace_that_fits(BuildMemory(GIB, GIB, 0), 2 * GIB, "m") == GIB
 
 
 def test_build_and_proof_are_on_the_gpu_of_that_number(

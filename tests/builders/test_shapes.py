@@ -6,13 +6,13 @@ import pytest
 from onnx import TensorProto, helper
 
 from deploykit.builders.tensorrt.memory import (
-    Need,
     activation_bytes,
     weight_bytes,
     workspace_that_fits,
 )
 from deploykit.builders.tensorrt.shapes import AxisRange, parse_axis, parse_batch, ranges
 from deploykit.core.errors import BadInput, Unsupported
+from deploykit.core.memory import BuildMemory
 from deploykit.core.tensors import parse_spec
 from tests.support.onnx_zoo import save
 
@@ -149,7 +149,7 @@ def test_external_weights_count(tmp_path: Path) -> None:
 
 
 def test_the_workspace_gives_way_before_a_build_is_refused() -> None:
-    need = Need(weights=100 << 20, workspace=200 << 20, activations=50 << 20)
+    need = BuildMemory(weights=100 << 20, workspace=200 << 20, activations=50 << 20)
     assert workspace_that_fits(need, need.total, "m.onnx") == 200 << 20
     assert workspace_that_fits(need, None, "m.onnx") == 200 << 20
     assert workspace_that_fits(need, 250 << 20, "m.onnx") == 100 << 20

@@ -19,7 +19,7 @@ COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 def test_commands_are_listed_in_groups(run: Run) -> None:
     headings = [line for line in run("--help").out.splitlines() if line.endswith(":")]
-    assert headings == ["Make:", "Prove:", "Serve:", "Deploy:", "Machine:", "Options:"]
+    assert headings == ["Make:", "Plan:", "Prove:", "Serve:", "Deploy:", "Machine:", "Options:"]
 
 
 def test_the_list_says_of_each_command_what_its_page_says_first(run: Run) -> None:

@@ -8,39 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from deploykit.core.errors import Unsupported
+from deploykit.core.memory import BuildMemory
 from deploykit.runtimes.onnxruntime.file import external_files
 
 LEAST_WORKSPACE = 64 << 20  # with less, TensorRT drops common kernels or finds none
-# Where CPU and GPU share memory: the parser's copy, the builder's and the plan's, and the builder's
-# own libraries ("Init builder kernel library: CPU +666 MiB", TensorRT 8.6)
-_COPIES, _BUILDER_BYTES = 3, 1 << 30
 _ELEMENT_BYTES = 4  # float32, the largest type between layers but for small index tensors
-
-
-@dataclass(frozen=True)
-class Need:
-    """Bytes on the device; `activations`: the tensors between layers.
-
-    `shared`: the CPU's memory is the GPU's, so what the builder holds there counts too.
-    """
-
-    weights: int
-    workspace: int
-    activations: int
-    shared: bool = False
-
-    @property
-    def held(self) -> int:
-        """For the weights, in each copy, and for the builder."""
-        return _COPIES * self.weights + _BUILDER_BYTES if self.shared else self.weights
-
-    @property
-    def total(self) -> int:
-        return self.held + self.workspace + self.activations
 
 
 def weight_bytes(model: Path) -> int:
@@ -65,7 +40,7 @@ def activation_bytes(shapes: Iterable[Sequence[int]], batch: int, others: int) -
     return 2 * largest * _ELEMENT_BYTES
 
 
-def workspace_that_fits(need: Need, free_bytes: int | None, where: str) -> int:
+def workspace_that_fits(need: BuildMemory, free_bytes: int | None, where: str) -> int:
     """The workspace of `need`, cut to what `free_bytes` (None if not known) leaves.
 
     The workspace is a limit: with less, TensorRT chooses among fewer kernels. Raises Unsupported

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.builders.tensorrt.memory import Need, activation_bytes, weight_bytes
+from deploykit.builders.tensorrt.memory import activation_bytes, weight_bytes
 from deploykit.builders.tensorrt.module import maybe
 from deploykit.builders.tensorrt.shapes import AxisRange, ShapeRange
 from deploykit.core.errors import Unsupported
+from deploykit.core.memory import BuildMemory
 from deploykit.core.precision import ALL, Precision
 from deploykit.core.tensors import TensorSpec
 from deploykit.onnx_graph.graph import Graph
@@ -63,12 +64,12 @@ def memory_need(
     batch: AxisRange,
     axes: Mapping[str, AxisRange],
     shared: bool = False,
-) -> Need:
+) -> BuildMemory:
     """A lower bound of the memory, at the largest sizes of the build."""
     others = max((axis.maximum for axis in axes.values()), default=1)
     shapes = (_shape(tensor) for tensor in _tensors(network))
     activations = activation_bytes(shapes, batch.maximum, others)
-    return Need(weight_bytes(model), workspace_bytes, activations, shared)
+    return BuildMemory(weight_bytes(model), workspace_bytes, activations, shared)
 
 
 def pin_linear(nv: Any, network: trt.INetworkDefinition) -> None:

@@ -1,0 +1,337 @@
+"""Predict what a model needs and how fast it runs on each target, before touching one."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from deploykit.api.artefacts import Progress
+from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
+from deploykit.core.errors import BadInput, GateFailed, MissingExtra, did_you_mean
+from deploykit.core.json_value import Record
+from deploykit.core.machine import this_machine
+from deploykit.core.profile import Profile, load_profile, profile_names
+
+if TYPE_CHECKING:
+    from deploykit.onnx_graph.cost import NodeCost
+    from deploykit.onnx_graph.graph import Graph
+    from deploykit.planning.capacity import Capacity
+    from deploykit.planning.hints import Hint
+    from deploykit.planning.predict import Inferred, Prediction
+    from deploykit.planning.probe import CpuCalibration
+    from deploykit.planning.targets import Target
+
+log = logging.getLogger(__name__)
+
+BATCHES = (1, 8, 32)
+_MOST_SIZE = 1 << 31  # of an axis: more elements in one direction than any runtime indexes
+_NAMED = 5  # nodes in a note
+
+
+@dataclass(frozen=True)
+class TargetPlan(Record):
+    """One target. `why`: nothing was predicted, and the reason; "" otherwise.
+
+    `basis`: where its figures are from; `checked`: whether predictions were compared with
+    measurements on this target. `best`: of those that meet `slo_ms` the one with most throughput,
+    None where none does or none was asked for.
+    """
+
+    profile: str
+    summary: str
+    memory_bytes: int | None
+    why: str
+    basis: str
+    checked: bool
+    predictions: tuple[Prediction, ...]
+    best: Prediction | None
+    capacity: Capacity | None
+
+
+@dataclass(frozen=True)
+class Planned(Record):
+    """What `plan` predicts.
+
+    `axes`: the sizes of dynamic axes. `flops`, `nodes`: at the first of `batches`. `unknown`:
+    operators that no formula is known for, counted by the bytes they move. `hints`: sizes that
+    leave Tensor Cores idle. `notes`: what was assumed.
+    """
+
+    model: str
+    batches: tuple[int, ...]
+    axes: Mapping[str, int]
+    flops: int
+    parameters: int
+    weight_bytes: int
+    unknown: tuple[str, ...]
+    slo_ms: float | None
+    rate_per_s: float | None
+    targets: tuple[TargetPlan, ...]
+    hints: tuple[Hint, ...]
+    nodes: tuple[NodeCost, ...]
+    notes: tuple[str, ...]
+
+    def raise_if_none_meets(self) -> None:
+        """Raise GateFailed where `slo_ms` was asked for and no target is predicted to meet it."""
+        if self.slo_ms is None or any(target.best for target in self.targets):
+            return
+        raise GateFailed(
+            f"{self.model}: no target is predicted to answer within {self.slo_ms:g} ms",
+            hint="a smaller batch, a lower precision (`quantize`), or another `profile`",
+            result=self,
+        )
+
+
+def plan(
+    model: ArtefactLike,
+    *,
+    profiles: Sequence[str | Profile] = (),
+    batches: Sequence[int] = BATCHES,
+    axes: Mapping[str, int] | None = None,
+    slo_ms: float | None = None,
+    rate_per_s: float | None = None,
+    prices: Mapping[str, float] | None = None,
+    calibrate: bool = False,
+    on_progress: Progress | None = None,
+) -> Planned:
+    """Predict memory, latency and throughput of an ONNX `model` on `profiles`; by default on all.
+
+    A float32 model is predicted in each precision that a target offers, another one as it is.
+    `axes`: sizes of dynamic axes by name; the batch axis takes `batches`, any other not named is 1,
+    with a note. `slo_ms`: the latency to meet; with `rate_per_s` also how many replicas carry that
+    many requests/s with their p99 within it. `prices`: per hour by profile, "" for any.
+
+    The CPU's ceilings are measured by a probe that takes some seconds, once: the result is kept in
+    the cache folder. `calibrate`: measure them again. Weights are not read. Raises BadInput for a
+    file that is no ONNX model, for unknown axes and profiles, for values out of range.
+    """
+    from deploykit.onnx_graph.graph import Graph
+    from deploykit.planning.predict import infer, unknown_nodes
+
+    _check_options(batches, slo_ms, rate_per_s, prices or {})
+    chosen = [load_profile(each) if isinstance(each, str) else each for each in profiles]
+    chosen = chosen or [load_profile(name) for name in profile_names()]
+    artefact = Artefact.open(model)
+    if artefact.format != "onnx":
+        raise wrong_format(artefact, artefact.format, "an ONNX file")
+    graph = Graph.open(artefact.path)
+    sizes, batch_axes, notes = _axes(graph, str(artefact), axes or {})
+    if not batch_axes:
+        batches = [_fixed_batch(graph)]
+    found = [infer(graph, n, sizes | dict.fromkeys(batch_axes, n)) for n in dict.fromkeys(batches)]
+    formula, shapeless = unknown_nodes(found[0].compiled)
+    calibration, more = _calibration(chosen, calibrate, on_progress)
+    request = _Request(slo_ms, rate_per_s, prices or {})
+    targets = tuple(_target(profile, found, calibration, request) for profile in chosen)
+    return Planned(
+        model=str(artefact),
+        batches=tuple(each.batch for each in found),
+        axes=sizes,
+        flops=found[0].flops,
+        parameters=sum(cost.weights for cost in found[0].compiled),
+        weight_bytes=found[0].weight_bytes,
+        unknown=formula,
+        slo_ms=slo_ms,
+        rate_per_s=rate_per_s,
+        targets=targets,
+        hints=_hints(found[0], chosen),
+        nodes=found[0].compiled,
+        notes=(*notes, *_left_out(formula, shapeless), *more, *_of_gpus(targets)),
+    )
+
+
+@dataclass(frozen=True)
+class _Request:
+    slo_ms: float | None
+    rate_per_s: float | None
+    prices: Mapping[str, float]
+
+
+def _check_options(
+    batches: Sequence[int],
+    slo_ms: float | None,
+    rate_per_s: float | None,
+    prices: Mapping[str, float],
+) -> None:
+    if not batches or any(not 1 <= size <= _MOST_SIZE for size in batches):
+        raise BadInput(f"`batches` must be sizes of 1 or more, got {list(batches)}")
+    given = {"slo_ms": slo_ms, "rate_per_s": rate_per_s}
+    given |= {"prices": min(prices.values(), default=None)}
+    for name, value in given.items():
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise BadInput(f"`{name}` must be a number above 0, got {value:g}")
+    if not all(map(math.isfinite, prices.values())):
+        raise BadInput(f"`prices` must be numbers above 0, got {dict(prices)}")
+    if rate_per_s is not None and slo_ms is None:
+        raise BadInput("`rate_per_s` needs the latency that its p99 is to meet", hint="`slo_ms` 50")
+
+
+def _axes(
+    graph: Graph, where: str, given: Mapping[str, int]
+) -> tuple[dict[str, int], list[str], list[str]]:
+    """Sizes of the dynamic axes but the batch, the names of the batch axis, and notes."""
+    batch = [
+        spec.shape[0] for spec in graph.inputs if spec.shape and isinstance(spec.shape[0], str)
+    ]
+    names = [axis for spec in graph.inputs for axis in spec.shape if isinstance(axis, str)]
+    others = [name for name in dict.fromkeys(names) if name not in batch]
+    for name, size in given.items():
+        if name not in others:
+            known = ", ".join(others) or "none besides the batch"
+            hint = "`batches` sets the batch" if name in batch else did_you_mean(name, others)
+            raise BadInput(f"{where}: no dynamic axis '{name}'; it has: {known}", hint=hint)
+        if not 1 <= size <= _MOST_SIZE:
+            raise BadInput(f"`axes` {name}={size}: must be 1 or more, and fit into 31 bits")
+    sizes = {name: given.get(name, 1) for name in others}
+    notes = [
+        f"axis {name} is taken as 1, as no size was given: `axes` {name}=128"
+        for name in others
+        if name not in given
+    ]
+    return sizes, list(dict.fromkeys(batch)), notes
+
+
+def _fixed_batch(graph: Graph) -> int:
+    """Of a model without a dynamic axis 0."""
+    fixed = (spec.shape[0] for spec in graph.inputs if spec.shape)
+    return next((size for size in fixed if isinstance(size, int) and size > 0), 1)
+
+
+def _calibration(
+    profiles: Sequence[Profile], anew: bool, on_progress: Progress | None
+) -> tuple[CpuCalibration | None, list[str]]:
+    """Of this machine's CPU, if a profile needs it: what is kept, else a probe."""
+
+    if not anew and not any(profile.device == "cpu" for profile in profiles):
+        return None, []
+    return probe_cpu(anew=anew, on_progress=on_progress)
+
+
+def probe_cpu(
+    *, anew: bool = False, on_progress: Progress | None = None
+) -> tuple[CpuCalibration | None, list[str]]:
+    """The kept calibration of this machine's CPU, else one probe; and why it was not kept.
+
+    None without ONNX Runtime.
+    """
+    from deploykit.api.bench import now
+    from deploykit.planning import probe
+
+    machine = this_machine()
+    found = None if anew else probe.find_calibration(machine)
+    if found is not None:
+        return found, []
+    try:
+        found = probe.measure_cpu(machine.cpu, now(), on_progress=on_progress)
+    except MissingExtra:
+        return None, []
+    problem = probe.store_calibration(found)
+    return found, [problem] if problem else []
+
+
+def _target(
+    profile: Profile,
+    found: Sequence[Inferred],
+    calibration: CpuCalibration | None,
+    request: _Request,
+) -> TargetPlan:
+    from deploykit.planning.targets import target_of
+
+    name = profile.name + (f"@{profile.power_mode}" if profile.power_mode else "")
+    target = target_of(profile, calibration)
+    if isinstance(target, str):
+        return TargetPlan(
+            name, profile.summary, profile.memory_bytes, target, "", False, (), None, None
+        )
+    price = request.prices.get(name, request.prices.get(profile.name, request.prices.get("")))
+    predictions, why = _predictions(found, target, price)
+    best, load = _choose(predictions, request)
+    if load is not None and price is not None and load.replicas:
+        per_hour = load.replicas * price
+        load = replace(load, per_million=per_hour / 3600e-6 / load.rate_per_s)
+    return TargetPlan(
+        profile=name,
+        summary=profile.summary,
+        memory_bytes=target.memory_bytes,
+        why=why,
+        basis=target.basis,
+        checked=target.checked,
+        predictions=predictions,
+        best=best,
+        capacity=load,
+    )
+
+
+def _predictions(
+    found: Sequence[Inferred], target: Target, price: float | None
+) -> tuple[tuple[Prediction, ...], str]:
+    """All precisions at all batches; a graph in a type that the target lacks has none, and why."""
+    from deploykit.planning.predict import precisions, predict_call
+
+    stored = found[0].stored
+    offered = {*target.profile.precisions, "fp32"}
+    if stored not in offered:
+        return (), f"it does not run {stored} natively, and the graph is in {stored}"
+    kinds = precisions(found[0], target)
+    return tuple(predict_call(each, target, kind, price) for kind in kinds for each in found), ""
+
+
+def _choose(
+    predictions: Sequence[Prediction], request: _Request
+) -> tuple[Prediction | None, Capacity | None]:
+    """The prediction that meets the bound with most throughput, and the replicas for the rate."""
+    from deploykit.planning.capacity import capacity
+
+    if request.slo_ms is None:
+        return None, None
+    meet = [p for p in predictions if p.latency_ms <= request.slo_ms and p.fits is not False]
+    best = max(meet, key=lambda p: p.throughput_per_s or 0.0, default=None)
+    if request.rate_per_s is None or not predictions:
+        return best, None
+    fitting = [p for p in predictions if p.fits is not False]
+    if not fitting:
+        return best, None
+    precision = (best or min(fitting, key=lambda p: p.latency_ms)).precision
+    service_s = {p.batch: p.latency_ms / 1e3 for p in fitting if p.precision == precision}
+    in_time = {n: each for n, each in service_s.items() if each * 1e3 <= request.slo_ms}
+    least = {min(service_s): service_s[min(service_s)]}
+    return best, replace(
+        capacity(request.rate_per_s, request.slo_ms / 1e3, in_time or least), precision=precision
+    )
+
+
+def _hints(found: Inferred, profiles: Sequence[Profile]) -> tuple[Hint, ...]:
+    from deploykit.planning.hints import alignment
+
+    gpus = any(profile.device == "cuda" for profile in profiles)
+    return alignment(found.known, found.compiled) if gpus else ()
+
+
+def _left_out(formula: Sequence[str], shapeless: Sequence[str]) -> list[str]:
+    notes = []
+    if formula:
+        notes.append(
+            f"no formula for {', '.join(formula)}: counted by the bytes they move; "
+            "bodies of If, Loop and Scan are not counted"
+        )
+    if shapeless:
+        count = len(shapeless)
+        more = f" and {count - _NAMED} more" if count > _NAMED else ""
+        notes.append(
+            f"sizes of {count} node{'s' * (count > 1)} depend on values, and are not counted: "
+            f"{', '.join(shapeless[:_NAMED])}{more}"
+        )
+    return notes
+
+
+def _of_gpus(targets: Sequence[TargetPlan]) -> list[str]:
+    if not any(target.predictions and not target.checked for target in targets):
+        return []
+    text = (
+        "GPU figures are predictions from vendors' peaks, not yet checked on these GPUs; copies "
+        "between host and GPU are not in them"
+    )
+    return [text]

@@ -1,0 +1,213 @@
+"""`deploykit plan`: what a model takes on each target, as options, tables and lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploykit.cli import output
+from deploykit.cli.format import figure, size
+from deploykit.cli.options import JSON, described
+from deploykit.cli.output import Part, TextTable
+from deploykit.cli.progress import Progress
+from deploykit.cli.prove import sizes
+from deploykit.core.errors import BadInput
+
+if TYPE_CHECKING:
+    from deploykit.api.plan import Planned, TargetPlan
+    from deploykit.planning.predict import Prediction
+
+_IN_FULL = 3  # targets; of more, each has one line
+_HINTS = 5
+_UNKNOWN = "-"
+
+
+@described(f"""
+MODEL                  A .onnx file; its weights are not read
+--profile PROFILE      A hardware target, several times for several [all]
+--batches N,N,...      Batch sizes
+--axis NAME=SIZE       The size of a dynamic axis other than the batch, several times for several
+--slo-ms MS            The latency to meet: name the targets that do; exit 1 if none does
+--rate N               Requests per second to carry with p99 within --slo-ms: how many replicas
+--price [PROFILE=]X    Price of an hour, of a profile or of each: show the cost of a million
+--calibrate            Measure this machine's CPU again; once is enough, the result is kept
+{JSON}""")
+def plan(
+    model: Path,
+    profiles: list[str] | None = None,
+    batches: str = "1,8,32",
+    axes: list[str] | None = None,
+    slo_ms: float | None = None,
+    rate_per_s: float | None = None,
+    prices: list[str] | None = None,
+    calibrate: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Predict memory, latency and throughput on each hardware target.
+
+    Example: deploykit plan model.onnx --profile l4 --profile cpu --slo-ms 20
+    """
+    from deploykit.api import plan as planning
+
+    with Progress("plan") as progress:
+        result = planning.plan(
+            model,
+            profiles=profiles or (),
+            batches=sizes("batches", batches),
+            axes=dict(_axis(each) for each in axes or ()),
+            slo_ms=slo_ms,
+            rate_per_s=rate_per_s,
+            prices=dict(_price(each) for each in prices or ()),
+            calibrate=calibrate,
+            on_progress=progress,
+        )
+    output.show(result, lines(result), as_json=as_json)
+    result.raise_if_none_meets()
+
+
+def _axis(text: str) -> tuple[str, int]:
+    name, _, count = text.rpartition("=")
+    if not name or not (count.isascii() and count.isdigit()):
+        raise BadInput(f"`axes` {text}: is not of the form NAME=SIZE", hint="`axes` T=128")
+    return name, int(count[:20])
+
+
+def _price(text: str) -> tuple[str, float]:
+    name, _, price = text.rpartition("=")
+    try:
+        return name, float(price)
+    except ValueError as exc:
+        raise BadInput(
+            f"`prices` {text}: is not of the form [PROFILE=]NUMBER", hint="`prices` l4=0.71"
+        ) from exc
+
+
+def lines(result: Planned) -> list[Part]:
+    axes = ", ".join(f"{name}={count}" for name, count in result.axes.items())
+    found: list[Part] = [
+        f"{result.model}: {result.flops:,} operations at batch {result.batches[0]}, "
+        f"{result.parameters:,} weights in {size(result.weight_bytes)}" + f"; {axes}" * bool(axes),
+        "",
+    ]
+    if len(result.targets) <= _IN_FULL:
+        for target in result.targets:
+            found += [*_in_full(target), ""]
+    else:
+        found += [_overview(result), ""]
+    found += [line for target in result.targets for line in _answers(target, result)]
+    found += [
+        f"hint: {each.node} ({each.operator}) has {each.size} {each.what}: a multiple of "
+        f"{each.multiple} fills Tensor Cores in {each.precision}; {each.share:.0%} of operations"
+        for each in result.hints[:_HINTS]
+    ]
+    if len(result.hints) > _HINTS:
+        found.append(f"hint: {len(result.hints) - _HINTS} more nodes like these: see --json")
+    return found + [f"note: {text}" for text in result.notes]
+
+
+def _in_full(target: TargetPlan) -> list[Part]:
+    """Every precision at every batch."""
+    title = f"{target.profile}: {target.summary}"
+    if target.why:
+        return [f"{title}: nothing predicted: {target.why}"]
+    rows = [
+        (
+            each.precision,
+            str(each.batch),
+            figure(each.latency_ms),
+            _rate(each),
+            f"{each.limit} {each.shares[each.limit]:.0%}",
+            size(each.memory_bytes),
+            _fits(each),
+            figure(each.joules),
+            figure(each.per_million),
+        )
+        for each in target.predictions
+    ]
+    return [f"{title} ({target.basis})", TextTable(_HEADER, rows)]
+
+
+_HEADER = (
+    "precision",
+    "batch",
+    "ms",
+    "inferences/s",
+    "limit",
+    "memory",
+    "fits",
+    "joules at most",
+    "cost per million",
+)
+
+
+_OVERVIEW = (
+    "profile",
+    "precision",
+    "ms (batch)",
+    "inferences/s (batch)",
+    "limit",
+    "memory",
+    "fits",
+    "joules at most",
+    "",
+)
+
+
+def _overview(result: Planned) -> TextTable:
+    """A line for each target: the fastest precision."""
+    rows: list[tuple[str, ...]] = []
+    for target in result.targets:
+        if not target.predictions:
+            rows.append((target.profile, *[_UNKNOWN] * 7, target.why))
+            continue
+        fastest = min(target.predictions, key=lambda each: each.latency_ms)
+        most = max(target.predictions, key=lambda each: each.throughput_per_s or 0.0)
+        rows.append(
+            (
+                target.profile,
+                fastest.precision,
+                f"{figure(fastest.latency_ms)} ({fastest.batch})",
+                f"{_rate(most)} ({most.batch})",
+                fastest.limit,
+                size(most.memory_bytes),
+                _fits(most),
+                figure(most.joules),
+                "" if target.checked else "not yet checked",
+            )
+        )
+    return TextTable(_OVERVIEW, rows, left=(0, 1, 8))
+
+
+def _answers(target: TargetPlan, result: Planned) -> Sequence[str]:
+    """What holds for the latency and the rate that were asked for."""
+    found = []
+    if result.slo_ms is not None and target.predictions:
+        best = target.best
+        text = (
+            f"meets {figure(result.slo_ms)} ms: {best.precision} at batch {best.batch}, "
+            f"{figure(best.latency_ms)} ms, {_rate(best)}/s"
+            if best
+            else f"does not meet {figure(result.slo_ms)} ms"
+        )
+        found.append(f"{target.profile} {text}")
+    load = target.capacity
+    if load is not None:
+        cost = f", {figure(load.per_million)} per million" if load.per_million is not None else ""
+        plural = "" if load.replicas == 1 else "s"
+        found.append(
+            f"{target.profile} carries {figure(load.rate_per_s)}/s with {load.replicas} "
+            f"replica{plural} of at most {figure(load.rate_each_per_s)}/s in {load.precision} with "
+            f"batches of up to {load.max_batch}, p99 {figure(load.p99_ms)} ms{cost}"
+            if load.replicas
+            else f"{target.profile} carries no rate within {figure(load.bound_ms)} ms: {load.why}"
+        )
+    return found
+
+
+def _rate(each: Prediction) -> str:
+    return figure(each.throughput_per_s)
+
+
+def _fits(each: Prediction) -> str:
+    return {True: "yes", False: "NO", None: "not known"}[each.fits]

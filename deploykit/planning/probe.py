@@ -1,0 +1,223 @@
+"""Measure what this machine's CPU does at most: one short probe through ONNX Runtime.
+
+It times chains of equal nodes, a few sizes of each kind, with the session options of every other
+engine. The highest rate that any of them reached is the ceiling of a roofline; the times of a kind
+are the curve that predictions follow.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from deploykit.core.errors import BadInput, DeploykitError
+from deploykit.core.files import cache_folder, read_json, write_json
+from deploykit.core.json_value import Record
+from deploykit.core.machine import Machine, default_threads
+from deploykit.core.manifest import from_json
+from deploykit.onnx_graph import chains, kinds
+from deploykit.onnx_graph.chains import Chain
+from deploykit.onnx_graph.roofline import Curve
+from deploykit.runtimes.engine import load
+
+VERSION = 1  # of the probe: older results are measured again
+Clock = Callable[[], int]  # nanoseconds
+Progress = Callable[[str, float], None]
+
+_BUDGET_S = 0.03  # of each chain
+_LEAST_RUNS = 5
+_CONVOLUTIONS = ((16, 16, 3), (64, 28, 3), (64, 56, 3), (256, 28, 3))  # channels, size, kernel
+_POINTWISE = ((32, 14, 1), (256, 14, 1), (256, 28, 1))
+_DEPTHWISE = ((32, 14, 3), (96, 28, 3), (96, 56, 3))
+_STEMS = ((16, 28, 3), (16, 224, 3), (64, 224, 7))
+_PRODUCTS = ((16, 64), (32, 256), (128, 512), (256, 1024))  # rows, width
+_RECURRENT = ((64, 1), (64, 8), (256, 8))  # width, batch
+_ELEMENTS = (1 << 10, 1 << 15, 1 << 19)
+_MANY = 1 << 22  # 16 MiB a tensor: more than most caches hold
+_STREAMED = (128, 512, 2048, 4096)  # widths of weights that one row is multiplied by
+
+
+@dataclass(frozen=True)
+class CpuCalibration(Record):
+    """What one probe measured. `created`: ISO 8601. `runtime`: "onnxruntime 1.32.0".
+
+    `call_s`: of a call whose graph is one tiny node; `launch_s`: of each further node. `curves`:
+    seconds of a node by precision and kind. `stream`: seconds to read weights once, by bytes.
+    `ops_per_s`: the highest seen, by precision; `bytes_per_s` from memory, `cache_bytes_per_s`
+    the highest at any size.
+    """
+
+    version: int
+    cpu: str
+    threads: int
+    runtime: str
+    created: str
+    call_s: float
+    launch_s: float
+    curves: Mapping[str, Curve]
+    stream: Curve
+    ops_per_s: Mapping[str, float]
+    bytes_per_s: float
+    cache_bytes_per_s: float
+
+
+def measure_cpu(
+    cpu: str,
+    created: str,
+    *,
+    threads: int | None = None,
+    clock: Clock = time.perf_counter_ns,
+    budget_s: float = _BUDGET_S,
+    on_progress: Progress | None = None,
+) -> CpuCalibration:
+    """Run the probe; takes some seconds. Raises MissingExtra without ONNX Runtime.
+
+    `clock`: a monotonic one, in nanoseconds; the CPU time of one thread on a machine with other
+    work on it. `budget_s`: of each of the chains.
+    """
+    threads = threads or default_threads()
+    every = [*_chains()]
+    timed: list[tuple[Chain, float, float]] = []
+    runtime = ""
+    with tempfile.TemporaryDirectory(prefix="deploykit-probe-") as folder:
+        for number, make in enumerate(every):
+            if on_progress is not None:
+                on_progress("calibrate", number / len(every))
+            chain = make()
+            usual_s, least_s, runtime = _time(chain, Path(folder), threads, clock, budget_s)
+            timed.append((chain, usual_s, least_s))
+    if on_progress is not None:
+        on_progress("calibrate", 1.0)
+    return _conclude(timed, cpu=cpu, threads=threads, runtime=runtime, created=created)
+
+
+def _conclude(
+    timed: list[tuple[Chain, float, float]], *, cpu: str, threads: int, runtime: str, created: str
+) -> CpuCalibration:
+    """`timed`: each chain with the usual and the least seconds of a call of it; the tiny first."""
+    (tiny, tiny_s, _), (longer, longer_s, _), *measured = timed
+    launch_s = max(1e-8, (longer_s - tiny_s) / (longer.count - tiny.count))
+    call_s = max(0.0, tiny_s - launch_s)
+    points: dict[str, dict[float, float]] = defaultdict(dict)
+    ops: dict[str, float] = defaultdict(float)
+    rates: list[tuple[float, float]] = []
+    stream: dict[float, float] = {}
+    for chain, usual_s, least_s in measured:
+        each_s = max(launch_s, (usual_s - call_s) / chain.count)
+        if chain.weight_bytes and chain.shape[0] == 1 and chain.kind == kinds.PRODUCT:
+            stream[chain.weight_bytes] = each_s
+            rates.append((chain.weight_bytes, chain.weight_bytes * chain.count / least_s))
+            continue
+        points[f"{chain.precision} {chain.kind}"][chain.work] = each_s / chain.steps
+        if chain.flops:
+            rate = chain.flops * chain.count / least_s
+            ops[chain.precision] = max(ops[chain.precision], rate)
+        else:
+            rates.append((chain.work, chain.work * chain.count / least_s))
+    return CpuCalibration(
+        version=VERSION,
+        cpu=cpu,
+        threads=threads,
+        runtime=runtime,
+        created=created,
+        call_s=call_s,
+        launch_s=launch_s,
+        curves={name: _curve(each) for name, each in points.items()},
+        stream=_curve(stream),
+        ops_per_s=dict(ops),
+        bytes_per_s=max(rate for work, rate in rates if work >= max(stream)),
+        cache_bytes_per_s=max(rate for _, rate in rates),
+    )
+
+
+def _curve(points: Mapping[float, float]) -> Curve:
+    """More work never takes less time: a point that says so was disturbed."""
+    work = sorted(points)
+    seconds = [min(points[later] for later in work[place:]) for place in range(len(work))]
+    return Curve(tuple(work), tuple(seconds))
+
+
+def _chains() -> Iterator[Callable[[], Chain]]:
+    """Makers of the chains: large weights should not all be in memory at once."""
+    yield partial(chains.passing, kinds.SIMPLE, 1, count=1)
+    yield partial(chains.passing, kinds.SIMPLE, 1, count=33)
+    convolutions = (
+        (kinds.CONVOLUTION, _CONVOLUTIONS),
+        (kinds.POINTWISE, _POINTWISE),
+        (kinds.DEPTHWISE, _DEPTHWISE),
+        (kinds.STEM, _STEMS),
+    )
+    for kind, sizes in convolutions:
+        for channels, size, kernel in sizes:
+            yield partial(chains.convolution, kind, channels, size, kernel)
+        if kind != kinds.STEM:
+            for channels, size, kernel in sizes[:2]:
+                yield partial(chains.convolution, kind, channels, size, kernel, precision="int8")
+    for rows, width in _PRODUCTS:
+        yield partial(chains.product, rows, width)
+    for rows, width in _PRODUCTS[1:3]:
+        yield partial(chains.product, rows, width, precision="int8")
+    yield partial(chains.attention, 2, 24)
+    yield partial(chains.attention, 8, 192)
+    for width, batch in _RECURRENT:
+        yield partial(chains.recurrent, width, 16, batch)
+    for kind in (kinds.SIMPLE, kinds.FUNCTION, kinds.NORMALISATION, kinds.POOLING, kinds.MOVEMENT):
+        for elements in (*_ELEMENTS, *[_MANY] * (kind == kinds.SIMPLE)):
+            yield partial(chains.passing, kind, elements)
+    for width in _STREAMED:
+        yield partial(chains.product, 1, width, count=1)
+
+
+def _time(
+    chain: Chain, folder: Path, threads: int, clock: Clock, budget_s: float
+) -> tuple[float, float, str]:
+    """The median and the least seconds of a call, and what ran it."""
+    path = folder / "chain.onnx"
+    chain.graph.save(path, temporary=True)
+    feeds = {"x": np.random.default_rng(0).standard_normal(chain.shape, np.float32)}
+    with load(path, "cpu", threads=threads) as engine:
+        engine(feeds)
+        engine(feeds)
+        seconds: list[float] = []
+        while len(seconds) < _LEAST_RUNS or sum(seconds) < budget_s:
+            began = clock()
+            engine(feeds)
+            seconds.append((clock() - began) / 1e9)
+        return statistics.median(seconds), max(1e-9, min(seconds)), engine.runtime
+
+
+def find_calibration(machine: Machine, threads: int | None = None) -> CpuCalibration | None:
+    """What an earlier probe of this CPU left; None for another CPU's, or a damaged file."""
+    try:
+        found: CpuCalibration = from_json(CpuCalibration, read_json(_path()), str(_path()))
+    except (DeploykitError, BadInput):
+        return None
+    known = (VERSION, machine.cpu, threads or default_threads(), _runtime(machine))
+    same = (found.version, found.cpu, found.threads, found.runtime) == known
+    return found if same else None
+
+
+def store_calibration(found: CpuCalibration) -> str:
+    """Keep it for the next plan; why that was not possible, or ""."""
+    try:
+        _path().parent.mkdir(parents=True, exist_ok=True)
+        write_json(_path(), found.to_dict())
+    except (DeploykitError, OSError) as exc:
+        return f"the calibration is measured again next time: {exc}"
+    return ""
+
+
+def _path() -> Path:
+    return cache_folder() / "cpu-calibration.json"
+
+
+def _runtime(machine: Machine) -> str:
+    return f"onnxruntime {machine.packages.get('onnxruntime', '')}"
