@@ -38,7 +38,8 @@ from deploykit.core.errors import DeploykitError, GateFailed, first_line  # noqa
 from deploykit.core.machine import this_machine  # noqa: E402
 from deploykit.measure.evaluate.parity import compare_engines  # noqa: E402
 from deploykit.measure.statistics import Interval, ratio, throughput  # noqa: E402
-from deploykit.measure.timing.sweep import Point, Setup, Timing, crossover, sweep  # noqa: E402
+from deploykit.measure.timing.crossover import crossover  # noqa: E402
+from deploykit.measure.timing.sweep import Point, Setup, Timing, sweep  # noqa: E402
 from deploykit.onnx_graph.cost import node_costs  # noqa: E402
 from deploykit.onnx_graph.graph import Graph  # noqa: E402
 from tests.support.zoo import models  # noqa: E402

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,13 +35,13 @@ if TYPE_CHECKING:
     from deploykit.measure.timing.cpu_search import CpuSearch
     from deploykit.measure.timing.sweep import Point, Timing
     from deploykit.runtimes.data.samples import Samples
-    from deploykit.runtimes.devices import GpuWatch
     from deploykit.runtimes.engine import Engine
 
 log = logging.getLogger(__name__)
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 QUICK_BATCHES = (1, 8, 32)
+_AROUND_S = 0.5  # in which the machine is watched before and after
 FULL_S = 60.0  # of a point
 _SEARCH_SHARE, _SEARCH_MAX_S = 1 / 30, 1.0  # of a point, for each window of the search on the CPU
 
@@ -89,7 +90,7 @@ def bench(
     source = Path(data) if data else None
     earlier = reports.read(Path(settings_of)).cpu_search if settings_of else ()
     run = _prepare(every, source, device, batches, search_s, earlier, note, on_progress)
-    points, watch = _time(run, batches, timing, on_progress)
+    points, conditions = _time(run, batches, timing, on_progress)
     report = reports.Report(
         title=f"{every[0].artefact.path.stem}: latency and throughput",
         created=now(),
@@ -99,8 +100,7 @@ def bench(
         artefacts=tuple(item.to_dict() for item in every),
         **run.known(points),
         notes=(_method(timing), *sorted(note.seen)),
-        throttled=watch.reasons if {point.device for point in points} - {"cpu"} else (),
-        conditions=watch.conditions,
+        **conditions,
     )
     report = replace(report, verdict=verdict(report))
     reports.write(report, folder)
@@ -213,21 +213,32 @@ def _search_cpu(
 
 def _time(
     run: _Run, batches: Sequence[int], timing: Timing, on_progress: Progress | None
-) -> tuple[list[Point], GpuWatch]:
-    """The points, and what held for the GPUs meanwhile."""
+) -> tuple[list[Point], dict[str, Any]]:
+    """The points, and the fields of the report on what held for the machine meanwhile."""
+    from deploykit.measure.outside import Watch, invalid, sum_up
     from deploykit.measure.timing.sweep import sweep
     from deploykit.runtimes.data.samples import random_feeds
     from deploykit.runtimes.devices import GpuWatch
 
-    with GpuWatch() as watch:
+    watch, around_s = Watch(), min(_AROUND_S, timing.seconds / 10)
+    before = watch.over(around_s, time.sleep)
+    with GpuWatch() as gpu_watch:
         points = sweep(
             run.columns.setups,
             batches,
             timing,
             lambda n: random_feeds(run.inputs, {BATCH: n}),
             on_progress,
+            watch=watch,
         )
-    return list(points), watch
+    outside = sum_up(watch, before, watch.over(around_s, time.sleep))
+    on_gpu = {point.device for point in points} - {"cpu"}
+    return points, {
+        "throttled": gpu_watch.reasons if on_gpu else (),
+        "conditions": gpu_watch.conditions,
+        "outside": outside,
+        "invalid": invalid(outside, watch.bound),
+    }
 
 
 def _method(timing: Timing) -> str:

@@ -244,7 +244,7 @@ def _fastest(report: Report, files: Mapping[str, Path]) -> Path:
 
 def _rows(report: Report) -> tuple[tuple[str, ...], ...]:
     """Setup, accuracy, latency at batch 1, throughput at its best batch."""
-    from deploykit.measure.timing.sweep import best as fastest
+    from deploykit.measure.timing.crossover import best as fastest
 
     scores = {row.precision: f"{row.value.value * 100:.2f} %" for row in report.accuracy}
     rows = []

@@ -18,11 +18,13 @@ from deploykit.core.files import make_folder, read_json, write_text
 from deploykit.core.json_value import Record, json_value
 from deploykit.core.manifest import from_json
 from deploykit.measure.load.result import LoadResult
+from deploykit.measure.outside import Outside
 from deploykit.measure.report.html import report_page
 from deploykit.measure.report.markdown import markdown
 from deploykit.measure.statistics import Interval, ratio
 from deploykit.measure.timing.cpu_search import BestCpu, CpuSearch
-from deploykit.measure.timing.sweep import Point, crossover
+from deploykit.measure.timing.crossover import crossover
+from deploykit.measure.timing.sweep import Point
 from deploykit.runtimes.gpu_state import Conditions
 
 VERSION = 2  # of the format; reports of version 1, which know less, are still read
@@ -97,6 +99,8 @@ class Report:
     `throttled`: why the GPU was throttled during the run; nothing is derived from the points then.
     `conditions`: power mode, clocks, power and heat of each GPU while it was measured. `best_cpu`:
     by batch size, with its settings. `cpu_search`: which settings of the CPU were tried.
+    `outside`: the load of other processes. `invalid`: why the whole run is not valid, and the
+    remedy.
     """
 
     title: str
@@ -117,6 +121,8 @@ class Report:
     notes: tuple[str, ...] = ()
     throttled: tuple[str, ...] = ()
     conditions: tuple[Conditions, ...] = ()
+    outside: Outside | None = None
+    invalid: tuple[str, ...] = ()
     not_measured: tuple[NotMeasured, ...] = ()
     best_cpu: tuple[BestCpu, ...] = ()
     cpu_search: tuple[CpuSearch, ...] = ()

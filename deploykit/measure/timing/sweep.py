@@ -20,6 +20,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.json_value import Record
 from deploykit.measure.histogram import CallHistogram
 from deploykit.measure.latency import Latency
+from deploykit.measure.outside import Watch, Window, marks
 from deploykit.measure.statistics import FEWEST_DEPENDENT, Interval, throughput
 from deploykit.measure.timing.closed_loop import Block, Clock, run_block
 from deploykit.measure.timing.warm_up import Warmth, rose, warm_up
@@ -126,19 +127,40 @@ def sweep(
     on_progress: Progress | None = None,
     *,
     clock: Clock = time.perf_counter_ns,
+    watch: Watch | None = None,
 ) -> list[Point]:
-    """Time every setup at every batch size; the points come by batch, then in the setups' order.
+    """Time every setup at every batch size in this process: `time_setups`, as points."""
+    found = time_setups(setups, batches, timing, feeds, on_progress, clock=clock, watch=watch)
+    return [make_point([each]) for each in found]
+
+
+def time_setups(
+    setups: Sequence[Setup],
+    batches: Sequence[int],
+    timing: Timing,
+    feeds: Callable[[int], Arrays],
+    on_progress: Progress | None = None,
+    *,
+    clock: Clock = time.perf_counter_ns,
+    watch: Watch | None = None,
+    backwards: bool = False,
+) -> list[Measured]:
+    """Time every setup at every batch size; they come by batch, then in the setups' order.
 
     `feeds(batch)` gives the inputs of one call, `batch` rows; all setups get the same arrays, made
     before it is timed. A setup is left out at batches above its engine's `max_batch`.
     `on_progress(what, share)` is called before each step, and with 1.0 at the end. `clock`: a
-    monotonic one, in nanoseconds. All engines are open at once and closed at the end.
+    monotonic one, in nanoseconds. `watch`: has a window for each block, and marks points that other
+    processes disturbed. `backwards`: the first round begins with the last setup. All engines are
+    open at once and closed at the end.
 
     Raises BadInput on options that make no sense, or when no engine takes any of the batches.
     """
     _check_options(setups, batches)
     with contextlib.ExitStack() as stack:
         columns = [_open(setup, stack) for setup in setups]
+        if watch is not None:
+            watch.know_children()
         plan = [(batch, [column for column in columns if column.takes(batch)]) for batch in batches]
         if not any(fitting for _, fitting in plan):
             raise BadInput(
@@ -147,68 +169,14 @@ def sweep(
             )
         steps = sum(len(fitting) for _, fitting in plan)
         progress = _Steps(on_progress, total_s=steps * (timing.warmup_s + timing.seconds))
-        points = []
+        measured = []
         for batch, fitting in plan:
             if fitting:
-                inputs = _check_inputs(feeds(batch), batch, fitting)
-                points += _time_batch(fitting, batch, inputs, timing, progress, clock)
+                turns = _Turns(fitting, batch, timing, progress, clock, watch, backwards)
+                measured += turns.run(_check_inputs(feeds(batch), batch, fitting))
         if on_progress is not None:
             on_progress("done", 1.0)
-    return points
-
-
-def crossover(
-    points_a: Sequence[Point], points_b: Sequence[Point], by: str = "throughput"
-) -> int | None:
-    """The smallest batch measured on both from which a is ahead of b and stays ahead; None: never.
-
-    Ahead: the 95 % intervals do not touch, by "throughput" or by "p50" latency. Nothing is
-    interpolated. Raises BadInput when no batch was measured on both, or one twice on one side.
-    """
-    side_a, side_b = _by_batch(points_a), _by_batch(points_b)
-    common = sorted(side_a.keys() & side_b.keys(), reverse=True)
-    if not common:
-        raise BadInput("no batch size was measured on both sides, so there is no crossover")
-    found = None
-    for batch in common:
-        if not _ahead(side_a[batch], side_b[batch], by):
-            break
-        found = batch
-    return found
-
-
-def best(points: Sequence[Point], by: str = "throughput") -> Point:
-    """The point of highest throughput, or by "p50" of lowest median latency; the first of equals.
-
-    Raises BadInput when there is none, or none with enough samples for a median.
-    """
-    figures = [(figure.value, point) for point in points if (figure := _figure(point, by))]
-    if not figures:
-        raise BadInput(f"no point has a {by} figure")
-    choose = min if by == "p50" else max
-    return choose(figures, key=lambda pair: pair[0])[1]
-
-
-def _figure(point: Point, by: str) -> Interval | None:
-    if by not in ("throughput", "p50"):
-        raise BadInput(f"points compare by 'throughput' or 'p50', not by '{by}'")
-    return point.throughput_per_s if by == "throughput" else point.latency.p50_ms
-
-
-def _ahead(a: Point, b: Point, by: str) -> bool:
-    ours, theirs = _figure(a, by), _figure(b, by)
-    if ours is None or theirs is None:
-        return False
-    return ours.low > theirs.high if by == "throughput" else ours.high < theirs.low
-
-
-def _by_batch(points: Sequence[Point]) -> dict[int, Point]:
-    found: dict[int, Point] = {}
-    for point in points:
-        if point.batch in found:
-            raise BadInput(f"batch {point.batch} is there twice on one side of a crossover")
-        found[point.batch] = point
-    return found
+    return measured
 
 
 def _check_options(setups: Sequence[Setup], batches: Sequence[int]) -> None:
@@ -283,88 +251,117 @@ class _Steps:
 
 
 @dataclass
-class _Record:
-    """The blocks of one column at one batch size."""
+class Measured:
+    """What one process measured of one setup at one batch size; `shapes`: of its inputs."""
 
+    setup: Setup
+    batch: int
+    device: str
+    runtime: str
     warmth: Warmth
+    shapes: Mapping[str, tuple[int, ...]]
     blocks: list[Block] = field(default_factory=list)
-    compute: Latency | None = None
+    windows: list[Window] = field(default_factory=list)
+    compute_s: list[float] = field(default_factory=list)
+    bound_cores: float = math.inf  # of other processes, past which they disturb
 
 
-def _time_batch(
-    columns: Sequence[_Column],
-    batch: int,
-    feeds: Arrays,
-    timing: Timing,
-    progress: _Steps,
-    clock: Clock,
-) -> list[Point]:
-    records: dict[str, _Record] = {}
-    for column in columns:
-        label = column.setup.label
-        progress.begin(f"{label}, batch {batch}: warm-up", timing.warmup_s)
-        run = partial(column.run, feeds, batch, clock=clock)
-        records[label] = _Record(warm_up(run, timing.warmup_s))
-    rounds = timing.rounds
-    longest_s = max(record.warmth.call_s for record in records.values())
-    if longest_s > timing.seconds / rounds / 2:
-        rounds = min(rounds, _FEW_ROUNDS)
-    block_s = timing.seconds / rounds
-    settle_s = min(
-        block_s * _SETTLE_SHARE, _SETTLE_MAX_S
-    )  # to refill caches and settle clocks after another engine
-    for number in range(rounds):
-        for column in columns if number % 2 == 0 else reversed(columns):
-            label = column.setup.label
-            progress.begin(f"{label}, batch {batch}: round {number + 1}", block_s)
-            block = column.run(feeds, batch, block_s, clock, settle_s)
-            records[label].blocks.append(block)
-    shapes = {name: array.shape for name, array in feeds.items()}
-    for column in columns:
-        records[column.setup.label].compute = _compute(column, feeds, block_s, clock)
-    return [_point(column, batch, shapes, records[column.setup.label]) for column in columns]
+@dataclass(frozen=True)
+class _Turns:
+    """The setups that fit a batch size, which are timed in turns."""
+
+    columns: Sequence[_Column]
+    batch: int
+    timing: Timing
+    progress: _Steps
+    clock: Clock
+    watch: Watch | None
+    backwards: bool
+
+    def run(self, feeds: Arrays) -> list[Measured]:
+        timing = self.timing
+        found = {column.setup.label: self._warm_up(column, feeds) for column in self.columns}
+        rounds = timing.rounds
+        longest_s = max(each.warmth.call_s for each in found.values())
+        if longest_s > timing.seconds / rounds / 2:
+            rounds = min(rounds, _FEW_ROUNDS)
+        block_s = timing.seconds / rounds
+        settle_s = min(
+            block_s * _SETTLE_SHARE, _SETTLE_MAX_S
+        )  # to refill caches and settle clocks after another engine
+        for number in range(rounds):
+            for column in self.columns[:: 1 if (number % 2 == 0) != self.backwards else -1]:
+                label = column.setup.label
+                self.progress.begin(f"{label}, batch {self.batch}: round {number + 1}", block_s)
+                if self.watch is not None:
+                    self.watch.begin()
+                block = column.run(feeds, self.batch, block_s, self.clock, settle_s)
+                found[label].blocks.append(block)
+                if self.watch is not None:
+                    found[label].windows.append(self.watch.close())
+        for column in self.columns:
+            found[column.setup.label].compute_s += _compute_s(column, feeds, block_s, self.clock)
+        return [found[column.setup.label] for column in self.columns]
+
+    def _warm_up(self, column: _Column, feeds: Arrays) -> Measured:
+        setup, engine, limit_s = column.setup, column.engines[0], self.timing.warmup_s
+        self.progress.begin(f"{setup.label}, batch {self.batch}: warm-up", limit_s)
+        return Measured(
+            setup=setup,
+            batch=self.batch,
+            device=setup.device or engine.device,
+            runtime=engine.runtime,
+            warmth=warm_up(partial(column.run, feeds, self.batch, clock=self.clock), limit_s),
+            shapes={name: array.shape for name, array in feeds.items()},
+            bound_cores=self.watch.bound if self.watch is not None else math.inf,
+        )
 
 
-def _compute(column: _Column, feeds: Arrays, length_s: float, clock: Clock) -> Latency | None:
-    """Latency less the copies, of further calls; None where the engine does not tell of any."""
+def _compute_s(column: _Column, feeds: Arrays, length_s: float, clock: Clock) -> list[float]:
+    """Of further calls, less the copies; none where the engine does not tell of any."""
     engine = column.engines[0]
-    if not sum(engine.last_copies_us) or column.setup.in_flight > 1:
-        return None
     calls_s: list[float] = []
+    if not sum(engine.last_copies_us) or column.setup.in_flight > 1:
+        return calls_s
     end = clock() + round(length_s * 1e9)
     while not calls_s or clock() < end:
         begun = clock()
         engine(feeds)
         calls_s.append((clock() - begun) / 1e9 - sum(engine.last_copies_us) / 1e6)
-    return Latency.of(calls_s)
+    return calls_s
 
 
-def _point(
-    column: _Column, batch: int, shapes: Mapping[str, tuple[int, ...]], record: _Record
-) -> Point:
-    setup, blocks = column.setup, record.blocks
-    rates = tuple(block.rate for block in blocks)
+def make_point(parts: Sequence[Measured]) -> Point:
+    """Of what one process, or several in order of time, measured of one setup at one batch size."""
+    setup, blocks = parts[0].setup, [block for part in parts for block in part.blocks]
+    groups = [[block] for block in blocks] if len(parts) == 1 else [part.blocks for part in parts]
+    rows = [sum(block.rows for block in group) for group in groups]
+    seconds = [sum(block.seconds for block in group) for group in groups]
+    calls_s = [np.concatenate([block.calls_ns for block in group]) / 1e9 for group in groups]
+    rates = tuple(amount / length for amount, length in zip(rows, seconds, strict=True))
+    compute_s = [part.compute_s for part in parts if part.compute_s]
+    why = [part.warmth.mark for part in parts] + [rose(rates) if len(parts) == 1 else ""]
+    why += marks([window for part in parts for window in part.windows], parts[0].bound_cores)
     return Point(
         label=setup.label,
         precision=setup.precision,
-        device=setup.device or column.engines[0].device,
-        runtime=column.engines[0].runtime,
+        device=parts[0].device,
+        runtime=parts[0].runtime,
         scenario=setup.scenario,
-        batch=batch,
+        batch=parts[0].batch,
         sessions=setup.sessions,
         threads=setup.threads,
-        samples=sum(len(block.calls_ns) for block in blocks),
+        samples=sum(map(len, calls_s)),
         rounds=len(blocks),
-        duration_s=sum(block.seconds for block in blocks),
-        latency=Latency.of(*(block.calls_ns / 1e9 for block in blocks)),
-        throughput_per_s=throughput(
-            [block.rows for block in blocks], [block.seconds for block in blocks]
-        ),
+        duration_s=sum(seconds),
+        latency=Latency.of(*calls_s),
+        throughput_per_s=throughput(rows, seconds),
         round_rates=rates,
-        note=record.warmth.note,
-        histogram=CallHistogram.of(np.concatenate([block.calls_ns for block in blocks]) / 1e9),
-        shapes=shapes,
-        marks=tuple(mark for mark in (record.warmth.mark, rose(rates)) if mark),
+        note="; ".join(dict.fromkeys(part.warmth.note for part in parts if part.warmth.note)),
+        histogram=CallHistogram.of(np.concatenate(calls_s)),
+        shapes=parts[0].shapes,
+        marks=tuple(dict.fromkeys(filter(None, why))),
+        processes=len(parts),
         settings=setup.settings,
-        compute=record.compute,
+        compute=Latency.of(*compute_s) if compute_s else None,
     )

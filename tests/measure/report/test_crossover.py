@@ -7,7 +7,8 @@ import pytest
 from deploykit.core.errors import BadInput
 from deploykit.measure.latency import Latency
 from deploykit.measure.statistics import Interval
-from deploykit.measure.timing.sweep import Point, Timing, best, crossover
+from deploykit.measure.timing.crossover import best, crossover
+from deploykit.measure.timing.sweep import Point, Timing
 
 
 @pytest.mark.parametrize(

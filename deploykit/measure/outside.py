@@ -1,0 +1,339 @@
+"""See what else uses the machine while something is timed: other processes, steal, heat, limits.
+
+All of it comes from Linux's /proc and /sys; elsewhere, and where a file is missing, a figure is
+None. As other tools do, `HOST_PROC` and `HOST_SYS` name other folders, of a host in a container for
+example.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from deploykit.core.json_value import Record
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+_OTHERS_CORES, _OTHERS_SHARE = 0.1, 0.01  # of a core, and of all cores, the larger
+_STEAL, _HELD = 0.02, 0.01  # of the time
+_DISTURBED = 0.25  # of the time, in blocks of which each alone is past the bound
+_STEPS_S, _ROW_S = 0.05, 0.5  # less says little: the counters have steps of 0.01 s
+_STOP = "stop them, or move them to other CPUs, and measure again"
+_UNSEEN = "processes that are not visible from here"
+_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "soc_thermal")
+_CPUS = 8  # whose clocks are read
+
+
+@dataclass(frozen=True)
+class Window(Record):
+    """A stretch of `seconds`. None: not known.
+
+    `others_cores`: CPU seconds per second of other processes, on the CPUs that this one may use.
+    `steal`: the share of CPU time that the hypervisor gave to others. `held`: of the time in which
+    a limit of the control group stopped this process. `throttled`: the CPU lowered its clock for
+    heat. `busiest`: the other process that used most, with its number; "" where none is visible.
+    `load_average`: over a minute; `mhz`: mean clock; `celsius`: the hottest sensor of the CPU.
+    """
+
+    seconds: float = 0.0
+    others_cores: float | None = None
+    steal: float | None = None
+    held: float | None = None
+    throttled: bool = False
+    busiest: str = ""
+    busiest_cores: float | None = None
+    load_average: float | None = None
+    mhz: float | None = None
+    celsius: float | None = None
+
+
+@dataclass(frozen=True)
+class Outside(Record):
+    """The load of other processes `before` anything was timed, `during` that and `after`.
+
+    `mhz` and `celsius` of `during` are the lowest and the highest. `cpus`: that may be used.
+    `disturbed_s`: seconds of the blocks in which others used more than the bound.
+    """
+
+    cpus: int
+    before: Window
+    during: Window
+    after: Window
+    disturbed_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """Counters since the start of the machine, in seconds of CPU time."""
+
+    busy_s: float
+    steal_s: float
+    total_s: float
+    own_s: float
+    held_s: float | None
+    throttles: int
+
+
+@dataclass(frozen=True)
+class _Process:
+    pid: int
+    name: str
+    parent: int
+    used_s: float
+
+
+@dataclass
+class Watch:
+    """Reads the counters; `windows` are all that were closed. `own`: more processes of this run."""
+
+    own: tuple[int, ...] = ()
+    proc: Path = field(default_factory=lambda: Path(os.environ.get("HOST_PROC", "/proc")))
+    sys: Path = field(default_factory=lambda: Path(os.environ.get("HOST_SYS", "/sys")))
+    windows: list[Window] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+        self.know_children()
+        self._processes_s = self._read_processes()
+        self._last = self._read()
+
+    @property
+    def cpus(self) -> int:
+        return len(self._cpus)
+
+    def know_children(self) -> None:
+        """Count the processes that this one, and those of `own`, have started as this run's."""
+        self._family = {os.getpid(), *self.own}
+        parents = {each.pid: each.parent for each in self._processes()}
+        while more := {pid for pid, up in parents.items() if up in self._family} - self._family:
+            self._family |= more
+
+    def begin(self) -> None:
+        """Start a window here."""
+        self._last = self._read()
+
+    def close(self) -> Window:
+        """The window since `begin`; its end is the next one's begin."""
+        window = self._window()
+        self.windows.append(window)
+        return window
+
+    def over(self, length_s: float, sleep: Callable[[float], None]) -> Window:
+        """A window of that length in which this process sleeps; not in `windows`."""
+        self.begin()
+        sleep(length_s)
+        return self._window()
+
+    def _window(self) -> Window:
+        before, self._last = self._last, self._read()
+        state = Window(mhz=self._mhz(), celsius=self._celsius(), load_average=self._load())
+        now = self._last
+        if before is None or now is None or now.total_s <= before.total_s:
+            return state
+        seconds = (now.total_s - before.total_s) / self.cpus
+        others = max(0.0, now.busy_s - before.busy_s - (now.own_s - before.own_s)) / seconds
+        name, cores = "", None
+        if others >= self.bound:
+            name, cores = self._busiest(seconds)
+        held = None
+        if now.held_s is not None and before.held_s is not None:
+            held = (now.held_s - before.held_s) / seconds
+        return replace(
+            state,
+            seconds=seconds,
+            others_cores=others,
+            steal=(now.steal_s - before.steal_s) / seconds / self.cpus,
+            held=held,
+            throttled=now.throttles > before.throttles,
+            busiest=name,
+            busiest_cores=cores,
+        )
+
+    @property
+    def bound(self) -> float:
+        """Cores of other processes from which on a figure cannot be used."""
+        return max(_OTHERS_CORES, _OTHERS_SHARE * self.cpus)
+
+    def _read(self) -> _Reading | None:
+        with suppress(ValueError):  # a file of another format, under HOST_PROC
+            return self._parse()
+        return None
+
+    def _parse(self) -> _Reading | None:
+        lines = {line.split(" ", 1)[0]: line for line in _lines(self.proc / "stat")}
+        fields = [lines[name].split()[1:] for cpu in self._cpus if (name := f"cpu{cpu}") in lines]
+        if not fields or any(len(each) < 8 for each in fields):
+            return None
+        user, nice, system, idle, wait, irq, soft, steal = (
+            sum(int(each[at]) for each in fields) / _TICKS_PER_S for at in range(8)
+        )
+        used = [self._process(pid) for pid in self._family]
+        if not any(used):
+            return None
+        held = [line.split()[1] for line in self._limits() if line.startswith("throttled_usec")]
+        return _Reading(
+            busy_s=user + nice + system,
+            steal_s=steal,
+            total_s=user + nice + system + idle + wait + irq + soft + steal,
+            own_s=sum(each.used_s for each in used if each is not None),
+            held_s=int(held[0]) / 1e6 if held else None,
+            throttles=sum(
+                int(line)
+                for cpu in self._cpus[:_CPUS]
+                for line in _lines(self._cpu(cpu) / "thermal_throttle" / "core_throttle_count")
+            ),
+        )
+
+    def _limits(self) -> list[str]:
+        return _lines(self.sys / "fs" / "cgroup" / "cpu.stat")
+
+    def _cpu(self, number: int) -> Path:
+        return self.sys / "devices" / "system" / "cpu" / f"cpu{number}"
+
+    def _process(self, pid: int) -> _Process | None:
+        """From its line in /proc; a name may hold spaces and brackets."""
+        text = "".join(_lines(self.proc / str(pid) / "stat"))
+        name, _, rest = text.partition("(")[2].rpartition(")")
+        fields = rest.split()
+        if len(fields) < 13 or not all(fields[at].isdecimal() for at in (1, 11, 12)):
+            return None
+        used_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+        return _Process(pid, name, int(fields[1]), used_s)
+
+    def _processes(self) -> Iterator[_Process]:
+        with suppress(OSError):
+            for each in os.scandir(self.proc):
+                if each.name.isdecimal() and (found := self._process(int(each.name))):
+                    yield found
+
+    def _read_processes(self) -> dict[int, _Process]:
+        return {each.pid: each for each in self._processes() if each.pid not in self._family}
+
+    def _busiest(self, seconds: float) -> tuple[str, float | None]:
+        """Of the other processes since this was last asked, which may be longer ago."""
+        before, self._processes_s = self._processes_s, self._read_processes()
+        used = {
+            pid: each.used_s - (before[pid].used_s if pid in before else 0.0)
+            for pid, each in self._processes_s.items()
+        }
+        pid = max(used, key=lambda each: used[each], default=0)
+        if not pid or used[pid] <= 0:
+            return "", None
+        return f"{self._processes_s[pid].name} (process {pid})", min(used[pid] / seconds, self.cpus)
+
+    def _load(self) -> float | None:
+        for line in _lines(self.proc / "loadavg"):
+            return _number(line.split()[0])
+        return None
+
+    def _mhz(self) -> float | None:
+        files = [self._cpu(cpu) / "cpufreq" / "scaling_cur_freq" for cpu in self._cpus[:_CPUS]]
+        found = [value for file in files for value in _values(file)]
+        return sum(found) / len(found) / 1e3 if found else None
+
+    def _celsius(self) -> float | None:
+        found = []
+        with suppress(OSError):
+            for folder in (self.sys / "class" / "hwmon").iterdir():
+                if _lines(folder / "name")[:1] and _lines(folder / "name")[0] in _SENSORS:
+                    found += [t for file in folder.glob("temp*_input") for t in _values(file)]
+        with suppress(OSError):
+            for zone in (self.sys / "class" / "thermal").glob("thermal_zone*"):
+                found += _values(zone / "temp")
+        found = [value / 1e3 for value in found if 0 < value < 150_000]  # others are no readings
+        return max(found) if found else None
+
+
+def marks(windows: Sequence[Window], bound_cores: float) -> tuple[str, ...]:
+    """Why a row whose blocks ran in `windows` says little: the load from outside, past a bound."""
+    during = join(windows)
+    return tuple(text for text, _ in _disturbances(during, bound_cores))
+
+
+def invalid(outside: Outside, bound_cores: float) -> tuple[str, ...]:
+    """Why a whole run is not valid, with the remedy."""
+    found = [f"{text}: {cure}" for text, cure in _disturbances(outside.during, bound_cores)]
+    share = outside.disturbed_s / outside.during.seconds if outside.during.seconds else 0.0
+    if not found and share > _DISTURBED:
+        who = outside.during.busiest or _UNSEEN
+        found = [f"other processes, most of all {who}, ran in {share:.0%} of the time: {_STOP}"]
+    return tuple(found)
+
+
+def sum_up(watch: Watch, before: Window, after: Window) -> Outside:
+    """Of a run in whose blocks `watch` had its windows."""
+    disturbed_s = sum(
+        each.seconds
+        for each in watch.windows
+        if (each.others_cores or 0) >= max(watch.bound, _STEPS_S / (each.seconds or 1))
+    )
+    return Outside(watch.cpus, before, join(watch.windows), after, disturbed_s)
+
+
+def join(windows: Sequence[Window]) -> Window:
+    """One window of several: means over time, the lowest clock, the highest temperature."""
+    seconds = sum(each.seconds for each in windows)
+
+    def mean(values: Iterator[tuple[float | None, float]]) -> float | None:
+        known = [(value, length) for value, length in values if value is not None and length]
+        length_s = sum(length for _, length in known)
+        return sum(value * length for value, length in known) / length_s if known else None
+
+    by_process: dict[str, float] = {}
+    for each in windows:
+        if each.busiest:
+            used_s = (each.busiest_cores or 0.0) * each.seconds
+            by_process[each.busiest] = by_process.get(each.busiest, 0.0) + used_s
+    busiest = max(by_process, key=lambda name: by_process[name], default="")
+    clocks = [each.mhz for each in windows if each.mhz is not None]
+    heat = [each.celsius for each in windows if each.celsius is not None]
+    loads = [each.load_average for each in windows if each.load_average is not None]
+    return Window(
+        seconds=seconds,
+        others_cores=mean((each.others_cores, each.seconds) for each in windows),
+        steal=mean((each.steal, each.seconds) for each in windows),
+        held=mean((each.held, each.seconds) for each in windows),
+        throttled=any(each.throttled for each in windows),
+        busiest=busiest,
+        busiest_cores=by_process[busiest] / seconds if busiest else None,
+        load_average=max(loads, default=None),
+        mhz=min(clocks, default=None),
+        celsius=max(heat, default=None),
+    )
+
+
+def _disturbances(during: Window, bound_cores: float) -> Iterator[tuple[str, str]]:
+    """What disturbed, and the remedy."""
+    long_enough = during.seconds >= _ROW_S
+    if long_enough and (during.others_cores or 0) >= bound_cores:
+        who = during.busiest or _UNSEEN
+        text = f"other processes used {during.others_cores:.2g} cores meanwhile, most of all {who}"
+        yield text, _STOP
+    if long_enough and (during.steal or 0) >= _STEAL:
+        text = f"the hypervisor gave {during.steal:.0%} of the CPU time to others (steal)"
+        yield text, "measure on a machine that is not shared"
+    if (during.held or 0) >= _HELD:
+        text = f"the container's CPU limit stopped the process for {during.held:.0%} of the time"
+        yield text, "raise the limit, or use fewer threads"
+    if during.throttled:
+        yield "the CPU lowered its clock for heat", "cool it, and measure again"
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a small file; none if it cannot be read."""
+    with suppress(OSError, UnicodeError):
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return []
+
+
+def _values(path: Path) -> list[float]:
+    return [value for line in _lines(path)[:1] if (value := _number(line)) is not None]
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
