@@ -15,7 +15,7 @@ from scripts import house_counts
 PACKAGE = Path(__file__).resolve().parent.parent / "deploykit"
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "_data" not in path.parts)
 
-FLOORS = {"core": 1, "runtimes": 2, "onnx_graph": 2, "api": 24, "cli": 45}
+FLOORS = {"core": 1, "runtimes": 2, "onnx_graph": 2, "api": 4, "cli": 5}
 ROOMS = {
     "training",
     "exporters",
@@ -70,12 +70,12 @@ BUDGETS = {
     "exporters": 1430,
     "onnx_graph+quantization": 5610,
     "builders": 1850,
-    "measure": 7735,
+    "measure": 7935,
     "planning": 680,
     "serving": 11770,
     "bundling": 2040,
     "cluster": 270,
-    "api": 7260,
+    "api": 7265,
     "cli": 2645,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 140  # the whole package, with the list of public names

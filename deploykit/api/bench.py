@@ -57,6 +57,7 @@ def bench(
     quick: bool = False,
     warmup_s: float | None = None,
     seconds: float | None = None,
+    within_ms: float | None = None,
     trust: bool = False,
     force: bool = False,
     settings_of: StrPath | None = None,
@@ -70,31 +71,28 @@ def bench(
     from if that is next to it. Such an engine is proven first, or opened with `trust`: see
     `open_proven`. `data`: labelled .npz; then accuracy is measured too, paired with the baseline's.
     Each point, by default of BATCHES, is timed for `seconds` after `warmup_s` (60 and 10; with
-    `quick` of fewer batches, 2 and 1); a report of less than 60 is marked. `out`: the folder of the
-    report. `force`: replace files that deploykit did not write there. `settings_of`: an earlier
-    report, from which the settings of the CPU are taken, so that both can be compared.
+    `quick` of fewer batches, 2 and 1); a report of less than 60 is marked. `within_ms`: the p99
+    that is wanted; the highest throughput within it is reported. `out`: the folder of the report.
+    `force`: replace files that deploykit did not write there. `settings_of`: an earlier report,
+    from which the settings of the CPU are taken, so that both can be compared.
     """
     from deploykit.measure.report import report as reports
     from deploykit.measure.report.verdict import verdict
-    from deploykit.measure.timing.sweep import Timing
 
     batches = (QUICK_BATCHES if quick else BATCHES) if batches is None else batches
+    empty = reports.Report("", now(), command, within_ms=within_ms)  # checked before all the work
     note = _Once(on_note)
     every = open_entries(engines, baseline, trust, note)
-    timing = Timing(
-        warmup_s=(1.0 if quick else 10.0) if warmup_s is None else warmup_s,
-        seconds=(2.0 if quick else FULL_S) if seconds is None else seconds,
-    )
+    timing = _timing(quick, warmup_s, seconds)
     folder = claim_report(out, (*engines, baseline, data, settings_of), force=force)
     search_s = min(_SEARCH_MAX_S, timing.seconds * _SEARCH_SHARE)
     source = Path(data) if data else None
     earlier = reports.read(Path(settings_of)).cpu_search if settings_of else ()
     run = _prepare(every, source, device, batches, search_s, earlier, note, on_progress)
     points, conditions = _time(run, batches, timing, on_progress)
-    report = reports.Report(
+    report = replace(
+        empty,
         title=f"{every[0].artefact.path.stem}: latency and throughput",
-        created=now(),
-        command=command,
         quick=timing.seconds < FULL_S,
         baseline=BASELINE,
         artefacts=tuple(item.to_dict() for item in every),
@@ -105,6 +103,15 @@ def bench(
     report = replace(report, verdict=verdict(report))
     reports.write(report, folder)
     return report
+
+
+def _timing(quick: bool, warmup_s: float | None, seconds: float | None) -> Timing:
+    from deploykit.measure.timing.sweep import Timing
+
+    return Timing(
+        warmup_s=(1.0 if quick else 10.0) if warmup_s is None else warmup_s,
+        seconds=(2.0 if quick else FULL_S) if seconds is None else seconds,
+    )
 
 
 class _Once:
@@ -131,6 +138,7 @@ class _Run:
     gates: dict[str, Gate]  # by the artefact's hash
     columns: Columns
     gaps: list[NotMeasured]
+    asked: frozenset[str]  # hashes of the engines, without the baseline's
 
     def known(self, points: Sequence[Point]) -> dict[str, Any]:
         """The fields of the report that depend on the run and its points."""
@@ -146,6 +154,7 @@ class _Run:
             "gates": tuple(self.gates.values()),
             "points": tuple(points),
             "wrong": wrong,
+            "asked": tuple(each.label for each in columns if each.sha256 in self.asked),
             "best_cpu": best_cpu(points, wrong),
             "cpu_search": tuple(self.columns.searches),
             "not_measured": (*self.columns.gaps, *self.gaps),
@@ -174,7 +183,9 @@ def _prepare(
     search = partial(_search_cpu, right, inputs, search_s, earlier, on_progress)
     columns = choose_columns(reference, every, machine, device, batches, search)
     gap = NotMeasured("accuracy", "no labelled data were given (`data`)")
-    return _Run(machine, inputs, parity, accuracy, gates, columns, [gap] * (samples is None))
+    asked = frozenset(each.artefact.sha256 for each in every[1:])
+    gaps = [gap] * (samples is None)
+    return _Run(machine, inputs, parity, accuracy, gates, columns, gaps, asked)
 
 
 def _failed(gate: Gate | None) -> bool:

@@ -38,6 +38,7 @@ class Entry:
             "sha256": self.artefact.sha256,
             "precision": self.precision,
             "format": self.artefact.format,
+            "bytes": self.artefact.facts["bytes"],
             "built_on": dict(self.built_on),
         }
 

@@ -119,6 +119,7 @@ Timing:
 --quick                Measure briefly; a report of less than 60 s for each point says so
 --warmup SECONDS       Warm-up before each point [10, or 1 with --quick]
 --seconds SECONDS      Length of each point [60, or 2 with --quick]
+--within MS            The wanted p99: report the highest throughput within it
 --strict               Exit 1 if the GPU lowered its clocks meanwhile
 Compare two reports:
 --settings-of REPORT   Take the settings of the CPU from that report instead of a search
@@ -137,6 +138,7 @@ def bench(
     quick: bool = False,
     warmup_s: float | None = None,
     seconds: float | None = None,
+    within_ms: float | None = None,
     strict: bool = False,
     settings_of: Path | None = None,
     compare: tuple[Path, Path] | None = None,
@@ -167,6 +169,7 @@ def bench(
             quick=quick,
             warmup_s=warmup_s,
             seconds=seconds,
+            within_ms=within_ms,
             trust=trust,
             force=force,
             settings_of=settings_of,

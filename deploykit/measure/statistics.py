@@ -27,7 +27,7 @@ NO_DIFFERENCE, PRACTICALLY_EQUAL, FASTER, SLOWER = (
     "slower",
 )
 FEWEST_DEPENDENT = 20  # blocks that show whether they depend on each other
-_PRACTICAL = 0.02  # a smaller difference is of no use to anybody
+PRACTICAL = 0.02  # a smaller difference is of no use to anybody
 
 _TAIL = 0.025  # probability left out on each side
 _Z = 1.959963984540054  # the normal distribution's 97.5 % point
@@ -182,9 +182,9 @@ def difference(times: Interval) -> str:
     it is within 2 % of 1, or they differ for certain but by less than 2 %, which is of no use.
     """
     if times.low <= 1 <= times.high:
-        within = times.low > 1 - _PRACTICAL and times.high < 1 + _PRACTICAL
+        within = times.low > 1 - PRACTICAL and times.high < 1 + PRACTICAL
         return PRACTICALLY_EQUAL if within else NO_DIFFERENCE
-    if abs(times.value - 1) < _PRACTICAL:
+    if abs(times.value - 1) < PRACTICAL:
         return PRACTICALLY_EQUAL
     return FASTER if times.value > 1 else SLOWER
 

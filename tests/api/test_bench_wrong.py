@@ -16,6 +16,7 @@ pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
 from deploykit.api.bench import bench
 from deploykit.cli.main import main
+from deploykit.core.errors import BadInput
 from deploykit.measure.report.report import Report
 
 
@@ -88,3 +89,19 @@ def test_the_command_ends_with_1_and_writes_the_report(
     document = json.loads((tmp_path / "out" / "report.json").read_text())
     assert document["wrong"]
     assert [gate["passed"] for gate in document["gates"]] == [False]
+
+
+def test_the_report_is_about_the_engines_that_were_given(right: Path, zeros: Path) -> None:
+    report = timed(right, zeros)
+    assert report.asked
+    assert all(label.startswith("zeros") for label in report.asked)
+    assert {each["file"]: each["bytes"] for each in report.artefacts} == {
+        path.name: path.stat().st_size for path in (right, zeros)
+    }
+
+
+@pytest.mark.parametrize("within_ms", [0.0, -1.0, float("nan"), float("inf")], ids=str)
+def test_a_wanted_latency_that_makes_no_sense_is_refused(right: Path, within_ms: float) -> None:
+    with pytest.raises(BadInput, match="`within_ms` must be a number above 0"):
+        bench([right], out=right.parent / "report", within_ms=within_ms)
+    assert not (right.parent / "report").exists()

@@ -11,7 +11,15 @@ from deploykit.measure.report.chart import Chart, Figure, Mark, Series
 from deploykit.measure.report.formatting import SPACE, count, number, percent, spread
 from deploykit.measure.report.limit_figures import gpu_charts, roofline, waterfall
 from deploykit.measure.report.percentile_figures import calls_chart, served_chart
-from deploykit.measure.report.rows import Json, by_label, looks, mark, value
+from deploykit.measure.report.rows import (
+    Json,
+    by_label,
+    looks,
+    mark,
+    name_in_charts,
+    value,
+    why_not,
+)
 
 _POINT_COLUMNS = ("setup", "batch", "p50 (ms)", "p99 (ms)", "throughput (inferences/s)")
 
@@ -62,8 +70,10 @@ def _trade_off(document: Json, points: Sequence[Json], index: int) -> Chart:
             if p99 is not None:
                 upper.append(Mark(rate, p99["value"]))
         if marks:
-            series.append(Series(label, tuple(marks), look[label], tuple(upper)))
-    best = max(points, key=lambda point: float(point["throughput_per_s"]["value"]))
+            name = name_in_charts(document, label, chosen)
+            series.append(Series(name, tuple(marks), look[label], tuple(upper)))
+    usable = [point for point in points if not why_not(document, point)]
+    best = max(usable or points, key=lambda point: float(point["throughput_per_s"]["value"]))
     p50_ms = value(best["latency"]["p50_ms"])
     at = f", with a p50 of {number(p50_ms)}{SPACE}ms" if p50_ms is not None else ""
     return Chart(
@@ -75,17 +85,23 @@ def _trade_off(document: Json, points: Sequence[Json], index: int) -> Chart:
         x_label=f"throughput (inferences/s), {points[0]['scenario']}",
         y_label="latency of one call (ms)",
         series=tuple(series),
+        limit=_limit(document),
         columns=_POINT_COLUMNS,
         rows=_point_rows(points),
         zero=False,
     )
 
 
+def _limit(document: Json) -> tuple[float, str] | None:
+    within_ms = document.get("within_ms")
+    return (within_ms, f"wanted at p99: {number(within_ms)}{SPACE}ms") if within_ms else None
+
+
 def _sweep(document: Json, points: Sequence[Json], index: int) -> Chart:
     look = looks(document)
     series = tuple(
         Series(
-            label,
+            name_in_charts(document, label, chosen),
             tuple(mark(float(p["batch"]), p["throughput_per_s"]) for p in chosen),
             look[label],
         )
@@ -101,11 +117,12 @@ def _sweep(document: Json, points: Sequence[Json], index: int) -> Chart:
         else f"{c['label']} is not ahead of {c['baseline']} up to batch {batches[-1]}"
         for c in found
     ]
-    fastest = max(points, key=lambda point: float(point["throughput_per_s"]["value"]))["label"]
+    usable = [point for point in points if not why_not(document, point)]
+    best = max(usable or points, key=lambda point: float(point["throughput_per_s"]["value"]))
     flags = [
         (float(c["batch"]), f"{c['label']} ahead from batch {c['batch']}")
         for c in found
-        if c["label"] == fastest and c["batch"] not in (None, batches[0])
+        if c["label"] == best["label"] and c["batch"] not in (None, batches[0])
     ]
     return Chart(
         name=f"sweep-{index}",
@@ -132,7 +149,7 @@ def _accuracy(document: Json) -> Chart | None:
     for label, chosen in by_label(points).items():
         point = chosen[0]
         row, p50 = accuracy.get(str(point["precision"])), point["latency"]["p50_ms"]
-        if row is None or p50 is None:
+        if row is None or p50 is None or why_not(document, point) == "wrong outputs":
             continue
         share = {key: part * 100 for key, part in row["value"].items()}
         series.append(Series(label, (mark(p50["value"], share),), look[label]))

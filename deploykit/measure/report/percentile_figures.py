@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from deploykit.measure.histogram import percentile_ms
 from deploykit.measure.report.chart import LOOKS, Chart, Mark, Series
 from deploykit.measure.report.formatting import MISSING, SPACE, count, number, spread
-from deploykit.measure.report.rows import Json, by_label, load_label, looks, mark, value
+from deploykit.measure.report.rows import (
+    Json,
+    by_label,
+    load_label,
+    looks,
+    mark,
+    name_in_charts,
+    value,
+)
 
 _TICKS = (
     (2.0, "50 %"),
@@ -35,7 +43,8 @@ def calls_chart(document: Json) -> Chart | None:
         slowest = percentile_ms(histogram, 100)
         if marks:
             marks.append(Mark(max(float(calls), marks[-1].x), slowest))
-            series.append(Series(label, tuple(marks), look[label], plain=True))
+            name = name_in_charts(document, label, [point])
+            series.append(Series(name, tuple(marks), look[label], plain=True))
             asked = (percentile_ms(histogram, q) for q in (50, 90, 99))
             cells = (number(ms) if calls >= 20 else MISSING for ms in asked)
             rows.append((label, count(point["batch"]), *cells, number(slowest), count(calls)))

@@ -7,6 +7,7 @@ the same report gives the same bytes.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -100,7 +101,10 @@ class Report:
     `conditions`: power mode, clocks, power and heat of each GPU while it was measured. `best_cpu`:
     by batch size, with its settings. `cpu_search`: which settings of the CPU were tried.
     `outside`: the load of other processes. `invalid`: why the whole run is not valid, and the
-    remedy.
+    remedy; nothing is derived from it. `asked`:
+    labels of the setups of the engines that the run is about, the others are there to compare.
+    `within_ms`: the latency that was wanted at p99. `roofline`: {"ceilings": {"gflops",
+    "gbytes_per_s"}, "points": [{"label", "batch", "intensity", "gflops"}]}, as measured.
     """
 
     title: str
@@ -126,23 +130,31 @@ class Report:
     not_measured: tuple[NotMeasured, ...] = ()
     best_cpu: tuple[BestCpu, ...] = ()
     cpu_search: tuple[CpuSearch, ...] = ()
+    asked: tuple[str, ...] = ()
+    within_ms: float | None = None
+    roofline: Mapping[str, Any] = field(default_factory=dict)
 
     shown: ClassVar[tuple[str, ...]] = ("speedups", "crossovers")
 
     @property
     def speedups(self) -> tuple[Speedup, ...]:
-        return speedups(self._right, self.baseline)
+        return speedups(self.usable, self.baseline)
 
     @property
     def crossovers(self) -> tuple[Crossover, ...]:
-        return crossovers(self._right, self.baseline)
+        return crossovers(self.usable, self.baseline)
 
     @property
-    def _right(self) -> tuple[Point, ...]:
+    def usable(self) -> tuple[Point, ...]:
         """The points that anything may be derived from."""
-        if self.throttled:
+        if self.throttled or self.invalid:
             return ()
-        return tuple(point for point in self.points if point.label not in self.wrong)
+        return tuple(p for p in self.points if p.label not in self.wrong and not p.marks)
+
+    def __post_init__(self) -> None:
+        within_ms = self.within_ms
+        if within_ms is not None and not 0 < within_ms < math.inf:
+            raise BadInput(f"`within_ms` must be a number above 0, got {within_ms}")
 
     def to_dict(self) -> dict[str, Any]:
         """What `report.json` holds."""

@@ -18,6 +18,19 @@ def looks(document: Json) -> dict[str, int]:
     return {document["baseline"]: 0} | {label: i for i, label in enumerate(others, 1)}
 
 
+def why_not(document: Json, point: Json) -> str:
+    """Why nothing is concluded from a point; "" where something is."""
+    if point["label"] in document.get("wrong", ()):
+        return "wrong outputs"
+    return "; ".join(point.get("marks") or ())
+
+
+def name_in_charts(document: Json, label: str, points: Sequence[Json]) -> str:
+    """A setup's label, with a warning where nothing is concluded from some of its points."""
+    marked = any(why_not(document, point) for point in points)
+    return f"{label} (no verdict)" if marked else label
+
+
 def by_label(points: Sequence[Json]) -> dict[str, list[Json]]:
     """The points of each setup, by batch."""
     labels = dict.fromkeys(str(point["label"]) for point in points)

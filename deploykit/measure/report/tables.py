@@ -18,7 +18,7 @@ from deploykit.measure.report.formatting import (
     points,
     spread,
 )
-from deploykit.measure.report.rows import by_label, load_label
+from deploykit.measure.report.rows import by_label, load_label, why_not
 
 Json = Mapping[str, Any]
 NOT_MEASURED = "not measured"
@@ -38,11 +38,13 @@ class Table:
 def summary(document: Json) -> Table:
     """One row for each setup at its best batch, one for each load level; then what is missing."""
     accuracy = {str(row["precision"]): row for row in document["accuracy"]}
-    rows = []
-    for label, chosen in by_label(document["points"]).items():
+    rows, apart = list[tuple[str, ...]](), list[tuple[str, ...]]()
+    for label, measured in by_label(document["points"]).items():
+        usable = [point for point in measured if not why_not(document, point)]
+        chosen = usable or measured
         best = max(chosen, key=lambda point: float(point["throughput_per_s"]["value"]))
         first, scored = chosen[0], accuracy.get(str(best["precision"]))
-        rows.append(
+        (rows if usable else apart).append(
             (
                 label,
                 str(best["device"]) or MISSING,
@@ -53,6 +55,7 @@ def summary(document: Json) -> Table:
                 _against(document, label, best),
             )
         )
+    rows += apart
     for result in document["serving"]:
         latency = result["latency"] or {"p50_ms": None, "p99_ms": None}
         limited = " (generator-limited)" if result["generator_limited"] else ""
@@ -90,7 +93,8 @@ def best_by_batch(document: Json) -> Table:
     """Per batch size the baseline, the best on a CPU and the best on a GPU, of any setup."""
     rows = []
     for batch in sorted({int(point["batch"]) for point in document["points"]}):
-        here = [point for point in document["points"] if int(point["batch"]) == batch]
+        here = [p for p in document["points"] if int(p["batch"]) == batch]
+        here = [point for point in here if not why_not(document, point)]
         base = [point for point in here if point["label"] == document["baseline"]]
         cpu = [point for point in here if point["device"] == "cpu"]
         gpu = [point for point in here if point["device"] != "cpu"]
@@ -133,6 +137,8 @@ def _rows_per_s(result: Json) -> str:
 
 
 def _against(document: Json, label: str, point: Json) -> str:
+    if why := why_not(document, point):
+        return f"no verdict: {why}"
     if label == document["baseline"]:
         return "baseline"
     for found in document["speedups"]:
@@ -151,7 +157,8 @@ def details(document: Json) -> list[Table]:
         _gates(document),
         _accuracy(document),
         *(parity_table(each, _decided_by(document, each)) for each in document["parity"]),
-        _points(document),
+        _points(document, usable=True),
+        _points(document, usable=False),
         serving_table(document),
         _artefacts(document),
         _steps(document),
@@ -220,7 +227,8 @@ def _or_infinite(value: float | None) -> str:
     return "∞" if value is None else number(value)
 
 
-def _points(document: Json) -> Table:
+def _points(document: Json, *, usable: bool) -> Table:
+    """Those that something is concluded from, or the others, with the reason."""
     rows = tuple(
         (
             str(point["label"]),
@@ -238,6 +246,7 @@ def _points(document: Json) -> Table:
         )
         for chosen in by_label(document["points"]).values()
         for point in chosen
+        if usable is not bool(why_not(document, point))
     )
     columns = (
         "setup",
@@ -254,11 +263,14 @@ def _points(document: Json) -> Table:
         "load",
     )
     note = "From host memory to host memory, after the warm-up; calls are never averaged."
-    return Table("Every point", columns, rows, (0, 1, 11), note)
+    title = "Every point" if usable else "Rows without a verdict"
+    return Table(title, columns, rows, (0, 1, 3, 10, 11) if not usable else (0, 1, 3, 11), note)
 
 
 def _how(point: Json) -> str:
     how = f"{point['scenario']}, {number(point['duration_s'])}{SPACE}s in {point['rounds']} rounds"
+    sizes = (f"{name} {'×'.join(map(str, shape))}" for name, shape in point["shapes"].items())
+    how = "; ".join([how, *sizes])
     return f"{how}; {point['note']}" if point["note"] else how
 
 
@@ -318,9 +330,15 @@ def _load_notes(result: Json) -> str:
 def _artefacts(document: Json) -> Table:
     keys = ("file", "format", "precision", "sha256")
     rows = tuple(
-        tuple(str(item.get(key) or MISSING) for key in keys) for item in document["artefacts"]
+        (*(str(item.get(key) or MISSING) for key in keys), _megabytes(item.get("bytes")))
+        for item in document["artefacts"]
     )
-    return Table("Artefacts", ("file", "format", "precision", "SHA-256"), rows, (0, 1, 2, 3))
+    columns = ("file", "format", "precision", "SHA-256", "size (MB)")
+    return Table("Artefacts", columns, rows, (0, 1, 2, 3))
+
+
+def _megabytes(size: int | None) -> str:
+    return MISSING if size is None else number(size / 1e6)
 
 
 def _steps(document: Json) -> Table:

@@ -6,19 +6,24 @@ scenario and batch; where the intervals allow no difference, none is claimed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from deploykit.measure.load.result import LoadResult
+from deploykit.measure.report.conclusions import conclusions
 from deploykit.measure.report.formatting import SPACE, count, number, points, spread
 from deploykit.measure.report.report import Report, speedup
 from deploykit.measure.report.rows import load_label
+from deploykit.measure.statistics import NO_DIFFERENCE, PRACTICALLY_EQUAL, difference
 from deploykit.measure.timing.sweep import Point
+
+_MOST = 3  # engines, or reasons, that the verdict names
 
 
 def verdict(report: Report) -> tuple[str, ...]:
     """The sentences for `Report.verdict`; use as `replace(report, verdict=verdict(report))`."""
     unmet = [gate for gate in report.gates if not gate.passed]
-    sentences = []
+    sentences = [f"INVALID: {reason}" for reason in report.invalid]
     if unmet:
         named = "; ".join(f"{gate.name}: {gate.detail}" for gate in unmet)
         sentences.append(f"{len(unmet)} of {len(report.gates)} gates NOT met: {named}.")
@@ -27,8 +32,9 @@ def verdict(report: Report) -> tuple[str, ...]:
             f"The GPU was throttled ({', '.join(report.throttled)}): no speed-up is stated. "
             "Cool it, or lower its clocks to what it can hold, and measure again."
         )
-    else:
-        sentences += _headline(report)
+    elif not report.invalid:
+        sentences += _headlines(report)
+    sentences += _marked(report)
     sentences += _power_mode(report)
     sentences += [_serving_sentence(result) for result in report.serving]
     if report.quick:
@@ -37,6 +43,18 @@ def verdict(report: Report) -> tuple[str, ...]:
         gaps = "; ".join(f"{gap.what} ({gap.why})" for gap in report.not_measured)
         sentences.append(f"Not measured: {gaps}.")
     return tuple(sentences)
+
+
+def _marked(report: Report) -> list[str]:
+    """The points that give no verdict, by their reasons."""
+    marked = [point for point in report.points if point.marks]
+    if not marked:
+        return []
+    reasons = Counter(mark for point in marked for mark in point.marks)
+    why = "; ".join(f"{reason} ({count(n)})" for reason, n in reasons.most_common(_MOST))
+    rows = f"{count(len(marked))} of {count(len(report.points))} rows"
+    again = "measure them again, for longer or on a quiet machine"
+    return [f"{rows} give no verdict: {why}. They are in a table of their own; {again}."]
 
 
 def _power_mode(report: Report) -> list[str]:
@@ -51,38 +69,59 @@ def _power_mode(report: Report) -> list[str]:
     return []
 
 
-def _headline(report: Report) -> list[str]:
-    """The fastest engine against its like, then against the fastest column of the baseline."""
+def _headlines(report: Report) -> list[str]:
+    """One for each engine that was asked for; without such, one of the fastest."""
     if not report.points:
         return [] if report.serving else ["No engine was timed."]
-    usable = [point for point in report.points if point.label not in report.wrong]
+    usable = report.usable
     own = [point for point in usable if _is_baseline(point, report.baseline)]
     others = [point for point in usable if point not in own]
     others = others or [point for point in own if point.label != report.baseline]
-    pairs = [(point, found) for point in others if (found := _reference(point, usable, own))]
-    if not pairs and report.wrong:
-        return []  # the gate's sentence says it
-    if not pairs:
-        best = _fastest(report.points)
+    engines: dict[str, list[Point]] = {}
+    for label in report.asked:
+        engines.setdefault(label.partition(", ")[0], []).extend(
+            point for point in others if point.label == label
+        )
+    asked = [found for found in engines.values() if found] or [others]
+    found = [_headline(report, each, usable, own) for each in asked[:_MOST]]
+    sentences = [sentence for each in found for sentence in each]
+    if not sentences and not report.wrong and usable:
+        best = _fastest(usable)
         rate = f"{best.label}: {spread(best.throughput_per_s.to_dict())} inferences/s"
-        return [f"{rate} at batch {best.batch}; no baseline was measured to compare it with."]
+        why = "nothing else" if report.baseline else "no baseline"
+        return [f"{rate} at batch {best.batch}; {why} was measured to compare it with."]
+    return sentences
+
+
+def _headline(
+    report: Report, others: Sequence[Point], usable: Sequence[Point], own: Sequence[Point]
+) -> list[str]:
+    """An engine against its like, then against faster columns; then what follows for its use."""
+    pairs = [(point, found) for point in others if (found := _reference(point, usable, own))]
+    if not pairs:
+        return []
     candidate, reference = max(
         pairs, key=lambda pair: (_alike(*pair), pair[0].throughput_per_s.value)
     )
     what = _ratio(candidate, reference, reference in own)
     notes = dict.fromkeys(point.note for point in (candidate, reference) if point.note)
     sentences = ["; ".join([what, _accuracy(report, candidate.precision), *notes]) + "."]
-    rivals = [point for point in own if _comparable(point, candidate) and point is not candidate]
-    if rivals and (rival := _fastest(rivals)).label != reference.label:
-        what = _ratio(candidate, rival, True)
-        sentences.append(f"Against the fastest column of the baseline: {what}.")
-    return sentences + _own_best(report, candidate)
+    equals = [each for each in usable if _comparable(each, candidate) and each is not candidate]
+    named = {candidate.label, reference.label}
+    for title, rivals in (
+        ("the fastest column of the baseline", [point for point in equals if point in own]),
+        ("the best on the CPU", [p for p in (*equals, candidate) if p.device == "cpu"]),
+    ):
+        if rivals and (rival := _fastest(rivals)).label not in named:
+            named.add(rival.label)
+            sentences.append(f"Against {title}: {_ratio(candidate, rival, rival in own)}.")
+    return sentences + _own_best(report, candidate) + conclusions(report, candidate, reference)
 
 
 def _own_best(report: Report, candidate: Point) -> list[str]:
-    base = [point for point in report.points if point.label == report.baseline]
-    own = _fastest([point for point in base if point.scenario == candidate.scenario])
-    if own.batch == candidate.batch:
+    base = [point for point in report.usable if point.label == report.baseline]
+    base = [point for point in base if point.scenario == candidate.scenario]
+    if not base or (own := _fastest(base)).batch == candidate.batch:
         return []
     rates = [number(point.throughput_per_s.value) for point in (own, candidate)]
     at = f"{own.label} {rates[0]} inferences/s at {own.batch}"
@@ -122,8 +161,11 @@ def _ratio(candidate: Point, reference: Point, is_baseline: bool) -> str:
     named = is_baseline and "baseline" not in reference.label.lower()
     rival = f"the {'baseline ' * named}{reference.label}"
     where = f"at batch {candidate.batch}, end to end in process{_sessions(candidate, reference)}"
-    if times.low <= 1 <= times.high:
+    found = difference(times)
+    if found == NO_DIFFERENCE:
         return f"No difference between {candidate.label} and {rival} {where} ({text})"
+    if found == PRACTICALLY_EQUAL:
+        return f"{candidate.label} and {rival} are practically equal {where} ({text})"
     return f"{candidate.label} is {text} {rival} {where}"
 
 

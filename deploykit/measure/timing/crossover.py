@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deploykit.core.errors import BadInput
-from deploykit.measure.statistics import Interval
+from deploykit.measure.statistics import PRACTICAL, Interval
 from deploykit.measure.timing.sweep import Point
 
 
@@ -14,8 +14,9 @@ def crossover(
 ) -> int | None:
     """The smallest batch measured on both from which a is ahead of b and stays ahead; None: never.
 
-    Ahead: the 95 % intervals do not touch, by "throughput" or by "p50" latency. Nothing is
-    interpolated. Raises BadInput when no batch was measured on both, or one twice on one side.
+    Ahead: the 95 % intervals do not touch, by "throughput" or by "p50" latency, and the figures
+    are not practically equal. Nothing is interpolated. Raises BadInput when no batch was measured
+    on both, or one twice on one side.
     """
     side_a, side_b = _by_batch(points_a), _by_batch(points_b)
     common = sorted(side_a.keys() & side_b.keys(), reverse=True)
@@ -51,7 +52,9 @@ def _ahead(a: Point, b: Point, by: str) -> bool:
     ours, theirs = _figure(a, by), _figure(b, by)
     if ours is None or theirs is None:
         return False
-    return ours.low > theirs.high if by == "throughput" else ours.high < theirs.low
+    if by == "p50":
+        ours, theirs = theirs, ours
+    return ours.low > theirs.high and ours.value >= theirs.value * (1 + PRACTICAL)
 
 
 def _by_batch(points: Sequence[Point]) -> dict[int, Point]:
