@@ -143,6 +143,8 @@ def _check_asked(to: str, target: Profile, for_docker: Mapping[str, object]) -> 
     for option, value in for_docker.items():
         if value and to != "docker":
             raise BadInput(f"`{option}` has no effect with `to` {to}")
+    if for_docker["timing_cache"] and target.runtime != "tensorrt":
+        raise BadInput("`timing_cache` has no effect: the target's runtime times no kernels")
     if target.name not in profile_names():
         raise BadInput(
             f"profile '{target.name}': the device knows the profiles of deploykit alone",

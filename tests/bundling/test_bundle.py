@@ -173,6 +173,18 @@ def test_an_option_for_containers_is_refused_for_a_cluster(
         dk.bundle(model, "cpu", out=tmp_path / "out", to="triton", **option)
 
 
+def test_a_timing_cache_is_for_tensorrt_and_travels_with_the_model(
+    model: Path, tmp_path: Path
+) -> None:
+    timings = tmp_path / "mine.bin"
+    timings.write_bytes(bytes(range(256)))
+    with pytest.raises(dk.BadInput, match="`timing_cache` has no effect"):
+        dk.bundle(model, "cpu", out=tmp_path / "out", timing_cache=timings)
+    made = dk.bundle(model, "l4", out=tmp_path / "out", timing_cache=timings)
+    assert made.bundle.timing_cache == "model/timing.cache"
+    assert (tmp_path / "out" / "model" / "timing.cache").read_bytes() == timings.read_bytes()
+
+
 def test_weights_that_the_manifest_does_not_name_are_refused(tmp_path: Path) -> None:
     path = proven_model(tmp_path / "m.onnx", external=True)
     manifest = path.with_name("m.onnx.json")

@@ -204,7 +204,7 @@ class Process:
         }
         enter = [sys.executable, str(Path(__file__).with_name("enter.py")), json.dumps(box)]
         self.started = time.monotonic()
-        self.log = log
+        self.log, self.ready = log, ""
         with log.open("wb") as stderr:
             self.outer = subprocess.Popen(
                 ["unshare", "--mount", "--pid", "--fork", "--net", "--kill-child", *enter],

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.util
+import json
 import os
 import shutil
 import statistics
@@ -67,7 +68,7 @@ def main() -> int:
 
 
 def lint(results: Results) -> None:
-    """hadolint, of PyPI, at its strictest threshold."""
+    """Hadolint at its strictest threshold, and compose.yaml by a strict parser; both of PyPI."""
     command = [rig.tool("hadolint"), "--failure-threshold", "info"]
     version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True)
     files = ["Dockerfile.x86", "Dockerfile.jetson"]
@@ -76,6 +77,21 @@ def lint(results: Results) -> None:
     )
     name = f"{version.stdout.split()[-1]} --failure-threshold info"
     results.add(f"hadolint {name}", done.stdout.strip() or "clean", done.returncode == 0)
+    place = rig.WORK / "compose-spec"
+    install = [rig.tool("pip"), "install", "--quiet", "--upgrade", "--target", place]
+    subprocess.run([*install, "compose-spec"], check=True)
+    words = ["-m", "pytest", "-q", "-p", "no:randomly", "tests/bundling/test_docker.py"]
+    done = subprocess.run(
+        [sys.executable, *words, "-k", "parser_of_the_compose_specification"],
+        cwd=rig.ROOT,
+        env={**os.environ, "PYTHONPATH": str(place)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    seen = done.stdout.strip().splitlines()[-1]
+    held = done.returncode == 0 and "skipped" not in seen
+    results.add("`compose.yaml` of three targets, parser of the Compose specification", seen, held)
 
 
 def x86(results: Results) -> None:
@@ -181,6 +197,7 @@ def running(
         line = process.line()
         while '"event": "ready"' not in line:
             line = process.line()
+        process.ready = line
         yield process, time.monotonic() - process.started
     finally:
         process.kill()
@@ -275,9 +292,29 @@ def boot(results: Results, name: str, arch: str, arguments: dict[str, str]) -> N
                 answers(results, process, "model", samples)
             with running(image, image.command(), None, volume) as (process, second):
                 answers(results, process, "model", samples)
+            if arch == "amd64":
+                update(results, image, bundle, volume)
         held = arch != "amd64" or second <= READY_S
         results.add(f"{arch}: first boot to ready", f"{first:.1f} s", first <= FIRST_BOOT_S)
         results.add(f"{arch}: second boot to ready, cached engine", f"{second:.2f} s", held)
+
+
+def update(results: Results, image: rig.Image, bundle: Path, volume: Path) -> None:
+    """A new version on the same volume, back to the engine before it, and forth again."""
+    new = bundle.with_name("new")
+    dk.bundle(bundle / "model" / "model.onnx", "cpu", out=new, batch="1,2,4")
+    for words, wanted in (
+        ((), "build"),
+        (("--rollback",), "previous"),
+        ((), "previous"),
+        (("--retry",), "cache"),
+    ):
+        with running(image, image.command(*words), new, volume) as (process, _):
+            engine = json.loads(process.ready)["engine"]
+            seen = f"serves from: {engine['source']}, {engine['slot'][0]} ({engine['why'][:60]})"
+            held = engine["source"] == wanted and process.stop() == 0
+        what = f"{image.architecture}: a new version, boot {' '.join(words)}".strip()
+        results.add(what, seen, held)
 
 
 def build_context(folder: Path, bundle: Path) -> Path:
