@@ -65,7 +65,7 @@ OWNERS = {
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
     "core": 3565,
-    "runtimes": 7540,
+    "runtimes": 7545,
     "training": 1500,
     "exporters": 1430,
     "onnx_graph+quantization": 5610,
@@ -75,7 +75,7 @@ BUDGETS = {
     "serving": 11770,
     "bundling": 2040,
     "cluster": 270,
-    "api": 7265,
+    "api": 7285,
     "cli": 2645,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 140  # the whole package, with the list of public names

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from deploykit.runtimes.engine import Arrays, Engine
 
 log = logging.getLogger(__name__)
+
+_BLOCK = 4096  # rows of outputs at a time
 
 
 @dataclass(frozen=True)
@@ -91,22 +93,21 @@ def predict(
         raise BadInput(f"`batch` must be 1 or more, got {batch}")
     if on not in ("local", "ray"):
         raise BadInput(f"`on` {quote(on)}: is neither local nor ray")
-    data = Path(data)
     out = claim(out, PREDICTIONS, (engine, data), force=force)
     artefact = Artefact.open(engine)
     with ExitStack() as stack:
         (proven,) = open_proven(artefact, device, trust=trust)
         opened = stack.enter_context(proven)
-        source = find_source(data, opened.inputs)
+        source = find_source(Path(data), opened.inputs)
         size = batch if opened.inputs[0].batched else 1
         made_by = {"engine": artefact.sha256, "runtime": opened.runtime, "device": opened.device}
         parts = PartialOutputs(out, {**made_by, "batch": str(size)}, restart=restart)
         stack.enter_context(parts)
         stream = stack.enter_context(_open_stream(source, parts, on_progress))
+        resumed = parts.done.samples
         if parts.dropped:
             on_note(f"{parts.folder}: begun anew: {parts.dropped}")
-        resumed = parts.done.samples
-        if resumed:
+        elif resumed:
             on_note(f"{out}: goes on after the {resumed} samples that an earlier run has done")
         run = (
             partial(_on_ray, artefact, opened, trust=trust) if on == "ray" else partial(map, opened)
@@ -116,8 +117,9 @@ def predict(
         seconds = time.perf_counter() - started
         outputs = parts.arrays()
         write_npz(out, outputs, kind=PREDICTIONS)
-        accuracy, note = _accuracy(source, next(iter(outputs.values()), None), stream.read_labels())
         parts.finish()
+        _note_nan(outputs, on_note)
+        accuracy, note = _accuracy(source, next(iter(outputs.values()), None), stream.read_labels())
         where = f"ray, {opened.device}" if on == "ray" else opened.device
         return Predicted(out, source.count, seconds, where, accuracy, note, resumed)
 
@@ -162,6 +164,20 @@ def _append_all(
         rate = (done - resumed) / max(time.perf_counter() - started, 1e-9)
         left = str(timedelta(seconds=round((count - done) / rate)))
         on_progress(f"{done}/{count} samples, {rate:,.0f}/s, {left} left", done / count)
+
+
+def _note_nan(outputs: Mapping[str, np.ndarray], on_note: Callable[[str], None]) -> None:
+    """Pass on a note for each output that is NaN somewhere; it may be larger than the memory."""
+    import numpy as np
+
+    for name, values in outputs.items():
+        rows, others = [], tuple(range(1, values.ndim))
+        for at in range(0, len(values) if values.dtype.kind in "fc" else 0, _BLOCK):
+            block = values[at : at + _BLOCK]
+            rows += (at + np.flatnonzero(np.isnan(block).any(others))).tolist()
+        if rows:
+            what = f"{len(rows)} of {len(values)} rows, first in {rows[0]}"
+            on_note(f"output '{name}' is NaN in {what}")
 
 
 def _accuracy(

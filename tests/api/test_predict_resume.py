@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tracemalloc
@@ -286,6 +287,47 @@ def test_an_output_of_any_number_of_rows_is_joined(data: Path) -> None:
     found, _ = run(onnx_zoo.save(model, data.parent / "odd.onnx"), data)
     assert found is not None
     assert np.load(found.path)["y"].shape == (np.count_nonzero(X), 2)
+
+
+def test_nan_is_counted_and_an_accuracy_of_it_fails_with_the_outputs_written(
+    model: Path, data: Path
+) -> None:
+    x = X.copy()
+    x[[17, 200], 2] = np.nan
+    np.savez(data, x=x)
+    _, notes = run(model, data)
+    assert notes == ["output 'y' is NaN in 2 of 300 rows, first in 17"]
+    np.savez(data, x=x, labels=np.zeros(COUNT, np.int64))
+    with pytest.raises(dk.GateFailed, match="NaN or infinity for 2 samples"):
+        run(model, data)
+    assert np.isnan(np.load(data.parent / "out.npz")["y"][17]).all()
+    assert not parts(data).exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"bytes": -5},
+        {"bytes": 10**15},
+        {"bytes": "many"},
+        {"row": [-3]},
+        {"dtype": "|O"},
+        {"row": 7},
+    ],
+    ids=str,
+)
+def test_a_state_that_somebody_changed_begins_anew(
+    model: Path, data: Path, change: dict[str, Any]
+) -> None:
+    run(model, data, stop=100)
+    path = parts(data) / "state.json"
+    state = json.loads(path.read_text())
+    state["outputs"]["y"] |= change
+    path.write_text(json.dumps(state))
+    found, notes = run(model, data)
+    assert found is not None
+    assert notes == [f"{parts(data)}: begun anew: its files are damaged"]
+    assert np.load(found.path)["y"].shape == (COUNT, 3)
 
 
 def test_a_corrupt_image_is_named_and_the_run_goes_on_without_it(tmp_path: Path) -> None:

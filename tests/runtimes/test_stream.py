@@ -119,6 +119,20 @@ def test_what_is_read_ahead_comes_in_order_from_another_thread() -> None:
     assert threading.get_ident() not in threads
 
 
+def test_the_next_items_are_made_while_one_is_used() -> None:
+    third = threading.Event()
+
+    def items() -> Iterator[int]:
+        yield from range(2)
+        third.set()
+        yield 2
+
+    ahead = read_ahead(items())
+    assert next(ahead) == 0
+    assert third.wait(60)
+    assert list(ahead) == [1, 2]
+
+
 def test_an_error_comes_after_the_items_before_it() -> None:
     def items() -> Iterator[int]:
         yield from range(3)

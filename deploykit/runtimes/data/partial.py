@@ -173,12 +173,14 @@ class PartialOutputs:
                 self._kinds[name] = (np.dtype(each["dtype"]), tuple(each["row"]))
                 self._open(name, "r+b")
                 nbytes[name] = size = int(each["bytes"])
-                if self._kinds[name][0].hasobject or self._files[name].seek(0, 2) < size:
+                dtype, row = self._kinds[name]
+                whole = 0 <= size <= self._files[name].seek(0, os.SEEK_END)
+                if dtype.hasobject or min(row, default=0) < 0 or not whole:
                     return "its files are damaged"
                 self._files[name].truncate(size)
                 self._files[name].seek(size)
             self.done = Done(int(state["samples"]), str(state["digest"]), nbytes)
-        except (KeyError, TypeError, ValueError, AttributeError, DeploykitError):
+        except (KeyError, TypeError, ValueError, AttributeError, OSError, DeploykitError):
             return "its files are damaged"
         return ""
 
