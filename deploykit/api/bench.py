@@ -25,6 +25,7 @@ from deploykit.api.outputs import claim_report
 from deploykit.core.artefact import ArtefactLike
 from deploykit.core.machine import Machine, default_threads, this_machine, usable_cores
 from deploykit.core.paths import StrPath
+from deploykit.core.provenance import provenance
 from deploykit.core.tensors import BATCH, TensorSpec
 
 if TYPE_CHECKING:
@@ -80,7 +81,9 @@ def bench(
     from deploykit.measure.report.verdict import verdict
 
     batches = (QUICK_BATCHES if quick else BATCHES) if batches is None else batches
-    empty = reports.Report("", now(), command, within_ms=within_ms)  # checked before all the work
+    empty = reports.Report(  # checked before all the work
+        "", now(), command, within_ms=within_ms, provenance=provenance()
+    )
     note = _Once(on_note)
     every = open_entries(engines, baseline, trust, note)
     timing = _timing(quick, warmup_s, seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from deploykit.api.bench import now
 from deploykit.api.outputs import claim_report
 from deploykit.core.machine import this_machine
 from deploykit.core.paths import StrPath
+from deploykit.core.provenance import provenance
 
 if TYPE_CHECKING:
     from deploykit.measure.load.result import LoadResult
@@ -43,8 +45,6 @@ def load_test(
     """
     from deploykit.measure.load.conditions import apply_conditions, parse_conditions
     from deploykit.measure.load.generator import run_load
-    from deploykit.measure.report import report as reports
-    from deploykit.measure.report.verdict import verdict
 
     conditions = parse_conditions(fail_on) if fail_on is not None else ()
     folder = claim_report(out, (data,), force=force) if out is not None else None
@@ -62,17 +62,25 @@ def load_test(
     )
     result = apply_conditions(result, conditions)
     if folder is not None:
-        failed = {why.partition(":")[0]: why for why in result.unmet}
-        report = reports.Report(
-            title=f"{result.model} under load",
-            created=now(),
-            command=command,
-            machine=this_machine().to_dict(),
-            gates=tuple(
-                reports.Gate(f"fail on {text}", text not in failed, failed.get(text, ""))
-                for text in (each.text for each in conditions)
-            ),
-            serving=(result,),
-        )
-        reports.write(replace(report, verdict=verdict(report)), folder)
+        _write(result, [each.text for each in conditions], command, folder)
     return result
+
+
+def _write(result: LoadResult, conditions: Sequence[str], command: str, folder: Path) -> None:
+    from deploykit.measure.report import report as reports
+    from deploykit.measure.report.verdict import verdict
+
+    failed = {why.partition(":")[0]: why for why in result.unmet}
+    report = reports.Report(
+        title=f"{result.model} under load",
+        created=now(),
+        command=command,
+        machine=this_machine().to_dict(),
+        provenance=provenance(),
+        gates=tuple(
+            reports.Gate(f"fail on {text}", text not in failed, failed.get(text, ""))
+            for text in conditions
+        ),
+        serving=(result,),
+    )
+    reports.write(replace(report, verdict=verdict(report)), folder)

@@ -40,7 +40,8 @@ class Engine(Protocol):
     no values can make it hang. `last_copies_us`: of the last call, to the device and back.
     `batching`: whether its rows may be joined, as its manifest says. `examples`: inputs that it is
     known to run. `source`: the file that it was loaded from. `slots`: how many calls it keeps in
-    flight. `BaseEngine` has defaults for all but `inputs`, `outputs`, `device` and `runtime`.
+    flight. `options`: how its library was set up, by the library's names. `BaseEngine` has defaults
+    for all but `inputs`, `outputs`, `device` and `runtime`.
     """
 
     @property
@@ -69,6 +70,8 @@ class Engine(Protocol):
     def source(self) -> Artefact | None: ...
     @property
     def slots(self) -> int: ...
+    @property
+    def options(self) -> Mapping[str, str]: ...
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Run once. Raises BadInput when the feeds do not fit `inputs`."""
@@ -140,6 +143,7 @@ class BaseEngine(Closing):
     examples: Arrays | None = None
     source: Artefact | None = None
     slots: int = 1
+    options: Mapping[str, str] = MappingProxyType({})
 
     def submit(self, feeds: Arrays) -> InFlight:  # noqa: ARG002 - of engines with more slots
         raise Unsupported("this engine runs one call at a time")

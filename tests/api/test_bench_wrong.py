@@ -95,6 +95,9 @@ def test_the_report_is_about_the_engines_that_were_given(right: Path, zeros: Pat
     report = timed(right, zeros)
     assert report.asked
     assert all(label.startswith("zeros") for label in report.asked)
+    assert report.provenance["affinity"]
+    options = [point.options for point in report.points if point.processes == 1]
+    assert {each["graph_optimization_level"] for each in options if each} == {"ORT_ENABLE_ALL"}
     assert {each["file"]: each["bytes"] for each in report.artefacts} == {
         path.name: path.stat().st_size for path in (right, zeros)
     }

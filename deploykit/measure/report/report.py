@@ -105,6 +105,7 @@ class Report:
     labels of the setups of the engines that the run is about, the others are there to compare.
     `within_ms`: the latency that was wanted at p99. `roofline`: {"ceilings": {"gflops",
     "gbytes_per_s"}, "points": [{"label", "batch", "intensity", "gflops"}]}, as measured.
+    `provenance`: commits, host, clocks, CPUs and variables, as `core.provenance` reads them.
     """
 
     title: str
@@ -133,6 +134,7 @@ class Report:
     asked: tuple[str, ...] = ()
     within_ms: float | None = None
     roofline: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
 
     shown: ClassVar[tuple[str, ...]] = ("speedups", "crossovers")
 

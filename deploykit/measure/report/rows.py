@@ -54,3 +54,21 @@ def load_label(result: Json) -> str:
         return f"{number(result['rate_per_s'])} requests/s"
     connections = int(result["concurrency"])
     return f"{count(connections)} connection{'s' if connections != 1 else ''}"
+
+
+def provenance_rows(found: Json) -> list[tuple[str, str]]:
+    """Names and values of a report's provenance."""
+    rows = []
+    for key, name in (("project", "commit measured"), ("deploykit", "commit of deploykit")):
+        commit = found.get(key) or {}
+        changed = ", with changes that are not committed" if commit.get("changed") else ""
+        rows.append((name, commit["commit"] + changed if "commit" in commit else ""))
+    clocks = found.get("clocks") or {}
+    units = {"min_mhz": "at least {} MHz", "max_mhz": "at most {} MHz", "turbo": "turbo {}"}
+    rows += [
+        ("host", str(found.get("host") or "")),
+        ("CPU clocks", ", ".join(units.get(key, "{}").format(v) for key, v in clocks.items())),
+        ("CPUs used", str(found.get("affinity") or "")),
+    ]
+    rows += list((found.get("environment") or {}).items())
+    return [row for row in rows if row[1]]

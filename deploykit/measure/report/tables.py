@@ -18,7 +18,7 @@ from deploykit.measure.report.formatting import (
     points,
     spread,
 )
-from deploykit.measure.report.rows import by_label, load_label, why_not
+from deploykit.measure.report.rows import by_label, load_label, provenance_rows, why_not
 
 Json = Mapping[str, Any]
 NOT_MEASURED = "not measured"
@@ -367,6 +367,7 @@ def machine(document: Json) -> Table:
     if is_jetson and not values.get("power_mode"):
         rows.append(("power mode", modes[0] if modes else "NOT KNOWN"))
     rows += [row for each in document["conditions"] for row in _conditions(each)]
+    rows += provenance_rows(document.get("provenance") or {})
     rows += [(name, str(version)) for name, version in (values.get("packages") or {}).items()]
     return Table("Machine and versions", ("what", "value"), tuple(rows), (0, 1))
 

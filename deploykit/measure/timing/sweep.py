@@ -93,7 +93,8 @@ class Point(Record):
     `processes`: how many fresh processes timed it, a share of the rounds each; where there are
     several, `round_rates` and the intervals are over the processes. `settings`: of the CPU, chosen
     by a search: "2 sessions of 1 thread". `compute`: latency without the copies to the GPU and
-    back; None on a CPU, and where the engine does not tell.
+    back; None on a CPU, and where the engine does not tell. `options`: of its session, as the
+    runtime names them.
     """
 
     label: str
@@ -117,6 +118,7 @@ class Point(Record):
     processes: int = 1
     settings: str = ""
     compute: Latency | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
 
 
 def sweep(
@@ -258,6 +260,7 @@ class Measured:
     batch: int
     device: str
     runtime: str
+    options: Mapping[str, str]
     warmth: Warmth
     shapes: Mapping[str, tuple[int, ...]]
     blocks: list[Block] = field(default_factory=list)
@@ -311,6 +314,7 @@ class _Turns:
             batch=self.batch,
             device=setup.device or engine.device,
             runtime=engine.runtime,
+            options=dict(engine.options),
             warmth=warm_up(partial(column.run, feeds, self.batch, clock=self.clock), limit_s),
             shapes={name: array.shape for name, array in feeds.items()},
             bound_cores=self.watch.bound if self.watch is not None else math.inf,
@@ -364,4 +368,5 @@ def make_point(parts: Sequence[Measured]) -> Point:
         processes=len(parts),
         settings=setup.settings,
         compute=Latency.of(*compute_s) if compute_s else None,
+        options=parts[0].options,
     )

@@ -142,6 +142,7 @@ class OnnxRuntimeEngine(BaseEngine):
             self.session = open_session()
         if self.session.get_session_options().get_session_config_entry(EXACT_INTEGERS) == "0":
             self.notes += (f"{path}: nodes share INT8 weights: {UNSHARED}",)
+        self.options = describe_options(self.session)
         self.inputs = tuple(_spec(path, node) for node in self.session.get_inputs())
         self.outputs = tuple(_spec(path, node) for node in self.session.get_outputs())
         self._names = [spec.name for spec in self.outputs]
@@ -226,12 +227,32 @@ def session_options(
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads or default_threads()
     options.inter_op_num_threads = 1
-    options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spinning)))
+    options.add_session_config_entry(_SPINNING, str(int(spinning)))
     options.add_session_config_entry(EXACT_INTEGERS, str(int(exact)))
     options.log_severity_level = 4
     level = ort.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_ENABLE_EXTENDED if half else level.ORT_ENABLE_ALL
     return options
+
+
+_SPINNING = "session.intra_op.allow_spinning"
+_OPTIONS = (
+    "intra_op_num_threads",
+    "inter_op_num_threads",
+    "graph_optimization_level",
+    "execution_mode",
+    "enable_cpu_mem_arena",
+    "enable_mem_pattern",
+)
+
+
+def describe_options(session: Any) -> dict[str, str]:
+    """The options that a session was made with, as ONNX Runtime names them."""
+    options = session.get_session_options()
+    found = {name: getattr(options, name, None) for name in _OPTIONS}
+    found |= {name: options.get_session_config_entry(name) for name in (_SPINNING, EXACT_INTEGERS)}
+    found["providers"] = ", ".join(session.get_providers())
+    return {name: getattr(value, "name", str(value)) for name, value in found.items()}
 
 
 def _session(

@@ -372,3 +372,21 @@ def test_what_held_during_the_run_is_in_the_table_of_the_machine(report: Report)
     assert rows["power meanwhile"] == "9.50 W on average, 12.0 W at most"
     assert rows["temperature meanwhile"] == "61.0 °C at most"
     assert rows["throttled meanwhile"] == "no"
+
+
+def test_the_provenance_is_in_the_table_of_the_machine(report: Report, tmp_path: Path) -> None:
+    known = {
+        "project": {"commit": "abc", "changed": True},
+        "host": "bench-1",
+        "clocks": {"governor": "performance", "max_mhz": 3500.0, "turbo": "off"},
+        "affinity": "0-1",
+        "environment": {"OMP_NUM_THREADS": "2"},
+    }
+    full = replace(report, provenance=known)
+    write(full, tmp_path)
+    assert read(tmp_path) == full
+    rows = dict(machine_table(full.to_dict()).rows)
+    assert rows["commit measured"] == "abc, with changes that are not committed"
+    assert "commit of deploykit" not in rows
+    assert rows["CPU clocks"] == "performance, at most 3500.0 MHz, turbo off"
+    assert (rows["host"], rows["CPUs used"], rows["OMP_NUM_THREADS"]) == ("bench-1", "0-1", "2")

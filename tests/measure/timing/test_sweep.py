@@ -384,6 +384,7 @@ def test_a_point_says_what_was_timed_and_goes_into_json(bench: Bench) -> None:
         "processes": 1,
         "settings": "",
         "compute": None,
+        "options": {},
     }
 
 
