@@ -222,8 +222,8 @@ def _finding(ratio: Interval, *, more_is_better: bool) -> str:
 
 
 def _check_valid(report: Report, name: str) -> None:
-    why = [*getattr(report, "invalid", ()), *(f"the GPU: {each}" for each in report.throttled)]
-    for point in report.points:
+    why = [*report.invalid, *(f"the GPU: {each}" for each in report.throttled)]
+    for point in report.points if not report.invalid else ():
         why += [f"{_name(point)}: {mark}" for mark in point.marks]
         if point.label in report.wrong:
             why.append(f"{_name(point)}: its outputs failed their gate")
@@ -246,11 +246,22 @@ def _facts(report: Report) -> Iterator[tuple[str, Any]]:
     for each in report.conditions:
         machine[f"power mode of {each.name}"] = each.power_mode
         machine[f"highest clock of {each.name} in MHz"] = each.clock_max_mhz
-    needed = ("cpu", "usable_cores", "gpus", "version of deploykit")
+    known = _provenance(report)
+    for key, value in known.get("clocks", {}).items():
+        machine[f"clock {key}" if key == "governor" else f"clocks: {key}"] = value
+    machine["CPUs that it may use"] = known.get("affinity")
+    if known:  # without variables it has no key for them
+        machine["variables of numeric libraries"] = known.get("environment", {})
+    needed = ("cpu", "usable_cores", "gpus", "version of deploykit", "clock governor")
     for key, value in {**dict.fromkeys(needed), **machine}.items():
         if value is not None or key in needed:  # most machines have no power mode
             yield key.replace("_", " "), value
     yield "length of the timing", "quick" if report.quick else "full"
+
+
+def _provenance(report: Report) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = getattr(report, "provenance", {})
+    return found
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], list[str]]:
@@ -325,6 +336,10 @@ def _notes(
     changed = [name for name in files[0] if files[1].get(name, files[0][name]) != files[0][name]]
     if changed:
         yield f"not the same file in both: {', '.join(changed)}"
+    one, other = (_provenance(report) for report in (a, b))
+    for key, what in (("host", "host"), ("project", "commit"), ("deploykit", "deploykit's commit")):
+        if key in one and key in other and one[key] != other[key]:
+            yield f"{what}: {_shown(one[key])} against {_shown(other[key])}"
     single = any(point.processes <= 1 for pair in pairs for point in pair)
     if single:
         yield (
