@@ -64,19 +64,19 @@ OWNERS = {
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 3665,
+    "core": 3675,
     "runtimes": 7570,
     "training": 1500,
     "exporters": 1430,
     "onnx_graph+quantization": 5610,
     "builders": 1850,
-    "measure": 7980,
+    "measure": 7995,
     "planning": 680,
     "serving": 11770,
     "bundling": 2040,
     "cluster": 270,
-    "api": 7295,
-    "cli": 2645,
+    "api": 7435,
+    "cli": 2670,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 140  # the whole package, with the list of public names
 LONG: set[str] = set()  # functions over 60 lines

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from deploykit.api.artefacts import Progress
@@ -20,13 +21,13 @@ from deploykit.api.bench_columns import (
     open_entries,
     open_on_cpu,
 )
+from deploykit.api.bench_inputs import BenchInputs, choose_inputs
 from deploykit.api.feeds import comparison_feeds
 from deploykit.api.outputs import claim_report
 from deploykit.core.artefact import ArtefactLike
 from deploykit.core.machine import Machine, default_threads, this_machine, usable_cores
 from deploykit.core.paths import StrPath
 from deploykit.core.provenance import provenance
-from deploykit.core.tensors import BATCH, TensorSpec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,6 +55,7 @@ def bench(
     batches: Sequence[int] | None = None,
     out: StrPath = "report",
     data: StrPath | None = None,
+    axis: Mapping[str, int] = MappingProxyType({}),
     device: str = "auto",
     quick: bool = False,
     warmup_s: float | None = None,
@@ -70,7 +72,9 @@ def bench(
 
     Without `baseline` it is the first engine, or the float32 model that a TensorRT engine was made
     from if that is next to it. Such an engine is proven first, or opened with `trust`: see
-    `open_proven`. `data`: labelled .npz; then accuracy is measured too, paired with the baseline's.
+    `open_proven`. `data`: an .npz; with labels, accuracy is measured too, paired with the
+    baseline's. These data are what is timed, else golden samples, else random numbers. `axis`: the
+    sizes of dynamic axes other than the batch, such as {"T": 128}, by default those of the data.
     Each point, by default of BATCHES, is timed for `seconds` after `warmup_s` (60 and 10; with
     `quick` of fewer batches, 2 and 1); a report of less than 60 is marked. `within_ms`: the p99
     that is wanted; the highest throughput within it is reported. `out`: the folder of the report.
@@ -88,10 +92,8 @@ def bench(
     every = open_entries(engines, baseline, trust, note)
     timing = _timing(quick, warmup_s, seconds)
     folder = claim_report(out, (*engines, baseline, data, settings_of), force=force)
-    search_s = min(_SEARCH_MAX_S, timing.seconds * _SEARCH_SHARE)
-    source = Path(data) if data else None
     earlier = reports.read(Path(settings_of)).cpu_search if settings_of else ()
-    run = _prepare(every, source, device, batches, search_s, earlier, note, on_progress)
+    run = _prepare(every, data, axis, device, batches, timing, earlier, note, on_progress)
     points, conditions = _time(run, batches, timing, on_progress)
     report = replace(
         empty,
@@ -100,7 +102,7 @@ def bench(
         baseline=BASELINE,
         artefacts=tuple(item.to_dict() for item in every),
         **run.known(points),
-        notes=(_method(timing), *sorted(note.seen)),
+        notes=(_method(timing), run.inputs.describe(), *sorted(note.seen)),
         **conditions,
     )
     report = replace(report, verdict=verdict(report))
@@ -135,7 +137,7 @@ class _Run:
     """What is known before anything is timed, and the setups to time."""
 
     machine: Machine
-    inputs: tuple[TensorSpec, ...]
+    inputs: BenchInputs
     parity: list[Parity]
     accuracy: list[Accuracy]
     gates: dict[str, Gate]  # by the artefact's hash
@@ -166,10 +168,11 @@ class _Run:
 
 def _prepare(
     every: Sequence[Entry],
-    data: Path | None,
+    data: StrPath | None,
+    axes: Mapping[str, int],
     device: str,
     batches: Sequence[int],
-    search_s: float,
+    timing: Timing,
     earlier: Sequence[CpuSearch],
     note: Callable[[str], None],
     on_progress: Progress | None,
@@ -179,15 +182,16 @@ def _prepare(
 
     machine, reference = this_machine(), every[0]
     with reference.open("cpu") as base:
-        samples = read_samples(data, base.inputs, labelled=True) if data else None
+        samples = read_samples(Path(data), base.inputs) if data else None
+        inputs = choose_inputs(reference.artefact, base, samples, axes)
         parity, accuracy, gates = _proofs(base, reference, every, samples, device, note)
-        inputs = base.inputs
     right = [each for each in every if not _failed(gates.get(each.artefact.sha256))]
+    search_s = min(_SEARCH_MAX_S, timing.seconds * _SEARCH_SHARE)
     search = partial(_search_cpu, right, inputs, search_s, earlier, on_progress)
     columns = choose_columns(reference, every, machine, device, batches, search)
     gap = NotMeasured("accuracy", "no labelled data were given (`data`)")
     asked = frozenset(each.artefact.sha256 for each in every[1:])
-    gaps = [gap] * (samples is None)
+    gaps = [gap] * (not accuracy)
     return _Run(machine, inputs, parity, accuracy, gates, columns, gaps, asked)
 
 
@@ -197,7 +201,7 @@ def _failed(gate: Gate | None) -> bool:
 
 def _search_cpu(
     right: Sequence[Entry],
-    inputs: tuple[TensorSpec, ...],
+    inputs: BenchInputs,
     window_s: float,
     earlier: Sequence[CpuSearch],
     on_progress: Progress | None,
@@ -209,9 +213,9 @@ def _search_cpu(
     What is among the `earlier` ones is not searched again.
     """
     from deploykit.measure.timing.cpu_search import CpuSearch, choices, search_cpu
-    from deploykit.runtimes.data.samples import random_feeds
 
-    rows = inputs[0].shape[0] if inputs and inputs[0].shape else batch
+    specs = inputs.specs
+    rows = specs[0].shape[0] if specs and specs[0].shape else batch
     if item not in right or (isinstance(rows, int) and rows != batch):
         return None
     for each in earlier:
@@ -219,7 +223,7 @@ def _search_cpu(
             return each
     if on_progress is not None:
         on_progress(f"{item.artefact.name}, batch {batch}: fastest settings of the CPU", 0.0)
-    feeds = random_feeds(inputs, {BATCH: batch})
+    feeds = inputs(batch)
     cores = sorted({default_threads(), usable_cores()})
     trials = search_cpu(choices(cores), partial(open_on_cpu, item), feeds, batch, window_s)
     return CpuSearch(item.artefact.name, batch, trials)
@@ -231,7 +235,6 @@ def _time(
     """The points, and the fields of the report on what held for the machine meanwhile."""
     from deploykit.measure.outside import Watch, invalid, sum_up
     from deploykit.measure.timing.sweep import sweep
-    from deploykit.runtimes.data.samples import random_feeds
     from deploykit.runtimes.devices import GpuWatch
 
     watch, around_s = Watch(), min(_AROUND_S, timing.seconds / 10)
@@ -241,7 +244,7 @@ def _time(
             run.columns.setups,
             batches,
             timing,
-            lambda n: random_feeds(run.inputs, {BATCH: n}),
+            run.inputs,
             on_progress,
             watch=watch,
         )
@@ -258,7 +261,7 @@ def _time(
 def _method(timing: Timing) -> str:
     return (
         f"each point: {timing.seconds:g} s in {timing.rounds} rounds (5 if calls are long) after "
-        f"about {timing.warmup_s:g} s of warm-up; setups interleaved; inputs in host memory"
+        f"about {timing.warmup_s:g} s of warm-up; setups interleaved; in host memory"
     )
 
 
@@ -281,13 +284,17 @@ def _proofs(
     from deploykit.measure.report.report import Accuracy
     from deploykit.measure.statistics import paired_drop
 
+    has_labels = samples is not None and samples.labels is not None
+
     def scores(engine: Engine, feeds: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray | None:
         rows = len(next(iter(feeds[0].values())))
-        return top1_scores(engine, samples, rows) if samples else None
+        return top1_scores(engine, samples, rows) if samples and has_labels else None
 
     graph = reference.artefact.path
     parity, accuracy, gates = [], [], {}
-    base_scores = scores(base, comparison_feeds(base, base, samples, graph)[0]) if samples else None
+    base_scores = (
+        scores(base, comparison_feeds(base, base, samples, graph)[0]) if has_labels else None
+    )
     if base_scores is not None:
         score = paired_drop(base_scores, base_scores, TOP1)
         accuracy.append(Accuracy(reference.precision, TOP1, score.n, score.reference, None))

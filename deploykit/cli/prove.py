@@ -5,12 +5,15 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from deploykit.cli import output, tables
 from deploykit.cli.options import DEVICE, ENGINE, FORCE, JSON, TRUST, api_arguments, described
 from deploykit.cli.progress import Progress
 from deploykit.core.errors import BadInput, GateFailed
+
+if TYPE_CHECKING:
+    from deploykit.measure.report.report import Report
 
 
 @described(f"FILE  A .pt, {ENGINE}\n{JSON}")
@@ -112,7 +115,8 @@ ENGINE                 {ENGINE}s to measure
 --batches N,N,...      Batch sizes to measure [1,2,4,8,16,32, or 1,8,32 with --quick]
 -o --out DIR           Folder of the report
 {FORCE}
---data FILE.npz|DIR    Labelled data: measure accuracy too
+--data FILE.npz|DIR    Time these inputs; with labels, measure accuracy too
+--axis NAME=SIZE,...   Sizes of dynamic axes other than the batch [those of the data]
 {DEVICE}
 {TRUST}
 Timing:
@@ -133,6 +137,7 @@ def bench(
     out: Path = Path("report"),
     force: bool = False,
     data: Path | None = None,
+    axis: str | None = None,
     device: str = "auto",
     trust: bool = False,
     quick: bool = False,
@@ -165,6 +170,7 @@ def bench(
             batches=None if batches is None else sizes("batches", batches),
             out=out,
             data=data,
+            axis=axis_sizes("axis", axis or ""),
             device=device,
             quick=quick,
             warmup_s=warmup_s,
@@ -178,6 +184,11 @@ def bench(
             on_note=lambda text: output.note(f"warning: {output.one_line(text)}"),
         )
     output.show(result, tables.report(result, out), as_json=as_json)
+    _check_report(result, strict)
+
+
+def _check_report(result: Report, strict: bool) -> None:
+    """Raise GateFailed where a gate is not met; with `strict` also for a GPU that was throttled."""
     for gate in result.gates:
         if not gate.passed:
             raise GateFailed(f"{gate.name}: {gate.detail}", hint="its speed is in no comparison")
@@ -223,3 +234,17 @@ def sizes(parameter: str, text: str) -> list[int]:
             f"`{parameter}` {text}: must be sizes of at least 1", hint=f"`{parameter}` 1,8,32"
         )
     return [int(part) for part in parts]
+
+
+def axis_sizes(parameter: str, text: str) -> dict[str, int]:
+    """Sizes by name from `T=128,H=224`; none from "". Raises BadInput."""
+    found: dict[str, int] = {}
+    for part in text.split(",") if text else ():
+        name, _, size = (each.strip() for each in part.partition("="))
+        if not name or name in found or not (size.isascii() and size.isdigit()):
+            raise BadInput(
+                f"`{parameter}` {text}: must be names of axes with a size each",
+                hint=f"`{parameter}` T=128,H=224",
+            )
+        found[name] = int(size)
+    return found

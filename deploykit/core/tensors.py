@@ -64,6 +64,13 @@ class TensorSpec(Record):
         return bool(self.shape) and isinstance(self.shape[0], str)
 
 
+def batch_axes(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
+    """The names of the batch's axis: `N` where an input has it, else those of the axes 0."""
+    if any(BATCH in spec.shape for spec in specs):
+        return (BATCH,)
+    return tuple(dict.fromkeys(str(spec.shape[0]) for spec in specs if spec.batched))
+
+
 def carrier(dtype: str) -> str:
     """The numpy dtype of arrays of `dtype`: numpy lacks bfloat16 (float32) and strings (object)."""
     return _CARRIERS.get(dtype, dtype)

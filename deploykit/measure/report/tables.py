@@ -269,9 +269,10 @@ def _points(document: Json, *, usable: bool) -> Table:
 
 def _how(point: Json) -> str:
     how = f"{point['scenario']}, {number(point['duration_s'])}{SPACE}s in {point['rounds']} rounds"
-    sizes = (f"{name} {'×'.join(map(str, shape))}" for name, shape in point["shapes"].items())
-    how = "; ".join([how, *sizes])
-    return f"{how}; {point['note']}" if point["note"] else how
+    if point["processes"] > 1:
+        how += f" of {point['processes']} processes"
+    sizes = [f"{name} {'×'.join(map(str, shape))}" for name, shape in point["shapes"].items()]
+    return "; ".join([how, *sizes, *([point["note"]] if point["note"] else [])])
 
 
 def serving_table(document: Json) -> Table:

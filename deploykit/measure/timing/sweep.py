@@ -18,6 +18,7 @@ import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.json_value import Record
+from deploykit.core.tensors import batch_axes
 from deploykit.measure.histogram import CallHistogram
 from deploykit.measure.latency import Latency
 from deploykit.measure.outside import Watch, Window, marks
@@ -226,14 +227,21 @@ def _open(setup: Setup, stack: contextlib.ExitStack) -> _Column:
 def _check_inputs(feeds: Arrays, batch: int, columns: Sequence[_Column]) -> Arrays:
     for column in columns:
         label, inputs = column.setup.label, column.engines[0].inputs
-        rows = check_feeds(inputs, feeds, label)
-        if rows is None and inputs and inputs[0].shape and inputs[0].shape[0] != batch:
+        check_feeds(inputs, feeds, label)
+        axes = batch_axes(inputs)
+        if not axes and inputs and inputs[0].shape and inputs[0].shape[0] != batch:
             raise BadInput(
                 f"{label}: cannot run batch {batch}: its input is fixed, {inputs[0]}",
                 hint=f"time it at batch {inputs[0].shape[0]}, or export with a dynamic batch",
             )
-        if rows not in (None, batch):
-            raise BadInput(f"the inputs made for batch {batch} hold {rows} rows")
+        rows = [
+            size
+            for spec in inputs
+            for axis, size in zip(spec.shape, feeds[spec.name].shape, strict=True)
+            if axis in axes
+        ]
+        if set(rows) - {batch}:
+            raise BadInput(f"the inputs made for batch {batch} hold {rows[0]} rows")
     return feeds
 
 
