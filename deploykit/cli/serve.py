@@ -173,7 +173,7 @@ def raise_if_dropped(dropped: int) -> None:
 
 
 @described(f"""
-URL                    The server, http://HOST:PORT
+URL                    The server, http://HOST:PORT or grpc://HOST:PORT
 --model NAME           Which model, if the server has several [the only one]
 --rate N               Open loop: send this many requests per second
                        [half of what 32 connections reach in 2 s]

@@ -36,6 +36,8 @@ class AnswerCheck:
 
     def __init__(self, outputs: Sequence[str], expected: Expected | None = None) -> None:
         self.outputs, self.expected = frozenset(outputs), expected
+        # how an answer over HTTP begins that was right, with how many bytes it has
+        self.usual: tuple[bytes, int] = (b"", -1)
         self._known: set[tuple[int, bytes, int]] = set()
 
     def json_problem(self, body: bytes, json_bytes: int | None, request: int) -> str | None:
@@ -163,10 +165,8 @@ def message_fields(message: bytes) -> Iterator[tuple[int, Any, int]]:
 
 def varints(packed: bytes | int) -> list[int]:
     """A repeated int64: packed, or one of its elements alone."""
-    if isinstance(packed, int):
-        return [packed]
-    found, at = [], 0
-    while at < len(packed):
+    found, at = [packed] if isinstance(packed, int) else [], 0
+    while not isinstance(packed, int) and at < len(packed):
         value, at = _varint(packed, at)
         found.append(value)
     return [value - (1 << 64) if value >> 63 else value for value in found]

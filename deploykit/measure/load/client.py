@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import select
 import socket
-import struct
 import time
 from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Union
 
 from deploykit.core.errors import Unsupported, os_reason
 from deploykit.measure.load.http1 import Http1, NotHttpError
@@ -30,21 +31,26 @@ from deploykit.measure.load.sockets import (
     wake_on_time,
 )
 
+if TYPE_CHECKING:
+    from deploykit.measure.load.grpc import Grpc
+
 RETRY_S = 0.1  # between two attempts to connect to a server that refuses
 REPORT_S = 0.5  # between two reports of progress
 _OPEN_LOOP_START = 32  # connections opened beforehand; more follow when all are in use
 _MAX_ERRORS = 8  # different error messages that are kept
 _RECENT = 1000  # answers that a report of progress is about
+_WAKING_S = 50e-6  # that any client needs from an answer to its next request
 _SPIN_S = 50e-6  # before a request is due: asleep that short, a thread wakes too late
 _OWN_LIMITS = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
 
+Wire = Union[Http1, "Grpc"]
 Report = Callable[[str, float], None]
 
 
 class _Connection:
     __slots__ = ("connected", "socket", "start_s", "unsent", "wire")
 
-    def __init__(self, connected: bool, sock: socket.socket, wire: Http1) -> None:
+    def __init__(self, connected: bool, sock: socket.socket, wire: Wire) -> None:
         self.connected, self.socket, self.wire = connected, sock, wire
         self.start_s: float | None = None  # of the request in flight
         self.unsent: memoryview | None = None
@@ -61,7 +67,9 @@ class Client:
         self._waiting: deque[float] = deque()  # open loop: due, but no connection is free
         self._idle: list[_Connection] = []
         self._connections: dict[int, _Connection] = {}  # by file descriptor
-        self._in_flight = self._opening = self._next_due = self._turn = 0
+        self._opening = self._next_due = 0
+        self._numbers = itertools.cycle(range(len(plan.requests)))
+        self._clock = time.perf_counter
         self._full = False  # all connections that may be open are
         self._retry_s = self._report_s = float("inf")
         self._cpu_s: tuple[float, float] | None = None  # thread and run time where measuring began
@@ -101,8 +109,7 @@ class Client:
             if self._cpu_s is not None:
                 self.outcome.busy = _share(self._cpu_s, now)
                 self._cpu_s = None
-            quiet = not self._in_flight and not self._waiting and self._next_due >= self._due_count
-            if quiet or now >= plan.end_s + plan.drain_s:
+            if self._is_quiet() or now >= plan.end_s + plan.drain_s:
                 return True
         elif now >= plan.begin_s and self._cpu_s is None:
             self._cpu_s = (time.thread_time(), now)
@@ -116,9 +123,10 @@ class Client:
             self._handle(events)
         return False
 
-    @property
-    def _due_count(self) -> int:
-        return len(self._due_s)
+    def _is_quiet(self) -> bool:
+        """Whether nothing is due, waits to be sent or waits for its answer."""
+        open_requests = any(each.start_s is not None for each in self._connections.values())
+        return not (open_requests or self._waiting or self._next_due < len(self._due_s))
 
     def _wait(self, now: float) -> list[tuple[int, int]]:
         """Events; none when it is time for something else, to some microseconds."""
@@ -127,7 +135,7 @@ class Client:
         if now >= plan.end_s:
             until_s = plan.end_s + plan.drain_s
         until_s = min(until_s, self._retry_s, self._report_s)
-        if self._next_due >= self._due_count:
+        if self._next_due >= len(self._due_s):
             return self._epoll.poll(max(0.0, until_s - now))
         until_s = min(until_s, self._due_s[self._next_due])
         wait_s = until_s - self.now()
@@ -162,7 +170,8 @@ class Client:
             answers = len(self.outcome.ends_s) - done
             self.outcome.read_lags_s.append(lag_s)
             self.outcome.reads.append(answers)
-            self.outcome.behind_s += answers * (lag_s + (self.now() - at) / 2)
+            behind_s = lag_s + (self.now() - at) / 2 - _WAKING_S
+            self.outcome.behind_s += answers * max(0.0, behind_s)
 
     def _send_due(self, now: float) -> float:
         """Open loop: start every request whose time has come."""
@@ -187,7 +196,7 @@ class Client:
     def _free(self, connection: _Connection) -> None:
         """Give this connection its next request, if there is one."""
         if self.plan.due_s is None:
-            now = self.now()
+            now = self._clock() - self._zero
             if now < self.plan.end_s:
                 self._send(connection, now)
                 return
@@ -197,10 +206,8 @@ class Client:
         self._idle.append(connection)
 
     def _send(self, connection: _Connection, start_s: float) -> None:
-        self._turn += 1
         connection.start_s = start_s
-        self._in_flight += 1
-        self._write(connection, connection.wire.request(self._turn % len(self.plan.requests)))
+        self._write(connection, connection.wire.request(next(self._numbers)))
 
     def _write(self, connection: _Connection, data: bytes | memoryview) -> None:
         if connection.unsent is not None:  # control messages wait behind what is being sent
@@ -228,17 +235,14 @@ class Client:
 
     def _on_data(self, connection: _Connection, data: bytes) -> None:
         wire = connection.wire
-        if not data:
-            status = wire.end()
-        else:
-            try:
-                status = wire.feed(data)
-            except NotHttpError as exc:
-                self._fail(connection, f"not an answer of this protocol: it {exc}")
-                return
+        try:
+            status = wire.feed(data) if data else wire.end()
+        except NotHttpError as exc:
+            self._fail(connection, f"not an answer of this protocol: it {exc}")
+            return
         if wire.control:
-            data, wire.control = wire.control, b""
-            self._write(connection, data)
+            control, wire.control = wire.control, b""
+            self._write(connection, control)
         if status is None:
             if not data:
                 self._fail(connection, "the server closed the connection before it answered")
@@ -247,7 +251,6 @@ class Client:
         if start_s is None:  # for example a 408 before the server closes an idle connection
             self._drop(connection)
             return
-        self._in_flight -= 1
         self._record(start_s, self._at, status, wire.error)
         if wire.keep and data and connection.unsent is None:
             self._free(connection)
@@ -267,7 +270,6 @@ class Client:
         """The request in flight, if any, has no answer; its connection is of no more use."""
         start_s, connection.start_s = connection.start_s, None
         if start_s is not None:
-            self._in_flight -= 1
             self._record(start_s, self.now(), NO_ANSWER, error)
         self._drop(connection)
 
@@ -277,6 +279,14 @@ class Client:
         with contextlib.suppress(ValueError):
             self._idle.remove(connection)
         self._open_if_wanted()
+
+    def _wire(self) -> Wire:
+        plan = self.plan
+        if not plan.block:
+            return Http1(plan.requests, plan.check)
+        from deploykit.measure.load.grpc import Grpc  # needs a package that HTTP/1.1 does not
+
+        return Grpc(plan.block, plan.requests, plan.check)
 
     def _open_if_wanted(self) -> None:
         if self._waiting or (self.plan.due_s is None and self.now() < self.plan.end_s):
@@ -292,7 +302,7 @@ class Client:
         except OSError as exc:
             self._limit(os_reason(exc))
             return
-        connection = _Connection(False, sock, Http1(self.plan.requests, self.plan.check))
+        connection = _Connection(False, sock, self._wire())
         self._connections[sock.fileno()] = connection
         self._epoll.register(sock.fileno(), select.EPOLLOUT)
         self._opening += 1
@@ -368,21 +378,6 @@ class Client:
             else:
                 self._record(start_s, now, NO_ANSWER, "no connection was open in time")
         self._epoll.close()
-
-
-def run_plan(plan: SendPlan, ready: int, start: int, on_progress: Report | None) -> RunRecord:
-    """Carry out a plan in this process; `on_progress` last, as `run_apart` gives it.
-
-    A byte is written to the pipe `ready`, then the run's start on `time.perf_counter` is read from
-    the pipe `start`: several processes begin at once.
-    """
-    import gc
-
-    client = Client(plan, on_progress)
-    gc.collect()
-    gc.disable()  # the generator's pauses are no latency
-    os.write(ready, b".")
-    return client.run(struct.unpack("d", os.read(start, 8))[0])
 
 
 def _share(began: tuple[float, float], now: float) -> float:

@@ -111,6 +111,7 @@ def _run(
         load.warmup_s,
         load.end_s,
         load.drain_s,
+        remote.block,
     )
     outcomes = run_processes(share(plan, processes), on_progress)
     return LoadResult(
@@ -120,6 +121,7 @@ def _run(
         seed=seed,
         same_machine=remote.loopback,
         server=remote.about,
+        protocol="grpc" if remote.grpc else "http",
         **summarise(load, outcomes),
     )
 

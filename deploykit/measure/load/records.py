@@ -28,6 +28,7 @@ class SendPlan:
     begin_s: float
     end_s: float
     drain_s: float
+    block: bytes = b""  # gRPC: the header block of a call; none: HTTP/1.1
 
 
 @dataclass

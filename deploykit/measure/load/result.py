@@ -17,7 +17,7 @@ from deploykit.measure.statistics import Interval, throughput
 SLICES = 20  # the measured time is cut into these, for the interval of the rate
 REFUSED, EXPIRED = (429, 503), 504
 BUSY_CORE = 0.9  # a closed-loop generator that used more of its core was the limit itself
-MOST_LAG_MS, MOST_LAG, SEEN_LAG_MS = 1.0, 0.1, 0.1
+MOST_LAG_MS, MOST_LAG, SEEN_LAG_MS = 1.0, 0.1, 0.2
 MOST_BEHIND = 0.1  # of the time of a connection, spent in the generator
 MOST_BACKLOG = 0.02  # of the requests, by which a server may fall behind an open loop
 
@@ -188,7 +188,7 @@ def _behind(load: Load, outcomes: Sequence[RunRecord]) -> float:
     """Share of the time of all connections in which they waited for the generator."""
     connections = sum(each.opened for each in outcomes)
     behind_s = sum(each.behind_s for each in outcomes)
-    return behind_s / (connections * load.duration_s) if connections else 0.0
+    return min(behind_s / (connections * load.duration_s), 1.0) if connections else 0.0
 
 
 def _limits(
@@ -196,7 +196,7 @@ def _limits(
 ) -> tuple[str, ...]:
     """Why the figures are the generator's: 1 ms or 10 % of the median late, by the 99th percentile.
 
-    Below 0.1 ms lag cannot be separated from the time that any thread needs to wake.
+    Below 0.2 ms lag cannot be separated from the time that any thread needs to wake.
     """
     bound_ms = min(MOST_LAG_MS, max(MOST_LAG * p50_ms, SEEN_LAG_MS))
     found = [

@@ -11,7 +11,7 @@ import ipaddress
 import json
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -42,6 +42,16 @@ class RemoteModel:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[str, ...] = ()  # names
     about: Mapping[str, str] = field(default_factory=dict)  # what the server says of itself
+    grpc: bool = False
+
+    @property
+    def block(self) -> bytes:
+        """The header block of each call over gRPC; none over HTTP."""
+        if not self.grpc:
+            return b""
+        from deploykit.measure.load.grpc import header_block
+
+        return header_block(self.host, "ModelInfer")
 
     @property
     def loopback(self) -> bool:
@@ -49,7 +59,7 @@ class RemoteModel:
 
     @property
     def path(self) -> str:
-        return f"/v2/models/{quote(self.model, safe='')}"
+        return model_path(self.model)
 
 
 def find_model(url: str, model: str | None, *, with_data: bool = False) -> RemoteModel:
@@ -58,8 +68,14 @@ def find_model(url: str, model: str | None, *, with_data: bool = False) -> Remot
     `model` None: the only one that is ready. `with_data`: its inputs are not invented, so that any
     axis may be dynamic. Raises BadInput or NotFound.
     """
-    host, address, port = _resolve(url)
-    names = _model_names(url, address, port, host)
+    host, address, port, grpc = _resolve(url)
+    if grpc:
+        from deploykit.measure.load.grpc_target import GrpcQuestions
+
+        server: HttpServer | GrpcQuestions = GrpcQuestions(url, host, address, port)
+    else:
+        server = HttpServer(url, host, address, port)
+    names = server.model_names()
     if model is None:
         if names is None or len(names) != 1:
             have = "does not list its models" if names is None else f"serves {len(names)} models"
@@ -68,30 +84,23 @@ def find_model(url: str, model: str | None, *, with_data: bool = False) -> Remot
         model = names[0]
     elif names is not None and model not in names:
         raise NotFound(f"{url}: no model '{model}'", hint=f"the models are: {', '.join(names)}")
-    remote = RemoteModel(url, host, address, port, model, ())
-    status, body = _ask(url, address, port, host, "GET", remote.path)
-    if status == 404:
-        raise NotFound(f"{url}: no model '{model}': {error_text(body)}")
-    metadata = _json(body) if status == 200 else None
-    if not isinstance(metadata, dict) or not isinstance(metadata.get("inputs"), list):
-        raise _not_oip(url, f"{remote.path} answered {status}")
+    metadata = server.metadata(model)
     inputs = tuple(_spec(url, model, item, with_data) for item in metadata["inputs"])
     outputs = tuple(
         item["name"]
         for item in metadata.get("outputs") or ()
         if isinstance(item, dict) and isinstance(item.get("name"), str)
     )
-    about = _about(metadata, _json(_ask(url, address, port, host, "GET", "/v2")[1]))
-    return RemoteModel(url, host, address, port, model, inputs, outputs, about)
+    about = _about(metadata, server.about())
+    return RemoteModel(url, host, address, port, model, inputs, outputs, about, grpc)
 
 
-def _about(metadata: Mapping[str, Any], server: object) -> dict[str, str]:
+def _about(metadata: Mapping[str, Any], server: Mapping[str, Any]) -> dict[str, str]:
     """Name and version of the server; platform, device and file of the model, where it says so."""
-    found = dict(server) if isinstance(server, dict) else {}
     own = metadata.get("parameters")
     values = {
-        "server": found.get("name"),
-        "version": found.get("version"),
+        "server": server.get("name"),
+        "version": server.get("version"),
         "platform": metadata.get("platform"),
         **(own if isinstance(own, dict) else {}),
     }
@@ -102,16 +111,21 @@ def _about(metadata: Mapping[str, Any], server: object) -> dict[str, str]:
     }
 
 
-def _resolve(url: str) -> tuple[str, str, int]:
-    """`Host:` header, IP address and port. The name is looked up once, not for every connection."""
-    hint = "write it as http://HOST:PORT"
+def _resolve(url: str) -> tuple[str, str, int, bool]:
+    """`Host:` header, IP address, port, and whether it is gRPC. The name is looked up once."""
+    hint = "write it as http://HOST:PORT or grpc://HOST:PORT"
     try:
         parts = urlsplit(url)
-        name, port = parts.hostname, parts.port or 80
+        grpc = parts.scheme == "grpc"
+        name, port = parts.hostname, parts.port or (8001 if grpc else 80)
     except ValueError as exc:
         raise BadInput(f"'{url}' is not a URL: {exc}", hint=hint) from exc
-    if parts.scheme != "http" or not name or not re.fullmatch(r"[A-Za-z0-9.:_%-]+", name):
-        raise BadInput(f"'{url}' is not an http:// URL", hint=hint)
+    if (
+        parts.scheme not in ("http", "grpc")
+        or not name
+        or not re.fullmatch(r"[A-Za-z0-9.:_%-]+", name)
+    ):
+        raise BadInput(f"'{url}' is not an http:// or grpc:// URL", hint=hint)
     if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
         raise BadInput(f"'{url}': only a host and a port are allowed", hint=hint)
     try:
@@ -128,49 +142,69 @@ def _resolve(url: str) -> tuple[str, str, int]:
                 reason = exc.strerror or first_line(exc)
                 continue
             shown = f"[{name}]" if ":" in name else name
-            return f"{shown}:{port}", str(address[0]), port
+            return f"{shown}:{port}", str(address[0]), port, grpc
     raise BadInput(
         f"{url}: no server answers there: {reason}",
         hint="start one with: deploykit serve model.onnx",
     )
 
 
-def _model_names(url: str, address: str, port: int, host: str) -> list[str] | None:
-    """The models that are ready; None where the server has no repository index."""
-    status, body = _ask(url, address, port, host, "POST", "/v2/repository/index")
-    index = _json(body) if status == 200 else None
-    if isinstance(index, list) and all(isinstance(item, dict) for item in index):
-        ready = [item for item in index if item.get("state", "READY") == "READY"]
-        return list(dict.fromkeys(str(item.get("name")) for item in ready))
-    status, body = _ask(url, address, port, host, "GET", "/v2")
-    about = _json(body) if status == 200 else None
-    if not isinstance(about, dict) or "name" not in about:
-        raise _not_oip(url, f"/v2 answered {status}")
-    return None
-
-
 def _not_oip(url: str, why: str) -> BadInput:
     return BadInput(
         f"{url}: is not an Open Inference Protocol server ({why})",
-        hint="the port is that of its HTTP interface, 8000 by default; not gRPC, not metrics",
+        hint="http:// takes the port of its HTTP interface, 8000 by default; gRPC is grpc://",
     )
 
 
-def _ask(
-    url: str, address: str, port: int, host: str, verb: str, path: str, body: bytes = b""
-) -> tuple[int, bytes]:
-    """One request on a connection of its own. Raises BadInput when there is no HTTP answer."""
-    connection = http.client.HTTPConnection(address, port, timeout=TIMEOUT_S)
-    try:
-        connection.request(verb, path, body or None, {"Host": host, "Connection": "close"})
-        response = connection.getresponse()
-        return response.status, response.read(_MOST_BYTES)
-    except TimeoutError as exc:
-        raise BadInput(f"{url}: {path}: no answer within {TIMEOUT_S:g} s") from exc
-    except (OSError, http.client.HTTPException) as exc:
-        raise _not_oip(url, f"{path}: {first_line(exc)}") from exc
-    finally:
-        connection.close()
+class HttpServer:
+    """What a server says over HTTP, a connection for each question."""
+
+    def __init__(self, url: str, host: str, address: str, port: int) -> None:
+        self.url, self.host, self.address, self.port = url, host, address, port
+
+    def model_names(self) -> list[str] | None:
+        """The models that are ready; None where the server has no repository index."""
+        status, body = self._ask("POST", "/v2/repository/index")
+        index = _json(body) if status == 200 else None
+        if isinstance(index, list) and all(isinstance(item, dict) for item in index):
+            ready = [item for item in index if item.get("state", "READY") == "READY"]
+            return list(dict.fromkeys(str(item.get("name")) for item in ready))
+        if "name" not in self.about():
+            raise _not_oip(self.url, "/v2 has no name")
+        return None
+
+    def metadata(self, model: str) -> dict[str, Any]:
+        path = model_path(model)
+        status, body = self._ask("GET", path)
+        if status == 404:
+            raise NotFound(f"{self.url}: no model '{model}': {error_text(body)}")
+        found = _json(body) if status == 200 else None
+        if not isinstance(found, dict) or not isinstance(found.get("inputs"), list):
+            raise _not_oip(self.url, f"{path} answered {status}")
+        return found
+
+    def about(self) -> dict[str, Any]:
+        status, body = self._ask("GET", "/v2")
+        found = _json(body) if status == 200 else None
+        return found if isinstance(found, dict) else {}
+
+    def _ask(self, verb: str, path: str) -> tuple[int, bytes]:
+        """One request. Raises BadInput when there is no HTTP answer."""
+        connection = http.client.HTTPConnection(self.address, self.port, timeout=TIMEOUT_S)
+        try:
+            connection.request(verb, path, None, {"Host": self.host, "Connection": "close"})
+            response = connection.getresponse()
+            return response.status, response.read(_MOST_BYTES)
+        except TimeoutError as exc:
+            raise BadInput(f"{self.url}: {path}: no answer within {TIMEOUT_S:g} s") from exc
+        except (OSError, http.client.HTTPException) as exc:
+            raise _not_oip(self.url, f"{path}: {first_line(exc)}") from exc
+        finally:
+            connection.close()
+
+
+def model_path(model: str) -> str:
+    return f"/v2/models/{quote(model, safe='')}"
 
 
 def _json(body: bytes) -> Any:
@@ -205,7 +239,7 @@ def _spec(url: str, model: str, item: object, with_data: bool) -> TensorSpec:
 def make_requests(
     remote: RemoteModel, batch: int, seed: int, samples: Samples | None = None
 ) -> tuple[list[bytes], dict[str, tuple[int, ...]]]:
-    """Up to VARIANTS whole HTTP requests with seeded random inputs, binary tensors both ways.
+    """Up to VARIANTS whole requests with seeded random inputs, binary tensors both ways.
 
     `samples`: their rows in turn instead. Also returns the inputs' shapes.
 
@@ -229,38 +263,48 @@ def make_requests(
 
 
 def _request(remote: RemoteModel, feeds: Mapping[str, np.ndarray]) -> bytes:
-    tensors, raw = _binary(remote.inputs, feeds)
-    head = json.dumps({"inputs": tensors, "parameters": {"binary_data_output": True}}).encode()
+    tensors = [
+        (
+            spec.name,
+            PROTOCOL_NAMES[spec.dtype],
+            feeds[spec.name].shape,
+            np.ascontiguousarray(
+                feeds[spec.name], feeds[spec.name].dtype.newbyteorder("<")
+            ).tobytes(),
+        )
+        for spec in remote.inputs
+    ]
+    if remote.grpc:
+        from deploykit.measure.load.grpc import call_of, infer_request
+
+        return call_of(infer_request(remote.model, tensors))
+    items = [
+        {
+            "name": name,
+            "shape": list(shape),
+            "datatype": datatype,
+            "parameters": {"binary_data_size": len(raw)},
+        }
+        for name, datatype, shape, raw in tensors
+    ]
+    head = json.dumps({"inputs": items, "parameters": {"binary_data_output": True}}).encode()
     lines = (
         f"POST {remote.path}/infer HTTP/1.1",
         f"Host: {remote.host}",
         "Content-Type: application/octet-stream",
         f"Inference-Header-Content-Length: {len(head)}",
-        f"Content-Length: {len(head) + sum(map(len, raw))}",
+        f"Content-Length: {len(head) + sum(len(raw) for *_, raw in tensors)}",
     )
-    return b"".join(["\r\n".join([*lines, "", ""]).encode(), head, *raw])
-
-
-def _binary(
-    specs: Sequence[TensorSpec], feeds: Mapping[str, np.ndarray]
-) -> tuple[list[dict[str, Any]], list[bytes]]:
-    tensors, raw = [], []
-    for spec in specs:
-        array = feeds[spec.name]
-        raw.append(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes())
-        tensors.append(
-            {
-                "name": spec.name,
-                "shape": list(array.shape),
-                "datatype": PROTOCOL_NAMES[spec.dtype],
-                "parameters": {"binary_data_size": len(raw[-1])},
-            }
-        )
-    return tensors, raw
+    return b"".join(["\r\n".join([*lines, "", ""]).encode(), head, *(raw for *_, raw in tensors)])
 
 
 def probe(remote: RemoteModel, request: bytes) -> None:
     """Send one request before the run. Raises BadInput when the server calls it wrong (4xx)."""
+    if remote.grpc:
+        from deploykit.measure.load.grpc_target import probe_call
+
+        probe_call(remote, request)
+        return
     try:
         with socket.create_connection((remote.address, remote.port), TIMEOUT_S) as connection:
             connection.sendall(request)

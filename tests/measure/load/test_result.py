@@ -131,7 +131,7 @@ def test_a_generator_that_was_the_limit_says_why(load: Load, fault: RunRecord, r
         with_lags("read_lags_s", [0.00015] * 900),
         replace(finished(taken_s=0.05), behind_s=0.5, busy=0.8),
     ],
-    ids=["on time", "late five times", "under 10 %", "busy"],
+    ids=["on time", "late five times", "under 0.2 ms", "busy"],
 )
 def test_a_generator_on_time_is_not_marked(load: Load, good: RunRecord) -> None:
     found = result(load, good)

@@ -109,7 +109,7 @@ def test_inputs_that_no_request_can_be_made_for_are_named(
 def test_what_is_no_url_of_a_host_is_refused(url: str) -> None:
     with pytest.raises(BadInput) as caught:
         run_load(url)
-    assert caught.value.hint == "write it as http://HOST:PORT"
+    assert caught.value.hint == "write it as http://HOST:PORT or grpc://HOST:PORT"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,105 @@
+"""Find a model on a server over gRPC: one call on a connection of its own for each question."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING, Any
+
+from deploykit.core.errors import BadInput, NotFound, first_line
+from deploykit.measure.load.check import message_fields, varints
+from deploykit.measure.load.grpc import CALLER, Grpc, call_of, field, header_block
+from deploykit.measure.load.http1 import NotHttpError
+
+if TYPE_CHECKING:
+    from deploykit.measure.load.target import RemoteModel
+
+TIMEOUT_S = 10.0
+_NOT_FOUND, _OK = 5, 0
+
+
+class GrpcQuestions:
+    """What a server says over gRPC."""
+
+    def __init__(self, url: str, host: str, address: str, port: int) -> None:
+        self.url, self.host, self.address, self.port = url, host, address, port
+
+    def model_names(self) -> list[str] | None:
+        """The models that are ready; None where the server has no repository index."""
+        code, message, error = self.call("RepositoryIndex", b"")
+        if code != _OK:
+            if "name" not in self.about():
+                raise self._not_oip(error)
+            return None
+        items = [_values(item) for number, item, _ in message_fields(message) if number == 1]
+        ready = [item for item in items if item.get(3, b"READY") in (b"READY", b"")]
+        return list(dict.fromkeys(_string(item.get(1)) for item in ready))
+
+    def metadata(self, model: str) -> dict[str, Any]:
+        code, message, error = self.call("ModelMetadata", field(1, model.encode()))
+        if code == _NOT_FOUND:
+            raise NotFound(f"{self.url}: no model '{model}': {error}")
+        if code != _OK:
+            raise self._not_oip(error)
+        found = list(message_fields(message))
+        tensors = {
+            name: [_tensor(item) for number, item, _ in found if number == key]
+            for name, key in (("inputs", 4), ("outputs", 5))
+        }
+        return {"platform": _string(_values(message).get(3)), **tensors}
+
+    def about(self) -> dict[str, Any]:
+        code, message, _ = self.call("ServerMetadata", b"")
+        values = _values(message) if code == _OK else {}
+        return {"name": _string(values.get(1)), "version": _string(values.get(2))} if values else {}
+
+    def call(self, method: str, message: bytes) -> tuple[int | None, bytes, str]:
+        """GRPC's status, the answer, and what is wrong. Raises BadInput where there is none."""
+        block = header_block(self.host, method)
+        wire = Grpc(block, [call_of(message)], None)
+        try:
+            with socket.create_connection((self.address, self.port), TIMEOUT_S) as connection:
+                connection.sendall(wire.greeting + wire.request(0))
+                while True:
+                    data = connection.recv(1 << 16)
+                    if not data:
+                        raise self._not_oip(f"{method}: it closed the connection")
+                    status = wire.feed(data)
+                    control, wire.control = wire.control, b""
+                    if control:
+                        connection.sendall(control)
+                    if status is not None:
+                        return wire.code, wire.message, wire.error or ""
+        except TimeoutError as exc:
+            raise BadInput(f"{self.url}: {method}: no answer within {TIMEOUT_S:g} s") from exc
+        except (OSError, NotHttpError) as exc:
+            raise self._not_oip(f"{method}: {first_line(exc)}") from exc
+
+    def _not_oip(self, why: str) -> BadInput:
+        return BadInput(
+            f"{self.url}: is not an Open Inference Protocol server over gRPC ({why})",
+            hint="grpc:// takes the port of its gRPC interface, 8001 by default",
+        )
+
+
+def probe_call(remote: RemoteModel, call: bytes) -> None:
+    """Send one call before the run. Raises BadInput when the server blames the request."""
+    server = GrpcQuestions(remote.url, remote.host, remote.address, remote.port)
+    code, _, error = server.call("ModelInfer", call[5:])
+    if code in CALLER:
+        raise BadInput(f"{remote.url}: {remote.model}: answered {error}")
+
+
+def _values(message: bytes) -> dict[int, Any]:
+    """The last value of each field."""
+    return {number: value for number, value, _ in message_fields(message)}
+
+
+def _tensor(message: bytes) -> dict[str, Any]:
+    values = _values(message)
+    parts = [part for number, part, _ in message_fields(message) if number == 3]
+    shape = [size for part in parts for size in varints(part)]
+    return {"name": _string(values.get(1)), "datatype": _string(values.get(2)), "shape": shape}
+
+
+def _string(value: object) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else ""
