@@ -76,7 +76,7 @@ BUDGETS = {
     "bundling": 2040,
     "cluster": 270,
     "api": 7435,
-    "cli": 2670,
+    "cli": 2680,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 140  # the whole package, with the list of public names
 LONG: set[str] = set()  # functions over 60 lines

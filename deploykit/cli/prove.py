@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from deploykit.cli import output, tables
 from deploykit.cli.options import DEVICE, ENGINE, FORCE, JSON, TRUST, api_arguments, described
@@ -154,8 +155,9 @@ def bench(
 
     Example: deploykit bench model.int8.onnx --baseline model.onnx --quick
     """
+    given = api_arguments(locals())
     if compare is not None:
-        compare_two(*compare, fail_on_regression, engines, as_json)
+        compare_two(given, as_json)
         return
     if fail_on_regression is not None:
         raise BadInput("`fail_on_regression` needs `compare`")
@@ -199,15 +201,16 @@ def _check_report(result: Report, strict: bool) -> None:
         output.note(f"warning: {why}")
 
 
-def compare_two(
-    a: Path, b: Path, fail_on_regression: str | None, engines: list[Path] | None, as_json: bool
-) -> None:
-    """Compare two reports; exit 1 past the bound."""
-    if engines:
-        raise BadInput("`compare` takes two reports and no ENGINE: nothing is measured")
+def compare_two(given: dict[str, Any], as_json: bool) -> None:
+    """Compare two reports; exit 1 past the bound. `given`: the parameters of `bench`."""
+    a, b = given.pop("compare")
+    bound = given.pop("fail_on_regression")
+    usual = signature(bench).parameters
+    others = [f"`{name}`" for name in given if given[name] not in (usual[name].default, [])]
+    if others:
+        raise BadInput(f"`compare` measures nothing: it takes no {' and no '.join(others)}")
     from deploykit.api.compare_reports import compare_reports
 
-    bound = fail_on_regression
     result = compare_reports(
         a, b, fail_on_regression=None if bound is None else share("fail_on_regression", bound)
     )

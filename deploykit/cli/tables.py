@@ -282,6 +282,7 @@ def report(result: Report, folder: Path) -> list[Part]:
 def report_comparison(result: ReportComparison) -> list[Part]:
     from deploykit.measure.report.formatting import number, spread
 
+    several = len({row.scenario for row in result.rows}) > 1
     rows = [
         (
             row.label,
@@ -295,13 +296,11 @@ def report_comparison(result: ReportComparison) -> list[Part]:
             spread(each.ratio.to_dict()),
             each.finding,
         )
-        for several in [len({row.scenario for row in result.rows}) > 1]
         for row in result.rows
         for each in row.figures
     ]
     counts = Counter(each.finding for row in result.rows for each in row.figures)
     found = ", ".join(f"{count} {finding}" for finding, count in counts.most_common())
-    several = len(rows[0]) > 9
     header = ("setup", *["scenario"] * several, "batch", "sessions", "threads", "figure", "A", "B")
     table = TextTable((*header, "B / A", ""), rows, left=(0, *[1] * several, len(header) + 1))
     return [

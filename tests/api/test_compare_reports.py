@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 
 import deploykit as dk
+from deploykit.cli.tables import report_comparison
 from deploykit.core.errors import BadInput, GateFailed
+from deploykit.measure.latency import Latency
 from deploykit.measure.report import report as reports
 from deploykit.measure.report.compare import ratio_of
 from deploykit.measure.report.report import Report
 from deploykit.measure.statistics import Interval
 from deploykit.measure.timing.sweep import Point
-from tests.support.measure.simulated import BATCHES, MACHINE, simulated
+from tests.support.measure.simulated import BATCHES, MACHINE, PROVENANCE, simulated
 
 Change = Callable[[Point], Point]
 
@@ -105,6 +107,10 @@ def with_machine(**changes: Any) -> Report:
     return replace(B, machine=MACHINE | changes)
 
 
+def with_provenance(**changes: Any) -> Report:
+    return replace(B, provenance=PROVENANCE | changes)
+
+
 def with_points(change: Change) -> Report:
     return replace(B, points=tuple(map(change, B.points)))
 
@@ -146,6 +152,15 @@ def with_points(change: Change) -> Report:
             with_points(lambda p: replace(p, runtime="onnxruntime 1.32.0")),
             "runtime of model, batch 1: onnxruntime 1.31.1 against onnxruntime 1.32.0",
         ),
+        (
+            with_provenance(clocks={"governor": "powersave"}),
+            "clock governor: performance against powersave",
+        ),
+        (with_provenance(affinity="0"), "CPUs that it may use: 0-1 against 0"),
+        (
+            with_provenance(environment={"OMP_NUM_THREADS": "1"}),
+            "variables of numeric libraries: none against OMP_NUM_THREADS 1",
+        ),
         (replace(B, throttled=("power cap",)), "not valid for a comparison: the GPU: power cap"),
         (
             replace(with_points(lambda p: replace(p, marks=("a mark",))), invalid=("stop it",)),
@@ -182,7 +197,9 @@ def test_what_a_report_does_not_say_is_named(compare: Compare) -> None:
     assert (
         "sizes of the inputs" in compare(A, with_points(lambda p: replace(p, shapes={}))).not_known
     )
-    assert compare(A, B).not_known == ("clock governor",)
+    assert compare(A, B).not_known == ()
+    old = compare(A, replace(B, provenance={})).not_known
+    assert {"clock governor", "CPUs that it may use"} < set(old)
     assert "power mode" in compare(A, with_machine(power_mode="25W")).not_known
 
 
@@ -191,6 +208,22 @@ def test_rows_of_one_report_alone_are_named(compare: Compare) -> None:
     result = compare(A, replace(B, points=(*B.points[1:], more)))
     assert (result.only_a, result.only_b) == (("model, batch 1",), ("more, batch 1",))
     assert [row.batch for row in result.rows] == [2, 4]
+
+
+def test_another_host_and_another_commit_are_named(compare: Compare) -> None:
+    notes = compare(A, with_provenance(host="b", project={"commit": "2f"})).notes
+    assert "host: a against b" in notes
+    assert "commit: commit 1e against commit 2f" in notes
+    assert not any("against" in note for note in compare(A, B).notes)
+
+
+def test_figures_that_are_all_zero_are_no_bug(compare: Compare) -> None:
+    zero = Interval(0.0, 0.0, 0.0)
+    few = Latency(1, None, None, None, 1.0)
+    still = with_points(lambda p: replace(p, throughput_per_s=zero, latency=few))
+    result = compare(still, still)
+    assert [row.figures for row in result.rows] == [()] * len(BATCHES)
+    assert report_comparison(result)
 
 
 def test_a_percentile_without_an_interval_is_named_and_not_compared(compare: Compare) -> None:

@@ -32,7 +32,11 @@ def test_the_command_takes_folders_and_exits_by_the_bound(run: Run, tmp_path: Pa
     [
         (["bench"], "which ENGINE?"),
         (["bench", "--fail-on-regression", "5%"], "--fail-on-regression needs --compare"),
-        (["bench", "model.onnx", "--compare", "a", "b"], "--compare takes two reports"),
+        (["bench", "model.onnx", "--compare", "a", "b"], "it takes no ENGINE"),
+        (
+            ["bench", "--compare", "a", "b", "--quick", "--batches", "1", "-o", "c"],
+            "--compare measures nothing: it takes no --batches and no --out and no --quick",
+        ),
         (["bench", "--compare", "a", "b", "--fail-on-regression", "0.05"], "a percentage"),
         (["bench", "--compare", "a", "b", "--fail-on-regression", "nan%"], "0 or more"),
         (["bench", "--compare", "a", "b", "--fail-on-regression", "-1%"], "0 or more"),

@@ -246,7 +246,7 @@ def _facts(report: Report) -> Iterator[tuple[str, Any]]:
     for each in report.conditions:
         machine[f"power mode of {each.name}"] = each.power_mode
         machine[f"highest clock of {each.name} in MHz"] = each.clock_max_mhz
-    known = _provenance(report)
+    known = report.provenance
     for key, value in known.get("clocks", {}).items():
         machine[f"clock {key}" if key == "governor" else f"clocks: {key}"] = value
     machine["CPUs that it may use"] = known.get("affinity")
@@ -257,11 +257,6 @@ def _facts(report: Report) -> Iterator[tuple[str, Any]]:
         if value is not None or key in needed:  # most machines have no power mode
             yield key.replace("_", " "), value
     yield "length of the timing", "quick" if report.quick else "full"
-
-
-def _provenance(report: Report) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = getattr(report, "provenance", {})
-    return found
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], list[str]]:
@@ -336,7 +331,7 @@ def _notes(
     changed = [name for name in files[0] if files[1].get(name, files[0][name]) != files[0][name]]
     if changed:
         yield f"not the same file in both: {', '.join(changed)}"
-    one, other = (_provenance(report) for report in (a, b))
+    one, other = a.provenance, b.provenance
     for key, what in (("host", "host"), ("project", "commit"), ("deploykit", "deploykit's commit")):
         if key in one and key in other and one[key] != other[key]:
             yield f"{what}: {_shown(one[key])} against {_shown(other[key])}"

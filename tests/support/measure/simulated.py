@@ -18,6 +18,12 @@ MACHINE = {
     "power_mode": None,
     "packages": {"deploykit": "0.1.0", "numpy": "2.3.0", "onnx": "1.19.0"},
 }
+PROVENANCE = {
+    "host": "a",
+    "project": {"commit": "1e"},
+    "clocks": {"governor": "performance", "max_mhz": 3000.0},
+    "affinity": "0-1",
+}
 
 
 def point(batch: int, call_s: float, random: np.random.Generator, label: str = "model") -> Point:
@@ -56,6 +62,7 @@ def simulated(seed: int, slower: float = 1.0) -> Report:
         command="deploykit bench model.onnx",
         baseline="model",
         machine=MACHINE,
+        provenance=PROVENANCE,
         artefacts=({"file": "model.onnx", "sha256": "a" * 64, "precision": "fp32"},),
         points=tuple(point(n, 1e-3 * n * slower * process, random) for n in BATCHES),
     )
