@@ -38,6 +38,8 @@ def charts(document: Json) -> tuple[list[Figure], list[str]]:
     missing = [_MISSING[make] for make, figure in others.items() if not figure]
     if not points:
         missing.insert(0, "Latency and throughput of the engines were not measured.")
+    if any(why_not(document, point) for point in points):
+        missing.insert(0, "✗ in a chart: rows of this setup give no verdict, for reasons below.")
     if not gpu_charts(document):
         missing.append("Clocks, power and temperature are not drawn: no GPU was watched.")
     return drawn, missing
@@ -75,11 +77,12 @@ def _trade_off(document: Json, points: Sequence[Json], index: int) -> Chart:
     usable = [point for point in points if not why_not(document, point)]
     best = max(usable or points, key=lambda point: float(point["throughput_per_s"]["value"]))
     p50_ms = value(best["latency"]["p50_ms"])
+    doubt = "" if usable else "None of these rows gives a verdict. "
     at = f", with a p50 of {number(p50_ms)}{SPACE}ms" if p50_ms is not None else ""
     return Chart(
         name=f"trade-off-{index}",
         title="Latency against throughput",
-        finding=f"The highest throughput is {number(best['throughput_per_s']['value'])} "
+        finding=f"{doubt}The highest throughput is {number(best['throughput_per_s']['value'])} "
         f"inferences/s: {best['label']} at batch {best['batch']}{at}. Down and to the right is "
         "better. Heavy line p50, thin line p99; the figures at the marks are batch sizes.",
         x_label=f"throughput (inferences/s), {points[0]['scenario']}",

@@ -63,10 +63,12 @@ def html_page(title: str, content: str) -> str:
 
 def _verdict(document: Mapping[str, Any]) -> str:
     first, *others = document["verdict"] or ["No verdict."]
+    unmet = not all(gate["passed"] for gate in document["gates"])
+    kind = "verdict doubt" if document["invalid"] or document["throttled"] or unmet else "verdict"
     quick = ' <span class="tag">short timings</span>' if document["quick"] else ""
     return (
         f'<header><p class="over">deploykit report · {_e(document["created"])}{quick}</p>'
-        f'<h1>{_e(document["title"])}</h1><p class="verdict">{_e(first)}</p>'
+        f'<h1>{_e(document["title"])}</h1><p class="{kind}">{_e(first)}</p>'
         + "".join(f"<p>{_e(sentence)}</p>" for sentence in others)
         + _gates(document)
         + "</header>"
@@ -138,7 +140,7 @@ def html_table(table: Table, *, caption: bool = True) -> str:
     title = f"<caption>{_e(table.title)}</caption>" if caption else ""
     note = f'<p class="note">{_e(table.note)}</p>' if table.note else ""
     return (
-        f'<div class="wide" tabindex="0" role="region" aria-label="{_e(table.title)}">'
+        f'<div class="wide" tabindex="0" role="region" aria-label="Table: {_e(table.title)}">'
         f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{note}"
     )
 

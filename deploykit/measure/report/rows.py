@@ -28,7 +28,7 @@ def why_not(document: Json, point: Json) -> str:
 def name_in_charts(document: Json, label: str, points: Sequence[Json]) -> str:
     """A setup's label, with a warning where nothing is concluded from some of its points."""
     marked = any(why_not(document, point) for point in points)
-    return f"{label} (no verdict)" if marked else label
+    return f"✗ {label}" if marked else label
 
 
 def by_label(points: Sequence[Json]) -> dict[str, list[Json]]:

@@ -52,7 +52,7 @@ def summary(document: Json) -> Table:
                 _ms(first, "p50_ms"),
                 _ms(first, "p99_ms"),
                 f"{spread(best['throughput_per_s'])} batch {best['batch']}",
-                _against(document, label, best),
+                _against(document, label, best) if usable else "no verdict",
             )
         )
     rows += apart
@@ -95,6 +95,8 @@ def best_by_batch(document: Json) -> Table:
     for batch in sorted({int(point["batch"]) for point in document["points"]}):
         here = [p for p in document["points"] if int(p["batch"]) == batch]
         here = [point for point in here if not why_not(document, point)]
+        if not here:
+            continue
         base = [point for point in here if point["label"] == document["baseline"]]
         cpu = [point for point in here if point["device"] == "cpu"]
         gpu = [point for point in here if point["device"] != "cpu"]

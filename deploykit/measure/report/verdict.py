@@ -23,7 +23,7 @@ _MOST = 3  # engines, or reasons, that the verdict names
 def verdict(report: Report) -> tuple[str, ...]:
     """The sentences for `Report.verdict`; use as `replace(report, verdict=verdict(report))`."""
     unmet = [gate for gate in report.gates if not gate.passed]
-    sentences = [f"INVALID: {reason}" for reason in report.invalid]
+    sentences = [f"INVALID: {reason.rstrip('.')}." for reason in report.invalid]
     if unmet:
         named = "; ".join(f"{gate.name}: {gate.detail}" for gate in unmet)
         sentences.append(f"{len(unmet)} of {len(report.gates)} gates NOT met: {named}.")
@@ -48,7 +48,7 @@ def verdict(report: Report) -> tuple[str, ...]:
 def _marked(report: Report) -> list[str]:
     """The points that give no verdict, by their reasons."""
     marked = [point for point in report.points if point.marks]
-    if not marked:
+    if not marked or report.invalid:
         return []
     reasons = Counter(mark for point in marked for mark in point.marks)
     why = "; ".join(f"{reason} ({count(n)})" for reason, n in reasons.most_common(_MOST))

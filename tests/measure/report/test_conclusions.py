@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from deploykit.measure.latency import Latency
+from deploykit.measure.report.chart import Chart
+from deploykit.measure.report.figures import charts
 from deploykit.measure.report.report import Report, crossovers
+from deploykit.measure.report.tables import best_by_batch, details, summary
 from deploykit.measure.report.verdict import verdict
 from deploykit.measure.statistics import Interval, throughput
 from deploykit.measure.timing.sweep import CLOSED_LOOP, Point
@@ -119,6 +122,26 @@ def test_a_marked_row_is_in_no_conclusion_and_its_reason_is_stated(report: Repor
     assert {each.batch for each in marked.speedups if each.label == "int8 CPU"} == {1, 2, 4}
     everything = tuple(replace(p, marks=("slow",)) for p in report.points)
     assert "×" not in words(replace(report, points=everything, quick=False))
+
+
+def test_a_marked_row_is_apart_in_tables_and_charts(report: Report) -> None:
+    def mark(point: Point) -> Point:
+        return replace(point, marks=("slow",)) if point.label == "int8 CPU" else point
+
+    document = replace(report, points=tuple(map(mark, report.points)), invalid=()).to_dict()
+    tables = {table.title: table for table in details(document)}
+    assert {row[0] for row in tables["Rows without a verdict"].rows} == {"int8 CPU"}
+    assert tables["Rows without a verdict"].rows[0][10] == "no verdict: slow"
+    assert "int8 CPU" not in {row[0] for row in tables["Every point"].rows}
+    setups = [row[0] for row in summary(document).rows]
+    assert setups.index("int8 CPU") == 3
+    assert summary(document).rows[3][-1] == "no verdict"
+    assert "int8 CPU" not in str(best_by_batch(document).rows)
+    drawn, sentences = charts(document)
+    assert isinstance(drawn[0], Chart)
+    assert [one.label for one in drawn[0].series][-1] == "✗ int8 CPU"
+    assert "The highest throughput is 7 " in plain(drawn[0].finding)
+    assert sentences[0].startswith("✗ in a chart: rows of this setup give no verdict")
 
 
 def test_a_wrong_engine_is_in_no_conclusion(report: Report) -> None:

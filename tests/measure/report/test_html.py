@@ -15,6 +15,7 @@ import pytest
 
 from deploykit.measure.report.html import CSS, report_page
 from deploykit.measure.report.report import Gate, Report, write
+from deploykit.measure.report.verdict import verdict
 from tests.support.measure.browser import CHROMIUM, loaded
 
 VOID = {"meta", "circle", "path", "rect", "br", "link", "img"}
@@ -85,6 +86,10 @@ def test_headings_are_in_order_and_ids_are_unique(report: Report) -> None:
         for name in str(attrs.get("aria-labelledby") or "").split():
             assert name in ids
     assert found.all("html") == [{"lang": "en"}]
+    titles = re.findall(r'<h2 id="[^"]*">([^<]*)', report_page(report.to_dict()))
+    regions = [attrs["aria-label"] for attrs in found.all("div") if attrs.get("role") == "region"]
+    assert len(titles) > 4
+    assert len({*titles, *regions}) == len(titles) + len(set(regions))  # each landmark has a name
 
 
 def test_the_order_is_verdict_chart_table_charts_method_everything(report: Report) -> None:
@@ -93,8 +98,8 @@ def test_the_order_is_verdict_chart_table_charts_method_everything(report: Repor
     places = [text.index(part) for part in parts]
     places += [text.index(part) for part in ('id="method"', 'id="everything"')]
     assert places == sorted(places)
-    verdict = text.split('class="verdict">')[1].split("</p>")[0]
-    assert verdict == report.verdict[0]
+    shown = text.split('class="verdict">')[1].split("</p>")[0]
+    assert shown == report.verdict[0]
 
 
 def test_every_chart_has_a_written_finding_and_its_data_as_a_table(report: Report) -> None:
@@ -163,6 +168,13 @@ def test_a_report_with_nothing_in_it_has_sentences_and_no_empty_frames() -> None
     assert "<table>" not in text
     assert "were not measured" in text
     assert "not recorded" in text
+
+
+def test_an_invalid_run_looks_different_at_the_top(report: Report) -> None:
+    assert '<p class="verdict">' in report_page(report.to_dict())
+    invalid = replace(report, invalid=("other load: stop it",))
+    text = report_page(replace(invalid, verdict=verdict(invalid)).to_dict())
+    assert '<p class="verdict doubt">INVALID: other load: stop it.</p>' in text
 
 
 def test_a_gate_that_was_not_met_is_written_out(report: Report) -> None:
