@@ -65,17 +65,17 @@ OWNERS = {
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
     "core": 3675,
-    "runtimes": 7570,
+    "runtimes": 7745,
     "training": 1500,
     "exporters": 1430,
     "onnx_graph+quantization": 5610,
     "builders": 1850,
-    "measure": 8430,
+    "measure": 8525,
     "planning": 680,
     "serving": 11770,
     "bundling": 2040,
     "cluster": 270,
-    "api": 7435,
+    "api": 7665,
     "cli": 2680,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 140  # the whole package, with the list of public names

@@ -22,6 +22,7 @@ from deploykit.api.bench_columns import (
     open_on_cpu,
 )
 from deploykit.api.bench_inputs import BenchInputs, choose_inputs
+from deploykit.api.bench_limits import EnergyLog, cpu_ceilings, limits
 from deploykit.api.feeds import comparison_feeds
 from deploykit.api.outputs import claim_report
 from deploykit.core.artefact import ArtefactLike
@@ -94,14 +95,14 @@ def bench(
     folder = claim_report(out, (*engines, baseline, data, settings_of), force=force)
     earlier = reports.read(Path(settings_of)).cpu_search if settings_of else ()
     run = _prepare(every, data, axis, device, batches, timing, earlier, note, on_progress)
-    points, conditions = _time(run, batches, timing, on_progress)
+    points, conditions, gaps = _time(run, every, batches, timing, on_progress)
     report = replace(
         empty,
         title=f"{every[0].artefact.path.stem}: latency and throughput",
         quick=timing.seconds < FULL_S,
         baseline=BASELINE,
         artefacts=tuple(item.to_dict() for item in every),
-        **run.known(points),
+        **run.known(points, gaps),
         notes=(_method(timing), run.inputs.describe(), *sorted(note.seen)),
         **conditions,
     )
@@ -145,7 +146,7 @@ class _Run:
     gaps: list[NotMeasured]
     asked: frozenset[str]  # hashes of the engines, without the baseline's
 
-    def known(self, points: Sequence[Point]) -> dict[str, Any]:
+    def known(self, points: Sequence[Point], gaps: Sequence[NotMeasured]) -> dict[str, Any]:
         """The fields of the report that depend on the run and its points."""
         from deploykit.measure.timing.cpu_search import best_cpu
 
@@ -162,7 +163,7 @@ class _Run:
             "asked": tuple(each.label for each in columns if each.sha256 in self.asked),
             "best_cpu": best_cpu(points, wrong),
             "cpu_search": tuple(self.columns.searches),
-            "not_measured": (*self.columns.gaps, *self.gaps),
+            "not_measured": (*self.columns.gaps, *self.gaps, *gaps),
         }
 
 
@@ -230,32 +231,42 @@ def _search_cpu(
 
 
 def _time(
-    run: _Run, batches: Sequence[int], timing: Timing, on_progress: Progress | None
-) -> tuple[list[Point], dict[str, Any]]:
-    """The points, and the fields of the report on what held for the machine meanwhile."""
+    run: _Run,
+    every: Sequence[Entry],
+    batches: Sequence[int],
+    timing: Timing,
+    on_progress: Progress | None,
+) -> tuple[list[Point], dict[str, Any], tuple[NotMeasured, ...]]:
+    """The points, the fields of the report on the machine meanwhile, and what had no meter."""
     from deploykit.measure.outside import Watch, invalid, sum_up
     from deploykit.measure.timing.sweep import sweep
-    from deploykit.runtimes.devices import GpuWatch
+    from deploykit.runtimes.devices import Devices, GpuWatch
+    from deploykit.runtimes.energy import EnergyMeter
 
+    ceilings = cpu_ceilings(run.columns.setups, timing.seconds, on_progress)
     watch, around_s = Watch(), min(_AROUND_S, timing.seconds / 10)
     before = watch.over(around_s, time.sleep)
-    with GpuWatch() as gpu_watch:
+    with GpuWatch() as gpu_watch, EnergyMeter(devices=Devices()) as meter:
+        energy = EnergyLog(meter, on_progress)
         points = sweep(
             run.columns.setups,
             batches,
             timing,
             run.inputs,
-            on_progress,
+            energy,
             watch=watch,
         )
     outside = sum_up(watch, before, watch.over(around_s, time.sleep))
     on_gpu = {point.device for point in points} - {"cpu"}
-    return points, {
+    found = {
         "throttled": gpu_watch.reasons if on_gpu else (),
         "conditions": gpu_watch.conditions,
         "outside": outside,
         "invalid": invalid(outside, watch.bound),
+        "energy": energy.energy(points),
+        **limits(every, run.columns.setups, points, ceilings),
     }
+    return points, found, energy.gaps(points)
 
 
 def _method(timing: Timing) -> str:

@@ -211,21 +211,26 @@ def _calibration(
 
 
 def probe_cpu(
-    *, anew: bool = False, on_progress: Progress | None = None
+    *,
+    threads: int | None = None,
+    anew: bool = False,
+    only_kept: bool = False,
+    on_progress: Progress | None = None,
 ) -> tuple[CpuCalibration | None, list[str]]:
     """The kept calibration of this machine's CPU, else one probe; and why it was not kept.
 
-    None without ONNX Runtime.
+    None without ONNX Runtime, and with `only_kept` where none is kept. `threads`: by default one
+    per core.
     """
     from deploykit.api.bench import now
     from deploykit.planning import probe
 
     machine = this_machine()
-    found = None if anew else probe.find_calibration(machine)
-    if found is not None:
+    found = None if anew else probe.find_calibration(machine, threads)
+    if found is not None or only_kept:
         return found, []
     try:
-        found = probe.measure_cpu(machine.cpu, now(), on_progress=on_progress)
+        found = probe.measure_cpu(machine.cpu, now(), threads=threads, on_progress=on_progress)
     except MissingExtra:
         return None, []
     problem = probe.store_calibration(found)

@@ -196,11 +196,13 @@ def _time(
 
 def find_calibration(machine: Machine, threads: int | None = None) -> CpuCalibration | None:
     """What an earlier probe of this CPU left; None for another CPU's, or a damaged file."""
+    threads = threads or default_threads()
+    path = _path(threads)
     try:
-        found: CpuCalibration = from_json(CpuCalibration, read_json(_path()), str(_path()))
+        found: CpuCalibration = from_json(CpuCalibration, read_json(path), str(path))
     except (DeploykitError, BadInput):
         return None
-    known = (VERSION, machine.cpu, threads or default_threads(), _runtime(machine))
+    known = (VERSION, machine.cpu, threads, _runtime(machine))
     same = (found.version, found.cpu, found.threads, found.runtime) == known
     return found if same else None
 
@@ -208,15 +210,16 @@ def find_calibration(machine: Machine, threads: int | None = None) -> CpuCalibra
 def store_calibration(found: CpuCalibration) -> str:
     """Keep it for the next plan; why that was not possible, or ""."""
     try:
-        _path().parent.mkdir(parents=True, exist_ok=True)
-        write_json(_path(), found.to_dict())
+        path = _path(found.threads)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, found.to_dict())
     except (DeploykitError, OSError) as exc:
         return f"the calibration is measured again next time: {exc}"
     return ""
 
 
-def _path() -> Path:
-    return cache_folder() / "cpu-calibration.json"
+def _path(threads: int) -> Path:
+    return cache_folder() / f"cpu-calibration-{threads}.json"
 
 
 def _runtime(machine: Machine) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deploykit.core.machine import this_machine
+from deploykit.core.machine import default_threads, this_machine
 from deploykit.onnx_graph import kinds
 from deploykit.planning.probe import find_calibration, measure_cpu, store_calibration
 from tests.support.calibrations import keep_round_calibration, round_calibration
@@ -47,7 +47,7 @@ def test_a_damaged_file_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
 ) -> None:
     monkeypatch.setenv("DEPLOYKIT_CACHE", str(tmp_path))
-    (tmp_path / "cpu-calibration.json").write_text(content)
+    (tmp_path / f"cpu-calibration-{default_threads()}.json").write_text(content)
     assert find_calibration(this_machine()) is None
 
 

@@ -66,6 +66,37 @@ class NotMeasured(Record):
 
 
 @dataclass(frozen=True)
+class PredictedPoint(Record):
+    """What `plan` predicts for a point, and what was measured: the median of its calls.
+
+    `error`: predicted by measured, less 1. `basis`: where the prediction's figures are from.
+    """
+
+    label: str
+    batch: int
+    predicted_ms: float
+    measured_ms: float
+    error: float
+    basis: str
+
+
+@dataclass(frozen=True)
+class PointEnergy(Record):
+    """Device energy of one inference: not that at the wall. `source`: what it was read from.
+
+    `joules`: all that the device took meanwhile, by the inferences completed; `above_idle`: less
+    what it takes at rest, `idle_w`.
+    """
+
+    label: str
+    batch: int
+    joules: float
+    above_idle: float
+    idle_w: float
+    source: str
+
+
+@dataclass(frozen=True)
 class Speedup(Record):
     """How many times the baseline's throughput a setup has, at the same batch and scenario."""
 
@@ -103,8 +134,11 @@ class Report:
     `outside`: the load of other processes. `invalid`: why the whole run is not valid, and the
     remedy; nothing is derived from it. `asked`:
     labels of the setups of the engines that the run is about, the others are there to compare.
-    `within_ms`: the latency that was wanted at p99. `roofline`: {"ceilings": {"gflops",
-    "gbytes_per_s"}, "points": [{"label", "batch", "intensity", "gflops"}]}, as measured.
+    `within_ms`: the latency that was wanted at p99.
+    `predicted`: what `plan` says of the points. `roofline`: {"ceilings": {"gflops", "gbytes_per_s",
+    "memory_gbytes_per_s"}, "points": [{"label", "batch", "intensity", "gflops"}]}, as measured; the
+    ceilings are the highest that a probe or a point reached. `energy`: of an inference; without a
+    meter the reason is in `not_measured`.
     `provenance`: commits, host, clocks, CPUs and variables, as `core.provenance` reads them.
     """
 
@@ -133,8 +167,10 @@ class Report:
     cpu_search: tuple[CpuSearch, ...] = ()
     asked: tuple[str, ...] = ()
     within_ms: float | None = None
+    predicted: tuple[PredictedPoint, ...] = ()
     roofline: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    energy: tuple[PointEnergy, ...] = ()
 
     shown: ClassVar[tuple[str, ...]] = ("speedups", "crossovers")
 

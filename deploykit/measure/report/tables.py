@@ -18,6 +18,7 @@ from deploykit.measure.report.formatting import (
     points,
     spread,
 )
+from deploykit.measure.report.limit_tables import limit_tables
 from deploykit.measure.report.rows import by_label, load_label, provenance_rows, why_not
 
 Json = Mapping[str, Any]
@@ -165,6 +166,7 @@ def details(document: Json) -> list[Table]:
         _artefacts(document),
         _steps(document),
     ]
+    tables += [Table(*parts) for parts in limit_tables(document)]
     return [table for table in tables if table.rows]
 
 

@@ -1,0 +1,216 @@
+"""What limits the points of a benchmark: roofline, the plan's predictions, and energy."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from deploykit.api.artefacts import Progress
+from deploykit.api.bench_columns import Entry
+from deploykit.api.plan import probe_cpu
+from deploykit.core.errors import DeploykitError
+from deploykit.core.machine import default_threads
+from deploykit.core.profile import load_profile
+
+if TYPE_CHECKING:
+    from deploykit.measure.report.report import (
+        NotMeasured,
+        PointEnergy,
+        PredictedPoint,
+    )
+    from deploykit.measure.timing.sweep import Point, Setup
+    from deploykit.onnx_graph.graph import Graph
+    from deploykit.planning.predict import Inferred
+    from deploykit.planning.probe import CpuCalibration
+    from deploykit.runtimes.energy import EnergyMeter
+
+PROBE_FROM_S = 1.0  # of a point: a shorter run does not wait for the probe of the CPU
+_IDLE_S = 0.5
+_ROUND = re.compile(r"(.+), batch (\d+): round \d+", re.DOTALL)
+
+
+def cpu_ceilings(
+    setups: Sequence[Setup], seconds: float, on_progress: Progress | None
+) -> dict[int, CpuCalibration]:
+    """What a probe measured of this machine's CPU, for each number of threads of one session.
+
+    A short run takes only what is kept.
+    """
+    only_kept = seconds < PROBE_FROM_S
+    wanted = {default_threads()}
+    wanted |= {each.threads for each in setups if each.sessions == 1 and each.threads}
+    found = {
+        n: probe_cpu(threads=n, only_kept=only_kept, on_progress=on_progress)[0] for n in wanted
+    }
+    return {threads: each for threads, each in found.items() if each is not None}
+
+
+def limits(
+    every: Sequence[Entry],
+    setups: Sequence[Setup],
+    points: Sequence[Point],
+    found: Mapping[int, CpuCalibration],
+) -> dict[str, Any]:
+    """The report's `predicted` and `roofline`, of the points on the CPU.
+
+    `found`: what a probe measured, by number of threads.
+    """
+    if not found:
+        return {}
+    entries = {entry.artefact.sha256: entry for entry in every}
+    files = {setup.label: entries.get(setup.sha256) for setup in setups}
+    graphs: dict[str, Graph] = {}
+    predicted: list[PredictedPoint] = []
+    places: list[tuple[Point, Inferred, float]] = []
+    for point in points:
+        entry = files.get(point.label)
+        if entry is None or entry.artefact.format != "onnx" or point.device != "cpu":
+            continue
+        inferred = _infer(graphs, entry, point)
+        if inferred is None:
+            continue
+        places.append((point, inferred, sum(each.traffic_bytes for each in inferred.interpreted)))
+        predicted += _predicted(point, inferred, found.get(point.threads or default_threads()))
+    marks = [_place(*each) for each in places if each[1].flops and each[2]]
+    used = {point.precision for point, _, _ in places}
+    ceilings = _ceilings(marks, used, [*found.values()])
+    roofline = {"ceilings": ceilings, "points": marks} if marks else {}
+    return {"predicted": tuple(predicted), "roofline": roofline}
+
+
+def _infer(graphs: dict[str, Graph], entry: Entry, point: Point) -> Inferred | None:
+    """The graph at the sizes that were timed; None where these are not known."""
+    from deploykit.onnx_graph.graph import Graph
+    from deploykit.planning.predict import infer
+
+    sha256 = entry.artefact.sha256
+    try:
+        graph = graphs.setdefault(sha256, Graph.open(entry.artefact.path))
+        sizes = {
+            axis: size
+            for spec in graph.inputs
+            for axis, size in zip(spec.shape, point.shapes.get(spec.name, ()), strict=False)
+            if isinstance(axis, str)
+        }
+        return infer(graph, point.batch, sizes) if point.shapes else None
+    except DeploykitError:
+        return None  # its figures stay: a prediction is not what was asked for
+
+
+def _predicted(
+    point: Point, inferred: Inferred, found: CpuCalibration | None
+) -> list[PredictedPoint]:
+    """Of a point in one session; `found` has as many threads."""
+    from deploykit.measure.report.report import PredictedPoint
+    from deploykit.planning.predict import predict_call
+    from deploykit.planning.targets import Target, target_of
+
+    measured = point.latency.p50_ms
+    target = target_of(load_profile("cpu"), found)
+    if measured is None or point.sessions != 1 or not isinstance(target, Target):
+        return []
+    ms = predict_call(inferred, target, inferred.stored).latency_ms
+    error = ms / measured.value - 1
+    return [PredictedPoint(point.label, point.batch, ms, measured.value, error, target.basis)]
+
+
+def _place(point: Point, inferred: Inferred, moved: float) -> dict[str, Any]:
+    """Operations per byte that is moved, and operations per second that were reached."""
+    calls_per_s = point.throughput_per_s.value / point.batch
+    return {
+        "label": point.label,
+        "batch": point.batch,
+        "intensity": inferred.flops / moved,
+        "gflops": inferred.flops * calls_per_s / 1e9,
+    }
+
+
+def _ceilings(
+    marks: Sequence[Mapping[str, Any]], used: Collection[str], found: Sequence[CpuCalibration]
+) -> dict[str, float]:
+    """The highest that a probe reached in the precisions `used`, or a point did."""
+    by_precision: dict[str, float] = {}
+    for each in found:
+        for name, rate in each.ops_per_s.items():
+            if name in {*used, "fp32"}:
+                key = f"gflops {name}"
+                by_precision[key] = max(by_precision.get(key, 0.0), rate / 1e9)
+    moved = [mark["gflops"] / mark["intensity"] for mark in marks]
+    return {
+        "gflops": max([*by_precision.values(), *(mark["gflops"] for mark in marks)]),
+        "gbytes_per_s": max([*(each.cache_bytes_per_s / 1e9 for each in found), *moved]),
+        "memory_gbytes_per_s": max(each.bytes_per_s / 1e9 for each in found),
+        **by_precision,
+    }
+
+
+@dataclass
+class EnergyLog:
+    """Reads the meters between the steps of a sweep, and so divides what they count by point."""
+
+    meter: EnergyMeter
+    forward: Progress | None
+    clock: Callable[[], float] = time.perf_counter
+    idle_w: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._spent: dict[tuple[str, int], list[tuple[float, Mapping[str, float]]]] = {}
+        self._step: tuple[str, int] | None = None
+        self._last = (self.clock(), self.meter.joules())
+        if self.meter.sources:
+            time.sleep(_IDLE_S)
+            seconds, joules = self._since()
+            self.idle_w = {name: used / seconds for name, used in joules.items() if seconds > 0}
+
+    def __call__(self, what: str, share: float) -> None:
+        """A step begins: what was used until now belongs to the one before."""
+        since = self._since()
+        if self._step is not None:
+            self._spent.setdefault(self._step, []).append(since)
+        match = _ROUND.fullmatch(what)
+        self._step = (match[1], int(match[2])) if match else None
+        if self.forward is not None:
+            self.forward(what, share)
+
+    def energy(self, points: Sequence[Point]) -> tuple[PointEnergy, ...]:
+        """Power during a point's rounds by its throughput: joules per inference."""
+        from deploykit.measure.report.report import PointEnergy
+
+        found = []
+        for point in points:
+            device = "cuda:0" if point.device == "cuda" else point.device
+            source, steps = self.meter.sources.get(device), self._spent.get(_key(point), [])
+            seconds = sum(each for each, _ in steps)
+            rate = point.throughput_per_s.value
+            if source is None or not seconds or not rate:
+                continue
+            watts = sum(joules.get(device, 0.0) for _, joules in steps) / seconds
+            idle_w = self.idle_w.get(device, 0.0)
+            above = max(0.0, watts - idle_w) / rate
+            found.append(PointEnergy(point.label, point.batch, watts / rate, above, idle_w, source))
+        return tuple(found)
+
+    def gaps(self, points: Sequence[Point]) -> tuple[NotMeasured, ...]:
+        """The devices without a meter, and why."""
+        from deploykit.measure.report.report import NotMeasured
+
+        used = {"cuda:0" if point.device == "cuda" else point.device for point in points}
+        return tuple(
+            NotMeasured(f"energy of {name}", why)
+            for name, why in sorted(self.meter.why.items())
+            if name in used
+        )
+
+    def _since(self) -> tuple[float, dict[str, float]]:
+        """Seconds and joules since the last time."""
+        (before_s, before), now = self._last, (self.clock(), self.meter.joules())
+        self._last = now
+        used = {name: value - before.get(name, 0.0) for name, value in now[1].items()}
+        return now[0] - before_s, used
+
+
+def _key(point: Point) -> tuple[str, int]:
+    return point.label, point.batch
