@@ -82,10 +82,12 @@ class EngineCache:
         path, flags = self.folder / LOCK_FILE, os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o644)
-        except OSError:
+        except OSError as exc:  # a read-only cache can still be served from
+            if exc.errno == errno.EROFS and not os.path.lexists(path):
+                return os.open(self.folder, os.O_RDONLY | flags)
             if not path.is_file():
                 raise
-            return os.open(path, os.O_RDONLY | flags)  # a read-only cache can still be served from
+            return os.open(path, os.O_RDONLY | flags)
 
     def state(self) -> CacheState:
         """What `state.json` says; an empty state where it is missing or damaged."""

@@ -197,6 +197,8 @@ def test_a_cache_without_write_access_still_serves(
 
     monkeypatch.setattr(os, "open", read_only)
     assert boot(made / "old", cache, failing(AssertionError())).source == "cache"
+    (cache / "lock").unlink()  # nor has the copy of a cache one
+    assert boot(made / "old", cache, failing(AssertionError())).source == "cache"
     with pytest.raises(dk.BadInput, match="Read-only file system"):
         boot(made / "old", cache / "fresh", run)
 
