@@ -64,8 +64,8 @@ OWNERS = {
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 3675,
-    "runtimes": 7745,
+    "core": 3700,
+    "runtimes": 7860,
     "training": 1500,
     "exporters": 1430,
     "onnx_graph+quantization": 5610,
@@ -75,7 +75,7 @@ BUDGETS = {
     "serving": 11770,
     "bundling": 2040,
     "cluster": 270,
-    "api": 7665,
+    "api": 7680,
     "cli": 2680,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 140  # the whole package, with the list of public names
@@ -322,10 +322,10 @@ def test_only_output_prints() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE.parent / "models").glob("*.py")), ids=str)
-def test_recipes_are_short_and_know_the_core_only(path: Path) -> None:
+def test_recipes_are_short_and_know_the_core_and_the_readers_of_data(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 200
     ours = {name for name in imports_of(path) if name.split(".")[0] == "deploykit"}
-    assert all(name.startswith("deploykit.core") for name in ours)
+    assert all(name.startswith(("deploykit.core", "deploykit.runtimes.data")) for name in ours)
 
 
 TESTS = Path(__file__).resolve().parent

@@ -174,6 +174,7 @@ def test_the_metadata_names_license_python_and_extras(wheel: Path) -> None:
     assert extras == {
         "cpu",
         "gpu",
+        "tensorboard",
         "tensorrt",
         "tensorrt-cu12",
         "tensorrt-cu13",
@@ -184,6 +185,7 @@ def test_the_metadata_names_license_python_and_extras(wheel: Path) -> None:
         "huggingface",
         "serve",
         "train",
+        "transfer",
         "quantize",
         "ray",
         "dev",

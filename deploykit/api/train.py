@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploykit.api.artefacts import Made, Progress
 from deploykit.api.outputs import SPLIT, claim, claim_run, claim_splits, named_files
+from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Evidence, TrainingRecord
 from deploykit.core.files import sha256, write_text
 from deploykit.core.machine import tool_versions
@@ -22,8 +23,17 @@ if TYPE_CHECKING:
 # of `train`, those that the loop takes as they are
 _OPTIONS = (
     *("epochs", "batch_size", "device", "amp", "seed", "amp_dtype", "tf32", "compile"),
-    *("channels_last", "clip_norm", "schedule", "patience", "checkpoint", "tensorboard"),
+    *(
+        "unfreeze",
+        "channels_last",
+        "clip_norm",
+        "schedule",
+        "patience",
+        "checkpoint",
+        "tensorboard",
+    ),
 )
+_NAMED = 3  # of the files that were skipped
 
 
 def train(
@@ -39,6 +49,8 @@ def train(
     tf32: bool = True,
     compile: bool = False,  # noqa: A002 - torch's own name for it
     channels_last: bool | None = None,
+    unfreeze: float | None = None,
+    fsdp: bool = False,
     schedule: str | None = None,
     clip_norm: float | None = None,
     patience: int | None = None,
@@ -48,17 +60,20 @@ def train(
     curve: StrPath | None = None,
     tensorboard: StrPath | None = None,
     save_splits: StrPath | None = None,
+    strict_data: bool = False,
     force: bool = False,
     on_progress: Progress | None = None,
 ) -> Made:
     """Train `recipe` ("mnist-cnn", `./mine.py` or `pkg.mod:RECIPE`) and write the checkpoint `out`.
 
+    Started by torchrun, each process trains on its part of every batch, and the first one writes.
     `data`: the recipe's data, where it does not bring its own. `amp`: mixed precision, on by
     default on a GPU; `amp_dtype`: "bf16", "fp16", or "auto" for bf16 where the device has it.
     `weights`: a file to start from. `checkpoint`: a file that gets the whole state after each
     epoch, and from which the same call goes on. `curve`: an SVG of loss and score. `tensorboard`:
     a folder for event files. `save_splits`: a folder that gets calibration.npz and test.npz, for
-    `quantize` and `predict`. `force`: replace files that deploykit did not write. The other
+    `quantize` and `predict`. `strict_data`: refuse files that cannot be read, which are skipped
+    otherwise. `force`: replace files that deploykit did not write. The other
     options are those of `training.options.TrainingOptions`.
     """
     given = locals()
@@ -71,6 +86,7 @@ def train(
         start=Path(weights) if weights else None,
         curve=Path(curve) if curve else None,
         save_splits=save_splits,
+        strict_data=strict_data,
         force=force,
         on_progress=on_progress,
     )
@@ -85,6 +101,7 @@ def _train(
     start: Path | None,
     curve: Path | None,
     save_splits: StrPath | None,
+    strict_data: bool,
     force: bool,
     on_progress: Progress | None,
 ) -> Made:
@@ -95,29 +112,52 @@ def _train(
     claim_run((*read, out, *places), curve=curve, force=force, **files)
     chosen = load_recipe(recipe)
     from deploykit.runtimes.torch import open as runtime
-    from deploykit.training import loop
+    from deploykit.training import distributed, loop
     from deploykit.training.options import TrainingOptions
 
     initial = runtime.load_weights(start) if start else None
-    splits = chosen.data(data)
-    trained = loop.run_training(
-        chosen,
-        splits,
-        TrainingOptions(**{**given, **files}),
-        name=recipe,
-        weights=initial,
-        on_progress=on_progress,
-    )
-    runtime.save_checkpoint(out, trained.module, recipe, chosen.inputs, chosen.outputs)
-    manifest = _manifest(out, recipe, chosen, trained, start)
-    write_manifest(out, manifest)
-    _save(splits, places)
-    if curve is not None:
-        from deploykit.training.curve import curve_svg
+    with distributed.join_processes(given["device"]) as group:
+        splits = chosen.data(data)
+        notes = _skipped(splits, strict_data)
+        trained = loop.run_training(
+            chosen,
+            splits,
+            TrainingOptions(**{**given, **files}),
+            name=recipe,
+            weights=initial,
+            weights_from=start or Path("weights"),
+            on_progress=on_progress if group.first else None,
+            group=group,
+        )
+        chosen = chosen.sized_for(splits.build_with)
+        if group.first:
+            runtime.save_checkpoint(
+                out, trained.module, recipe, chosen.inputs, chosen.outputs, splits.build_with
+            )
+            write_manifest(out, _manifest(out, recipe, chosen, trained, start))
+            _save(splits, places)
+            if curve is not None:
+                _draw(curve, recipe, chosen, trained)
+        group.wait()
+    return Made(out, _manifest(out, recipe, chosen, trained, start), (*notes, *trained.notes))
 
-        title = f"{recipe}: {trained.figures['precision']} on {trained.figures['device']}"
-        write_text(curve, curve_svg(trained.history, title, chosen.metric_name))
-    return Made(out, manifest, trained.notes)
+
+def _draw(curve: Path, recipe: str, chosen: Recipe, trained: Trained) -> None:
+    from deploykit.training.curve import curve_svg
+
+    title = f"{recipe}: {trained.figures['precision']} on {trained.figures['device']}"
+    write_text(curve, curve_svg(trained.history, title, chosen.metric_name))
+
+
+def _skipped(splits: Splits, strict: bool) -> tuple[str, ...]:
+    """A note on the files that could not be read; raises BadInput where `strict`."""
+    if not splits.skipped:
+        return ()
+    more = len(splits.skipped) - _NAMED
+    listed = "; ".join(splits.skipped[:_NAMED]) + (f"; and {more} more" if more > 0 else "")
+    if strict:
+        raise BadInput(f"unreadable files, {len(splits.skipped)}: {listed}")
+    return (f"unreadable files skipped, {len(splits.skipped)}: {listed}",)
 
 
 def _manifest(

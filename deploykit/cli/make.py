@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,11 +30,13 @@ _ACCURACY = """
 
 
 @described(f"""
-RECIPE                 mnist-cnn, ./mine.py or pkg.mod:RECIPE
+RECIPE                 mnist-cnn, cats-dogs, char-lstm, resnet18-transfer, vgg16-transfer, ./mine.py
+        or pkg.mod:RECIPE
 -o --out FILE.pt       The checkpoint to write
 {FORCE}
 --data FILE|DIR        Training data, for a recipe that does not bring its own
 --save-splits DIR      Write calibration.npz and test.npz into this folder
+--strict-data          Refuse data with files that cannot be read, which are skipped otherwise
 Training:
 --epochs N             Passes over the data [the recipe's]
 --batch-size N         Samples per step [the recipe's]
@@ -41,7 +44,8 @@ Training:
 --clip-norm X          Largest norm of the gradients [the recipe's]
 --patience N           Stop after N epochs without a better score on the validation data, and keep
         the best epoch's weights [never]
---weights FILE         Weights to start from
+--weights FILE         Weights to start from; of the transfer recipes, their backbone's
+--unfreeze RATE        Train a backbone too, at this share of the learning rate [frozen]
 --seed N               Seed of the weights and of the order of the data
 Speed:
 --device               Where to train
@@ -50,6 +54,7 @@ Speed:
 --tf32/--no-tf32       Multiply float32 in TF32 on GPUs that have it
 --channels-last/--no-channels-last  Keep images with their channels last [on a GPU]
 --compile              Compile the model with torch.compile
+--fsdp                 With torchrun: spread the weights over the processes (FSDP2)
 Record:
 --checkpoint FILE.ckpt  Save the whole state here after each epoch; the same command goes on from it
 --curve FILE.svg       Draw loss and score
@@ -61,12 +66,14 @@ def train(
     force: bool = False,
     data: Path | None = None,
     save_splits: Path | None = None,
+    strict_data: bool = False,
     epochs: int | None = None,
     batch_size: int | None = None,
     schedule: Literal["cosine", "linear", "one-cycle", "constant"] | None = None,
     clip_norm: float | None = None,
     patience: int | None = None,
     weights: Path | None = None,
+    unfreeze: float | None = None,
     seed: int = 0,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     amp: bool | None = None,
@@ -74,12 +81,16 @@ def train(
     tf32: bool = True,
     channels_last: bool | None = None,
     compile: bool = False,  # noqa: A002 - torch's own name for it
+    fsdp: bool = False,
     checkpoint: Path | None = None,
     curve: Path | None = None,
     tensorboard: Path | None = None,
     as_json: bool = False,
 ) -> None:
     """Train a recipe and write a checkpoint that can be exported.
+
+    torchrun --nproc-per-node 2 -m deploykit train … trains with two processes: each batch is
+    shared among them, on GPUs one each.
 
     Example: deploykit train mnist-cnn -o model.pt
     """
@@ -88,7 +99,8 @@ def train(
 
     with Progress("train") as progress:
         result = training.train(**given, on_progress=progress)
-    output.show(result, tables.made(result), as_json=as_json)
+    if os.environ.get("RANK", "0") == "0":  # of the processes that torchrun starts, one prints
+        output.show(result, tables.made(result), as_json=as_json)
 
 
 @described(f"""

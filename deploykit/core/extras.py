@@ -23,6 +23,7 @@ EXTRAS: Mapping[str, str] = {
     "transformers": "huggingface",
     "sklearn": "train",
     "tensorboard": "tensorboard",
+    "torchvision": "transfer",
     "PIL": "images",
     "opentelemetry": "trace",
     "ray": "ray",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +30,40 @@ class Split:
 
 @dataclass(frozen=True)
 class Splits:
-    """Training, calibration and test data without common samples; `source`: their origin."""
+    """Training, calibration and test data without common samples; `source`: their origin.
+
+    `classes`: the names of the labels 0, 1, … `skipped`: files that could not be read, with the
+    reason. `build_with`: sizes that the model takes from the data, arguments of the recipe's
+    `build`; a name in the shape of an output stands for such a size.
+    """
 
     train: Split
     calibration: Split
     test: Split
     source: str
+    classes: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    build_with: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How to build a model, and what to train and test it on.
 
-    `build()` gives a torch module with fresh weights; `data(path or None)` the splits;
-    `inputs`/`outputs` the specs that `export` uses; `metric(outputs, labels)` one value per sample
-    in 0..1 (for top-1: right or wrong), `metric_name` its name. `epochs`, `batch_size` and
+    `build(**splits.build_with)` gives a torch module with fresh weights; `data(path or None)` the
+    splits; `inputs`/`outputs` the specs that `export` uses; `metric(outputs, labels)` one value per
+    sample in 0..1 (for top-1: right or wrong), `metric_name` its name. `epochs`, `batch_size` and
     `learning_rate` are the defaults of `train`, as are `schedule` of the learning rate and
     `clip_norm`, the largest norm of the gradients. `preprocess`: for data and `inputs` of bytes,
-    uint8 (N, H, W, C), where `build()` takes normalised float32 (N, C, H, W).
+    uint8 (N, H, W, C), where the module takes normalised float32 (N, C, H, W).
+
+    `backbone`: the names of the child that is frozen, in eval mode, and of the head that is
+    trained on its features: the module computes `head(backbone(x))`. `needs_weights`: how to get
+    the backbone's weights, where it has none of its own. `report(module, splits)`: further
+    figures of the trained module, in eval mode on the CPU.
     """
 
-    build: Callable[[], Any]
+    build: Callable[..., Any]
     data: Callable[[Path | None], Splits]
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -62,6 +76,19 @@ class Recipe:
     preprocess: Preprocess | None = None
     schedule: str = "cosine"
     clip_norm: float | None = None
+    backbone: tuple[str, str] | None = None
+    needs_weights: str = ""
+    report: Callable[[Any, Splits], Mapping[str, Any]] | None = None
+
+    def sized_for(self, sizes: Mapping[str, int]) -> Recipe:
+        """This recipe with a model of the `build_with` of some data."""
+        if not sizes:
+            return self
+        outputs = tuple(
+            replace(each, shape=tuple(sizes.get(str(axis), axis) for axis in each.shape))
+            for each in self.outputs
+        )
+        return replace(self, build=partial(self.build, **sizes), outputs=outputs)
 
 
 @dataclass(frozen=True)

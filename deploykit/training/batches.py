@@ -10,14 +10,28 @@ import torch
 
 from deploykit.core.errors import BadInput
 from deploykit.core.recipe import Recipe, Split, Splits
+from deploykit.training.distributed import Processes
 
-Batch = tuple[list[torch.Tensor], torch.Tensor]  # inputs in the recipe's order, labels
+# inputs in the recipe's order, labels, and the share of the whole batch's samples that they are
+Batch = tuple[list[torch.Tensor], torch.Tensor, float]
 
 
 class Batches:
-    """Iterate over it once per epoch. `waited_s`: how long the training waited for batches."""
+    """Iterate over it once per epoch. `waited_s`: how long the training waited for batches.
 
-    def __init__(self, split: Split, device: torch.device, batch_size: int, seed: int) -> None:
+    Each of the processes of `group` gets its part of every batch; one that would get none computes
+    on a sample whose share is 0, as all take part in each step.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        device: torch.device,
+        batch_size: int,
+        seed: int,
+        group: Processes | None = None,
+    ) -> None:
+        self.group = group or Processes()
         self.inputs, self.labels = tensors(split, device)
         self.device, self.batch_size = device, batch_size
         self.shuffle = torch.Generator().manual_seed(seed)
@@ -30,8 +44,12 @@ class Batches:
         order = torch.randperm(len(self.labels), generator=self.shuffle)
         for rows in torch.split(order, self.batch_size):
             started = time.perf_counter()
-            rows = rows.to(self.device)
-            batch = [each[rows] for each in self.inputs], self.labels[rows]
+            whole = len(rows)
+            if self.group.size > 1:
+                rows = rows.tensor_split(self.group.size)[self.group.rank]
+            share = len(rows) / whole
+            rows = (rows if len(rows) else order[:1]).to(self.device)
+            batch = [each[rows] for each in self.inputs], self.labels[rows], share
             self.waited_s += time.perf_counter() - started
             yield batch
 

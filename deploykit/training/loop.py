@@ -11,16 +11,20 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from deploykit.core.errors import Unsupported
+from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.recipe import Recipe, Splits
+from deploykit.runtimes.torch.operators import with_torchvision
 from deploykit.runtimes.torch.preprocess import before
 from deploykit.training.batches import Batches, check_labels
 from deploykit.training.curve import EventFile
+from deploykit.training.distributed import Processes, measure_scaling, parallel, whole_state
+from deploykit.training.features import Frozen, freeze, start_from
 from deploykit.training.options import Progress, Settings, Trained, TrainingOptions, settle
 from deploykit.training.score import score_module
 from deploykit.training.state import (
@@ -42,29 +46,44 @@ def run_training(
     options: TrainingOptions,
     *,
     name: str = "",
-    weights: Mapping[str, torch.Tensor] | None = None,
+    weights: dict[str, torch.Tensor] | None = None,
+    weights_from: Path = Path("weights"),
     on_progress: Progress | None = None,
+    group: Processes | None = None,
 ) -> Trained:
     """Train `recipe` on `splits.train`, then score it on `splits.test`.
 
-    `splits.calibration` scores each epoch. `name`: of the recipe, for its checkpoint. Raises
+    `splits.calibration` scores each epoch. `name`: of the recipe, for its checkpoint. `weights`:
+    to start from, read from the file `weights_from`. `group`: the processes that train together;
+    all get the result. Raises
     BadInput for options out of range, Unsupported for a device that is not there or a loss that
     is not finite, OutOfMemory.
     """
+    recipe = recipe.sized_for(splits.build_with)
     settings = settle(recipe, options)
     check_labels(recipe, splits)
     torch.manual_seed(options.seed)
-    module = recipe.build()
-    if weights is not None:
-        module.load_state_dict(weights)
+    module = with_torchvision(recipe.build)
+    if weights is None and recipe.needs_weights:
+        raise BadInput("this recipe needs `weights` to start from", hint=recipe.needs_weights)
+    notes = start_from(module, recipe, weights, weights_from) if weights is not None else []
     with _tf32(settings.tf32):
-        run = Run(recipe, splits, settings, module, name)
+        run = Run(recipe, splits, settings, module, name, group or Processes())
+        run.notes += notes
         run.train(on_progress or (lambda _text, _share: None))
-    module = copy.deepcopy(run.module).cpu().eval()
+    if options.fsdp:
+        module = with_torchvision(recipe.build)
+        module.load_state_dict(run.group.share(whole_state(run.module)))
+        module.eval()
+    else:
+        module = copy.deepcopy(run.module).cpu().eval()
     layout: Any = {"memory_format": torch.contiguous_format}
     module = module.to(**layout)
     scores = score_module(module, recipe, splits.test)
-    return Trained(module, scores, run.figures(), tuple(run.history), tuple(run.notes))
+    figures = run.figures() | run.measure_scaling()
+    if recipe.report is not None:
+        figures |= recipe.report(module, splits)
+    return Trained(module, scores, figures, tuple(run.history), tuple(run.notes))
 
 
 @contextlib.contextmanager
@@ -91,16 +110,30 @@ class Run:
         settings: Settings,
         module: torch.nn.Module,
         name: str,
+        group: Processes,
     ) -> None:
+        self.group = group
         self.recipe, self.splits, self.settings = recipe, splits, settings
         options, device = settings.options, settings.device
         layout = torch.channels_last if settings.channels_last else torch.contiguous_format
         memory: Any = {"device": device, "memory_format": layout}
         self.module = module.to(**memory)
-        run: Any = before(self.module, recipe.inputs, recipe.preprocess).to(device)
-        self.batches = Batches(splits.train, device, settings.batch_size, options.seed)
+        self.frozen: Frozen | None = None
+        self.backbone = module.get_submodule(recipe.backbone[0]) if recipe.backbone else None
+        if self.backbone is not None and options.unfreeze is None:
+            self.frozen = freeze(module, recipe, splits.train, splits.calibration, device)
+        run: Any
+        if self.frozen is not None:
+            run, train = self.frozen.head, self.frozen.train
+        else:
+            run, train = before(self.module, recipe.inputs, recipe.preprocess), splits.train
+        self.batches = Batches(train, device, settings.batch_size, options.seed, group)
+        run = parallel(run.to(device), group, device, shard=options.fsdp)
         run = torch.compile(run) if options.compile else run
-        self.stepper = Stepper(run, recipe, settings, settings.epochs * len(self.batches))
+        torch.manual_seed(options.seed + group.rank)  # of dropout: each process draws its own
+        steps = settings.epochs * len(self.batches)
+        slowly = self.backbone.parameters() if self.backbone is not None else ()
+        self.stepper = Stepper(run, recipe, settings, steps, slowly, alone=group.size == 1)
         self.history: list[dict[str, Any]] = []
         self.notes: list[str] = []
         self.best: tuple[float, int, dict[str, Any]] | None = None  # score, epoch, weights
@@ -117,13 +150,16 @@ class Run:
                 "patience": options.patience,
                 "precision": settings.precision,
                 "learning_rate": recipe.learning_rate,
+                "unfreeze": options.unfreeze,
+                "processes": group.size,
             },
         )
 
     def train(self, on_progress: Progress) -> None:
         """All epochs that are left."""
         options = self.settings.options
-        events = EventFile(options.tensorboard) if options.tensorboard else None
+        first = self.group.first
+        events = EventFile(options.tensorboard) if options.tensorboard and first else None
         if options.checkpoint is not None:
             state = load_state(options.checkpoint, self.described)
             if state is not None:
@@ -135,7 +171,9 @@ class Run:
                 if events is not None:
                     events.write(self.history[-1])
                 if options.checkpoint is not None:
-                    save_state(options.checkpoint, self.described, self._state())
+                    state = self._state()
+                    if first:
+                        save_state(options.checkpoint, self.described, state)
         finally:
             if events is not None:
                 events.close()
@@ -143,7 +181,8 @@ class Run:
 
     def _train_epoch(self, on_progress: Progress) -> None:
         """One epoch; once more in float32 where mixed precision gave a loss that is not finite."""
-        start = self._state() if self.stepper.amp_dtype is not None else None
+        again = self.stepper.amp_dtype is not None and not self.settings.options.fsdp
+        start = self._state() if again else None
         skipped = self.stepper.skipped
         loss, seconds, waited_s = self._run_epoch(on_progress)
         if not math.isfinite(loss):
@@ -183,12 +222,16 @@ class Run:
         count, epochs, done = len(self.batches), self.settings.epochs, len(self.history)
         parts, waited = self.stepper.parts, self.batches.waited_s
         self.module.train()
+        if self.backbone is not None:
+            self.backbone.eval()  # its statistics stay those of the weights it came with
         total = torch.zeros((), device=self.settings.device)
         started = reported = time.perf_counter()
         samples = 0
-        for number, (inputs, labels) in enumerate(self.batches, 1):
-            total += self.stepper(inputs, labels) * len(labels)
-            samples += len(labels)
+        size = self.group.size
+        for number, (inputs, labels, share) in enumerate(self.batches, 1):
+            whole = min(self.settings.batch_size, len(self.batches.labels) - samples)
+            total += self.stepper(inputs, labels, share * size) * (share * whole)
+            samples += whole
             now = time.perf_counter()
             if now - reported > _REPORT_S and number < count:
                 reported = now
@@ -197,7 +240,7 @@ class Run:
                     f"{samples / (now - started):,.0f} samples/s",
                     (done + number / count) / epochs,
                 )
-        loss = float(total) / samples
+        loss = sum(self.group.gather(float(total))) / samples
         if self.stepper.parts > parts:
             self.notes.append(
                 f"too little memory for a batch of {self.settings.batch_size}: each is computed "
@@ -218,7 +261,13 @@ class Run:
     def _validate(self) -> float | None:
         if not len(self.splits.calibration.labels):
             return None
-        return float(score_module(self.module, self.recipe, self.splits.calibration).mean())
+        if self.frozen is not None:
+            inner, features = self.frozen.recipe, self.frozen.calibration
+            score = float(score_module(self.frozen.head, inner, features).mean())
+        else:
+            found = score_module(self.module, self.recipe, self.splits.calibration)
+            score = float(found.mean())
+        return float(self.group.share(score))  # statistics of batches differ between processes
 
     def _stalled(self) -> bool:
         """Keep the best epoch's weights, and say whether `patience` has run out."""
@@ -250,7 +299,9 @@ class Run:
             {
                 "module": self.module.state_dict(),
                 "stepper": self.stepper.state(),
-                "random": random_state(self.settings.device, self.batches.shuffle),
+                "random": self.group.gather(
+                    random_state(self.settings.device, self.batches.shuffle)
+                ),
                 "history": self.history,
                 "notes": self.notes,
                 "best": self.best,
@@ -261,9 +312,28 @@ class Run:
     def _restore(self, state: dict[str, Any]) -> None:
         self.module.load_state_dict(state["module"])
         self.stepper.restore(state["stepper"])
-        set_random_state(state["random"], self.settings.device, self.batches.shuffle)
+        random = state["random"][self.group.rank]
+        set_random_state(random, self.settings.device, self.batches.shuffle)
         self.history, self.notes = list(state["history"]), list(state["notes"])
         self.best, self.seconds = state["best"], state["seconds"]
+
+    def measure_scaling(self) -> dict[str, Any]:
+        """What the other processes cost; measured after the weights were copied."""
+        if self.group.size == 1:
+            return {}
+        if self.settings.options.fsdp:
+            return {"processes": self.group.size, "fsdp": True}
+        inputs, labels, _ = next(iter(self.batches))
+        batch = (inputs, labels)
+        found = measure_scaling(
+            self.stepper.run, self.stepper.gradients, batch, self.group, self.settings.device
+        )
+        self.notes.append(
+            f"{self.group.size} processes: scaling efficiency "
+            f"{found['scaling_efficiency']:.1%}, communication {found['communication_share']:.1%} "
+            "of a step"
+        )
+        return found
 
     def figures(self) -> dict[str, Any]:
         """For the manifest: how it was trained, and each epoch."""
@@ -288,5 +358,7 @@ class Run:
             "skipped_steps": self.stepper.skipped,
             "final_loss": self.history[-1]["loss"] if self.history else None,
             "data": self.splits.source,
+            **({"classes": list(self.splits.classes)} if self.splits.classes else {}),
+            **({"feature_seconds": round(self.frozen.seconds, 3)} if self.frozen else {}),
             "history": list(self.history),
         }

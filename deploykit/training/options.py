@@ -26,7 +26,8 @@ class TrainingOptions:
     `clip_norm`: largest norm of all gradients together. `patience`: epochs without a better score
     on the validation data after which the run ends, with the weights of the best one.
     `checkpoint`: a file that gets the whole state after each epoch, and from which a run with the
-    same options goes on. `tensorboard`: a folder for event files.
+    same options goes on. `tensorboard`: a folder for event files. `unfreeze`: train a backbone too,
+    with this share of the learning rate. `fsdp`: spread the weights over the processes (FSDP2).
     """
 
     epochs: int | None = None
@@ -37,6 +38,8 @@ class TrainingOptions:
     amp_dtype: str = "auto"
     tf32: bool = True
     compile: bool = False
+    unfreeze: float | None = None
+    fsdp: bool = False
     channels_last: bool | None = None
     clip_norm: float | None = None
     schedule: str | None = None
@@ -95,6 +98,14 @@ def settle(recipe: Recipe, options: TrainingOptions) -> Settings:
             f"unknown `schedule` '{schedule}'",
             hint=did_you_mean(schedule, SCHEDULES, f"one of: {', '.join(SCHEDULES)}"),
         )
+    if options.unfreeze is not None and not (recipe.backbone and 0 < options.unfreeze <= 1):
+        raise BadInput(
+            f"`unfreeze` must be above 0, up to 1, got {options.unfreeze}"
+            if recipe.backbone
+            else "`unfreeze`: this recipe has no frozen backbone"
+        )
+    if options.fsdp and (options.checkpoint or options.patience):
+        raise BadInput("`fsdp` goes neither with `checkpoint` nor with `patience`")
     if not -(2**63) <= options.seed < 2**63:
         raise BadInput(f"`seed` must fit into 64 bits, got {options.seed}")
     device = choose_device(options.device)

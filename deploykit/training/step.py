@@ -7,7 +7,7 @@ those of the whole, so that the batch size of the run stays what it was.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,16 +23,31 @@ class Stepper:
     """Updates the weights of `run`, a module on the device, with one batch per call.
 
     `parts`: how many parts a batch is computed in. `skipped`: steps whose float16 gradients
-    overflowed, so that loss scaling left the weights as they were.
+    overflowed, so that loss scaling left the weights as they were. `slowly`: the weights that
+    learn at the share `unfreeze` of the rate.
     """
 
     def __init__(
-        self, run: torch.nn.Module, recipe: Recipe, settings: Settings, steps: int
+        self,
+        run: torch.nn.Module,
+        recipe: Recipe,
+        settings: Settings,
+        steps: int,
+        slowly: Iterable[torch.nn.Parameter] = (),
+        *,
+        alone: bool = True,
     ) -> None:
+        self.alone = alone  # else the other processes would wait for the parts of a batch
         self.run, self.loss, self.settings = run, recipe.loss, settings
-        self.device = settings.device
+        self.device, slower = settings.device, settings.options.unfreeze or 1.0
         self.weights = [each for each in run.parameters() if each.requires_grad]
-        self.optimiser = torch.optim.Adam(self.weights, lr=recipe.learning_rate)
+        slow = {id(each) for each in slowly}
+        groups = [
+            {"params": [p for p in self.weights if (id(p) in slow) == part], "lr": rate}
+            for part, rate in ((False, recipe.learning_rate), (True, recipe.learning_rate * slower))
+        ]
+        groups = [group for group in groups if group["params"]]
+        self.optimiser = torch.optim.Adam(groups, lr=recipe.learning_rate)
         self.schedule = make_schedule(settings.schedule, self.optimiser, steps)
         self.parts, self.tried, self.updated = 1, 0, 0
         self.optimiser.register_step_post_hook(self._count)
@@ -51,14 +66,17 @@ class Stepper:
     def _count(self, *_: object) -> None:
         self.updated += 1
 
-    def __call__(self, inputs: Sequence[torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, inputs: Sequence[torch.Tensor], labels: torch.Tensor, weight: float = 1.0
+    ) -> torch.Tensor:
         """Update the weights; the mean loss of the batch, not yet read from the device.
 
+        `weight`: of the loss, where other processes average their gradients with these.
         Raises OutOfMemory where not even one sample fits, BadInput where the recipe fails.
         """
         while True:
             try:
-                loss = self._gradients(inputs, labels)
+                loss = self.gradients(inputs, labels, weight)
                 break
             except Exception as exc:
                 if not isinstance(exc, torch.OutOfMemoryError) and not lacks_memory(exc):
@@ -70,19 +88,23 @@ class Stepper:
                     raise BadInput(f"the recipe's model or loss failed: {what}") from exc
                 reason = first_line(exc)
             # outside of `except`: its traceback would keep the tensors
-            if self.parts >= len(labels):
-                raise does_not_fit(f"{self.device}: training on a single sample", reason)
+            if self.parts >= len(labels) or not self.alone:
+                what = "a single sample" if self.alone else "a process's part of a batch"
+                raise does_not_fit(f"{self.device}: training on {what}", reason)
             self.parts *= 2
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
         self._update()
         return loss
 
-    def _gradients(self, inputs: Sequence[torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+    def gradients(
+        self, inputs: Sequence[torch.Tensor], labels: torch.Tensor, weight: float = 1.0
+    ) -> torch.Tensor:
+        """Compute the gradients, and leave the weights; the mean loss."""
         self.optimiser.zero_grad(set_to_none=True)
         if self.parts == 1:
             loss = self._loss(inputs, labels)
-            self._backward(loss)
+            self._backward(loss * weight if weight != 1.0 else loss)
             return loss.detach()
         total = torch.zeros((), device=self.device)
         size = -(-len(labels) // self.parts)

@@ -75,6 +75,24 @@ class Images:
         return pixels
 
 
+def read_square(file: Path, side: int) -> np.ndarray:
+    """The middle square of an image of any size, resized: uint8 (side, side, 3), for training.
+
+    Raises NotFound or BadInput naming the file.
+    """
+    with _open_image(file) as image:
+        if image.width * image.height > MAX_PIXELS:
+            raise BadInput(f"{file}: is {image.width}x{image.height}, too large")
+        edge = min(image.width, image.height)
+        left, top = (image.width - edge) // 2, (image.height - edge) // 2
+        image.draft("RGB", (side, side))  # a JPEG is decoded at about the size that is needed
+        scale = image.width / max(1, 2 * left + edge)
+        box = [value * scale for value in (left, top, left + edge, top + edge)]
+        small = image.convert("RGB").resize((side, side), Image.Resampling.BILINEAR, box=box)
+        pixels: np.ndarray = np.asarray(small)
+        return pixels
+
+
 def _takes_bytes(inputs: Sequence[TensorSpec], where: str) -> TensorSpec:
     for spec in inputs if len(inputs) == 1 else ():
         if spec.dtype == "uint8" and len(spec.shape) == 4 and spec.shape[3] in _MODES:

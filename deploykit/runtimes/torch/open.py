@@ -25,6 +25,7 @@ from deploykit.runtimes.torch.loaded import (
     describe_module,
     undescribed,
 )
+from deploykit.runtimes.torch.operators import with_torchvision
 from deploykit.runtimes.torch.outputs import adapt, binding
 from deploykit.runtimes.torch.preprocess import before
 from deploykit.runtimes.torch.programs import open_program
@@ -33,6 +34,7 @@ from deploykit.runtimes.torch.weights import build_module, copy_weights
 torch = require("torch")
 
 CHECKPOINT_VERSION = 1
+_LARGEST_SIZE = 1_000_000  # of what a checkpoint lets its recipe build, such as classes
 _WHOLE_MODELS = ("torch.export", "TorchScript", "pickle")
 
 
@@ -42,13 +44,18 @@ def save_checkpoint(
     recipe: str,
     inputs: Sequence[TensorSpec],
     outputs: Sequence[TensorSpec],
+    sizes: Mapping[str, int] | None = None,
 ) -> None:
-    """Write weights, the recipe's name and the specs: tensors and strings only, no code."""
+    """Write weights, the recipe's name and the specs: tensors and strings only, no code.
+
+    `sizes`: the arguments that the recipe's model was built with.
+    """
     document = {
         "deploykit_checkpoint": CHECKPOINT_VERSION,
         "recipe": recipe,
         "inputs": [str(spec) for spec in inputs],
         "outputs": [str(spec) for spec in outputs],
+        "sizes": dict(sizes or {}),
         "state_dict": module.state_dict(),
     }
     with atomic_write(out) as tmp:
@@ -170,6 +177,12 @@ def _from_checkpoint(
         )
     if not isinstance(name, str) or not all(isinstance(item, list) for item in listed):
         raise BadInput(f"{path}: is a damaged deploykit checkpoint")
+    sizes = document.get("sizes", {})
+    if not isinstance(sizes, dict) or not all(
+        isinstance(key, str) and type(size) is int and 0 < size <= _LARGEST_SIZE
+        for key, size in sizes.items()
+    ):
+        raise BadInput(f"{path}: is a damaged deploykit checkpoint: its sizes are {sizes}")
     inputs, outputs = (tuple(parse_spec(str(spec)) for spec in item or []) for item in listed)
     if wanted and tuple(wanted) != inputs:
         raise BadInput(
@@ -178,7 +191,7 @@ def _from_checkpoint(
         )
     preprocess = None
     if arch is not None:
-        module, _ = build_module(arch)
+        module, _ = build_module(arch, sizes)
     else:
         try:
             find_bundled(
@@ -190,7 +203,8 @@ def _from_checkpoint(
                 hint=NAME_THE_ARCHITECTURE,
             ) from None
         recipe = load_recipe(name)
-        module, preprocess = recipe.build(), recipe.preprocess
+        module = with_torchvision(recipe.sized_for(sizes).build)
+        preprocess = recipe.preprocess
     notes = copy_weights(path, module, _weights_of(path, content))
     bind, more = binding(module, [spec.name for spec in inputs])
     if preprocess is not None:

@@ -1,0 +1,168 @@
+"""Several processes that train one model: torchrun starts them, each has its part of every batch.
+
+`torchrun --nproc-per-node 2 -m deploykit train …` gives each process its rank in variables; gloo
+joins them on CPUs, nccl on GPUs. The gradients are those of the whole batch, so that a run gives
+the losses of a single process with the same batch size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deploykit.core.errors import BadInput, Unsupported, first_line
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_LIMIT = datetime.timedelta(minutes=30)  # that a process waits for another
+_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of a run: this one is number `rank` of `size`, `local` on its machine."""
+
+    rank: int = 0
+    size: int = 1
+    local: int = 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes files and prints."""
+        return self.rank == 0
+
+    def wait(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes, in the order of their ranks."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
+    def share(self, value: Any) -> Any:
+        """The value of the first process."""
+        found = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(found, src=0)
+        return found[0]
+
+
+@contextlib.contextmanager
+def join_processes(device: str) -> Iterator[Processes]:
+    """Join the processes that torchrun started; without it this one alone. Raises BadInput."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        yield Processes()
+        return
+    lacking = [name for name in _VARIABLES if not os.environ.get(name)]
+    numbers = [os.environ.get(name, "") for name in _VARIABLES[:3]]
+    if lacking or not all(each.isdecimal() for each in numbers):
+        wrong = ", ".join(lacking) or ", ".join(numbers)
+        raise BadInput(
+            f"WORLD_SIZE is set, but not all that torchrun sets: {wrong}",
+            hint="torchrun --nproc-per-node N -m deploykit train …, or unset WORLD_SIZE",
+        )
+    rank, size, local = map(int, numbers)
+    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    if on_gpu and torch.cuda.is_available():
+        if local >= torch.cuda.device_count():
+            raise Unsupported(
+                f"process {local} of this machine has no GPU: it has {torch.cuda.device_count()}",
+                hint="start one process for each GPU",
+            )
+        torch.cuda.set_device(local)
+    try:
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=_LIMIT)
+    except (RuntimeError, ValueError) as exc:
+        raise Unsupported(f"the {size} processes cannot be joined: {first_line(exc)}") from exc
+    try:
+        yield Processes(rank, size, local)
+        dist.barrier()  # gloo aborts a process whose peer has gone
+    finally:
+        dist.destroy_process_group()
+
+
+def parallel(run: torch.nn.Module, group: Processes, device: torch.device, *, shard: bool) -> Any:
+    """`run` whose backward pass averages the gradients over the processes.
+
+    `shard`: FSDP2, which also spreads weights and the state of the optimiser.
+    """
+    if group.size == 1:
+        if shard:
+            raise BadInput("`fsdp` needs several processes", hint="start them with torchrun")
+        return run
+    if shard:
+        from torch.distributed.fsdp import fully_shard
+
+        for child in run.children():
+            if any(each.requires_grad for each in child.parameters()):
+                fully_shard(child)
+        return fully_shard(run)
+    from torch.nn.parallel import DistributedDataParallel
+
+    ids = [device.index or group.local] if device.type == "cuda" else None
+    return DistributedDataParallel(run, device_ids=ids)
+
+
+def whole_state(module: torch.nn.Module) -> dict[str, Any]:
+    """The weights of a sharded module, whole, on the CPU; all processes call it."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+    )
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    found: dict[str, Any] = get_model_state_dict(module, options=options)
+    return found
+
+
+def measure_scaling(
+    run: Any,
+    gradients: Callable[[Sequence[torch.Tensor], torch.Tensor], object],
+    batch: tuple[Sequence[torch.Tensor], torch.Tensor],
+    group: Processes,
+    device: torch.device,
+) -> dict[str, float]:
+    """What waiting for the others costs a step, on one batch; the weights stay.
+
+    `efficiency`: the time of a step of one process alone, over that with all. `communication`: the
+    share of a step that goes away when gradients are not exchanged; both for the slowest process.
+    """
+
+    def median() -> float:
+        times = []
+        for number in range(_REPEATS + 1):
+            started = time.perf_counter()
+            gradients(*batch)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if number:
+                times.append(time.perf_counter() - started)
+        return statistics.median(times)
+
+    alone = 0.0
+    with run.no_sync():
+        if group.first:
+            alone = median()
+        group.wait()
+        apart = max(group.gather(median()))
+    together = max(group.gather(median()))
+    alone = group.share(alone)
+    return {
+        "processes": group.size,
+        "scaling_efficiency": round(min(1.0, alone / together), 4),
+        "communication_share": round(max(0.0, 1.0 - apart / together), 4),
+        "step_alone_ms": round(alone * 1e3, 3),
+        "step_ms": round(together * 1e3, 3),
+    }
