@@ -10,9 +10,9 @@ from deploykit.onnx_graph.cost import COMPILED, INTERPRETED, Fusion
 from deploykit.onnx_graph.roofline import Ceilings
 from deploykit.planning.probe import CpuCalibration
 
-# Of the peaks and the bandwidth that vendors state, ResNet-50 in INT8 reaches 0.81 on an A100, 0.69
-# on an H200 and 1.29 on an L4, whose cache holds what the roofline counts as traffic: the geometric
-# mean. benchmarks/plan-accuracy.md has the sources and what leaving one of them out changes.
+# Of the peaks and the bandwidth that vendors state, ResNet-50 in INT8 reaches 0.84 on an A100, 0.71
+# on an H200 and 1.34 on an L4, whose cache holds what the roofline counts as traffic: about their
+# geometric mean. benchmarks/plan-accuracy.md has what leaving one of them out changes.
 REACHED = 0.9
 LAUNCH_S = 1e-6  # of a kernel; fitted on ResNet-50 in INT8 at batch 1 on an L4
 
