@@ -20,7 +20,7 @@ _FAR = 0.25  # of what the roofline allows: neither arithmetic nor memory is the
 
 
 def conclusions(report: Report, candidate: Point, reference: Point) -> list[str]:
-    """Of the headline's two points: crossover, precision, batching, what bounds it, the SLO."""
+    """Of the headline's two points: crossover, precision, batching, bound, SLO and energy."""
     usable = [point for point in report.usable if point.scenario == candidate.scenario]
     own = [point for point in usable if point.label == candidate.label]
     sentences = [
@@ -29,6 +29,7 @@ def conclusions(report: Report, candidate: Point, reference: Point) -> list[str]
         _batching(own),
         _bound(report, candidate),
         _within(report, usable, candidate, reference),
+        _energy(report, candidate, reference),
     ]
     return [sentence for sentence in sentences if sentence]
 
@@ -163,3 +164,17 @@ def _within(report: Report, usable: Sequence[Point], candidate: Point, reference
         else:
             parts.append(f"{label} none")
     return f"Within {number(report.within_ms)}{SPACE}ms at p99: {'; '.join(parts)}."
+
+
+def _energy(report: Report, candidate: Point, reference: Point) -> str:
+    """Of one inference on both, where a meter was there."""
+    found = {(each.label, each.batch): each for each in report.energy}
+    known = [found.get((point.label, point.batch)) for point in (candidate, reference)]
+    parts = [f"{each.label} {number(1e3 * each.joules)}{SPACE}mJ" for each in known if each]
+    sources = dict.fromkeys(each.source for each in known if each)
+    if known[0] is None:
+        return ""
+    return (
+        f"Energy of one inference at batch {candidate.batch}, of the device alone: "
+        f"{'; '.join(parts)} (from {', '.join(sources)})."
+    )

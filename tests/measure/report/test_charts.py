@@ -40,6 +40,9 @@ def line(label: str, ys: list[float], look: int = 0) -> Series:
 CROWDED = {
     "same ends": [line(f"setup {i}", [1.0, 2.0, 3.0 + i * 0.001], i) for i in range(5)],
     "ends at the bottom": [line(f"setup {i}", [9.0, 5.0, 0.001 * (i + 1)], i) for i in range(5)],
+    "ends at the top": [
+        Series(f"setup {i}", (Mark(1, 1), Mark(2, 4 - i * 1e-4)), i) for i in range(6)
+    ],
     "long names": [line("n" * 80, [1.0, 5e6], 0), line("m" * 80, [1.0, 5e6], 1)],
     "single marks": [Series(f"single {i}", (Mark(1 + i * 1e-3, 98, 97, 99),), i) for i in range(5)],
     "seven decades": [line("wide", [10.0**i for i in range(7)])],

@@ -10,7 +10,7 @@ import pytest
 from deploykit.measure.latency import Latency
 from deploykit.measure.report.chart import Chart
 from deploykit.measure.report.figures import charts
-from deploykit.measure.report.report import Report, crossovers
+from deploykit.measure.report.report import PointEnergy, Report, crossovers
 from deploykit.measure.report.tables import best_by_batch, details, summary
 from deploykit.measure.report.verdict import verdict
 from deploykit.measure.statistics import Interval, throughput
@@ -244,3 +244,14 @@ def test_without_another_engine_the_baseline_s_own_figure_is_the_headline(report
     first = plain(verdict(only(report, report.baseline))[0])
     assert first.startswith("fp32 CPU (baseline): 6 630 [")
     assert first.endswith("at batch 64; nothing else was measured to compare it with.")
+
+
+def test_the_energy_of_an_inference_is_named_where_it_was_measured(report: Report) -> None:
+    ours = PointEnergy("int8 CPU", 64, 1.2e-3, 1.0e-3, 5.0, "RAPL package-0")
+    theirs = replace(ours, label="fp32 CPU (baseline)", joules=2.5e-3)
+    text = words(replace(report, energy=(ours, theirs)))
+    assert (
+        "Energy of one inference at batch 64, of the device alone: int8 CPU 1.20 mJ; "
+        "fp32 CPU (baseline) 2.50 mJ (from RAPL package-0)." in text
+    )
+    assert "Energy" not in words(replace(report, energy=(theirs,)))
