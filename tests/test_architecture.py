@@ -64,18 +64,18 @@ OWNERS = {
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 3700,
+    "core": 3702,
     "runtimes": 7860,
     "training": 1500,
     "exporters": 1430,
     "onnx_graph+quantization": 5610,
     "builders": 1850,
-    "measure": 8525,
+    "measure": 8530,
     "planning": 680,
     "serving": 11770,
     "bundling": 2040,
     "cluster": 270,
-    "api": 7680,
+    "api": 7692,
     "cli": 2680,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 140  # the whole package, with the list of public names

@@ -86,9 +86,7 @@ def bench(
     from deploykit.measure.report.verdict import verdict
 
     batches = (QUICK_BATCHES if quick else BATCHES) if batches is None else batches
-    empty = reports.Report(  # checked before all the work
-        "", now(), command, within_ms=within_ms, provenance=provenance()
-    )
+    empty = reports.Report("", now(), command, within_ms=within_ms)  # checked before all the work
     note = _Once(on_note)
     every = open_entries(engines, baseline, trust, note)
     timing = _timing(quick, warmup_s, seconds)
@@ -155,6 +153,7 @@ class _Run:
         wrong = tuple(dict.fromkeys(each.label for each in columns if each.sha256 in failed))
         return {
             "machine": self.machine.to_dict(),
+            "provenance": {**provenance(), "inputs": self.inputs.identify()},
             "accuracy": tuple(self.accuracy),
             "parity": tuple(item.to_dict() for item in self.parity),
             "gates": tuple(self.gates.values()),

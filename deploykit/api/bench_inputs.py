@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -52,6 +53,14 @@ class BenchInputs:
         if (steps := steps_counted(spec, self.specs, sizes)) is not None:
             array = np.minimum(array, steps).astype(array.dtype)
         return np.ascontiguousarray(array)
+
+    def identify(self) -> dict[str, str]:
+        """What tells them from other inputs: where they are from, and a hash of 32 rows."""
+        digest = hashlib.sha256()
+        for name, array in sorted(self(32).items()):
+            kept = array.astype(str) if array.dtype.hasobject else array
+            digest.update(f"{name} {kept.dtype} {kept.shape} ".encode() + kept.tobytes())
+        return {"from": self.source, "sha256": digest.hexdigest()}
 
     def describe(self) -> str:
         """For the report: "inputs: golden samples, T = 128"."""

@@ -24,7 +24,8 @@ def provenance(folder: Path = Path(), root: Path = Path("/")) -> dict[str, Any]:
 
     `deploykit`: its own commit, where it runs from a checkout. `clocks`: governor, limits in MHz
     and turbo of the CPU. `affinity`: the CPUs that this process may use. `environment`: variables
-    that set threads and GPUs of numeric libraries.
+    that set threads and GPUs of numeric libraries. `bench` adds `inputs`: where they are from, and
+    their hash.
     """
     package = Path(__file__).resolve().parents[1]
     own = package.parent / "pyproject.toml"  # an installed package may lie in another's checkout

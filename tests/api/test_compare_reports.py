@@ -156,6 +156,10 @@ def with_points(change: Change) -> Report:
             with_provenance(clocks={"governor": "powersave"}),
             "clock governor: performance against powersave",
         ),
+        (
+            with_provenance(inputs={"from": "the data given", "sha256": "decaf"}),
+            "inputs: from golden samples, sha256 c0ffee against from the data given, sha256 decaf",
+        ),
         (with_provenance(affinity="0"), "CPUs that it may use: 0-1 against 0"),
         (
             with_provenance(environment={"OMP_NUM_THREADS": "1"}),
@@ -272,4 +276,5 @@ def test_what_bench_writes_can_be_compared(affine_onnx: Path, tmp_path: Path) ->
         reports.write(replace(report, invalid=(), points=points), tmp_path / name)
     result = dk.compare_reports(tmp_path / "a", tmp_path / "b")
     assert result.rows
+    assert "inputs" not in result.not_known
     assert result.only_a == result.only_b == ()

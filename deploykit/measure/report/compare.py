@@ -250,9 +250,10 @@ def _facts(report: Report) -> Iterator[tuple[str, Any]]:
     for key, value in known.get("clocks", {}).items():
         machine[f"clock {key}" if key == "governor" else f"clocks: {key}"] = value
     machine["CPUs that it may use"] = known.get("affinity")
+    machine["inputs"] = known.get("inputs")
     if known:  # without variables it has no key for them
         machine["variables of numeric libraries"] = known.get("environment", {})
-    needed = ("cpu", "usable_cores", "gpus", "version of deploykit", "clock governor")
+    needed = ("cpu", "usable_cores", "gpus", "version of deploykit", "clock governor", "inputs")
     for key, value in {**dict.fromkeys(needed), **machine}.items():
         if value is not None or key in needed:  # most machines have no power mode
             yield key.replace("_", " "), value

@@ -23,6 +23,7 @@ PROVENANCE = {
     "project": {"commit": "1e"},
     "clocks": {"governor": "performance", "max_mhz": 3000.0},
     "affinity": "0-1",
+    "inputs": {"from": "golden samples", "sha256": "c0ffee"},
 }
 
 
