@@ -107,7 +107,7 @@ def _batching(own: Sequence[Point]) -> str:
     """Whether more rows in a call pay, by the intervals' nearer ends."""
     first = min(own, key=lambda point: point.batch)
     most = max(own, key=_rate)
-    if first.batch == max(point.batch for point in own):
+    if first.batch == max(point.batch for point in own) or not _rate(first):
         return ""
     times = _rate(most) / _rate(first)
     surely = most.throughput_per_s.low / max(first.throughput_per_s.high, 1e-12)
@@ -138,7 +138,7 @@ def _bound(report: Report, candidate: Point) -> str:
 def _on_roofline(point: Mapping[str, Any], ceilings: Mapping[str, float]) -> str:
     most, by_memory = ceilings["gflops"], point["intensity"] * ceilings["gbytes_per_s"]
     bound = "memory" if by_memory < most else "compute"
-    share = point["gflops"] / min(most, by_memory)
+    share = point["gflops"] / max(min(most, by_memory), 1e-12)
     reached = f"it reaches {100 * share:.0f}{SPACE}% of what the {bound} of this machine allows"
     if share < _FAR:
         return f"is bound by neither compute nor memory, but by launches and calls: {reached}"

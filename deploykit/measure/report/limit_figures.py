@@ -46,10 +46,11 @@ def waterfall(document: Json) -> Bars | None:
 def roofline(document: Json) -> Chart | None:
     """What each setup reaches under what was measured of the machine (Williams et al., 2009)."""
     found = document.get("roofline") or {}
-    points: list[Json] = list(found.get("points") or [])
-    if not points or not found.get("ceilings"):
+    points = [p for p in found.get("points") or [] if p["intensity"] > 0 and p["gflops"] > 0]
+    ceilings = found.get("ceilings") or {}
+    most, fastest = (float(ceilings.get(key, 0)) for key in ("gflops", "gbytes_per_s"))
+    if not points or not (most > 0 and fastest > 0):
         return None
-    most, fastest = (float(found["ceilings"][key]) for key in ("gflops", "gbytes_per_s"))
     ridge = most / fastest
     xs = [float(point["intensity"]) for point in points]
     low, high = min(*xs, ridge) / 2, max(*xs, ridge) * 2

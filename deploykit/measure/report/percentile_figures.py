@@ -32,7 +32,7 @@ _SHARES_LEFT = tuple(m * 10.0**-k for k in range(1, 8) for m in (5, 2.5, 1))  # 
 
 def calls_chart(document: Json) -> Chart | None:
     """The calls of each setup at the smallest batch, out of their histograms."""
-    points = [point for point in document["points"] if point["histogram"]]
+    points = [p for p in document["points"] if p["histogram"] and p["histogram"]["counts"]]
     points = [point for point in points if point["scenario"] == points[0]["scenario"]]
     look, series, rows = looks(document), [], []
     for label, chosen in by_label(points).items():

@@ -243,7 +243,7 @@ def _points(document: Json, *, usable: bool) -> Table:
             + (f" × {point['threads']}" if point["threads"] is not None else ""),
             count(point["samples"]),
             *(_ms(point, key) for key in ("p50_ms", "p90_ms", "p99_ms")),
-            number(point["latency"]["max_ms"]),
+            _or_infinite(point["latency"]["max_ms"]),
             spread(point["throughput_per_s"]),
             _against(document, str(point["label"]), point),
             _how(point),
@@ -291,7 +291,7 @@ def serving_table(document: Json) -> Table:
                 *(count(result[key]) for key in ("sent", "ok", "refused", "expired", "failed")),
                 spread(result["achieved_per_s"]),
                 *(spread(latency.get(key)) for key in ("p50_ms", "p90_ms", "p99_ms")),
-                number(latency["max_ms"]) if latency else MISSING,
+                _or_infinite(latency["max_ms"]) if latency else MISSING,
                 MISSING if lag_ms is None else number(lag_ms),
                 _load_notes(result),
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ from deploykit.measure.report.chart import Bars, Chart
 from deploykit.measure.report.figures import charts
 from deploykit.measure.report.limit_figures import gpu_charts, roofline, waterfall
 from deploykit.measure.report.percentile_figures import calls_chart, served_chart
-from deploykit.measure.report.report import Report
+from deploykit.measure.report.report import Report, read, write
 from deploykit.measure.report.svg import NARROW, WIDE, draw
+from deploykit.measure.report.verdict import verdict
 from deploykit.runtimes.gpu_state import Conditions
 from tests.support.measure.drawings import overlaps
 
@@ -93,9 +95,19 @@ def test_the_roofline_says_what_bounds_each_setup(report: Report) -> None:
         assert overlaps(draw(found, frame)) == []
 
 
-@pytest.mark.parametrize("broken", [None, {}, {"points": []}, {"points": ROOF["points"]}], ids=str)
+IDLE = {"label": "int8 CPU", "batch": 1, "intensity": 0.0, "gflops": 0.0}  # no arithmetic at all
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [None, {}, {"points": []}, {"points": ROOF["points"]}, ROOF | {"points": [IDLE]}],
+    ids=["none", "empty", "no points", "no ceilings", "no arithmetic"],
+)
 def test_without_ceilings_or_points_there_is_no_roofline(report: Report, broken: Any) -> None:
     assert roofline(report.to_dict() | {"roofline": broken}) is None
+    if broken and "ceilings" in broken:
+        mark = IDLE | {"batch": 64}
+        assert verdict(replace(report, roofline=broken | {"points": [mark]}))
 
 
 def test_the_state_of_a_gpu_is_drawn_where_it_was_recorded(report: Report) -> None:
@@ -121,6 +133,15 @@ def test_the_wanted_time_is_a_line_over_the_load_levels(report: Report) -> None:
     found = served_chart(document)
     assert isinstance(found, Chart)
     assert found.limit is None
+
+
+def test_a_report_of_a_server_that_lost_requests_is_written(report: Report, tmp_path: Path) -> None:
+    served = report.serving[0]
+    assert served.latency is not None
+    endless = replace(served, latency=replace(served.latency, max_ms=float("inf")))
+    write(replace(report, serving=(endless,), points=()), tmp_path)
+    assert "| ∞ |" in (tmp_path / "report.md").read_text("utf-8")
+    assert read(tmp_path).serving == (endless,)
 
 
 def test_an_answer_that_never_came_is_no_mark(report: Report) -> None:
