@@ -26,6 +26,7 @@ from deploykit.api.bench_limits import EnergyLog, cpu_ceilings, limits
 from deploykit.api.feeds import comparison_feeds
 from deploykit.api.outputs import claim_report
 from deploykit.core.artefact import ArtefactLike
+from deploykit.core.errors import BadInput
 from deploykit.core.machine import Machine, default_threads, this_machine, usable_cores
 from deploykit.core.paths import StrPath
 from deploykit.core.provenance import provenance
@@ -62,6 +63,7 @@ def bench(
     warmup_s: float | None = None,
     seconds: float | None = None,
     within_ms: float | None = None,
+    processes: int | None = None,
     trust: bool = False,
     force: bool = False,
     settings_of: StrPath | None = None,
@@ -78,9 +80,9 @@ def bench(
     sizes of dynamic axes other than the batch, such as {"T": 128}, by default those of the data.
     Each point, by default of BATCHES, is timed for `seconds` after `warmup_s` (60 and 10; with
     `quick` of fewer batches, 2 and 1); a report of less than 60 is marked. `within_ms`: the p99
-    that is wanted; the highest throughput within it is reported. `out`: the folder of the report.
-    `force`: replace files that deploykit did not write there. `settings_of`: an earlier report,
-    from which the settings of the CPU are taken, so that both can be compared.
+    that is wanted; the highest throughput within it is reported. `processes`: fresh ones that share
+    the time, 5 for 60 s, else this one alone. `force`: replace files of others in the folder `out`.
+    `settings_of`: an earlier report, whose settings of the CPU are taken, to compare both.
     """
     from deploykit.measure.report import report as reports
     from deploykit.measure.report.verdict import verdict
@@ -91,9 +93,8 @@ def bench(
     every = open_entries(engines, baseline, trust, note)
     timing = _timing(quick, warmup_s, seconds)
     folder = claim_report(out, (*engines, baseline, data, settings_of), force=force)
-    earlier = reports.read(Path(settings_of)).cpu_search if settings_of else ()
-    run = _prepare(every, data, axis, device, batches, timing, earlier, note, on_progress)
-    points, conditions, gaps = _time(run, every, batches, timing, on_progress)
+    run = _prepare(every, data, axis, device, batches, timing, settings_of, note, on_progress)
+    points, conditions, gaps = _time(run, every, batches, timing, processes, on_progress)
     report = replace(
         empty,
         title=f"{every[0].artefact.path.stem}: latency and throughput",
@@ -101,7 +102,7 @@ def bench(
         baseline=BASELINE,
         artefacts=tuple(item.to_dict() for item in every),
         **run.known(points, gaps),
-        notes=(_method(timing), run.inputs.describe(), *sorted(note.seen)),
+        notes=(_method(timing, points), run.inputs.describe(), *sorted(note.seen)),
         **conditions,
     )
     report = replace(report, verdict=verdict(report))
@@ -173,13 +174,14 @@ def _prepare(
     device: str,
     batches: Sequence[int],
     timing: Timing,
-    earlier: Sequence[CpuSearch],
+    settings_of: StrPath | None,
     note: Callable[[str], None],
     on_progress: Progress | None,
 ) -> _Run:
-    from deploykit.measure.report.report import NotMeasured
+    from deploykit.measure.report.report import NotMeasured, read
     from deploykit.runtimes.data.samples import read_samples
 
+    earlier = read(Path(settings_of)).cpu_search if settings_of else ()
     machine, reference = this_machine(), every[0]
     with reference.open("cpu") as base:
         samples = read_samples(Path(data), base.inputs) if data else None
@@ -234,27 +236,27 @@ def _time(
     every: Sequence[Entry],
     batches: Sequence[int],
     timing: Timing,
+    processes: int | None,
     on_progress: Progress | None,
 ) -> tuple[list[Point], dict[str, Any], tuple[NotMeasured, ...]]:
     """The points, the fields of the report on the machine meanwhile, and what had no meter."""
     from deploykit.measure.outside import Watch, invalid, sum_up
+    from deploykit.measure.timing.fresh import sweep_apart
     from deploykit.measure.timing.sweep import sweep
     from deploykit.runtimes.devices import Devices, GpuWatch
     from deploykit.runtimes.energy import EnergyMeter
 
+    count = _processes(timing, processes)
     ceilings = cpu_ceilings(run.columns.setups, timing.seconds, on_progress)
     watch, around_s = Watch(), min(_AROUND_S, timing.seconds / 10)
     before = watch.over(around_s, time.sleep)
     with GpuWatch() as gpu_watch, EnergyMeter(devices=Devices()) as meter:
         energy = EnergyLog(meter, on_progress)
-        points = sweep(
-            run.columns.setups,
-            batches,
-            timing,
-            run.inputs,
-            energy,
-            watch=watch,
-        )
+        what = (run.columns.setups, batches, timing, run.inputs, energy)
+        if count > 1:
+            points = sweep_apart(*what, processes=count, watch=watch)
+        else:
+            points = sweep(*what, watch=watch)
     outside = sum_up(watch, before, watch.over(around_s, time.sleep))
     on_gpu = {point.device for point in points} - {"cpu"}
     found = {
@@ -268,10 +270,23 @@ def _time(
     return points, found, energy.gaps(points)
 
 
-def _method(timing: Timing) -> str:
+def _processes(timing: Timing, asked: int | None) -> int:
+    """How many processes share the time; BadInput below 1."""
+    from deploykit.measure.timing.fresh import PROCESSES
+
+    if asked is not None and asked < 1:
+        raise BadInput(f"`processes` must be 1 or more, got {asked}")
+    return asked or (PROCESSES if timing.seconds >= FULL_S else 1)
+
+
+def _method(timing: Timing, points: Sequence[Point]) -> str:
+    count = max((point.processes for point in points), default=1)
+    where = f"in {count} fresh processes, over which the intervals are"
+    if count == 1:
+        where = "in one process, so that what changes from process to process, 1 % or so, is unseen"
     return (
         f"each point: {timing.seconds:g} s in {timing.rounds} rounds (5 if calls are long) after "
-        f"about {timing.warmup_s:g} s of warm-up; setups interleaved; in host memory"
+        f"about {timing.warmup_s:g} s of warm-up; setups interleaved; in host memory; {where}"
     )
 
 

@@ -23,6 +23,28 @@ if TYPE_CHECKING:
 BASELINE = "fp32 CPU"  # ONNX Runtime, the fastest settings of one session
 
 
+def _say_nothing(note: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Opener:
+    """Opens an artefact; a copy in another process leaves the notes to this one."""
+
+    artefact: Artefact
+    trust: bool
+    note: Callable[[str], None]
+
+    def __call__(self, device: str = "cpu") -> Engine:
+        from deploykit.api.open import open_proven
+
+        return open_proven(
+            self.artefact, device, trust=self.trust, overlap=False, on_note=self.note
+        )[0]
+
+    def __reduce__(self) -> tuple[type[Opener], tuple[Artefact, bool, Callable[[str], None]]]:
+        return Opener, (self.artefact, self.trust, _say_nothing)
+
+
 @dataclass(frozen=True)
 class Entry:
     """One artefact of the report. `precision`: "fp32", "fp16", "int8", ..."""
@@ -45,11 +67,7 @@ class Entry:
 
 def open_entry(artefact: Artefact, trust: bool, note: Callable[[str], None]) -> Entry:
     """Of an .onnx file or a built engine; BadInput for any other format."""
-    from deploykit.api.open import open_proven
     from deploykit.onnx_graph.graph import Graph
-
-    def open_it(device: str = "cpu") -> Engine:
-        return open_proven(artefact, device, trust=trust, overlap=False, on_note=note)[0]
 
     if not artefact.runtime.builder:
         raise wrong_format(artefact, artefact.format, f"an {' or '.join(BUILT)} file")
@@ -61,7 +79,7 @@ def open_entry(artefact: Artefact, trust: bool, note: Callable[[str], None]) -> 
         built_on = manifest.built_on if manifest else {}
         counted = narrowest(manifest.precision) if manifest else "unknown"
         precision = built_on.get("precision", counted)
-    return Entry(artefact, precision, built_on, open_it)
+    return Entry(artefact, precision, built_on, Opener(artefact, trust, note))
 
 
 def open_entries(
@@ -208,23 +226,30 @@ def _not_searched(every: Sequence[Entry]) -> list[NotMeasured]:
 
 def _ways(plain: Setup, batches: Sequence[int]) -> list[Setup]:
     """With and without CUDA graphs, with one call and with two in flight; the weights once."""
-    opened: list[Engine] = []
-
-    def way(slots: int, graphs: Sequence[int]) -> Engine:
-        shared = opened[0].share(slots=slots, graphs=graphs) if opened else None
-        opened.append(shared or plain.engines())
-        return opened[-1]
-
+    shared = _Shared(plain)
     return [
         replace(
             plain,
             label=plain.label + ", CUDA graphs" * bool(graphs) + ", overlap" * (slots > 1),
-            engines=partial(way, slots, graphs),
+            engines=partial(shared.open, slots, graphs),
             in_flight=slots,
         )
         for slots in (1, 2)
         for graphs in ((), tuple(batches))
     ]
+
+
+class _Shared:
+    """Engines on the weights of the first one that was opened."""
+
+    def __init__(self, plain: Setup) -> None:
+        self._plain = plain
+        self._opened: list[Engine] = []
+
+    def open(self, slots: int, graphs: Sequence[int]) -> Engine:
+        shared = self._opened[0].share(slots=slots, graphs=graphs) if self._opened else None
+        self._opened.append(shared or self._plain.engines())
+        return self._opened[-1]
 
 
 def _gpu(reference: Entry, machine: Machine, device: str) -> tuple[str, str]:
@@ -256,7 +281,7 @@ def _setup(item: Entry, label: str, device: str) -> Setup:
 
     return Setup(
         label=label,
-        engines=lambda: item.open(device),
+        engines=partial(item.open, device),
         precision=item.precision,
         file=item.artefact.name,
         sha256=item.artefact.sha256,

@@ -125,6 +125,7 @@ Timing:
 --warmup SECONDS       Warm-up before each point [10, or 1 with --quick]
 --seconds SECONDS      Length of each point [60, or 2 with --quick]
 --within MS            The wanted p99: report the highest throughput within it
+--processes N          Fresh processes that share that time [5 from 60 s on, else 1]
 --strict               Exit 1 if the GPU lowered its clocks meanwhile
 Compare two reports:
 --settings-of REPORT   Take the settings of the CPU from that report instead of a search
@@ -145,6 +146,7 @@ def bench(
     warmup_s: float | None = None,
     seconds: float | None = None,
     within_ms: float | None = None,
+    processes: int | None = None,
     strict: bool = False,
     settings_of: Path | None = None,
     compare: tuple[Path, Path] | None = None,
@@ -178,6 +180,7 @@ def bench(
             warmup_s=warmup_s,
             seconds=seconds,
             within_ms=within_ms,
+            processes=processes,
             trust=trust,
             force=force,
             settings_of=settings_of,

@@ -248,13 +248,15 @@ class Watch:
 
 def marks(windows: Sequence[Window], bound_cores: float) -> tuple[str, ...]:
     """Why a row whose blocks ran in `windows` says little: the load from outside, past a bound."""
-    during = join(windows)
-    return tuple(text for text, _ in _disturbances(during, bound_cores))
+    return tuple(what for what, _, _ in _disturbances(join(windows), bound_cores))
 
 
 def invalid(outside: Outside, bound_cores: float) -> tuple[str, ...]:
     """Why a whole run is not valid, with the remedy."""
-    found = [f"{text}: {cure}" for text, cure in _disturbances(outside.during, bound_cores)]
+    found = [
+        f"{what} ({figure}): {cure}"
+        for what, figure, cure in _disturbances(outside.during, bound_cores)
+    ]
     share = outside.disturbed_s / outside.during.seconds if outside.during.seconds else 0.0
     if not found and share > _DISTURBED:
         who = outside.during.busiest or _UNSEEN
@@ -304,21 +306,20 @@ def join(windows: Sequence[Window]) -> Window:
     )
 
 
-def _disturbances(during: Window, bound_cores: float) -> Iterator[tuple[str, str]]:
-    """What disturbed, and the remedy."""
+def _disturbances(during: Window, bound_cores: float) -> Iterator[tuple[str, str, str]]:
+    """What disturbed, how much, and the remedy."""
     long_enough = during.seconds >= _ROW_S
     if long_enough and (during.others_cores or 0) >= bound_cores:
-        who = during.busiest or _UNSEEN
-        text = f"other processes used {during.others_cores:.2g} cores meanwhile, most of all {who}"
-        yield text, _STOP
+        what = f"other processes ran meanwhile, most of all {during.busiest or _UNSEEN}"
+        yield what, f"{during.others_cores:.2g} cores", _STOP
     if long_enough and (during.steal or 0) >= _STEAL:
-        text = f"the hypervisor gave {during.steal:.0%} of the CPU time to others (steal)"
-        yield text, "measure on a machine that is not shared"
+        what = "the hypervisor gave CPU time to others (steal)"
+        yield what, f"{during.steal:.0%}", "measure on a machine that is not shared"
     if (during.held or 0) >= _HELD:
-        text = f"the container's CPU limit stopped the process for {during.held:.0%} of the time"
-        yield text, "raise the limit, or use fewer threads"
+        what = "the container's CPU limit stopped the process"
+        yield what, f"{during.held:.0%} of the time", "raise the limit, or use fewer threads"
     if during.throttled:
-        yield "the CPU lowered its clock for heat", "cool it, and measure again"
+        yield "the CPU lowered its clock", "too hot", "cool it, and measure again"
 
 
 def _lines(path: Path) -> list[str]:

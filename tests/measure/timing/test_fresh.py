@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import os
+import pickle
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deploykit.api.bench_columns import choose_columns, open_entries
+from deploykit.core.errors import BadInput, DeploykitError
+from deploykit.core.machine import this_machine
+from deploykit.measure.statistics import FASTER, SLOWER, difference, ratio
+from deploykit.measure.timing.closed_loop import Block
+from deploykit.measure.timing.fresh import sweep_apart
+from deploykit.measure.timing.sweep import Measured, Point, Setup, Timing, make_point
+from deploykit.measure.timing.warm_up import Warmth
+from deploykit.runtimes.data.samples import random_feeds
+from deploykit.runtimes.engine import Arrays
+from tests.support.fake_engine import FakeEngine
+
+SHORT = Timing(0.0, 0.04, rounds=4)
+
+
+def feeds(batch: int) -> Arrays:
+    return random_feeds(FakeEngine().inputs, {"N": batch})
+
+
+class Noting(FakeEngine):
+    """Writes its label when it is called first."""
+
+    def __init__(self, label: str, folder: Path) -> None:
+        super().__init__()
+        self.label, self.folder = label, folder
+
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        if not self.batches:
+            with (self.folder / "journal").open("a") as journal:
+                journal.write(f"{self.label} {os.getpid()}\n")
+        return super().__call__(feeds)
+
+
+def dying() -> FakeEngine:
+    os._exit(7)
+
+
+def refusing() -> FakeEngine:
+    raise BadInput("no such file")
+
+
+def test_each_process_is_fresh_and_every_second_begins_at_the_other_end(tmp_path: Path) -> None:
+    setups = [Setup(label, partial(Noting, label, tmp_path)) for label in "AB"]
+    steps: list[tuple[str, float]] = []
+    points = sweep_apart(
+        setups, [1, 2], SHORT, feeds, lambda *step: steps.append(step), processes=2
+    )
+    journal = [line.split() for line in (tmp_path / "journal").read_text().splitlines()]
+    assert [label for label, _ in journal] == ["A", "B", "B", "A"]
+    assert len({pid for _, pid in journal}) == 2
+    assert str(os.getpid()) not in {pid for _, pid in journal}
+    assert [(point.label, point.batch) for point in points] == [
+        ("A", 1),
+        ("B", 1),
+        ("A", 2),
+        ("B", 2),
+    ]
+    for point in points:
+        assert (point.processes, point.rounds, len(point.round_rates)) == (2, 4, 2)
+        assert point.histogram is not None
+        assert point.samples >= 4
+    assert steps[-1] == ("done", 1.0)
+    assert steps[0] == ("A, batch 1: warm-up", 0.0)
+    assert [share for _, share in steps] == sorted(share for _, share in steps)
+
+
+@pytest.mark.parametrize(
+    ("engines", "error", "says"),
+    [
+        (dying, DeploykitError, "a process that measures: its process ended with code 7"),
+        (refusing, BadInput, "no such file"),
+    ],
+)
+def test_what_goes_wrong_there_is_one_error_here(
+    engines: object, error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        sweep_apart([Setup("A", engines)], [1], SHORT, feeds, processes=2)  # type: ignore[arg-type]
+
+
+def test_one_process_is_refused() -> None:
+    with pytest.raises(BadInput, match="`processes` must be 2 or more"):
+        sweep_apart([], [1], SHORT, feeds, processes=1)
+
+
+def test_the_columns_of_a_benchmark_can_be_sent_to_a_process(affine_onnx: Path) -> None:
+    notes: list[str] = []
+    every = open_entries([affine_onnx], None, False, notes.append)
+    columns = choose_columns(every[0], every, this_machine(), "cpu", [1, 2], lambda *_: None)
+    for setup in pickle.loads(pickle.dumps(columns.setups)):
+        with setup.engines() as engine:
+            assert engine(feeds(2))["y"].shape == (2, 4)
+
+
+def simulated(random: np.random.Generator, call_ms: float) -> Point:
+    """Five processes that differ by 1 %, of four rounds that differ by 0.5 %."""
+    parts = []
+    for _ in range(5):
+        own = call_ms * np.exp(0.01 * random.standard_normal())
+        blocks = []
+        for _ in range(4):
+            calls = own * np.exp(
+                0.005 * random.standard_normal() + 0.02 * random.standard_normal(99)
+            )
+            calls_ns = (calls * 1e6).astype(np.int64)
+            blocks.append(Block(calls_ns, 99, 99 / (calls_ns.sum() / 1e9)))
+        setup = Setup("A", FakeEngine)
+        parts.append(Measured(setup, 1, "cpu", "fake", {}, Warmth(), {}, blocks))
+    return make_point(parts)
+
+
+def test_processes_that_differ_are_no_difference_and_five_percent_are() -> None:
+    random = np.random.default_rng(5)
+    false = found = held = 0
+    for _ in range(100):
+        a, b, slower = (simulated(random, each) for each in (5.0, 5.0, 5.25))
+        false += difference(ratio(a.round_rates, b.round_rates)) in (FASTER, SLOWER)
+        found += difference(ratio(slower.round_rates, a.round_rates)) == SLOWER
+        held += a.throughput_per_s.low <= 200 <= a.throughput_per_s.high
+    assert false <= 5
+    assert found >= 95
+    assert held >= 90
