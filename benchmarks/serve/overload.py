@@ -35,7 +35,7 @@ from deploykit.measure.load.check import AnswerCheck
 from deploykit.measure.load.client import Client
 from deploykit.measure.load.generator import run_load
 from deploykit.measure.load.records import SendPlan
-from deploykit.measure.load.target import RemoteModel, find_model, make_requests
+from deploykit.measure.load.target import RemoteModel, find_model, make_feeds, make_requests
 
 HERE = Path(__file__).resolve().parent
 MAX_BATCH, LATENCY_MS, QUEUE = 16, 40, 128
@@ -109,7 +109,7 @@ def overload(remote: RemoteModel, times: float, seconds: float, seed: int) -> Ov
     plan = SendPlan(
         remote.address,
         remote.port,
-        make_requests(remote, 1, seed)[0],
+        make_requests(remote, make_feeds(remote, 1, seed)),
         AnswerCheck(remote.outputs),
         connections=CONNECTIONS,
         due_s=due_s.tolist(),

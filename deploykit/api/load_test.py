@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +30,9 @@ def load_test(
     within_ms: float | None = None,
     fail_on: str | None = None,
     data: StrPath | None = None,
+    expect: StrPath | None = None,
+    max_error: float = 1e-3,
+    axes: Mapping[str, int] | None = None,
     out: StrPath | None = None,
     force: bool = False,
     command: str = "",
@@ -38,7 +41,10 @@ def load_test(
     """Load a running server: `rate` requests per second (open loop) or `concurrency` of them.
 
     By default an open loop at half of what a closed loop of 32 connections reaches in 2 s. `data`:
-    the inputs to send, an .npz, a folder or golden samples; by default random ones. `processes`:
+    the inputs to send, an .npz, a folder or golden samples; by default random ones. `expect`:
+    golden samples, whose inputs are sent; an answer that differs from their outputs by more than
+    `max_error` (max |a-b| / max |a|) has failed. `axes`: sizes of axes of any length other than the
+    batch, such as {"T": 128}, or {"axis1": 128, "axis2": 4} where there are several. `processes`:
     generators that share the load. `within_ms`: also count the answers within it, the goodput.
     `fail_on`: conditions such as "p99>20ms,errors>0"; those that hold are in `unmet`, which
     `raise_if_unmet` turns into GateFailed.
@@ -47,7 +53,7 @@ def load_test(
     from deploykit.measure.load.generator import run_load
 
     conditions = parse_conditions(fail_on) if fail_on is not None else ()
-    folder = claim_report(out, (data,), force=force) if out is not None else None
+    folder = claim_report(out, (data, expect), force=force) if out is not None else None
     result = run_load(
         url,
         model=model,
@@ -58,6 +64,9 @@ def load_test(
         processes=processes,
         within_ms=within_ms,
         data=Path(data) if data is not None else None,
+        expect=Path(expect) if expect is not None else None,
+        max_error=max_error,
+        axes=axes,
         on_progress=on_progress,
     )
     result = apply_conditions(result, conditions)

@@ -15,7 +15,7 @@ import typer
 from deploykit.cli import output, tables
 from deploykit.cli.options import DEVICE, ENGINE, FORCE, JSON, TRUST, api_arguments, described
 from deploykit.cli.progress import Progress
-from deploykit.cli.prove import sizes
+from deploykit.cli.prove import axis_sizes, sizes
 
 
 @dataclass(frozen=True)
@@ -185,6 +185,9 @@ URL                    The server, http://HOST:PORT or grpc://HOST:PORT
 --fail-on CONDITIONS   Exit with 1 if one of them holds, such as
                        'p99>20ms,errors>0,throughput<500'
 --data FILE.npz|DIR    Inputs to send, such as a FILE.golden.npz [random]
+--expect FILE.npz      Golden samples: send their inputs, compare their outputs
+--max-error X          Largest max |a-b| / max |a| of an expected answer
+--axis NAME=SIZE,...   Sizes of axes of any length other than the batch
 -o --out DIR           Write a report into this folder
 {FORCE}
 {JSON}""")
@@ -199,6 +202,9 @@ def load(
     within_ms: float | None = None,
     fail_on: str | None = None,
     data: Path | None = None,
+    expect: Path | None = None,
+    max_error: float = 1e-3,
+    axis: str | None = None,
     out: Path | None = None,
     force: bool = False,
     as_json: bool = False,
@@ -208,6 +214,7 @@ def load(
     Example: deploykit load http://127.0.0.1:8000 --rate 200 --fail-on 'p99>20ms,errors>0'
     """
     given = api_arguments(locals())
+    given["axes"] = axis_sizes("axis", given.pop("axis") or "")
     from deploykit.api import load_test as loading
 
     with Progress("load", bar_only=True) as progress:

@@ -47,6 +47,7 @@ def test_a_command_gives_what_its_api_function_takes(command: Callable[..., None
     gives = typing.get_type_hints(command)
     del gives["as_json"], gives["return"]
     gives |= {key: list[str] for key in ("inputs", "axes") if key in gives}  # `or ()` for None
+    gives |= {"axes": dict[str, int]} if gives.pop("axis", None) else {}
     wrong = {
         key: (hint, takes.get(key))
         for key, hint in gives.items()

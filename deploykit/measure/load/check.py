@@ -209,7 +209,7 @@ def _difference(expected: Expected, request: int, found: Sequence[Any]) -> str |
         largest = float(np.abs(a).max(initial=0.0)) or 1.0
         error = float(np.abs(a - b).max(initial=0.0)) / largest
         if not (math.isfinite(error) and error <= expected.max_error):
-            return f"a wrong answer: {name} differs by {_short(expected.max_error)} or more"
+            return f"a wrong answer: {name} differs by more than {_short(expected.max_error)}"
     return None
 
 

@@ -68,7 +68,7 @@ class Client:
         self._idle: list[_Connection] = []
         self._connections: dict[int, _Connection] = {}  # by file descriptor
         self._opening = self._next_due = 0
-        self._numbers = itertools.cycle(range(len(plan.requests)))
+        self._numbers = itertools.cycle([*range(1, len(plan.requests)), 0])  # 0 was the probe
         self._clock = time.perf_counter
         self._full = False  # all connections that may be open are
         self._retry_s = self._report_s = float("inf")
@@ -81,9 +81,9 @@ class Client:
     def run(self, zero: float | None = None) -> RunRecord:
         """Send until the plan ends, wait for the last answers, close.
 
-        `zero`: what `time.perf_counter` shows at the start, in the past or in the future.
+        `zero`: what `time.perf_counter` shows at the start; now, where that is past.
         """
-        self._zero = time.perf_counter() if zero is None else zero
+        self._zero = max(zero or 0.0, time.perf_counter())
         wake_on_time()
         self._epoll = select.epoll()
         if self._on_progress is not None:

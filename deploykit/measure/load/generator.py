@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import resource
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,12 +23,20 @@ from deploykit.measure.load.client import Report
 from deploykit.measure.load.processes import run_processes, share
 from deploykit.measure.load.records import SendPlan
 from deploykit.measure.load.result import Load, LoadResult, summarise
-from deploykit.measure.load.target import RemoteModel, find_model, make_requests, probe
+from deploykit.measure.load.target import (
+    RemoteModel,
+    find_model,
+    make_feeds,
+    make_requests,
+    probe,
+    read_expected,
+)
 from deploykit.runtimes.data.samples import read_samples
 
 MAX_SENDS = 5_000_000  # requests of one open loop
 MAX_CONNECTIONS = 1024
 MAX_PROCESSES = 64
+MAX_ERROR = 1e-3  # of an expected answer, as of golden samples
 CAPACITY_CONNECTIONS, CAPACITY_S, CAPACITY_SHARE = 32, 2.0, 0.5  # of the closed loop before
 
 
@@ -43,6 +51,9 @@ def run_load(
     seed: int = 0,
     batch: int = 1,
     data: Path | None = None,
+    expect: Path | None = None,
+    max_error: float = MAX_ERROR,
+    axes: Mapping[str, int] | None = None,
     processes: int = 1,
     within_ms: float | None = None,
     drain_s: float = 5.0,
@@ -53,27 +64,44 @@ def run_load(
     `concurrency`: connections of a closed loop. `rate`: requests per second of an open loop,
     Poisson, drawn from `seed`; by default half of what a closed loop of 32 connections reaches in
     2 s. `model` may be left out where the server has one. `data`: inputs to send instead of random
-    ones. `processes`: generators that share the load. `within_ms`: also count answers within it.
+    ones. `expect`: golden samples, whose inputs are sent; an answer that differs from their outputs
+    by more than `max_error` (max |a-b| / max |a|) has failed. `axes`: sizes of axes of any length
+    other than the batch, "axis1" and so on. `processes`: generators that share the load.
+    `within_ms`: also count answers within it.
     Raises BadInput (no such server, not this protocol, contradictory options, a request that the
     server calls wrong) or NotFound (no such model).
     """
     _check_options(concurrency, rate, duration_s, warmup_s, batch, processes, within_ms)
-    remote = find_model(url, model, with_data=data is not None)
-    samples = read_samples(data, remote.inputs) if data is not None else None
-    requests, shapes = make_requests(remote, batch, seed, samples)
+    if data is not None and expect is not None:
+        raise BadInput("`data` and `expect` exclude each other", hint="`expect` has inputs, too")
+    if not 0 <= max_error < math.inf:
+        raise BadInput(f"`max_error` must be 0 or more, got {max_error:g}")
+    remote = find_model(url, model)
+    samples, expected = None, None
+    if data is not None:
+        samples = read_samples(data, remote.inputs)
+    elif expect is not None:
+        samples, expected = read_expected(expect, remote, batch, max_error)
+    feeds = make_feeds(remote, batch, seed, samples, axes)
+    requests, shapes = make_requests(remote, feeds), {n: a.shape for n, a in feeds[0].items()}
+    check = AnswerCheck(remote.outputs, expected)
     probe(remote, requests[0])
     capacity = None
     if concurrency is None and rate is None:
-        capacity = _capacity(remote, requests, processes, on_progress)
+        capacity = _capacity(remote, requests, check, processes, on_progress)
         rate = max(capacity * CAPACITY_SHARE, 1 / duration_s)
         _check_options(None, rate, duration_s, warmup_s, batch, processes, within_ms)
     load = Load(rate, concurrency or _most_connections(), warmup_s, duration_s, drain_s, within_ms)
-    result = _run(remote, requests, load, processes, seed, batch, on_progress)
+    result = _run(remote, requests, check, load, processes, seed, batch, on_progress)
     return replace(result, capacity_per_s=capacity, shapes=shapes)
 
 
 def _capacity(
-    remote: RemoteModel, requests: Sequence[bytes], processes: int, on_progress: Report | None
+    remote: RemoteModel,
+    requests: Sequence[bytes],
+    check: AnswerCheck,
+    processes: int,
+    on_progress: Report | None,
 ) -> float:
     """Successes per second of a short closed loop. Raises BadInput where there are none."""
     load = Load(None, max(CAPACITY_CONNECTIONS, processes), 0.5, CAPACITY_S)
@@ -82,7 +110,7 @@ def _capacity(
         if on_progress is not None:
             on_progress(f"capacity: {text}", 0.0)
 
-    found = _run(remote, requests, load, processes, 0, 1, report)
+    found = _run(remote, requests, check, load, processes, 0, 1, report)
     if found.achieved_per_s.value == 0:
         raise BadInput(
             f"{remote.url}: {remote.model}: no request was answered in {CAPACITY_S:g} s: "
@@ -95,6 +123,7 @@ def _capacity(
 def _run(
     remote: RemoteModel,
     requests: Sequence[bytes],
+    check: AnswerCheck,
     load: Load,
     processes: int,
     seed: int,
@@ -105,7 +134,7 @@ def _run(
         remote.address,
         remote.port,
         requests,
-        AnswerCheck(remote.outputs),
+        check,
         load.connections,
         None if load.rate_per_s is None else _poisson(load.rate_per_s, load.end_s, seed),
         load.warmup_s,

@@ -11,8 +11,9 @@ import ipaddress
 import json
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -20,10 +21,11 @@ import numpy as np
 
 from deploykit.core.errors import BadInput, NotFound, first_line
 from deploykit.core.tensors import BATCH, DTYPE_BYTES, PROTOCOL_NAMES, TensorSpec
-from deploykit.measure.load.check import error_text, one_line
-from deploykit.runtimes.data.samples import Samples, random_feeds
+from deploykit.measure.load.check import Expected, error_text, one_line
+from deploykit.runtimes.data.samples import Samples, random_feeds, read_npz, read_samples
 
 TIMEOUT_S = 10.0
+OUTPUTS = "outputs/"  # before names in golden samples
 VARIANTS = 8  # different inputs, so that a cache in the server does not answer
 VARIANTS_BYTES = 64 << 20  # together; one is always made
 _MOST_BYTES = 16 << 20  # of an answer before the run
@@ -62,11 +64,10 @@ class RemoteModel:
         return model_path(self.model)
 
 
-def find_model(url: str, model: str | None, *, with_data: bool = False) -> RemoteModel:
+def find_model(url: str, model: str | None) -> RemoteModel:
     """Ask the server at `url` (http://host[:port]) for its models and the metadata of one.
 
-    `model` None: the only one that is ready. `with_data`: its inputs are not invented, so that any
-    axis may be dynamic. Raises BadInput or NotFound.
+    `model` None: the only one that is ready. Raises BadInput or NotFound.
     """
     host, address, port, grpc = _resolve(url)
     if grpc:
@@ -85,7 +86,7 @@ def find_model(url: str, model: str | None, *, with_data: bool = False) -> Remot
     elif names is not None and model not in names:
         raise NotFound(f"{url}: no model '{model}'", hint=f"the models are: {', '.join(names)}")
     metadata = server.metadata(model)
-    inputs = tuple(_spec(url, model, item, with_data) for item in metadata["inputs"])
+    inputs = tuple(_spec(url, model, item) for item in metadata["inputs"])
     outputs = tuple(
         item["name"]
         for item in metadata.get("outputs") or ()
@@ -214,8 +215,11 @@ def _json(body: bytes) -> Any:
         return None
 
 
-def _spec(url: str, model: str, item: object, with_data: bool) -> TensorSpec:
-    """A tensor of the metadata, with -1 on axis 0 read as the batch."""
+def _spec(url: str, model: str, item: object) -> TensorSpec:
+    """A tensor of the metadata.
+
+    The protocol has no names for axes of any length: -1 on axis 0 is the batch, elsewhere "axis1".
+    """
     if not isinstance(item, dict):
         raise _not_oip(url, "an input of its metadata is not an object")
     name, datatype, shape = item.get("name"), item.get("datatype"), item.get("shape")
@@ -227,39 +231,94 @@ def _spec(url: str, model: str, item: object, with_data: bool) -> TensorSpec:
     for position, size in enumerate(shape):
         if isinstance(size, bool) or not isinstance(size, int) or size < -1:
             raise _not_oip(url, f"'{name}' has the shape {shape}")
-        if size == -1 and position > 0 and not with_data:
-            raise BadInput(
-                f"{url}: {model}: input '{name}' is {shape}: axis {position} has no size",
-                hint="give inputs that the model takes: `data`, such as its FILE.golden.npz",
-            )
         axes.append(size if size != -1 else f"axis{position}" if position else BATCH)
     return TensorSpec(name, _DTYPES[datatype], tuple(axes))
 
 
-def make_requests(
-    remote: RemoteModel, batch: int, seed: int, samples: Samples | None = None
-) -> tuple[list[bytes], dict[str, tuple[int, ...]]]:
-    """Up to VARIANTS whole requests with seeded random inputs, binary tensors both ways.
+def free_axis_sizes(remote: RemoteModel, axes: Mapping[str, int]) -> dict[str, int]:
+    """The size of each axis of any length but the batch, for random inputs.
 
-    `samples`: their rows in turn instead. Also returns the inputs' shapes.
+    `axes`: by "axis1", or by any name where there is one such axis. Raises BadInput where one has
+    no size, and on a name or a size that fits none.
+    """
+    free = {axis: spec for spec in remote.inputs for axis in spec.shape if isinstance(axis, str)}
+    free.pop(BATCH, None)
+    found = dict(axes)
+    if len(free) == 1 and len(axes) == 1:
+        found = dict.fromkeys(free, *axes.values())
+    names = " and ".join(free) or "none"
+    if any(size < 1 for size in found.values()) or not found.keys() <= free.keys():
+        given = ", ".join(f"{name}={size}" for name, size in axes.items())
+        raise BadInput(
+            f"`axes` {given}: the axes of any length of {remote.model}, besides the batch, are: "
+            f"{names}; each size is 1 or more"
+        )
+    for axis, spec in free.items():
+        if axis not in found:
+            raise BadInput(
+                f"{remote.url}: {remote.model}: input {spec}: {axis} has no size",
+                hint=f"give one with `axis` {axis}=128, or inputs that the model takes with "
+                "`data`, such as its FILE.golden.npz",
+            )
+    return found
 
-    Raises BadInput when `batch` is above 1 and the model has no batch axis.
+
+def make_feeds(
+    remote: RemoteModel,
+    batch: int,
+    seed: int,
+    samples: Samples | None = None,
+    axes: Mapping[str, int] | None = None,
+) -> list[Mapping[str, np.ndarray]]:
+    """The inputs of up to VARIANTS requests, seeded and random.
+
+    `samples`: their rows in turn instead. Raises BadInput when `batch` is above 1 and the model has
+    no batch axis, and as `free_axis_sizes` does.
     """
     if batch > 1 and not any(spec.batched for spec in remote.inputs):
         raise BadInput(f"{remote.url}: {remote.model} has no batch axis: batch {batch} is not 1")
+    if samples is not None and axes:
+        raise BadInput("`axes` and `data` exclude each other", hint="the data have sizes")
+    sizes = {BATCH: batch, **free_axis_sizes(remote, axes or {})} if samples is None else {}
 
     def feeds(number: int) -> Mapping[str, np.ndarray]:
         if samples is None:
-            return random_feeds(remote.inputs, {BATCH: batch}, seed + number)
-        size, _ = samples.batching(batch, remote.inputs)
-        rows = range(number * size, (number + 1) * size)
-        return {n: a.take(rows, axis=0, mode="wrap") for n, a in samples.inputs.items()}
+            return random_feeds(remote.inputs, sizes, seed + number)
+        return rows_of(samples.inputs, number, samples.batching(batch, remote.inputs)[0])
 
-    first = feeds(0)
-    requests = [_request(remote, first)]
-    while len(requests) < VARIANTS and len(requests[0]) * (len(requests) + 1) <= VARIANTS_BYTES:
-        requests.append(_request(remote, feeds(len(requests))))
-    return requests, {spec.name: first[spec.name].shape for spec in remote.inputs}
+    found = [feeds(0)]
+    each_bytes = sum(array.nbytes for array in found[0].values())
+    while len(found) < VARIANTS and each_bytes * (len(found) + 1) <= VARIANTS_BYTES:
+        found.append(feeds(len(found)))
+    return found
+
+
+def rows_of(arrays: Mapping[str, np.ndarray], number: int, size: int) -> dict[str, np.ndarray]:
+    """The rows of that request; after the last comes the first again."""
+    rows = range(number * size, (number + 1) * size)
+    return {name: array.take(rows, axis=0, mode="wrap") for name, array in arrays.items()}
+
+
+def read_expected(
+    path: Path, remote: RemoteModel, batch: int, max_error: float
+) -> tuple[Samples, Expected]:
+    """Golden samples: the inputs to send, and what the requests must be answered with."""
+    samples = read_samples(path, remote.inputs)
+    arrays = read_npz(path)
+    outputs = {n.removeprefix(OUTPUTS): a for n, a in arrays.items() if n.startswith(OUTPUTS)}
+    if not outputs or any(a.shape[:1] != (len(samples),) for a in outputs.values()):
+        raise BadInput(
+            f"{path}: has no outputs to expect, one for each sample",
+            hint="golden samples do: arrays outputs/NAME in the FILE.golden.npz next to a model",
+        )
+    size, _ = samples.batching(batch, remote.inputs)
+    answers = [rows_of(outputs, number, size) for number in range(VARIANTS)]
+    return samples, Expected(answers, max_error)
+
+
+def make_requests(remote: RemoteModel, feeds: Sequence[Mapping[str, np.ndarray]]) -> list[bytes]:
+    """Whole requests, with binary tensors both ways."""
+    return [_request(remote, each) for each in feeds]
 
 
 def _request(remote: RemoteModel, feeds: Mapping[str, np.ndarray]) -> bytes:

@@ -83,7 +83,7 @@ def test_grpc_is_loaded_as_http_is(load: dict[str, float]) -> None:
     with serving(infer) as url:
         result = run_load(url, batch=5, **load, **QUICK)
     assert (result.protocol, result.model, result.shapes) == ("grpc", "m", {"x": (5, 3)})
-    assert result.sent == result.ok == len(seen) - 1 > 5  # one more was the probe
+    assert result.sent == result.ok == len(seen) - 1 >= 3  # one more was the probe
     assert result.server == {"server": "native", "version": "7", "platform": "native"}
     assert len(set(seen)) > 1
 
@@ -135,10 +135,10 @@ def test_statuses_are_counted_as_http_s_are() -> None:
         return answer()
 
     with serving(infer) as url:
-        result = run_load(url, concurrency=1, **QUICK)
-    assert result.sent == result.ok + result.refused + result.expired + result.failed > 5
+        result = run_load(url, concurrency=8, **QUICK)
+    assert result.sent == result.ok + result.refused + result.expired + result.failed >= 8
     for kind, share in ((result.ok, 1), (result.refused, 2), (result.expired, 1)):
-        assert kind == pytest.approx(result.sent * share / 5, abs=2)
+        assert kind == pytest.approx(result.sent * share / 5, abs=3)
     assert "gRPC 13: bad 50 %" in result.errors
 
 

@@ -12,7 +12,7 @@ from deploykit.core.errors import BadInput, NotFound
 from deploykit.core.tensors import TensorSpec
 from deploykit.measure.load.check import error_text
 from deploykit.measure.load.generator import run_load
-from deploykit.measure.load.target import RemoteModel, make_requests
+from deploykit.measure.load.target import RemoteModel, make_feeds
 from tests.support.stand_in import StandIn, reply
 
 QUICK = {"concurrency": 1, "warmup_s": 0.0, "duration_s": 0.3}
@@ -77,7 +77,7 @@ def test_a_request_that_the_server_calls_wrong_ends_the_run_before_it_begins() -
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        ({"name": "ids", "datatype": "INT64", "shape": [-1, -1]}, "axis 1 has no size"),
+        ({"name": "ids", "datatype": "INT64", "shape": [-1, -1]}, "axis1 has no size"),
         ({"name": "text", "datatype": "BYTES", "shape": [-1]}, "text, a BYTES"),
         ({"name": "x", "datatype": "FP32", "shape": [1, 4]}, "no batch axis"),
         ({"name": "x", "datatype": "FP32", "shape": ["N"]}, "not an Open Inference"),
@@ -150,7 +150,7 @@ def test_a_model_of_several_inputs_of_any_length_is_loaded_with_its_golden_sampl
     inputs = [{"name": n, "datatype": "INT64", "shape": [-1, -1]} for n in ("ids", "mask")]
     server = StandIn(inputs=inputs)
     with server.running() as url:
-        with pytest.raises(BadInput, match="axis 1 has no size") as caught:
+        with pytest.raises(BadInput, match="axis1 has no size") as caught:
             run_load(url, **QUICK)
         assert "`data`" in str(caught.value.hint)
         assert run_load(url, batch=3, data=tmp_path / "m.golden.npz", **QUICK).ok > 0
@@ -163,8 +163,8 @@ def test_a_model_of_several_inputs_of_any_length_is_loaded_with_its_golden_sampl
 def test_several_requests_share_a_bound_on_memory() -> None:
     small = RemoteModel("u", "h", "127.0.0.1", 80, "m", (TensorSpec("x", "float32", ("N", 4)),))
     large = RemoteModel("u", "h", "127.0.0.1", 80, "m", (TensorSpec("x", "uint8", ("N", 1 << 20)),))
-    assert len(make_requests(small, 1, 0)[0]) == 8
-    assert len(make_requests(large, 40, 0)[0]) == 1
+    assert len(make_feeds(small, 1, 0)) == 8
+    assert len(make_feeds(large, 40, 0)) == 1
 
 
 @pytest.mark.parametrize(
@@ -179,3 +179,54 @@ def test_several_requests_share_a_bound_on_memory() -> None:
 )
 def test_an_error_s_text_is_one_clean_line(body: bytes, text: str) -> None:
     assert error_text(body) == text
+
+
+IDS = [{"name": n, "datatype": "INT64", "shape": [-1, -1]} for n in ("ids", "mask")]
+
+
+@pytest.mark.parametrize("axes", [{"T": 5}, {"axis1": 5}], ids=str)
+def test_axes_of_any_length_get_the_size_that_is_asked_for(axes: dict[str, int]) -> None:
+    with StandIn(inputs=IDS).running() as url:
+        result = run_load(url, batch=2, axes=axes, **QUICK)
+    assert result.shapes == {"ids": (2, 5), "mask": (2, 5)}
+
+
+@pytest.mark.parametrize("axes", [{"T": 0}, {"T": 5, "axis1": 5}, {"axis2": 3, "x": 1}], ids=str)
+def test_axes_that_fit_none_are_named(axes: dict[str, int]) -> None:
+    with (
+        StandIn(inputs=IDS).running() as url,
+        pytest.raises(BadInput, match="besides the batch, are: axis1; each size is 1 or more"),
+    ):
+        run_load(url, axes=axes, **QUICK)
+
+
+def test_a_model_without_such_axes_says_so() -> None:
+    with StandIn().running() as url, pytest.raises(BadInput, match="besides the batch, are: none"):
+        run_load(url, axes={"T": 5}, **QUICK)
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.01])
+def test_answers_are_compared_with_golden_samples(tmp_path: Path, wrong: float) -> None:
+    """The stand-in answers with the input's first two values, row by row."""
+    image = np.random.default_rng(0).random((3, 2, 3), np.float32)
+    y = image.reshape(3, 6)[:, :2]
+    y = y + np.array([[0], [0], [wrong]], np.float32)
+    np.savez(tmp_path / "m.golden.npz", **{"inputs/image": image, "outputs/y": y})
+
+    def infer(server: StandIn, _n: int) -> bytes:
+        rows = np.frombuffer(server.bodies[-1][1], "<f4").reshape(-1, 6)[:, :2]
+        item = {"name": "y", "datatype": "FP32", "shape": list(rows.shape)}
+        return reply(200, {"outputs": [{**item, "data": rows.ravel().tolist()}]})
+
+    with StandIn(infer).running() as url:
+        result = run_load(url, batch=2, expect=tmp_path / "m.golden.npz", **QUICK)
+        with pytest.raises(BadInput, match="exclude each other"):
+            run_load(url, expect=tmp_path / "m", data=tmp_path / "m", **QUICK)
+        np.savez(tmp_path / "inputs.npz", image=image)
+        with pytest.raises(BadInput, match="has no outputs to expect"):
+            run_load(url, expect=tmp_path / "inputs.npz", **QUICK)
+    assert result.ok > 0
+    assert (result.failed > 0) is (wrong > 0)
+    if wrong:  # rows 2 and 0, then 1 and 2: two of the first three requests have the wrong row
+        assert result.failed == pytest.approx(result.sent * 2 / 3, abs=result.sent / 10 + 2)
+        assert result.first_error == "a wrong answer: y differs by more than 0.001"
