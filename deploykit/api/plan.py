@@ -217,7 +217,7 @@ def probe_cpu(
     only_kept: bool = False,
     on_progress: Progress | None = None,
 ) -> tuple[CpuCalibration | None, list[str]]:
-    """The kept calibration of this machine's CPU, else one probe; and why it was not kept.
+    """The kept calibration of this machine's CPU, else one probe; and notes on it.
 
     None without ONNX Runtime, and with `only_kept` where none is kept. `threads`: by default one
     per core.
@@ -228,13 +228,13 @@ def probe_cpu(
     machine = this_machine()
     found = None if anew else probe.find_calibration(machine, threads)
     if found is not None or only_kept:
-        return found, []
+        return found, [found.doubt] if found and found.doubt else []
     try:
         found = probe.measure_cpu(machine.cpu, now(), threads=threads, on_progress=on_progress)
     except MissingExtra:
         return None, []
     problem = probe.store_calibration(found)
-    return found, [problem] if problem else []
+    return found, [text for text in (problem, found.doubt) if text]
 
 
 def _target(

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,12 +28,13 @@ from deploykit.onnx_graph.chains import Chain
 from deploykit.onnx_graph.roofline import Curve
 from deploykit.runtimes.engine import load
 
-VERSION = 1  # of the probe: older results are measured again
+VERSION = 2  # of the probe: older results are measured again
 Clock = Callable[[], int]  # nanoseconds
 Progress = Callable[[str, float], None]
 
 _BUDGET_S = 0.03  # of each chain
 _LEAST_RUNS = 5
+_QUIET_SPREAD = 1.25
 _CONVOLUTIONS = ((16, 16, 3), (64, 28, 3), (64, 56, 3), (256, 28, 3))  # channels, size, kernel
 _POINTWISE = ((32, 14, 1), (256, 14, 1), (256, 28, 1))
 _DEPTHWISE = ((32, 14, 3), (96, 28, 3), (96, 56, 3))
@@ -52,7 +53,7 @@ class CpuCalibration(Record):
     `call_s`: of a call whose graph is one tiny node; `launch_s`: of each further node. `curves`:
     seconds of a node by precision and kind. `stream`: seconds to read weights once, by bytes.
     `ops_per_s`: the highest seen, by precision; `bytes_per_s` from memory, `cache_bytes_per_s`
-    the highest at any size.
+    the highest at any size. `spread`: of a chain's calls the median by the fastest, usually.
     """
 
     version: int
@@ -67,6 +68,17 @@ class CpuCalibration(Record):
     ops_per_s: Mapping[str, float]
     bytes_per_s: float
     cache_bytes_per_s: float
+    spread: float
+
+    @property
+    def doubt(self) -> str:
+        """Why it may be wrong, or ""."""
+        if self.spread <= _QUIET_SPREAD:
+            return ""
+        return (
+            f"the probe of the CPU ran next to other work: calls took {self.spread:.1f} times "
+            "their least; measure again when it is quiet (`calibrate`)"
+        )
 
 
 def measure_cpu(
@@ -86,17 +98,21 @@ def measure_cpu(
     threads = threads or default_threads()
     every = [*_chains()]
     timed: list[tuple[Chain, float, float]] = []
+    spreads: list[float] = []
     runtime = ""
     with tempfile.TemporaryDirectory(prefix="deploykit-probe-") as folder:
         for number, make in enumerate(every):
             if on_progress is not None:
                 on_progress("calibrate", number / len(every))
             chain = make()
-            usual_s, least_s, runtime = _time(chain, Path(folder), threads, clock, budget_s)
-            timed.append((chain, usual_s, least_s))
+            seconds, runtime = _time(chain, Path(folder), threads, clock, budget_s)
+            usual_s = statistics.quantiles(seconds, n=4)[0]  # other work only makes it longer
+            timed.append((chain, usual_s, seconds[0]))
+            spreads.append(statistics.median(seconds) / seconds[0])
     if on_progress is not None:
         on_progress("calibrate", 1.0)
-    return _conclude(timed, cpu=cpu, threads=threads, runtime=runtime, created=created)
+    found = _conclude(timed, cpu=cpu, threads=threads, runtime=runtime, created=created)
+    return replace(found, spread=statistics.median(spreads))
 
 
 def _conclude(
@@ -135,6 +151,7 @@ def _conclude(
         ops_per_s=dict(ops),
         bytes_per_s=max(rate for work, rate in rates if work >= max(stream)),
         cache_bytes_per_s=max(rate for _, rate in rates),
+        spread=1.0,
     )
 
 
@@ -178,8 +195,8 @@ def _chains() -> Iterator[Callable[[], Chain]]:
 
 def _time(
     chain: Chain, folder: Path, threads: int, clock: Clock, budget_s: float
-) -> tuple[float, float, str]:
-    """The median and the least seconds of a call, and what ran it."""
+) -> tuple[list[float], str]:
+    """The seconds of each call, the least first, and what ran it."""
     path = folder / "chain.onnx"
     chain.graph.save(path, temporary=True)
     feeds = {"x": np.random.default_rng(0).standard_normal(chain.shape, np.float32)}
@@ -190,8 +207,8 @@ def _time(
         while len(seconds) < _LEAST_RUNS or sum(seconds) < budget_s:
             began = clock()
             engine(feeds)
-            seconds.append((clock() - began) / 1e9)
-        return statistics.median(seconds), max(1e-9, min(seconds)), engine.runtime
+            seconds.append(max(1e-9, (clock() - began) / 1e9))
+        return sorted(seconds), engine.runtime
 
 
 def find_calibration(machine: Machine, threads: int | None = None) -> CpuCalibration | None:

@@ -86,7 +86,8 @@ def target_of(profile: Profile, calibration: CpuCalibration | None) -> Target | 
     if profile.device == "cpu":
         if calibration is None:
             return "its ceilings are not measured: onnxruntime is not installed"
-        return Target(profile, calibration, "one probe of this machine's CPU", checked=True)
+        basis = "one probe of this machine's CPU" + ", next to other work" * bool(calibration.doubt)
+        return Target(profile, calibration, basis, checked=True)
     lacks = [
         name
         for name, value in (

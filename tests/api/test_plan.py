@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from onnx import TensorProto, helper
 import deploykit as dk
 from deploykit.core.errors import BadInput, GateFailed, NotFound
 from deploykit.core.profile import profile_names
+from deploykit.planning.probe import store_calibration
 from tests.support.calibrations import CALL_S, keep_round_calibration
 from tests.support.onnx_zoo import linear, make, mnist_like, save
 
@@ -65,6 +67,15 @@ def test_the_probe_runs_once_and_is_kept(
         dk.plan(model, profiles=["cpu"])
     with pytest.raises(AssertionError, match="measured"):
         dk.plan(model, profiles=["l4"], calibrate=True)
+
+
+def test_a_doubtful_probe_is_in_the_notes_of_every_plan(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = keep_round_calibration(tmp_path / "cache", monkeypatch)
+    store_calibration(replace(found, spread=2.0))
+    (note,) = dk.plan(model, profiles=["cpu"]).notes
+    assert note.startswith("the probe of the CPU ran next to other work")
 
 
 def test_an_axis_takes_its_size_and_one_without_is_reported_as_1(sequence: Path) -> None:

@@ -27,6 +27,7 @@ def test_a_probe_measures_every_kind_below_its_ceilings() -> None:
             points = zip(curve.work, curve.seconds, strict=True)
             rates = [work / (seconds + measured.call_s) for work, seconds in points]
             assert max(rates) <= measured.ops_per_s[precision]
+    assert measured.spread >= 1
     assert 0 < measured.bytes_per_s <= measured.cache_bytes_per_s
 
 
@@ -59,3 +60,9 @@ def test_a_cache_that_cannot_be_written_is_reported(
     assert store_calibration(round_calibration()).startswith(
         "the calibration is measured again next time: "
     )
+
+
+def test_a_probe_next_to_other_work_is_doubted() -> None:
+    quiet = round_calibration()
+    assert quiet.doubt == ""
+    assert "calls took 1.6 times their least" in replace(quiet, spread=1.6).doubt

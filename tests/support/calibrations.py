@@ -36,6 +36,7 @@ def round_calibration(runtime: str = "") -> CpuCalibration:
         ops_per_s={"fp32": OPS_PER_S, "int8": 4 * OPS_PER_S},
         bytes_per_s=BYTES_PER_S,
         cache_bytes_per_s=4 * BYTES_PER_S,
+        spread=1.0,
     )
 
 
