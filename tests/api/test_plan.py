@@ -132,7 +132,7 @@ def test_a_rate_is_carried_by_replicas_whose_price_is_that_of_a_million(model: P
 
 def test_batches_that_are_too_slow_are_not_queued_for(model: Path) -> None:
     (cpu,) = dk.plan(
-        model, profiles=["cpu"], batches=[1, 1 << 20], slo_ms=5, rate_per_s=100
+        model, profiles=["cpu"], batches=[1, 1 << 12], slo_ms=5, rate_per_s=100
     ).targets
     assert cpu.capacity is not None
     assert cpu.capacity.max_batch == 1

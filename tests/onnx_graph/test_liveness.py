@@ -49,6 +49,19 @@ def test_a_view_shares_memory_and_keeps_its_source_alive() -> None:
     assert peak(make(nodes, {"x": ROW}, outputs, {"shape": shape})) == 4 * KIB
 
 
+def test_an_output_that_is_a_view_keeps_its_source_to_the_end() -> None:
+    shape = np.array([-1, 128, 2], np.int64)
+    nodes = [
+        node("Relu", "x", "a"),
+        helper.make_node("Reshape", ["a", "shape"], ["view"], name="view"),
+        node("Relu", "x", "b"),
+        node("Relu", "b", "c"),
+        node("Relu", "c", "y"),
+    ]
+    outputs = {"view": ("N", 128, 2), "y": ROW}
+    assert peak(make(nodes, {"x": ROW}, outputs, {"shape": shape})) == 4 * KIB
+
+
 def test_weights_are_not_activations() -> None:
     weights = {"w": np.ones((256, 256), np.float32)}
     model = make([node("MatMul", "x", "w", "y")], {"x": ROW}, {"y": ROW}, weights)

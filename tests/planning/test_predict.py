@@ -7,10 +7,12 @@ import pytest
 from onnx import helper
 
 from deploykit.core.profile import load_profile
+from deploykit.onnx_graph import kinds
+from deploykit.onnx_graph.cost import NodeCost
 from deploykit.onnx_graph.graph import Graph
 from deploykit.onnx_graph.roofline import COMPUTE, LAUNCH, MEMORY
 from deploykit.planning.hints import alignment
-from deploykit.planning.predict import Inferred, infer, precisions, predict_call
+from deploykit.planning.predict import Inferred, in_precision, infer, precisions, predict_call
 from deploykit.planning.targets import LAUNCH_S, REACHED, Target, target_of
 from tests.support.calibrations import BYTES_PER_S, CALL_S, OPS_PER_S, round_calibration
 from tests.support.calibrations import LAUNCH_S as NODE_S
@@ -51,6 +53,26 @@ def test_int8_runs_at_its_own_rate_and_its_weights_are_a_quarter() -> None:
     fp32, int8 = predict_call(inferred, cpu, "fp32"), predict_call(inferred, cpu, "int8")
     assert int8.weight_bytes == fp32.weight_bytes / 4
     assert int8.latency_ms < fp32.latency_ms / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "kind", "dtype", "read"),
+    [
+        ("l4", "int8", kinds.CONVOLUTION, "int8", 25),
+        ("l4", "int8", kinds.NORMALISATION, "float16", 50),
+        ("cpu", "int8", kinds.CONVOLUTION, "int8", 25),
+        ("cpu", "int8", kinds.NORMALISATION, "float32", 100),
+        ("l4", "fp16", kinds.NORMALISATION, "float16", 50),
+        ("l4", "fp32", kinds.CONVOLUTION, "float32", 100),
+    ],
+)
+def test_what_a_conversion_makes_of_a_node(
+    name: str, precision: str, kind: str, dtype: str, read: int
+) -> None:
+    before = NodeCost("n", "Conv", "float32", 1000, 100, 40, 100, kind=kind)
+    after = in_precision(before, precision, "fp32", target(name))
+    assert (after.precision, after.read_bytes, after.flops) == (dtype, read, 1000)
+    assert in_precision(before, precision, "int8", target(name)) == before  # as it is
 
 
 def test_on_a_gpu_the_longer_of_arithmetic_and_traffic_after_the_launch() -> None:
