@@ -177,7 +177,6 @@ class PartialOutputs:
                 whole = 0 <= size <= self._files[name].seek(0, os.SEEK_END)
                 if dtype.hasobject or min(row, default=0) < 0 or not whole:
                     return "its files are damaged"
-                self._files[name].truncate(size)
                 self._files[name].seek(size)
             self.done = Done(int(state["samples"]), str(state["digest"]), nbytes)
         except (KeyError, TypeError, ValueError, AttributeError, OSError, DeploykitError):
