@@ -70,13 +70,13 @@ BUDGETS = {
     "exporters": 1430,
     "onnx_graph+quantization": 5610,
     "builders": 1850,
-    "measure": 8705,
+    "measure": 9055,
     "planning": 690,
     "serving": 11770,
     "bundling": 2040,
     "cluster": 270,
-    "api": 7752,
-    "cli": 2695,
+    "api": 7877,
+    "cli": 2700,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 140  # the whole package, with the list of public names
 LONG: set[str] = set()  # functions over 60 lines

@@ -23,6 +23,7 @@ from deploykit.api.bench_columns import (
 )
 from deploykit.api.bench_inputs import BenchInputs, choose_inputs
 from deploykit.api.bench_limits import EnergyLog, cpu_ceilings, limits
+from deploykit.api.bench_scenarios import choose_scenarios
 from deploykit.api.feeds import comparison_feeds
 from deploykit.api.outputs import claim_report
 from deploykit.core.artefact import ArtefactLike
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from deploykit.measure.evaluate.parity import Parity
     from deploykit.measure.report.report import Accuracy, Gate, NotMeasured, Report
     from deploykit.measure.timing.cpu_search import CpuSearch
+    from deploykit.measure.timing.scenarios import ScenarioResult
     from deploykit.measure.timing.sweep import Point, Timing
     from deploykit.runtimes.data.samples import Samples
     from deploykit.runtimes.engine import Engine
@@ -64,6 +66,7 @@ def bench(
     seconds: float | None = None,
     within_ms: float | None = None,
     processes: int | None = None,
+    scenarios: Sequence[str] = (),
     trust: bool = False,
     force: bool = False,
     settings_of: StrPath | None = None,
@@ -81,20 +84,21 @@ def bench(
     Each point, by default of BATCHES, is timed for `seconds` after `warmup_s` (60 and 10; with
     `quick` of fewer batches, 2 and 1); a report of less than 60 is marked. `within_ms`: the p99
     that is wanted; the highest throughput within it is reported. `processes`: fresh ones that share
-    the time, 5 for 60 s, else this one alone. `force`: replace files of others in the folder `out`.
+    the time, 5 for 60 s, else this one alone. `scenarios`: of MLPerf, each for `seconds` more;
+    "server" keeps p99 `within_ms`. `force`: replace files of others in the folder `out`.
     `settings_of`: an earlier report, whose settings of the CPU are taken, to compare both.
     """
     from deploykit.measure.report import report as reports
-    from deploykit.measure.report.verdict import verdict
 
     batches = (QUICK_BATCHES if quick else BATCHES) if batches is None else batches
     empty = reports.Report("", now(), command, within_ms=within_ms)  # checked before all the work
     note = _Once(on_note)
     every = open_entries(engines, baseline, trust, note)
     timing = _timing(quick, warmup_s, seconds)
+    scenario = choose_scenarios(scenarios, timing.seconds, within_ms)
     folder = claim_report(out, (*engines, baseline, data, settings_of), force=force)
     run = _prepare(every, data, axis, device, batches, timing, settings_of, note, on_progress)
-    points, conditions, gaps = _time(run, every, batches, timing, processes, on_progress)
+    points, conditions, gaps = _time(run, every, batches, timing, processes, scenario, on_progress)
     report = replace(
         empty,
         title=f"{every[0].artefact.path.stem}: latency and throughput",
@@ -105,8 +109,15 @@ def bench(
         notes=(_method(timing, points), run.inputs.describe(), *sorted(note.seen)),
         **conditions,
     )
+    return _written(report, folder)
+
+
+def _written(report: Report, folder: Path) -> Report:
+    from deploykit.measure.report.report import write
+    from deploykit.measure.report.verdict import verdict
+
     report = replace(report, verdict=verdict(report))
-    reports.write(report, folder)
+    write(report, folder)
     return report
 
 
@@ -237,6 +248,7 @@ def _time(
     batches: Sequence[int],
     timing: Timing,
     processes: int | None,
+    scenarios: Callable[..., list[ScenarioResult]],
     on_progress: Progress | None,
 ) -> tuple[list[Point], dict[str, Any], tuple[NotMeasured, ...]]:
     """The points, the fields of the report on the machine meanwhile, and what had no meter."""
@@ -250,16 +262,21 @@ def _time(
     ceilings = cpu_ceilings(run.columns.setups, timing.seconds, on_progress)
     watch, around_s = Watch(), min(_AROUND_S, timing.seconds / 10)
     before = watch.over(around_s, time.sleep)
-    with GpuWatch() as gpu_watch, EnergyMeter(devices=Devices()) as meter:
-        energy = EnergyLog(meter, on_progress)
-        what = (run.columns.setups, batches, timing, run.inputs, energy)
-        if count > 1:
-            points = sweep_apart(*what, processes=count, watch=watch)
-        else:
-            points = sweep(*what, watch=watch)
+    setups = run.columns.setups
+    with GpuWatch() as gpu_watch:
+        with EnergyMeter(devices=Devices()) as meter:
+            energy = EnergyLog(meter, on_progress)
+            what = (setups, batches, timing, run.inputs, energy)
+            if count > 1:
+                points = sweep_apart(*what, processes=count, watch=watch)
+            else:
+                points = sweep(*what, watch=watch)
+        right = [each for each in setups if not _failed(run.gates.get(each.sha256))]
+        ran = scenarios(setups=right, points=points, feeds=run.inputs, on_progress=on_progress)
     outside = sum_up(watch, before, watch.over(around_s, time.sleep))
     on_gpu = {point.device for point in points} - {"cpu"}
     found = {
+        "scenarios": tuple(ran),
         "throttled": gpu_watch.reasons if on_gpu else (),
         "conditions": gpu_watch.conditions,
         "outside": outside,

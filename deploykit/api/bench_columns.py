@@ -197,6 +197,7 @@ def _on_cpu(
             sessions=settings.sessions,
             threads=settings.threads,
             settings=str(settings),
+            processes=settings.processes,
             batches=tuple(batches),
         )
         for (name, settings), batches in sorted(found.items(), key=lambda each: each[0][0])

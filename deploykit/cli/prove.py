@@ -126,6 +126,7 @@ Timing:
 --seconds SECONDS      Length of each point [60, or 2 with --quick]
 --within MS            The wanted p99: report the highest throughput within it
 --processes N          Fresh processes that share that time [5 from 60 s on, else 1]
+--scenario NAME,...    Run scenarios of MLPerf too: offline, single-stream, multi-stream, server
 --strict               Exit 1 if the GPU lowered its clocks meanwhile
 Compare two reports:
 --settings-of REPORT   Take the settings of the CPU from that report instead of a search
@@ -147,6 +148,7 @@ def bench(
     seconds: float | None = None,
     within_ms: float | None = None,
     processes: int | None = None,
+    scenario: str | None = None,
     strict: bool = False,
     settings_of: Path | None = None,
     compare: tuple[Path, Path] | None = None,
@@ -181,6 +183,7 @@ def bench(
             seconds=seconds,
             within_ms=within_ms,
             processes=processes,
+            scenarios=[each.strip() for each in scenario.split(",")] if scenario else (),
             trust=trust,
             force=force,
             settings_of=settings_of,

@@ -1,11 +1,11 @@
-"""Tables of what a plan predicts for the points, and of energy, as the arguments of `Table`."""
+"""Tables of scenarios, of what a plan predicts, and of energy, as the arguments of `Table`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from deploykit.measure.report.formatting import SPACE, number
+from deploykit.measure.report.formatting import MISSING, SPACE, count, number
 
 Json = Mapping[str, Any]
 # title, columns, rows, the columns without figures, note
@@ -14,7 +14,27 @@ Parts = tuple[str, tuple[str, ...], tuple[tuple[str, ...], ...], tuple[int, ...]
 
 def limit_tables(document: Json) -> list[Parts]:
     """Those that the report has rows for."""
-    return [parts for parts in (_predicted(document), _energy(document)) if parts[2]]
+    found = (_scenarios(document), _predicted(document), _energy(document))
+    return [parts for parts in found if parts[2]]
+
+
+def _scenarios(document: Json) -> Parts:
+    columns = ("scenario", "setup", "settings", "batch", "queries", "value", "of", "note")
+    note = "As MLPerf defines them, but shorter; percentiles by its rule of early stopping, 99 %."
+    rows = tuple(
+        (
+            row["scenario"],
+            row["label"],
+            row["settings"] or row["device"],
+            count(row["batch"]),
+            count(row["queries"]),
+            MISSING if row["value"] is None else number(row["value"]),
+            row["metric"] + (f", p99 ≤ {number(row['within_ms'])} ms" if row["within_ms"] else ""),
+            row["why"],
+        )
+        for row in document.get("scenarios") or ()
+    )
+    return "Scenarios", columns, rows, (0, 1, 2, 6, 7), note
 
 
 def _predicted(document: Json) -> Parts:

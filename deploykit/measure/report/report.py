@@ -25,6 +25,7 @@ from deploykit.measure.report.markdown import markdown
 from deploykit.measure.statistics import Interval, ratio
 from deploykit.measure.timing.cpu_search import BestCpu, CpuSearch
 from deploykit.measure.timing.crossover import crossover
+from deploykit.measure.timing.scenarios import ScenarioResult
 from deploykit.measure.timing.sweep import Point
 from deploykit.runtimes.gpu_state import Conditions
 
@@ -140,6 +141,7 @@ class Report:
     ceilings are the highest that a probe or a point reached. `energy`: of an inference; without a
     meter the reason is in `not_measured`.
     `provenance`: commits, host, clocks, CPUs and variables, as `core.provenance` reads them.
+    `scenarios`: those of MLPerf that were asked for.
     """
 
     title: str
@@ -171,6 +173,7 @@ class Report:
     roofline: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
     energy: tuple[PointEnergy, ...] = ()
+    scenarios: tuple[ScenarioResult, ...] = ()
 
     shown: ClassVar[tuple[str, ...]] = ("speedups", "crossovers")
 

@@ -36,6 +36,7 @@ def verdict(report: Report) -> tuple[str, ...]:
         sentences += _headlines(report)
     sentences += _marked(report)
     sentences += _power_mode(report)
+    sentences += _scenario_sentences(report)
     sentences += [_serving_sentence(result) for result in report.serving]
     if report.quick:
         sentences.append("Timings are short, so intervals are wider than with 60 s for each point.")
@@ -200,6 +201,19 @@ def _accuracy(report: Report, precision: str) -> str:
         if row.precision == precision:
             return f"its accuracy is the reference ({row.metric}, n = {row.n})"
     return "its accuracy was not measured"
+
+
+def _scenario_sentences(report: Report) -> list[str]:
+    """Values of different scenarios are never compared, so each has a sentence."""
+    found: dict[str, list[str]] = {}
+    for each in report.scenarios:
+        value = f"{number(each.value)} {each.metric}" if each.value is not None else each.why
+        if each.value is not None and not each.metric.endswith("/s"):
+            metric, _, unit = each.metric.partition(" ")
+            value = f"{metric} {number(each.value)} {unit}"
+        slo = f" (p99 within {number(each.within_ms)} ms)" if each.within_ms else ""
+        found.setdefault(each.scenario.capitalize() + slo, []).append(f"{each.label} {value}")
+    return [f"{scenario}: {'; '.join(values)}." for scenario, values in found.items()]
 
 
 def _serving_sentence(result: LoadResult) -> str:

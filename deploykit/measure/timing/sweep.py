@@ -41,7 +41,8 @@ class Setup:
     `in_flight`: calls of the one engine at a time; more than one is another scenario.
     `threads`: CPU threads of each engine, None where that means nothing. `device`: "" for the
     engine's own. `file` and `sha256` name the artefact in the report. `settings`: those of
-    the CPU, as text. `batches`: the only sizes to time it at; () for all.
+    the CPU, as text. `batches`: the only sizes to time it at; () for all. `processes`: each session
+    has a process of its own.
     """
 
     label: str
@@ -55,6 +56,7 @@ class Setup:
     in_flight: int = 1
     settings: str = ""
     batches: tuple[int, ...] = ()
+    processes: bool = False
 
     @property
     def scenario(self) -> str:
