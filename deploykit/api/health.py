@@ -41,7 +41,7 @@ def health(url: str = "http://127.0.0.1:8000", *, timeout_s: float = 5.0) -> Rea
     if parts.scheme not in ("http", "https") or not named or parts.path not in ("", "/"):
         raise BadInput(f"'{url}' is not a server's URL", hint="write it as http://HOST:PORT")
     if not 0 < timeout_s <= _LONGEST_S:
-        raise BadInput(f"timeout_s must be above 0 and at most {_LONGEST_S}, got {timeout_s:g}")
+        raise BadInput(f"`timeout_s` must be above 0 and at most {_LONGEST_S}, got {timeout_s:g}")
     connection: http.client.HTTPConnection
     if parts.scheme == "https":
         context = ssl._create_unverified_context()  # noqa: S323 - see above

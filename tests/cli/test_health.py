@@ -67,4 +67,4 @@ def test_what_is_not_a_servers_url_is_exit_2(run: Run, url: str) -> None:
 def test_a_timeout_that_is_no_time_is_exit_2(run: Run, seconds: str) -> None:
     ran = run("health", "http://127.0.0.1:1", "--timeout", seconds)
     assert ran.code == 2
-    assert "timeout" in ran.error()
+    assert "--timeout must be above 0" in ran.error()
