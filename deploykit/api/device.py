@@ -93,8 +93,10 @@ def _check_jetpack(profile: Profile, machine: Machine) -> list[str]:
                 hint=_cure(profile),
             )
         return [f"L4T {machine.l4t} is newer than JetPack {last.version}, the last one known"]
-    what = f"JetPack {release.version} (L4T {machine.l4t}) brings TensorRT {release.tensorrt}"
-    _check_range(profile, release.tensorrt, what)
+    what = f"JetPack {release.version} (L4T {machine.l4t})"
+    if profile.compute_capability not in release.compute_capabilities:
+        raise Unsupported(f"{what} is not for {profile.summary}", hint=_cure(profile))
+    _check_range(profile, release.tensorrt, f"{what} brings TensorRT {release.tensorrt}")
     return []
 
 

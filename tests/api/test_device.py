@@ -72,8 +72,9 @@ def test_any_processor_is_taken_by_the_profile_cpu() -> None:
         (NANO, {"board_ids": ("acme,p1",)}, "NVIDIA Jetson, which no profile names", "auto"),
         (NANO, {"l4t": "35.4.1"}, "JetPack 5.1.2 .L4T 35.4.1. brings TensorRT 8.5.2", "6.1 or"),
         (NANO, {"l4t": "32.7.4"}, "L4T 32.7.4 is older than JetPack 5.1", "JetPack 6.1 or later"),
+        (NANO, {"l4t": "38.2.0"}, "JetPack 7.0 .L4T 38.2.0. is not for NVIDIA Jetson Orin", "6.1"),
     ],
-    ids=["architecture", "board", "unknown board", "old", "very old"],
+    ids=["architecture", "board", "unknown board", "old", "very old", "of other modules"],
 )
 def test_another_machine_is_refused_with_its_cure(
     profile: str, changes: dict[str, object], says: str, cure: str
