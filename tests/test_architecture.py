@@ -65,7 +65,7 @@ OWNERS = {
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
     "core": 3702,
-    "runtimes": 7860,
+    "runtimes": 7866,
     "training": 1500,
     "exporters": 1430,
     "onnx_graph+quantization": 5610,

@@ -226,19 +226,25 @@ class FeedCheck:
         self._specs = specs
         self._where = where
         self._right: set[tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]] = set()
+        self._last: list[tuple[str, np.dtype[Any], tuple[int, ...]]] | None = None
 
     def __call__(self, feeds: Arrays) -> None:
         """Raises BadInput."""
-        seen = None
-        if not set(map(type, feeds.values())) - {np.ndarray}:
-            seen = tuple([(name, array.dtype, array.shape) for name, array in feeds.items()])
-            if seen in self._right:
+        seen = []
+        for name, array in feeds.items():
+            if type(array) is not np.ndarray:
+                check_feeds(self._specs, feeds, self._where)
                 return
-        check_feeds(self._specs, feeds, self._where)
-        if seen is not None:
+            seen.append((name, array.dtype, array.shape))
+        if seen == self._last:  # without a hash
+            return
+        key = tuple(seen)
+        if key not in self._right:
+            check_feeds(self._specs, feeds, self._where)
             if len(self._right) >= _MOST_SEEN:
                 self._right.clear()
-            self._right.add(seen)
+            self._right.add(key)
+        self._last = seen
 
 
 def check_feeds(specs: tuple[TensorSpec, ...], feeds: Arrays, where: str) -> int | None:
