@@ -272,4 +272,5 @@ def _row(label: str, score: str, points: list[Point]) -> tuple[str, ...]:
     best = max(points, key=lambda point: point.throughput_per_s.value)
     p50 = smallest.latency.p50_ms
     shown = "too few" if p50 is None else f"{p50.value:.3g} ms"
+    shown = shown if smallest.batch == 1 else "-"
     return (label, score, shown, f"{best.throughput_per_s.value:,.0f}/s at {best.batch}")

@@ -13,6 +13,7 @@ from deploykit.measure.report.limit_figures import gpu_charts, roofline, waterfa
 from deploykit.measure.report.percentile_figures import calls_chart, served_chart
 from deploykit.measure.report.rows import (
     Json,
+    at_smallest,
     by_label,
     looks,
     mark,
@@ -149,6 +150,7 @@ def _accuracy(document: Json) -> Chart | None:
     series, rows, sentences = [], [], []
     metric = ""
     points = [p for p in document["points"] if p["scenario"] == document["points"][0]["scenario"]]
+    points = at_smallest(points)
     for label, chosen in by_label(points).items():
         point = chosen[0]
         row, p50 = accuracy.get(str(point["precision"])), point["latency"]["p50_ms"]

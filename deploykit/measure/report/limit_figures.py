@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from deploykit.measure.report.chart import Bars, Chart, Mark, Series
 from deploykit.measure.report.formatting import SPACE, count, number
-from deploykit.measure.report.rows import Json, by_label, looks, value
+from deploykit.measure.report.rows import Json, at_smallest, by_label, looks, value
 
 _TRACES = (
     ("clock_mhz", "GPU clock", "clock (MHz)"),
@@ -18,7 +18,7 @@ _TRACES = (
 def waterfall(document: Json) -> Bars | None:
     """What a call is made of at the smallest batch, for setups whose compute was timed alone."""
     bars, rows = [], []
-    for label, chosen in by_label(document["points"]).items():
+    for label, chosen in by_label(at_smallest(document["points"])).items():
         whole = value(chosen[0]["latency"]["p50_ms"])
         compute = value((chosen[0].get("compute") or {}).get("p50_ms"))
         if whole is None or compute is None:

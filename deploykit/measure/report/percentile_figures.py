@@ -9,6 +9,7 @@ from deploykit.measure.report.chart import LOOKS, Chart, Mark, Series
 from deploykit.measure.report.formatting import MISSING, SPACE, count, number, spread
 from deploykit.measure.report.rows import (
     Json,
+    at_smallest,
     by_label,
     load_label,
     looks,
@@ -33,7 +34,7 @@ _SHARES_LEFT = tuple(m * 10.0**-k for k in range(1, 8) for m in (5, 2.5, 1))  # 
 def calls_chart(document: Json) -> Chart | None:
     """The calls of each setup at the smallest batch, out of their histograms."""
     points = [p for p in document["points"] if p["histogram"] and p["histogram"]["counts"]]
-    points = [point for point in points if point["scenario"] == points[0]["scenario"]]
+    points = at_smallest([p for p in points if p["scenario"] == points[0]["scenario"]])
     look, series, rows = looks(document), [], []
     for label, chosen in by_label(points).items():
         point, histogram = chosen[0], chosen[0]["histogram"]

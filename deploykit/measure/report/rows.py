@@ -40,6 +40,12 @@ def by_label(points: Sequence[Json]) -> dict[str, list[Json]]:
     }
 
 
+def at_smallest(points: Sequence[Json]) -> list[Json]:
+    """Those of the smallest batch: a setup may have been timed at larger ones only."""
+    smallest = min((int(point["batch"]) for point in points), default=1)
+    return [point for point in points if int(point["batch"]) == smallest]
+
+
 def value(parts: Json | None) -> float | None:
     return None if parts is None else float(parts["value"])
 

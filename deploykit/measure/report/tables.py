@@ -45,13 +45,13 @@ def summary(document: Json) -> Table:
         chosen = usable or measured
         best = max(chosen, key=lambda point: float(point["throughput_per_s"]["value"]))
         first, scored = chosen[0], accuracy.get(str(best["precision"]))
+        at_first = str(first["batch"]) == _first_batch(document)
         (rows if usable else apart).append(
             (
                 label,
                 str(best["device"]) or MISSING,
                 NOT_MEASURED if scored is None else percent(scored["value"], scored["n"]),
-                _ms(first, "p50_ms"),
-                _ms(first, "p99_ms"),
+                *(_ms(first, key) if at_first else MISSING for key in ("p50_ms", "p99_ms")),
                 f"{spread(best['throughput_per_s'])} batch {best['batch']}",
                 _against(document, label, best) if usable else "no verdict",
             )

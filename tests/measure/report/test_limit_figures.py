@@ -16,6 +16,7 @@ from deploykit.measure.report.limit_figures import gpu_charts, roofline, waterfa
 from deploykit.measure.report.percentile_figures import calls_chart, served_chart
 from deploykit.measure.report.report import Report, read, write
 from deploykit.measure.report.svg import NARROW, WIDE, draw
+from deploykit.measure.report.tables import summary
 from deploykit.measure.report.verdict import verdict
 from deploykit.runtimes.gpu_state import Conditions
 from tests.support.measure.drawings import overlaps
@@ -55,6 +56,20 @@ def test_the_distribution_shows_each_setup_to_its_slowest_call(report: Report) -
     assert "took 3.99 times its median" in found.finding  # within a bin of 4
     assert found.rows[0][-1].replace("\u202f", "") == "1000"
     assert calls_chart(report.to_dict()) is None
+
+
+def test_a_setup_of_larger_batches_alone_is_in_no_figure_of_the_smallest(report: Report) -> None:
+    few = tuple(p for p in with_calls(report).points if p.label != "int8 CPU" or p.batch > 1)
+    document = replace(report, points=few).to_dict()
+    found = calls_chart(document)
+    assert found is not None
+    assert "int8 CPU" not in [one.label for one in found.series]
+    accuracy = next(one for one in charts(document)[0] if one.name == "accuracy")
+    assert isinstance(accuracy, Chart)
+    assert "int8 CPU" not in [one.label for one in accuracy.series]
+    row = next(row for row in summary(document).rows if row[0] == "int8 CPU")
+    assert row[3:5] == ("–", "–")
+    assert "batch 64" in row[5]
 
 
 def test_one_call_is_no_distribution(report: Report) -> None:
