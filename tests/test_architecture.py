@@ -75,8 +75,8 @@ BUDGETS = {
     "serving": 11770,
     "bundling": 2040,
     "cluster": 270,
-    "api": 7877,
-    "cli": 2700,
+    "api": 8030,
+    "cli": 2720,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 140  # the whole package, with the list of public names
 LONG: set[str] = set()  # functions over 60 lines

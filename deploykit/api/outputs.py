@@ -22,6 +22,7 @@ from deploykit.core.runtime import RUNTIMES
 
 PREDICTIONS, SPLIT = "predictions", "split"  # what an .npz of deploykit's holds
 CURVE = "curve"  # an SVG of a training run
+DEVICES = ("devices.json", "devices.md")  # of `train --compare-devices`
 REPORT = ("report.json", "report.md", "report.html")
 SIDECARS: Mapping[str, str] = {"weights": ".data", "golden": ".golden.npz"}  # evidence -> suffix
 _ENDS: Mapping[str, tuple[str, ...]] = {  # kind -> how the names of its files end
@@ -66,7 +67,7 @@ def claim_report(folder: StrPath, inputs: Iterable[object], *, force: bool = Fal
     place = make_folder(Path(folder))
     files = tuple(place / name for name in REPORT)
     _check_inputs(files, tuple(_paths(inputs)), keeps=False)
-    _check_owned(files, _report(files[0]), force)
+    _check_owned(files, _json_with(files[0], {"report", "machine", "verdict"}, REPORT), force)
     return place
 
 
@@ -107,6 +108,15 @@ def claim_run(
         claim(curve, CURVE, given, force=force)
     if tensorboard is not None:
         make_folder(tensorboard)
+
+
+def claim_devices(folder: StrPath, inputs: Iterable[object], *, force: bool = False) -> Path:
+    """The folder of the table of devices, made where it is missing. Raises BadInput."""
+    place = make_folder(Path(folder))
+    files = tuple(place / name for name in DEVICES)
+    _check_inputs(files, tuple(_paths(inputs)), keeps=False)
+    _check_owned(files, _json_with(files[0], {"rows", "articles"}, DEVICES), force)
+    return place
 
 
 def claim_bundle(
@@ -273,9 +283,10 @@ def _archive(place: Path, kind: str) -> set[str]:
     return set()
 
 
-def _report(path: Path) -> Collection[str]:
+def _json_with(path: Path, keys: set[str], names: Collection[str]) -> Collection[str]:
+    """`names`, where the JSON document has the `keys` of one that deploykit wrote."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         found = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(found, dict) and {"report", "machine", "verdict"} <= set(found):
-            return REPORT
+        if isinstance(found, dict) and keys <= set(found):
+            return names
     return ()

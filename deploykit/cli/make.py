@@ -32,7 +32,7 @@ _ACCURACY = """
 @described(f"""
 RECIPE                 mnist-cnn, cats-dogs, char-lstm, resnet18-transfer, vgg16-transfer, ./mine.py
         or pkg.mod:RECIPE
--o --out FILE.pt       The checkpoint to write
+-o --out FILE.pt|DIR   The checkpoint to write; the folder, with --compare-devices
 {FORCE}
 --data FILE|DIR        Training data, for a recipe that does not bring its own
 --save-splits DIR      Write calibration.npz and test.npz into this folder
@@ -59,6 +59,7 @@ Record:
 --checkpoint FILE.ckpt  Save the whole state here after each epoch; the same command goes on from it
 --curve FILE.svg       Draw loss and score
 --tensorboard DIR      Write event files for TensorBoard
+--compare-devices      Time training on this machine's CPU and GPU instead
 {JSON}""")
 def train(
     recipe: str,
@@ -85,9 +86,14 @@ def train(
     checkpoint: Path | None = None,
     curve: Path | None = None,
     tensorboard: Path | None = None,
+    compare_devices: bool = False,
     as_json: bool = False,
 ) -> None:
     """Train a recipe and write a checkpoint that can be exported.
+
+    --compare-devices trains nothing: it times steps on the CPU and a GPU, in each precision, with
+    three batch sizes, and writes devices.json and devices.md into the folder that -o names. Only
+    --data, --batch-size and --force count then.
 
     torchrun --nproc-per-node 2 -m deploykit train … trains with two processes: each batch is
     shared among them, on GPUs one each.
@@ -95,12 +101,29 @@ def train(
     Example: deploykit train mnist-cnn -o model.pt
     """
     given = api_arguments(locals())
+    if given.pop("compare_devices"):
+        _compare_devices(as_json, **{key: given[key] for key in _TABLE})
+        return
     from deploykit.api import train as training
 
     with Progress("train") as progress:
         result = training.train(**given, on_progress=progress)
     if os.environ.get("RANK", "0") == "0":  # of the processes that torchrun starts, one prints
         output.show(result, tables.made(result), as_json=as_json)
+
+
+_TABLE = ("recipe", "out", "data", "batch_size", "force")  # what `compare_devices` takes
+
+
+def _compare_devices(as_json: bool, **given: Any) -> None:
+    from deploykit.api import compare_devices as verb
+
+    with Progress("train --compare-devices") as progress:
+        table = verb.compare_devices(**given, on_progress=progress)
+    rows = [verb.cells(row) for row in table.rows]
+    shown: list[output.TextTable | str] = [output.TextTable(verb.header(), rows, left=(0, 1))]
+    shown += [verb.conclusion(table), f"wrote {table.folder}"]
+    output.show(table, shown, as_json=as_json)
 
 
 @described(f"""

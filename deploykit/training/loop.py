@@ -67,7 +67,7 @@ def run_training(
     if weights is None and recipe.needs_weights:
         raise BadInput("this recipe needs `weights` to start from", hint=recipe.needs_weights)
     notes = start_from(module, recipe, weights, weights_from) if weights is not None else []
-    with _tf32(settings.tf32):
+    with use_tf32(settings.tf32):
         run = Run(recipe, splits, settings, module, name, group or Processes())
         run.notes += notes
         run.train(on_progress or (lambda _text, _share: None))
@@ -87,7 +87,7 @@ def run_training(
 
 
 @contextlib.contextmanager
-def _tf32(on: bool) -> Iterator[None]:
+def use_tf32(on: bool) -> Iterator[None]:
     """Let float32 products on the GPU use TF32, or not; the settings of the process come back."""
     backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
     previous = [each.allow_tf32 for each in backends]
