@@ -170,8 +170,8 @@ class Client:
             answers = len(self.outcome.ends_s) - done
             self.outcome.read_lags_s.append(lag_s)
             self.outcome.reads.append(answers)
-            behind_s = lag_s + (self.now() - at) / 2 - _WAKING_S
-            self.outcome.behind_s += answers * max(0.0, behind_s)
+            own_s = (self.now() - at) * (answers + 1) / 2  # they are handled one after another
+            self.outcome.behind_s += max(0.0, answers * (lag_s - _WAKING_S) + own_s)
 
     def _send_due(self, now: float) -> float:
         """Open loop: start every request whose time has come."""
