@@ -94,11 +94,11 @@ def bench(
     empty = reports.Report("", now(), command, within_ms=within_ms)  # checked before all the work
     note = _Once(on_note)
     every = open_entries(engines, baseline, trust, note)
-    timing = _timing(quick, warmup_s, seconds)
+    timing, count = _timing(quick, warmup_s, seconds, processes)
     scenario = choose_scenarios(scenarios, timing.seconds, within_ms)
     folder = claim_report(out, (*engines, baseline, data, settings_of), force=force)
     run = _prepare(every, data, axis, device, batches, timing, settings_of, note, on_progress)
-    points, conditions, gaps = _time(run, every, batches, timing, processes, scenario, on_progress)
+    points, conditions, gaps = _time(run, every, batches, timing, count, scenario, on_progress)
     report = replace(
         empty,
         title=f"{every[0].artefact.path.stem}: latency and throughput",
@@ -121,13 +121,20 @@ def _written(report: Report, folder: Path) -> Report:
     return report
 
 
-def _timing(quick: bool, warmup_s: float | None, seconds: float | None) -> Timing:
+def _timing(
+    quick: bool, warmup_s: float | None, seconds: float | None, processes: int | None
+) -> tuple[Timing, int]:
+    """Also in how many processes."""
+    from deploykit.measure.timing.fresh import PROCESSES
     from deploykit.measure.timing.sweep import Timing
 
-    return Timing(
+    if processes is not None and processes < 1:
+        raise BadInput(f"`processes` must be 1 or more, got {processes}")
+    timing = Timing(
         warmup_s=(1.0 if quick else 10.0) if warmup_s is None else warmup_s,
         seconds=(2.0 if quick else FULL_S) if seconds is None else seconds,
     )
+    return timing, processes or (PROCESSES if timing.seconds >= FULL_S else 1)
 
 
 class _Once:
@@ -247,7 +254,7 @@ def _time(
     every: Sequence[Entry],
     batches: Sequence[int],
     timing: Timing,
-    processes: int | None,
+    count: int,
     scenarios: Callable[..., list[ScenarioResult]],
     on_progress: Progress | None,
 ) -> tuple[list[Point], dict[str, Any], tuple[NotMeasured, ...]]:
@@ -258,7 +265,6 @@ def _time(
     from deploykit.runtimes.devices import Devices, GpuWatch
     from deploykit.runtimes.energy import EnergyMeter
 
-    count = _processes(timing, processes)
     ceilings = cpu_ceilings(run.columns.setups, timing.seconds, on_progress)
     watch, around_s = Watch(), min(_AROUND_S, timing.seconds / 10)
     before = watch.over(around_s, time.sleep)
@@ -285,15 +291,6 @@ def _time(
         **limits(every, run.columns.setups, points, ceilings),
     }
     return points, found, energy.gaps(points)
-
-
-def _processes(timing: Timing, asked: int | None) -> int:
-    """How many processes share the time; BadInput below 1."""
-    from deploykit.measure.timing.fresh import PROCESSES
-
-    if asked is not None and asked < 1:
-        raise BadInput(f"`processes` must be 1 or more, got {asked}")
-    return asked or (PROCESSES if timing.seconds >= FULL_S else 1)
 
 
 def _method(timing: Timing, points: Sequence[Point]) -> str:

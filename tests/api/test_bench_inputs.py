@@ -103,3 +103,10 @@ def test_rows_are_repeated_and_lengths_stay_within_their_rows() -> None:
     assert (feeds["x"] == x[:2][:, [0, 1, 2, 0, 1]]).all()
     assert feeds["lengths"].tolist() == [2, 1, 2, 2, 1]
     assert feeds["lengths"].dtype == np.int64
+
+
+def test_processes_below_one_are_refused_before_any_work(sequence: Path) -> None:
+    steps: list[str] = []
+    with pytest.raises(dk.BadInput, match="`processes` must be 1 or more, got 0"):
+        timed(sequence, axis={"T": 2}, processes=0, on_progress=lambda what, _: steps.append(what))
+    assert steps == []
