@@ -89,8 +89,8 @@ def run_load(
     capacity = None
     if concurrency is None and rate is None:
         capacity = _capacity(remote, requests, check, processes, on_progress)
-        rate = max(capacity * CAPACITY_SHARE, 1 / duration_s)
-        _check_options(None, rate, duration_s, warmup_s, batch, processes, within_ms)
+        most = 0.99 * MAX_SENDS / (duration_s + warmup_s)
+        rate = min(max(capacity * CAPACITY_SHARE, 1 / duration_s), most)
     load = Load(rate, concurrency or _most_connections(), warmup_s, duration_s, drain_s, within_ms)
     result = _run(remote, requests, check, load, processes, seed, batch, on_progress)
     return replace(result, capacity_per_s=capacity, shapes=shapes)
