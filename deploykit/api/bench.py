@@ -64,7 +64,7 @@ def bench(
     quick: bool = False,
     warmup_s: float | None = None,
     seconds: float | None = None,
-    within_ms: float | None = None,
+    slo_ms: float | None = None,
     processes: int | None = None,
     scenarios: Sequence[str] = (),
     trust: bool = False,
@@ -82,20 +82,20 @@ def bench(
     baseline's. These data are what is timed, else golden samples, else random numbers. `axis`: the
     sizes of dynamic axes other than the batch, such as {"T": 128}, by default those of the data.
     Each point, by default of BATCHES, is timed for `seconds` after `warmup_s` (60 and 10; with
-    `quick` of fewer batches, 2 and 1); a report of less than 60 is marked. `within_ms`: the p99
+    `quick` of fewer batches, 2 and 1); a report of less than 60 is marked. `slo_ms`: the p99
     that is wanted; the highest throughput within it is reported. `processes`: fresh ones that share
     the time, 5 for 60 s, else this one alone. `scenarios`: of MLPerf, each for `seconds` more;
-    "server" keeps p99 `within_ms`. `force`: replace files of others in the folder `out`.
+    "server" keeps p99 `slo_ms`. `force`: replace files of others in the folder `out`.
     `settings_of`: an earlier report, whose settings of the CPU are taken, to compare both.
     """
     from deploykit.measure.report import report as reports
 
     batches = (QUICK_BATCHES if quick else BATCHES) if batches is None else batches
-    empty = reports.Report("", now(), command, within_ms=within_ms)  # checked before all the work
+    empty = reports.Report("", now(), command, slo_ms=slo_ms)  # checked before all the work
     note = _Once(on_note)
     every = open_entries(engines, baseline, trust, note)
     timing, count = _timing(quick, warmup_s, seconds, processes)
-    scenario = choose_scenarios(scenarios, timing.seconds, within_ms)
+    scenario = choose_scenarios(scenarios, timing.seconds, slo_ms)
     folder = claim_report(out, (*engines, baseline, data, settings_of), force=force)
     run = _prepare(every, data, axis, device, batches, timing, settings_of, note, on_progress)
     points, conditions, gaps = _time(run, every, batches, timing, count, scenario, on_progress)

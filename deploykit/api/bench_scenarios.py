@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def choose_scenarios(
-    names: Sequence[str], seconds: float, within_ms: float | None
+    names: Sequence[str], seconds: float, slo_ms: float | None
 ) -> Callable[..., list[ScenarioResult]]:
     """`run_scenarios` of these; raises BadInput for no such name, a server without its bound."""
     from deploykit.measure.timing.scenarios import SCENARIOS, SERVER
@@ -27,12 +27,12 @@ def choose_scenarios(
             raise BadInput(
                 f"`scenario` {name}: no such scenario", hint=f"one of: {', '.join(SCENARIOS)}"
             )
-    if SERVER in names and within_ms is None:
+    if SERVER in names and slo_ms is None:
         raise BadInput(
-            "`scenario` server needs `within_ms`, the bound of p99",
-            hint="`within_ms` 15",
+            "`scenario` server needs `slo_ms`, the bound of p99",
+            hint="`slo_ms` 15",
         )
-    return partial(run_scenarios, names, seconds=seconds, within_ms=within_ms)
+    return partial(run_scenarios, names, seconds=seconds, slo_ms=slo_ms)
 
 
 def run_scenarios(
@@ -41,7 +41,7 @@ def run_scenarios(
     setups: Sequence[Setup],
     points: Sequence[Point],
     seconds: float,
-    within_ms: float | None,
+    slo_ms: float | None,
     feeds: Callable[[int], Arrays],
     on_progress: Progress | None = None,
 ) -> list[ScenarioResult]:
@@ -51,7 +51,7 @@ def run_scenarios(
     scenario's size has a result without a value.
     """
     return [
-        _run(name, setup, batch, seconds, within_ms, feeds, on_progress)
+        _run(name, setup, batch, seconds, slo_ms, feeds, on_progress)
         for name in dict.fromkeys(names)
         for setup, batch in _fastest(name, setups, points)
     ]
@@ -87,7 +87,7 @@ def _run(
     setup: Setup,
     batch: int,
     seconds: float,
-    within_ms: float | None,
+    slo_ms: float | None,
     feeds: Callable[[int], Arrays],
     on_progress: Progress | None,
 ) -> ScenarioResult:
@@ -106,6 +106,6 @@ def _run(
             return scenarios.refused(name, subject, batch, why)
         if name == scenarios.OFFLINE:
             return scenarios.run_offline(subject, given, batch, seconds)
-        if within_ms is not None and name == scenarios.SERVER:
-            return scenarios.run_server(subject, given, within_ms, seconds)
+        if slo_ms is not None and name == scenarios.SERVER:
+            return scenarios.run_server(subject, given, slo_ms, seconds)
         return scenarios.run_stream(name, subject, given, seconds)

@@ -27,7 +27,7 @@ def load_test(
     duration_s: float = 10.0,
     batch: int = 1,
     processes: int = 1,
-    within_ms: float | None = None,
+    slo_ms: float | None = None,
     fail_on: str | None = None,
     data: StrPath | None = None,
     expect: StrPath | None = None,
@@ -45,7 +45,7 @@ def load_test(
     golden samples, whose inputs are sent; an answer that differs from their outputs by more than
     `max_error` (max |a-b| / max |a|) has failed. `axes`: sizes of axes of any length other than the
     batch, such as {"T": 128}, or {"axis1": 128, "axis2": 4} where there are several. `processes`:
-    generators that share the load. `within_ms`: also count the answers within it, the goodput.
+    generators that share the load. `slo_ms`: also count the answers within it, the goodput.
     `fail_on`: conditions such as "p99>20ms,errors>0"; those that hold are in `unmet`, which
     `raise_if_unmet` turns into GateFailed.
     """
@@ -62,7 +62,7 @@ def load_test(
         duration_s=duration_s,
         batch=batch,
         processes=processes,
-        within_ms=within_ms,
+        slo_ms=slo_ms,
         data=Path(data) if data is not None else None,
         expect=Path(expect) if expect is not None else None,
         max_error=max_error,

@@ -124,7 +124,7 @@ Timing:
 --quick                Measure briefly; a report of less than 60 s for each point says so
 --warmup SECONDS       Warm-up before each point [10, or 1 with --quick]
 --seconds SECONDS      Length of each point [60, or 2 with --quick]
---within MS            The wanted p99: report the highest throughput within it
+--slo-ms MS            The wanted p99: report the highest throughput within it
 --processes N          Fresh processes that share that time [5 from 60 s on, else 1]
 --scenario NAME,...    Run scenarios of MLPerf too: offline, single-stream, multi-stream, server
 --strict               Exit 1 if the GPU lowered its clocks meanwhile
@@ -146,7 +146,7 @@ def bench(
     quick: bool = False,
     warmup_s: float | None = None,
     seconds: float | None = None,
-    within_ms: float | None = None,
+    slo_ms: float | None = None,
     processes: int | None = None,
     scenario: str | None = None,
     strict: bool = False,
@@ -181,7 +181,7 @@ def bench(
             quick=quick,
             warmup_s=warmup_s,
             seconds=seconds,
-            within_ms=within_ms,
+            slo_ms=slo_ms,
             processes=processes,
             scenarios=[each.strip() for each in scenario.split(",")] if scenario else (),
             trust=trust,

@@ -181,7 +181,7 @@ URL                    The server, http://HOST:PORT or grpc://HOST:PORT
 --duration SECONDS     How long to measure
 --batch N              Samples per request
 --processes N          Generators that share the load
---within MS            Also count the answers within so many milliseconds
+--slo-ms MS            Also count the answers within so many milliseconds
 --fail-on CONDITIONS   Exit with 1 if one of them holds, such as
                        'p99>20ms,errors>0,throughput<500'
 --data FILE.npz|DIR    Inputs to send, such as a FILE.golden.npz [random]
@@ -199,7 +199,7 @@ def load(
     duration_s: float = 10.0,
     batch: int = 1,
     processes: int = 1,
-    within_ms: float | None = None,
+    slo_ms: float | None = None,
     fail_on: str | None = None,
     data: Path | None = None,
     expect: Path | None = None,

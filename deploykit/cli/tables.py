@@ -231,8 +231,8 @@ def load(result: LoadResult) -> list[Part]:
         f"  sends      {shapes or 'no inputs'}",
         f"  answered   {_rate(result.achieved_per_s)}",
     ]
-    if result.goodput_per_s and result.within_ms:
-        within = f"within {figure(result.within_ms)} ms"
+    if result.goodput_per_s and result.slo_ms:
+        within = f"within {figure(result.slo_ms)} ms"
         lines.append(f"  {within:<9}  {_rate(result.goodput_per_s)}")
     lines.append(f"  latency    {latency(result.latency)}")
     counts = {"refused (503, 429)": result.refused, "expired (504)": result.expired}

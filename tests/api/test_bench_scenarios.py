@@ -35,9 +35,9 @@ def chosen(
         replace(each, throughput_per_s=Interval(*[rates[each.label] * each.batch] * 3))
         for each in timed
     ]
-    within_ms = 1e6 if name == "server" else None
+    slo_ms = 1e6 if name == "server" else None
     found = run_scenarios(
-        [name], setups=setups, points=points, seconds=0.02, within_ms=within_ms, feeds=feeds
+        [name], setups=setups, points=points, seconds=0.02, slo_ms=slo_ms, feeds=feeds
     )
     return [(each.label, each.batch) for each in found]
 
@@ -64,7 +64,7 @@ def test_an_engine_that_takes_no_such_query_has_no_value() -> None:
     small = Setup("small", lambda: FakeEngine(max_batch=4), file="a.onnx")
     points = sweep([small], (1, 4), Timing(0.0, 0.04, 2), feeds)
     (found,) = run_scenarios(
-        ["multi-stream"], setups=[small], points=points, seconds=0.02, within_ms=None, feeds=feeds
+        ["multi-stream"], setups=[small], points=points, seconds=0.02, slo_ms=None, feeds=feeds
     )
     assert (found.value, found.why) == (None, "it takes no query of 8 samples")
 
@@ -75,7 +75,7 @@ def timed(path: Path, **options: Any) -> dk.Report:
 
 
 def test_a_bench_with_scenarios_reports_them(affine_onnx: Path) -> None:
-    report = timed(affine_onnx, scenarios=ALL, within_ms=10_000.0)
+    report = timed(affine_onnx, scenarios=ALL, slo_ms=10_000.0)
     found = {each.scenario: each for each in report.scenarios}
     assert list(found) == ALL
     assert {name: each.metric for name, each in found.items()} == {
@@ -87,7 +87,7 @@ def test_a_bench_with_scenarios_reports_them(affine_onnx: Path) -> None:
     assert found["offline"].value
     assert found["single-stream"].value or found["single-stream"].needs == 64
     assert found["multi-stream"].batch == 8
-    assert found["server"].within_ms == 10_000.0
+    assert found["server"].slo_ms == 10_000.0
     sentences = [sentence.partition(":")[0] for sentence in report.verdict]
     assert "Server (p99 within 10 000 ms)" in [each.replace("\u202f", " ") for each in sentences]
     page = (affine_onnx.parent / "report" / "report.md").read_text("utf-8")
@@ -96,20 +96,20 @@ def test_a_bench_with_scenarios_reports_them(affine_onnx: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scenarios", "within_ms", "problem"),
+    ("scenarios", "slo_ms", "problem"),
     [
         (["offfline"], None, "`scenario` offfline: no such scenario"),
         ([""], None, "`scenario` : no such scenario"),
-        (["server"], None, "`scenario` server needs `within_ms`"),
-        (["server"], 0.0, "`within_ms` must be a number above 0"),
-        (["server"], math.nan, "`within_ms` must be a number above 0"),
+        (["server"], None, "`scenario` server needs `slo_ms`"),
+        (["server"], 0.0, "`slo_ms` must be a number above 0"),
+        (["server"], math.nan, "`slo_ms` must be a number above 0"),
     ],
 )
 def test_scenarios_that_make_no_sense_are_refused_before_anything_is_timed(
-    affine_onnx: Path, scenarios: list[str], within_ms: float | None, problem: str
+    affine_onnx: Path, scenarios: list[str], slo_ms: float | None, problem: str
 ) -> None:
     with pytest.raises(dk.BadInput, match=problem):
-        timed(affine_onnx, scenarios=scenarios, within_ms=within_ms)
+        timed(affine_onnx, scenarios=scenarios, slo_ms=slo_ms)
     assert not (affine_onnx.parent / "report").exists()
 
 

@@ -103,8 +103,8 @@ def test_the_report_is_about_the_engines_that_were_given(right: Path, zeros: Pat
     }
 
 
-@pytest.mark.parametrize("within_ms", [0.0, -1.0, float("nan"), float("inf")], ids=str)
-def test_a_wanted_latency_that_makes_no_sense_is_refused(right: Path, within_ms: float) -> None:
-    with pytest.raises(BadInput, match="`within_ms` must be a number above 0"):
-        bench([right], out=right.parent / "report", within_ms=within_ms)
+@pytest.mark.parametrize("slo_ms", [0.0, -1.0, float("nan"), float("inf")], ids=str)
+def test_a_wanted_latency_that_makes_no_sense_is_refused(right: Path, slo_ms: float) -> None:
+    with pytest.raises(BadInput, match="`slo_ms` must be a number above 0"):
+        bench([right], out=right.parent / "report", slo_ms=slo_ms)
     assert not (right.parent / "report").exists()

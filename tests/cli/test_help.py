@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +49,7 @@ def test_the_page_names_a_file_that_is_there() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_is_explained_with_its_value_and_without_types(run: Run, command: str) -> None:
     page = run(command, "--help").out
-    assert "<" not in page
+    assert not re.search(r"<\w+>", page)
     for parameter in COMMANDS[command].params:
         assert parameter.help, parameter.name
         if not getattr(parameter, "is_flag", False):

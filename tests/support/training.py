@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -34,3 +36,13 @@ def dropping() -> torch.nn.Module:
     return torch.nn.Sequential(
         torch.nn.Linear(2, 16), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(16, 2)
     )
+
+
+def cut(splits: Splits, count: int) -> Splits:
+    """The first samples of each split."""
+    parts = {}
+    for name in ("train", "calibration", "test"):
+        part = getattr(splits, name)
+        inputs = {key: array[:count] for key, array in part.inputs.items()}
+        parts[name] = Split(inputs, part.labels[:count])
+    return replace(splits, **parts)

@@ -60,6 +60,7 @@ def trained(tmp_path: Path, processes: int, **options: object) -> dict[str, obje
     return found
 
 
+@only_in_a_campaign
 def test_two_processes_give_the_losses_of_one(tmp_path: Path) -> None:
     """50 steps; batches of 20 and, at the end of each epoch, one of 11: an odd number."""
     options = {"epochs": 5, "batch_size": 21, "seed": 3}

@@ -55,7 +55,7 @@ def run_load(
     max_error: float = MAX_ERROR,
     axes: Mapping[str, int] | None = None,
     processes: int = 1,
-    within_ms: float | None = None,
+    slo_ms: float | None = None,
     drain_s: float = 5.0,
     on_progress: Report | None = None,
 ) -> LoadResult:
@@ -67,11 +67,11 @@ def run_load(
     ones. `expect`: golden samples, whose inputs are sent; an answer that differs from their outputs
     by more than `max_error` (max |a-b| / max |a|) has failed. `axes`: sizes of axes of any length
     other than the batch, "axis1" and so on. `processes`: generators that share the load.
-    `within_ms`: also count answers within it.
+    `slo_ms`: also count answers within it.
     Raises BadInput (no such server, not this protocol, contradictory options, a request that the
     server calls wrong) or NotFound (no such model).
     """
-    _check_options(concurrency, rate, duration_s, warmup_s, batch, processes, within_ms)
+    _check_options(concurrency, rate, duration_s, warmup_s, batch, processes, slo_ms)
     if data is not None and expect is not None:
         raise BadInput("`data` and `expect` exclude each other", hint="`expect` has inputs, too")
     if not 0 <= max_error < math.inf:
@@ -91,7 +91,7 @@ def run_load(
         capacity = _capacity(remote, requests, check, processes, on_progress)
         most = 0.99 * MAX_SENDS / (duration_s + warmup_s)
         rate = min(max(capacity * CAPACITY_SHARE, 1 / duration_s), most)
-    load = Load(rate, concurrency or _most_connections(), warmup_s, duration_s, drain_s, within_ms)
+    load = Load(rate, concurrency or _most_connections(), warmup_s, duration_s, drain_s, slo_ms)
     result = _run(remote, requests, check, load, processes, seed, batch, on_progress)
     return replace(result, capacity_per_s=capacity, shapes=shapes)
 
@@ -162,7 +162,7 @@ def _check_options(
     warmup_s: float,
     batch: int,
     processes: int,
-    within_ms: float | None,
+    slo_ms: float | None,
 ) -> None:
     if concurrency is not None and rate is not None:
         raise BadInput(
@@ -190,8 +190,8 @@ def _check_options(
             f"`processes` must be 1 to {most}, got {processes}",
             hint="each has at least one of the connections",
         )
-    if within_ms is not None and not 0 < within_ms < math.inf:
-        raise BadInput(f"`within_ms` must be above 0, got {within_ms:g}")
+    if slo_ms is not None and not 0 < slo_ms < math.inf:
+        raise BadInput(f"`slo_ms` must be above 0, got {slo_ms:g}")
 
 
 def _most_connections() -> int:

@@ -66,8 +66,8 @@ class LoadResult(Record):
     processes: int = 1
     protocol: str = "http"
     capacity_per_s: float | None = None  # of the closed loop that chose the rate
-    within_ms: float | None = None
-    goodput_per_s: Interval | None = None  # answered with success `within_ms`
+    slo_ms: float | None = None
+    goodput_per_s: Interval | None = None  # answered with success `slo_ms`
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # inputs of a request
     server: Mapping[str, str] = field(default_factory=dict)  # what it says of itself
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class Load:
     warmup_s: float
     duration_s: float
     drain_s: float = 5.0
-    within_ms: float | None = None
+    slo_ms: float | None = None
 
     @property
     def end_s(self) -> float:
@@ -118,7 +118,7 @@ def summarise(load: Load, outcomes: Sequence[RunRecord]) -> dict[str, Any]:
     success, refused = status == 200, np.isin(status, REFUSED)
     lost = chosen & ~success & ~refused
     taken_s = np.where(success, end_s - start_s, np.inf)
-    within = success & (taken_s * 1e3 <= (load.within_ms or 0.0))
+    within = success & (taken_s * 1e3 <= (load.slo_ms or 0.0))
     latency = Latency.of(taken_s[chosen & ~refused]) if (chosen & success).any() else None
     lags_ms = _lags_ms(outcomes)
     p50_s = float(np.median((end_s - start_s)[chosen & success])) if latency else 0.0
@@ -149,8 +149,8 @@ def summarise(load: Load, outcomes: Sequence[RunRecord]) -> dict[str, Any]:
         "notes": _notes(load, outcomes, sustained),
         "connections": sum(each.opened for each in outcomes),
         "processes": len(outcomes),
-        "within_ms": load.within_ms,
-        "goodput_per_s": _rate(load, end_s[within]) if load.within_ms else None,
+        "slo_ms": load.slo_ms,
+        "goodput_per_s": _rate(load, end_s[within]) if load.slo_ms else None,
         "errors": _errors(outcomes),
     }
 

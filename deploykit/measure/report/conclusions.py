@@ -147,7 +147,7 @@ def _on_roofline(point: Mapping[str, Any], ceilings: Mapping[str, float]) -> str
 
 def _within(report: Report, usable: Sequence[Point], candidate: Point, reference: Point) -> str:
     """The highest throughput of both with a p99 within the wanted latency."""
-    if report.within_ms is None:
+    if report.slo_ms is None:
         return ""
     parts = []
     for label in dict.fromkeys((candidate.label, reference.label)):
@@ -156,14 +156,14 @@ def _within(report: Report, usable: Sequence[Point], candidate: Point, reference
             for point in usable
             if point.label == label
             and (p99 := point.latency.p99_ms) is not None
-            and p99.high <= report.within_ms
+            and p99.high <= report.slo_ms
         ]
         if inside:
             most = max(inside, key=_rate)
             parts.append(f"{label} {number(_rate(most))} inferences/s at batch {most.batch}")
         else:
             parts.append(f"{label} none")
-    return f"Within {number(report.within_ms)}{SPACE}ms at p99: {'; '.join(parts)}."
+    return f"Within {number(report.slo_ms)}{SPACE}ms at p99: {'; '.join(parts)}."
 
 
 def _energy(report: Report, candidate: Point, reference: Point) -> str:

@@ -97,8 +97,8 @@ def _trade_off(document: Json, points: Sequence[Json], index: int) -> Chart:
 
 
 def _limit(document: Json) -> tuple[float, str] | None:
-    within_ms = document.get("within_ms")
-    return (within_ms, f"wanted at p99: {number(within_ms)}{SPACE}ms") if within_ms else None
+    slo_ms = document.get("slo_ms")
+    return (slo_ms, f"wanted at p99: {number(slo_ms)}{SPACE}ms") if slo_ms else None
 
 
 def _sweep(document: Json, points: Sequence[Json], index: int) -> Chart:

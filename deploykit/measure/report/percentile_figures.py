@@ -122,6 +122,6 @@ def served_chart(document: Json) -> Chart | None:
 
 def _limit(document: Json) -> tuple[float, str] | None:
     """The time within which answers were wanted, where all load levels wanted the same."""
-    wanted = {result.get("within_ms") for result in document["serving"]}
-    within_ms = wanted.pop() if len(wanted) == 1 else None
-    return (within_ms, f"wanted: {number(within_ms)}{SPACE}ms") if within_ms else None
+    wanted = {result.get("slo_ms") for result in document["serving"]}
+    slo_ms = wanted.pop() if len(wanted) == 1 else None
+    return (slo_ms, f"wanted: {number(slo_ms)}{SPACE}ms") if slo_ms else None

@@ -135,7 +135,7 @@ class Report:
     `outside`: the load of other processes. `invalid`: why the whole run is not valid, and the
     remedy; nothing is derived from it. `asked`:
     labels of the setups of the engines that the run is about, the others are there to compare.
-    `within_ms`: the latency that was wanted at p99.
+    `slo_ms`: the latency that was wanted at p99.
     `predicted`: what `plan` says of the points. `roofline`: {"ceilings": {"gflops", "gbytes_per_s",
     "memory_gbytes_per_s"}, "points": [{"label", "batch", "intensity", "gflops"}]}, as measured; the
     ceilings are the highest that a probe or a point reached. `energy`: of an inference; without a
@@ -168,7 +168,7 @@ class Report:
     best_cpu: tuple[BestCpu, ...] = ()
     cpu_search: tuple[CpuSearch, ...] = ()
     asked: tuple[str, ...] = ()
-    within_ms: float | None = None
+    slo_ms: float | None = None
     predicted: tuple[PredictedPoint, ...] = ()
     roofline: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -193,9 +193,9 @@ class Report:
         return tuple(p for p in self.points if p.label not in self.wrong and not p.marks)
 
     def __post_init__(self) -> None:
-        within_ms = self.within_ms
-        if within_ms is not None and not 0 < within_ms < math.inf:
-            raise BadInput(f"`within_ms` must be a number above 0, got {within_ms}")
+        slo_ms = self.slo_ms
+        if slo_ms is not None and not 0 < slo_ms < math.inf:
+            raise BadInput(f"`slo_ms` must be a number above 0, got {slo_ms}")
 
     def to_dict(self) -> dict[str, Any]:
         """What `report.json` holds."""

@@ -211,7 +211,7 @@ def _scenario_sentences(report: Report) -> list[str]:
         if each.value is not None and not each.metric.endswith("/s"):
             metric, _, unit = each.metric.partition(" ")
             value = f"{metric} {number(each.value)} {unit}"
-        slo = f" (p99 within {number(each.within_ms)} ms)" if each.within_ms else ""
+        slo = f" (p99 within {number(each.slo_ms)} ms)" if each.slo_ms else ""
         found.setdefault(each.scenario.capitalize() + slo, []).append(f"{each.label} {value}")
     return [f"{scenario}: {'; '.join(values)}." for scenario, values in found.items()]
 

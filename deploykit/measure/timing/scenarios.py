@@ -45,7 +45,7 @@ class ScenarioResult(Record):
 
     `value`: in single-stream and multi-stream the percentile `metric` in ms, with 99 % confidence
     no less than the true one; offline samples per second; in server the highest Poisson rate,
-    queries per second, at which that bound of p99 is within `within_ms`. None where it is not
+    queries per second, at which that bound of p99 is within `slo_ms`. None where it is not
     known: `why`.
     `needs`: the queries that the rule of early stopping asks for, if there were fewer.
     `latency`: of each query, in server from the time at which it was due. `batch`: samples of a
@@ -64,7 +64,7 @@ class ScenarioResult(Record):
     queries: int
     duration_s: float
     latency: Latency | None
-    within_ms: float | None = None
+    slo_ms: float | None = None
     needs: int | None = None
     why: str = ""
 
@@ -166,23 +166,23 @@ def run_offline(
 def run_server(
     subject: Subject,
     feeds: Arrays,
-    within_ms: float,
+    slo_ms: float,
     seconds: float,
     *,
     seed: int = 0,
     serve: Callable[..., np.ndarray] | None = None,
     clock: Clock = time.perf_counter_ns,
 ) -> ScenarioResult:
-    """The highest rate of Poisson arrivals, by bisection, that keeps p99 within `within_ms`.
+    """The highest rate of Poisson arrivals, by bisection, that keeps p99 within `slo_ms`.
 
     A rate holds where so few queries are late that p99 is within the bound with 99 % confidence.
     Each rate is tried in a short run, which ends as soon as it has failed; the highest that holds
     is run for `seconds`, and a little less where that fails. Raises BadInput on no bound.
     `serve(engines, feeds, due_s, slo_s, most_late)` gives the latencies; `replay` by default.
     """
-    if not (math.isfinite(within_ms) and within_ms > 0):
-        raise BadInput(f"`within_ms` must be above 0, got {within_ms}")
-    serve, slo_s = serve or replay, within_ms / 1e3
+    if not (math.isfinite(slo_ms) and slo_ms > 0):
+        raise BadInput(f"`slo_ms` must be above 0, got {slo_ms}")
+    serve, slo_s = serve or replay, slo_ms / 1e3
     fewest = fewest_queries(_PERCENTILE[SERVER])
     seeds = itertools.count(seed)
 
@@ -216,11 +216,11 @@ def run_server(
                 span,
                 value=low,
                 latency=Latency.of(found),
-                within_ms=within_ms,
+                slo_ms=slo_ms,
             )
         low *= _LOWER
-    why = f"p99 is not within {within_ms:g} ms at {lowest:.3g} queries/s, the lowest rate tried"
-    return refused(SERVER, subject, 1, why, within_ms)
+    why = f"p99 is not within {slo_ms:g} ms at {lowest:.3g} queries/s, the lowest rate tried"
+    return refused(SERVER, subject, 1, why, slo_ms)
 
 
 def replay(
@@ -271,10 +271,10 @@ def replay(
 
 
 def refused(
-    scenario: str, subject: Subject, batch: int, why: str, within_ms: float | None = None
+    scenario: str, subject: Subject, batch: int, why: str, slo_ms: float | None = None
 ) -> ScenarioResult:
     """A result without a value."""
-    return _result(scenario, subject, batch, 0, 0.0, latency=None, within_ms=within_ms, why=why)
+    return _result(scenario, subject, batch, 0, 0.0, latency=None, slo_ms=slo_ms, why=why)
 
 
 def _result(
@@ -286,7 +286,7 @@ def _result(
     *,
     latency: Latency | None,
     value: float | None = None,
-    within_ms: float | None = None,
+    slo_ms: float | None = None,
     needs: int | None = None,
     why: str = "",
 ) -> ScenarioResult:
@@ -304,7 +304,7 @@ def _result(
         queries=queries,
         duration_s=duration_s,
         latency=latency,
-        within_ms=within_ms,
+        slo_ms=slo_ms,
         needs=needs,
         why=why,
     )

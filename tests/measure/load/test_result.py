@@ -158,7 +158,7 @@ def test_goodput_is_of_answers_in_time() -> None:
     found = finished(taken_s=0.002)
     for i in range(0, 1000, 4):
         found.ends_s[i] += 0.05
-    good = result(replace(OPEN, within_ms=10.0), found)
+    good = result(replace(OPEN, slo_ms=10.0), found)
     assert good.goodput_per_s is not None
     assert good.goodput_per_s.value == pytest.approx(75.0)
     assert good.achieved_per_s.value == pytest.approx(100.0, abs=1)

@@ -212,9 +212,9 @@ def test_an_engine_that_mostly_copies_is_bound_by_that(report: Report) -> None:
 
 
 def test_the_throughput_within_the_wanted_latency_is_named(report: Report) -> None:
-    text = words(replace(report, within_ms=3.0))
+    text = words(replace(report, slo_ms=3.0))
     assert "Within 3.00 ms at p99: int8 CPU 11 800 inferences/s at batch 16; fp32 CPU" in text
-    assert "int8 CPU none; fp32 CPU (baseline) none" in words(replace(report, within_ms=0.01))
+    assert "int8 CPU none; fp32 CPU (baseline) none" in words(replace(report, slo_ms=0.01))
     assert "Within" not in words(report)
 
 

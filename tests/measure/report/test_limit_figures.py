@@ -140,11 +140,11 @@ def test_the_state_of_a_gpu_is_drawn_where_it_was_recorded(report: Report) -> No
 def test_the_wanted_time_is_a_line_over_the_load_levels(report: Report) -> None:
     document = report.to_dict()
     for result in document["serving"]:
-        result["within_ms"] = 15.0
+        result["slo_ms"] = 15.0
     found = served_chart(document)
     assert isinstance(found, Chart)
     assert found.limit == (15.0, "wanted: 15.0\u202fms")
-    document["serving"][0]["within_ms"] = 20.0
+    document["serving"][0]["slo_ms"] = 20.0
     found = served_chart(document)
     assert isinstance(found, Chart)
     assert found.limit is None

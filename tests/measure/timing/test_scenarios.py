@@ -131,12 +131,10 @@ def test_offline_counts_samples() -> None:
     assert found.value == pytest.approx(200.0)
 
 
-def server(
-    within_ms: float, seconds: float, serve: Callable[..., np.ndarray], count: int = 1
-) -> Any:
+def server(slo_ms: float, seconds: float, serve: Callable[..., np.ndarray], count: int = 1) -> Any:
     clock = Clock()
     engines = [Timed(clock, lambda _: 0.0005) for _ in range(count)]
-    return run_server(subject(*engines), FEEDS, within_ms, seconds, serve=serve, clock=clock)
+    return run_server(subject(*engines), FEEDS, slo_ms, seconds, serve=serve, clock=clock)
 
 
 def queue(service_s: float, servers: int = 1) -> Callable[..., np.ndarray]:
@@ -160,7 +158,7 @@ def queue(service_s: float, servers: int = 1) -> Callable[..., np.ndarray]:
 def test_the_rate_of_a_server_is_the_highest_that_keeps_the_bound(servers: int) -> None:
     serve = queue(0.001, servers)
     found = server(5.0, 60.0, serve, servers)
-    assert (found.scenario, found.metric, found.within_ms) == (SERVER, "queries/s", 5.0)
+    assert (found.scenario, found.metric, found.slo_ms) == (SERVER, "queries/s", 5.0)
     assert found.value is not None
 
     def share_late(rate: float) -> float:
@@ -194,10 +192,10 @@ def test_a_service_slower_than_the_bound_has_no_rate() -> None:
     assert found.why == "p99 is not within 5 ms at 3.31 queries/s, the lowest rate tried"
 
 
-@pytest.mark.parametrize("within_ms", [0.0, -1.0, math.nan, math.inf])
-def test_a_bound_that_is_none_is_refused(within_ms: float) -> None:
-    with pytest.raises(BadInput, match="`within_ms` must be above 0"):
-        run_server(subject(FakeEngine()), FEEDS, within_ms, 1.0)
+@pytest.mark.parametrize("slo_ms", [0.0, -1.0, math.nan, math.inf])
+def test_a_bound_that_is_none_is_refused(slo_ms: float) -> None:
+    with pytest.raises(BadInput, match="`slo_ms` must be above 0"):
+        run_server(subject(FakeEngine()), FEEDS, slo_ms, 1.0)
 
 
 class Stalling(FakeEngine):
