@@ -29,7 +29,7 @@ def _scenarios(document: Json) -> Parts:
             count(row["batch"]),
             count(row["queries"]),
             MISSING if row["value"] is None else number(row["value"]),
-            row["metric"] + (f", p99 ≤ {number(row['within_ms'])} ms" if row["within_ms"] else ""),
+            row["metric"] + (f", p99 ≤ {number(row['slo_ms'])} ms" if row["slo_ms"] else ""),
             row["why"],
         )
         for row in document.get("scenarios") or ()
