@@ -111,7 +111,7 @@ def shares_reached(resnet50: Path) -> dict[str, float]:
     for name, images_per_s in PUBLISHED.items():
         target = target_of(load_profile(name), None)
         assert isinstance(target, Target)
-        predicted = predict_call(inferred, target, "int8").latency_ms / 1e3
+        predicted = predict_call(inferred, target, "int8").compute_ms / 1e3
         found[name] = predicted * REACHED * images_per_s / PUBLISHED_BATCH
     return found
 

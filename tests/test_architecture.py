@@ -71,7 +71,7 @@ BUDGETS = {
     "onnx_graph+quantization": 5610,
     "builders": 1850,
     "measure": 9065,
-    "planning": 690,
+    "planning": 710,
     "serving": 11770,
     "bundling": 2040,
     "cluster": 270,

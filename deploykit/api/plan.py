@@ -337,6 +337,6 @@ def _of_gpus(targets: Sequence[TargetPlan]) -> list[str]:
         return []
     text = (
         "GPU figures are predictions from vendors' peaks, not yet checked on these GPUs; copies "
-        "between host and GPU are not in them"
+        "between host and GPU go over PCIe 4.0 where they share no memory"
     )
     return [text]

@@ -19,6 +19,7 @@ from deploykit.planning.targets import Target
 
 _CONVERTIBLE = (kinds.CONVOLUTION, kinds.POINTWISE, kinds.DEPTHWISE, kinds.STEM, kinds.PRODUCT)
 _FLOAT32_BITS = 32
+COPIES = "copies"
 _LOAD_COPIES = 2  # of the weights while ONNX Runtime opens a file: its own and the file's
 
 
@@ -26,15 +27,17 @@ _LOAD_COPIES = 2  # of the weights while ONNX Runtime opens a file: its own and 
 class Prediction(Record):
     """One precision at one batch. None: not known.
 
-    `limit`: what most of the time goes to, "compute", "memory" or "launch", and `shares` how the
-    time divides. `memory_bytes`: weights and activations; `build_bytes`: to build or to load the
-    engine. `joules`: per inference at most, at the target's full power. `per_million`: the price of
-    a million inferences at this batch, one after the other.
+    `latency_ms`: with the copies of inputs and outputs between host and GPU, `compute_ms`: without.
+    `limit`: what most of the time goes to, "compute", "memory", "launch" or "copies", and `shares`
+    how the time divides. `memory_bytes`: weights and activations; `build_bytes`: to build or to
+    load the engine. `joules`: per inference at most, at the target's full power. `per_million`: the
+    price of a million inferences at this batch, one after the other.
     """
 
     precision: str
     batch: int
     latency_ms: float
+    compute_ms: float
     throughput_per_s: float | None
     limit: str
     shares: Mapping[str, float]
@@ -52,6 +55,7 @@ class Inferred:
     """A graph with its axes at the sizes of one batch."""
 
     batch: int
+    inputs: tuple[str, ...]
     known: TensorShapes
     flops: int
     weight_bytes: int
@@ -70,6 +74,7 @@ def infer(graph: Graph, batch: int, sizes: Mapping[str, int]) -> Inferred:
     compiled, interpreted = costs_of(known, COMPILED), costs_of(known, INTERPRETED)
     return Inferred(
         batch=batch,
+        inputs=tuple(v.name for v in graph.model.graph.input if v.name not in known.constants),
         known=known,
         flops=sum(cost.flops or 0 for cost in compiled),
         weight_bytes=sum(cost.weight_bytes for cost in compiled),
@@ -94,8 +99,10 @@ def predict_call(
     weights = sum(cost.weight_bytes for cost in costs)
     ceilings = target.ceilings(weights)
     times = [node_time(cost, ceilings) for cost in costs]
-    seconds = target.call_s + math.fsum(each.seconds for each in times)
-    spent = dict.fromkeys((COMPUTE, MEMORY, LAUNCH), 0.0)
+    compute_s = target.call_s + math.fsum(each.seconds for each in times)
+    copies_s = target.copies_s(_ends(found))
+    seconds = compute_s + copies_s
+    spent = dict.fromkeys((COMPUTE, MEMORY, LAUNCH), 0.0) | {COPIES: copies_s}
     for each in times:
         spent[COMPUTE if each.compute_s > each.memory_s else MEMORY] += each.seconds - each.launch_s
         spent[LAUNCH] += each.launch_s
@@ -109,6 +116,7 @@ def predict_call(
         precision=precision,
         batch=found.batch,
         latency_ms=seconds * 1e3,
+        compute_ms=compute_s * 1e3,
         throughput_per_s=rate,
         limit=max(spent, key=lambda name: spent[name]),
         shares={name: part / seconds if seconds else 0.0 for name, part in spent.items()},
@@ -120,6 +128,12 @@ def predict_call(
         joules=None if watts is None or rate is None else watts / rate,
         per_million=None if price_per_hour is None or not rate else price_per_hour / 3600e-6 / rate,
     )
+
+
+def _ends(found: Inferred) -> list[int]:
+    """Bytes of each input and output; 0 of one whose size is not known."""
+    known = found.known
+    return [known.bytes(name) or 0 for name in (*found.inputs, *known.outputs)]
 
 
 def in_precision(cost: NodeCost, precision: str, stored: str, target: Target) -> NodeCost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deploykit.core.machine import memory_bytes as this_memory
@@ -15,6 +16,8 @@ from deploykit.planning.probe import CpuCalibration
 # geometric mean. benchmarks/plan-accuracy.md has what leaving one of them out changes.
 REACHED = 0.9
 LAUNCH_S = 1e-6  # of a kernel; fitted on ResNet-50 in INT8 at batch 1 on an L4
+COPY_S = 6e-6  # of one small tensor: 5 to 7 us were measured (arXiv:2602.21548, section 5.2)
+LINK_BYTES_PER_S = 31.5e9  # PCIe 4.0 with 16 lanes, one way, where CPU and GPU share no memory
 
 _LANE_OPS = 256  # float32 operations per multiprocessor and clock: 128 lanes, multiply and add
 _TENSOR_CORES = ("fp32", "fp16", "bf16", "int8", "fp8")  # what a graph can be written in
@@ -41,6 +44,13 @@ class Target:
     def call_s(self) -> float:
         """Seconds of a call whose graph does nothing."""
         return self.calibration.call_s if self.calibration else 0.0
+
+    def copies_s(self, sizes: Sequence[int]) -> float:
+        """Seconds to copy tensors of these bytes between host and GPU, one after the other."""
+        if self.calibration:
+            return 0.0
+        shared = self.profile.unified_memory and self.profile.bandwidth_bytes_per_s
+        return len(sizes) * COPY_S + sum(sizes) / ((shared or LINK_BYTES_PER_S) * REACHED)
 
     @property
     def precisions(self) -> tuple[str, ...]:

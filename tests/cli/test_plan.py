@@ -53,6 +53,7 @@ def test_json_has_every_target_node_and_note(run: Run, model: Path) -> None:
         "compute",
         "memory",
         "launch",
+        "copies",
     }
     assert document["nodes"][0]["flops"] > 0
     assert document["batches"] == [1, 8, 32]

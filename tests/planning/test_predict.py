@@ -12,8 +12,22 @@ from deploykit.onnx_graph.cost import NodeCost
 from deploykit.onnx_graph.graph import Graph
 from deploykit.onnx_graph.roofline import COMPUTE, LAUNCH, MEMORY
 from deploykit.planning.hints import alignment
-from deploykit.planning.predict import Inferred, in_precision, infer, precisions, predict_call
-from deploykit.planning.targets import LAUNCH_S, REACHED, Target, target_of
+from deploykit.planning.predict import (
+    COPIES,
+    Inferred,
+    in_precision,
+    infer,
+    precisions,
+    predict_call,
+)
+from deploykit.planning.targets import (
+    COPY_S,
+    LAUNCH_S,
+    LINK_BYTES_PER_S,
+    REACHED,
+    Target,
+    target_of,
+)
 from tests.support.calibrations import BYTES_PER_S, CALL_S, OPS_PER_S, round_calibration
 from tests.support.calibrations import LAUNCH_S as NODE_S
 from tests.support.onnx_zoo import make
@@ -82,13 +96,31 @@ def test_on_a_gpu_the_longer_of_arithmetic_and_traffic_after_the_launch() -> Non
     peak = l4.profile.peak_ops_per_s["fp16"] * REACHED
     bandwidth = (l4.profile.bandwidth_bytes_per_s or 0) * REACHED
     seconds = LAUNCH_S + max(ops / peak, moved / bandwidth)
-    assert found.latency_ms == pytest.approx(seconds * 1e3)
-    assert predict_call(product(1, 32), l4, "fp16").limit == LAUNCH
+    assert found.compute_ms == pytest.approx(seconds * 1e3)
+    assert found.shares[LAUNCH] == pytest.approx(LAUNCH_S * 1e3 / found.latency_ms)
+
+
+def test_a_call_on_a_gpu_has_its_copies_and_a_small_one_little_else() -> None:
+    inferred, l4 = product(1, 32), target("l4")
+    found = predict_call(inferred, l4, "fp16")
+    copies = 2 * COPY_S + 2 * 32 * 4 / (LINK_BYTES_PER_S * REACHED)
+    assert found.latency_ms - found.compute_ms == pytest.approx(copies * 1e3)
+    assert found.limit == COPIES
+    assert found.throughput_per_s == pytest.approx(1e3 / found.latency_ms)
+    cpu = predict_call(inferred, target("cpu"), "fp32")
+    assert cpu.latency_ms == cpu.compute_ms
+
+
+def test_where_memory_is_shared_copies_run_at_its_bandwidth() -> None:
+    nano = target("jetson-orin-nano-8gb")
+    assert nano.profile.bandwidth_bytes_per_s
+    seconds = 2 * COPY_S + 10**9 / (nano.profile.bandwidth_bytes_per_s * REACHED)
+    assert nano.copies_s([10**9, 0]) == pytest.approx(seconds)
 
 
 def test_float32_products_on_a_gpu_run_in_tf32() -> None:
     found = predict_call(product(1024, 1024), target("a100-80gb"), "fp32")
-    assert found.latency_ms == pytest.approx((LAUNCH_S + 2 * 1024**3 / (156e12 * REACHED)) * 1e3)
+    assert found.compute_ms == pytest.approx((LAUNCH_S + 2 * 1024**3 / (156e12 * REACHED)) * 1e3)
 
 
 def test_a_power_mode_lowers_the_peaks_by_its_clock_and_multiprocessors() -> None:
