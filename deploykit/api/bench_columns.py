@@ -159,6 +159,9 @@ def choose_columns(
             setup = _setup(item, f"{stem}, {runtime.title}", device)
             setups += _ways(setup, batches) if runtime.overlaps else [setup]
             continue
+        if item.artefact.format != "onnx":  # another runtime, whose settings are not ours to try
+            setups.append(_setup(item, stem, "cpu"))
+            continue
         own: dict[int, CpuSettings] = {}
         for batch in batches:
             found = search(item, batch)
