@@ -181,7 +181,7 @@ class _Demo:
         quick = self.quick
         with self.steps("measure against the CPU baseline"):
             return bench.bench(
-                [self.typed["fp16"], self.built["int8"]],
+                [self.built["int8"], self.typed["fp16"]],
                 baseline=self.typed["fp32"],
                 batches=(1, 32) if quick else (1, 4, 16, 64),
                 out=self.out,

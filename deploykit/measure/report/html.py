@@ -24,14 +24,15 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-
 
 
 def report_page(document: Mapping[str, Any]) -> str:
-    """The whole page: verdict, first chart, short tables, other charts, method, everything else."""
+    """The whole page: headline, first chart, conclusions, tables, other charts, method, all."""
     document = _printable(document)
     drawn, missing = charts(document)
     first, *others = [figure_html(each) for each in drawn] or [""]
     best = best_by_batch(document)
     sections = [
-        _verdict(document),
+        _headline(document),
         first,
+        _conclusions(document),
         _section("In short", "short", html_table(summary(document), caption=False)),
         *([_section(best.title, "best", html_table(best, caption=False))] if best.rows else []),
         _section(
@@ -61,18 +62,23 @@ def html_page(title: str, content: str) -> str:
     )
 
 
-def _verdict(document: Mapping[str, Any]) -> str:
-    first, *others = document["verdict"] or ["No verdict."]
+def _headline(document: Mapping[str, Any]) -> str:
+    """The first sentence of the verdict; it is the doubt where there is one."""
+    first = (document["verdict"] or ["No verdict."])[0]
     unmet = not all(gate["passed"] for gate in document["gates"])
     kind = "verdict doubt" if document["invalid"] or document["throttled"] or unmet else "verdict"
     quick = ' <span class="tag">short timings</span>' if document["quick"] else ""
     return (
         f'<header><p class="over">deploykit report · {_e(document["created"])}{quick}</p>'
-        f'<h1>{_e(document["title"])}</h1><p class="{kind}">{_e(first)}</p>'
-        + "".join(f"<p>{_e(sentence)}</p>" for sentence in others)
-        + _gates(document)
-        + "</header>"
+        f'<h1>{_e(document["title"])}</h1><p class="{kind}">{_e(first)}</p></header>'
     )
+
+
+def _conclusions(document: Mapping[str, Any]) -> str:
+    """The other sentences of the verdict, and the gates."""
+    sentences = "".join(f"<li>{_e(sentence)}</li>" for sentence in document["verdict"][1:])
+    content = (f"<ul>{sentences}</ul>" if sentences else "") + _gates(document)
+    return _section("What it comes to", "conclusions", content) if content else ""
 
 
 def _gates(document: Mapping[str, Any]) -> str:
