@@ -55,7 +55,6 @@ def test_a_wrong_engine_is_timed_and_compared_with_nothing(right: Path, zeros: P
     assert set(report.wrong) == {each.label for each in report.points if "zeros" in each.label}
     document = report.to_dict()
     for rows in (document["speedups"], document["crossovers"]):
-        assert rows
         assert not any("zeros" in row["label"] for row in rows)
     gate, *sentences = report.verdict
     assert "1 of 1 gates NOT met: outputs of zeros.onnx" in gate
