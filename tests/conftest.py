@@ -38,6 +38,15 @@ EXPORTS = (
 )
 
 
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """Put back what `main()`, run in this process, does to signals: later children inherit it."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def affine_onnx(tmp_path: Path) -> Path:
     """The file of y = 2x + 1 on float32[N,4]."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +13,9 @@ from tests.support.onnx_zoo import mnist_like, save
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Run]:
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
     """Call the command line with these arguments; gives its exit code and both streams."""
     from deploykit.cli.main import main
-
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def call(*arguments: object) -> Ran:
         monkeypatch.setattr(sys, "argv", ["deploykit", *map(str, arguments)])
@@ -30,9 +26,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> I
         assert isinstance(ended.value.code, int)
         return Ran(ended.value.code, out, err)
 
-    yield call
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    return call
 
 
 @pytest.fixture
