@@ -28,7 +28,7 @@ def schema() -> dict[str, Any]:
         "title": "deploykit manifest",
         **manifest,
         "properties": {"manifest": version, **manifest["properties"]},
-        "required": ["manifest", *manifest["required"]],
+        "required": ["manifest", *(name for name in manifest["required"] if name != "task")],
         "$defs": dict(sorted(definitions.items())),
     }
 

@@ -64,19 +64,19 @@ OWNERS = {
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 3702,
-    "runtimes": 7866,
-    "training": 1500,
-    "exporters": 1430,
-    "onnx_graph+quantization": 5610,
+    "core": 3840,
+    "runtimes": 9200,
+    "training": 2150,
+    "exporters": 1950,
+    "onnx_graph+quantization": 6000,
     "builders": 1850,
-    "measure": 9070,
-    "planning": 710,
-    "serving": 11770,
+    "measure": 9700,
+    "planning": 760,
+    "serving": 14300,
     "bundling": 2040,
     "cluster": 270,
-    "api": 8030,
-    "cli": 2720,
+    "api": 9500,
+    "cli": 3100,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 140  # the whole package, with the list of public names
 LONG: set[str] = set()  # functions over 60 lines

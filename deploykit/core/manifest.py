@@ -17,6 +17,7 @@ from deploykit.core.errors import BadInput, NotFound
 from deploykit.core.evidence import Evidence
 from deploykit.core.files import manifest_path, read_json, write_json
 from deploykit.core.json_value import json_value
+from deploykit.core.task import Task
 from deploykit.core.tensors import TensorSpec, spec_from_dict
 
 MANIFEST_VERSION = 2
@@ -36,7 +37,8 @@ class Manifest:
     """What is known of one artefact. Hashes are SHA-256 in hexadecimal.
 
     `precision`: number of nodes by the type they compute in. `made_from`: hashes of the sources.
-    `made_with`: version by tool. `built_on`: profile, device, versions.
+    `made_with`: version by tool. `built_on`: profile, device, versions. `task`: None where the
+    model's purpose is not known.
     """
 
     format: str
@@ -48,6 +50,7 @@ class Manifest:
     made_with: Mapping[str, str] = field(default_factory=dict)
     built_on: Mapping[str, str] = field(default_factory=dict)
     evidence: Evidence = field(default_factory=Evidence)
+    task: Task | None = None
 
     @property
     def version_compatible(self) -> bool:
@@ -88,6 +91,8 @@ def _manifest(values: object, where: str) -> Manifest:
     hints = _hints(Manifest)
     known: dict[str, Any] = {}
     for name, hint in hints.items():
+        if name == "task" and name not in values:  # it came after version 2
+            continue
         if name not in values:
             raise BadInput(f"{where}: '{name}' is missing")
         if name in _SPEC_LISTS:

@@ -1,0 +1,109 @@
+"""What a model is for: how an image or a text becomes its inputs, and what its outputs mean.
+
+A `Task` is the `task` section of a manifest. The graph takes bytes, and normalises them itself
+(`Preprocess`); what a graph cannot do as the clients' libraries do it, decoding, resizing and
+tokenising, is described here and happens before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deploykit.core.errors import BadInput
+from deploykit.core.json_value import Record
+
+CLASSIFY, DETECT, SEGMENT, EMBED = "classify", "detect", "segment", "embed"
+TEXT_CLASSIFY = "text-classify"
+KINDS = (CLASSIFY, DETECT, SEGMENT, EMBED, TEXT_CLASSIFY)
+
+STRETCH = "stretch"  # both sides to the model's size; the aspect ratio changes
+SHORTEST_EDGE = "shortest-edge"  # the shorter side to `resize_to`, then the middle is cut out
+LETTERBOX = "letterbox"  # as large as fits, then filled with `padding` to the model's size
+RESIZE_RULES = (STRETCH, SHORTEST_EDGE, LETTERBOX)
+
+
+@dataclass(frozen=True)
+class ImageInput(Record):
+    """How an image becomes the tensor `tensor`, uint8 [N, height, width, channels].
+
+    `resize`: one of `RESIZE_RULES`. `resize_to`: pixels of the shorter side, for "shortest-edge".
+    `interpolation`: "bilinear" or "bicubic", with Pillow's antialiasing; "nearest" without.
+    `colours`: "RGB", "BGR", or "L" for grey. `padding`: the byte that "letterbox" fills with.
+    """
+
+    tensor: str
+    height: int
+    width: int
+    resize: str = STRETCH
+    resize_to: int = 0
+    interpolation: str = "bilinear"
+    colours: str = "RGB"
+    padding: int = 114
+
+
+@dataclass(frozen=True)
+class TextInput(Record):
+    """How a text becomes token ids, int64 [N, tokens].
+
+    `ids`, `mask`, `types`: names of the input tensors, "" for one that the model lacks.
+    `tokenizer`: file name, next to the model, of the Hugging Face `tokenizers` JSON; `sha256`: its
+    hash. `max_length`: tokens, the special ones included; a longer text is refused.
+    """
+
+    ids: str
+    tokenizer: str
+    sha256: str
+    max_length: int
+    mask: str = ""
+    types: str = ""
+    pad_id: int = 0
+
+
+@dataclass(frozen=True)
+class TaskOutputs(Record):
+    """Names of the output tensors, "" for those that the task does not have.
+
+    `scores`: probabilities float32 [N, labels]; for "detect" float32 [N, boxes], 0 in unused rows.
+    `boxes`: float32 [N, boxes, 4], x1 y1 x2 y2 in pixels of the model's input. `classes`: int64
+    [N, boxes], indices of labels. `mask`: an integer [N, height, width], the label's index of each
+    pixel. `embedding`: float32 [N, size], of length 1.
+    """
+
+    scores: str = ""
+    boxes: str = ""
+    classes: str = ""
+    mask: str = ""
+    embedding: str = ""
+
+
+@dataclass(frozen=True)
+class Task(Record):
+    """What a model is for. `kind`: one of `KINDS`; `image` or `text`: what it takes.
+
+    `labels`: names in the order of the indices; empty where nobody named them. `threshold`: the
+    least score of a box that is answered. `top_k`: how many labels are answered. `source`: where
+    this was read from, for people: "torchvision's weights ResNet18_Weights.IMAGENET1K_V1".
+    """
+
+    kind: str
+    outputs: TaskOutputs
+    image: ImageInput | None = None
+    text: TextInput | None = None
+    labels: tuple[str, ...] = ()
+    threshold: float = 0.25
+    top_k: int = 5
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise BadInput(f"`task` must be one of {', '.join(KINDS)}; got {self.kind!r}")
+        if (self.image is None) == (self.text is None):
+            raise BadInput(f"the task {self.kind} needs either an image or a text as its input")
+        if not 0 <= self.threshold <= 1:
+            raise BadInput(f"`threshold` must be from 0 to 1, got {self.threshold:g}")
+        if self.top_k < 1:
+            raise BadInput(f"`top_k` must be 1 or more, got {self.top_k}")
+
+    def label(self, index: int) -> str:
+        """The label's name, or its index where labels have no names."""
+        return self.labels[index] if 0 <= index < len(self.labels) else str(index)
