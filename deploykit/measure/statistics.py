@@ -28,9 +28,11 @@ NO_DIFFERENCE, PRACTICALLY_EQUAL, FASTER, SLOWER = (
 )
 FEWEST_DEPENDENT = 20  # blocks that show whether they depend on each other
 PRACTICAL = 0.02  # a smaller difference is of no use to anybody
+PROCESS_SPREAD = 0.01  # standard deviation of a figure over processes, where only one was run
 
 _TAIL = 0.025  # probability left out on each side
 _Z = 1.959963984540054  # the normal distribution's 97.5 % point
+_MANY = 10**6  # degrees of freedom of what is known
 _CORRELATIONS = 1 - np.geomspace(1, 0.02, 24)  # of neighbouring blocks, from 0 to 0.98
 _WEIGHTS = np.where(_CORRELATIONS == 0, 20.0, 1.0)  # before the blocks are seen
 
@@ -161,17 +163,23 @@ def samples_to_show_agreement(max_share: float) -> int:
     return max(1, math.ceil(_Z**2 * (1 - max_share) / max_share))
 
 
-def ratio(a: Sequence[float], b: Sequence[float]) -> Interval:
+def ratio(
+    a: Sequence[float], b: Sequence[float], *, tests: int = 1, assumed: float = 0.0
+) -> Interval:
     """How many times `a` is `b`: the geometric mean of a[i]/b[i], with an interval on the logs.
 
-    `a[i]` and `b[i]` come from the same round, so that drift that hits both cancels. The interval
-    is as in `throughput`. Needs two rounds.
+    `a[i]` and `b[i]` come from the same round, or process, so that drift that hits both cancels.
+    The interval is as in `throughput`. Needs two. `tests`: the intervals of so many ratios hold
+    together (Bonferroni: Dunn, JASA 56, 1961). `assumed`: a standard deviation of the logs that
+    the rounds cannot show, and that comes on top.
     """
     over, under = finite(a, "rates"), finite(b, "rates")
     if over.shape != under.shape or (over <= 0).any() or (under <= 0).any():
         raise BadInput("a ratio needs as many rates above 0 on either side, paired by round")
     logs = np.log(over) - np.log(under)
-    mean, half = float(logs.mean()), _half_width_of_series(logs)
+    tail = _TAIL / tests
+    half = math.hypot(_half_width_of_series(logs, tail), assumed * t_quantile(_MANY, tail))
+    mean = float(logs.mean())
     return _through(_exp, Interval(mean, mean - half, mean + half))
 
 
@@ -288,22 +296,22 @@ def _exp(value: float) -> float:
     return math.exp(min(value, 700.0))  # beyond, a float has no number for it, nor has JSON
 
 
-def _half_width(values: np.ndarray) -> float:
-    quantile = t_quantile(len(values) - 1)  # first, as it refuses a single value
+def _half_width(values: np.ndarray, tail: float = _TAIL) -> float:
+    quantile = t_quantile(len(values) - 1, tail)  # first, as it refuses a single value
     return quantile * float(values.std(ddof=1)) / math.sqrt(len(values))
 
 
-def _half_width_of_series(values: np.ndarray) -> float:
+def _half_width_of_series(values: np.ndarray, tail: float = _TAIL) -> float:
     """Of the interval of the mean of values in order of time, which may depend on each other.
 
     Neighbours are taken to correlate by an unknown amount (a normal AR(1) process; Bayes with a
     flat prior on mean and log scale, half on no correlation and the rest even in its time scale),
-    and the interval holds 95 % over what the values leave possible. Too few values leave anything
-    possible: they are taken as independent.
+    and the interval holds all but twice `tail` over what the values leave possible. Too few values
+    leave anything possible: they are taken as independent.
     """
     n = len(values)
     if n < FEWEST_DEPENDENT:
-        return _half_width(values)
+        return _half_width(values, tail)
     correlation, free = _CORRELATIONS, 1 - _CORRELATIONS**2
     centred = values - values.mean()
     news = centred[1:] - correlation[:, None] * centred[:-1]  # what a value does not repeat
@@ -319,11 +327,11 @@ def _half_width_of_series(values: np.ndarray) -> float:
     rest = 1 - correlation
     variance = (1 + correlation) / rest - 2 * correlation * (1 - correlation**n) / (n * rest**2)
     errors = np.sqrt(squares / (n - 1) * variance / n)
-    low, high = 0.0, float(errors.max()) * t_quantile(n - 1)
+    low, high = 0.0, float(errors.max()) * t_quantile(n - 1, tail)
     for _ in range(40):
         middle = (low + high) / 2
         inside = [_t_central(middle / error, n - 1) for error in errors]
-        low, high = (middle, high) if weight @ inside < 1 - 2 * _TAIL else (low, middle)
+        low, high = (middle, high) if weight @ inside < 1 - 2 * tail else (low, middle)
     return high
 
 

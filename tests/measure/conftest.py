@@ -52,6 +52,7 @@ def point(label: str, batch: int) -> Point:
         latency=latency(call_ms, int(5000 / call_ms)),
         throughput_per_s=around(rate, 0.015),
         round_rates=tuple(rate * part for part in wobble),
+        processes=5,
     )
 
 

@@ -17,10 +17,15 @@ from deploykit.core.errors import BadInput, GateFailed
 from deploykit.core.json_value import Record
 from deploykit.measure.report.formatting import number, spread
 from deploykit.measure.report.report import Report
-from deploykit.measure.statistics import FASTER, SLOWER, Interval, difference, t_quantile
+from deploykit.measure.statistics import (
+    FASTER,
+    PROCESS_SPREAD,
+    SLOWER,
+    Interval,
+    difference,
+    t_quantile,
+)
 from deploykit.measure.timing.sweep import CLOSED_LOOP, Point
-
-PROCESS_SPREAD = 0.01  # standard deviation of a figure over processes, where only one was run
 
 _FIGURES: Mapping[str, Callable[[Point], Interval | None]] = {
     "throughput": lambda point: point.throughput_per_s,

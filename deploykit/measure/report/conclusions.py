@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deploykit.measure.report.formatting import SPACE, number
-from deploykit.measure.report.report import Report, speedup
+from deploykit.measure.report.report import Report
 from deploykit.measure.statistics import FASTER, SLOWER, Interval, difference
 from deploykit.measure.timing.crossover import best, crossover
 from deploykit.measure.timing.sweep import Point
@@ -25,7 +25,7 @@ def conclusions(report: Report, candidate: Point, reference: Point) -> list[str]
     own = [point for point in usable if point.label == candidate.label]
     sentences = [
         _crossover(own, _rivals(usable, candidate, reference)),
-        _integer(usable, candidate),
+        _integer(report, usable, candidate),
         _batching(own),
         _bound(report, candidate),
         _within(report, usable, candidate, reference),
@@ -65,7 +65,7 @@ def _crossover(own: Sequence[Point], rivals: Sequence[Sequence[Point]]) -> str:
     return f"{own[0].label} is ahead of {rival} {', '.join(found)}."
 
 
-def _integer(usable: Sequence[Point], candidate: Point) -> str:
+def _integer(report: Report, usable: Sequence[Point], candidate: Point) -> str:
     """Whether INT8 pays, against float32 on the same device with as many sessions and threads."""
     if candidate.precision not in _INTEGER:
         return ""
@@ -75,7 +75,7 @@ def _integer(usable: Sequence[Point], candidate: Point) -> str:
             each for each in usable if each.precision == "fp32" and _place(each) == _place(point)
         ]
         if like:
-            found.append((point.batch, speedup(point, max(like, key=_rate))))
+            found.append((point.batch, report.speedup(point, max(like, key=_rate))))
     if not found:
         return ""
     name = candidate.precision.upper()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from deploykit.measure.load.result import LoadResult
 from deploykit.measure.report.conclusions import conclusions
 from deploykit.measure.report.formatting import SPACE, count, number, points, spread
-from deploykit.measure.report.report import Report, speedup
+from deploykit.measure.report.report import Report
 from deploykit.measure.report.rows import load_label
 from deploykit.measure.statistics import NO_DIFFERENCE, PRACTICALLY_EQUAL, difference
 from deploykit.measure.timing.sweep import Point
@@ -104,7 +104,7 @@ def _headline(
     candidate, reference = max(
         pairs, key=lambda pair: (_alike(*pair), pair[0].throughput_per_s.value)
     )
-    what = _ratio(candidate, reference, reference in own)
+    what = _ratio(report, candidate, reference, reference in own)
     notes = dict.fromkeys(point.note for point in (candidate, reference) if point.note)
     sentences = ["; ".join([what, _accuracy(report, candidate.precision), *notes]) + "."]
     equals = [each for each in usable if _comparable(each, candidate) and each is not candidate]
@@ -115,7 +115,7 @@ def _headline(
     ):
         if rivals and (rival := _fastest(rivals)).label not in named:
             named.add(rival.label)
-            sentences.append(f"Against {title}: {_ratio(candidate, rival, rival in own)}.")
+            sentences.append(f"Against {title}: {_ratio(report, candidate, rival, rival in own)}.")
     return sentences + _own_best(report, candidate) + conclusions(report, candidate, reference)
 
 
@@ -156,8 +156,8 @@ def _settings(point: Point) -> tuple[object, ...]:
     return point.sessions, point.threads, point.settings
 
 
-def _ratio(candidate: Point, reference: Point, is_baseline: bool) -> str:
-    times = speedup(candidate, reference)
+def _ratio(report: Report, candidate: Point, reference: Point, is_baseline: bool) -> str:
+    times = report.speedup(candidate, reference)
     text = f"{number(times.value)}× [{number(times.low)}, {number(times.high)}]"
     named = is_baseline and "baseline" not in reference.label.lower()
     rival = f"the {'baseline ' * named}{reference.label}"

@@ -1,7 +1,8 @@
 """Time engines against each other in a closed loop, over batch sizes.
 
-Per batch size the setups take turns in rounds, A B C, C B A, …: drift of clocks and other load on
-the machine affects all of them, and the `ratio` of two points' `round_rates` is paired. A closed
+Per batch size the setups take turns in rounds, forwards and backwards, so that drift of clocks and
+other load on the machine affects all of them; every two rounds in another order, so that none has
+always the same one before it. The `ratio` of two points' `round_rates` is paired. A closed
 loop sends the next call when the last has been answered: right for throughput, blind to stalls.
 """
 
@@ -148,7 +149,7 @@ def time_setups(
     *,
     clock: Clock = time.perf_counter_ns,
     watch: Watch | None = None,
-    backwards: bool = False,
+    number: int = 0,
 ) -> list[Measured]:
     """Time every setup at every batch size; they come by batch, then in the setups' order.
 
@@ -156,14 +157,15 @@ def time_setups(
     before it is timed. A setup is left out at batches above its engine's `max_batch`.
     `on_progress(what, share)` is called before each step, and with 1.0 at the end. `clock`: a
     monotonic one, in nanoseconds. `watch`: has a window for each block, and marks points that other
-    processes disturbed. `backwards`: the first round begins with the last setup. All engines are
-    open at once and closed at the end.
+    processes disturbed. `number`: of this process, each of which opens, warms up and times the
+    setups in another order. All engines are open at once and closed at the end.
 
     Raises BadInput on options that make no sense, or when no engine takes any of the batches.
     """
     _check_options(setups, batches)
     with contextlib.ExitStack() as stack:
-        columns = [_open(setup, stack) for setup in setups]
+        opened = {at: _open(setups[at], stack) for at in order(len(setups), number)}
+        columns = [opened[at] for at in range(len(setups))]
         if watch is not None:
             watch.know_children()
         plan = [(batch, [column for column in columns if column.takes(batch)]) for batch in batches]
@@ -177,7 +179,7 @@ def time_setups(
         measured = []
         for batch, fitting in plan:
             if fitting:
-                turns = _Turns(fitting, batch, timing, progress, clock, watch, backwards)
+                turns = _Turns(fitting, batch, timing, progress, clock, watch, number)
                 measured += turns.run(_check_inputs(feeds(batch), batch, fitting))
         if on_progress is not None:
             on_progress("done", 1.0)
@@ -247,6 +249,17 @@ def _check_inputs(feeds: Arrays, batch: int, columns: Sequence[_Column]) -> Arra
     return feeds
 
 
+def order(count: int, turn: int) -> list[int]:
+    """In which order `count` setups take turn number `turn`.
+
+    The next turn goes backwards, and the two after it begin with the next setup, of the rows of
+    Williams' design (Australian J. Sci. Res. A 2, 1949): over `count` pairs of turns each setup is
+    at each place, and after each other one, equally often.
+    """
+    zigzag = [at // 2 if at % 2 == 0 else count - 1 - at // 2 for at in range(count)]
+    return [(at + turn // 2) % count for at in zigzag][:: -1 if turn % 2 else 1]
+
+
 @dataclass
 class _Steps:
     """Turns steps of known length into a share of the whole."""
@@ -289,11 +302,12 @@ class _Turns:
     progress: _Steps
     clock: Clock
     watch: Watch | None
-    backwards: bool
+    number: int
 
     def run(self, feeds: Arrays) -> list[Measured]:
-        timing = self.timing
-        found = {column.setup.label: self._warm_up(column, feeds) for column in self.columns}
+        timing, columns = self.timing, self.columns
+        first = [columns[at] for at in order(len(columns), self.number)]
+        found = {column.setup.label: self._warm_up(column, feeds) for column in first}
         rounds = timing.rounds
         longest_s = max(each.warmth.call_s for each in found.values())
         if longest_s > timing.seconds / rounds / 2:
@@ -303,7 +317,8 @@ class _Turns:
             block_s * _SETTLE_SHARE, _SETTLE_MAX_S
         )  # to refill caches and settle clocks after another engine
         for number in range(rounds):
-            for column in self.columns[:: 1 if (number % 2 == 0) != self.backwards else -1]:
+            for at in order(len(columns), self.number * rounds + number):
+                column = columns[at]
                 label = column.setup.label
                 self.progress.begin(f"{label}, batch {self.batch}: round {number + 1}", block_s)
                 if self.watch is not None:
@@ -312,9 +327,9 @@ class _Turns:
                 found[label].blocks.append(block)
                 if self.watch is not None:
                     found[label].windows.append(self.watch.close())
-        for column in self.columns:
+        for column in columns:
             found[column.setup.label].compute_s += _compute_s(column, feeds, block_s, self.clock)
-        return [found[column.setup.label] for column in self.columns]
+        return [found[column.setup.label] for column in columns]
 
     def _warm_up(self, column: _Column, feeds: Arrays) -> Measured:
         setup, engine, limit_s = column.setup, column.engines[0], self.timing.warmup_s

@@ -117,7 +117,7 @@ def test_a_marked_row_is_in_no_conclusion_and_its_reason_is_stated(report: Repor
 
     marked = replace(report, points=tuple(map(mark, report.points)), asked=("int8 CPU",))
     text = words(marked)
-    assert "int8 CPU is 1.74× [1.71, 1.77] the fp32 CPU (baseline) at batch 4," in text
+    assert "int8 CPU is 1.74× [1.67, 1.81] the fp32 CPU (baseline) at batch 4," in text
     assert "4 of 28 rows give no verdict: got faster all the time (4)." in text
     assert {each.batch for each in marked.speedups if each.label == "int8 CPU"} == {1, 2, 4}
     everything = tuple(replace(p, marks=("slow",)) for p in report.points)

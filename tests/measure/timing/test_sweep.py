@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from deploykit.core.errors import BadInput
 from deploykit.core.tensors import TensorSpec
 from deploykit.measure.statistics import Interval, ratio
-from deploykit.measure.timing.sweep import Point, Setup, Timing, sweep
+from deploykit.measure.timing.sweep import Point, Setup, Timing, order, sweep, time_setups
 from deploykit.runtimes.data.samples import random_feeds
 from deploykit.runtimes.engine import Arrays
 from tests.support.fake_engine import FakeEngine
@@ -124,10 +125,39 @@ def test_a_call_longer_than_its_block_is_timed_once_a_round(bench: Bench) -> Non
     assert point.latency.p50_ms is None
 
 
-def test_setups_take_turns_a_b_c_c_b_a(bench: Bench) -> None:
+def test_setups_take_turns_forwards_and_backwards(bench: Bench) -> None:
     setups = [bench.setup(label) for label in "ABC"]
     bench.sweep(*setups, timing=Timing(warmup_s=0.0, seconds=1.0, rounds=4))
-    assert bench.order == "ABCBABCBA"  # ABC CBA ABC CBA, where neighbours meet joined
+    assert bench.order == "ACBCABACAB"  # ACB BCA BAC CAB, where neighbours meet joined
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_no_setup_has_a_place_or_a_predecessor_more_often_than_another(count: int) -> None:
+    turns = [order(count, turn) for turn in range(2 * count)]
+    for turn in turns:
+        assert sorted(turn) == list(range(count))
+    assert {(at, each) for turn in turns for at, each in enumerate(turn)} == {
+        (at, each) for at in range(count) for each in range(count)
+    }
+    places = Counter((at, each) for turn in turns for at, each in enumerate(turn))
+    assert set(places.values()) == {2}
+    followed = Counter(pair for turn in turns for pair in pairwise(turn))
+    assert set(followed.values()) <= {2}
+    assert len(followed) == count * (count - 1)
+    for forth, back in zip(turns[::2], turns[1::2], strict=True):
+        assert forth == back[::-1]  # so that a drift over the two hits all equally
+
+
+def test_each_process_opens_and_warms_up_in_another_order(bench: Bench) -> None:
+    setups = [bench.setup(label) for label in "AB"]
+    for number, expected in ((0, "AB"), (1, "BA")):
+        bench.engines.clear()
+        bench.journal.clear()
+        timing = Timing(warmup_s=1.0, seconds=1.0, rounds=2)
+        found = time_setups(setups, [4], timing, bench.feeds, clock=bench.clock, number=number)
+        assert "".join(engine.label for engine in bench.engines) == expected
+        assert bench.order[:2] == expected
+        assert [each.setup.label for each in found] == ["A", "B"]
 
 
 def test_drift_affects_all_setups_equally(bench: Bench) -> None:
