@@ -39,6 +39,7 @@ OWNERS = {
     "torch": {"runtimes/torch/", "training/", "exporters/"},
     "safetensors": {"runtimes/torch/safetensors.py"},
     "PIL": {"runtimes/data/images.py"},
+    "tokenizers": {"runtimes/tasks/texts.py"},
     "onnx": {"onnx_graph/", "quantization/", "exporters/"},
     "onnxruntime": {
         "runtimes/onnxruntime/engine.py",

@@ -22,7 +22,7 @@ PLACES = ("deploykit", "models", "profiles", "docs", "examples", "README.md", "C
 DIALECT = {  # what we do not write -> what we write instead
     "whole numbers?": "integer",
     "pictures?": "image",
-    "texts": "strings, messages",
+    r"(?<![.\"])texts(?![.\"])": "strings, messages",  # but for the module and the key of JSON
     "told|untold|tellable|said": "given, reported",
     "in words": "as text",
     "beside": "next to, or name the two things",

@@ -25,6 +25,7 @@ EXTRAS: Mapping[str, str] = {
     "tensorboard": "tensorboard",
     "torchvision": "transfer",
     "PIL": "images",
+    "tokenizers": "text",
     "opentelemetry": "trace",
     "ray": "ray",
     "starlette": "ray",

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import math
 import struct
+import threading
 import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -26,11 +27,12 @@ from deploykit.core.tensors import TensorSpec
 Image = require("PIL.Image")
 
 MAX_PIXELS = 25_000_000  # of one image: a header of 74 bytes can declare 65535 x 65535
-_FORMATS = ("JPEG", "PNG")
+_FORMATS = ("PNG", "JPEG")
+_NAMES = {"JPEG": "JPEG", "PNG": "PNG", "WEBP": "WebP"}
 _MODES = {3: "RGB", 1: "L"}
 
 # What Pillow and what it calls raise on damaged files; UnidentifiedImageError is an OSError.
-_DAMAGED = (
+DAMAGED: tuple[type[Exception], ...] = (
     OSError,
     SyntaxError,
     ValueError,
@@ -45,6 +47,7 @@ _DAMAGED = (
     zlib.error,
     Image.DecompressionBombError,
 )
+_filters = threading.Lock()  # those of `warnings` are one list for all threads
 
 
 class Images:
@@ -108,16 +111,40 @@ def _takes_bytes(inputs: Sequence[TensorSpec], where: str) -> TensorSpec:
 
 @contextlib.contextmanager
 def _open_image(file: Path) -> Iterator[Any]:
-    """Open an image and read its header. Pillow's errors become BadInput naming `file`."""
     check_readable(file)
+    with image_errors(file), file.open("rb") as handle, open_image(handle, file) as image:
+        yield image
+
+
+@contextlib.contextmanager
+def open_image(
+    stream: IO[bytes], where: object, formats: Sequence[str] = _FORMATS
+) -> Iterator[Any]:
+    """Open an image and read its header. Pillow's errors become BadInput naming `where`."""
+    with image_errors(where, formats):
+        with no_warnings():  # our limit is below its own
+            image = Image.open(stream, formats=formats)
+        with image:
+            yield image
+
+
+@contextlib.contextmanager
+def no_warnings() -> Iterator[None]:
+    """Without Pillow's warnings, for a moment: other threads that ask for this wait."""
+    with _filters, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def image_errors(where: object, formats: Sequence[str] = _FORMATS) -> Iterator[None]:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # our limit is below its own
-            with file.open("rb") as handle, Image.open(handle, formats=_FORMATS) as image:
-                yield image
-    except _DAMAGED as exc:
-        reason = "is neither PNG nor JPEG" if _unknown(exc) else first_line(exc)
-        raise BadInput(f"{file}: is not a readable image: {reason}") from exc
+        yield
+    except DAMAGED as exc:
+        named = [_NAMES[name] for name in formats]
+        reason = f"is neither {', '.join(named[:-1])} nor {named[-1]}"
+        reason = reason if _unknown(exc) else first_line(exc)
+        raise BadInput(f"{where}: is not a readable image: {reason}") from exc
 
 
 def _unknown(exc: BaseException) -> bool:
@@ -128,11 +155,7 @@ def _check_size(
     image: Any, size: Sequence[int | str], file: Path, first: Path, spec: TensorSpec
 ) -> None:
     """`size`: height and width; a name allows any size."""
-    if image.width * image.height > MAX_PIXELS:
-        raise BadInput(
-            f"{file}: is {image.width}x{image.height}, above the limit of "
-            f"{MAX_PIXELS / 1e6:.0f} million pixels"
-        )
+    check_pixels(image, file)
     found = (image.height, image.width)
     wanted = [own if isinstance(want, str) else want for own, want in zip(found, size, strict=True)]
     if list(found) == wanted:
@@ -156,15 +179,30 @@ def _empty(shape: tuple[int, ...], where: str) -> np.ndarray:
     return np.empty(shape, np.uint8)
 
 
-def _decode(image: Any, channels: int, file: Path) -> np.ndarray:
-    """uint8 (H, W, channels)."""
+def check_pixels(image: Any, where: object) -> None:
+    """Raise BadInput for an opened image that is too large to be decoded."""
+    if image.width * image.height > MAX_PIXELS:
+        raise BadInput(
+            f"{where}: is {image.width}x{image.height}, above the limit of "
+            f"{MAX_PIXELS / 1e6:.0f} million pixels"
+        )
+
+
+def check_stored(image: Any, where: object) -> None:
+    """Raise BadInput for an opened image that has more than 8 bits per channel, or is animated."""
     stored = str(image.tile[0][3]) if image.tile else image.mode  # "RGB;16B" where mode is "RGB"
     if image.mode[0] in "IF" or ";16" in stored:  # conversion to bytes would clip or cut
         raise BadInput(
-            f"{file}: has more than 8 bits per channel ({stored})",
+            f"{where}: has more than 8 bits per channel ({stored})",
             hint="store it with 8 bits per channel, as for training",
         )
-    if image.format == "PNG" and getattr(image, "n_frames", 1) > 1:
-        raise BadInput(f"{file}: has {image.n_frames} frames, one image per file is needed")
+    # a JPEG may hold a second image, of another exposure; the first is the photo
+    if image.format in ("PNG", "WEBP") and getattr(image, "n_frames", 1) > 1:
+        raise BadInput(f"{where}: has {image.n_frames} frames, one image per file is needed")
+
+
+def _decode(image: Any, channels: int, file: Path) -> np.ndarray:
+    """uint8 (H, W, channels)."""
+    check_stored(image, file)
     pixels: np.ndarray = np.asarray(image.convert(_MODES[channels]))
     return pixels.reshape(image.height, image.width, channels)

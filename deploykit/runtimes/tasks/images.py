@@ -1,0 +1,173 @@
+"""Read an image as clients have it, and place it into a model's input as its training did.
+
+The calls that torchvision's transforms make on PIL images, in their order: decode, convert, resize,
+cut out the middle. Transparency and colour profiles are dropped, as `Image.convert` drops them; the
+EXIF orientation is applied. An animation, and more than 8 bits per channel, is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from deploykit.core.errors import BadInput, TooLarge
+from deploykit.core.task import LETTERBOX, RESIZE_RULES, SHORTEST_EDGE, STRETCH, ImageInput
+from deploykit.core.tensors import Bytes
+from deploykit.runtimes.data.images import (
+    DAMAGED,
+    MAX_PIXELS,
+    Image,
+    check_pixels,
+    check_stored,
+    no_warnings,
+    open_image,
+)
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+LARGE_PIXELS = 4_000_000  # larger images are decoded one at a time: 8 bytes for each pixel
+_MOST_SIDE = 65_535  # JPEG's; Pillow's table for resizing grows with it
+_MODES = {"RGB": "RGB", "BGR": "RGB", "L": "L"}
+_FILTERS = {
+    "nearest": Image.Resampling.NEAREST,
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+}
+_ORIENTATION = 0x0112  # the EXIF tag
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_one_large = threading.Lock()
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedImage:
+    """An image as its model takes it: `pixels`, uint8 [height, width, channels].
+
+    `width`, `height`: of the original, upright. A point (x, y) of the original is at
+    (x * scale_x + left, y * scale_y + top) in `pixels`.
+    """
+
+    pixels: np.ndarray
+    width: int
+    height: int
+    scale_x: float
+    scale_y: float
+    left: int
+    top: int
+
+    def to_original(self, boxes: np.ndarray) -> np.ndarray:
+        """Boxes [.., 4], x1 y1 x2 y2 in pixels of `pixels`, in pixels of the original."""
+        offset = np.array([self.left, self.top] * 2, np.float64)
+        scale = np.array([self.scale_x, self.scale_y] * 2, np.float64)
+        found: np.ndarray = (boxes - offset) / scale
+        return found.clip(0, [self.width, self.height] * 2)
+
+
+def check_image_input(image: ImageInput) -> None:
+    """Raise BadInput for a rule that is not known."""
+    known: Mapping[str, tuple[str, Any]] = {
+        "resize": (image.resize, RESIZE_RULES),
+        "interpolation": (image.interpolation, _FILTERS),
+        "colours": (image.colours, _MODES),
+    }
+    for name, (value, choices) in known.items():
+        if value not in choices:
+            raise BadInput(
+                f"the task's image has `{name}` {value!r}", hint=f"one of: {', '.join(choices)}"
+            )
+    if min(image.height, image.width) < 1 or image.height * image.width > MAX_PIXELS:
+        raise BadInput(f"the task's image is {image.width}x{image.height} pixels")
+    if image.resize == SHORTEST_EDGE and image.resize_to < 1:
+        raise BadInput(f"the task's image has `resize_to` {image.resize_to}, 1 or more is needed")
+    if not 0 <= image.padding <= 255:
+        raise BadInput(f"the task's image has `padding` {image.padding}, 0 to 255 is possible")
+
+
+def read_image(
+    data: Bytes, image: ImageInput, where: str = "the image", *, most_pixels: int | None = None
+) -> PlacedImage:
+    """Decode a JPEG, PNG or WebP and place it as `image` says.
+
+    `where` names it in errors. Raises BadInput for what is no image, is damaged, or is refused;
+    TooLarge above `most_pixels`. Sizes are checked before a pixel is decoded.
+    """
+    if not len(data):
+        raise BadInput(f"{where}: is empty")
+    with open_image(io.BytesIO(data), where, FORMATS) as opened:
+        check_pixels(opened, where)
+        pixels = opened.width * opened.height
+        if max(opened.size) > _MOST_SIDE:
+            raise BadInput(
+                f"{where}: is {opened.width}x{opened.height}, a side has {_MOST_SIDE} at most"
+            )
+        if most_pixels is not None and pixels > most_pixels:
+            raise TooLarge(f"{where}: is {opened.width}x{opened.height}")
+        check_stored(opened, where)
+        with _one_large if pixels > LARGE_PIXELS else contextlib.nullcontext():
+            return _place(_upright(opened, _MODES[image.colours]), image, where)
+
+
+def _upright(opened: Any, mode: str) -> Any:
+    """The pixels as `mode`, turned as the EXIF orientation says; unreadable EXIF says nothing."""
+    turn = None
+    opened.load()
+    with contextlib.suppress(*DAMAGED), no_warnings():
+        turn = _UPRIGHT.get(opened.getexif().get(_ORIENTATION))
+    opened.info.pop("transparency", None)  # `convert` would look for a colour that stands for it
+    found = opened.convert(mode)
+    return found if turn is None else found.transpose(turn)
+
+
+def _place(upright: Any, image: ImageInput, where: str) -> PlacedImage:
+    width, height = upright.size
+    size = _resized(width, height, image)
+    if size[0] * size[1] > MAX_PIXELS:
+        raise BadInput(
+            f"{where}: is {width}x{height}, and {size[0]}x{size[1]} once its shorter side has "
+            f"{image.resize_to} pixels, above the limit of {MAX_PIXELS / 1e6:.0f} million pixels"
+        )
+    resized = upright.resize(size, _FILTERS[image.interpolation])
+    left = top = 0
+    if image.resize == SHORTEST_EDGE:
+        left, top = _margin(image.width, size[0]), _margin(image.height, size[1])
+        resized = resized.crop((-left, -top, image.width - left, image.height - top))
+    pixels = np.asarray(resized)
+    pixels = pixels.reshape(*pixels.shape[:2], -1)
+    if image.colours == "BGR":
+        pixels = pixels[:, :, ::-1]
+    if image.resize == LETTERBOX:  # the odd pixel is on the right and below, as in YOLO's
+        left, top = (image.width - size[0]) // 2, (image.height - size[1]) // 2
+        shape = (image.height, image.width, pixels.shape[2])
+        filled = np.full(shape, image.padding, np.uint8)
+        filled[top : top + size[1], left : left + size[0]] = pixels
+        pixels = filled
+    pixels = np.ascontiguousarray(pixels)
+    return PlacedImage(pixels, width, height, size[0] / width, size[1] / height, left, top)
+
+
+def _resized(width: int, height: int, image: ImageInput) -> tuple[int, int]:
+    """Width and height after the resizing, before anything is cut off or filled up."""
+    if image.resize == STRETCH:
+        return image.width, image.height
+    if image.resize == SHORTEST_EDGE:  # torchvision cuts the longer side's fraction off
+        to = image.resize_to
+        return (to, to * height // width) if width <= height else (to * width // height, to)
+    ratio = min(image.width / width, image.height / height)
+    return max(1, round(width * ratio)), max(1, round(height * ratio))
+
+
+def _margin(wanted: int, found: int) -> int:
+    """The offset of the middle in torchvision's CenterCrop; above 0 where black is added."""
+    return (wanted - found) // 2 if found < wanted else -round((found - wanted) / 2)

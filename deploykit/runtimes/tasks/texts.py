@@ -1,0 +1,79 @@
+"""Turn sentences into a model's token ids with its Hugging Face `tokenizers` file."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from deploykit.core.errors import BadInput, first_line
+from deploykit.core.extras import require
+from deploykit.core.files import check_inside, check_readable
+from deploykit.core.task import TextInput
+from deploykit.core.tensors import Bytes
+
+tokenizers = require("tokenizers")
+
+_CHARACTERS = 100  # for each token that the model takes; a token of English has about four
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One text: its token ids, the special ones included, and the segment that each belongs to."""
+
+    ids: Sequence[int]
+    types: Sequence[int]
+
+
+class Tokens:
+    """Encodes sentences for one model. Raises BadInput for a file that is not the model's own."""
+
+    def __init__(self, text: TextInput, folder: Path) -> None:
+        self._text = text
+        path = folder / text.tokenizer
+        check_inside(folder, text.tokenizer, str(path))
+        data = check_readable(path).read_bytes()
+        if hashlib.sha256(data).hexdigest() != text.sha256:
+            raise BadInput(
+                f"{path}: is not the tokenizer that the model was exported with",
+                hint="copy it again together with the model",
+            )
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(data.decode())
+        except Exception as exc:  # the library has no type of its own
+            raise BadInput(f"{path}: is not a tokenizer: {first_line(exc)}") from exc
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    def encode(self, text: str | Bytes, where: str = "the text") -> Encoded:
+        """Raises BadInput for a text that is empty, not UTF-8 or longer than the model takes."""
+        most = self._text.max_length
+        try:
+            characters = text if isinstance(text, str) else bytes(text).decode()
+            characters.encode()  # half of a surrogate pair, which JSON can carry, has no encoding
+        except UnicodeError:
+            raise BadInput(f"{where}: is not UTF-8") from None
+        if not characters.strip():
+            raise BadInput(f"{where}: is empty")
+        if len(characters) > _CHARACTERS * most:
+            raise BadInput(
+                f"{where}: has {len(characters)} characters, the model takes {most} tokens"
+            )
+        found = self._tokenizer.encode(characters)
+        if len(found.ids) > most:
+            raise BadInput(f"{where}: has {len(found.ids)} tokens, the model takes {most}")
+        return Encoded(found.ids, found.type_ids)
+
+    def feeds(self, rows: Sequence[Encoded], length: int | None = None) -> dict[str, np.ndarray]:
+        """The inputs int64 [rows, length] by name; `length` None: as many as the longest has."""
+        text, length = self._text, length or max(len(row.ids) for row in rows)
+        ids = np.full((len(rows), length), text.pad_id, np.int64)
+        mask, types = np.zeros_like(ids), np.zeros_like(ids)
+        for at, row in enumerate(rows):
+            count = len(row.ids)
+            ids[at, :count], mask[at, :count], types[at, :count] = row.ids, 1, row.types
+        named = {text.ids: ids, text.mask: mask, text.types: types}
+        return {name: array for name, array in named.items() if name}
