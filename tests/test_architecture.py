@@ -37,6 +37,7 @@ OWNERS = {
         for module in each.modules
     },
     "torch": {"runtimes/torch/", "training/", "exporters/"},
+    "timm": {"runtimes/torch/presets.py"},
     "safetensors": {"runtimes/torch/safetensors.py"},
     "PIL": {"runtimes/data/images.py"},
     "tokenizers": {"runtimes/tasks/texts.py"},

@@ -24,6 +24,7 @@ from deploykit.core.machine import tool_versions
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.paths import StrPath
 from deploykit.core.statistics_basic import Drop, Interval
+from deploykit.core.task import Task, tokenizer_name
 
 if TYPE_CHECKING:
     from deploykit.onnx_graph.graph import Graph
@@ -147,11 +148,26 @@ def reject(tmp: Path, made: Made) -> Made:
     moved = {
         name: replace(found, file=place.name + suffix)
         for name, suffix in SIDECARS.items()
-        if (found := getattr(made.evidence, name)) is not None
+        if (found := getattr(made.evidence, name, None)) is not None
     }
     evidence = replace(made.evidence, **moved)
-    made = replace(made, manifest=replace(made.manifest, evidence=evidence))
+    task = made.manifest.task and made.manifest.task.named_after(place.name)
+    made = replace(made, manifest=replace(made.manifest, evidence=evidence, task=task))
     return keep(tmp, replace(made, path=place))
+
+
+def carry_task(source: Artefact, to: Path) -> Task | None:
+    """The task of `source` for the file at `to`, with a copy of its tokenizer next to that.
+
+    Raises BadInput where the tokenizer is not the one that the manifest names.
+    """
+    task = source.manifest.task if source.manifest else None
+    if task is not None and task.text is not None:
+        from deploykit.bundling.contents import copy_checked
+
+        tokenizer = to.with_name(tokenizer_name(to.name))
+        copy_checked(source.path, task.text.tokenizer, task.text.sha256, tokenizer)
+    return task and task.named_after(to.name)
 
 
 def keep_if_equal(tmp: Path, made: Made, parity: Parity) -> Made:
@@ -174,6 +190,7 @@ def onnx_manifest(
     tools: Sequence[str],
     evidence: Evidence,
     built_on: dict[str, str] | None = None,
+    task: Task | None = None,
 ) -> Manifest:
     path = graph.path
     data = path.with_name(f"{path.name}.data")
@@ -188,4 +205,5 @@ def onnx_manifest(
         made_with=tool_versions(*tools),
         built_on=built_on or {},
         evidence=replace(evidence, weights=weights),
+        task=task,
     )

@@ -12,6 +12,7 @@ from deploykit.api import batching, golden, placing
 from deploykit.api.artefacts import (
     Made,
     Progress,
+    carry_task,
     keep_if_equal,
     onnx_manifest,
     span,
@@ -98,6 +99,7 @@ def build_for_runtime(
     manifest = onnx_manifest(
         result, (source.sha256,), tools=tools, evidence=evidence, built_on=built_on
     )
+    manifest = replace(manifest, task=carry_task(source, tmp))
     if kind != "onnx":
         manifest = replace(manifest, format=kind, sha256=Artefact(tmp).sha256, evidence=evidence)
     notes += _precision_notes(graph.precision, result.precision, request.to)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.api import batching, golden, verify
-from deploykit.api.artefacts import Made, Progress, keep, reject
+from deploykit.api.artefacts import Made, Progress, carry_task, keep, reject
 from deploykit.api.evaluate import QuantizeRequest, evaluate_engine
 from deploykit.builders.builder import BuildResult
 from deploykit.builders.builder import Shapes as Shapes
@@ -141,6 +141,7 @@ def _manifest(
             source_graph=before,
             golden=samples,
         ),
+        task=carry_task(source, tmp),
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploykit.api import batching, golden
-from deploykit.api.artefacts import onnx_manifest
+from deploykit.api.artefacts import carry_task, onnx_manifest
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Evidence
@@ -56,7 +56,9 @@ def complete_model(
     before = known.evidence if known else Evidence()
     evidence = replace(before, golden=found, batching=proof, weights=None)
     tools = ("onnx", "onnxruntime")
-    manifest = onnx_manifest(graph, (source.sha256,), tools=tools, evidence=evidence)
+    manifest = onnx_manifest(
+        graph, (source.sha256,), tools=tools, evidence=evidence, task=carry_task(source, out)
+    )
     write_manifest(out, manifest)
     what = f"inputs of {samples}" if samples else "random inputs"
     note = f"golden samples recorded here with ONNX Runtime, on {what}"

@@ -19,12 +19,17 @@ from deploykit.core.files import check_writable, make_folder, manifest_path
 from deploykit.core.manifest import load_manifest
 from deploykit.core.paths import StrPath
 from deploykit.core.runtime import RUNTIMES
+from deploykit.core.task import TOKENIZER
 
 PREDICTIONS, SPLIT = "predictions", "split"  # what an .npz of deploykit's holds
 CURVE = "curve"  # an SVG of a training run
 DEVICES = ("devices.json", "devices.md")  # of `train --compare-devices`
 REPORT = ("report.json", "report.md", "report.html")
-SIDECARS: Mapping[str, str] = {"weights": ".data", "golden": ".golden.npz"}  # evidence -> suffix
+SIDECARS: Mapping[str, str] = {  # evidence, or "tokenizer" of the task -> suffix
+    "weights": ".data",
+    "golden": ".golden.npz",
+    "tokenizer": TOKENIZER,
+}
 _ENDS: Mapping[str, tuple[str, ...]] = {  # kind -> how the names of its files end
     **{each.opens[0]: (Path(each.suffix).suffix,) for each in RUNTIMES.values() if each.builder},
     "tensorrt": (".trt", ".plan", ".engine"),
@@ -266,8 +271,11 @@ def _artefact(place: Path, kind: str) -> set[str]:
         there = os.path.lexists(place)
         found = Artefact(place).manifest if there else load_manifest(place)
         if found is not None and (found.format == kind or not there):
-            sidecars = (getattr(found.evidence, name) for name in SIDECARS)
-            return {place.name, manifest_path(place).name, *(s.file for s in sidecars if s)}
+            sidecars = (getattr(found.evidence, name, None) for name in SIDECARS)
+            names = {s.file for s in sidecars if s}
+            text = found.task.text if found.task else None
+            names |= {text.tokenizer} if text else set()
+            return {place.name, manifest_path(place).name, *names}
     return set()
 
 

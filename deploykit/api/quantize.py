@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from deploykit.api.artefacts import (
     Made,
     Progress,
+    carry_task,
     destination,
     keep,
     no_progress,
@@ -202,6 +203,7 @@ def check_quantize_options(request: QuantizeRequest) -> None:
 
 
 def _manifest(job: Job, graph: Graph, evidence: Evidence) -> Manifest:
+    """Of the graph at its own path, where the tokenizer of its task goes next to it."""
     data = job.request.data
     hashes = (
         job.model.sha256,
@@ -209,4 +211,5 @@ def _manifest(job: Job, graph: Graph, evidence: Evidence) -> Manifest:
         sha256(data) if data and data.is_file() else "",
     )
     sources = tuple(filter(None, hashes))
-    return onnx_manifest(graph, sources, tools=("onnx", "onnxruntime"), evidence=evidence)
+    tools, task = ("onnx", "onnxruntime"), carry_task(job.model, graph.path)
+    return onnx_manifest(graph, sources, tools=tools, evidence=evidence, task=task)

@@ -26,13 +26,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExportSource:
-    """A model, where it came from, and the example inputs as arrays by name."""
+    """A model, where it came from, and the example inputs as arrays by name.
+
+    `path`: its file or folder; None for a live module.
+    """
 
     name: str
     loaded: Loaded
     hashes: tuple[str, ...]
     record: SourceRecord
     example: Mapping[str, np.ndarray] | None = None
+    path: Path | None = None
 
 
 def check_source(model: object) -> None:
@@ -106,7 +110,7 @@ def _open_file(
         sha256(check_readable(code)) if code else None,
         loaded.notes,
     )
-    return ExportSource(path.name, loaded, hashes, record, feeds)
+    return ExportSource(path.name, loaded, hashes, record, feeds, path)
 
 
 def _file_of(arch: str | None) -> Path | None:

@@ -13,6 +13,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.files import check_inside, sha256
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.profile import Profile
+from deploykit.core.task import TOKENIZER
 from deploykit.runtimes.onnxruntime.file import external_files
 
 # also part of the names of files, of a systemd unit and of an image
@@ -63,17 +64,20 @@ class Contents:
         for key, suffix in named.items():
             found = getattr(evidence, key)
             if found is not None:
-                _copy_checked(self.model.path, found.file, found.sha256, Path(f"{out}{suffix}"))
+                copy_checked(self.model.path, found.file, found.sha256, Path(f"{out}{suffix}"))
                 moved[key] = replace(found, file=f"{out.name}{suffix}")
         if evidence.weights is not None and evidence.weights.file != f"{out.name}.data":
             from deploykit.onnx_graph.storage import point_to
 
             point_to(out, f"{out.name}.data")
         copied = replace(self.manifest, sha256=sha256(out), evidence=replace(evidence, **moved))
-        write_manifest(out, copied)
+        task = self.manifest.task
+        if task is not None and (text := task.text) is not None:
+            copy_checked(self.model.path, text.tokenizer, text.sha256, Path(f"{out}{TOKENIZER}"))
+        write_manifest(out, replace(copied, task=task and task.named_after(out.name)))
 
 
-def _copy_checked(model: Path, name: str, digest: str, out: Path) -> None:
+def copy_checked(model: Path, name: str, digest: str, out: Path) -> None:
     check_inside(model.parent, name, str(model))
     source = model.with_name(name)
     shutil.copyfile(source, out)

@@ -136,9 +136,18 @@ MODEL                  A .pt, .pth, .ckpt, .pt2, .safetensors or TorchScript fil
         uint8 images
 --samples FILE.npz|DIR  Inputs to compare on; a few are kept with the model [random]
 --max-error X          Largest max |a-b| / max |a| [0.0001, more where float32 itself gives more]
+Task:
+--task                 Put what the model is for into the file: images or text in, labels, boxes,
+        a mask or an embedding out
+--labels FILE          Names of the classes, one per line [the model's own]
+--threshold X          Least score of a box that is answered [0.25]
+--iou X                Overlap from which two boxes of a class are one [0.7]
+--boxes N              Most boxes of an image [300]
+--tokenizer FILE       A tokenizer.json [the one next to the model]
+--max-length N         Tokens of a text at most [the model's]
 Model:
---arch MODULE:CALLABLE  What builds the module when the file holds only weights: pkg.mod:Net or
-        ./file.py:Net
+--arch NAME|MODULE:CALLABLE  What builds the module when the file holds only weights: a name of
+        torchvision's such as resnet18, timm:NAME, pkg.mod:Net or ./file.py:Net
 --input SPEC           'NAME:DTYPE[AXES]' for each input, such as 'image:float32[N,3,224,224]'.
         A number is a fixed size; a letter is an axis of any size: N is the batch, other
         letters or names (T, H, W) are yours to choose
@@ -156,6 +165,13 @@ def export(
     preprocess: str | None = None,
     samples: Path | None = None,
     max_error: float | None = None,
+    task: Literal["classify", "detect", "segment", "embed", "text-classify"] | None = None,
+    labels: Path | None = None,
+    threshold: float | None = None,
+    iou: float | None = None,
+    boxes: int | None = None,
+    tokenizer: Path | None = None,
+    max_length: int | None = None,
     arch: str | None = None,
     inputs: list[str] | None = None,
     batch: str = "dynamic",

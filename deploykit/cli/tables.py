@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploykit.cli.format import figure, latency, mix, ms, percent, plain, size, versions
 from deploykit.cli.output import Part, TextTable
+from deploykit.core.task import EMBED
 
 if TYPE_CHECKING:
     from deploykit.api.artefacts import Made
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from deploykit.api.predict import Predicted
     from deploykit.core.evidence import Evidence, SearchRecord
     from deploykit.core.parity import ParityRow
+    from deploykit.core.task import Task
     from deploykit.measure.evaluate.parity import Parity
     from deploykit.measure.load.result import LoadResult
     from deploykit.measure.report.compare import ReportComparison
@@ -39,6 +41,8 @@ def made(result: Made) -> list[Part]:
             "  outputs    " + ", ".join(map(str, manifest.outputs)),
             "  precision  " + mix(manifest.precision),
         ]
+    if manifest.task:
+        lines.append("  task       " + purpose(manifest.task))
     lines += calibrated(result.evidence)
     if result.accuracy:
         trained = result.evidence.training
@@ -176,6 +180,8 @@ def inspection(result: Inspection) -> list[Part]:
             continue
         shown = mix(value) if isinstance(value, dict) else str(value)
         lines.append(f"  {key.replace('_', ' '):<10} {shown}")
+    if result.manifest and result.manifest.task:
+        lines.append("  task       " + purpose(result.manifest.task))
     if result.fits:
         lines.append("  fits       " + ", ".join(result.fits) + " (by precision; not tried there)")
     manifest = result.manifest
@@ -188,6 +194,21 @@ def inspection(result: Inspection) -> list[Part]:
             lines.append("  built on   " + versions(manifest.built_on))
         lines += calibrated(manifest.evidence)
     return lines
+
+
+def purpose(task: Task) -> str:
+    """What a model is for, what it takes and how many labels it has, in one line."""
+    count = f"{len(task.labels)} labels" if task.labels else "labels without names"
+    taken = ""
+    if task.image is not None:
+        image = task.image
+        edge = f" {image.resize_to}" if image.resize_to else ""
+        size = f"{image.width}x{image.height} {image.colours}"
+        taken = f"images to {size} ({image.resize}{edge}, {image.interpolation})"
+    elif task.text is not None:
+        taken = f"text of up to {task.text.max_length} tokens ({task.text.tokenizer})"
+    parts = (task.kind, taken, "" if task.kind == EMBED else count, task.source)
+    return ", ".join(filter(None, parts))
 
 
 def shares(value: dict[str, Any]) -> list[tuple[str, str]]:

@@ -24,6 +24,7 @@ EXTRAS: Mapping[str, str] = {
     "sklearn": "train",
     "tensorboard": "tensorboard",
     "torchvision": "transfer",
+    "timm": "timm",
     "PIL": "images",
     "tokenizers": "text",
     "opentelemetry": "trace",

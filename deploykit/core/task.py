@@ -7,7 +7,7 @@ tokenising, is described here and happens before it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deploykit.core.errors import BadInput
 from deploykit.core.json_value import Record
@@ -20,6 +20,9 @@ STRETCH = "stretch"  # both sides to the model's size; the aspect ratio changes
 SHORTEST_EDGE = "shortest-edge"  # the shorter side to `resize_to`, then the middle is cut out
 LETTERBOX = "letterbox"  # as large as fits, then filled with `padding` to the model's size
 RESIZE_RULES = (STRETCH, SHORTEST_EDGE, LETTERBOX)
+INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
+COLOURS = ("RGB", "BGR", "L")
+TOKENIZER = ".tokenizer.json"  # behind the artefact's name
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,17 @@ class Task(Record):
         if self.top_k < 1:
             raise BadInput(f"`top_k` must be 1 or more, got {self.top_k}")
 
+    def named_after(self, artefact: str) -> Task:
+        """This task for the file `artefact`, whose tokenizer has the name that goes with it."""
+        if self.text is None:
+            return self
+        return replace(self, text=replace(self.text, tokenizer=tokenizer_name(artefact)))
+
     def label(self, index: int) -> str:
         """The label's name, or its index where labels have no names."""
         return self.labels[index] if 0 <= index < len(self.labels) else str(index)
+
+
+def tokenizer_name(artefact: str) -> str:
+    """The file next to `artefact` that holds its tokenizer."""
+    return f"{artefact}{TOKENIZER}"

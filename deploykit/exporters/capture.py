@@ -21,7 +21,7 @@ from typing import Any
 
 from deploykit.core.extras import require
 from deploykit.core.tensors import TensorSpec, concrete
-from deploykit.exporters import recurrent
+from deploykit.exporters import nms, recurrent
 from deploykit.exporters.calls import CallWatch
 from deploykit.exporters.reasons import SizeWatch, baked, explain
 from deploykit.runtimes.torch.advice import is_users, is_written_for_tracing, source_place
@@ -92,7 +92,7 @@ def by_dynamo(
                 input_names=[spec.name for spec in inputs],
                 output_names=[spec.name for spec in outputs],
                 opset_version=opset,
-                custom_translation_table=recurrent.translations(),
+                custom_translation_table={**recurrent.translations(), **nms.onnx_forms()},
                 verbose=False,
             )
             graph = program.model

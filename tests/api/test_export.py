@@ -15,7 +15,7 @@ needs("onnxscript")
 
 import deploykit as dk  # noqa: E402
 from deploykit.api import golden  # noqa: E402
-from deploykit.api.export import _few  # noqa: E402
+from deploykit.api.export_proof import _few  # noqa: E402
 from deploykit.core.artefact import read_manifest  # noqa: E402
 from deploykit.core.files import sha256  # noqa: E402
 from deploykit.core.manifest import manifest_path  # noqa: E402

@@ -45,7 +45,7 @@ def test_without_a_scale_bytes_become_0_to_1(tmp_path: Path) -> None:
         ("mean = []\nstd = []", "mean: must be a list"),
         ("mean = [true]\nstd = [1.0]", "mean: must be a list of numbers"),
         ("mean = 0.5\nstd = 1.0", "mean: must be a list"),
-        ("mean = [0.5]\nstd = [1.0]\nresize = 256", "unknown key 'resize'"),
+        ("mean = [0.5]\nstd = [1.0]\ncrop = 256", "unknown key 'crop'"),
         ("mean = [", "not valid TOML"),
         ("mean = [0.5]\nstd = [1.0]\nscale = 'x'", "scale: must be"),
     ],

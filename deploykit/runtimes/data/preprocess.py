@@ -6,11 +6,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from deploykit.core.errors import BadInput
 from deploykit.core.files import read_toml
 from deploykit.core.preprocess import IMAGENET, Preprocess
+from deploykit.core.task import COLOURS, INTERPOLATIONS, RESIZE_RULES, SHORTEST_EDGE
 from deploykit.core.tensors import TensorSpec
+
+_CHOICES = {"resize": RESIZE_RULES, "interpolation": INTERPOLATIONS, "colours": COLOURS}
+_BYTES = {"resize_to": 1 << 14, "padding": 255}  # the largest value of each
 
 
 def load_preprocess(reference: str) -> Preprocess:
@@ -27,10 +32,11 @@ def load_preprocess(reference: str) -> Preprocess:
         )
     path = Path(reference)
     values, _ = read_toml(path)
-    unknown = set(values) - {"mean", "std", "scale"}
+    known = ("mean", "std", "scale", *_CHOICES, *_BYTES)
+    unknown = set(values) - set(known)
     if unknown:
         raise BadInput(
-            f"{path}: unknown key '{sorted(unknown)[0]}'", hint="the keys are: mean, std, scale"
+            f"{path}: unknown key '{sorted(unknown)[0]}'", hint=f"the keys are: {', '.join(known)}"
         )
     mean, std = (_numbers(values.get(key), f"{path}: {key}") for key in ("mean", "std"))
     (scale,) = _numbers([values.get("scale", 1 / 255)], f"{path}: scale")
@@ -41,6 +47,29 @@ def load_preprocess(reference: str) -> Preprocess:
     if min(std) <= 0 or scale <= 0:
         raise BadInput(f"{path}: std and scale must be above 0")
     return Preprocess(path.stem, mean, std, scale)
+
+
+def load_placing(reference: str | None) -> dict[str, Any]:
+    """What a TOML file says of how an image is placed into the input: fields of `ImageInput`.
+
+    `resize`, `resize_to`, `interpolation`, `colours` and `padding`; of `imagenet` nothing.
+    Raises NotFound, or BadInput naming the file and the key at fault.
+    """
+    if reference is None or not reference.endswith(".toml"):
+        return {}
+    path = Path(reference)
+    values, _ = read_toml(path)
+    found = {key: values[key] for key in (*_CHOICES, *_BYTES) if key in values}
+    for key, value in found.items():
+        if key in _CHOICES and value not in _CHOICES[key]:
+            raise BadInput(
+                f"{path}: {key} must be one of {', '.join(_CHOICES[key])}, got {value!r}"
+            )
+        if key in _BYTES and (type(value) is not int or not 0 <= value <= _BYTES[key]):
+            raise BadInput(f"{path}: {key} must be an integer up to {_BYTES[key]}, got {value!r}")
+    if ("resize_to" in found) != (found.get("resize") == SHORTEST_EDGE):
+        raise BadInput(f'{path}: resize = "{SHORTEST_EDGE}" and resize_to go together')
+    return found
 
 
 def image_input(inputs: Sequence[TensorSpec], preprocess: Preprocess) -> tuple[int, TensorSpec]:

@@ -29,7 +29,16 @@ from deploykit.runtimes.torch.operators import absent, lacks, with_torchvision
 torch = require("torch")
 
 # where training scripts put the weights next to epoch, optimizer and so on; the first is taken
-_WEIGHT_KEYS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
+_WEIGHT_KEYS = (
+    "state_dict",
+    "model_state_dict",
+    "model",
+    "module",
+    "net",
+    "network",
+    "weights",
+    "ema",
+)
 _PICKLE_AND_INPUTS = "`allow_pickle`, and `inputs` for each input, as 'x:float32[N,3,224,224]'"
 _REFUSED = re.compile(r"GLOBAL (\S+)")  # in torch's message: the object that the pickle asks for
 _VERBOSE = (  # they log a traceback for a damaged .pt2 before they raise it

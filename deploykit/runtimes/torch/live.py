@@ -6,6 +6,7 @@ import copy
 import hashlib
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from deploykit.core.tensors import BATCH, TensorSpec, make_spec
 from deploykit.runtimes.torch.files import module_errors, quiet
 from deploykit.runtimes.torch.loaded import Loaded, describe_module, undescribed
 from deploykit.runtimes.torch.outputs import parameter_names, to_numpy, wrapper_for
+from deploykit.runtimes.torch.presets import preset_of
 
 torch = require("torch")
 
@@ -41,7 +43,8 @@ def load_live(module: Any, inputs: Sequence[TensorSpec]) -> Loaded:
     if not inputs:
         raise undescribed(name, inputs=True)
     with module_errors(name):
-        return describe_module(name, _copy(_unwrap(module)), inputs, "module")
+        loaded = describe_module(name, _copy(_unwrap(module)), inputs, "module")
+    return replace(loaded, preset=preset_of(_unwrap(module)))
 
 
 def hash_weights(module: Any) -> str:

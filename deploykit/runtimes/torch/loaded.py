@@ -16,6 +16,7 @@ from deploykit.runtimes.torch.describe import describe
 from deploykit.runtimes.torch.files import module_errors
 from deploykit.runtimes.torch.outputs import adapt, binding
 from deploykit.runtimes.torch.preprocess import FromBytes
+from deploykit.runtimes.torch.presets import Preset
 
 torch = require("torch")
 
@@ -33,6 +34,7 @@ class Loaded:
     `ran_pickle`: code in the file could run. `notes`: what was picked, dropped or converted on the
     way, a sentence each. `limits`: the smallest and largest size (None: any) of those dynamic axes
     for which they are known. `model_class`: of transformers, where a folder names it.
+    `preset`: what its library says of it.
     """
 
     module: Any
@@ -44,6 +46,7 @@ class Loaded:
     notes: tuple[str, ...] = ()
     limits: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
     model_class: str | None = None
+    preset: Preset | None = None
 
 
 def undescribed(where: object, *, arch: bool = False, inputs: bool = False) -> BadInput:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ from deploykit.runtimes.torch.loaded import (
 from deploykit.runtimes.torch.operators import with_torchvision
 from deploykit.runtimes.torch.outputs import adapt, binding
 from deploykit.runtimes.torch.preprocess import before
+from deploykit.runtimes.torch.presets import preset_of
 from deploykit.runtimes.torch.programs import open_program
-from deploykit.runtimes.torch.weights import build_module, copy_weights
+from deploykit.runtimes.torch.weights import build_module, copy_weights, in_float32
 
 torch = require("torch")
 
@@ -90,16 +92,21 @@ def load_module(
         if arch is not None:
             raise BadInput(f"{path}: holds a whole model, so `arch` {arch} has nothing to build")
         return _from_whole_model(path, content, inputs)
-    if arch is None or not inputs:
-        raise undescribed(path, arch=arch is None, inputs=not inputs)
-    module, built_with = build_module(arch, content.arguments)
+    if arch is None:
+        raise undescribed(path, arch=True, inputs=not inputs)
+    module, built_with = build_module(arch, content.arguments, content.value)
+    preset = preset_of(module, arch, path)
+    inputs = tuple(inputs) or (preset.inputs if preset else ())
+    if not inputs:
+        raise undescribed(path, inputs=True)
     notes = (
         *content.notes,
         *built_with,
         *copy_weights(path, module, content.value, content.source),
     )
     with module_errors(path):
-        return describe_module(path, module, inputs, content.source, notes=notes)
+        loaded = describe_module(path, module, inputs, content.source, notes=notes)
+    return replace(loaded, preset=preset)
 
 
 def model_files(path: Path) -> list[Path]:
@@ -136,14 +143,17 @@ def look(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], di
 def _from_whole_model(path: Path, content: Content, inputs: Sequence[TensorSpec]) -> Loaded:
     with module_errors(path):
         if content.source != "torch.export":
-            return describe_module(
+            module, notes = in_float32(content.value.cpu())
+            preset = preset_of(module)
+            loaded = describe_module(
                 path,
-                content.value.cpu(),
-                inputs,
+                module,
+                inputs or (preset.inputs if preset else ()),
                 content.source,
                 ran_pickle=content.ran_pickle,
-                notes=content.notes,
+                notes=(*content.notes, *notes),
             )
+            return replace(loaded, preset=preset)
         program = open_program(str(path), content.value, inputs)
     return Loaded(
         program.module,

@@ -18,6 +18,7 @@ from deploykit.core.extras import require
 from deploykit.core.paths import import_object
 from deploykit.runtimes.torch.files import module_errors
 from deploykit.runtimes.torch.operators import with_torchvision
+from deploykit.runtimes.torch.presets import build_named
 
 torch = require("torch")
 
@@ -27,15 +28,20 @@ _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
 def build_module(
-    arch: str, arguments: Mapping[str, Any] | None = None
+    arch: str,
+    arguments: Mapping[str, Any] | None = None,
+    weights: Mapping[str, Any] | None = None,
 ) -> tuple[Any, tuple[str, ...]]:
     """The module on the CPU that `arch`, `pkg.mod:callable` or `./file.py:callable`, builds.
 
-    It is called with those `arguments` that it names, otherwise without any; a note lists them.
-    Raises BadInput, NotFound, MissingExtra.
+    It is called with those `arguments` that it names, otherwise without any; a note lists them. A
+    library's model, as "resnet18", is built to fit `weights`. Raises BadInput, NotFound,
+    MissingExtra.
     """
-    found: Any = with_torchvision(lambda: import_object(arch))
     given: dict[str, Any] = {}
+    with module_errors(f"`arch` {arch}"):
+        named = build_named(arch, weights or {})
+    found: Any = named if named is not None else with_torchvision(lambda: import_object(arch))
     if not isinstance(found, torch.nn.Module):
         given = _arguments(arch, found, arguments or {})
         with module_errors(f"`arch` {arch}"):
@@ -67,6 +73,15 @@ def _arguments(arch: str, function: Any, offered: Mapping[str, Any]) -> dict[str
             f"def build(): return {arch.rpartition(':')[2]}(...)  ->  `arch` ./file.py:build",
         )
     return given
+
+
+def in_float32(module: Any) -> tuple[Any, tuple[str, ...]]:
+    """A module that was saved in float16, as Ultralytics saves its own, in float32, and a note."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return module, ()
+    count = sum(tensor.dtype == torch.float16 for tensor in module.state_dict().values())
+    note = f"{count} tensors converted from float16 to float32"
+    return (module.float(), (note,)) if count else (module, ())
 
 
 def copy_weights(

@@ -1,0 +1,149 @@
+"""Prove that an exported graph computes what the model does, at several sizes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from deploykit.api import batching, golden
+from deploykit.api.feeds import MOST_SAMPLES, first_rows, rows_note, rows_that_fit
+from deploykit.api.source import ExportSource
+from deploykit.core.errors import BadInput, DeploykitError
+from deploykit.core.evidence import GoldenSamples, Parity, RowIndependence
+from deploykit.core.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from deploykit.runtimes.engine import Arrays, Engine
+    from deploykit.runtimes.rows import JoinedRun
+    from deploykit.runtimes.torch.engine import TorchEngine
+
+EXPORT_MAX_ERROR = 1e-4  # float32 on both sides: only the order of additions differs
+
+
+class Proof(NamedTuple):
+    """What was measured of the graph."""
+
+    parity: Parity
+    recorded: GoldenSamples | None
+    batching: RowIndependence
+    notes: tuple[str, ...]
+
+
+def prove_export(
+    source: ExportSource,
+    tmp: Path,
+    feeds: Sequence[Mapping[str, np.ndarray]],
+    max_error: float | None,
+    out_name: str,
+    sizes: Mapping[str, int],
+) -> Proof:
+    """Compare the graph with the module, record golden samples next to it, prove its batch."""
+    from deploykit.runtimes.engine import load
+    from deploykit.runtimes.torch.engine import TorchEngine
+
+    loaded, names = source.loaded, (source.name, out_name)
+    joined: list[JoinedRun] = []
+    most = rows_that_fit(feeds, tmp)
+    feeds = first_rows(feeds, most)
+    with TorchEngine(loaded, source.name, "cpu", None) as reference:
+        with load(tmp, "cpu") as exported:
+            bound = EXPORT_MAX_ERROR if max_error is None else max_error
+            keep = batching.keep_runs(exported, feeds, joined)
+            parity = _compare(reference, exported, feeds, bound, names, sizes, keep)
+            recorded = golden.record(reference, _few(feeds, loaded.inputs), tmp)
+            rows = batching.prove_batch(exported, tmp, recorded, most, joined)
+            notes = (*rows_note(most), *batching.notes(exported, rows))
+        if max_error is None and not parity.passed:  # the graph is closed: float64 needs its memory
+            few = feeds if most == MOST_SAMPLES else feeds[:1]  # in float64, with slow kernels
+            parity = _add_float32_errors(parity, reference, few)
+        return Proof(parity, recorded, rows, notes)
+
+
+def _add_float32_errors(
+    parity: Parity, reference: TorchEngine, feeds: Sequence[Mapping[str, np.ndarray]]
+) -> Parity:
+    """What float32 itself gives: in float64, else in other batches; the largest feeds left out.
+
+    In float64 the smallest feeds come first: most graphs pass with them. Other batches need rows.
+    """
+    from deploykit.measure.evaluate.parity import add_float32_errors, in_other_batches
+
+    feeds = sorted(feeds, key=lambda each: sum(array.size for array in each.values()))
+    feeds = feeds[: max(1, len(feeds) - 1)]
+    try:
+        return add_float32_errors(parity, reference, reference.in_float64, feeds)
+    except DeploykitError:  # its code names float32
+        with contextlib.suppress(DeploykitError):  # nor does it take single rows
+            others = partial(in_other_batches, reference)
+            parity = add_float32_errors(parity, reference, others, feeds[::-1])
+        return parity
+
+
+def _compare(
+    reference: Engine,
+    exported: Engine,
+    feeds: Sequence[Mapping[str, np.ndarray]],
+    max_error: float,
+    names: tuple[str, str],
+    sizes: Mapping[str, int],
+    keep: Callable[[int, Arrays, Arrays], None],
+) -> Parity:
+    """Parity over all sizes; where the graph fails at one, the axis that it fixed is named.
+
+    `sizes`: what the dynamic axes were exported at. `keep`: as `each` of a comparison.
+    """
+    from deploykit.measure.evaluate.parity import compare_engines
+
+    try:
+        return compare_engines(
+            reference, exported, feeds, max_error=max_error, names=names, each=keep
+        )
+    except DeploykitError as exc:
+        axis = _fixed_axis(reference, exported, sizes)
+        if axis is None:
+            raise
+        raise BadInput(
+            f"{names[1]}: the exporter fixed axis {axis}: at another size the graph does not "
+            f"compute what the model does ({exc.message})",
+            hint="export with a fixed size for that axis, or find where the model reads it as a "
+            "Python number",
+        ) from exc
+
+
+def _fixed_axis(reference: Engine, exported: Engine, base: Mapping[str, int]) -> str | None:
+    """The first dynamic axis along which the graph fails and the model does not.
+
+    `base`: the sizes at which the graph was exported. None where it fails at these too.
+    """
+    from deploykit.measure.evaluate.feeds import parity_sizes
+    from deploykit.measure.evaluate.parity import compare_engines
+    from deploykit.runtimes.data.samples import random_feeds
+
+    others = parity_sizes(reference.inputs, reference.limits)
+    changes = [{}, *({axis: each[axis]} for axis in base for each in others if axis in each)]
+    for change in changes:
+        feeds = random_feeds(reference.inputs, {**base, **change})
+        try:
+            reference(feeds)
+        except DeploykitError:
+            continue
+        try:
+            compare_engines(reference, exported, [feeds])
+        except DeploykitError:
+            return next(iter(change), None)
+    return None
+
+
+def _few(
+    feeds: Sequence[Mapping[str, np.ndarray]], inputs: tuple[TensorSpec, ...]
+) -> Mapping[str, np.ndarray]:
+    """Golden samples: the first few rows of the largest feeds, or all of a fixed batch."""
+    largest = max(feeds, key=lambda each: sum(array.nbytes for array in each.values()))
+    if not inputs[0].batched or len({spec.shape[0] for spec in inputs}) > 1:
+        return largest
+    return {name: array[: golden.SAMPLES] for name, array in largest.items()}

@@ -1,0 +1,362 @@
+"""Make a model's task part of it: the input's preprocessing, the task's own outputs, the labels."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploykit.core.errors import BadInput
+from deploykit.core.files import check_readable, read_json, sha256
+from deploykit.core.paths import StrPath
+from deploykit.core.preprocess import Preprocess
+from deploykit.core.task import (
+    CLASSIFY,
+    DETECT,
+    EMBED,
+    KINDS,
+    LETTERBOX,
+    SHORTEST_EDGE,
+    TEXT_CLASSIFY,
+    ImageInput,
+    Task,
+    TextInput,
+    tokenizer_name,
+)
+from deploykit.core.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from deploykit.api.source import ExportSource
+    from deploykit.exporters.heads import TaskHead
+    from deploykit.runtimes.torch.loaded import Loaded
+    from deploykit.runtimes.torch.presets import Preset
+
+_ONLY_DETECT = ("threshold", "iou", "boxes")
+_IMAGENET_CROP = 0.875  # torchvision's: 224 of 256
+_MOST_BOXES = 3840  # TensorRT's TopK takes no more
+_NO_LIMIT = 1 << 20  # what a tokenizer's configuration writes for none is far above
+_USUAL_LENGTH = 512
+_POSITIONS_AFTER_PADDING = ("roberta", "camembert", "xlm-roberta", "xlm-roberta-xl", "mpnet")
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """What the user says of the task; None where the model's own metadata decide."""
+
+    kind: str
+    labels: tuple[str, ...] | None = None
+    labels_from: str = ""
+    threshold: float | None = None
+    iou: float | None = None
+    boxes: int | None = None
+    max_length: int | None = None
+    tokenizer: Path | None = None
+
+
+@dataclass(frozen=True)
+class Tasked:
+    """A model with its task. `tokenizer`: the file to keep next to the graph."""
+
+    loaded: Loaded
+    task: Task | None = None
+    pixels: Preprocess | None = None
+    tokenizer: Path | None = None
+    notes: tuple[str, ...] = ()
+
+    def keep_tokenizer(self, graph: Path) -> Task | None:
+        """The task for the graph at `graph`, its tokenizer copied next to it."""
+        if self.task is None or self.tokenizer is None:
+            return self.task
+        shutil.copyfile(self.tokenizer, graph.with_name(tokenizer_name(graph.name)))
+        return self.task.named_after(graph.name)
+
+
+def read_options(
+    kind: str | None,
+    labels: StrPath | Sequence[str] | None,
+    threshold: float | None,
+    iou: float | None,
+    boxes: int | None,
+    tokenizer: StrPath | None,
+    max_length: int | None,
+) -> TaskOptions | None:
+    """The options of `export` that are about the task, checked; None without a task.
+
+    Raises NotFound or BadInput.
+    """
+    numbers = {"threshold": threshold, "iou": iou, "boxes": boxes, "max_length": max_length}
+    named: dict[str, Any] = {key: value for key, value in numbers.items() if value is not None}
+    if kind is None:
+        others = {"labels": labels, "tokenizer": tokenizer, **named}
+        lost = [key for key, value in others.items() if value is not None]
+        if lost:
+            raise BadInput(f"`{lost[0]}` needs `task`", hint=f"`task`: one of {', '.join(KINDS)}")
+        return None
+    if kind not in KINDS:
+        raise BadInput(f"`task` {kind}: unknown", hint=f"one of: {', '.join(KINDS)}")
+    for key in _ONLY_DETECT:
+        if key in named and kind != DETECT:
+            raise BadInput(f"`{key}` goes with `task` {DETECT}, not with {kind}")
+    for key in ("threshold", "iou"):
+        if key in named and not 0 <= named[key] <= 1:
+            raise BadInput(f"`{key}` must be from 0 to 1, got {named[key]:g}")
+    if not 1 <= named.get("boxes", 1) <= _MOST_BOXES:
+        raise BadInput(f"`boxes` must be from 1 to {_MOST_BOXES}, got {named['boxes']}")
+    if named.get("max_length", 2) < 2:
+        raise BadInput(f"`max_length` must be 2 or more, got {named['max_length']}")
+    if labels is not None and kind == EMBED:
+        raise BadInput(f"`labels` does not go with `task` {EMBED}, which has none")
+    if isinstance(labels, (str, os.PathLike)):
+        path = Path(labels)
+        named |= {"labels": _read_labels(path), "labels_from": str(path)}
+    elif labels is not None:
+        named |= {"labels": tuple(map(str, labels)), "labels_from": "`labels`"}
+    return TaskOptions(kind, tokenizer=Path(tokenizer) if tokenizer else None, **named)
+
+
+def with_task(
+    source: ExportSource,
+    options: TaskOptions | None,
+    pixels: Preprocess | None,
+    rule: dict[str, Any],
+) -> Tasked:
+    """The model of `source` behind its preprocessing and with the outputs of its task.
+
+    `pixels` and `rule`: what the user's `preprocess` says of values and of placing an image.
+    Raises BadInput where the task does not fit the model, or something of it is not known.
+    """
+    if options is None:
+        from deploykit.runtimes.torch.loaded import with_preprocess
+
+        loaded = source.loaded
+        return Tasked(with_preprocess(loaded, pixels) if pixels else loaded, pixels=pixels)
+    takes_images = any(len(spec.shape) == 4 for spec in source.loaded.inputs)
+    if options.kind != TEXT_CLASSIFY and (options.kind != EMBED or takes_images):
+        return _with_image(source.loaded, options, pixels, rule)
+    return _with_text(source, options)
+
+
+# images
+
+
+def _with_image(
+    loaded: Loaded, options: TaskOptions, pixels: Preprocess | None, rule: dict[str, Any]
+) -> Tasked:
+    from deploykit.runtimes.torch.loaded import with_preprocess
+
+    preset = loaded.preset
+    spec = next((each for each in loaded.inputs if _takes_bytes(each)), None)
+    if spec is None:
+        pixels = pixels or (preset.preprocess if preset else None)
+        if pixels is None:
+            raise BadInput(
+                f"`task` {options.kind}: nothing says how the pixels are normalised",
+                hint="`preprocess`: imagenet, or a TOML file with mean and std",
+            )
+        loaded = with_preprocess(loaded, pixels)
+        spec = next(each for each in loaded.inputs if _takes_bytes(each))
+    _, height, width, channels = spec.shape
+    if not isinstance(height, int) or not isinstance(width, int):
+        raise BadInput(
+            f"`task` {options.kind}: the image {spec} has no fixed height and width",
+            hint="images are resized to the model's size: give numbers in `inputs`",
+        )
+    placed = _placed(spec.name, (height, width, channels), options.kind, preset, pixels, rule)
+    head = _head(loaded, options, (height, width), preset.classes if preset else None)
+    named = preset is not None and options.kind != EMBED
+    labels, notes = _labels(options, head.classes, preset.labels if preset and named else ())
+    source = preset.source if preset else ""
+    task = Task(options.kind, head.outputs, image=placed, labels=labels, source=source)
+    if options.threshold is not None:
+        task = replace(task, threshold=options.threshold)
+    return Tasked(head.loaded, task, pixels, None, (*head.notes, *notes))
+
+
+def _takes_bytes(spec: TensorSpec) -> bool:
+    return spec.dtype == "uint8" and len(spec.shape) == 4 and spec.shape[3] in (1, 3)
+
+
+def _placed(
+    name: str,
+    shape: tuple[int, int, int | str],
+    kind: str,
+    preset: Preset | None,
+    pixels: Preprocess | None,
+    rule: dict[str, Any],
+) -> ImageInput:
+    """How an image is placed into the input, by the user's file, the preset, or what is usual."""
+    height, width, channels = shape
+    if preset is not None:
+        known = preset.image
+        edge = known.resize_to * min(height, width) / min(known.height, known.width)
+        placed = replace(known, height=height, width=width, resize_to=round(edge))
+    else:
+        placed = ImageInput("", height, width, colours="RGB" if channels == 3 else "L")
+        if kind == DETECT:
+            placed = replace(placed, resize=LETTERBOX)
+        elif kind in (CLASSIFY, EMBED) and pixels is not None and pixels.name == "imagenet":
+            edge = round(min(height, width) / _IMAGENET_CROP)
+            placed = replace(placed, resize=SHORTEST_EDGE, resize_to=max(edge, height, width))
+    placed = replace(placed, tensor=name, **rule)
+    if placed.resize == SHORTEST_EDGE and placed.resize_to < max(height, width):
+        raise BadInput(
+            f"`preprocess`: resize_to = {placed.resize_to} is below the model's {height}x{width}",
+            hint="the shorter side of an image is resized to it, then the middle is cut out",
+        )
+    if (placed.colours == "L") != (channels == 1):
+        raise BadInput(
+            f"`preprocess`: colours = {placed.colours}, but the model has {channels} channels"
+        )
+    return placed
+
+
+def _head(
+    loaded: Loaded, options: TaskOptions, size: tuple[int, int], classes: int | None, **more: bool
+) -> TaskHead:
+    from deploykit.exporters.heads import Boxes, with_head
+
+    boxes = Boxes()
+    if options.iou is not None:
+        boxes = replace(boxes, iou=options.iou)
+    if options.boxes is not None:
+        boxes = replace(boxes, many=options.boxes)
+    return with_head(loaded, options.kind, size, boxes, classes, **more)
+
+
+# labels
+
+
+def _labels(
+    options: TaskOptions, classes: int | None, known: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The user's labels, else those of the model where they are as many as its classes."""
+    given = options.labels
+    if given is None:
+        fits = bool(known) and classes in (None, len(known))
+        none = classes is not None and not fits
+        return (known if fits else ()), (
+            ("its labels have no names: `labels` gives them",) if none else ()
+        )
+    if classes is not None and len(given) != classes:
+        raise BadInput(
+            f"{options.labels_from}: holds {len(given)} labels, the model has {classes} classes",
+            hint="one label per line, in the order of the classes",
+        )
+    return given, ()
+
+
+def _read_labels(path: Path) -> tuple[str, ...]:
+    """One label per line. Raises NotFound or BadInput."""
+    try:
+        text = check_readable(path).read_text(encoding="utf-8-sig")
+    except ValueError as exc:
+        raise BadInput(f"{path}: is not a text file in UTF-8", hint="one label per line") from exc
+    lines = [line.strip() for line in text.rstrip().split("\n")] if text.strip() else []
+    if not lines:
+        raise BadInput(f"{path}: holds no labels", hint="one label per line")
+    if "" in lines:
+        raise BadInput(f"{path}: line {lines.index('') + 1} is empty", hint="one label per line")
+    if any(not line.isprintable() for line in lines):
+        raise BadInput(f"{path}: is not a text file with one label per line")
+    return tuple(lines)
+
+
+# text
+
+
+def _with_text(source: ExportSource, options: TaskOptions) -> Tasked:
+    loaded = source.loaded
+    names = [spec.name for spec in loaded.inputs]
+    ids = next((name for name in names if name in ("input_ids", "ids", "tokens")), None)
+    if ids is None:
+        raise BadInput(
+            f"`task` {options.kind}: no input holds token ids, as input_ids:int64[N,T] does",
+            hint="the inputs are: " + ", ".join(map(str, loaded.inputs)),
+        )
+    folder = _folder(source.path)
+    path = options.tokenizer or (folder / "tokenizer.json" if folder else None)
+    if path is None or not path.is_file():
+        where = f"{path}: no such file" if path else "a live module has no folder"
+        raise BadInput(
+            f"`task` {options.kind} needs the model's tokenizer; {where}",
+            hint="`tokenizer`: the tokenizer.json that tokenizer.save_pretrained(folder) writes",
+        )
+    config = _settings(folder, "config.json")
+    positions = _positions(config)
+    text = TextInput(
+        ids=ids,
+        tokenizer=path.name,
+        sha256=sha256(path),
+        max_length=_max_length(options, _settings(path.parent, "tokenizer_config.json"), positions),
+        mask=next((name for name in names if "mask" in name), ""),
+        types=next((name for name in names if "type" in name), ""),
+        pad_id=_pad_id(_read_tokenizer(path), config),
+    )
+    independent = config.get("problem_type") == "multi_label_classification"
+    head = _head(loaded, options, (0, 0), None, independent=independent)
+    labels, notes = _labels(options, head.classes, _named(config))
+    task = Task(
+        options.kind,
+        head.outputs,
+        text=text,
+        labels=labels,
+        source=str(config.get("model_type") or ""),
+    )
+    return Tasked(head.loaded, task, None, path, (*head.notes, *notes))
+
+
+def _folder(path: Path | None) -> Path | None:
+    """Where the files that belong to a model lie."""
+    return path if path is None or path.is_dir() else path.parent
+
+
+def _settings(folder: Path | None, name: str) -> dict[str, Any]:
+    path = folder / name if folder else None
+    found = read_json(path) if path is not None and path.is_file() else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _read_tokenizer(path: Path) -> dict[str, Any]:
+    found = read_json(path)
+    if not isinstance(found, dict) or not isinstance(found.get("model"), dict):
+        raise BadInput(f"{path}: is not a tokenizer.json of Hugging Face's tokenizers")
+    return found
+
+
+def _positions(config: dict[str, Any]) -> int | None:
+    """The longest row of tokens that the model takes; None where nothing says so."""
+    found = config.get("max_position_embeddings")
+    if type(found) is not int or found < 1:
+        return None
+    padding = config.get("pad_token_id") or 0
+    after = config.get("model_type") in _POSITIONS_AFTER_PADDING
+    return found - (padding + 1 if after else 0)
+
+
+def _max_length(options: TaskOptions, settings: dict[str, Any], positions: int | None) -> int:
+    wanted = options.max_length
+    if wanted is not None and positions is not None and wanted > positions:
+        raise BadInput(f"`max_length` {wanted}: the model has {positions} positions")
+    stated = settings.get("model_max_length")
+    limits = [
+        each for each in (stated, positions) if isinstance(each, int) and 1 < each < _NO_LIMIT
+    ]
+    return wanted or min(limits, default=_USUAL_LENGTH)
+
+
+def _pad_id(tokenizer: dict[str, Any], config: dict[str, Any]) -> int:
+    padding = tokenizer.get("padding")
+    found = padding.get("pad_id") if isinstance(padding, dict) else config.get("pad_token_id")
+    return found if type(found) is int and found >= 0 else 0
+
+
+def _named(config: dict[str, Any]) -> tuple[str, ...]:
+    """The labels of a transformers' config, in the order of their numbers."""
+    found = config.get("id2label")
+    if not isinstance(found, dict) or not all(str(key).isdigit() for key in found):
+        return ()
+    by_number = {int(key): str(value) for key, value in found.items()}
+    return tuple(by_number[at] for at in range(len(by_number)) if at in by_number)

@@ -1,0 +1,341 @@
+"""What a task adds behind a model: probabilities, boxes after NMS, a class per pixel, length 1.
+
+Each is a torch module, so that the comparison of the graph with PyTorch covers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from deploykit.core.errors import BadInput
+from deploykit.core.extras import require
+from deploykit.core.task import CLASSIFY, DETECT, EMBED, SEGMENT, TEXT_CLASSIFY, TaskOutputs
+from deploykit.core.tensors import TensorSpec, concrete
+from deploykit.exporters.nms import suppress
+from deploykit.runtimes.torch.files import module_errors
+from deploykit.runtimes.torch.loaded import Loaded, by_position
+from deploykit.runtimes.torch.outputs import adapt
+
+torch = require("torch")
+
+_LEAST = 0.001  # score of a box that the graph keeps: what a curve of precision and recall needs
+_SPAN = 4  # sides of the image between the boxes of two classes, which so never overlap
+_PREFERRED = ("logits", "scores", "out", "output", "output_0")
+_NOT_ONE = 1e-3  # sums of rows that are probabilities are nearer to 1
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """How boxes are chosen: `iou` from which they are one, and how `many` an image has at most."""
+
+    iou: float = 0.7
+    many: int = 300
+
+
+@dataclass(frozen=True)
+class TaskHead:
+    """A model with a task's outputs. `classes`: how many it tells apart, None for none."""
+
+    loaded: Loaded
+    outputs: TaskOutputs
+    classes: int | None
+    notes: tuple[str, ...] = ()
+
+
+def with_head(
+    loaded: Loaded,
+    kind: str,
+    size: tuple[int, int],
+    boxes: Boxes,
+    classes: int | None = None,
+    *,
+    independent: bool = False,
+) -> TaskHead:
+    """`loaded` with the outputs of the task `kind`. Raises BadInput where its own do not fit.
+
+    `size`: height and width of the image; `classes`: of a detector whose outputs do not show it.
+    `independent`: a sample may have several labels, each with a probability of its own.
+    """
+    add = {
+        CLASSIFY: _classify,
+        TEXT_CLASSIFY: _classify,
+        SEGMENT: _segment,
+        EMBED: _embed,
+        DETECT: _detect,
+    }
+    return add[kind](_Job(loaded, kind, size, boxes, classes, independent))
+
+
+@dataclass(frozen=True)
+class _Job:
+    loaded: Loaded
+    kind: str
+    size: tuple[int, int]
+    boxes: Boxes
+    classes: int | None
+    independent: bool
+
+    def misfit(self, needs: str) -> BadInput:
+        specs = ", ".join(map(str, self.loaded.outputs))
+        return BadInput(
+            f"`task` {self.kind} does not fit the model: its outputs are {specs}", hint=needs
+        )
+
+    def one(self, ranks: Sequence[int], needs: str) -> tuple[int, tuple[str, ...]]:
+        """The place of the output that counts, a float of one of these ranks, and a note."""
+        outputs = self.loaded.outputs
+        fits = [
+            at
+            for at, spec in enumerate(outputs)
+            if "float" in spec.dtype and len(spec.shape) in ranks
+        ]
+        if not fits:
+            raise self.misfit(needs)
+        named = [at for at in fits if outputs[at].name in _PREFERRED]
+        at = (named or fits)[0]
+        others = [spec.name for place, spec in enumerate(outputs) if place != at]
+        left = (f"left out: the outputs {', '.join(others)}",) if others else ()
+        return at, left
+
+    def head(
+        self,
+        module: Any,
+        places: Sequence[int],
+        specs: Sequence[TensorSpec],
+        outputs: TaskOutputs,
+        classes: int | None,
+        notes: tuple[str, ...] = (),
+    ) -> TaskHead:
+        behind = _Behind(self.loaded.module, module, tuple(places)).eval()
+        made = adapt(behind, by_position, len(self.loaded.inputs))
+        return TaskHead(
+            replace(self.loaded, module=made, outputs=tuple(specs)), outputs, classes, notes
+        )
+
+
+class _Behind(torch.nn.Module):  # type: ignore[misc, name-defined] # torch comes through require
+    """`head` behind `module`: it gets the outputs at `places`."""
+
+    def __init__(self, module: Any, head: Any, places: tuple[int, ...]) -> None:
+        super().__init__()
+        self.module = module
+        self.head = head
+        self.places = places
+
+    def forward(self, *inputs: Any) -> Any:
+        outputs = self.module(*inputs)
+        return self.head(*(outputs[at] for at in self.places))
+
+
+class _Formula(torch.nn.Module):  # type: ignore[misc, name-defined] # torch comes through require
+    """A function as a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *values: Any) -> Any:
+        return self.function(*values)
+
+
+# classes
+
+
+def _classify(job: _Job) -> TaskHead:
+    at, notes = job.one((2, 4), "classify needs scores of the classes, float [N,classes]")
+    spec = job.loaded.outputs[at]
+    batch, count, *rest = spec.shape
+    if not isinstance(count, int) or count < 2 or any(size != 1 for size in rest):
+        raise job.misfit("classify needs scores of two classes or more, float [N,classes]")
+    done = not job.independent and _are_probabilities(job, at)
+    if done:
+        notes = (*notes, f"output '{spec.name}' is probabilities already: no softmax was added")
+
+    def scores(values: Any) -> Any:
+        flat = values.flatten(1).to(torch.float32)
+        if job.independent:
+            return (flat.sigmoid(),)
+        return (flat if done else flat.softmax(1),)
+
+    out = TensorSpec("scores", "float32", (batch, count))
+    return job.head(_Formula(scores), [at], [out], TaskOutputs(scores="scores"), count, notes)
+
+
+def _are_probabilities(job: _Job, at: int) -> bool:
+    """Whether the rows of an output add up to 1, for random images and for tokens of id 0."""
+    inputs = []
+    random = torch.Generator().manual_seed(0)
+    for spec in job.loaded.inputs:
+        shape = concrete(spec, {axis: low for axis, (low, _) in job.loaded.limits.items()})
+        dtype = getattr(torch, spec.dtype)
+        mask = "mask" in spec.name
+        inputs.append((torch.rand(shape, generator=random) + mask).to(dtype))
+    with module_errors("the model"), torch.inference_mode():
+        values = job.loaded.module(*inputs)[at].flatten(1)
+    return bool((values >= 0).all() and ((values.sum(1) - 1).abs() < _NOT_ONE).all())
+
+
+# pixels
+
+
+def _segment(job: _Job) -> TaskHead:
+    needs = "segment needs scores of the classes of each pixel, float [N,classes,height,width]"
+    at, notes = job.one((4,), needs)
+    batch, count, *sides = job.loaded.outputs[at].shape
+    if not isinstance(count, int) or count < 2:
+        raise job.misfit(needs)
+    grow = tuple(sides) != job.size
+    if grow:
+        notes = (*notes, f"its scores of {sides[0]}x{sides[1]} are resized to the image's")
+
+    def mask(values: Any) -> Any:
+        if grow:
+            values = torch.nn.functional.interpolate(
+                values, size=job.size, mode="bilinear", align_corners=False
+            )
+        return (values.argmax(1).to(torch.int32),)
+
+    out = TensorSpec("mask", "int32", (batch, *job.size))
+    return job.head(_Formula(mask), [at], [out], TaskOutputs(mask="mask"), count, notes)
+
+
+# embeddings
+
+
+def _embed(job: _Job) -> TaskHead:
+    at, notes = job.one((2, 4), "embed needs one vector for each sample, float [N,size]")
+    batch, size, *rest = job.loaded.outputs[at].shape
+    if not isinstance(size, int) or any(each != 1 for each in rest):
+        raise job.misfit("embed needs one vector for each sample, float [N,size]")
+
+    def unit(values: Any) -> Any:
+        return (torch.nn.functional.normalize(values.flatten(1).to(torch.float32), dim=1),)
+
+    out = TensorSpec("embedding", "float32", (batch, size))
+    return job.head(_Formula(unit), [at], [out], TaskOutputs(embedding="embedding"), None, notes)
+
+
+# boxes
+
+_DETECTS = (
+    "detect takes [N,4+classes,boxes] or [N,boxes,5+classes] as YOLO gives them, [N,boxes,6] of a "
+    "model without NMS, 'boxes' [N,boxes,4] of corners with 'scores' [N,boxes,classes], or a "
+    "detector of torchvision"
+)
+
+
+def _detect(job: _Job) -> TaskHead:
+    outputs = {spec.name: (at, spec) for at, spec in enumerate(job.loaded.outputs)}
+    named = [outputs.get(name) for name in ("boxes", "scores", "labels")]
+    if all(named) and len(named[0][1].shape) == 2:  # type: ignore[index] # all are there
+        return _of_one_image(job, [each[0] for each in named if each])
+    if named[0] and named[1] and len(named[0][1].shape) == len(named[1][1].shape) == 3:
+        (at, boxes), (other, scores) = named[0], named[1]
+        count = scores.shape[2]
+        if boxes.shape[2] == 4 and boxes.shape[1] == scores.shape[1] and isinstance(count, int):
+            return _suppressed(job, [at, other], boxes.shape[:2], count, lambda b, s: (b, s))
+    at, notes = job.one((3,), _DETECTS)
+    batch, rows, columns = job.loaded.outputs[at].shape
+    if not isinstance(rows, int) or not isinstance(columns, int) or min(rows, columns) < 5:
+        raise job.misfit(_DETECTS)
+    if columns == 6 and rows <= 1000 and job.classes != 2:
+        return _final(job, at, (batch, rows), notes)
+    anchors_last = columns > rows
+    width, anchors = (rows, columns) if anchors_last else (columns, rows)
+    extra = width - (job.classes or 0)
+    objectness = not anchors_last and (extra == 5 or not job.classes)
+    first = 5 if objectness else 4
+    count = job.classes or width - first
+    if count < 1 or width < first + count:
+        raise job.misfit(_DETECTS)
+
+    def decode(values: Any) -> Any:
+        if anchors_last:
+            values = values.transpose(1, 2)
+        centre, half = values[..., :2], values[..., 2:4] / 2
+        scores = values[..., first : first + count]
+        if objectness:
+            scores = scores * values[..., 4:5]
+        return torch.cat((centre - half, centre + half), -1), scores
+
+    return _suppressed(job, [at], (batch, anchors), count, decode, notes)
+
+
+def _suppressed(
+    job: _Job,
+    places: Sequence[int],
+    shape: Sequence[int | str],
+    count: int,
+    decode: Callable[..., Any],
+    notes: tuple[str, ...] = (),
+) -> TaskHead:
+    """NMS within each class behind `decode`, which gives corners [N,A,4] and scores [N,A,C]."""
+    anchors = shape[1]
+    many = min(job.boxes.many, anchors) if isinstance(anchors, int) else job.boxes.many
+    height, width = job.size
+    span = float(_SPAN * max(height, width))
+
+    def detect(*values: Any) -> Any:
+        corners, by_class = decode(*(value.to(torch.float32) for value in values))
+        scores, classes = by_class.max(-1)
+        apart = corners + (classes.to(corners.dtype) * span).unsqueeze(-1) if count > 1 else corners
+        scores, places = suppress(apart, scores, job.boxes.iou, _LEAST, many).topk(many, dim=1)
+        corners = corners.gather(1, places.unsqueeze(-1).expand(-1, -1, 4))
+        return _in_image(corners, scores, classes.gather(1, places), height, width)
+
+    return _boxes(job, places, (shape[0], many), detect, count, notes)
+
+
+def _final(job: _Job, at: int, shape: Sequence[int | str], notes: tuple[str, ...]) -> TaskHead:
+    """Rows of corners, score and class, the best ones first or not."""
+    many = min(job.boxes.many, int(shape[1]))
+
+    def detect(rows: Any) -> Any:
+        scores, places = rows[..., 4].topk(many, dim=1)
+        rows = rows.gather(1, places.unsqueeze(-1).expand(-1, -1, 6))
+        classes = rows[..., 5].to(torch.int64)
+        return _in_image(rows[..., :4], scores, classes, *job.size)
+
+    return _boxes(job, [at], (shape[0], many), detect, job.classes, notes)
+
+
+def _of_one_image(job: _Job, places: Sequence[int]) -> TaskHead:
+    """A detector of torchvision, which has its own NMS: as many rows as boxes, the best first."""
+    many = job.boxes.many
+
+    def detect(corners: Any, scores: Any, classes: Any) -> Any:
+        filled = [
+            torch.cat((each, each.new_zeros((many, *each.shape[1:]))))[:many].unsqueeze(0)
+            for each in (corners, scores, classes)
+        ]
+        return tuple(filled)
+
+    return _boxes(job, places, (1, many), detect, job.classes)
+
+
+def _in_image(corners: Any, scores: Any, classes: Any, height: int, width: int) -> Any:
+    """Cut off at the edges; rows without a score are 0."""
+    used = (scores > 0).to(corners.dtype)
+    x = corners[..., 0::2].clamp(0, width)
+    y = corners[..., 1::2].clamp(0, height)
+    corners = torch.stack((x[..., 0], y[..., 0], x[..., 1], y[..., 1]), -1)
+    return corners * used.unsqueeze(-1), scores * used, classes * used.to(classes.dtype)
+
+
+def _boxes(
+    job: _Job,
+    places: Sequence[int],
+    shape: Sequence[int | str],
+    function: Callable[..., Any],
+    count: int | None,
+    notes: tuple[str, ...] = (),
+) -> TaskHead:
+    specs = (
+        TensorSpec("boxes", "float32", (*shape, 4)),
+        TensorSpec("scores", "float32", tuple(shape)),
+        TensorSpec("classes", "int64", tuple(shape)),
+    )
+    found = TaskOutputs(boxes="boxes", scores="scores", classes="classes")
+    return job.head(_Formula(function), places, specs, found, count, notes)

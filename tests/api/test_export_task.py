@@ -1,0 +1,165 @@
+"""`export` with a task: the graph answers as PyTorch's own steps do, and the manifest says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.installed import needs
+
+torch = pytest.importorskip("torch")
+needs("onnxscript")
+
+import deploykit as dk  # noqa: E402
+from deploykit.core.artefact import read_manifest  # noqa: E402
+from deploykit.core.task import ImageInput, Task, TaskOutputs  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+SPEC = ["image:float32[N,3,8,12]"]
+NORMALISE = "mean = [0.4, 0.5, 0.6]\nstd = [0.2, 0.25, 0.3]\n"
+MEAN, STD = np.array([0.4, 0.5, 0.6]), np.array([0.2, 0.25, 0.3])
+
+
+class Classifier(torch.nn.Module):  # type: ignore[misc, name-defined] # torch may be absent
+    """Logits of five classes, and features that a task leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 4, 3, padding=1)
+        self.head = torch.nn.Linear(4, 5)
+
+    def forward(self, image: Any) -> dict[str, Any]:
+        features = torch.relu(self.conv(image)).mean(dim=(2, 3))
+        return {"features": features, "logits": 4 * self.head(features)}
+
+
+def built(kind: type[Any], seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return kind().eval()
+
+
+def pixels(rows: int, height: int = 8, width: int = 12) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (rows, height, width, 3), dtype=np.uint8)
+
+
+def normalised(images: np.ndarray, mean: np.ndarray = MEAN, std: np.ndarray = STD) -> Any:
+    """What the documentation promises of `preprocess`, in numpy."""
+    return torch.from_numpy(((images / 255 - mean) / std).transpose(0, 3, 1, 2)).float()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("task")
+    (found / "p.toml").write_text(NORMALISE + 'resize = "letterbox"\npadding = 7\n')
+    (found / "labels.txt").write_text("cat\ndog\nant hill\ncrane\ncrane\n")
+    return found
+
+
+@pytest.fixture(scope="module")
+def classifier(folder: Path) -> Any:
+    return dk.export(
+        built(Classifier),
+        out=folder / "c.onnx",
+        inputs=SPEC,
+        preprocess=str(folder / "p.toml"),
+        task="classify",
+        labels=folder / "labels.txt",
+    )
+
+
+def test_a_classifier_answers_with_the_probabilities_that_pytorch_gives(classifier: Any) -> None:
+    images = pixels(3)
+    with torch.inference_mode():
+        expected = built(Classifier)(normalised(images))["logits"].softmax(1).numpy()
+    with dk.load(classifier.path, "cpu") as engine:
+        assert [str(spec) for spec in engine.outputs] == ["scores:float32[N,5]"]
+        np.testing.assert_allclose(engine({"image": images})["scores"], expected, atol=2e-6)
+    assert classifier.parity.passed
+    assert any("left out: the outputs features" in note for note in classifier.notes)
+
+
+def test_the_manifest_says_what_the_model_takes_and_answers(classifier: Any) -> None:
+    found = read_manifest(classifier.path)
+    assert found is not None
+    assert found.task == Task(
+        "classify",
+        TaskOutputs(scores="scores"),
+        image=ImageInput("image", 8, 12, "letterbox", padding=7),
+        labels=("cat", "dog", "ant hill", "crane", "crane"),
+    )
+
+
+def test_the_task_survives_quantize_and_build(classifier: Any, folder: Path) -> None:
+    task = classifier.manifest.task
+    calib = folder / "calib.npz"
+    np.savez(calib, image=pixels(16))
+    for made in (
+        dk.quantize(
+            classifier.path, "int8", out=folder / "q.onnx", calib=calib, runtime="onnxruntime"
+        ),
+        dk.build(classifier.path, "cpu", out=folder / "b.onnx"),
+    ):
+        found = read_manifest(made.path)
+        assert found is not None
+        assert found.task == task
+
+
+def test_the_user_states_labels_in_python_and_without_any_they_are_indices(folder: Path) -> None:
+    given: dict[str, Any] = {"inputs": SPEC, "preprocess": "imagenet", "task": "classify"}
+    named = dk.export(built(Classifier), out=folder / "n.onnx", labels=list("abcde"), **given)
+    task = named.manifest.task
+    assert task is not None
+    assert task.label(4) == "e"
+    assert task.image == ImageInput("image", 8, 12, "shortest-edge", 12)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "too few labels": ({"labels": ["a", "b"]}, "holds 2 labels, the model has 5 classes"),
+    "unknown": ({"task": "caption"}, "`task` caption: unknown"),
+    "labels alone": ({"task": None, "labels": list("abcde")}, "`labels` needs `task`"),
+    "threshold": ({"task": "detect", "threshold": 1.5}, "`threshold` must be from 0 to 1, got 1.5"),
+    "iou": ({"task": "detect", "iou": float("nan")}, "`iou` must be from 0 to 1, got nan"),
+    "boxes": ({"task": "detect", "boxes": 0}, "`boxes` must be from 1 to 3840, got 0"),
+    "iou of a classifier": ({"iou": 0.5}, "`iou` goes with `task` detect, not with classify"),
+    "detect": ({"task": "detect"}, "`task` detect does not fit the model: its outputs are"),
+    "segment": ({"task": "segment"}, "`task` segment does not fit the model: its outputs are"),
+    "text": ({"task": "text-classify"}, "no input holds token ids"),
+    "no preprocess": ({"preprocess": None}, "nothing says how the pixels are normalised"),
+    "labels of embed": ({"task": "embed", "labels": ["a"]}, "`labels` does not go with"),
+    "any size": ({"inputs": ["image:float32[N,3,H,W]"]}, "has no fixed height and width"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_is_named_before_the_export(case: str, tmp_path: Path) -> None:
+    given, reason = WRONG[case]
+    usual = {"inputs": SPEC, "preprocess": "imagenet", "task": "classify"}
+    with pytest.raises(dk.BadInput, match=reason.replace("[", r"\[")):
+        dk.export(built(Classifier), out=tmp_path / "m.onnx", **{**usual, **given})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "is an empty file|is empty"),
+        (b"a\n\nb\n", "line 2 is empty"),
+        (b"\xff\xfe\x00", "is not a text file in UTF-8"),
+        (b" \n\n", "holds no labels"),
+        (b"a\x00b\n", "is not a text file with one label per line"),
+    ],
+)
+def test_a_labels_file_that_is_none_is_refused_by_name(
+    content: bytes, reason: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "labels.txt"
+    path.write_bytes(content)
+    with pytest.raises(dk.BadInput, match=reason) as caught:
+        dk.export(
+            built(Classifier), out=tmp_path / "m.onnx", inputs=SPEC, task="classify", labels=path
+        )
+    assert str(path) in caught.value.message

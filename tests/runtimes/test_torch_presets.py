@@ -1,0 +1,67 @@
+"""What the libraries say of their own models: read from their metadata, nothing downloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torch", reason="torch is not installed")
+
+from deploykit.core.errors import NotFound  # noqa: E402
+from deploykit.core.task import ImageInput  # noqa: E402
+from deploykit.runtimes.torch import presets  # noqa: E402
+from deploykit.runtimes.torch.open import load_module  # noqa: E402
+from tests.support.installed import needs  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module")
+def models() -> Any:
+    needs("torchvision")
+    return presets._torchvision()
+
+
+@pytest.mark.parametrize("arch", ["squeezenet1_1", "torchvision.models:squeezenet1_1"])
+def test_a_name_of_torchvisions_is_enough(models: Any, arch: str, tmp_path: Path) -> None:
+    torch.save(models.squeezenet1_1(weights=None).state_dict(), tmp_path / "w.pth")
+    loaded = load_module(tmp_path / "w.pth", arch=arch)
+    assert [str(spec) for spec in loaded.inputs] == ["image:float32[N,3,224,224]"]
+    found = loaded.preset
+    assert found is not None
+    assert found.image == ImageInput("image", 224, 224, "shortest-edge", 256)
+    assert found.preprocess.mean == (0.485, 0.456, 0.406)
+    assert found.labels[:2] == ("tench", "goldfish")
+    assert len(found.labels) == 1000
+
+
+def test_weights_that_torchvision_published_are_known_by_their_hash(
+    models: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """resnet50-0676ba61.pth is IMAGENET1K_V1, whose images are resized to 256, not 232."""
+    path = tmp_path / "w.pth"
+    path.write_bytes(b"weights")
+    module = models.resnet50(weights=None)
+    newest = presets.preset_of(module, "resnet50", path)
+    monkeypatch.setattr(presets, "sha256", lambda _path: "0676ba61" + 56 * "0")
+    first = presets.preset_of(module, "resnet50", path)
+    assert newest is not None
+    assert first is not None
+    assert (newest.image.resize_to, first.image.resize_to) == (232, 256)
+    assert first.source.endswith("ResNet50_Weights.IMAGENET1K_V1")
+
+
+def test_a_model_is_built_with_the_classes_of_its_weights(models: Any, tmp_path: Path) -> None:
+    torch.save(models.shufflenet_v2_x0_5(weights=None, num_classes=7).state_dict(), tmp_path / "w")
+    loaded = load_module(tmp_path / "w", arch="shufflenet_v2_x0_5")
+    assert [spec.shape for spec in loaded.outputs] == [("N", 7)]
+
+
+def test_a_name_that_nobody_knows_is_refused_with_the_nearest(models: Any) -> None:
+    with pytest.raises(NotFound, match="`arch` resnet81: torchvision has no model") as caught:
+        presets.build_named("resnet81", {})
+    assert caught.value.hint is not None
+    assert "resnet18" in caught.value.hint or "resnet101" in caught.value.hint
