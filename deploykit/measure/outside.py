@@ -82,6 +82,7 @@ class _Process:
     name: str
     parent: int
     used_s: float
+    ended_s: float = 0.0  # of its children that have ended
 
 
 @dataclass
@@ -177,7 +178,7 @@ class Watch:
             busy_s=user + nice + system,
             steal_s=steal,
             total_s=user + nice + system + idle + wait + irq + soft + steal,
-            own_s=sum(each.used_s for each in used if each is not None),
+            own_s=sum(each.used_s + each.ended_s for each in used if each is not None),
             held_s=int(held[0]) / 1e6 if held else None,
             throttles=sum(
                 int(line)
@@ -200,7 +201,8 @@ class Watch:
         if len(fields) < 13 or not all(fields[at].isdecimal() for at in (1, 11, 12)):
             return None
         used_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
-        return _Process(pid, name, int(fields[1]), used_s)
+        ended_s = sum(map(_number_or_0, fields[13:15])) / _TICKS_PER_S
+        return _Process(pid, name, int(fields[1]), used_s, ended_s)
 
     def _processes(self) -> Iterator[_Process]:
         with suppress(OSError):
@@ -327,6 +329,10 @@ def _lines(path: Path) -> list[str]:
     with suppress(OSError, UnicodeError):
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     return []
+
+
+def _number_or_0(text: str) -> float:
+    return _number(text) or 0.0
 
 
 def _values(path: Path) -> list[float]:

@@ -97,6 +97,22 @@ def test_what_this_run_uses_is_not_the_load_of_others(machine: Machine) -> None:
     assert watch.close().others_cores == pytest.approx(0, abs=0.02)
 
 
+def test_what_a_process_of_this_run_used_before_it_ended_is_not_of_others(
+    machine: Machine,
+) -> None:
+    machine.parents[77] = os.getpid()
+    machine.write()
+    watch = machine.watch()
+    machine.run(10, own=0.5, other=0.5)
+    ended_s = machine.used_s.pop(77) - 50
+    stat = machine.proc / str(os.getpid()) / "stat"
+    (machine.proc / "77" / "stat").unlink()
+    fields = stat.read_text().split()
+    fields[15] = str(round((50 + ended_s) * HZ))  # cutime: of children that were waited for
+    stat.write_text(" ".join(fields))
+    assert watch.close().others_cores == pytest.approx(0, abs=0.02)
+
+
 def test_load_of_processes_that_are_not_visible_is_seen(machine: Machine) -> None:
     watch = machine.watch()
     machine.run(10, own=0.5, other=0.5)

@@ -87,12 +87,17 @@ def _parse(text: str) -> Condition:
 
 
 def apply_conditions(result: LoadResult, conditions: tuple[Condition, ...]) -> LoadResult:
-    """The result with what it fails by. A run that the generator limited fails: it proves nothing.
+    """The result with what it fails by.
+
+    A run that the generator limited, or other processes disturbed, fails: it proves nothing.
 
     The conditions hold for the values, not for the ends of their intervals.
     """
-    if result.limits:
-        why = f"not known, as the generator was the limit: {result.limits[0]}"
-        return replace(result, unmet=tuple(f"{each.text}: {why}" for each in conditions))
+    if result.limits or result.marks:
+        limited = [f"the generator was the limit: {why}" for why in result.limits[:1]]
+        why = "; ".join([*limited, *result.marks])
+        return replace(
+            result, unmet=tuple(f"{each.text}: not known, as {why}" for each in conditions)
+        )
     failures = (each.failure(result) for each in conditions)
     return replace(result, unmet=tuple(why for why in failures if why is not None))

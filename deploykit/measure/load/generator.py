@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import resource
+import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +23,9 @@ from deploykit.measure.load.check import AnswerCheck
 from deploykit.measure.load.client import Report
 from deploykit.measure.load.processes import run_processes, share
 from deploykit.measure.load.records import SendPlan
-from deploykit.measure.load.result import Load, LoadResult, summarise
+from deploykit.measure.load.result import Load, LoadResult, mean_answer_ms, summarise
+from deploykit.measure.load.server_process import server_processes
+from deploykit.measure.load.server_side import Stage, answer_or, time_by_stage
 from deploykit.measure.load.target import (
     RemoteModel,
     find_model,
@@ -31,12 +34,14 @@ from deploykit.measure.load.target import (
     probe,
     read_expected,
 )
+from deploykit.measure.outside import Watch, marks, sum_up
 from deploykit.runtimes.data.samples import read_samples
 
 MAX_SENDS = 5_000_000  # requests of one open loop
 MAX_CONNECTIONS = 1024
 MAX_PROCESSES = 64
 MAX_ERROR = 1e-3  # of an expected answer, as of golden samples
+_AROUND_S = 0.5  # in which the machine is watched before and after
 CAPACITY_CONNECTIONS, CAPACITY_S, CAPACITY_SHARE = 32, 2.0, 0.5  # of the closed loop before
 
 
@@ -142,7 +147,19 @@ def _run(
         load.drain_s,
         remote.block,
     )
+    server, watch = remote.ask(), Watch(server_processes(remote))
+    around_s = min(_AROUND_S, load.duration_s / 10)
+    quiet = watch.over(around_s, time.sleep)
+    earlier = answer_or(dict[str, Stage](), server.stages, remote.model)
+    watch.begin()
     outcomes = run_processes(share(plan, processes), on_progress)
+    watch.know_children()  # a server may have started some
+    watch.close()
+    later = answer_or(dict[str, Stage](), server.stages, remote.model) if earlier else {}
+    outside = sum_up(watch, quiet, watch.over(around_s, time.sleep))
+    stages_ms, no_stages = time_by_stage(earlier, later, *mean_answer_ms(outcomes))
+    found = summarise(load, outcomes)
+    found["notes"] += (no_stages,) * bool(no_stages)
     return LoadResult(
         url=remote.url,
         model=remote.model,
@@ -150,8 +167,12 @@ def _run(
         seed=seed,
         same_machine=remote.loopback,
         server=remote.about,
+        options=remote.options,
         protocol="grpc" if remote.grpc else "http",
-        **summarise(load, outcomes),
+        stages_ms=stages_ms,
+        outside=outside,
+        marks=marks(watch.windows, watch.bound),
+        **found,
     )
 
 

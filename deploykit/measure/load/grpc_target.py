@@ -9,12 +9,15 @@ from deploykit.core.errors import BadInput, NotFound, first_line
 from deploykit.measure.load.check import message_fields, varints
 from deploykit.measure.load.grpc import CALLER, Grpc, call_of, field, header_block
 from deploykit.measure.load.http1 import NotHttpError
+from deploykit.measure.load.http_target import TIMEOUT_S
+from deploykit.measure.load.server_side import Stage, stages_of
 
 if TYPE_CHECKING:
     from deploykit.measure.load.target import RemoteModel
 
-TIMEOUT_S = 10.0
 _NOT_FOUND, _OK = 5, 0
+_DURATIONS = {"queue": 3, "compute_input": 4, "compute_infer": 5, "compute_output": 6}
+_KINDS = ("KIND_AUTO", "KIND_GPU", "KIND_CPU", "KIND_MODEL")
 
 
 class GrpcQuestions:
@@ -24,7 +27,6 @@ class GrpcQuestions:
         self.url, self.host, self.address, self.port = url, host, address, port
 
     def model_names(self) -> list[str] | None:
-        """The models that are ready; None where the server has no repository index."""
         code, message, error = self.call("RepositoryIndex", b"")
         if code != _OK:
             if "name" not in self.about():
@@ -51,6 +53,45 @@ class GrpcQuestions:
         code, message, _ = self.call("ServerMetadata", b"")
         values = _values(message) if code == _OK else {}
         return {"name": _string(values.get(1)), "version": _string(values.get(2))} if values else {}
+
+    def config(self, model: str) -> dict[str, Any]:
+        code, message, _ = self.call("ModelConfig", field(1, model.encode()))
+        config = _values(message).get(1) if code == _OK else None
+        if not isinstance(config, bytes):
+            return {}
+        values = _values(config)
+        entries = [_values(item) for number, item, _ in message_fields(config) if number == 14]
+        batching = values.get(11)
+        found: dict[str, Any] = {
+            "backend": _string(values.get(17)),
+            "max_batch_size": values.get(4, 0),
+            "instance_group": [
+                {"name": _string(each.get(1)), "count": each.get(2, 0), "kind": _kind(each.get(4))}
+                for each in (
+                    _values(item) for number, item, _ in message_fields(config) if number == 7
+                )
+            ],
+            "parameters": {
+                _string(each.get(1)): {"string_value": _string(_values(each.get(2, b"")).get(1))}
+                for each in entries
+            },
+        }
+        if isinstance(batching, bytes):
+            parts = [part for number, part, _ in message_fields(batching) if number == 1]
+            found["dynamic_batching"] = {
+                "preferred_batch_size": [size for part in parts for size in varints(part)],
+                "max_queue_delay_microseconds": _values(batching).get(2, 0),
+            }
+        return found
+
+    def stages(self, model: str) -> dict[str, Stage]:
+        code, message, _ = self.call("ModelStatistics", field(1, model.encode()))
+        stats = _values(message).get(1) if code == _OK else None
+        inferences = _values(stats).get(6) if isinstance(stats, bytes) else None
+        if not isinstance(inferences, bytes):
+            return {}
+        values = _values(inferences)
+        return stages_of({name: _duration(values.get(at, b"")) for name, at in _DURATIONS.items()})
 
     def call(self, method: str, message: bytes) -> tuple[int | None, bytes, str]:
         """GRPC's status, the answer, and what is wrong. Raises BadInput where there is none."""
@@ -103,3 +144,13 @@ def _tensor(message: bytes) -> dict[str, Any]:
 
 def _string(value: object) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else ""
+
+
+def _duration(message: object) -> dict[str, int]:
+    values = _values(message) if isinstance(message, bytes) else {}
+    return {"count": values.get(1, 0), "ns": values.get(2, 0)}
+
+
+def _kind(number: object) -> str:
+    known = isinstance(number, int) and number < len(_KINDS)
+    return _KINDS[number] if known and isinstance(number, int) else str(number or _KINDS[0])

@@ -11,7 +11,8 @@ import numpy as np
 from deploykit.core.errors import GateFailed
 from deploykit.core.json_value import Record
 from deploykit.measure.latency import Latency
-from deploykit.measure.load.records import NO_ANSWER, UNSENT, RunRecord
+from deploykit.measure.load.records import NO_ANSWER, UNSENT, WRONG, RunRecord
+from deploykit.measure.outside import Outside
 from deploykit.measure.statistics import Interval, throughput
 
 SLICES = 20  # the measured time is cut into these, for the interval of the rate
@@ -31,7 +32,12 @@ class LoadResult(Record):
     `lag_p99_ms`: how late the generator was itself in sending (open loop) or reading. `behind`:
     share of a connection's time that the generator took. `limits`: why the figures describe the
     generator, not the server; `generator_limited` where there is any. `sustained`: whether the
-    server kept up with an open loop.
+    server kept up with an open loop. `server`: what it says of itself, with the model's file and
+    hash; `options`: the model's, as it is served. `stages_ms`: "decode", "queue", "compute" and
+    "encode" as the server's own statistics have them, those that it has, and "wire", the rest of
+    what the client measured, with the warm-up; {} where they are not of this run. `outside`: the
+    load of other processes on this machine, the generator's and those of a server here left out;
+    `marks`: why there is no verdict for it.
     """
 
     url: str
@@ -71,6 +77,9 @@ class LoadResult(Record):
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # inputs of a request
     server: Mapping[str, str] = field(default_factory=dict)  # what it says of itself
     options: Mapping[str, Any] = field(default_factory=dict)
+    stages_ms: Mapping[str, float] = field(default_factory=dict)  # mean, of requests with success
+    outside: Outside | None = None
+    marks: tuple[str, ...] = ()
     unmet: tuple[str, ...] = ()  # conditions by which the run fails, with the figures
 
     shown: ClassVar[tuple[str, ...]] = ("first_error",)
@@ -153,6 +162,15 @@ def summarise(load: Load, outcomes: Sequence[RunRecord]) -> dict[str, Any]:
         "goodput_per_s": _rate(load, end_s[within]) if load.slo_ms else None,
         "errors": _errors(outcomes),
     }
+
+
+def mean_answer_ms(outcomes: Sequence[RunRecord]) -> tuple[int, float]:
+    """How many requests the server answered with success, the warm-up's too, and their mean ms."""
+    statuses = np.concatenate([np.asarray(each.statuses) for each in outcomes])
+    taken_s = np.concatenate(
+        [np.asarray(each.ends_s) - np.asarray(each.starts_s) for each in outcomes]
+    )[np.isin(statuses, (200, WRONG))]
+    return len(taken_s), float(taken_s.mean()) * 1e3 if len(taken_s) else 0.0
 
 
 def _measured(load: Load, start_s: np.ndarray, end_s: np.ndarray, status: np.ndarray) -> np.ndarray:

@@ -15,20 +15,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 import numpy as np
 
 from deploykit.core.errors import BadInput, NotFound, first_line
 from deploykit.core.tensors import BATCH, DTYPE_BYTES, PROTOCOL_NAMES, TensorSpec
 from deploykit.measure.load.check import Expected, error_text, one_line
+from deploykit.measure.load.http_target import (
+    MOST_BYTES,
+    TIMEOUT_S,
+    HttpQuestions,
+    model_path,
+    not_oip,
+)
+from deploykit.measure.load.server_side import Questions, answer_or, model_options
 from deploykit.runtimes.data.samples import Samples, random_feeds, read_npz, read_samples
 
-TIMEOUT_S = 10.0
 OUTPUTS = "outputs/"  # before names in golden samples
 VARIANTS = 8  # different inputs, so that a cache in the server does not answer
 VARIANTS_BYTES = 64 << 20  # together; one is always made
-_MOST_BYTES = 16 << 20  # of an answer before the run
 _DTYPES = {PROTOCOL_NAMES[dtype]: dtype for dtype in DTYPE_BYTES if dtype != "bfloat16"}
 
 
@@ -45,6 +51,11 @@ class RemoteModel:
     outputs: tuple[str, ...] = ()  # names
     about: Mapping[str, str] = field(default_factory=dict)  # what the server says of itself
     grpc: bool = False
+    options: Mapping[str, str] = field(default_factory=dict)  # of the model, as the server has them
+
+    def ask(self) -> Questions:
+        """What answers questions about the server."""
+        return questions(self.url, self.host, self.address, self.port, self.grpc)
 
     @property
     def block(self) -> bytes:
@@ -70,12 +81,7 @@ def find_model(url: str, model: str | None) -> RemoteModel:
     `model` None: the only one that is ready. Raises BadInput or NotFound.
     """
     host, address, port, grpc = _resolve(url)
-    if grpc:
-        from deploykit.measure.load.grpc_target import GrpcQuestions
-
-        server: HttpServer | GrpcQuestions = GrpcQuestions(url, host, address, port)
-    else:
-        server = HttpServer(url, host, address, port)
+    server = questions(url, host, address, port, grpc)
     names = server.model_names()
     if model is None:
         if names is None or len(names) != 1:
@@ -92,17 +98,32 @@ def find_model(url: str, model: str | None) -> RemoteModel:
         for item in metadata.get("outputs") or ()
         if isinstance(item, dict) and isinstance(item.get("name"), str)
     )
-    about = _about(metadata, server.about())
-    return RemoteModel(url, host, address, port, model, inputs, outputs, about, grpc)
+    config = answer_or(dict[str, Any](), server.config, model)
+    about = _about(metadata, config, server.about())
+    options = model_options(config)
+    return RemoteModel(url, host, address, port, model, inputs, outputs, about, grpc, options)
 
 
-def _about(metadata: Mapping[str, Any], server: Mapping[str, Any]) -> dict[str, str]:
+def questions(url: str, host: str, address: str, port: int, grpc: bool) -> Questions:
+    """Over the protocol that the load is of."""
+    if not grpc:
+        return HttpQuestions(url, host, address, port)
+    from deploykit.measure.load.grpc_target import GrpcQuestions  # needs hpack
+
+    return GrpcQuestions(url, host, address, port)
+
+
+def _about(
+    metadata: Mapping[str, Any], config: Mapping[str, Any], server: Mapping[str, Any]
+) -> dict[str, str]:
     """Name and version of the server; platform, device and file of the model, where it says so."""
-    own = metadata.get("parameters")
+    own, more = metadata.get("parameters"), config.get("parameters")
+    more = more if isinstance(more, dict) else {}
     values = {
         "server": server.get("name"),
         "version": server.get("version"),
         "platform": metadata.get("platform"),
+        **{k: v.get("string_value") for k, v in more.items() if isinstance(v, dict)},
         **(own if isinstance(own, dict) else {}),
     }
     return {
@@ -150,87 +171,22 @@ def _resolve(url: str) -> tuple[str, str, int, bool]:
     )
 
 
-def _not_oip(url: str, why: str) -> BadInput:
-    return BadInput(
-        f"{url}: is not an Open Inference Protocol server ({why})",
-        hint="http:// takes the port of its HTTP interface, 8000 by default; gRPC is grpc://",
-    )
-
-
-class HttpServer:
-    """What a server says over HTTP, a connection for each question."""
-
-    def __init__(self, url: str, host: str, address: str, port: int) -> None:
-        self.url, self.host, self.address, self.port = url, host, address, port
-
-    def model_names(self) -> list[str] | None:
-        """The models that are ready; None where the server has no repository index."""
-        status, body = self._ask("POST", "/v2/repository/index")
-        index = _json(body) if status == 200 else None
-        if isinstance(index, list) and all(isinstance(item, dict) for item in index):
-            ready = [item for item in index if item.get("state", "READY") == "READY"]
-            return list(dict.fromkeys(str(item.get("name")) for item in ready))
-        if "name" not in self.about():
-            raise _not_oip(self.url, "/v2 has no name")
-        return None
-
-    def metadata(self, model: str) -> dict[str, Any]:
-        path = model_path(model)
-        status, body = self._ask("GET", path)
-        if status == 404:
-            raise NotFound(f"{self.url}: no model '{model}': {error_text(body)}")
-        found = _json(body) if status == 200 else None
-        if not isinstance(found, dict) or not isinstance(found.get("inputs"), list):
-            raise _not_oip(self.url, f"{path} answered {status}")
-        return found
-
-    def about(self) -> dict[str, Any]:
-        status, body = self._ask("GET", "/v2")
-        found = _json(body) if status == 200 else None
-        return found if isinstance(found, dict) else {}
-
-    def _ask(self, verb: str, path: str) -> tuple[int, bytes]:
-        """One request. Raises BadInput when there is no HTTP answer."""
-        connection = http.client.HTTPConnection(self.address, self.port, timeout=TIMEOUT_S)
-        try:
-            connection.request(verb, path, None, {"Host": self.host, "Connection": "close"})
-            response = connection.getresponse()
-            return response.status, response.read(_MOST_BYTES)
-        except TimeoutError as exc:
-            raise BadInput(f"{self.url}: {path}: no answer within {TIMEOUT_S:g} s") from exc
-        except (OSError, http.client.HTTPException) as exc:
-            raise _not_oip(self.url, f"{path}: {first_line(exc)}") from exc
-        finally:
-            connection.close()
-
-
-def model_path(model: str) -> str:
-    return f"/v2/models/{quote(model, safe='')}"
-
-
-def _json(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        return None
-
-
 def _spec(url: str, model: str, item: object) -> TensorSpec:
     """A tensor of the metadata.
 
     The protocol has no names for axes of any length: -1 on axis 0 is the batch, elsewhere "axis1".
     """
     if not isinstance(item, dict):
-        raise _not_oip(url, "an input of its metadata is not an object")
+        raise not_oip(url, "an input of its metadata is not an object")
     name, datatype, shape = item.get("name"), item.get("datatype"), item.get("shape")
     if not isinstance(name, str) or not isinstance(shape, list):
-        raise _not_oip(url, "an input of its metadata has no name or shape")
+        raise not_oip(url, "an input of its metadata has no name or shape")
     if datatype not in _DTYPES:
         raise BadInput(f"{url}: {model}: no random values can be made for {name}, a {datatype}")
     axes: list[int | str] = []
     for position, size in enumerate(shape):
         if isinstance(size, bool) or not isinstance(size, int) or size < -1:
-            raise _not_oip(url, f"'{name}' has the shape {shape}")
+            raise not_oip(url, f"'{name}' has the shape {shape}")
         axes.append(size if size != -1 else f"axis{position}" if position else BATCH)
     return TensorSpec(name, _DTYPES[datatype], tuple(axes))
 
@@ -369,7 +325,7 @@ def probe(remote: RemoteModel, request: bytes) -> None:
             connection.sendall(request)
             response = http.client.HTTPResponse(connection, method="POST")
             response.begin()
-            body = response.read(_MOST_BYTES)
+            body = response.read(MOST_BYTES)
     except TimeoutError as exc:
         raise BadInput(
             f"{remote.url}: {remote.model}: no answer to an inference within {TIMEOUT_S:g} s"

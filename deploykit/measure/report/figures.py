@@ -9,7 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from deploykit.measure.report.chart import Chart, Figure, Mark, Series
 from deploykit.measure.report.formatting import SPACE, count, number, percent, spread
-from deploykit.measure.report.limit_figures import gpu_charts, roofline, waterfall
+from deploykit.measure.report.limit_figures import (
+    gpu_charts,
+    request_waterfall,
+    roofline,
+    waterfall,
+)
 from deploykit.measure.report.percentile_figures import calls_chart, served_chart
 from deploykit.measure.report.rows import (
     Json,
@@ -36,7 +41,11 @@ def charts(document: Json) -> tuple[list[Figure], list[str]]:
     others = {make: make(document) for make in _MISSING}
     drawn += [figure for figure in others.values() if figure]
     drawn += gpu_charts(document)
-    missing = [_MISSING[make] for make, figure in others.items() if not figure]
+    missing = [
+        _MISSING[make]
+        for make, figure in others.items()
+        if not figure and (make is not request_waterfall or document["serving"])
+    ]
     if not points:
         missing.insert(0, "Latency and throughput of the engines were not measured.")
     if any(why_not(document, point) for point in points):
@@ -184,4 +193,5 @@ _MISSING: Mapping[Callable[[Json], Figure | None], str] = {  # charts, and what 
     roofline: "The roofline is not drawn: the limits of the machine were not measured.",
     _accuracy: "Accuracy against latency is not drawn: one of the two was not measured.",
     served_chart: "Latency over HTTP was not measured.",
+    request_waterfall: "Where the time of a request goes is not drawn: no server reported it.",
 }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from deploykit.measure.report.chart import Bars, Chart, Mark, Series
 from deploykit.measure.report.formatting import SPACE, count, number
-from deploykit.measure.report.rows import Json, at_smallest, by_label, looks, value
+from deploykit.measure.report.rows import Json, at_smallest, by_label, load_label, looks, value
 
 _TRACES = (
     ("clock_mhz", "GPU clock", "clock (MHz)"),
@@ -40,6 +40,34 @@ def waterfall(document: Json) -> Bars | None:
         bars=tuple(bars),
         columns=("setup", "batch", "compute (ms)", "copies and launches (ms)", "whole (ms)"),
         rows=tuple(rows),
+    )
+
+
+def request_waterfall(document: Json) -> Bars | None:
+    """What a request is made of at each load, where the server reports its own times."""
+    served = [result for result in document["serving"] if result["stages_ms"]]
+    if not served:
+        return None
+    parts = tuple(dict.fromkeys(name for result in served for name in result["stages_ms"]))
+    bars = [
+        (load_label(result), tuple(float(result["stages_ms"].get(name, 0.0)) for name in parts))
+        for result in served
+    ]
+    sentences = []
+    for label, values in bars:
+        most = max(range(len(parts)), key=values.__getitem__)
+        share = 100 * values[most] / max(sum(values), 1e-12)
+        sentences.append(f"{label}: {parts[most]} takes {share:.0f}{SPACE}%")
+    return Bars(
+        name="request",
+        title="Where the time of a request goes",
+        finding="; ".join(sentences) + ". Means of all answers; decode to encode by the server's "
+        "own statistics, wire is the rest: network, kernel, and the wait for a connection.",
+        x_label="time of one request (ms)",
+        parts=parts,
+        bars=tuple(bars),
+        columns=("load", *(f"{name} (ms)" for name in parts), "whole (ms)"),
+        rows=tuple((label, *map(number, (*values, sum(values)))) for label, values in bars),
     )
 
 

@@ -80,7 +80,7 @@ def served_chart(document: Json) -> Chart | None:
     rows, sentences = [], []
     for result in document["serving"]:
         latency, label = result["latency"], load_label(result)
-        if result["generator_limited"]:
+        if result["generator_limited"] or result["marks"]:
             label += ", no verdict"
         if latency is None or latency["p50_ms"] is None:
             continue

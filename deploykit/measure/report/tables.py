@@ -60,6 +60,7 @@ def summary(document: Json) -> Table:
     for result in document["serving"]:
         latency = result["latency"] or {"p50_ms": None, "p99_ms": None}
         limited = " (generator-limited)" if result["generator_limited"] else ""
+        limited += " (no verdict)" if result["marks"] else ""
         rows.append(
             (
                 f"over {'gRPC' if result['protocol'] == 'grpc' else 'HTTP'}, {load_label(result)}",
@@ -322,10 +323,13 @@ def _load_notes(result: Json) -> str:
         notes.append("client and server on one machine")
     if result["generator_limited"]:
         notes.append("; ".join(["generator-limited: no verdict", *result["limits"]]))
+    if result["marks"]:
+        notes.append("; ".join(["no verdict", *result["marks"]]))
     if result["processes"] > 1:
         notes.append(f"{result['processes']} generator processes")
     notes += [f"{name} {list(shape)}" for name, shape in result["shapes"].items()]
-    notes += [f"{name} {value}" for name, value in result["server"].items()]
+    about = {**result["server"], **result["options"]}
+    notes += [f"{name} {value}" for name, value in about.items()]
     notes += result["notes"]
     if result["first_error"]:
         notes.append(str(result["first_error"]))

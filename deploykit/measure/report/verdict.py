@@ -224,6 +224,8 @@ def _serving_sentence(result: LoadResult) -> str:
         return (
             f"{load} there is no verdict: the load generator was the limit, not the server ({why})."
         )
+    if result.marks:
+        return f"{load} there is no verdict: {'; '.join(result.marks)}. Measure it again."
     if result.latency is None:
         return f"{load} no request of {result.sent} was answered: {result.first_error}."
     sentence = f"{load}: {spread(result.achieved_per_s.to_dict())} requests/s"

@@ -55,7 +55,8 @@ def test_connections_are_kept() -> None:
     server = StandIn()
     with server.running() as url:
         run_load(url, concurrency=3, **QUICK)
-    assert server.connections <= 3 + 5  # of the run; reachable?, index, metadata, server, probe
+    assert server.connections <= 3 + 7
+    # of the run; reachable?, index, metadata, config, server, probe, statistics
 
 
 def test_the_warm_up_is_not_counted() -> None:
