@@ -147,6 +147,7 @@ def _head(asked: Asked) -> Head:
         length=len(body),
         json_bytes=headers.get(b"inference-header-content-length"),
         encoding=headers.get(b"content-encoding"),
+        content_type=headers.get(b"content-type"),
         accept=headers.get(b"accept"),
         accept_encoding=headers.get(b"accept-encoding"),
         trace=headers.get(b"traceparent"),

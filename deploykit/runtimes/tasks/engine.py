@@ -24,7 +24,7 @@ MOST_ROWS = 32  # of one call, where rows may be joined
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
+class ModelRow:
     """One item as one row of the model's inputs; `placed`: the image, None for a text."""
 
     feeds: Mapping[str, np.ndarray]
@@ -59,17 +59,17 @@ class TaskSteps:
             self._length = _check_text(task.text, specs)
             self._tokens = Tokens(task.text, folder)
 
-    def read(self, item: Item, where: str = "", *, most_pixels: int | None = None) -> Prepared:
+    def read(self, item: Item, where: str = "", *, most_pixels: int | None = None) -> ModelRow:
         """Raises BadInput, which names the item as `where`, and TooLarge above `most_pixels`."""
         if self.task.image is None:
             row = self._tokens.encode(item, where or "the text")
-            return Prepared(self._tokens.feeds([row], self._length))
+            return ModelRow(self._tokens.feeds([row], self._length))
         from deploykit.runtimes.tasks.images import read_image
 
         if isinstance(item, str):
             raise BadInput(f"{where or 'the item'}: is a text, and the model takes images")
         placed = read_image(item, self.task.image, where or "the image", most_pixels=most_pixels)
-        return Prepared({self.task.image.tensor: placed.pixels[None]}, placed)
+        return ModelRow({self.task.image.tensor: placed.pixels[None]}, placed)
 
     def answer(
         self,
@@ -117,9 +117,9 @@ class TaskEngine:
         return found
 
 
-def _same_shapes(rows: Sequence[Prepared]) -> list[list[Prepared]]:
+def _same_shapes(rows: Sequence[ModelRow]) -> list[list[ModelRow]]:
     """Neighbours of one shape together: shorter sentences would have to be padded."""
-    found: list[list[Prepared]] = []
+    found: list[list[ModelRow]] = []
     for row in rows:
         shapes = {name: array.shape for name, array in row.feeds.items()}
         if found and {n: a.shape for n, a in found[-1][0].feeds.items()} == shapes:

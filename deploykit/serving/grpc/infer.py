@@ -9,10 +9,16 @@ from typing import Protocol
 
 import numpy as np
 
-from deploykit.core.errors import DeploykitError, Overloaded, quote
+from deploykit.core.errors import DeploykitError, quote
 from deploykit.core.tensors import Bytes
 from deploykit.serving.grpc.call import GrpcCall
-from deploykit.serving.models.inference import Inference, ModelRoute, Receiver, array_bytes
+from deploykit.serving.models.inference import (
+    Inference,
+    ModelRoute,
+    Receiver,
+    array_bytes,
+    over_budget,
+)
 from deploykit.serving.models.offload import Offload
 from deploykit.serving.models.repository import VERSION, ModelRepository
 from deploykit.serving.models.worker import WorkerProcess
@@ -120,7 +126,7 @@ class GrpcInference(Inference):
 
     def reserve(self, size: int) -> None:
         if not self.client.reserve(size):
-            raise Overloaded("the server holds too many bytes of requests and answers already")
+            raise over_budget()
 
     def decode_large(self) -> Request:
         request = super().decode_large()

@@ -12,7 +12,7 @@ import numpy as np
 
 from deploykit.core.errors import BadInput, Overloaded, TooLarge
 from deploykit.core.tensors import Bytes
-from deploykit.serving.models.inference import Inference, ModelRoute, array_bytes
+from deploykit.serving.models.inference import Inference, ModelRoute, array_bytes, over_budget
 from deploykit.serving.models.offload import Offload, Result
 from deploykit.serving.models.repository import VERSION, ModelRepository, ServedModel
 from deploykit.serving.models.worker import WorkerProcess
@@ -55,7 +55,7 @@ class InferRoute(ModelRoute):
         call.body = b""
         large = self.model.largest_output_bytes > LARGE_BYTES
         if large and not call.reserve(0):  # before the engine works for nothing
-            raise Overloaded("the server holds too many bytes of requests and answers already")
+            raise over_budget()
         slow_bytes = len(body) if json_bytes is None or self._strings else json_bytes
         trace = None if head.trace is None else head.trace.decode("latin-1")
         inference = HttpInference(self, call, (body, json_bytes), trace)
@@ -78,7 +78,7 @@ class HttpInference(Inference):
 
     def reserve(self, size: int) -> None:
         if not self.client.reserve(size):
-            raise Overloaded("the server holds too many bytes of requests and answers already")
+            raise over_budget()
 
     def decoded_bytes(self) -> int:
         return self._decoded_bytes

@@ -76,8 +76,9 @@ class Listener:
         self._checks.begin(now_s)
 
     def keep(self, raw: bytes, head: Head) -> None:
-        """Cache a head; not with a trace id, which differs in each request."""
-        if len(raw) <= _KNOWN_HEAD_BYTES and head.trace is None:
+        """Cache a head; not with a trace id or a boundary, which differ in each request."""
+        form = head.content_type is not None and b"boundary" in head.content_type
+        if len(raw) <= _KNOWN_HEAD_BYTES and head.trace is None and not form:
             if len(self.known_heads) >= _KNOWN_HEADS:
                 self.known_heads.clear()
             self.known_heads[raw] = head

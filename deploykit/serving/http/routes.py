@@ -14,6 +14,7 @@ import orjson
 
 from deploykit.core.errors import BadInput, NotFound, Overloaded, TooLarge, Unsupported, quote
 from deploykit.serving.http.infer import InferRoute
+from deploykit.serving.http.predict import PredictRoute
 from deploykit.serving.http.scrapes import PAGE_HEADERS, Scrapes
 from deploykit.serving.models.offload import Offload, run_inline
 from deploykit.serving.models.repository import VERSION, ModelRepository, ServedModel
@@ -80,10 +81,9 @@ class Routes:
                 self._table[f"{base}/config"] = ("GET", _value(model.config))
                 statistics = partial(repository.statistics, model)
                 self._table[f"{base}/stats"] = ("GET", _value(statistics))
-                self._table[f"{base}/infer"] = (
-                    "POST",
-                    InferRoute(repository, model, offload, worker),
-                )
+                for name, kind in (("infer", InferRoute), ("predict", PredictRoute)):
+                    route = kind(repository, model, offload, worker)
+                    self._table[f"{base}/{name}"] = ("POST", route)
 
     def handle(self, call: Call) -> None:
         """Answer one call, now or later. Never raises: a bug is a 500, not a lost connection."""

@@ -66,6 +66,11 @@ class ModelRoute:
         self.strings = any(slot.datatype == "BYTES" for slot in inputs)  # slow to decode
 
 
+def over_budget() -> Overloaded:
+    """For a request or an answer above the memory budget."""
+    return Overloaded("the server holds too many bytes of requests and answers already")
+
+
 def array_bytes(array: np.ndarray) -> int:
     """Bytes of memory including its strings."""
     if array.dtype.kind != "O":

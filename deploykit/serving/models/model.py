@@ -33,6 +33,7 @@ from deploykit.serving.models.compatibility import (
     prove_batching,
     why_not_batched,
 )
+from deploykit.serving.models.task import ModelTask
 from deploykit.serving.models.warmup import AGAIN_US, SHORT_US, WarmUp, short_rows
 from deploykit.serving.observe.metrics import ModelMetrics
 from deploykit.serving.observe.prometheus import Sample
@@ -64,6 +65,7 @@ class ServedModel:
         for engine in engines[1:]:
             check_compatible(name, engines[0], engine)
         self._options = options
+        self.task = ModelTask(name, engines[0])
         self.not_batched = why_not_batched(engines[0], options)
         # the same, where the names of the axes make users expect a batch
         self._dependent = self.not_batched if looks_batched(engines[0]) and options.batching else ""
@@ -121,7 +123,7 @@ class ServedModel:
                     f"model '{self.name}': the new engine takes batches of {engine.max_batch} "
                     f"at most, the one in use takes {self.max_batch}"
                 )
-        times_us: dict[int, int] = {}
+        task, times_us = ModelTask(self.name, engines[0]), dict[int, int]()
         why = self._why_dependent(engines[0], times_us)
         if why:
             raise BadInput(
@@ -140,7 +142,7 @@ class ServedModel:
             self.batcher = self._new_batcher(engines, steering, close_engines=True)
             self.batcher.inline_max_rows = inline_max_rows
             self.engines, self._steering, self._warm_notes = tuple(engines), steering, notes
-            self.in_use = in_use
+            self.in_use, self.task = in_use, task
         before.retire()
 
     def close(self, *, drain: bool = True, timeout_s: float | None = None) -> int:
@@ -173,7 +175,7 @@ class ServedModel:
             found.append(f"{hung} of {len(self.engines)} engines do not return from a request")
         remark = self.remark()
         proof = [_ALONE.format(self._dependent)] if self._dependent else []
-        remarks = [remark] if remark else []
+        remarks = [each for each in (remark, self.task.note) if each]
         return tuple(dict.fromkeys([*found, *proof, *self._warm_notes, *remarks]))
 
     # -- requests ------------------------------------------------------------------------------
@@ -246,6 +248,7 @@ class ServedModel:
             "device": self.device,
             "batching": f"off: {self.not_batched}" if self.not_batched else "on",
             "notes": "; ".join(self.notes),
+            **self.task.parameters,
             **self.in_use.parameters,
         }
         return description.metadata(self.name, self.engines[0], self.signature, parameters)

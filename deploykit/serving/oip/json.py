@@ -120,14 +120,20 @@ def _requested(item: object) -> tuple[object, object]:
 
 
 def parse_json(text: bytes) -> dict[str, Any]:
-    """A JSON object, strictly: UTF-8, no NaN, nothing after it, nested at most 100 deep."""
+    """A JSON object, as strictly as any document."""
+    document = parse_document(text)
+    if type(document) is not dict:
+        raise BadInput("the request must be a JSON object")
+    return document
+
+
+def parse_document(text: bytes) -> Any:
+    """A JSON value, strictly: UTF-8, no NaN, nothing after it, nested at most 100 deep."""
     try:
         document = orjson.loads(text)
     except orjson.JSONDecodeError as exc:
         raise BadInput(f"the request is not valid JSON: {quote(exc.msg)}") from exc
-    if type(document) is not dict:
-        raise BadInput("the request must be a JSON object")
-    if text.count(b"[") + text.count(b"{") > MAX_NESTING:
+    if type(document) in (list, dict) and text.count(b"[") + text.count(b"{") > MAX_NESTING:
         _check_nesting(document)
     return document
 

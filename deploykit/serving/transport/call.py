@@ -44,6 +44,7 @@ class Head:
     expect: bool = False  # the client waits for "100 Continue"
     json_bytes: bytes | None = None  # the header Inference-Header-Content-Length
     encoding: bytes | None = None  # Content-Encoding
+    content_type: bytes | None = None
     accept: bytes | None = None
     accept_encoding: bytes | None = None
     authorization: bytes | None = None

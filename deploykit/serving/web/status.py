@@ -58,6 +58,7 @@ class Status:
             "delay_us": policy.max_delay_us,
             "queue": self._repository.options.queue,
             "notes": list(model.notes),
+            "task": model.task.facts,
             "not_ready": self._repository.why_not_ready(model),
             **model.in_use._asdict(),
             "inputs": metadata["inputs"],

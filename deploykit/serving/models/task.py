@@ -1,0 +1,65 @@
+"""The task of a served model: what its manifest says, and the steps that carry it out."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from deploykit.core.errors import DeploykitError, MissingExtra, Unsupported
+from deploykit.core.task import Task
+from deploykit.runtimes.engine import Engine
+from deploykit.runtimes.tasks.engine import TaskSteps
+
+log = logging.getLogger(__name__)
+
+
+class ModelTask:
+    """What a model is for, as its file's manifest says; nothing without one.
+
+    Raises BadInput for a task that does not fit the model. Without a package that it needs the
+    model is served all the same, for clients that send tensors.
+    """
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        manifest = engine.source.manifest if engine.source else None
+        self.task: Task | None = manifest.task if manifest else None
+        self.note = ""
+        self._steps: TaskSteps | None = None
+        self._why: DeploykitError = Unsupported(
+            f"model '{name}' has no task, so it takes tensors alone: POST /v2/models/{name}/infer",
+            hint="export it with `task`, so that it takes images or sentences",
+        )
+        if self.task is None or engine.source is None:
+            return
+        try:
+            folder = engine.source.path.parent
+            self._steps = TaskSteps(self.task, engine.inputs, engine.outputs, folder)
+        except MissingExtra as exc:
+            self._why = exc
+            self.note = f"takes tensors alone: {exc.message}; {exc.hint}"
+            log.warning("model '%s': %s", name, self.note)
+
+    @property
+    def steps(self) -> TaskSteps:
+        """Raises Unsupported, MissingExtra where there are none."""
+        if self._steps is None:
+            raise self._why
+        return self._steps
+
+    @property
+    def ready(self) -> bool:
+        """Whether the model takes images or sentences."""
+        return self._steps is not None
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """For the model's metadata, whose parameters are strings."""
+        if self.task is None or self._steps is None:
+            return {}
+        return {"task": self.task.kind, "takes": "text" if self.task.image is None else "image"}
+
+    @property
+    def facts(self) -> dict[str, Any] | None:
+        """The same with the number of labels, for the dashboard."""
+        found = self.parameters
+        return {**found, "labels": len(self.task.labels)} if found and self.task else None

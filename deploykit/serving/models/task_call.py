@@ -1,0 +1,244 @@
+"""Images or sentences in, answers out: one request of several items, each a row of a batch.
+
+An item is decoded on another thread and queued as an inference request of its own, so that it is
+joined, counted and limited as all others are.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import orjson
+
+from deploykit.core.errors import BadInput, Overloaded, TooLarge
+from deploykit.core.task import SEGMENT
+from deploykit.runtimes.tasks.answers import RLE
+from deploykit.runtimes.tasks.engine import Item, TaskSteps
+from deploykit.serving.batching.delivery import monotonic_us
+from deploykit.serving.models.inference import Inference, ModelRoute, over_budget
+from deploykit.serving.models.offload import Result
+from deploykit.serving.oip.request import Request
+
+MOST_ITEMS = 256  # of one request
+_SMALL_PIXELS = 1 << 20  # about 10 ms of decoding; larger images wait for each other alone
+
+
+class Items(NamedTuple):
+    """The items of a request; `several`: the answer is a list, whatever their number."""
+
+    items: Sequence[Item]
+    several: bool = True
+
+
+def too_many(count: int) -> TooLarge:
+    return TooLarge(
+        f"the request has {count} items, {MOST_ITEMS} are possible",
+        hint="send several requests: they are joined all the same",
+    )
+
+
+class Asking(Protocol):
+    """The client: a call of HTTP or gRPC."""
+
+    cancel: Callable[[], object] | None  # called if the client disconnects
+
+    @property
+    def gone(self) -> bool: ...
+
+    def reserve(self, size: int) -> bool: ...
+
+
+class TaskCall:
+    """One request. The first item that fails is the answer to all. Raises as `ModelTask.steps`.
+
+    A protocol subclasses it to reply. All methods run on the event loop's thread.
+    """
+
+    def __init__(self, route: ModelRoute, client: Asking, trace: str | None) -> None:
+        self.route = route
+        self.client = client
+        self.steps: TaskSteps = route.model.task.steps
+        self.mask = RLE
+        self.timeout_us: int | None = None
+        self.priority = 0
+        self.several = True
+        self._trace = trace
+        self._started_us = monotonic_us()
+        self._source: Any = None
+        self._slots: list[_Slot] = []
+        self._left = 0
+        self.done = False
+
+    @abstractmethod
+    def reply(self, answers: Sequence[bytes]) -> None:
+        """Send the answers, each a JSON value."""
+
+    @abstractmethod
+    def refuse(self, error: Exception) -> None:
+        """Send an error."""
+
+    def split(self, source: Any, split: Callable[[Any], Items], *, large: bool) -> None:
+        """Take the items out of a large `source` on another thread, then go on with them."""
+        self._source = source
+        self.client.cancel = self._discard  # else bodies of disconnected clients could pile up
+        left_s = self.route.limit_us / 1e6
+        try:
+            self.route.offload(
+                lambda: split(self._take()), self._on_split, large=large, limit_s=left_s
+            )
+        except Overloaded as exc:
+            self.fail(exc)
+
+    def start(self, found: Items) -> None:
+        """Queue each item."""
+        count = len(found.items)
+        if not 0 < count <= MOST_ITEMS:
+            self.fail(too_many(count) if count else BadInput("the request has no items"))
+            return
+        self.several = found.several
+        self._left = count
+        self.client.cancel = self._abandon
+        kind = "text" if self.steps.task.image is None else "image"
+        self._slots = [_Slot(self) for _ in found.items]
+        for number, (slot, item) in enumerate(zip(self._slots, found.items, strict=True), 1):
+            where = f"{kind} {number} of {count}" if count > 1 else f"the {kind}"
+            inference = _ItemInference(self.route, slot, (item, where), self._trace)
+            inference.begin(self._started_us)
+            if self.done:
+                return
+
+    def take(self) -> None:
+        """One more item has its answer."""
+        self._left -= 1
+        if self._left or self.done:
+            return
+        self.done = True
+        self.client.cancel = None
+        try:
+            self.reply([slot.answer for slot in self._slots])
+        except Exception as exc:  # noqa: BLE001 - every error is a reply
+            self.refuse(exc)
+
+    def fail(self, error: Exception) -> None:
+        """Reply with an error, unless another one was sent."""
+        if not self.done:
+            self._abandon()
+            self.client.cancel = None
+            self.refuse(error)
+
+    def _abandon(self) -> None:
+        self.done = True
+        for slot in self._slots:
+            cancel, slot.cancel = slot.cancel, None
+            if cancel is not None:
+                cancel()
+
+    def _discard(self) -> None:
+        self._source = None
+
+    def _take(self) -> Any:
+        source, self._source = self._source, None
+        if source is None:
+            raise Overloaded("the client has disconnected")
+        return source
+
+    def _on_split(self, result: Result[Items]) -> None:
+        self._discard()
+        self.client.cancel = None
+        if self.client.gone:
+            return
+        try:
+            found = result()
+            if not self.client.reserve(sum(map(len, found.items))):
+                raise over_budget()
+        except Exception as exc:  # noqa: BLE001 - every error is a reply
+            self.fail(exc)
+        else:
+            self.start(found)
+
+
+class _Slot:
+    """The place of one item's answer."""
+
+    __slots__ = ("answer", "call", "cancel")
+
+    def __init__(self, call: TaskCall) -> None:
+        self.call = call
+        self.cancel: Callable[[], object] | None = None
+        self.answer = b""
+
+    @property
+    def gone(self) -> bool:
+        return self.call.done or self.call.client.gone
+
+    def reply(self, answer: bytes) -> None:
+        self.answer = answer
+        self.call.take()
+
+
+class _ItemInference(Inference):
+    """The inference of one item. Its source: the item, and its name in errors."""
+
+    __slots__ = ("_placed",)
+
+    client: _Slot
+
+    def begin(self, started_us: int) -> None:
+        """Decode on another thread; `started_us`: when the request came."""
+        self._started_us = started_us
+        self.large = False
+        try:
+            self.start_offloaded()
+        except Overloaded as exc:
+            self.fail(exc)
+
+    def decode(self, source: tuple[Item, str]) -> Request:
+        call, model = self.client.call, self.route.model
+        item, where = source
+        most = None if self.large else _SMALL_PIXELS
+        prepared = call.steps.read(item, where, most_pixels=most)
+        self._placed = prepared.placed
+        slots = model.signature.inputs
+        feeds = {name: prepared.feeds[name] for name in slots}  # in the model's order
+        key = tuple((n, slot.datatype, feeds[n].shape[1:]) for n, slot in slots.items())
+        timeout_us, priority = call.timeout_us, call.priority
+        return Request(feeds, 1, key, (), timeout_us=timeout_us, priority=priority)
+
+    def decode_large(self) -> Request:
+        source = self.take_source()
+        try:
+            return self.decode(source)
+        except TooLarge:
+            if not self.large:  # it waits with the large ones
+                self._source, self.large = source, True
+            raise
+
+    def _on_decode(self, result: Result[Request]) -> None:
+        if self._source is None or self.client.gone or not self.left_s():
+            super()._on_decode(result)
+            return
+        try:
+            self.offload_decoding(self.decode_large)
+        except Overloaded as exc:
+            self.fail(exc)
+
+    def reserve(self, size: int) -> None:
+        if not self.client.call.client.reserve(size):
+            raise over_budget()
+
+    def decoded_bytes(self) -> int:
+        return sum(array.nbytes for array in self.request.feeds.values())
+
+    def encodes_slowly(self) -> bool:
+        self.large = self.client.call.steps.task.kind == SEGMENT
+        return self.large
+
+    def encode(self) -> tuple[bytes]:
+        call = self.client.call
+        (found,) = call.steps.answer(self.pending.outputs, [self._placed], mask=call.mask)
+        return (orjson.dumps(found),)
+
+    def fail(self, error: Exception) -> None:
+        self.client.call.fail(error)
