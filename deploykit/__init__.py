@@ -11,6 +11,7 @@ TYPE_CHECKING = False  # checkers take it for true; importing typing costs more 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Answered",
     "Artefact",
     "BadInput",
     "Bundled",
@@ -24,6 +25,7 @@ __all__ = [
     "LoadResult",
     "Made",
     "MissingExtra",
+    "ModelClient",
     "NotFound",
     "Planned",
     "Predicted",
@@ -37,6 +39,7 @@ __all__ = [
     "bench",
     "build",
     "bundle",
+    "client",
     "compare",
     "compare_reports",
     "demo",
@@ -47,6 +50,7 @@ __all__ = [
     "load_test",
     "plan",
     "predict",
+    "predict_items",
     "profile",
     "quantize",
     "serve",
@@ -54,6 +58,7 @@ __all__ = [
 ]
 
 _PUBLIC = {
+    "Answered": "deploykit.api.predict_items:Answered",
     "Artefact": "deploykit.core.artefact:Artefact",
     "BadInput": "deploykit.core.errors:BadInput",
     "Bundled": "deploykit.api.bundle:Bundled",
@@ -67,6 +72,7 @@ _PUBLIC = {
     "LoadResult": "deploykit.measure.load.result:LoadResult",
     "Made": "deploykit.api.artefacts:Made",
     "MissingExtra": "deploykit.core.errors:MissingExtra",
+    "ModelClient": "deploykit.api.client:ModelClient",
     "NotFound": "deploykit.core.errors:NotFound",
     "Planned": "deploykit.api.plan:Planned",
     "Predicted": "deploykit.api.predict:Predicted",
@@ -80,6 +86,7 @@ _PUBLIC = {
     "bench": "deploykit.api.bench:bench",
     "build": "deploykit.api.build:build",
     "bundle": "deploykit.api.bundle:bundle",
+    "client": "deploykit.api.client:client",
     "compare": "deploykit.api.compare:compare",
     "compare_reports": "deploykit.api.compare_reports:compare_reports",
     "demo": "deploykit.api.demo:demo",
@@ -90,6 +97,7 @@ _PUBLIC = {
     "load_test": "deploykit.api.load_test:load_test",
     "plan": "deploykit.api.plan:plan",
     "predict": "deploykit.api.predict:predict",
+    "predict_items": "deploykit.api.predict_items:predict_items",
     "profile": "deploykit.core.profile:load_profile",
     "quantize": "deploykit.api.quantize:quantize",
     "serve": "deploykit.api.serve:serve",
@@ -101,6 +109,7 @@ if TYPE_CHECKING:
     from deploykit.api.bench import bench
     from deploykit.api.build import build
     from deploykit.api.bundle import Bundled, bundle
+    from deploykit.api.client import ModelClient, client
     from deploykit.api.compare import Compared, compare
     from deploykit.api.compare_reports import compare_reports
     from deploykit.api.demo import DemoResult, demo
@@ -110,6 +119,7 @@ if TYPE_CHECKING:
     from deploykit.api.load_test import load_test
     from deploykit.api.plan import Planned, plan
     from deploykit.api.predict import Predicted, predict
+    from deploykit.api.predict_items import Answered, predict_items
     from deploykit.api.quantize import quantize
     from deploykit.api.running_server import RunningServer
     from deploykit.api.serve import serve

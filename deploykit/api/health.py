@@ -32,22 +32,7 @@ def health(url: str = "http://127.0.0.1:8000", *, timeout_s: float = 5.0) -> Rea
     as localhost. Raises GateFailed if nobody answers or a model is not ready, BadInput on a wrong
     URL.
     """
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname or "", parts.port
-    except ValueError as exc:
-        raise BadInput(f"'{url}' is not a URL: {exc}") from exc
-    named = _HOST.fullmatch(host) and parts.username is None
-    if parts.scheme not in ("http", "https") or not named or parts.path not in ("", "/"):
-        raise BadInput(f"'{url}' is not a server's URL", hint="write it as http://HOST:PORT")
-    if not 0 < timeout_s <= _LONGEST_S:
-        raise BadInput(f"`timeout_s` must be above 0 and at most {_LONGEST_S}, got {timeout_s:g}")
-    connection: http.client.HTTPConnection
-    if parts.scheme == "https":
-        context = ssl._create_unverified_context()  # noqa: S323 - see above
-        connection = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
-    else:
-        connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+    connection = connect(url, timeout_s, verify=False)
     try:
         connection.request("GET", "/v2/health/ready")
         with connection.getresponse() as answer:
@@ -59,11 +44,35 @@ def health(url: str = "http://127.0.0.1:8000", *, timeout_s: float = 5.0) -> Rea
     finally:
         connection.close()
     if status != 200:
-        raise GateFailed(f"{url}: not ready: it answered {status}: {_reason(body)}")
+        raise GateFailed(f"{url}: not ready: it answered {status}: {reason_of(body)}")
     return Readiness(url)
 
 
-def _reason(body: bytes) -> str:
+def connect(url: str, timeout_s: float, *, verify: bool = True) -> http.client.HTTPConnection:
+    """A connection to the server at `url`, not yet open. `verify`: check an https certificate.
+
+    Raises BadInput on a wrong URL.
+    """
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+    except ValueError as exc:
+        raise BadInput(f"'{url}' is not a URL: {exc}") from exc
+    named = _HOST.fullmatch(host) and parts.username is None
+    if parts.scheme not in ("http", "https") or not named or parts.path not in ("", "/"):
+        raise BadInput(f"'{url}' is not a server's URL", hint="write it as http://HOST:PORT")
+    if not 0 < timeout_s <= _LONGEST_S:
+        raise BadInput(f"`timeout_s` must be above 0 and at most {_LONGEST_S}, got {timeout_s:g}")
+    if parts.scheme == "http":
+        return http.client.HTTPConnection(host, port, timeout=timeout_s)
+    context = ssl.create_default_context()
+    if not verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
+
+
+def reason_of(body: bytes) -> str:
     """The `error` of an answer, else its start; one line that a terminal can show."""
     text = body[:300].decode("utf-8", "replace")
     try:

@@ -28,7 +28,10 @@ SECTIONS = {
     "Prove": {
         "compare": ("prove", "Compare the outputs of two models; exit 1 if they differ too much."),
         "inspect": ("prove", "Show a model's tensors, precisions, operators and origin."),
-        "predict": ("prove", "Run a model on all samples of a file and write its outputs."),
+        "predict": (
+            "prove",
+            "Answer images or text, or write the outputs for all samples.",
+        ),
         "bench": (
             "prove",
             "Measure latency and throughput against the float32 model on the CPU.",

@@ -8,7 +8,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from deploykit.cli import output, tables
+from deploykit.cli import answers, output, tables
 from deploykit.cli.options import DEVICE, ENGINE, FORCE, JSON, TRUST, api_arguments, described
 from deploykit.cli.progress import Progress
 from deploykit.core.errors import BadInput, GateFailed
@@ -63,8 +63,9 @@ def compare(
 
 @described(f"""
 ENGINE                 A .pt, {ENGINE}
-DATA                   The inputs: an .npz file or a folder
--o --out FILE.npz      Where to write the outputs
+DATA                   Images to answer; with --out the inputs: an .npz file or a folder
+--text TEXT            A sentence to answer; may be repeated
+-o --out FILE.npz      Where to write the outputs of all samples of DATA
 {FORCE}
 --batch N              Samples per call
 --restart              Begin anew instead of going on with a run that was stopped
@@ -74,8 +75,9 @@ DATA                   The inputs: an .npz file or a folder
 {JSON}""")
 def predict(
     engine: Path,
-    data: Path,
-    out: Path,
+    data: list[Path] | None = None,
+    text: list[str] | None = None,
+    out: Path | None = None,
     force: bool = False,
     batch: int = 32,
     restart: bool = False,
@@ -84,19 +86,34 @@ def predict(
     trust: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Run a model on all samples of a file and write its outputs.
+    """Answer images or text, or write the outputs for all samples.
 
-    Outputs are kept in OUT.parts until all are there: after a run that was stopped, the same
-    command goes on where that was.
+    A model with a task answers with labels, boxes, the parts of a mask or an embedding. With
+    --out any model writes its outputs; they are kept in OUT.parts until all are there: after a run
+    that was stopped, the same command goes on where that was.
 
-    Example: deploykit predict model.onnx test.npz -o predictions.npz
+    Example: deploykit predict model.onnx cat.jpg
     """
     from deploykit.api import predict as predicting
 
+    files, sentences = data or [], text or []
+    note = lambda message: output.note(f"note: {output.one_line(message)}")  # noqa: E731
+    if out is None:
+        if any(each.suffix in (".npz", ".npy") for each in files):
+            raise BadInput(f"{files[0]}: holds samples; `out` names the file for their outputs")
+        from deploykit.api.predict_items import predict_items
+
+        answered = predict_items(
+            engine, files, text=sentences, device=device, trust=trust, on_note=note
+        )
+        output.show(answered, answers.answered(answered), as_json=as_json)
+        return
+    if len(files) != 1 or sentences:
+        raise BadInput("`out` is for the outputs of one file or folder of samples")
     with Progress("predict") as progress:
         result = predicting.predict(
             engine,
-            data,
+            files[0],
             out,
             batch=batch,
             on=on,
@@ -105,7 +122,7 @@ def predict(
             force=force,
             restart=restart,
             on_progress=progress,
-            on_note=lambda text: output.note(f"note: {output.one_line(text)}"),
+            on_note=note,
         )
     output.show(result, tables.predicted(result), as_json=as_json)
 

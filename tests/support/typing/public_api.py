@@ -30,6 +30,8 @@ def results_have_types() -> None:
     assert_type(dk.compare("a.onnx", Path("b.onnx")), dk.Compared)
     assert_type(dk.inspect("a.onnx"), dk.Inspection)
     assert_type(dk.predict("a.onnx", "data.npz", "out.npz"), dk.Predicted)
+    assert_type(dk.predict_items("a.onnx", ["cat.jpg"]), dk.Answered)
+    assert_type(dk.client("http://127.0.0.1:8000"), dk.ModelClient)
     assert_type(dk.profile("h200"), dk.Profile)
     assert_type(dk.bench("model.onnx"), dk.Report)
     assert_type(dk.compare_reports("before", Path("after")), dk.ReportComparison)

@@ -1,0 +1,205 @@
+"""Call a server's models from Python, with the standard library alone."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import io
+import json
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import quote as escape
+
+from deploykit.api.health import connect, reason_of
+from deploykit.core.errors import (
+    BadInput,
+    DeploykitError,
+    Expired,
+    NotFound,
+    Overloaded,
+    TooLarge,
+    UnknownEncoding,
+    Unsupported,
+    first_line,
+)
+from deploykit.core.files import check_readable
+
+_ERRORS: dict[int, type[DeploykitError]] = {
+    each.http_status: each
+    for each in (BadInput, NotFound, TooLarge, UnknownEncoding, Unsupported, Overloaded, Expired)
+}
+_ITEMS, _BYTES = 64, 16 << 20  # of one request
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
+
+
+class PillowImage(Protocol):
+    """A `PIL.Image.Image`."""
+
+    mode: str
+
+    def convert(self, mode: str) -> Any: ...
+    def save(self, file: Any, kind: str) -> None: ...
+
+
+OneItem = str | os.PathLike[str] | bytes | PillowImage
+
+
+class ModelClient:
+    """A server at `url`, for one thread at a time; close it, or use it in a `with` block."""
+
+    def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 60.0) -> None:
+        self.url = url
+        self._connection = connect(url, timeout_s)
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._takes: dict[str, str] = {}
+        self._model: str | None = None
+
+    def predict(
+        self, item: OneItem | Sequence[OneItem], model: str | None = None, *, mask: str = "rle"
+    ) -> Any:
+        """The answer to one item, or a list of them for a list.
+
+        An item of a model that takes images is a path, the bytes of an image file or a PIL image;
+        of one that takes sentences, a string. `model` None: the only one that is served. `mask`:
+        "rle" or "png". Raises what the server refused as the errors of deploykit, and NotFound
+        where no server answers.
+        """
+        model = model or self._only_model()
+        several = isinstance(item, (list, tuple))
+        items: Sequence[Any] = item if isinstance(item, (list, tuple)) else [item]
+        path = f"/v2/models/{escape(model, safe='')}/predict?mask={escape(mask)}"
+        takes = self._what_it_takes(model)
+        found: list[Any] = []
+        if takes == "text":
+            for at in range(0, len(items), _ITEMS):
+                body = json.dumps({"text": [_text(one) for one in items[at : at + _ITEMS]]})
+                found += self._ask("POST", path, body.encode(), "application/json")
+        else:
+            for group in _groups(map(_image, items)):
+                answers = self._ask("POST", path, *_form(group))
+                found += answers if len(group) > 1 else [answers]
+        return found if several else found[0]
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __enter__(self) -> ModelClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _only_model(self) -> str:
+        if self._model is None:
+            names = [each["name"] for each in self._ask("POST", "/v2/repository/index")]
+            if len(names) != 1:
+                raise BadInput(f"{self.url} serves {', '.join(names)}: `model` names one of them")
+            self._model = names[0]
+        return self._model
+
+    def _what_it_takes(self, model: str) -> str:
+        if model not in self._takes:
+            metadata = self._ask("GET", f"/v2/models/{escape(model, safe='')}")
+            takes = metadata.get("parameters", {}).get("takes")
+            if takes is None:
+                raise Unsupported(
+                    f"model '{model}' at {self.url} has no task, so it takes tensors alone",
+                    hint="export it with `task`",
+                )
+            self._takes[model] = takes
+        return self._takes[model]
+
+    def _ask(self, method: str, path: str, body: bytes = b"", content_type: str = "") -> Any:
+        """The JSON of the reply. Raises the error of another status than 200."""
+        headers = {**self._headers, **({"Content-Type": content_type} if content_type else {})}
+        fresh = self._connection.sock is None
+        try:
+            status, answer = self._exchange(method, path, body, headers)
+        except (OSError, http.client.HTTPException) as exc:
+            self._connection.close()
+            if fresh or isinstance(exc, TimeoutError):
+                raise self._unreachable(exc) from exc
+            try:  # an idle connection, which the server has closed meanwhile
+                status, answer = self._exchange(method, path, body, headers)
+            except (OSError, http.client.HTTPException) as again:
+                self._connection.close()
+                raise self._unreachable(again) from again
+        if status != 200:
+            kind = _ERRORS.get(status, BadInput if 400 <= status < 500 else DeploykitError)
+            raise kind(f"{self.url}: {reason_of(answer)}")
+        try:
+            return json.loads(answer)
+        except ValueError:
+            raise BadInput(
+                f"{self.url}: its answer is not JSON; is it a deploykit server?"
+            ) from None
+
+    def _exchange(
+        self, method: str, path: str, body: bytes, headers: dict[str, str]
+    ) -> tuple[int, bytes]:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before its end
+            self._connection.request(method, path, body or None, headers)
+        with self._connection.getresponse() as reply:
+            return reply.status, reply.read()
+
+    def _unreachable(self, exc: Exception) -> DeploykitError:
+        if isinstance(exc, TimeoutError):
+            return Expired(f"{self.url}: no answer within {self._connection.timeout:g} s")
+        reason = getattr(exc, "strerror", None) or first_line(exc)
+        hint = "start one with: deploykit serve model.onnx"
+        return NotFound(f"{self.url}: no server answers there: {reason}", hint=hint)
+
+
+def client(url: str, *, token: str | None = None, timeout_s: float = 60.0) -> ModelClient:
+    """The server at `url`: `client(url).predict("cat.jpg")`. Raises BadInput for a wrong URL."""
+    return ModelClient(url, token=token, timeout_s=timeout_s)
+
+
+def _text(item: OneItem) -> str:
+    if isinstance(item, bytes):
+        try:
+            return item.decode()
+        except UnicodeDecodeError:
+            raise BadInput("the text is not UTF-8") from None
+    if isinstance(item, str):
+        return item
+    raise BadInput(f"the model takes text, and the item is a {type(item).__name__}")
+
+
+def _image(item: OneItem) -> bytes:
+    if isinstance(item, (bytes, bytearray, memoryview)):
+        return bytes(item)
+    if isinstance(item, (str, os.PathLike)):
+        return check_readable(Path(item)).read_bytes()
+    if not hasattr(item, "save") or not hasattr(item, "mode"):
+        raise BadInput(
+            f"the model takes images, and the item is a {type(item).__name__}",
+            hint="give a path, the bytes of an image file or a PIL image",
+        )
+    data = io.BytesIO()
+    (item if item.mode in _PNG_MODES else item.convert("RGB")).save(data, "PNG")
+    return data.getvalue()
+
+
+def _groups(images: Iterator[bytes]) -> Iterator[list[bytes]]:
+    """As many together as one request may hold."""
+    group: list[bytes] = []
+    for image in images:
+        if group and (len(group) == _ITEMS or sum(map(len, group)) + len(image) > _BYTES):
+            yield group
+            group = []
+        group.append(image)
+    if group:
+        yield group
+
+
+def _form(images: Sequence[bytes]) -> tuple[bytes, str]:
+    """A multipart/form-data body and its type."""
+    boundary = secrets.token_hex(16)
+    head = 'Content-Disposition: form-data; name="image"; filename="image"'
+    parts = [b"--%b\r\n%b\r\n\r\n%b\r\n" % (boundary.encode(), head.encode(), i) for i in images]
+    end = f"--{boundary}--\r\n".encode()
+    return b"".join([*parts, end]), f"multipart/form-data; boundary={boundary}"

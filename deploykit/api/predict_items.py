@@ -1,0 +1,76 @@
+"""Answer images or sentences with a model that has a task."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deploykit.api.open import open_proven
+from deploykit.core.artefact import Artefact, ArtefactLike
+from deploykit.core.errors import BadInput
+from deploykit.core.files import check_readable
+from deploykit.core.json_value import Record
+from deploykit.core.paths import StrPath
+
+log = logging.getLogger(__name__)
+
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".txt")  # of a folder's files
+
+
+@dataclass(frozen=True)
+class Answered(Record):
+    """The answers by item: a file's path, or the text itself; their form depends on the task."""
+
+    engine: Path
+    task: str
+    device: str
+    items: tuple[str, ...]
+    answers: tuple[dict[str, Any], ...]
+
+
+def predict_items(
+    engine: ArtefactLike,
+    files: Sequence[StrPath] = (),
+    *,
+    text: Sequence[str] = (),
+    device: str = "auto",
+    trust: bool = False,
+    on_note: Callable[[str], None] = log.warning,
+) -> Answered:
+    """Decode `files`, images or text files, run them through `engine` and read its answers.
+
+    A folder stands for the images and text files in it. `text`: sentences, for a model that takes
+    them. The answers are those of `POST /v2/models/M/predict`. `trust`: see `open_proven`. Raises
+    BadInput for a model without a task and for an item that it does not take, naming it.
+    """
+    from deploykit.runtimes.tasks.engine import Item, TaskEngine
+
+    artefact = Artefact.open(engine)
+    task = artefact.manifest.task if artefact.manifest else None
+    if task is None:
+        raise BadInput(
+            f"{artefact}: has no task, so it takes tensors alone",
+            hint="export it with `task`; or give its inputs as an .npz file, and `out`",
+        )
+    names = [*(str(file) for each in files for file in _files_of(Path(each))), *text]
+    if not names:
+        raise BadInput("there is nothing to predict", hint="give image files, or `text`")
+    read = [check_readable(Path(name)).read_bytes() for name in names[: len(names) - len(text)]]
+    items: list[Item] = [*read, *text]
+    (opened,) = open_proven(artefact, device, trust=trust, on_note=on_note)
+    with opened:
+        shown = [*names[: len(read)], *(f"text {n + 1}" for n in range(len(text)))]
+        answers = TaskEngine(opened, task).predict(items, names=shown)
+        return Answered(artefact.path, task.kind, opened.device, tuple(names), tuple(answers))
+
+
+def _files_of(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    found = sorted(each for each in path.iterdir() if each.suffix.lower() in _SUFFIXES)
+    if not found:
+        raise BadInput(f"{path}: holds no file that ends in {', '.join(_SUFFIXES)}")
+    return found

@@ -1,0 +1,142 @@
+"""`dk.client(url).predict(...)` against a real server."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import deploykit as dk
+from deploykit.core.errors import DeploykitError, Expired, TooLarge, UnknownEncoding
+from tests.support.fake_engine import FakeEngine
+from tests.support.installed import needs
+from tests.support.serving.running import Running, running
+
+needs("PIL", "tokenizers")
+
+from PIL import Image  # noqa: E402
+
+from deploykit.api.open import open_proven  # noqa: E402
+from tests.support.runtimes.pictures import encoded  # noqa: E402
+from tests.support.serving.task_models import write_task_model  # noqa: E402
+
+TOKEN = "a token of 16 or more"
+
+
+def plain(level: int) -> bytes:
+    return encoded(np.full((32, 48, 3), level, np.uint8))
+
+
+LIGHT, DARK = plain(255), plain(0)
+
+
+def opened(folder: Path, kind: str) -> Any:
+    return open_proven(write_task_model(folder, kind), threads=1)[0]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("client")
+    models = {kind: opened(folder, kind) for kind in ("classify", "segment", "text-classify")}
+    with running({**models, "plain": FakeEngine()}, max_body_bytes=1_000_000) as found:
+        yield found
+
+
+def url(server: Running) -> str:
+    return f"http://127.0.0.1:{server.port}"
+
+
+def test_the_only_model_is_asked_with_a_path_bytes_or_an_image(tmp_path: Path) -> None:
+    (tmp_path / "cat.png").write_bytes(LIGHT)
+    image = Image.fromarray(np.full((32, 48, 3), 255, np.uint8))
+    with running({"m": opened(tmp_path, "classify")}, token=TOKEN) as server:
+        with dk.client(url(server), token=TOKEN) as client:
+            for item in (tmp_path / "cat.png", str(tmp_path / "cat.png"), LIGHT, image):
+                assert client.predict(item)["label"] == "light"
+            assert client.predict(image.convert("CMYK"))["label"] == "light"
+        with (
+            dk.client(url(server)) as client,
+            pytest.raises(dk.BadInput, match="a token is needed"),
+        ):
+            client.predict(LIGHT)
+
+
+def test_a_list_is_answered_with_a_list_however_long(served: Running) -> None:
+    with dk.client(url(served)) as client:
+        assert client.predict([], "classify") == []
+        assert [each["label"] for each in client.predict([DARK], "classify")] == ["dark"]
+        found = client.predict([LIGHT] * 100 + [DARK] * 40, "classify")
+    assert [each["label"] for each in found] == ["light"] * 100 + ["dark"] * 40
+
+
+def test_a_model_of_sentences_takes_strings(served: Running) -> None:
+    with dk.client(url(served)) as client:
+        assert client.predict("good good good", "text-classify")["label"] == "good"
+        found = client.predict(["good good good", b"bad"], "text-classify")
+        assert [each["label"] for each in found] == ["good", "bad"]
+
+
+def test_a_mask_may_be_a_png(served: Running) -> None:
+    with dk.client(url(served)) as client:
+        assert set(client.predict(LIGHT, "segment", mask="png")) == {"png", "width", "height"}
+
+
+@pytest.mark.parametrize(
+    ("item", "model", "kind", "reason"),
+    [
+        (b"?", "classify", dk.BadInput, "the image: is not a readable image"),
+        ("absent.jpg", "classify", dk.NotFound, "absent.jpg: no such file"),
+        (5, "classify", dk.BadInput, "the item is a int"),
+        (5, "text-classify", dk.BadInput, "the item is a int"),
+        (b"\xff", "text-classify", dk.BadInput, "is not UTF-8"),
+        (LIGHT, "absent", dk.NotFound, "there is no model 'absent'"),
+        (LIGHT, "plain", dk.Unsupported, "has no task"),
+        (LIGHT, None, dk.BadInput, "serves classify, segment, text-classify, plain: `model`"),
+        (bytes(1_100_000), "classify", TooLarge, "the body is above 1000000 bytes"),
+        (LIGHT, "../classify", dk.NotFound, "there is no model"),
+    ],
+)
+def test_what_goes_wrong_is_one_of_the_errors_of_deploykit(
+    served: Running, item: Any, model: str | None, kind: type[DeploykitError], reason: str
+) -> None:
+    with dk.client(url(served)) as client, pytest.raises(kind) as caught:
+        client.predict(item, model)
+    assert reason in caught.value.message
+    with dk.client(url(served)) as client:  # the connection after an error, too
+        with pytest.raises(dk.BadInput):
+            client.predict(b"?", "classify")
+        assert client.predict(LIGHT, "classify")["label"] == "light"
+
+
+def test_an_idle_connection_that_the_server_closed_is_opened_again(served: Running) -> None:
+    with dk.client(url(served)) as client:
+        assert client.predict(LIGHT, "classify")["label"] == "light"
+        for connection in list(served.server._listener.connections):
+            served.server._loop.call_soon_threadsafe(connection.close)
+        threading.Event().wait(0.05)
+        assert client.predict(DARK, "classify")["label"] == "dark"
+
+
+def test_nobody_there_and_nobody_answering(tmp_path: Path) -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with dk.client(address) as client, pytest.raises(dk.NotFound, match="no server answers"):
+            client.predict(LIGHT)
+        listening.listen()
+        with dk.client(address, timeout_s=0.05) as client, pytest.raises(Expired, match=r"0\.05 s"):
+            client.predict(LIGHT)
+    with pytest.raises(dk.BadInput, match="is not a server's URL"):
+        dk.client("127.0.0.1:8000")
+
+
+def test_each_status_has_its_error() -> None:
+    from deploykit.api.client import _ERRORS
+
+    assert _ERRORS[415] is UnknownEncoding
+    assert _ERRORS[400] is dk.BadInput
