@@ -93,6 +93,7 @@ SERVING = [
     "models",
     "web",
     "transport",
+    "workers",
     "http",
     "http2",
     "grpc",

@@ -80,6 +80,7 @@ def emitted() -> Iterator[dict[str, set[str]]]:
     reloading = reload.Reloader(service, {"m": reload.Source(FILE, list)}, poll_s=60)
     log = logs.configure("text")
     held = [Sample("deploykit_held_bytes", {}, 0), Sample("deploykit_held_limit_bytes", {}, 1)]
+    held += [Sample("deploykit_workers", {}, 2), Sample("deploykit_worker_restarts_total", {}, 0)]
     spans = [Sample("deploykit_spans_dropped_total", {}, 0)]
     spans += [Sample("deploykit_previous_engine", {"model": "m"}, 0)]  # of `boot`
     for samples in (sampler.samples, watching.samples, reloading.samples, logs.samples):

@@ -89,11 +89,10 @@ def boot_until_stopped(
     with ExitStack() as stack:
 
         def on_start(
-            server: Server, host: str, port: int, grpc_port: int | None, names: list[str]
+            _server: Server | None, host: str, port: int, grpc_port: int | None, names: list[str]
         ) -> None:
             booted = boot.confirm()
             stack.close()  # another process may use the cache
-            _publish(booted, server.repository)
             if on_ready is not None:
                 on_ready(host, port, grpc_port, names, booted)
 
@@ -101,7 +100,12 @@ def boot_until_stopped(
             return [f"{found.name}={stack.enter_context(boot.prepare())}"]
 
         return serve_until_stopped(
-            engines, device=device, reload=False, on_start=on_start, **options
+            engines,
+            device=device,
+            reload=False,
+            on_start=on_start,
+            on_serve=lambda server: _publish(boot.booted, server.repository),
+            **options,
         )
 
 
@@ -163,12 +167,17 @@ class Boot:
         with self.cache.lock(waiting) as lock:
             yield self._choose(bundle, key, lock)
 
+    @property
+    def booted(self) -> Booted:
+        """What `prepare` chose."""
+        assert self._booted is not None
+        return self._booted
+
     def confirm(self) -> Booted:
         """The engine is ready: its key counts as a success."""
-        assert self._booted is not None
-        if self._state.key and self._booted.source != "previous":
+        if self._state.key and self.booted.source != "previous":
             self._save(self._state.confirm())
-        return self._booted
+        return self.booted
 
     def _check(self, bundle: Bundle) -> EngineKey:
         """Compare bundle and machine. Raises Unsupported, GateFailed."""

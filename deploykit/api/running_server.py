@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from deploykit.serving.options import ServeOptions
     from deploykit.serving.server import Server
 
-    # the server, its host, HTTP port and gRPC port, the models' names
-    OnStart = Callable[[Server, str, int, int | None, list[str]], None]
+    # the server unless it has several processes, host, HTTP port, gRPC port, the models' names
+    OnStart = Callable[[Server | None, str, int, int | None, list[str]], None]
 
 
 class RunningServer:
@@ -42,9 +42,10 @@ class RunningServer:
             self._ready.set()
 
     def _on_start(
-        self, server: Server, host: str, port: int, grpc_port: int | None, names: list[str]
+        self, server: Server | None, host: str, port: int, grpc_port: int | None, names: list[str]
     ) -> None:
         place = f"[{host}]" if ":" in host else host
+        assert server is not None
         self._server = server
         self.models = tuple(names)
         self.url = f"{self._scheme}://{place}:{port}"

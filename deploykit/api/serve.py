@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deploykit.api import serve_processes as multiprocess
 from deploykit.api.open import open_proven
 from deploykit.api.running_server import RunningServer
+from deploykit.api.serve_strings import (
+    PAD,
+    SIZES,
+    assignments,
+    name_models,
+    name_shadows,
+    read_token,
+)
 from deploykit.core.artefact import Artefact, ArtefactLike
-from deploykit.core.errors import BadInput, OutOfMemory, Unsupported, os_reason
+from deploykit.core.errors import BadInput, OutOfMemory, Unsupported
 from deploykit.core.files import check_readable
 from deploykit.core.machine import return_large_blocks, usable_cores
 from deploykit.core.paths import StrPath
@@ -27,13 +35,10 @@ if TYPE_CHECKING:
     from deploykit.serving.models.shadow import Shadow
     from deploykit.serving.options import ServeOptions
     from deploykit.serving.server import Server
+    from deploykit.serving.workers.group import ServerGroup
 
 log = logging.getLogger(__name__)
 
-_NAMED = re.compile(r"(?P<name>[A-Za-z0-9._-]{1,128})=(?P<file>.+)", re.DOTALL)
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_SIZES = re.compile(r"(?P<name>[^=]+)=(?P<value>\d{1,9}(,\d{1,9})*)")
-_PAD = re.compile(r"(?P<name>[^=]+)=(?P<value>[-+]?(inf|nan|(\d+\.?\d*|\.\d+)(e[-+]?\d+)?))", re.I)
 _SHADOW_THREADS = 1  # of the reference: it must not take the cores from what serves
 
 Models = ArtefactLike | Sequence[ArtefactLike] | Mapping[str, ArtefactLike]
@@ -123,7 +128,9 @@ def serve_until_stopped(
     buckets: Sequence[str] = (),
     pads: Sequence[str] = (),
     log_format: str = "text",
+    workers: int | str = 1,
     on_start: OnStart | None = None,
+    on_serve: Callable[[Server], None] | None = None,
     **options: Any,
 ) -> int:
     """Serve until SIGTERM or Ctrl-C, for the command line; its strings are read here.
@@ -131,45 +138,46 @@ def serve_until_stopped(
     `engines`, `shadows`: `FILE` or `NAME=FILE`, for a shadow NAME is optional where there is one
     model; `engines` may be a function that finds them, called once the options are known to be
     right. `token_file`: its first line is the token. `buckets`: `AXIS=16,32`, `pads`: `INPUT=0`.
-    `log_format`: text or json lines on stderr. `on_start`: called once the ports are open, before
-    the first request is read. `options`: those of `ServeOptions`. Returns how many accepted
-    requests were left unanswered.
+    `log_format`: text or json lines on stderr. `workers`: processes that share the ports, each with
+    its engines, or "auto". `on_start`: called once the ports are open, before the first request is
+    read; with several workers, where there is no server. `on_serve`: called with each server, in
+    its process. `options`: those of `ServeOptions`. Returns how many accepted requests were left
+    unanswered.
     """
     from deploykit.serving.observe import logs
     from deploykit.serving.options import ServeOptions
 
     hint = "deploykit inspect shows the names of the axes and inputs"
-    sizes = _assignments("buckets", buckets, _SIZES, "AXIS=16,32,64", hint)
-    values = _assignments("pad", pads, _PAD, "INPUT=VALUE", hint)
+    sizes = assignments("buckets", buckets, SIZES, "AXIS=16,32,64", hint)
+    values = assignments("pad", pads, PAD, "INPUT=VALUE", hint)
     settings = ServeOptions(
-        token=_token(token_file),
+        token=read_token(token_file),
         buckets={axis: tuple(map(int, each.split(","))) for axis, each in sizes.items()},
         pad={name: float(value) for name, value in values.items()},
         **options,
     )
     opening = Opening(device, threads, instances, trust, cpu_fallback)
+    wanted = multiprocess.parse_workers(workers)
+    started = on_start or (lambda *_: None)
 
     with logs.configure(log_format):
-        files = _name_models(engines() if callable(engines) else engines)
+        files = name_models(engines() if callable(engines) else engines)
         if not files:
             raise BadInput("no engine to serve", hint="give one as FILE or NAME=FILE")
-        references = _references(shadows, list(files))
-        started = on_start or (lambda *_: None)
-        return _run(files, references, settings, opening, reload, started)
+        references = name_shadows(shadows, list(files))
+        _check(files, references, settings)
+        count = multiprocess.choose_workers(wanted, files, opening)
+        opening = replace(opening, threads=multiprocess.threads_each(opening, count))
+        run = partial(_run, files, references, settings, opening, reload, on_serve=on_serve)
+        if count == 1:
+            return run(started)
+    return multiprocess.run_workers(count, run, settings, log_format, list(files), started)
 
 
-def _run(
-    files: Mapping[str, Path],
-    references: Mapping[str, Path],
-    settings: ServeOptions,
-    opening: Opening,
-    reload: bool,
-    on_start: OnStart,
-) -> int:
-    """Open the models and serve them until the server is stopped."""
-    from deploykit.serving import server as http
-    from deploykit.serving.models.reload import Source
-
+def _check(
+    files: Mapping[str, Path], references: Mapping[str, Path], settings: ServeOptions
+) -> None:
+    """Raise BadInput for options that contradict each other, and files that cannot be read."""
     if settings.preferred and not settings.max_delay_us and settings.slo_ms is None:
         raise BadInput(
             "`preferred` has no effect without `max_delay_us` or `slo_ms`",
@@ -183,6 +191,26 @@ def _run(
         raise BadInput("`shadow` needs a `shadow_rate` above 0")
     for file in (*files.values(), *references.values()):
         check_readable(file)
+
+
+def _run(
+    files: Mapping[str, Path],
+    references: Mapping[str, Path],
+    settings: ServeOptions,
+    opening: Opening,
+    reload: bool,
+    on_start: OnStart,
+    on_serve: Callable[[Server], None] | None = None,
+    group: ServerGroup | None = None,
+) -> int:
+    """Open the models and serve them until the server is stopped.
+
+    `group`: the processes that share the ports, if there are several.
+    """
+    from deploykit.serving import server as http
+    from deploykit.serving.models.reload import Source
+
+    _check(files, references, settings)
     return_large_blocks()
     with ExitStack() as stack:
         sources = {
@@ -194,10 +222,14 @@ def _run(
             models[name] = source.open()
             for engine in models[name]:
                 stack.callback(engine.close)
+                if group is not None:
+                    multiprocess.check_on_cpu(name, engine.device)
         _check_pad(settings, models)
         shadowing = _shadows(references, models, settings, stack) if references else {}
-        server = http.Server(models, settings)
+        server = http.Server(models, settings, group=group)
         _watch(server, shadowing, settings.otlp, sources if reload else {}, stack)
+        if on_serve is not None:
+            on_serve(server)
 
         def ready(host: str, port: int, grpc_port: int | None) -> None:
             on_start(server, host, port, grpc_port, list(models))
@@ -253,7 +285,7 @@ def _files_by_name(models: Models) -> dict[str, Path]:
         files = {name: Path(file) for name, file in models.items()}
     else:
         several = [models] if isinstance(models, (str, os.PathLike, Artefact)) else models
-        files = _name_models([str(each) for each in several])
+        files = name_models([str(each) for each in several])
     if not files:
         raise BadInput("`models` names no file to serve")
     return files
@@ -330,67 +362,4 @@ def _shadows(
         check_reference(models[name][0], reference)
         shadow = Shadow(name, reference, rate=options.shadow_rate, alarm=options.shadow_alarm)
         found[name] = stack.enter_context(shadow)
-    return found
-
-
-def _name_models(values: Sequence[str]) -> dict[str, Path]:
-    files: dict[str, Path] = {}
-    for text in values:
-        match = _NAMED.fullmatch(text)
-        path = Path(match["file"] if match else text)
-        name = match["name"] if match else path.stem
-        given, equals, _ = text.partition("=")
-        if equals and not match and "/" not in given and not path.exists():
-            raise BadInput(
-                f"{text}: '{given}' cannot be the name of a model"
-                if not _NAME.fullmatch(given)
-                else f"{text}: the file is missing",
-                hint="NAME=FILE, with a NAME of 1 to 128 letters, digits, '.', '_' or '-'",
-            )
-        if name in files:
-            raise BadInput(f"{text}: the name '{name}' is taken", hint="give it another: NAME=FILE")
-        files[name] = path
-    return files
-
-
-def _references(shadows: Sequence[str], models: Sequence[str]) -> dict[str, Path]:
-    """Shadows by the model that they belong to."""
-    found: dict[str, Path] = {}
-    for text in shadows:
-        match = _NAMED.fullmatch(text)
-        if not match and len(models) > 1:
-            raise BadInput(f"`shadow` {text}: of which model?", hint="`shadow` NAME=FILE")
-        name = match["name"] if match else models[0]
-        if name not in models or name in found:
-            raise BadInput(
-                f"`shadow` {text}: " + ("is given twice" if name in found else "no such model"),
-                hint="served here: " + ", ".join(models),
-            )
-        found[name] = Path(match["file"] if match else text)
-    return found
-
-
-def _token(file: Path | None) -> str | None:
-    if file is None:
-        return None
-    try:
-        first = check_readable(file).read_text("utf-8").partition("\n")[0].strip()
-    except (OSError, UnicodeDecodeError) as exc:
-        reason = os_reason(exc) if isinstance(exc, OSError) else "is not text"
-        raise BadInput(f"`token_file` {file}: {reason}") from exc
-    if not first:
-        raise BadInput(f"`token_file` {file}: its first line is empty")
-    return first
-
-
-def _assignments(
-    parameter: str, values: Sequence[str], form: re.Pattern[str], example: str, hint: str
-) -> dict[str, str]:
-    """Strings NAME=VALUE as a dict. Raises BadInput for another form, or a name given twice."""
-    found: dict[str, str] = {}
-    for each in values:
-        match = form.fullmatch(each)
-        if not match or match["name"] in found:
-            raise BadInput(f"`{parameter}` {each}: {example} is needed, each name once", hint=hint)
-        found[match["name"]] = match["value"]
     return found

@@ -45,6 +45,7 @@ class ServeArguments:
     max_held_bytes: int | None = None
     instances: int = 1
     threads: int | None = None
+    workers: str = "1"
     cpu_fallback: bool = False
     cuda_graphs: bool = True
     overlap: bool = True
@@ -91,6 +92,7 @@ Limits:
 Engines:
 --instances N          Engines per model
 --threads N            CPU threads per call [one per core]
+--workers N|auto       Processes that share the ports, each with its engines; auto measures
 --cpu-fallback         Run an ONNX model on the CPU if the GPU cannot
 --cuda-graphs/--no-cuda-graphs  Run batches of TensorRT engines as CUDA graphs
 --overlap/--no-overlap  Submit a batch to a TensorRT engine before the last one is done

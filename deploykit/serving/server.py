@@ -12,10 +12,12 @@ import logging
 import math
 import resource
 import signal
+import ssl
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -35,11 +37,12 @@ from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.transport.listener import Acceptor, bind, is_loopback
+from deploykit.serving.transport.listener import Acceptor, is_loopback
 from deploykit.serving.transport.memory import MemoryBudget
 from deploykit.serving.transport.security import AccessControl, Guard, tls_context
 from deploykit.serving.transport.turns import DELIVERY_S, Turns
 from deploykit.serving.web.page import FILES
+from deploykit.serving.workers.group import Hooks, ServerGroup
 
 if TYPE_CHECKING:
     from deploykit.serving.grpc.server import GrpcServer
@@ -96,18 +99,21 @@ class Server:
         models: Mapping[str, Engine | Sequence[Engine]],
         options: ServeOptions,
         limits: HttpLimits | None = None,
+        group: ServerGroup | None = None,
     ) -> None:
-        limits = limits or HttpLimits()
+        """`group`: the processes that share the address, and the limits, of this server."""
+        group = group or ServerGroup()
+        options, limits = group.share_of(options), limits or HttpLimits()
+        limits = replace(limits, connections=math.ceil(limits.connections / group.count))
         guard = Guard(options.token)
-        tls = None
-        if options.tls_cert is not None and options.tls_key is not None:
-            tls = tls_context(options.tls_cert, options.tls_key)
+        tls = _tls(options)
         self._options = options
+        self._group = group
         self._handlers: dict[int, Any] = {}  # the previous signal handlers
         self._signals = 0
         self._signalled_s = -math.inf
         self._interrupted = False
-        self._socket = bind(options.host, options.http_port)
+        self._socket = group.bind(options.host, options.http_port, "`http_port`")
         self._loop = uvloop.new_event_loop()
         self._finished = Turns(turn_s=DELIVERY_S)  # what other threads have finished
         try:
@@ -123,8 +129,10 @@ class Server:
         self._offload = ThreadOffload(self._loop, OFFLOAD_THREADS, self._finished.run)
         self._worker = WorkerProcess()
         scheme = "https" if tls else "http"
-        self._routes = Routes(self.repository, self._offload, self._worker, scheme=scheme)
-        memory = MemoryBudget(options.max_held_bytes, options.max_body_bytes)
+        self._routes = Routes(
+            self.repository, self._offload, self._worker, scheme=scheme, group=group
+        )
+        memory = MemoryBudget(options.max_held_bytes, options.max_body_bytes, group.count)
         self.repository.add_metrics(partial(_held_samples, memory))
         self._listener = Listener(
             self._routes.handle, limits, access, options.max_body_bytes, memory
@@ -138,10 +146,12 @@ class Server:
         self._grpc: GrpcServer | None = None
         if options.grpc_port is not None:
             from deploykit.serving.grpc.server import GrpcServer
+            from deploykit.serving.http2.shared import Http2Limits
 
             self._grpc = GrpcServer(
-                self.repository, options, guard, memory, self._offload, worker=self._worker
-            )
+                self.repository, options, guard, memory, self._offload,
+                Http2Limits.divided(group.count), self._worker, group,
+            )  # fmt: skip
         self._stopped = asyncio.Event()
 
     def run(self, on_ready: OnReady) -> int:
@@ -175,9 +185,11 @@ class Server:
 
     async def _serve(self, on_ready: OnReady) -> int:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in self._group.signals:
                 # not the loop's: on its end it puts the default back, which ends the process
                 self._handlers[number] = signal.signal(number, self._pass_on)
+        hooks = Hooks(self._begin_drain, self._abort, self._set_elsewhere)
+        await self._group.join(hooks)
         grpc_port = await self._grpc.start() if self._grpc else None
         self._routes.grpc_port = grpc_port
         self._acceptor.open()
@@ -185,8 +197,10 @@ class Server:
         ticking = asyncio.ensure_future(self._tick())
         try:
             on_ready(self.host, self.port, grpc_port)
+            self._group.listening()
             await self._stopped.wait()
-            await self._until(lambda: not self._unanswered, DRAIN_S)
+            may_close = self._group.may_close
+            await self._until(lambda: not self._unanswered and may_close(), DRAIN_S)
             self._acceptor.close()
             self._socket.close()  # new clients are refused from now on instead of waiting
             dropped = self._unanswered
@@ -229,7 +243,9 @@ class Server:
         while True:
             self.repository.expire()
             self._listener.tick(time.monotonic())
-            self._routes.status.history.tick(time.monotonic_ns() // 1000)
+            self._group.report_state(self.repository.own_problem())
+            if self._group.count == 1:
+                self._routes.status.tick(time.monotonic_ns() // 1000)
             if self.repository.fatal and not self._stopped.is_set():
                 log.error("%s; the server ends", self.repository.fatal)
                 self._begin_drain()
@@ -264,6 +280,14 @@ class Server:
         self.repository.drain()
         self._listener.draining = True
         self._stopped.set()
+
+    def _abort(self) -> None:
+        """End at once, as a second signal does."""
+        self._signals = 2
+        self._begin_drain()
+
+    def _set_elsewhere(self, not_ready: str | None) -> None:
+        self.repository.elsewhere = not_ready
 
     def _release(self) -> None:
         self._socket.close()
@@ -304,6 +328,12 @@ def _without_echoes(handler: Any) -> Callable[[int, FrameType | None], None]:
             signal.raise_signal(number)
 
     return handle
+
+
+def _tls(options: ServeOptions) -> ssl.SSLContext | None:
+    if options.tls_cert is None or options.tls_key is None:
+        return None
+    return tls_context(options.tls_cert, options.tls_key)
 
 
 def _held_samples(memory: MemoryBudget) -> list[Sample]:

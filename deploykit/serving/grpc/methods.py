@@ -19,6 +19,7 @@ from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip import messages as infer
 from deploykit.serving.oip.protobuf import MESSAGES, Message, message_from
 from deploykit.serving.shared_memory import SharedMemory
+from deploykit.serving.workers.group import Result, ServerGroup, of_model
 
 log = logging.getLogger(__name__)
 
@@ -41,14 +42,21 @@ _WATCHES_EACH = 16  # of one connection
 _SERVICE_BYTES = 256  # of a service's name in them
 _SERVING, _NOT_SERVING, _UNKNOWN = 1, 2, 3
 
+Later = Callable[[Any, Callable[[Result], None]], None]  # takes the request, and what to call then
+
 
 class Calls:
     """The handlers of all methods by path. `offload`, `worker`: see ModelRoute."""
 
     def __init__(
-        self, repository: ModelRepository, offload: Offload, worker: WorkerProcess | None
+        self,
+        repository: ModelRepository,
+        offload: Offload,
+        worker: WorkerProcess | None,
+        group: ServerGroup,
     ) -> None:
         self._repository = repository
+        self._group = group
         self.inference = inference = InferMethods(repository, offload, worker)
         self._watching: dict[str, dict[GrpcCall, None]] = {}  # by the name of the service
         self._health_sent: dict[str, int] = {}
@@ -60,10 +68,12 @@ class Calls:
             "ModelReady": self._model_ready,
             "ModelMetadata": self._model_metadata,
             "ModelConfig": self._model_config,
-            "ModelStatistics": self._statistics,
             "RepositoryIndex": self._index,
             **(_regions(repository.memory) if repository.memory is not None else {}),
         }
+        later: dict[str, Later] = {"ModelStatistics": self._statistics}
+        if repository.memory is not None:
+            later |= _changes(group)
         self.methods = {
             f"/{SERVICE}/ServerLive": _small(_unary("ServerLive", self._live), public=True),
             f"/{SERVICE}/ServerReady": _small(_unary("ServerReady", self._ready), public=True),
@@ -71,6 +81,10 @@ class Calls:
             f"/{SERVICE}/ModelStreamInfer": Method(inference.stream, inference.end_stream),
             **{f"/{SERVICE}/{name}": _small(_not_offered) for name in _EXTENSIONS},
             **{f"/{SERVICE}/{name}": _small(_unary(name, to)) for name, to in unary.items()},
+            **{
+                f"/{SERVICE}/{name}": _small(_answered_later(name, to))
+                for name, to in later.items()
+            },
             f"/{_HEALTH}/Check": _small(_unary("HealthCheck", self._check), public=True),
             f"/{_HEALTH}/Watch": _small(self._watch, public=True),
         }
@@ -108,9 +122,13 @@ class Calls:
         model = self._find(request.name, request.version)
         return message_from("ModelConfigResponse", {"config": model.config()})
 
-    def _statistics(self, request: Any) -> Message:
-        model = self._find(request.name, request.version) if request.name else None
-        return message_from("ModelStatisticsResponse", self._repository.statistics(model))
+    def _statistics(self, request: Any, then: Callable[[Result], None]) -> None:
+        name = self._find(request.name, request.version).name if request.name else None
+
+        def answer(result: Result) -> None:
+            then(lambda: message_from("ModelStatisticsResponse", of_model(name, result())))
+
+        self._group.collect("statistics", answer)
 
     def _index(self, request: Any) -> Message:
         models = self._repository.index()
@@ -192,28 +210,62 @@ def _unary(name: str, make: Callable[[Any], Message]) -> Callable[[GrpcCall, byt
     return message
 
 
+def _answered_later(name: str, start: Later) -> Callable[[GrpcCall, bytes, int], None]:
+    """A method that other processes take part in."""
+
+    def message(call: GrpcCall, data: bytes, at: int) -> None:
+        def then(result: Result) -> None:
+            try:
+                reply = result().SerializeToString()
+            except Exception as exc:  # noqa: BLE001 - every error is a reply
+                fail_with(call, exc)
+            else:
+                call.reply([reply])
+
+        try:
+            start(infer.parse(f"{name}Request", data[at:]), then)
+        except Exception as exc:  # noqa: BLE001 - every error is a reply
+            fail_with(call, exc)
+
+    return message
+
+
 def _regions(memory: SharedMemory) -> dict[str, Callable[[Any], Message]]:
-    """The methods of the system shared-memory extension."""
+    """The methods of the system shared-memory extension that change nothing."""
 
     def status(request: Any) -> Message:
         regions = {region["name"]: region for region in memory.status(request.name or None)}
         return message_from("SystemSharedMemoryStatusResponse", {"regions": regions})
 
-    def register(request: Any) -> Message:
-        memory.register(request.name, request.key, request.offset, request.byte_size)
-        return _message("SystemSharedMemoryRegisterResponse")
-
-    def unregister(request: Any) -> Message:
-        memory.unregister(request.name or None)
-        return _message("SystemSharedMemoryUnregisterResponse")
-
     return {
         "SystemSharedMemoryStatus": status,
-        "SystemSharedMemoryRegister": register,
-        "SystemSharedMemoryUnregister": unregister,
         # NVIDIA's examples call it first
         "CudaSharedMemoryUnregister": lambda _: _message("CudaSharedMemoryUnregisterResponse"),
     }
+
+
+def _changes(group: ServerGroup) -> dict[str, Later]:
+    """The methods of the extension that register regions in all processes."""
+
+    def register(request: Any, then: Callable[[Result], None]) -> None:
+        arguments = request.name, request.key, request.offset, request.byte_size
+        group.change("register", arguments, done("SystemSharedMemoryRegisterResponse", then))
+
+    def unregister(request: Any, then: Callable[[Result], None]) -> None:
+        answer = done("SystemSharedMemoryUnregisterResponse", then)
+        group.change("unregister", (request.name or None,), answer)
+
+    def done(name: str, then: Callable[[Result], None]) -> Callable[[Result], None]:
+        def answer(result: Result) -> None:
+            def message() -> Message:
+                result()  # raises what is wrong
+                return _message(name)
+
+            then(message)
+
+        return answer
+
+    return {"SystemSharedMemoryRegister": register, "SystemSharedMemoryUnregister": unregister}
 
 
 def _not_offered(call: GrpcCall, _data: bytes, _at: int) -> None:

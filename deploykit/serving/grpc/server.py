@@ -17,9 +17,10 @@ from deploykit.serving.models.offload import Offload
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.transport.listener import Acceptor, bind
+from deploykit.serving.transport.listener import Acceptor
 from deploykit.serving.transport.memory import MemoryBudget
 from deploykit.serving.transport.security import Guard, tls_context
+from deploykit.serving.workers.group import ServerGroup
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +40,11 @@ class GrpcServer:
         offload: Offload,
         limits: Http2Limits | None = None,
         worker: WorkerProcess | None = None,
+        group: ServerGroup | None = None,
     ) -> None:
         self._options = options
-        self._calls = Calls(repository, offload, worker)
+        self._group = group or ServerGroup()
+        self._calls = Calls(repository, offload, worker, self._group)
         limits = limits or Http2Limits()
         parse = HeadParser(self._calls.methods, guard.allows, limits.headers)
         large = partial(offload, large=True)
@@ -59,7 +62,8 @@ class GrpcServer:
     async def start(self) -> int:
         """Listen; returns the port. Raises BadInput if it is not available."""
         self._loop = asyncio.get_running_loop()
-        listening = bind(self._options.host, self._options.grpc_port or 0, "`grpc_port`")
+        options = self._options
+        listening = self._group.bind(options.host, options.grpc_port or 0, "`grpc_port`")
         port: int = listening.getsockname()[1]
         make = partial(Http2Connection, self._shared)
         self._socket = listening

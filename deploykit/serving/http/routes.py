@@ -24,8 +24,10 @@ from deploykit.serving.shared_memory import SharedMemory
 from deploykit.serving.transport.call import JSON, Call, reply_error, reply_exception
 from deploykit.serving.transport.security import PREFLIGHT
 from deploykit.serving.web import openapi
+from deploykit.serving.web.history import with_history
 from deploykit.serving.web.page import FILES
-from deploykit.serving.web.status import Status
+from deploykit.serving.web.status import Status, since_us
+from deploykit.serving.workers.group import ServerGroup, of_model
 
 _DOCUMENT_BYTES = 64 << 10
 _REGION = re.compile(
@@ -53,20 +55,24 @@ class Routes:
         worker: WorkerProcess | None = None,
         *,
         scheme: str = "http",
+        group: ServerGroup | None = None,
     ) -> None:
+        """`group`: the processes that share this server's address, if there are several."""
         self._repository = repository
         self._scheme = scheme
         self._offload = offload
         self.grpc_port: int | None = None  # for the examples at /docs
         self.status = Status(repository)
+        self.group = group or ServerGroup()
+        self._offer()
         self._table: dict[str, tuple[str, Route]] = {
             "/v2": ("GET", _value(repository.metadata)),
             "/v2/": ("GET", _value(repository.metadata)),
             "/v2/health/live": ("GET", _value(lambda: {"live": True})),
             "/v2/health/ready": ("GET", self._ready(None, {"ready": True})),
-            "/v2/models/stats": ("GET", _value(repository.statistics)),
+            "/v2/models/stats": ("GET", partial(self._statistics, None)),
             "/v2/repository/index": ("POST", self._index),
-            "/metrics": ("GET", Scrapes(repository.samples, offload)),
+            "/metrics": ("GET", Scrapes(partial(self.group.collect, "samples"), offload)),
             "/status": ("GET", self._status),
             "/openapi.json": ("GET", _value(partial(openapi.document, repository))),
             "/docs": ("GET", self._guide),
@@ -79,11 +85,10 @@ class Routes:
                 self._table[base] = ("GET", _value(model.metadata))
                 self._table[f"{base}/ready"] = ("GET", self._ready(model, ready))
                 self._table[f"{base}/config"] = ("GET", _value(model.config))
-                statistics = partial(repository.statistics, model)
-                self._table[f"{base}/stats"] = ("GET", _value(statistics))
-                for name, kind in (("infer", InferRoute), ("predict", PredictRoute)):
+                self._table[f"{base}/stats"] = ("GET", partial(self._statistics, name))
+                for what, kind in (("infer", InferRoute), ("predict", PredictRoute)):
                     route = kind(repository, model, offload, worker)
-                    self._table[f"{base}/{name}"] = ("POST", route)
+                    self._table[f"{base}/{what}"] = ("POST", route)
 
     def handle(self, call: Call) -> None:
         """Answer one call, now or later. Never raises: a bug is a 500, not a lost connection."""
@@ -107,7 +112,7 @@ class Routes:
         region = _REGION.fullmatch(path)
         if region and self._repository.memory is not None:
             verb, make = _REGION_ROUTES[region["what"]]
-            return verb, partial(make, self._repository.memory, region["name"])
+            return verb, partial(make, self._repository.memory, self.group, region["name"])
         if path == _UNREGISTER_CUDA and self._repository.memory is not None:
             return "POST", lambda call: call.reply(200, JSON, [])
         if path.startswith(_NOT_OFFERED) or path.endswith("/trace/setting"):
@@ -129,9 +134,30 @@ class Routes:
 
         return route
 
+    def _offer(self) -> None:
+        """What other processes may ask of this one."""
+        repository, status = self._repository, self.status
+        reports: dict[str, Callable[[], object]] = {
+            "samples": repository.samples,
+            "statistics": repository.statistics,
+            "status": status.now,
+            "counts": status.counts,
+            "most_waiting": status.most_waiting,
+        }
+        memory = repository.memory
+        changes: dict[str, Callable[..., None]] = {}
+        if memory is not None:
+            changes = {"register": memory.register, "unregister": memory.unregister}
+        self.group.offer(reports, changes, status.history.since)
+
     def _status(self, call: Call) -> None:
-        answer = self.status.answer(call.head.target.partition("?")[2])
-        call.reply(200, JSON, [orjson.dumps(answer)])
+        since = since_us(call.head.target.partition("?")[2])
+        self.group.collect(
+            "status", partial(_reply, call, lambda found: with_history(*found)), since
+        )
+
+    def _statistics(self, name: str | None, call: Call) -> None:
+        self.group.collect("statistics", partial(_reply, call, partial(of_model, name)))
 
     def _guide(self, call: Call) -> None:
         from deploykit.serving.web import guide  # few ask for it, and none while the server starts
@@ -164,6 +190,14 @@ def _value(make: Callable[[], object]) -> Route:
     return lambda call: call.reply(200, JSON, [orjson.dumps(make())])
 
 
+def _reply(call: Call, make: Callable[[Any], object], result: Callable[[], Any]) -> None:
+    """Reply with what `make` makes of a result that has come, perhaps from other processes."""
+    try:
+        call.reply(200, JSON, [orjson.dumps(make(result()))])
+    except Exception as exc:  # noqa: BLE001 - every error is a reply
+        reply_exception(call, exc)
+
+
 def _text(content_type: str, make: Callable[[], bytes]) -> Route:
     headers = PAGE_HEADERS % content_type.encode()
     return lambda call: call.reply(200, headers, [make()])
@@ -172,22 +206,31 @@ def _text(content_type: str, make: Callable[[], bytes]) -> Route:
 # -- system shared memory: a reply names a client's region, never a file
 
 
-def _regions(memory: SharedMemory, name: str | None, call: Call) -> None:
+def _regions(memory: SharedMemory, _group: ServerGroup, name: str | None, call: Call) -> None:
     call.reply(200, JSON, [orjson.dumps(memory.status(name))])
 
 
-def _register(memory: SharedMemory, name: str | None, call: Call) -> None:
+def _register(_memory: SharedMemory, group: ServerGroup, name: str | None, call: Call) -> None:
     body = _document(call)
-    memory.register(name, body.get("key"), body.get("offset", 0), body.get("byte_size"))
-    call.reply(200, JSON, [])
+    arguments = name, body.get("key"), body.get("offset", 0), body.get("byte_size")
+    group.change("register", arguments, partial(_reply_done, call))
 
 
-def _unregister(memory: SharedMemory, name: str | None, call: Call) -> None:
-    memory.unregister(name)
-    call.reply(200, JSON, [])
+def _unregister(_memory: SharedMemory, group: ServerGroup, name: str | None, call: Call) -> None:
+    group.change("unregister", (name,), partial(_reply_done, call))
 
 
-_REGION_ROUTES: Mapping[str, tuple[str, Callable[[SharedMemory, str | None, Call], None]]] = {
+def _reply_done(call: Call, result: Callable[[], object]) -> None:
+    try:
+        result()
+        call.reply(200, JSON, [])
+    except Exception as exc:  # noqa: BLE001 - every error is a reply
+        reply_exception(call, exc)
+
+
+_REGION_ROUTES: Mapping[
+    str, tuple[str, Callable[[SharedMemory, ServerGroup, str | None, Call], None]]
+] = {
     "status": ("GET", _regions),
     "register": ("POST", _register),
     "unregister": ("POST", _unregister),

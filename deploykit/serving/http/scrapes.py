@@ -30,8 +30,13 @@ Expositions = dict[str, tuple[bytes, str]]
 class Scrapes:
     """The route. A reply holds what was counted when its request came, or later."""
 
-    def __init__(self, samples: Callable[[], Iterable[Sample]], offload: Offload) -> None:
-        self._samples = samples
+    def __init__(
+        self,
+        collect: Callable[[Callable[[Result[Iterable[Sample]]], None]], None],
+        offload: Offload,
+    ) -> None:
+        """`collect` passes the samples, or a function that takes them, to its argument."""
+        self._collect = collect
         self._offload = offload
         self._waiting: list[Call] = []
         self._busy = False
@@ -46,10 +51,13 @@ class Scrapes:
         self._busy = bool(calls)
         if not calls:
             return
+        self._collect(partial(self._expose, calls))
+
+    def _expose(self, calls: list[Call], samples: Result[Iterable[Sample]]) -> None:
         accepts = {_accept(call) for call in calls}
         try:
             self._offload(
-                lambda: expositions(self._samples(), accepts), partial(self._reply, deque(calls))
+                lambda: expositions(samples(), accepts), partial(self._reply, deque(calls))
             )
         except DeploykitError as exc:
             self._busy = False

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from deploykit.serving.http2.headers import Pairs
@@ -46,6 +46,15 @@ class Http2Limits:
     idle_s: float = 75.0  # without a stream
     write_s: float = 30.0  # for a client that does not read its reply
     linger_s: float = 2.0  # for reading the reason of a close
+
+    @classmethod
+    def divided(cls, parts: int) -> Http2Limits:
+        """Those of one of `parts` processes, which share the limits of all connections."""
+        limits = cls()
+        connections, streams = limits.connections, limits.all_streams
+        return replace(
+            limits, connections=-(-connections // parts), all_streams=-(-streams // parts)
+        )
 
 
 class Shared:

@@ -56,6 +56,7 @@ class ModelRepository:
                 )
         self.options = options
         self.draining = False
+        self.elsewhere: str | None = None  # why another process of this server is not ready
         self.models: dict[str, ServedModel] = {}
         self.memory: SharedMemory | None = None
         if options.shared_memory:
@@ -129,6 +130,10 @@ class ModelRepository:
         """Why one model, or the server, is not ready; None if it is."""
         if self.draining:
             return "the server is shutting down"
+        return self.own_problem(model) or self.elsewhere
+
+    def own_problem(self, model: ServedModel | None = None) -> str | None:
+        """Why one model, or all, cannot answer in this process."""
         reasons = (each.why_not_ready() for each in ([model] if model else self.models.values()))
         return self.fatal or next((reason for reason in reasons if reason), None)
 

@@ -87,14 +87,22 @@ class _Listener(QueueListener):
             self._source.dropped += 1
 
 
-def configure(kind: str, fd: int = 2) -> LogQueue:
+def configure(kind: str, fd: int = 2, *, worker: int | None = None) -> LogQueue:
     """Send all log lines of this process to `fd`, ours from INFO on, until `close`.
 
-    `kind`: text or json. Raises BadInput on another.
+    `kind`: text or json. `worker`: its number, which each line then has. Raises BadInput on another
+    kind.
     """
     if kind not in _FORMATTERS:
         raise BadInput(f"`log_format` {kind}: must be one of {', '.join(_FORMATTERS)}")
     handler = LogQueue(_FORMATTERS[kind](), fd)
+    if worker is not None:
+
+        def name(record: logging.LogRecord) -> bool:
+            record.worker = worker
+            return True
+
+        handler.addFilter(name)
     logging.getLogger().addHandler(handler)
     logging.getLogger("deploykit").setLevel(logging.INFO)
     return handler

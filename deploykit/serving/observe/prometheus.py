@@ -66,6 +66,8 @@ METRICS: Mapping[str, tuple[str, str]] = {  # name -> type, help
     # the server
     "deploykit_held_bytes": ("gauge", "Bytes of large requests and answers in the server."),
     "deploykit_held_limit_bytes": ("gauge", "The most bytes of large requests and answers."),
+    "deploykit_workers": ("gauge", "Worker processes that serve now, of a server with several."),
+    "deploykit_worker_restarts_total": ("counter", "Worker processes that were replaced."),
     "deploykit_log_lines_dropped_total": ("counter", "Log lines that no reader took in time."),
     "deploykit_spans_dropped_total": ("counter", "Traced requests that no collector took in time."),
     "process_resident_memory_bytes": ("gauge", "Resident memory of this process."),

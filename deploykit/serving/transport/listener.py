@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sized
 from functools import partial
 from itertools import islice
+from typing import Any
 
 from deploykit.core.errors import BadInput, first_line, os_reason
 from deploykit.serving.transport.call import EXHAUSTED
@@ -53,6 +54,35 @@ def bind(host: str, port: int, parameter: str = "`http_port`") -> socket.socket:
         hint = f"stop its program, or choose another with {parameter} (0 picks a free one)"
         raise BadInput(f"{parameter} {port}: already in use on {host}", hint=hint) from problem
     raise BadInput(f"`host` {host}, {parameter} {port}: {reason}") from problem
+
+
+def reserve(host: str, port: int, parameter: str) -> socket.socket:
+    """A bound socket that does not listen, for `share_address`. Raises as `bind`."""
+    alone = bind(host, port, parameter)  # fails where another program listens, shared or not
+    address = alone.getsockname()
+    alone.close()
+    try:
+        return _shared(alone.family, address)
+    except OSError as exc:
+        raise BadInput(f"{parameter} {address[1]}: {os_reason(exc)}") from exc
+
+
+def share_address(reserved: socket.socket) -> socket.socket:
+    """Another socket at the same address: connections are divided among those that listen."""
+    return _shared(reserved.family, reserved.getsockname())
+
+
+def _shared(family: int, address: tuple[Any, ...]) -> socket.socket:
+    found = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        found.bind(address)
+    except OSError:
+        found.close()
+        raise
+    found.setblocking(False)
+    return found
 
 
 def is_loopback(host: str) -> bool:
@@ -95,6 +125,7 @@ class Acceptor:
 
     def open(self) -> None:
         self._paused = None
+        self._socket.listen(BACKLOG)  # one that others share does not so far
         self._loop.add_reader(self._socket, self._accept)
 
     def close(self) -> None:

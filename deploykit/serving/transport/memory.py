@@ -17,10 +17,13 @@ class MemoryBudget:
     the client has taken it. Call all methods on the event loop's thread.
     """
 
-    def __init__(self, limit: int | None, max_body_bytes: int) -> None:
-        """`limit` None: a quarter of this machine's memory, but at least one largest body."""
+    def __init__(self, limit: int | None, max_body_bytes: int, parts: int = 1) -> None:
+        """`limit` None: a quarter of this machine's memory, but at least one largest body.
+
+        `parts`: processes that have one budget together.
+        """
         if limit is None:
-            limit = max(max_body_bytes, (memory_bytes() or _UNKNOWN_MEMORY) // 4)
+            limit = max(max_body_bytes, (memory_bytes() or _UNKNOWN_MEMORY) // 4 // parts)
         self.limit = limit
         self.bytes = 0
 

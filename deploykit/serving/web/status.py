@@ -1,4 +1,7 @@
-"""The JSON for the dashboard: counters since the start, and their recent samples."""
+"""The figures for the dashboard: counters since the start, and their recent samples.
+
+A sample's `waiting` is the largest number since the last one: when it is taken, few may wait.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,46 @@ from urllib.parse import parse_qs
 from deploykit import __version__
 from deploykit.serving.models.repository import ModelRepository, ServedModel
 from deploykit.serving.observe.metrics import REQUEST_US
-from deploykit.serving.web.history import KEPT, History
+from deploykit.serving.web.history import EVERY_US, History
 
 _NUMBER = re.compile(r"[0-9]{1,18}").fullmatch
+_NEVER_US = 1 << 60
+
+
+def since_us(query: str) -> int:
+    """`since=N` of a query: the samples after the time N are wanted, 0 for all."""
+    since = parse_qs(query).get("since", [""])[0]
+    return int(since) if _NUMBER(since) else _NEVER_US
 
 
 class Status:
-    """Answers GET /status in about 20 µs per model, without waiting."""
+    """The figures of this process, in about 20 µs per model, without waiting."""
 
     def __init__(self, repository: ModelRepository) -> None:
         self._repository = repository
-        self.history = History(repository)
+        self.history = History()
+        self._due_us = 0
 
-    def answer(self, query: str) -> dict[str, Any]:
-        """Totals since the start, times in µs: two responses give the rates between them.
+    def tick(self, now_us: int) -> None:
+        """Add a sample to the history if one is due: about 10 µs per model, every 2 s."""
+        if now_us < self._due_us:
+            return
+        self._due_us = now_us + EVERY_US
+        counts, waiting = self.counts(), self.most_waiting()
+        models = [{"name": name, **counts[name], "waiting": waiting[name]} for name in counts]
+        self.history.add(now_us, models)
 
-        `query`: `since=N` adds the samples after the time N (0 for all) as `history`.
-        """
+    def counts(self) -> dict[str, dict[str, Any]]:
+        """By model, what was counted."""
+        return {name: m.metrics.status() for name, m in self._repository.models.items()}
+
+    def most_waiting(self) -> dict[str, int]:
+        """By model, the most requests that waited since the last call."""
+        return {name: m.take_most_waiting() for name, m in self._repository.models.items()}
+
+    def now(self) -> dict[str, Any]:
+        """Totals since the start, times in µs: two responses give the rates between them."""
         repository, sample = self._repository, self._repository.sampler.latest()
-        since = parse_qs(query).get("since", [""])[0]
         return {
             "version": __version__,
             "at_us": time.monotonic_ns() // 1000,
@@ -40,8 +64,6 @@ class Status:
             "gpus": [gpu.to_dict() for gpu in sample.gpus] if sample else [],
             "buckets_us": REQUEST_US,
             "models": [self._model(model) for model in repository.models.values()],
-            "history_kept": KEPT,
-            "history": self.history.since(int(since)) if _NUMBER(since) else [],
         }
 
     def _model(self, model: ServedModel) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def test_scrapes_that_wait_share_one_that_began_after_them() -> None:
 
     async def main() -> None:
         later = Later()
-        route = Scrapes(samples, later)
+        route = Scrapes(lambda then: then(samples), later)
         first = asked(route, 1)
         others = asked(route, 250)
         openmetrics = b"application/openmetrics-text; version=1.0.0"
@@ -78,7 +78,7 @@ def test_a_scrape_that_cannot_start_is_refused_and_the_next_one_tried() -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise Overloaded("no thread can be started; try again later")
 
-    route = Scrapes(list, refuse)
+    route = Scrapes(lambda then: then(list), refuse)
     assert [call.status for call in asked(route, 2)] == [503, 503]
 
 
@@ -87,7 +87,7 @@ def test_an_error_is_a_reply_to_each() -> None:
         raise ValueError
 
     async def main() -> None:
-        route = Scrapes(broken, lambda work, then, **_: then(work))
+        route = Scrapes(lambda then: then(broken), lambda work, then, **_: then(work))
         assert [call.status for call in asked(route, 2)] == [500, 500]
 
     asyncio.run(main())

@@ -9,7 +9,8 @@ import orjson
 
 from deploykit import __version__
 from deploykit.serving.observe.metrics import STAGES
-from deploykit.serving.web.history import EVERY_US, KEPT, History
+from deploykit.serving.web.history import EVERY_US, KEPT
+from deploykit.serving.web.status import Status
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import GatedEngine, Running, infer_json, request, running
 
@@ -91,9 +92,9 @@ def test_the_history_has_the_most_requests_that_waited_since_the_last_sample(
     engine = GatedEngine(max_batch=1)
     with running({"m": engine}, max_batch=1) as server:
         engine.warm = True
-        history = server.server._routes.status.history
-        eventually(lambda: history._due_us > 0)
-        history._due_us = 1 << 60  # the server takes no more
+        status = server.server._routes.status
+        eventually(lambda: status._due_us > 0)
+        status._due_us = 1 << 60  # the server takes no more
         body = infer_json([1, 2, 3, 4], [1, 4])
         raws = [server.connect() for _ in range(4)]
         for raw in raws:
@@ -102,20 +103,20 @@ def test_the_history_has_the_most_requests_that_waited_since_the_last_sample(
         eventually(lambda: server.server.repository.models["m"].waiting == 3)
         engine.gate.set()
         assert [getattr(raw.reply(), "status", 0) for raw in raws] == [200] * 4
-        history.tick(1 << 60)
-        history.tick(1 << 61)
-        busy, quiet = (orjson.loads(orjson.dumps(each)) for each in history.since(-1)[-2:])
-        assert busy["models"][0]["waiting"] == 3
-        assert quiet["models"][0]["waiting"] == 0
+        status.tick(1 << 60)
+        status.tick(1 << 61)
+        busy, quiet = (orjson.loads(models) for _, models in status.history.since(-1)[-2:])
+        assert busy[0]["waiting"] == 3
+        assert quiet[0]["waiting"] == 0
 
 
 def test_the_history_has_a_maximum_length() -> None:
     with running({"m": FakeEngine()}) as server:
-        history = History(server.server.repository)
+        status = Status(server.server.repository)
         for i in range(KEPT + 10):
-            history.tick(i * EVERY_US)
-            history.tick(i * EVERY_US + 1)  # not due yet
-        assert [each["at_us"] for each in history.since(-1)] == [
+            status.tick(i * EVERY_US)
+            status.tick(i * EVERY_US + 1)  # not due yet
+        assert [at_us for at_us, _ in status.history.since(-1)] == [
             i * EVERY_US for i in range(10, KEPT + 10)
         ]
 

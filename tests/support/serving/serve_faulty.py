@@ -3,7 +3,9 @@
 Everything but the opening of the file is the real command: options, logs, signals, exit codes. The
 engine answers y = 2x + 1; the first value of a row, if it is one of FAULTS, says what goes wrong.
 It takes FAULT_LATENCY_S, and FAULT_PER_ROW_S more for each row; FAULT_ROWS is its largest batch,
-FAULT_WIDTH its numbers in a row. FAULT_LIMITS, in JSON, changes the connections' limits.
+FAULT_WIDTH its numbers in a row. FAULT_LIMITS, in JSON, changes the connections' limits. With
+FAULT_OPENS only so many workers can open the model: they count themselves in the folder. Workers
+that die are replaced FAULT_DELAY_S later.
 """
 
 from __future__ import annotations
@@ -12,15 +14,17 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
-from deploykit.api import serve
+from deploykit.api import serve, serve_processes
 from deploykit.cli.main import main
-from deploykit.core.errors import OutOfMemory
+from deploykit.core.errors import BadInput, OutOfMemory
 from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.serving import server
 from deploykit.serving.http import head
+from deploykit.serving.workers import parent
 from tests.support.fake_engine import FakeEngine
 
 POISON, MEMORY, LOST, HANG, SHAPE, DTYPE, FEWER = FAULTS = (-1, -2, -3, -4, -5, -6, -7)
@@ -53,6 +57,10 @@ class Faulty(FakeEngine):
 
 def open_proven(_file, *_, instances=1, **_more):
     """As the real one: engines of a file that was checked."""
+    if "FAULT_OPENS" in os.environ:
+        Path(f"opened.{os.getpid()}").touch()
+        if len(list(Path().glob("opened.*"))) > int(os.environ["FAULT_OPENS"]):
+            raise BadInput("m.onnx: cannot be opened once more")
     if "FAULT_LOAD" in os.environ:
         raise OutOfMemory("cuda:0: out of memory: 9.0 GiB needed, 1.0 GiB free of 2.0 GiB")
     return [
@@ -68,6 +76,8 @@ def open_proven(_file, *_, instances=1, **_more):
 
 if __name__ == "__main__":
     serve.check_readable = lambda file: file
+    serve_processes._why_only_one = lambda *_: ""
+    parent.DELAY_S = float(os.environ.get("FAULT_DELAY_S", parent.DELAY_S))
     serve.Opening.__call__ = lambda opening, file, _: open_proven(file, instances=opening.instances)
     if "FAULT_LIMITS" in os.environ:
         limits = head.HttpLimits(**json.loads(os.environ["FAULT_LIMITS"]))

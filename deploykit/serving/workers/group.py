@@ -1,0 +1,262 @@
+"""The server processes that share one address, as one of them sees them.
+
+A request reaches one process and may mean all: its figures are collected from all, and a change is
+made by all. `ServerGroup` is a server alone; `Member` is one of several, whose parent passes on
+what it asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import os
+import pickle
+import signal
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from deploykit.core.errors import DeploykitError, first_line
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.transport.listener import bind
+from deploykit.serving.web.history import Samples
+from deploykit.serving.workers.link import Message, WorkerLink
+
+Result = Callable[[], Any]  # the value; raises the error
+Then = Callable[[Result], None]
+_LAST_BYTES = 32 << 10
+Makers = Mapping[str, Callable[[], Any]]
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the parent may have a server do. `set_elsewhere` takes why another one is not ready."""
+
+    drain: Callable[[], None]
+    abort: Callable[[], None]
+    set_elsewhere: Callable[[str | None], None]
+
+
+class ServerGroup:
+    """A server alone: its own figures are those of all, and its own changes are enough."""
+
+    count = 1
+    signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)
+
+    def __init__(self) -> None:
+        self._reports: Makers = {}
+        self._changes: Mapping[str, Callable[..., None]] = {}
+        self._history: Callable[[int], Samples] = lambda _: []
+
+    def offer(
+        self,
+        reports: Makers,
+        changes: Mapping[str, Callable[..., None]],
+        history: Callable[[int], Samples],
+    ) -> None:
+        """`reports`: what to collect, by its name. `changes`: what all can do.
+
+        `history`: samples after a time, which come with the report "status".
+        """
+        self._reports, self._changes, self._history = reports, changes, history
+
+    def share_of(self, options: ServeOptions) -> ServeOptions:
+        """The limits of one process."""
+        return options
+
+    def bind(self, host: str, port: int, parameter: str) -> socket.socket:
+        """The socket to listen on. Raises BadInput."""
+        return bind(host, port, parameter)
+
+    async def join(self, hooks: Hooks) -> None:
+        """Called when the server could accept its first connection; returns when it may."""
+
+    def listening(self) -> None:
+        """Called once it does."""
+
+    def report_state(self, not_ready: str | None) -> None:
+        """Called often, with the reason why this process alone is not ready."""
+
+    def may_close(self) -> bool:
+        """Whether a server that has answered all requests may refuse connections from now on."""
+        return True
+
+    def collect(self, what: str, then: Then, since_us: int = 0) -> None:
+        """Call `then` with the figures `what` of all processes, now or later.
+
+        "status" comes with the history after `since_us`.
+        """
+        report = self._reports[what]
+        then((lambda: (report(), self._history(since_us))) if what == "status" else report)
+
+    def change(self, what: str, arguments: tuple[Any, ...], then: Then) -> None:
+        """Have all processes do `what`; `then` gets None, or the first error."""
+        then(partial(self._changes[what], *arguments))
+
+
+class Member(ServerGroup):
+    """One of `count` workers. `number`: from 1. `http`, `grpc`: bound sockets, not listening.
+
+    `last`: a pipe for what the process says at its end. Ctrl-C, which a terminal sends to all
+    processes, is left to the parent.
+    """
+
+    signals = (signal.SIGTERM,)
+
+    def __init__(
+        self,
+        number: int,
+        count: int,
+        end: socket.socket,
+        http: socket.socket,
+        grpc: socket.socket | None,
+        last: int,
+    ) -> None:
+        super().__init__()
+        self.number = number
+        self.count = count
+        self._end = end
+        self._last = last
+        self._sockets = {"`http_port`": http, "`grpc_port`": grpc}
+        self._link = WorkerLink(self._receive, self._on_lost)
+        self._asked: dict[int, Then] = {}
+        self._numbers = itertools.count()
+        self._may_open: asyncio.Event | None = None
+        self._hooks: Hooks | None = None
+        self._not_ready: str | None = None
+        self._drained = self._closing = self._lost = False
+
+    def share_of(self, options: ServeOptions) -> ServeOptions:
+        """The queue and the memory of all are divided."""
+        held = options.max_held_bytes
+        return replace(
+            options,
+            queue=math.ceil(options.queue / self.count),
+            max_held_bytes=None if held is None else max(1, held // self.count),
+        )
+
+    def bind(self, host: str, port: int, parameter: str) -> socket.socket:  # noqa: ARG002 - bound
+        found = self._sockets[parameter]
+        assert found is not None
+        return found
+
+    async def join(self, hooks: Hooks) -> None:
+        """Tell the parent that the models are ready; wait for what the others know already."""
+        self._hooks, self._may_open = hooks, asyncio.Event()
+        await self._link.connect(self._end)
+        self._link.send("ready")
+        await self._may_open.wait()
+
+    def listening(self) -> None:
+        self._link.send("listening")
+
+    def report_state(self, not_ready: str | None) -> None:
+        if not_ready != self._not_ready:
+            self._not_ready = not_ready
+            self._link.send("state", not_ready)
+
+    def may_close(self) -> bool:
+        """Not before all have answered theirs: until then a health check gets an answer."""
+        if not self._drained:
+            self._drained = True
+            self._link.send("drained")
+        return self._closing or self._lost
+
+    def collect(self, what: str, then: Then, since_us: int = 0) -> None:
+        if self._lost:
+            super().collect(what, then, since_us)
+        else:
+            self._ask(then, "collect", what, since_us)
+
+    def change(self, what: str, arguments: tuple[Any, ...], then: Then) -> None:
+        if self._lost:
+            super().change(what, arguments, then)
+        else:
+            self._ask(then, "change", what, arguments)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the parent why this process ends."""
+        try:
+            self._say_last(error)
+        except Exception:  # noqa: BLE001 - not every library's error can be pickled
+            self._say_last(DeploykitError(f"{type(error).__name__}: {first_line(error)}"))
+
+    def report_end(self, dropped: int) -> None:
+        """Tell the parent how many requests were left unanswered."""
+        self._say_last(dropped)
+
+    def _say_last(self, what: object) -> None:
+        data = pickle.dumps(what)
+        if len(data) > _LAST_BYTES:  # the parent reads it when this process has ended
+            raise ValueError("too long for a pipe")
+        with contextlib.suppress(OSError):  # the parent is gone
+            os.write(self._last, data)
+
+    def _ask(self, then: Then, kind: str, *content: Any) -> None:
+        number = next(self._numbers)
+        self._asked[number] = then
+        self._link.send(kind, number, *content)
+
+    def _on_lost(self) -> None:
+        """The parent is gone: answer what was accepted, then end."""
+        self._lost = True
+        if self._may_open is not None:
+            self._may_open.set()
+        waiting, self._asked = self._asked, {}
+        for then in waiting.values():
+            then(_raising(DeploykitError("the server is shutting down")))
+        if self._hooks is not None:
+            self._hooks.drain()
+
+    def _receive(self, message: Message) -> None:
+        kind, *content = message
+        assert self._hooks is not None
+        assert self._may_open is not None
+        if kind == "report":
+            number, names = content
+            self._link.send("done", number, {name: self._reports[name]() for name in names})
+        elif kind == "do":
+            number, what, arguments = content
+            self._link.send("done", number, self._do(what, arguments))
+        elif kind == "answer":
+            number, value = content
+            then = self._asked.pop(number)
+            then(_raising(value) if isinstance(value, Exception) else lambda: value)
+        elif kind == "elsewhere":
+            self._hooks.set_elsewhere(content[0])
+        elif kind == "open":
+            for what, arguments in content[0]:
+                self._do(what, arguments)
+            self._may_open.set()
+        elif kind == "drain":
+            self._may_open.set()
+            self._hooks.drain()
+        elif kind == "close":
+            self._closing = True
+        elif kind == "abort":
+            self._may_open.set()
+            self._hooks.abort()
+
+    def _do(self, what: str, arguments: tuple[Any, ...]) -> DeploykitError | None:
+        try:
+            self._changes[what](*arguments)
+        except DeploykitError as exc:
+            return exc
+        return None
+
+
+def of_model(name: str | None, statistics: Mapping[str, Any]) -> dict[str, Any]:
+    """The statistics of one model, or of all."""
+    found = [each for each in statistics["model_stats"] if name in (None, each["name"])]
+    return {"model_stats": found}
+
+
+def _raising(error: Exception) -> Result:
+    def result() -> Any:
+        raise error
+
+    return result

@@ -1,0 +1,162 @@
+"""Make one server's figures of those of its workers. Pure.
+
+What is counted is added up, of workers that have ended too; of what is set, the value that an
+operator should see: the least ready, the largest error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from deploykit.serving.observe.prometheus import METRICS, BucketCounts, Sample
+
+Report = Mapping[str, Any]  # by PARTS
+Figures = dict[str, Any]
+PARTS = ("samples", "statistics", "status", "counts")  # of a report
+
+_LEAST = {
+    "deploykit_model_ready",
+    "deploykit_model_batched",
+    "deploykit_model_generation",
+    "process_start_time_seconds",
+}
+_MOST = {
+    "deploykit_model_info",
+    "deploykit_model_loaded_timestamp_seconds",
+    "deploykit_model_notes",
+    "deploykit_reload_failed",
+    "deploykit_previous_engine",
+    "deploykit_batch_limit_rows",
+    "deploykit_batch_delay_seconds",
+    "deploykit_shadow_max_error",
+    "deploykit_shadow_alarm",
+}
+_OF_THE_MACHINE = ("nv_gpu_", "nv_energy_", "deploykit_gpu_", "deploykit_board_")
+_LATEST = ("last_ms", "last_inference", "at_s", "at_us", "loaded_s")
+_SUMS = ("engines", "queue", "waiting", "in_flight")  # of a model's status
+
+
+def counted(report: Report) -> Report:
+    """What remains of a worker that has ended: its counters."""
+    samples = [each for each in report["samples"] if METRICS[each.name][0] != "gauge"]
+    return {
+        "samples": samples,
+        "statistics": report["statistics"],
+        "counts": report["counts"],
+        "status": None,
+    }
+
+
+def join_counters(a: Report, b: Report) -> Report:
+    """The counters of two workers that have ended."""
+    both = (a, b)
+    return {
+        "samples": merge_samples(both),
+        "statistics": merge_statistics(both),
+        "counts": merge_counts(both),
+        "status": None,
+    }
+
+
+def merge_samples(reports: Sequence[Report]) -> list[Sample]:
+    """Samples of one name and the same labels become one."""
+    found: dict[tuple[object, ...], Sample] = {}
+    for sample in (each for report in reports for each in report["samples"]):
+        key = (sample.name, *sample.labels.items())
+        before = found.get(key)
+        found[key] = sample if before is None else _join(before, sample)
+    return list(found.values())
+
+
+def _join(a: Sample, b: Sample) -> Sample:
+    value: float | BucketCounts
+    if isinstance(a.value, BucketCounts) and isinstance(b.value, BucketCounts):
+        pairs = zip(a.value.counts, b.value.counts, strict=True)
+        counts = [(bound, count + more) for (bound, count), (_, more) in pairs]
+        value = BucketCounts(counts, a.value.total + b.value.total)
+    else:
+        value = _choice(a.name)((a.value, b.value))
+    return Sample(a.name, a.labels, value)
+
+
+def _choice(name: str) -> Callable[[Iterable[Any]], Any]:
+    if name in _LEAST:
+        return min
+    return max if name in _MOST or name.startswith(_OF_THE_MACHINE) else sum
+
+
+def merge_statistics(reports: Sequence[Report]) -> Figures:
+    """The statistics of the Open Inference Protocol, over all workers."""
+    models: dict[str, Figures] = {}
+    for each in (each for report in reports for each in report["statistics"]["model_stats"]):
+        sizes = {batch["batch_size"]: batch for batch in each["batch_stats"]}
+        found = {**each, "batch_stats": {n: _without(b, "batch_size") for n, b in sizes.items()}}
+        before = models.get(each["name"])
+        models[each["name"]] = found if before is None else add(before, found)
+    for model in models.values():
+        batches = sorted(model["batch_stats"].items())
+        model["batch_stats"] = [{"batch_size": size, **times} for size, times in batches]
+    return {"model_stats": list(models.values())}
+
+
+def merge_counts(reports: Sequence[Report]) -> dict[str, Figures]:
+    """The counters of each model, as `ModelMetrics.status` has them."""
+    models: dict[str, Figures] = {}
+    for name, counts in (item for report in reports for item in report["counts"].items()):
+        models[name] = add(models[name], counts) if name in models else counts
+    return models
+
+
+def merge_status(reports: Sequence[Report]) -> Figures:
+    """The dashboard's figures; those of the workers that run, with the counters of all."""
+    running = [report["status"] for report in reports if report["status"] is not None]
+    first = running[0]
+    counts = merge_counts(reports)
+    processes = [each["process"] for each in running if each["process"]]
+    models = []
+    for each in first["models"]:
+        same = [m for status in running for m in status["models"] if m["name"] == each["name"]]
+        models.append(
+            {
+                **each,
+                **{key: sum(model[key] for model in same) for key in _SUMS},
+                "generation": min(model["generation"] for model in same),
+                "notes": list(dict.fromkeys(note for model in same for note in model["notes"])),
+                "not_ready": next((m["not_ready"] for m in same if m["not_ready"]), None),
+                **counts[each["name"]],
+            }
+        )
+    return {
+        **first,
+        "at_us": max(each["at_us"] for each in running),
+        "at_s": max(each["at_s"] for each in running),
+        "not_ready": next((each["not_ready"] for each in running if each["not_ready"]), None),
+        "process": _process(processes) if processes else None,
+        "models": models,
+    }
+
+
+def _process(processes: Sequence[Figures]) -> Figures:
+    found = {key: sum(each[key] for each in processes) for key in processes[0]}
+    return {
+        **found,
+        "started_s": min(each["started_s"] for each in processes),
+        "at_s": max(each["at_s"] for each in processes),
+    }
+
+
+def add(a: Any, b: Any) -> Any:
+    """Numbers added up within the same structure; of times the latest, of strings the first."""
+    if isinstance(a, dict):
+        found = {**a, **b}
+        for key in a.keys() & b.keys():
+            found[key] = max(a[key], b[key]) if key in _LATEST else add(a[key], b[key])
+        return found
+    if isinstance(a, list):
+        return [add(*pair) for pair in zip(a, b, strict=True)]
+    return a if isinstance(a, str) else a + b
+
+
+def _without(figures: Figures, key: str) -> Figures:
+    return {name: value for name, value in figures.items() if name != key}

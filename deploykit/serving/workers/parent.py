@@ -1,0 +1,314 @@
+"""Start workers that serve on one address, replace those that die, and end them together.
+
+The parent has no engine, no thread and no client: a worker is forked from it, so that all share the
+memory of the modules. It adds up the figures of all and passes on what all have to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any
+
+from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.transport.listener import reserve, share_address
+from deploykit.serving.workers.hub import Hub
+from deploykit.serving.workers.link import Message, WorkerLink
+from deploykit.serving.workers.process import (
+    Forked,
+    Logging,
+    Serve,
+    fork,
+    how_it_ended,
+    last_words,
+)
+
+log = logging.getLogger(__name__)
+
+MOST_WORKERS = 256
+LIVED_S = 10.0  # a worker that served for less counts as a failed start
+MOST_FAILURES = 5  # in a row, of every worker: then the server ends
+DELAY_S, LONGEST_DELAY_S = 0.25, 30.0  # before a worker is replaced, doubled for each failure
+END_S = 50.0  # for workers to drain, above their own limits
+ABORT_S = 5.0
+ECHO_S = 1.0  # a second SIGTERM within it counts as the same one
+_POLL_S = 0.02
+
+OnReady = Callable[[str, int, "int | None"], None]  # host, HTTP port, gRPC port
+
+
+def check_supported() -> None:
+    """Raise Unsupported where the system does not divide connections among processes."""
+    if sys.platform != "linux" or not hasattr(socket, "SO_REUSEPORT"):
+        raise Unsupported(
+            f"`workers` above 1 need Linux, which divides connections among processes; "
+            f"this is {sys.platform}",
+            hint="`workers` 1",
+        )
+
+
+class Parent:
+    """Runs `count` workers, each with `serve`, on the addresses of `options`."""
+
+    def __init__(
+        self, count: int, serve: Serve, options: ServeOptions, logging_of: Logging
+    ) -> None:
+        check_supported()
+        self._count = count
+        self._serve = serve
+        self._logging_of = logging_of
+        self._log: AbstractContextManager[object] | None = None
+        self._http = reserve(options.host, options.http_port, "`http_port`")
+        self._grpc = None
+        if options.grpc_port is not None:
+            self._grpc = reserve(options.host, options.grpc_port, "`grpc_port`")
+        self._workers: dict[int, Forked] = {}  # by pid
+        self._hub = Hub(self._workers, count, self._do)
+        self._failures = dict.fromkeys(range(1, count + 1), 0)
+        self._failure: BaseException | None = None
+        self._started = False  # once all were ready
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._dropped = 0
+        self._signals = 0
+        self._signalled_s = -math.inf
+        self._interrupted = False
+        self._handlers: dict[int, Any] = {}
+
+    def run(self, on_ready: OnReady) -> int:
+        """As `serving.server.run`, and raises what keeps the workers from starting."""
+        self._loop = asyncio.new_event_loop()
+        self._stopped = asyncio.Event()
+        for each in (signal.SIGTERM, signal.SIGINT):
+            self._handlers[each] = signal.signal(each, self._pass_on)
+        try:
+            self._loop.run_until_complete(self._run(on_ready))
+        finally:
+            for worker in list(self._workers.values()):  # after a bug here
+                with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                    os.kill(worker.pid, signal.SIGKILL)
+                    os.waitpid(worker.pid, 0)
+            self._close_log()
+            for number, handler in self._handlers.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            self._loop.close()
+            self._close_sockets()
+        if self._signals > 1 or self._interrupted:
+            raise KeyboardInterrupt
+        if self._failure is not None:
+            raise self._failure
+        return self._dropped
+
+    async def _run(self, on_ready: OnReady) -> None:
+        self._start(range(1, self._count + 1))
+        await self._until(self._all_serve, math.inf)
+        if not self._stopped.is_set():
+            self._started = True
+            host, port = self._http.getsockname()[:2]
+            on_ready(host, port, self._grpc.getsockname()[1] if self._grpc else None)
+        ticking = asyncio.ensure_future(self._hub.keep_history())
+        await self._stopped.wait()
+        for worker in self._workers.values():
+            self._drain(worker)
+        await self._until(lambda: not self._workers, END_S)
+        if self._workers:
+            for worker in self._workers.values():
+                if worker.link is not None:
+                    worker.link.send("abort")
+            await self._until(lambda: not self._workers, ABORT_S, whatever=True)
+        for worker in self._workers.values():
+            log.error("worker %d does not end and is killed", worker.number)
+            os.kill(worker.pid, signal.SIGKILL)
+        await self._until(lambda: not self._workers, ABORT_S, whatever=True)
+        ticking.cancel()
+
+    def _all_serve(self) -> bool:
+        return self._stopped.is_set() or self._hub.serving == self._count
+
+    async def _until(
+        self, reached: Callable[[], bool], limit_s: float, *, whatever: bool = False
+    ) -> None:
+        """Wait until `reached()`, or for `limit_s`, or for a second signal."""
+        end_s = time.monotonic() + limit_s
+        while not reached() and time.monotonic() < end_s and (whatever or self._signals < 2):
+            await asyncio.sleep(_POLL_S)
+
+    # -- signals -----------------------------------------------------------------------------------
+
+    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        self._loop.call_soon_threadsafe(self._on_signal, number)
+
+    def _on_signal(self, number: int) -> None:
+        now_s = time.monotonic()
+        echo = number == signal.SIGTERM and now_s - self._signalled_s < ECHO_S
+        self._signalled_s = now_s
+        if not echo:
+            self._signals += 1
+            self._interrupted = self._interrupted or number == signal.SIGINT
+            self._stopped.set()
+
+    def _drain(self, worker: Forked) -> None:
+        if worker.ready and worker.link is not None:
+            worker.link.send("drain")
+        else:  # it opens its models
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGTERM)
+
+    # -- processes ---------------------------------------------------------------------------------
+
+    def _start(self, numbers: Sequence[int]) -> None:
+        """Fork workers. The log's thread rests meanwhile: a fork copies its locks as they are."""
+        self._close_log()
+        gc.collect()
+        gc.freeze()  # else the children's collector writes to the memory that they share
+        for number in numbers:
+            self._fork(number)
+        gc.unfreeze()
+        self._log = self._logging_of(None)
+        self._log.__enter__()
+
+    def _fork(self, number: int) -> None:
+        http, grpc = share_address(self._http), self._grpc and share_address(self._grpc)
+        worker, end = fork(number, self._count, http, grpc, self._serve, self._logging_of)
+        self._workers[worker.pid] = worker
+        self._do(self._connect(worker, end))
+
+    async def _connect(self, worker: Forked, end: socket.socket) -> None:
+        link = WorkerLink(
+            lambda message: self._receive(worker, message),
+            lambda: self._do(self._reap(worker)),
+        )
+        await link.connect(end)
+        worker.link = link
+
+    async def _reap(self, worker: Forked) -> None:
+        """The worker has closed its end: it ends, or has ended."""
+        limit_s = time.monotonic() + ABORT_S
+        while True:
+            pid, status = os.waitpid(worker.pid, os.WNOHANG)
+            if pid:
+                break
+            if time.monotonic() > limit_s:
+                os.kill(worker.pid, signal.SIGKILL)
+            await asyncio.sleep(_POLL_S / 4)
+        del self._workers[worker.pid]
+        self._on_end(worker, os.waitstatus_to_exitcode(status), last_words(worker.last))
+
+    def _on_end(self, worker: Forked, code: int, last: object) -> None:
+        number = worker.number
+        self._hub.end(worker)
+        self._share_state()
+        self._let_close()
+        if isinstance(last, int):
+            self._dropped += last
+        if self._stopped.is_set():
+            if not isinstance(last, int) and worker.serving and self._signals < 2:
+                log.error(
+                    "worker %d was ended by %s before it had answered", number, how_it_ended(code)
+                )
+                self._dropped += 1  # at least
+            return
+        why = f"worker {number} was ended by {how_it_ended(code)}"
+        if isinstance(last, BaseException):
+            why = f"worker {number}: {last}"
+        if not self._started:
+            self._end_with(
+                last if isinstance(last, BaseException) else _crash(f"{why} at its start", code)
+            )
+            return
+        lived = worker.serving and time.monotonic() - worker.begun_s > LIVED_S
+        failures = self._failures[number] = 0 if lived else self._failures[number] + 1
+        if not self._hub.serving and min(self._failures.values()) >= MOST_FAILURES:
+            error = last if isinstance(last, DeploykitError) else _crash(why, code)
+            log.error("%s; no worker is left, and %d starts of each failed", why, MOST_FAILURES)
+            self._end_with(error)
+            return
+        delay_s = min(LONGEST_DELAY_S, DELAY_S * 2 ** (failures - 1)) if failures else 0.0
+        log.error("%s; another is started in %g s", why, delay_s)
+        self._hub.restarts += 1
+        self._loop.call_later(delay_s, self._restart, number)
+
+    def _restart(self, number: int) -> None:
+        if not self._stopped.is_set():
+            self._start([number])
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _end_with(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._stopped.set()
+
+    # -- what workers say --------------------------------------------------------------------------
+
+    def _receive(self, worker: Forked, message: Message) -> None:
+        kind, *content = message
+        assert worker.link is not None
+        if kind == "state":
+            worker.not_ready = content[0]
+            self._share_state()
+        elif kind == "ready":
+            worker.ready = True
+            if self._stopped.is_set():
+                worker.link.send("drain")
+            else:
+                worker.link.send("open", self._hub.changes)
+                self._share_state()
+        elif kind == "drained":
+            worker.drained = True
+            self._let_close()
+        elif kind == "listening":
+            worker.serving, worker.begun_s = True, time.monotonic()
+            if self._started:
+                log.info("worker %d serves", worker.number)
+        else:
+            self._hub.receive(worker, message)
+
+    def _let_close(self) -> None:
+        """Let workers refuse connections once all have answered what they accepted."""
+        serving = [worker for worker in self._workers.values() if worker.serving]
+        if self._stopped.is_set() and not all(worker.drained for worker in serving):
+            return
+        for worker in serving:
+            if worker.drained and worker.link is not None:
+                worker.link.send("close")
+
+    def _share_state(self) -> None:
+        """Tell each worker why another one is not ready."""
+        for worker in self._workers.values():
+            others = [each.not_ready for each in self._workers.values() if each is not worker]
+            if worker.ready and worker.link is not None:
+                worker.link.send("elsewhere", next((each for each in others if each), None))
+
+    # -- ends --------------------------------------------------------------------------------------
+
+    def _close_log(self) -> None:
+        before, self._log = self._log, None
+        if before is not None:
+            before.__exit__(None, None, None)
+
+    def _close_sockets(self) -> None:
+        for each in (self._http, self._grpc):
+            if each is not None:
+                each.close()
+
+
+def _crash(text: str, code: int) -> DeploykitError:
+    if code == -signal.SIGKILL:
+        return OutOfMemory(
+            f"{text}, as the system does where memory runs out", hint="fewer `workers`"
+        )
+    return DeploykitError(text)

@@ -1,0 +1,120 @@
+"""A worker process: forked from the parent, driven by messages, ended with the parent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NoReturn
+
+from deploykit.core.errors import DeploykitError
+from deploykit.serving.workers.group import Member
+from deploykit.serving.workers.link import WorkerLink
+from deploykit.serving.workers.merge import Report
+
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+
+Serve = Callable[[Member], int]  # runs in a worker; the number of unanswered requests
+Logging = Callable[["int | None"], AbstractContextManager[object]]  # of a worker, or the parent
+
+
+@dataclass(eq=False)
+class Forked:
+    """One process. `report`: its last figures. `ready`, `serving`, `drained`: how far it is."""
+
+    number: int
+    pid: int
+    last: int  # a pipe: what it says at its end
+    begun_s: float
+    link: WorkerLink | None = None
+    ready: bool = False
+    serving: bool = False
+    drained: bool = False
+    report: Report | None = None
+    not_ready: str | None = None
+    waiting: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
+
+
+def fork(
+    number: int,
+    count: int,
+    http: socket.socket,
+    grpc: socket.socket | None,
+    serve: Serve,
+    logging_of: Logging,
+) -> tuple[Forked, socket.socket]:
+    """Start a worker that takes over the sockets; returns it and our end of its link."""
+    ours, theirs = socket.socketpair()
+    last, written = os.pipe()
+    member = Member(number, count, theirs, http, grpc, written)
+    parent, pid = os.getpid(), os.fork()
+    if pid == 0:
+        keep = [each.fileno() for each in (theirs, http, grpc) if each is not None]
+        _become_worker(member, serve, logging_of, parent, [*keep, written])
+    os.close(written)
+    for each in (theirs, http, grpc):
+        if each is not None:
+            each.close()
+    ours.setblocking(False)
+    return Forked(number, pid, last, time.monotonic()), ours
+
+
+def _become_worker(
+    member: Member, serve: Serve, logging_of: Logging, parent: int, keep: Sequence[int]
+) -> NoReturn:
+    """The life of a forked process; nothing of the parent's is left to it but what it shares."""
+    code = 1
+    try:
+        signal.signal(signal.SIGTERM, _end)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with contextlib.suppress(AttributeError, OSError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(code)
+        _close_files(keep)
+        with logging_of(member.number):
+            member.report_end(serve(member))
+        code = 0
+    except (KeyboardInterrupt, SystemExit):
+        pass
+    except BaseException as exc:  # noqa: BLE001 - the parent raises it
+        member.fail(exc)
+    finally:
+        os._exit(code)
+
+
+def _end(_number: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(1)
+
+
+def _close_files(keep: Sequence[int]) -> None:
+    """Close what the parent had open, such as its ends of the other workers' sockets."""
+    low = 3
+    for each in sorted(keep):
+        os.closerange(low, each)
+        low = each + 1
+    os.closerange(low, max(low, os.sysconf("SC_OPEN_MAX")))
+
+
+def last_words(pipe: int) -> object:
+    """What a worker wrote at its end: a number, an error, or nothing."""
+    with os.fdopen(pipe, "rb") as stream:
+        data = stream.read()
+    try:
+        return pickle.loads(data) if data else None  # noqa: S301 - our own child wrote it
+    except Exception as exc:  # noqa: BLE001 - an error of a library that is no value
+        return DeploykitError(f"a worker's error could not be read: {exc}")
+
+
+def how_it_ended(code: int) -> str:
+    """A signal by its name, or the exit code."""
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"

@@ -1,0 +1,127 @@
+"""The figures of several workers as those of one server."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from deploykit.serving.batching.policy import BatchRun, Pending
+from deploykit.serving.models.repository import ModelRepository
+from deploykit.serving.observe.prometheus import METRICS, BucketCounts, Sample
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.web.status import Status
+from deploykit.serving.workers import merge
+from tests.support.fake_engine import FakeEngine
+
+
+def report(*sizes: int) -> merge.Report:
+    """Of a worker that ran one batch of each of `sizes`, in 10 us per row."""
+    with_one = ModelRepository({"m": FakeEngine()}, ServeOptions(queue=5))
+    (model,) = with_one.models.values()
+    for rows in sizes:
+        pending = Pending({}, rows, (), lambda _: None, 0, 1, 1, 0, None, 0)
+        model.metrics.record_run(BatchRun([pending], 0, 0, 0, 10 * rows, 0, 0, 0, 0))
+        model.metrics.record_answer(pending, 1, 100)
+    status = Status(with_one)
+    found = {
+        "samples": with_one.samples(),
+        "statistics": with_one.statistics(),
+        "status": status.now(),
+        "counts": status.counts(),
+    }
+    with_one.close()
+    return found
+
+
+def value(samples: list[Sample], name: str, **labels: str) -> float | BucketCounts:
+    (found,) = [s for s in samples if s.name == name and labels.items() <= s.labels.items()]
+    return found.value
+
+
+def test_counters_and_histograms_are_added_up() -> None:
+    samples = merge.merge_samples([report(1, 4), report(4)])
+    assert value(samples, "deploykit_requests_total", outcome="success") == 3
+    assert value(samples, "nv_inference_count") == 9
+    rows = value(samples, "deploykit_batch_rows")
+    assert isinstance(rows, BucketCounts)
+    assert dict(rows.counts)["1"] == 1
+    assert dict(rows.counts)["4"] == dict(rows.counts)["+Inf"] == 3
+    assert rows.total == 9
+
+
+def test_gauges_show_what_an_operator_has_to_see() -> None:
+    labels = {"model": "m", "version": "1"}
+    values = {
+        "deploykit_model_ready": (1, 0, 0),
+        "deploykit_model_generation": (2, 1, 1),
+        "deploykit_reload_failed": (0, 1, 1),
+        "deploykit_queue_depth": (3, 4, 7),
+        "deploykit_batch_limit_rows": (32, 16, 32),
+        "nv_gpu_utilization": (0.5, 0.5, 0.5),
+    }
+    one, other = (
+        {"samples": [Sample(name, labels, each[i]) for name, each in values.items()]}
+        for i in (0, 1)
+    )
+    merged = {sample.name: sample.value for sample in merge.merge_samples([one, other])}
+    assert merged == {name: each[2] for name, each in values.items()}
+
+
+def test_every_gauge_has_a_rule_that_was_chosen() -> None:
+    """A new gauge is added up unless it is listed: this names those for which that is right."""
+    gauges = {name for name, (kind, _) in METRICS.items() if kind == "gauge"}
+    listed = merge._LEAST | merge._MOST
+    assert listed <= gauges
+    added = {n for n in gauges - listed if not n.startswith(merge._OF_THE_MACHINE)}
+    assert added == {
+        "deploykit_queue_depth",
+        "deploykit_requests_in_flight",
+        "nv_inference_pending_request_count",
+        "deploykit_engines",
+        "deploykit_engines_hung",
+        "deploykit_queue_limit_rows",
+        "deploykit_held_bytes",
+        "deploykit_held_limit_bytes",
+        "deploykit_workers",  # of the parent alone
+        "process_resident_memory_bytes",
+        "process_open_fds",
+        "process_max_fds",
+        "process_threads",
+    }
+
+
+def test_statistics_are_added_up_by_batch_size() -> None:
+    (model,) = merge.merge_statistics([report(1, 4), report(4)])["model_stats"]
+    (one,) = report(1)["statistics"]["model_stats"]
+    assert model.keys() == one.keys()
+    assert (model["inference_count"], model["execution_count"]) == (9, 3)
+    assert model["inference_stats"]["success"]["count"] == 3
+    sizes = {b["batch_size"]: b["compute_infer"] for b in model["batch_stats"]}
+    assert sizes == {1: {"count": 1, "ns": 10_000}, 4: {"count": 2, "ns": 80_000}}
+
+
+def test_the_status_of_several_has_the_form_of_one() -> None:
+    one = report(1)
+    merged = merge.merge_status([one, report(2)])
+    assert merged.keys() == one["status"].keys()
+    (model,), (alone,) = merged["models"], one["status"]["models"]
+    assert model.keys() == alone.keys()
+    assert (model["rows"], model["queue"], model["engines"]) == (3, 10, 2)
+    assert model["outcomes"]["success"] == 2
+    assert np.sum(model["request"]["counts"]) == 2
+
+
+@pytest.mark.parametrize("dead", [1, 2])
+def test_a_worker_that_has_ended_leaves_its_counters_alone(dead: int) -> None:
+    ended = merge.counted(report(1))
+    for _ in range(dead - 1):
+        ended = merge.join_counters(ended, merge.counted(report(1)))
+    reports = [report(4), ended]
+    samples = merge.merge_samples(reports)
+    assert value(samples, "deploykit_requests_total", outcome="success") == 1 + dead
+    assert value(samples, "deploykit_engines") == 1
+    status = merge.merge_status(reports)
+    assert status["models"][0]["rows"] == 4 + dead
+    assert status["models"][0]["engines"] == 1
+    (model,) = merge.merge_statistics(reports)["model_stats"]
+    assert model["inference_count"] == 4 + dead

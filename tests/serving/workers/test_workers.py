@@ -1,0 +1,325 @@
+"""`serve --workers 2`: one server to its clients, whichever process a connection reaches."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import struct
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace as replace_fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deploykit.api.serve import Opening
+from deploykit.api.serve_processes import check_on_cpu, choose_workers, parse_workers
+from deploykit.core.errors import BadInput, Unsupported
+from tests.support.serving.faults import (
+    BROKEN,
+    LIMIT_S,
+    REAL,
+    REFUSED,
+    ROOT,
+    STAND_IN,
+    Clients,
+    Process,
+    request,
+    until,
+)
+from tests.support.serving.reloading import model, replace
+from tests.support.serving.serve_faulty import HANG, POISON
+
+MANY = 24  # connections, of which each of two workers gets some: all but 1 in 8 million times
+TWO = ("--workers", "2")
+
+
+def workers(server: Process) -> list[int]:
+    """The pids of the processes that serve."""
+    pid = server.popen.pid
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def sockets(pid: int) -> int:
+    links = [str(each.readlink()) for each in Path(f"/proc/{pid}/fd").iterdir()]
+    return sum(link.startswith("socket:") for link in links)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def kill(server: Process, worker: int) -> None:
+    """Returns when its parent has noticed; until then the kernel may still give it connections."""
+    count = len(server.log_lines())
+    os.kill(worker, signal.SIGKILL)
+    until(lambda: any("ended by SIGKILL" in line for line in server.log_lines()[count:]))
+
+
+@contextmanager
+def connections(server: Process, count: int = MANY) -> Iterator[list[http.client.HTTPConnection]]:
+    """Open connections, which the kernel has divided among the workers."""
+    with ExitStack() as stack:
+        found = []
+        for _ in range(count):
+            found.append(http.client.HTTPConnection("127.0.0.1", server.port, timeout=LIMIT_S))
+            stack.callback(found[-1].close)
+        yield found
+
+
+def ask(
+    connection: http.client.HTTPConnection, method: str, target: str, body: bytes = b""
+) -> tuple[int, Any]:
+    connection.request(method, target, body)
+    reply = connection.getresponse()
+    text = reply.read()
+    return reply.status, json.loads(text) if text.startswith((b"{", b"[")) else text
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    folder = tmp_path_factory.mktemp("two")
+    options = (*TWO, "--shared-memory", "--grpc", "--grpc-port", "0", "--timeout-ms", "60000")
+    with Process(folder, *options) as found:
+        yield found
+
+
+def test_all_workers_answer_and_any_of_them_has_the_figures_of_all(server: Process) -> None:
+    before = server.gauge("nv_inference_count")
+    idle = [sockets(pid) for pid in workers(server)]
+    with connections(server) as clients:
+        for number, client in enumerate(clients):
+            status, found = ask(client, "POST", "/v2/models/m/infer", request(number))
+            assert (status, found["outputs"][0]["data"][0]) == (200, 2 * number + 1)
+        open_now = [sockets(pid) for pid in workers(server)]
+        assert all(now > then for now, then in zip(open_now, idle, strict=True))
+        for client in clients[:8]:
+            (stats,) = ask(client, "GET", "/v2/models/m/stats")[1]["model_stats"]
+            assert stats["inference_count"] == before + MANY
+            status = ask(client, "GET", "/status")[1]
+            assert status["models"][0]["rows"] == before + MANY
+            assert status["workers"]["serving"] == 2
+    assert server.gauge("nv_inference_count") == before + MANY
+    assert server.gauge("deploykit_workers") == server.gauge("deploykit_engines") == 2
+
+
+def test_grpc_shares_its_port_and_the_figures(server: Process) -> None:
+    from tritonclient import grpc
+
+    before = server.gauge("nv_inference_count")
+    found = []
+    for number in range(MANY):
+        with grpc.InferenceServerClient(server.grpc) as client:
+            item = grpc.InferInput("x", [1, 4], "FP32")
+            item.set_data_from_numpy(np.full((1, 4), number, np.float32))
+            found.append(float(client.infer("m", [item]).as_numpy("y")[0, 0]))
+            counted = client.get_inference_statistics("m").model_stats[0].inference_count
+            assert counted == before + number + 1
+    assert found == [2.0 * number + 1 for number in range(MANY)]
+
+
+def test_a_region_that_one_worker_registers_serves_requests_to_all(
+    server: Process, shared: str
+) -> None:
+    Path(f"/dev/shm{shared}").write_bytes(struct.pack("<4f", 1, 2, 3, 4) + bytes(48))
+    base = "/v2/systemsharedmemory/region/frame"
+    region = {"shared_memory_region": "frame", "shared_memory_byte_size": 16}
+    item = {"name": "x", "datatype": "FP32", "shape": [1, 4], "parameters": region}
+    infer = ("POST", "/v2/models/m/infer", json.dumps({"inputs": [item]}).encode())
+    register = json.dumps({"key": shared, "byte_size": 64}).encode()
+    with connections(server) as clients:
+        assert ask(clients[0], "POST", f"{base}/register", register)[0] == 200
+        answers = [ask(client, *infer) for client in clients]
+        assert {status for status, _ in answers} == {200}
+        assert all(found["outputs"][0]["data"] == [3, 5, 7, 9] for _, found in answers)
+        again = {ask(client, "POST", f"{base}/register", register)[0] for client in clients}
+        assert again == {400}
+        assert ask(clients[0], *infer)[0] == 200  # a refusal has unregistered nothing
+    kill(server, workers(server)[0])
+    until(lambda: server.gauge("deploykit_worker_restarts_total") == 1)
+    until(lambda: server.gauge("deploykit_workers") == 2)
+    with connections(server) as clients:
+        assert {ask(client, *infer)[0] for client in clients} == {200}  # the new one has it too
+        assert ask(clients[0], "POST", f"{base}/unregister")[0] == 200
+        assert {ask(client, *infer)[0] for client in clients} == {400}
+
+
+def test_a_region_that_does_not_exist_is_refused_as_by_one_process(server: Process) -> None:
+    body = json.dumps({"key": "/nothing-here", "byte_size": 64}).encode()
+    with connections(server, 1) as (client,):
+        status, found = ask(client, "POST", "/v2/systemsharedmemory/region/none/register", body)
+        assert status == 400
+        assert "cannot be opened" in found["error"]
+        assert ask(client, "GET", "/v2/systemsharedmemory/status") == (200, [])
+
+
+def test_a_log_line_names_its_worker(server: Process) -> None:
+    with connections(server) as clients:
+        found = {ask(each, "POST", "/v2/models/m/infer", request(POISON))[0] for each in clients}
+        assert found == {500}
+
+    def named() -> bool:
+        lines = [line for line in server.log_lines() if "RuntimeError" in line]
+        return {line.rpartition(" ")[2] for line in lines} == {"worker=1", "worker=2"}
+
+    until(named)
+
+
+def test_a_killed_worker_is_replaced_and_loses_only_its_own_connections(tmp_path: Path) -> None:
+    with Process(tmp_path, *TWO, env={"FAULT_LATENCY_S": "0.002"}) as server:
+        victim, other = workers(server)
+        with Clients(server.port, 12) as clients:
+            until(lambda: len(clients.outcomes) > 200)
+            before = server.gauge("deploykit_requests_total")
+            lost = sockets(victim)
+            kill(server, victim)
+            until(lambda: len(workers(server)) == 2 and server.gauge("deploykit_workers") == 2)
+            seen = len(clients.outcomes)
+            until(lambda: len(clients.outcomes) > seen + 200)
+            counts = clients.stop()
+        assert counts.keys() <= {200, BROKEN}
+        assert counts[BROKEN] <= lost  # each connection of the dead worker broke once
+        assert other in workers(server)
+        assert server.gauge("deploykit_requests_total") >= before  # counters never decrease
+        assert any("worker 1 was ended by SIGKILL" in line for line in server.log_lines())
+        server.popen.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+
+
+def test_sigterm_under_load_loses_nothing(tmp_path: Path) -> None:
+    with Process(tmp_path, *TWO, env={"FAULT_LATENCY_S": "0.02", "FAULT_ROWS": "4"}) as server:
+        with Clients(server.port, 16) as clients:
+            until(lambda: len(clients.outcomes) > 100)
+            server.popen.send_signal(signal.SIGTERM)
+            sent_s = time.monotonic()
+            assert server.wait() == 0
+            counts = clients.stop()
+        before = [each for each in clients.outcomes if each.sent_s < sent_s]
+        assert {each.status for each in before} == {200}
+        assert counts.keys() <= {200, 503, BROKEN, REFUSED}
+        assert not any("not answered" in line for line in server.log_lines())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_all_at_once(tmp_path: Path, number: signal.Signals) -> None:
+    with Process(tmp_path, *TWO) as server:
+        pids = workers(server)
+        with connections(server, 4) as clients:
+            for client in clients:
+                client.request("POST", "/v2/models/m/infer", request(HANG))
+            until(lambda: server.gauge("deploykit_requests_in_flight") == 4)
+            server.popen.send_signal(number)
+            until(lambda: server.status("/v2/health/ready") == 503)
+            time.sleep(1.05 if number == signal.SIGTERM else 0)
+            server.popen.send_signal(number)
+            assert server.wait() == 130
+        assert not any(map(is_running, pids))
+
+
+def test_workers_end_with_their_parent(tmp_path: Path) -> None:
+    with Process(tmp_path, *TWO) as server:
+        pids = workers(server)
+        assert len(pids) == 2
+        server.popen.kill()
+        server.wait()
+        until(lambda: not any(map(is_running, pids)))
+
+
+def test_an_engine_that_hangs_in_one_worker_makes_the_server_not_ready(tmp_path: Path) -> None:
+    with Process(tmp_path, *TWO, "--timeout-ms", "200") as server:
+        assert server.infer(HANG)[0] == 504
+        with connections(server) as clients:
+
+            def states() -> set[int]:
+                return {ask(client, "GET", "/v2/health/ready")[0] for client in clients}
+
+            assert len(clients) == MANY
+            until(lambda: states() == {503})
+        assert server.gauge("deploykit_engines_hung") == 1
+
+
+def test_a_replaced_file_is_in_use_everywhere(tmp_path: Path) -> None:
+    path = model(tmp_path / "m.onnx", 1.0)
+    with Process(tmp_path, *TWO, command=REAL, engine=f"m={path}") as server:
+        replace(model(tmp_path / "new.onnx", 2.0), path)
+        until(lambda: server.gauge("deploykit_model_generation") == 2)
+        with connections(server) as clients:
+            found = [ask(client, "GET", "/v2/models/m")[1]["parameters"] for client in clients]
+        assert {each["generation"] for each in found} == {"2"}
+
+
+# -- starts that fail
+
+
+def refused(folder: Path, *options: str, **env: str) -> tuple[int, str]:
+    """The exit code and stderr of a server that cannot start."""
+    command = [*STAND_IN, "serve", "m=stand-in", "--http-port", "0", "--no-grpc", *options]
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+    )  # fmt: skip
+    assert done.stdout == ""
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "x", "10000", "", "1.5", "²", "999999999999"])
+def test_a_number_of_workers_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(BadInput, match=re.escape(f"`workers` {text}: must be a number from 1 to")):
+        parse_workers(text)
+
+
+def test_the_command_line_names_its_flag(tmp_path: Path) -> None:
+    code, text = refused(tmp_path, "--workers", "0")
+    assert (code, text.splitlines()) == (
+        2,
+        ["error: --workers 0: must be a number from 1 to 256, or auto"],
+    )
+
+
+def test_a_port_that_another_server_shares_among_its_workers_is_in_use(
+    server: Process, tmp_path: Path
+) -> None:
+    code, text = refused(tmp_path, *TWO, "--http-port", str(server.port))
+    assert code == 2
+    assert f"--http-port {server.port}: already in use on 127.0.0.1" in text
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_worker_that_cannot_open_the_model_ends_the_start(tmp_path: Path, count: int) -> None:
+    code, text = refused(tmp_path, *TWO, FAULT_OPENS=str(count))
+    assert code == 2
+    errors = [line for line in text.splitlines() if line.startswith("error:")]
+    assert errors == ["error: m.onnx: cannot be opened once more"]
+
+
+def test_a_gpu_has_one_process(tmp_path: Path) -> None:
+    files = {"m": model(tmp_path / "m.onnx", 1.0)}
+    plan = tmp_path / "m.trt"
+    plan.write_bytes(b"ptrt" + bytes(64))
+    on_gpu = Opening("cuda", None, 1, trust=False, cpu_fallback=False)
+    with pytest.raises(Unsupported, match="`device` is cuda, which one process owns"):
+        choose_workers(2, files, on_gpu)
+    with pytest.raises(Unsupported, match="model 't' runs on a GPU, which one process owns"):
+        choose_workers(2, {"t": plan}, replace_fields(on_gpu, device="auto"))
+    with pytest.raises(Unsupported, match="model 'm' runs on cuda:0"):
+        check_on_cpu("m", "cuda:0")
+    assert choose_workers(None, files, on_gpu) == choose_workers(1, files, on_gpu) == 1
+
+
+def test_workers_that_all_die_and_cannot_start_again_end_the_server(tmp_path: Path) -> None:
+    with Process(tmp_path, *TWO, env={"FAULT_OPENS": "2", "FAULT_DELAY_S": "0.01"}) as server:
+        for pid in workers(server):
+            os.kill(pid, signal.SIGKILL)
+        assert server.wait() == 2
+        assert "error: m.onnx: cannot be opened once more" in server.log_lines()
+        assert any("no worker is left" in line for line in server.log_lines())
