@@ -71,7 +71,7 @@ BUDGETS = {
     "training": 2150,
     "exporters": 1950,
     "onnx_graph+quantization": 6000,
-    "builders": 1850,
+    "builders": 1910,
     "measure": 9700,
     "planning": 760,
     "serving": 14300,

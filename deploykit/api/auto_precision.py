@@ -16,9 +16,9 @@ from deploykit.api.evaluate import (
     convert_graph,
     evaluate_engines,
     open_both,
-    open_candidate,
 )
 from deploykit.api.feeds import axis_sizes
+from deploykit.api.open_graph import open_graph
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Evaluation, SearchRecord, SearchStep
 from deploykit.core.precision import DYNAMIC, PAIRS, auto_levels
@@ -297,6 +297,8 @@ class _Candidates:
             return list(engine(self._feeds(_SENSITIVITY_SAMPLES)).values())
 
     def _open(self, graph: Graph) -> Any:
-        return open_candidate(
-            self.job, graph.save(self.folder / "part.onnx", temporary=True), self.folder
+        return open_graph(
+            self.job.request.runtime,
+            graph.save(self.folder / "part.onnx", temporary=True),
+            self.folder,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -28,12 +29,20 @@ from deploykit.api.evaluate import (
     write_graph,
 )
 from deploykit.api.feeds import first_rows, rows_note, rows_that_fit
+from deploykit.api.open_graph import open_rounded
 from deploykit.api.placing import Placed
 from deploykit.api.quantize import keep_if_passed
-from deploykit.builders.builder import Shapes, find_builder
+from deploykit.builders.builder import BuildResult, Shapes, find_builder
 from deploykit.core.artefact import Artefact
-from deploykit.core.evidence import BuildRecord, Evaluation, Evidence
-from deploykit.core.precision import CALIBRATED
+from deploykit.core.evidence import (
+    BuildRecord,
+    Evaluation,
+    Evidence,
+    Layer,
+    PrecisionReadBack,
+)
+from deploykit.core.manifest import Manifest
+from deploykit.core.precision import CALIBRATED, FLOATS, max_engine_error
 from deploykit.core.profile import Profile
 from deploykit.core.runtime import RUNTIMES
 
@@ -41,6 +50,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from deploykit.onnx_graph.graph import Graph
+    from deploykit.runtimes.engine import Engine
     from deploykit.runtimes.rows import JoinedRun
 
 _NOT_CHECKED = (
@@ -79,10 +89,10 @@ def build_for_runtime(
     step = span(on_progress, 0.6 if job else 0.0, 0.8)
     step("building", 0.0)
     builder, runtime = find_builder(target.runtime), RUNTIMES[target.runtime]
-    kind, built_on = runtime.opens[0], dict[str, str]()
+    kind, built = runtime.opens[0], list[BuildResult]()
 
     def build(graph: Graph, out: Path) -> Graph:
-        built_on.update(builder(Artefact.open(graph.path), out, target, shapes, step).built_on)
+        built.append(builder(Artefact.open(graph.path), out, target, shapes, step))
         return Graph.open(out) if kind == "onnx" else graph
 
     result = build(placed.graph, tmp)
@@ -94,19 +104,42 @@ def build_for_runtime(
     evidence = _prove(source, job, request, target, placed, tmp, place.name, max_error)
     evidence = replace(evidence, build=BuildRecord(target.name), source_graph=before)
     searched = [before.search.why] if before and before.search else []
-    notes = [*searched, *(before.notes if before else ()), *evidence.notes]
-    tools = runtime.packages[:1]
-    manifest = onnx_manifest(
-        result, (source.sha256,), tools=tools, evidence=evidence, built_on=built_on
-    )
-    manifest = replace(manifest, task=carry_task(source, tmp))
-    if kind != "onnx":
-        manifest = replace(manifest, format=kind, sha256=Artefact(tmp).sha256, evidence=evidence)
+    notes = [*searched, *(before.notes if before else ()), *evidence.notes, *built[-1].notes]
+    evidence = replace(evidence, precision=_read_back(built[-1].layers, graph.precision))
+    notes += evidence.precision.wider if evidence.precision else ()
+    manifest = _manifest(source, target, result, tmp, evidence, built[-1])
     notes += _precision_notes(graph.precision, result.precision, request.to)
     made = Made(place, manifest, tuple(notes))
     if made.parity and not made.parity.passed:
         return keep_if_equal(tmp, made, made.parity)
     return keep_if_passed(tmp, made, request.to)
+
+
+def _manifest(
+    source: Artefact,
+    target: Profile,
+    result: Graph,
+    tmp: Path,
+    evidence: Evidence,
+    built: BuildResult,
+) -> Manifest:
+    """Of the built file `tmp`; `result`: its graph."""
+    runtime = RUNTIMES[target.runtime]
+    manifest = onnx_manifest(
+        result,
+        (source.sha256,),
+        tools=runtime.packages[:1],
+        evidence=evidence,
+        built_on=dict(built.built_on),
+    )
+    manifest = replace(manifest, task=carry_task(source, tmp))
+    if runtime.opens[0] != "onnx":
+        sha256 = Artefact(tmp).sha256
+        manifest = replace(manifest, format=runtime.opens[0], sha256=sha256, evidence=evidence)
+    if built.layers is not None:
+        counts = Counter(layer.precision for layer in built.layers if layer.precision)
+        manifest = replace(manifest, precision=dict(counts))
+    return manifest
 
 
 def _prove(
@@ -128,11 +161,11 @@ def _prove(
     from deploykit.runtimes.engine import load
 
     graph = placed.graph
-    moved = job is None and graph.path != source.path
+    moved, bound = job is None and graph.path != source.path, _bound(graph, target, max_error)
     evaluation: Evaluation | None = None
     samples = None
     with load(tmp, RUNTIMES[target.runtime].usable("cpu")) as engine, ExitStack() as stack:
-        reference = stack.enter_context(load(graph.path, "cpu"))
+        reference = stack.enter_context(_open_reference(graph, target, tmp.parent))
         feeds: Sequence[Mapping[str, np.ndarray]] = feeds_at_sizes(engine.inputs)
         most = rows_that_fit(feeds, graph.path)
         feeds, notes = first_rows(feeds, most), [*placed.notes, *rows_note(most)]
@@ -140,7 +173,7 @@ def _prove(
         joined: list[JoinedRun] = []
         keep, names = batching.keep_runs(engine, feeds, joined), (title, name)
         parity = compare_engines(
-            reference, engine, feeds, max_error=max_error, names=names, each=keep, random=True
+            reference, engine, feeds, max_error=bound, names=names, each=keep, random=True
         )
         if not parity.passed:
             return Evidence(parity=parity)
@@ -167,6 +200,47 @@ def _prove(
         golden=samples,
         batching=proof,
         notes=tuple(notes),
+    )
+
+
+def _bound(graph: Graph, target: Profile, max_error: float) -> float:
+    """Of the error; another runtime rounds narrow types at other places than the reference."""
+    narrow = set(graph.precision) - {"float32"}
+    if not narrow or RUNTIMES[target.runtime].opens[0] == "onnx":
+        return max_error
+    return max(max_error, max_engine_error(narrow))
+
+
+def _open_reference(graph: Graph, target: Profile, folder: Path) -> Engine:
+    """ONNX Runtime on `graph`; with bfloat16 rounded, which its CPU provider lacks."""
+    from deploykit.runtimes.engine import load
+
+    if target.runtime != "onnxruntime" and "bfloat16" in graph.precision:
+        return open_rounded(graph, folder)
+    return load(graph.path, "cpu")
+
+
+def _read_back(
+    layers: Sequence[Layer] | None, asked: Mapping[str, int]
+) -> PrecisionReadBack | None:
+    """What the layers run in; `wider` names each precision of the graph that none of them does."""
+    if layers is None:
+        return None
+    executed = Counter(layer.precision for layer in layers if layer.precision)
+    runs = ", ".join(executed)
+    wider = tuple(
+        f"{name}: {count} nodes in the graph, no layer of the engine: they run in {runs} here"
+        for name, count in asked.items()
+        if name in FLOATS | {"int8"} and name not in executed
+    )
+    shares = {name: count / executed.total() for name, count in sorted(executed.items())}
+    return PrecisionReadBack(
+        tuple(layers),
+        wider,
+        shares,
+        seen=1.0,
+        wider_share=float(bool(wider)),
+        allow_wider=True,  # the CPU that it runs on decides, which may be another
     )
 
 

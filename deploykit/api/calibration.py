@@ -19,9 +19,9 @@ from deploykit.api.evaluate import (
     calibrate_in_time,
     convert_graph,
     left_out,
-    open_candidate,
 )
 from deploykit.api.feeds import axis_sizes
+from deploykit.api.open_graph import open_graph
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import CalibrationRecord
 from deploykit.core.files import sha256
@@ -129,7 +129,7 @@ def _trial(job: Job, to: str, other_nodes: str, reference: _Reference, folder: P
 
     graph = convert_graph(job, to, other_nodes)[0].save(folder / "tried.onnx", temporary=True)
     if RUNTIMES[job.request.runtime].on_cpu or other_nodes != "fp32":
-        engine = open_candidate(job, graph, folder)
+        engine = open_graph(job.request.runtime, graph, folder)
     else:
         engine = open_as_written(graph.path)  # optimised, it would hold the weights in float32, too
     with engine:

@@ -101,7 +101,7 @@ def doctor(root: Path = Path("/")) -> Health:
     checks += [
         _engines(each, bool(machine.gpus or gpus))
         for each in ALL
-        if each.builder and "onnx" not in each.opens
+        if each.builder and each.opens[0] != "onnx"
     ]
     name = profile.name if profile else None
     return Health(machine, name, why, gpus, providers, tuple(checks), tuple(warnings))

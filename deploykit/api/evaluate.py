@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from deploykit.api import golden
 from deploykit.api.artefacts import Progress
 from deploykit.api.feeds import MOST_SAMPLES, axis_sizes, batch_that_fits
+from deploykit.api.open_graph import open_graph, runs_graphs
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import (
@@ -22,9 +23,8 @@ from deploykit.core.evidence import (
     GoldenSamples,
     QuantizeRecord,
 )
-from deploykit.core.precision import ALL, BY_NAME, CALIBRATED, CAST
+from deploykit.core.precision import BY_NAME, CALIBRATED, CAST
 from deploykit.core.profile import Profile
-from deploykit.core.runtime import RUNTIMES
 from deploykit.core.tensors import BATCH
 
 if TYPE_CHECKING:
@@ -222,29 +222,10 @@ def open_both(job: Job, converted: Graph) -> Iterator[tuple[Engine, Engine]]:
 
     with (
         tempfile.TemporaryDirectory(dir=converted.path.parent, prefix=".rounded.") as folder,
-        open_candidate(job, converted, Path(folder)) as candidate,  # it needs the most memory
+        open_graph(job.request.runtime, converted, Path(folder)) as candidate,  # needs the most
         load(job.model, "cpu") as reference,
     ):
         yield reference, candidate
-
-
-def open_candidate(job: Job, converted: Graph, folder: Path) -> Engine:
-    """`converted` as its runtime will compute it.
-
-    For a CPU as it is; for a GPU alone with every float16 and bfloat16 tensor rounded to its
-    type, as half arithmetic does.
-    """
-    from deploykit.onnx_graph.graph import dtype_name
-    from deploykit.quantization import simulate
-    from deploykit.runtimes.engine import load
-    from deploykit.runtimes.onnxruntime.engine import open_as_written
-
-    types = {dtype_name(kind) for kind in converted.element_types.values()}
-    rounds = any(each.simulated and each.dtype in types for each in ALL)
-    if RUNTIMES[job.request.runtime].on_cpu or not rounds:
-        return load(converted.path, "cpu")
-    rounded = simulate.simulate(converted).save(folder / "rounded.onnx", temporary=True)
-    return open_as_written(rounded.path)
 
 
 def evaluate_engines(
@@ -389,4 +370,5 @@ def _half_notes(job: Job, half: str, kept: Collection[str]) -> list[str]:
     if BY_NAME[half].guarded and job.calibration is None:
         kind = BY_NAME[half].dtype
         notes.append(f"activations not checked for {kind} overflow: no calibration data (`calib`)")
-    return notes + [BY_NAME[half].cpu_note] * bool(BY_NAME[half].cpu_note)
+    note = "" if runs_graphs(job.request.runtime) else BY_NAME[half].cpu_note
+    return notes + [note] * bool(note)

@@ -109,7 +109,7 @@ def _engine(artefact: Artefact) -> _Content:
     read, built = evidence.precision, evidence.build
     found = {
         "verified": evidence.verified,
-        "flags": list(built.flags) if built else None,
+        "flags": list(built.flags) if built and built.flags else None,
         "shares": read.shares if read else None,
         "time_shares": read.time_shares if read else None,
     }

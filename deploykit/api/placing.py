@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from deploykit.quantization.moving import Moved
 
 _FOLLOW = (
-    "the INT8 pairs, placed for TensorRT, were placed for ONNX Runtime with the ranges that the "
+    "the INT8 pairs, placed for TensorRT, were placed for the CPU with the ranges that the "
     "graph records or that follow from its scales"
 )
 _MEASURED = (
-    "the INT8 pairs were placed for ONNX Runtime; ranges that the graph does not hold are those of "
+    "the INT8 pairs were placed for the CPU; ranges that the graph does not hold are those of "
     "the calibration data"
 )
 _PRODUCTS = frozenset(("Conv", "Gemm", "MatMul"))

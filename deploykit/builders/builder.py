@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from deploykit.core.artefact import Artefact
+from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Layer
 from deploykit.core.json_value import Record
 from deploykit.core.paths import StrPath
@@ -34,6 +35,17 @@ class Shapes:
     workspace: str | None = None  # "512M", "4G"
     timing_cache: StrPath | None = None
     tf32: bool = True  # float32 products may be rounded to TF32
+
+    def refuse(self, target: Profile) -> None:
+        """Raise BadInput for options that were given: `target` runs another runtime."""
+        given = [each.name for each in fields(self) if getattr(self, each.name) != each.default]
+        if given:
+            names = ", ".join(f"`{key}`" for key in given)
+            title = RUNTIMES[target.runtime].title
+            raise BadInput(
+                f"profile '{target.name}' runs {title}, which takes no build options",
+                hint=f"leave out {names}, for TensorRT alone",
+            )
 
 
 @dataclass(frozen=True)

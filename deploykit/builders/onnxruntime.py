@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 from deploykit.builders.builder import BuildResult, Shapes
@@ -36,13 +35,7 @@ def build_engine(
     on_progress: Callable[[str, float], None] | None = None,  # noqa: ARG001 - takes seconds
 ) -> BuildResult:
     """As `build`; raises BadInput for build options, which are for TensorRT."""
-    given = [key for key, value in asdict(shapes).items() if value != getattr(Shapes(), key)]
-    if given:
-        names = ", ".join(f"`{key}`" for key in given)
-        raise BadInput(
-            f"profile '{target.name}' runs ONNX Runtime, which takes no build options",
-            hint=f"leave out {names}, for TensorRT alone",
-        )
+    shapes.refuse(target)
     return BuildResult({**build(model.path, out), "profile": target.name})
 
 

@@ -24,6 +24,7 @@ _EXPORTED = {"archive_format", "serialized_exported_program.json"}  # newer and 
 _TAKEN = {  # format -> what it is called, and the commands that take it
     "onnx": ("an ONNX file", "quantize, build, bench, compare, predict and serve take it"),
     "tensorrt": ("a TensorRT engine", "bench, compare, predict and serve take it"),
+    "openvino": ("built for OpenVINO", "bench, compare, predict and serve take it"),
     "torch": ("a PyTorch file", "deploykit export makes an .onnx file of it"),
     "safetensors": ("a .safetensors file", "deploykit export makes an .onnx file of it"),
 }

@@ -185,11 +185,8 @@ def hardware(name: str) -> str:
 
 
 def auto_levels(runtime: str, offered: Collection[str]) -> list[tuple[Precision, str]]:
-    """What `--to auto` tries, the narrowest first, and the precision of the nodes around it.
-
-    `offered`: what the target computes in.
-    """
+    """What `--to auto` tries where `offered` is computed in, and of the nodes around; by bits."""
     where = "cpu" if RUNTIMES[runtime].on_cpu else "gpu"
-    levels = [(each, each.auto[where]) for each in ALL if where in each.auto]
-    fit = [(each, other) for each, other in levels if hardware(each.name) in offered]
+    rows = [row for row in ALL if row.runtime in ("", runtime) and hardware(row.name) in offered]
+    fit = [(row, row.auto[where]) for row in rows if where in row.auto]
     return sorted(fit, key=lambda level: level[0].bits)

@@ -1,7 +1,6 @@
 """The one table of runtimes: what each opens and builds, where it runs, what installs it.
 
-A new runtime is a row here, the functions that the row names, its extra in `pyproject.toml` and a
-profile whose `runtime` it is.
+A new runtime is a row here, the functions that it names, an extra in `pyproject.toml`, a profile.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from typing import Any
 class Runtime:
     """One row. `name` is what profiles, manifests and engines say, `title` what people read.
 
-    `opens`: the file formats it runs, the one it builds first. `engine`: "module:function" of the
-    type `OpenEngine`, `builder` of the type `Builder`, "" where no profile can name the runtime.
-    `suffix`: how the name of a built file ends. `magic`: what such a file has at an offset.
+    `opens`: the file formats it runs, the one it builds first; a format's first row is its default.
+    `engine`: "module:function" of the type `OpenEngine`, `builder` of the type `Builder`, "" where
+    no profile can name the runtime. `suffix`: how the name of a built file ends. `magic`: what such
+    a file has at an offset.
     """
 
     name: str
@@ -73,6 +73,19 @@ ALL = (
         scales_outputs=True,
     ),
     Runtime(
+        "openvino",
+        "OpenVINO",
+        extra="openvino",
+        modules=("openvino",),
+        packages=("openvino",),
+        opens=("openvino", "onnx"),
+        engine="deploykit.runtimes.openvino.engine:open_engine",
+        builder="deploykit.builders.openvino:build_engine",
+        suffix=".{profile}.onnx",
+        magic=(2, b"\x12\x16deploykit for OpenVINO"),  # an ONNX file with that as its producer
+        scales_outputs=True,
+    ),
+    Runtime(
         "torch",
         "PyTorch",
         extra="export",
@@ -84,10 +97,9 @@ ALL = (
     ),
 )
 RUNTIMES: Mapping[str, Runtime] = {each.name: each for each in ALL}
-BY_FORMAT: Mapping[str, Runtime] = {name: each for each in ALL for name in each.opens}
+BY_FORMAT: Mapping[str, Runtime] = {name: each for each in reversed(ALL) for name in each.opens}
 TARGET_RUNTIMES = tuple(each.name for each in ALL if each.builder)  # what a profile may name
-_ENDS = {each.suffix.rpartition(".")[2] for each in ALL if each.builder}
-BUILT = tuple(f".{end}" for end in sorted(_ENDS))  # for help and hints
+BUILT = tuple(sorted({each.suffix[each.suffix.rindex(".") :] for each in ALL if each.builder}))
 READS = (".pt", ".pth", ".pt2", ".safetensors", *BUILT)
 
 

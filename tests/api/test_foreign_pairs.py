@@ -52,7 +52,7 @@ def test_one_that_runs_in_part_is_placed_for_the_cpu_too(tmp_path: Path) -> None
     made = dk.build(path, "cpu", out=tmp_path / "b.onnx")
     kinds = [node.op_type for node in onnx.load(made.path).graph.node]
     assert "QLinearConv" in kinds, kinds
-    assert any("were placed for ONNX Runtime" in note for note in made.notes)
+    assert any("were placed for the CPU" in note for note in made.notes)
     assert not any("data give it" in note for note in made.notes)
 
 

@@ -110,7 +110,7 @@ def test_build_for_the_cpu_moves_pairs_that_were_placed_for_tensorrt(
     assert ran.code == 0, ran.err
     made = document(ran.out)
     assert made["manifest"]["precision"]["int8"] >= 3
-    assert any("were placed for ONNX Runtime" in note for note in made["notes"])
+    assert any("were placed for the CPU" in note for note in made["notes"])
     assert run("compare", out).code == 0  # its golden samples
 
 

@@ -13,6 +13,7 @@ from deploykit.core.profile import choose_profile, load_profile, profile_names
 
 NAMES = [
     "cpu",
+    "cpu-openvino",
     "t4",
     "v100",
     "a10",
@@ -39,7 +40,7 @@ NAMES = [
     "jetson-thor-t4000",
     "jetson-thor-t5000",
 ]
-GPUS = [name for name in NAMES if name != "cpu"]
+GPUS = [name for name in NAMES if not name.startswith("cpu")]
 JETSONS = [name for name in NAMES if name.startswith("jetson")]
 
 MINE = """\

@@ -74,7 +74,7 @@ def test_specs_name_the_tensors(engine: Engine) -> None:
 
 def test_device_and_runtime_say_what_really_runs(engine: Engine) -> None:
     assert re.fullmatch(r"cpu|cuda:\d+", engine.device)
-    assert re.fullmatch(r"fake|(onnxruntime|torch|tensorrt) \d+\.\d+.*", engine.runtime)
+    assert re.fullmatch(r"fake|(onnxruntime|openvino|torch|tensorrt) \d+\.\d+.*", engine.runtime)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 7, 33])

@@ -28,7 +28,11 @@ def multiplies_integers(path: Path, *, scaled_in_each_call: bool = False) -> boo
     `scaled_in_each_call`: only products of activations whose scale follows
     from the values of each call.
     """
-    kinds = _SCALED_IN_EACH_CALL if scaled_in_each_call else _INTEGER_PRODUCTS
+    return has_operator(path, _SCALED_IN_EACH_CALL if scaled_in_each_call else _INTEGER_PRODUCTS)
+
+
+def has_operator(path: Path, kinds: Collection[bytes]) -> bool:
+    """Whether a node of the file, at any depth, is one of `kinds`."""
     try:
         with Pages(path) as data:
             return _operator_in(data, "model", 0, len(data), kinds)

@@ -23,10 +23,15 @@ _EXACT_FOR_ALL = (1, 30)
 def cuts_sums(version: str) -> bool:
     """Whether ONNX Runtime `version`, on this CPU, adds MatMulInteger's products in 16 bits."""
     numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
-    if numbers >= _EXACT_FOR_ALL or platform.machine().lower() not in ("x86_64", "amd64"):
-        return False
+    return numbers < _EXACT_FOR_ALL and not adds_exactly()
+
+
+def adds_exactly() -> bool:
+    """Whether this CPU has instructions that add 8-bit products without a sum in 16 bits."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
     features = cpu_features(file_text(Path("/proc/cpuinfo")))
-    return {"avx512_vnni", "avx_vnni"}.isdisjoint(features)
+    return not {"avx512_vnni", "avx_vnni"}.isdisjoint(features)
 
 
 def check_sums(path: Path, version: str) -> None:

@@ -180,6 +180,12 @@ def open_onnxruntime(folder: Path, case: Case, device: str = "cpu") -> Engine:
     return open_engine(_onnx_file(folder, case), device)
 
 
+def open_openvino(folder: Path, case: Case) -> Engine:
+    from deploykit.runtimes.openvino.engine import open_engine
+
+    return open_engine(_onnx_file(folder, case), "cpu")
+
+
 def open_torch(folder: Path, case: Case, device: str = "cpu") -> Engine:
     """A deploykit checkpoint whose architecture is a file, as with `--arch ./model.py:Model`."""
     from deploykit.core.paths import import_object
@@ -272,6 +278,7 @@ OPENERS: Mapping[str, Callable[[Path, Case], Engine]] = {
     "fake": open_fake,
     "onnxruntime-cpu": open_onnxruntime,
     "onnxruntime-cuda": partial(open_onnxruntime, device="cuda"),
+    "openvino": open_openvino,
     "torch": open_torch,
     "torch-cuda": partial(open_torch, device="cuda:0"),
     "tensorrt": open_tensorrt,

@@ -1,0 +1,191 @@
+"""Run an `.onnx` file on the CPU with OpenVINO.
+
+Its own default rounds a float32 graph to bfloat16 without a word on CPUs that have instructions
+for it. Here the precision is the graph's: float32 is asked for, which leaves bfloat16 and INT8 as
+the graph has them, and what each layer runs in is read back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deploykit.core.artefact import ArtefactLike
+from deploykit.core.errors import BadInput, DeploykitError, Unsupported
+from deploykit.core.evidence import Layer
+from deploykit.core.extras import require
+from deploykit.core.machine import default_threads
+from deploykit.core.tensors import TensorSpec
+from deploykit.runtimes.engine import Arrays, BaseEngine, FeedCheck
+from deploykit.runtimes.onnxruntime.file import has_operator, slowed_by_values
+from deploykit.runtimes.onnxruntime.sums import adds_exactly
+from deploykit.runtimes.onnxruntime.weights import external_weights
+from deploykit.runtimes.openvino.messages import openvino_errors
+from deploykit.runtimes.openvino.specs import name_axes, read_specs
+
+ov = require("openvino")
+frontend = require("openvino.frontend")
+
+_DTYPES: Mapping[str, str] = {  # OpenVINO's name of what a layer runs in -> ours
+    "f32": "float32",
+    "f64": "float64",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "u8": "int8",
+    "i8": "int8",
+    "u4": "int4",
+    "i4": "int4",
+}
+# layers that compute nothing: what holds, moves or converts data
+_NO_WORK = frozenset(("Input", "Output", "Const", "Reorder", "Reshape", "Convert", "Transpose"))
+_WIDE = ("int64", "uint64", "uint32")  # computed as int32
+_READ_BACK = (
+    "INFERENCE_PRECISION_HINT",
+    "INFERENCE_NUM_THREADS",
+    "NUM_STREAMS",
+    "EXECUTION_MODE_HINT",
+    "ENABLE_CPU_PINNING",
+    "ENABLE_HYPER_THREADING",
+    "DYNAMIC_QUANTIZATION_GROUP_SIZE",
+)
+
+
+def open_engine(
+    source: ArtefactLike,
+    device: str = "auto",
+    threads: int | None = None,
+    trust: bool = False,  # noqa: ARG001 - a graph runs no code of its own
+) -> OpenVinoEngine:
+    """Open an ONNX file; raises BadInput for an invalid graph, Unsupported for the device."""
+    path = Path(source)
+    if device not in ("auto", "cpu"):
+        raise Unsupported(
+            f"{path}: `device` is {device}, but OpenVINO runs on the CPU here",
+            hint="build the model for the GPU: deploykit build MODEL.onnx --profile auto",
+        )
+    return OpenVinoEngine(path, threads)
+
+
+class OpenVinoEngine(BaseEngine):
+    """One compiled model and one request of it. `notes`: what runs otherwise than the graph says.
+
+    `layers`: what the CPU executes, with the precision of each.
+    """
+
+    device = "cpu"
+
+    def __init__(self, path: Path, threads: int | None) -> None:
+        self.path = path
+        self.runtime = f"openvino {str(ov.__version__).partition('-')[0]}"  # without its build
+        self.inputs, outputs = read_specs(path)
+        external_weights(path)  # its checks: the files are inside the folder and long enough
+        with openvino_errors(path):
+            reader = frontend.FrontEndManager().load_by_framework("onnx")
+            # not mapped: truncating a mapped file would end the process
+            model = reader.convert(reader.load(str(path), enable_mmap=False))
+            self._compiled: Any = ov.Core().compile_model(model, "CPU", _config(threads))
+            self._request: Any = self._compiled.create_infer_request()
+            self.layers = tuple(_layers(self._compiled))
+        ports = {name: n for n, port in enumerate(self._compiled.inputs) for name in port.names}
+        # an input that no node reads has no port
+        self._ports = [(ports[each.name], each.name) for each in self.inputs if each.name in ports]
+        self.outputs = tuple(
+            _output(port, *each) for port, each in zip(self._compiled.outputs, outputs, strict=True)
+        )
+        self._wide = [each.name for each in self.inputs if each.dtype in _WIDE]
+        self._check = FeedCheck(self.inputs, path.name)
+        self.steady = not slowed_by_values(path)
+        executed = Counter(layer.precision for layer in self.layers if layer.precision)
+        self.options = {
+            **{name: _text(self._compiled.get_property(name)) for name in _READ_BACK},
+            "layers": ", ".join(f"{count} {name}" for name, count in executed.most_common()),
+        }
+        self.notes = tuple(f"{path}: {note}" for note in self._doubts())
+
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        if self._request is None:
+            raise DeploykitError(f"{self.path.name}: the engine is closed")
+        self._check(feeds)
+        for name in self._wide:
+            _check_width(self.path.name, name, feeds[name])
+        arrays = {port: feeds[name] for port, name in self._ports}
+        with openvino_errors(self.path):
+            found = self._request.infer(arrays, share_inputs=True)
+        return {spec.name: found[number] for number, spec in enumerate(self.outputs)}
+
+    def _doubts(self) -> Iterator[str]:
+        if "float64" in {each.dtype for each in (*self.inputs, *self.outputs)}:
+            yield "OpenVINO computes float64 in float32"
+        if not adds_exactly() and has_operator(self.path, (b"QuantizeLinear",)):
+            yield "INT8 runs in float32: without VNNI, OpenVINO would cut the sums of its products"
+
+    def trim(self) -> bool:
+        self._compiled.release_memory()
+        return False
+
+    def close(self) -> None:
+        self._request = self._compiled = None
+
+
+def _config(threads: int | None) -> dict[str, Any]:
+    """Options of every engine; each of several has its own threads, on any core."""
+    return {
+        "PERFORMANCE_HINT": "LATENCY",
+        "NUM_STREAMS": 1,
+        "INFERENCE_NUM_THREADS": threads or default_threads(),
+        "INFERENCE_PRECISION_HINT": "f32",
+        "EXECUTION_MODE_HINT": "ACCURACY",
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # no activation is rounded that has no INT8 pair
+        "ENABLE_CPU_PINNING": False,  # engines of two processes would be pinned to the same cores
+        "ENABLE_HYPER_THREADING": True,  # else fewer threads than were asked for
+        **({} if adds_exactly() else {"LP_TRANSFORMS_MODE": False}),  # no INT8 kernels
+    }
+
+
+def _layers(compiled: Any) -> Iterator[Layer]:
+    """The layers that compute, as the CPU runs them after fusion."""
+    for node in compiled.get_runtime_model().get_ops():
+        info = {key: value.value for key, value in node.get_rt_info().items()}
+        kind = str(info.get("layerType", ""))
+        if kind in _NO_WORK:
+            continue
+        names = tuple(filter(None, str(info.get("originalLayersNames", "")).split(",")))
+        yield Layer(
+            node.get_friendly_name(),
+            kind,
+            _DTYPES.get(str(info.get("runtimePrecision", ""))),
+            names,
+            str(info.get("primitiveType", "")),
+        )
+
+
+def _output(port: Any, name: str, dtype: str, shape: Any) -> TensorSpec:
+    """As the file has it; sizes that it does not tell as OpenVINO found them."""
+    inferred = port.partial_shape
+    if shape is None or (inferred.rank.is_static and len(shape) != inferred.rank.get_length()):
+        count = inferred.rank.get_length() if inferred.rank.is_static else 0
+        shape = (None,) * count
+    sizes = list(inferred) if inferred.rank.is_static else [None] * len(shape)
+    merged = tuple(
+        size.get_length() if size is not None and size.is_static else axis
+        for axis, size in zip(shape, sizes, strict=True)
+    )
+    return TensorSpec(name, dtype, name_axes(name, merged))
+
+
+def _check_width(where: str, name: str, array: np.ndarray) -> None:
+    """Raise BadInput for integers that OpenVINO would cut to 32 bits without a word."""
+    if array.size and (array.max() > 2**31 - 1 or array.min() < -(2**31)):
+        raise BadInput(
+            f"{where}: input '{name}' holds integers beyond 32 bits, which OpenVINO cuts off",
+            hint="ONNX Runtime computes them: build it with the profile 'cpu'",
+        )
+
+
+def _text(value: Any) -> str:
+    named = getattr(value, "get_type_name", None) or getattr(value, "name", None)
+    return str(named() if callable(named) else named if named is not None else value)
