@@ -5,41 +5,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
 from deploykit.core.errors import DeploykitError, quote
 from deploykit.core.tensors import Bytes
 from deploykit.serving.grpc.call import GrpcCall
-from deploykit.serving.models.inference import (
-    Inference,
-    ModelRoute,
-    Receiver,
-    array_bytes,
-    over_budget,
-)
+from deploykit.serving.grpc.failing import Replying, fail_with
+from deploykit.serving.grpc.predict import TaskMethod
+from deploykit.serving.models.inference import Inference, ModelRoute, array_bytes, over_budget
 from deploykit.serving.models.offload import Offload
 from deploykit.serving.models.repository import VERSION, ModelRepository
 from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip import messages
 from deploykit.serving.oip.request import Request, Signature, fill
 from deploykit.serving.oip.response import collect_results
-from deploykit.serving.transport.call import BUG, refusal_of
 
 log = logging.getLogger(__name__)
 
 LARGE_BYTES = 32 << 10  # what is slow to decode is decoded on another thread from this size on
 _LONG_BYTES = 128 << 10  # and with other long ones; without raw contents in another process
-
-
-class Replying(Receiver, Protocol):
-    """The receiver of one reply: a GrpcCall, or a ReplySlot of a streaming call."""
-
-    @property
-    def left_us(self) -> int | None: ...
-    def reserve(self, size: int) -> bool: ...
-    def fail(self, status: str, message: str) -> None: ...
 
 
 class InferMethods:
@@ -53,6 +38,8 @@ class InferMethods:
             name: ModelRoute(repository, model, offload, worker)
             for name, model in repository.models.items()
         }
+        max_bytes = repository.options.max_body_bytes
+        self._tasks = {n: TaskMethod(route, max_bytes) for n, route in self.routes.items()}
 
     def stream(self, call: GrpcCall, data: bytes, at: int) -> None:
         slot = ReplySlot(call)
@@ -73,11 +60,15 @@ class InferMethods:
             head, spans = messages.split_request(data, at)
             name, version = messages.model_of(head)
             model = self._repository.find(name, version or VERSION)
+            has_items = model.task.ready and messages.sends_bytes(head)
         except Exception as exc:  # noqa: BLE001 - every error is a reply
             fail_with(client, exc)
             return
         route = self.routes[model.name]
         source = (head, data, at, spans)
+        if has_items:
+            self._tasks[model.name](client, source, call.head.trace)
+            return
         inference = GrpcInference(route, client, source, call.head.trace)
         slow = len(head) > LARGE_BYTES or (route.strings and len(data) > LARGE_BYTES)
         if slow or (route.memory is not None and _reads_much(head, spans, model.signature)):
@@ -198,13 +189,3 @@ def _cancel_all(slots: list[ReplySlot]) -> None:
         if slot.cancel is not None:
             slot.cancel()
     slots.clear()
-
-
-def fail_with(reply_to: Replying, error: Exception) -> None:
-    """Send an error as the reply; one that is not a DeploykitError is logged and not sent."""
-    exc = refusal_of(error)
-    if exc is None:
-        log.error("a gRPC call failed", exc_info=error)
-        reply_to.fail("INTERNAL", BUG)
-    else:
-        reply_to.fail(exc.grpc_status, f"{exc.message}; {exc.hint}" if exc.hint else exc.message)

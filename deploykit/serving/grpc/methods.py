@@ -10,8 +10,9 @@ from typing import Any
 
 from deploykit.core.errors import BadInput, NotFound, Unsupported, quote
 from deploykit.serving.grpc.call import GrpcCall
+from deploykit.serving.grpc.failing import fail_with
 from deploykit.serving.grpc.headers import Method
-from deploykit.serving.grpc.infer import InferMethods, fail_with
+from deploykit.serving.grpc.infer import InferMethods
 from deploykit.serving.http2.flow import Flow
 from deploykit.serving.models.offload import Offload
 from deploykit.serving.models.repository import VERSION, ModelRepository, ServedModel

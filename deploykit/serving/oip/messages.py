@@ -28,7 +28,7 @@ from deploykit.serving.oip.request import (
 from deploykit.serving.oip.response import Result
 from deploykit.serving.oip.tensors import typed_values
 
-_RAW_INPUT = 7  # a field of ModelInferRequest
+_INPUT, _RAW_INPUT = 5, 7  # fields of ModelInferRequest
 _RAW_OUTPUT, _INFER_RESPONSE = b"\x32", b"\x12"  # fields 6 and 2, with length
 _CACHED_BYTES = 2048
 _CACHED_SPANS = 16
@@ -155,6 +155,18 @@ def model_of(head: bytes) -> tuple[str, str]:
 def _model_of_cached(head: bytes) -> tuple[str, str]:
     message = parse("ModelInferRequest", head)
     return message.model_name, message.model_version
+
+
+def sends_bytes(head: bytes) -> bool:
+    """Whether a request's only input is BYTES; its other contents are not parsed."""
+    inputs = [
+        (start, end) for number, _, start, end in _fields(head, 0, len(head), _MAX_FIELDS)
+        if number == _INPUT
+    ]  # fmt: skip
+    if len(inputs) != 1:
+        return False
+    fields = _fields(head, *inputs[0], _MAX_FIELDS)
+    return any(number == 2 and head[start:end] == b"BYTES" for number, _, start, end in fields)
 
 
 def _find_model(head: bytes) -> tuple[str, str]:

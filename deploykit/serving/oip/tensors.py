@@ -52,6 +52,7 @@ class Slot:
     dtype: np.dtype[Any]  # of the arrays that hold it
     item_bytes: int  # of one element on the wire; 0 for BYTES, whose elements vary
     plain: bool  # whether the bytes on the wire equal the array's
+    raw: bool = False  # BYTES stay bytes, as of an image; else they are UTF-8
 
 
 def make_slot(spec: TensorSpec) -> Slot:
@@ -126,13 +127,13 @@ def _string_array(elements: Sequence[object], shape: tuple[int, ...], slot: Slot
     array = np.empty(_allocatable(shape, slot), object)
     flat = array.reshape(-1)
     for number, element in enumerate(elements):
-        if type(element) is bytes:
+        if type(element) is bytes and not slot.raw:
             try:
                 element = element.decode()
             except UnicodeDecodeError:
                 message = f"input '{name}': element {number} is not UTF-8, which this model needs"
                 raise BadInput(message) from None
-        elif type(element) is not str:
+        elif type(element) is not (bytes if slot.raw else str):
             raise BadInput(f"input '{name}' is BYTES, 'data' holds {quote(element)}")
         flat[number] = element
     return array
