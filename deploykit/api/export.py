@@ -122,7 +122,7 @@ def _export(
         done = _write(source.loaded, tmp, how.opset, how.exporter)
         on_progress("comparing with PyTorch", 0.7)
         with _naming_decisions(done, source.loaded):
-            proof = prove_export(source, tmp, feeds, how.max_error, place.name, done.sizes)
+            proof = prove_export(source, tmp, feeds, how.max_error, place.name, done)
             on_progress("writing the manifest", 0.95)
             made = _record(source, done, place, tmp, proof, how.target, job)
             return keep_if_equal(tmp, made, proof.parity)
@@ -224,7 +224,9 @@ def _with_batch(loaded: Loaded, size: int | None) -> Loaded:
             for spec in specs
         )
 
-    return replace(loaded, inputs=fix(loaded.inputs), outputs=fix(loaded.outputs))
+    first, second = loaded.parts or (None, None)
+    parts = (_with_batch(first, size), _with_batch(second, size)) if first and second else None
+    return replace(loaded, inputs=fix(loaded.inputs), outputs=fix(loaded.outputs), parts=parts)
 
 
 def _feeds(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from deploykit.api import batching, golden
 from deploykit.api.feeds import MOST_SAMPLES, first_rows, rows_note, rows_that_fit
@@ -18,11 +19,17 @@ from deploykit.core.tensors import TensorSpec
 if TYPE_CHECKING:
     import numpy as np
 
+    from deploykit.exporters.onnx import Exported
     from deploykit.runtimes.engine import Arrays, Engine
     from deploykit.runtimes.rows import JoinedRun
     from deploykit.runtimes.torch.engine import TorchEngine
+    from deploykit.runtimes.torch.loaded import Loaded
 
 EXPORT_MAX_ERROR = 1e-4  # float32 on both sides: only the order of additions differs
+_IN_PARTS = (
+    "compared in two parts, as equal scores decide which boxes are kept: the boxes and scores "
+    "before the choice, then the choice among them"
+)
 
 
 class Proof(NamedTuple):
@@ -40,7 +47,7 @@ def prove_export(
     feeds: Sequence[Mapping[str, np.ndarray]],
     max_error: float | None,
     out_name: str,
-    sizes: Mapping[str, int],
+    done: Exported,
 ) -> Proof:
     """Compare the graph with the module, record golden samples next to it, prove its batch."""
     from deploykit.runtimes.engine import load
@@ -54,14 +61,65 @@ def prove_export(
         with load(tmp, "cpu") as exported:
             bound = EXPORT_MAX_ERROR if max_error is None else max_error
             keep = batching.keep_runs(exported, feeds, joined)
-            parity = _compare(reference, exported, feeds, bound, names, sizes, keep)
+            parity = _compare(reference, exported, feeds, bound, names, done.sizes, keep)
             recorded = golden.record(reference, _few(feeds, loaded.inputs), tmp)
             rows = batching.prove_batch(exported, tmp, recorded, most, joined)
             notes = (*rows_note(most), *batching.notes(exported, rows))
+            if not parity.passed and loaded.parts is not None:
+                parts = _compare_parts(loaded.parts, exported, tmp, feeds, bound, names, done)
+                parity, notes = parts, (*notes, _IN_PARTS)
         if max_error is None and not parity.passed:  # the graph is closed: float64 needs its memory
             few = feeds if most == MOST_SAMPLES else feeds[:1]  # in float64, with slow kernels
             parity = _add_float32_errors(parity, reference, few)
         return Proof(parity, recorded, rows, notes)
+
+
+class _Chained:
+    """Of an Engine what a comparison needs: `second` takes the outputs of `first`."""
+
+    def __init__(self, first: Engine, second: Engine) -> None:
+        self.inputs, self.outputs = first.inputs, second.outputs
+        self._first, self._second = first, second
+
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        return self._second(self._first(feeds))
+
+
+def _compare_parts(
+    parts: tuple[Loaded, Loaded],
+    exported: Engine,
+    tmp: Path,
+    feeds: Sequence[Mapping[str, np.ndarray]],
+    bound: float,
+    names: tuple[str, str],
+    done: Exported,
+) -> Parity:
+    """Prove a model that chooses by values: what it chooses by, then what it chooses.
+
+    Equal scores have no order: where a difference of 1e-7 decides, another box is chosen and both
+    are right. So the first of `parts` is exported alone and compared, and the second, in PyTorch,
+    chooses by the values of that graph.
+    """
+    from deploykit.exporters.onnx import export_module
+    from deploykit.measure.evaluate.parity import compare_engines
+    from deploykit.runtimes.engine import load
+    from deploykit.runtimes.torch.engine import TorchEngine
+
+    first, second = parts
+    with tempfile.TemporaryDirectory(dir=tmp.parent) as folder:
+        file = Path(folder) / "first.onnx"
+        export_module(
+            first.module, first.inputs, first.outputs, file, opset=done.opset, sizes=done.sizes
+        )
+        with (
+            TorchEngine(first, names[0], "cpu", None) as reference,
+            TorchEngine(second, names[0], "cpu", None) as chooses,
+            load(file, "cpu") as graph,
+        ):
+            values = compare_engines(reference, graph, feeds, max_error=bound, names=names)
+            chained = cast("Engine", _Chained(graph, chooses))
+            chosen = compare_engines(chained, exported, feeds, max_error=bound, names=names)
+    return Parity(*names, (*values.rows, *chosen.rows), bound)
 
 
 def _add_float32_errors(

@@ -20,8 +20,6 @@ from deploykit.runtimes.torch.outputs import adapt
 
 torch = require("torch")
 
-_LEAST = 0.001  # score of a box that the graph keeps: what a curve of precision and recall needs
-_SPAN = 4  # sides of the image between the boxes of two classes, which so never overlap
 _PREFERRED = ("logits", "scores", "out", "output", "output_0")
 _NOT_ONE = 1e-3  # sums of rows that are probabilities are nearer to 1
 
@@ -227,6 +225,7 @@ _DETECTS = (
 
 
 def _detect(job: _Job) -> TaskHead:
+    _keep_anchors(job.loaded.module)
     outputs = {spec.name: (at, spec) for at, spec in enumerate(job.loaded.outputs)}
     named = [outputs.get(name) for name in ("boxes", "scores", "labels")]
     if all(named) and len(named[0][1].shape) == 2:  # type: ignore[index] # all are there
@@ -275,17 +274,29 @@ def _suppressed(
     anchors = shape[1]
     many = min(job.boxes.many, anchors) if isinstance(anchors, int) else job.boxes.many
     height, width = job.size
-    span = float(_SPAN * max(height, width))
 
-    def detect(*values: Any) -> Any:
-        corners, by_class = decode(*(value.to(torch.float32) for value in values))
+    def before(*values: Any) -> Any:
+        return decode(*(value.to(torch.float32) for value in values))
+
+    def after(corners: Any, by_class: Any) -> Any:
         scores, classes = by_class.max(-1)
-        apart = corners + (classes.to(corners.dtype) * span).unsqueeze(-1) if count > 1 else corners
-        scores, places = suppress(apart, scores, job.boxes.iou, _LEAST, many).topk(many, dim=1)
+        scores = suppress(corners, scores, classes, count, job.boxes.iou, many)
+        scores, places = scores.topk(many, dim=1)
         corners = corners.gather(1, places.unsqueeze(-1).expand(-1, -1, 4))
         return _in_image(corners, scores, classes.gather(1, places), height, width)
 
-    return _boxes(job, places, (shape[0], many), detect, count, notes)
+    def detect(*values: Any) -> Any:
+        return after(*before(*values))
+
+    made = _boxes(job, places, (shape[0], many), detect, count, notes)
+    raw = (
+        TensorSpec("corners", "float32", (*shape, 4)),
+        TensorSpec("by_class", "float32", (*shape, count)),
+    )
+    first = job.head(_Formula(before), places, raw, TaskOutputs(), count).loaded
+    last = adapt(_Formula(after), by_position, len(raw))
+    second = replace(first, module=last, inputs=raw, outputs=made.loaded.outputs)
+    return replace(made, loaded=replace(made.loaded, parts=(first, second)))
 
 
 def _final(job: _Job, at: int, shape: Sequence[int | str], notes: tuple[str, ...]) -> TaskHead:
@@ -339,3 +350,22 @@ def _boxes(
     )
     found = TaskOutputs(boxes="boxes", scores="scores", classes="classes")
     return job.head(_Formula(function), places, specs, found, count, notes)
+
+
+class _AnyShape:
+    """Equal to every shape: a head of Ultralytics keeps the grid of anchors that it has."""
+
+    __hash__ = None  # type: ignore[assignment] # it is compared alone
+
+    def __eq__(self, _other: object) -> bool:
+        return True
+
+
+def _keep_anchors(module: Any) -> None:
+    """Let a head of Ultralytics keep the anchors of its last run, those of the image's size.
+
+    It would make them anew, and no graph can keep that, wherever the batch has another size.
+    """
+    for part in module.modules():
+        if type(part).__module__.startswith("ultralytics.") and hasattr(part, "anchors"):
+            part.shape, part.dynamic = _AnyShape(), False

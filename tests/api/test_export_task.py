@@ -163,3 +163,59 @@ def test_a_labels_file_that_is_none_is_refused_by_name(
             built(Classifier), out=tmp_path / "m.onnx", inputs=SPEC, task="classify", labels=path
         )
     assert str(path) in caught.value.message
+
+
+class Segments(torch.nn.Module):  # type: ignore[misc, name-defined] # torch may be absent
+    """Scores of three classes at half the size, as torchvision names them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 3, 2, stride=2)
+
+    def forward(self, image: Any) -> dict[str, Any]:
+        found = self.conv(image)
+        return {"out": found, "aux": found + 1}
+
+
+def test_a_segmentation_answers_the_class_of_each_pixel(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"inputs": SPEC, "preprocess": "imagenet", "labels": ["a", "b", "c"]}
+    made = dk.export(built(Segments), out=tmp_path / "s.onnx", task="segment", **given)
+    assert [str(spec) for spec in made.manifest.outputs] == ["mask:int32[N,8,12]"]
+    images = pixels(3)
+    mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+    with torch.inference_mode():
+        scores = built(Segments)(normalised(images, mean, std))["out"]
+        grown = torch.nn.functional.interpolate(scores, (8, 12), mode="bilinear")
+    with dk.load(made.path, "cpu") as engine:
+        mask = engine({"image": images})["mask"]
+    assert (mask == grown.argmax(1).numpy()).mean() > 0.99
+    assert made.manifest.task.outputs == TaskOutputs(mask="mask")
+
+
+def test_an_embedding_has_length_1(tmp_path: Path) -> None:
+    class Vectors(Classifier):
+        def forward(self, image: Any) -> Any:
+            return super().forward(image)["features"][:, :, None, None]
+
+    made = dk.export(
+        built(Vectors), out=tmp_path / "e.onnx", inputs=SPEC, preprocess="imagenet", task="embed"
+    )
+    with dk.load(made.path, "cpu") as engine:
+        found = engine({"image": pixels(3)})["embedding"]
+    assert found.shape == (3, 4)
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
+
+
+def test_probabilities_get_no_second_softmax(tmp_path: Path) -> None:
+    class Done(Classifier):
+        def forward(self, image: Any) -> Any:
+            return super().forward(image)["logits"].softmax(1)
+
+    given: dict[str, Any] = {"inputs": SPEC, "preprocess": str(tmp_path / "p.toml")}
+    (tmp_path / "p.toml").write_text(NORMALISE)
+    made = dk.export(built(Done), out=tmp_path / "d.onnx", task="classify", **given)
+    with dk.load(made.path, "cpu") as engine:
+        found = engine({"image": pixels(3)})["scores"]
+    with torch.inference_mode():
+        expected = built(Done)(normalised(pixels(3))).numpy()
+    np.testing.assert_allclose(found, expected, atol=2e-6)

@@ -43,8 +43,9 @@ def load_live(module: Any, inputs: Sequence[TensorSpec]) -> Loaded:
     if not inputs:
         raise undescribed(name, inputs=True)
     with module_errors(name):
-        loaded = describe_module(name, _copy(_unwrap(module)), inputs, "module")
-    return replace(loaded, preset=preset_of(_unwrap(module)))
+        copied = _copy(_unwrap(module))
+        preset = preset_of(copied)
+        return replace(describe_module(name, copied, inputs, "module"), preset=preset)
 
 
 def hash_weights(module: Any) -> str:

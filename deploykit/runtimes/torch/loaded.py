@@ -34,7 +34,8 @@ class Loaded:
     `ran_pickle`: code in the file could run. `notes`: what was picked, dropped or converted on the
     way, a sentence each. `limits`: the smallest and largest size (None: any) of those dynamic axes
     for which they are known. `model_class`: of transformers, where a folder names it.
-    `preset`: what its library says of it.
+    `preset`: what its library says of it. `parts`: the same model as two in a row, the second of
+    which chooses by values that may be equal, as NMS does.
     """
 
     module: Any
@@ -47,6 +48,7 @@ class Loaded:
     limits: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
     model_class: str | None = None
     preset: Preset | None = None
+    parts: tuple[Loaded, Loaded] | None = None
 
 
 def undescribed(where: object, *, arch: bool = False, inputs: bool = False) -> BadInput:

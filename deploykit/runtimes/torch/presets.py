@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,11 @@ def torchvision_name(arch: str | None) -> str | None:
     None for what is not torchvision's. Raises NotFound for a bare name that it does not know.
     """
     package, colon, name = (arch or "").rpartition(":")
-    if arch is None or (colon and package not in _PACKAGES) or (not colon and _is_path(arch)):
+    if (
+        arch is None
+        or (colon and package not in _PACKAGES)
+        or (not colon and not arch.isidentifier())
+    ):
         return None
     try:
         models = _torchvision()
@@ -109,10 +113,6 @@ def preset_of(module: Any, arch: str | None = None, file: Path | None = None) ->
         return _of_ultralytics(module)
     name = torchvision_name(arch) if arch is not None and arch.isprintable() else None
     return with_torchvision(lambda: _of_torchvision(module, name, file)) if name else None
-
-
-def _is_path(arch: str) -> bool:
-    return not arch.isidentifier()
 
 
 def _torchvision() -> Any:
@@ -247,6 +247,7 @@ def _of_ultralytics(module: Any) -> Preset | None:
     listed = [names[key] for key in sorted(names)] if isinstance(names, Mapping) else list(names)
     if head is None:
         return None
+    head.export = True  # decoded boxes alone, not the raw maps with them
     kind = kinds.get(type(head).__name__, DETECT)
     if type(head).__name__ in ("OBB", "OBB26", "SemanticSegment"):
         raise BadInput(
@@ -271,9 +272,3 @@ def _of_ultralytics(module: Any) -> Preset | None:
         getattr(head, "nc", None) or len(listed) or None,
         f"the checkpoint of Ultralytics ({type(module).__name__})",
     )
-
-
-def channels_of(inputs: Sequence[TensorSpec]) -> int:
-    """Of the one image among the inputs, float32 [N,C,H,W]; 0 where there is none."""
-    found = [spec.shape[1] for spec in inputs if len(spec.shape) == 4]
-    return int(found[0]) if len(found) == 1 and isinstance(found[0], int) else 0

@@ -1,0 +1,180 @@
+"""`export --task detect`: decoded boxes and NMS in the graph, equal to torchvision's own NMS."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.installed import needs
+
+torch = pytest.importorskip("torch")
+needs("onnxscript")
+
+import deploykit as dk  # noqa: E402
+from deploykit.core.task import LETTERBOX, TaskOutputs  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+CLASSES, ANCHORS, SIDE = 3, 8 * 8 * 2, 32
+
+
+class Yolo(torch.nn.Module):  # type: ignore[misc, name-defined] # torch may be absent
+    """As YOLO answers: [N,4+classes,anchors], centres, sizes and probabilities."""
+
+    spread = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 2 * (4 + CLASSES), 4, stride=4)
+        grid = torch.arange(8, dtype=torch.float32) * 4 + 2
+        centres = torch.stack(torch.meshgrid(grid, grid, indexing="xy")).flatten(1)
+        self.register_buffer("centres", centres.repeat(1, 2))
+
+    def forward(self, image: Any) -> Any:
+        rows = image.shape[0]
+        raw = self.conv(image).reshape(rows, 4 + CLASSES, ANCHORS)
+        centres = self.centres + 3 * self.spread * raw[:, :2].tanh()
+        sizes = 10 + 6 * self.spread * raw[:, 2:4].tanh()
+        return torch.cat((centres, sizes, (4 * self.spread * raw[:, 4:]).sigmoid()), 1)
+
+
+class Flat(Yolo):
+    """Nothing depends on the image: all scores of a class are equal."""
+
+    spread = 1e-7
+
+
+class Objectness(Yolo):
+    """As YOLOv5 answers: [N,anchors,5+classes], the scores times that of an object."""
+
+    def forward(self, image: Any) -> Any:
+        found = super().forward(image).transpose(1, 2)
+        return torch.cat((found[..., :4], found[..., 4:5], found[..., 4:]), -1)
+
+
+class Final(Yolo):
+    """Without NMS, as YOLOv10 answers: [N,boxes,6], corners, score and class."""
+
+    def forward(self, image: Any) -> Any:
+        found = super().forward(image).transpose(1, 2)[:, :40]
+        scores, classes = found[..., 4:].max(-1, keepdim=True)
+        half = found[..., 2:4] / 2
+        corners = (found[..., :2] - half, found[..., :2] + half)
+        return torch.cat((*corners, scores, classes.float()), -1)
+
+
+class Pair(Yolo):
+    """Corners and scores of each class, by name."""
+
+    def forward(self, image: Any) -> Any:
+        found = super().forward(image).transpose(1, 2)
+        half = found[..., 2:4] / 2
+        corners = torch.cat((found[..., :2] - half, found[..., :2] + half), -1)
+        return {"boxes": corners, "scores": found[..., 4:]}
+
+
+def built(kind: type[Any]) -> Any:
+    torch.manual_seed(0)
+    return kind().eval()
+
+
+def images(rows: int) -> np.ndarray:
+    return np.random.default_rng(1).integers(0, 256, (rows, SIDE, SIDE, 3), dtype=np.uint8)
+
+
+def exported(kind: type[Any], folder: Path, **given: Any) -> Any:
+    values = folder / "values.toml"
+    values.write_text("mean = [0, 0, 0]\nstd = [1, 1, 1]\n")
+    return dk.export(
+        built(kind),
+        out=folder / "d.onnx",
+        inputs=[f"image:float32[N,3,{SIDE},{SIDE}]"],
+        task="detect",
+        preprocess=str(values),
+        labels=["circle", "square", "star"],
+        **given,
+    )
+
+
+def overlap(a: np.ndarray, b: np.ndarray) -> float:
+    low, high = np.maximum(a[:2], b[:2]), np.minimum(a[2:], b[2:])
+    shared = float(np.prod(np.clip(high - low, 0, None)))
+    return shared / float(np.prod(a[2:] - a[:2]) + np.prod(b[2:] - b[:2]) - shared)
+
+
+def expected(found: Any, iou: float, most: int) -> list[tuple[np.ndarray, float, int]]:
+    """NMS as it is defined, box by box, of one image's corners [A,4] and scores [A,C]."""
+    corners, scores = (each.numpy().astype(np.float64) for each in found)
+    best, kept = scores.argmax(1), []
+    for at in np.argsort(-scores.max(1), kind="stable"):
+        same = [other for other in kept if best[other] == best[at]]
+        if all(overlap(corners[at], corners[other]) <= iou for other in same):
+            kept.append(at)
+    return [(corners[at].clip(0, SIDE), scores[at].max(), int(best[at])) for at in kept[:most]]
+
+
+@pytest.mark.parametrize("kind", [Yolo, Pair, Objectness])
+def test_the_graph_keeps_the_boxes_that_nms_keeps(kind: type[Any], tmp_path: Path) -> None:
+    made = exported(kind, tmp_path, iou=0.45, boxes=20, threshold=0.4)
+    assert [str(spec) for spec in made.manifest.outputs] == [
+        "boxes:float32[N,20,4]",
+        "scores:float32[N,20]",
+        "classes:int64[N,20]",
+    ]
+    task = made.manifest.task
+    assert task.outputs == TaskOutputs(boxes="boxes", scores="scores", classes="classes")
+    assert (task.threshold, task.image.resize, len(task.labels)) == (0.4, LETTERBOX, 3)
+    batch = images(4)
+    with torch.inference_mode():
+        raw = built(Pair)(torch.from_numpy(batch).permute(0, 3, 1, 2) / 255)
+    scores = raw["scores"] * (raw["scores"][..., :1] if kind is Objectness else 1)
+    with dk.load(made.path, "cpu") as engine:
+        answers = engine({"image": batch})
+    for row in range(len(batch)):
+        wanted = expected((raw["boxes"][row], scores[row]), 0.45, 20)
+        np.testing.assert_allclose(answers["scores"][row], [each[1] for each in wanted], atol=1e-6)
+        np.testing.assert_allclose(answers["boxes"][row], [each[0] for each in wanted], atol=1e-4)
+        assert answers["classes"][row].tolist() == [each[2] for each in wanted]
+
+
+def test_a_model_without_nms_is_sorted_and_cut_off_at_the_image(tmp_path: Path) -> None:
+    made = exported(Final, tmp_path, boxes=10)
+    with dk.load(made.path, "cpu") as engine:
+        answers = engine({"image": images(2)})
+    assert answers["boxes"].shape == (2, 10, 4)
+    assert (np.diff(answers["scores"], axis=1) <= 0).all()
+    assert answers["boxes"].min() >= 0
+    assert answers["boxes"].max() <= SIDE
+
+
+def test_unused_rows_are_zero(tmp_path: Path) -> None:
+    made = exported(Yolo, tmp_path, iou=0.0, boxes=100)
+    with dk.load(made.path, "cpu") as engine:
+        answers = engine({"image": images(1)})
+    used = int((answers["scores"][0] > 0).sum())
+    assert 0 < used < 100
+    assert not answers["boxes"][0, used:].any()
+    assert not answers["classes"][0, used:].any()
+
+
+def test_where_equal_scores_decide_the_choice_is_proven_apart(tmp_path: Path) -> None:
+    made = exported(Flat, tmp_path, iou=0.3, boxes=20)
+    outputs = {row.output for row in made.parity.rows}
+    assert made.parity.passed
+    assert outputs in (
+        {"boxes", "scores", "classes"},
+        {"boxes", "scores", "classes", "corners", "by_class"},
+    )
+
+
+def test_half_precision_keeps_the_task_and_the_scores(tmp_path: Path) -> None:
+    made = exported(Yolo, tmp_path)
+    half = dk.quantize(made.path, "fp16", out=tmp_path / "h.onnx")
+    batch = images(2)
+    with dk.load(made.path, "cpu") as a, dk.load(half.path, "cpu") as b:
+        full, low = a({"image": batch})["scores"], b({"image": batch})["scores"]
+    np.testing.assert_allclose(full[:, :10], low[:, :10], atol=5e-3)  # of 11 bits, sorted anew
+    assert half.manifest.task == made.manifest.task
