@@ -22,9 +22,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from deploykit.core.errors import BadInput, NotFound, first_line
-from deploykit.core.extras import require
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.core.tensors import TensorSpec
+from deploykit.training.classes import enlarged_digits, top1_per_sample
 
 SIDE = 28
 DIGITS_TRAIN, DIGITS_CALIBRATION = 1077, 180  # the other 540 test
@@ -57,11 +57,8 @@ def data(path: Path | None) -> Splits:
 
 def _digits() -> Splits:
     """scikit-learn's digits: the same permutation, so the same splits, on every machine."""
-    digits = require("sklearn.datasets").load_digits()
-    small = torch.from_numpy(digits.images.astype(np.float32) / 16.0)[:, None]
-    large = F.interpolate(small, size=(SIDE, SIDE), mode="bilinear", align_corners=False)
-    order = np.random.RandomState(0).permutation(len(large))  # RandomState's stream never changes
-    images, labels = large.numpy()[order], digits.target.astype(np.int64)[order]
+    pixels, labels = enlarged_digits(SIDE)
+    images = pixels[:, None]
     first, second = DIGITS_TRAIN, DIGITS_TRAIN + DIGITS_CALIBRATION
     return Splits(
         train=_split(images[:first], labels[:first]),
@@ -129,19 +126,13 @@ def _split(images: np.ndarray, labels: np.ndarray) -> Split:
     return Split({"image": images}, labels)
 
 
-def top1(outputs: dict[str, np.ndarray], labels: np.ndarray) -> np.ndarray:
-    """1.0 for each sample whose largest logit is the label, else 0.0."""
-    right: np.ndarray = (outputs["logits"].argmax(1) == labels).astype(np.float64)
-    return right
-
-
 RECIPE = Recipe(
     build=MnistCnn,
     data=data,
     inputs=(TensorSpec("image", "float32", ("N", 1, SIDE, SIDE)),),
     outputs=(TensorSpec("logits", "float32", ("N", 10)),),
     loss=F.cross_entropy,
-    metric=top1,
+    metric=top1_per_sample,
     metric_name="top-1 accuracy",
     epochs=25,
     batch_size=32,

@@ -16,15 +16,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from deploykit.core.extras import require
 from deploykit.core.preprocess import IMAGENET
-from deploykit.core.recipe import Recipe, Split, Splits
+from deploykit.core.recipe import Recipe, Splits
 from deploykit.core.tensors import TensorSpec
+from deploykit.runtimes.data.folders import class_splits
+from deploykit.training.classes import digit_splits, top1_per_sample
 
 SIDE = 224
 DIGITS = (500, 100, 300)  # to train, to calibrate, to test
@@ -50,42 +51,7 @@ class Vgg16Transfer(nn.Module):
 
 def data(path: Path | None) -> Splits:
     """Images uint8 (samples, 224, 224, 3), labels int64 (samples,)."""
-    from dataclasses import replace
-
-    if path is None:
-        return _digits()
-    from deploykit.runtimes.data.folders import class_splits
-
-    found = class_splits(path, SIDE)
-    return replace(found, build_with={"classes": len(found.classes)})
-
-
-def _digits() -> Splits:
-    digits = require("sklearn.datasets").load_digits()
-    order = np.random.RandomState(0).permutation(len(digits.images))[: sum(DIGITS)]
-    small = torch.from_numpy(digits.images[order].astype(np.float32) / 16.0)[:, None]
-    large = F.interpolate(small, size=(SIDE, SIDE), mode="bilinear", align_corners=False)
-    grey = (large * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
-    images, labels = grey.expand(-1, -1, -1, 3), digits.target[order].astype(np.int64)
-    first, second = DIGITS[0], DIGITS[0] + DIGITS[1]
-    parts = (slice(0, first), slice(first, second), slice(second, None))
-    train, calibration, test = (
-        Split({"image": images[part].contiguous().numpy()}, labels[part]) for part in parts
-    )
-    return Splits(
-        train,
-        calibration,
-        test,
-        "scikit-learn digits, 8x8 enlarged to 224x224",
-        classes=tuple(map(str, range(10))),
-        build_with={"classes": 10},
-    )
-
-
-def top1(outputs: dict[str, np.ndarray], labels: np.ndarray) -> np.ndarray:
-    """1.0 for each sample whose largest logit is the label, else 0.0."""
-    right: np.ndarray = (outputs["logits"].argmax(1) == labels).astype(np.float64)
-    return right
+    return digit_splits(SIDE, *DIGITS) if path is None else class_splits(path, SIDE)
 
 
 RECIPE = Recipe(
@@ -94,7 +60,7 @@ RECIPE = Recipe(
     inputs=(TensorSpec("image", "uint8", ("N", SIDE, SIDE, 3)),),
     outputs=(TensorSpec("logits", "float32", ("N", "classes")),),
     loss=F.cross_entropy,
-    metric=top1,
+    metric=top1_per_sample,
     metric_name="top-1 accuracy",
     epochs=30,
     batch_size=32,

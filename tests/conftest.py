@@ -34,6 +34,7 @@ EXPORTS = (
     "tests/api/test_export",
     "tests/exporters/",
     "tests/test_examples.py",
+    "tests/zoo/test_recipes.py",
     "tests/zoo/test_small.py",
 )
 

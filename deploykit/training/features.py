@@ -1,4 +1,9 @@
-"""A frozen backbone: its features are computed once, and the head is trained on them."""
+"""A frozen backbone: its features are computed once, and the head is trained on them.
+
+The head learns on standardised features: those of a backbone differ in scale by orders of
+magnitude, and one step of the optimiser suits them all only when they are alike. The scales are
+folded into the head's first layer at the end, so that the model stays what the recipe builds.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +23,36 @@ from deploykit.runtimes.torch.weights import copy_weights
 from deploykit.training.batches import tensors
 
 _BATCH = 32
+_LEAST_DEVIATION = 0.01  # of a feature, as a share of the mean: a nearly constant one stays small
 _CLOSE = 1e-3  # relative: the head on features against the whole module, in another batch size
 
 
 @dataclass(frozen=True)
 class Frozen:
-    """The head, and the recipe whose inputs are the backbone's features."""
+    """The head, and the recipe whose inputs are the backbone's features.
+
+    `mean`, `deviation`: shape (features,), what the features were standardised with; None where the
+    head does not begin with a dense layer.
+    """
 
     head: torch.nn.Module
     recipe: Recipe
     train: Split
     calibration: Split
     seconds: float
+    mean: np.ndarray | None = None
+    deviation: np.ndarray | None = None
+
+    def fold(self, head: torch.nn.Module) -> None:
+        """Let a head that was trained on standardised features take those of the backbone."""
+        dense = _first_dense(head)
+        if dense is None or self.mean is None or self.deviation is None:
+            return
+        weight_OD = dense.weight.detach().double().cpu() / torch.from_numpy(self.deviation)
+        shift_O = weight_OD @ torch.from_numpy(self.mean)
+        with torch.no_grad():
+            dense.weight.copy_(weight_OD)
+            dense.bias.sub_(shift_O.to(dense.bias))
 
 
 def start_from(
@@ -68,7 +91,32 @@ def freeze(
     seconds = time.perf_counter() - started
     _check_composition(module, recipe, train, names, device)
     inner = replace(recipe, preprocess=None, inputs=(), backbone=None)
-    return Frozen(head, inner, features[0], features[1], seconds)
+    mean, deviation = _standardise([each.inputs["features"] for each in features], head)
+    return Frozen(head, inner, features[0], features[1], seconds, mean, deviation)
+
+
+def _first_dense(head: torch.nn.Module) -> torch.nn.Linear | None:
+    """The dense layer with a bias that the head, a sequence, begins with."""
+    first = next(iter(head.children()), None) if isinstance(head, torch.nn.Sequential) else head
+    return first if isinstance(first, torch.nn.Linear) and first.bias is not None else None
+
+
+def _standardise(
+    features: list[np.ndarray], head: torch.nn.Module
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Standardise the arrays in place by the first one's mean and deviation, and return these."""
+    dense, (train, *_) = _first_dense(head), features
+    if dense is None or train.ndim != 2:
+        return None, None
+    mean: np.ndarray = train.mean(axis=0, dtype=np.float64)
+    deviation: np.ndarray = train.std(axis=0, dtype=np.float64)
+    deviation = np.maximum(deviation, _LEAST_DEVIATION * deviation.mean())
+    deviation[deviation == 0] = 1.0
+    for array in features:
+        if len(array):
+            array -= mean.astype(np.float32)
+            array /= deviation.astype(np.float32)
+    return mean, deviation
 
 
 def _run(run: Any, split: Split, device: torch.device) -> np.ndarray:

@@ -79,6 +79,8 @@ def run_training(
         module = copy.deepcopy(run.module).cpu().eval()
     layout: Any = {"memory_format": torch.contiguous_format}
     module = module.to(**layout)
+    if run.frozen is not None and recipe.backbone is not None:
+        run.frozen.fold(module.get_submodule(recipe.backbone[1]))
     scores = score_module(module, recipe, splits.test)
     figures = run.figures() | run.measure_scaling()
     if recipe.report is not None:

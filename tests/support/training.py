@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.core.tensors import TensorSpec
+from deploykit.runtimes.torch.operators import with_torchvision
 
 
 def points(count: int, seed: int) -> Split:
@@ -46,3 +50,31 @@ def cut(splits: Splits, count: int) -> Splits:
         inputs = {key: array[:count] for key, array in part.inputs.items()}
         parts[name] = Split(inputs, part.labels[:count])
     return replace(splits, **parts)
+
+
+def write_photos(where: Path, count: int = 9) -> Path:
+    """Cuts of scikit-learn's two photographs: `count` in `where`/china, and in `where`/flower."""
+    image = pytest.importorskip("PIL.Image")
+    datasets = pytest.importorskip("sklearn.datasets")
+    random = np.random.default_rng(0)
+    for name, photo in zip(("china", "flower"), datasets.load_sample_images().images, strict=True):
+        (where / name).mkdir(parents=True)
+        for number in range(count):
+            row, column = random.integers(0, 200, 2)
+            piece = image.fromarray(photo[row : row + 150, column : column + 200])
+            piece.save(where / name / f"{number}.{'jpg' if number % 2 else 'PNG'}")
+    return where
+
+
+def torchvision_weights(name: str, where: Path) -> Path:
+    """A file with random weights of torchvision's network `name`, such as "resnet18"."""
+    torch.manual_seed(0)
+    try:
+        module = with_torchvision(
+            lambda: getattr(import_module("torchvision.models"), name)(weights=None)
+        )
+    except ImportError:
+        pytest.skip("torchvision is not installed")
+    path = where / f"{name}.pt"
+    torch.save(module.state_dict(), path)
+    return path

@@ -111,7 +111,7 @@ def test_torchrun_starts_the_command(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    figures = json.loads(done.stdout)["evidence"]["training"]["figures"]
+    figures = json.loads(done.stdout)["manifest"]["evidence"]["training"]["figures"]
     assert figures["processes"] == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.pt", "m.pt.json"]
 

@@ -17,9 +17,9 @@ _TEST, _CALIBRATION = 0.2, 0.1  # of each class; the rest trains
 def class_splits(folder: Path, side: int, *, classes: int | None = None) -> Splits:
     """The images below `folder`, as squares, split within each class: 70, 10 and 20 per cent.
 
-    Inputs: image uint8 (samples, side, side, 3). The names of the sub-folders, sorted, are the
-    classes; `classes`: how many there must be. Files that cannot be read are skipped and listed
-    in `skipped`. Raises NotFound or BadInput.
+    Inputs: image uint8 (samples, side, side, 3). The sub-folders' sorted names are the classes;
+    `classes`: how many there must be, else a size that the model takes from the data. `skipped`:
+    files that cannot be read. Raises NotFound or BadInput.
     """
     files = _files(folder)
     wanted = classes or max(2, len(files))
@@ -41,8 +41,7 @@ def class_splits(folder: Path, side: int, *, classes: int | None = None) -> Spli
                 hint=skipped[-1] if skipped else f"images end in {', '.join(SUFFIXES)}",
             )
         order = np.random.RandomState(0).permutation(len(images))
-        tests = max(1, round(_TEST * len(images)))
-        calibrates = max(1, round(_CALIBRATION * len(images)))
+        tests, calibrates = (max(1, round(s * len(images))) for s in (_TEST, _CALIBRATION))
         for place, index in enumerate(order):
             to_test, to_calibrate = place < tests, place < tests + calibrates
             part = "test" if to_test else "calibration" if to_calibrate else "train"
@@ -54,6 +53,7 @@ def class_splits(folder: Path, side: int, *, classes: int | None = None) -> Spli
         source=f"images in {folder}",
         classes=tuple(files),
         skipped=tuple(skipped),
+        build_with={} if classes else {"classes": len(files)},
     )
 
 
