@@ -42,6 +42,7 @@ class Address:
 def examples(model: ServedModel, address: Address) -> dict[str, str]:
     """Title -> program."""
     found = {
+        **_of_task(model, address),
         "curl": _curl(model, address),
         "JavaScript": _javascript(model, address),
         "Go": _go(model, address),
@@ -51,6 +52,28 @@ def examples(model: ServedModel, address: Address) -> dict[str, str]:
     if address.grpc_port is not None:
         found["tritonclient (gRPC)"] = _triton(model, address, "grpc")
     return {title: code for title, code in found.items() if code is not None}
+
+
+def _of_task(model: ServedModel, address: Address) -> dict[str, str]:
+    """For a model that takes images or sentences."""
+    takes = model.task.parameters.get("takes")
+    if takes is None:
+        return {}
+    form = "image=@photo.jpg" if takes == "image" else "text='a sentence'"
+    header = ' \\\n  -H "Authorization: Bearer $TOKEN"' if address.token else ""
+    item = "photo.jpg" if takes == "image" else "a sentence"
+    token = ', token=os.environ["TOKEN"]' if address.token else ""
+    lines = [
+        *(["import os", ""] if token else []),
+        "import deploykit as dk",
+        "",
+        f"with dk.client({address.url!r}{token}) as client:",
+        f"    print(client.predict({item!r}, {model.name!r}))",
+    ]
+    return {
+        f"curl, {takes}": f"curl {address.url}/v2/models/{model.name}/predict{header} -F {form}\n",
+        f"Python, {takes}": "\n".join(lines) + "\n",
+    }
 
 
 def _fill(name: str, **values: str) -> str:

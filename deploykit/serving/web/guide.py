@@ -43,6 +43,8 @@ def _section(model: ServedModel, address: Address) -> str:
         for title, code in examples(model, address).items()
     )
     name = escape(model.name)
+    if model.task.ready:
+        summary += f"; task: {model.task.parameters['task']}"
     return (
         f'<section id="{name}" aria-label="{name}"><h2>{name}</h2><p class="quiet">{summary}</p>'
         f'{_file(model)}<div class="wide"><table><thead><tr><th scope="col">Tensor</th>'

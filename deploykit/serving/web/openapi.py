@@ -17,6 +17,10 @@ def document(repository: ModelRepository) -> dict[str, Any]:
     found: dict[str, Any] = orjson.loads(_FILE.read_bytes())
     found["info"]["version"] = __version__
     found["components"]["parameters"]["model"]["schema"]["enum"] = list(repository.models)
+    with_task = [name for name, model in repository.models.items() if model.task.ready]
+    found["components"]["parameters"]["task-model"]["schema"]["enum"] = with_task
+    if not with_task:
+        found["paths"] = {path: of for path, of in found["paths"].items() if "/predict" not in path}
     if repository.options.token is not None:
         found["security"] = [{"token": []}]
     return found

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
+from deploykit.api.open import open_proven
 from deploykit.core.tensors import TensorSpec
 from tests.support.campaign import rounds
 from tests.support.fake_engine import FakeEngine
 from tests.support.installed import needs
 from tests.support.serving.running import Running, running
+from tests.support.serving.task_models import write_task_model
 
-needs("schemathesis")
+needs("schemathesis", "PIL")
 
 AXES: dict[str, tuple[str, tuple[int | str, ...]]] = {
     "x": ("float32", ("N", 2)),
@@ -96,6 +98,21 @@ def test_the_document_names_the_served_models() -> None:
         document = server.ask("GET", "/openapi.json").json
     assert document["components"]["parameters"]["model"]["schema"]["enum"] == ["a", "b"]
     assert "security" not in document
+
+
+def test_the_document_has_the_route_for_items_where_a_model_takes_them(tmp_path: Path) -> None:
+    (engine,) = open_proven(write_task_model(tmp_path, "classify"), threads=1)
+    with engine, running({"a": FakeEngine(), "b": engine}) as server:
+        document = server.ask("GET", "/openapi.json").json
+        guide = server.ask("GET", "/docs", Host="localhost:80").body.decode()
+    assert document["components"]["parameters"]["task-model"]["schema"]["enum"] == ["b"]
+    assert "/v2/models/{model}/predict" in document["paths"]
+    assert "task: classify" in guide
+    assert "curl http://localhost:80/v2/models/b/predict -F image=@photo.jpg" in guide
+    with running({"a": FakeEngine()}) as server:
+        assert not [
+            path for path in server.ask("GET", "/openapi.json").json["paths"] if "predict" in path
+        ]
 
 
 def test_the_document_says_which_routes_need_the_token() -> None:

@@ -153,15 +153,28 @@ export function pad(input, image, changed) {
   return { node, tensors: async () => [tensorOf(input, image, choice, (y, x) => 255 * ink[y * width + x])] };
 }
 
+/** Where an image is dropped or chosen; `take` gets the file. */
+export function dropArea(canvas, notice, accept, take) {
+  const file = el("input", { type: "file", accept });
+  const drop = el("div", { class: "drop" }, canvas, el("label", {}, "Drop an image here, or choose one", file), notice);
+  file.addEventListener("change", () => { if (file.files[0]) take(file.files[0]); });
+  drop.addEventListener("dragover", (event) => { event.preventDefault(); drop.classList.add("over"); });
+  drop.addEventListener("dragleave", () => drop.classList.remove("over"));
+  drop.addEventListener("drop", (event) => {
+    event.preventDefault();
+    drop.classList.remove("over");
+    if (event.dataTransfer.files[0]) take(event.dataTransfer.files[0]);
+  });
+  return drop;
+}
+
 /** An image, dropped or chosen, scaled and cropped about its centre to the model's size. */
 export function photo(input, image, changed) {
   const { height, width, channels } = image;
   let pixels = null;
   const canvas = el("canvas", { width, height, hidden: true, role: "img" });
-  const file = el("input", { type: "file", accept: "image/*" });
   const notice = el("p", { class: "hint", role: "status" }, `It is scaled and cropped to ${width} × ${height}.`);
   const choice = scaleChoice(input);
-  const drop = el("div", { class: "drop" }, canvas, el("label", {}, "Drop an image here, or choose one", file), notice);
 
   async function take(chosen) {
     let image;
@@ -178,19 +191,11 @@ export function photo(input, image, changed) {
     notice.textContent = `${chosen.name}: ${image.width} × ${image.height}, sent as ${width} × ${height}.`;
     changed();
   }
-  file.addEventListener("change", () => { if (file.files[0]) take(file.files[0]); });
-  drop.addEventListener("dragover", (event) => { event.preventDefault(); drop.classList.add("over"); });
-  drop.addEventListener("dragleave", () => drop.classList.remove("over"));
-  drop.addEventListener("drop", (event) => {
-    event.preventDefault();
-    drop.classList.remove("over");
-    if (event.dataTransfer.files[0]) take(event.dataTransfer.files[0]);
-  });
   const at = (y, x, c) => {
     const i = 4 * (y * width + x);
     return channels === 3 ? pixels[i + c] : 0.299 * pixels[i] + 0.587 * pixels[i + 1] + 0.114 * pixels[i + 2];
   };
-  const node = el("div", {}, drop, choice);
+  const node = el("div", {}, dropArea(canvas, notice, "image/*", take), choice);
   return {
     node,
     tensors: async () => {

@@ -3,6 +3,7 @@
 import { number } from "./charts.js";
 import { byId, el, meter, setText, show } from "./dom.js";
 import { arrays, example, json, pad, photo, imageOf } from "./inputs.js";
+import { sendImage, sendText } from "./task.js";
 import { infer, inferJson, size } from "./tensors.js";
 
 const SHOWN = 48; // values of a tensor that are written out
@@ -13,8 +14,11 @@ export function tryIt(model, headers) {
   const image = imageOf(model.inputs);
   const clear = () => { setText(byId("took"), ""); show(byId("answer")); };
   const ways = {};
+  const takes = model.task?.takes;
+  if (takes === "image") ways.Photo = () => sendImage(model, clear);
+  if (takes === "text") ways.Sentence = () => sendText(model);
   if (image?.channels === 1 && image.height <= 64 && image.width <= 64) ways.Draw = () => pad(model.inputs[0], image, clear);
-  if (image) ways.Image = () => photo(model.inputs[0], image, clear);
+  if (image && !takes) ways.Image = () => photo(model.inputs[0], image, clear);
   if (!image) ways.Example = () => example(model.inputs);
   if (model.inputs.every((input) => input.datatype !== "FP16" && input.datatype !== "BF16")) ways.JSON = () => json(model.inputs);
   if (model.inputs.every((input) => input.datatype !== "BYTES" && input.datatype !== "BF16")) ways[".npy"] = () => arrays(model.inputs);
@@ -46,11 +50,13 @@ export function tryIt(model, headers) {
     byId("run").disabled = true;
     setText(byId("took"), "running");
     try {
-      const { outputs, took } = way.text
-        ? await inferJson(model.name, headers(), way.text())
-        : await infer(model.name, headers(), await way.tensors());
+      const { outputs, nodes, took } = way.ask
+        ? await way.ask(headers())
+        : way.text
+          ? await inferJson(model.name, headers(), way.text())
+          : await infer(model.name, headers(), await way.tensors());
       setText(byId("took"), `${number(took)} ms round trip`);
-      show(byId("answer"), ...outputs.map(outputNode));
+      show(byId("answer"), ...(nodes ?? outputs.map(outputNode)));
     } catch (problem) {
       setText(byId("took"), "");
       show(byId("answer"), el("p", { class: "bad", role: "alert" }, problem.message));

@@ -1,0 +1,95 @@
+"""The form of a model with a task in a real browser: what is sent, and the answer drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.support.installed import needs
+from tests.support.serving.actions import choose_model, choose_way, open_page, run
+from tests.support.serving.browser import CHROMIUM, NO_CHROMIUM, Tab, chromium
+from tests.support.serving.running import Running, running
+
+needs("PIL", "tokenizers", "sklearn")
+
+from deploykit.api.open import open_proven  # noqa: E402
+from tests.support.runtimes.pictures import photo  # noqa: E402
+from tests.support.serving.task_models import write_task_model  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)]
+
+# the share of the canvas's pixels that differ from those of the image alone
+CHANGED = """(() => {
+  const canvas = document.querySelector('canvas.found');
+  const read = () => canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  const now = read();
+  return now.reduce((n, value, i) => n + (value !== window.before[i]), 0) / now.length;
+})()"""
+REMEMBER = """(() => {
+  const canvas = document.querySelector('canvas.found');
+  window.before = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+})()"""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tab, Running, Path]]:
+    folder = tmp_path_factory.mktemp("tasks")
+    file = folder / "china.jpg"
+    file.write_bytes(photo())
+    with ExitStack() as stack:
+        models = {}
+        for kind in ("classify", "detect", "segment", "embed", "text-classify"):
+            (engine,) = open_proven(write_task_model(folder, kind), threads=1)
+            models[kind] = stack.enter_context(engine)
+        server = stack.enter_context(running(models))
+        tab = stack.enter_context(chromium(tmp_path_factory.mktemp("chromium")))
+        yield tab, server, file
+
+
+def answer(page: tuple[Tab, Running, Path], kind: str) -> tuple[Tab, str]:
+    tab, server, file = page
+    open_page(tab, server)
+    choose_model(tab, kind)
+    choose_way(tab, "Photo")
+    tab.choose_file("#panel input[type=file]", file)
+    tab.until("document.querySelector('canvas.found').width === 640")
+    tab.ask(REMEMBER)
+    text = run(tab)
+    assert tab.problems == []
+    return tab, text
+
+
+def test_labels_come_with_their_scores(page: tuple[Tab, Running, Path]) -> None:
+    _, text = answer(page, "classify")
+    assert text.split() == ["light", "56", "%", "dark", "44", "%"]
+
+
+def test_boxes_are_drawn_and_listed(page: tuple[Tab, Running, Path]) -> None:
+    tab, text = answer(page, "detect")
+    assert text.split() == ["light", "56", "%", "dark", "44", "%"]
+    assert 0.005 < tab.ask(CHANGED) < 0.1
+
+
+def test_the_pixels_of_each_label_are_coloured(page: tuple[Tab, Running, Path]) -> None:
+    tab, text = answer(page, "segment")
+    assert text.split() == ["light", "52", "%", "dark", "48", "%"]
+    assert tab.ask(CHANGED) > 0.5
+
+
+def test_an_embedding_is_written_out(page: tuple[Tab, Running, Path]) -> None:
+    _, text = answer(page, "embed")
+    assert "(3 numbers)" in text
+
+
+def test_a_sentence_is_answered_and_an_error_is_shown(page: tuple[Tab, Running, Path]) -> None:
+    tab, server, _ = page
+    open_page(tab, server)
+    choose_model(tab, "text-classify")
+    choose_way(tab, "Sentence")
+    tab.ask("document.querySelector('#panel textarea').value = 'good good good'")
+    assert run(tab).split() == ["good", "60", "%", "bad", "40", "%"]
+    tab.ask("document.querySelector('#panel textarea').value = ' '")
+    assert "the text: is empty" in run(tab)
