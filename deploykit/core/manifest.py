@@ -131,15 +131,16 @@ def from_json(kind: Any, value: object, where: str) -> Any:
         return {key: from_json(args[1], item, f"{where}: '{key}'") for key, item in entries}
     if isinstance(kind, type) and is_dataclass(kind):
         entries = _of(dict, value, where)
+        known = {
+            name: from_json(hint, entries[name], f"{where}: '{name}'")
+            for name, hint in _hints(kind).items()
+            if name in entries
+        }
         try:
-            known = {
-                name: from_json(hint, entries[name], f"{where}: '{name}'")
-                for name, hint in _hints(kind).items()
-                if name in entries
-            }
             return kind(**known)
-        except TypeError:
-            raise BadInput(f"{where}: is not a complete {kind.__name__}") from None
+        except TypeError as exc:  # it names those that are missing
+            missing = str(exc).rpartition(": ")[2]
+            raise BadInput(f"{where}: is not a complete {kind.__name__}: no {missing}") from None
     if kind is float:
         return math.inf if value is None else float(_of(float, value, where))
     return _of(kind, value, where)

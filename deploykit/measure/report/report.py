@@ -22,6 +22,7 @@ from deploykit.measure.load.result import LoadResult
 from deploykit.measure.outside import Outside
 from deploykit.measure.report.html import report_page
 from deploykit.measure.report.markdown import markdown
+from deploykit.measure.report.shapes import check_shapes, refuse_huge_integers
 from deploykit.measure.statistics import PROCESS_SPREAD, Interval, ratio
 from deploykit.measure.timing.cpu_search import BestCpu, CpuSearch
 from deploykit.measure.timing.crossover import crossover
@@ -296,5 +297,7 @@ def read(path: Path) -> Report:
             f"{path}: is a report of version {version}; this deploykit reads up to {VERSION}",
             hint="install a newer deploykit: pip install -U deploykit",
         )
+    refuse_huge_integers(values, str(path))
     report: Report = from_json(Report, values, str(path))
+    check_shapes(report, str(path))
     return report
