@@ -295,6 +295,10 @@ def _with_text(source: ExportSource, options: TaskOptions) -> Tasked:
         types=next((name for name in names if "type" in name), ""),
         pad_id=_pad_id(_read_tokenizer(path), config),
     )
+    axis = next(spec.shape[-1] for spec in loaded.inputs if spec.name == ids)
+    if isinstance(axis, str):  # no longer rows are compared
+        low, _ = loaded.limits.get(axis, (1, None))
+        loaded = replace(loaded, limits={**loaded.limits, axis: (low, text.max_length)})
     independent = config.get("problem_type") == "multi_label_classification"
     head = _head(loaded, options, (0, 0), None, independent=independent)
     labels, notes = _labels(options, head.classes, _named(config))

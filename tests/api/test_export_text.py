@@ -1,0 +1,154 @@
+"""`export --task text-classify`: a Hugging Face folder with its tokenizer, as one artefact."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.installed import needs
+
+torch = pytest.importorskip("torch")
+needs("onnxscript", "transformers", "tokenizers")
+
+import deploykit as dk  # noqa: E402
+from deploykit.core.artefact import read_manifest  # noqa: E402
+from deploykit.core.files import sha256  # noqa: E402
+from deploykit.core.task import TaskOutputs, TextInput  # noqa: E402
+from deploykit.runtimes.torch.operators import with_torchvision  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "bad", "film"]
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import tokenizers
+    import transformers
+
+    folder = tmp_path_factory.mktemp("text") / "bert"
+    config = transformers.BertConfig(
+        vocab_size=32,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=64,
+        id2label={0: "negative", 1: "neutral", 2: "positive"},
+        label2id={"negative": 0, "neutral": 1, "positive": 2},
+    )
+    kind = with_torchvision(partial(getattr, transformers, "BertForSequenceClassification"))
+    torch.manual_seed(0)
+    kind(config).save_pretrained(folder)
+    words = {word: number for number, word in enumerate(WORDS)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 20}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(bert: Path) -> Any:
+    return dk.export(bert, out=bert.parent / "m.onnx", task="text-classify")
+
+
+def test_the_folders_own_labels_tokenizer_and_length_are_taken(made: Any, bert: Path) -> None:
+    task = made.manifest.task
+    copied = made.path.with_name("m.onnx.tokenizer.json")
+    assert task.labels == ("negative", "neutral", "positive")
+    assert task.outputs == TaskOutputs(scores="scores")
+    assert task.text == TextInput(
+        ids="input_ids",
+        tokenizer=copied.name,
+        sha256=sha256(bert / "tokenizer.json"),
+        max_length=20,
+        mask="attention_mask",
+    )
+    assert copied.read_bytes() == (bert / "tokenizer.json").read_bytes()
+
+
+def test_the_scores_are_those_of_the_model_in_transformers(made: Any, bert: Path) -> None:
+    import transformers
+
+    ids = np.array([[2, 4, 6, 3], [2, 5, 3, 0]], np.int64)
+    mask = np.array([[1, 1, 1, 1], [1, 1, 1, 0]], np.int64)
+    model = transformers.BertForSequenceClassification.from_pretrained(bert).eval()
+    with torch.inference_mode():
+        logits = model(torch.from_numpy(ids), attention_mask=torch.from_numpy(mask)).logits
+    with dk.load(made.path, "cpu") as engine:
+        found = engine({"input_ids": ids, "attention_mask": mask})["scores"]
+    np.testing.assert_allclose(found, logits.softmax(1).numpy(), atol=2e-6)
+
+
+def test_the_tokenizer_goes_along_with_what_is_made_of_the_model(made: Any, bert: Path) -> None:
+    kept = made.manifest.task
+    for result in (
+        dk.quantize(made.path, "fp16", out=bert.parent / "h.onnx"),
+        dk.build(made.path, "cpu", out=bert.parent / "b.onnx"),
+    ):
+        found = read_manifest(result.path)
+        assert found is not None
+        assert found.task == kept.named_after(result.path.name)
+        copied = result.path.with_name(found.task.text.tokenizer)
+        assert sha256(copied) == kept.text.sha256
+    dk.export(bert, out=bert.parent / "m.onnx", task="text-classify")  # replaces what it wrote
+
+
+def test_a_tokenizer_that_was_changed_is_not_carried_along(made: Any, tmp_path: Path) -> None:
+    for file in made.path.parent.glob("m.onnx*"):
+        shutil.copyfile(file, tmp_path / file.name)
+    changed = tmp_path / "m.onnx.tokenizer.json"
+    changed.write_text(changed.read_text() + " ")
+    with pytest.raises(dk.BadInput, match=r"m\.onnx\.tokenizer\.json: is not the file that"):
+        dk.quantize(tmp_path / "m.onnx", "fp16", out=tmp_path / "h.onnx")
+    assert not (tmp_path / "h.onnx").exists()
+
+
+def folder_with(bert: Path, folder: Path, **files: str | None) -> Path:
+    """A copy of the model with other files, None for none."""
+    shutil.copytree(bert, folder)
+    for name, text in files.items():
+        path = folder / f"{name}.json"
+        path.unlink(missing_ok=True)
+        if text is not None:
+            path.write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("files", "given", "reason"),
+    [
+        ({"tokenizer": None}, {}, "needs the model's tokenizer; .*tokenizer.json: no such file"),
+        ({"tokenizer": "{}"}, {}, "tokenizer.json: is not a tokenizer.json"),
+        ({"tokenizer": "{"}, {}, "tokenizer.json: is not valid JSON"),
+        ({}, {"max_length": 65}, "`max_length` 65: the model has 64 positions"),
+        ({}, {"max_length": 1}, "`max_length` must be 2 or more, got 1"),
+        ({}, {"labels": ["a"]}, "holds 1 labels, the model has 3 classes"),
+        ({}, {"task": "classify"}, "nothing says how the pixels|takes no image"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_named(
+    bert: Path, tmp_path: Path, files: dict[str, str | None], given: dict[str, Any], reason: str
+) -> None:
+    folder = folder_with(bert, tmp_path / "bert", **files)
+    with pytest.raises(dk.BadInput, match=reason):
+        dk.export(folder, out=tmp_path / "x.onnx", **{"task": "text-classify", **given})
+    assert not (tmp_path / "x.onnx").exists()
+
+
+def test_several_labels_at_once_have_probabilities_of_their_own(bert: Path, tmp_path: Path) -> None:
+    config = json.loads((bert / "config.json").read_text())
+    config["problem_type"] = "multi_label_classification"
+    folder = folder_with(bert, tmp_path / "bert", config=json.dumps(config))
+    made = dk.export(folder, out=tmp_path / "x.onnx", task="text-classify", max_length=8)
+    ids = np.array([[2, 4, 6, 3]], np.int64)
+    with dk.load(made.path, "cpu") as engine:
+        found = engine({"input_ids": ids, "attention_mask": np.ones_like(ids)})["scores"]
+    assert made.manifest.task.text.max_length == 8
+    assert abs(found.sum() - 1) > 1e-2  # no softmax
