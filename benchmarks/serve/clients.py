@@ -32,14 +32,22 @@ class Sample:
     errors: int
 
 
-def wrk(port: int, ask: Ask, connections: int, seconds: float, *, slow: bool = False) -> Sample:
+def wrk(
+    port: int,
+    ask: Ask,
+    connections: int,
+    seconds: float,
+    *,
+    slow: bool = False,
+    threads: int = 1,
+) -> Sample:
     """Load `ask` over `connections`. `slow`: see `steady_per_s`. Raises NotMeasuredError."""
     with tempfile.NamedTemporaryFile() as body:
         body.write(ask.body)
         body.flush()
         headers = [f"{name}={value}" for name, value in ask.headers.items()]
         url = f"http://127.0.0.1:{port}{ask.path}"
-        options = ["-t1", f"-c{connections}", f"-d{seconds:g}s", "--timeout", "60s"]
+        options = [f"-t{threads}", f"-c{connections}", f"-d{seconds:g}s", "--timeout", "60s"]
         command = ["wrk", *options, "-s", str(POST), url, "--", body.name]
         said = _run([*command, "times" if slow else "no-times", *headers], seconds)
     return wrk_sample(said, seconds)

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import venv
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reasons import NotMeasuredError
@@ -30,6 +30,16 @@ class Peer:
     encoding: str
     packages: tuple[str, ...]
     grpc: bool = False
+    workers: int = 1
+
+    @classmethod
+    def of(cls, kind: str, workers: int) -> Peer:
+        """A server of PEERS with so many worker processes."""
+        one = PEERS[kind]
+        if workers == 1:
+            return one
+        title = f"{one.title}, {workers} workers"
+        return replace(one, name=f"{kind}-{workers}", title=title, workers=workers)
 
     def __str__(self) -> str:
         """Its title with its version."""
@@ -74,8 +84,10 @@ PEERS = {
             ("bentoml==1.4.39", "fastapi==0.165.0", "httptools==0.9.0", "uvloop==0.23.0"),
         ),
         Peer("ray", "Ray Serve {}", "ray_app.py", "raw", ("ray[serve]==2.60.0",)),
+        Peer("mosec", "mosec {}", "mosec_app.py", "raw", ("mosec==0.9.8",)),
     )
 }
+PEERS |= {peer.name: peer for peer in (Peer.of(OURS, 2), Peer.of("mosec", 2))}
 
 
 def python_of(peer: Peer, cache: Path) -> Path:
@@ -107,9 +119,11 @@ def command_of(
 ) -> list[str]:
     """What to type to serve `model` as "m" on `port`, and gRPC where the peer has it."""
     if peer.packages:
-        words = [model, port, threads, grpc_port]
+        words = [model, port, threads, grpc_port, *([peer.workers] if peer.workers > 1 else [])]
         return [str(python), str(HERE / "servers" / peer.script), *map(str, words)]
-    words = ["serve", "--engine", f"m={model}", "--http-port", port, "--threads", threads]
+    each = max(1, threads // peer.workers)
+    words = ["serve", "--engine", f"m={model}", "--http-port", port, "--threads", each]
+    words += ["--workers", peer.workers]
     words += ["--device", "cpu", "--max-batch", 32, "--grpc-port", grpc_port]
     return [str(python), "-m", "deploykit", *map(str, words)]
 

@@ -38,6 +38,15 @@ class Running:
         """Memory of all its processes."""
         return held_mib(tree(self.pid, self.mark))
 
+    def cpu_s(self) -> float:
+        """Processor time, user and system, of all its processes."""
+        ticks = 0
+        for pid in tree(self.pid, self.mark):
+            with contextlib.suppress(OSError):
+                fields = (PROC / f"{pid}/stat").read_text().rpartition(")")[2].split()
+                ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
 
 @contextlib.contextmanager
 def started(
