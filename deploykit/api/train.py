@@ -31,6 +31,9 @@ _OPTIONS = (
         "patience",
         "checkpoint",
         "tensorboard",
+        "augment",
+        "augment_on",
+        "workers",
     ),
 )
 _NAMED = 3  # of the files that were skipped
@@ -50,6 +53,9 @@ def train(
     compile: bool = False,  # noqa: A002 - torch's own name for it
     channels_last: bool | None = None,
     unfreeze: float | None = None,
+    augment: bool = False,
+    augment_on: str = "auto",
+    workers: int | None = None,
     fsdp: bool = False,
     schedule: str | None = None,
     clip_norm: float | None = None,
@@ -73,7 +79,8 @@ def train(
     epoch, and from which the same call goes on. `curve`: an SVG of loss and score. `tensorboard`:
     a folder for event files. `save_splits`: a folder that gets calibration.npz and test.npz, for
     `quantize` and `predict`. `strict_data`: refuse files that cannot be read, which are skipped
-    otherwise. `force`: replace files that deploykit did not write. The other
+    otherwise. `augment`: change the images of each batch at random, as the recipe declares, on the
+    processor that takes less time. `force`: replace files that deploykit did not write. The other
     options are those of `training.options.TrainingOptions`.
     """
     given = locals()

@@ -46,7 +46,8 @@ Training:
         the best epoch's weights [never]
 --weights FILE         Weights to start from; of the transfer recipes, their backbone's
 --unfreeze RATE        Train a backbone too, at this share of the learning rate [frozen]
---seed N               Seed of the weights and of the order of the data
+--augment              Change the images at random as the recipe declares: crop, flip, colour …
+--seed N               Seed of the weights, of the order of the data and of their augmentation
 Speed:
 --device               Where to train
 --amp/--no-amp         Mixed precision [on a GPU]
@@ -54,6 +55,9 @@ Speed:
 --tf32/--no-tf32       Multiply float32 in TF32 on GPUs that have it
 --channels-last/--no-channels-last  Keep images with their channels last [on a GPU]
 --compile              Compile the model with torch.compile
+--augment-on           Where to augment; auto times both
+--workers N            Threads that make batches ahead of the steps [one for each free core where
+        the CPU augments, else none]
 --fsdp                 With torchrun: spread the weights over the processes (FSDP2)
 Record:
 --checkpoint FILE.ckpt  Save the whole state here after each epoch; the same command goes on from it
@@ -75,6 +79,7 @@ def train(
     patience: int | None = None,
     weights: Path | None = None,
     unfreeze: float | None = None,
+    augment: bool = False,
     seed: int = 0,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     amp: bool | None = None,
@@ -82,6 +87,8 @@ def train(
     tf32: bool = True,
     channels_last: bool | None = None,
     compile: bool = False,  # noqa: A002 - torch's own name for it
+    augment_on: Literal["auto", "cpu", "cuda"] = "auto",
+    workers: int | None = None,
     fsdp: bool = False,
     checkpoint: Path | None = None,
     curve: Path | None = None,

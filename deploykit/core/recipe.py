@@ -52,15 +52,14 @@ class Recipe:
 
     `build(**splits.build_with)` gives a torch module with fresh weights; `data(path or None)` the
     splits; `inputs`/`outputs` the specs that `export` uses; `metric(outputs, labels)` one value per
-    sample in 0..1 (for top-1: right or wrong), `metric_name` its name. `epochs`, `batch_size` and
-    `learning_rate` are the defaults of `train`, as are `schedule` of the learning rate and
-    `clip_norm`, the largest norm of the gradients. `preprocess`: for data and `inputs` of bytes,
-    uint8 (N, H, W, C), where the module takes normalised float32 (N, C, H, W).
+    sample in 0..1 (for top-1: right or wrong), `metric_name` its name. `epochs`, `batch_size`,
+    `learning_rate`, `schedule` and `clip_norm` (of the gradients) are the defaults of `train`.
+    `preprocess`: for uint8 (N, H, W, C), where the module takes normalised float32 (N, C, H, W).
 
     `backbone`: the names of the child that is frozen, in eval mode, and of the head that is
     trained on its features: the module computes `head(backbone(x))`. `needs_weights`: how to get
-    the backbone's weights, where it has none of its own. `report(module, splits)`: further
-    figures of the trained module, in eval mode on the CPU.
+    the backbone's weights, where it has none of its own. `report(module, splits)`: further figures
+    of the trained module. `augment`: for `train --augment`, options of `training.augment.Augment`.
     """
 
     build: Callable[..., Any]
@@ -79,6 +78,7 @@ class Recipe:
     backbone: tuple[str, str] | None = None
     needs_weights: str = ""
     report: Callable[[Any, Splits], Mapping[str, Any]] | None = None
+    augment: Mapping[str, float] | Callable[[Any, Any], Any] | None = None
 
     def sized_for(self, sizes: Mapping[str, int]) -> Recipe:
         """This recipe with a model of the `build_with` of some data."""

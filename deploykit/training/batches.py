@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,17 +9,20 @@ import torch
 
 from deploykit.core.errors import BadInput
 from deploykit.core.recipe import Recipe, Split, Splits
+from deploykit.training.augment import DRAWS, Augmentation
 from deploykit.training.distributed import Processes
+from deploykit.training.prefetch import WaitClock, prefetch
 
 # inputs in the recipe's order, labels, and the share of the whole batch's samples that they are
 Batch = tuple[list[torch.Tensor], torch.Tensor, float]
 
 
 class Batches:
-    """Iterate over it once per epoch. `waited_s`: how long the training waited for batches.
+    """Iterate over it once per epoch. `waited`: how long the training waited for batches.
 
     Each of the processes of `group` gets its part of every batch; one that would get none computes
-    on a sample whose share is 0, as all take part in each step.
+    on a sample whose share is 0, as all take part in each step. `augmentation`: the random numbers
+    of a sample are the same whoever makes its batch. `workers`: threads that make the next ones.
     """
 
     def __init__(
@@ -30,28 +32,50 @@ class Batches:
         batch_size: int,
         seed: int,
         group: Processes | None = None,
+        augmentation: Augmentation | None = None,
+        workers: int = 0,
     ) -> None:
         self.group = group or Processes()
-        self.inputs, self.labels = tensors(split, device)
+        self.inputs, self.labels = tensors(split, augmentation.device if augmentation else device)
         self.device, self.batch_size = device, batch_size
+        self.augmentation, self.workers = augmentation, workers
         self.shuffle = torch.Generator().manual_seed(seed)
-        self.waited_s = 0.0
+        self.waited = WaitClock(device)
 
     def __len__(self) -> int:
         return -(-len(self.labels) // self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        order = torch.randperm(len(self.labels), generator=self.shuffle)
-        for rows in torch.split(order, self.batch_size):
-            started = time.perf_counter()
-            whole = len(rows)
-            if self.group.size > 1:
-                rows = rows.tensor_split(self.group.size)[self.group.rank]
-            share = len(rows) / whole
-            rows = (rows if len(rows) else order[:1]).to(self.device)
-            batch = [each[rows] for each in self.inputs], self.labels[rows], share
-            self.waited_s += time.perf_counter() - started
-            yield batch
+        samples = len(self.labels)
+        order = torch.randperm(samples, generator=self.shuffle)
+        draws = None
+        if self.augmentation is not None:
+            draws = torch.rand((samples, DRAWS), generator=self.shuffle)
+        parts = torch.split(order, self.batch_size)
+        batches = prefetch(lambda rows: self._make(rows, order[:1], draws), parts, self.workers)
+        for _ in parts:
+            with self.waited:
+                inputs, labels, share = next(batches)
+                if labels.device != self.device:
+                    inputs = [each.to(self.device, non_blocking=True) for each in inputs]
+                    labels = labels.to(self.device, non_blocking=True)
+            yield inputs, labels, share
+
+    def _make(self, rows: torch.Tensor, first: torch.Tensor, draws: torch.Tensor | None) -> Batch:
+        """This process's part of a batch, where the data are."""
+        whole = len(rows)
+        if self.group.size > 1:
+            rows = rows.tensor_split(self.group.size)[self.group.rank]
+        share = len(rows) / whole
+        rows = rows if len(rows) else first
+        there = rows.to(self.labels.device)
+        inputs, labels = [each[there] for each in self.inputs], self.labels[there]
+        if self.augmentation is not None and draws is not None:
+            place = self.augmentation.place
+            inputs[place] = self.augmentation(inputs[place], draws[rows])
+        if labels.device != self.device:
+            inputs, labels = [each.pin_memory() for each in inputs], labels.pin_memory()
+        return inputs, labels, share
 
 
 def check_labels(recipe: Recipe, splits: Splits) -> None:

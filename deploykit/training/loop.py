@@ -21,10 +21,12 @@ from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.recipe import Recipe, Splits
 from deploykit.runtimes.torch.operators import with_torchvision
 from deploykit.runtimes.torch.preprocess import before
-from deploykit.training.batches import Batches, check_labels
+from deploykit.training.augment import describe_augment
+from deploykit.training.batches import check_labels
 from deploykit.training.curve import EventFile
 from deploykit.training.distributed import Processes, measure_scaling, parallel, whole_state
 from deploykit.training.features import Frozen, freeze, start_from
+from deploykit.training.loader import make_loader
 from deploykit.training.options import Progress, Settings, Trained, TrainingOptions, settle
 from deploykit.training.score import score_module
 from deploykit.training.state import (
@@ -129,7 +131,8 @@ class Run:
             run, train = self.frozen.head, self.frozen.train
         else:
             run, train = before(self.module, recipe.inputs, recipe.preprocess), splits.train
-        self.batches = Batches(train, device, settings.batch_size, options.seed, group)
+        self.loader = make_loader(recipe, train, settings, group)
+        self.batches = self.loader.batches
         run = parallel(run.to(device), group, device, shard=options.fsdp)
         run = torch.compile(run) if options.compile else run
         torch.manual_seed(options.seed + group.rank)  # of dropout: each process draws its own
@@ -154,6 +157,7 @@ class Run:
                 "learning_rate": recipe.learning_rate,
                 "unfreeze": options.unfreeze,
                 "processes": group.size,
+                "augment": describe_augment(recipe) if options.augment else None,
             },
         )
 
@@ -167,6 +171,8 @@ class Run:
             if state is not None:
                 self._restore(state)
                 self.notes.append(f"went on after epoch {len(self.history)}: {options.checkpoint}")
+        if self.loader.note:
+            on_progress(self.loader.note, 0.0)
         try:
             while len(self.history) < self.settings.epochs and not self._stalled():
                 self._train_epoch(on_progress)
@@ -222,7 +228,7 @@ class Run:
     def _run_epoch(self, on_progress: Progress) -> tuple[float, float, float]:
         """The mean loss of the epoch, its seconds, and those spent waiting for batches."""
         count, epochs, done = len(self.batches), self.settings.epochs, len(self.history)
-        parts, waited = self.stepper.parts, self.batches.waited_s
+        parts, waited_s = self.stepper.parts, self.batches.waited.seconds
         self.module.train()
         if self.backbone is not None:
             self.backbone.eval()  # its statistics stay those of the weights it came with
@@ -249,7 +255,7 @@ class Run:
                 f"in {self.stepper.parts} parts, with the gradients of the whole"
             )
         seconds = time.perf_counter() - started
-        return loss, seconds, self.batches.waited_s - waited
+        return loss, seconds, self.batches.waited.seconds - waited_s
 
     def _give_up_half(self, start: dict[str, Any], loss: float) -> None:
         self._restore(start)
@@ -295,6 +301,14 @@ class Run:
                 f"loss scaling skipped {self.stepper.skipped} of {self.stepper.tried} steps, whose "
                 "float16 gradients overflowed"
             )
+        self.notes += self.loader.conclude(self.loader_share)
+
+    @property
+    def loader_share(self) -> float:
+        """The share of the time of all epochs in which the steps waited for data."""
+        seconds = [1 / max(each["samples_per_s"], 1e-9) for each in self.history]
+        waited = (e["loader_share"] * s for e, s in zip(self.history, seconds, strict=True))
+        return float(sum(waited) / max(sum(seconds), 1e-9))
 
     def _state(self) -> dict[str, Any]:
         return copy.deepcopy(
@@ -358,6 +372,9 @@ class Run:
             "train_seconds": round(self.seconds, 3),
             "samples_per_s": round(samples * len(self.history) / max(self.seconds, 1e-9), 1),
             "skipped_steps": self.stepper.skipped,
+            "loader_share": round(self.loader_share, 4),
+            "augment": self.described["augment"],
+            **self.loader.figures(),
             "final_loss": self.history[-1]["loss"] if self.history else None,
             "data": self.splits.source,
             **({"classes": list(self.splits.classes)} if self.splits.classes else {}),

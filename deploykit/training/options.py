@@ -14,6 +14,7 @@ from deploykit.core.errors import BadInput, Unsupported, did_you_mean
 from deploykit.core.recipe import Recipe
 
 SCHEDULES = ("cosine", "linear", "one-cycle", "constant")
+MOST_WORKERS = 256
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 Progress = Callable[[str, float], None]  # what happens now, share done 0..1
@@ -28,6 +29,8 @@ class TrainingOptions:
     `checkpoint`: a file that gets the whole state after each epoch, and from which a run with the
     same options goes on. `tensorboard`: a folder for event files. `unfreeze`: train a backbone too,
     with this share of the learning rate. `fsdp`: spread the weights over the processes (FSDP2).
+    `augment`: change the images as the recipe declares; `augment_on`: "cpu", "cuda", or "auto" for
+    the faster one. `workers`: threads that make batches ahead of the steps.
     """
 
     epochs: int | None = None
@@ -46,6 +49,9 @@ class TrainingOptions:
     patience: int | None = None
     checkpoint: Path | None = None
     tensorboard: Path | None = None
+    augment: bool = False
+    augment_on: str = "auto"
+    workers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -104,12 +110,24 @@ def settle(recipe: Recipe, options: TrainingOptions) -> Settings:
             if recipe.backbone
             else "`unfreeze`: this recipe has no frozen backbone"
         )
+    if options.augment and recipe.backbone and options.unfreeze is None:
+        raise BadInput(
+            "`augment`: the features of a frozen backbone are computed once, from the images as "
+            "they are",
+            hint="train the backbone too, with `unfreeze`",
+        )
     if options.fsdp and (options.checkpoint or options.patience):
         raise BadInput("`fsdp` goes neither with `checkpoint` nor with `patience`")
     if not -(2**63) <= options.seed < 2**63:
         raise BadInput(f"`seed` must fit into 64 bits, got {options.seed}")
+    if options.workers is not None and not 0 <= options.workers <= MOST_WORKERS:
+        raise BadInput(f"`workers` must be 0 to {MOST_WORKERS}, got {options.workers}")
     device = choose_device(options.device)
     on_gpu = device.type == "cuda"
+    if options.augment_on not in ("auto", "cpu", "cuda"):
+        raise BadInput(f"unknown `augment_on` '{options.augment_on}'", hint="auto, cpu or cuda")
+    if options.augment_on == "cuda" and not on_gpu:
+        raise BadInput("`augment_on` is cuda, but the training runs on the CPU")
     amp = on_gpu if options.amp is None else options.amp
     return Settings(
         epochs,
