@@ -27,6 +27,7 @@ __all__ = [
     "MissingExtra",
     "ModelClient",
     "NotFound",
+    "OpenPipeline",
     "Planned",
     "Predicted",
     "Profile",
@@ -48,6 +49,7 @@ __all__ = [
     "inspect",
     "load",
     "load_test",
+    "pipeline",
     "plan",
     "predict",
     "predict_items",
@@ -74,6 +76,7 @@ _PUBLIC = {
     "MissingExtra": "deploykit.core.errors:MissingExtra",
     "ModelClient": "deploykit.api.client:ModelClient",
     "NotFound": "deploykit.core.errors:NotFound",
+    "OpenPipeline": "deploykit.pipelines.run:OpenPipeline",
     "Planned": "deploykit.api.plan:Planned",
     "Predicted": "deploykit.api.predict:Predicted",
     "Profile": "deploykit.core.profile:Profile",
@@ -95,6 +98,7 @@ _PUBLIC = {
     "inspect": "deploykit.api.inspect:inspect",
     "load": "deploykit.runtimes.engine:load",
     "load_test": "deploykit.api.load_test:load_test",
+    "pipeline": "deploykit.api.pipeline:pipeline",
     "plan": "deploykit.api.plan:plan",
     "predict": "deploykit.api.predict:predict",
     "predict_items": "deploykit.api.predict_items:predict_items",
@@ -117,6 +121,7 @@ if TYPE_CHECKING:
     from deploykit.api.export import export
     from deploykit.api.inspect import Inspection, inspect
     from deploykit.api.load_test import load_test
+    from deploykit.api.pipeline import pipeline
     from deploykit.api.plan import Planned, plan
     from deploykit.api.predict import Predicted, predict
     from deploykit.api.predict_items import Answered, predict_items
@@ -140,6 +145,7 @@ if TYPE_CHECKING:
     from deploykit.measure.load.result import LoadResult
     from deploykit.measure.report.compare import ReportComparison
     from deploykit.measure.report.report import Report
+    from deploykit.pipelines.run import OpenPipeline
     from deploykit.runtimes.engine import Engine, load
 else:
 

@@ -23,6 +23,7 @@ from deploykit.core.task import TOKENIZER
 
 PREDICTIONS, SPLIT = "predictions", "split"  # what an .npz of deploykit's holds
 CURVE = "curve"  # an SVG of a training run
+ANSWERS = "answers"  # JSON Lines of a pipeline: a file and its answer
 DEVICES = ("devices.json", "devices.md")  # of `train --compare-devices`
 REPORT = ("report.json", "report.md", "report.html")
 SIDECARS: Mapping[str, str] = {  # evidence, or "tokenizer" of the task -> suffix
@@ -37,7 +38,9 @@ _ENDS: Mapping[str, tuple[str, ...]] = {  # kind -> how the names of its files e
     PREDICTIONS: (".npz",),
     SPLIT: (".npz",),
     CURVE: (".svg",),
+    ANSWERS: (".jsonl",),
 }
+_FIRST_LINE = 64 << 20  # bytes of an answer at most
 _OTHERS = ".safetensors .pt2 .npy .json .csv .txt .md .html .toml .yaml .py .zip .png .jpg .jpeg"
 _KNOWN = {end for ends in _ENDS.values() for end in ends} | set(_OTHERS.split())
 
@@ -45,8 +48,8 @@ _KNOWN = {end for ends in _ENDS.values() for end in ends} | set(_OTHERS.split())
 def claim(out: StrPath, kind: str, inputs: Iterable[object], *, force: bool = False) -> Path:
     """The path of an output that may be written, with what is written next to it.
 
-    `kind`: "onnx", "tensorrt", "torch", PREDICTIONS, SPLIT or CURVE. `inputs`: all that the command
-    reads: paths and artefacts; what is neither is skipped. Raises BadInput.
+    `kind`: "onnx", "tensorrt", "torch", PREDICTIONS, SPLIT, CURVE or ANSWERS. `inputs`: all that
+    the command reads: paths and artefacts; what is neither is skipped. Raises BadInput.
     """
     place = Path(out)
     end = place.suffix.lower()
@@ -56,7 +59,7 @@ def claim(out: StrPath, kind: str, inputs: Iterable[object], *, force: bool = Fa
             hint=f"`out` {place.with_suffix(_ENDS[kind][0])}",
         )
     check_writable(place)
-    archive = kind in (PREDICTIONS, SPLIT, CURVE)
+    archive = kind in (PREDICTIONS, SPLIT, CURVE, ANSWERS)
     written = (place,) if archive else (place, rejected(place), *_other_rejected(place, kind))
     given = tuple(_paths(inputs))
     for each in written:
@@ -283,6 +286,11 @@ def _archive(place: Path, kind: str) -> set[str]:
     if kind == CURVE:
         with contextlib.suppress(OSError):
             return {place.name} if b"deploykit: training curve" in place.read_bytes() else set()
+        return set()
+    if kind == ANSWERS:
+        with contextlib.suppress(OSError, ValueError, RecursionError), place.open() as lines:
+            first = json.loads(lines.readline(_FIRST_LINE))
+            return {place.name} if set(first) == {"file", "answer"} else set()
         return set()
     damaged = contextlib.suppress(OSError, ValueError, zipfile.BadZipFile)
     with damaged, zipfile.ZipFile(place) as archive:

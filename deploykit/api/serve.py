@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploykit.api import serve_processes as multiprocess
 from deploykit.api.open import open_proven
+from deploykit.api.pipeline import ServedPipelines
 from deploykit.api.running_server import RunningServer
 from deploykit.api.serve_strings import (
     PAD,
@@ -45,8 +46,9 @@ Models = ArtefactLike | Sequence[ArtefactLike] | Mapping[str, ArtefactLike]
 
 
 def serve(
-    models: Models,
+    models: Models = (),
     *,
+    pipelines: Models = (),
     host: str = "127.0.0.1",
     http_port: int = 0,
     grpc_port: int | None = 0,
@@ -82,21 +84,22 @@ def serve(
 ) -> RunningServer:
     """Serve models over HTTP and gRPC from a thread of this process; return when it is ready.
 
-    `models`: a file, several, or files by name. Port 0: a free one; `grpc_port` None: HTTP alone.
-    `instances`: engines per model. `max_batch`: samples in one call; `batching` False: requests are
-    never joined, `assume_batched`: without a trial. `slo_ms`: adapt batch and delay to keep p99
-    below. `cuda_graphs`, `overlap`: run batches of TensorRT engines as CUDA graphs, and submit the
-    next one before the last is done. `buckets`: pad a dynamic axis to these sizes, {"T": (16, 32)},
-    with the values of `pad`. `queue`: waiting requests per model. `shadows`: by model, a file that
-    repeats some requests.
+    `models`, `pipelines`: a file, several, or files by name. Port 0: a free one; `grpc_port` None:
+    HTTP alone. `instances`: engines per model. `max_batch`: samples in one call; `batching` False:
+    requests are never joined, `assume_batched`: without a trial. `slo_ms`: adapt batch and delay to
+    keep p99 below. `cuda_graphs`, `overlap`: run batches of TensorRT engines as CUDA graphs, and
+    submit the next one before the last is done. `buckets`: pad a dynamic axis to these sizes,
+    {"T": (16, 32)}, with the values of `pad`. `queue`: waiting requests per model. `shadows`: by
+    model, a file that repeats some requests.
 
     Raises BadInput, NotFound, MissingExtra, Unsupported (no such device), GateFailed (its proof).
     """
     settings = _settings(locals())
-    files = _files_by_name(models)
+    files, steps = _files_by_name(models), _files_by_name(pipelines)
     references = {name: Path(file) for name, file in (shadows or {}).items()}
     opening = Opening(device, threads, instances, trust, cpu_fallback)
-    return RunningServer(partial(_run, files, references, settings, opening, reload), settings)
+    run = partial(_run, files, steps, references, settings, opening, reload)
+    return RunningServer(run, settings)
 
 
 def _settings(given: Mapping[str, Any]) -> ServeOptions:
@@ -123,6 +126,7 @@ def serve_until_stopped(
     trust: bool = False,
     cpu_fallback: bool = False,
     reload: bool = True,
+    pipelines: Sequence[str] = (),
     shadows: Sequence[str] = (),
     token_file: Path | None = None,
     buckets: Sequence[str] = (),
@@ -135,14 +139,14 @@ def serve_until_stopped(
 ) -> int:
     """Serve until SIGTERM or Ctrl-C, for the command line; its strings are read here.
 
-    `engines`, `shadows`: `FILE` or `NAME=FILE`, for a shadow NAME is optional where there is one
-    model; `engines` may be a function that finds them, called once the options are known to be
-    right. `token_file`: its first line is the token. `buckets`: `AXIS=16,32`, `pads`: `INPUT=0`.
-    `log_format`: text or json lines on stderr. `workers`: processes that share the ports, each with
-    its engines, or "auto". `on_start`: called once the ports are open, before the first request is
-    read; with several workers, where there is no server. `on_serve`: called with each server, in
-    its process. `options`: those of `ServeOptions`. Returns how many accepted requests were left
-    unanswered.
+    `engines`, `pipelines`, `shadows`: `FILE` or `NAME=FILE`, for a shadow NAME is optional where
+    there is one model; `engines` may be a function that finds them, called once the options are
+    known to be right. `token_file`: its first line is the token. `buckets`: `AXIS=16,32`, `pads`:
+    `INPUT=0`. `log_format`: text or json lines on stderr. `workers`: processes that share the
+    ports, each with its engines, or "auto". `on_start`: called once the ports are open, before the
+    first request is read; with several workers, where there is no server. `on_serve`: called with
+    each server, in its process. `options`: those of `ServeOptions`. Returns how many accepted
+    requests were left unanswered.
     """
     from deploykit.serving.observe import logs
     from deploykit.serving.options import ServeOptions
@@ -162,22 +166,27 @@ def serve_until_stopped(
 
     with logs.configure(log_format):
         files = name_models(engines() if callable(engines) else engines)
-        if not files:
-            raise BadInput("no engine to serve", hint="give one as FILE or NAME=FILE")
-        references = name_shadows(shadows, list(files))
-        _check(files, references, settings)
-        count = multiprocess.choose_workers(wanted, files, opening)
+        steps = name_models(pipelines)
+        served = ServedPipelines(steps, files).files
+        references = name_shadows(shadows, list(served))
+        _check(files, steps, references, settings)
+        count = multiprocess.choose_workers(wanted, served, opening)
         opening = replace(opening, threads=multiprocess.threads_each(opening, count))
-        run = partial(_run, files, references, settings, opening, reload, on_serve=on_serve)
+        run = partial(_run, files, steps, references, settings, opening, reload, on_serve=on_serve)
         if count == 1:
             return run(started)
-    return multiprocess.run_workers(count, run, settings, log_format, list(files), started)
+    return multiprocess.run_workers(count, run, settings, log_format, [*served, *steps], started)
 
 
 def _check(
-    files: Mapping[str, Path], references: Mapping[str, Path], settings: ServeOptions
+    files: Mapping[str, Path],
+    pipelines: Mapping[str, Path],
+    references: Mapping[str, Path],
+    settings: ServeOptions,
 ) -> None:
     """Raise BadInput for options that contradict each other, and files that cannot be read."""
+    if not files and not pipelines:
+        raise BadInput("no engine to serve", hint="give one as FILE or NAME=FILE")
     if settings.preferred and not settings.max_delay_us and settings.slo_ms is None:
         raise BadInput(
             "`preferred` has no effect without `max_delay_us` or `slo_ms`",
@@ -195,6 +204,7 @@ def _check(
 
 def _run(
     files: Mapping[str, Path],
+    pipelines: Mapping[str, Path],
     references: Mapping[str, Path],
     settings: ServeOptions,
     opening: Opening,
@@ -210,12 +220,13 @@ def _run(
     from deploykit.serving import server as http
     from deploykit.serving.models.reload import Source
 
-    _check(files, references, settings)
+    _check(files, pipelines, references, settings)
+    steps = ServedPipelines(pipelines, files)
     return_large_blocks()
     with ExitStack() as stack:
         sources = {
             name: Source(file, partial(opening, file, settings), opening.check)
-            for name, file in files.items()
+            for name, file in steps.files.items()
         }
         models: dict[str, Sequence[Engine]] = {}
         for name, source in sources.items():
@@ -226,13 +237,13 @@ def _run(
                     multiprocess.check_on_cpu(name, engine.device)
         _check_pad(settings, models)
         shadowing = _shadows(references, models, settings, stack) if references else {}
-        server = http.Server(models, settings, group=group)
+        server = http.Server(models, settings, group=group, pipelines=steps.live(models))
         _watch(server, shadowing, settings.otlp, sources if reload else {}, stack)
         if on_serve is not None:
             on_serve(server)
 
         def ready(host: str, port: int, grpc_port: int | None) -> None:
-            on_start(server, host, port, grpc_port, list(models))
+            on_start(server, host, port, grpc_port, [*models, *pipelines])
 
         return server.run(ready)
 
@@ -286,8 +297,6 @@ def _files_by_name(models: Models) -> dict[str, Path]:
     else:
         several = [models] if isinstance(models, (str, os.PathLike, Artefact)) else models
         files = name_models([str(each) for each in several])
-    if not files:
-        raise BadInput("`models` names no file to serve")
     return files
 
 

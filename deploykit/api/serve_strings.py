@@ -43,7 +43,7 @@ def name_shadows(shadows: Sequence[str], models: Sequence[str]) -> dict[str, Pat
         match = _NAMED.fullmatch(text)
         if not match and len(models) > 1:
             raise BadInput(f"`shadow` {text}: of which model?", hint="`shadow` NAME=FILE")
-        name = match["name"] if match else models[0]
+        name = match["name"] if match else "".join(models[:1])
         if name not in models or name in found:
             raise BadInput(
                 f"`shadow` {text}: " + ("is given twice" if name in found else "no such model"),

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 _NOT_OF_BOOT = {
     each.name: f"--{each.name.replace('_', '-')}"
     for each in fields(ServeArguments)
-    if each.name in ("models", "engine", "trust", "reload") or each.name.startswith("shadow")
+    if each.name in ("models", "engine", "pipeline", "trust", "reload")
+    or each.name.startswith("shadow")
 }
 
 

@@ -24,6 +24,7 @@ class ServeArguments:
 
     models: list[str] | None = None
     engine: list[str] | None = None
+    pipeline: list[str] | None = None
     config: Path | None = None
     device: str = "auto"
     trust: bool = False
@@ -62,11 +63,12 @@ class ServeArguments:
     otlp: str | None = None
 
 
-_RENAMED = {"engine", "models", "grpc", "pad", "origin", "shadow", "log"}
+_RENAMED = {"engine", "models", "pipeline", "grpc", "pad", "origin", "shadow", "log"}
 _CONVERTED = {*_RENAMED, "config", "grpc_port", "preferred", "buckets"}  # not passed on as they are
 SERVE_PAGE = f"""
 [NAME=]FILE            The {ENGINE}s to serve
 --engine [NAME=]FILE   The same as an option; may be repeated
+--pipeline [NAME=]FILE  A .py or .toml file: models with steps around them; may be repeated
 --config FILE.toml     Read options from this file
 {DEVICE}
 {TRUST}
@@ -146,6 +148,7 @@ def serve(options: ServeArguments) -> None:
 
     dropped = service.serve_until_stopped(
         [*(options.engine or ()), *(options.models or ())],
+        pipelines=options.pipeline or (),
         shadows=options.shadow or (),
         on_start=lambda _server, *ready: show_ready(options, *ready),
         **service_options(options),

@@ -26,7 +26,7 @@ def folder(name: str) -> Path:
 def import_object(reference: str) -> object:
     """The object named by `pkg.mod:attr` or `./file.py:attr`.
 
-    This runs the module's code: only what the user typed may come here, never text out of a file.
+    This runs the module's code: only what the user typed, or a pipeline's TOML, may come here.
     Raises NotFound when there is no such module or attribute, MissingExtra when it needs an
     optional package that is not installed, BadInput when importing it fails.
     """
@@ -35,7 +35,7 @@ def import_object(reference: str) -> object:
         raise BadInput(f"'{reference}' is not of the form pkg.mod:name or ./file.py:name")
     try:
         with users_code(f"'{reference}': importing it failed"):
-            module = _run(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+            module = load_py(where) if where.endswith(".py") else importlib.import_module(where)
             found: object = getattr(module, attribute)  # a lazy library imports here
     except BadInput as exc:
         chain = list(causes(exc))[1:]
@@ -57,10 +57,10 @@ def import_object(reference: str) -> object:
     return found
 
 
-def _run(path: Path) -> ModuleType:
+def load_py(path: StrPath) -> ModuleType:
     """Run a Python file as a module of its own."""
-    name = f"_deploykit_file_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, check_readable(path).resolve())
+    name = f"_deploykit_file_{Path(path).stem}"
+    spec = importlib.util.spec_from_file_location(name, check_readable(Path(path)).resolve())
     if spec is None or spec.loader is None:
         raise BadInput(f"{path}: cannot be imported")
     module = importlib.util.module_from_spec(spec)

@@ -33,6 +33,7 @@ from deploykit.serving.http.head import HttpLimits
 from deploykit.serving.http.listener import Listener
 from deploykit.serving.http.routes import Routes
 from deploykit.serving.models.offload import ThreadOffload
+from deploykit.serving.models.pipelines import MakePipeline, PipelineHost
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.observe.prometheus import Sample
@@ -100,19 +101,17 @@ class Server:
         options: ServeOptions,
         limits: HttpLimits | None = None,
         group: ServerGroup | None = None,
+        pipelines: Mapping[str, MakePipeline] | None = None,
     ) -> None:
         """`group`: the processes that share the address, and the limits, of this server."""
         group = group or ServerGroup()
         options, limits = group.share_of(options), limits or HttpLimits()
         limits = replace(limits, connections=math.ceil(limits.connections / group.count))
-        guard = Guard(options.token)
-        tls = _tls(options)
+        guard, tls = Guard(options.token), _tls(options)
         self._options = options
         self._group = group
         self._handlers: dict[int, Any] = {}  # the previous signal handlers
-        self._signals = 0
-        self._signalled_s = -math.inf
-        self._interrupted = False
+        self._signals, self._signalled_s, self._interrupted = 0, -math.inf, False
         self._socket = group.bind(options.host, options.http_port, "`http_port`")
         self._loop = uvloop.new_event_loop()
         self._finished = Turns(turn_s=DELIVERY_S)  # what other threads have finished
@@ -129,9 +128,12 @@ class Server:
         self._offload = ThreadOffload(self._loop, OFFLOAD_THREADS, self._finished.run)
         self._worker = WorkerProcess()
         scheme = "https" if tls else "http"
+        host = PipelineHost(self.repository, self._loop, group.count)
+        self._pipelines = {name: make(host) for name, make in (pipelines or {}).items()}
         self._routes = Routes(
-            self.repository, self._offload, self._worker, scheme=scheme, group=group
-        )
+            self.repository, self._offload, self._worker, self._pipelines,
+            scheme=scheme, group=group,
+        )  # fmt: skip
         memory = MemoryBudget(options.max_held_bytes, options.max_body_bytes, group.count)
         self.repository.add_metrics(partial(_held_samples, memory))
         self._listener = Listener(
@@ -166,6 +168,8 @@ class Server:
             sys.setswitchinterval(switch_s)
             self._offload.close()
             self._worker.close()
+            for pipeline in self._pipelines.values():
+                pipeline.close()
             self.repository.close(drain=False, timeout_s=0 if aborted else self._limit_s(CLOSE_S))
             self._release()
         if self.repository.fatal:

@@ -80,9 +80,9 @@ def test_a_manifest_that_does_not_fit_its_file_is_refused(model: Path) -> None:
 
 
 def test_serve_names_models_after_their_files(model: Path) -> None:
-    from deploykit.api.serve import _name_models
+    from deploykit.api.serve_strings import name_models
 
-    named = _name_models(["a=x/y.onnx", "dir/model.int8.onnx"])
+    named = name_models(["a=x/y.onnx", "dir/model.int8.onnx"])
     assert named == {"a": Path("x/y.onnx"), "model.int8": Path("dir/model.int8.onnx")}
 
 

@@ -32,7 +32,7 @@ from deploykit.runtimes.data.images import (
 FORMATS = ("PNG", "JPEG", "WEBP")
 LARGE_PIXELS = 4_000_000  # larger images are decoded one at a time: 8 bytes for each pixel
 _MOST_SIDE = 65_535  # JPEG's; Pillow's table for resizing grows with it
-_MODES = {"RGB": "RGB", "BGR": "RGB", "L": "L"}
+MODES = {"RGB": "RGB", "BGR": "RGB", "L": "L"}
 _FILTERS = {
     "nearest": Image.Resampling.NEAREST,
     "bilinear": Image.Resampling.BILINEAR,
@@ -80,7 +80,7 @@ def check_image_input(image: ImageInput) -> None:
     known: Mapping[str, tuple[str, Any]] = {
         "resize": (image.resize, RESIZE_RULES),
         "interpolation": (image.interpolation, _FILTERS),
-        "colours": (image.colours, _MODES),
+        "colours": (image.colours, MODES),
     }
     for name, (value, choices) in known.items():
         if value not in choices:
@@ -116,10 +116,10 @@ def read_image(
             raise TooLarge(f"{where}: is {opened.width}x{opened.height}")
         check_stored(opened, where)
         with _one_large if pixels > LARGE_PIXELS else contextlib.nullcontext():
-            return _place(_upright(opened, _MODES[image.colours]), image, where)
+            return place(turn_upright(opened, MODES[image.colours]), image, where)
 
 
-def _upright(opened: Any, mode: str) -> Any:
+def turn_upright(opened: Any, mode: str) -> Any:
     """The pixels as `mode`, turned as the EXIF orientation says; unreadable EXIF says nothing."""
     turn = None
     opened.load()
@@ -130,7 +130,7 @@ def _upright(opened: Any, mode: str) -> Any:
     return found if turn is None else found.transpose(turn)
 
 
-def _place(upright: Any, image: ImageInput, where: str) -> PlacedImage:
+def place(upright: Any, image: ImageInput, where: str) -> PlacedImage:
     width, height = upright.size
     size = _resized(width, height, image)
     if size[0] * size[1] > MAX_PIXELS:

@@ -8,16 +8,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import orjson
 
 from deploykit.core.errors import BadInput, NotFound, Overloaded, TooLarge, Unsupported, quote
 from deploykit.serving.http.infer import InferRoute
+from deploykit.serving.http.pipeline import PipelineRoute
 from deploykit.serving.http.predict import PredictRoute
 from deploykit.serving.http.scrapes import PAGE_HEADERS, Scrapes
 from deploykit.serving.models.offload import Offload, run_inline
-from deploykit.serving.models.repository import VERSION, ModelRepository, ServedModel
+from deploykit.serving.models.pipelines import ServedPipeline
+from deploykit.serving.models.repository import VERSION, ModelRepository
 from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip.json import parse_json
 from deploykit.serving.shared_memory import SharedMemory
@@ -53,6 +56,7 @@ class Routes:
         repository: ModelRepository,
         offload: Offload = run_inline,
         worker: WorkerProcess | None = None,
+        pipelines: Mapping[str, ServedPipeline] = MappingProxyType({}),
         *,
         scheme: str = "http",
         group: ServerGroup | None = None,
@@ -69,7 +73,7 @@ class Routes:
             "/v2": ("GET", _value(repository.metadata)),
             "/v2/": ("GET", _value(repository.metadata)),
             "/v2/health/live": ("GET", _value(lambda: {"live": True})),
-            "/v2/health/ready": ("GET", self._ready(None, {"ready": True})),
+            "/v2/health/ready": ("GET", self._ready(repository.why_not_ready, {"ready": True})),
             "/v2/models/stats": ("GET", partial(self._statistics, None)),
             "/v2/repository/index": ("POST", self._index),
             "/metrics": ("GET", Scrapes(partial(self.group.collect, "samples"), offload)),
@@ -80,15 +84,24 @@ class Routes:
         for path, (content_type, body) in FILES.items():
             self._table[path] = ("GET", _text(content_type, partial(bytes, body)))
         for name, model in repository.models.items():
-            ready = {"name": name, "ready": True}
+            ready, why_not = {"name": name, "ready": True}, partial(repository.why_not_ready, model)
             for base in (f"/v2/models/{name}", f"/v2/models/{name}/versions/{VERSION}"):
                 self._table[base] = ("GET", _value(model.metadata))
-                self._table[f"{base}/ready"] = ("GET", self._ready(model, ready))
+                self._table[f"{base}/ready"] = ("GET", self._ready(why_not, ready))
                 self._table[f"{base}/config"] = ("GET", _value(model.config))
                 self._table[f"{base}/stats"] = ("GET", partial(self._statistics, name))
                 for what, kind in (("infer", InferRoute), ("predict", PredictRoute)):
                     route = kind(repository, model, offload, worker)
                     self._table[f"{base}/{what}"] = ("POST", route)
+        for name, pipeline in pipelines.items():
+            base, ready = f"/v2/models/{name}", {"name": name, "ready": True}
+            steps = PipelineRoute(pipeline, repository.options.max_body_bytes)
+            self._table[base] = ("GET", _value(partial(dict, pipeline.metadata)))
+            self._table[f"{base}/ready"] = (
+                "GET",
+                self._ready(partial(self._why_not, pipeline), ready),
+            )
+            self._table[f"{base}/predict"] = ("POST", steps)
 
     def handle(self, call: Call) -> None:
         """Answer one call, now or later. Never raises: a bug is a 500, not a lost connection."""
@@ -123,16 +136,19 @@ class Routes:
             self._repository.find(parts[3], version)
         raise NotFound(f"there is no route {quote(path)}")
 
-    def _ready(self, model: ServedModel | None, value: Mapping[str, Any]) -> Route:
+    def _ready(self, why_not: Callable[[], str | None], value: Mapping[str, Any]) -> Route:
         body = orjson.dumps(value)
 
         def route(call: Call) -> None:
-            reason = self._repository.why_not_ready(model)
+            reason = why_not()
             if reason is not None:
                 raise Overloaded(reason)
             call.reply(200, JSON, [body])
 
         return route
+
+    def _why_not(self, pipeline: ServedPipeline) -> str | None:
+        return pipeline.why_not_ready() or self._repository.why_not_ready()
 
     def _offer(self) -> None:
         """What other processes may ask of this one."""

@@ -63,6 +63,14 @@ METRICS: Mapping[str, tuple[str, str]] = {  # name -> type, help
     "deploykit_shadow_dropped_total": ("counter", "Sampled requests that were not compared."),
     "deploykit_shadow_max_error": ("gauge", "Largest relative error of the compared rows."),
     "deploykit_shadow_alarm": ("gauge", "1 while more rows disagree than `shadow_alarm` allows."),
+    # pipelines
+    "deploykit_pipeline_requests_total": ("counter", "Requests of a pipeline by outcome."),
+    "deploykit_pipeline_seconds": ("histogram", "Time of a successful request of a pipeline."),
+    "deploykit_pipeline_in_flight": ("gauge", "Requests in a pipeline now."),
+    "deploykit_pipeline_stage_requests_total": ("counter", "Requests of a stage by outcome."),
+    "deploykit_pipeline_stage_seconds": ("histogram", "Time of a stage, with the wait for it."),
+    "deploykit_pipeline_stage_in_flight": ("gauge", "Requests in a stage now, hanging ones too."),
+    "deploykit_pipeline_stage_waiting": ("gauge", "Requests that wait for a thread of a stage."),
     # the server
     "deploykit_held_bytes": ("gauge", "Bytes of large requests and answers in the server."),
     "deploykit_held_limit_bytes": ("gauge", "The most bytes of large requests and answers."),

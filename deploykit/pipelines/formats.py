@@ -1,0 +1,84 @@
+"""The input of a pipeline from bytes, and its answer as JSON values."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any, get_origin
+
+import numpy as np
+
+from deploykit.core.errors import BadInput, first_line
+from deploykit.core.json_value import json_value
+from deploykit.pipelines.annotations import conforms, describe_value, shown
+from deploykit.pipelines.failures import StageFailed
+
+JSON_TYPES = (dict, list, int, float, bool)
+
+
+def reader(takes: Any, where: str) -> Callable[[bytes], Any]:
+    """How bytes become the input, by its annotation. Raises BadInput for one that cannot be read.
+
+    bytes: as they are; str: UTF-8; numpy.ndarray: an image, uint8 (height, width, 3); a dict, list,
+    int, float or bool: JSON. What it returns raises BadInput for bytes that are no such thing.
+    """
+    kind = get_origin(takes) or takes
+    if takes is bytes:
+        return bytes
+    if takes is str:
+        return _text
+    if kind is np.ndarray:
+        from deploykit.pipelines.pixels import read_pixels  # Pillow, which others do not need
+
+        return read_pixels
+    if kind in JSON_TYPES or takes is Any:
+        return lambda data: _from_json(data, takes)
+    raise BadInput(
+        f"{where}: the request's input is {shown(takes)}",
+        hint="bytes, str, numpy.ndarray (an image), dict, list, int, float or bool",
+    )
+
+
+def _text(data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as exc:
+        raise BadInput(f"the text is not UTF-8: {exc.reason} at byte {exc.start}") from exc
+
+
+def _from_json(data: bytes, takes: Any) -> Any:
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as exc:
+        raise BadInput(f"the input is not JSON: {first_line(exc)}") from exc
+    if not conforms(value, takes):
+        raise BadInput(f"the input is a JSON {describe_value(value)}, {shown(takes)} is needed")
+    return value
+
+
+def answer_json(stage: str, value: Any) -> Any:
+    """The answer as JSON values: arrays become lists, NaN and infinity null. Raises StageFailed."""
+    try:
+        return _json(value)
+    except (TypeError, RecursionError) as exc:
+        raise StageFailed(f"stage '{stage}': {first_line(exc)}") from exc
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind == "f" and not np.isfinite(value).all():
+            finite, value = np.isfinite(value), value.astype(object)
+            value[~finite] = None
+        return _json(value.tolist()) if value.dtype == object else value.tolist()
+    if isinstance(value, np.generic):
+        return _json(value.item())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _json(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_asdict"):
+        return [_json(each) for each in value]
+    if hasattr(value, "__dataclass_fields__") and not hasattr(value, "to_dict"):
+        return {name: _json(getattr(value, name)) for name in value.__dataclass_fields__}
+    return json_value(value)

@@ -1,0 +1,37 @@
+"""An image as an array: out of a file at its own size, and into the input of a model's task."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+
+from deploykit.core.errors import BadInput
+from deploykit.core.task import ImageInput
+from deploykit.runtimes.data.images import Image, check_pixels, check_stored, open_image
+from deploykit.runtimes.tasks.images import FORMATS, MODES, PlacedImage, place, turn_upright
+
+
+def read_pixels(data: bytes) -> np.ndarray:
+    """A JPEG, PNG or WebP, turned upright: uint8 [height, width, 3]. Raises BadInput."""
+    where = "the image"
+    with open_image(io.BytesIO(data), where, FORMATS) as opened:
+        check_pixels(opened, where)
+        check_stored(opened, where)
+        pixels: np.ndarray = np.asarray(turn_upright(opened, "RGB"))
+        return pixels
+
+
+def place_pixels(pixels: np.ndarray, image: ImageInput) -> PlacedImage:
+    """Resize uint8 [height, width, 3], or grey [height, width], as the task says.
+
+    Raises BadInput for other arrays.
+    """
+    where = "the image"
+    grey = pixels.ndim == 2
+    if pixels.dtype != np.uint8 or not (grey or pixels.shape[2:] == (3,)) or not pixels.size:
+        raise BadInput(
+            f"{where}: is {pixels.dtype}{list(pixels.shape)}, uint8[height,width,3] is needed"
+        )
+    found = Image.fromarray(np.ascontiguousarray(pixels)).convert(MODES[image.colours])
+    return place(found, image, where)

@@ -1,0 +1,258 @@
+"""A pipeline in this process: what reaches which stage, and how models are called."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+
+import deploykit as dk
+from deploykit.api.pipeline import predict_files
+from deploykit.core.files import sha256
+from deploykit.core.manifest import Manifest, write_manifest
+from deploykit.core.task import CLASSIFY, ImageInput, Task, TaskOutputs
+from deploykit.pipelines.failures import StageFailed
+from deploykit.pipelines.formats import answer_json
+from deploykit.pipelines.run import OpenPipeline
+from deploykit.runtimes.engine import Arrays, BaseEngine
+from tests.support.onnx_zoo import linear, save, two_inputs
+from tests.support.runtimes.tiles import mean_model, page, png, write_pipeline
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("PIL")
+
+
+@pytest.fixture
+def tiles(tmp_path: Path) -> Any:
+    with dk.pipeline(write_pipeline(tmp_path), batch=4) as opened:
+        yield opened
+
+
+def calls_of(opened: OpenPipeline) -> list[int]:
+    """The rows of each call of the only model, from now on."""
+    ((name, engine),) = opened.engines.items()
+    rows: list[int] = []
+
+    class Counted(BaseEngine):
+        inputs, outputs = engine.inputs, engine.outputs
+        device, runtime = engine.device, engine.runtime
+
+        def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+            rows.append(len(next(iter(feeds.values()))))
+            return engine(feeds)
+
+        def close(self) -> None:
+            engine.close()
+
+    opened.engines = {name: Counted()}
+    return rows
+
+
+def test_a_list_goes_element_by_element_through_model_and_function(tiles: Any) -> None:
+    assert tiles(page("red", "", "blue", "green")) == ["red", "blue", "green"]
+
+
+def test_crops_run_in_full_batches_and_a_rest(tiles: Any) -> None:
+    rows = calls_of(tiles)
+    assert tiles(page(*["red", "blue"] * 5)) == ["red", "blue"] * 5
+    assert rows == [4, 4, 2]
+
+
+def test_no_crop_is_no_call_and_an_empty_answer(tiles: Any) -> None:
+    rows = calls_of(tiles)
+    assert tiles(page("")) == []
+    assert rows == []
+
+
+def test_requests_of_a_batch_share_calls_and_get_their_own_answers(tiles: Any) -> None:
+    rows = calls_of(tiles)
+    pages = [page("red"), page(), page("green", "blue"), page("blue")]
+    assert tiles.run(pages) == [["red"], [], ["green", "blue"], ["blue"]]
+    assert rows == [4]
+
+
+def run(folder: Path, text: str, value: Any) -> Any:
+    with dk.pipeline(write_pipeline(folder, text), batch=4) as opened:
+        return opened(value)
+
+
+BATCH = """
+import numpy as np
+model = {"model": "mean.onnx", "image": "rows"}
+def rows(count: int) -> np.ndarray:
+    return np.arange(count, dtype=np.float32)[:, None, None, None] * np.ones((1, 3, 8, 8), "f4")
+def answer(model: np.ndarray) -> list:
+    return model[:, 0].tolist()
+"""
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 9])
+def test_an_array_with_a_batch_axis_is_divided_and_joined_again(tmp_path: Path, count: int) -> None:
+    assert run(tmp_path, BATCH, count) == list(range(count))
+
+
+def test_outputs_of_a_model_are_taken_by_their_names(tmp_path: Path) -> None:
+    save(two_inputs(), tmp_path / "two.onnx")
+    text = """
+import numpy as np
+pair = "two.onnx"
+def a(row: list[float]) -> np.ndarray: return np.array(row, np.float32)
+def b(a: np.ndarray) -> np.ndarray: return a + 1
+def answer(sum: np.ndarray, pair_product: np.ndarray, pair: dict[str, np.ndarray]) -> dict:
+    return {"sum": sum, "product": pair_product, "all": sorted(pair)}
+"""
+    found = answer_json("answer", run(tmp_path, text, [0.0, 1.0, 2.0, 3.0]))
+    assert found == {"sum": [1, 3, 5, 7], "product": [0, 2, 6, 12], "all": ["product", "sum"]}
+
+
+def test_a_value_that_is_no_list_reaches_every_element(tmp_path: Path) -> None:
+    text = """
+def words(line: str) -> list[str]: return line.split()
+def marked(words: str, line: str, sign: str = "/") -> str: return f"{words}{sign}{len(line)}"
+def _helper(x): return x
+"""
+    assert run(tmp_path, text, "a b") == ["a/3", "b/3"]
+
+
+def test_a_model_alone_after_one_function_and_toml(tmp_path: Path) -> None:
+    save(linear(), tmp_path / "linear.onnx")
+    (tmp_path / "steps.py").write_text(
+        "import numpy as np\n"
+        "def row(given: list) -> np.ndarray: return np.array(given, np.float32)\n"
+        "def best(scores: np.ndarray, names: str = 'abc') -> str:\n"
+        "    return names[int(scores.argmax())]\n"
+    )
+    path = tmp_path / "abc.toml"
+    path.write_text("model = 'linear.onnx'\nbefore = 'steps.py:row'\nafter = 'steps.py:best'\n")
+    with dk.pipeline(path) as opened, dk.load(tmp_path / "linear.onnx", "cpu") as engine:
+        scores = engine({"x": np.ones((1, 4), np.float32)})["y"]
+        assert opened([1, 1, 1, 1]) == "abc"[int(scores.argmax())]
+    path.write_text("model = 'linear.onnx'\nbefore = 'steps.py:row'\n")
+    with dk.pipeline(path) as opened:
+        np.testing.assert_allclose(opened([1, 1, 1, 1]), scores[0], rtol=1e-6)
+
+
+FAILS = {
+    "raises": ("raise ValueError('no page')", "stage 'answer' failed: ValueError"),
+    "ends the process": ("exit(3)", "stage 'answer' failed: SystemExit"),
+    "another type": ("return 3", "stage 'answer' gave int, its annotation is list[str]"),
+    "another element": ("return ['a', 3]", "stage 'answer' gave list of int and str"),
+    "nothing": ("pass", "stage 'answer' gave None, its"),
+}
+
+
+@pytest.mark.parametrize(("body", "message"), FAILS.values(), ids=FAILS)
+def test_a_stage_that_fails_is_named(tmp_path: Path, body: str, message: str) -> None:
+    with pytest.raises(StageFailed) as raised:
+        run(tmp_path, f"def answer(page: str) -> list[str]:\n    {body}\n", "a")
+    assert message in raised.value.message
+
+
+def test_our_own_errors_of_a_stage_keep_their_kind(tmp_path: Path) -> None:
+    text = "import deploykit as dk\ndef answer(page: str) -> str: raise dk.BadInput('no face')\n"
+    with pytest.raises(dk.BadInput, match=r"^stage 'answer': no face$"):
+        run(tmp_path, text, "a")
+
+
+def test_crops_of_another_shape_are_refused_by_name(tmp_path: Path) -> None:
+    text = BATCH.replace("(1, 3, 8, 8)", "(1, 3, 8, 9)")
+    with pytest.raises(StageFailed, match=r"stage 'model': input 'image' is float32\[N,3,8,8\]"):
+        run(tmp_path, text, 2)
+
+
+def test_lists_of_different_lengths_do_not_pair(tmp_path: Path) -> None:
+    text = """
+def a(n: int) -> list[int]: return [1]
+def b(n: int) -> list[str]: return ["x", "y"]
+def answer(a: int, b: str) -> str: return b * a
+"""
+    with pytest.raises(StageFailed, match="lists of different lengths: 'a' 1, 'b' 2"):
+        run(tmp_path, text, 1)
+
+
+def test_answers_as_json_have_no_nan() -> None:
+    value = {1: np.array([1.5, np.nan]), "b": (np.float32(2), float("inf")), "c": np.int64(3)}
+    assert answer_json("a", value) == {"1": [1.5, None], "b": [2.0, None], "c": 3}
+    with pytest.raises(StageFailed, match="stage 'a': a set has no JSON form"):
+        answer_json("a", {1, 2})
+
+
+def test_files_are_answered_as_json_lines_in_the_order_of_their_names(tmp_path: Path) -> None:
+    path, data = write_pipeline(tmp_path), tmp_path / "pages"
+    data.mkdir()
+    for number, colours in enumerate([("red",), (), ("blue", "green")]):
+        (data / f"{number}.png").write_bytes(png(page(*colours)))
+    out = tmp_path / "answers.jsonl"
+    made = predict_files(path, data, out, batch=2)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert lines == [
+        {"file": "0.png", "answer": ["red"]},
+        {"file": "1.png", "answer": []},
+        {"file": "2.png", "answer": ["blue", "green"]},
+    ]
+    assert (made.files, made.path) == (3, out)
+    assert predict_files(path, data / "2.png").answers == {"2.png": ["blue", "green"]}
+    (data / "1.png").write_bytes(b"no image")
+    before = out.read_bytes()
+    with pytest.raises(dk.BadInput, match=r"1\.png: the image"):
+        predict_files(path, data, out)
+    assert out.read_bytes() == before
+    other = tmp_path / "mine.jsonl"
+    other.write_text("{}\n")
+    with pytest.raises(dk.BadInput, match="is not what deploykit wrote"):
+        predict_files(path, data, other)
+
+
+def test_the_file_and_line_of_a_failing_stage_are_named_offline(tmp_path: Path) -> None:
+    path = write_pipeline(tmp_path, "def answer(page: str) -> str:\n    return page[9]\n")
+    for name, text in (("a.txt", "long enough"), ("b.txt", "short")):
+        (tmp_path / name).write_text(text)
+    data = tmp_path / "b.txt"
+    with pytest.raises(
+        dk.BadInput, match=r"b\.txt: stage 'answer' failed: IndexError: .*tiles\.py, line 2"
+    ):
+        predict_files(path, data)
+
+
+def save_with_task(folder: Path) -> None:
+    """Names the colour of an image of any size: its manifest has the task."""
+    model = mean_model()
+    value = helper.make_tensor_value_info("pixels", TensorProto.UINT8, ["N", 8, 8, 3])
+    model.graph.input[0].CopyFrom(value)
+    first = helper.make_node("Cast", ["pixels"], ["floats"], to=TensorProto.FLOAT)
+    model.graph.node.insert(0, first)
+    second = helper.make_node("Transpose", ["floats"], ["image"], perm=[0, 3, 1, 2])
+    model.graph.node.insert(1, second)
+    path = save(model, folder / "named.onnx")
+    with dk.load(path, "cpu") as engine:
+        specs = engine.inputs, engine.outputs
+    image, scores = ImageInput("pixels", 8, 8), TaskOutputs(scores="scores")
+    task = Task(CLASSIFY, scores, image, labels=("red", "green", "blue"))
+    write_manifest(path, Manifest("onnx", *specs, sha256=sha256(path), task=task))
+
+
+TASK = """
+import numpy as np
+names = {"model": "named.onnx", "image": "crops"}
+def crops(page: np.ndarray) -> list[np.ndarray]: return [page[:, :24], page[:16, 24:]]
+def answer(names: dict) -> str: return names["label"]
+"""
+
+
+def test_a_model_with_a_task_takes_crops_of_any_size_and_gives_its_answers(tmp_path: Path) -> None:
+    save_with_task(tmp_path)
+    pixels = np.concatenate([page(*["red"] * 9, width=3), page(*["blue"] * 9, width=3)], axis=1)
+    assert run(tmp_path, TASK, pixels) == ["red", "blue"]
+    with pytest.raises(dk.BadInput, match=r"stage 'names': .* uint8\[height,width,3\] is needed"):
+        run(tmp_path, TASK, pixels.astype(np.float32))
+
+
+def test_a_model_with_a_task_alone_takes_the_bytes_of_the_request(tmp_path: Path) -> None:
+    save_with_task(tmp_path)
+    text = "names = {'model': 'named.onnx', 'image': 'photo'}\n"
+    found = run(tmp_path, text, png(page("green", width=1)))
+    assert (found["label"], found["score"]) == ("green", 255.0)
