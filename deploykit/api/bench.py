@@ -23,6 +23,7 @@ from deploykit.api.bench_columns import (
 )
 from deploykit.api.bench_inputs import BenchInputs, choose_inputs
 from deploykit.api.bench_limits import EnergyLog, cpu_ceilings, limits
+from deploykit.api.bench_memory import measure_memory
 from deploykit.api.bench_scenarios import choose_scenarios
 from deploykit.api.feeds import comparison_feeds
 from deploykit.api.outputs import claim_report
@@ -65,6 +66,7 @@ def bench(
     warmup_s: float | None = None,
     seconds: float | None = None,
     slo_ms: float | None = None,
+    price: float | None = None,
     processes: int | None = None,
     scenarios: Sequence[str] = (),
     trust: bool = False,
@@ -82,16 +84,17 @@ def bench(
     baseline's. These data are what is timed, else golden samples, else random numbers. `axis`: the
     sizes of dynamic axes other than the batch, such as {"T": 128}, by default those of the data.
     Each point, by default of BATCHES, is timed for `seconds` after `warmup_s` (60 and 10; with
-    `quick` of fewer batches, 2 and 1); a report of less than 60 is marked. `slo_ms`: the p99
-    that is wanted; the highest throughput within it is reported. `processes`: fresh ones that share
-    the time, 5 for 60 s, else this one alone. `scenarios`: of MLPerf, each for `seconds` more;
-    "server" keeps p99 `slo_ms`. `force`: replace files of others in the folder `out`.
-    `settings_of`: an earlier report, whose settings of the CPU are taken, to compare both.
+    `quick` of fewer batches, 2 and 1); a report of less than 60 is marked. `slo_ms`: the wanted
+    p99. `price`: of an hour of the machine. `processes`: fresh ones that share the time, 10 for
+    60 s, else this one alone. `scenarios`: of MLPerf, each for `seconds` more. `force`: replace
+    files of others in the folder `out`. `settings_of`: an earlier report, whose
+    settings of the CPU are taken, to compare both.
     """
     from deploykit.measure.report import report as reports
 
-    batches = (QUICK_BATCHES if quick else BATCHES) if batches is None else batches
-    empty = reports.Report("", now(), command, slo_ms=slo_ms)  # checked before all the work
+    batches = batches if batches is not None else QUICK_BATCHES if quick else BATCHES
+    # checked before all the work
+    empty = reports.Report("", now(), command, slo_ms=slo_ms, price=price)
     note = _Once(on_note)
     every = open_entries(engines, baseline, trust, note)
     timing, count = _timing(quick, warmup_s, seconds, processes)
@@ -279,10 +282,12 @@ def _time(
                 points = sweep(*what, watch=watch)
         right = [each for each in setups if not _failed(run.gates.get(each.sha256))]
         ran = scenarios(setups=right, points=points, feeds=run.inputs, on_progress=on_progress)
+    memory = measure_memory(setups, points, run.inputs, on_progress) if count > 1 else ()
     outside = sum_up(watch, before, watch.over(around_s, time.sleep))
     on_gpu = {point.device for point in points} - {"cpu"}
     found = {
         "scenarios": tuple(ran),
+        "memory": memory,
         "throttled": gpu_watch.reasons if on_gpu else (),
         "conditions": gpu_watch.conditions,
         "outside": outside,

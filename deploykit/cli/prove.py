@@ -142,7 +142,8 @@ Timing:
 --warmup SECONDS       Warm-up before each point [10, or 1 with --quick]
 --seconds SECONDS      Length of each point [60, or 2 with --quick]
 --slo-ms MS            The wanted p99: report the highest throughput within it
---processes N          Fresh processes that share that time [5 from 60 s on, else 1]
+--price X              Price of an hour of this machine: show the cost of a million
+--processes N          Fresh processes that share that time [10 from 60 s on, else 1]
 --scenario NAME,...    Run scenarios of MLPerf too: offline, single-stream, multi-stream, server
 --strict               Exit 1 if the GPU lowered its clocks meanwhile
 Compare two reports:
@@ -164,6 +165,7 @@ def bench(
     warmup_s: float | None = None,
     seconds: float | None = None,
     slo_ms: float | None = None,
+    price: float | None = None,
     processes: int | None = None,
     scenario: str | None = None,
     strict: bool = False,
@@ -180,12 +182,9 @@ def bench(
     if compare is not None:
         compare_two(given, as_json)
         return
-    if fail_on_regression is not None:
-        raise BadInput("`fail_on_regression` needs `compare`")
-    if not engines:
-        raise BadInput("which ENGINE?", hint="deploykit bench model.onnx, or `compare` A B")
     from deploykit.api import bench as figures
 
+    engines = _engines(engines, fail_on_regression)
     with Progress("bench") as progress:
         result = figures.bench(
             engines,
@@ -199,6 +198,7 @@ def bench(
             warmup_s=warmup_s,
             seconds=seconds,
             slo_ms=slo_ms,
+            price=price,
             processes=processes,
             scenarios=[each.strip() for each in scenario.split(",")] if scenario else (),
             trust=trust,
@@ -210,6 +210,15 @@ def bench(
         )
     output.show(result, tables.report(result, out), as_json=as_json)
     _check_report(result, strict)
+
+
+def _engines(engines: list[Path] | None, fail_on_regression: str | None) -> list[Path]:
+    """Those to measure, where nothing is compared."""
+    if fail_on_regression is not None:
+        raise BadInput("`fail_on_regression` needs `compare`")
+    if not engines:
+        raise BadInput("which ENGINE?", hint="deploykit bench model.onnx, or `compare` A B")
+    return engines
 
 
 def _check_report(result: Report, strict: bool) -> None:

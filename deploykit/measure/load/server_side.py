@@ -38,20 +38,16 @@ class Stage(NamedTuple):
 
 
 class Questions(Protocol):
-    """What a server is asked, over HTTP or gRPC."""
+    """What a server is asked, over HTTP or gRPC. None and {}: it has no such thing.
 
-    def model_names(self) -> list[str] | None:
-        """The models that are ready; None where the server has no repository index."""
+    `model_names`: that are ready. `config`: Triton's ModelConfig. `stages`: times since its start.
+    """
 
+    def model_names(self) -> list[str] | None: ...
     def metadata(self, model: str) -> dict[str, Any]: ...
-
     def about(self) -> dict[str, Any]: ...
-
-    def config(self, model: str) -> dict[str, Any]:
-        """Triton's ModelConfig as JSON; {} where the server has none."""
-
-    def stages(self, model: str) -> dict[str, Stage]:
-        """The server's own times since its start; {} where it has no statistics."""
+    def config(self, model: str) -> dict[str, Any]: ...
+    def stages(self, model: str) -> dict[str, Stage]: ...
 
 
 def answer_or(default: _Found, question: Callable[[str], _Found], model: str) -> _Found:

@@ -99,6 +99,18 @@ class PointEnergy(Record):
 
 
 @dataclass(frozen=True)
+class PeakMemory(Record):
+    """The largest resident set of a process that opened this setup alone and called it at `batch`.
+
+    With the processes of its sessions, and with Python and the libraries. Not a GPU's memory.
+    """
+
+    label: str
+    batch: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
 class Speedup(Record):
     """How many times the baseline's throughput a setup has, at the same batch and scenario.
 
@@ -145,7 +157,8 @@ class Report:
     ceilings are the highest that a probe or a point reached. `energy`: of an inference; without a
     meter the reason is in `not_measured`.
     `provenance`: commits, host, clocks, CPUs and variables, as `core.provenance` reads them.
-    `scenarios`: those of MLPerf that were asked for.
+    `scenarios`: those of MLPerf that were asked for. `memory`: of each setup, where fresh processes
+    were timed. `price`: of an hour of the machine, in any currency.
     """
 
     title: str
@@ -178,6 +191,8 @@ class Report:
     provenance: Mapping[str, Any] = field(default_factory=dict)
     energy: tuple[PointEnergy, ...] = ()
     scenarios: tuple[ScenarioResult, ...] = ()
+    memory: tuple[PeakMemory, ...] = ()
+    price: float | None = None
 
     shown: ClassVar[tuple[str, ...]] = ("speedups", "crossovers")
 
@@ -201,9 +216,10 @@ class Report:
         return speedup(candidate, reference, max(1, len(_pairs(self.usable, self.baseline))))
 
     def __post_init__(self) -> None:
-        slo_ms = self.slo_ms
-        if slo_ms is not None and not 0 < slo_ms < math.inf:
-            raise BadInput(f"`slo_ms` must be a number above 0, got {slo_ms}")
+        for name in ("slo_ms", "price"):
+            given = getattr(self, name)
+            if given is not None and not 0 < given < math.inf:
+                raise BadInput(f"`{name}` must be a number above 0, got {given}")
 
     def to_dict(self) -> dict[str, Any]:
         """What `report.json` holds."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import fields, is_dataclass, make_dataclass
+from types import GenericAlias
 from typing import Any
 
 from deploykit.core.errors import BadInput
@@ -19,84 +20,40 @@ _MAY_BE_INFINITE = {"max_ms"}  # of calls without an answer; written as null
 Number = float | None
 
 
-@dataclass(frozen=True)
-class ParityRowShape:
-    output: str
-    batch: int
-    values: int
-    error: Number
-    max_abs: Number
-    rms: Number
-    sqnr_db: Number
-    agreement: Number
-    mean_iou: Number = None
+def _shape(name: str, needed: Mapping[str, Any], known: Mapping[str, Any]) -> Any:
+    """A dataclass of these keys with their types; those that are only `known` may be missing."""
+    optional = [(key, kind, None) for key, kind in known.items()]
+    return make_dataclass(name, [*needed.items(), *optional])
 
 
-@dataclass(frozen=True)
-class ParityShape:
-    a: str
-    b: str
-    max_error: float
-    passed: bool
-    rows: tuple[ParityRowShape, ...]
+def _list(shape: Any) -> Any:
+    return GenericAlias(tuple, (shape, ...))
 
 
-@dataclass(frozen=True)
-class GpuShape:
-    name: str
-    driver: str | None
-
-
-@dataclass(frozen=True)
-class MachineShape:
-    memory_bytes: int | None = None
-    gpus: tuple[GpuShape, ...] | None = None
-    packages: Mapping[str, Any] | None = None
-    power_mode: str | None = None
-
-
-@dataclass(frozen=True)
-class ArtefactShape:
-    file: str | None = None
-    sha256: str | None = None
-    precision: str | None = None
-    bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class RoofPointShape:
-    label: str
-    batch: int
-    intensity: float
-    gflops: float
-
-
-@dataclass(frozen=True)
-class RooflineShape:
-    ceilings: Mapping[str, float] = field(default_factory=dict)
-    points: tuple[RoofPointShape, ...] = ()
-
-
-@dataclass(frozen=True)
-class CommitShape:
-    commit: str | None = None
-    changed: bool | None = None
-
-
-@dataclass(frozen=True)
-class ProvenanceShape:
-    project: CommitShape | None = None
-    deploykit: CommitShape | None = None
-    clocks: Mapping[str, Any] | None = None
-    environment: Mapping[str, str] | None = None
-
-
+_NUMBERS = dict.fromkeys(("error", "max_abs", "rms", "sqnr_db", "agreement"), Number)
+_PARITY_ROW = _shape(
+    "ParityRow", {"output": str, "batch": int, "values": int, **_NUMBERS}, {"mean_iou": Number}
+)
+_PARITY = _shape(
+    "Parity",
+    {"a": str, "b": str, "max_error": float, "passed": bool, "rows": _list(_PARITY_ROW)},
+    {},
+)
+_GPU = _shape("Gpu", {"name": str, "driver": str | None}, {})
+_MACHINE: dict[str, Any] = {"memory_bytes": int | None, "gpus": _list(_GPU) | None}
+_MACHINE |= {"packages": Mapping[str, Any] | None, "power_mode": str | None}
+_ARTEFACT = dict.fromkeys(("file", "sha256", "precision"), str | None) | {"bytes": int | None}
+_PLACE = _shape("Place", {"label": str, "batch": int, "intensity": float, "gflops": float}, {})
+_ROOFLINE: dict[str, Any] = {"ceilings": Mapping[str, float] | None, "points": _list(_PLACE) | None}
+_COMMIT = _shape("Commit", {}, {"commit": str | None, "changed": bool | None})
+_PROVENANCE: dict[str, Any] = {"project": _COMMIT | None, "deploykit": _COMMIT | None}
+_PROVENANCE |= {"clocks": Mapping[str, Any] | None, "environment": Mapping[str, str] | None}
 _SHAPES: Mapping[str, Any] = {
-    "machine": MachineShape,
-    "artefacts": tuple[ArtefactShape, ...],
-    "parity": tuple[ParityShape, ...],
-    "roofline": RooflineShape,
-    "provenance": ProvenanceShape,
+    "machine": _shape("Machine", {}, _MACHINE),
+    "artefacts": _list(_shape("Artefact", {}, _ARTEFACT)),
+    "parity": _list(_PARITY),
+    "roofline": _shape("Roofline", {}, _ROOFLINE),
+    "provenance": _shape("Provenance", {}, _PROVENANCE),
 }
 
 

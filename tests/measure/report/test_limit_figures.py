@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deploykit.core.errors import BadInput
 from deploykit.measure.histogram import CallHistogram
+from deploykit.measure.latency import Latency
 from deploykit.measure.report.chart import Bars, Chart
 from deploykit.measure.report.figures import charts
+from deploykit.measure.report.formatting import number
 from deploykit.measure.report.limit_figures import gpu_charts, roofline, waterfall
+from deploykit.measure.report.limit_tables import limit_tables
 from deploykit.measure.report.percentile_figures import calls_chart, served_chart
-from deploykit.measure.report.report import Report, read, write
+from deploykit.measure.report.report import PeakMemory, Report, read, write
 from deploykit.measure.report.svg import NARROW, WIDE, draw
 from deploykit.measure.report.tables import summary
 from deploykit.measure.report.verdict import verdict
+from deploykit.measure.statistics import Interval
 from deploykit.runtimes.gpu_state import Conditions
 from tests.support.measure.drawings import overlaps
 
@@ -176,3 +182,44 @@ def test_all_charts_of_a_full_report_have_no_text_over_another(report: Report) -
     for figure in drawn:
         for frame in (WIDE, NARROW):
             assert overlaps(draw(figure, frame)) == [], figure.title
+
+
+def table(document: dict[str, Any], title: str) -> list[dict[str, str]]:
+    for name, columns, rows, _, _ in limit_tables(document):
+        if name == title:
+            return [dict(zip(columns, row, strict=True)) for row in rows]
+    return []
+
+
+def test_memory_and_cost_are_given_or_reported_as_missing(report: Report) -> None:
+    rows = table(report.to_dict(), "Memory and cost")
+    assert {row["peak memory (MB)"] for row in rows} == {"not measured"}
+    assert {row["cost of a million"] for row in rows} == {"price not given"}
+    label = report.baseline
+    known = replace(
+        report, price=3.6, memory=(PeakMemory(label, 64, 123_000_000),), wrong=("fp16 CPU",)
+    )
+    rows = table(known.to_dict(), "Memory and cost")
+    (row,) = (row for row in rows if row["setup"] == label)
+    best = max(p.throughput_per_s.value for p in report.points if p.label == label)
+    assert (row["peak memory (MB)"], row["at batch"]) == ("123", "64")
+    assert row["cost of a million"] == number(3.6 / 3600 / best * 1e6)
+    (wrong,) = (row for row in rows if row["setup"] == "fp16 CPU")
+    assert wrong["cost of a million"] == "no verdict"
+
+
+@pytest.mark.parametrize("price", [0.0, -1.0, math.nan, math.inf])
+def test_a_price_is_a_number_above_0(price: float, report: Report) -> None:
+    with pytest.raises(BadInput, match="`price` must be a number above 0"):
+        replace(report, price=price)
+
+
+def test_compute_alone_stands_next_to_the_whole_call(report: Report) -> None:
+    assert table(report.to_dict(), "Compute alone") == []
+    half = Interval(0.1, 0.09, 0.11)
+    compute = Latency(400, half, half, None, 0.2, {"p99_ms": 368})
+    first = replace(report.points[0], compute=compute)
+    (row,) = table(replace(report, points=(first, *report.points[1:])).to_dict(), "Compute alone")
+    assert row["compute p50 (ms)"] == "0.100 [0.0900, 0.110]"
+    assert row["compute p99 (ms)"] == "–"
+    assert row["end to end p50 (ms)"].startswith("0.210")

@@ -104,7 +104,7 @@ def test_a_report_with_a_part_missing_is_refused(path: str, report: Report, tmp_
         (
             "parity.0.rows",
             [{"batch": 1}],
-            "'rows'[0]: is not a complete ParityRowShape: no 'output'",
+            "'rows'[0]: is not a complete ParityRow: no 'output'",
         ),
         ("parity.0.max_error", "1e-3", "'parity'[0]: 'max_error' must be a number"),
         ("machine.memory_bytes", "8 GiB", "'machine': 'memory_bytes' must be an integer"),
@@ -113,7 +113,7 @@ def test_a_report_with_a_part_missing_is_refused(path: str, report: Report, tmp_
         (
             "roofline",
             {"points": [{"label": "a"}]},
-            "'points'[0]: is not a complete RoofPointShape: no 'bat",
+            "'points'[0]: is not a complete Place: no 'bat",
         ),
         ("provenance", {"project": "c0ffee"}, "'provenance': 'project' must be an object"),
     ],
