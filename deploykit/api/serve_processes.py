@@ -64,6 +64,8 @@ def choose_workers(wanted: int | None, files: Mapping[str, Path], opening: _Open
         if only_one:
             raise _only_one(only_one)
         check_supported()
+        if wanted > usable_cores():
+            log.warning("%d workers share %d cores", wanted, usable_cores())
         return wanted
     count, why = (1, only_one) if only_one else _measure(files, opening)
     log.info("workers: %s chose %d: %s", AUTO, count, why)
@@ -124,8 +126,7 @@ def _only_one(why: str) -> Unsupported:
 
 
 def _measure(files: Mapping[str, Path], opening: _Opening) -> tuple[int, str]:
-    cores = min(usable_cores(), MOST_AUTO)
-    if cores < 2:
+    if usable_cores() < 2:
         return 1, "there is one core"
     if opening.threads is not None or opening.instances > 1:
         return 1, "`threads` or `instances` are given"
@@ -133,11 +134,17 @@ def _measure(files: Mapping[str, Path], opening: _Opening) -> tuple[int, str]:
     timed: Timed | str = run_apart("`workers` auto", *job)
     if isinstance(timed, str):
         return 1, timed
+    return decide_workers(timed, usable_cores())
+
+
+def decide_workers(timed: Timed, cores: int) -> tuple[int, str]:
+    """How many workers the times of one row speak for, and why."""
     for name, (one_us, all_us) in timed.items():
-        if all_us and one_us > _GAIN * all_us:
-            return 1, f"'{name}' takes {one_us} us on one thread, {all_us} us on {usable_cores()}"
-    pairs = [f"'{name}' {one_us} us, {all_us} us" for name, (one_us, all_us) in timed.items()]
-    return cores, f"one thread computes as fast as {usable_cores()}: {', '.join(pairs)}"
+        if one_us > _GAIN * all_us:
+            return 1, f"one row of '{name}' takes {one_us} us on 1 thread, {all_us} us on {cores}"
+    pairs = [f"'{name}' {one_us} and {all_us} us" for name, (one_us, all_us) in timed.items()]
+    why = f"{cores} threads do not compute one row much faster than 1: {', '.join(pairs)}"
+    return min(cores, MOST_AUTO), why
 
 
 def time_threads(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
+import os
+import signal
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
@@ -15,7 +18,10 @@ from deploykit.serving.workers import merge
 from deploykit.serving.workers.link import Message
 from deploykit.serving.workers.process import Forked
 
+log = logging.getLogger(__name__)
+
 REPORT_S = 1.0  # after which a worker's last report is taken
+MOST_MISSED = 30  # reports in a row, half a minute and more: then its event loop hangs
 _PAUSE_S = 0.01  # between two collections
 
 
@@ -56,6 +62,7 @@ class Hub:
         """A message that begins with done, collect or change."""
         kind, *content = message
         if kind == "done":
+            worker.missed = 0
             number, value = content
             future = worker.waiting.pop(number, None)
             if isinstance(value, dict):
@@ -84,6 +91,7 @@ class Hub:
         while True:
             await asyncio.sleep(EVERY_US / 1e6)
             reports = await self._reports("most_waiting")
+            self._kill_hanging()
             if not reports:
                 continue
             counts = merge.merge_counts(reports)
@@ -92,6 +100,12 @@ class Hub:
                 waiting = sum(each.get("most_waiting", {}).get(name, 0) for each in reports)
                 models.append({"name": name, **counted, "waiting": waiting})
             self._history.add(time.monotonic_ns() // 1000, models)
+
+    def _kill_hanging(self) -> None:
+        for worker in self._workers.values():
+            if worker.missed >= MOST_MISSED:
+                log.error("worker %d does not answer its parent and is killed", worker.number)
+                os.kill(worker.pid, signal.SIGKILL)
 
     async def _collect(self) -> None:
         """Answer all that ask, with figures counted after they did."""
@@ -141,6 +155,9 @@ class Hub:
                 futures.append(future)
         if futures:
             await asyncio.wait(futures, timeout=REPORT_S)
+        for worker in self._workers.values():
+            if worker.waiting.pop(number, None) is not None:
+                worker.missed += 1
         late = Overloaded("a worker of this server does not answer", hint="try again later")
         return [each.result() if each.done() else late for each in futures]
 

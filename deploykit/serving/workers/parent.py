@@ -115,6 +115,7 @@ class Parent:
         await self._until(self._all_serve, math.inf)
         if not self._stopped.is_set():
             self._started = True
+            log.info("%d workers serve", self._count)
             host, port = self._http.getsockname()[:2]
             on_ready(host, port, self._grpc.getsockname()[1] if self._grpc else None)
         ticking = asyncio.ensure_future(self._hub.keep_history())

@@ -29,7 +29,10 @@ Logging = Callable[["int | None"], AbstractContextManager[object]]  # of a worke
 
 @dataclass(eq=False)
 class Forked:
-    """One process. `report`: its last figures. `ready`, `serving`, `drained`: how far it is."""
+    """One process. `report`: its last figures; `missed`: how many it did not give since.
+
+    `ready`, `serving`, `drained`: how far it is.
+    """
 
     number: int
     pid: int
@@ -39,6 +42,7 @@ class Forked:
     ready: bool = False
     serving: bool = False
     drained: bool = False
+    missed: int = 0
     report: Report | None = None
     not_ready: str | None = None
     waiting: dict[int, asyncio.Future[Any]] = field(default_factory=dict)

@@ -20,7 +20,13 @@ import numpy as np
 import pytest
 
 from deploykit.api.serve import Opening
-from deploykit.api.serve_processes import check_on_cpu, choose_workers, parse_workers
+from deploykit.api.serve_processes import (
+    check_on_cpu,
+    choose_workers,
+    decide_workers,
+    parse_workers,
+    time_threads,
+)
 from deploykit.core.errors import BadInput, Unsupported
 from tests.support.serving.faults import (
     BROKEN,
@@ -248,6 +254,17 @@ def test_an_engine_that_hangs_in_one_worker_makes_the_server_not_ready(tmp_path:
         assert server.gauge("deploykit_engines_hung") == 1
 
 
+def test_a_worker_that_hangs_is_replaced_and_the_others_report_meanwhile(tmp_path: Path) -> None:
+    with Process(tmp_path, *TWO, env={"FAULT_MISSED": "1"}) as server, connections(server) as found:
+        assert {ask(client, "GET", "/v2/health/live")[0] for client in found} == {200}
+        stopped, other = workers(server)
+        os.kill(stopped, signal.SIGSTOP)
+        until(lambda: len(workers(server)) == 2 and stopped not in workers(server))
+        assert other in workers(server)
+        assert any("worker 1 does not answer" in line for line in server.log_lines())
+        until(lambda: server.gauge("deploykit_workers") == 2)
+
+
 def test_a_replaced_file_is_in_use_everywhere(tmp_path: Path) -> None:
     path = model(tmp_path / "m.onnx", 1.0)
     with Process(tmp_path, *TWO, command=REAL, engine=f"m={path}") as server:
@@ -300,6 +317,32 @@ def test_a_worker_that_cannot_open_the_model_ends_the_start(tmp_path: Path, coun
     assert code == 2
     errors = [line for line in text.splitlines() if line.startswith("error:")]
     assert errors == ["error: m.onnx: cannot be opened once more"]
+
+
+@pytest.mark.parametrize(
+    ("timed", "cores", "count"),
+    [
+        ({"m": (21, 42)}, 2, 2),
+        ({"m": (124, 100)}, 64, 16),
+        ({"m": (126, 100)}, 64, 1),
+        ({"m": (21, 42), "large": (50_000, 20_000)}, 2, 1),
+        ({"m": (0, 0)}, 4, 4),  # no shape was known to work
+    ],
+    ids=str,
+)
+def test_auto_starts_a_worker_for_each_core_unless_a_row_needs_them_all(
+    timed: dict[str, tuple[int, int]], cores: int, count: int
+) -> None:
+    chosen, why = decide_workers(timed, cores)
+    assert chosen == count
+    assert all(name in why for name in timed) or "'large'" in why
+
+
+def test_auto_times_each_model(tmp_path: Path) -> None:
+    files = {"m": model(tmp_path / "m.onnx", 1.0)}
+    timed = time_threads(files, "cpu", 2, lambda *_: None)
+    assert isinstance(timed, dict)
+    assert min(timed["m"]) > 0
 
 
 def test_a_gpu_has_one_process(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ engine answers y = 2x + 1; the first value of a row, if it is one of FAULTS, say
 It takes FAULT_LATENCY_S, and FAULT_PER_ROW_S more for each row; FAULT_ROWS is its largest batch,
 FAULT_WIDTH its numbers in a row. FAULT_LIMITS, in JSON, changes the connections' limits. With
 FAULT_OPENS only so many workers can open the model: they count themselves in the folder. Workers
-that die are replaced FAULT_DELAY_S later.
+that die are replaced FAULT_DELAY_S later, and killed after FAULT_MISSED reports that they miss.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from deploykit.core.errors import BadInput, OutOfMemory
 from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.serving import server
 from deploykit.serving.http import head
-from deploykit.serving.workers import parent
+from deploykit.serving.workers import hub, parent
 from tests.support.fake_engine import FakeEngine
 
 POISON, MEMORY, LOST, HANG, SHAPE, DTYPE, FEWER = FAULTS = (-1, -2, -3, -4, -5, -6, -7)
@@ -77,6 +77,7 @@ def open_proven(_file, *_, instances=1, **_more):
 if __name__ == "__main__":
     serve.check_readable = lambda file: file
     serve_processes._why_only_one = lambda *_: ""
+    hub.MOST_MISSED = int(os.environ.get("FAULT_MISSED", hub.MOST_MISSED))
     parent.DELAY_S = float(os.environ.get("FAULT_DELAY_S", parent.DELAY_S))
     serve.Opening.__call__ = lambda opening, file, _: open_proven(file, instances=opening.instances)
     if "FAULT_LIMITS" in os.environ:
