@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote as escape
+from urllib.parse import urlencode
 
 from deploykit.api.health import connect, reason_of
 from deploykit.core.errors import (
@@ -58,19 +59,19 @@ class ModelClient:
         self._model: str | None = None
 
     def predict(
-        self, item: OneItem | Sequence[OneItem], model: str | None = None, *, mask: str = "rle"
+        self, item: OneItem | Sequence[OneItem], model: str | None = None, **options: Any
     ) -> Any:
         """The answer to one item, or a list of them for a list.
 
         An item of a model that takes images is a path, the bytes of an image file or a PIL image;
-        of one that takes sentences, a string. `model` None: the only one that is served. `mask`:
-        "rle" or "png". Raises what the server refused as the errors of deploykit, and NotFound
-        where no server answers.
+        of one that takes sentences, a string. `model` None: the only one that is served.
+        `options`: `mask` ("rle" or "png"), `threshold`, `top_k`. Raises what the server refused as
+        the errors of deploykit, and NotFound where no server answers.
         """
         model = model or self._only_model()
         several = isinstance(item, (list, tuple))
         items: Sequence[Any] = item if isinstance(item, (list, tuple)) else [item]
-        path = f"/v2/models/{escape(model, safe='')}/predict?mask={escape(mask)}"
+        path = f"/v2/models/{escape(model, safe='')}/predict?{urlencode(options)}"
         takes = self._what_it_takes(model)
         found: list[Any] = []
         if takes == "text":

@@ -113,7 +113,8 @@ class TaskEngine:
                     for name in same[0].feeds
                 }
                 outputs = self.engine(feeds)
-                found += self.steps.answer(outputs, [row.placed for row in same], mask=mask)
+                placed = [row.placed for row in same]
+                found += self.steps.answer(outputs, placed, mask=mask)
         return found
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 from urllib.parse import parse_qs
 
 import numpy as np
@@ -32,6 +34,7 @@ from deploykit.serving.transport.call import JSON, Call, reply_exception
 IMAGES = (b"image/jpeg", b"image/png", b"image/webp")
 _IMAGE, _TEXT = ("image", "images"), ("text", "texts")
 _UNNAMED = (b"", b"application/octet-stream", b"application/x-www-form-urlencoded")  # as curl's
+_NUMBER = 20  # digits
 _SMALL_BYTES = 64 << 10  # taken apart on the event loop's thread
 _LARGE_BYTES = 256 << 10  # taken apart with other large bodies
 _LONG_BYTES = 1 << 20  # of JSON: taken apart in another process
@@ -55,7 +58,7 @@ class PredictRoute(ModelRoute):
         head, body = call.head, call.body
         trace = None if head.trace is None else head.trace.decode("latin-1")
         prediction = HttpTaskCall(self, call, trace)
-        prediction.mask = _mask(head.target)
+        _read_query(head.target, prediction)
         text = prediction.steps.task.image is None
         content_type = head.content_type or b""
         if not len(body):
@@ -152,12 +155,20 @@ def _alone(body: Bytes) -> Items:
     return Items([body], several=False)
 
 
-def _mask(target: str) -> str:
-    """How masks are answered: the last `mask` of the query."""
-    form = parse_qs(target.partition("?")[2]).get("mask", [RLE])[-1]
-    if form not in (RLE, PNG):
-        raise BadInput(f"`mask` {quote(form)}: is neither {RLE} nor {PNG}")
-    return form
+def _read_query(target: str, call: TaskCall) -> None:
+    """`mask`, `threshold` and `top_k`, the last of each. Raises BadInput."""
+    asked = {name: values[-1] for name, values in parse_qs(target.partition("?")[2]).items()}
+    call.mask = asked.get("mask", RLE)
+    if call.mask not in (RLE, PNG):
+        raise BadInput(f"`mask` {quote(call.mask)}: is neither {RLE} nor {PNG}")
+    values: dict[str, Any] = {}
+    for name, kind in (("threshold", float), ("top_k", int)):
+        if name in asked:
+            try:
+                values[name] = kind(asked[name][:_NUMBER])
+            except ValueError:
+                raise BadInput(f"`{name}` {quote(asked[name])}: is not a number") from None
+    call.task = replace(call.task, **values)
 
 
 def _hint(text: bool) -> str:

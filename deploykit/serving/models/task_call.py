@@ -14,7 +14,7 @@ import orjson
 
 from deploykit.core.errors import BadInput, Overloaded, TooLarge
 from deploykit.core.task import SEGMENT
-from deploykit.runtimes.tasks.answers import RLE
+from deploykit.runtimes.tasks.answers import RLE, answer
 from deploykit.runtimes.tasks.engine import Item, TaskSteps
 from deploykit.serving.batching.delivery import monotonic_us
 from deploykit.serving.models.inference import Inference, ModelRoute, over_budget
@@ -60,6 +60,7 @@ class TaskCall:
         self.route = route
         self.client = client
         self.steps: TaskSteps = route.model.task.steps
+        self.task = self.steps.task  # as this request wants it answered
         self.mask = RLE
         self.timeout_us: int | None = None
         self.priority = 0
@@ -237,7 +238,7 @@ class _ItemInference(Inference):
 
     def encode(self) -> tuple[bytes]:
         call = self.client.call
-        (found,) = call.steps.answer(self.pending.outputs, [self._placed], mask=call.mask)
+        (found,) = answer(call.task, self.pending.outputs, [self._placed], mask=call.mask)
         return (orjson.dumps(found),)
 
     def fail(self, error: Exception) -> None:

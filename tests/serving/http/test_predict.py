@@ -98,6 +98,16 @@ def test_boxes_are_in_pixels_of_the_image(served: Running) -> None:
     assert only["score"] == pytest.approx(0.8, abs=1e-5)
 
 
+def test_a_client_may_ask_for_another_threshold_and_number_of_labels(served: Running) -> None:
+    reply = served.ask("POST", "/v2/models/detect/predict?threshold=0.1", plain(204))
+    assert [each["label"] for each in reply.json["boxes"]] == ["light", "dark"]
+    reply = served.ask("POST", "/v2/models/classify/predict?top_k=1", plain(204))
+    assert [each["label"] for each in reply.json["top"]] == ["light"]
+    for wrong in ("threshold=2", "threshold=nan", "threshold=x", "top_k=0", "top_k=1e3"):
+        reply = served.ask("POST", f"/v2/models/classify/predict?{wrong}", plain(204))
+        assert (reply.status, list(reply.json)) == (400, ["error"])
+
+
 def test_a_mask_is_run_lengths_or_a_png(served: Running) -> None:
     half = np.zeros((32, 48, 3), np.uint8)
     half[:, 24:] = 255
