@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -245,7 +246,9 @@ def _run(
         def ready(host: str, port: int, grpc_port: int | None) -> None:
             on_start(server, host, port, grpc_port, [*models, *pipelines])
 
-        return server.run(ready)
+        if threading.current_thread() is threading.main_thread():
+            return http.run_alone(server, ready)
+        return server.run(ready)  # in the process of a user's program
 
 
 def _check_pad(settings: ServeOptions, models: Mapping[str, Sequence[Engine]]) -> None:

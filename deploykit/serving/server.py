@@ -78,7 +78,11 @@ def run(
     if the host or a port is not available or a certificate is invalid, DeviceLost if the device is
     lost and only a new process can use it.
     """
-    server = Server(models, options, limits)
+    return run_alone(Server(models, options, limits), on_ready)
+
+
+def run_alone(server: Server, on_ready: OnReady) -> int:
+    """As `run`, for a server that is all that its process does."""
     _allow_open_files()
 
     def ready(host: str, port: int, grpc_port: int | None) -> None:

@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import re
+import resource
 import signal
 import struct
 import subprocess
@@ -151,7 +152,9 @@ def test_a_region_that_one_worker_registers_serves_requests_to_all(
         again = {ask(client, "POST", f"{base}/register", register)[0] for client in clients}
         assert again == {400}
         assert ask(clients[0], *infer)[0] == 200  # a refusal has unregistered nothing
+    counted = server.gauge("nv_inference_count")
     kill(server, workers(server)[0])
+    assert server.gauge("nv_inference_count") == counted  # those of the dead one too
     until(lambda: server.gauge("deploykit_worker_restarts_total") == 1)
     until(lambda: server.gauge("deploykit_workers") == 2)
     with connections(server) as clients:
@@ -179,6 +182,20 @@ def test_a_log_line_names_its_worker(server: Process) -> None:
         return {line.rpartition(" ")[2] for line in lines} == {"worker=1", "worker=2"}
 
     until(named)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_command_may_open_as_many_files_as_the_system_allows(
+    tmp_path: Path, count: int
+) -> None:
+    """Each worker, too: a soft limit of 1024, as many systems have, limited the connections."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+
+    with Process(tmp_path, "--workers", str(count), before=limit) as server:
+        assert server.gauge("process_max_fds") == count * min(hard, 1 << 14)
 
 
 def test_a_killed_worker_is_replaced_and_loses_only_its_own_connections(tmp_path: Path) -> None:

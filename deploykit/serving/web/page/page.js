@@ -72,7 +72,7 @@ function server() {
   const process = now.process;
   setText(byId("uptime"), process ? `up ${span(now.at_s - process.started_s)}` : "");
   if (process && process.at_s !== processor.at_s) {
-    const share = processor.at_s === null ? null : (process.cpu_s - processor.cpu_s) / (process.at_s - processor.at_s);
+    const share = processor.at_s === null ? null : Math.max(0, process.cpu_s - processor.cpu_s) / (process.at_s - processor.at_s); // a worker may have ended
     processor = { at_s: process.at_s, cpu_s: process.cpu_s, share };
   }
   const cpu = process ? processor.share : null;
@@ -81,6 +81,7 @@ function server() {
     Processor: cpu === null ? "–" : `${(100 * cpu).toFixed(0)} % of a core`,
     "Open files": `${count(process.open_fds)} of ${count(process.max_fds)}`,
     Threads: count(process.threads),
+    ...(now.workers ? { Workers: `${now.workers.serving} of ${now.workers.wanted}, ${now.workers.restarts} replaced` } : {}),
     ...(now.gpus.length ? {} : { GPU: "none" }),
   }) : [el("dt", {}, "not known yet")]));
   byId("gpu-card").hidden = now.gpus.length === 0;
