@@ -1,11 +1,11 @@
-"""Compare the search for the settings of the CPU with a sweep of all of them.
+"""Compare the search for the fastest column on the CPU with a sweep of all settings.
 
     python benchmarks/best_cpu.py MODEL.onnx ... [--batches 1,8] [--seconds 2]
 
-Every choice of the search, and each of several sessions also in processes, is timed for `--seconds`
-in five interleaved rounds. Prints a Markdown row for each model and batch size: the settings that
-the search found, those of the sweep, and how much slower the former are in the sweep. Exits with 1
-where that is more than 5 %.
+Every runtime that is installed, each in the precisions that `bench` tries, and every choice of the
+search, those of several sessions also in processes, is timed for `--seconds` in five interleaved
+rounds. Prints a Markdown row for each model and batch size: what the search found, what the sweep
+found, and how much slower the former is in the sweep. Exits with 1 where that is more than 5 %.
 """
 
 from __future__ import annotations
@@ -13,38 +13,55 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from deploykit.core.machine import default_threads, usable_cores
-from deploykit.measure.timing.cpu_search import CpuSettings, choices, search_cpu
-from deploykit.measure.timing.processes import ProcessEngine
+from deploykit.api.bench_columns import BASELINE, Entry, open_entry, open_on_cpu
+from deploykit.api.bench_rivals import find_rivals
+from deploykit.core.artefact import Artefact
+from deploykit.core.machine import default_threads, this_machine, usable_cores
+from deploykit.measure.timing.cpu_search import CpuSettings, choices_for, search_cpu
 from deploykit.measure.timing.sweep import Setup, Timing, sweep
 from deploykit.runtimes.data.samples import random_feeds
-from deploykit.runtimes.engine import Arrays, Engine
-from deploykit.runtimes.onnxruntime.engine import open_engine
+from deploykit.runtimes.engine import Arrays
 
 MOST = 0.05
 WINDOW_S = 0.2
+Column = tuple[str, CpuSettings]  # the entry's name
 
 
-def open_session(path: Path, settings: CpuSettings) -> Engine:
-    opener = partial(open_engine, path, "cpu", settings.threads, spinning=settings.spinning)
-    return ProcessEngine(opener) if settings.processes else opener()
-
-
-def swept(path: Path, feeds: Arrays, batch: int, seconds: float) -> dict[CpuSettings, float]:
-    """Rows per second of all settings."""
-    every = choices(cores())
-    every += [replace(each, processes=True) for each in every if each.sessions > 1]
-    setups = [
-        Setup(str(each), partial(open_session, path, each), each.sessions, each.threads)
-        for each in every
-    ]
-    points = sweep(setups, [batch], Timing(seconds / 5, seconds, 5), lambda _: feeds)
+def swept(
+    entries: Sequence[Entry], feeds: Arrays, batch: int, seconds: float
+) -> dict[Column, float]:
+    """Rows per second of all settings of all entries."""
+    setups: dict[Column, Setup] = {}
+    for entry in entries:
+        every = choices_for(entry.runtime, cores())
+        every += [replace(each, processes=True) for each in every if each.sessions > 1]
+        for each in dict.fromkeys(every):
+            label, opener = f"{name_of(entry)}: {each}", partial(open_on_cpu, entry, each)
+            setups[name_of(entry), each] = Setup(label, opener, each.sessions, each.threads)
+    timing = Timing(seconds / 5, seconds, 5)
+    points = sweep([*setups.values()], [batch], timing, lambda _: feeds)
     rates = {point.label: point.throughput_per_s.value for point in points}
-    return {each: rates[str(each)] for each in every}
+    return {column: rates[setup.label] for column, setup in setups.items()}
+
+
+def searched(entries: Sequence[Entry], feeds: Arrays, batch: int) -> Column:
+    """The fastest of what the searches of `bench` find."""
+    found = {}
+    for entry in entries:
+        tried = choices_for(entry.runtime, cores())
+        best = search_cpu(tried, partial(open_on_cpu, entry), feeds, batch, WINDOW_S)[0]
+        found[name_of(entry), best.settings] = best.throughput_per_s
+    return max(found, key=lambda each: found[each])
+
+
+def name_of(entry: Entry) -> str:
+    return entry.rival or BASELINE
 
 
 def cores() -> list[int]:
@@ -61,18 +78,22 @@ def main() -> int:
     print(f"{cores()} cores, load before {os.getloadavg()[0]:.1f}\n")
     print("| model | batch | search | sweep | search's choice, rows/s | best, rows/s | slower by |")
     print("| --- | --: | --- | --- | --: | --: | --: |")
-    for path in options.models:
-        for batch in map(int, options.batches.split(",")):
-            with open_session(path, CpuSettings()) as engine:
-                feeds = random_feeds(engine.inputs, {"N": batch, "batch": batch})
-            opener = partial(open_session, path)
-            found = search_cpu(choices(cores()), opener, feeds, batch, WINDOW_S)[0].settings
-            rates = swept(path, feeds, batch, options.seconds)
-            best = max(rates, key=lambda each: rates[each])
-            slower = 1 - rates[found] / rates[best]
-            failed |= slower > MOST
-            figures = f"{rates[found]:,.0f} | {rates[best]:,.0f} | {slower:.1%}"
-            print(f"| {path.name} | {batch} | {found} | {best} | {figures} |", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for path in options.models:
+            own = open_entry(Artefact.open(path), False, print)
+            entries = [own, *find_rivals([own], this_machine(), Path(folder))[0]]
+            with own.open("cpu") as engine:
+                inputs = engine.inputs
+            for batch in map(int, options.batches.split(",")):
+                feeds = random_feeds(inputs, {"N": batch, "batch": batch})
+                found = searched(entries, feeds, batch)
+                rates = swept(entries, feeds, batch, options.seconds)
+                best = max(rates, key=lambda each: rates[each])
+                slower = 1 - rates[found] / rates[best]
+                failed |= slower > MOST
+                names = f"{found[0]}, {found[1]} | {best[0]}, {best[1]}"
+                figures = f"{rates[found]:,.0f} | {rates[best]:,.0f} | {slower:.1%}"
+                print(f"| {path.name} | {batch} | {names} | {figures} |", flush=True)
     print(f"\nload after {os.getloadavg()[0]:.1f}")
     return int(failed)
 

@@ -56,6 +56,12 @@ def affine_onnx(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def onnxruntime_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`bench` tries no other runtime on the CPU: it has the columns that a test asks for."""
+    monkeypatch.setattr("deploykit.api.bench_rivals.installed", lambda _: False)
+
+
 @pytest.fixture(params=PRESENT)
 def runtime(request: pytest.FixtureRequest) -> str:
     """The name of each runtime that is here, for tests that open their own models with it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,8 +25,9 @@ from deploykit.api.bench_columns import (
 from deploykit.api.bench_inputs import BenchInputs, choose_inputs
 from deploykit.api.bench_limits import EnergyLog, cpu_ceilings, limits
 from deploykit.api.bench_memory import measure_memory
+from deploykit.api.bench_proofs import Proofs
+from deploykit.api.bench_rivals import find_rivals
 from deploykit.api.bench_scenarios import choose_scenarios
-from deploykit.api.feeds import comparison_feeds
 from deploykit.api.outputs import claim_report
 from deploykit.core.artefact import ArtefactLike
 from deploykit.core.errors import BadInput
@@ -34,15 +36,11 @@ from deploykit.core.paths import StrPath
 from deploykit.core.provenance import provenance
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from deploykit.measure.evaluate.parity import Parity
     from deploykit.measure.report.report import Accuracy, Gate, NotMeasured, Report
     from deploykit.measure.timing.cpu_search import CpuSearch
     from deploykit.measure.timing.scenarios import ScenarioResult
     from deploykit.measure.timing.sweep import Point, Timing
-    from deploykit.runtimes.data.samples import Samples
-    from deploykit.runtimes.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -87,21 +85,21 @@ def bench(
     `quick` of fewer batches, 2 and 1); a report of less than 60 is marked. `slo_ms`: the wanted
     p99. `price`: of an hour of the machine. `processes`: fresh ones that share the time, 10 for
     60 s, else this one alone. `scenarios`: of MLPerf, each for `seconds` more. `force`: replace
-    files of others in the folder `out`. `settings_of`: an earlier report, whose
-    settings of the CPU are taken, to compare both.
+    files of others in `out`. `settings_of`: an earlier report, whose settings are taken.
     """
     from deploykit.measure.report import report as reports
 
     batches = batches if batches is not None else QUICK_BATCHES if quick else BATCHES
-    # checked before all the work
     empty = reports.Report("", now(), command, slo_ms=slo_ms, price=price)
     note = _Once(on_note)
     every = open_entries(engines, baseline, trust, note)
     timing, count = _timing(quick, warmup_s, seconds, processes)
     scenario = choose_scenarios(scenarios, timing.seconds, slo_ms)
     folder = claim_report(out, (*engines, baseline, data, settings_of), force=force)
-    run = _prepare(every, data, axis, device, batches, timing, settings_of, note, on_progress)
-    points, conditions, gaps = _time(run, every, batches, timing, count, scenario, on_progress)
+    with tempfile.TemporaryDirectory(prefix="deploykit-bench-") as rounded:
+        what = (data, axis, device, batches, timing, settings_of, note, on_progress)
+        run = _prepare(every, Path(rounded), *what)
+        points, conditions, gaps = _time(run, every, batches, timing, count, scenario, on_progress)
     report = replace(
         empty,
         title=f"{every[0].artefact.path.stem}: latency and throughput",
@@ -161,18 +159,18 @@ class _Run:
     inputs: BenchInputs
     parity: list[Parity]
     accuracy: list[Accuracy]
-    gates: dict[str, Gate]  # by the artefact's hash
+    gates: dict[str, Gate]  # by the entry's key
     columns: Columns
     gaps: list[NotMeasured]
-    asked: frozenset[str]  # hashes of the engines, without the baseline's
+    asked: frozenset[str]  # keys of the engines, without the baseline's
 
     def known(self, points: Sequence[Point], gaps: Sequence[NotMeasured]) -> dict[str, Any]:
         """The fields of the report that depend on the run and its points."""
         from deploykit.measure.timing.cpu_search import best_cpu
 
-        failed = {sha256 for sha256, gate in self.gates.items() if not gate.passed}
+        failed = {key for key, gate in self.gates.items() if not gate.passed}
         columns = self.columns.setups
-        wrong = tuple(dict.fromkeys(each.label for each in columns if each.sha256 in failed))
+        wrong = tuple(dict.fromkeys(each.label for each in columns if each.entry in failed))
         return {
             "machine": self.machine.to_dict(),
             "provenance": {**provenance(), "inputs": self.inputs.identify()},
@@ -181,7 +179,7 @@ class _Run:
             "gates": tuple(self.gates.values()),
             "points": tuple(points),
             "wrong": wrong,
-            "asked": tuple(each.label for each in columns if each.sha256 in self.asked),
+            "asked": tuple(each.label for each in columns if each.entry in self.asked),
             "best_cpu": best_cpu(points, wrong),
             "cpu_search": tuple(self.columns.searches),
             "not_measured": (*self.columns.gaps, *self.gaps, *gaps),
@@ -190,6 +188,7 @@ class _Run:
 
 def _prepare(
     every: Sequence[Entry],
+    folder: Path,
     data: StrPath | None,
     axes: Mapping[str, int],
     device: str,
@@ -207,15 +206,18 @@ def _prepare(
     with reference.open("cpu") as base:
         samples = read_samples(Path(data), base.inputs) if data else None
         inputs = choose_inputs(reference.artefact, base, samples, axes)
-        parity, accuracy, gates = _proofs(base, reference, every, samples, device, note)
-    right = [each for each in every if not _failed(gates.get(each.artefact.sha256))]
+        proofs = Proofs(base, reference, samples, device, note)
+        right = [reference, *(each for each in every[1:] if proofs.prove(each).passed)]
+        rivals, gaps = find_rivals(right, machine, folder)
+        rivals = [each for each in rivals if proofs.admit(each, gaps)]
+    right += rivals
     search_s = min(_SEARCH_MAX_S, timing.seconds * _SEARCH_SHARE)
     search = partial(_search_cpu, right, inputs, search_s, earlier, on_progress)
-    columns = choose_columns(reference, every, machine, device, batches, search)
-    gap = NotMeasured("accuracy", "no labelled data were given (`data`)")
-    asked = frozenset(each.artefact.sha256 for each in every[1:])
-    gaps = [gap] * (not accuracy)
-    return _Run(machine, inputs, parity, accuracy, gates, columns, gaps, asked)
+    columns = choose_columns(reference, (*every, *rivals), machine, device, batches, search)
+    if not proofs.accuracy:
+        gaps.append(NotMeasured("accuracy", "no labelled data were given (`data`)"))
+    asked = frozenset(each.key for each in every[1:])
+    return _Run(machine, inputs, proofs.parity, proofs.accuracy, proofs.gates, columns, gaps, asked)
 
 
 def _failed(gate: Gate | None) -> bool:
@@ -235,21 +237,24 @@ def _search_cpu(
 
     What is among the `earlier` ones is not searched again.
     """
-    from deploykit.measure.timing.cpu_search import CpuSearch, choices, search_cpu
+    from deploykit.measure.timing.cpu_search import CpuSearch, choices_for, search_cpu
 
     specs = inputs.specs
     rows = specs[0].shape[0] if specs and specs[0].shape else batch
     if item not in right or (isinstance(rows, int) and rows != batch):
         return None
     for each in earlier:
-        if (each.file, each.batch) == (item.artefact.name, batch) and each.trials:
+        known = (each.file, each.batch, each.runtime) == (item.artefact.name, batch, item.runtime)
+        if known and each.trials:
             return each
     if on_progress is not None:
-        on_progress(f"{item.artefact.name}, batch {batch}: fastest settings of the CPU", 0.0)
+        what = item.rival or item.artefact.name
+        on_progress(f"{what}, batch {batch}: fastest settings of the CPU", 0.0)
     feeds = inputs(batch)
     cores = sorted({default_threads(), usable_cores()})
-    trials = search_cpu(choices(cores), partial(open_on_cpu, item), feeds, batch, window_s)
-    return CpuSearch(item.artefact.name, batch, trials)
+    tried = choices_for(item.runtime, cores)
+    trials = search_cpu(tried, partial(open_on_cpu, item), feeds, batch, window_s)
+    return CpuSearch(item.artefact.name, batch, trials, item.runtime)
 
 
 def _time(
@@ -280,7 +285,7 @@ def _time(
                 points = sweep_apart(*what, processes=count, watch=watch)
             else:
                 points = sweep(*what, watch=watch)
-        right = [each for each in setups if not _failed(run.gates.get(each.sha256))]
+        right = [each for each in setups if not _failed(run.gates.get(each.entry))]
         ran = scenarios(setups=right, points=points, feeds=run.inputs, on_progress=on_progress)
     memory = measure_memory(setups, points, run.inputs, on_progress) if count > 1 else ()
     outside = sum_up(watch, before, watch.over(around_s, time.sleep))
@@ -311,52 +316,3 @@ def _method(timing: Timing, points: Sequence[Point]) -> str:
 
 def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-
-
-def _proofs(
-    base: Engine,
-    reference: Entry,
-    every: Sequence[Entry],
-    samples: Samples | None,
-    device: str,
-    note: Callable[[str], None],
-) -> tuple[list[Parity], list[Accuracy], dict[str, Gate]]:
-    """Parity of each artefact with `base`, the baseline, and accuracy where there are labels."""
-    from deploykit.api.verify import outputs_gate
-    from deploykit.measure.evaluate.accuracy import TOP1, top1_scores
-    from deploykit.measure.evaluate.parity import compare_engines
-    from deploykit.measure.report.report import Accuracy
-    from deploykit.measure.statistics import paired_drop
-
-    has_labels = samples is not None and samples.labels is not None
-
-    def scores(engine: Engine, feeds: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray | None:
-        rows = len(next(iter(feeds[0].values())))
-        return top1_scores(engine, samples, rows) if samples and has_labels else None
-
-    graph = reference.artefact.path
-    parity, accuracy, gates = [], [], {}
-    base_scores = (
-        scores(base, comparison_feeds(base, base, samples, graph)[0]) if has_labels else None
-    )
-    if base_scores is not None:
-        score = paired_drop(base_scores, base_scores, TOP1)
-        accuracy.append(Accuracy(reference.precision, TOP1, score.n, score.reference, None))
-    for item in every:
-        if item is reference:
-            continue
-        with item.open("cpu" if item.artefact.runtime.on_cpu else device) as engine:
-            names = (reference.artefact.name, item.artefact.name)
-            feeds, fewer = comparison_feeds(base, engine, samples, graph)
-            for text in fewer:
-                note(f"parity: {text}")
-            random = samples is None
-            parity.append(compare_engines(base, engine, feeds, names=names, random=random))
-            drop = None
-            found = scores(engine, feeds)
-            if found is not None and base_scores is not None:
-                drop = paired_drop(base_scores, found, TOP1)
-                row = Accuracy(item.precision, TOP1, drop.n, drop.candidate, drop.drop)
-                accuracy.append(row)
-            gates[item.artefact.sha256] = outputs_gate(item.artefact, parity[-1], drop)
-    return parity, accuracy, gates

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, Unsupported
-from deploykit.core.extras import installed
 from deploykit.core.machine import Machine
 from deploykit.core.precision import narrowest
-from deploykit.core.runtime import BUILT
+from deploykit.core.runtime import BUILT, RUNTIMES, function
 
 if TYPE_CHECKING:
     from deploykit.measure.report.report import NotMeasured
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
     from deploykit.runtimes.engine import Engine
 
 BASELINE = "fp32 CPU"  # ONNX Runtime, the fastest settings of one session
+_NEAR = 0.25  # below the fastest rate of a search, whose windows are short
+SEARCHED = ("onnxruntime", "openvino", "torch")  # whose settings of the CPU are chosen by a search
 
 
 def _say_nothing(note: str) -> None: ...
@@ -47,12 +48,21 @@ class Opener:
 
 @dataclass(frozen=True)
 class Entry:
-    """One artefact of the report. `precision`: "fp32", "fp16", "int8", ..."""
+    """One artefact in one runtime. `precision`: "fp32", "fp16", "int8", ...
+
+    `rival`: the label of one that nobody asked for, which may be faster on this CPU, else "".
+    """
 
     artefact: Artefact
     precision: str
     built_on: Mapping[str, str]
     open: Callable[..., Engine]  # (device)
+    runtime: str
+    rival: str = ""
+
+    @property
+    def key(self) -> str:
+        return f"{self.artefact.sha256} {self.runtime} {self.precision}"
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -69,17 +79,29 @@ def open_entry(artefact: Artefact, trust: bool, note: Callable[[str], None]) -> 
     """Of an .onnx file or a built engine; BadInput for any other format."""
     from deploykit.onnx_graph.graph import Graph
 
-    if not artefact.runtime.builder:
+    if not artefact.runtime.builder and not _is_module(artefact):
         raise wrong_format(artefact, artefact.format, f"an {' or '.join(BUILT)} file")
     built_on: Mapping[str, str] = {}
     if artefact.format == "onnx":
         precision = narrowest(Graph.open(artefact.path).precision)
+    elif artefact.runtime.name == "torch":
+        precision = "fp32"
     else:
         manifest = artefact.manifest
         built_on = manifest.built_on if manifest else {}
         counted = narrowest(manifest.precision) if manifest else "unknown"
         precision = built_on.get("precision", counted)
-    return Entry(artefact, precision, built_on, Opener(artefact, trust, note))
+    opener = Opener(artefact, trust, note)
+    return Entry(artefact, precision, built_on, opener, artefact.runtime.name)
+
+
+def _is_module(artefact: Artefact) -> bool:
+    """Whether a PyTorch file says how to run it."""
+    if artefact.format != "torch":
+        return False
+    from deploykit.runtimes.torch.engine import describes_itself
+
+    return describes_itself(artefact.path)
 
 
 def open_entries(
@@ -143,7 +165,8 @@ def choose_columns(
 
     `search` tries settings of the CPU on an artefact at a batch size, None where it cannot. An
     artefact that is faster in other settings than the baseline's has a column more; one that does
-    not run on CPUs has its own, on its GPU.
+    not run on CPUs has its own, on its GPU; one in another runtime the settings of its own. Rivals,
+    the last of `every`, have a column where the search found them near the fastest or faster.
     """
     from deploykit.measure.report.report import NotMeasured
     from deploykit.measure.timing.cpu_search import CpuSettings
@@ -159,22 +182,40 @@ def choose_columns(
             setup = _setup(item, f"{stem}, {runtime.title}", device)
             setups += _ways(setup, batches) if runtime.overlaps else [setup]
             continue
-        if item.artefact.format != "onnx":  # another runtime, whose settings are not ours to try
+        if item.runtime not in SEARCHED:  # its settings are not ours to try
             setups.append(_setup(item, stem, "cpu"))
             continue
         own: dict[int, CpuSettings] = {}
+        behind: list[int] = []
         for batch in batches:
             found = search(item, batch)
             if found:
                 searches.append(found)
                 own[batch] = found.fastest
+            if found and item.rival and _behind(found, searches):
+                behind.append(batch)
+                del own[batch]
             if item is reference:
                 best = (found.fastest_of_one, found.fastest) if found else (CpuSettings(),)
                 alike[batch] = list(dict.fromkeys(best))
+        if behind:
+            sizes = ", ".join(map(str, behind))
+            what = f"{item.rival} on the CPU at batch {sizes}"
+            gaps.append(NotMeasured(what, "far slower than others in the search"))
+        if item.runtime != reference.runtime:
+            setups += _placed(item, _by_settings(item.rival or stem, own))
+            setups += [] if own or item.rival else [_setup(item, stem, "cpu")]
+            continue
         setups += _on_cpu(item, BASELINE if item is reference else stem, alike, own)
         if gpu and "cuda" in runtime.devices:
             setups.append(_setup(item, f"{stem}, GPU", gpu))
-    return Columns(setups, searches, [*gaps, *_not_searched(every)])
+    return Columns(setups, searches, gaps)
+
+
+def _behind(found: CpuSearch, every: Sequence[CpuSearch]) -> bool:
+    """Whether it lost the search at its batch size by more than noise explains."""
+    rates = [each.trials[0].throughput_per_s for each in every if each.batch == found.batch]
+    return found.trials[0].throughput_per_s < (1 - _NEAR) * max(rates)
 
 
 def _on_cpu(
@@ -193,6 +234,20 @@ def _on_cpu(
             found.setdefault((many, each), []).append(batch)
         if batch in own and own[batch] not in alike[batch]:
             found.setdefault((f"{label}, own settings", own[batch]), []).append(batch)
+    return _placed(item, found)
+
+
+def _by_settings(
+    label: str, own: Mapping[int, CpuSettings]
+) -> dict[tuple[str, CpuSettings], list[int]]:
+    found: dict[tuple[str, CpuSettings], list[int]] = {}
+    for batch, settings in own.items():
+        found.setdefault((label, settings), []).append(batch)
+    return found
+
+
+def _placed(item: Entry, found: Mapping[tuple[str, CpuSettings], Sequence[int]]) -> list[Setup]:
+    """A setup for each label and settings, at its batch sizes."""
     return [
         replace(
             _setup(item, name, "cpu"),
@@ -210,22 +265,23 @@ def _on_cpu(
 def open_on_cpu(item: Entry, settings: CpuSettings) -> Engine:
     """One of its sessions."""
     from deploykit.measure.timing.processes import ProcessEngine
-    from deploykit.runtimes.onnxruntime.engine import open_engine
 
-    path, threads = item.artefact.path, settings.threads
-    open_it = partial(open_engine, path, "cpu", threads, spinning=settings.spinning)
+    open_it = partial(open_session, item.runtime, item.artefact, item.precision, settings)
     return ProcessEngine(open_it) if settings.processes else open_it()
 
 
-def _not_searched(every: Sequence[Entry]) -> list[NotMeasured]:
-    """What could be faster on this CPU and was not tried."""
-    from deploykit.measure.report.report import NotMeasured
-
-    openvino = "deploykit has no engine for it" if installed("openvino") else "not installed"
-    gaps = {"OpenVINO": openvino, "torch in bfloat16": "an ONNX file holds no module to run"}
-    if not any(item.precision == "int8" and item.artefact.runtime.on_cpu for item in every):
-        gaps["INT8"] = "no INT8 file was given; `deploykit quantize --to int8` makes one"
-    return [NotMeasured(f"{what} on the CPU", why) for what, why in gaps.items()]
+def open_session(
+    runtime: str, artefact: Artefact, precision: str, settings: CpuSettings | None
+) -> Engine:
+    """In this process. `settings`: of the CPU, None for one session with the usual threads."""
+    options: dict[str, Any] = {}
+    if runtime == "onnxruntime" and settings is not None:
+        options["spinning"] = bool(settings.spinning)
+    if runtime == "torch":
+        options["bf16"] = precision == "bf16"
+    open_engine = function(RUNTIMES[runtime].engine)
+    engine: Engine = open_engine(artefact, "cpu", settings and settings.threads, **options)
+    return engine
 
 
 def _ways(plain: Setup, batches: Sequence[int]) -> list[Setup]:
@@ -289,4 +345,5 @@ def _setup(item: Entry, label: str, device: str) -> Setup:
         precision=item.precision,
         file=item.artefact.name,
         sha256=item.artefact.sha256,
+        entry=item.key,
     )

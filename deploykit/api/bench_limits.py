@@ -73,7 +73,8 @@ def limits(
         if inferred is None:
             continue
         places.append((point, inferred, sum(each.traffic_bytes for each in inferred.interpreted)))
-        predicted += _predicted(point, inferred, found.get(point.threads or default_threads()))
+        if point.runtime.startswith("onnxruntime"):  # which a plan for the CPU is of
+            predicted += _predicted(point, inferred, found.get(point.threads or default_threads()))
     marks = [_place(*each) for each in places if each[1].flops and each[2]]
     used = {point.precision for point, _, _ in places}
     ceilings = _ceilings(marks, used, [*found.values()])

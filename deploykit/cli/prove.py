@@ -128,7 +128,7 @@ def predict(
 
 
 @described(f"""
-ENGINE                 {ENGINE}s to measure
+ENGINE                 {ENGINE}s to measure; a .pt checkpoint too, on the CPU
 --baseline FILE.onnx   The float32 model to compare with [the first ENGINE]
 --batches N,N,...      Batch sizes to measure [1,2,4,8,16,32, or 1,8,32 with --quick]
 -o --out DIR           Folder of the report

@@ -20,6 +20,8 @@ from deploykit.core.machine import this_machine
 from deploykit.core.manifest import manifest_path
 from tests.support.runtimes.gpu_machine import LAYERS, gpu_machine, plan
 
+pytestmark = pytest.mark.usefixtures("onnxruntime_alone")
+
 Machine = Callable[..., Any]
 
 

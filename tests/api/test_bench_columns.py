@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import pytest
-
 import deploykit as dk
 from deploykit.api.bench_columns import (
     Columns,
@@ -107,19 +105,6 @@ def test_columns_of_different_counts_of_sessions_have_one_name(affine_onnx: Path
     assert [label for label, *_ in rows(found)][1:] == ["fp32 CPU, several sessions"] * 2
 
 
-@pytest.mark.parametrize("installed", [False, True])
-def test_what_was_not_searched_is_named(
-    affine_onnx: Path, monkeypatch: pytest.MonkeyPatch, installed: bool
-) -> None:
-    monkeypatch.setattr("deploykit.api.bench_columns.installed", lambda _: installed)
-    gaps = {each.what: each.why for each in columns(affine_onnx, found={}, batches=(1,)).gaps}
-    assert gaps["OpenVINO on the CPU"] == (
-        "deploykit has no engine for it" if installed else "not installed"
-    )
-    assert "an ONNX file holds no module" in gaps["torch in bfloat16 on the CPU"]
-    assert "deploykit quantize --to int8" in gaps["INT8 on the CPU"]
-
-
 def test_each_file_is_timed_once_and_the_baseline_comes_first(affine_onnx: Path) -> None:
     other = copy_of(affine_onnx)
 
@@ -154,7 +139,8 @@ def test_a_bench_searches_times_and_reports_the_settings(affine_onnx: Path) -> N
         device="cpu",
         out=affine_onnx.parent / "report",
     )
-    assert [(each.file, each.batch) for each in report.cpu_search] == [
+    own = [each for each in report.cpu_search if each.runtime == "onnxruntime"]
+    assert [(each.file, each.batch) for each in own] == [
         (name, batch) for name in ("affine.onnx", "copy.onnx") for batch in (1, 8)
     ]
     for batch in (1, 8):

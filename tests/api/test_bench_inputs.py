@@ -13,6 +13,8 @@ from deploykit.core.artefact import Artefact
 from deploykit.core.tensors import parse_spec
 from tests.support.runtimes.cases import Case, onnx_model
 
+pytestmark = pytest.mark.usefixtures("onnxruntime_alone")
+
 SEQUENCE = Case(
     "sequence",
     ("x:float32[batch_size,T,4]", "lengths:int64[batch_size]"),

@@ -27,6 +27,7 @@ from tests.support.onnx_zoo import mnist_like, save
 def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dk.Report]:
     folder = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deploykit.api.bench_rivals.installed", lambda _: False)
         found = keep_round_calibration(folder / "cache", patch)
         for threads in range(1, (os.cpu_count() or 1) + 1):  # the search may choose any
             assert store_calibration(replace(found, threads=threads)) == ""

@@ -15,6 +15,8 @@ from deploykit.measure.timing.sweep import Setup, Timing, sweep
 from deploykit.runtimes.data.samples import random_feeds
 from tests.support.fake_engine import FakeEngine
 
+pytestmark = pytest.mark.usefixtures("onnxruntime_alone")
+
 ALL = ["offline", "single-stream", "multi-stream", "server"]
 
 

@@ -19,6 +19,8 @@ from deploykit.cli.main import main
 from deploykit.core.errors import BadInput
 from deploykit.measure.report.report import Report
 
+pytestmark = pytest.mark.usefixtures("onnxruntime_alone")
+
 
 def write(path: Path, weights: np.ndarray) -> Path:
     """Y = x W on float32[N,16]."""

@@ -15,6 +15,7 @@ from deploykit.measure.report.formatting import SPACE, count, number, points, sp
 from deploykit.measure.report.report import Report
 from deploykit.measure.report.rows import load_label
 from deploykit.measure.statistics import NO_DIFFERENCE, PRACTICALLY_EQUAL, difference
+from deploykit.measure.timing.cpu_search import describe_best
 from deploykit.measure.timing.sweep import Point
 
 _MOST = 3  # engines, or reasons, that the verdict names
@@ -34,6 +35,7 @@ def verdict(report: Report) -> tuple[str, ...]:
         )
     elif not report.invalid:
         sentences += _headlines(report)
+        sentences += describe_best(report.best_cpu, report.usable)
     sentences += _marked(report)
     sentences += _power_mode(report)
     sentences += _scenario_sentences(report)

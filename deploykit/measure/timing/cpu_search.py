@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from deploykit.core.errors import OutOfMemory
 from deploykit.core.json_value import Record
+from deploykit.core.runtime import RUNTIMES
 from deploykit.measure.statistics import Interval
 from deploykit.measure.timing.closed_loop import Clock, run_block
 from deploykit.measure.timing.sweep import CLOSED_LOOP, Point
@@ -29,19 +30,20 @@ _PROCESSES_FROM_S = 0.05  # windows; shorter ones take less time than a process 
 class CpuSettings(Record):
     """`sessions` at once, in processes of their own or in one, each with `threads`.
 
-    `spinning`: threads that wait for work keep their core busy.
+    `spinning`: threads that wait for work keep their core busy; None where that cannot be chosen.
     """
 
     sessions: int = 1
     threads: int = 1
-    spinning: bool = False
+    spinning: bool | None = False
     processes: bool = False
 
     def __str__(self) -> str:
         plural = "es" if self.processes else "s"
         what = ("process" if self.processes else "session") + plural * (self.sessions > 1)
         threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
-        spinning = f", spinning {'on' if self.spinning else 'off'}" if self.threads > 1 else ""
+        chosen = self.threads > 1 and self.spinning is not None
+        spinning = f", spinning {'on' if self.spinning else 'off'}" if chosen else ""
         return f"{self.sessions} {what} of {threads}{spinning}"
 
 
@@ -55,11 +57,15 @@ class CpuTrial(Record):
 
 @dataclass(frozen=True)
 class CpuSearch(Record):
-    """The settings tried on a file at a batch size: the finalists first, the fastest before all."""
+    """The settings tried on a file at a batch size: the finalists first, the fastest before all.
+
+    `runtime`: of the table of runtimes.
+    """
 
     file: str
     batch: int
     trials: tuple[CpuTrial, ...]
+    runtime: str = "onnxruntime"
 
     @property
     def fastest(self) -> CpuSettings:
@@ -95,7 +101,7 @@ def best_cpu(points: Sequence[Point], wrong: Collection[str]) -> tuple[BestCpu, 
     for batch in dict.fromkeys(point.batch for point in usable):
         rivals = [point for point in usable if point.batch == batch]
         best = max(rivals, key=lambda point: point.throughput_per_s.value)
-        names = ", ".join(dict.fromkeys(point.precision for point in rivals))
+        names = ", ".join(dict.fromkeys(map(_runs, rivals)))
         found.append(
             BestCpu(
                 batch,
@@ -108,6 +114,32 @@ def best_cpu(points: Sequence[Point], wrong: Collection[str]) -> tuple[BestCpu, 
             )
         )
     return tuple(found)
+
+
+def describe_best(best: Sequence[BestCpu], points: Sequence[Point]) -> list[str]:
+    """A sentence that names the fastest column at each batch size; of `points` alone."""
+    known = {(point.label, point.batch): _runs(point) for point in points}
+    found = []
+    for each in best:
+        if what := known.get((each.label, each.batch)):
+            rate = f"{each.throughput_per_s.value:,.0f} inferences/s"
+            found.append(f"at batch {each.batch} {what}, {each.settings or each.label} ({rate})")
+    return [f"Fastest on this CPU: {'; '.join(found)}."] if found else []
+
+
+def _runs(point: Point) -> str:
+    """ "OpenVINO int8": what runs it, and in which precision."""
+    name = point.runtime.partition(" ")[0]
+    return f"{RUNTIMES[name].title if name in RUNTIMES else name} {point.precision}"
+
+
+def choices_for(runtime: str, cores: Collection[int]) -> list[CpuSettings]:
+    """`choices` that a runtime has: spinning ONNX Runtime alone, and torch one pool per process."""
+    found = choices(cores)
+    if runtime == "onnxruntime":
+        return found
+    apart = runtime == "torch"
+    return list(dict.fromkeys(replace(each, spinning=None, processes=apart) for each in found))
 
 
 def choices(cores: Collection[int]) -> list[CpuSettings]:
@@ -145,11 +177,9 @@ def search_cpu(
     if not first:
         raise no_memory or ValueError("no candidates")
     several = _ranked(first, lambda each: each.sessions > 1)[:_FINALISTS]
-    final = [
-        *_ranked(first, lambda each: each.sessions == 1)[:_FINALISTS],
-        *several,
-        *(replace(each, processes=True) for each in several[: window_s >= _PROCESSES_FROM_S]),
-    ]
+    apart = [replace(each, processes=True) for each in several[: window_s >= _PROCESSES_FROM_S]]
+    alone = _ranked(first, lambda each: each.sessions == 1)[:_FINALISTS]
+    final = list(dict.fromkeys((*alone, *several, *apart)))
     with contextlib.suppress(OutOfMemory):
         last = _race(final, open_session, feeds, batch, window_s, clock, _ROUNDS)
         lost = _ranked(first, lambda each: each not in last)

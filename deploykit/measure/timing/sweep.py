@@ -43,7 +43,7 @@ class Setup:
     `threads`: CPU threads of each engine, None where that means nothing. `device`: "" for the
     engine's own. `file` and `sha256` name the artefact in the report. `settings`: those of
     the CPU, as text. `batches`: the only sizes to time it at; () for all. `processes`: each session
-    has a process of its own.
+    has a process of its own. `entry`: names what is timed, over all its setups.
     """
 
     label: str
@@ -58,6 +58,7 @@ class Setup:
     settings: str = ""
     batches: tuple[int, ...] = ()
     processes: bool = False
+    entry: str = ""
 
     @property
     def scenario(self) -> str:

@@ -43,15 +43,6 @@ _DTYPES: Mapping[str, str] = {  # OpenVINO's name of what a layer runs in -> our
 # layers that compute nothing: what holds, moves or converts data
 _NO_WORK = frozenset(("Input", "Output", "Const", "Reorder", "Reshape", "Convert", "Transpose"))
 _WIDE = ("int64", "uint64", "uint32")  # computed as int32
-_READ_BACK = (
-    "INFERENCE_PRECISION_HINT",
-    "INFERENCE_NUM_THREADS",
-    "NUM_STREAMS",
-    "EXECUTION_MODE_HINT",
-    "ENABLE_CPU_PINNING",
-    "ENABLE_HYPER_THREADING",
-    "DYNAMIC_QUANTIZATION_GROUP_SIZE",
-)
 
 
 def open_engine(
@@ -87,7 +78,9 @@ class OpenVinoEngine(BaseEngine):
             reader = frontend.FrontEndManager().load_by_framework("onnx")
             # not mapped: truncating a mapped file would end the process
             model = reader.convert(reader.load(str(path), enable_mmap=False))
-            self._compiled: Any = ov.Core().compile_model(model, "CPU", _config(threads))
+            exact: dict[str, Any] = {} if adds_exactly() else {"LP_TRANSFORMS_MODE": False}
+            config = {**_config(threads), **exact}  # without INT8 kernels that are not
+            self._compiled: Any = ov.Core().compile_model(model, "CPU", config)
             self._request: Any = self._compiled.create_infer_request()
             self.layers = tuple(_layers(self._compiled))
         ports = {name: n for n, port in enumerate(self._compiled.inputs) for name in port.names}
@@ -101,7 +94,7 @@ class OpenVinoEngine(BaseEngine):
         self.steady = not slowed_by_values(path)
         executed = Counter(layer.precision for layer in self.layers if layer.precision)
         self.options = {
-            **{name: _text(self._compiled.get_property(name)) for name in _READ_BACK},
+            **{name: _text(self._compiled.get_property(name)) for name in _config(threads)},
             "layers": ", ".join(f"{count} {name}" for name, count in executed.most_common()),
         }
         self.notes = tuple(f"{path}: {note}" for note in self._doubts())
@@ -142,7 +135,6 @@ def _config(threads: int | None) -> dict[str, Any]:
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # no activation is rounded that has no INT8 pair
         "ENABLE_CPU_PINNING": False,  # engines of two processes would be pinned to the same cores
         "ENABLE_HYPER_THREADING": True,  # else fewer threads than were asked for
-        **({} if adds_exactly() else {"LP_TRANSFORMS_MODE": False}),  # no INT8 kernels
     }
 
 

@@ -14,16 +14,8 @@ from deploykit.core.protobuf import damaged
 
 frontend = require("openvino.frontend")
 
-_FAILURES = (
-    frontend.GeneralFailure,
-    frontend.InitializationFailure,
-    frontend.NotImplementedFailure,
-    frontend.OpConversionFailure,
-    frontend.OpValidationFailure,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+_OF_READERS = [each for name, each in vars(frontend).items() if name.endswith("Failure")]
+_FAILURES = (*_OF_READERS, RuntimeError, TypeError, ValueError)
 _PLACES = re.compile(r"Exception from src/\S+:\d+:\s*|Check '.*?' failed at src/\S+:\d+:\s*")
 _UNKNOWN = re.compile(r"No conversion rule found for operations?: ([^\n]+)")
 _CANNOT = re.compile(r"FrontEnd API failed with \w+:\s*")

@@ -27,6 +27,8 @@ def open_engine(
     device: str = "auto",
     threads: int | None = None,
     trust: bool = False,  # noqa: ARG001 - no code of the file runs here
+    *,
+    bf16: bool = False,
 ) -> TorchEngine:
     """A deploykit checkpoint as an Engine. Raises BadInput for a file that does not say enough."""
     path = Path(source)
@@ -36,7 +38,7 @@ def open_engine(
             "would run code of its own",
             hint="export it first: see deploykit export --help, `arch` and `allow_pickle`",
         )
-    return TorchEngine(load_module(path), path.name, device, threads)
+    return TorchEngine(load_module(path), path.name, device, threads, bf16=bf16)
 
 
 def describes_itself(path: Path) -> bool:
@@ -56,9 +58,11 @@ def open_with(
 
 
 class TorchEngine(BaseEngine):
-    """The reference: PyTorch eager, float32."""
+    """The reference: PyTorch eager, float32; `bf16`: weights and float inputs rounded to that."""
 
-    def __init__(self, loaded: Loaded, where: str, device: str, threads: int | None) -> None:
+    def __init__(
+        self, loaded: Loaded, where: str, device: str, threads: int | None, *, bf16: bool = False
+    ) -> None:
         cuda = torch.cuda.is_available()
         chosen = ("cuda:0" if cuda else "cpu") if device == "auto" else device
         if chosen != "cpu" and not cuda:
@@ -72,6 +76,9 @@ class TorchEngine(BaseEngine):
         self._where = where
         with module_errors(f"{where}: moving it to {chosen}"):
             self._module = loaded.module.to(chosen)
+            self._floats = torch.bfloat16 if bf16 else None
+            if bf16:
+                self._module = self._module.to(torch.bfloat16)
         if threads is not None:
             torch.set_num_threads(threads)  # torch keeps one number for the whole process
 
@@ -82,7 +89,7 @@ class TorchEngine(BaseEngine):
         arrays = [np.require(feeds[spec.name], requirements=["C", "W"]) for spec in self.inputs]
         with module_errors(f"{self._where}: the model failed"), torch.inference_mode():
             tensors = [  # copied: a module may write to its inputs; bfloat16 has no array
-                torch.from_numpy(array).to(self.device, getattr(torch, spec.dtype), copy=True)
+                torch.from_numpy(array).to(self.device, self._dtype(spec), copy=True)
                 for array, spec in zip(arrays, self.inputs, strict=True)
             ]
             values = [to_numpy(value).copy() for value in self._module(*tensors)]
@@ -92,6 +99,10 @@ class TorchEngine(BaseEngine):
                 f"{len(self.outputs)} were announced: {', '.join(map(str, self.outputs))}"
             )
         return {spec.name: value for spec, value in zip(self.outputs, values, strict=True)}
+
+    def _dtype(self, spec: TensorSpec) -> Any:
+        dtype = getattr(torch, spec.dtype)
+        return self._floats if self._floats and dtype.is_floating_point else dtype
 
     def in_float64(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """The outputs for `feeds`, computed in float64. Raises BadInput where the model cannot."""

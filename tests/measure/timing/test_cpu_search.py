@@ -14,6 +14,8 @@ from deploykit.measure.timing.cpu_search import (
     CpuSettings,
     best_cpu,
     choices,
+    choices_for,
+    describe_best,
     search_cpu,
 )
 from deploykit.runtimes.data.samples import random_feeds
@@ -146,6 +148,42 @@ def test_an_engine_that_refuses_the_inputs_ends_the_search() -> None:
         Machine(call_s).search(choices([2]))
 
 
+def test_each_runtime_has_the_settings_that_it_can_choose() -> None:
+    """Torch keeps one pool of threads for a process; ONNX Runtime alone lets threads spin."""
+    assert choices_for("onnxruntime", [2]) == choices([2])
+    assert {str(each) for each in choices_for("openvino", [2])} == {
+        "1 session of 1 thread",
+        "1 session of 2 threads",
+        "2 sessions of 1 thread",
+    }
+    assert {str(each) for each in choices_for("torch", [2])} == {
+        "1 process of 1 thread",
+        "1 process of 2 threads",
+        "2 processes of 1 thread",
+    }
+
+
+def test_settings_that_are_processes_already_are_raced_once() -> None:
+    machine = Machine(lambda each: 0.01 * each.sessions * (0.5 if each.threads == 2 else 1))
+    found = machine.search(choices_for("torch", [2]))
+    assert len({trial.settings for trial in found.trials}) == len(found.trials) == 3
+    assert str(found.fastest) == "1 process of 2 threads"
+
+
+def test_the_winner_is_named_with_its_runtime_precision_and_settings(report: Report) -> None:
+    points = [
+        replace(each, runtime="openvino 2026.4.1", settings="2 processes of 1 thread")
+        if each.label == "int8 CPU"
+        else each
+        for each in report.points
+    ]
+    (sentence,) = describe_best(best_cpu(points, set())[:1], points)
+    assert sentence.startswith(
+        "Fastest on this CPU: at batch 1 OpenVINO int8, 2 processes of 1 thread ("
+    )
+    assert describe_best(best_cpu(points, set()), []) == []
+
+
 def test_the_best_of_the_cpu_is_right_on_the_cpu_and_in_the_closed_loop(report: Report) -> None:
     points = [replace(each, settings=f"of {each.label}") for each in report.points]
     best = best_cpu(points, set())
@@ -155,7 +193,10 @@ def test_the_best_of_the_cpu_is_right_on_the_cpu_and_in_the_closed_loop(report: 
         "of int8 CPU",
         "int8",
     )
-    assert best[0].why == "the fastest of 4 columns on the CPU (fp32, fp16, int8)"
+    assert best[0].why == (
+        "the fastest of 4 columns on the CPU (ONNX Runtime fp32, ONNX Runtime fp16, "
+        "ONNX Runtime int8)"
+    )
     assert best_cpu(points, {"int8 CPU"})[0].label == "fp32 CPU, 2 × 1"
     assert best_cpu([replace(each, device="cuda:0") for each in points], set()) == ()
     assert best_cpu([replace(each, scenario="offline") for each in points], set()) == ()
