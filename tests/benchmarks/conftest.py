@@ -1,4 +1,4 @@
-"""The serving benchmarks import each other by bare names, as scripts in one folder do."""
+"""Benchmarks import each other by bare names, as scripts in one folder do."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "serve"
-sys.path.insert(0, str(FOLDER))
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]

@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 
@@ -26,6 +26,7 @@ from deploykit.measure.load.client import Client, Report
 from deploykit.measure.load.records import RunRecord, SendPlan
 
 _HEAD_START_S = 0.02  # from the last process that is ready to the first request
+_POLL_S = 0.5  # between two checks for Ctrl-C
 _PATIENCE_S = 60.0  # until the processes are ready
 _COUNT = re.compile(r"[\d,]+")
 
@@ -75,8 +76,8 @@ def run_processes(plans: Sequence[SendPlan], on_progress: Report | None = None) 
                 for number, plan in enumerate(plans)
             ]
             _start_together(runs, ready, begin)
-            while not all(run.done() for run in runs):
-                time.sleep(0.01)
+            while wait(runs, _POLL_S).not_done:
+                pass  # without a timeout a Ctrl-C just before the wait would go unnoticed
             return [run.result() for run in runs]
         except BaseException:
             stop.set()  # each ends at its next report of progress

@@ -3,14 +3,16 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
+from collections import Counter, deque
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput
-from deploykit.measure.timing.closed_loop import Block, run_block
+from deploykit.measure.timing.closed_loop import Block, closed_loop, run_block
 from deploykit.runtimes.data.samples import random_feeds
 from deploykit.runtimes.engine import Arrays
 from tests.support.fake_engine import FakeEngine
@@ -60,6 +62,29 @@ def test_the_calls_add_up_to_the_block() -> None:
     assert block.calls_ns.tolist() == [200_000_000, 100_000_000, 200_000_000]
     assert (block.rows, block.seconds) == (12, pytest.approx(0.5))
     assert block.rate == pytest.approx(24.0)
+
+
+def test_the_loop_itself_is_a_clock_and_an_append_per_call() -> None:
+    """What the instrument adds to a call, counted: two calls into C and none into Python."""
+    counts: Counter[str] = Counter()
+
+    def engine(_feeds: Arrays) -> dict[str, np.ndarray]:
+        return {}
+
+    def count(_frame: object, event: str, what: object) -> None:
+        counts[f"{event} {getattr(what, '__name__', '')}" if event == "c_call" else event] += 1
+
+    steps = deque(range(0, 10_000, 10))
+    sys.setprofile(count)
+    try:
+        calls = closed_loop(engine, FEEDS, 5_000, steps.popleft)  # type: ignore[arg-type]
+    finally:
+        sys.setprofile(None)
+    assert len(calls) == 500
+    assert counts["c_call append"] == 500
+    assert counts["c_call popleft"] == 501
+    assert counts["call"] <= 500 + 5  # the engine, and what begins the loop
+    assert sum(n for name, n in counts.items() if name.startswith("c_call")) <= 1001 + 10
 
 
 def test_a_call_that_has_begun_is_finished() -> None:
