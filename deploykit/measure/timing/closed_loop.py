@@ -88,14 +88,14 @@ def closed_loop(
     feeds: Arrays,
     length_ns: int,
     clock: Clock,
-    stop: Callable[[], bool] = lambda: False,
+    stop: Callable[[], bool] | None = None,
 ) -> array[int]:
     """Nanoseconds of each call, from the end of the last: they sum to the time that passed.
 
     An engine that has a `run_loop` of its own, in another process, runs it there.
     """
     if isinstance(engine, RunsLoop):
-        return engine.run_loop(feeds, length_ns, stop)
+        return engine.run_loop(feeds, length_ns, stop or bool)
     calls = array("q")
     last = clock()
     end = last + length_ns
@@ -104,7 +104,7 @@ def closed_loop(
         now = clock()
         calls.append(now - last)
         last = now
-        if now >= end or stop():
+        if now >= end or (stop is not None and stop()):
             return calls
 
 
