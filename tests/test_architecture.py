@@ -74,7 +74,7 @@ BUDGETS = {
     "onnx_graph+quantization": 6000,
     "builders": 1910,
     "measure": 9700,
-    "pipelines": 1600,
+    "pipelines": 1760,
     "planning": 760,
     "serving": 14300,
     "bundling": 2040,

@@ -51,3 +51,17 @@ def test_the_example_client_gets_an_answer(tmp_path: Path) -> None:
     name, _, values = out.partition(": ")
     assert name == mnist_like().graph.output[0].name
     assert len(json.loads(values)[0]) == 10
+
+
+def test_the_example_pipeline_reads_every_digit_of_its_page(tmp_path: Path) -> None:
+    for module in ("PIL", "sklearn", "onnxruntime"):
+        pytest.importorskip(module)
+    pipeline = tmp_path / "examples" / "read_digits.py"
+    pipeline.parent.mkdir()
+    pipeline.write_text((ROOT / "examples/read_digits.py").read_text())
+    save(mnist_like(), tmp_path / "model.onnx")
+    drawn = run(tmp_path, pipeline, "page.png").split()
+    assert [len(line) for line in drawn] == [6, 6, 6]
+    read = json.loads(run(tmp_path, "-m", "deploykit", "predict", pipeline, "page.png"))
+    assert [len(line) for line in read] == [6, 6, 6]  # the model is not trained: any digits
+    assert all(line.isdigit() for line in read)

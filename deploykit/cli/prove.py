@@ -8,7 +8,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from deploykit.cli import answers, output, tables
+from deploykit.cli import answers, output, pipelines, tables
 from deploykit.cli.options import DEVICE, ENGINE, FORCE, JSON, TRUST, api_arguments, described
 from deploykit.cli.progress import Progress
 from deploykit.core.errors import BadInput, GateFailed
@@ -62,7 +62,7 @@ def compare(
 
 
 @described(f"""
-ENGINE                 A .pt, {ENGINE}
+ENGINE                 A .pt, {ENGINE}, or the .py or .toml file of a pipeline
 DATA                   Images to answer; with --out the inputs: an .npz file or a folder
 --text TEXT            A sentence to answer; may be repeated
 -o --out FILE.npz      Where to write the outputs of all samples of DATA
@@ -94,6 +94,10 @@ def predict(
 
     Example: deploykit predict model.onnx cat.jpg
     """
+    given = api_arguments(locals())
+    if engine.suffix in pipelines.SUFFIXES:
+        pipelines.predict(engine, data or [], given, as_json)
+        return
     from deploykit.api import predict as predicting
 
     files, sentences = data or [], text or []
@@ -128,7 +132,7 @@ def predict(
 
 
 @described(f"""
-ENGINE                 {ENGINE}s to measure; a .pt checkpoint too, on the CPU
+ENGINE                 {ENGINE}s to measure; a .pt checkpoint too, on the CPU; or a pipeline
 --baseline FILE.onnx   The float32 model to compare with [the first ENGINE]
 --batches N,N,...      Batch sizes to measure [1,2,4,8,16,32, or 1,8,32 with --quick]
 -o --out DIR           Folder of the report
@@ -179,12 +183,13 @@ def bench(
     Example: deploykit bench model.int8.onnx --baseline model.onnx --quick
     """
     given = api_arguments(locals())
-    if compare is not None:
-        compare_two(given, as_json)
+    other = compare_two if compare is not None else pipelines.find_bench(engines)
+    if other is not None:
+        other(given, as_json)
         return
+    engines = _engines(engines, fail_on_regression)
     from deploykit.api import bench as figures
 
-    engines = _engines(engines, fail_on_regression)
     with Progress("bench") as progress:
         result = figures.bench(
             engines,

@@ -18,6 +18,7 @@ from deploykit.pipelines.annotations import EACH, meeting, shown
 from deploykit.pipelines.formats import answer_json, reader
 from deploykit.pipelines.models import Ports
 from deploykit.pipelines.stages import Definition, Function, Model, Origin, WiredStage
+from deploykit.runtimes.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,11 @@ class StageGraph:
 def connect_stages(definition: Definition, ports: Mapping[str, Ports]) -> StageGraph:
     """Check and connect the stages; `ports` by model. Raises BadInput naming what does not fit."""
     return _Connecting(definition, ports).graph()
+
+
+def connect_engines(definition: Definition, engines: Mapping[str, Engine]) -> StageGraph:
+    """The same, with what the opened models take and give."""
+    return connect_stages(definition, {name: Ports.of(each) for name, each in engines.items()})
 
 
 class _Connecting:

@@ -10,7 +10,7 @@ import numpy as np
 
 from deploykit.core.tensors import TensorSpec, carrier, mismatch
 from deploykit.pipelines.failures import StageFailed, named
-from deploykit.runtimes.engine import Arrays
+from deploykit.runtimes.engine import Arrays, Engine
 from deploykit.runtimes.tasks.engine import TaskSteps
 
 if TYPE_CHECKING:
@@ -24,6 +24,14 @@ class Ports:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     task: TaskSteps | None = None
+
+    @staticmethod
+    def of(engine: Engine) -> Ports:
+        """Of an opened model, with the task of its manifest."""
+        file, steps = engine.source, None
+        if file is not None and file.manifest is not None and file.manifest.task is not None:
+            steps = TaskSteps(file.manifest.task, engine.inputs, engine.outputs, file.path.parent)
+        return Ports(engine.inputs, engine.outputs, steps)
 
     @property
     def takes(self) -> Mapping[str, Any]:
