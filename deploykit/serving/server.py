@@ -124,19 +124,19 @@ class Server:
             loopback = is_loopback(self.host)
             access = AccessControl(guard, loopback=loopback, origins=options.origins, public=FILES)
             self.repository = ModelRepository(
-                models, options, deliver=self._deliver, call_soon=self._loop.call_soon
-            )
+                models, options, deliver=self._deliver, call_soon=self._loop.call_soon,
+                processes=group.count,
+            )  # fmt: skip
         except BaseException:
             self._release()
             raise
         self._offload = ThreadOffload(self._loop, OFFLOAD_THREADS, self._finished.run)
         self._worker = WorkerProcess()
-        scheme = "https" if tls else "http"
         host = PipelineHost(self.repository, self._loop, group.count)
         self._pipelines = {name: make(host) for name, make in (pipelines or {}).items()}
         self._routes = Routes(
             self.repository, self._offload, self._worker, self._pipelines,
-            scheme=scheme, group=group,
+            scheme="https" if tls else "http", group=group,
         )  # fmt: skip
         memory = MemoryBudget(options.max_held_bytes, options.max_body_bytes, group.count)
         self.repository.add_metrics(partial(_held_samples, memory))

@@ -57,7 +57,9 @@ class ServedModel:
         deliver: Callable[[Sequence[Pending]], None],
         clock_us: Callable[[], int],
         call_soon: CallSoon | None = None,
+        processes: int = 1,
     ) -> None:
+        """`processes`: how many servers share the cores."""
         self.name = name
         self.engines = tuple(engines)
         if not engines:
@@ -76,6 +78,8 @@ class ServedModel:
         self._deliver = deliver
         self._clock_us = clock_us
         self._call_soon = call_soon
+        # where each process has one core, spinning took 20 % of a request's time from the others
+        self._spin_us = SPIN_US if usable_cores() > processes else 0
         self._warm_notes: tuple[str, ...] = ()
         self.warm_up_s = 0.0
         self.remark: Callable[[], str | None] = lambda: None  # an additional note, or None
@@ -340,7 +344,7 @@ class ServedModel:
             hung_us=2000 * self._options.timeout_ms,
             close_engines=close_engines,
             call_soon=self._call_soon,
-            spin_us=SPIN_US if usable_cores() > 1 else 0,
+            spin_us=self._spin_us,
         )
 
     def _warm(

@@ -32,7 +32,7 @@ _RESERVED = (".", "..", "stats")
 
 
 class ModelRepository:
-    """Models by name. `deliver` and `call_soon`: see Batcher.
+    """Models by name. `deliver` and `call_soon`: see Batcher. `processes`: see ServedModel.
 
     The caller closes the engines after `close`, except those passed to `replace`.
     """
@@ -45,6 +45,7 @@ class ModelRepository:
         deliver: Callable[[Sequence[Pending]], None] = deliver_inline,
         clock_us: Callable[[], int] = monotonic_us,
         call_soon: CallSoon | None = None,
+        processes: int = 1,
     ) -> None:
         if not models:
             raise BadInput("there is no model to serve")
@@ -67,7 +68,7 @@ class ModelRepository:
             for name, engines in models.items():
                 several = engines if isinstance(engines, Sequence) else [engines]
                 self.models[name] = ServedModel(
-                    name, several, options, deliver, clock_us, call_soon
+                    name, several, options, deliver, clock_us, call_soon, processes
                 )
             self._check_buckets()
         except BaseException:

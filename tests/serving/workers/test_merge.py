@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from deploykit.serving.batching.policy import BatchRun, Pending
+from deploykit.serving.models import model as served
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.prometheus import METRICS, BucketCounts, Sample
 from deploykit.serving.options import ServeOptions
@@ -31,6 +32,22 @@ def report(*sizes: int) -> merge.Report:
     }
     with_one.close()
     return found
+
+
+@pytest.mark.parametrize(
+    ("processes", "cores", "spins"), [(1, 2, True), (2, 2, False), (1, 1, False)]
+)
+def test_a_server_spins_only_where_it_has_more_than_one_core(
+    monkeypatch: pytest.MonkeyPatch, processes: int, cores: int, spins: bool
+) -> None:
+    monkeypatch.setattr(served, "usable_cores", lambda: cores)
+    repository = ModelRepository(
+        {"m": FakeEngine()}, ServeOptions(), call_soon=lambda _: None, processes=processes
+    )
+    inline = repository.models["m"].batcher._inline
+    repository.close()
+    assert inline is not None
+    assert (inline._spin_us > 0) is spins
 
 
 def value(samples: list[Sample], name: str, **labels: str) -> float | BucketCounts:
