@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 EXPORT_MAX_ERROR = 1e-4  # float32 on both sides: only the order of additions differs
 _IN_PARTS = (
-    "compared in two parts, as equal scores decide which boxes are kept: the boxes and scores "
-    "before the choice, then the choice among them"
+    "compared in two parts: the values by which the answers are chosen, then the choice among them"
 )
 
 
@@ -64,10 +63,13 @@ def prove_export(
             parity = _compare(reference, exported, feeds, bound, names, done.sizes, keep)
             recorded = golden.record(reference, _few(feeds, loaded.inputs), tmp)
             rows = batching.prove_batch(exported, tmp, recorded, most, joined)
-            notes = (*rows_note(most), *batching.notes(exported, rows))
-            if not parity.passed and loaded.parts is not None:
-                parts = _compare_parts(loaded.parts, exported, tmp, feeds, bound, names, done)
-                parity, notes = parts, (*notes, _IN_PARTS)
+            notes = rows_note(most)
+            chooses = all("float" not in spec.dtype for spec in loaded.outputs)
+            if loaded.parts is not None and (chooses or not parity.passed):
+                parts = _compare_parts(loaded.parts, exported, tmp, feeds, bound, names, done, most)
+                parity, notes = parts.parity, (*notes, _IN_PARTS)
+                rows = rows if rows.passed else parts.rows
+            notes = (*notes, *batching.notes(exported, rows))
         if max_error is None and not parity.passed:  # the graph is closed: float64 needs its memory
             few = feeds if most == MOST_SAMPLES else feeds[:1]  # in float64, with slow kernels
             parity = _add_float32_errors(parity, reference, few)
@@ -85,6 +87,13 @@ class _Chained:
         return self._second(self._first(feeds))
 
 
+class _Parts(NamedTuple):
+    """Of a model in two parts: their parity, and that no row depends on others in the first."""
+
+    parity: Parity
+    rows: RowIndependence
+
+
 def _compare_parts(
     parts: tuple[Loaded, Loaded],
     exported: Engine,
@@ -93,12 +102,13 @@ def _compare_parts(
     bound: float,
     names: tuple[str, str],
     done: Exported,
-) -> Parity:
+    most: int,
+) -> _Parts:
     """Prove a model that chooses by values: what it chooses by, then what it chooses.
 
     Equal scores have no order: where a difference of 1e-7 decides, another box is chosen and both
-    are right. So the first of `parts` is exported alone and compared, and the second, in PyTorch,
-    chooses by the values of that graph.
+    are right; and choices alone that are equal show little of the scores. So the first of `parts`
+    is exported alone and compared, and the second, in PyTorch, chooses by the values of that graph.
     """
     from deploykit.exporters.onnx import export_module
     from deploykit.measure.evaluate.parity import compare_engines
@@ -119,7 +129,8 @@ def _compare_parts(
             values = compare_engines(reference, graph, feeds, max_error=bound, names=names)
             chained = cast("Engine", _Chained(graph, chooses))
             chosen = compare_engines(chained, exported, feeds, max_error=bound, names=names)
-    return Parity(*names, (*values.rows, *chosen.rows), bound)
+            rows = batching.prove_batch(graph, file, None, most)
+    return _Parts(Parity(*names, (*values.rows, *chosen.rows), bound), rows)
 
 
 def _add_float32_errors(

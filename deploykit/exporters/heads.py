@@ -112,6 +112,20 @@ class _Job:
             replace(self.loaded, module=made, outputs=tuple(specs)), outputs, classes, notes
         )
 
+    def in_parts(
+        self,
+        made: TaskHead,
+        before: Any,
+        places: Sequence[int],
+        raw: Sequence[TensorSpec],
+        after: Any,
+    ) -> TaskHead:
+        """`made` that also says how it is put together: `after` chooses by `raw` of `before`."""
+        first = self.head(before, places, raw, TaskOutputs(), None).loaded
+        module, outputs = adapt(after, by_position, len(raw)), made.loaded.outputs
+        second = replace(first, module=module, inputs=tuple(raw), outputs=outputs)
+        return replace(made, loaded=replace(made.loaded, parts=(first, second)))
+
 
 class _Behind(torch.nn.Module):  # type: ignore[misc, name-defined] # torch comes through require
     """`head` behind `module`: it gets the outputs at `places`."""
@@ -188,15 +202,22 @@ def _segment(job: _Job) -> TaskHead:
     if grow:
         notes = (*notes, f"its scores of {sides[0]}x{sides[1]} are resized to the image's")
 
+    def grown(values: Any) -> Any:
+        values = values.to(torch.float32)
+        if not grow:
+            return (values,)
+        resize = torch.nn.functional.interpolate
+        return (resize(values, size=job.size, mode="bilinear", align_corners=False),)
+
     def mask(values: Any) -> Any:
-        if grow:
-            values = torch.nn.functional.interpolate(
-                values, size=job.size, mode="bilinear", align_corners=False
-            )
         return (values.argmax(1).to(torch.int32),)
 
     out = TensorSpec("mask", "int32", (batch, *job.size))
-    return job.head(_Formula(mask), [at], [out], TaskOutputs(mask="mask"), count, notes)
+    made = job.head(
+        _Formula(lambda x: mask(*grown(x))), [at], [out], TaskOutputs(mask="mask"), count, notes
+    )
+    raw = TensorSpec("pixel_scores", "float32", (batch, count, *job.size))
+    return job.in_parts(made, _Formula(grown), [at], [raw], _Formula(mask))
 
 
 # embeddings
@@ -293,10 +314,7 @@ def _suppressed(
         TensorSpec("corners", "float32", (*shape, 4)),
         TensorSpec("by_class", "float32", (*shape, count)),
     )
-    first = job.head(_Formula(before), places, raw, TaskOutputs(), count).loaded
-    last = adapt(_Formula(after), by_position, len(raw))
-    second = replace(first, module=last, inputs=raw, outputs=made.loaded.outputs)
-    return replace(made, loaded=replace(made.loaded, parts=(first, second)))
+    return job.in_parts(made, _Formula(before), places, raw, _Formula(after))
 
 
 def _final(job: _Job, at: int, shape: Sequence[int | str], notes: tuple[str, ...]) -> TaskHead:

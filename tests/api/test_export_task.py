@@ -189,6 +189,7 @@ def test_a_segmentation_answers_the_class_of_each_pixel(tmp_path: Path) -> None:
     with dk.load(made.path, "cpu") as engine:
         mask = engine({"image": images})["mask"]
     assert (mask == grown.argmax(1).numpy()).mean() > 0.99
+    assert {row.output for row in made.parity.rows} == {"pixel_scores", "mask"}
     assert made.manifest.task.outputs == TaskOutputs(mask="mask")
 
 
