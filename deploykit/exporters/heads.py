@@ -21,6 +21,7 @@ from deploykit.runtimes.torch.outputs import adapt
 torch = require("torch")
 
 _PREFERRED = ("logits", "scores", "out", "output", "output_0")
+_FIRST_IMAGE = "output_0_"  # of the list that detectors of torchvision answer with
 _NOT_ONE = 1e-3  # sums of rows that are probabilities are nearer to 1
 
 
@@ -247,7 +248,10 @@ _DETECTS = (
 
 def _detect(job: _Job) -> TaskHead:
     _keep_anchors(job.loaded.module)
-    outputs = {spec.name: (at, spec) for at, spec in enumerate(job.loaded.outputs)}
+    outputs = {
+        spec.name.removeprefix(_FIRST_IMAGE): (at, spec)
+        for at, spec in enumerate(job.loaded.outputs)
+    }
     named = [outputs.get(name) for name in ("boxes", "scores", "labels")]
     if all(named) and len(named[0][1].shape) == 2:  # type: ignore[index] # all are there
         return _of_one_image(job, [each[0] for each in named if each])

@@ -60,6 +60,30 @@ def test_a_model_is_built_with_the_classes_of_its_weights(models: Any, tmp_path:
     assert [spec.shape for spec in loaded.outputs] == [("N", 7)]
 
 
+def test_timms_configuration_of_a_model_is_its_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As timm's own transforms do it: resized to 224 / 0.9, then the middle is cut out."""
+    monkeypatch.setattr(presets, "_timm_labels", lambda _module: ("a", "b"))
+    module = torch.nn.Linear(2, 2)
+    module.pretrained_cfg = {
+        "architecture": "net",
+        "tag": "in1k",
+        "input_size": (3, 224, 224),
+        "interpolation": "bicubic",
+        "crop_pct": 0.9,
+        "mean": (0.5, 0.5, 0.5),
+        "std": (0.25, 0.25, 0.25),
+    }
+    found = presets.preset_of(module)
+    assert found is not None
+    assert found.image == ImageInput("image", 224, 224, "shortest-edge", 248, "bicubic")
+    assert (found.preprocess.std, found.labels) == ((0.25, 0.25, 0.25), ("a", "b"))
+    assert found.source == "timm's configuration of net.in1k"
+    module.pretrained_cfg["crop_mode"] = "squash"
+    squashed = presets.preset_of(module)
+    assert squashed is not None
+    assert (squashed.image.resize, squashed.image.resize_to) == ("stretch", 0)
+
+
 def test_a_name_that_nobody_knows_is_refused_with_the_nearest(models: Any) -> None:
     with pytest.raises(NotFound, match="`arch` resnet81: torchvision has no model") as caught:
         presets.build_named("resnet81", {})

@@ -94,7 +94,8 @@ def build_named(arch: str, weights: Mapping[str, Any]) -> Any:
     Raises NotFound, MissingExtra.
     """
     if name := timm_name(arch):
-        return _sized(lambda **given: require("timm").create_model(name, **given), weights)
+        timm = with_torchvision(lambda: require("timm"))
+        return _sized(lambda **given: timm.create_model(name, **given), weights)
     found = torchvision_name(arch)
     if found is None:
         return None
