@@ -60,9 +60,8 @@ def compare_engines(
             _check_arrays(name, batch, x[name], y[name], names)
             axis = class_axis(name, x[name], feeds) if x[name] is left[name] else None
             tally = tallies.setdefault((name, batch), _Tally())
-            if _is_mask(x[name], feeds):
-                tally.add_mask(x[name], y[name])
-                continue
+            images = [array.shape[:3] for array in feeds.values() if array.ndim == 4]
+            tally.mask = x[name].dtype.kind in "iu" and x[name].shape in images
             tally.add(x[name], y[name], axis)
             if name in boxes:
                 tally.match(boxes[name])
@@ -189,13 +188,6 @@ def _batch(specs: Sequence[TensorSpec], feeds: Arrays) -> int:
     return int(array.shape[0]) if array is not None and array.ndim else 1
 
 
-def _is_mask(values: np.ndarray, feeds: Arrays) -> bool:
-    """Integers [N,H,W] next to an image of that size: the class of each pixel."""
-    shapes = [array.shape for array in feeds.values() if array.ndim == 4]
-    integers = values.dtype.kind in "iu" and values.ndim == 3
-    return integers and any(shape[:3] == values.shape for shape in shapes)
-
-
 class _Tally:
     """Adds up the differences of one output at one batch size, call by call."""
 
@@ -205,7 +197,7 @@ class _Tally:
         self.rows = self.agreeing = self.undefined = 0
         self.other_scale = 0.0
         self.finite = self.places_match = True
-        self.masks = False
+        self.mask = False  # the class of each pixel: where scores are equal, either is right
         self.floating = True
         self.answers = ""
         self.boxes: list[Matches] = []
@@ -235,26 +227,6 @@ class _Tally:
         for start in range(0, len(rows_a), step):
             self._add_rows(rows_a[start : start + step], rows_b[start : start + step])
 
-    def add_mask(self, a: np.ndarray, b: np.ndarray) -> None:
-        """Classes of pixels: where two scores are equal but for rounding, either is right."""
-        self.answers, self.floating = PIXELS, False
-        self.values += a.size
-        self.compared += a.size
-        self.rows += a.size
-        self.agreeing += int((a == b).sum())
-        count = int(max(a.max(initial=0), b.max(initial=0))) + 1
-        left, right = (np.bincount(each.ravel(), minlength=count) for each in (a, b))
-        self._add_classes(left, right, np.bincount(a[a == b], minlength=count))
-        self.scale = max(self.scale, float(count))
-        self.masks = True
-
-    def _add_classes(self, left: np.ndarray, right: np.ndarray, shared: np.ndarray) -> None:
-        """Pixels of each class on both sides, and those that both have."""
-        count = max(len(shared), len(self.shared))
-        known = [np.pad(each, (0, count - len(each))) for each in (self.shared, self.either)]
-        more = [np.pad(each, (0, count - len(each))) for each in (shared, left + right - shared)]
-        self.shared, self.either = known[0] + more[0], known[1] + more[1]
-
     def _add_rows(self, a: np.ndarray, b: np.ndarray) -> None:
         if not self.floating:
             self.differing += int((a != b).sum())
@@ -270,7 +242,9 @@ class _Tally:
             if self.answers == PIXELS:
                 counts = [np.bincount(each, minlength=x.shape[1]) for each in (left, right)]
                 shared = np.bincount(left[left == right], minlength=x.shape[1])
-                self._add_classes(counts[0], counts[1], shared)
+                self.shared = self.shared + shared if self.shared.size else shared
+                either = counts[0] + counts[1] - shared
+                self.either = self.either + either if self.either.size else either
         x, y = x[both], y[both]
         self.compared += x.size
         if x.size == 0:
@@ -289,8 +263,8 @@ class _Tally:
         shown = self.rows and (self.scale or self.boxes)
         agreement = self.agreeing / self.rows if shown else None
         error = relative(self.max_abs, self.scale or self.other_scale)
-        if self.masks and agreement is not None:
-            error = 1 - agreement
+        if self.mask:
+            error = self.differing / max(1, self.values)
         if self.boxes and agreement is not None:
             error = max(error, 1 - agreement)
         return ParityRow(
@@ -325,7 +299,7 @@ class _Tally:
     def _problem(self) -> str:
         if not self.places_match:
             return "NaN or infinity in one of the two and not in the other"
-        if self.differing:
+        if self.differing and not self.mask:
             return f"{self.differing} of {self.values} integers or booleans differ"
         if self.values and not self.compared:
             return "no value is finite in either, so nothing could be compared"
