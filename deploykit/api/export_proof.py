@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from deploykit.runtimes.torch.loaded import Loaded
 
 EXPORT_MAX_ERROR = 1e-4  # float32 on both sides: only the order of additions differs
-_IN_PARTS = (
-    "compared in two parts: the values by which the answers are chosen, then the choice among them"
-)
+_IN_PARTS = "compared in two parts: the values by which the answers are chosen, then the choice"
 
 
 class Proof(NamedTuple):
@@ -66,9 +64,9 @@ def prove_export(
             notes = rows_note(most)
             chooses = all("float" not in spec.dtype for spec in loaded.outputs)
             if loaded.parts is not None and (chooses or not parity.passed):
-                parts = _compare_parts(loaded.parts, exported, tmp, feeds, bound, names, done, most)
-                parity, notes = parts.parity, (*notes, _IN_PARTS)
-                rows = rows if rows.passed else parts.rows
+                given = (exported, tmp, feeds, bound, names, done, most)
+                parity, first = _compare_parts(loaded.parts, *given)
+                rows, notes = rows if rows.passed else first, (*notes, _IN_PARTS)
             notes = (*notes, *batching.notes(exported, rows))
         if max_error is None and not parity.passed:  # the graph is closed: float64 needs its memory
             few = feeds if most == MOST_SAMPLES else feeds[:1]  # in float64, with slow kernels
@@ -87,13 +85,6 @@ class _Chained:
         return self._second(self._first(feeds))
 
 
-class _Parts(NamedTuple):
-    """Of a model in two parts: their parity, and that no row depends on others in the first."""
-
-    parity: Parity
-    rows: RowIndependence
-
-
 def _compare_parts(
     parts: tuple[Loaded, Loaded],
     exported: Engine,
@@ -103,7 +94,7 @@ def _compare_parts(
     names: tuple[str, str],
     done: Exported,
     most: int,
-) -> _Parts:
+) -> tuple[Parity, RowIndependence]:
     """Prove a model that chooses by values: what it chooses by, then what it chooses.
 
     Equal scores have no order: where a difference of 1e-7 decides, another box is chosen and both
@@ -130,7 +121,7 @@ def _compare_parts(
             chained = cast("Engine", _Chained(graph, chooses))
             chosen = compare_engines(chained, exported, feeds, max_error=bound, names=names)
             rows = batching.prove_batch(graph, file, None, most)
-    return _Parts(Parity(*names, (*values.rows, *chosen.rows), bound), rows)
+    return Parity(*names, (*values.rows, *chosen.rows), bound), rows
 
 
 def _add_float32_errors(

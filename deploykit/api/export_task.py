@@ -276,7 +276,7 @@ def _with_text(source: ExportSource, options: TaskOptions) -> Tasked:
             f"`task` {options.kind}: no input holds token ids, as input_ids:int64[N,T] does",
             hint="the inputs are: " + ", ".join(map(str, loaded.inputs)),
         )
-    folder = _folder(source.path)
+    folder = source.path if source.path is None or source.path.is_dir() else source.path.parent
     path = options.tokenizer or (folder / "tokenizer.json" if folder else None)
     if path is None or not path.is_file():
         where = f"{path}: no such file" if path else "a live module has no folder"
@@ -310,11 +310,6 @@ def _with_text(source: ExportSource, options: TaskOptions) -> Tasked:
         source=str(config.get("model_type") or ""),
     )
     return Tasked(head.loaded, task, None, path, (*head.notes, *notes))
-
-
-def _folder(path: Path | None) -> Path | None:
-    """Where the files that belong to a model lie."""
-    return path if path is None or path.is_dir() else path.parent
 
 
 def _settings(folder: Path | None, name: str) -> dict[str, Any]:
