@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 
 import numpy as np
@@ -9,7 +10,15 @@ import numpy as np
 from deploykit.core.errors import BadInput
 from deploykit.core.task import ImageInput
 from deploykit.runtimes.data.images import Image, check_pixels, check_stored, open_image
-from deploykit.runtimes.tasks.images import FORMATS, MODES, PlacedImage, place, turn_upright
+from deploykit.runtimes.tasks.images import (
+    FORMATS,
+    LARGE_PIXELS,
+    MODES,
+    ONE_LARGE,
+    PlacedImage,
+    place,
+    turn_upright,
+)
 
 
 def read_pixels(data: bytes) -> np.ndarray:
@@ -18,8 +27,10 @@ def read_pixels(data: bytes) -> np.ndarray:
     with open_image(io.BytesIO(data), where, FORMATS) as opened:
         check_pixels(opened, where)
         check_stored(opened, where)
-        pixels: np.ndarray = np.asarray(turn_upright(opened, "RGB"))
-        return pixels
+        large = opened.width * opened.height > LARGE_PIXELS
+        with ONE_LARGE if large else contextlib.nullcontext():
+            pixels: np.ndarray = np.asarray(turn_upright(opened, "RGB"))
+            return pixels
 
 
 def place_pixels(pixels: np.ndarray, image: ImageInput) -> PlacedImage:

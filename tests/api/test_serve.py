@@ -262,7 +262,7 @@ def test_two_servers_run_in_one_process(model: Path) -> None:
 def test_a_server_that_cannot_start_raises_in_the_callers_thread(tmp_path: Path) -> None:
     with pytest.raises(dk.NotFound):
         dk.serve(tmp_path / "absent.onnx")
-    with pytest.raises(dk.BadInput, match="no file to serve"):
+    with pytest.raises(dk.BadInput, match="no engine to serve"):
         dk.serve([])
 
 

@@ -48,7 +48,7 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_one_large = threading.Lock()
+ONE_LARGE = threading.Lock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +115,7 @@ def read_image(
         if most_pixels is not None and pixels > most_pixels:
             raise TooLarge(f"{where}: is {opened.width}x{opened.height}")
         check_stored(opened, where)
-        with _one_large if pixels > LARGE_PIXELS else contextlib.nullcontext():
+        with ONE_LARGE if pixels > LARGE_PIXELS else contextlib.nullcontext():
             return place(turn_upright(opened, MODES[image.colours]), image, where)
 
 
