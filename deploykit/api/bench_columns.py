@@ -271,7 +271,7 @@ def open_on_cpu(item: Entry, settings: CpuSettings) -> Engine:
 
 
 def open_session(
-    runtime: str, artefact: Artefact, precision: str, settings: CpuSettings | None
+    runtime: str, artefact: Artefact, precision: str, settings: CpuSettings | None, _: str = "cpu"
 ) -> Engine:
     """In this process. `settings`: of the CPU, None for one session with the usual threads."""
     options: dict[str, Any] = {}

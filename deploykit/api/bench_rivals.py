@@ -19,7 +19,6 @@ from deploykit.core.runtime import ALL, RUNTIMES, Runtime
 
 if TYPE_CHECKING:
     from deploykit.measure.report.report import NotMeasured
-    from deploykit.runtimes.engine import Engine
 
 _HALF = "bf16"
 _RUNS = ("fp32", _HALF, "int8")  # what rivals compute in where the CPU can
@@ -64,12 +63,8 @@ def find_rivals(
 def _rival(runtime: Runtime, artefact: Artefact, precision: str, every: Sequence[Entry]) -> Entry:
     alike = sum(each.precision == precision for each in every) > 1
     label = f"{runtime.title} {precision}" + f" of {artefact.path.stem}" * alike
-    opener = partial(_open, runtime.name, artefact, precision)
+    opener = partial(open_session, runtime.name, artefact, precision, None)
     return Entry(artefact, precision, {}, opener, runtime.name, label)
-
-
-def _open(runtime: str, artefact: Artefact, precision: str, _device: str = "cpu") -> Engine:
-    return open_session(runtime, artefact, precision, None)
 
 
 def _rounded(artefact: Artefact, folder: Path) -> Artefact:

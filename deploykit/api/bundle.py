@@ -21,7 +21,7 @@ from deploykit.core.json_value import Record
 from deploykit.core.paths import StrPath
 from deploykit.core.precision import names_of
 from deploykit.core.profile import Profile, load_profile, profile_names
-from deploykit.core.runtime import function
+from deploykit.core.runtime import RUNTIMES, function
 
 WRITERS: Mapping[str, str] = {  # kind -> what fills an empty folder
     "docker": "deploykit.bundling.docker:write",
@@ -145,6 +145,11 @@ def _check_asked(to: str, target: Profile, for_docker: Mapping[str, object]) -> 
             raise BadInput(f"`{option}` has no effect with `to` {to}")
     if for_docker["timing_cache"] and target.runtime != "tensorrt":
         raise BadInput("`timing_cache` has no effect: the target's runtime times no kernels")
+    if target.runtime not in ("onnxruntime", "tensorrt"):  # whose packages the locks have
+        raise BadInput(
+            f"profile '{target.name}': no bundle has {RUNTIMES[target.runtime].title}'s packages",
+            hint="install them on the device and copy the built file there; or `profile` cpu",
+        )
     if target.name not in profile_names():
         raise BadInput(
             f"profile '{target.name}': the device knows the profiles of deploykit alone",

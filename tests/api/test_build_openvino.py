@@ -140,3 +140,12 @@ def test_without_openvino_the_extra_is_named_and_nothing_is_written(model: Path)
     assert "openvino is not installed" in done.stderr
     assert "[openvino]" in done.stderr
     assert [each.name for each in model.parent.iterdir()] == ["model.onnx"]
+
+
+def test_neither_a_plan_nor_a_bundle_claims_what_is_of_onnx_runtime(model: Path) -> None:
+    (target,) = dk.plan(model, profiles=["cpu-openvino"], batches=[1]).targets
+    assert not target.predictions
+    assert "of ONNX Runtime alone" in target.why
+    with pytest.raises(BadInput, match="no bundle has OpenVINO's packages"):
+        dk.bundle(model, "cpu-openvino", out=model.with_name("bundle"))
+    assert not model.with_name("bundle").exists()

@@ -38,7 +38,8 @@ def sequence(tmp_path: Path) -> Path:
 def test_every_profile_has_predictions(model: Path) -> None:
     found = dk.plan(model, batches=[1])
     assert [target.profile for target in found.targets] == profile_names()
-    assert all(target.predictions for target in found.targets)
+    without = [target.profile for target in found.targets if not target.predictions]
+    assert without == ["cpu-openvino"]  # the probe is of ONNX Runtime
     assert {target.profile for target in found.targets if target.checked} == {"cpu"}
     assert any("not yet checked" in note for note in found.notes)
     json.dumps(found.to_dict(), allow_nan=False)
