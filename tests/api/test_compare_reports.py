@@ -120,7 +120,7 @@ def with_points(change: Change) -> Report:
     [
         (with_machine(cpu="Another CPU"), "cpu: An Example CPU against Another CPU"),
         (with_machine(usable_cores=4), "usable cores: 2 against 4"),
-        (with_machine(gpus=[{"name": "L4"}]), "gpus: none against name L4"),
+        (with_machine(gpus=[{"name": "L4", "driver": "580"}]), "gpus: none against name L4"),
         (with_machine(memory_bytes=4 << 30), "memory: 8 GiB against 4 GiB"),
         (
             with_machine(packages={"deploykit": "0.1.0", "numpy": "2.4.0"}),
