@@ -73,7 +73,8 @@ def verdict(results: Results) -> str:
         others = {
             name: rate
             for name in results.titles
-            if name != OURS and (rate := results.median_per_s(Cell(name, protocol, connections)))
+            if not name.startswith(OURS)
+            and (rate := results.median_per_s(Cell(name, protocol, connections)))
         }
         if not others:
             continue
