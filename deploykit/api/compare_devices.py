@@ -79,8 +79,9 @@ def compare_devices(
     place = claim_devices(out, read, force=force)
     chosen = load_recipe(recipe)
     from deploykit.training.devices import find_crossover, measure_devices
+    from deploykit.training.recipes import read_splits
 
-    splits = chosen.data(Path(data) if data else None)
+    splits = read_splits(chosen, Path(data) if data else None)
     middle = batch_size or chosen.batch_size
     batches = sorted({max(1, middle // 8), middle, 4 * middle})
     rows = tuple(measure_devices(chosen, splits, batches, on_progress))

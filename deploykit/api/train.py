@@ -119,12 +119,12 @@ def _train(
     claim_run((*read, out, *places), curve=curve, force=force, **files)
     chosen = load_recipe(recipe)
     from deploykit.runtimes.torch import open as runtime
-    from deploykit.training import distributed, loop
+    from deploykit.training import distributed, loop, recipes
     from deploykit.training.options import TrainingOptions
 
     initial = runtime.load_weights(start) if start else None
     with distributed.join_processes(given["device"]) as group:
-        splits = chosen.data(data)
+        splits = recipes.read_splits(chosen, data)
         notes = _skipped(splits, strict_data)
         trained = loop.run_training(
             chosen,

@@ -18,11 +18,11 @@ import torch
 from deploykit.core.errors import OutOfMemory
 from deploykit.core.json_value import Record
 from deploykit.core.recipe import Recipe, Splits
-from deploykit.runtimes.torch.operators import with_torchvision
 from deploykit.training.batches import Batches
 from deploykit.training.distributed import Processes
 from deploykit.training.loop import Run, use_tf32
 from deploykit.training.options import Progress, TrainingOptions, settle
+from deploykit.training.recipes import build_from_recipe
 
 _STEPS = 5
 _LIMIT_S = 20.0  # of the timed steps of one row: a slow one gets fewer
@@ -107,7 +107,7 @@ def _row(recipe: Recipe, splits: Splits, device: str, precision: str, batch: int
     )
     settings = settle(recipe, options)
     torch.manual_seed(0)
-    run = Run(recipe, splits, settings, with_torchvision(recipe.build), "", Processes())
+    run = Run(recipe, splits, settings, build_from_recipe(recipe), "", Processes())
     run.module.train()
     loader = _endless(run.batches)
     first = next(loader)

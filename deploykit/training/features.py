@@ -19,7 +19,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.memory import check_fits
 from deploykit.core.recipe import Recipe, Split
 from deploykit.runtimes.torch.preprocess import before
-from deploykit.runtimes.torch.weights import copy_weights
+from deploykit.runtimes.torch.weights import copy_weights, list_names
 from deploykit.training.batches import tensors
 
 _BATCH = 32
@@ -69,6 +69,11 @@ def start_from(
     own = part.state_dict()
     named = {key.removeprefix(f"{name}."): value for key, value in weights.items()}
     kept = {key: value for key, value in named.items() if key in own}
+    if not kept:
+        raise BadInput(
+            f"{where}: holds no weights of the recipe's backbone, such as {next(iter(own), name)}; "
+            f"it holds {list_names(list(weights))}"
+        )
     left = [key for key in named if key not in own]
     notes = list(copy_weights(where, part, kept))
     if left:

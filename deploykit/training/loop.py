@@ -19,7 +19,6 @@ import torch
 
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.recipe import Recipe, Splits
-from deploykit.runtimes.torch.operators import with_torchvision
 from deploykit.runtimes.torch.preprocess import before
 from deploykit.training.augment import describe_augment
 from deploykit.training.batches import check_labels
@@ -28,6 +27,7 @@ from deploykit.training.distributed import Processes, measure_scaling, parallel,
 from deploykit.training.features import Frozen, freeze, start_from
 from deploykit.training.loader import make_loader
 from deploykit.training.options import Progress, Settings, Trained, TrainingOptions, settle
+from deploykit.training.recipes import build_from_recipe, report_figures
 from deploykit.training.score import score_module
 from deploykit.training.state import (
     describe_run,
@@ -65,7 +65,7 @@ def run_training(
     settings = settle(recipe, options)
     check_labels(recipe, splits)
     torch.manual_seed(options.seed)
-    module = with_torchvision(recipe.build)
+    module = build_from_recipe(recipe)
     if weights is None and recipe.needs_weights:
         raise BadInput("this recipe needs `weights` to start from", hint=recipe.needs_weights)
     notes = start_from(module, recipe, weights, weights_from) if weights is not None else []
@@ -74,7 +74,7 @@ def run_training(
         run.notes += notes
         run.train(on_progress or (lambda _text, _share: None))
     if options.fsdp:
-        module = with_torchvision(recipe.build)
+        module = build_from_recipe(recipe)
         module.load_state_dict(run.group.share(whole_state(run.module)))
         module.eval()
     else:
@@ -85,8 +85,7 @@ def run_training(
         run.frozen.fold(module.get_submodule(recipe.backbone[1]))
     scores = score_module(module, recipe, splits.test)
     figures = run.figures() | run.measure_scaling()
-    if recipe.report is not None:
-        figures |= recipe.report(module, splits)
+    figures |= report_figures(recipe, module, splits)
     return Trained(module, scores, figures, tuple(run.history), tuple(run.notes))
 
 

@@ -8,6 +8,7 @@ import torch
 from deploykit.core.recipe import Recipe, Split
 from deploykit.runtimes.torch.preprocess import before
 from deploykit.training.batches import tensors
+from deploykit.training.recipes import score_samples
 
 
 def score_module(
@@ -32,6 +33,6 @@ def score_module(
                 spec.name: value.float().cpu().numpy()
                 for spec, value in zip(recipe.outputs, values, strict=True)
             }
-            scores.append(recipe.metric(named, split.labels[part]))
+            scores.append(score_samples(recipe, named, split.labels[part]))
     run.train(training)
     return np.concatenate(scores) if scores else np.zeros(0)
