@@ -1,4 +1,4 @@
-"""Call what a recipe brings. It is the user's own code: what goes wrong there is no bug of ours."""
+"""Call what a recipe brings. It is the user's own code: what fails there is named as such."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,9 @@ import torch
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.torch.operators import with_torchvision
+from deploykit.training.distributed import Processes
+from deploykit.training.loop import run_training
+from deploykit.training.options import TrainingOptions
 
 
 def points(count: int, seed: int) -> Split:
@@ -33,6 +37,24 @@ LINE = Recipe(
     batch_size=20,
     learning_rate=0.05,
 )
+
+
+def two_layers() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(2, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+
+
+def train_two_layers(options: dict[str, Any], group: Processes) -> dict[str, Any]:
+    """What a run on the CPU with these options gives, as JSON values; all processes call it."""
+    given = dict(options)
+    checkpoint = Path(given.pop("checkpoint")) if "checkpoint" in given else None
+    chosen = TrainingOptions(device="cpu", clip_norm=1.0, checkpoint=checkpoint, **given)
+    made = run_training(replace(LINE, build=two_layers), SPLITS, chosen, group=group)
+    return {
+        "losses": [each["loss"] for each in made.history],
+        "weights": torch.cat([each.flatten() for each in made.module.parameters()]).tolist(),
+        "notes": list(made.notes),
+        "figures": made.figures,
+    }
 
 
 def dropping() -> torch.nn.Module:
