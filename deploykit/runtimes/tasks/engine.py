@@ -11,7 +11,7 @@ import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.task import DETECT, EMBED, SEGMENT, ImageInput, Task, TextInput
-from deploykit.core.tensors import Bytes, TensorSpec
+from deploykit.core.tensors import Bytes, TensorSpec, mismatch
 from deploykit.runtimes.engine import Engine
 from deploykit.runtimes.tasks.answers import RLE, Answer, answer
 
@@ -131,17 +131,10 @@ def _same_shapes(rows: Sequence[ModelRow]) -> list[list[ModelRow]]:
 
 
 def _check_image(image: ImageInput, specs: Mapping[str, TensorSpec]) -> None:
-    channels = 1 if image.colours == "L" else 3
-    wanted = f"uint8[N,{image.height},{image.width},{channels}]"
+    shape = (1, image.height, image.width, 1 if image.colours == "L" else 3)
     spec = specs.get(image.tensor)
-    fits = (
-        spec is not None
-        and len(specs) == 1
-        and spec.dtype == "uint8"
-        and len(spec.shape) == 4
-        and _fits(spec.shape, (1, image.height, image.width, channels))
-    )
-    if not fits:
+    if spec is None or len(specs) > 1 or mismatch(spec, "uint8", shape):
+        wanted = f"uint8[N,{','.join(map(str, shape[1:]))}]"
         raise BadInput(
             f"the task puts images into '{image.tensor}:{wanted}', the model's inputs are: "
             + ", ".join(map(str, specs.values()))
@@ -150,31 +143,20 @@ def _check_image(image: ImageInput, specs: Mapping[str, TensorSpec]) -> None:
 
 def _check_text(text: TextInput, specs: Mapping[str, TensorSpec]) -> int | None:
     """The number of tokens that the model has, None where any number is possible."""
-    names = [name for name in (text.ids, text.mask, text.types) if name]
-    chosen = [specs[name] for name in names if name in specs]
-    right = all(s.dtype == "int64" and len(s.shape) == 2 and _fits(s.shape, (1, 0)) for s in chosen)
-    if len(chosen) != len(names) or len(specs) != len(names) or not right:
+    names = {text.ids, text.mask, text.types} - {""}
+    lengths = [spec.shape[-1] for spec in specs.values() if spec.shape]
+    length = next((n for n in lengths if isinstance(n, int)), None)
+    shape = (1, text.max_length if length is None else length)
+    if names != set(specs) or any(mismatch(spec, "int64", shape) for spec in specs.values()):
         raise BadInput(
-            f"the task puts tokens into int64[N,T] {', '.join(names)}, the model's inputs are: "
-            + ", ".join(map(str, specs.values()))
+            f"the task puts tokens into int64[N,T] {', '.join(sorted(names))}, the model's inputs "
+            "are: " + ", ".join(map(str, specs.values()))
         )
-    length = chosen[0].shape[1]
-    if isinstance(length, str):
-        return None
-    if length < text.max_length:
-        raise BadInput(
-            f"the task allows {text.max_length} tokens, the model takes {length}: {chosen[0]}"
-        )
-    if not text.mask:
+    if length is not None and length < text.max_length:
+        raise BadInput(f"the task allows {text.max_length} tokens, the model takes {length}")
+    if length is not None and not text.mask:
         raise BadInput(f"the model takes {length} tokens, and has no mask for those of a padding")
     return length
-
-
-def _fits(shape: Sequence[int | str], wanted: Sequence[int]) -> bool:
-    """Whether each axis is dynamic or as wanted; 0: any size."""
-    return all(
-        isinstance(axis, str) or size in (0, axis) for axis, size in zip(shape, wanted, strict=True)
-    )
 
 
 def _check_outputs(task: Task, specs: Mapping[str, TensorSpec]) -> None:
