@@ -178,6 +178,8 @@ def answer(brief: int, asked: list[str]) -> object:
     DONE.append(asked)
     if "open" in asked:
         GATE.set()
+    if "late" in asked:
+        threading.Event().wait(0.15)
     if "huge" in asked:
         return "x" * (8 << 20)
     if "bytes" in asked:
@@ -284,6 +286,18 @@ def test_a_stage_that_hangs_is_answered_in_time_and_the_rest_is_not_run(words: C
     assert "stage 'slow': not ended within the request's time limit of 2000 ms" in error["error"]
     assert words.metric("deploykit_pipeline_in_flight", pipeline="words") == 0
     assert words.metric("deploykit_pipeline_stage_in_flight", stage="slow") == 1  # it hangs
+
+
+def test_what_a_late_stage_gives_is_not_used(words: Client) -> None:
+    assert words.predict("words", b"hang")[0] == 504
+    assert words.predict("words", b"open") == (200, {"done": ["open"]})
+    name = "deploykit_pipeline_stage_in_flight"
+    words.until(lambda: words.metric(name, pipeline="words", stage="brief") == 0)
+    assert outcomes(words, "brief", "success") == outcomes(words, "answer", "success") == 1
+
+
+def test_the_time_of_a_stage_ends_with_it(words: Client) -> None:
+    assert words.predict("words", b"late") == (200, {"done": ["late"]})
 
 
 def test_a_full_stage_refuses_at_once(words: Client) -> None:
