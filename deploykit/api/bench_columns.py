@@ -203,8 +203,9 @@ def choose_columns(
             what = f"{item.rival} on the CPU at batch {sizes}"
             gaps.append(NotMeasured(what, "far slower than others in the search"))
         if item.runtime != reference.runtime:
-            setups += _placed(item, _by_settings(item.rival or stem, own))
-            setups += [] if own or item.rival else [_setup(item, stem, "cpu")]
+            label = item.rival or f"{stem} in {runtime.title}"
+            setups += _placed(item, _by_settings(label, own))
+            setups += [] if own or item.rival else [_setup(item, label, "cpu")]
             continue
         setups += _on_cpu(item, BASELINE if item is reference else stem, alike, own)
         if gpu and "cuda" in runtime.devices:
