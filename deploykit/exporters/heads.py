@@ -241,8 +241,7 @@ def _embed(job: _Job) -> TaskHead:
 
 _DETECTS = (
     "detect takes [N,4+classes,boxes] or [N,boxes,5+classes] as YOLO gives them, [N,boxes,6] of a "
-    "model without NMS, 'boxes' [N,boxes,4] of corners with 'scores' [N,boxes,classes], or a "
-    "detector of torchvision"
+    "model without NMS, or 'boxes' [N,boxes,4] of corners with 'scores' [N,boxes,classes]"
 )
 
 
