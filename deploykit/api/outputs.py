@@ -24,7 +24,6 @@ from deploykit.core.task import TOKENIZER
 PREDICTIONS, SPLIT = "predictions", "split"  # what an .npz of deploykit's holds
 CURVE = "curve"  # an SVG of a training run
 ANSWERS = "answers"  # JSON Lines of a pipeline: a file and its answer
-DEVICES = ("devices.json", "devices.md")  # of `train --compare-devices`
 REPORT = ("report.json", "report.md", "report.html")
 SIDECARS: Mapping[str, str] = {  # evidence, or "tokenizer" of the task -> suffix
     "weights": ".data",
@@ -70,12 +69,18 @@ def claim(out: StrPath, kind: str, inputs: Iterable[object], *, force: bool = Fa
     return place
 
 
-def claim_report(folder: StrPath, inputs: Iterable[object], *, force: bool = False) -> Path:
-    """The folder of a report, made where it is missing. Raises BadInput."""
+def claim_report(
+    folder: StrPath,
+    inputs: Iterable[object],
+    *,
+    force: bool = False,
+    keys: Collection[str] = ("report", "machine", "verdict"),
+) -> Path:
+    """The folder of a report, made where it is missing; `keys`: of its JSON. Raises BadInput."""
     place = make_folder(Path(folder))
     files = tuple(place / name for name in REPORT)
     _check_inputs(files, tuple(_paths(inputs)), keeps=False)
-    _check_owned(files, _json_with(files[0], {"report", "machine", "verdict"}, REPORT), force)
+    _check_owned(files, _json_with(files[0], set(keys), REPORT), force)
     return place
 
 
@@ -116,15 +121,6 @@ def claim_run(
         claim(curve, CURVE, given, force=force)
     if tensorboard is not None:
         make_folder(tensorboard)
-
-
-def claim_devices(folder: StrPath, inputs: Iterable[object], *, force: bool = False) -> Path:
-    """The folder of the table of devices, made where it is missing. Raises BadInput."""
-    place = make_folder(Path(folder))
-    files = tuple(place / name for name in DEVICES)
-    _check_inputs(files, tuple(_paths(inputs)), keeps=False)
-    _check_owned(files, _json_with(files[0], {"rows", "articles"}, DEVICES), force)
-    return place
 
 
 def claim_bundle(

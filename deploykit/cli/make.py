@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,8 +101,8 @@ def train(
     """Train a recipe and write a checkpoint that can be exported.
 
     --compare-devices trains nothing: it times steps on the CPU and a GPU, in each precision, with
-    three batch sizes, and writes devices.json and devices.md into the folder that -o names. Only
-    --data, --batch-size and --force count then.
+    three batch sizes, and writes report.json, report.md and report.html into the folder that -o
+    names. Only --data, --batch-size, --augment, --compile and --force count then.
 
     torchrun --nproc-per-node 2 -m deploykit train … trains with two processes: each batch is
     shared among them, on GPUs one each.
@@ -119,17 +121,24 @@ def train(
         output.show(result, tables.made(result), as_json=as_json)
 
 
-_TABLE = ("recipe", "out", "data", "batch_size", "force")  # what `compare_devices` takes
+# what `compare_devices` takes
+_TABLE = ("recipe", "out", "data", "batch_size", "augment", "compile", "force")
 
 
 def _compare_devices(as_json: bool, **given: Any) -> None:
     from deploykit.api import compare_devices as verb
+    from deploykit.cli.devices_page import against, devices_html, devices_markdown
+    from deploykit.core.files import write_text
 
+    command = shlex.join(["deploykit", *sys.argv[1:]])
     with Progress("train --compare-devices") as progress:
-        table = verb.compare_devices(**given, on_progress=progress)
-    rows = [verb.cells(row) for row in table.rows]
-    shown: list[output.TextTable | str] = [output.TextTable(verb.header(), rows, left=(0, 1))]
-    shown += [verb.conclusion(table), f"wrote {table.folder}"]
+        table = verb.compare_devices(**given, command=command, on_progress=progress)
+    document = table.to_dict()
+    write_text(table.folder / "report.md", devices_markdown(document))
+    write_text(table.folder / "report.html", devices_html(document))
+    rates = against(document)
+    shown: list[output.TextTable | str] = [output.TextTable(rates.columns, rates.rows, left=(0,))]
+    shown += [*table.verdict, f"wrote {table.folder}"]
     output.show(table, shown, as_json=as_json)
 
 

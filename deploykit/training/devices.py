@@ -1,94 +1,119 @@
-"""The articles' table for this machine: what a training step costs on each device and precision.
-
-Loader and compute are timed apart: batches are made first, then the same ones are trained on. Times
-are medians over steps, after a warm-up; a GPU's work has ended when its clock stops.
-"""
+"""What a training step and its batches cost on each device, in each precision that it has."""
 
 from __future__ import annotations
 
+import itertools
 import os
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from deploykit.core.errors import OutOfMemory
-from deploykit.core.json_value import Record
-from deploykit.core.recipe import Recipe, Splits
-from deploykit.training.batches import Batches
+from deploykit.core.errors import OutOfMemory, Unsupported
+from deploykit.core.recipe import Recipe, Split, Splits
+from deploykit.core.statistics_basic import Interval
+from deploykit.training.batches import check_labels
 from deploykit.training.distributed import Processes
 from deploykit.training.loop import Run, use_tf32
 from deploykit.training.options import Progress, TrainingOptions, settle
 from deploykit.training.recipes import build_from_recipe
 
-_STEPS = 5
-_LIMIT_S = 20.0  # of the timed steps of one row: a slow one gets fewer
-PRECISIONS = ("float32", "tf32", "bf16", "fp16")
+_FEWEST, _MOST = 3, 20  # steps of a row
+_LIMIT_S = 10.0  # of the timed steps of a row: a slow one gets fewer
+PRECISIONS: Mapping[str, tuple[str, ...]] = {
+    "cpu": ("float32", "bf16"),
+    "cuda": ("float32", "tf32", "bf16", "fp16"),
+}
+NO_GPU = "no NVIDIA GPU on this machine"
+# what the articles claim, and what they measured for it
+_PEAK = {"what": "peak arithmetic", "cpu": "–", "gpu": "–", "times": "–"}
+ARTICLES: tuple[Mapping[str, str], ...] = (
+    {
+        "what": "the article: 20 epochs of 2,000 images, batch 150",
+        "cpu": "340",
+        "gpu": "13.04",
+        "times": "26 by its totals",
+    }
+    | {
+        "claim": "28 times faster",
+        "measured": "TensorFlow on a Ryzen 5 5600X and an RTX 3070, 26 times by its totals, more "
+        "than 33 by its times per batch; build, threads and precision are not given",
+    },
+    _PEAK
+    | {"claim": "12 times the throughput (V100)", "measured": "nothing: FP16 in Tensor Cores"},
+    _PEAK
+    | {"claim": "20 times without code change (A100)", "measured": "nothing: TF32 against FP32"},
+)
 
 
 @dataclass(frozen=True)
-class DeviceRow(Record):
-    """One device, precision and batch size; `absent`: why it was not measured.
-
-    `step_ms`, `loader_ms`: medians per batch. `samples_per_s`: with both, one after the other.
-    `epoch_s`: what an epoch of the recipe's data takes at that rate. `load_1_min`: the machine's
-    load average when it was measured, on `threads` threads of this process.
-    """
+class DeviceTimes:
+    """Seconds of each step and of each batch's making, in turns; `absent`: why there are none."""
 
     device: str
     precision: str
     batch: int
     threads: int | None = None
-    step_ms: float | None = None
-    loader_ms: float | None = None
-    samples_per_s: float | None = None
-    epoch_s: float | None = None
-    steps: int = 0
+    step_s: tuple[float, ...] = ()
+    loader_s: tuple[float, ...] = ()
     load_1_min: float | None = None
     absent: str | None = None
 
 
-def measure_devices(
+def time_devices(
     recipe: Recipe,
     splits: Splits,
     batches: Sequence[int],
     on_progress: Progress | None = None,
-) -> list[DeviceRow]:
+    *,
+    augment: bool = False,
+    compile: bool = False,  # noqa: A002 - torch's own name for it
+) -> list[DeviceTimes]:
     """A row for each device, precision and batch size. Raises BadInput."""
+    check_labels(recipe.sized_for(splits.build_with), splits)
     recipe = recipe.sized_for(splits.build_with)
     nothing = replace(splits.calibration, labels=splits.calibration.labels[:0])
     splits = replace(splits, calibration=nothing)
-    wanted = list(_setups(batches))
+    wanted = [
+        (device, precision, compiled, batch)
+        for device, precisions in PRECISIONS.items()
+        for precision in precisions
+        for compiled in ((False, True) if compile else (False,))
+        for batch in batches
+    ]
     rows = []
-    for number, (device, precision, batch) in enumerate(wanted):
+    for number, (device, precision, compiled, batch) in enumerate(wanted):
+        name = f"{precision} compiled" if compiled else precision
         if on_progress is not None:
-            on_progress(f"{device} {precision}, batch {batch}", number / len(wanted))
-        absent = _lacks(device, precision)
-        if absent is not None:
-            rows.append(DeviceRow(device, precision, batch, absent=absent))
-            continue
-        try:
-            rows.append(_row(recipe, splits, device, precision, batch))
-        except OutOfMemory as exc:
-            rows.append(DeviceRow(device, precision, batch, absent=exc.message))
+            on_progress(f"{device} {name}, batch {batch}", number / len(wanted))
+        row = DeviceTimes(device, name, batch, absent=_lacks(device, precision))
+        if row.absent is None:
+            options = TrainingOptions(
+                device=device,
+                epochs=1,
+                batch_size=batch,
+                amp=precision in ("bf16", "fp16"),
+                amp_dtype=precision if precision in ("bf16", "fp16") else "auto",
+                tf32=precision != "float32",
+                augment=augment,
+                compile=compiled,
+            )
+            row = _time_row(recipe, splits, options, row)
+        rows.append(row)
     return rows
 
 
-def _setups(batches: Sequence[int]) -> Iterator[tuple[str, str, int]]:
-    for device in ("cpu", "cuda"):
-        for precision in PRECISIONS if device == "cuda" else ("float32", "bf16"):
-            for batch in batches:
-                yield device, precision, batch
+def _first(split: Split, count: int) -> Split:
+    return Split({key: each[:count] for key, each in split.inputs.items()}, split.labels[:count])
 
 
 def _lacks(device: str, precision: str) -> str | None:
     if device == "cpu":
         return None
     if not torch.cuda.is_available():
-        return "no GPU here"
+        return NO_GPU
     if precision == "tf32" and torch.cuda.get_device_capability() < (8, 0):
         return "this GPU has no TF32"
     if precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -96,82 +121,109 @@ def _lacks(device: str, precision: str) -> str | None:
     return None
 
 
-def _row(recipe: Recipe, splits: Splits, device: str, precision: str, batch: int) -> DeviceRow:
-    options = TrainingOptions(
-        device=device,
-        epochs=1,
-        batch_size=batch,
-        amp=precision in ("bf16", "fp16"),
-        amp_dtype=precision if precision in ("bf16", "fp16") else "auto",
-        tf32=precision != "float32",
-    )
-    settings = settle(recipe, options)
-    torch.manual_seed(0)
-    run = Run(recipe, splits, settings, build_from_recipe(recipe), "", Processes())
-    run.module.train()
-    loader = _endless(run.batches)
-    first = next(loader)
-
-    def wait() -> None:
-        if settings.device.type == "cuda":
-            torch.cuda.synchronize(settings.device)
-
-    with use_tf32(settings.tf32):
-        step_s = _median(lambda: run.stepper(first[0], first[1]), wait)
-    loader_s = _median(lambda: next(loader), wait)
-    rate = len(first[1]) / (step_s[0] + loader_s[0])
-    samples = len(splits.train.labels)
-    return DeviceRow(
-        device=device if device == "cpu" else torch.cuda.get_device_name(),
-        precision=precision,
-        batch=len(first[1]),
+def _time_row(
+    recipe: Recipe, splits: Splits, options: TrainingOptions, row: DeviceTimes
+) -> DeviceTimes:
+    try:
+        settings = settle(recipe, options)
+        torch.manual_seed(0)
+        splits = replace(splits, train=_first(splits.train, row.batch))
+        run = Run(recipe, splits, settings, build_from_recipe(recipe), "", Processes())
+        run.module.train()
+        with use_tf32(settings.tf32):
+            step_s, loader_s, batch = _time_steps(run)
+        if run.stepper.parts > 1:
+            return replace(row, absent=f"too little memory: fits in {run.stepper.parts} parts only")
+    except (OutOfMemory, Unsupported) as exc:
+        return replace(row, absent=exc.message)
+    return replace(
+        row,
+        batch=batch,
         threads=torch.get_num_threads(),
-        step_ms=round(step_s[0] * 1e3, 4),
-        loader_ms=round(loader_s[0] * 1e3, 4),
-        samples_per_s=round(rate, 1),
-        epoch_s=round(samples / rate, 4),
-        steps=step_s[1],
+        step_s=tuple(step_s),
+        loader_s=tuple(loader_s),
         load_1_min=round(os.getloadavg()[0], 2),
     )
 
 
-def _endless(batches: Batches) -> Iterator[Any]:
-    """Batches of the full size only, without end; all there is where the data are fewer."""
-    while True:
-        for inputs, labels, share in batches:
-            if len(labels) == min(batches.batch_size, len(batches.labels)):
-                yield inputs, labels, share
+def _time_steps(run: Run) -> tuple[list[float], list[float], int]:
+    """Seconds of steps and of their batches, after a warm-up, and the size of a batch."""
+    on_gpu, steps_s, loaders_s = run.settings.device.type == "cuda", list[float](), list[float]()
+    loader, batch = itertools.chain.from_iterable(itertools.repeat(run.batches)), 0
+    while len(steps_s) <= _MOST and (len(steps_s) <= _FEWEST or sum(steps_s[1:]) < _LIMIT_S):
+        times = [time.perf_counter()]
+        inputs, labels, _ = next(loader)
+        for step in (None, run.stepper):
+            if step is not None:
+                step(inputs, labels)
+            if on_gpu:
+                torch.cuda.synchronize(run.settings.device)
+            times.append(time.perf_counter())
+        loaders_s.append(times[1] - times[0])
+        steps_s.append(times[2] - times[1])
+        batch = len(labels)
+    return steps_s[1:], loaders_s[1:], batch
 
 
-def _median(run: Callable[[], object], wait: Callable[[], None]) -> tuple[float, int]:
-    """The median of some calls after a warm-up, and how many they were."""
-    run()
-    wait()
-    times: list[float] = []
-    while len(times) < _STEPS and (not times or sum(times) < _LIMIT_S):
-        started = time.perf_counter()
-        run()
-        wait()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times), len(times)
+def find_crossovers(rows: Sequence[Any]) -> list[dict[str, Any]]:
+    """Of each precision of the GPU: the smallest batch from which on it is faster than the CPU.
 
-
-def find_crossover(rows: Sequence[DeviceRow]) -> dict[str, Any] | None:
-    """The smallest batch from which on the GPU's float32 is faster; None without a GPU.
-
-    Within the batches that were measured: `batch` is None where the CPU wins at each of them.
+    float32 is compared with the CPU's float32, anything else with the CPU's fastest. Faster: the
+    intervals do not touch. Within the batches that were `measured`; `batch` is None where the CPU
+    is not slower at the largest. `rows` have device, precision, batch and `samples_per_s`.
     """
-    cpu, gpu = (
-        {
-            each.batch: each.samples_per_s
-            for each in rows
-            if each.precision == "float32" and each.samples_per_s and (each.device == "cpu") is here
-        }
-        for here in (True, False)
-    )
-    common = sorted(set(cpu) & set(gpu))
-    if not common:
-        return None
-    lost = [batch for batch in common if gpu[batch] <= cpu[batch]]
-    won = [batch for batch in common if not lost or batch > lost[-1]]
-    return {"batch": won[0] if won else None, "measured": common}
+    rates: dict[tuple[str, str], dict[int, Interval]] = {}
+    for row in rows:
+        if row.samples_per_s is not None:
+            rates.setdefault((row.device, row.precision), {})[row.batch] = row.samples_per_s
+    found = []
+    for (device, precision), gpu in rates.items():
+        if device == "cpu":
+            continue
+        cpus = [
+            each
+            for (where, kind), each in rates.items()
+            if where == "cpu" and (kind == "float32" or precision != "float32")
+        ]
+        common = sorted(batch for batch in gpu if any(batch in cpu for cpu in cpus))
+        lost = [
+            batch
+            for batch in common
+            if gpu[batch].low <= max(cpu[batch].high for cpu in cpus if batch in cpu)
+        ]
+        won = [batch for batch in common if not lost or batch > lost[-1]]
+        entry = {"precision": precision, "batch": won[0] if won else None, "measured": common}
+        found.append(entry)
+    return found
+
+
+def conclude(table: Any) -> list[str]:
+    """What a table comes to: a headline, then the other sentences."""
+    rows = [row for row in table.rows if row.samples_per_s is not None]
+    like = {r.device: r for r in rows if (r.precision, r.batch) == ("float32", table.batch)}
+    best = {r.device: r for r in sorted(rows, key=lambda row: row.samples_per_s.value)}
+    work = f"{table.epochs} epochs of {table.samples:,} samples take"
+    absent = next((row.absent for row in reversed(table.rows) if row.absent), "")
+    if len(like) == 2:
+        cpu, gpu = like["cpu"], like["cuda"]
+        times = gpu.samples_per_s.value / cpu.samples_per_s.value
+        first = (
+            f"In float32 at batch {table.batch} the GPU trains {table.recipe} {times:.3g} times "
+        )
+        first += f"as fast as the CPU ({cpu.threads} threads): {work} {gpu.run_s.value:.3g} s "
+        found = [first + f"against {cpu.run_s.value:.3g} s."]
+    elif "cpu" in best:
+        cpu = best["cpu"]
+        first = f"The CPU ({cpu.threads} threads) trains {table.recipe} at most at "
+        first += (
+            f"{cpu.samples_per_s.value:,.4g} samples/s, in {cpu.precision} at batch {cpu.batch}: "
+        )
+        found = [first + f"{work} {cpu.run_s.value:.3g} s. GPU: not measured, {absent}."]
+    else:
+        return [f"Nothing could be measured: {absent}."]
+    for each in table.crossovers:
+        cpu_kind = "the CPU's float32" if each["precision"] == "float32" else "the CPU's fastest"
+        at = f"from batch {each['batch']} on" if each["batch"] else "not at the largest batch"
+        batches = ", ".join(map(str, each["measured"]))
+        found.append(f"GPU {each['precision']} is ahead of {cpu_kind} {at} (measured: {batches}).")
+    return found

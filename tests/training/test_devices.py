@@ -1,77 +1,229 @@
-"""The table of devices: rows for what is here, reasons for what is not, and the crossover."""
+"""The table of devices and its report: rows for what is here, reasons for what is not."""
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from deploykit.api import compare_devices as verb  # noqa: E402
+from deploykit.cli.devices_page import devices_html, devices_markdown  # noqa: E402
+from deploykit.cli.main import main  # noqa: E402
 from deploykit.core.errors import BadInput  # noqa: E402
-from deploykit.training.devices import DeviceRow, find_crossover, measure_devices  # noqa: E402
+from deploykit.core.statistics_basic import Interval  # noqa: E402
+from deploykit.training import devices  # noqa: E402
+from deploykit.training.devices import (  # noqa: E402
+    NO_GPU,
+    find_crossovers,
+    time_devices,
+)
 from tests.support.training import LINE, SPLITS  # noqa: E402
 
 pytestmark = pytest.mark.torch
+RECIPE = "from tests.support.training import LINE as RECIPE\n"
 
 
-def test_each_device_and_precision_has_a_row_or_a_reason() -> None:
-    rows = measure_devices(LINE, SPLITS, [5, 20])
-    measured = [row for row in rows if row.absent is None]
-    assert {(r.device, r.precision) for r in rows if r.device == "cpu"} == {
-        ("cpu", "float32"),
-        ("cpu", "bf16"),
-    }
-    assert [row.batch for row in measured[:2]] == [5, 20]
-    for row in measured:
-        assert row.steps >= 1
-        assert row.samples_per_s == pytest.approx(
-            row.batch / (row.step_ms + row.loader_ms) * 1e3, rel=0.05
-        )
-        assert row.epoch_s == pytest.approx(200 / row.samples_per_s, rel=0.05)
+def test_each_device_and_precision_has_a_row_or_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_MOST", 4)
+    rows = time_devices(LINE, SPLITS, [5, 20])
+    cpu = [(row.precision, row.batch) for row in rows if row.device == "cpu"]
+    assert cpu == [("float32", 5), ("float32", 20), ("bf16", 5), ("bf16", 20)]
+    for row in rows:
+        if row.absent is None:
+            assert len(row.step_s) == len(row.loader_s) == 4
+            assert min(row.step_s) > 0 < min(row.loader_s)
     if not torch.cuda.is_available():
         gpu = [row for row in rows if row.device == "cuda"]
         assert len(gpu) == 8
-        assert {row.absent for row in gpu} == {"no GPU here"}
-        assert find_crossover(rows) is None
+        assert {row.absent for row in gpu} == {NO_GPU}
 
 
 def test_a_batch_larger_than_the_data_is_what_there_is() -> None:
-    rows = measure_devices(LINE, SPLITS, [1000])
-    assert rows[0].batch == 200
+    assert time_devices(LINE, SPLITS, [1000])[0].batch == 200
+
+
+def test_a_batch_that_fits_in_parts_only_is_not_measured() -> None:
+    def loss(y: Any, labels: Any) -> Any:
+        if len(y) > 10:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return LINE.loss(y, labels)
+
+    small, large = time_devices(replace(LINE, loss=loss), SPLITS, [10, 20])[:2]
+    assert small.absent is None
+    assert large.absent == "too little memory: fits in 2 parts only"
+
+
+def test_compiled_rows_stand_next_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda run: run)  # it takes many seconds
+    rows = time_devices(LINE, SPLITS, [5], compile=True)
+    names = [row.precision for row in rows if row.device == "cpu"]
+    assert names == ["float32", "float32 compiled", "bf16", "bf16 compiled"]
+
+
+def rows_of(device: str, precision: str, rates: list[float], spread: float = 0.02) -> list[Any]:
+    found = []
+    for batch, rate in zip((8, 32, 150), rates, strict=True):
+        interval = Interval(rate, rate * (1 - spread), rate * (1 + spread))
+        times = Interval(1e3 * batch / rate, 1e3 * batch / rate, 1e3 * batch / rate)
+        row = verb.DeviceRow(device, precision, batch, 16, interval, times, times, times, 20, 0.1)
+        found.append(row)
+    return found
 
 
 @pytest.mark.parametrize(
-    ("gpu", "batch"), [([5, 30, 90], 8), ([50, 60, 90], 1), ([5, 6, 7], None), ([50, 6, 90], 32)]
+    ("gpu", "batch"),
+    [
+        ([5, 30, 90], 32),
+        ([50, 60, 90], 8),
+        ([5, 6, 7], None),
+        ([50, 6, 90], 150),
+        ([10.2, 90, 90], 32),
+    ],
+    ids=str,
 )
-def test_the_crossover_is_the_batch_above_the_last_that_the_cpu_wins(
+def test_the_crossover_is_above_the_last_batch_at_which_the_gpu_is_not_ahead(
     gpu: list[float], batch: int | None
 ) -> None:
-    sizes = (1, 8, 32)
-    row = DeviceRow("cpu", "float32", 1)
-    cpu = [replace(row, batch=size, samples_per_s=10.0) for size in sizes]
-    card = [
-        replace(row, device="H200", batch=size, samples_per_s=rate)
-        for size, rate in zip(sizes, gpu, strict=True)
+    """The last one: the intervals touch at batch 8."""
+    cpu = rows_of("cpu", "float32", [10, 10, 10])
+    found = find_crossovers([*cpu, *rows_of("cuda", "float32", gpu)])
+    assert found == [{"precision": "float32", "batch": batch, "measured": [8, 32, 150]}]
+
+
+def test_half_precision_on_the_gpu_is_compared_with_the_fastest_on_the_cpu() -> None:
+    cpu = [*rows_of("cpu", "float32", [10, 10, 10]), *rows_of("cpu", "bf16", [10, 40, 10])]
+    gpu = [*rows_of("cuda", "float32", [30, 30, 30]), *rows_of("cuda", "bf16", [30, 30, 30])]
+    found = {each["precision"]: each["batch"] for each in find_crossovers([*cpu, *gpu])}
+    assert found == {"float32": 8, "bf16": 150}
+    assert find_crossovers(cpu) == []
+
+
+def a_document(recipe: str = "cats-dogs") -> dict[str, Any]:
+    """Of a machine with a GPU; its figures are invented."""
+    rows = [
+        *rows_of("cpu", "float32", [200, 250, 300]),
+        *rows_of("cpu", "bf16", [100, 150, 200]),
+        *rows_of("cuda", "float32", [150, 2000, 6000]),
+        *rows_of("cuda", "tf32", [160, 2500, 9000]),
+        *rows_of("cuda", "bf16", [140, 2600, 15000]),
+        verb.DeviceRow("cuda", "fp16", 8, absent="this GPU is too small"),
     ]
-    found = find_crossover([*cpu, *card])
-    assert found == {"batch": batch, "measured": [1, 8, 32]}
+    gpu = {"name": "NVIDIA H200", "driver": "570.1", "memory_bytes": 1 << 37}
+    table = verb.DeviceTable(
+        folder=Path("out"),
+        recipe=recipe,
+        data="photographs",
+        samples=2000,
+        epochs=20,
+        batch=150,
+        created="2026-01-01 00:00:00+00:00",
+        command="deploykit train cats-dogs --compare-devices -o out",
+        machine={"cpu": "AMD EPYC", "gpus": [gpu], "packages": {}},
+        rows=tuple(rows),
+        crossovers=tuple(find_crossovers(rows)),
+        articles=devices.ARTICLES,
+    )
+    return replace(table, verdict=tuple(devices.conclude(table))).to_dict()
 
 
-def test_the_folder_holds_the_table_and_the_articles_claims(tmp_path: Path) -> None:
-    (tmp_path / "r.py").write_text("from tests.support.training import LINE as RECIPE\n")
-    recipe = f"{tmp_path / 'r.py'}:RECIPE"
-    verb.compare_devices(recipe, tmp_path / "t")
-    table = verb.compare_devices(recipe, tmp_path / "t")  # its own files are replaced
-    document = json.loads((tmp_path / "t" / "devices.json").read_text())
-    assert len(document["rows"]) == len(table.rows) == 18
-    page = (tmp_path / "t" / "devices.md").read_text()
-    assert "340 s on a Ryzen 5 5600X" in page
-    assert "26 times" in page
-    assert page.count("| cpu |") == 6
-    (tmp_path / "t" / "devices.json").write_text("{}")
-    with pytest.raises(BadInput, match=r"devices\.json"):
-        verb.compare_devices(recipe, tmp_path / "t")
+def test_the_headline_compares_like_with_like() -> None:
+    first, second, *_ = a_document()["verdict"]
+    assert first == (
+        "In float32 at batch 150 the GPU trains cats-dogs 20 times as fast as the CPU "
+        "(16 threads): 20 epochs of 2,000 samples take 25 s against 500 s."
+    )
+    assert second == (
+        "GPU float32 is ahead of the CPU's float32 from batch 32 on (measured: 8, 32, 150)."
+    )
+
+
+class Page(HTMLParser):
+    """Collects tags that a browser would run or fetch, and whether all that open also close."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.wrong: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if {"src", "href", "onload", "onerror"} & set(given) or tag in ("link", "img", "iframe"):
+            self.wrong.append(tag)
+        if tag == "script" and given.get("type") != "application/json":
+            self.wrong.append(tag)
+        if tag not in ("meta", "circle", "path"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None: ...
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.wrong.append(f"/{tag}")
+
+
+def test_the_page_is_whole_and_the_same_each_time() -> None:
+    document = a_document()
+    page = devices_html(document)
+    assert page == devices_html(json.loads(json.dumps(document)))
+    found = Page(page)
+    assert (found.wrong, found.open) == ([], [])
+    assert len(page.encode()) < 100_000
+    assert page.index("<svg") < page.index("What it comes to")
+    assert "CPU wins below 32" in page
+    assert "GPU, NVIDIA H200" in page
+    assert "not measured: this GPU is too small" in page
+    assert "26 by its totals" in page
+    markdown = devices_markdown(document)
+    assert markdown.startswith("# Training cats-dogs on each device\n\nIn float32 at batch 150")
+
+
+def test_a_hostile_name_runs_nothing() -> None:
+    page = devices_html(a_document("<script>alert(1)</script>\x00"))
+    assert Page(page).wrong == []
+    assert "<script>alert" not in page
+
+
+def test_a_report_without_a_measured_row_gives_the_reason() -> None:
+    row = verb.DeviceRow("cpu", "float32", 8, absent="does not fit into memory")
+    document = a_document()
+    document |= {"rows": [row.to_dict()], "crossovers": [], "verdict": ["No."]}
+    assert "not measured: does not fit into memory" in devices_html(document)
+    table = SimpleNamespace(rows=[row], batch=8, epochs=1, samples=8, recipe="r", crossovers=[])
+    assert devices.conclude(table) == ["Nothing could be measured: does not fit into memory."]
+
+
+def test_the_folder_holds_the_report_and_the_articles_claims(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "_MOST", 3)
+    (tmp_path / "r.py").write_text(RECIPE)
+    recipe, folder = f"{tmp_path / 'r.py'}:RECIPE", tmp_path / "t"
+    for _ in range(2):  # its own files are replaced
+        words = ["deploykit", "train", recipe, "--compare-devices", "-o", str(folder)]
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit, match="0"):
+            main()
+    document = json.loads((folder / "report.json").read_text())
+    assert len(document["rows"]) == 18
+    for row in document["rows"]:
+        if row["absent"] is None:
+            rate, batch = row["samples_per_s"]["value"], row["batch"]
+            milliseconds = row["step_ms"]["value"] + row["loader_ms"]["value"]
+            assert rate == pytest.approx(1e3 * batch / milliseconds, rel=0.01)
+            assert row["run_s"]["value"] == pytest.approx(10 * 200 / rate, rel=0.01)
+    assert (folder / "report.html").read_text() == devices_html(document)
+    assert (folder / "report.md").read_text() == devices_markdown(document)
+    if not torch.cuda.is_available():
+        assert f"GPU: not measured, {NO_GPU}." in (folder / "report.md").read_text()
+    (folder / "report.json").write_text("{}")
+    with pytest.raises(BadInput, match=r"report\.json"):
+        verb.compare_devices(recipe, folder)

@@ -25,7 +25,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-
 
 def report_page(document: Mapping[str, Any]) -> str:
     """The whole page: headline, first chart, conclusions, tables, other charts, method, all."""
-    document = _printable(document)
+    document = printable(document)
     drawn, missing = charts(document)
     first, *others = [figure_html(each) for each in drawn] or [""]
     best = best_by_batch(document)
@@ -33,18 +33,18 @@ def report_page(document: Mapping[str, Any]) -> str:
         _headline(document),
         first,
         _conclusions(document),
-        _section("In short", "short", html_table(summary(document), caption=False)),
-        *([_section(best.title, "best", html_table(best, caption=False))] if best.rows else []),
-        _section(
+        section_html("In short", "short", html_table(summary(document), caption=False)),
+        *([section_html(best.title, "best", html_table(best, caption=False))] if best.rows else []),
+        section_html(
             "What the measurements show",
             "charts",
             "".join(others) + "".join(f"<p>{_e(sentence)}</p>" for sentence in missing),
         ),
-        _section("How it was measured", "method", _method(document)),
-        _section(
+        section_html("How it was measured", "method", _method(document)),
+        section_html(
             "Everything",
             "everything",
-            "".join(map(_fold_section, details(document))) + _raw(document),
+            "".join(map(_fold_section, details(document))) + raw_html(document),
         ),
     ]
     return html_page(str(document["title"]), "\n".join(sections))
@@ -78,7 +78,7 @@ def _conclusions(document: Mapping[str, Any]) -> str:
     """The other sentences of the verdict, and the gates."""
     sentences = "".join(f"<li>{_e(sentence)}</li>" for sentence in document["verdict"][1:])
     content = (f"<ul>{sentences}</ul>" if sentences else "") + _gates(document)
-    return _section("What it comes to", "conclusions", content) if content else ""
+    return section_html("What it comes to", "conclusions", content) if content else ""
 
 
 def _gates(document: Mapping[str, Any]) -> str:
@@ -91,7 +91,7 @@ def _gates(document: Mapping[str, Any]) -> str:
     return f'<ul class="gates">{"".join(items)}</ul>' if items else ""
 
 
-def _section(title: str, name: str, content: str) -> str:
+def section_html(title: str, name: str, content: str) -> str:
     return f'<section aria-labelledby="{name}"><h2 id="{name}">{_e(title)}</h2>{content}</section>'
 
 
@@ -157,7 +157,7 @@ def _cell(text: str) -> str:
     return f"{_e(value)} <small>[{_e(interval)}</small>" if bracket else _e(text)
 
 
-def _raw(document: Mapping[str, Any]) -> str:
+def raw_html(document: Mapping[str, Any]) -> str:
     return (
         '<p class="note">The whole of report.json is embedded in this page, in the element '
         f'"report-data".</p>{_data("report-data", document)}'
@@ -170,14 +170,14 @@ def _data(name: str, value: object) -> str:
     return f'<script type="application/json" id="{name}">{text}</script>'
 
 
-def _printable(value: Any) -> Any:
+def printable(value: Any) -> Any:
     """The same document without the control characters that HTML does not allow."""
     if isinstance(value, str):
         return "".join(c if c.isprintable() or c in "\n\t\u202f" else "�" for c in value)
     if isinstance(value, Mapping):
-        return {_printable(key): _printable(item) for key, item in value.items()}
+        return {printable(key): printable(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_printable(item) for item in value]
+        return [printable(item) for item in value]
     return value
 
 

@@ -17,8 +17,8 @@ def markdown(document: Mapping[str, Any]) -> str:
         f"# {_text(document['title'])}",
         "",
         *(line for sentence in document["verdict"] for line in (_text(sentence), "")),
-        *_table(summary(document)),
-        *_table(best_by_batch(document)),
+        *table_lines(summary(document)),
+        *table_lines(best_by_batch(document)),
         "## What the measurements show",
         "",
         *shown,
@@ -32,10 +32,10 @@ def markdown(document: Mapping[str, Any]) -> str:
         "",
         *(line for note in document["notes"] for line in (f"- {_text(note)}",)),
         "",
-        *_table(machine(document)),
+        *table_lines(machine(document)),
         "## Everything",
         "",
-        *(line for table in details(document) for line in _table(table, level=3)),
+        *(line for table in details(document) for line in table_lines(table, level=3)),
     ]
     text = "\n".join(lines).rstrip()
     while "\n\n\n" in text:
@@ -43,7 +43,7 @@ def markdown(document: Mapping[str, Any]) -> str:
     return text + "\n"
 
 
-def _table(table: Table, level: int = 2) -> list[str]:
+def table_lines(table: Table, level: int = 2) -> list[str]:
     if not table.rows:
         return []
     rule = ["---" if i in table.text else "---:" for i in range(len(table.columns))]
