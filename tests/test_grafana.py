@@ -13,6 +13,7 @@ import pytest
 from deploykit.runtimes.devices import Devices
 from deploykit.runtimes.gpu_state import GpuState
 from deploykit.serving.models import reload, shadow
+from deploykit.serving.models.pipelines import PipelineCounts
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe import logs
 from deploykit.serving.observe.process import Sampler
@@ -86,6 +87,8 @@ def emitted() -> Iterator[dict[str, set[str]]]:
     for samples in (sampler.samples, watching.samples, reloading.samples, logs.samples):
         service.add_metrics(samples)
     service.add_metrics(lambda: [*held, *spans])
+    service.add_metrics(PipelineCounts({"pipeline": "p"}, None).samples)
+    service.add_metrics(PipelineCounts({"pipeline": "p", "stage": "s"}, lambda: 1).samples)
     while sampler.latest() is None:
         pass
     found: dict[str, set[str]] = {}

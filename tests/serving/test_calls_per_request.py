@@ -35,7 +35,7 @@ from tests.support.serving.running import request as raw_request
 
 PACKAGE = str(Path(deploykit.__file__).parent)
 CLIENTS = 32  # they form one batch, whose calls they share
-HTTP_CALLS, GRPC_CALLS = 67, 108  # of Python and C functions per request
+HTTP_CALLS, GRPC_CALLS = 67, 109  # of Python and C functions per request
 
 
 class Wire(asyncio.Transport):

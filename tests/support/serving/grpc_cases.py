@@ -25,6 +25,7 @@ from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.memory import MemoryBudget
 from deploykit.serving.transport.security import Guard
+from deploykit.serving.workers.group import ServerGroup
 from tests.support.fake_engine import FakeEngine
 
 WAIT_S = 20  # a limit against hanging, not a measure
@@ -66,7 +67,15 @@ class Serving:
         held = MemoryBudget(options.max_held_bytes, options.max_body_bytes)
         self.offload = ThreadOffload(self.loop, 1)
         guard = Guard(options.token)
-        self.server = GrpcServer(self.repository, options, guard, held, self.offload, limits)
+        group = ServerGroup()
+        memory = self.repository.memory
+        changes = (
+            {} if memory is None else {"register": memory.register, "unregister": memory.unregister}
+        )
+        group.offer({"statistics": self.repository.statistics}, changes, lambda _: [])
+        self.server = GrpcServer(
+            self.repository, options, guard, held, self.offload, limits, group=group
+        )
         self._thread = threading.Thread(target=self._run, daemon=True)  # else no exit
         self._thread.start()
         try:
