@@ -197,6 +197,7 @@ def test_a_report_without_a_measured_row_gives_the_reason() -> None:
     document = a_document()
     document |= {"rows": [row.to_dict()], "crossovers": [], "verdict": ["No."]}
     assert "not measured: does not fit into memory" in devices_html(document)
+    assert "What it comes to" not in devices_html(document)
     table = SimpleNamespace(rows=[row], batch=8, epochs=1, samples=8, recipe="r", crossovers=[])
     assert devices.conclude(table) == ["Nothing could be measured: does not fit into memory."]
 
