@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.api.artefacts import Progress
-from deploykit.api.outputs import REPORT, claim_report, named_files
-from deploykit.core.files import write_json
+from deploykit.api.outputs import claim_report, named_files
+from deploykit.core.files import write_json, write_text
 from deploykit.core.json_value import Record
 from deploykit.core.machine import this_machine
 from deploykit.core.paths import StrPath
@@ -73,14 +73,15 @@ def compare_devices(
 ) -> DeviceTable:
     """Time steps and batches of `recipe` on the CPU and a GPU, in each precision that they have.
 
-    Writes report.json into the folder `out`; the command line makes report.md and report.html of
-    it. `batch_size`: the middle one of three; an eighth and four times as much are the others.
+    Writes report.json, report.md and report.html into the folder `out`. `batch_size`: the middle
+    one of three; an eighth and four times as much are the others.
     `augment`: the images too, as the recipe declares. `compile`: also with torch.compile. Nothing
     is trained to the end, and no accuracy is measured. Raises BadInput.
     """
     read = (data, *named_files(recipe))
     place = claim_report(out, read, force=force, keys=("devices", "rows", "articles"))
     chosen = load_recipe(recipe)
+    from deploykit.api.devices_page import devices_html, devices_markdown
     from deploykit.training import devices
     from deploykit.training.recipes import read_splits
 
@@ -108,7 +109,10 @@ def compare_devices(
         articles=devices.ARTICLES,
     )
     table = replace(table, verdict=tuple(devices.conclude(table)))
-    write_json(place / REPORT[0], table.to_dict())
+    document = table.to_dict()
+    write_json(place / "report.json", document)
+    write_text(place / "report.md", devices_markdown(document))
+    write_text(place / "report.html", devices_html(document))
     return table
 
 

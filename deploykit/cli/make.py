@@ -127,16 +127,12 @@ _TABLE = ("recipe", "out", "data", "batch_size", "augment", "compile", "force")
 
 def _compare_devices(as_json: bool, **given: Any) -> None:
     from deploykit.api import compare_devices as verb
-    from deploykit.cli.devices_page import against, devices_html, devices_markdown
-    from deploykit.core.files import write_text
+    from deploykit.api.devices_page import against
 
     command = shlex.join(["deploykit", *sys.argv[1:]])
     with Progress("train --compare-devices") as progress:
         table = verb.compare_devices(**given, command=command, on_progress=progress)
-    document = table.to_dict()
-    write_text(table.folder / "report.md", devices_markdown(document))
-    write_text(table.folder / "report.html", devices_html(document))
-    rates = against(document)
+    rates = against(table.to_dict())
     shown: list[output.TextTable | str] = [output.TextTable(rates.columns, rates.rows, left=(0,))]
     shown += [*table.verdict, f"wrote {table.folder}"]
     output.show(table, shown, as_json=as_json)

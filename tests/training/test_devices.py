@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from deploykit.api import compare_devices as verb  # noqa: E402
-from deploykit.cli.devices_page import devices_html, devices_markdown  # noqa: E402
+from deploykit.api.devices_page import devices_html, devices_markdown  # noqa: E402
 from deploykit.cli.main import main  # noqa: E402
 from deploykit.core.errors import BadInput  # noqa: E402
 from deploykit.core.statistics_basic import Interval  # noqa: E402
