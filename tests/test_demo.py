@@ -68,7 +68,7 @@ def test_the_int8_engine_computes_in_int8(demo: tuple[Path, object]) -> None:
 
 def test_accuracy_is_reported_for_each_precision_with_its_interval(report: dict) -> None:
     rows = {row["precision"]: row for row in report["accuracy"]}
-    assert set(rows) == {"fp32", "fp16", "int8"}
+    assert set(rows) >= {"fp32", "fp16", "int8"}  # bf16 too, on some CPUs
     for row in rows.values():
         assert row["n"] == 540
         assert 0.9 < row["value"]["low"] < row["value"]["value"] < row["value"]["high"] <= 1

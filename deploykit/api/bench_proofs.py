@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from deploykit.api.bench_columns import Entry
 from deploykit.api.feeds import comparison_feeds
 from deploykit.core.errors import DeploykitError
-from deploykit.core.runtime import RUNTIMES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,7 +59,7 @@ class Proofs:
         samples, reference = self._samples, self._reference
         name = item.artefact.name
         if item.rival:
-            name = f"{name} in {RUNTIMES[item.runtime].title}"
+            name = f"{name} in {item.rival}"
         device = "cpu" if item.artefact.runtime.on_cpu else self._device
         with item.open(device) as engine:
             feeds, fewer = comparison_feeds(self._base, engine, samples, reference.artefact.path)

@@ -197,6 +197,9 @@ def _accuracy(document: Json) -> Table:
 def _decided_by(document: Json, parity: Json) -> str:
     """What decides on an artefact of low precision, whose error no bound applies to; else ""."""
     precisions = {each.get("file"): each.get("precision") for each in document["artefacts"]}
+    for point in document["points"]:  # another runtime was tried on a file: "model.onnx in LABEL"
+        if parity["b"].endswith(f" in {point['label']}"):
+            precisions[parity["b"]] = point["precision"]
     precision = precisions.get(parity["b"], "fp32")
     if precision in ("fp32", None):
         return ""

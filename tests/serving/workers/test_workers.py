@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -55,8 +56,11 @@ def workers(server: Process) -> list[int]:
 
 
 def sockets(pid: int) -> int:
-    links = [str(each.readlink()) for each in Path(f"/proc/{pid}/fd").iterdir()]
-    return sum(link.startswith("socket:") for link in links)
+    count = 0
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            count += str(each.readlink()).startswith("socket:")
+    return count
 
 
 def is_running(pid: int) -> bool:
