@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import os
 import statistics
 import time
@@ -90,6 +91,7 @@ def join_processes(device: str) -> Iterator[Processes]:
         yield Processes(rank, size, local)
         dist.barrier()  # gloo aborts a process whose peer has gone
     finally:
+        gc.collect()  # the run's cycles hold the group: its threads would outlive the interpreter
         dist.destroy_process_group()
 
 
