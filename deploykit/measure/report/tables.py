@@ -197,10 +197,8 @@ def _accuracy(document: Json) -> Table:
 def _decided_by(document: Json, parity: Json) -> str:
     """What decides on an artefact of low precision, whose error no bound applies to; else ""."""
     precisions = {each.get("file"): each.get("precision") for each in document["artefacts"]}
-    for point in document["points"]:  # another runtime was tried on a file: "model.onnx in LABEL"
-        if parity["b"].endswith(f" in {point['label']}"):
-            precisions[parity["b"]] = point["precision"]
-    precision = precisions.get(parity["b"], "fp32")
+    rivals = {p["label"]: p["precision"] for p in document["points"]}  # "model.onnx in LABEL"
+    precision = rivals.get(parity["b"].partition(" in ")[2]) or precisions.get(parity["b"], "fp32")
     if precision in ("fp32", None):
         return ""
     measured = any(row["precision"] == precision for row in document["accuracy"])
@@ -224,10 +222,8 @@ def parity_table(parity: Json, decided_by: str = "") -> Table:
     )
     names = ("output", "batch", "values", "error", "max abs", "rms", "SQNR (dB)", "argmax (%)")
     columns = names + ("mean IoU",) * shared
-    within = "within" if parity["passed"] else "NOT within"
-    note = decided_by or (
-        f"{within} the bound of {number(parity['max_error'])} on max |a−b| / max |a|."
-    )
+    within, bound = "within" if parity["passed"] else "NOT within", number(parity["max_error"])
+    note = decided_by or f"{within} the bound of {bound} on max |a−b| / max |a|."
     return Table(f"Parity of {parity['b']} with {parity['a']}", columns, rows, (0,), note)
 
 
