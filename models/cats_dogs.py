@@ -73,11 +73,11 @@ def drawn_splits(*counts: int) -> Splits:
 
 
 def draw(count: int, random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray]:
-    """Ellipses (label 0) and rectangles (1), turned, of any colour, under noise."""
+    """Ellipses (label 0) and rectangles (1), turned, lighter than what is behind, under noise."""
     labels = random.randint(0, 2, count).astype(np.int64)
     rows, columns = np.mgrid[0:SIDE, 0:SIDE].astype(np.float32)
     images = np.empty((count, SIDE, SIDE, 3), np.uint8)
-    noise = random.randint(0, 64, (16, SIDE, SIDE, 3)).astype(np.int16) - 32
+    noise = random.randint(0, 16, (16, SIDE, SIDE, 3)).astype(np.int16) - 8
     for number, label in enumerate(labels):
         angle = random.uniform(0, np.pi)
         row, column = random.uniform(0.35, 0.65, 2) * SIDE
@@ -86,7 +86,7 @@ def draw(count: int, random: np.random.RandomState) -> tuple[np.ndarray, np.ndar
         down = (rows - row) * np.cos(angle) - (columns - column) * np.sin(angle)
         a, b = np.abs(across / long), np.abs(down / short)
         inside = np.maximum(a, b) < 0.89 if label else a * a + b * b < 1  # of about equal area
-        back, front = random.randint(40, 216, (2, 3))
+        back, front = random.randint(40, 108, 3), random.randint(148, 216, 3)
         picked = np.where(inside[..., None], front, back) + noise[random.randint(16)]
         images[number] = np.clip(picked, 0, 255)
     return images, labels
