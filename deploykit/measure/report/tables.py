@@ -197,8 +197,8 @@ def _accuracy(document: Json) -> Table:
 def _decided_by(document: Json, parity: Json) -> str:
     """What decides on an artefact of low precision, whose error no bound applies to; else ""."""
     precisions = {each.get("file"): each.get("precision") for each in document["artefacts"]}
-    rivals = {p["label"]: p["precision"] for p in document["points"]}  # "model.onnx in LABEL"
-    precision = rivals.get(parity["b"].partition(" in ")[2]) or precisions.get(parity["b"], "fp32")
+    rival = parity["b"].partition(" in ")[2].split()  # "model.onnx in OpenVINO bf16"
+    precision = precisions.get(parity["b"], rival[1] if len(rival) > 1 else "fp32")
     if precision in ("fp32", None):
         return ""
     measured = any(row["precision"] == precision for row in document["accuracy"])

@@ -266,6 +266,16 @@ def test_no_bound_is_stated_where_the_accuracy_decides(report: Report) -> None:
     assert any("NOT within" in table.note for table in details(document))
 
 
+@pytest.mark.parametrize(("precision", "bounded"), [("bf16", False), ("fp32", True)])
+def test_no_bound_applies_to_a_rounded_rival_timed_or_not(
+    report: Report, precision: str, bounded: bool
+) -> None:
+    name = f"model.onnx in OpenVINO {precision} of model"
+    found = {**report.parity[0], "b": name, "passed": False}
+    notes = [table.note for table in details(replace(report, parity=(found,)).to_dict())]
+    assert any("NOT within" in note for note in notes) is bounded
+
+
 def test_markdown_holds_the_verdict_the_tables_and_the_command(
     report: Report, tmp_path: Path
 ) -> None:
