@@ -67,20 +67,20 @@ OWNERS = {
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 3840,
-    "runtimes": 9200,
-    "training": 2160,
-    "exporters": 1920,
-    "onnx_graph+quantization": 5610,
-    "builders": 1910,
-    "measure": 9700,
-    "pipelines": 1760,
-    "planning": 710,
-    "serving": 14060,
-    "bundling": 2040,
+    "core": 3880,
+    "runtimes": 9450,
+    "training": 2240,
+    "exporters": 2060,
+    "onnx_graph+quantization": 5720,
+    "builders": 1940,
+    "measure": 9960,
+    "pipelines": 1910,
+    "planning": 850,
+    "serving": 14850,
+    "bundling": 2120,
     "cluster": 270,
-    "api": 9830,
-    "cli": 2970,
+    "api": 10160,
+    "cli": 3060,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 140  # the whole package, with the list of public names
 LONG: set[str] = set()  # functions over 60 lines
