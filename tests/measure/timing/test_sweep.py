@@ -5,96 +5,17 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import groupby, pairwise
+from itertools import pairwise
 
-import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput
 from deploykit.core.tensors import TensorSpec
 from deploykit.measure.statistics import Interval, ratio
-from deploykit.measure.timing.sweep import Point, Setup, Timing, order, sweep, time_setups
+from deploykit.measure.timing.sweep import Setup, Timing, order, sweep, time_setups
 from deploykit.runtimes.data.samples import random_feeds
-from deploykit.runtimes.engine import Arrays
 from tests.support.fake_engine import FakeEngine
-
-QUICK = Timing(warmup_s=0.0, seconds=1.0, rounds=2)
-
-
-class VirtualTime(threading.local):
-    """A clock of each thread's own that only engines move, so that every figure is exact."""
-
-    now_ns = 0
-
-    def __call__(self) -> int:
-        return self.now_ns
-
-
-class Timed(FakeEngine):
-    """A fake engine that moves a virtual clock and writes each call into a journal."""
-
-    def __init__(
-        self,
-        clock: VirtualTime,
-        latency_s: Callable[[int], float],
-        journal: list[str],
-        label: str,
-        max_batch: int | None = None,
-    ) -> None:
-        super().__init__(max_batch=max_batch)
-        self.clock = clock
-        self.of_call = latency_s  # from the number of the call
-        self.journal = journal
-        self.label = label
-
-    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        outputs = super().__call__(feeds)
-        self.clock.now_ns += round(self.of_call(len(self.batches) - 1) * 1e9)
-        self.journal.append(self.label)
-        return outputs
-
-
-class Bench:
-    """Makes setups of `Timed` engines and keeps every engine that was opened."""
-
-    def __init__(self) -> None:
-        self.clock = VirtualTime()
-        self.journal: list[str] = []
-        self.engines: list[Timed] = []
-        self.fed: list[int] = []
-
-    def setup(
-        self,
-        label: str,
-        latency_s: float | Callable[[int], float] = 0.005,
-        sessions: int = 1,
-        max_batch: int | None = None,
-    ) -> Setup:
-        def open_engine() -> Timed:
-            of_call = latency_s if callable(latency_s) else lambda _: latency_s
-            engine = Timed(self.clock, of_call, self.journal, label, max_batch)
-            self.engines.append(engine)
-            return engine
-
-        return Setup(label, open_engine, sessions=sessions, threads=1, precision="fp32")
-
-    def feeds(self, batch: int) -> Arrays:
-        self.fed.append(batch)
-        return random_feeds(FakeEngine().inputs, {"N": batch})
-
-    def sweep(
-        self,
-        *setups: Setup,
-        batches: tuple[int, ...] = (4,),
-        timing: Timing = QUICK,
-        on_progress: Callable[[str, float], None] | None = None,
-    ) -> list[Point]:
-        return sweep(setups, batches, timing, self.feeds, on_progress, clock=self.clock)
-
-    @property
-    def order(self) -> str:
-        """The labels in the order in which they were called, repetitions joined."""
-        return "".join(label for label, _ in groupby(self.journal))
+from tests.support.measure.virtual_time import QUICK, Bench, Timed
 
 
 @pytest.fixture
@@ -176,85 +97,11 @@ def test_points_come_by_batch_then_in_the_setups_order(bench: Bench) -> None:
     assert [(p.batch, p.label) for p in points] == [(8, "A"), (8, "B"), (2, "A"), (2, "B")]
 
 
-def test_what_happens_before_the_engine_is_warm_is_not_timed(bench: Bench) -> None:
-    cold = bench.setup("A", lambda call: 0.1 if call < 20 else 0.005)
-    (point,) = bench.sweep(cold, timing=Timing(warmup_s=10.0, seconds=1.0, rounds=2))
-    assert point.latency.max_ms == 5.0
-    assert point.note == ""
-
-
-def test_warm_up_ends_when_four_windows_agree(bench: Bench) -> None:
-    bench.sweep(bench.setup("A", 0.1), timing=Timing(warmup_s=10.0, seconds=1.0, rounds=2))
-    # four windows of 1 s, then two rounds of 0.5 s, each after one untimed call
-    assert len(bench.engines[0].batches) == 40 + 2 * (1 + 5)
-
-
-def sped_up(bench: Bench, window_s: float, until_s: float) -> Callable[[int], float]:
-    """1 ms in the end; before `until_s`, 3 % more for each window that is still to come."""
-    return lambda _: 0.001 * 1.03 ** (max(0.0, until_s - bench.clock.now_ns / 1e9) / window_s)
-
-
-@pytest.mark.parametrize("warmup_s", [0.5, 2.0, 10.0], ids=["demo", "quick", "full"])
-def test_calls_that_still_speed_up_are_warmed_up_for_longer(bench: Bench, warmup_s: float) -> None:
-    window_s = warmup_s / 10
-    slow_start = bench.setup("A", sped_up(bench, window_s, until_s=2 * warmup_s))
-    (point,) = bench.sweep(slow_start, timing=Timing(warmup_s, seconds=5.0))
-    assert point.latency.p50_ms is not None
-    assert point.latency.p50_ms.value == pytest.approx(1.0, rel=0.01)
-    assert (point.note, point.marks) == ("", ())
-
-
-@pytest.mark.parametrize("warmup_s", [0.5, 2.0, 10.0], ids=["demo", "quick", "full"])
-def test_calls_that_speed_up_all_the_time_are_marked(bench: Bench, warmup_s: float) -> None:
-    window_s = warmup_s / 10
-    speeding = bench.setup("A", sped_up(bench, window_s, until_s=5.0 * warmup_s))
-    (point,) = bench.sweep(speeding, timing=Timing(warmup_s, seconds=warmup_s))
-    warm_up, in_rounds = point.marks
-    assert "3% faster every" in warm_up
-    assert f"after {3 * warmup_s:g} s of warm-up" in warm_up
-    assert "over the rounds" in in_rounds
-
-
-def test_a_slow_rise_that_the_warm_up_does_not_see_is_seen_in_the_rounds(bench: Bench) -> None:
-    slowly = bench.setup("A", lambda _: 0.005 * 0.99 ** (bench.clock.now_ns / 1e9))
-    steady = bench.setup("B", 0.005)
-    risen, other = bench.sweep(slowly, steady, timing=Timing(1.0, 5.0))
-    assert risen.marks == (
-        "calls still sped up, by 11% over the rounds: a longer warm-up is needed",
-    )
-    assert other.marks == ()
-
-
-def test_noise_is_no_rise(bench: Bench) -> None:
-    random = np.random.default_rng(3)
-    for _ in range(20):
-        noisy = bench.setup("A", lambda _: 0.005 * float(random.lognormal(0, 0.3)))
-        (point,) = bench.sweep(noisy, timing=Timing(0.5, 1.0))
-        assert point.marks == ()
-
-
 def test_long_calls_are_timed_in_five_rounds(bench: Bench) -> None:
     timing = Timing(1.0, 5.0)
     setups = bench.setup("A", 0.1), bench.setup("B", 0.2)
     assert [point.rounds for point in bench.sweep(*setups, timing=timing)] == [5, 5]
     assert [point.rounds for point in bench.sweep(setups[0], timing=timing)] == [20]
-
-
-def test_warm_up_that_never_settles_is_bounded_and_noted(bench: Bench) -> None:
-    ended_s: list[float] = []
-    (point,) = bench.sweep(
-        bench.setup("A", lambda call: 0.02 * 1.1**call),
-        timing=Timing(warmup_s=3.0, seconds=0.1, rounds=2),
-        on_progress=lambda *_: ended_s.append(bench.clock.now_ns / 1e9),
-    )
-    assert "not yet steady after 3 s" in point.note
-    assert (
-        3.0 <= ended_s[1] < 3.5
-    )  # when round 1 was reported; the call that was running was finished
-
-
-def test_no_warm_up_is_noted(bench: Bench) -> None:
-    assert bench.sweep(bench.setup("A"))[0].note == "no warm-up"
 
 
 def test_each_round_starts_untimed_as_the_others_cooled_the_caches(bench: Bench) -> None:
