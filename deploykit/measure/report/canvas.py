@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 
-from deploykit.measure.report.chart import LOOKS
+from deploykit.measure.report.chart import BOUND, COLOURS
 
 FONT = 12
 _EM = 0.6  # the mean width of a character, a little more than fonts need
@@ -93,7 +93,9 @@ def wrapped(text: str, width: float) -> list[str]:
 
 
 def short(label: str, most: int = 26) -> str:
-    return label if len(label) <= most else f"{label[: most - 1]}…"
+    """Cut in the middle: labels of one file begin alike, and often differ at their ends."""
+    end = most // 2
+    return label if len(label) <= most else f"{label[: most - end - 1]}…{label[-end:]}"
 
 
 def px(value: float) -> str:
@@ -106,20 +108,31 @@ def path(places: Sequence[Place]) -> str:
 
 
 def line(places: Sequence[Place], look: int, kind: str = "line") -> str:
-    dash = _DASHES[look % LOOKS]
+    dash = _DASHES[look % len(_DASHES)] if look != BOUND else ""
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
     return f'<path class="{kind}" d="{path(places)}"{dashed}/>'
 
 
-def marker(look: int, x: float, y: float) -> str:
-    shape = _SHAPES[look % LOOKS]
+def marker(look: int, x: float, y: float, size: float = 1.0) -> str:
+    """Of eight shapes, filled, hollow, or hollow with a smaller one inside: 24 that differ."""
+    if look == BOUND:
+        return ""
+    fill = look // len(_SHAPES) % 3
+    outer = _shape(look, x, y, size, ' class="hollow"' if fill else "")
+    return outer + (_shape(look, x, y, size * 0.4) if fill == 2 else "")
+
+
+def _shape(look: int, x: float, y: float, size: float, kind: str = "") -> str:
+    shape = _SHAPES[look % len(_SHAPES)]
     if not shape:
-        return f'<circle cx="{px(x)}" cy="{px(y)}" r="4"/>'
-    return f'<path d="{path([(x + dx, y + dy) for dx, dy in shape])}Z"/>'
+        return f'<circle cx="{px(x)}" cy="{px(y)}" r="{px(4 * size)}"{kind}/>'
+    return f'<path d="{path([(x + dx * size, y + dy * size) for dx, dy in shape])}Z"{kind}/>'
 
 
 def group(look: int, *parts: str) -> str:
-    return f'<g class="s s{look % LOOKS}">{"".join(parts)}</g>'
+    """Of one colour: the 15 of setups repeat, and the baseline's is its own."""
+    kind = "bound" if look == BOUND else f"s{1 + (look - 1) % (COLOURS - 1) if look else 0}"
+    return f'<g class="s {kind}">{"".join(parts)}</g>'
 
 
 def _escape(text: str) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LOOKS = 8  # colours, dashes and markers before they repeat; 0 is the baseline's
+COLOURS = 16  # of `look.css`; 0 is the baseline's
+BOUND = -1  # the look of what is no setup: of a limit
 Row = tuple[str, ...]
 
 
@@ -23,7 +24,7 @@ class Mark:
 class Series:
     """A line through `marks`, in their order. `upper`: a thin line above it (p99 over p50).
 
-    `plain`: the line alone, without a marker at each mark.
+    `plain`: has a few markers only, not one at each mark.
     """
 
     label: str
@@ -62,7 +63,8 @@ class Chart:
 class Bars:
     """One bar for each of `bars`: a name and its parts end to end, as long as they take.
 
-    `parts`: the names of the parts, which have the looks 0, 1, …; a bar has a value for each.
+    `parts`: the names of the parts, with the looks from `look` on; a bar has a value for each.
+    `looks`: of the setups that the bars are of, whose markers are before their names.
     """
 
     name: str
@@ -71,6 +73,8 @@ class Bars:
     x_label: str
     parts: Row
     bars: tuple[tuple[str, tuple[float, ...]], ...]
+    look: int = 1
+    looks: tuple[int, ...] = ()
     columns: Row = ()
     rows: tuple[Row, ...] = ()
 

@@ -94,7 +94,7 @@ def _trade_off(document: Json, points: Sequence[Json], index: int) -> Chart:
         title="Latency against throughput",
         finding=f"{doubt}The highest throughput is {number(best['throughput_per_s']['value'])} "
         f"inferences/s: {best['label']} at batch {best['batch']}{at}. Down and to the right is "
-        "better. Heavy line p50, thin line p99; the figures at the marks are batch sizes.",
+        "better. Heavy line p50, thin line or small mark p99; figures at marks are batch sizes.",
         x_label=f"throughput (inferences/s), {points[0]['scenario']}",
         y_label="latency of one call (ms)",
         series=tuple(series),
@@ -126,10 +126,14 @@ def _sweep(document: Json, points: Sequence[Json], index: int) -> Chart:
     found = [c for c in found if c["scenario"] == scenario]
     sentences = [
         f"{c['label']} is ahead of {c['baseline']} from batch {c['batch']} on"
-        if c["batch"] is not None
-        else f"{c['label']} is not ahead of {c['baseline']} up to batch {batches[-1]}"
         for c in found
+        if c["batch"] is not None
     ]
+    behind = [c["label"] for c in found if c["batch"] is None]
+    if behind:
+        sentences.append(
+            f"Not ahead of {document['baseline']} up to batch {batches[-1]}: {', '.join(behind)}"
+        )
     usable = [point for point in points if not why_not(document, point)]
     best = max(usable or points, key=lambda point: float(point["throughput_per_s"]["value"]))
     flags = [
@@ -140,7 +144,7 @@ def _sweep(document: Json, points: Sequence[Json], index: int) -> Chart:
     return Chart(
         name=f"sweep-{index}",
         title="Throughput against batch size",
-        finding=("; ".join(sentences) + ". " if sentences else "") + "Whiskers are 95 % intervals.",
+        finding=(". ".join(sentences) + ". " if sentences else "") + "Whiskers are 95 % intervals.",
         x_label=f"batch size (inferences per call), {scenario}",
         y_label="throughput (inferences/s)",
         series=series,

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deploykit.measure.report.chart import Bars, Chart, Mark, Series
+from deploykit.measure.report.chart import BOUND, Bars, Chart, Mark, Series
 from deploykit.measure.report.formatting import SPACE, count, number
-from deploykit.measure.report.rows import Json, at_smallest, by_label, load_label, looks, value
+from deploykit.measure.report.rows import (
+    Json,
+    after_setups,
+    at_smallest,
+    by_label,
+    load_label,
+    looks,
+    value,
+)
 
 _TRACES = (
     ("clock_mhz", "GPU clock", "clock (MHz)"),
@@ -28,6 +36,7 @@ def waterfall(document: Json) -> Bars | None:
         rows.append((label, count(chosen[0]["batch"]), *map(number, (compute, rest, whole))))
     if not bars:
         return None
+    look = looks(document)
     label, (compute, rest) = max(bars, key=lambda bar: bar[1][1])
     share = f"{100 * rest / (compute + rest):.0f}{SPACE}%"
     return Bars(
@@ -38,6 +47,8 @@ def waterfall(document: Json) -> Bars | None:
         x_label="time of one call (ms)",
         parts=("compute", "copies and launches"),
         bars=tuple(bars),
+        look=after_setups(document),
+        looks=tuple(look[name] for name, _ in bars),
         columns=("setup", "batch", "compute (ms)", "copies and launches (ms)", "whole (ms)"),
         rows=tuple(rows),
     )
@@ -66,6 +77,7 @@ def request_waterfall(document: Json) -> Bars | None:
         x_label="time of one request (ms)",
         parts=parts,
         bars=tuple(bars),
+        look=after_setups(document),
         columns=("load", *(f"{name} (ms)" for name in parts), "whole (ms)"),
         rows=tuple((label, *map(number, (*values, sum(values)))) for label, values in bars),
     )
@@ -89,7 +101,7 @@ def roofline(document: Json) -> Chart | None:
         marks = tuple(
             Mark(float(p["intensity"]), float(p["gflops"]), text=str(p["batch"])) for p in chosen
         )
-        series.append(Series(label, marks, look.get(label, len(series) + 1)))
+        series.append(Series(label, marks, look.get(label, len(look))))
         for mark in marks:
             bound = "memory" if mark.x < ridge else "arithmetic"
             shares.append((mark.y / min(most, mark.x * fastest), label, mark.text, bound))
@@ -105,7 +117,7 @@ def roofline(document: Json) -> Chart | None:
         "marks are batch sizes.",
         x_label="operations per byte that is moved (FLOP/byte)",
         y_label="speed (GFLOP/s)",
-        series=(Series("measured limit", roof, 0, plain=True), *series),
+        series=(Series("measured limit", roof, BOUND, plain=True), *series),
         x_log=True,
         y_log=True,
         zero=False,
@@ -117,12 +129,13 @@ def roofline(document: Json) -> Chart | None:
 def gpu_charts(document: Json) -> list[Chart]:
     """Clock, power and temperature of the GPUs over the run, where they were recorded."""
     found = []
+    first = after_setups(document)
     for key, title, y_label in _TRACES:
         gpus = [
             each for each in document["conditions"] if _known((each.get("trace") or {}).get(key))
         ]
         if gpus:
-            found.append(_trace(key, title, y_label, gpus))
+            found.append(_trace(key, title, y_label, gpus, first))
     return found
 
 
@@ -130,13 +143,13 @@ def _known(values: Sequence[float | None] | None) -> list[float]:
     return [each for each in values or () if each is not None]
 
 
-def _trace(key: str, title: str, y_label: str, gpus: Sequence[Json]) -> Chart:
+def _trace(key: str, title: str, y_label: str, gpus: Sequence[Json], first: int) -> Chart:
     series, rows, sentences = [], [], []
-    for index, gpu in enumerate(gpus, 1):
-        values, name = gpu["trace"][key], f"{gpu['name']} {index}" if len(gpus) > 1 else gpu["name"]
+    for index, gpu in enumerate(gpus):
+        values, name = gpu["trace"][key], gpu["name"] + f" {index + 1}" * (len(gpus) > 1)
         last = max(len(values) - 1, 1)
         marks = [Mark(100 * i / last, y) for i, y in enumerate(values) if y is not None]
-        series.append(Series(name, tuple(marks), index, plain=True))
+        series.append(Series(name, tuple(marks), first + index, plain=True))
         low, high = min(_known(values)), max(_known(values))
         rows.append((name, number(low), number(high), count(len(values))))
         sentences.append(f"{name}: {number(low)} to {number(high)}")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deploykit.measure.histogram import percentile_ms
-from deploykit.measure.report.chart import LOOKS, Chart, Mark, Series
+from deploykit.measure.report.chart import Chart, Mark, Series
 from deploykit.measure.report.formatting import MISSING, SPACE, count, number, spread
 from deploykit.measure.report.rows import (
     Json,
+    after_setups,
     at_smallest,
     by_label,
     load_label,
@@ -78,6 +79,7 @@ def served_chart(document: Json) -> Chart | None:
     """The percentile spectrum of each load level, to the maximum, on a logarithmic axis."""
     series: list[Series] = []
     rows, sentences = [], []
+    first = after_setups(document)
     for result in document["serving"]:
         latency, label = result["latency"], load_label(result)
         if result["generator_limited"] or result["marks"]:
@@ -91,7 +93,7 @@ def served_chart(document: Json) -> Chart | None:
         ]
         if latency["samples"] > 100 and latency["max_ms"] is not None:
             marks.append(Mark(float(latency["samples"]), latency["max_ms"], text="max"))
-        series.append(Series(label, tuple(marks), (len(series) + 1) % LOOKS))
+        series.append(Series(label, tuple(marks), first + len(series)))
         p99_ms = value(latency["p99_ms"])
         rows.append(
             (

@@ -12,10 +12,15 @@ Json = Mapping[str, Any]
 
 
 def looks(document: Json) -> dict[str, int]:
-    """Setup -> its look in every chart. The baseline has look 0, whatever its position."""
+    """Setup -> its look in every chart, no two alike. The baseline has 0, whatever its position."""
     labels = list(dict.fromkeys(str(point["label"]) for point in document["points"]))
     others = [label for label in labels if label != document["baseline"]]
     return {document["baseline"]: 0} | {label: i for i, label in enumerate(others, 1)}
+
+
+def after_setups(document: Json) -> int:
+    """The first look that no setup has: of load levels, GPUs and parts of a call."""
+    return len(looks(document)) if document.get("points") else 1
 
 
 def why_not(document: Json, point: Json) -> str:

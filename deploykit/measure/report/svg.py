@@ -1,7 +1,8 @@
 """Draw charts as SVG text, which the page's style sheet colours: no script is needed.
 
-Series differ in colour, dash and marker, so that none depends on its colour. Each chart is drawn
-twice by the page: `WIDE`, with the names at the ends of the lines, and `NARROW`, with them above.
+Series differ in colour, dash and marker, so that none depends on its colour alone. Each chart is
+drawn twice by the page: `WIDE`, with the names at the ends of the lines, and `NARROW`, with them
+above.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from deploykit.measure.report.formatting import number
 _ROW = 18  # height of a row of labels
 _LINE = 16  # height of a line of text
 _BELOW = 52  # under a plot: ticks, and one line that names the axis
+_PLAIN_MARKERS = 5  # about so many on a plain line
+_SMALL = 0.6  # of a marker: p99 where there is no line
 _BAR = 72  # from one bar to the next: its name, the bar, the names of its parts
 
 
@@ -121,6 +124,8 @@ def _layout(chart: Chart, series: Sequence[Series], frame: Frame, single: bool) 
     right = frame.width - (16 if frame.narrow else 34 if single else longest + 34)
     begin = 12 + _LINE * len(_y_name(chart, y_axis, frame))
     top = begin + (_ROW * len(series) + 8 if frame.narrow else 0)
+    if not (frame.narrow or single):  # as high as the names at the ends of the lines
+        frame = replace(frame, plot=max(frame.plot, _ROW * len(series)))
     plot = _Plot(frame, left, right, begin, top, x_axis, y_axis)
     if not single:
         return plot
@@ -195,12 +200,13 @@ def _draw_series(canvas: Canvas, series: Series, plot: _Plot) -> None:
         (x, top), (_, end) = plot.at(mark.x, mark.high), plot.at(mark.x, mark.low)
         bars = f"M{px(x - 4)} {px(top)}h8M{px(x - 4)} {px(end)}h8"
         parts.append(f'<path class="whisker" d="M{px(x)} {px(top)}V{px(end)}{bars}"/>')
+    some = low[:: max(1, len(low) // _PLAIN_MARKERS)] if series.plain else low
+    parts += [marker(series.look, x, y) for x, y in some]
     if not series.plain:
-        parts += [marker(series.look, x, y) for x, y in low]
         for x, y in low:
             canvas.take((x - 5, y - 5, x + 5, y + 5))
     if len(high) == 1 or len(low) == 1:
-        parts += [f'<g class="open">{marker(series.look, x, y)}</g>' for x, y in high]
+        parts += [marker(series.look, x, y, _SMALL) for x, y in high]
     canvas.add(group(series.look, *parts))
 
 
@@ -226,15 +232,15 @@ def _draw_names(canvas: Canvas, series: Sequence[Series], plot: _Plot) -> None:
 
 
 def _sample(one: Series, x: float, y: float) -> str:
-    """What stands for a line next to its name: its marker, or a piece of it."""
-    return line([(x - 6, y), (x + 6, y)], one.look) if one.plain else marker(one.look, x, y)
+    """What stands for a line next to its name: its marker, or a piece of what has none."""
+    return marker(one.look, x, y) or line([(x - 6, y), (x + 6, y)], one.look)
 
 
 def _draw_legend(canvas: Canvas, series: Sequence[Series], plot: _Plot) -> None:
     for row, one in enumerate(series):
         y = plot.begin + 6 + _ROW * row
-        dot = "" if one.plain else marker(one.look, 11, y)
-        canvas.add(group(one.look, line([(0, y), (22, y)], one.look), dot))
+        sample = line([(0, y), (22, y)], one.look)
+        canvas.add(group(one.look, sample, marker(one.look, 11, y)))
         canvas.text(30, y + 4, short(one.label, 44), "start", "label")
 
 
@@ -273,12 +279,14 @@ def _draw_bars(chart: Bars, frame: Frame) -> str:
     canvas = Canvas()
     for row, (name, values) in enumerate(chart.bars):
         y, start = _BAR * row + 20, 0.0
-        canvas.text(plot.left, y - 5, short(name, 44), "start", "label")
-        for look, (part, value) in enumerate(zip(chart.parts, values, strict=True)):
+        own = chart.looks[row : row + 1]
+        canvas.add("".join(group(each, marker(each, plot.left + 5, y - 9)) for each in own))
+        canvas.text(plot.left + 16 * len(own), y - 5, short(name, 44), "start", "label")
+        for look, (part, value) in enumerate(zip(chart.parts, values, strict=True), chart.look):
             x, end = (axis.at(each, plot.left, right) for each in (start, start + value))
             width = px(max(end - x - 1.5, 0.5))
             rect = f'<rect x="{px(x)}" y="{y}" width="{width}" height="18"/>'
-            canvas.add(group(look + 1, rect) if value > 0 else "")
+            canvas.add(group(look, rect) if value > 0 else "")
             text = f"{part} {number(value)}"
             if value > 0 and x + text_width(text) <= frame.width:
                 canvas.text_if_free([(x, y + 31, "start"), (x, y + 46, "start")], text, "tick")
