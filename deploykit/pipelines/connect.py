@@ -15,7 +15,7 @@ import numpy as np
 
 from deploykit.core.errors import BadInput, did_you_mean
 from deploykit.pipelines.annotations import EACH, meeting, shown
-from deploykit.pipelines.formats import answer_json, reader
+from deploykit.pipelines.formats import answer_json, input_kind, reader
 from deploykit.pipelines.models import Ports
 from deploykit.pipelines.stages import Definition, Function, Model, Origin, WiredStage
 from deploykit.runtimes.engine import Engine
@@ -25,7 +25,8 @@ from deploykit.runtimes.engine import Engine
 class StageGraph:
     """A checked pipeline: its stages in an order in which they can run.
 
-    `input`: the name of the request's input, `takes` its annotation, `read` how bytes become it.
+    `input`: the name of the request's input, `takes` its annotation, `kind` what a request is:
+    image, text, json or bytes; `read`: how its bytes become the input.
     `answer`: the stage that gives the answer.
     """
 
@@ -33,6 +34,7 @@ class StageGraph:
     stages: Mapping[str, WiredStage]
     input: str
     takes: Any
+    kind: str
     read: Callable[[bytes], Any]
     answer: str
 
@@ -44,7 +46,7 @@ class StageGraph:
             for name in (self.input, self.answer)
         )
         gives = shown(self.stages[self.answer].gives)
-        about = {"stages": ", ".join(self.stages), "takes": shown(self.takes), "gives": gives}
+        about = {"stages": ", ".join(self.stages), "takes": self.kind, "gives": gives}
         return {
             "versions": ["1"],
             "platform": "deploykit_pipeline",
@@ -88,9 +90,9 @@ class _Connecting:
         stages: dict[str, WiredStage] = {}
         for name in order:
             stages[name] = self._stage(name, sources[name], stages, takes)
-        return StageGraph(
-            self._definition, stages, entry, takes, reader(takes, self._where), answer
-        )
+        kind = input_kind(takes, self._where)
+        read = reader(kind, takes)
+        return StageGraph(self._definition, stages, entry, takes, kind, read, answer)
 
     def _parameters(self, name: str) -> Mapping[str, Any]:
         about = self._stages[name]

@@ -14,30 +14,38 @@ from deploykit.core.json_value import json_value
 from deploykit.pipelines.annotations import conforms, describe_value, shown
 from deploykit.pipelines.failures import StageFailed
 
-JSON_TYPES = (dict, list, int, float, bool)
+_JSON_TYPES = (dict, list, int, float, bool)
 
 
-def reader(takes: Any, where: str) -> Callable[[bytes], Any]:
-    """How bytes become the input, by its annotation. Raises BadInput for one that cannot be read.
+def input_kind(takes: Any, where: str) -> str:
+    """What a request is by the annotation of its input: image, text, json or bytes.
 
-    bytes: as they are; str: UTF-8; numpy.ndarray: an image, uint8 (height, width, 3); a dict, list,
-    int, float or bool: JSON. What it returns raises BadInput for bytes that are no such thing.
+    Raises BadInput for an annotation that nothing is read as.
     """
     kind = get_origin(takes) or takes
-    if takes is bytes:
-        return bytes
-    if takes is str:
-        return _text
-    if kind is np.ndarray:
-        from deploykit.pipelines.pixels import read_pixels  # Pillow, which others do not need
-
-        return read_pixels
-    if kind in JSON_TYPES or takes is Any:
-        return lambda data: _from_json(data, takes)
+    found = {bytes: "bytes", str: "text", np.ndarray: "image"}.get(kind)
+    if found is not None:
+        return found
+    if kind in _JSON_TYPES or takes is Any:
+        return "json"
     raise BadInput(
         f"{where}: the request's input is {shown(takes)}",
         hint="bytes, str, numpy.ndarray (an image), dict, list, int, float or bool",
     )
+
+
+def reader(kind: str, takes: Any) -> Callable[[bytes], Any]:
+    """How bytes become the input; it raises BadInput for bytes that are no such thing.
+
+    bytes: as they are; text: UTF-8; image: uint8 (height, width, 3); json: checked with `takes`.
+    """
+    if kind == "image":
+        from deploykit.pipelines.pixels import read_pixels  # Pillow, which others do not need
+
+        return read_pixels
+    if kind == "json":
+        return lambda data: _from_json(data, takes)
+    return _text if kind == "text" else bytes
 
 
 def _text(data: bytes) -> str:

@@ -7,12 +7,16 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from deploykit.core.errors import Overloaded
 from deploykit.core.machine import usable_cores
 from deploykit.pipelines.connect import StageGraph
 from deploykit.pipelines.host import Counts, Host
 from deploykit.pipelines.threads import StageThreads
 from deploykit.runtimes.engine import Closing
+
+Given = bytes | str | np.ndarray
 
 MOST_THREADS = 16  # of a stage; a function holds Python's lock for most of its time
 
@@ -57,7 +61,6 @@ class LivePipeline(Closing):
         self.graph = graph
         self.host = host
         self.metadata: Mapping[str, Any] = {"name": name, **graph.metadata}
-        self.input, self.reads_text = graph.input, graph.takes is str
         labels = {"pipeline": name}
         self.counts: Counts = host.counts(labels)
         self.stages = {
@@ -66,25 +69,30 @@ class LivePipeline(Closing):
         }
 
     def start(
-        self, data: Callable[[], bytes | str], done: Callable[[Any, bool], None], trace: str | None
+        self,
+        data: Callable[[], Given],
+        done: Callable[[Any, bool], None],
+        trace: str | None,
+        timeout_us: int | None = None,
     ) -> Callable[[], None]:
         """Answer one request; returns what cancels it. On the event loop's thread.
 
-        `data` gives the request's bytes, or its text, on another thread. `done` gets the answer,
-        or the error, and whether it is JSON. Raises Overloaded during a shutdown.
+        `data` gives the request's bytes, or its text or pixels, on another thread. `done` gets the
+        answer, or the error, and whether it is JSON. `timeout_us`: of this request, if less than
+        the host's. Raises Overloaded during a shutdown.
         """
         from deploykit.pipelines.live_run import LiveRun
 
         if self.host.draining:
             self.counts.record("rejected")
             raise Overloaded("the server is shutting down", hint="send the request elsewhere")
-        run = LiveRun(self, done, trace)
+        run = LiveRun(self, done, trace, timeout_us)
         run.start(partial(self._read, data))
         return run.cancel
 
-    def _read(self, data: Callable[[], bytes | str]) -> Any:
+    def _read(self, data: Callable[[], Given]) -> Any:
         given = data()
-        return given if isinstance(given, str) else self.graph.read(given)
+        return self.graph.read(given) if isinstance(given, bytes) else given
 
     def why_not_ready(self) -> str | None:
         """The reason in one sentence; None if every stage returns."""

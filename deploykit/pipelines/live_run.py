@@ -30,9 +30,15 @@ class LiveRun:
     """Calls `done` once with the answer or the error, unless it is cancelled."""
 
     def __init__(
-        self, pipeline: LivePipeline, done: Callable[[Answer, bool], None], trace: str | None
+        self,
+        pipeline: LivePipeline,
+        done: Callable[[Answer, bool], None],
+        trace: str | None,
+        timeout_us: int | None,
     ) -> None:
         self._pipeline = pipeline
+        limit_us = round(pipeline.host.timeout_ms * 1000)
+        self._limit_us = limit_us if timeout_us is None else min(limit_us, timeout_us)
         self._stages, self._graph = pipeline.stages, pipeline.graph.stages
         self._answer = pipeline.graph.answer
         self._done = done
@@ -51,9 +57,7 @@ class LiveRun:
         pipeline = self._pipeline
         pipeline.counts.in_flight += 1
         self._started_us = _now_us()
-        self._timer = pipeline.host.loop.call_later(
-            pipeline.host.timeout_ms / 1000, self._expire, None
-        )
+        self._timer = pipeline.host.loop.call_later(self._limit_us / 1e6, self._expire, None)
         self._begin(pipeline.graph.input, read)
 
     def cancel(self) -> None:
@@ -176,7 +180,7 @@ class LiveRun:
                 go_on()
 
         host, waiting = self._pipeline.host, self._calls.setdefault(stage, [])
-        left_us = self._started_us + round(host.timeout_ms * 1000) - _now_us()
+        left_us = self._started_us + self._limit_us - _now_us()
         try:
             for at, call in enumerate(calls.calls):
                 run = partial(ran, at)
@@ -198,10 +202,10 @@ class LiveRun:
     def _expire(self, name: str | None) -> None:
         """The time of one stage is over, or that of the request."""
         stage = self._stages[name or next(iter(self._began_us))]
-        limit_ms = self._pipeline.host.timeout_ms if name is None else stage.timeout_ms
+        limit_ms = self._limit_us / 1000 if name is None else stage.timeout_ms
         of = "the request's" if name is None else "its"
         error = Expired(
-            f"not ended within {of} time limit of {limit_ms:.0f} ms",
+            f"not ended within {of} time limit of {limit_ms:g} ms",
             hint="send fewer requests at once, or allow more time (`timeout_ms`)",
         )
         self._fail(error, stage)

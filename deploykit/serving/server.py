@@ -33,7 +33,7 @@ from deploykit.serving.http.head import HttpLimits
 from deploykit.serving.http.listener import Listener
 from deploykit.serving.http.routes import Routes
 from deploykit.serving.models.offload import ThreadOffload
-from deploykit.serving.models.pipelines import MakePipeline, PipelineHost
+from deploykit.serving.models.pipelines import MakePipeline
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.observe.prometheus import Sample
@@ -127,15 +127,14 @@ class Server:
                 models, options, deliver=self._deliver, call_soon=self._loop.call_soon,
                 processes=group.count,
             )  # fmt: skip
+            self.repository.add_pipelines(pipelines or {}, self._loop, group.count)
         except BaseException:
             self._release()
             raise
         self._offload = ThreadOffload(self._loop, OFFLOAD_THREADS, self._finished.run)
         self._worker = WorkerProcess()
-        host = PipelineHost(self.repository, self._loop, group.count)
-        self._pipelines = {name: make(host) for name, make in (pipelines or {}).items()}
         self._routes = Routes(
-            self.repository, self._offload, self._worker, self._pipelines,
+            self.repository, self._offload, self._worker,
             scheme="https" if tls else "http", group=group,
         )  # fmt: skip
         memory = MemoryBudget(options.max_held_bytes, options.max_body_bytes, group.count)
@@ -172,8 +171,6 @@ class Server:
             sys.setswitchinterval(switch_s)
             self._offload.close()
             self._worker.close()
-            for pipeline in self._pipelines.values():
-                pipeline.close()
             self.repository.close(drain=False, timeout_s=0 if aborted else self._limit_s(CLOSE_S))
             self._release()
         if self.repository.fatal:

@@ -12,6 +12,7 @@ from deploykit.core.errors import DeploykitError, quote
 from deploykit.core.tensors import Bytes
 from deploykit.serving.grpc.call import GrpcCall
 from deploykit.serving.grpc.failing import Replying, fail_with
+from deploykit.serving.grpc.pipeline import PipelineMethod
 from deploykit.serving.grpc.predict import TaskMethod
 from deploykit.serving.models.inference import Inference, ModelRoute, array_bytes, over_budget
 from deploykit.serving.models.offload import Offload
@@ -40,6 +41,7 @@ class InferMethods:
         }
         max_bytes = repository.options.max_body_bytes
         self._tasks = {n: TaskMethod(route, max_bytes) for n, route in self.routes.items()}
+        self._pipelines = {n: PipelineMethod(p, offload) for n, p in repository.pipelines.items()}
 
     def stream(self, call: GrpcCall, data: bytes, at: int) -> None:
         slot = ReplySlot(call)
@@ -59,13 +61,16 @@ class InferMethods:
         try:
             head, spans = messages.split_request(data, at)
             name, version = messages.model_of(head)
+            source = (head, data, at, spans)
+            if name in self._pipelines and version in ("", VERSION):
+                self._pipelines[name](client, source, call.head.trace)
+                return
             model = self._repository.find(name, version or VERSION)
             has_items = model.task.ready and messages.sends_bytes(head)
         except Exception as exc:  # noqa: BLE001 - every error is a reply
             fail_with(client, exc)
             return
         route = self.routes[model.name]
-        source = (head, data, at, spans)
         if has_items:
             self._tasks[model.name](client, source, call.head.trace)
             return

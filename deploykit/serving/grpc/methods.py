@@ -15,7 +15,7 @@ from deploykit.serving.grpc.headers import Method
 from deploykit.serving.grpc.infer import InferMethods
 from deploykit.serving.http2.flow import Flow
 from deploykit.serving.models.offload import Offload
-from deploykit.serving.models.repository import VERSION, ModelRepository, ServedModel
+from deploykit.serving.models.repository import VERSION, ModelRepository, Served
 from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip import messages as infer
 from deploykit.serving.oip.protobuf import MESSAGES, Message, message_from
@@ -137,16 +137,17 @@ class Calls:
             models = [model for model in models if model["state"] == "READY"]
         return message_from("RepositoryIndexResponse", {"models": models})
 
-    def _find(self, name: str, version: str) -> ServedModel:
-        return self._repository.find(name, version or VERSION)
+    def _find(self, name: str, version: str) -> Served:
+        return self._repository.find_any(name, version or VERSION)
 
     # -- health ----------------------------------------------------------------------------------
 
     def _health(self, name: str) -> int:
         if name in ("", SERVICE):
             return _NOT_SERVING if self._repository.why_not_ready() else _SERVING
-        model = self._repository.models.get(name)
-        if model is None:
+        try:
+            model = self._repository.find_any(name)
+        except NotFound:
             return _UNKNOWN
         return _NOT_SERVING if self._repository.why_not_ready(model) else _SERVING
 

@@ -23,7 +23,7 @@ from deploykit.serving.oip.tensors import make_slot
 from deploykit.serving.options import VERSION
 
 ANSWER = "answer"
-_LARGE_BYTES = 256 << 10  # of a message: taken apart on another thread
+LARGE_BYTES = 256 << 10  # of a message: taken apart on another thread
 
 Message = tuple[bytes, bytes, int, tuple[messages.Span, ...]]  # see `messages.split_request`
 
@@ -47,7 +47,7 @@ class TaskMethod:
         except DeploykitError as exc:
             fail_with(client, exc)
         else:
-            call.split(source, partial(self._items, call), large=len(source[1]) > _LARGE_BYTES)
+            call.split(source, partial(self._items, call), large=len(source[1]) > LARGE_BYTES)
 
     def _items(self, call: GrpcTaskCall, source: Message) -> Items:
         head, data, at, spans = source

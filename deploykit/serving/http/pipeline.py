@@ -45,7 +45,7 @@ class PipelineRoute:
         if not len(body):
             raise BadInput(f"the body is empty; '{name}' is needed")
         data = bytes(body)
-        if self._pipeline.reads_text and kind.startswith(b"application/json"):
+        if self._pipeline.takes == "text" and kind.startswith(b"application/json"):
             return _text(data, name)
         return data
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -19,7 +18,6 @@ from deploykit.serving.http.pipeline import PipelineRoute
 from deploykit.serving.http.predict import PredictRoute
 from deploykit.serving.http.scrapes import PAGE_HEADERS, Scrapes
 from deploykit.serving.models.offload import Offload, run_inline
-from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import VERSION, ModelRepository
 from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip.json import parse_json
@@ -56,7 +54,6 @@ class Routes:
         repository: ModelRepository,
         offload: Offload = run_inline,
         worker: WorkerProcess | None = None,
-        pipelines: Mapping[str, ServedPipeline] = MappingProxyType({}),
         *,
         scheme: str = "http",
         group: ServerGroup | None = None,
@@ -83,25 +80,25 @@ class Routes:
         }
         for path, (content_type, body) in FILES.items():
             self._table[path] = ("GET", _text(content_type, partial(bytes, body)))
-        for name, model in repository.models.items():
-            ready, why_not = {"name": name, "ready": True}, partial(repository.why_not_ready, model)
-            for base in (f"/v2/models/{name}", f"/v2/models/{name}/versions/{VERSION}"):
-                self._table[base] = ("GET", _value(model.metadata))
-                self._table[f"{base}/ready"] = ("GET", self._ready(why_not, ready))
-                self._table[f"{base}/config"] = ("GET", _value(model.config))
-                self._table[f"{base}/stats"] = ("GET", partial(self._statistics, name))
-                for what, kind in (("infer", InferRoute), ("predict", PredictRoute)):
-                    route = kind(repository, model, offload, worker)
-                    self._table[f"{base}/{what}"] = ("POST", route)
-        for name, pipeline in pipelines.items():
-            base, ready = f"/v2/models/{name}", {"name": name, "ready": True}
-            steps = PipelineRoute(pipeline, repository.options.max_body_bytes)
-            self._table[base] = ("GET", _value(partial(dict, pipeline.metadata)))
-            self._table[f"{base}/ready"] = (
-                "GET",
-                self._ready(partial(self._why_not, pipeline), ready),
+        for name, served in repository.served.items():
+            ready, why_not = (
+                {"name": name, "ready": True},
+                partial(repository.why_not_ready, served),
             )
-            self._table[f"{base}/predict"] = ("POST", steps)
+            for base in (f"/v2/models/{name}", f"/v2/models/{name}/versions/{VERSION}"):
+                self._table[base] = ("GET", _value(served.metadata))
+                self._table[f"{base}/ready"] = ("GET", self._ready(why_not, ready))
+                self._table[f"{base}/config"] = ("GET", _value(served.config))
+                self._table[f"{base}/stats"] = ("GET", partial(self._statistics, name))
+        for name, model in repository.models.items():
+            for what, kind in (("infer", InferRoute), ("predict", PredictRoute)):
+                self._post(name, what, kind(repository, model, offload, worker))
+        for name, pipeline in repository.pipelines.items():
+            self._post(name, "predict", PipelineRoute(pipeline, repository.options.max_body_bytes))
+
+    def _post(self, name: str, what: str, route: Route) -> None:
+        for base in (f"/v2/models/{name}", f"/v2/models/{name}/versions/{VERSION}"):
+            self._table[f"{base}/{what}"] = ("POST", route)
 
     def handle(self, call: Call) -> None:
         """Answer one call, now or later. Never raises: a bug is a 500, not a lost connection."""
@@ -146,9 +143,6 @@ class Routes:
             call.reply(200, JSON, [body])
 
         return route
-
-    def _why_not(self, pipeline: ServedPipeline) -> str | None:
-        return pipeline.why_not_ready() or self._repository.why_not_ready()
 
     def _offer(self) -> None:
         """What other processes may ask of this one."""

@@ -89,6 +89,27 @@ def config(
     return found
 
 
+def describe_pipeline(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The ModelConfig of a pipeline: one string in, one out, no batch."""
+    found = {name: metadata[name] for name in ("name", "platform")}
+    entries = {
+        one: [
+            {"name": each["name"], "data_type": "TYPE_STRING", "dims": each["shape"]}
+            for each in metadata[several]
+        ]
+        for one, several in (("input", "inputs"), ("output", "outputs"))
+    }
+    parameters = {k: {"string_value": v} for k, v in metadata["parameters"].items()}
+    return {
+        **found,
+        "backend": "deploykit",
+        "max_batch_size": 0,
+        **entries,
+        "parameters": parameters,
+        "model_transaction_policy": {"decoupled": False},
+    }
+
+
 def largest_output_bytes(signature: Signature) -> float:
     """The most that an output can have; inf for strings, and where another axis is dynamic."""
     return max(_output_bytes(slot, signature.max_batch) for slot in signature.outputs.values())

@@ -1,47 +1,66 @@
-"""Host pipelines: their models are served ones, in the same batches as requests to these.
+"""Pipelines next to the models: what the server tells of one, and what it needs of the server.
 
-What a pipeline does is given to the server: here is no stage and no graph.
+Its models are served ones, in the same batches as requests to these. What a pipeline does is given
+to the server: here is no stage and no graph.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import orjson
 
-from deploykit.core.errors import DeploykitError
+from deploykit.core.errors import BadInput, DeploykitError
+from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.engine import Arrays
 from deploykit.serving.batching.policy import Pending
-from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.observe.metrics import OUTCOMES, REQUEST_US, US, split_by
+from deploykit.serving.models.description import describe_pipeline
+from deploykit.serving.models.model import ServedModel
+from deploykit.serving.observe.metrics import OUTCOMES, REQUEST_US, US, duration, split_by
 from deploykit.serving.observe.prometheus import Histogram, Sample
-from deploykit.serving.oip.request import Request
+from deploykit.serving.oip.request import Request, Signature, signature
+from deploykit.serving.oip.response import Result, collect_results
+from deploykit.serving.options import VERSION, ServeOptions
+from deploykit.serving.shared_memory import SharedMemory
 
 _RECENT = 256  # durations, counted together
 
 Ran = Callable[["Arrays | None", "DeploykitError | None"], None]
+Given = bytes | str | np.ndarray
 
 
-class ServedPipeline(Protocol):
+class RunsPipeline(Protocol):
     """What answers requests; see `deploykit.pipelines.live.LivePipeline`."""
 
     @property
     def metadata(self) -> Mapping[str, Any]: ...
-    @property
-    def input(self) -> str: ...
-    @property
-    def reads_text(self) -> bool: ...
-
     def start(
-        self, data: Callable[[], bytes | str], done: Callable[[Any, bool], None], trace: str | None
+        self,
+        data: Callable[[], Given],
+        done: Callable[[Any, bool], None],
+        trace: str | None,
+        timeout_us: int | None = None,
     ) -> Callable[[], None]: ...
     def why_not_ready(self) -> str | None: ...
     def close(self) -> None: ...
+
+
+class Models(Protocol):
+    """What pipelines need of the repository."""
+
+    options: ServeOptions
+    draining: bool
+    memory: SharedMemory | None
+
+    def find(self, name: str) -> ServedModel: ...
+    def add_metrics(self, samples: Callable[[], Iterable[Sample]]) -> None: ...
 
 
 class PipelineCounts:
@@ -58,47 +77,196 @@ class PipelineCounts:
         self._outcomes = dict.fromkeys(OUTCOMES, 0)
         self._seconds = Histogram(REQUEST_US, US)
         self._recent: list[int] = []
+        self._lost_us = 0  # of all that did not succeed
+        self._last_s = 0.0
         self.in_flight = 0
 
     def record(self, outcome: str, us: int = 0) -> None:
-        """`us`: how long it took, of a success."""
+        """`us`: how long it took."""
         with self._lock:
             self._outcomes[outcome] += 1
-            if outcome == "success":
-                self._recent.append(us)
-                if len(self._recent) >= _RECENT:
-                    self._add_recent()
+            if outcome != "success":
+                self._lost_us += us
+                return
+            self._last_s = time.time()
+            self._recent.append(us)
+            if len(self._recent) >= _RECENT:
+                self._add_recent()
 
     def _add_recent(self) -> None:
         self._seconds.add(np.array(self._recent, np.int64))
         self._recent.clear()
 
-    def samples(self) -> list[Sample]:
+    def _now(self) -> tuple[dict[str, int], Histogram]:
+        """All that was recorded: outcomes and durations."""
         with self._lock:
             if self._recent:
                 self._add_recent()
-            outcomes, seconds = dict(self._outcomes), self._seconds.buckets
+            return dict(self._outcomes), self._seconds
+
+    @property
+    def waiting(self) -> int:
+        return 0 if self._waiting is None else self._waiting()
+
+    @property
+    def total_us(self) -> int:
+        """Of all successes."""
+        return self._now()[1].total
+
+    def statistics(self) -> dict[str, Any]:
+        """In the form of the Open Inference Protocol's for a model; all of the time computes."""
+        outcomes, seconds = self._now()
+        count = outcomes.pop("success")
+        none = duration(count, 0)
+        return {
+            "last_inference": int(self._last_s * 1000),
+            "inference_count": count,
+            "execution_count": count,
+            "inference_stats": {
+                "success": duration(count, seconds.total),
+                "fail": duration(sum(outcomes.values()), self._lost_us),
+                **dict.fromkeys(("queue", "compute_input", "compute_output"), none),
+                "compute_infer": duration(count, seconds.total),
+                **dict.fromkeys(("cache_hit", "cache_miss"), duration(0, 0)),
+            },
+            "batch_stats": [],
+        }
+
+    def status(self) -> dict[str, Any]:
+        """As `ModelMetrics.status`, without stages."""
+        outcomes, seconds = self._now()
+        return {
+            "outcomes": outcomes,
+            **dict.fromkeys(("rows", "runs", "idle_us"), 0),
+            "last_ms": int(self._last_s * 1000),
+            "request": {"counts": list(seconds.counts), "us": seconds.total},
+            "batches": {},
+        }
+
+    def samples(self) -> list[Sample]:
+        outcomes, seconds = self._now()
         name, labels = self._prefix, self._labels
-        more = [] if self._waiting is None else [("waiting", self._waiting())]
+        more = [] if self._waiting is None else [("waiting", self.waiting)]
         return [
             *split_by(f"{name}_requests_total", labels, "outcome", outcomes),
-            Sample(f"{name}_seconds", labels, seconds),
+            Sample(f"{name}_seconds", labels, seconds.buckets),
             Sample(f"{name}_in_flight", labels, self.in_flight),
             *(Sample(f"{name}_{what}", labels, value) for what, value in more),
         ]
 
 
+class ServedPipeline:
+    """A pipeline under its name. `counts`: of the whole, "", and of each stage."""
+
+    def __init__(
+        self, runs: RunsPipeline, counts: Mapping[str, PipelineCounts], models: Models
+    ) -> None:
+        self.name: str = runs.metadata["name"]
+        self.takes: str = runs.metadata["parameters"]["takes"]  # image, text, json or bytes
+        self.input: str = runs.metadata["inputs"][0]["name"]
+        self._output: str = runs.metadata["outputs"][0]["name"]
+        self.options, self.memory = models.options, models.memory
+        self.start = runs.start
+        self.why_not_ready = runs.why_not_ready
+        self.close = runs.close
+        self._runs = runs
+        self._total, self._stages = counts[""], {n: each for n, each in counts.items() if n}
+        self._since_s = time.time()
+        self.signature = self._signature("string", (1,))
+        # an image may come as a tensor
+        image = self.takes == "image"
+        self.tensors = self._signature("uint8", ("H", "W", 3)) if image else self.signature
+
+    def _signature(self, dtype: str, shape: tuple[int | str, ...]) -> Signature:
+        takes = TensorSpec(self.input, dtype, shape)
+        gives = TensorSpec(self._output, "string", (1,))
+        found = signature([takes], [gives], 0, self.options.max_body_bytes)
+        slots = {name: replace(slot, raw=True) for name, slot in found.inputs.items()}
+        return replace(found, inputs=slots)
+
+    def input_of(self, request: Request) -> Given:
+        """What a decoded request gives to `start`. Raises BadInput for an image without pixels."""
+        (array,) = request.feeds.values()
+        if array.dtype.kind == "O":
+            given: bytes = array[0]
+            return given
+        if not array.size:
+            raise BadInput(f"'{self.input}' has no pixels")
+        return array
+
+    def results(self, request: Request, answer: bytes | Exception) -> list[Result]:
+        """The outputs of the reply. Raises the answer, where it is an error."""
+        if isinstance(answer, Exception):
+            raise answer
+        array = np.empty(1, object)
+        array[0] = answer
+        return collect_results(request, {self._output: array}, self.signature, self.memory)
+
+    def metadata(self) -> dict[str, Any]:
+        """The protocol's metadata of a model."""
+        return dict(self._runs.metadata)
+
+    def config(self) -> dict[str, Any]:
+        """Triton's ModelConfig."""
+        return describe_pipeline(self._runs.metadata)
+
+    def refuse(self, error: Exception) -> None:
+        """Count a request that did not reach a stage, as `start` has not."""
+        if isinstance(error, BadInput):
+            self._total.record("bad_request")
+
+    def statistics(self) -> dict[str, Any]:
+        """One entry of `model_stats`."""
+        return {"name": self.name, "version": VERSION, **self._total.statistics()}
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a thread of a stage."""
+        return sum(each.waiting for each in self._stages.values())
+
+    def counted(self) -> dict[str, Any]:
+        """For the dashboard, as `ModelMetrics.status`; the stages are its own."""
+        stages_us = {name: each.total_us for name, each in self._stages.items()}
+        return {**self._total.status(), "stages_us": stages_us}
+
+    def status(self) -> dict[str, Any]:
+        """What the dashboard shows of it, in the form of a model's."""
+        about = self._runs.metadata
+        return {
+            "name": self.name,
+            "platform": about["platform"],
+            "device": "",
+            "runtime": "pipeline",
+            **dict.fromkeys(("engines", "max_batch", "batch_limit", "delay_us"), 0),
+            "queue": self.options.queue,
+            "notes": [],
+            "task": about["parameters"],
+            "file": None,
+            "generation": 1,
+            "loaded_s": self._since_s,
+            "inputs": about["inputs"],
+            "outputs": about["outputs"],
+            "waiting": self.waiting,
+            "in_flight": self._total.in_flight,
+            **self.counted(),
+        }
+
+
 class PipelineHost:
     """What a pipeline needs of this server; see `deploykit.pipelines.host.Host`."""
 
-    def __init__(
-        self, repository: ModelRepository, loop: asyncio.AbstractEventLoop, processes: int
-    ) -> None:
+    def __init__(self, repository: Models, loop: asyncio.AbstractEventLoop, processes: int) -> None:
         self.loop = loop
         self.timeout_ms: float = repository.options.timeout_ms
         self.limit = repository.options.queue
         self.processes = processes
         self._repository = repository
+        self._counts: dict[str, dict[str, PipelineCounts]] = {}
+
+    def serve(self, name: str, make: MakePipeline) -> ServedPipeline:
+        """Start the pipeline `name`."""
+        runs = make(self)
+        return ServedPipeline(runs, self._counts[name], self._repository)
 
     @property
     def draining(self) -> bool:
@@ -108,6 +276,7 @@ class PipelineHost:
         self, labels: Mapping[str, str], waiting: Callable[[], int] | None = None
     ) -> PipelineCounts:
         found = PipelineCounts(labels, waiting)
+        self._counts.setdefault(labels["pipeline"], {})[labels.get("stage", "")] = found
         self._repository.add_metrics(found.samples)
         return found
 
@@ -132,4 +301,4 @@ class PipelineHost:
         return orjson.dumps(answer)
 
 
-MakePipeline = Callable[[PipelineHost], ServedPipeline]
+MakePipeline = Callable[[PipelineHost], RunsPipeline]

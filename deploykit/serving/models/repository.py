@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,12 +13,15 @@ from deploykit.runtimes.engine import Engine
 from deploykit.serving.batching.delivery import CallSoon, countdown, deliver_inline, monotonic_us
 from deploykit.serving.batching.policy import Pending
 from deploykit.serving.models.model import ServedModel
+from deploykit.serving.models.pipelines import MakePipeline, PipelineHost, ServedPipeline
 from deploykit.serving.observe.process import Sampler
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import VERSION, ServeOptions
 from deploykit.serving.shared_memory import SharedMemory
 
-__all__ = ["VERSION", "ModelRepository", "ServeOptions", "ServedModel"]
+__all__ = ["VERSION", "ModelRepository", "ServeOptions", "Served", "ServedModel", "ServedPipeline"]
+
+Served = ServedModel | ServedPipeline
 
 EXTENSIONS = (
     "binary_tensor_data",
@@ -29,6 +33,15 @@ EXTENSIONS = (
 )
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _RESERVED = (".", "..", "stats")
+
+
+def _check_name(name: str) -> None:
+    """Raises BadInput for one that no path may hold."""
+    if not _NAME.fullmatch(name) or name in _RESERVED:
+        raise BadInput(
+            f"'{name}' cannot be the name of a model",
+            hint="1 to 128 letters, digits, '.', '_' or '-'; not '.', '..' or 'stats'",
+        )
 
 
 class ModelRepository:
@@ -50,15 +63,12 @@ class ModelRepository:
         if not models:
             raise BadInput("there is no model to serve")
         for name in models:
-            if not _NAME.fullmatch(name) or name in _RESERVED:
-                raise BadInput(
-                    f"'{name}' cannot be the name of a model",
-                    hint="1 to 128 letters, digits, '.', '_' or '-'; not '.', '..' or 'stats'",
-                )
+            _check_name(name)
         self.options = options
         self.draining = False
         self.elsewhere: str | None = None  # why another process of this server is not ready
         self.models: dict[str, ServedModel] = {}
+        self.pipelines: dict[str, ServedPipeline] = {}  # whose models are among the others
         self.memory: SharedMemory | None = None
         if options.shared_memory:
             self.memory = SharedMemory(options.max_body_bytes)
@@ -85,6 +95,15 @@ class ModelRepository:
                     hint="deploykit inspect shows the names of the axes",
                 )
 
+    def add_pipelines(
+        self, made: Mapping[str, MakePipeline], loop: asyncio.AbstractEventLoop, processes: int
+    ) -> None:
+        """Serve pipelines of these models by name. Raises BadInput for a name."""
+        host = PipelineHost(self, loop, processes)
+        for name, make in made.items():
+            _check_name(name)
+            self.pipelines[name] = host.serve(name, make)
+
     def warm_up(self) -> None:
         """Run each engine at every expected shape, before the first request.
 
@@ -99,10 +118,20 @@ class ModelRepository:
         model = self.models.get(name)
         if model is not None and version == VERSION:
             return model
-        hint = f"served here: {', '.join(self.models)} (version {VERSION})"
-        if model is None:
+        hint = f"served here: {', '.join(self.served)} (version {VERSION})"
+        if model is None and name not in self.pipelines:
             raise NotFound(f"there is no model {quote(name)}", hint=hint)
         raise NotFound(f"model '{name}' has no version {quote(version)}", hint=hint)
+
+    @property
+    def served(self) -> dict[str, Served]:
+        """Pipelines and models."""
+        return {**self.pipelines, **self.models}
+
+    def find_any(self, name: str, version: str = VERSION) -> Served:
+        """A model or a pipeline. Raises NotFound."""
+        pipeline = self.pipelines.get(name) if version == VERSION else None
+        return pipeline or self.find(name, version)
 
     def replace(
         self, name: str, engines: Sequence[Engine], wanted: Callable[[], bool] = lambda: True
@@ -127,15 +156,16 @@ class ModelRepository:
                 return f"model '{model.name}': the GPU is lost to this process"
         return None
 
-    def why_not_ready(self, model: ServedModel | None = None) -> str | None:
+    def why_not_ready(self, model: Served | None = None) -> str | None:
         """Why one model, or the server, is not ready; None if it is."""
         if self.draining:
             return "the server is shutting down"
         return self.own_problem(model) or self.elsewhere
 
-    def own_problem(self, model: ServedModel | None = None) -> str | None:
+    def own_problem(self, model: Served | None = None) -> str | None:
         """Why one model, or all, cannot answer in this process."""
-        reasons = (each.why_not_ready() for each in ([model] if model else self.models.values()))
+        chosen = [model] if model else self.served.values()
+        reasons = (each.why_not_ready() for each in chosen)
         return self.fatal or next((reason for reason in reasons if reason), None)
 
     @property
@@ -151,6 +181,8 @@ class ModelRepository:
     def close(self, *, drain: bool = True, timeout_s: float | None = None) -> int:
         """End the engines' threads. Returns the unanswered requests: 0 unless an engine hangs."""
         self.drain()
+        for pipeline in self.pipelines.values():
+            pipeline.close()
         left_s = countdown(timeout_s)
         left = sum(model.close(drain=drain, timeout_s=left_s()) for model in self.models.values())
         self.sampler.close()
@@ -164,13 +196,13 @@ class ModelRepository:
             offered.append("system_shared_memory")
         return {"name": "deploykit", "version": __version__, "extensions": offered}
 
-    def statistics(self, model: ServedModel | None = None) -> dict[str, Any]:
-        chosen = [model] if model else self.models.values()
-        return {"model_stats": [each.metrics.statistics() for each in chosen]}
+    def statistics(self) -> dict[str, Any]:
+        models = [each.metrics.statistics() for each in self.models.values()]
+        return {"model_stats": [*models, *(each.statistics() for each in self.pipelines.values())]}
 
     def index(self) -> list[dict[str, str]]:
-        """The repository index: every model and whether it accepts requests."""
-        reasons = {name: self.why_not_ready(model) for name, model in self.models.items()}
+        """The repository index: every model and pipeline, and whether it accepts requests."""
+        reasons = {name: self.why_not_ready(each) for name, each in self.served.items()}
         return [
             {
                 "name": name,

@@ -56,13 +56,14 @@ class _ComputeTimes:
 
     def to_dict(self) -> dict[str, dict[str, int]]:
         return {
-            "compute_input": _duration(self.count, self.input_us),
-            "compute_infer": _duration(self.count, self.infer_us),
-            "compute_output": _duration(self.count, self.output_us),
+            "compute_input": duration(self.count, self.input_us),
+            "compute_infer": duration(self.count, self.infer_us),
+            "compute_output": duration(self.count, self.output_us),
         }
 
 
-def _duration(count: int, us: int) -> dict[str, int]:
+def duration(count: int, us: int) -> dict[str, int]:
+    """As the statistics of the protocol have it."""
     return {"count": count, "ns": us * 1000}
 
 
@@ -184,12 +185,12 @@ class ModelMetrics(Watcher):
                 "inference_count": self._rows,
                 "execution_count": self._runs,
                 "inference_stats": {
-                    "success": _duration(count, self._success_us()),
-                    "fail": _duration(failures, self._fail_us),
-                    "queue": _duration(count, self._stages["queue"].total),
+                    "success": duration(count, self._success_us()),
+                    "fail": duration(failures, self._fail_us),
+                    "queue": duration(count, self._stages["queue"].total),
                     **self._compute.to_dict(),
-                    "cache_hit": _duration(0, 0),
-                    "cache_miss": _duration(0, 0),
+                    "cache_hit": duration(0, 0),
+                    "cache_miss": duration(0, 0),
                 },
                 "batch_stats": [
                     {"batch_size": rows, **computed.to_dict()}

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from deploykit import __version__
-from deploykit.serving.models.repository import ModelRepository, ServedModel
+from deploykit.serving.models.repository import ModelRepository, ServedModel, ServedPipeline
 from deploykit.serving.observe.metrics import REQUEST_US
 from deploykit.serving.web.history import EVERY_US, History
 
@@ -44,11 +44,19 @@ class Status:
 
     def counts(self) -> dict[str, dict[str, Any]]:
         """By model, what was counted."""
-        return {name: m.metrics.status() for name, m in self._repository.models.items()}
+        repository = self._repository
+        return {
+            **{name: each.counted() for name, each in repository.pipelines.items()},
+            **{name: each.metrics.status() for name, each in repository.models.items()},
+        }
 
     def most_waiting(self) -> dict[str, int]:
         """By model, the most requests that waited since the last call."""
-        return {name: m.take_most_waiting() for name, m in self._repository.models.items()}
+        repository = self._repository
+        return {
+            **{name: each.waiting for name, each in repository.pipelines.items()},
+            **{name: each.take_most_waiting() for name, each in repository.models.items()},
+        }
 
     def now(self) -> dict[str, Any]:
         """Totals since the start, times in µs: two responses give the rates between them."""
@@ -63,8 +71,14 @@ class Status:
             else None,
             "gpus": [gpu.to_dict() for gpu in sample.gpus] if sample else [],
             "buckets_us": REQUEST_US,
-            "models": [self._model(model) for model in repository.models.values()],
+            "models": [
+                *(self._pipeline(each) for each in repository.pipelines.values()),
+                *(self._model(model) for model in repository.models.values()),
+            ],
         }
+
+    def _pipeline(self, pipeline: ServedPipeline) -> dict[str, Any]:
+        return {**pipeline.status(), "not_ready": self._repository.why_not_ready(pipeline)}
 
     def _model(self, model: ServedModel) -> dict[str, Any]:
         metadata = model.metadata()

@@ -188,7 +188,7 @@ def test_statistics_count_rows_and_batches() -> None:
     model = repository.find("m")
     model.submit(ask(3), lambda _: None)
     repository.close()  # waits for the answer
-    stats = repository.statistics(model)["model_stats"][0]
+    stats = repository.statistics()["model_stats"][0]
     assert (stats["inference_count"], stats["execution_count"]) == (3, 1)
     assert [batch["batch_size"] for batch in stats["batch_stats"]] == [3]
     times = stats["inference_stats"]
@@ -208,7 +208,7 @@ def test_each_request_is_charged_the_whole_time_of_its_batch() -> None:
         model.submit(ask(2), lambda _: None)
     engine.gate.set()
     repository.close()
-    stats = repository.statistics(model)["model_stats"][0]
+    stats = repository.statistics()["model_stats"][0]
     assert (stats["inference_count"], stats["execution_count"]) == (7, 2)
     ran = ("success", "queue", "compute_input", "compute_infer", "compute_output")
     assert {stats["inference_stats"][part]["count"] for part in ran} == {4}

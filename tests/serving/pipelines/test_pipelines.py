@@ -1,78 +1,32 @@
-"""Pipelines served over HTTP, with real models: answers, errors, limits, time and reload."""
+"""Pipelines served over HTTP, with real models: answers, errors, limits and time."""
 
 from __future__ import annotations
 
-import http.client
 import json
 import logging
 import re
-import shutil
 import socket
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
-import numpy as np
 import pytest
 
-import deploykit as dk
-from tests.support.onnx_zoo import linear, save
-from tests.support.runtimes.tiles import STEPS, mean_model, page, png, write_pipeline
+from tests.support.runtimes.tiles import page, png, write_pipeline
+from tests.support.serving.pipelines import (
+    WAIT_S,
+    Client,
+    form,
+    outcomes,
+    served,
+    serving_words,
+)
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("PIL")
-WAIT_S = 30  # against hanging
-
-
-class Client:
-    def __init__(self, url: str) -> None:
-        self.place = urlsplit(url).netloc
-
-    def ask(self, target: str, body: bytes | None = None, **headers: str) -> tuple[int, Any]:
-        """The status, and the body as JSON or as text."""
-        connection = http.client.HTTPConnection(self.place, timeout=WAIT_S)
-        method = "GET" if body is None else "POST"
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        connection.request(method, target, body, named)
-        reply = connection.getresponse()
-        data = reply.read()
-        connection.close()
-        text = data.decode()
-        return reply.status, json.loads(text) if text[:1] in ("[", "{", '"') else text
-
-    def predict(self, name: str, body: bytes, **headers: str) -> tuple[int, Any]:
-        return self.ask(f"/v2/models/{name}/predict", body, **headers)
-
-    def metric(self, name: str, **labels: str) -> float:
-        """The sum of the samples with these labels."""
-        _, text = self.ask("/metrics")
-        lines = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
-        wanted = [f'{key}="{value}"' for key, value in labels.items()]
-        return sum(
-            float(line.rsplit(" ", 1)[1]) for line in lines if all(w in line for w in wanted)
-        )
-
-    def until(self, reached: Callable[[], Any]) -> None:
-        end_s = time.monotonic() + WAIT_S
-        while not reached():
-            assert time.monotonic() < end_s
-            threading.Event().wait(0.01)
-
 
 FIELD = b'--XX\r\nContent-Disposition: form-data; name="a"\r\n\r\n\r\n'
 TWO_FIELDS = FIELD + FIELD + b"--XX--\r\n"
-
-
-@contextmanager
-def served(*files: Path, **options: Any) -> Iterator[Client]:
-    pipelines = {path.stem: path for path in files}
-    with dk.serve(pipelines=pipelines, grpc_port=None, device="cpu", **options) as server:
-        yield Client(server.url)
 
 
 @pytest.fixture(scope="module")
@@ -80,12 +34,6 @@ def tiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     folder = tmp_path_factory.mktemp("tiles")
     with served(write_pipeline(folder), max_batch=32) as client:
         yield client
-
-
-def form(name: str, data: bytes) -> tuple[bytes, str]:
-    head = f'--XX\r\nContent-Disposition: form-data; name="{name}"; filename="a.png"\r\n'
-    body = head.encode() + b"Content-Type: image/png\r\n\r\n" + data + b"\r\n--XX--\r\n"
-    return body, "multipart/form-data; boundary=XX"
 
 
 def test_an_image_is_answered_as_its_bytes_and_as_a_form(tiles: Client) -> None:
@@ -141,81 +89,10 @@ def test_bodies_that_cannot_be_read(
     assert message in error["error"]
 
 
-STAGES = '''
-import threading
-from deploykit import BadInput
-
-IN_FLIGHT = {"slow": 2}
-TIMEOUT_MS = {"brief": 50}
-GATE = threading.Event()
-DONE = []
-
-
-def asked(text: str) -> list[str]:
-    """What to do, word by word."""
-    return text.split()
-
-
-def slow(asked: list[str]) -> int:
-    if "wait" in asked:
-        GATE.wait(20)
-    if "raise" in asked:
-        raise ValueError("a secret of the server")
-    if "refuse" in asked:
-        raise BadInput("no such word")
-    if "exit" in asked:
-        exit(3)
-    return "one" if "string" in asked else 1
-
-
-def brief(asked: list[str], slow: int) -> int:
-    if "hang" in asked:
-        GATE.wait(20)
-    return slow
-
-
-def answer(brief: int, asked: list[str]) -> object:
-    DONE.append(asked)
-    if "open" in asked:
-        GATE.set()
-    if "late" in asked:
-        threading.Event().wait(0.15)
-    if "huge" in asked:
-        return "x" * (8 << 20)
-    if "bytes" in asked:
-        return b"%PDF"
-    if "set" in asked:
-        return {1}
-    if "long" in asked:
-        return 1 << 70
-    return {"done": asked}
-
-
-'''
-ECHO = """
-import numpy as np
-linear = {"model": "linear.onnx", "x": "row"}
-def row(request: dict) -> np.ndarray: return np.array(request["row"], np.float32)
-def answer(linear: np.ndarray, request: dict) -> dict: return {"y": linear, "id": request["id"]}
-"""
-
-
 @pytest.fixture
 def words(tmp_path: Path) -> Iterator[Client]:
-    """A pipeline of functions, next to one with a model."""
-    path = tmp_path / "words.py"
-    path.write_text(STAGES)
-    other = tmp_path / "echo.py"
-    other.write_text(ECHO)
-    save(linear(), tmp_path / "linear.onnx")
-    with served(path, other, timeout_ms=2000) as client:
+    with serving_words(tmp_path) as client:
         yield client
-        client.predict("words", b"open")  # no thread stays
-
-
-def outcomes(client: Client, stage: str, outcome: str) -> float:
-    name = "deploykit_pipeline_stage_requests_total"
-    return client.metric(name, pipeline="words", stage=stage, outcome=outcome)
 
 
 def test_two_pipelines_at_once(words: Client) -> None:
@@ -334,65 +211,6 @@ def test_a_traceback_is_in_the_log_when_it_is_asked_for(
         words.predict("words", b"raise")
     assert "Traceback" in caplog.text
     assert "a secret of the server" in caplog.text
-
-
-def test_a_hung_stage_does_not_keep_the_server_from_ending(tmp_path: Path) -> None:
-    path = tmp_path / "hang.py"
-    path.write_text(
-        "import threading\nlinear = 'linear.onnx'\n"
-        "def x(n: int) -> __import__('numpy').ndarray: threading.Event().wait()\n"
-    )
-    save(linear(), tmp_path / "linear.onnx")
-    with served(path, timeout_ms=50) as client:
-        assert client.predict("hang", b"1")[0] == 504
-        assert client.predict("hang", b"1")[0] == 504
-        client.until(lambda: client.ask("/v2/models/hang/ready")[0] == 503)
-        _, error = client.ask("/v2/models/hang/ready")
-        assert "stage 'x' does not return" in error["error"]
-
-
-def test_the_model_of_a_pipeline_is_reloaded(tmp_path: Path) -> None:
-    path = write_pipeline(tmp_path)
-    with served(path) as client:
-        body = png(page("red", "blue"))
-        assert client.predict("tiles", body) == (200, ["red", "blue"])
-        negative = mean_model()
-        negative.graph.node[0].output[0] = "positive"
-        node = type(negative.graph.node[0])(
-            op_type="Neg", name="neg", input=["positive"], output=["mean"]
-        )
-        negative.graph.node.insert(1, node)
-        save(negative, tmp_path / "new.onnx")
-        shutil.move(tmp_path / "new.onnx", tmp_path / "mean.onnx")
-        client.until(lambda: client.predict("tiles", body)[1] == ["green", "red"])
-
-
-def test_a_model_that_is_served_already_is_shared(tmp_path: Path) -> None:
-    one, two = write_pipeline(tmp_path), write_pipeline(tmp_path, STEPS, "more.py")
-    pipelines = {"one": one, "two": two}
-    with dk.serve(
-        {"mean": tmp_path / "mean.onnx"}, pipelines=pipelines, grpc_port=None, device="cpu"
-    ) as server:
-        assert server.models == ("mean", "one", "two")
-        client = Client(server.url)
-        for name in pipelines:
-            assert client.predict(name, png(page("blue"))) == (200, ["blue"])
-        assert client.metric("nv_inference_count", model="mean") == 2
-    with pytest.raises(dk.BadInput, match="'one' is that of a model and of a pipeline"):
-        dk.serve({"one": tmp_path / "mean.onnx"}, pipelines={"one": two})
-
-
-def test_requests_of_a_pipeline_join_those_of_the_model(tiles: Client) -> None:
-    """The same batcher runs both."""
-    item = {"name": "image", "datatype": "FP32", "shape": [1, 3, 8, 8], "data": [0.5] * 192}
-    before = tiles.metric("nv_inference_count", model="tiles.colours")
-    status, found = tiles.ask(
-        "/v2/models/tiles.colours/infer", json.dumps({"inputs": [item]}).encode()
-    )
-    assert status == 200
-    assert np.allclose(found["outputs"][0]["data"], 0.5)
-    assert tiles.predict("tiles", png(page("red")))[0] == 200
-    assert tiles.metric("nv_inference_count", model="tiles.colours") == before + 2
 
 
 def test_every_metric_of_a_stage_is_there(tiles: Client) -> None:

@@ -1,0 +1,225 @@
+"""Pipelines over gRPC, asked by tritonclient: answers, errors, deadlines, cancellation, streams."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.installed import needs
+from tests.support.runtimes.tiles import page, png, write_pipeline
+from tests.support.serving.pipelines import WAIT_S, Client, outcomes, served, serving_words
+
+needs("PIL", "onnxruntime", "grpc", "tritonclient")
+
+import grpc  # noqa: E402
+import tritonclient.grpc as triton  # noqa: E402
+
+from deploykit.serving.oip.protobuf import MESSAGES  # noqa: E402
+
+INFER = "/inference.GRPCInferenceService/ModelInfer"
+IN_FLIGHT = "deploykit_pipeline_in_flight"
+
+
+@pytest.fixture(scope="module")
+def tiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    with served(write_pipeline(tmp_path_factory.mktemp("tiles")), grpc_port=0) as client:
+        yield client
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Iterator[Client]:
+    with serving_words(tmp_path, grpc_port=0) as client:
+        yield client
+
+
+def given(name: str, value: Any) -> triton.InferInput:
+    """One BYTES element, or an image as a tensor."""
+    array = value if isinstance(value, np.ndarray) else np.array([value], object)
+    kind = "UINT8" if isinstance(value, np.ndarray) else "BYTES"
+    found = triton.InferInput(name, list(array.shape), kind)
+    found.set_data_from_numpy(array)
+    return found
+
+
+def ask(server: Client, model: str, name: str, value: Any, **options: Any) -> Any:
+    with triton.InferenceServerClient(server.grpc) as client:
+        reply = client.infer(model, [given(name, value)], **{"client_timeout": WAIT_S, **options})
+    (output,) = reply.get_response().outputs
+    found = reply.as_numpy(output.name)
+    assert found.shape == (1,)
+    return found[0]
+
+
+def refused(server: Client, *what: Any, **options: Any) -> tuple[str, str]:
+    """The status and the message of an error."""
+    with pytest.raises(triton.InferenceServerException) as caught:
+        ask(server, *what, **options)
+    return caught.value.status().removeprefix("StatusCode."), caught.value.message()
+
+
+def test_an_image_is_answered_as_its_bytes_and_as_pixels(tiles: Client) -> None:
+    pixels = page("red", "", "blue")
+    for image in (png(pixels), pixels):
+        assert json.loads(ask(tiles, "tiles", "page", image)) == ["red", "blue"]
+    assert tiles.predict("tiles", png(pixels)) == (200, ["red", "blue"])
+
+
+def test_text_json_and_bytes_are_answered_as_over_http(words: Client) -> None:
+    assert json.loads(ask(words, "words", "text", "two words")) == {"done": ["two", "words"]}
+    assert ask(words, "words", "text", "bytes") == b"%PDF"
+    body = json.dumps({"row": [1, 2, 3, 4], "id": "a"})
+    found = json.loads(ask(words, "echo", "request", body))
+    assert (200, found) == words.predict("echo", body.encode())
+
+
+def test_the_image_may_be_in_typed_contents_large_ones_too(tiles: Client) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (400, 400, 3), np.uint8)
+    noise[:8, :8] = (255, 0, 0)
+    noise[8:] = noise[:, 8:] = 255
+    with grpc.insecure_channel(tiles.grpc) as channel:
+        call = channel.unary_unary(INFER, None, MESSAGES["ModelInferResponse"].FromString)
+        for image in (png(page("green")), png(noise) + bytes(300 << 10)):
+            message = MESSAGES["ModelInferRequest"](model_name="tiles", id="seven")
+            item = message.inputs.add(name="page", datatype="BYTES", shape=[1])
+            item.contents.bytes_contents.append(image)
+            reply = call(message.SerializeToString(), timeout=WAIT_S)
+            assert reply.id == "seven"
+            assert json.loads(reply.raw_output_contents[0][4:]) in (["green"], ["red"])
+
+
+def test_a_pipeline_is_described_as_models_are(tiles: Client) -> None:
+    with triton.InferenceServerClient(tiles.grpc) as client:
+        about = client.get_model_metadata("tiles")
+        assert [(each.name, each.datatype, each.shape) for each in about.inputs] == [
+            ("page", "BYTES", [1])
+        ]
+        assert client.get_model_config("tiles").config.max_batch_size == 0
+        assert client.is_model_ready("tiles")
+        assert client.is_model_ready("tiles", "1")
+        assert not client.is_model_ready("tiles", "2")
+        states = {each.name: each.state for each in client.get_model_repository_index().models}
+        assert states == {"tiles": "READY", "tiles.colours": "READY"}
+        before = statistics(client)
+        ask(tiles, "tiles", "page", png(page("red")))
+        assert statistics(client) == before + 1
+    with grpc.insecure_channel(tiles.grpc) as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        assert check(b"\x0a\x05tiles", timeout=WAIT_S) == b"\x08\x01"  # SERVING
+
+
+def statistics(client: triton.InferenceServerClient) -> int:
+    (found,) = client.get_inference_statistics("tiles").model_stats
+    count: int = found.inference_stats.success.count
+    return count
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "code"),
+    [
+        ("raise", 500, "INTERNAL"),
+        ("exit", 500, "INTERNAL"),
+        ("string", 500, "INTERNAL"),
+        ("set", 500, "INTERNAL"),
+        ("refuse", 400, "INVALID_ARGUMENT"),
+        (b"\xff", 400, "INVALID_ARGUMENT"),
+        ("hang", 504, "DEADLINE_EXCEEDED"),
+    ],
+)
+def test_an_error_has_the_same_message_as_over_http(
+    words: Client, text: str | bytes, status: int, code: str
+) -> None:
+    got, reply = words.predict("words", text.encode() if isinstance(text, str) else text)
+    assert got == status
+    assert refused(words, "words", "text", text) == (code, reply["error"])
+    assert "stage '" in reply["error"]
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "value", "code", "message"),
+    [
+        ("words", "txt", "a", "INVALID_ARGUMENT", "unknown input 'txt'"),
+        ("words", "text", np.zeros((2, 2, 3), np.uint8), "INVALID_ARGUMENT", "is BYTES, got"),
+        ("tiles", "page", np.zeros((2, 2), np.uint8), "INVALID_ARGUMENT", "uint8[H,W,3]"),
+        ("tiles", "page", np.zeros((0, 2, 3), np.uint8), "INVALID_ARGUMENT", "has no pixels"),
+        ("tiles", "page", "no image", "INVALID_ARGUMENT", "stage 'page': the image"),
+        ("tile", "page", "", "NOT_FOUND", "there is no model 'tile'"),
+    ],
+)
+def test_a_wrong_request_is_refused(
+    tmp_path: Path, tiles: Client, model: str, name: str, value: Any, code: str, message: str
+) -> None:
+    if model == "words":
+        with serving_words(tmp_path, grpc_port=0) as words:
+            found = refused(words, model, name, value)
+    else:
+        found = refused(tiles, model, name, value)
+    assert found[0] == code
+    assert message in found[1]
+
+
+def test_two_elements_and_another_version_are_refused(tiles: Client) -> None:
+    two = triton.InferInput("page", [2], "BYTES")
+    two.set_data_from_numpy(np.array([b"a", b"b"], object))
+    failed = {"pipeline": "tiles", "outcome": "bad_request"}
+    before = tiles.metric("deploykit_pipeline_requests_total", **failed)
+    with triton.InferenceServerClient(tiles.grpc) as client:
+        with pytest.raises(triton.InferenceServerException, match=r"shape \[1\]|\[2\]"):
+            client.infer("tiles", [two], client_timeout=WAIT_S)
+        with pytest.raises(triton.InferenceServerException, match="has no version '2'"):
+            client.infer("tiles", [two], "2", client_timeout=WAIT_S)
+    assert tiles.metric("deploykit_pipeline_requests_total", **failed) == before + 1
+
+
+def test_a_request_may_have_a_timeout_of_its_own(words: Client) -> None:
+    code, message = refused(words, "words", "text", "wait", timeout=50_000)
+    assert code == "DEADLINE_EXCEEDED"
+    assert "stage 'slow': not ended within the request's time limit of 50 ms" in message
+    assert outcomes(words, "slow", "expired") == 1
+    assert outcomes(words, "answer", "success") == 0
+
+
+def test_the_deadline_of_a_call_ends_its_request(words: Client) -> None:
+    assert refused(words, "words", "text", "wait", client_timeout=0.05)[0] == "DEADLINE_EXCEEDED"
+    words.until(lambda: words.metric(IN_FLIGHT, pipeline="words") == 0)
+    assert outcomes(words, "slow", "expired") + outcomes(words, "slow", "cancelled") == 1
+    assert outcomes(words, "answer", "success") == 0
+
+
+def test_a_cancelled_call_ends_its_request_before_the_next_stage(words: Client) -> None:
+    ended = threading.Event()
+    with triton.InferenceServerClient(words.grpc) as client:
+        call = client.async_infer(
+            "words", [given("text", "wait")], callback=lambda **_: ended.set()
+        )
+        words.until(lambda: words.metric(IN_FLIGHT, pipeline="words") == 1)
+        call.cancel()
+        assert ended.wait(WAIT_S)
+    cancelled = {"pipeline": "words", "outcome": "cancelled"}
+    words.until(lambda: words.metric("deploykit_pipeline_requests_total", **cancelled) == 1)
+    assert outcomes(words, "answer", "success") == 0
+
+
+def test_messages_of_a_stream_are_answered_in_their_order(tiles: Client) -> None:
+    found: list[Any] = []
+    done = threading.Event()
+
+    def take(result: Any, error: Any) -> None:
+        found.append(json.loads(result.as_numpy("answer")[0]) if result else str(error))
+        if len(found) == 3:
+            done.set()
+
+    with triton.InferenceServerClient(tiles.grpc) as client:
+        client.start_stream(take)
+        for image in (page(*["red"] * 50), np.zeros((0, 1, 3), np.uint8), page("blue")):
+            client.async_stream_infer("tiles", [given("page", image)])
+        assert done.wait(WAIT_S)
+        client.stop_stream()
+    assert found[0] == ["red"] * 50
+    assert "has no pixels" in found[1]
+    assert found[2] == ["blue"]
