@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploykit.api.batching import add_evidence
@@ -30,11 +31,12 @@ def open_proven(
     instances: int = 1,
     cuda_graphs: Sequence[int] = (),
     overlap: bool = True,
+    shared: Path | None = None,
     on_note: Callable[[str], None] = log.warning,
 ) -> list[Engine]:
     """Open an artefact `instances` times; the caller closes the engines.
 
-    Those of TensorRT share their weights. `cuda_graphs`, `overlap`: see `load`.
+    Those of TensorRT share their weights. `cuda_graphs`, `overlap`, `shared`: see `load`.
     `trust`: open a TensorRT engine without a manifest too, or one that nothing here can prove; one
     whose outputs are wrong is never opened. `on_note` gets each warning once. Raises GateFailed for
     an engine whose outputs differ from its graph's, BadInput for one that cannot be proven, and as
@@ -59,6 +61,7 @@ def open_proven(
                     trust=trust,
                     cuda_graphs=cuda_graphs,
                     overlap=overlap,
+                    shared=shared,
                 )
             )
             stack.callback(engines[-1].close)

@@ -213,16 +213,17 @@ def _run(
     on_start: OnStart,
     on_serve: Callable[[Server], None] | None = None,
     group: ServerGroup | None = None,
+    shared: Path | None = None,
 ) -> int:
     """Open the models and serve them until the server is stopped.
 
-    `group`: the processes that share the ports, if there are several.
+    `group`: the processes that share the ports, if there are several; `shared`: see `load`.
     """
     from deploykit.serving import server as http
     from deploykit.serving.models.reload import Source
 
     _check(files, pipelines, references, settings)
-    steps = ServedPipelines(pipelines, files)
+    steps, opening = ServedPipelines(pipelines, files), replace(opening, shared=shared)
     return_large_blocks()
     with ExitStack() as stack:
         sources = {
@@ -312,6 +313,7 @@ class Opening:
     instances: int
     trust: bool
     cpu_fallback: bool
+    shared: Path | None = None  # see `load`
 
     def __call__(self, file: Path, settings: ServeOptions) -> Sequence[Engine]:
         threads, count = self.threads, self.instances
@@ -319,7 +321,9 @@ class Opening:
             threads = max(1, usable_cores() // count)
         artefact = Artefact.open(file)
         artefact.sha256  # noqa: B018 - hashed now: later the file may be another one
-        opened = partial(open_proven, artefact, threads=threads, instances=count)
+        opened = partial(
+            open_proven, artefact, threads=threads, instances=count, shared=self.shared
+        )
         try:
             graphs, overlap = settings.graph_sizes, settings.overlap
             return opened(self.device, trust=self.trust, cuda_graphs=graphs, overlap=overlap)

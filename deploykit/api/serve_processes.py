@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from deploykit.core.apart import run_apart
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput, Unsupported
+from deploykit.core.extras import installed
 from deploykit.core.machine import usable_cores
 
 if TYPE_CHECKING:
@@ -95,18 +96,23 @@ def run_workers(
 ) -> int:
     """Run `serve(group=...)` in each of `count` processes; as `serve_until_stopped`."""
     import deploykit.serving.grpc.server
-    import deploykit.serving.server  # noqa: F401
+    import deploykit.serving.server
+    from deploykit.runtimes.onnxruntime.mapped import copies_folder
     from deploykit.serving.observe import logs
     from deploykit.serving.workers.parent import Parent
 
+    if installed("onnxruntime"):  # here it starts no thread, and what it loads is shared
+        import deploykit.runtimes.onnxruntime.engine  # noqa: F401
+
     def worker(group: ServerGroup) -> int:
-        return serve(lambda *_: None, group=group)
+        return serve(lambda *_: None, group=group, shared=folder)
 
     def logging_of(number: int | None) -> AbstractContextManager[object]:
         return logs.configure(log_format, worker=number)
 
-    parent = Parent(count, worker, settings, logging_of)
-    return parent.run(lambda host, port, grpc: on_start(None, host, port, grpc, names))
+    with copies_folder() as folder:
+        parent = Parent(count, worker, settings, logging_of)
+        return parent.run(lambda host, port, grpc: on_start(None, host, port, grpc, names))
 
 
 def _why_only_one(files: Mapping[str, Path], device: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import os
 import shlex
 import signal
 import threading
@@ -51,6 +52,8 @@ def require(module: str) -> ModuleType:
     Ctrl-C and SIGTERM take effect after the import, a second one at once.
     """
     top = module.partition(".")[0]
+    if top == "onnxruntime":  # from 1.29 on it reports its use to Microsoft, from another thread
+        os.environ["ORT_DISABLE_TELEMETRY"] = "1"
     try:
         with _signals_afterwards():
             return importlib.import_module(module)

@@ -34,6 +34,7 @@ class Runtime:
     magic: tuple[int, bytes] = (0, b"")
     scales_outputs: bool = False  # INT8 nodes want scales on what they write, too
     overlaps: bool = False  # its engines keep calls in flight, and take CUDA graphs
+    shares: bool = False  # several processes can have the weights in memory once
 
     @property
     def on_cpu(self) -> bool:
@@ -71,6 +72,7 @@ ALL = (
         builder="deploykit.builders.onnxruntime:build_engine",
         suffix=".{profile}.onnx",
         scales_outputs=True,
+        shares=True,
     ),
     Runtime(
         "openvino",

@@ -9,6 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -173,6 +174,7 @@ def load(
     trust: bool = False,
     cuda_graphs: Sequence[int] = (),
     overlap: bool = True,
+    shared: Path | None = None,
 ) -> Engine:
     """Open an artefact. `threads`: CPU threads of one call, None for one per core.
 
@@ -181,7 +183,8 @@ def load(
     BadInput for a file whose manifest has another SHA-256. `trust`: open
     a TensorRT engine without a manifest too, with a note. Of a TensorRT engine, `cuda_graphs`:
     batch sizes to run as CUDA graphs; `overlap`: two calls of `submit` may be in flight. Others
-    run without.
+    run without. `shared`: a folder, through which processes have the weights of an ONNX model on a
+    CPU in memory once.
     """
     check_device(device)
     if threads is not None and threads < 1:
@@ -195,6 +198,8 @@ def load(
     opener = function(artefact.runtime.engine)
     if artefact.runtime.overlaps:
         opener = partial(opener, slots=2 if overlap else 1, graphs=cuda_graphs)
+    if artefact.runtime.shares and shared is not None:
+        opener = partial(opener, shared=shared)
     open_engine: OpenEngine = opener
     return open_engine(artefact, device, threads, trust)
 

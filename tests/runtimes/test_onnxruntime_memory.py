@@ -11,8 +11,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
+import onnxruntime as ort
+
 from deploykit.runtimes.batching import prove_rows
-from deploykit.runtimes.onnxruntime.engine import SHRINK_S, _Arena, open_engine
+from deploykit.runtimes.onnxruntime.arena import SHRINK_S, Arena
+from deploykit.runtimes.onnxruntime.engine import open_engine
 from deploykit.serving.models.warmup import WarmUp
 from deploykit.serving.observe.process import this_process
 from tests.support.serving.loops import Clock
@@ -51,7 +54,7 @@ def feeds(rows: int) -> dict[str, np.ndarray]:
 
 def test_memory_is_given_back_now_and_then_and_before_larger_runs() -> None:
     clock = Seconds()
-    arena = _Arena(clock)
+    arena = Arena(ort, clock)
     assert arena.options(feeds(2)) is not None  # the first
     assert arena.options(feeds(2)) is None
     assert arena.options(feeds(1)) is None
@@ -68,7 +71,7 @@ def test_a_session_does_not_keep_its_largest_outputs_for_ever(
 ) -> None:
     """A run of 32 rows has outputs of 128 MiB; other tests run in this process too."""
     engine, clock = open_engine(wide, "cpu"), Seconds()
-    monkeypatch.setattr(engine, "_arena", _Arena(clock))
+    monkeypatch.setattr(engine, "_arena", Arena(ort, clock))
     for rows in (1, 2, 4, 8, 16, ROWS):
         assert engine(feeds(rows))["y"].shape == (rows, WIDTH)
     before = this_process().resident_bytes

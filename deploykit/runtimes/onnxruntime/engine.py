@@ -8,9 +8,7 @@ and batches may be captured as CUDA graphs.
 from __future__ import annotations
 
 import contextlib
-import math
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,9 +28,10 @@ from deploykit.core.extras import install_command, require
 from deploykit.core.machine import default_threads
 from deploykit.core.memory import memory_errors
 from deploykit.core.protobuf import damaged
-from deploykit.core.tensors import BATCH, TensorSpec
+from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.cuda.errors import CODES, USE_LESS_MEMORY, cuda_error
 from deploykit.runtimes.engine import Arrays, BaseEngine, FeedCheck
+from deploykit.runtimes.onnxruntime.arena import Arena
 from deploykit.runtimes.onnxruntime.binding import Binding, check_placement
 from deploykit.runtimes.onnxruntime.cuda_libraries import preload
 from deploykit.runtimes.onnxruntime.file import (
@@ -41,25 +40,15 @@ from deploykit.runtimes.onnxruntime.file import (
     slowed_by_values,
     small_floats,
 )
+from deploykit.runtimes.onnxruntime.mapped import is_large, mapped_copy, save_at
 from deploykit.runtimes.onnxruntime.messages import cure, reason
+from deploykit.runtimes.onnxruntime.specs import spec_of
 from deploykit.runtimes.onnxruntime.sums import EXACT_INTEGERS, UNSHARED, check_sums
 from deploykit.runtimes.onnxruntime.weights import external_weights
 
 ort = require("onnxruntime")
 ort_state = require("onnxruntime.capi.onnxruntime_pybind11_state")
 
-_DTYPES = {
-    "tensor(bool)": "bool",
-    "tensor(float)": "float32",
-    "tensor(double)": "float64",
-    "tensor(float16)": "float16",
-    "tensor(string)": "string",
-    **{
-        f"tensor({kind}{bits})": f"{kind}{bits}"
-        for kind in ("int", "uint")
-        for bits in (8, 16, 32, 64)
-    },
-}
 _OF_CUDA = (
     ort_state.Fail,
     ort_state.InvalidArgument,
@@ -67,7 +56,6 @@ _OF_CUDA = (
     ort_state.EPFail,
     RuntimeError,
 )
-SHRINK_S = 10.0
 _CUDA_FAILURE = re.compile(r"CUDA failure (\d+): ([^;\n]*)")
 # Fused, these are slower on a CPU than in parts: a BERT took 1.11 (float32) to 1.24 (INT8) times as
 # long; benchmarks/cpu_int8.py
@@ -83,11 +71,13 @@ def open_engine(
     *,
     graphs: Sequence[int] = (),
     spinning: bool = False,
+    shared: Path | None = None,
 ) -> OnnxRuntimeEngine:
     """Open an ONNX file; raises BadInput for an invalid graph, Unsupported for the device.
 
     `graphs`: batch sizes to run as CUDA graphs, on CUDA; `notes` names those that cannot.
     `spinning`: threads that wait for work keep their core busy, as ONNX Runtime's default is.
+    `shared`: a folder; on the CPU, processes that name the same one have large weights once.
     """
     path = Path(source)
     cuda = "CUDAExecutionProvider" in ort.get_available_providers()
@@ -98,7 +88,7 @@ def open_engine(
             f"{path}: `device` is {device}, but this onnxruntime has no CUDA provider",
             hint=f"pip uninstall onnxruntime; {install_command('gpu')}; see: deploykit doctor",
         )
-    return OnnxRuntimeEngine(path, device, threads, graphs=graphs, spinning=spinning)
+    return OnnxRuntimeEngine(path, device, threads, graphs=graphs, spinning=spinning, shared=shared)
 
 
 def open_as_written(path: Path, threads: int | None = None) -> OnnxRuntimeEngine:
@@ -124,6 +114,7 @@ class OnnxRuntimeEngine(BaseEngine):
         optimise: bool = True,
         graphs: Sequence[int] = (),
         spinning: bool = False,
+        shared: Path | None = None,
     ) -> None:
         self.path = path
         self.runtime = f"onnxruntime {ort.__version__}"
@@ -132,8 +123,14 @@ class OnnxRuntimeEngine(BaseEngine):
         open_session = partial(
             _session, path, device, threads, optimise=optimise, spinning=spinning
         )
+        self.session = None
+        if shared is not None and device == "cpu" and is_large(path):
+            try:
+                self.session = _mapped(path, shared, threads, spinning, open_session)
+            except (DeploykitError, OSError) as exc:
+                self.notes = (f"{path}: its weights are not shared: {first_line(exc)}",)
         try:
-            self.session = open_session(graphs=bool(graphs))
+            self.session = self.session or open_session(graphs=bool(graphs))
         except DeploykitError as exc:
             if not graphs:
                 raise
@@ -143,13 +140,13 @@ class OnnxRuntimeEngine(BaseEngine):
         if self.session.get_session_options().get_session_config_entry(EXACT_INTEGERS) == "0":
             self.notes += (f"{path}: nodes share INT8 weights: {UNSHARED}",)
         self.options = describe_options(self.session)
-        self.inputs = tuple(_spec(path, node) for node in self.session.get_inputs())
-        self.outputs = tuple(_spec(path, node) for node in self.session.get_outputs())
+        self.inputs = tuple(spec_of(path, node) for node in self.session.get_inputs())
+        self.outputs = tuple(spec_of(path, node) for node in self.session.get_outputs())
         self._names = [spec.name for spec in self.outputs]
         self._check = FeedCheck(self.inputs, path.name)
         self.device = _device_in_use(path, self.session, device)
         self.steady = self.device == "cpu" and _is_steady(path, self.inputs)
-        self._arena = _Arena()
+        self._arena = Arena(ort)
         self._binding: Binding | None = None
         dtypes = {spec.dtype for spec in (*self.inputs, *self.outputs)}
         if self.device != "cpu" and "string" not in dtypes:  # strings are never in GPU memory
@@ -172,7 +169,7 @@ class OnnxRuntimeEngine(BaseEngine):
                 raise
 
     def trim(self) -> bool:
-        self._arena = _Arena()  # whose first run gives memory back
+        self._arena = Arena(ort)  # whose first run gives memory back
         return self._binding is None
 
     @property
@@ -185,29 +182,6 @@ class OnnxRuntimeEngine(BaseEngine):
             self._binding.close()
         self._binding = None
         self.session = None
-
-
-class _Arena:
-    """When a session on the CPU gives unused memory back, which it would keep for ever.
-
-    A run gives back what earlier ones left: the first one of each SHRINK_S, and one with larger
-    inputs than those before it, which needs larger blocks. It costs the next runs new pages.
-    """
-
-    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
-        self._clock_s = clock_s
-        self._until_s = -math.inf
-        self._largest_bytes = 0
-        self._shrink = ort.RunOptions()
-        self._shrink.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
-
-    def options(self, feeds: Arrays) -> Any:
-        """The options of a run with these inputs; None for the usual ones."""
-        now_s, size = self._clock_s(), sum([array.nbytes for array in feeds.values()])
-        if size <= self._largest_bytes and now_s < self._until_s:
-            return None
-        self._until_s, self._largest_bytes = now_s + SHRINK_S, size
-        return self._shrink
 
 
 def _is_steady(path: Path, inputs: Sequence[TensorSpec]) -> bool:
@@ -264,7 +238,9 @@ def _session(
     graphs: bool = False,
     exact: bool = True,
     spinning: bool = False,
+    save: Path | None = None,
 ) -> Any:
+    """`save`: where to write the optimised model, with its weights apart."""
     if device == "cpu":
         check_sums(path, ort.__version__)
     floats = small_floats(path)
@@ -275,6 +251,8 @@ def _session(
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     elif not exact and not multiplies_integers(path):  # pairs that are not fused are float32
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    if save is not None:
+        save_at(save, options)
     providers: list[Any] = ["CPUExecutionProvider"]
     if device != "cpu":
         number = int(device.partition(":")[2] or 0)
@@ -303,9 +281,29 @@ def _session(
                 graphs=graphs,
                 exact=False,
                 spinning=spinning,
+                save=save,
             )
     del weights
     return session
+
+
+def _mapped(
+    path: Path, shared: Path, threads: int | None, spinning: bool, open_session: Callable[..., Any]
+) -> Any:
+    """A session on the copy of `path` in `shared`. Raises as `mapped_copy`."""
+
+    def write(copy: Path) -> None:
+        options = open_session(save=copy).get_session_options()
+        if options.get_session_config_entry(EXACT_INTEGERS) == "0":
+            raise Unsupported("nodes share INT8 weights")
+
+    copy = mapped_copy(path, shared, write)
+    options = session_options(threads, spinning=spinning)
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL  # it is
+    with onnxruntime_errors(path):
+        return ort.InferenceSession(
+            str(copy), options, providers=["CPUExecutionProvider"], enable_fallback=0
+        )
 
 
 def read_weights(path: Path, options: Any) -> object:
@@ -331,20 +329,6 @@ def _device_in_use(path: Path, session: Any, asked: str) -> str:
         f"{path}: `device` is {asked}, but ONNX Runtime chose {first}",
         hint="its CUDA or cuDNN libraries did not load; see: deploykit doctor",
     )
-
-
-def _spec(path: Path, node: Any) -> TensorSpec:
-    """The spec of `node`; an unnamed dynamic axis, None in ONNX Runtime, gets a name."""
-    dtype = _DTYPES.get(node.type)
-    if dtype is None:
-        raise Unsupported(
-            f"{path}: tensor '{node.name}' is a {node.type}, which is not supported",
-            hint="export the model with float32 inputs and outputs",
-        )
-    sizes = [axis if isinstance(axis, (int, str)) else "" for axis in node.shape]
-    unnamed = [f"{node.name}_{number}" if number else BATCH for number in range(len(sizes))]
-    shape = tuple(n if s == "" else s for s, n in zip(sizes, unnamed, strict=True))
-    return TensorSpec(node.name, dtype, shape)
 
 
 @contextlib.contextmanager

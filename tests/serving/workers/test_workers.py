@@ -30,6 +30,7 @@ from deploykit.api.serve_processes import (
     time_threads,
 )
 from deploykit.core.errors import BadInput, Unsupported
+from tests.support.runtimes.large_model import write_model
 from tests.support.serving.faults import (
     BROKEN,
     LIMIT_S,
@@ -294,6 +295,32 @@ def test_a_replaced_file_is_in_use_everywhere(tmp_path: Path) -> None:
         with connections(server) as clients:
             found = [ask(client, "GET", "/v2/models/m")[1]["parameters"] for client in clients]
         assert {each["generation"] for each in found} == {"2"}
+
+
+def test_large_weights_are_in_memory_once(tmp_path: Path) -> None:
+    """Those of a replacing file and of a worker that is started later, too; a stop removes them."""
+
+    def mapped() -> list[set[str]]:
+        maps = [Path(f"/proc/{pid}/maps").read_text() for pid in workers(server)]
+        return [
+            set(re.findall(rf"{tmp_path}/deploykit-weights-\S+/weights", each)) for each in maps
+        ]
+
+    path = write_model(tmp_path / "m.onnx")
+    env = {"TMPDIR": str(tmp_path)}
+    with Process(tmp_path, *TWO, command=REAL, engine=f"m={path}", env=env) as server:
+        one, two = mapped()
+        assert one == two
+        assert len(one) == 1
+        replace(write_model(tmp_path / "new.onnx", seed=1), path)
+        until(lambda: server.gauge("deploykit_model_generation") == 2)
+        until(lambda: mapped()[0] == mapped()[1] != one)
+        kill(server, workers(server)[0])
+        until(lambda: len(workers(server)) == 2 and mapped()[0] == mapped()[1] != one)
+        assert list(tmp_path.glob("deploykit-weights-*"))
+        server.popen.terminate()
+        server.popen.wait(LIMIT_S)
+    assert not list(tmp_path.glob("deploykit-weights-*"))
 
 
 # -- starts that fail
