@@ -124,7 +124,10 @@ def plan(
     found = [infer(graph, n, sizes | dict.fromkeys(batch_axes, n)) for n in dict.fromkeys(batches)]
     formula, shapeless = unknown_nodes(found[0].compiled)
     calibration, more = _calibration(chosen, calibrate, on_progress)
-    request = _Request(slo_ms, rate_per_s, prices or {})
+    alone = next((each for each in found if each.batch == 1 or not batch_axes), None)
+    if alone is None and rate_per_s is not None:
+        alone = infer(graph, 1, sizes | dict.fromkeys(batch_axes, 1))
+    request = _Request(slo_ms, rate_per_s, prices or {}, alone, bool(batch_axes))
     targets = tuple(_target(profile, found, calibration, request) for profile in chosen)
     return Planned(
         model=str(artefact),
@@ -145,9 +148,13 @@ def plan(
 
 @dataclass(frozen=True)
 class _Request:
+    """`alone`: a call for one request. `joined`: requests become a batch."""
+
     slo_ms: float | None
     rate_per_s: float | None
     prices: Mapping[str, float]
+    alone: Inferred | None
+    joined: bool
 
 
 def _check_options(
@@ -253,7 +260,7 @@ def _target(
         )
     price = request.prices.get(name, request.prices.get(profile.name, request.prices.get("")))
     predictions, why = _predictions(found, target, price)
-    best, load = _choose(predictions, request)
+    best, load = _choose(predictions, target, request)
     if load is not None and price is not None and load.replicas:
         per_hour = load.replicas * price
         load = replace(load, per_million=per_hour / 3600e-6 / load.rate_per_s)
@@ -285,27 +292,32 @@ def _predictions(
 
 
 def _choose(
-    predictions: Sequence[Prediction], request: _Request
+    predictions: Sequence[Prediction], target: Target, request: _Request
 ) -> tuple[Prediction | None, Capacity | None]:
     """The prediction that meets the bound with most throughput, and the replicas for the rate."""
-    from deploykit.planning.capacity import capacity
+    from deploykit.planning.capacity import BYTE_S, REQUEST_S, capacity
+    from deploykit.planning.predict import predict_call
 
-    if request.slo_ms is None:
+    slo_ms, rate_per_s, alone = request.slo_ms, request.rate_per_s, request.alone
+    if slo_ms is None:
         return None, None
-    meet = [p for p in predictions if p.latency_ms <= request.slo_ms and p.fits is not False]
-    best = max(meet, key=lambda p: p.throughput_per_s or 0.0, default=None)
-    if request.rate_per_s is None or not predictions:
-        return best, None
     fitting = [p for p in predictions if p.fits is not False]
-    if not fitting:
+    meet = [p for p in fitting if p.latency_ms <= slo_ms]
+    best = max(meet, key=lambda p: p.throughput_per_s or 0.0, default=None)
+    if rate_per_s is None or alone is None or not fitting:
         return best, None
     precision = (best or min(fitting, key=lambda p: p.latency_ms)).precision
-    service_s = {p.batch: p.latency_ms / 1e3 for p in fitting if p.precision == precision}
-    in_time = {n: each for n, each in service_s.items() if each * 1e3 <= request.slo_ms}
-    least = {min(service_s): service_s[min(service_s)]}
-    return best, replace(
-        capacity(request.rate_per_s, request.slo_ms / 1e3, in_time or least), precision=precision
+    joined = [p for p in fitting if p.precision == precision and request.joined]
+    service_s = {p.batch: p.latency_ms / 1e3 for p in joined}
+    service_s[1] = predict_call(alone, target, precision).latency_ms / 1e3
+    found = capacity(
+        rate_per_s,
+        slo_ms / 1e3,
+        service_s,
+        request_s=REQUEST_S + BYTE_S * sum(alone.end_bytes),
+        overlaps=target.profile.device != "cpu",
     )
+    return best, replace(found, precision=precision)
 
 
 def _hints(found: Inferred, profiles: Sequence[Profile]) -> tuple[Hint, ...]:

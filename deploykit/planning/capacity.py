@@ -2,29 +2,70 @@
 
 Requests arrive at random (Poisson) and are spread evenly over the replicas, at random too, so that
 each sees Poisson arrivals. It runs as our server does: an engine that is idle never waits, and
-takes all requests that queued while it was busy, up to the largest batch: a bulk-service queue
-(N. T. J. Bailey, "On queueing processes with bulk service", J. R. Stat. Soc. B 16, 1954), whose
-waiting times have no closed form where the service depends on the batch; so it is simulated, with
-arrivals drawn once from a fixed seed. With batches of one it is M/D/1, whose known distribution
-(A. K. Erlang, 1909) the tests compare it with.
+takes all requests that queued while it was busy, up to the largest batch; a full queue refuses: a
+bulk-service queue (N. T. J. Bailey, "On queueing processes with bulk service", J. R. Stat. Soc. B
+16, 1954), whose waiting times have no closed form where the service depends on the batch; so it is
+simulated, with arrivals drawn once from a fixed seed. With batches of one it is M/D/1, whose known
+distribution (A. K. Erlang, 1909) the tests compare it with; they also compare it with the server's
+own queue.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 
 from deploykit.core.json_value import Record
 
+QUEUE = 1024  # requests that may wait: the server's default
+# Processor time of the server for a request and for each byte of its tensors: sockets, HTTP, JSON,
+# copies. Measured by benchmarks/plan_capacity.py, whose result names the machine.
+REQUEST_S, BYTE_S = 35e-6, 0.6e-9
+QUANTILE = 0.99
+
 _ARRIVALS, _WARM_UP, _SEED = 40_000, 4_000, 0
 _STEPS = 12  # of the bisection: the rate is known to 1 in 4096
-_MOST_BATCH = 4096  # larger batches are not joined out of single requests
-QUANTILE = 0.99
+_LARGEST_BATCH = 4096  # larger ones are not joined out of single requests
+_BETTER = 1.01  # times the rate: a smaller largest batch is worth it
+_QUIETEST = 1e-6  # of the rate that a replica carries: below, requests never meet
+
+
+@dataclass(frozen=True)
+class ReplicaModel:
+    """One server. `service_s`: seconds of a call with 1, 2, 3, ... requests.
+
+    `request_s`: the server's own processor time for a request. `overlaps`: it passes while the
+    engine computes, as on a GPU; on a CPU both share the cores.
+    """
+
+    service_s: tuple[float, ...]
+    request_s: float = 0.0
+    overlaps: bool = False
+    queue: int = QUEUE
+
+    @property
+    def alone_s(self) -> float:
+        """Of a request that meets no other."""
+        return self.service_s[0] + self.request_s
+
+    @property
+    def most_per_s(self) -> float:
+        """No rate above this can be carried, whatever the latency."""
+        calls = ((size, seconds) for size, seconds in enumerate(self.service_s, start=1))
+        if self.overlaps:
+            rate = max(size / seconds for size, seconds in calls)
+            return min(rate, 1 / self.request_s) if self.request_s else rate
+        return max(size / (seconds + size * self.request_s) for size, seconds in calls)
+
+    def largest(self, batch: int) -> ReplicaModel:
+        """With batches of up to `batch`."""
+        return replace(self, service_s=self.service_s[:batch])
 
 
 @dataclass(frozen=True)
@@ -32,8 +73,8 @@ class Capacity(Record):
     """`replicas` carry `rate_per_s` within `bound_ms` at p99; None where no number of them does.
 
     `rate_each_per_s`: the most that one carries. `p99_ms`: with that many replicas. `why`: the
-    reason where there is none. `max_batch`: requests that one call takes. `per_million`: the
-    price of a million requests on all replicas.
+    reason where there is none. `max_batch`: requests that one call takes, the server's `max_batch`.
+    `per_million`: the price of a million requests on all replicas.
     """
 
     rate_per_s: float
@@ -47,45 +88,80 @@ class Capacity(Record):
     per_million: float | None = None
 
 
-def capacity(rate_per_s: float, bound_s: float, service_s: Mapping[int, float]) -> Capacity:
-    """`service_s`: seconds of a call by batch size, from 1 on; between two a straight line."""
-    service = by_batch(service_s)
-    if service[0] > bound_s:
-        why = f"a request alone takes {service[0] * 1e3:.3g} ms"
+def capacity(
+    rate_per_s: float,
+    bound_s: float,
+    service_s: Mapping[int, float],
+    *,
+    request_s: float = 0.0,
+    overlaps: bool = False,
+) -> Capacity:
+    """`service_s`: seconds of a call by batch size, from 1 on; between two a straight line.
+
+    The largest batch is that of the sizes given with which a replica carries most, and whose call
+    is within the bound. `request_s`, `overlaps`: see `ReplicaModel`.
+    """
+    least = min(service_s)
+    in_time = {size: each for size, each in service_s.items() if each <= bound_s or size == least}
+    whole = ReplicaModel(by_batch(in_time), request_s, overlaps)
+    if whole.alone_s > bound_s:
+        why = f"a request alone takes {whole.alone_s * 1e3:.3g} ms"
         return Capacity(rate_per_s, bound_s * 1e3, None, None, None, why)
-    most = max((place + 1) / seconds for place, seconds in enumerate(service))
-    low, high = 0.0, most
-    for _ in range(_STEPS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if p99_s(middle, service) <= bound_s else (low, middle)
-    if not low:
+    best, most = whole, 0.0
+    for size in sorted({min(each, _LARGEST_BATCH) for each in in_time}, reverse=True):
+        tried = whole.largest(size)
+        if not most or p99_s(most * _BETTER, tried) <= bound_s:
+            best, most = tried, _most_within(bound_s, tried)
+    if not most:
         why = "a second request that waits for the first is late"
         return Capacity(rate_per_s, bound_s * 1e3, None, None, None, why)
-    replicas = math.ceil(rate_per_s / low)
-    p99_ms = p99_s(rate_per_s / replicas, service) * 1e3
-    return Capacity(rate_per_s, bound_s * 1e3, replicas, low, p99_ms, max_batch=len(service))
+    replicas = max(1, math.ceil(rate_per_s / most))
+    p99_ms = p99_s(max(rate_per_s / replicas, most * _QUIETEST), best) * 1e3
+    size = len(best.service_s)
+    return Capacity(rate_per_s, bound_s * 1e3, replicas, most, p99_ms, max_batch=size)
 
 
 def by_batch(service_s: Mapping[int, float]) -> tuple[float, ...]:
-    """Seconds of batch 1, 2, 3, … up to the largest; one not given lies between its neighbours."""
+    """Seconds of batch 1, 2, 3, ... up to the largest; a missing one is interpolated."""
     sizes = sorted(service_s)
-    wanted = np.arange(1, min(sizes[-1], _MOST_BATCH) + 1)
+    wanted = np.arange(1, min(sizes[-1], _LARGEST_BATCH) + 1)
     return tuple(np.interp(wanted, sizes, [service_s[size] for size in sizes]).tolist())
 
 
-def p99_s(rate_per_s: float, service_s: Sequence[float]) -> float:
-    """The 99th percentile of waiting and service together; `service_s` as `by_batch` gives it."""
-    arrivals = (_unit_arrivals() / rate_per_s).tolist()
-    ends: list[float] = []
-    free, first, most = 0.0, 0, len(service_s)
-    while first < _ARRIVALS:
-        start = max(free, arrivals[first])
-        last = bisect_right(arrivals, start, first, min(_ARRIVALS, first + most))
-        free = start + service_s[last - first - 1]
-        ends += [free] * (last - first)
-        first = last
-    waited = np.asarray(ends) - np.asarray(arrivals)
-    return float(np.quantile(waited[_WARM_UP:], QUANTILE))
+def p99_s(rate_per_s: float, replica: ReplicaModel) -> float:
+    """The 99th percentile of waiting and service together; infinite where 1 % is refused."""
+    taken_s = latencies_s((_unit_arrivals() / rate_per_s).tolist(), replica)
+    return float(np.quantile(taken_s[_WARM_UP:], QUANTILE, method="inverted_cdf"))
+
+
+def latencies_s(arrivals_s: Sequence[float], replica: ReplicaModel) -> list[float]:
+    """From each arrival to its answer; infinite for a request that is refused."""
+    taken_s = [math.inf] * len(arrivals_s)
+    waiting: deque[int] = deque()
+    engine_s = server_s = 0.0  # when each is free again
+    service_s, arrived, most = replica.service_s, 0, len(replica.service_s)
+    while waiting or arrived < len(arrivals_s):
+        begin_s = engine_s if waiting else max(engine_s, arrivals_s[arrived])
+        until = bisect_right(arrivals_s, begin_s, arrived)
+        waiting.extend(range(arrived, min(until, arrived + replica.queue - len(waiting))))
+        arrived = until
+        batch = [waiting.popleft() for _ in range(min(most, len(waiting)))]
+        engine_s = begin_s + service_s[len(batch) - 1]
+        server_s = max(server_s, engine_s) + len(batch) * replica.request_s
+        if not replica.overlaps:
+            engine_s = server_s
+        for request in batch:
+            taken_s[request] = server_s - arrivals_s[request]
+    return taken_s
+
+
+def _most_within(bound_s: float, replica: ReplicaModel) -> float:
+    """The highest rate whose p99 is within the bound; 0.0 where there is none."""
+    low, high = 0.0, replica.most_per_s
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if p99_s(middle, replica) <= bound_s else (low, middle)
+    return low
 
 
 @cache

@@ -63,6 +63,11 @@ class Inferred:
     compiled: tuple[NodeCost, ...]
     interpreted: tuple[NodeCost, ...]
 
+    @property
+    def end_bytes(self) -> list[int]:
+        """Of each input and output; 0 of one whose size is not known."""
+        return [self.known.bytes(name) or 0 for name in (*self.inputs, *self.known.outputs)]
+
     def costs(self, target: Target) -> tuple[NodeCost, ...]:
         """As the target's runtime fuses nodes."""
         return self.interpreted if target.fusion is INTERPRETED else self.compiled
@@ -100,7 +105,7 @@ def predict_call(
     ceilings = target.ceilings(weights)
     times = [node_time(cost, ceilings) for cost in costs]
     compute_s = target.call_s + math.fsum(each.seconds for each in times)
-    copies_s = target.copies_s(_ends(found))
+    copies_s = target.copies_s(found.end_bytes)
     seconds = compute_s + copies_s
     spent = dict.fromkeys((COMPUTE, MEMORY, LAUNCH), 0.0) | {COPIES: copies_s}
     for each in times:
@@ -128,12 +133,6 @@ def predict_call(
         joules=None if watts is None or rate is None else watts / rate,
         per_million=None if price_per_hour is None or not rate else price_per_hour / 3600e-6 / rate,
     )
-
-
-def _ends(found: Inferred) -> list[int]:
-    """Bytes of each input and output; 0 of one whose size is not known."""
-    known = found.known
-    return [known.bytes(name) or 0 for name in (*found.inputs, *known.outputs)]
 
 
 def in_precision(cost: NodeCost, precision: str, stored: str, target: Target) -> NodeCost:

@@ -139,6 +139,23 @@ def test_batches_that_are_too_slow_are_not_queued_for(model: Path) -> None:
     assert cpu.capacity.max_batch == 1
 
 
+def test_requests_of_a_fixed_batch_are_never_joined(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Relu", ["x"], ["y"], name="relu")]
+    path = save(make(nodes, {"x": (3, 4)}, {"y": (3, 4)}, {}), tmp_path / "m.onnx")
+    (cpu,) = dk.plan(path, profiles=["cpu"], slo_ms=50, rate_per_s=100).targets
+    assert cpu.capacity is not None
+    assert cpu.capacity.max_batch == 1
+
+
+def test_a_lone_request_is_a_batch_of_one_whatever_batches_are_shown(model: Path) -> None:
+    """Of 4096 alone, a call is later than the bound; one request is not."""
+    (cpu,) = dk.plan(model, profiles=["cpu"], batches=[4096], slo_ms=5, rate_per_s=100).targets
+    assert [each.batch for each in cpu.predictions] == [4096] * len(cpu.predictions)
+    assert cpu.best is None
+    assert cpu.capacity is not None
+    assert (cpu.capacity.replicas, cpu.capacity.max_batch) == (1, 1)
+
+
 def test_a_graph_in_a_precision_that_the_target_lacks_has_no_prediction(tmp_path: Path) -> None:
     shape = ("N", 4)
     half = make(

@@ -1,15 +1,128 @@
-"""The simulated queue against the distributions that are known in closed form."""
+"""The simulated queue against distributions in closed form, and against the server's own queue."""
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
+from collections.abc import Sequence
 from decimal import Decimal, localcontext
 
+import numpy as np
 import pytest
 
-from deploykit.planning.capacity import by_batch, capacity, p99_s
+from deploykit.planning.capacity import (
+    QUEUE,
+    ReplicaModel,
+    by_batch,
+    capacity,
+    latencies_s,
+    p99_s,
+)
+from deploykit.serving.batching.policy import BatchPolicy, Pending
+from deploykit.serving.batching.queue import RequestQueue
+from deploykit.serving.options import ServeOptions
 
 SERVICE_S = 0.01
+GROWING = tuple(0.004 + 0.002 * size for size in range(1, 9))
+
+
+class Event:
+    """Several servers as they run: their real queues, and the clock as a heap of events.
+
+    Each arrival goes to the replica named in `to`. Nothing is shared with the model under test.
+    """
+
+    def __init__(self, replica: ReplicaModel, replicas: int) -> None:
+        policy = BatchPolicy(max_batch=len(replica.service_s), queue=replica.queue)
+        self.replica, self.queues = replica, [RequestQueue(policy) for _ in range(replicas)]
+        self.busy = [False] * replicas
+        self.server_s = [0.0] * replicas
+        self.taken_s: dict[int, float] = {}
+        self.heap: list[tuple[float, int, int, str, int]] = []
+        self.order = itertools.count()
+
+    def run(self, arrivals_s: Sequence[float], to: Sequence[int]) -> list[float]:
+        for number, at_s in enumerate(arrivals_s):
+            self._push(at_s, 0, "arrives", number)
+        while self.heap:
+            now_s, _, _, what, number = heapq.heappop(self.heap)
+            if what == "arrives":
+                queue = self.queues[to[number]]
+                if queue.fits(1):
+                    ns = int(now_s * 1e9)
+                    queue.add(Pending({}, 1, (), _ignore, ns, 1 << 62, 1 << 62, decode_us=number))
+                else:
+                    self.taken_s[number] = math.inf
+                self._push(now_s, 2, "looks", to[number])
+            elif what == "ends":
+                self.busy[number] = False
+                self._push(now_s, 2, "looks", number)
+            elif not self.busy[number] and (batch := self.queues[number].take(int(now_s * 1e9))):
+                self._start(now_s, number, [request.decode_us for request in batch], arrivals_s)
+        return [self.taken_s[number] for number in range(len(arrivals_s))]
+
+    def _start(
+        self, now_s: float, server: int, batch: Sequence[int], arrivals_s: Sequence[float]
+    ) -> None:
+        """Answers are written after the engine, by a thread that may have others to write."""
+        replica = self.replica
+        engine_s = now_s + replica.service_s[len(batch) - 1]
+        ready_s = max(self.server_s[server], engine_s) + len(batch) * replica.request_s
+        self.server_s[server], self.busy[server] = ready_s, True
+        for number in batch:
+            self.taken_s[number] = ready_s - arrivals_s[number]
+        self._push(engine_s if replica.overlaps else ready_s, 1, "ends", server)
+
+    def _push(self, at_s: float, rank: int, what: str, number: int) -> None:
+        """At one time arrivals come first: an engine that is free takes all that is there."""
+        heapq.heappush(self.heap, (at_s, rank, next(self.order), what, number))
+
+
+def _ignore(_: Pending) -> None:
+    """These requests have no client."""
+
+
+def poisson(rate_per_s: float, count: int, seed: int = 1) -> list[float]:
+    gaps = np.random.default_rng(seed).exponential(1 / rate_per_s, count)
+    return [float(each) for each in np.cumsum(gaps)]
+
+
+@pytest.mark.parametrize(
+    "replica",
+    [
+        ReplicaModel((SERVICE_S,)),
+        ReplicaModel(GROWING),
+        ReplicaModel(GROWING, 1e-3),
+        ReplicaModel(GROWING, 1e-3, overlaps=True),
+        ReplicaModel(GROWING, 1e-3, overlaps=True, queue=12),
+        ReplicaModel((SERVICE_S, SERVICE_S), queue=3),
+    ],
+    ids=["single", "batches", "own time", "overlaps", "overlaps, short queue", "short queue"],
+)
+@pytest.mark.parametrize("load", [0.5, 0.95, 1.3])
+def test_requests_wait_as_in_the_server_s_own_queue(replica: ReplicaModel, load: float) -> None:
+    arrivals_s = poisson(load * replica.most_per_s, 1000)
+    expected = Event(replica, 1).run(arrivals_s, [0] * len(arrivals_s))
+    assert latencies_s(arrivals_s, replica) == pytest.approx(expected)
+    if replica.queue < 20 and load > 1:
+        assert math.inf in expected
+
+
+def test_the_queue_is_as_long_as_the_server_s() -> None:
+    assert ServeOptions().queue == QUEUE
+
+
+def test_two_replicas_behind_a_random_spread_hold_the_bound_at_twice_the_rate() -> None:
+    bound_s = 0.06
+    found = capacity(1.0, bound_s, dict(enumerate(GROWING, start=1)), request_s=1e-3)
+    assert found.rate_each_per_s is not None
+    replica = ReplicaModel(GROWING[: found.max_batch], 1e-3)
+    for share, holds in ((0.9, True), (1.1, False)):
+        arrivals_s = poisson(2 * share * found.rate_each_per_s, 40_000)
+        to = np.random.default_rng(2).integers(2, size=len(arrivals_s)).tolist()
+        taken_s = Event(replica, 2).run(arrivals_s, to)
+        assert (float(np.quantile(taken_s, 0.99)) <= bound_s) is holds
 
 
 def md1_p99_s(load: float) -> float:
@@ -36,12 +149,12 @@ def md1_p99_s(load: float) -> float:
 
 @pytest.mark.parametrize("load", [0.3, 0.5, 0.7, 0.8])
 def test_single_requests_wait_as_in_an_m_d_1_queue(load: float) -> None:
-    found = p99_s(load / SERVICE_S, (SERVICE_S,))
+    found = p99_s(load / SERVICE_S, ReplicaModel((SERVICE_S,)))
     assert found == pytest.approx(md1_p99_s(load), rel=0.06)  # 36,000 arrivals: some 4 %
 
 
 def test_a_request_alone_takes_its_service_time() -> None:
-    assert p99_s(1e-3, (SERVICE_S,)) == pytest.approx(SERVICE_S)
+    assert p99_s(1e-3, ReplicaModel((SERVICE_S,))) == pytest.approx(SERVICE_S)
 
 
 def test_batches_carry_more_than_single_requests() -> None:
@@ -80,3 +193,31 @@ def test_batches_between_two_that_are_given_lie_on_a_line() -> None:
 
 def test_a_huge_batch_is_no_list_of_that_length() -> None:
     assert len(by_batch({1: 1.0, 1 << 40: 2.0})) == 4096
+
+
+def test_the_largest_batch_is_the_one_that_carries_most() -> None:
+    """32 requests take longer than four times 8 of them."""
+    service_s = {1: 0.001, 8: 0.004, 32: 0.04}
+    assert capacity(1, 0.05, service_s).max_batch == 8
+    assert capacity(1, 0.05, service_s | {32: 0.01}).max_batch == 32
+    assert capacity(1, 0.005, service_s | {32: 0.01}).max_batch == 8  # 32 are too late at once
+
+
+def test_the_server_s_own_time_bounds_a_fast_engine() -> None:
+    rates = {
+        overlaps: capacity(1, 0.01, {1: 1e-6}, request_s=1e-4, overlaps=overlaps).rate_each_per_s
+        for overlaps in (False, True)
+    }
+    assert rates[False] == pytest.approx(1 / 1.01e-4, rel=0.05)
+    assert rates[True] == pytest.approx(1e4, rel=0.05)
+    late = capacity(1, 0.01, {1: 0.00995}, request_s=1e-4)
+    assert (late.replicas, late.why) == (None, "a request alone takes 10.1 ms")
+
+
+@pytest.mark.parametrize("rate", [5e-324, 1e-9, 1e12])
+def test_rates_of_any_size_have_an_answer(rate: float) -> None:
+    found = capacity(rate, 0.05, {1: SERVICE_S})
+    assert found.replicas is not None
+    assert found.replicas >= 1
+    assert found.p99_ms is not None
+    assert SERVICE_S * 1e3 <= found.p99_ms <= 50
