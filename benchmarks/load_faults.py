@@ -113,10 +113,10 @@ def coarse_timer(client: Client) -> None:
 
 
 OPEN: dict[str, Callable[[Client], None]] = {
-    "1 ms asleep for each answer": slow("_on_data", 0.001),
+    "1 ms asleep for each answer": slow("_free", 0.001),
     "1 ms asleep before each sending": slow("_write", 0.001),
-    "0.7 ms busy for each answer": slow("_on_data", 0.0007, busy=True),
-    "20 ms busy for each 50th answer": slow("_on_data", 0.02, every=50, busy=True),
+    "0.7 ms busy for each answer": slow("_free", 0.0007, busy=True),
+    "20 ms busy for each 50th answer": slow("_free", 0.02, every=50, busy=True),
     "SIGSTOP for 200 ms each second": stopped(0.2, 1.0),
     "SIGSTOP for 30 ms each 300 ms": stopped(0.03, 0.3),
     "2 busy processes on its core": rivals(2),

@@ -1,11 +1,13 @@
-// An empty server and an open-loop client in C, to compare the load generator with.
+// An empty server, an open-loop and a closed-loop client in C, to compare the load generator with.
 //
 //   cc -O2 -o load_native benchmarks/load_native.c -lm
 //   ./load_native serve PORT [MICROSECONDS]      answers every request with one fixed result
 //   ./load_native open PORT RATE SECONDS FILE    sends FILE's bytes at exponential intervals
+//   ./load_native closed PORT COUNT SECONDS FILE sends them again on each of COUNT connections
 //
 // The server answers GET too, so that `deploykit load` finds a model; with MICROSECONDS it sleeps
-// before each answer. The client prints "p50 p90 p99 sent" (microseconds from the intended time).
+// before each answer. The clients print "p50 p90 p99 sent" (microseconds from the intended time), and
+// "requests/s, microseconds of processor time for each".
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
@@ -141,8 +143,44 @@ static void open_loop(int port, double rate, double seconds, const char *file) {
            taken[done * 99 / 100] * 1e6, done);
 }
 
+static double processor(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return t.tv_sec + t.tv_nsec * 1e-9;
+}
+
+static void closed_loop(int port, int connections, double seconds, const char *file) {
+    static char request[1 << 16], in[1 << 16];
+    FILE *opened = fopen(file, "rb");
+    if (!opened) exit(1);
+    int bytes = (int)fread(request, 1, sizeof request, opened), poll = epoll_create1(0), one = 1;
+    struct sockaddr_in at = {.sin_family = AF_INET, .sin_port = htons(port)};
+    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    for (int i = 0; i < connections; i++) {
+        int fd = socket(AF_INET, SOCK_STREAM, 0);
+        if (connect(fd, (void *)&at, sizeof at)) exit(1);
+        setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+        struct epoll_event event = {.events = EPOLLIN, .data.fd = fd};
+        epoll_ctl(poll, EPOLL_CTL_ADD, fd, &event);
+        if (write(fd, request, bytes) != bytes) exit(1);
+    }
+    long done = 0;
+    double zero = now(), used = processor();
+    while (now() - zero < seconds) {
+        struct epoll_event events[256];
+        int count = epoll_wait(poll, events, 256, 1000);
+        for (int i = 0; i < count; i++, done++) {
+            if (read(events[i].data.fd, in, sizeof in) <= 0) exit(1);
+            if (write(events[i].data.fd, request, bytes) != bytes) exit(1);
+        }
+    }
+    printf("%.0f %.2f\n", done / (now() - zero), (processor() - used) / done * 1e6);
+}
+
 int main(int count, char **words) {
     if (count >= 3 && !strcmp(words[1], "serve")) serve(atoi(words[2]), count > 3 ? atoi(words[3]) : 0);
+    if (count == 6 && !strcmp(words[1], "closed"))
+        return closed_loop(atoi(words[2]), atoi(words[3]), atof(words[4]), words[5]), 0;
     if (count == 6) open_loop(atoi(words[2]), atof(words[3]), atof(words[4]), words[5]);
     return 1;
 }

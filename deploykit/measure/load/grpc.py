@@ -102,7 +102,7 @@ class Grpc:
         self._window, self._first_window, self._stream_window = (_WINDOW_BYTES,) * 3
         self._frame_bytes = _FRAME_BYTES
         self._left: memoryview = memoryview(b"")  # of the call, behind what windows let through
-        self._buffer = bytearray()
+        self.buffer = bytearray()
         self._headers, self._body, self._fields = bytearray(), bytearray(), dict[str, str]()
         self._ends = False  # the server's side of the call
         self._taken = 0  # bytes of the connection's window that the server used
@@ -135,23 +135,23 @@ class Grpc:
 
         Raises NotHttpError.
         """
-        self._buffer += data
+        self.buffer += data
         done, at = None, 0
-        while len(self._buffer) >= at + 9:
-            high, low, kind, flags, stream = struct.unpack_from(">BHBBI", self._buffer, at)
+        while len(self.buffer) >= at + 9:
+            high, low, kind, flags, stream = struct.unpack_from(">BHBBI", self.buffer, at)
             end = at + 9 + (high << 16 | low)
-            if kind > _CONTINUATION and at == 0 and self._buffer.startswith(b"HTTP/1"):
+            if kind > _CONTINUATION and at == 0 and self.buffer.startswith(b"HTTP/1"):
                 raise NotHttpError("is HTTP/1.1")
-            if len(self._buffer) < end:
+            if len(self.buffer) < end:
                 break
-            payload = bytes(self._buffer[at + 9 : end])
+            payload = bytes(self.buffer[at + 9 : end])
             at = end
             try:
                 status = self._on_frame(kind, flags, stream & _MOST, payload)
             except (struct.error, IndexError, hpack.HPACKError) as exc:
                 raise NotHttpError("has a damaged HTTP/2 frame") from exc
             done = status if status is not None else done
-        del self._buffer[:at]
+        del self.buffer[:at]
         return done
 
     def _on_frame(self, kind: int, flags: int, stream: int, payload: bytes) -> int | None:

@@ -31,7 +31,10 @@ class _Head(NamedTuple):
 
 
 class Http1:
-    """One connection. After an answer: `error` says what is wrong with it, `keep` if it goes on."""
+    """One connection. After an answer: `error` says what is wrong with it, `keep` if it goes on.
+
+    `buffer`: what was read of an answer that is not whole.
+    """
 
     greeting = b""  # to send before the first request
     control: bytes = b""  # to send besides requests
@@ -40,7 +43,7 @@ class Http1:
     def __init__(self, requests: Sequence[bytes], check: AnswerCheck) -> None:
         self._requests, self._check = requests, check
         self._request = 0
-        self._buffer = bytearray()
+        self.buffer = bytearray()
         self._needed = 0  # bytes, before it is worth looking again
         self.error: str | None = None
         self.keep = True
@@ -55,15 +58,11 @@ class Http1:
 
         Raises NotHttpError.
         """
-        beginning, size = self._check.usual
-        if len(data) == size and not self._buffer and data.startswith(beginning):
-            self.error = None
-            return 200
-        if self._buffer:
-            self._buffer += data
-            if len(self._buffer) < self._needed:
+        if self.buffer:
+            self.buffer += data
+            if len(self.buffer) < self._needed:
                 return None
-            data = bytes(self._buffer)
+            data = bytes(self.buffer)
         at = data.find(b"\r\n\r\n")
         if at < 0:
             if not b"HTTP/1.".startswith(data[:7]) or len(data) > _MOST_HEAD:
@@ -72,7 +71,7 @@ class Http1:
         head = self._heads.get(data[:at]) or self._parse(data[:at])
         at += 4
         if head.status < 200:  # 100: the answer itself follows
-            self._buffer.clear()
+            self.buffer.clear()
             return self.feed(data[at:]) if len(data) > at else None
         if head.length is None:
             if not head.chunked:
@@ -89,7 +88,7 @@ class Http1:
 
     def end(self) -> int | None:
         """The status of an answer that the end of its connection completes; None if it does not."""
-        data = bytes(self._buffer)
+        data = bytes(self.buffer)
         at = data.find(b"\r\n\r\n")
         head = self._heads.get(data[:at]) if at >= 0 else None
         if head is None or head.length is not None or head.chunked:
@@ -97,14 +96,14 @@ class Http1:
         return self._complete(head, data[at + 4 :], data, -1)
 
     def _wait_for(self, data: bytes, needed: int) -> int | None:
-        if not self._buffer:
-            self._buffer += data
+        if not self.buffer:
+            self.buffer += data
         self._needed = needed
         return None
 
     def _complete(self, head: _Head, body: bytes, data: bytes, end: int) -> int:
         """`data`: the answer up to `end`; what comes behind that was not asked for."""
-        self._buffer.clear()
+        self.buffer.clear()
         self.keep = head.keep and len(data) == end
         if head.status != 200:
             self.error = f"{head.status}: {error_text(body)}"

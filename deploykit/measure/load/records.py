@@ -52,3 +52,16 @@ class RunRecord:
     opened: int = 0  # connections at once, at most
     limit: str = ""  # why no more could be opened
     errors: dict[str, int] = field(default_factory=dict)
+
+    def progress(self, recent: int) -> str:
+        """How many requests were answered, with percentiles of the last ones."""
+        starts_s, ends_s, statuses = (
+            each[-recent:] for each in (self.starts_s, self.ends_s, self.statuses)
+        )
+        last = zip(starts_s, ends_s, statuses, strict=True)
+        taken_s = sorted(end_s - start_s for start_s, end_s, status in last if status == 200)
+        text = f"{len(self.ends_s):,} requests"
+        if taken_s:
+            p50, p99 = (taken_s[int(len(taken_s) * share)] * 1e3 for share in (0.5, 0.99))
+            text += f", p50 {p50:.2f} ms, p99 {p99:.2f} ms"
+        return text

@@ -9,6 +9,7 @@ import struct
 import time
 
 READ_BYTES = 1 << 16  # larger ones would be mapped and unmapped for each answer
+USUAL_BYTES = 1 << 12  # enough for most answers, and sooner allocated
 _TIMESTAMPNS = getattr(socket, "SO_TIMESTAMPNS", 35)  # Linux, asm-generic/socket.h
 _TIMER_SLACK = 29  # prctl(2), PR_SET_TIMERSLACK: by default a wait ends up to 50 us late
 
