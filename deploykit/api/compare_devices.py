@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeviceRow(Record):
-    """`samples_per_s`: of loader and step, in turns. `run_s`: all epochs at this rate."""
+    """`samples_per_s`: of loader and step, in turns. `run_s`: all epochs at this rate.
+
+    Of augmentation: of the loader alone, and `threads` are those that make batches.
+    """
 
     device: str
     precision: str
@@ -55,6 +58,7 @@ class DeviceTable(Record):
     crossovers: tuple[Mapping[str, Any], ...]
     verdict: tuple[str, ...] = ()
     augment: bool = False
+    augmentation: tuple[DeviceRow, ...] = ()
     articles: tuple[Mapping[str, str], ...] = ()
     devices: int = 1
 
@@ -75,8 +79,9 @@ def compare_devices(
 
     Writes report.json, report.md and report.html into the folder `out`. `batch_size`: the middle
     one of three; an eighth and four times as much are the others.
-    `augment`: the images too, as the recipe declares. `compile`: also with torch.compile. Nothing
-    is trained to the end, and no accuracy is measured. Raises BadInput.
+    `augment`: the images too, as the recipe declares; what augmentation takes on each processor is
+    timed anyway. `compile`: also with torch.compile. Nothing is trained to the end, and no accuracy
+    is measured. Raises BadInput.
     """
     read = (data, *named_files(recipe))
     place = claim_report(out, read, force=force, keys=("devices", "rows", "articles"))
@@ -91,8 +96,12 @@ def compare_devices(
     times = devices.time_devices(
         chosen, splits, batches, on_progress, augment=augment, compile=compile
     )
+    augmentation = devices.time_augmentation(chosen, splits, batches, on_progress)
     samples = len(splits.train.labels)
-    rows = tuple(_row(each, samples * chosen.epochs) for each in times)
+    rows, augmented = (
+        tuple(_row(each, samples * chosen.epochs) for each in found)
+        for found in (times, augmentation)
+    )
     table = DeviceTable(
         folder=place,
         recipe=recipe,
@@ -106,6 +115,7 @@ def compare_devices(
         rows=rows,
         crossovers=tuple(devices.find_crossovers(rows)),
         augment=augment,
+        augmentation=augmented,
         articles=devices.ARTICLES,
     )
     table = replace(table, verdict=tuple(devices.conclude(table)))
@@ -123,7 +133,8 @@ def _row(times: DeviceTimes, samples: int) -> DeviceRow:
     row = DeviceRow(times.device, times.precision, times.batch, absent=times.absent)
     if times.absent is not None:
         return row
-    both = [sum(each) for each in zip(times.step_s, times.loader_s, strict=True)]
+    steps_s = times.step_s or (0.0,) * len(times.loader_s)
+    both = [sum(each) for each in zip(steps_s, times.loader_s, strict=True)]
     count = len(both)
     rate = throughput([times.batch] * count, both)
     one = [1] * count
@@ -131,7 +142,7 @@ def _row(times: DeviceTimes, samples: int) -> DeviceRow:
         row,
         threads=times.threads,
         samples_per_s=rate,
-        step_ms=_inverse(throughput(one, times.step_s), 1e3),
+        step_ms=_inverse(throughput(one, times.step_s), 1e3) if times.step_s else None,
         loader_ms=_inverse(throughput(one, times.loader_s), 1e3),
         run_s=_inverse(rate, samples),
         steps=count,

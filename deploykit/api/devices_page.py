@@ -76,8 +76,33 @@ def _tables(document: Json) -> list[Table]:
     columns = ("setup", "batch", "step (ms)", "loader (ms)", f"{document['epochs']} epochs (s)")
     note = f"Batches are {'' if document['augment'] else 'not '}augmented."
     parts = Table("Loader and compute apart", columns, tuple(rows), note=note)
-    found = (against(document), articles, parts)
+    found = (against(document), articles, parts, _augmentation(document))
     return [each for each in (*found, machine({**document, "conditions": []})) if each.rows]
+
+
+def _augmentation(document: Json) -> Table:
+    """A row for each batch size: what augmenting it takes on each processor."""
+    sizes: dict[int, dict[str, Json]] = {}
+    for row in document["augmentation"]:
+        sizes.setdefault(row["batch"], {})[row["device"]] = row
+    rows, threads = [], next((row["threads"] for row in document["augmentation"]), 0)
+    for batch, places in sizes.items():
+        cpu, gpu = (places.get(device, {}) for device in ("cpu", "cuda"))
+        cells = (_rate(cpu, "loader_ms"), _rate(gpu, "loader_ms"))
+        rows.append((count(batch), *cells, _faster(cpu, gpu)))
+    columns = ("batch", f"CPU, workers: {threads} (ms)", "GPU (ms)", "faster")
+    note = "From the images in memory until the augmented batch is where the steps run."
+    return Table("Augmentation on each processor", columns, tuple(rows), (0, 3), note)
+
+
+def _faster(cpu: Json, gpu: Json) -> str:
+    """The processor that takes less time, where the intervals do not touch."""
+    one, other = (row.get("loader_ms") for row in (cpu, gpu))
+    if not one or not other:
+        return MISSING
+    if one["high"] < other["low"]:
+        return "CPU"
+    return "GPU" if other["high"] < one["low"] else "neither surely"
 
 
 def _chart(document: Json) -> Chart:

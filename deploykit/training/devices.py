@@ -16,12 +16,15 @@ from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.core.statistics_basic import Interval
 from deploykit.training.batches import check_labels
 from deploykit.training.distributed import Processes
+from deploykit.training.loader import make_loader, time_batches
 from deploykit.training.loop import Run, use_tf32
 from deploykit.training.options import Progress, TrainingOptions, settle
 from deploykit.training.recipes import build_from_recipe
 
 _FEWEST, _MOST = 3, 20  # steps of a row
 _LIMIT_S = 10.0  # of the timed steps of a row: a slow one gets fewer
+_ROUNDS = 8  # of batches that are augmented
+AUGMENTED = "augmented batches"  # in place of a precision
 PRECISIONS: Mapping[str, tuple[str, ...]] = {
     "cpu": ("float32", "bf16"),
     "cuda": ("float32", "tf32", "bf16", "fp16"),
@@ -50,7 +53,10 @@ ARTICLES: tuple[Mapping[str, str], ...] = (
 
 @dataclass(frozen=True)
 class DeviceTimes:
-    """Seconds of each step and of each batch's making, in turns; `absent`: why there are none."""
+    """Seconds of each step and of each batch's making, in turns; `absent`: why there are none.
+
+    Of augmentation there are no steps, and `threads` are those that make batches.
+    """
 
     device: str
     precision: str
@@ -103,6 +109,43 @@ def time_devices(
             row = _time_row(recipe, splits, options, row)
         rows.append(row)
     return rows
+
+
+def time_augmentation(
+    recipe: Recipe, splits: Splits, batches: Sequence[int], on_progress: Progress | None = None
+) -> list[DeviceTimes]:
+    """A row for each batch size and processor that may augment; none without `recipe.augment`.
+
+    From the images in memory until the augmented batch is where the steps run.
+    """
+    if recipe.augment is None or recipe.backbone is not None:
+        return []
+    trains_on, rows = "cuda" if torch.cuda.is_available() else "cpu", []
+    for batch, device in itertools.product(batches, PRECISIONS):
+        if on_progress is not None:
+            on_progress(f"{device} {AUGMENTED}, batch {batch}", 1.0)
+        row = DeviceTimes(device, AUGMENTED, batch, absent=_lacks(device, AUGMENTED))
+        if row.absent is None:
+            options = TrainingOptions(
+                device=trains_on, batch_size=batch, augment=True, augment_on=device
+            )
+            row = _time_making(recipe, splits.train, options, row)
+        rows.append(row)
+    return rows
+
+
+def _time_making(
+    recipe: Recipe, train: Split, options: TrainingOptions, row: DeviceTimes
+) -> DeviceTimes:
+    try:
+        made = make_loader(recipe, train, settle(recipe, options), Processes()).batches
+        seconds: list[float] = []
+        while len(seconds) < _ROUNDS and (len(seconds) < _FEWEST or sum(seconds) < _LIMIT_S / 4):
+            seconds.append(time_batches(made) / 1e3)
+    except OutOfMemory as exc:
+        return replace(row, absent=exc.message)
+    batch = min(row.batch, len(train.labels))
+    return replace(row, batch=batch, threads=made.workers, loader_s=tuple(seconds))
 
 
 def _first(split: Split, count: int) -> Split:
@@ -226,4 +269,20 @@ def conclude(table: Any) -> list[str]:
         at = f"from batch {each['batch']} on" if each["batch"] else "not at the largest batch"
         batches = ", ".join(map(str, each["measured"]))
         found.append(f"GPU {each['precision']} is ahead of {cpu_kind} {at} (measured: {batches}).")
-    return found
+    return found + conclude_augmentation(table)
+
+
+def conclude_augmentation(table: Any) -> list[str]:
+    """Where augmentation takes less time, in a sentence; none where nothing was augmented."""
+    for each in find_crossovers(table.augmentation):
+        where = f"from batch {each['batch']} on" if each["batch"] else "at no batch size"
+        batches = ", ".join(map(str, each["measured"]))
+        return [
+            f"The GPU augments batches in less time than the CPU {where} (measured: {batches})."
+        ]
+    absent = next((row.absent for row in table.augmentation if row.absent), "")
+    for row in table.augmentation:
+        if row.batch == table.batch and row.loader_ms is not None:
+            first = f"The CPU augments a batch of {row.batch} in {row.loader_ms.value:.3g} ms"
+            return [f"{first}. GPU: not measured, {absent}."]
+    return []

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -18,13 +19,16 @@ from deploykit.api import compare_devices as verb  # noqa: E402
 from deploykit.api.devices_page import devices_html, devices_markdown  # noqa: E402
 from deploykit.cli.main import main  # noqa: E402
 from deploykit.core.errors import BadInput  # noqa: E402
+from deploykit.core.recipe import Split  # noqa: E402
 from deploykit.core.statistics_basic import Interval  # noqa: E402
 from deploykit.training import devices  # noqa: E402
 from deploykit.training.devices import (  # noqa: E402
     NO_GPU,
     find_crossovers,
+    time_augmentation,
     time_devices,
 )
+from tests.support.augmenting import BYTES  # noqa: E402
 from tests.support.training import LINE, SPLITS  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -104,6 +108,52 @@ def test_half_precision_on_the_gpu_is_compared_with_the_fastest_on_the_cpu() -> 
     found = {each["precision"]: each["batch"] for each in find_crossovers([*cpu, *gpu])}
     assert found == {"float32": 8, "bf16": 150}
     assert find_crossovers(cpu) == []
+
+
+def test_augmentation_is_timed_on_each_processor_or_the_reason_given() -> None:
+    labels = np.zeros(len(BYTES), np.int64)
+    splits = replace(SPLITS, train=Split({"image": BYTES}, labels))
+    recipe = replace(LINE, augment={"crop": 2})
+    rows = time_augmentation(recipe, splits, [4, 1000])
+    cpu = [row for row in rows if row.device == "cpu"]
+    assert [row.batch for row in cpu] == [4, len(BYTES)]
+    assert all(len(row.loader_s) >= 3 and min(row.loader_s) > 0 < row.threads for row in cpu)
+    if not torch.cuda.is_available():
+        assert [row.absent for row in rows if row.device == "cuda"] == [NO_GPU] * 2
+    assert time_augmentation(LINE, SPLITS, [4]) == []  # which declares none
+
+
+@pytest.mark.parametrize(
+    ("gpu", "faster", "said"),
+    [
+        ([50, 2000, 9000], ["CPU", "GPU", "GPU"], "from batch 32 on (measured: 8, 32, 150)"),
+        ([50, 100, 300], ["CPU", "CPU", "neither surely"], "at no batch size (measured: 8"),
+    ],
+    ids=["crossover", "none"],
+)
+def test_the_report_gives_the_crossover_of_augmentation(
+    gpu: list[float], faster: list[str], said: str
+) -> None:
+    cpu = rows_of("cpu", devices.AUGMENTED, [200, 250, 300])
+    rows = (*cpu, *rows_of("cuda", devices.AUGMENTED, gpu))
+    table = SimpleNamespace(augmentation=rows)
+    (sentence,) = devices.conclude_augmentation(table)
+    assert said in sentence
+    document = a_document() | {"augmentation": [row.to_dict() for row in rows]}
+    lines = devices_markdown(document).partition("## Augmentation on each processor")[2]
+    cells = [line.strip("| ").split(" | ") for line in lines.splitlines() if line.startswith("| ")]
+    assert [row[-1] for row in cells[2:5]] == faster
+    assert "Augmentation on each processor" in devices_html(document)
+
+
+def test_without_a_gpu_the_report_gives_what_augmentation_takes_on_the_cpu() -> None:
+    absent = verb.DeviceRow("cuda", devices.AUGMENTED, 32, absent=NO_GPU)
+    cpu = rows_of("cpu", devices.AUGMENTED, [200, 250, 300])
+    table = SimpleNamespace(augmentation=(*cpu, absent), batch=32)
+    said = f"The CPU augments a batch of 32 in 128 ms. GPU: not measured, {NO_GPU}."
+    assert devices.conclude_augmentation(table) == [said]
+    table.augmentation = ()
+    assert devices.conclude_augmentation(table) == []
 
 
 def a_document(recipe: str = "cats-dogs") -> dict[str, Any]:
