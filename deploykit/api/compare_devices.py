@@ -86,7 +86,6 @@ def compare_devices(
     read = (data, *named_files(recipe))
     place = claim_report(out, read, force=force, keys=("devices", "rows", "articles"))
     chosen = load_recipe(recipe)
-    from deploykit.api.devices_page import devices_html, devices_markdown
     from deploykit.training import devices
     from deploykit.training.recipes import read_splits
 
@@ -119,11 +118,17 @@ def compare_devices(
         articles=devices.ARTICLES,
     )
     table = replace(table, verdict=tuple(devices.conclude(table)))
-    document = table.to_dict()
-    write_json(place / "report.json", document)
-    write_text(place / "report.md", devices_markdown(document))
-    write_text(place / "report.html", devices_html(document))
+    _write(table)
     return table
+
+
+def _write(table: DeviceTable) -> None:
+    from deploykit.api.devices_page import devices_html, devices_markdown
+
+    document = table.to_dict()
+    write_json(table.folder / "report.json", document)
+    write_text(table.folder / "report.md", devices_markdown(document))
+    write_text(table.folder / "report.html", devices_html(document))
 
 
 def _row(times: DeviceTimes, samples: int) -> DeviceRow:
