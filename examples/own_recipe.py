@@ -1,10 +1,9 @@
 """Your own recipe: a two-layer network on scikit-learn's digits, 8x8 pixels as 64 numbers.
 
     deploykit train examples/own_recipe.py -o digits.pt --save-splits digits
-    deploykit export digits.pt --arch examples/own_recipe.py:build
+    deploykit export digits.pt --arch examples/own_recipe.py
 
-A checkpoint of your own recipe never runs code by itself: `--arch` names the code that builds the
-model.
+A checkpoint of your own recipe never runs code by itself: `--arch` names the recipe again.
 """
 
 from __future__ import annotations

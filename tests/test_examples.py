@@ -31,7 +31,7 @@ def test_a_users_recipe_is_trained_and_exported(tmp_path: Path) -> None:
     recipe = ROOT / "examples/own_recipe.py"
     out = run(tmp_path, "-m", "deploykit", "train", recipe, "-o", "d.pt", "--epochs", "5", "--json")
     assert json.loads(out)["accuracy"]["value"] > 0.85
-    assert dk.export(tmp_path / "d.pt", arch=f"{recipe}:build").path == tmp_path / "d.onnx"
+    assert dk.export(tmp_path / "d.pt", arch=str(recipe)).path == tmp_path / "d.onnx"
     with pytest.raises(dk.BadInput, match="does not come with deploykit") as raised:
         dk.export(tmp_path / "d.pt")
     assert "`arch`" in str(raised.value.hint)

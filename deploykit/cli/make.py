@@ -159,7 +159,8 @@ Task:
 --max-length N         Tokens of a text at most [the model's]
 Model:
 --arch NAME|MODULE:CALLABLE  What builds the module when the file holds only weights: a name of
-        torchvision's such as resnet18, timm:NAME, pkg.mod:Net or ./file.py:Net
+        torchvision's such as resnet18, timm:NAME, pkg.mod:Net or ./file.py:Net;
+        of a checkpoint the recipe of your own that trained it, ./mine.py
 --input SPEC           'NAME:DTYPE[AXES]' for each input, such as 'image:float32[N,3,224,224]'.
         A number is a fixed size; a letter is an axis of any size: N is the batch, other
         letters or names (T, H, W) are yours to choose

@@ -35,7 +35,7 @@ B                      What to compare with it; without B, A is compared with it
 --data FILE.npz|DIR    Inputs to run [random, or the golden samples of INT8 and FP8]
 --max-error X          Largest max |a-b| / max |a| [0.001, or as stored with the samples]
 --arch MODULE:CALLABLE  What builds the module of a file that holds only weights: pkg.mod:Net or
-        ./file.py:Net
+        ./file.py:Net, or the file of your own recipe
 --allow-pickle         Run code that a PyTorch file contains. Only if you trust it
 {DEVICE}
 {JSON}""")

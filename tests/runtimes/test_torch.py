@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from pathlib import Path
+from shutil import copy as copy_file
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from deploykit.core.errors import (  # noqa: E402
     OutOfMemory,
     Unsupported,
 )
+from deploykit.core.paths import folder  # noqa: E402
+from deploykit.core.recipe import load_recipe  # noqa: E402
 from deploykit.core.tensors import TensorSpec, parse_spec  # noqa: E402
 from deploykit.runtimes.torch.engine import TorchEngine, open_engine  # noqa: E402
 from deploykit.runtimes.torch.files import module_errors  # noqa: E402
@@ -75,6 +78,22 @@ def test_a_checkpoint_of_somebody_elses_recipe_asks_for_the_architecture(tmp_pat
         with pytest.raises(BadInput, match="does not come with deploykit") as caught:
             load_module(tmp_path / "m.pt")
         assert "`arch`" in str(caught.value.hint)
+
+
+def test_the_file_of_a_users_recipe_opens_its_checkpoint_as_a_packaged_ones_name_does(
+    tmp_path: Path,
+) -> None:
+    """With the preprocessing that the recipe declares: bytes in."""
+    mine = copy_file(folder("models") / "cats_dogs.py", tmp_path / "mine.py")
+    recipe = load_recipe("cats-dogs")
+    module, bytes_in = recipe.build(), torch.randint(0, 256, (2, 128, 128, 3), dtype=torch.uint8)
+    answers = []
+    for name, arch in (("cats-dogs", None), (str(mine), str(mine))):
+        save_checkpoint(tmp_path / "m.pt", module, name, recipe.inputs, recipe.outputs)
+        loaded = load_module(tmp_path / "m.pt", arch=arch)
+        assert (loaded.inputs, loaded.recipe) == (recipe.inputs, name)
+        answers.append(loaded.module(bytes_in))
+    assert torch.equal(*answers)
 
 
 def test_a_bare_state_dict_needs_arch_and_inputs(weights: Path, arch: Path) -> None:

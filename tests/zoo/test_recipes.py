@@ -56,7 +56,7 @@ CHAINS = {
     "char-lstm": Chain(short_text, "int8-dynamic", quantize=(("metric", "perplexity"),)),
     "resnet18-transfer": Chain(photos_and_weights("resnet18")),
     "vgg16-transfer": Chain(photos_and_weights("vgg16")),
-    "own": Chain(lambda _: {}, export=(("arch", f"{OWN}:build"),)),
+    "own": Chain(lambda _: {}, export=(("arch", OWN),)),
 }
 HEAVY = ("resnet18-transfer", "vgg16-transfer")
 

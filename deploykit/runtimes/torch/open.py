@@ -16,11 +16,10 @@ from deploykit.core.artefact import sniff, torch_kind
 from deploykit.core.errors import BadInput, NotFound
 from deploykit.core.extras import require
 from deploykit.core.files import atomic_write
-from deploykit.core.recipe import find_bundled, load_recipe
+from deploykit.core.recipe import Recipe, find_bundled, load_recipe
 from deploykit.core.tensors import TensorSpec, parse_spec
 from deploykit.runtimes.torch.files import Content, is_state_dict, module_errors, read
 from deploykit.runtimes.torch.loaded import (
-    NAME_THE_ARCHITECTURE,
     Loaded,
     by_position,
     describe_module,
@@ -199,25 +198,33 @@ def _from_checkpoint(
             f"{path}: its inputs are {', '.join(map(str, inputs))}",
             hint="a deploykit checkpoint contains them: leave `inputs` out",
         )
-    preprocess = None
-    if arch is not None:
-        module, _ = build_module(arch, sizes)
+    recipe = _recipe_of(path, name, arch)
+    if recipe is None:
+        module, _ = build_module(arch or "", sizes)
     else:
-        try:
-            find_bundled(
-                name
-            )  # a packaged recipe by its name: never a path or module out of a file
-        except NotFound:
-            raise BadInput(
-                f"{path}: was trained with the recipe '{name}', which does not come with deploykit",
-                hint=NAME_THE_ARCHITECTURE,
-            ) from None
-        recipe = load_recipe(name)
         module = with_torchvision(recipe.sized_for(sizes).build)
-        preprocess = recipe.preprocess
+    preprocess = recipe.preprocess if recipe else None
     notes = copy_weights(path, module, _weights_of(path, content))
     bind, more = binding(module, [spec.name for spec in inputs])
     if preprocess is not None:
         module, bind, more = before(module, inputs, preprocess), by_position, notes[:0]
     adapter = adapt(module.eval(), bind, len(inputs))
     return Loaded(adapter, inputs, outputs, content.source, name, notes=(*notes, *more))
+
+
+def _recipe_of(path: Path, name: str, arch: str | None) -> Recipe | None:
+    """What a checkpoint was trained with, or None where `arch` builds the model.
+
+    A name out of the file finds packaged recipes alone: code of a path or a module runs only where
+    the user typed it.
+    """
+    if arch is not None:
+        return load_recipe(arch) if arch.endswith(".py") or arch == name else None
+    try:
+        find_bundled(name)
+    except NotFound:
+        raise BadInput(
+            f"{path}: was trained with the recipe '{name}', which does not come with deploykit",
+            hint="`arch` names that recipe again, as ./file.py or pkg.mod:RECIPE; its code runs",
+        ) from None
+    return load_recipe(name)
