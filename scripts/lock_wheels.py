@@ -24,21 +24,24 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "locks"
 TENSORRT = ("tensorrt-cu12", "tensorrt-cu13")
 EXTRAS = ("cpu", "jetson", *TENSORRT)
+TASKS = ("images", "text")  # one package each: tokenizers needs its own only to download files
 _PYTHON = re.compile(r"-(?:cp3(?:10|11|12|13)-cp3\d+|cp3(?:[6-9]|1[0-3])-abi3|py3|py2\.py3)-")
 _PLATFORM = re.compile(r"none-any\.whl|manylinux\S*_(?:x86_64|aarch64)\.whl")
 
 
 def compiled(extra: str) -> dict[str, Any]:
-    """What uv writes as pylock.toml for the extra and `serve`, without TensorRT."""
+    """What uv writes as pylock.toml for the extra and, but for a task's, `serve`; no TensorRT."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     wanted = project["optional-dependencies"]
-    lines = [*project["dependencies"], *wanted["serve"]]
-    lines += [each for each in wanted[extra] if not each.startswith("tensorrt")]
-    lines.append("typer<0.29")  # as in the Dockerfiles: 0.29 brings pydantic
+    lines = [each for each in wanted[extra] if not each.startswith("tensorrt")]
+    if extra not in TASKS:
+        lines += [*project["dependencies"], *wanted["serve"]]
+        lines.append("typer<0.29")  # as in the Dockerfiles: 0.29 brings pydantic
     with tempfile.TemporaryDirectory() as folder:
         asked, out = Path(folder, "asked.in"), Path(folder, "pylock.toml")
         asked.write_text("\n".join(lines))
         options = "--quiet --universal --format pylock.toml --no-header --python-version 3.10"
+        options += " --no-deps" if extra in TASKS else ""
         command = [sys.executable, "-m", "uv", "pip", "compile", *options.split(), asked, "-o", out]
         index = ["--default-index", "https://pypi.org/simple"]
         subprocess.run([*command, *index], check=True)
@@ -69,8 +72,9 @@ def rows(lock: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
-    for extra in sys.argv[1:] or EXTRAS:
-        text = f"# deploykit[{extra},serve]; written by scripts/lock_wheels.py\n"
+    for extra in sys.argv[1:] or (*EXTRAS, *TASKS):
+        named = extra if extra in TASKS else f"{extra},serve"
+        text = f"# deploykit[{named}]; written by scripts/lock_wheels.py\n"
         (FOLDER / f"{extra}.lock").write_text(text + "\n".join(rows(compiled(extra))) + "\n")
 
 

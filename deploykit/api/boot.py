@@ -180,7 +180,7 @@ class Boot:
         return self.booted
 
     def _check(self, bundle: Bundle) -> EngineKey:
-        """Compare bundle and machine. Raises Unsupported, GateFailed."""
+        """Compare bundle and machine. Raises Unsupported, GateFailed, MissingExtra."""
         machine = this_machine()
         for note in machines.check_machine(bundle, self.profile, machine):
             log.warning("%s", note)
@@ -191,6 +191,7 @@ class Boot:
         model = Artefact.open(self.folder / bundle.model)
         if model.manifest is not None and model.manifest.evidence.wrong:
             raise GateFailed(f"{model}: did not pass its gate: {model.manifest.evidence.wrong}")
+        check_task(model)
         return machines.engine_key(bundle, self.profile, machine, gpu)
 
     def _choose(self, bundle: Bundle, key: EngineKey, lock: int) -> Path:
@@ -289,6 +290,18 @@ class Boot:
             self.cache.save(state)
         except DeploykitError as exc:
             log.warning("the cache's state could not be saved: %s", exc.message)
+
+
+def check_task(model: Artefact) -> None:
+    """Raise MissingExtra where what turns images or sentences into the model's inputs is absent.
+
+    A server would take tensors all the same, and say so to the first client with an image.
+    """
+    manifest = model.manifest
+    if manifest is not None and manifest.task is not None:
+        from deploykit.runtimes.tasks.engine import TaskSteps
+
+        TaskSteps(manifest.task, manifest.inputs, manifest.outputs, model.path.parent)
 
 
 class _Progress:

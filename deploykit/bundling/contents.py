@@ -46,6 +46,12 @@ class Contents:
             raise BadInput(f"{self.model}: has no manifest next to it")
         return self.model.manifest
 
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """What else has to be installed where the model is served."""
+        task = self.manifest.task
+        return () if task is None else (task.extra,)
+
     def copy_model(self, out: Path) -> None:
         """Copy the model to `out`, with its weights, manifest and golden samples named after it.
 

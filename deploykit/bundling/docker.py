@@ -30,6 +30,7 @@ def write(folder: Path, contents: Contents) -> None:
     Raises Unsupported where wheels are asked for and cannot be downloaded.
     """
     image = choose_image(contents.profile, contents.release, platform.machine())
+    image = image.with_extras(contents.extras)
     model = folder / "model" / f"{contents.name}.onnx"
     model.parent.mkdir()
     contents.copy_model(model)
@@ -80,6 +81,8 @@ def _placeholders(contents: Contents, image: Image, header_bytes: int) -> dict[s
         "ONLINE": "" if contents.wheels else "yes",
         "OFFLINE": "yes" if contents.wheels else "",
         "MEMORY": _memory(profile),
+        "IMAGES": "yes" if "images" in image.extras else "",
+        "TEXT": "yes" if "text" in image.extras else "",
     }
 
 

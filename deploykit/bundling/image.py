@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from deploykit.core.containers import container_file, pin
 from deploykit.core.errors import BadInput, quote
@@ -23,7 +23,7 @@ class Image:
 
     `machine`: "x86_64" or "aarch64", as wheels name it. `tensorrt`: the version that `pip` installs
     of `tensorrt-cu13`, say; empty where there is none or the base brings it. `arguments`: values of
-    the Dockerfile's.
+    the Dockerfile's. `extras`: of the model's task, each with a lock of its own.
     """
 
     dockerfile: str
@@ -34,10 +34,15 @@ class Image:
     lock: str
     tensorrt: str = ""
     arguments: Mapping[str, str] = field(default_factory=dict)
+    extras: tuple[str, ...] = ()
 
     @property
     def on_jetson(self) -> bool:
         return self.release.startswith("jetpack-")
+
+    def with_extras(self, extras: tuple[str, ...]) -> Image:
+        named = ",".join((self.arguments["EXTRAS"], *extras))
+        return replace(self, extras=extras, arguments={**self.arguments, "EXTRAS": named})
 
 
 def choose_image(profile: Profile, release: str | None, machine: str) -> Image:

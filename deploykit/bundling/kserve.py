@@ -13,6 +13,7 @@ from typing import Any
 
 from deploykit import __version__
 from deploykit.bundling.contents import Contents
+from deploykit.bundling.image import choose_image
 from deploykit.bundling.yaml_text import Commented, yaml_document
 
 # an image of Dockerfile.x86 or Dockerfile.jetson, target "build"; the user names it
@@ -50,7 +51,8 @@ patches:
         value: {prometheus}
 ```
 
-1. Image: build `{dockerfile}` of deploykit with `--target build`, push it, and name it.
+1. Image: build `{dockerfile}` of deploykit with `--target build --build-arg EXTRAS={extras}`, push
+   it, and name it.
 2. Volume: put this folder on it; `storageUri` is the folder `{name}` on the claim `models`.
 3. Autoscaling needs KEDA and a Prometheus that scrapes the pods. Without them, remove
    `/spec/predictor/autoScaling` and the annotation `serving.kserve.io/autoscalerClass`.
@@ -216,13 +218,15 @@ def _service(contents: Contents) -> dict[str, Any]:
 
 
 def _readme(contents: Contents) -> str:
+    image = choose_image(contents.profile, None, "x86_64").with_extras(contents.extras)
     gpu = contents.profile.device == "cuda"
     return _README.format(
         name=contents.name,
         version=__version__,
         profile=contents.profile.name,
         label=dns_label(contents.name),
-        dockerfile="Dockerfile.jetson" if contents.profile.boards else "Dockerfile.x86",
+        dockerfile=image.dockerfile,
+        extras=image.arguments["EXTRAS"],
         storage=_storage(contents),
         prometheus=_PROMETHEUS,
         folder=contents.name,

@@ -86,7 +86,7 @@ def write(folder: Path, contents: Contents) -> None:
         name=contents.name,
         version=__version__,
         profile=contents.profile.name,
-        extras=f"serve,ray,{'gpu' if gpu else 'cpu'}",
+        extras=",".join(("serve", "ray", "gpu" if gpu else "cpu", *contents.extras)),
         resources="one GPU each" if gpu else f"{_CORES:g} CPU cores each",
         gpu="Not yet run on a GPU." if gpu else "Run by deploykit's tests on two nodes, with CPUs.",
     )

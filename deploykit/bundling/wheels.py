@@ -123,8 +123,9 @@ def read_lock(text: str) -> list[Locked]:
 
 
 def lock_text(image: Image) -> str:
-    """The lock file of an image's packages, without deploykit."""
-    return (paths.folder("locks") / f"{image.lock}.lock").read_text(encoding="utf-8")
+    """The lock files of an image's packages, without deploykit."""
+    files = [paths.folder("locks") / f"{name}.lock" for name in (image.lock, *image.extras)]
+    return "".join(file.read_text(encoding="utf-8") for file in files)
 
 
 def write_requirements(folder: Path, image: Image, *, wheels: bool) -> None:

@@ -35,7 +35,11 @@ EXTRAS: Mapping[str, str] = {
         ("google", "hpack", "httptools", "orjson", "prometheus_client", "uvloop"), "serve"
     ),
 }
-_PACKAGES: Mapping[str, str] = {"google": "protobuf", "prometheus_client": "prometheus-client"}
+_PACKAGES: Mapping[str, str] = {
+    "PIL": "pillow",
+    "google": "protobuf",
+    "prometheus_client": "prometheus-client",
+}
 _NOTES: Mapping[str, str] = {
     "onnxruntime": "; with an NVIDIA GPU: {gpu}",
     "tensorrt": "; [tensorrt-cu12] for a driver below 580; on a Jetson it comes with JetPack, the "

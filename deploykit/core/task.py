@@ -107,6 +107,11 @@ class Task(Record):
         if self.top_k < 1:
             raise BadInput(f"`top_k` must be 1 or more, got {self.top_k}")
 
+    @property
+    def extra(self) -> str:
+        """What installs the package that the task needs next to the model's runtime."""
+        return "text" if self.image is None else "images"
+
     def named_after(self, artefact: str) -> Task:
         """This task for the file `artefact`, whose tokenizer has the name that goes with it."""
         if self.text is None:

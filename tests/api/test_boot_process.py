@@ -14,12 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import deploykit as dk
+from deploykit.bundling.wheels import read_lock
 from tests.support.boots import boot
 from tests.support.bundles import proven_model
 from tests.support.campaign import only_in_a_campaign, rounds
+from tests.support.installed import needs
 
 pytest.importorskip("onnxruntime")
 
@@ -66,6 +69,40 @@ def device(bundle: Path, cache: Path, *before: str, after: Sequence[str] = ()) -
     finally:
         running.popen.kill()
         running.popen.communicate()
+
+
+@pytest.mark.parametrize("kind", ["classify", "text-classify"])
+def test_a_bundle_of_a_task_answers_an_image_or_a_text(kind: str, tmp_path: Path) -> None:
+    """It has the packages for that; where they are absent none of its servers gets ready."""
+    needs("PIL", "tokenizers")
+    from tests.support.runtimes.pictures import encoded
+    from tests.support.serving.task_models import write_task_model
+
+    bundle, cache = tmp_path / "bundle", tmp_path / "cache"
+    dk.bundle(write_task_model(tmp_path, kind), "cpu", out=bundle, name="m")
+    package, module, body, sort, label = {
+        "classify": (
+            "pillow",
+            "PIL",
+            encoded(np.full((9, 9, 3), 255, np.uint8), "JPEG"),
+            "image/jpeg",
+            "light",
+        ),
+        "text-classify": ("tokenizers", "tokenizers", b"good good good", "text/plain", "good"),
+    }[kind]
+    locked = {each.name for each in read_lock((bundle / "requirements.lock").read_text())}
+    assert {"pillow", "tokenizers"} & locked == {package}
+    with device(bundle, cache) as running:
+        url = f"http://{running.ready()['http']}/v2/models/m/predict"
+        request = urllib.request.Request(url, body, {"Content-Type": sort})
+        with urllib.request.urlopen(request) as answer:
+            assert json.loads(answer.read())["label"] == label
+    absent = f"raise ModuleNotFoundError({module!r}, name={module!r})"
+    (tmp_path / f"{module}.py").write_text(absent)
+    with device(bundle, cache, "env", f"PYTHONPATH={tmp_path}") as running:
+        assert running.ready() == {}
+        code, log = running.stop()
+    assert (code, log.splitlines()[-2]) == (3, f"error: {package} is not installed")
 
 
 def test_two_processes_build_one_engine_and_both_serve_it(bundle: Path, tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def test_a_marker_decides_by_the_targets_python(marker: str, python: str, instal
 
 
 def test_the_lock_files_pin_every_requirement() -> None:
-    for extra in ("cpu", "jetson", "tensorrt-cu12", "tensorrt-cu13"):
+    for extra in ("cpu", "jetson", "tensorrt-cu12", "tensorrt-cu13", "images", "text"):
         text = (paths.folder("locks") / f"{extra}.lock").read_text()
         for each in wheels.read_lock(text):
             assert all(len(digest) == 64 for digest in each.sha256)
