@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from deploykit.api.artefacts import Progress
 from deploykit.api.bench import now
+from deploykit.api.load_bodies import find_bodies
 from deploykit.api.outputs import claim_report
 from deploykit.core.machine import this_machine
 from deploykit.core.paths import StrPath
@@ -30,6 +31,7 @@ def load_test(
     slo_ms: float | None = None,
     fail_on: str | None = None,
     data: StrPath | None = None,
+    text: Sequence[str] | None = None,
     expect: StrPath | None = None,
     max_error: float = 1e-3,
     axes: Mapping[str, int] | None = None,
@@ -41,17 +43,20 @@ def load_test(
     """Load a running server: `rate` requests per second (open loop) or `concurrency` of them.
 
     By default an open loop at half of what a closed loop of 32 connections reaches in 2 s. `data`:
-    the inputs to send, an .npz, a folder or golden samples; by default random ones. `expect`:
-    golden samples, whose inputs are sent; an answer that differs from their outputs by more than
-    `max_error` (max |a-b| / max |a|) has failed. `axes`: sizes of axes of any length other than the
-    batch, such as {"T": 128}, or {"axis1": 128, "axis2": 4} where there are several. `processes`:
-    generators that share the load. `slo_ms`: also count the answers within it, the goodput.
-    `fail_on`: conditions such as "p99>20ms,errors>0"; those that hold are in `unmet`, which
-    `raise_if_unmet` turns into GateFailed.
+    the inputs to send, an .npz, a folder or golden samples; by default random ones. To a task or a
+    pipeline a file, or each of a folder, is sent as it is; `text`: such sentences. `expect`: golden
+    samples, or a pipeline's answers as `predict` wrote them (.jsonl): their inputs are sent, and an
+    answer that differs by more than `max_error` (max |a-b| / max |a|) has failed. `axes`: sizes of
+    axes of any length other than the batch, such as {"T": 128}, or {"axis1": 128, "axis2": 4} where
+    there are several. `processes`: generators that share the load. `slo_ms`: also count the answers
+    within it, the goodput. `fail_on`: conditions such as "p99>20ms,errors>0"; those that hold are
+    in `unmet`, which `raise_if_unmet` turns into GateFailed.
     """
     from deploykit.measure.load.conditions import apply_conditions, parse_conditions
     from deploykit.measure.load.generator import run_load
 
+    inputs, answers = (None if each is None else Path(each) for each in (data, expect))
+    bodies = find_bodies(inputs, text or (), answers)
     conditions = parse_conditions(fail_on) if fail_on is not None else ()
     folder = claim_report(out, (data, expect), force=force) if out is not None else None
     result = run_load(
@@ -63,8 +68,9 @@ def load_test(
         batch=batch,
         processes=processes,
         slo_ms=slo_ms,
-        data=Path(data) if data is not None else None,
-        expect=Path(expect) if expect is not None else None,
+        data=inputs,
+        bodies=bodies,
+        expect=answers,
         max_error=max_error,
         axes=axes,
         on_progress=on_progress,

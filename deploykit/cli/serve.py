@@ -189,8 +189,11 @@ URL                    The server, http://HOST:PORT or grpc://HOST:PORT
 --slo-ms MS            Also count the answers within so many milliseconds
 --fail-on CONDITIONS   Exit with 1 if one of them holds, such as
                        'p99>20ms,errors>0,throughput<500'
---data FILE.npz|DIR    Inputs to send, such as a FILE.golden.npz [random]
---expect FILE.npz      Golden samples: send their inputs, compare their outputs
+--data FILE|DIR        Inputs to send: an .npz, such as a FILE.golden.npz [random]; to a task or a
+                       pipeline images or other files, each as it is
+--text TEXT            A sentence to send to a task or a pipeline; may be repeated
+--expect FILE          Golden samples, or answers.jsonl of a pipeline: send their inputs, compare
+                       the answers
 --max-error X          Largest max |a-b| / max |a| of an expected answer
 --axis NAME=SIZE,...   Sizes of axes of any length other than the batch
 -o --out DIR           Write a report into this folder
@@ -207,6 +210,7 @@ def load(
     slo_ms: float | None = None,
     fail_on: str | None = None,
     data: Path | None = None,
+    text: list[str] | None = None,
     expect: Path | None = None,
     max_error: float = 1e-3,
     axis: str | None = None,

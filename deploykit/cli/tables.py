@@ -246,10 +246,11 @@ def load(result: LoadResult) -> list[Part]:
     if result.capacity_per_s is not None:
         asked += f", half of the {result.capacity_per_s:,.0f}/s that it can do"
     shapes = ", ".join(f"{n} {list(shape)}" for n, shape in result.shapes.items())
+    sends = result.sends or shapes or "no inputs"
     head = f"{result.model} at {result.url}: {result.mode} loop, {asked}"
     lines: list[Part] = [
         f"{head}, {figure(result.duration_s)} s",
-        f"  sends      {shapes or 'no inputs'}",
+        f"  sends      {sends}",
         f"  answered   {_rate(result.achieved_per_s)}",
     ]
     if result.goodput_per_s and result.slo_ms:

@@ -100,6 +100,22 @@ def answer_files(
     return answers
 
 
+def read_answers(path: Path) -> list[tuple[Path, Any]]:
+    """The files and answers in the lines that `answer_files` wrote. Raises NotFound, BadInput."""
+    found = []
+    lines = check_readable(path).read_text("utf-8", "replace").splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            one = json.loads(line)
+            found.append((Path(one["file"]), one["answer"]))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise BadInput(
+                f"{path}: line {number} holds no file with its answer",
+                hint="deploykit predict PIPELINE.py FILES -o answers.jsonl writes such lines",
+            ) from None
+    return found
+
+
 def _answers(opened: OpenPipeline, files: Sequence[Path]) -> list[Any]:
     """The answers as JSON values. Raises BadInput naming the file."""
     graph, inputs = opened.graph, list[Any]()

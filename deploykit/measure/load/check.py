@@ -209,11 +209,12 @@ def _difference(expected: Expected, request: int, found: Sequence[Any]) -> str |
         largest = float(np.abs(a).max(initial=0.0)) or 1.0
         error = float(np.abs(a - b).max(initial=0.0)) / largest
         if not (math.isfinite(error) and error <= expected.max_error):
-            return f"a wrong answer: {name} differs by more than {_short(expected.max_error)}"
+            return f"a wrong answer: {name} differs by more than {short_bound(expected.max_error)}"
     return None
 
 
-def _short(bound: float) -> str:
+def short_bound(bound: float) -> str:
+    """Such as 0.001, never 1e-3."""
     return f"{bound:f}".rstrip("0").rstrip(".") or "0"
 
 

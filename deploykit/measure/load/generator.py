@@ -12,13 +12,15 @@ import math
 import resource
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from deploykit.core.errors import BadInput
+from deploykit.measure.load.bodies import Bodies, BodyCheck, choose_bodies
 from deploykit.measure.load.check import AnswerCheck
 from deploykit.measure.load.client import Report
 from deploykit.measure.load.processes import run_processes, share
@@ -56,6 +58,7 @@ def run_load(
     seed: int = 0,
     batch: int = 1,
     data: Path | None = None,
+    bodies: Callable[[], Bodies] | None = None,
     expect: Path | None = None,
     max_error: float = MAX_ERROR,
     axes: Mapping[str, int] | None = None,
@@ -66,15 +69,10 @@ def run_load(
 ) -> LoadResult:
     """Load `model` at `url` for `warmup_s` + `duration_s`, then wait up to `drain_s` for answers.
 
-    `concurrency`: connections of a closed loop. `rate`: requests per second of an open loop,
-    Poisson, drawn from `seed`; by default half of what a closed loop of 32 connections reaches in
-    2 s. `model` may be left out where the server has one. `data`: inputs to send instead of random
-    ones. `expect`: golden samples, whose inputs are sent; an answer that differs from their outputs
-    by more than `max_error` (max |a-b| / max |a|) has failed. `axes`: sizes of axes of any length
-    other than the batch, "axis1" and so on. `processes`: generators that share the load.
-    `slo_ms`: also count answers within it.
-    Raises BadInput (no such server, not this protocol, contradictory options, a request that the
-    server calls wrong) or NotFound (no such model).
+    `bodies` reads what to send in place of tensors. Others as in
+    `deploykit.api.load_test`; an open loop is Poisson, drawn from `seed`. Raises
+    BadInput (no such server, not this protocol, contradictory options, a request that the server
+    calls wrong) or NotFound (no such model).
     """
     _check_options(concurrency, rate, duration_s, warmup_s, batch, processes, slo_ms)
     if data is not None and expect is not None:
@@ -82,14 +80,21 @@ def run_load(
     if not 0 <= max_error < math.inf:
         raise BadInput(f"`max_error` must be 0 or more, got {max_error:g}")
     remote = find_model(url, model)
-    samples, expected = None, None
-    if data is not None:
-        samples = read_samples(data, remote.inputs)
-    elif expect is not None:
-        samples, expected = read_expected(expect, remote, batch, max_error)
-    feeds = make_feeds(remote, batch, seed, samples, axes)
-    requests, shapes = make_requests(remote, feeds), {n: a.shape for n, a in feeds[0].items()}
-    check = AnswerCheck(remote.outputs, expected)
+    found = choose_bodies(remote, bodies, data)
+    if found is None:
+        samples, expected = None, None
+        if data is not None:
+            samples = read_samples(data, remote.inputs)
+        elif expect is not None:
+            samples, expected = read_expected(expect, remote, batch, max_error)
+        feeds = make_feeds(remote, batch, seed, samples, axes)
+        requests, check = make_requests(remote, feeds), AnswerCheck(remote.outputs, expected)
+        sent: dict[str, Any] = {"shapes": {n: a.shape for n, a in feeds[0].items()}}
+    elif batch > 1 or axes:
+        raise BadInput(f"`{'axes' if axes else 'batch'}` is for tensors")
+    else:
+        check = BodyCheck(remote.about.get("gives") != "bytes", found.answers, max_error)
+        requests, sent = found.requests(remote), {"sends": found.describe()}
     probe(remote, requests[0])
     capacity = None
     if concurrency is None and rate is None:
@@ -98,7 +103,7 @@ def run_load(
         rate = min(max(capacity * CAPACITY_SHARE, 1 / duration_s), most)
     load = Load(rate, concurrency or _most_connections(), warmup_s, duration_s, drain_s, slo_ms)
     result = _run(remote, requests, check, load, processes, seed, batch, on_progress)
-    return replace(result, capacity_per_s=capacity, shapes=shapes)
+    return replace(result, capacity_per_s=capacity, **sent)
 
 
 def _capacity(

@@ -66,9 +66,11 @@ class HttpQuestions:
         stages = stages_of(first.get("inference_stats")) if isinstance(first, dict) else {}
         if stages:
             status, body = self._ask("GET", "/metrics")  # of deploykit's servers, with more stages
-            stages |= (
-                stages_in_metrics(body.decode(errors="replace"), model) if status == 200 else {}
-            )
+            text = body.decode(errors="replace") if status == 200 else ""
+            more = stages_in_metrics(text, model)
+            if more.keys() - {"decode", "encode"}:  # a pipeline, whose stages are all of its time
+                stages.pop("compute")
+            stages |= more
         return stages
 
     def _ask(self, verb: str, path: str) -> tuple[int, bytes]:

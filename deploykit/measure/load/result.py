@@ -75,6 +75,7 @@ class LoadResult(Record):
     slo_ms: float | None = None
     goodput_per_s: Interval | None = None  # answered with success `slo_ms`
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # inputs of a request
+    sends: str = ""  # what requests hold that are not tensors
     server: Mapping[str, str] = field(default_factory=dict)  # what it says of itself
     options: Mapping[str, Any] = field(default_factory=dict)
     stages_ms: Mapping[str, float] = field(default_factory=dict)  # mean, of requests with success

@@ -24,7 +24,8 @@ _NO_OPTIONS = {
     "parameters",
 }  # in other fields, or the model's
 _MOST_OPTIONS = 64
-_METRIC = re.compile(r"deploykit_stage_seconds_(sum|count)\{([^}]*)\} (\S+)")
+_METRIC = re.compile(r"deploykit_(?:pipeline_)?stage_seconds_(sum|count)\{([^}]*)\} (\S+)")
+_STAGE = re.compile(r'stage="([^"]*)"')
 
 
 _Found = TypeVar("_Found")
@@ -99,15 +100,19 @@ def _duration(value: object) -> Stage | None:
 
 
 def stages_in_metrics(text: str, model: str) -> dict[str, Stage]:
-    """Decode and encode of a model, out of Prometheus' text of deploykit's server."""
+    """Decode and encode of a model, or all stages of a pipeline.
+
+    `text`: Prometheus' of deploykit's server.
+    """
     found: dict[tuple[str, str], float] = {}
     for kind, labels, value in _METRIC.findall(text):
-        for stage in ("decode", "encode"):
-            if f'model="{model}"' in labels and f'stage="{stage}"' in labels:
-                found[stage, kind] = found.get((stage, kind), 0.0) + _number(value)
+        stage = _STAGE.search(labels)
+        of_model = f'model="{model}"' in labels and stage and stage[1] in ("decode", "encode")
+        if stage and (of_model or f'pipeline="{model}"' in labels):
+            found[stage[1], kind] = found.get((stage[1], kind), 0.0) + _number(value)
     return {
         stage: Stage(int(found[stage, "count"]), found[stage, "sum"])
-        for stage in ("decode", "encode")
+        for stage in dict.fromkeys(name for name, _ in found)
         if (stage, "count") in found and (stage, "sum") in found
     }
 
@@ -138,7 +143,7 @@ def time_by_stage(
         return {}, why
     found = {
         name: 1e3 * (after[name].seconds - before[name].seconds) / counted
-        for name in STAGES
+        for name in (*STAGES, *(each for each in after if each not in STAGES))
         if name in before and name in after
     }
     rest = mean_ms - sum(found.values())

@@ -36,6 +36,7 @@ OUTPUTS = "outputs/"  # before names in golden samples
 VARIANTS = 8  # different inputs, so that a cache in the server does not answer
 VARIANTS_BYTES = 64 << 20  # together; one is always made
 _DTYPES = {PROTOCOL_NAMES[dtype]: dtype for dtype in DTYPE_BYTES if dtype != "bfloat16"}
+_DTYPES["BYTES"] = "string"  # for items alone
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,11 @@ class RemoteModel:
     @property
     def path(self) -> str:
         return model_path(self.model)
+
+    @property
+    def pipeline(self) -> bool:
+        """Whether it takes no tensors."""
+        return self.about.get("platform") == "deploykit_pipeline"
 
 
 def find_model(url: str, model: str | None) -> RemoteModel:
@@ -231,6 +237,12 @@ def make_feeds(
     `samples`: their rows in turn instead. Raises BadInput when `batch` is above 1 and the model has
     no batch axis, and as `free_axis_sizes` does.
     """
+    for spec in remote.inputs:
+        if spec.dtype == "string":
+            raise BadInput(
+                f"{remote.url}: {remote.model}: no random values can be made for {spec.name}, "
+                "a BYTES"
+            )
     if batch > 1 and not any(spec.batched for spec in remote.inputs):
         raise BadInput(f"{remote.url}: {remote.model} has no batch axis: batch {batch} is not 1")
     if samples is not None and axes:

@@ -326,6 +326,7 @@ def _load_notes(result: Json) -> str:
         notes.append("; ".join(["no verdict", *result["marks"]]))
     if result["processes"] > 1:
         notes.append(f"{result['processes']} generator processes")
+    notes += [result["sends"]] if result.get("sends") else []
     notes += [f"{name} {list(shape)}" for name, shape in result["shapes"].items()]
     about = {**result["server"], **result["options"]}
     notes += [f"{name} {value}" for name, value in about.items()]

@@ -261,7 +261,10 @@ class ServedModel:
         """Triton's ModelConfig; with batching, `dims` exclude the batch axis."""
         return {
             **description.config(self.name, self.engines, self.signature, self._policy()),
-            "parameters": {k: {"string_value": v} for k, v in self.in_use.parameters.items()},
+            "parameters": {
+                k: {"string_value": v}
+                for k, v in {**self.task.parameters, **self.in_use.parameters}.items()
+            },
         }
 
     def samples(self) -> list[Sample]:
