@@ -55,7 +55,7 @@ class ModelClient:
         self.url = url
         self._connection = connect(url, timeout_s)
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        self._takes: dict[str, str] = {}
+        self._takes: dict[str, tuple[str, bool]] = {}
         self._model: str | None = None
 
     def predict(
@@ -64,17 +64,22 @@ class ModelClient:
         """The answer to one item, or a list of them for a list.
 
         An item of a model that takes images is a path, the bytes of an image file or a PIL image;
-        of one that takes sentences, a string. `model` None: the only one that is served.
-        `options`: `mask` ("rle" or "png"), `threshold`, `top_k`. Raises what the server refused as
-        the errors of deploykit, and NotFound where no server answers.
+        of one that takes sentences, a string; of a pipeline that takes JSON or any bytes, those.
+        `model` None: the only one that is served. `options`: `mask` ("rle" or "png"), `threshold`,
+        `top_k`. Raises what the server refused as the errors of deploykit, and NotFound where no
+        server answers.
         """
         model = model or self._only_model()
         several = isinstance(item, (list, tuple))
         items: Sequence[Any] = item if isinstance(item, (list, tuple)) else [item]
         path = f"/v2/models/{escape(model, safe='')}/predict?{urlencode(options)}"
-        takes = self._what_it_takes(model)
+        takes, pipeline = self._what_it_takes(model)
         found: list[Any] = []
-        if takes == "text":
+        if pipeline:
+            for one in items:
+                data = _text(one).encode() if takes in ("text", "json") else _image(one)
+                found.append(self._ask("POST", path, data, any_bytes=True))
+        elif takes == "text":
             for at in range(0, len(items), _ITEMS):
                 body = json.dumps({"text": [_text(one) for one in items[at : at + _ITEMS]]})
                 found += self._ask("POST", path, body.encode(), "application/json")
@@ -101,7 +106,8 @@ class ModelClient:
             self._model = names[0]
         return self._model
 
-    def _what_it_takes(self, model: str) -> str:
+    def _what_it_takes(self, model: str) -> tuple[str, bool]:
+        """Also whether it is a pipeline, whose requests hold one item each."""
         if model not in self._takes:
             metadata = self._ask("GET", f"/v2/models/{escape(model, safe='')}")
             takes = metadata.get("parameters", {}).get("takes")
@@ -110,11 +116,22 @@ class ModelClient:
                     f"model '{model}' at {self.url} has no task, so it takes tensors alone",
                     hint="export it with `task`",
                 )
-            self._takes[model] = takes
+            self._takes[model] = takes, metadata.get("platform") == "deploykit_pipeline"
         return self._takes[model]
 
-    def _ask(self, method: str, path: str, body: bytes = b"", content_type: str = "") -> Any:
-        """The JSON of the reply. Raises the error of another status than 200."""
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        content_type: str = "",
+        *,
+        any_bytes: bool = False,
+    ) -> Any:
+        """The JSON of the reply, or with `any_bytes` what is none.
+
+        Raises the error of another status than 200.
+        """
         headers = {**self._headers, **({"Content-Type": content_type} if content_type else {})}
         fresh = self._connection.sock is None
         try:
@@ -134,6 +151,8 @@ class ModelClient:
         try:
             return json.loads(answer)
         except ValueError:
+            if any_bytes:
+                return answer
             raise BadInput(
                 f"{self.url}: its answer is not JSON; is it a deploykit server?"
             ) from None

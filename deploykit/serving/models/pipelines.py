@@ -164,7 +164,7 @@ class ServedPipeline:
         self.name: str = runs.metadata["name"]
         self.takes: str = runs.metadata["parameters"]["takes"]  # image, text, json or bytes
         self.input: str = runs.metadata["inputs"][0]["name"]
-        self._output: str = runs.metadata["outputs"][0]["name"]
+        self.output: str = runs.metadata["outputs"][0]["name"]
         self.options, self.memory = models.options, models.memory
         self.start = runs.start
         self.why_not_ready = runs.why_not_ready
@@ -179,7 +179,7 @@ class ServedPipeline:
 
     def _signature(self, dtype: str, shape: tuple[int | str, ...]) -> Signature:
         takes = TensorSpec(self.input, dtype, shape)
-        gives = TensorSpec(self._output, "string", (1,))
+        gives = TensorSpec(self.output, "string", (1,))
         found = signature([takes], [gives], 0, self.options.max_body_bytes)
         slots = {name: replace(slot, raw=True) for name, slot in found.inputs.items()}
         return replace(found, inputs=slots)
@@ -200,7 +200,7 @@ class ServedPipeline:
             raise answer
         array = np.empty(1, object)
         array[0] = answer
-        return collect_results(request, {self._output: array}, self.signature, self.memory)
+        return collect_results(request, {self.output: array}, self.signature, self.memory)
 
     def metadata(self) -> dict[str, Any]:
         """The protocol's metadata of a model."""

@@ -8,15 +8,23 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deploykit.core.tensors import concrete
-from deploykit.serving.models.repository import ServedModel
+from deploykit.serving.models.repository import ServedModel, ServedPipeline
 from deploykit.serving.oip.tensors import BINARY_ONLY, LENGTH_BYTES, Slot
 
 _MOST_VALUES = 16  # of a request, as literals
+_SAMPLES = {  # what a request holds, by what is taken
+    "image": "photo.jpg",
+    "text": "a sentence",
+    "json": '{"key": 1}',
+    "bytes": "file.bin",
+}
+_FILES = ("image", "bytes")
 _NOT_NUMPY = ("BYTES", "BF16")  # their bytes on the wire differ from numpy's
 
 
@@ -47,31 +55,50 @@ def examples(model: ServedModel, address: Address) -> dict[str, str]:
         "JavaScript": _javascript(model, address),
         "Go": _go(model, address),
         "Python": _python(model, address),
-        "tritonclient (HTTP)": _triton(model, address, "http"),
     }
+    types = {slot.spec.name: slot.datatype for slot in model.signature.inputs.values()}
+    what = model.name, _arrays(model), types, model.signature.outputs, address
+    found["tritonclient (HTTP)"] = _triton(*what, "http")
     if address.grpc_port is not None:
-        found["tritonclient (gRPC)"] = _triton(model, address, "grpc")
+        found["tritonclient (gRPC)"] = _triton(*what, "grpc")
     return {title: code for title, code in found.items() if code is not None}
+
+
+def pipeline_examples(pipeline: ServedPipeline, address: Address) -> dict[str, str]:
+    """The same for a pipeline."""
+    found = _of_items(pipeline.name, pipeline.takes, pipeline.input, address)
+    if address.grpc_port is not None:
+        item = _SAMPLES[pipeline.takes]
+        value = f"open({item!r}, 'rb').read()" if pipeline.takes in _FILES else repr(item)
+        arrays = f"arrays = {{\n    {pipeline.input!r}: np.array([{value}], object),\n}}\n"
+        inputs, outputs = {pipeline.input: "BYTES"}, [pipeline.output]
+        found["tritonclient (gRPC)"] = _triton(
+            pipeline.name, arrays, inputs, outputs, address, "grpc"
+        )
+    return found
 
 
 def _of_task(model: ServedModel, address: Address) -> dict[str, str]:
     """For a model that takes images or sentences."""
     takes = model.task.parameters.get("takes")
-    if takes is None:
-        return {}
-    form = "image=@photo.jpg" if takes == "image" else "text='a sentence'"
+    return {} if takes is None else _of_items(model.name, takes, takes, address)
+
+
+def _of_items(name: str, takes: str, field: str, address: Address) -> dict[str, str]:
+    """`takes`: see `_SAMPLES`; `field`: of a form."""
+    item = _SAMPLES[takes]
+    form = f"-F {field}=@{item}" if takes in _FILES else f"-F {field}={_shell_quote(item)}"
     header = ' \\\n  -H "Authorization: Bearer $TOKEN"' if address.token else ""
-    item = "photo.jpg" if takes == "image" else "a sentence"
     token = ', token=os.environ["TOKEN"]' if address.token else ""
     lines = [
         *(["import os", ""] if token else []),
         "import deploykit as dk",
         "",
         f"with dk.client({address.url!r}{token}) as client:",
-        f"    print(client.predict({item!r}, {model.name!r}))",
+        f"    print(client.predict({item!r}, {name!r}))",
     ]
     return {
-        f"curl, {takes}": f"curl {address.url}/v2/models/{model.name}/predict{header} -F {form}\n",
+        f"curl, {takes}": f"curl {address.url}/v2/models/{name}/predict{header} {form}\n",
         f"Python, {takes}": "\n".join(lines) + "\n",
     }
 
@@ -216,24 +243,28 @@ def _python(model: ServedModel, address: Address) -> str | None:
     )
 
 
-def _triton(model: ServedModel, address: Address, kind: str) -> str:
-    name = "Authorization" if kind == "http" else "authorization"
-    header = f", headers={{'{name}': 'Bearer ' + os.environ['TOKEN']}}" if address.token else ""
-    types = {slot.spec.name: slot.datatype for slot in model.signature.inputs.values()}
-    shown = "\n".join(
-        f"print({name!r}, answer.as_numpy({name!r}))" for name in model.signature.outputs
-    )
+def _triton(
+    name: str,
+    arrays: str,
+    types: dict[str, str],
+    outputs: Iterable[str],
+    address: Address,
+    kind: str,
+) -> str:
+    title = "Authorization" if kind == "http" else "authorization"
+    header = f", headers={{'{title}': 'Bearer ' + os.environ['TOKEN']}}" if address.token else ""
+    shown = "\n".join(f"print({each!r}, answer.as_numpy({each!r}))" for each in outputs)
     imports = ["import os"] if address.token else []
     imports += ["import ml_dtypes"] if "BF16" in types.values() else []
     imports += ["import numpy as np", f"import tritonclient.{kind} as client"]
     return _fill(
         "tritonclient",
         IMPORTS="\n".join(imports),
-        ARRAYS=_arrays(model),
+        ARRAYS=arrays,
         TYPES=repr(types),
         ADDRESS=address.host if kind == "http" else address.grpc,
         SECURE=", ssl=True" if address.scheme == "https" else "",
-        MODEL=model.name,
+        MODEL=name,
         HEADER=header,
         OUTPUTS=shown,
     )

@@ -146,6 +146,7 @@ function tile(name, value, unit, more = "", kind = "") {
 }
 
 function about(found) {
+  if (found.task?.stages) return `pipeline: ${found.task.stages.replaceAll(", ", " → ")}`;
   const engines = found.engines > 1 ? `${found.engines} engines, ` : "";
   const limit = found.batch_limit < found.max_batch ? ` (now ${found.batch_limit})` : "";
   const delay = found.delay_us > 0 ? `, waiting at most ${time(found.delay_us)} for more` : "";

@@ -58,7 +58,7 @@ function byPowers(sizes) {
 /** One bar of the stages of a request, with its legend, from `between`'s figures. */
 export function stages({ stages: found, mean }) {
   if (!mean) return [empty("No request has been answered yet.")];
-  const parts = found.map(({ name, us }) => ({ value: us, label: STAGES[name]?.[0] ?? name, look: STAGES[name]?.[1] ?? 0 }));
+  const parts = found.map(({ name, us }, i) => ({ value: us, label: STAGES[name]?.[0] ?? name, look: STAGES[name]?.[1] ?? (i % 8) + 1 }));
   const rest = Math.max(0, mean - parts.reduce((sum, part) => sum + part.value, 0));
   parts.push({ value: rest, label: STAGES.other[0], look: STAGES.other[1] });
   const used = parts.filter((part) => part.value > 0);

@@ -1,4 +1,5 @@
-// A model with a task: it takes an image or a sentence as it is, and its answer is drawn. Each is {node, ask(headers)}.
+// A model with a task, or a pipeline: it takes an image, a sentence, JSON or a file as it is, and its answer is drawn.
+// Each is {node, ask(headers)}.
 
 import { el, meter } from "./dom.js";
 import { dropArea } from "./inputs.js";
@@ -7,6 +8,7 @@ const SIDE = 960; // pixels of the canvas at most; larger images are shown small
 const READ = { willReadFrequently: true };
 const SHOWN = 20; // boxes and segments that are listed
 const VALUES = 16; // of an embedding
+const WRITTEN = 20000; // characters of an answer as JSON
 const COLOURS = ["#ff7f0e", "#1f9bff", "#2ec27e", "#e0435c", "#b37feb", "#f5c211", "#00b3a4", "#ff69b4"];
 
 const colour = (index) => COLOURS[index % COLOURS.length];
@@ -16,6 +18,7 @@ async function post(model, headers, type, body) {
   const began = performance.now();
   const response = await fetch(`/v2/models/${encodeURIComponent(model)}/predict`, { method: "POST", headers: { ...headers, "Content-Type": type }, body });
   const took = performance.now() - began;
+  if (response.ok && !response.headers.get("Content-Type").startsWith("application/json")) return { answer: await response.blob(), took };
   let answer;
   try { answer = await response.json(); } catch { throw new Error(`the server answered ${response.status}`); }
   if (!response.ok) throw new Error(answer.error ?? `the server answered ${response.status}`);
@@ -49,23 +52,49 @@ export function sendImage(model, changed) {
       if (file === null) throw new Error("choose an image first");
       const { answer, took } = await post(model.name, headers, "application/octet-stream", file);
       draw();
-      if (answer.boxes) drawBoxes(canvas, answer);
-      if (answer.segments) drawSegments(canvas, answer);
-      return { nodes: nodesOf(answer), took };
+      const boxes = isTask(model) ? answer.boxes : boxesIn(answer);
+      if (boxes) drawBoxes(canvas, { boxes, width: answer.width ?? bitmap.width, height: answer.height ?? bitmap.height });
+      if (isTask(model) && answer.segments) drawSegments(canvas, answer);
+      return { nodes: await nodesOf(model, answer), took };
     },
   };
 }
 
-/** A sentence. */
-export function sendText(model) {
+/** What is typed. */
+function sendTyped(model, title, type) {
   const text = el("textarea", { rows: "4" });
   return {
-    node: el("label", {}, "A sentence", text),
+    node: el("label", {}, title, text),
     ask: async (headers) => {
-      const { answer, took } = await post(model.name, headers, "text/plain", text.value);
-      return { nodes: nodesOf(answer), took };
+      const { answer, took } = await post(model.name, headers, type, text.value);
+      return { nodes: await nodesOf(model, answer), took };
     },
   };
+}
+export const sendText = (model) => sendTyped(model, "A sentence", "text/plain");
+export const sendJson = (model) => sendTyped(model, "JSON", "application/json");
+
+/** Any file as it is. */
+export function sendFile(model) {
+  const file = el("input", { type: "file" });
+  return {
+    node: el("label", {}, "A file", file),
+    ask: async (headers) => {
+      if (!file.files[0]) throw new Error("choose a file first");
+      const { answer, took } = await post(model.name, headers, "application/octet-stream", file.files[0]);
+      return { nodes: await nodesOf(model, answer), took };
+    },
+  };
+}
+
+const isTask = (model) => Boolean(model.task.task);
+
+/** What a pipeline answers as [{box: [left, top, right, bottom], label?, score?}], or null: pixels of the image. */
+function boxesIn(answer) {
+  const found = Array.isArray(answer) ? answer : answer?.boxes ?? null;
+  const isBox = (box) => Array.isArray(box) && box.length === 4 && box.every(Number.isFinite);
+  if (!Array.isArray(found) || !found.every((one) => isBox(one?.box))) return null;
+  return found.map((one, i) => ({ label: String(one.label ?? i + 1), score: one.score, index: one.index ?? i, box: one.box }));
 }
 
 function drawBoxes(canvas, answer) {
@@ -76,7 +105,7 @@ function drawBoxes(canvas, answer) {
   context.font = `600 ${12 * unit}px system-ui, sans-serif`;
   context.textBaseline = "top";
   for (const { label, index, score, box: [left, top, right, bottom] } of [...answer.boxes].reverse()) { // the surest on top
-    const text = `${label} ${percent(score)}`;
+    const text = Number.isFinite(score) ? `${label} ${percent(score)}` : label;
     const [x, y] = [left * across, top * down];
     context.strokeStyle = context.fillStyle = colour(index);
     context.strokeRect(x, y, (right - left) * across, (bottom - top) * down);
@@ -113,7 +142,12 @@ function drawSegments(canvas, answer) {
   context.putImageData(image, 0, 0);
 }
 
-function nodesOf(answer) {
+async function nodesOf(model, answer) {
+  if (answer instanceof Blob) return [await fileOf(answer)];
+  if (!isTask(model)) {
+    const text = JSON.stringify(answer, null, 1);
+    return [el("pre", { class: "values", tabindex: "0" }, text.length > WRITTEN ? `${text.slice(0, WRITTEN)} …` : text)];
+  }
   if (answer.top) return [listOf(answer.top.map(({ label, score }) => [label, score]))];
   if (answer.embedding) {
     const shown = answer.embedding.slice(0, VALUES).map((value) => Number(value.toPrecision(4))).join("  ");
@@ -126,6 +160,18 @@ function nodesOf(answer) {
   const pixels = answer.width * answer.height;
   const parts = [...answer.segments].sort((a, b) => b.pixels - a.pixels);
   return [listOf(parts.slice(0, SHOWN).map((one) => [one.label, one.pixels / pixels, colour(one.index)])), more(parts)];
+}
+
+/** An answer of bytes: drawn if it is an image. */
+async function fileOf(blob) {
+  try {
+    const bitmap = await createImageBitmap(blob);
+    const canvas = el("canvas", { role: "img", class: "found", "aria-label": "The answer", width: bitmap.width, height: bitmap.height });
+    canvas.getContext("2d").drawImage(bitmap, 0, 0);
+    return canvas;
+  } catch {
+    return el("p", {}, `${blob.size} bytes`);
+  }
 }
 
 const more = (all) => (all.length > SHOWN ? el("p", { class: "hint" }, `and ${all.length - SHOWN} more`) : null);

@@ -3,7 +3,7 @@
 import { number } from "./charts.js";
 import { byId, el, meter, setText, show } from "./dom.js";
 import { arrays, example, json, pad, photo, imageOf } from "./inputs.js";
-import { sendImage, sendText } from "./task.js";
+import { sendFile, sendImage, sendJson, sendText } from "./task.js";
 import { infer, inferJson, size } from "./tensors.js";
 
 const SHOWN = 48; // values of a tensor that are written out
@@ -17,10 +17,13 @@ export function tryIt(model, headers) {
   const takes = model.task?.takes;
   if (takes === "image") ways.Photo = () => sendImage(model, clear);
   if (takes === "text") ways.Sentence = () => sendText(model);
+  if (takes === "json") ways.JSON = () => sendJson(model);
+  if (takes === "bytes") ways.File = () => sendFile(model);
+  const tensors = model.platform !== "deploykit_pipeline";
   if (image?.channels === 1 && image.height <= 64 && image.width <= 64) ways.Draw = () => pad(model.inputs[0], image, clear);
   if (image && !takes) ways.Image = () => photo(model.inputs[0], image, clear);
-  if (!image) ways.Example = () => example(model.inputs);
-  if (model.inputs.every((input) => input.datatype !== "FP16" && input.datatype !== "BF16")) ways.JSON = () => json(model.inputs);
+  if (tensors && !image) ways.Example = () => example(model.inputs);
+  if (tensors && model.inputs.every((input) => input.datatype !== "FP16" && input.datatype !== "BF16")) ways.JSON = () => json(model.inputs);
   if (model.inputs.every((input) => input.datatype !== "BYTES" && input.datatype !== "BF16")) ways[".npy"] = () => arrays(model.inputs);
 
   let way = null;
