@@ -69,6 +69,22 @@ Builder = Callable[
 ]  # (graph, out, target, shapes, on_progress)
 
 
+def without_options(build: Callable[[Artefact, Path, Profile], BuildResult]) -> Builder:
+    """`build`, which takes seconds, as a Builder: BadInput for options, which are TensorRT's."""
+
+    def build_engine(
+        model: Artefact,
+        out: Path,
+        target: Profile,
+        shapes: Shapes,
+        on_progress: Callable[[str, float], None] | None = None,  # noqa: ARG001 - takes seconds
+    ) -> BuildResult:
+        shapes.refuse(target)
+        return build(model, out, target)
+
+    return build_engine
+
+
 def find_builder(runtime: str) -> Builder:
     """The builder for a profile's runtime; its module is imported now."""
     found: Builder = function(RUNTIMES[runtime].builder)

@@ -6,10 +6,9 @@ The result has fused nodes and, for an INT8 graph, integer kernels.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
-from deploykit.builders.builder import BuildResult, Shapes
+from deploykit.builders.builder import BuildResult, without_options
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.extras import require
@@ -27,15 +26,9 @@ ort = require("onnxruntime")
 _MOST_BYTES = (1 << 31) - 1  # of a protobuf message
 
 
-def build_engine(
-    model: Artefact,
-    out: Path,
-    target: Profile,
-    shapes: Shapes,
-    on_progress: Callable[[str, float], None] | None = None,  # noqa: ARG001 - takes seconds
-) -> BuildResult:
-    """As `build`; raises BadInput for build options, which are for TensorRT."""
-    shapes.refuse(target)
+@without_options
+def build_engine(model: Artefact, out: Path, target: Profile) -> BuildResult:
+    """As `build`."""
     return BuildResult({**build(model.path, out), "profile": target.name})
 
 

@@ -5,10 +5,9 @@ OpenVINO compiles for the CPU that it finds, each time a file is opened: the fil
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
-from deploykit.builders.builder import BuildResult, Shapes
+from deploykit.builders.builder import BuildResult, without_options
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import Unsupported
 from deploykit.core.profile import Profile
@@ -20,19 +19,13 @@ from deploykit.runtimes.openvino.engine import open_engine
 _PRODUCER = RUNTIMES["openvino"].magic[1][2:].decode()
 
 
-def build_engine(
-    model: Artefact,
-    out: Path,
-    target: Profile,
-    shapes: Shapes,
-    on_progress: Callable[[str, float], None] | None = None,  # noqa: ARG001 - takes seconds
-) -> BuildResult:
+@without_options
+def build_engine(model: Artefact, out: Path, target: Profile) -> BuildResult:
     """Mark the graph and compile it once.
 
-    Raises BadInput for build options, which are for TensorRT, Unsupported for an operator that
-    OpenVINO lacks and for a graph that one file cannot hold.
+    Raises Unsupported for an operator that OpenVINO lacks and for a graph that one file cannot
+    hold.
     """
-    shapes.refuse(target)
     graph = Graph.open(model.path)
     marked = type(graph.model)()
     marked.CopyFrom(graph.model)
