@@ -50,18 +50,11 @@ def transformers() -> Any:
 
 
 @pytest.fixture(scope="module")
-def bert(transformers: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = transformers.BertConfig(
-        vocab_size=32,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=64,
-    )
-    folder = tmp_path_factory.mktemp("models") / "bert"
-    transformers.BertForSequenceClassification(config).save_pretrained(folder)
-    return folder
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from tests.support.bert import save_tiny_bert
+
+    return save_tiny_bert(tmp_path_factory.mktemp("models") / "bert")
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import deploykit as dk  # noqa: E402
 from deploykit.core.artefact import read_manifest  # noqa: E402
 from deploykit.core.files import sha256  # noqa: E402
 from deploykit.core.task import TaskOutputs, TextInput  # noqa: E402
-from deploykit.runtimes.torch.operators import with_torchvision  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -30,22 +28,15 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "bad", "film"]
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import tokenizers
-    import transformers
 
-    folder = tmp_path_factory.mktemp("text") / "bert"
-    config = transformers.BertConfig(
-        vocab_size=32,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=64,
+    from tests.support.bert import save_tiny_bert
+
+    torch.manual_seed(0)
+    folder = save_tiny_bert(
+        tmp_path_factory.mktemp("text") / "bert",
         id2label={0: "negative", 1: "neutral", 2: "positive"},
         label2id={"negative": 0, "neutral": 1, "positive": 2},
     )
-    kind = with_torchvision(partial(getattr, transformers, "BertForSequenceClassification"))
-    torch.manual_seed(0)
-    kind(config).save_pretrained(folder)
     words = {word: number for number, word in enumerate(WORDS)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.save(str(folder / "tokenizer.json"))
