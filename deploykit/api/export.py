@@ -20,11 +20,13 @@ from deploykit.core.evidence import (
     Evidence,
     ExportRecord,
     GoldenSamples,
+    Parity,
     Preflight,
     Problem,
 )
 from deploykit.core.paths import StrPath
 from deploykit.core.profile import load_profile
+from deploykit.core.task import DETECT
 from deploykit.core.tensors import BATCH, TensorSpec, parse_spec
 from deploykit.runtimes.data.preprocess import load_placing, load_preprocess
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
     from deploykit.api.source import Tensors
     from deploykit.core.profile import Profile
+    from deploykit.core.task import Task
     from deploykit.exporters.onnx import Exported
     from deploykit.runtimes.torch.loaded import Loaded
 
@@ -95,7 +98,7 @@ def export(
     source = open_source(model, example_inputs, specs, dynamic_axes, arch, allow_pickle)
     job = with_task(source, options, pixels, load_placing(preprocess))
     source = replace(source, loaded=_with_batch(job.loaded, size))
-    feeds = _feeds(source, Path(samples) if samples else None, size)
+    feeds = _feeds(source, Path(samples) if samples else None, size, job.task)
     return _export(source, job, feeds, place, how, on_progress)
 
 
@@ -123,9 +126,26 @@ def _export(
         on_progress("comparing with PyTorch", 0.7)
         with _naming_decisions(done, source.loaded):
             proof = prove_export(source, tmp, feeds, how.max_error, place.name, done)
+        _check_found(proof.parity, job.task, place)
+        with _naming_decisions(done, source.loaded):
             on_progress("writing the manifest", 0.95)
             made = _record(source, done, place, tmp, proof, how.target, job)
             return keep_if_equal(tmp, made, proof.parity)
+
+
+def _check_found(parity: Parity, task: Task | None, place: Path) -> None:
+    """Raise GateFailed where no box was compared: a detector with a threshold finds none in noise.
+
+    Of an untrained one all scores are equal, and a rounding decides which of its boxes are left.
+    """
+    if task is None or task.kind != DETECT:
+        return
+    if all(row.zero or not row.values for row in parity.rows if row.output == task.outputs.scores):
+        raise GateFailed(
+            f"{place.name}: in the images of the comparison it finds no box that PyTorch finds, "
+            "which shows nothing",
+            hint="`samples`: a folder of images in which the trained model finds some",
+        )
 
 
 @contextlib.contextmanager
@@ -230,7 +250,7 @@ def _with_batch(loaded: Loaded, size: int | None) -> Loaded:
 
 
 def _feeds(
-    source: ExportSource, samples: Path | None, size: int | None
+    source: ExportSource, samples: Path | None, size: int | None, task: Task | None
 ) -> list[dict[str, np.ndarray]]:
     """Inputs to compare on: the examples, and others at every size of the dynamic axes."""
     from deploykit.core.tensors import mismatch
@@ -245,7 +265,7 @@ def _feeds(
             feeds.append(example)  # else the batch is fixed at another size, or it takes bytes
     if samples is None:
         return feeds + feeds_at_sizes(inputs, limits)
-    found, sizes = read_samples(samples, inputs), parity_sizes(inputs, limits)
+    found, sizes = read_samples(samples, inputs, task=task), parity_sizes(inputs, limits)
     counts = [size] if size else [each[BATCH] for each in sizes if BATCH in each]
     for count in counts or [1]:
         first = next(found.batches(count))

@@ -241,7 +241,8 @@ def _embed(job: _Job) -> TaskHead:
 
 _DETECTS = (
     "detect takes [N,4+classes,boxes] or [N,boxes,5+classes] as YOLO gives them, [N,boxes,6] of a "
-    "model without NMS, or 'boxes' [N,boxes,4] of corners with 'scores' [N,boxes,classes]"
+    "model without NMS, 'boxes' [N,boxes,4] of corners with 'scores' [N,boxes,classes], or a "
+    "detector of torchvision"
 )
 
 
@@ -336,15 +337,17 @@ def _final(job: _Job, at: int, shape: Sequence[int | str], notes: tuple[str, ...
 def _of_one_image(job: _Job, places: Sequence[int]) -> TaskHead:
     """A detector of torchvision, which has its own NMS: as many rows as boxes, the best first."""
     many = job.boxes.many
+    others = [each.name for at, each in enumerate(job.loaded.outputs) if at not in places]
+    notes = (f"left out: the outputs {', '.join(others)}",) if others else ()
 
     def detect(corners: Any, scores: Any, classes: Any) -> Any:
         filled = [
-            torch.cat((each, each.new_zeros((many, *each.shape[1:]))))[:many].unsqueeze(0)
+            torch.cat((each, each.new_zeros((many, *each.shape[1:]))))[:many]
             for each in (corners, scores, classes)
         ]
-        return tuple(filled)
+        return tuple(each.reshape(1, many, *each.shape[1:]) for each in filled)
 
-    return _boxes(job, places, (1, many), detect, job.classes)
+    return _boxes(job, places, (1, many), detect, job.classes, notes)
 
 
 def _in_image(corners: Any, scores: Any, classes: Any, height: int, width: int) -> Any:

@@ -76,6 +76,28 @@ class Pair(Yolo):
         return {"boxes": corners, "scores": found[..., 4:]}
 
 
+class Own(Yolo):
+    """As detectors of torchvision answer, with an NMS of their own: one image's rows, best first."""
+
+    threshold = 0.5
+
+    def forward(self, image: Any) -> Any:
+        found = super().forward(image)[0].transpose(0, 1)
+        scores, labels = found[:, 4:].max(1)
+        scores, order = (scores * (scores > self.threshold)).topk(40)
+        half = found[order, 2:4] / 2
+        corners = torch.cat((found[order, :2] - half, found[order, :2] + half), -1)
+        corners = corners * (scores > 0).unsqueeze(1)
+        masks = corners.sum(1)
+        return [{"boxes": corners, "labels": labels[order], "scores": scores, "masks": masks}]
+
+
+class Blind(Own):
+    """Finds nothing, as a trained detector does in noise."""
+
+    threshold = 2.0
+
+
 def built(kind: type[Any]) -> Any:
     torch.manual_seed(0)
     return kind().eval()
@@ -85,13 +107,13 @@ def images(rows: int) -> np.ndarray:
     return np.random.default_rng(1).integers(0, 256, (rows, SIDE, SIDE, 3), dtype=np.uint8)
 
 
-def exported(kind: type[Any], folder: Path, **given: Any) -> Any:
+def exported(kind: type[Any], folder: Path, batch: str = "N", **given: Any) -> Any:
     values = folder / "values.toml"
     values.write_text("mean = [0, 0, 0]\nstd = [1, 1, 1]\n")
     return dk.export(
         built(kind),
         out=folder / "d.onnx",
-        inputs=[f"image:float32[N,3,{SIDE},{SIDE}]"],
+        inputs=[f"image:float32[{batch},3,{SIDE},{SIDE}]"],
         task="detect",
         preprocess=str(values),
         labels=["circle", "square", "star"],
@@ -148,6 +170,32 @@ def test_a_model_without_nms_is_sorted_and_cut_off_at_the_image(tmp_path: Path) 
     assert (np.diff(answers["scores"], axis=1) <= 0).all()
     assert answers["boxes"].min() >= 0
     assert answers["boxes"].max() <= SIDE
+
+
+def test_a_detector_with_its_own_nms_answers_rows_of_one_number(tmp_path: Path) -> None:
+    made = exported(Own, tmp_path, batch="1", boxes=60)
+    assert [str(spec) for spec in made.manifest.outputs] == [
+        "boxes:float32[1,60,4]",
+        "scores:float32[1,60]",
+        "classes:int64[1,60]",
+    ]
+    assert "left out: the outputs output_0_masks" in made.notes
+    batch = images(1)
+    with torch.inference_mode():
+        (own,) = built(Own)(torch.from_numpy(batch).permute(0, 3, 1, 2) / 255)
+    with dk.load(made.path, "cpu") as engine:
+        answers = engine({"image": batch})
+    np.testing.assert_allclose(answers["boxes"][0, :40], own["boxes"], atol=1e-4)
+    np.testing.assert_allclose(answers["scores"][0, :40], own["scores"], atol=1e-6)
+    assert not answers["boxes"][0, 40:].any()
+    assert not answers["scores"][0, 40:].any()
+
+
+def test_a_comparison_without_a_box_is_no_proof(tmp_path: Path) -> None:
+    with pytest.raises(dk.GateFailed, match="finds no box that PyTorch finds") as caught:
+        exported(Blind, tmp_path, batch="1")
+    assert "`samples`: a folder of images" in str(caught.value.hint)
+    assert not (tmp_path / "d.onnx").exists()
 
 
 def test_unused_rows_are_zero(tmp_path: Path) -> None:
