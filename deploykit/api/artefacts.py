@@ -161,7 +161,7 @@ def carry_task(source: Artefact, to: Path) -> Task | None:
 
     Raises BadInput where the tokenizer is not the one that the manifest names.
     """
-    task = source.manifest.task if source.manifest else None
+    task = source.task
     if task is not None and task.text is not None:
         from deploykit.bundling.contents import copy_checked
 

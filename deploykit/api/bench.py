@@ -204,7 +204,8 @@ def _prepare(
     earlier = read(Path(settings_of)).cpu_search if settings_of else ()
     machine, reference = this_machine(), every[0]
     with reference.open("cpu") as base:
-        samples = read_samples(Path(data), base.inputs) if data else None
+        task = reference.artefact.task
+        samples = read_samples(Path(data), base.inputs, task=task) if data else None
         inputs = choose_inputs(reference.artefact, base, samples, axes)
         proofs = Proofs(base, reference, samples, device, note)
         right = [reference, *(each for each in every[1:] if proofs.prove(each).passed)]

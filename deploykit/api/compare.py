@@ -104,7 +104,8 @@ def compare(
     second, bound = Artefact.open(b), golden.MAX_ERROR if max_error is None else max_error
     with ExitStack() as stack:
         left, right = _open_both((first, second), device, arch, allow_pickle, stack)
-        samples = read_samples(Path(data), left.inputs) if data else None
+        task = first.task or second.task
+        samples = read_samples(Path(data), left.inputs, task=task) if data else None
         unfit = [each for each in (first, second) if not data and _calibrated(each)]
         recorded = _recorded(unfit, left)
         graph = next((each for each in (first, second) if each.format == "onnx"), None)

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,8 +104,9 @@ def prepare(
     budget = Budget(clock(), request.budget_s, clock) if request.to == "auto" else None
     on_progress("reading the model", 0.0)
     source, to = Graph.open(model.path), request.to
-    calib = read_samples(request.calib, source.inputs) if request.calib else None
-    test = read_samples(request.data, source.inputs) if request.data else None
+    read = partial(read_samples, inputs=source.inputs, task=model.task)
+    calib = read(request.calib) if request.calib else None
+    test = read(request.data) if request.data else None
     metric = find_metric(request.metric or DEFAULT_METRIC)
     labelled = test is not None and test.labels is not None
     _check_labels(request, test)
@@ -271,7 +273,8 @@ def evaluate_engine(
 
     if request.data is None:
         return None
-    samples = read_samples(request.data, engine.inputs)
+    task = engine.source.task if engine.source else None
+    samples = read_samples(request.data, engine.inputs, task=task)
     if samples.labels is None:
         return None
     low, high = engine.limits.get(BATCH, (1, None))

@@ -98,7 +98,7 @@ def _place_by_data(
             f"{source}: `calib` has no effect: the graph has no INT8 pairs to place",
             hint="leave it out" if "int8" in graph.precision else "`precision` int8 quantizes it",
         )
-    samples = read_samples(request.calib, graph.inputs)
+    samples = read_samples(request.calib, graph.inputs, task=source.task)
     doubts = tuple(check_calibration(samples, graph.inputs))
     found: list[Calibration] = []
 

@@ -98,7 +98,7 @@ def predict(
     with ExitStack() as stack:
         (proven,) = open_proven(artefact, device, trust=trust)
         opened = stack.enter_context(proven)
-        source = find_source(Path(data), opened.inputs)
+        source = find_source(Path(data), opened.inputs, task=artefact.task)
         size = batch if opened.inputs[0].batched else 1
         made_by = {"engine": artefact.sha256, "runtime": opened.runtime, "device": opened.device}
         parts = PartialOutputs(out, {**made_by, "batch": str(size)}, restart=restart)

@@ -49,7 +49,7 @@ def predict_items(
     from deploykit.runtimes.tasks.engine import Item, TaskEngine
 
     artefact = Artefact.open(engine)
-    task = artefact.manifest.task if artefact.manifest else None
+    task = artefact.task
     if task is None:
         raise BadInput(
             f"{artefact}: has no task, so it takes tensors alone",

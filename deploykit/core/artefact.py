@@ -18,6 +18,7 @@ from deploykit.core.runtime import ALL, BY_FORMAT, READS, Runtime
 
 if TYPE_CHECKING:
     from deploykit.core.manifest import Manifest
+    from deploykit.core.task import Task
 
 _ZIP = b"PK\x03\x04"
 _EXPORTED = {"archive_format", "serialized_exported_program.json"}  # newer and older .pt2
@@ -83,6 +84,11 @@ class Artefact:
         if found is not None:
             _check_hashes(self, found)
         return found
+
+    @property
+    def task(self) -> Task | None:
+        """What the model is for; None where its manifest does not say."""
+        return self.manifest.task if self.manifest else None
 
     @property
     def facts(self) -> dict[str, Any]:

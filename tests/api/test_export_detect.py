@@ -77,7 +77,7 @@ class Pair(Yolo):
 
 
 class Own(Yolo):
-    """As detectors of torchvision answer, with an NMS of their own: one image's rows, best first."""
+    """As torchvision's detectors answer, with their own NMS: one image's rows, best first."""
 
     threshold = 0.5
 

@@ -19,6 +19,7 @@ from numpy.lib import format as npy
 from deploykit.core.errors import BadInput
 from deploykit.core.files import atomic_write
 from deploykit.core.memory import check_fits, check_memory
+from deploykit.core.task import Task
 from deploykit.core.tensors import TensorSpec, carrier, concrete, steps_counted
 from deploykit.runtimes.data.archives import is_npy, read_arrays, read_headers
 from deploykit.runtimes.data.sources import INPUTS as INPUTS
@@ -70,13 +71,20 @@ class Samples:
         return fixed, len(self) // fixed * fixed
 
 
-def read_samples(path: Path, inputs: tuple[TensorSpec, ...], *, labelled: bool = False) -> Samples:
+def read_samples(
+    path: Path,
+    inputs: tuple[TensorSpec, ...],
+    *,
+    labelled: bool = False,
+    task: Task | None = None,
+) -> Samples:
     """Read `path` for a model with these `inputs`. Raises BadInput when it does not fit them.
 
     Axis 0 of each array is the samples, even where the model's axis 0 is fixed. `labelled`: labels
     are required. Files are read in the order of their names; class folders are numbered in theirs.
+    `task`: places images of any size as the server does, and its labels may be the folders' names.
     """
-    source = find_source(path, inputs, labelled=labelled)
+    source = find_source(path, inputs, labelled=labelled, task=task)
     wanted = [*source.names.values(), *([LABELS] if LABELS in source.headers else [])]
     if source.images is not None:
         arrays = dict.fromkeys(source.names.values(), source.images.decode_all(source.files))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deploykit.core.errors import BadInput, os_reason
+from deploykit.core.task import ImageInput, Task
 from deploykit.core.tensors import BATCH, TensorSpec, mismatch
 from deploykit.runtimes.data.archives import Header, read_arrays, read_headers
 
@@ -51,15 +52,19 @@ class DataSource:
 
 
 def find_source(
-    path: Path, inputs: tuple[TensorSpec, ...], *, labelled: bool = False
+    path: Path,
+    inputs: tuple[TensorSpec, ...],
+    *,
+    labelled: bool = False,
+    task: Task | None = None,
 ) -> DataSource:
     """The data of `path` for a model with these `inputs`: see `samples.read_samples`."""
-    files, classes, of_images = _files_of(path) if is_folder(path) else ([path], [], False)
+    files, classes, of_images = [path], list[int](), False
+    if is_folder(path):
+        files, classes, of_images = _files_of(path, task.labels if task else ())
     images, parts = None, []
     if of_images:
-        from deploykit.runtimes.data.images import Images  # Pillow is not needed for arrays
-
-        images = Images(files[0], inputs, str(path))
+        images = _images(files[0], inputs, str(path), task.image if task else None)
         shape = (len(files), *images.shape)
         headers = {"images": Header(shape, np.dtype(np.uint8), in_rows=True, start=0)}
     else:
@@ -83,6 +88,19 @@ def find_source(
     return DataSource(
         str(path), tuple(files), names, headers, tuple(parts), images, numbers, count, unused
     )
+
+
+def _images(
+    first: Path, inputs: Sequence[TensorSpec], where: str, placed: ImageInput | None
+) -> Images:
+    """Pillow is imported here: arrays do not need it."""
+    if placed is not None:
+        from deploykit.runtimes.tasks.images import PlacedImages
+
+        return PlacedImages(placed, where)
+    from deploykit.runtimes.data.images import Images
+
+    return Images(first, inputs, where)
 
 
 def _choose(
@@ -129,8 +147,11 @@ def _cure(spec: TensorSpec, array: Header) -> tuple[str, str | None]:
     return "", None
 
 
-def _files_of(folder: Path) -> tuple[list[Path], list[int], bool]:
-    """The files of a data folder, the class of each where it has classes; whether it is images."""
+def _files_of(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int], bool]:
+    """The files of a data folder, the class of each where it has classes; whether it is images.
+
+    `names`: the model's labels, which may be the names of class folders.
+    """
     files, classes = _entries(folder)
     if files and classes:
         raise BadInput(
@@ -138,7 +159,7 @@ def _files_of(folder: Path) -> tuple[list[Path], list[int], bool]:
             hint="use either files only, or one sub-folder of images per class",
         )
     labels = []
-    for number, kind in enumerate(classes):
+    for number, kind in zip(_class_numbers(folder, classes, names), classes, strict=True):
         images, deeper = _entries(kind)
         if deeper:
             raise BadInput(f"{deeper[0]}: is a folder; a class folder contains images only")
@@ -162,6 +183,21 @@ def _files_of(folder: Path) -> tuple[list[Path], list[int], bool]:
             f"{folder}: contains both images ({images[0].name}) and arrays ({other.name})"
         )
     return files, labels, bool(images)
+
+
+def _class_numbers(folder: Path, classes: Sequence[Path], names: Sequence[str]) -> Sequence[int]:
+    """Those of the labels that class folders are named after; without such, in their own order."""
+    if not {kind.name for kind in classes} & set(names):
+        return range(len(classes))
+    for kind in classes:
+        if names.count(kind.name) != 1:
+            several = "several" if kind.name in names else "none"
+            raise BadInput(
+                f"{folder}: the class folder '{kind.name}' stands for {several} of the model's "
+                "labels",
+                hint="name all class folders after labels; or none of them, in the labels' order",
+            )
+    return [names.index(kind.name) for kind in classes]
 
 
 def _entries(folder: Path) -> tuple[list[Path], list[Path]]:

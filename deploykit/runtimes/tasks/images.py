@@ -12,17 +12,20 @@ import io
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from deploykit.core.errors import BadInput, TooLarge
+from deploykit.core.files import check_readable
 from deploykit.core.task import LETTERBOX, RESIZE_RULES, SHORTEST_EDGE, STRETCH, ImageInput
 from deploykit.core.tensors import Bytes
 from deploykit.runtimes.data.images import (
     DAMAGED,
     MAX_PIXELS,
     Image,
+    Images,
     check_pixels,
     check_stored,
     no_warnings,
@@ -132,6 +135,18 @@ def read_image(
         check_stored(opened, where)
         with ONE_LARGE if pixels > LARGE_PIXELS else contextlib.nullcontext():
             return place(turn_upright(opened, MODES[image.colours]), image, where)
+
+
+class PlacedImages(Images):
+    """The images of a folder, each placed into the model's input as the server does it."""
+
+    def __init__(self, image: ImageInput, where: str) -> None:
+        check_image_input(image)
+        self._image, self._where = image, where
+        self.shape = (image.height, image.width, 1 if image.colours == "L" else 3)
+
+    def decode(self, file: Path) -> np.ndarray:
+        return read_image(check_readable(file).read_bytes(), self._image, str(file)).pixels
 
 
 def turn_upright(opened: Any, mode: str) -> Any:
