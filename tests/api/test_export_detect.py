@@ -191,7 +191,7 @@ def test_a_detector_with_its_own_nms_answers_rows_of_one_number(tmp_path: Path) 
     assert not answers["scores"][0, 40:].any()
 
 
-def test_a_comparison_without_a_box_is_no_proof(tmp_path: Path) -> None:
+def test_a_comparison_without_a_box_proves_nothing(tmp_path: Path) -> None:
     with pytest.raises(dk.GateFailed, match="finds no box that PyTorch finds") as caught:
         exported(Blind, tmp_path, batch="1")
     assert "`samples`: a folder of images" in str(caught.value.hint)
