@@ -108,8 +108,7 @@ def compare(
         samples = read_samples(Path(data), left.inputs, task=task) if data else None
         unfit = [each for each in (first, second) if not data and _calibrated(each)]
         recorded = _recorded(unfit, left)
-        graph = next((each for each in (first, second) if each.format == "onnx"), None)
-        path = graph.path if graph else None
+        path = next((each.path for each in (first, second) if each.format == "onnx"), None)
         feeds, notes = comparison_feeds(left, right, samples, path)
         why = f"random inputs are not what {unfit[0].name} was calibrated for" if unfit else ""
         if recorded is not None:

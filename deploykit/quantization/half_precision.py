@@ -25,6 +25,7 @@ from deploykit.onnx_graph.editor import Editor
 from deploykit.onnx_graph.graph import Graph, opset
 from deploykit.onnx_graph.opsets import raise_opset
 from deploykit.onnx_graph.skeleton import all_nodes, subgraphs
+from deploykit.quantization.boxes import box_nodes
 from deploykit.quantization.formats import HALVES
 from deploykit.quantization.index_arithmetic import index_nodes
 from deploykit.quantization.masks import MASK, clamp_masks
@@ -79,11 +80,11 @@ def to_half(
 
     In float16 a node stays float32 if a tensor or weight that it reads or writes came above half of
     65504, or would become 0 as a whole (an epsilon of 1e-12); without `ranges` only weights are
-    looked at. A Q/DQ node stays float32 if its scale loses more than an INT8 step does.
-    So do, without being named, nodes in `keep_float32`, operators that ONNX does not define for
-    the type, bodies of If and Loop, and arithmetic of indices and lengths. For bfloat16 the newest
-    definition counts: TensorRT takes a bfloat16 Conv in any opset, ONNX defines it from 22 on. A
-    model with pairs is raised to opset 19 for their scales. `source` is left as it is.
+    looked at. A Q/DQ node stays float32 if its scale loses more than an INT8 step does. So do,
+    without being named, nodes in `keep_float32`, operators that ONNX does not define for the type,
+    bodies of If and Loop, arithmetic of indices and lengths, and what decodes boxes. For bfloat16
+    the newest definition counts: TensorRT takes a bfloat16 Conv in any opset, ONNX defines it from
+    22 on. A model with pairs is raised to opset 19 for their scales. `source` is left as it is.
     Raises BadInput if it computes nothing in float32, something in a half type already, or cannot
     be raised, for a type that is not offered and a name in `keep_float32` that no node has.
     """
@@ -109,7 +110,8 @@ def to_half(
     if precision.BY_NAME[to].guarded:
         types |= clamp_masks(editor, types, -GUARD)
         guarded |= _names_to_guard(editor, ranges or {}, types)
-    stay = guarded | index_nodes(editor, types, half.rounded) | set(keep_float32)
+    stay = guarded | index_nodes(editor, types, half.rounded) | box_nodes(editor.graph)
+    stay |= set(keep_float32)
     kept = tuple(node.name for node in editor.graph.node if node.name in guarded)
     writer = _Writer(editor, types, half)
     for node in editor.graph.node:

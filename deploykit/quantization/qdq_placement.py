@@ -19,6 +19,7 @@ from deploykit.core.runtime import RUNTIMES, TARGET_RUNTIMES
 from deploykit.onnx_graph.editor import Editor
 from deploykit.onnx_graph.graph import Graph, opset
 from deploykit.onnx_graph.skeleton import all_nodes, read_names
+from deploykit.quantization.boxes import box_nodes
 
 _QUANTIZED = frozenset(
     ("DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QGemm")
@@ -93,7 +94,7 @@ def place_pairs(
     ]
     scaled = {nodes[n].input[0]: nodes[n].input[0] for n in chosen}
     if RUNTIMES[runtime].scales_outputs:
-        _spread(editor, scaled, set(chosen), keep_float32, holds)
+        _spread(editor, scaled, set(chosen), {*keep_float32, *box_nodes(editor.graph)}, holds)
         return Placement(tuple(chosen), scaled)
     residual = {
         n: place

@@ -1,0 +1,68 @@
+"""Mean average precision, against what pycocotools 2.0 computes of the same boxes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deploykit.core.paths import load_py
+
+EXAMPLE = load_py(Path(__file__).resolve().parent.parent / "examples/average_precision.py")
+FoundBoxes, MeanPrecision = EXAMPLE.FoundBoxes, EXAMPLE.MeanPrecision
+map_of_each, mean_average_precision = EXAMPLE.map_of_each, EXAMPLE.mean_average_precision
+
+COCO, AT_50 = 0.42978093701685, 0.76851867653743
+
+
+def scene(images: int = 20, seed: int = 0) -> tuple[list[Any], np.ndarray]:
+    """True boxes of three classes; some are found, some twice, some beside or as another class."""
+    rng = np.random.default_rng(seed)
+    corner = rng.uniform(0, 60, (images, 5, 2))
+    boxes = np.concatenate((corner, corner + rng.uniform(8, 40, (images, 5, 2))), -1)
+    classes = rng.integers(0, 3, (images, 5))
+    labels = np.concatenate((classes[..., None], boxes), -1).astype(np.float32)
+    labels[rng.random((images, 5)) < 0.3, 0] = -1
+    found = []
+    for own in labels:
+        own = own[own[:, 0] >= 0]
+        own = np.concatenate((own, own[: len(own) // 2]))
+        moved = own[:, 1:] + rng.normal(0, 2, own[:, 1:].shape)
+        kinds = np.where(rng.random(len(own)) < 0.15, 2, own[:, 0])
+        scores = rng.uniform(0.05, 1, len(own))
+        found.append(
+            FoundBoxes(moved.astype(np.float32), scores.astype(np.float32), kinds.astype(int))
+        )
+    return found, labels
+
+
+def test_it_is_what_pycocotools_computes() -> None:
+    """COCOeval(iouType="bbox"), stats 0 and 1."""
+    got = mean_average_precision(*scene())
+    assert got == MeanPrecision(pytest.approx(COCO, abs=1e-9), pytest.approx(AT_50, abs=1e-9))
+
+
+def test_the_score_of_an_image_is_that_of_a_set_of_one() -> None:
+    found, labels = scene(4)
+    labels[2, :, 0] = -1  # nothing is there
+    rows = max(len(each.scores) for each in found) + 2
+
+    def filled(arrays: list[np.ndarray]) -> np.ndarray:
+        return np.stack(
+            [np.concatenate((a, np.zeros((rows, *a.shape[1:]))))[:rows] for a in arrays]
+        )
+
+    names = ("boxes", "scores", "classes")
+    outputs = {name: filled([getattr(each, name) for each in found]) for name in names}
+    got = map_of_each(outputs, labels)
+    alone = [mean_average_precision(found[n : n + 1], labels[n : n + 1]).coco for n in (0, 1, 3)]
+    np.testing.assert_allclose(got, [alone[0], alone[1], 1.0, alone[2]])
+    assert 0 < alone[0] < 1
+
+
+def test_the_boxes_of_the_truth_score_1() -> None:
+    _, labels = scene(3)
+    found = [FoundBoxes(own[:, 1:], (own[:, 0] >= 0) * 0.9, own[:, 0]) for own in labels]
+    assert mean_average_precision(found, labels) == MeanPrecision(1.0, 1.0)
