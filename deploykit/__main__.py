@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deploykit.cli.main import main
+from deploykit.cli.main import script
 
 if __name__ == "__main__":
-    main()
+    script()

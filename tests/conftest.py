@@ -41,7 +41,7 @@ EXPORTS = (
 
 @pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
-    """Put back what `main()`, run in this process, does to signals: later children inherit it."""
+    """Keep signals as they were: later children inherit what is done to them."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     for number, handler in handlers.items():

@@ -162,7 +162,7 @@ class EnergyLog:
         self._step: tuple[str, int] | None = None
         self._last = (self.clock(), self.meter.joules())
         if self.meter.sources:
-            time.sleep(_IDLE_S)
+            time.sleep(_IDLE_S)  # the span that is measured: nothing is waited for
             seconds, joules = self._since()
             self.idle_w = {name: used / seconds for name, used in joules.items() if seconds > 0}
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -116,6 +117,7 @@ def predict_files(
     if out is not None:
         out = claim(out, ANSWERS, (path, *data), force=force)
     with ExitStack() as stack:
+        stack.enter_context(redirect_stdout(sys.stderr))  # what stages print
         opened = stack.enter_context(
             pipeline(path, device=device, batch=batch, trust=trust, on_note=on_note)
         )

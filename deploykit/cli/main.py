@@ -80,7 +80,17 @@ def options(
 
 
 def main() -> NoReturn:
-    """Run the command line and exit with a documented code."""
+    """Run the command line and exit with a documented code; signals are handled as before then."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        script()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def script() -> NoReturn:
+    """The same in a process that ends then: SIGTERM stays ignored."""
     output.open_streams()
     if "_DEPLOYKIT_COMPLETE" in os.environ:
         app(prog_name="deploykit")

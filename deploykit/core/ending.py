@@ -55,7 +55,7 @@ def _leave() -> None:
         if time.monotonic() > end_s:
             _skip_destructors()
             return
-        time.sleep(0.002)
+        time.sleep(0.002)  # `INSIDE` is on each call's path: an event would cost all of them
 
 
 def _skip_destructors() -> None:

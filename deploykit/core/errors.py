@@ -105,7 +105,11 @@ class Expired(DeploykitError):
 
 def first_line(exc: BaseException) -> str:
     """The first non-empty line of an exception's message, else its class name."""
-    for line in str(exc).splitlines():
+    try:
+        message = str(exc)
+    except Exception:  # noqa: BLE001 - of a user's class, whose __str__ fails too
+        message = ""
+    for line in message.splitlines():
         if line.strip():
             return line.strip()
     return type(exc).__name__

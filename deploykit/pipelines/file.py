@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -36,7 +38,7 @@ def read_pipeline(path: Path) -> Definition:
 def _read_python(path: Path) -> Definition:
     with users_code(f"{path}: not a Python program"):
         tree = ast.parse(path.read_bytes(), path.name)
-    with users_code(f"{path}: running it failed"):
+    with users_code(f"{path}: running it failed"), redirect_stdout(sys.stderr):
         module = load_py(path)
     found = {
         name: stage
@@ -53,7 +55,7 @@ def _read_python(path: Path) -> Definition:
 
 
 def _stage(path: Path, module: str, name: str, value: object) -> Function | Model | None:
-    if inspect.isfunction(value):
+    if callable(value) and inspect.isfunction(inspect.unwrap(value)):  # lru_cache is no function
         return _function(path, name, value) if value.__module__ == module else None
     if isinstance(value, dict) and "model" in value:
         file, wired = value["model"], {k: v for k, v in value.items() if k != "model"}
@@ -75,6 +77,8 @@ def _function(path: Path, name: str, call: Callable[..., Any]) -> Function:
     signature = inspect.signature(call)
     if inspect.iscoroutinefunction(call) or inspect.isasyncgenfunction(call):
         raise BadInput(f"{where} is async; a stage is a plain function, which runs in a thread")
+    if inspect.isgeneratorfunction(call):
+        raise BadInput(f"{where} is a generator; a stage returns what it gives, such as a list")
     for each in signature.parameters.values():
         if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD, each.POSITIONAL_ONLY):
             raise BadInput(f"{where}: {each} takes no value by its name, as a stage's do")

@@ -69,8 +69,10 @@ def answer_json(stage: str, value: Any) -> Any:
     """The answer as JSON values: arrays become lists, NaN and infinity null. Raises StageFailed."""
     try:
         return _json(value)
-    except (TypeError, RecursionError) as exc:
-        raise StageFailed(f"stage '{stage}': {first_line(exc)}") from exc
+    except RecursionError:
+        raise StageFailed(f"stage '{stage}': its answer is too deep for JSON") from None
+    except TypeError as exc:
+        raise StageFailed(f"stage '{stage}': {first_line(exc)}") from None
 
 
 def _json(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -352,3 +353,16 @@ def test_build_says_what_the_quantised_graph_lost(
     )
     assert ran.code == 0, ran.err
     assert "n = 60" in ran.out
+
+
+@pytest.mark.parametrize("words", [("--version",), ("inspect", "nothere.onnx")])
+def test_a_program_that_runs_the_command_line_keeps_its_signal_handlers(
+    run: Run, words: tuple[str, ...]
+) -> None:
+    def own(*_: object) -> None:
+        """The program's."""
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, own)
+    run(*words)
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == [own, own]

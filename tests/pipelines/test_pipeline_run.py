@@ -179,6 +179,39 @@ def test_answers_as_json_have_no_nan() -> None:
     assert answer_json("a", value) == {"1": [1.5, None], "b": [2.0, None], "c": 3}
     with pytest.raises(StageFailed, match="stage 'a': a set has no JSON form"):
         answer_json("a", {1, 2})
+    endless: list[object] = []
+    endless.append(endless)
+    with pytest.raises(StageFailed, match="stage 'a': its answer is too deep for JSON"):
+        answer_json("a", endless)
+
+
+def test_what_a_stage_prints_is_not_among_the_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "print('read')\ndef answer(page: str) -> str:\n    print('ran')\n    return page\n"
+    path = write_pipeline(tmp_path, text)
+    assert list(predict_files(path, [path]).answers.values()) == [text]
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.split() == ["read", "ran"]
+
+
+def test_a_cached_function_is_a_stage_and_the_file_may_be_called_json(tmp_path: Path) -> None:
+    text = """
+from functools import lru_cache
+@lru_cache
+def sized(page: str) -> int: return len(page)
+def answer(sized: int) -> int: return sized + 1
+"""
+    with dk.pipeline(write_pipeline(tmp_path, text, "json.py")) as opened:
+        assert opened("abc") == 4
+
+
+def test_an_error_that_has_no_message_is_named_by_its_class(tmp_path: Path) -> None:
+    text = "class Bad(Exception):\n    def __str__(self): return 1 / 0\n"
+    path = write_pipeline(tmp_path, text + "def answer(page: str) -> str: raise Bad\n")
+    with pytest.raises(dk.BadInput, match=r"stage 'answer' failed: Bad \(tiles\.py, line 3\)"):
+        predict_files(path, [path])
 
 
 def test_files_are_answered_as_json_lines_in_the_order_of_their_names(tmp_path: Path) -> None:

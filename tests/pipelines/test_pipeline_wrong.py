@@ -19,7 +19,7 @@ LAST = "def c(b: int) -> int: ...\n"
 ANSWER = "def answer(colours: np.ndarray) -> str:\n    return ''\n"
 
 WRONG = {
-    "no Python": ("def crops(:", "not a Python program: SyntaxError"),
+    "no Python": (HEAD + "def crops(:", "not a Python program: SyntaxError: .* line 3"),
     "bytes": ("\0", "not a Python program"),
     "raises": ("1 / 0", "running it failed: ZeroDivisionError"),
     "ends the process": ("exit(0)", "it called exit"),
@@ -82,6 +82,14 @@ WRONG = {
         "two stages are called 'colours', in lines 2 and 5",
     ),
     "async": ("async def answer(page: bytes) -> str: ...", "stage 'answer' is async"),
+    "a generator": (
+        "def answer(page: bytes) -> int:\n    yield 1",
+        "stage 'answer' is a generator",
+    ),
+    "not UTF-8": (
+        "# coding: ascii\ndef answer(page: bytes) -> str: return 'é'",
+        "not a Python pro",
+    ),
     "any arguments": ("def answer(*page: bytes) -> str: ...", "takes no value by its name"),
     "a model that is missing": (
         "answer = 'nothere.onnx'",

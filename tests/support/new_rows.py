@@ -69,6 +69,6 @@ def _with_row(name: str, row: str) -> None:
 if __name__ == "__main__":
     _with_row("deploykit.core.runtime", RUNTIME)
     _with_row("deploykit.core.precision", PRECISION)
-    from deploykit.cli.main import main
+    from deploykit.cli.main import script
 
-    sys.exit(main())
+    script()

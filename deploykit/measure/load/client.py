@@ -91,7 +91,7 @@ class Client:
         if self._on_progress is not None:
             self._report_s = 0.0
         while (early_s := -self.now()) > 0:
-            time.sleep(early_s)
+            time.sleep(early_s)  # until the time that all processes begin at
         try:
             at_once = self.plan.connections
             for _ in range(at_once if self.plan.due_s is None else min(_OPEN_LOOP_START, at_once)):

@@ -244,7 +244,7 @@ def replay(
                     return
                 due = int(due_ns[number])
                 if (left := due - clock()) > _SPIN_NS:
-                    time.sleep((left - _SPIN_NS) / 1e9)
+                    time.sleep((left - _SPIN_NS) / 1e9)  # until a query is due: no event says so
                 while clock() < due:
                     time.sleep(0)
                 engine(feeds)

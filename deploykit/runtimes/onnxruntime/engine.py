@@ -164,7 +164,7 @@ class OnnxRuntimeEngine(BaseEngine):
                 return self._binding(feeds)
             found = self.session.run(self._names, dict(feeds), self._arena.options(feeds))
             return dict(zip(self._names, found, strict=True))
-        except Exception:
+        except Exception:  # each is mapped and raised below; a `with` for every call costs more
             with onnxruntime_errors(self.path, self.device):
                 raise
 

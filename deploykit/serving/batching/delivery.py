@@ -44,5 +44,5 @@ def deliver_inline(requests: Sequence[Pending]) -> None:
     for request in requests:
         try:
             request.done(request)
-        except Exception:
+        except Exception:  # any bug in one reply: the other requests get theirs
             log.exception("delivering the result of a request failed")

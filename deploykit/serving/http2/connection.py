@@ -88,7 +88,7 @@ class Http2Connection(Flow):
             self.end(exc.code, str(exc))
         except HPACKError:
             self.end(COMPRESSION_ERROR, "the headers are not valid HPACK, or too large")
-        except Exception:
+        except Exception:  # any bug: this connection ends with a reason, the server does not
             log.exception("an HTTP/2 connection failed")
             self.end(INTERNAL_ERROR, "an error inside the server; its log says more")
         turns.spend(begun_s)

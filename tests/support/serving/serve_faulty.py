@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 
 from deploykit.api import serve, serve_processes
-from deploykit.cli.main import main
+from deploykit.cli.main import script
 from deploykit.core.errors import BadInput, OutOfMemory
 from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.serving import server
@@ -83,4 +82,4 @@ if __name__ == "__main__":
     if "FAULT_LIMITS" in os.environ:
         limits = head.HttpLimits(**json.loads(os.environ["FAULT_LIMITS"]))
         server.HttpLimits = lambda: limits
-    sys.exit(main())
+    script()

@@ -16,7 +16,7 @@ import pytest
 
 import deploykit as dk
 from deploykit.api.build_tensorrt import Shapes
-from deploykit.cli.main import main
+from deploykit.cli.main import script
 from tests.support.runtimes.gpu_machine import LAYERS, Cuda, gpu_machine, plan
 
 
@@ -40,6 +40,6 @@ with pytest.MonkeyPatch.context() as patch:
 
         patch.setattr(Cuda, "wait", wait)
         try:
-            main()
+            script()
         finally:
             say(f"held: {does.seen['cuda'].held()}")
