@@ -31,8 +31,8 @@ _PRODUCTS = frozenset(
 )
 _RECURRENT = frozenset(("LSTM", "DynamicQuantizeLSTM", "GRU", "RNN"))
 _FUNCTION_NAMES = """
-    Acos Acosh Asin Asinh Atan Atanh Celu Cos Cosh Elu Erf Exp Gelu Log Mish Pow Selu Sigmoid Sin
-    Sinh Softplus Softsign Tan Tanh"""
+    Acos Acosh Asin Asinh Atan Atanh Celu Cos Cosh Elu Erf Exp Gelu HardSwish Log Mish Pow Selu
+    Sigmoid Sin Sinh Softplus Softsign Tan Tanh"""
 _FUNCTIONS = frozenset(_FUNCTION_NAMES.split())
 _NORMALISING = """
     Softmax LogSoftmax BatchNormalization InstanceNormalization LayerNormalization

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from onnx import helper
 
 from deploykit.onnx_graph import chains, kinds
 from deploykit.onnx_graph.chains import Chain
 from deploykit.onnx_graph.cost import INTERPRETED, node_costs
+from deploykit.onnx_graph.graph import Graph
 from deploykit.runtimes.engine import load
+from tests.support.onnx_zoo import make
 
 CHAINS = [
     chains.convolution(kinds.CONVOLUTION, 8, 6, 3),
@@ -59,3 +62,15 @@ def test_a_chain_holds_equal_nodes_of_its_kind_with_the_work_it_states(
 
 def test_every_kind_but_other_has_a_chain() -> None:
     assert {chain.kind for chain in CHAINS} == set(kinds.KINDS) - {kinds.OTHER}
+
+
+@pytest.mark.parametrize(
+    ("operator", "kind"),
+    [("HardSwish", kinds.FUNCTION), ("HardSigmoid", kinds.SIMPLE), ("Relu", kinds.SIMPLE)],
+)
+def test_an_activation_is_of_the_kind_that_takes_as_long(operator: str, kind: str) -> None:
+    """ONNX Runtime computes HardSwish as two nodes: it takes as long as tanh."""
+    nodes = [helper.make_node(operator, ["x"], ["y"], name="n")]
+    graph = Graph(make(nodes, {"x": ("N", 4)}, {"y": ("N", 4)}, {}))
+    (cost,) = node_costs(graph, {"N": 1})
+    assert cost.kind == kind
