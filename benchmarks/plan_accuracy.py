@@ -1,19 +1,21 @@
 #!/usr/bin/env python3
 """How far `deploykit plan` is off: predictions against measured times, over the test zoo's models.
 
-    python benchmarks/plan_accuracy.py FOLDER [--threads N] [--clock cpu] [--batches 1,8]
+    python benchmarks/plan_accuracy.py FOLDER [--threads 1,2] [--clock wall,cpu] [--batches 1,8]
 
 FOLDER keeps the exported models (random weights, made by tests/support/zoo), so that a second run
-takes a minute. It runs one calibration probe, then times each model, both with the same clock:
-`--clock cpu` is the CPU time of one thread, for machines with other work on them. It then compares
-the roofline of GPUs with published results of ResNet-50, leaving out one GPU at a time. Prints the
-Markdown of benchmarks/plan-accuracy.md.
+takes a minute. For each clock and number of threads it runs one calibration probe, then times each
+model with the same clock: wall time, or the CPU time of one thread, for machines with other work on
+them. Nothing is fitted to a model, so that no error has to be taken with the model left out. It
+then compares the roofline of GPUs with published results of ResNet-50, leaving out one GPU at a
+time. Prints the Markdown of benchmarks/plan-accuracy.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import statistics
 import sys
 import time
@@ -49,6 +51,7 @@ MODELS = (
 )
 ONE_BATCH = {"convnext-tiny", "swin-t", "vit-b-16", "vgg16"}  # large: batch 1 only
 STEPS = 24  # axis T
+CLOCKS = {"wall": "Wall time", "cpu": "CPU seconds"}
 LEAST_CALLS, LEAST_S = 7, 0.3
 # ResNet-50 in INT8, images/s, without transfers: MLPerf Inference v2.1 and v4.1, closed, Offline
 PUBLISHED = {"a100-80gb": 42_121, "h200": 94_620, "l4": 12_800}
@@ -129,18 +132,21 @@ def export_resnet50(folder: Path) -> Path:
     return path
 
 
-def report(
-    rows: Sequence[tuple[str, int, float, float]],
-    found: CpuCalibration,
-    shares: Mapping[str, float],
-    clock: str,
+def cpu_table(
+    rows: Sequence[tuple[str, int, float, float]], found: CpuCalibration, clock: str
 ) -> str:
+    """Of one clock and number of threads."""
     errors = [predicted / measured - 1 for _, _, predicted, measured in rows]
     sizes = sorted(abs(error) for error in errors)
-    machine = this_machine()
-    head = f"{machine.cpu}, {found.threads} thread(s), {found.runtime}, {found.created}"
+    load, cores = os.getloadavg()[0], this_machine().usable_cores
+    where = (
+        f"{found.cpu}, {found.runtime}, {found.created}; load average {load:.1f} on {cores} cores "
+        f"at the end; the probe's calls took {found.spread:.2f} times their least. T = {STEPS}."
+    )
     lines = [
-        f"{head}; times are {clock}. T = {STEPS}.",
+        f"### {CLOCKS[clock]}, {found.threads} thread{'s' * (found.threads > 1)}",
+        "",
+        where,
         "",
         "| model | batch | predicted ms | measured ms | error |",
         "| --- | --: | --: | --: | --: |",
@@ -152,12 +158,20 @@ def report(
     middle = f"Median error {statistics.median(sizes):.1%}, largest {sizes[-1]:.0%}"
     fp32, int8 = (found.ops_per_s[name] / 1e9 for name in ("fp32", "int8"))
     memory, cache = found.bytes_per_s / 1e9, found.cache_bytes_per_s / 1e9
-    lines += [
-        "",
-        f"{middle}; {within} of {len(sizes)} within 25 %.",
-        f"Ceilings: {fp32:.0f} GFLOP/s fp32, {int8:.0f} GOP/s INT8.",
-        f"Bandwidth: {memory:.0f} GB/s from memory, {cache:.0f} GB/s from caches.",
-        "",
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"{middle}; {within} of {len(sizes)} within 25 %.",
+            f"Ceilings: {fp32:.0f} GFLOP/s fp32, {int8:.0f} GOP/s INT8.",
+            f"Bandwidth: {memory:.0f} GB/s from memory, {cache:.0f} GB/s from caches.",
+            "",
+        ]
+    )
+
+
+def gpu_table(shares: Mapping[str, float]) -> str:
+    lines = [
         "| GPU left out | published images/s | share reached | mean of the others | off by |",
         "| --- | --: | --: | --: | --: |",
     ]
@@ -174,25 +188,23 @@ def report(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--threads", type=int, default=default_threads())
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument("--threads", default=f"{default_threads()}")
+    parser.add_argument("--clock", default="wall")
     parser.add_argument("--batches", default="1,8")
     options = parser.parse_args()
-    if options.clock == "cpu" and options.threads != 1:
-        parser.error("--clock cpu is the time of one thread: --threads 1")
+    clocks = options.clock.split(",")
+    if not set(clocks) <= CLOCKS.keys():
+        parser.error(f"--clock is of {', '.join(CLOCKS)}")
     export_all(options.folder, MODELS)
-    clock = time.thread_time_ns if options.clock == "cpu" else time.perf_counter_ns
-    words = "CPU seconds of one thread" if options.clock == "cpu" else "wall time"
-    found = measure_cpu(
-        this_machine().cpu,
-        time.strftime("%Y-%m-%d", time.gmtime()),
-        threads=options.threads,
-        clock=clock,
-    )
     batches = [int(each) for each in options.batches.split(",")]
-    rows = zoo_rows(options.folder, batches, found, clock)
-    shares = shares_reached(export_resnet50(options.folder))
-    sys.stdout.write(report(rows, found, shares, words) + "\n")
+    for clock in clocks:
+        tick = time.thread_time_ns if clock == "cpu" else time.perf_counter_ns
+        for threads in map(int, "1" if clock == "cpu" else options.threads.split(",")):
+            today = time.strftime("%Y-%m-%d", time.gmtime())
+            found = measure_cpu(this_machine().cpu, today, threads=threads, clock=tick)
+            rows = zoo_rows(options.folder, batches, found, tick)
+            print(cpu_table(rows, found, clock), flush=True)
+    print(gpu_table(shares_reached(export_resnet50(options.folder))))
 
 
 if __name__ == "__main__":
