@@ -45,7 +45,7 @@ from deploykit.measure.load.target import (  # noqa: E402
     make_feeds,
     make_requests,
 )
-from deploykit.planning.capacity import BYTE_S, QUANTILE, REQUEST_S, capacity  # noqa: E402
+from deploykit.planning.capacity import BYTE_S, CALL_S, QUANTILE, REQUEST_S, capacity  # noqa: E402
 
 WARM_UP_S, DRAIN_S, CONNECTIONS = 1.0, 2.0, 512
 CPU = "server's CPU us per request"
@@ -228,7 +228,7 @@ def row(case: Case, seconds: float, steps: int) -> str:
         found = capacity(
             1.0,
             case.bound_ms / 1e3,
-            times_s,
+            {n: each + CALL_S for n, each in times_s.items()},
             request_s=REQUEST_S + BYTE_S * size,
             overlaps=case.overlaps,
         )

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 BATCHES = (1, 8, 32)
 _MOST_SIZE = 1 << 31  # of an axis: more elements in one direction than any runtime indexes
+_LEAST, _MOST = 1e-9, 1e15  # of a latency, a rate and a price
 _NAMED = 5  # nodes in a note
 
 
@@ -78,6 +79,8 @@ class Planned(Record):
         """Raise GateFailed where `slo_ms` was asked for and no target is predicted to meet it."""
         if self.slo_ms is None or any(target.best for target in self.targets):
             return
+        if not any(target.predictions for target in self.targets):
+            raise GateFailed(f"{self.model}: nothing is predicted, on no target", result=self)
         raise GateFailed(
             f"{self.model}: no target is predicted to answer within {self.slo_ms:g} ms",
             hint="a smaller batch, a lower precision (`quantize`), or another `profile`",
@@ -114,6 +117,7 @@ def plan(
     _check_options(batches, slo_ms, rate_per_s, prices or {})
     chosen = [load_profile(each) if isinstance(each, str) else each for each in profiles]
     chosen = chosen or [load_profile(name) for name in profile_names()]
+    _check_prices(prices or {}, chosen)
     artefact = Artefact.open(model)
     if artefact.format != "onnx":
         raise wrong_format(artefact, artefact.format, "an ONNX file")
@@ -165,15 +169,28 @@ def _check_options(
 ) -> None:
     if not batches or any(not 1 <= size <= _MOST_SIZE for size in batches):
         raise BadInput(f"`batches` must be sizes of 1 or more, got {list(batches)}")
-    given = {"slo_ms": slo_ms, "rate_per_s": rate_per_s}
-    given |= {"prices": min(prices.values(), default=None)}
-    for name, value in given.items():
+    given = [("slo_ms", slo_ms), ("rate_per_s", rate_per_s)]
+    given += [("prices", price) for price in prices.values()]
+    for name, value in given:
         if value is not None and not (math.isfinite(value) and value > 0):
             raise BadInput(f"`{name}` must be a number above 0, got {value:g}")
-    if not all(map(math.isfinite, prices.values())):
-        raise BadInput(f"`prices` must be numbers above 0, got {dict(prices)}")
+        if value is not None and not _LEAST <= value <= _MOST:
+            raise BadInput(f"`{name}` must be {_LEAST:g} to {_MOST:g}, got {value:g}")
     if rate_per_s is not None and slo_ms is None:
         raise BadInput("`rate_per_s` needs the latency that its p99 is to meet", hint="`slo_ms` 50")
+
+
+def _check_prices(prices: Mapping[str, float], profiles: Sequence[Profile]) -> None:
+    """Each is of a profile, of this plan or not, so that one list serves all plans."""
+    known = {"", *profile_names(), *(each.name for each in profiles)}
+    for name in prices:
+        if name.partition("@")[0] not in known:
+            hint = did_you_mean(name, sorted(known))
+            raise BadInput(f"`prices` {name}: is no profile", hint=hint)
+
+
+def _name(profile: Profile) -> str:
+    return profile.name + (f"@{profile.power_mode}" if profile.power_mode else "")
 
 
 def _axes(
@@ -252,7 +269,7 @@ def _target(
 ) -> TargetPlan:
     from deploykit.planning.targets import target_of
 
-    name = profile.name + (f"@{profile.power_mode}" if profile.power_mode else "")
+    name = _name(profile)
     target = target_of(profile, calibration)
     if isinstance(target, str):
         return TargetPlan(
@@ -295,7 +312,7 @@ def _choose(
     predictions: Sequence[Prediction], target: Target, request: _Request
 ) -> tuple[Prediction | None, Capacity | None]:
     """The prediction that meets the bound with most throughput, and the replicas for the rate."""
-    from deploykit.planning.capacity import BYTE_S, REQUEST_S, capacity
+    from deploykit.planning.capacity import BYTE_S, CALL_S, REQUEST_S, capacity
     from deploykit.planning.predict import predict_call
 
     slo_ms, rate_per_s, alone = request.slo_ms, request.rate_per_s, request.alone
@@ -308,8 +325,8 @@ def _choose(
         return best, None
     precision = (best or min(fitting, key=lambda p: p.latency_ms)).precision
     joined = [p for p in fitting if p.precision == precision and request.joined]
-    service_s = {p.batch: p.latency_ms / 1e3 for p in joined}
-    service_s[1] = predict_call(alone, target, precision).latency_ms / 1e3
+    service_s = {p.batch: p.latency_ms / 1e3 + CALL_S for p in joined}
+    service_s[1] = predict_call(alone, target, precision).latency_ms / 1e3 + CALL_S
     found = capacity(
         rate_per_s,
         slo_ms / 1e3,

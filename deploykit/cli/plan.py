@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _IN_FULL = 3  # targets; of more, each has one line
 _HINTS = 5
+_MUCH = 0.5  # of a core
 _UNKNOWN = "-"
 
 
@@ -195,10 +196,13 @@ def _answers(target: TargetPlan, result: Planned) -> Sequence[str]:
     if load is not None:
         cost = f", {figure(load.per_million)} per million" if load.per_million is not None else ""
         plural = "" if load.replicas == 1 else "s"
+        own = f" ({load.server_busy:.0%} of a core is the server's own work)"
         found.append(
-            f"{target.profile} carries {figure(load.rate_per_s)}/s with {load.replicas} "
+            f"{target.profile} carries {figure(load.rate_per_s)}/s with {load.replicas:,} "
             f"replica{plural} of at most {figure(load.rate_each_per_s)}/s in {load.precision} with "
             f"batches of up to {load.max_batch}, p99 {figure(load.p99_ms)} ms{cost}"
+            + own
+            * (load.server_busy > _MUCH)
             if load.replicas
             else f"{target.profile} carries no rate within {figure(load.bound_ms)} ms: {load.why}"
         )

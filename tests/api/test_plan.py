@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -214,6 +215,9 @@ def test_external_weights_are_not_read(tmp_path: Path) -> None:
         ({"slo_ms": 0.0}, "`slo_ms`"),
         ({"rate_per_s": 5.0}, "`rate_per_s` needs the latency"),
         ({"slo_ms": 5.0, "rate_per_s": float("inf")}, "`rate_per_s` must be"),
+        ({"slo_ms": 5.0, "rate_per_s": 1e300}, "`rate_per_s` must be 1e-09 to 1e+15, got 1e+300"),
+        ({"slo_ms": 1e-300}, "`slo_ms` must be 1e-09 to 1e+15"),
+        ({"prices": {"l44": 1.0}}, "`prices` l44: is no profile"),
         ({"prices": {"l4": float("nan")}}, "`prices` must be"),
         ({"prices": {"l4": 1.0, "t4": float("nan")}}, "`prices` must be"),
         ({"batches": []}, "`batches` must be"),
@@ -227,7 +231,7 @@ def test_external_weights_are_not_read(tmp_path: Path) -> None:
 def test_options_out_of_range_are_bad_input(
     sequence: Path, options: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(BadInput, match=message.replace("(", r"\(")):
+    with pytest.raises(BadInput, match=re.escape(message)):
         dk.plan(sequence, profiles=["l4"], **options)  # type: ignore[arg-type]
 
 
@@ -248,6 +252,21 @@ def test_a_graph_without_nodes_and_axes_of_size_zero_take_a_call(tmp_path: Path)
     assert cpu.predictions[0].latency_ms == pytest.approx(CALL_S * 1e3)
     assert l4.predictions[0].compute_ms == 0
     json.dumps(l4.to_dict(), allow_nan=False)
+
+
+def test_without_any_prediction_no_latency_is_said_to_be_missed(model: Path) -> None:
+    found = dk.plan(model, profiles=["cpu-openvino"], slo_ms=1e6, rate_per_s=10)
+    assert found.targets[0].capacity is None
+    with pytest.raises(GateFailed, match="nothing is predicted, on no target"):
+        found.raise_if_none_meets()
+
+
+def test_where_the_server_is_the_limit_it_says_so(model: Path) -> None:
+    (l4,) = dk.plan(model, profiles=["l4"], slo_ms=50, rate_per_s=1e6).targets
+    assert l4.capacity is not None
+    assert l4.capacity.server_busy == pytest.approx(1, abs=0.05)
+    assert l4.best is not None
+    assert (l4.best.throughput_per_s or 0) > 2 * (l4.capacity.rate_each_per_s or 0)
 
 
 def test_linear_counts(tmp_path: Path) -> None:
