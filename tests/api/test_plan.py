@@ -254,7 +254,7 @@ def test_a_graph_without_nodes_and_axes_of_size_zero_take_a_call(tmp_path: Path)
     json.dumps(l4.to_dict(), allow_nan=False)
 
 
-def test_without_any_prediction_no_latency_is_said_to_be_missed(model: Path) -> None:
+def test_without_any_prediction_no_latency_is_missed(model: Path) -> None:
     found = dk.plan(model, profiles=["cpu-openvino"], slo_ms=1e6, rate_per_s=10)
     assert found.targets[0].capacity is None
     with pytest.raises(GateFailed, match="nothing is predicted, on no target"):
