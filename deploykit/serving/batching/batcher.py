@@ -56,6 +56,7 @@ class Batcher(Closing):
         close_engines: bool = False,
         call_soon: CallSoon | None = None,
         spin_us: int = 0,
+        spare_core: bool = True,
     ) -> None:
         self._queue = RequestQueue(policy)
         self._clock_us = clock_us
@@ -73,7 +74,9 @@ class Batcher(Closing):
         ]
         self._threads = ThreadExecutor(self._dispatch, self._workers)
         self._threads.close_engines = close_engines
-        self._inline = InlineExecutor(self._dispatch, call_soon, spin_us) if call_soon else None
+        self._inline: InlineExecutor | None = None
+        if call_soon:
+            self._inline = InlineExecutor(self._dispatch, call_soon, spin_us, spare_core=spare_core)
         self._executor: Executor = self._inline or self._threads
         self._threads.start()
 

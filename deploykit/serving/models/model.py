@@ -79,7 +79,7 @@ class ServedModel:
         self._clock_us = clock_us
         self._call_soon = call_soon
         # where each process has one core, spinning took 20 % of a request's time from the others
-        self._spin_us = SPIN_US if usable_cores() > processes else 0
+        self._spare_core = usable_cores() > processes
         self._warm_notes: tuple[str, ...] = ()
         self.warm_up_s = 0.0
         self.remark: Callable[[], str | None] = lambda: None  # an additional note, or None
@@ -347,7 +347,8 @@ class ServedModel:
             hung_us=2000 * self._options.timeout_ms,
             close_engines=close_engines,
             call_soon=self._call_soon,
-            spin_us=self._spin_us,
+            spin_us=SPIN_US,
+            spare_core=self._spare_core,
         )
 
     def _warm(

@@ -16,7 +16,7 @@ from deploykit.core.errors import Expired
 from deploykit.serving import server as http
 from deploykit.serving.batching import inline as inline_executor
 from deploykit.serving.batching.batcher import Batcher
-from deploykit.serving.batching.inline import PAUSE_US, SLOW_US
+from deploykit.serving.batching.inline import GATHER_US, PAUSE_US, SLOW_US
 from deploykit.serving.batching.policy import BatchPolicy, BatchRun, Watcher
 from deploykit.serving.batching.stacking import EngineFailed
 from deploykit.serving.server import ServeOptions, Server
@@ -275,6 +275,81 @@ def test_the_loop_spins_for_spin_us_after_a_batch(
         assert answers.order == [0, 1]
         clock.us += 100
         assert [loop.turn(), loop.turn()] == [1, 0]
+
+
+def test_without_a_spare_core_the_loop_spins_only_while_requests_come_one_at_a_time(
+    engine: Threads, loop: Loop, answers: Answers
+) -> None:
+    def spins_after(requests: int) -> bool:
+        for _ in range(requests):
+            submit(batcher, row(0), 1, KEY, answers.done)
+        while batcher.unanswered:
+            loop.turn()
+        clock.us += 1
+        again = loop.turn() == 1
+        clock.us += 100
+        while loop.turn():
+            pass
+        return again
+
+    clock = Clock()
+    with Batcher(
+        [engine], BatchPolicy(), clock_us=clock, call_soon=loop.call_soon, spin_us=100,
+        spare_core=False,
+    ) as batcher:  # fmt: skip
+        batcher.inline_max_rows = math.inf
+        asleep(batcher)
+        assert [spins_after(1) for _ in range(9)] == [False] * 6 + [True] * 3
+        assert not spins_after(2)
+        assert not spins_after(1)
+
+
+def test_after_a_batch_of_several_the_next_one_waits_while_more_requests_come(
+    batcher: Batcher, engine: Threads, loop: Loop, answers: Answers
+) -> None:
+    def arrive(requests: int) -> None:
+        for _ in range(requests):
+            submit(batcher, row(0), 1, KEY, answers.done)
+
+    arrive(1)
+    loop.turn()
+    assert engine.batches == [1]
+    arrive(1)  # one request at a time never waits
+    loop.turn()
+    assert engine.batches == [1, 1]
+    arrive(2)
+    loop.turn()
+    arrive(1)
+    loop.turn()
+    arrive(1)
+    loop.turn()
+    assert engine.batches == [1, 1, 2]
+    loop.turn()
+    assert engine.batches == [1, 1, 2, 2]
+    arrive(4)  # a full batch does not wait
+    loop.turn()
+    assert engine.batches == [1, 1, 2, 2, 4]
+    arrive(1)
+    assert [loop.turn(), loop.turn(), loop.turn()] == [1, 1, 0]
+    assert engine.batches == [1, 1, 2, 2, 4, 1]
+
+
+def test_requests_that_keep_coming_hold_up_a_batch_for_a_limited_time(
+    engine: Threads, loop: Loop, answers: Answers
+) -> None:
+    clock = Clock()
+    with Batcher([engine], BatchPolicy(), clock_us=clock, call_soon=loop.call_soon) as batcher:
+        batcher.inline_max_rows = math.inf
+        asleep(batcher)
+        for _ in range(2):
+            submit(batcher, row(0), 1, KEY, answers.done)
+        loop.turn()
+        for us in (0, GATHER_US - 1, GATHER_US):
+            clock.us = us
+            assert engine.batches == [2]
+            submit(batcher, row(0), 1, KEY, answers.done)
+            loop.turn()
+        assert engine.batches == [2, 3]
 
 
 class Timed(Threads):
