@@ -15,7 +15,7 @@ from deploykit.core.errors import DeploykitError
 from deploykit.core.tensors import Bytes
 from deploykit.serving.http.chunked import ChunkedBody
 from deploykit.serving.http.exchange import Exchange, body_memory
-from deploykit.serving.http.head import END, HeadReader
+from deploykit.serving.http.head import HeadReader
 from deploykit.serving.http.listener import PIECE_BYTES, READ_BYTES, Listener
 from deploykit.serving.http.state import State, is_reset
 from deploykit.serving.transport.call import RETRY, Head, reply_error
@@ -192,20 +192,20 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _read(self, end: int) -> None:
         """Process received data: the first `end` bytes of the shared buffer."""
-        listener = self.listener
-        data, view = listener.read_into, listener.view
+        listener, data = self.listener, self.listener.read_into
         at = self._turn = 0
         while at < end and self._state < LAST and not self._paused:
             if self._chunks is not None:
-                at += self._read_chunks(self._chunks, bytes(view[at:end]))
+                at += self._read_chunks(self._chunks, bytes(listener.view[at:end]))
                 if listener.turns.late():
                     self._pause()
                 continue
             if self._state is IDLE:
-                stop = data.find(END, at, end) + len(END)
-                head = listener.known_heads.get(bytes(view[at:stop])) if stop >= len(END) else None
+                raw, head = listener.last_head
+                if head is None or not data.startswith(raw, at, end):
+                    raw, head = listener.find_head(at, end)
                 if head is not None:
-                    at = self._begin(head, stop, end)
+                    at = self._begin(head, at + len(raw), end)
                     continue
                 if data.startswith(b"\r\n", at, end):
                     at += 2  # some clients send an empty line after a body

@@ -62,6 +62,7 @@ class Listener:
         self.view = memoryview(self.read_into)
         self.busy_bytes = BUSY_BYTES
         self.known_heads: dict[bytes, Head] = {}  # clients repeat theirs
+        self.last_head: tuple[bytes, Head | None] = b"", None  # the last that was found
         self._lines: dict[int, bytes] = {}
         self._date = ""
         self.tick(time.monotonic())
@@ -74,6 +75,14 @@ class Listener:
             self._date = date
             self._lines.clear()
         self._checks.begin(now_s)
+
+    def find_head(self, at: int, end: int) -> tuple[bytes, Head | None]:
+        """The head received from `at` on, if it is known; the next one often equals it."""
+        raw = bytes(self.view[at : self.read_into.find(END, at, end) + len(END)])
+        head = self.known_heads.get(raw)
+        if head is not None:
+            self.last_head = raw, head
+        return raw, head
 
     def keep(self, raw: bytes, head: Head) -> None:
         """Cache a head; not with a trace id or a boundary, which differ in each request."""

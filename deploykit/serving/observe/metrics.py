@@ -86,17 +86,18 @@ class ModelMetrics(Watcher):
         self._compute_s = Histogram(STAGE_US, US)
         self._request_s = Histogram(REQUEST_US, US)
         self._batch_rows = Histogram(ROWS)
-        # not counted yet: of each run, of each of its requests, of each answer
+        # not counted yet: of each run, then two numbers of each of its requests, of each answer
         self._recent: list[tuple[int, ...]] = []
-        self._waits: list[tuple[int, int]] = []
-        self._answers: list[tuple[int, int]] = []
+        self._waits: list[int] = []
+        self._answers: list[int] = []
 
     def record_run(self, run: BatchRun) -> None:
         """Count a batch that succeeded; called on the engine's thread."""
         requests, started_us, *times, _instance = run
         with self._lock:
             self._recent.append((sum([each.rows for each in requests]), len(requests), *times))
-            self._waits += [(started_us - each.arrived_us, each.decode_us) for each in requests]
+            for each in requests:
+                self._waits += started_us - each.arrived_us, each.decode_us
             self._last_s = time.time()
             if len(self._recent) >= _RECENT:
                 self._count_recent()
@@ -104,13 +105,13 @@ class ModelMetrics(Watcher):
     def record_answer(self, request: Pending, encode_us: int, now_us: int) -> None:
         """Count a response that is ready to be sent."""
         with self._lock:
-            self._answers.append((encode_us, request.decode_us + now_us - request.arrived_us))
+            self._answers += encode_us, request.decode_us + now_us - request.arrived_us
 
     def _count_recent(self) -> None:
         """Count what was recorded since the last time. Needs the lock."""
         stages = self._stages
         if self._answers:
-            encode_us, request_us = np.array(self._answers, np.int64).T
+            encode_us, request_us = np.array(self._answers, np.int64).reshape(-1, 2).T
             stages["encode"].add(encode_us)
             self._request_s.add(request_us)
             self._answers.clear()
