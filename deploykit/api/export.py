@@ -64,6 +64,7 @@ def export(
     boxes: int | None = None,
     tokenizer: StrPath | None = None,
     max_length: int | None = None,
+    pooling: str | None = None,
     allow_pickle: bool = False,
     max_error: float | None = None,
     force: bool = False,
@@ -83,12 +84,13 @@ def export(
 
     `task`: what the model is for, of `core.task.KINDS`, and `labels`, names or a file, become part
     of it; `threshold` of a box, `iou` of two of a class, `boxes` at most; `tokenizer`: a
-    tokenizer.json, `max_length` in tokens. Raises BadInput for what is missing or wrong,
-    MissingExtra, and GateFailed past `max_error`; NAME.rejected.onnx is kept then.
+    tokenizer.json, `max_length` in tokens; `pooling` of them: "mean" or "cls". Raises BadInput for
+    what is missing or wrong, MissingExtra, and GateFailed past `max_error`; NAME.rejected.onnx is
+    kept then.
     """
     check_source(model)
     target, size = load_profile(profile) if profile is not None else None, _batch_size(batch)
-    options = read_options(task, labels, threshold, iou, boxes, tokenizer, max_length)
+    options = read_options(task, labels, threshold, iou, boxes, tokenizer, max_length, pooling)
     read = (samples, labels, tokenizer, *named_files(preprocess, profile, arch))
     place = claim(_destination(model, out), "onnx", (model, *read), force=force)
     pixels = load_preprocess(preprocess) if preprocess else None

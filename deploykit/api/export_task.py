@@ -15,10 +15,12 @@ from deploykit.core.paths import StrPath
 from deploykit.core.preprocess import Preprocess
 from deploykit.core.task import (
     CLASSIFY,
+    CLS,
     DETECT,
     EMBED,
     KINDS,
     LETTERBOX,
+    MEAN,
     SHORTEST_EDGE,
     TEXT_CLASSIFY,
     ImageInput,
@@ -54,6 +56,7 @@ class TaskOptions:
     boxes: int | None = None
     max_length: int | None = None
     tokenizer: Path | None = None
+    pooling: str | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ def read_options(
     boxes: int | None,
     tokenizer: StrPath | None,
     max_length: int | None,
+    pooling: str | None,
 ) -> TaskOptions | None:
     """The options of `export` that are about the task, checked; None without a task.
 
@@ -90,7 +94,7 @@ def read_options(
     numbers = {"threshold": threshold, "iou": iou, "boxes": boxes, "max_length": max_length}
     named: dict[str, Any] = {key: value for key, value in numbers.items() if value is not None}
     if kind is None:
-        others = {"labels": labels, "tokenizer": tokenizer, **named}
+        others = {"labels": labels, "tokenizer": tokenizer, "pooling": pooling, **named}
         lost = [key for key, value in others.items() if value is not None]
         if lost:
             raise BadInput(f"`{lost[0]}` needs `task`", hint=f"`task`: one of {', '.join(KINDS)}")
@@ -107,6 +111,10 @@ def read_options(
         raise BadInput(f"`boxes` must be from 1 to {_MOST_BOXES}, got {named['boxes']}")
     if named.get("max_length", 2) < 2:
         raise BadInput(f"`max_length` must be 2 or more, got {named['max_length']}")
+    if pooling not in (None, MEAN, CLS):
+        raise BadInput(f"`pooling` {pooling}: unknown", hint=f"one of: {MEAN}, {CLS}")
+    if pooling is not None and kind != EMBED:
+        raise BadInput(f"`pooling` goes with `task` {EMBED}, not with {kind}")
     if labels is not None and kind == EMBED:
         raise BadInput(f"`labels` does not go with `task` {EMBED}, which has none")
     if isinstance(labels, (str, os.PathLike)):
@@ -114,7 +122,8 @@ def read_options(
         named |= {"labels": _read_labels(path), "labels_from": str(path)}
     elif labels is not None:
         named |= {"labels": tuple(map(str, labels)), "labels_from": "`labels`"}
-    return TaskOptions(kind, tokenizer=Path(tokenizer) if tokenizer else None, **named)
+    file = Path(tokenizer) if tokenizer else None
+    return TaskOptions(kind, tokenizer=file, pooling=pooling, **named)
 
 
 def with_task(
@@ -290,7 +299,7 @@ def _with_text(source: ExportSource, options: TaskOptions) -> Tasked:
         ids=ids,
         tokenizer=path.name,
         sha256=sha256(path),
-        max_length=_max_length(options, _settings(path.parent, "tokenizer_config.json"), positions),
+        max_length=_max_length(options, path.parent, positions),
         mask=next((name for name in names if "mask" in name), ""),
         types=next((name for name in names if "type" in name), ""),
         pad_id=_pad_id(_read_tokenizer(path), config),
@@ -299,6 +308,10 @@ def _with_text(source: ExportSource, options: TaskOptions) -> Tasked:
     if isinstance(axis, str):  # no longer rows are compared
         low, _ = loaded.limits.get(axis, (1, None))
         loaded = replace(loaded, limits={**loaded.limits, axis: (low, text.max_length)})
+    if options.kind == EMBED:
+        from deploykit.exporters.pooling import with_pooling
+
+        loaded = with_pooling(loaded, options.pooling, folder)
     independent = config.get("problem_type") == "multi_label_classification"
     head = _head(loaded, options, (0, 0), None, independent=independent)
     labels, notes = _labels(options, head.classes, _named(config))
@@ -335,14 +348,14 @@ def _positions(config: dict[str, Any]) -> int | None:
     return found - (padding + 1 if after else 0)
 
 
-def _max_length(options: TaskOptions, settings: dict[str, Any], positions: int | None) -> int:
+def _max_length(options: TaskOptions, folder: Path, positions: int | None) -> int:
     wanted = options.max_length
     if wanted is not None and positions is not None and wanted > positions:
         raise BadInput(f"`max_length` {wanted}: the model has {positions} positions")
-    stated = settings.get("model_max_length")
-    limits = [
-        each for each in (stated, positions) if isinstance(each, int) and 1 < each < _NO_LIMIT
-    ]
+    stated = _settings(folder, "tokenizer_config.json").get("model_max_length")
+    trained = _settings(folder, "sentence_bert_config.json").get("max_seq_length")
+    all_limits = (stated, trained, positions)
+    limits = [each for each in all_limits if isinstance(each, int) and 1 < each < _NO_LIMIT]
     return wanted or min(limits, default=_USUAL_LENGTH)
 
 

@@ -157,6 +157,7 @@ Task:
 --boxes N              Most boxes of an image [300]
 --tokenizer FILE       A tokenizer.json [the one next to the model]
 --max-length N         Tokens of a text at most [the model's]
+--pooling mean|cls     How an embedding is made of a text's tokens [sentence-transformers' file]
 Model:
 --arch NAME|MODULE:CALLABLE  What builds the module when the file holds only weights: a name of
         torchvision's such as resnet18, timm:NAME, pkg.mod:Net or ./file.py:Net;
@@ -185,6 +186,7 @@ def export(
     boxes: int | None = None,
     tokenizer: Path | None = None,
     max_length: int | None = None,
+    pooling: str | None = None,
     arch: str | None = None,
     inputs: list[str] | None = None,
     batch: str = "dynamic",

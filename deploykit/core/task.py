@@ -14,6 +14,7 @@ from deploykit.core.json_value import Record
 
 CLASSIFY, DETECT, SEGMENT, EMBED = "classify", "detect", "segment", "embed"
 TEXT_CLASSIFY = "text-classify"
+MEAN, CLS = "mean", "cls"  # of the tokens of a text: all of them, or the first
 KINDS = (CLASSIFY, DETECT, SEGMENT, EMBED, TEXT_CLASSIFY)
 
 STRETCH = "stretch"  # both sides to the model's size; the aspect ratio changes

@@ -143,3 +143,75 @@ def test_several_labels_at_once_have_probabilities_of_their_own(bert: Path, tmp_
         found = engine({"input_ids": ids, "attention_mask": np.ones_like(ids)})["scores"]
     assert made.manifest.task.text.max_length == 8
     assert abs(found.sum() - 1) > 1e-2  # no softmax
+
+
+@pytest.fixture(scope="module")
+def sentences(bert: Path) -> Path:
+    """As sentence-transformers writes a folder: the encoder, its tokenizer, and how it pools."""
+    from tests.support.bert import save_tiny_bert
+
+    torch.manual_seed(1)
+    folder = save_tiny_bert(bert.parent / "sentences", "BertModel")
+    shutil.copy(bert / "tokenizer.json", folder)
+    parts = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+    named = [{"path": path, "type": f"sentence_transformers.models.{n}"} for path, n in parts]
+    (folder / "modules.json").write_text(json.dumps(named))
+    (folder / "1_Pooling").mkdir()
+    modes = {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
+    (folder / "1_Pooling/config.json").write_text(json.dumps(modes))
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 12}')
+    return folder
+
+
+@pytest.mark.parametrize("pooling", [None, "cls"])
+def test_an_embedding_is_pooled_as_its_folder_or_the_user_says(
+    sentences: Path, pooling: str | None, tmp_path: Path
+) -> None:
+    import transformers
+
+    made = dk.export(sentences, out=tmp_path / "e.onnx", task="embed", pooling=pooling)
+    assert made.manifest.task is not None
+    assert made.manifest.task.text is not None
+    assert made.manifest.task.text.max_length == 12
+    ids = np.array([[2, 4, 5, 0], [2, 5, 5, 6]])
+    mask = np.array([[1, 1, 1, 0], [1, 1, 1, 1]])
+    model = transformers.BertModel.from_pretrained(sentences).eval()
+    with torch.inference_mode():
+        tokens = model(torch.from_numpy(ids), torch.from_numpy(mask)).last_hidden_state.numpy()
+    means = (tokens * mask[..., None]).sum(1) / mask.sum(1, keepdims=True)
+    wanted = tokens[:, 0] if pooling else means
+    wanted /= np.linalg.norm(wanted, axis=1, keepdims=True)
+    feeds = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
+    with dk.load(made.path, "cpu") as engine:
+        given = {spec.name: feeds[spec.name] for spec in engine.inputs}
+        np.testing.assert_allclose(engine(given)["embedding"], wanted, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("part", "content", "reason"),
+    [
+        ("modules.json", [{"path": "2_Dense", "type": "models.Dense"}], "2_Dense is not offered"),
+        (
+            "1_Pooling/config.json",
+            {"pooling_mode_max_tokens": True},
+            "1_Pooling is not offered: pooling_mode_max_tokens",
+        ),
+    ],
+)
+def test_what_a_folder_asks_beyond_that_is_refused(
+    sentences: Path, part: str, content: Any, reason: str, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(sentences, tmp_path / "s")
+    (folder / part).write_text(json.dumps(content))
+    with pytest.raises(dk.BadInput, match=reason) as caught:
+        dk.export(folder, out=tmp_path / "e.onnx", task="embed")
+    assert "`pooling`: mean or cls" in str(caught.value.hint)
+
+
+def test_pooling_is_for_embeddings_alone(sentences: Path, tmp_path: Path) -> None:
+    for given, reason in (
+        ({"task": "text-classify", "pooling": "mean"}, "`pooling` goes with `task` embed"),
+        ({"task": "embed", "pooling": "max"}, "`pooling` max: unknown"),
+    ):
+        with pytest.raises(dk.BadInput, match=reason):
+            dk.export(sentences, out=tmp_path / "e.onnx", **given)  # type: ignore[arg-type]
