@@ -1,55 +1,47 @@
-"""Time a pipeline from end to end and by stage, in this process."""
+"""Time a pipeline in this process, from end to end and by stage, into an ordinary report.
+
+`sweep` times it as it times an engine: a call is a batch of files, from their bytes to the JSON of
+their answers. What the stages took in the timed calls has intervals over the same rounds.
+"""
 
 from __future__ import annotations
 
-import itertools
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploykit.api.artefacts import Progress, no_progress
+from deploykit.api.bench import FULL_S, now
+from deploykit.api.outputs import claim_report
 from deploykit.api.pipeline import pipeline
-from deploykit.core.errors import BadInput
-from deploykit.core.json_value import Record
+from deploykit.core.files import sha256
+from deploykit.core.machine import this_machine
 from deploykit.core.paths import StrPath
-from deploykit.core.statistics_basic import Interval
+from deploykit.core.provenance import provenance
 
 if TYPE_CHECKING:
-    from deploykit.measure.latency import Latency
-    from deploykit.pipelines.run import OpenPipeline
+    from deploykit.measure.report.report import Report
+    from deploykit.measure.timing.sweep import Measured, Point, Timing
+    from deploykit.pipelines.timed import TimedPipeline
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class StageTime(Record):
-    """One stage: its latency per call, and its share of the time of all calls."""
+@dataclass
+class _Rounds:
+    """Notes how many calls there were when each round of a batch size began."""
 
-    latency: Latency
-    share: float
+    timed: TimedPipeline
+    forward: Progress
+    begins: list[int] = field(default_factory=list)
 
-
-@dataclass(frozen=True)
-class PipelinePoint(Record):
-    """Calls of `batch` requests, one after the other: latency of a call, requests per second."""
-
-    batch: int
-    latency: Latency
-    per_s: Interval
-    stages: Mapping[str, StageTime]
-
-
-@dataclass(frozen=True)
-class PipelineTimes(Record):
-    """What `bench` measured of a pipeline in this process, one call at a time."""
-
-    pipeline: str
-    device: str
-    files: int
-    seconds: float
-    points: tuple[PipelinePoint, ...]
+    def __call__(self, what: str, share: float) -> None:
+        if ": round " in what or what == "done":
+            self.begins.append(len(self.timed.calls))
+        self.forward(what, share)
 
 
 def bench_pipeline(
@@ -57,50 +49,91 @@ def bench_pipeline(
     data: StrPath,
     *,
     batches: Sequence[int] = (1,),
+    out: StrPath = "report",
     warmup_s: float = 1.0,
     seconds: float = 10.0,
     device: str = "auto",
     trust: bool = False,
+    force: bool = False,
+    command: str = "",
     on_progress: Progress = no_progress,
     on_note: Callable[[str], None] = log.warning,
-) -> PipelineTimes:
+) -> Report:
     """Answer the files of `data` again and again, `batches` requests in a call, for `seconds`.
 
-    From a file's bytes to the JSON of its answer. Raises as `predict_files` does.
+    One call after the other, in this process; the points of stages have the scenario "stage of
+    NAME". Raises as `predict_files` does.
     """
+    from deploykit.measure.outside import Watch, invalid, sum_up
+    from deploykit.measure.report import report as reports
+    from deploykit.measure.report.verdict import verdict
+    from deploykit.measure.timing.sweep import Setup, Timing, make_point, time_setups
     from deploykit.pipelines.files import input_files
+    from deploykit.pipelines.timed import TimedPipeline
 
-    if not batches or min(batches) < 1 or seconds <= 0:
-        raise BadInput("`batches` and `seconds` must be above 0")
-    files = input_files([data])
-    given = [each.read_bytes() for each in files]
-    points = []
-    with pipeline(path, device=device, batch=max(batches), trust=trust, on_note=on_note) as opened:
-        for number, batch in enumerate(batches):
-            on_progress(f"batch {batch}", number / len(batches))
-            points.append(_measure(opened, given, batch, warmup_s, seconds))
-    return PipelineTimes(Path(path).name, opened.device, len(files), seconds, tuple(points))
+    timing = Timing(warmup_s, seconds)
+    files, folder = input_files([data]), claim_report(out, (path, data), force=force)
+    name, around_s = Path(path).stem, min(0.5, seconds / 10)
+    points: list[Point] = []
+    most = max(batches, default=1)
+    with pipeline(path, device=device, batch=most, trust=trust, on_note=on_note) as opened:
+        timed = TimedPipeline(opened, [each.read_bytes() for each in files])
+        setup = Setup(name, lambda: timed, file=Path(path).name, sha256=sha256(Path(path)))
+        watch = Watch()
+        before = watch.over(around_s, time.sleep)
+        for batch in batches:
+            timed.calls.clear()
+            rounds = _Rounds(timed, on_progress)
+            (found,) = time_setups([setup], [batch], timing, timed.feeds, rounds, watch=watch)
+            points += [make_point([found]), *_stages(found, timed.calls, rounds.begins)]
+        outside = sum_up(watch, before, watch.over(around_s, time.sleep))
+    report = reports.Report(
+        title=f"{name}: a pipeline from end to end and by stage",
+        created=now(),
+        command=command,
+        quick=seconds < FULL_S,
+        machine=this_machine().to_dict(),
+        provenance=provenance(),
+        points=tuple(points),
+        asked=(name,),
+        outside=outside,
+        invalid=invalid(outside, watch.bound),
+        notes=(_method(timing, len(files)),),
+    )
+    report = replace(report, verdict=verdict(report))
+    reports.write(report, folder)
+    return report
 
 
-def _measure(
-    opened: OpenPipeline, files: Sequence[bytes], batch: int, warmup_s: float, seconds: float
-) -> PipelinePoint:
+def _method(timing: Timing, files: int) -> str:
+    return (
+        f"each point: {timing.seconds:g} s in rounds after about {timing.warmup_s:g} s of warm-up, "
+        f"in one process; {files} files in turn, from their bytes to the JSON of the answers"
+    )
+
+
+def _stages(
+    found: Measured, calls: Sequence[Mapping[str, float]], begins: list[int]
+) -> list[Point]:
+    """What each stage took in the timed calls, which are the last of each round."""
     import numpy as np
 
-    from deploykit.measure.latency import Latency
-    from deploykit.measure.statistics import throughput
-    from deploykit.measure.timing.closed_loop import no_garbage_collection
+    from deploykit.measure.timing.closed_loop import Block
+    from deploykit.measure.timing.sweep import make_point
 
-    endless = itertools.cycle(files)
-    several = iter(lambda: list(itertools.islice(endless, batch)), None)
-    with no_garbage_collection():
-        for _ in opened.time(several, warmup_s):
-            pass
-        calls = list(opened.time(several, seconds))
-        calls += [] if len(calls) > 1 else list(opened.time(several, 0))  # a rate needs two
-    whole = np.array([call_s for call_s, _ in calls])
-    stages = {name: np.array([each[name] for _, each in calls]) for name in calls[0][1]}
-    blocks = np.array_split(whole, min(20, len(whole)))
-    rate = throughput([batch * len(each) for each in blocks], [each.sum() for each in blocks])
-    times = {n: StageTime(Latency.of(each), each.sum() / whole.sum()) for n, each in stages.items()}
-    return PipelinePoint(batch, Latency.of(whole), rate, times)
+    ends = [*begins[1:], len(calls)]
+    timed = [
+        calls[end - len(block.calls_ns) : end]
+        for end, block in zip(ends, found.blocks, strict=False)
+    ]
+    points = []
+    for stage in calls[0]:
+        blocks = []
+        for each in timed:
+            took_ns = np.array([max(1, round(call[stage] * 1e9)) for call in each], np.int64)
+            rows = found.batch * len(each)
+            blocks.append(Block(took_ns, rows, rows / (took_ns.sum() / 1e9)))
+        part = replace(found, setup=replace(found.setup, label=stage), blocks=blocks)
+        scenario = f"stage of {found.setup.label}"
+        points.append(replace(make_point([part]), scenario=scenario))
+    return points

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.cli import output
-from deploykit.cli.format import figure, ms
-from deploykit.cli.output import Part, TextTable
+from deploykit.cli import output, tables
+from deploykit.cli.format import figure
+from deploykit.cli.output import Part
 from deploykit.cli.progress import Progress
 from deploykit.core.errors import BadInput
 
 if TYPE_CHECKING:
-    from deploykit.api.pipeline_bench import PipelineTimes
     from deploykit.pipelines.files import AnsweredFiles
 
 SUFFIXES = (".py", ".toml")  # of a pipeline, in the place of an engine
@@ -48,7 +50,7 @@ def bench(options: dict[str, Any], as_json: bool) -> None:
         raise BadInput("a pipeline is measured alone")
     _refuse(
         options, baseline=None, axis=None, slo_ms=None, price=None, processes=None, scenario=None,
-        strict=False, settings_of=None, fail_on_regression=None, out=Path("report"), force=False,
+        strict=False, settings_of=None, fail_on_regression=None,
     )  # fmt: skip
     if options["data"] is None:
         raise BadInput("a pipeline is measured on files", hint="`data` FILE or `data` DIR")
@@ -56,14 +58,15 @@ def bench(options: dict[str, Any], as_json: bool) -> None:
 
     usual_s = (1.0, 2.0) if options["quick"] else (10.0, 60.0)
     warmup_s, seconds = options["warmup_s"], options["seconds"]
-    with Progress("bench") as progress:
+    with Progress("bench") as progress, redirect_stdout(sys.stderr):  # what stages print
         result = bench_pipeline(
             engines[0], options["data"], batches=batches, device=options["device"],
             warmup_s=usual_s[0] if warmup_s is None else warmup_s,
             seconds=usual_s[1] if seconds is None else seconds,
-            trust=options["trust"], on_progress=progress, on_note=_note,
+            trust=options["trust"], out=options["out"], force=options["force"],
+            command=shlex.join(["deploykit", *sys.argv[1:]]), on_progress=progress, on_note=_note,
         )  # fmt: skip
-    output.show(result, timed(result), as_json=as_json)
+    output.show(result, tables.report(result, options["out"]), as_json=as_json)
 
 
 def _note(text: str) -> None:
@@ -85,19 +88,3 @@ def answered(result: AnsweredFiles) -> list[Part]:
     several = len(result.answers) > 1
     found = {name: json.dumps(each, ensure_ascii=False) for name, each in result.answers.items()}
     return [f"{name}: {text}" if several else text for name, text in found.items()]
-
-
-def timed(result: PipelineTimes) -> list[Part]:
-    """A table for each batch: the stages and the whole."""
-    how = f"one call after the other, {figure(result.seconds)} s for each batch"
-    lines: list[Part] = [f"{result.pipeline} on {result.device}: {result.files} files, {how}"]
-    for point in result.points:
-        rows = [
-            (name, ms(each.latency.p50_ms), ms(each.latency.p99_ms), f"{100 * each.share:.1f} %")
-            for name, each in point.stages.items()
-        ]
-        rate = f"{figure(point.per_s.value)}/s"
-        rows.append(("end to end", ms(point.latency.p50_ms), ms(point.latency.p99_ms), rate))
-        header = (f"batch {point.batch}, n = {point.latency.samples:,}", "p50", "p99", "share")
-        lines += ["", TextTable(header, rows)]
-    return lines

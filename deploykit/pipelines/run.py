@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from deploykit.pipelines.connect import StageGraph
@@ -57,29 +57,6 @@ class OpenPipeline(Closing):
                 each[name] = value
             on_stage(name, time.perf_counter() - began_s)
         return [each[self.graph.answer] for each in values]
-
-    def time(
-        self, files: Iterator[Sequence[bytes]], seconds: float
-    ) -> Iterator[tuple[float, dict[str, float]]]:
-        """Answer batches of `files` for so long: the seconds of each, and of each of its stages.
-
-        From the bytes of the files to the JSON values of the answers; both count as stages.
-        """
-        graph, now = self.graph, time.perf_counter
-        end_s = now() + seconds
-        while True:
-            stages: dict[str, float] = {}
-            began_s = now()
-            inputs = [graph.read(each) for each in next(files)]
-            stages[graph.input] = now() - began_s
-            found = self.run(inputs, stages.__setitem__)
-            ended_s = now()
-            for each in found:
-                graph.answer_json(each)
-            stages["JSON"] = now() - ended_s
-            yield now() - began_s, stages
-            if now() >= end_s:
-                return
 
     def _run_model(self, stage: WiredStage, values: Sequence[Mapping[str, Any]]) -> list[Any]:
         prepared = stage.prepare(values, self._max_rows[stage.name])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from deploykit.measure.report.report import read
 from tests.support.cli.command import Run
 from tests.support.runtimes.tiles import page, png, write_pipeline
 
@@ -38,17 +39,27 @@ def test_files_become_json_lines(run: Run, pipeline: Path, tmp_path: Path) -> No
     ]
 
 
-def test_a_bench_has_every_stage_and_their_sum(run: Run, pipeline: Path) -> None:
-    words = ("--data", pipeline.with_name("page.png"), "--batches", "1,4")
-    ran = run("bench", pipeline, *words, "--warmup", "0.01", "--seconds", "0.05", "--json")
+def test_a_bench_has_every_stage_in_an_ordinary_report(
+    run: Run, pipeline: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "report"
+    words = ("--data", pipeline.with_name("page.png"), "--batches", "1,4", "-o", out)
+    ran = run("bench", pipeline, *words, "--warmup", "0.01", "--seconds", "0.05")
     assert ran.code == 0, ran.err
-    points = json.loads(ran.out)["points"]
-    assert [point["batch"] for point in points] == [1, 4]
-    for point in points:
-        assert list(point["stages"]) == ["page", "crops", "colours", "answer", "JSON"]
-        shares = sum(stage["share"] for stage in point["stages"].values())
-        assert 0.5 < shares <= 1.0
-        assert point["per_s"]["value"] > 0
+    report = read(out)
+    stages = ["page", "crops", "colours", "answer", "JSON"]
+    for batch in (1, 4):
+        whole, *parts = [each for each in report.points if each.batch == batch]
+        assert (whole.label, whole.scenario) == ("tiles", "closed-loop")
+        assert [each.label for each in parts] == stages
+        assert {each.scenario for each in parts} == {"stage of tiles"}
+        assert {(each.samples, each.rounds) for each in parts} == {(whole.samples, whole.rounds)}
+        together_s = sum(each.duration_s for each in parts)
+        assert 0 < together_s <= whole.duration_s  # of the same calls
+        assert whole.throughput_per_s.low <= whole.throughput_per_s.value
+    assert not report.speedups
+    assert all(name in (out / "report.html").read_text() for name in stages)
+    assert all(f" {name} " in ran.out or f"\n{name} " in ran.out for name in stages)
 
 
 WRONG = {
