@@ -1,0 +1,198 @@
+"""Tensors in memory that two processes share: which bytes are free, and how tensors lie in them.
+
+One process alone takes and gives back the blocks of a `BlockAllocator`; it tells the other where a
+block begins, and `Layout.head`, from which `TensorCodec.parse` finds the tensors in it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Sequence
+from mmap import mmap
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from deploykit.core.errors import BadInput
+from deploykit.core.tensors import PROTOCOL_NAMES, InputKey, TensorSpec, carrier
+from deploykit.runtimes.engine import Arrays
+
+_ALIGN = 64
+_SIZES = 4  # bits of a block's size that count: an eighth of it may be lost
+_CACHED = 4096  # layouts
+_MOST = 1 << 48  # bytes, or the size of an axis
+
+
+class BlockAllocator:
+    """Blocks of the bytes from `start` to `end`, of sizes that `Layout` has.
+
+    A block that was used before is taken first: its pages are in memory.
+    """
+
+    def __init__(self, start: int, end: int) -> None:
+        self._free = [(start, end)]  # in order, with bytes in use between them
+        self._used: dict[int, list[int]] = {}  # given back, by their size
+
+    def take(self, size: int) -> int | None:
+        """Where a block of `size` bytes begins; None if there is none."""
+        used = self._used.get(size)
+        if used:
+            return used.pop()
+        at = self._cut(size)
+        if at is None and self._used:
+            self._join()
+            at = self._cut(size)
+        return at
+
+    def give(self, at: int, size: int) -> None:
+        """Return a block that was taken with this size."""
+        used = self._used.get(size)
+        if used is None:
+            used = self._used[size] = []
+        used.append(at)
+
+    def _cut(self, size: int) -> int | None:
+        for number, (start, end) in enumerate(self._free):
+            if end - start >= size:
+                self._free[number] = (start + size, end)
+                return start
+        return None
+
+    def _join(self) -> None:
+        """Make blocks of any size of those that were given back."""
+        given = [(at, at + size) for size, places in self._used.items() for at in places]
+        self._used.clear()
+        joined: list[tuple[int, int]] = []
+        for start, end in sorted([*self._free, *given]):
+            if joined and joined[-1][1] == start:
+                joined[-1] = joined[-1][0], end
+            elif end > start:
+                joined.append((start, end))
+        self._free = joined
+
+
+def rounded(size: int) -> int:
+    """The size of a block for so many bytes: few different ones, so that blocks fit again."""
+    step = max(_ALIGN, 1 << max(0, size.bit_length() - _SIZES))
+    return max(_ALIGN, -(-size // step) * step)
+
+
+class Place(NamedTuple):
+    """One tensor in a block. `dtype` None: strings, as a list in JSON."""
+
+    name: str
+    dtype: np.dtype[Any] | None
+    shape: tuple[int, ...]
+    at: int
+    size: int
+
+
+class Layout(NamedTuple):
+    """Where the tensors of one message lie in a block of `size`; `head` says the same in bytes."""
+
+    head: bytes
+    size: int
+    places: tuple[Place, ...]
+    key: InputKey  # equal ones are one object
+
+
+class TensorCodec:
+    """The inputs, or the outputs, of a model as bytes. Both processes have one."""
+
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self._specs = specs
+        dtypes = [None if s.dtype == "string" else np.dtype(carrier(s.dtype)) for s in specs]
+        self._dtypes = dtypes
+        self._strings = [s.name for s, dtype in zip(specs, dtypes, strict=True) if dtype is None]
+        self._head = struct.Struct("<" + "".join(f"{1 + len(s.shape)}q" for s in specs))
+        self._layouts: dict[object, Layout] = {}
+        self._keys: dict[InputKey, InputKey] = {}
+
+    def encode(self, arrays: Arrays) -> tuple[Layout, dict[str, bytes]]:
+        """How these arrays will lie, and the bytes of those of strings. Raises BadInput."""
+        shapes = [arrays[spec.name].shape for spec in self._specs]
+        if self._strings:
+            strings = {name: json.dumps(arrays[name].tolist()).encode() for name in self._strings}
+            sizes = [len(strings.get(spec.name, b"")) for spec in self._specs]
+            return self._make(shapes, sizes), strings
+        key = tuple(shapes)
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._keep(key, self._make(shapes, [0] * len(shapes)))
+        return layout, {}
+
+    def write(
+        self, memory: mmap, at: int, layout: Layout, arrays: Arrays, strings: dict[str, bytes]
+    ) -> None:
+        """Write the arrays into the block at `at`. Raises BadInput for those of another dtype."""
+        for name, dtype, _, offset, size in layout.places:
+            start, array = at + offset, arrays[name]
+            if dtype is None:
+                memory[start : start + size] = strings[name]
+            elif array.dtype != dtype:
+                raise BadInput(f"'{name}' is {dtype.name}, got {array.dtype.name}")
+            else:
+                whole: Any = array if array.flags.c_contiguous else np.ascontiguousarray(array)
+                memory[start : start + size] = whole
+
+    def parse(self, head: bytes, size: int) -> Layout:
+        """The layout that `head` describes. Raises ValueError unless it is one of `size` bytes."""
+        layout = self._layouts.get(head)
+        if layout is None:
+            if len(head) != self._head.size:
+                raise ValueError("the tensors are described in another way")
+            numbers = iter(self._head.unpack(head))
+            lengths, shapes = [], []
+            for spec in self._specs:
+                lengths.append(next(numbers))
+                shapes.append(tuple([next(numbers) for _ in spec.shape]))
+            if not all(0 <= n < _MOST for each in (*shapes, lengths) for n in each):
+                raise ValueError("a size or an axis is out of range")
+            layout = self._make(shapes, lengths)
+            if layout.head != head:
+                raise ValueError("sizes and shapes do not fit")
+            if not self._strings:
+                self._keep(head, layout)
+        if layout.size != size:
+            raise ValueError("the block has another size")
+        return layout
+
+    def read(self, memory: mmap, at: int, layout: Layout, *, copy: bool) -> dict[str, np.ndarray]:
+        """The arrays of the block at `at`, which they share without `copy`; strings never do."""
+        found = {}
+        for name, dtype, shape, offset, size in layout.places:
+            start = at + offset
+            if dtype is None:
+                values = json.loads(memory[start : start + size])
+                found[name] = np.array(values, object).reshape(shape)
+            else:
+                array: np.ndarray = np.ndarray(shape, dtype, memory, start)
+                found[name] = array.copy() if copy else array
+        return found
+
+    def _make(self, shapes: Sequence[tuple[int, ...]], lengths: Sequence[int]) -> Layout:
+        """`lengths`: in bytes, of the tensors of strings."""
+        places, numbers, key, at = [], [], [], 0
+        for spec, dtype, shape, length in zip(
+            self._specs, self._dtypes, shapes, lengths, strict=True
+        ):
+            if len(shape) != len(spec.shape):
+                raise BadInput(f"'{spec.name}' is {spec}, got shape {list(shape)}")
+            size = length if dtype is None else math.prod(shape) * dtype.itemsize
+            places.append(Place(spec.name, dtype, shape, at, size))
+            numbers += [size, *shape]
+            key.append((spec.name, PROTOCOL_NAMES[spec.dtype], shape[1:]))
+            at += -(-size // _ALIGN) * _ALIGN
+        if len(self._keys) >= _CACHED:
+            self._keys.clear()
+        found = tuple(key)
+        head = self._head.pack(*numbers) if at < _MOST else b""
+        return Layout(head, rounded(at), tuple(places), self._keys.setdefault(found, found))
+
+    def _keep(self, found_by: object, layout: Layout) -> Layout:
+        if len(self._layouts) >= _CACHED:
+            self._layouts.clear()
+        self._layouts[found_by] = layout
+        return layout
