@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.api.serve import Opening
+from deploykit.api.serve_opening import Opening
 from deploykit.core.paths import StrPath
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from deploykit.api import serve_processes as multiprocess
 from deploykit.api.open import open_proven
 from deploykit.api.pipeline import ServedPipelines
 from deploykit.api.running_server import RunningServer
+from deploykit.api.serve_opening import Opening
 from deploykit.api.serve_strings import (
     PAD,
     SIZES,
@@ -25,15 +26,16 @@ from deploykit.api.serve_strings import (
     read_token,
 )
 from deploykit.core.artefact import Artefact, ArtefactLike
-from deploykit.core.errors import BadInput, OutOfMemory, Unsupported
+from deploykit.core.errors import BadInput
 from deploykit.core.files import check_readable
-from deploykit.core.machine import return_large_blocks, usable_cores
+from deploykit.core.machine import return_large_blocks
 from deploykit.core.paths import StrPath
 
 if TYPE_CHECKING:
     from deploykit.api.running_server import OnStart
     from deploykit.runtimes.engine import Engine
     from deploykit.serving.models.reload import Source
+    from deploykit.serving.models.repository import ModelRepository
     from deploykit.serving.models.shadow import Shadow
     from deploykit.serving.options import ServeOptions
     from deploykit.serving.server import Server
@@ -144,7 +146,8 @@ def serve_until_stopped(
     there is one model; `engines` may be a function that finds them, called once the options are
     known to be right. `token_file`: its first line is the token. `buckets`: `AXIS=16,32`, `pads`:
     `INPUT=0`. `log_format`: text or json lines on stderr. `workers`: processes that share the
-    ports, each with its engines, or "auto". `on_start`: called once the ports are open, before the
+    ports, each with its engines; "shared:2": two, and one that runs the engines of both, as it is
+    on a GPU; or "auto". `on_start`: called once the ports are open, before the
     first request is read; with several workers, where there is no server. `on_serve`: called with
     each server, in its process. `options`: those of `ServeOptions`. Returns how many accepted
     requests were left unanswered.
@@ -171,12 +174,12 @@ def serve_until_stopped(
         served = ServedPipelines(steps, files).files
         references = name_shadows(shadows, list(served))
         _check(files, steps, references, settings)
-        count = multiprocess.choose_workers(wanted, served, opening)
-        opening = replace(opening, threads=multiprocess.threads_each(opening, count))
+        chosen = multiprocess.choose_workers(wanted, served, opening)
+        opening = replace(opening, threads=multiprocess.threads_each(opening, chosen))
         run = partial(_run, files, steps, references, settings, opening, reload, on_serve=on_serve)
-        if count == 1:
+        if not chosen.several:
             return run(started)
-    return multiprocess.run_workers(count, run, settings, log_format, [*served, *steps], started)
+    return multiprocess.run_workers(chosen, run, settings, log_format, [*served, *steps], started)
 
 
 def _check(
@@ -220,27 +223,27 @@ def _run(
     `group`: the processes that share the ports, if there are several; `shared`: see `load`.
     """
     from deploykit.serving import server as http
-    from deploykit.serving.models.reload import Source
+    from deploykit.serving.workers.group import ServerGroup
 
     _check(files, pipelines, references, settings)
     steps, opening = ServedPipelines(pipelines, files), replace(opening, shared=shared)
+    group = group or ServerGroup()
     return_large_blocks()
     with ExitStack() as stack:
-        sources = {
-            name: Source(file, partial(opening, file, settings), opening.check)
-            for name, file in steps.files.items()
-        }
-        models: dict[str, Sequence[Engine]] = {}
-        for name, source in sources.items():
-            models[name] = source.open()
-            for engine in models[name]:
-                stack.callback(engine.close)
-                if group is not None:
-                    multiprocess.check_on_cpu(name, engine.device)
+        if group.engines is not None:  # another process has them, shadows and traces them
+            models: dict[str, Sequence[Engine]] = {
+                name: [engine] * engine.count for name, engine in group.engines.items()
+            }
+            sources: dict[str, Source] = {}
+            references, otlp = {}, None
+        else:
+            models, sources = _open(steps.files, opening, settings, group, stack)
+            otlp = settings.otlp
         _check_pad(settings, models)
         shadowing = _shadows(references, models, settings, stack) if references else {}
-        server = http.Server(models, settings, group=group, pipelines=steps.live(models))
-        _watch(server, shadowing, settings.otlp, sources if reload else {}, stack)
+        live = {} if group.runs_engines else steps.live(models)
+        server = http.Server(models, settings, group=group, pipelines=live)
+        _watch(server.repository, shadowing, otlp, sources if reload else {}, stack)
         if on_serve is not None:
             on_serve(server)
 
@@ -250,6 +253,30 @@ def _run(
         if threading.current_thread() is threading.main_thread():
             return http.run_alone(server, ready)
         return server.run(ready)  # in the process of a user's program
+
+
+def _open(
+    files: Mapping[str, Path],
+    opening: Opening,
+    settings: ServeOptions,
+    group: ServerGroup,
+    stack: ExitStack,
+) -> tuple[dict[str, Sequence[Engine]], dict[str, Source]]:
+    """The models by name, which `stack` closes, and where they come from."""
+    from deploykit.serving.models.reload import Source
+
+    sources = {
+        name: Source(file, partial(opening, file, settings), opening.check)
+        for name, file in files.items()
+    }
+    models: dict[str, Sequence[Engine]] = {}
+    for name, source in sources.items():
+        models[name] = source.open()
+        for engine in models[name]:
+            stack.callback(engine.close)
+            if group.count > 1 and not group.runs_engines:
+                multiprocess.check_on_cpu(name, engine.device)
+    return models, sources
 
 
 def _check_pad(settings: ServeOptions, models: Mapping[str, Sequence[Engine]]) -> None:
@@ -266,17 +293,16 @@ def _check_pad(settings: ServeOptions, models: Mapping[str, Sequence[Engine]]) -
 
 
 def _watch(
-    server: Server,
+    repository: ModelRepository,
     shadowing: Mapping[str, Shadow],
     otlp: str | None,
     sources: Mapping[str, Source],
     stack: ExitStack,
 ) -> None:
-    """Add shadows, traces, the logs' figures and the reloading of `sources` to the server."""
+    """Add shadows, traces, the logs' figures and the reloading of `sources`."""
     from deploykit.serving.models.reload import Reloader
     from deploykit.serving.observe import logs
 
-    repository = server.repository
     repository.add_metrics(logs.samples)
     for name, shadow in shadowing.items():
         repository.find(name).watch(shadow)
@@ -302,64 +328,6 @@ def _files_by_name(models: Models) -> dict[str, Path]:
         several = [models] if isinstance(models, (str, os.PathLike, Artefact)) else models
         files = name_models([str(each) for each in several])
     return files
-
-
-@dataclass(frozen=True)
-class Opening:
-    """How the models' engines are opened."""
-
-    device: str
-    threads: int | None
-    instances: int
-    trust: bool
-    cpu_fallback: bool
-    shared: Path | None = None  # see `load`
-
-    def __call__(self, file: Path, settings: ServeOptions) -> Sequence[Engine]:
-        threads, count = self.threads, self.instances
-        if threads is None and count > 1:
-            threads = max(1, usable_cores() // count)
-        artefact = Artefact.open(file)
-        artefact.sha256  # noqa: B018 - hashed now: later the file may be another one
-        opened = partial(
-            open_proven, artefact, threads=threads, instances=count, shared=self.shared
-        )
-        try:
-            graphs, overlap = settings.graph_sizes, settings.overlap
-            return opened(self.device, trust=self.trust, cuda_graphs=graphs, overlap=overlap)
-        except Unsupported as exc:
-            cuda = self.device.startswith("cuda")
-            if not (self.cpu_fallback and cuda and artefact.format == "onnx"):
-                raise
-            engines: list[Any] = opened("cpu")
-            note = f"runs on the CPU, not on {self.device}: {exc.message}"
-            for engine in engines:
-                engine.notes = (*engine.notes, note)
-            log.warning("%s: %s", file, note)
-            return engines
-
-    def check(self, file: Path) -> None:
-        """Open `file` and run it once, on the CPU; of what only a GPU runs, check the hash.
-
-        A second copy might not fit on the GPU.
-        """
-        from deploykit.runtimes.engine import load
-        from deploykit.serving.batching.delivery import monotonic_us
-        from deploykit.serving.models.warmup import WarmUp
-
-        artefact = Artefact.open(file)
-        artefact.manifest  # noqa: B018 - raises for a file that is not the one it describes
-        if not artefact.runtime.on_cpu:
-            return
-        try:
-            engine = load(artefact, "cpu", threads=1)
-        except OutOfMemory:
-            raise
-        except Unsupported:
-            if self.device == "cpu":
-                raise
-        else:
-            WarmUp(file.name, engine, monotonic_us, max_batch=0).run()
 
 
 def _shadows(

@@ -1,4 +1,7 @@
-"""Serve from several processes: how many, the threads of each, and what only one process can do.
+"""Serve from several processes: how many, the threads of each, and who runs the engines.
+
+Engines on a GPU run in one process, to which all others pass requests; on a CPU each process has
+its own, unless `workers` is shared:N.
 
 `auto` opens each model with one thread and with all. Where one thread computes a request almost as
 fast, as for small models, the server's own work is the limit, and one process for each core serves
@@ -10,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,7 +21,7 @@ from deploykit.core.apart import run_apart
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.extras import installed
-from deploykit.core.machine import usable_cores
+from deploykit.core.machine import this_machine, usable_cores
 
 if TYPE_CHECKING:
     from deploykit.api.running_server import OnStart
@@ -26,13 +30,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-AUTO = "auto"
+AUTO, SHARED = "auto", "shared:"
 MOST_AUTO = 16  # more were not measured
 MOST = 256
 _GAIN = 1.25  # of all threads over one, from which on a lone request is worth them
 _LONG_US = 1_000_000  # shorter runs are repeated
 
 Timed = dict[str, tuple[int, int]]  # by model: us of one row on one thread, and on all
+
+
+@dataclass(frozen=True)
+class Workers:
+    """`count`: those that share the ports, None for auto. `shared`: one more has the engines."""
+
+    count: int | None
+    shared: bool = False
+
+    @property
+    def several(self) -> bool:
+        return self.shared or self.count != 1
 
 
 class _Opening(Protocol):
@@ -44,57 +60,64 @@ class _Opening(Protocol):
     def instances(self) -> int: ...
 
 
-def parse_workers(workers: int | str) -> int | None:
-    """The number of workers; None for "auto". Raises BadInput."""
+def parse_workers(workers: int | str) -> Workers:
+    """Raises BadInput."""
     text = str(workers)
+    number = text.removeprefix(SHARED)
     if text == AUTO:
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) < 6 and 1 <= int(text) <= MOST):
-        raise BadInput(f"`workers` {text}: must be a number from 1 to {MOST}, or {AUTO}")
-    return int(text)
+        return Workers(None)
+    if not (number.isascii() and number.isdigit() and len(number) < 6 and 1 <= int(number) <= MOST):
+        raise BadInput(
+            f"`workers` {text}: must be a number from 1 to {MOST}, {SHARED}N or {AUTO}",
+            hint=f"{SHARED}2 are two, and one more process that runs the engines for both",
+        )
+    return Workers(int(number), number != text)
 
 
-def choose_workers(wanted: int | None, files: Mapping[str, Path], opening: _Opening) -> int:
-    """How many workers to start. Raises Unsupported for engines that one process has to own."""
-    if wanted == 1:
-        return 1
+def choose_workers(wanted: Workers, files: Mapping[str, Path], opening: _Opening) -> Workers:
+    """How many workers to start. Raises Unsupported where the system cannot."""
+    if not wanted.several:
+        return wanted
     from deploykit.serving.workers.parent import check_supported
 
-    only_one = _why_only_one(files, opening.device)
-    if wanted is not None:
-        if only_one:
-            raise _only_one(only_one)
+    why_shared = _why_shared(files, opening.device)
+    if wanted.count is not None:
         check_supported()
-        if wanted > usable_cores():
-            log.warning("%d workers share %d cores", wanted, usable_cores())
-        return wanted
-    count, why = (1, only_one) if only_one else _measure(files, opening)
+        if wanted.count > usable_cores():
+            log.warning("%d workers share %d cores", wanted.count, usable_cores())
+        if why_shared and not wanted.shared:
+            log.info("one process runs the engines of all workers: %s", why_shared)
+        return replace(wanted, shared=wanted.shared or bool(why_shared))
+    count, why = (1, why_shared) if why_shared else _measure(files, opening)
     log.info("workers: %s chose %d: %s", AUTO, count, why)
-    return count
+    return Workers(count)
 
 
-def threads_each(opening: _Opening, count: int) -> int | None:
-    """CPU threads per call: `count` workers divide the cores, unless the number was given."""
-    if count == 1 or opening.threads is not None:
+def threads_each(opening: _Opening, workers: Workers) -> int | None:
+    """CPU threads per call: workers with engines divide the cores, unless the number was given."""
+    if workers.shared or workers.count in (None, 1) or opening.threads is not None:
         return opening.threads
-    return max(1, usable_cores() // (count * opening.instances))
+    return max(1, usable_cores() // (workers.count * opening.instances))
 
 
 def check_on_cpu(name: str, device: str) -> None:
     """Raise Unsupported for an engine on a GPU, opened by one of several workers."""
     if device != "cpu":
-        raise _only_one(f"model '{name}' runs on {device}")
+        raise Unsupported(
+            f"model '{name}' runs on {device}, which one process owns",
+            hint=f"`workers` {SHARED}2, or `device` cpu",
+        )
 
 
 def run_workers(
-    count: int,
+    workers: Workers,
     serve: Callable[..., int],
     settings: ServeOptions,
     log_format: str,
     names: list[str],
     on_start: OnStart,
 ) -> int:
-    """Run `serve(group=...)` in each of `count` processes; as `serve_until_stopped`."""
+    """Run `serve(group=...)` in each process; as `serve_until_stopped`."""
     import deploykit.serving.grpc.server
     import deploykit.serving.server
     from deploykit.runtimes.onnxruntime.mapped import copies_folder
@@ -110,25 +133,28 @@ def run_workers(
     def logging_of(number: int | None) -> AbstractContextManager[object]:
         return logs.configure(log_format, worker=number)
 
+    count = workers.count or 1
     with copies_folder() as folder:
-        parent = Parent(count, worker, settings, logging_of)
+        parent = Parent(count, worker, settings, logging_of, shared=workers.shared)
         return parent.run(lambda host, port, grpc: on_start(None, host, port, grpc, names))
 
 
-def _why_only_one(files: Mapping[str, Path], device: str) -> str:
+def _why_shared(files: Mapping[str, Path], device: str) -> str:
+    """Why one process has to run the engines; empty where each worker may have its own."""
     if device.startswith("cuda"):
         return f"`device` is {device}"
     for name, file in files.items():
         if not Artefact.open(file).runtime.on_cpu:
             return f"model '{name}' runs on a GPU"
+    if device == "auto" and this_machine().gpus and run_apart("`workers`", _takes_cuda):
+        return "ONNX Runtime runs on the GPU here"
     return ""
 
 
-def _only_one(why: str) -> Unsupported:
-    return Unsupported(
-        f"`workers` above 1 serve engines on a CPU; {why}, which one process owns",
-        hint="`workers` 1, or `device` cpu",
-    )
+def _takes_cuda(_on_progress: object) -> bool:
+    from deploykit.runtimes.onnxruntime.engine import providers
+
+    return "CUDAExecutionProvider" in providers()
 
 
 def _measure(files: Mapping[str, Path], opening: _Opening) -> tuple[int, str]:

@@ -94,7 +94,8 @@ Limits:
 Engines:
 --instances N          Engines per model
 --threads N            CPU threads per call [one per core]
---workers N|auto       Processes that share the ports, each with its engines; auto measures
+--workers N|shared:N|auto  Processes that share the ports, each with its engines;
+                       shared: one more runs those of all, as for a GPU; auto measures
 --cpu-fallback         Run an ONNX model on the CPU if the GPU cannot
 --cuda-graphs/--no-cuda-graphs  Run batches of TensorRT engines as CUDA graphs
 --overlap/--no-overlap  Submit a batch to a TensorRT engine before the last one is done

@@ -125,7 +125,7 @@ class Server:
             access = AccessControl(guard, loopback=loopback, origins=options.origins, public=FILES)
             self.repository = ModelRepository(
                 models, options, deliver=self._deliver, call_soon=self._loop.call_soon,
-                processes=group.count,
+                processes=group.count, make_model=group.make_model,
             )  # fmt: skip
             self.repository.add_pipelines(pipelines or {}, self._loop, group.count)
         except BaseException:
@@ -149,7 +149,7 @@ class Server:
             self._listener.close_idle,
         )  # fmt: skip
         self._grpc: GrpcServer | None = None
-        if options.grpc_port is not None:
+        if options.grpc_port is not None and not group.runs_engines:
             from deploykit.serving.grpc.server import GrpcServer
             from deploykit.serving.http2.shared import Http2Limits
 
@@ -193,12 +193,13 @@ class Server:
             for number in self._group.signals:
                 # not the loop's: on its end it puts the default back, which ends the process
                 self._handlers[number] = signal.signal(number, self._pass_on)
-        hooks = Hooks(self._begin_drain, self._abort, self._set_elsewhere)
+        hooks = Hooks(self.repository, self._begin_drain, self._abort, self._set_elsewhere)
         await self._group.join(hooks)
         grpc_port = await self._grpc.start() if self._grpc else None
         self._routes.grpc_port = grpc_port
-        self._acceptor.open()
-        self._warn()
+        if not self._group.runs_engines:
+            self._acceptor.open()
+            self._warn()
         ticking = asyncio.ensure_future(self._tick())
         try:
             on_ready(self.host, self.port, grpc_port)
@@ -206,7 +207,8 @@ class Server:
             await self._stopped.wait()
             may_close = self._group.may_close
             await self._until(lambda: not self._unanswered and may_close(), DRAIN_S)
-            self._acceptor.close()
+            if not self._group.runs_engines:
+                self._acceptor.close()
             self._socket.close()  # new clients are refused from now on instead of waiting
             dropped = self._unanswered
             self._listener.close_all()

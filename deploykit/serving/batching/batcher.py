@@ -99,6 +99,11 @@ class Batcher(Closing):
         self._dispatch.watcher = watcher
 
     @property
+    def engines(self) -> int:
+        """How many run in this process."""
+        return len(self._workers)
+
+    @property
     def lost(self) -> bool:
         """Whether an engine has lost its GPU; then no request is accepted."""
         return self._dispatch.lost

@@ -210,6 +210,10 @@ class ServedModel:
             request.feeds, request.rows, key, done, now_us, now_us + wait_us, now_us + limit_us,
             request.priority, trace, 0 if started_us is None else now_us - started_us,
         )  # fmt: skip
+        return self.enqueue(pending)
+
+    def enqueue(self, pending: Pending) -> Pending:
+        """Queue a checked request. Raises Overloaded."""
         while True:
             try:
                 self.batcher.submit(pending)
@@ -278,7 +282,7 @@ class ServedModel:
             "deploykit_model_batched": self.max_batch > 0,
             "deploykit_model_generation": self.in_use.generation,
             "deploykit_model_loaded_timestamp_seconds": self.in_use.loaded_s,
-            "deploykit_engines": len(self.engines),
+            "deploykit_engines": batcher.engines,
             "deploykit_engines_hung": batcher.hung,
             "deploykit_batch_limit_rows": max(1, policy.max_batch),
             "deploykit_queue_limit_rows": policy.queue_rows,

@@ -47,6 +47,8 @@ def _check_name(name: str) -> None:
 class ModelRepository:
     """Models by name. `deliver` and `call_soon`: see Batcher. `processes`: see ServedModel.
 
+    `make_model`: another class in its place.
+
     The caller closes the engines after `close`, except those passed to `replace`.
     """
 
@@ -59,6 +61,7 @@ class ModelRepository:
         clock_us: Callable[[], int] = monotonic_us,
         call_soon: CallSoon | None = None,
         processes: int = 1,
+        make_model: Callable[..., ServedModel] = ServedModel,
     ) -> None:
         if not models:
             raise BadInput("there is no model to serve")
@@ -77,7 +80,7 @@ class ModelRepository:
         try:
             for name, engines in models.items():
                 several = engines if isinstance(engines, Sequence) else [engines]
-                self.models[name] = ServedModel(
+                self.models[name] = make_model(
                     name, several, options, deliver, clock_us, call_soon, processes
                 )
             self._check_buckets()

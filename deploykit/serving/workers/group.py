@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import math
+import mmap
 import os
 import pickle
 import signal
@@ -21,21 +22,26 @@ from functools import partial
 from typing import Any
 
 from deploykit.core.errors import DeploykitError, first_line
+from deploykit.serving.models.model import ServedModel
+from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.listener import bind
 from deploykit.serving.web.history import Samples
+from deploykit.serving.workers.front import EngineLink, RemoteEngine
 from deploykit.serving.workers.link import Message, WorkerLink
 
 Result = Callable[[], Any]  # the value; raises the error
 Then = Callable[[Result], None]
 _LAST_BYTES = 32 << 10
 Makers = Mapping[str, Callable[[], Any]]
+ENGINE = 0  # the number of the process that runs the engines of all others
 
 
 @dataclass(frozen=True)
 class Hooks:
     """What the parent may have a server do. `set_elsewhere` takes why another one is not ready."""
 
+    repository: ModelRepository
     drain: Callable[[], None]
     abort: Callable[[], None]
     set_elsewhere: Callable[[str | None], None]
@@ -45,7 +51,10 @@ class ServerGroup:
     """A server alone: its own figures are those of all, and its own changes are enough."""
 
     count = 1
+    runs_engines = False  # of other processes, which are the server's to its clients
     signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)
+    engines: Mapping[str, RemoteEngine] | None = None  # of another process
+    make_model: Callable[..., ServedModel] = ServedModel
 
     def __init__(self) -> None:
         self._reports: Makers = {}
@@ -102,7 +111,8 @@ class Member(ServerGroup):
     """One of `count` workers. `number`: from 1. `http`, `grpc`: bound sockets, not listening.
 
     `last`: a pipe for what the process says at its end. Ctrl-C, which a terminal sends to all
-    processes, is left to the parent.
+    processes, is left to the parent. `engines`: what the process of the engines, whose number is
+    ENGINE, says of them; each connection to it comes through `control`, with memory to share.
     """
 
     signals = (signal.SIGTERM,)
@@ -112,13 +122,20 @@ class Member(ServerGroup):
         number: int,
         count: int,
         end: socket.socket,
+        control: socket.socket,
         http: socket.socket,
         grpc: socket.socket | None,
         last: int,
+        engines: Mapping[str, RemoteEngine] | None = None,
     ) -> None:
         super().__init__()
         self.number = number
         self.count = count
+        self.engines = engines
+        self._control = control
+        self._engine = EngineLink() if engines is not None else None
+        if self._engine is not None:
+            self.make_model = self._engine.make_model
         self._end = end
         self._last = last
         self._sockets = {"`http_port`": http, "`grpc_port`": grpc}
@@ -129,6 +146,7 @@ class Member(ServerGroup):
         self._hooks: Hooks | None = None
         self._not_ready: str | None = None
         self._drained = self._closing = self._lost = False
+        self._connecting: set[asyncio.Task[None]] = set()
 
     def share_of(self, options: ServeOptions) -> ServeOptions:
         """The queue and the memory of all are divided."""
@@ -148,8 +166,31 @@ class Member(ServerGroup):
         """Tell the parent that the models are ready; wait for what the others know already."""
         self._hooks, self._may_open = hooks, asyncio.Event()
         await self._link.connect(self._end)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._control.fileno(), self._receive_memory, loop)
+        if self.runs_engines:
+            self._link.send("engines", self.engines)
         self._link.send("ready")
         await self._may_open.wait()
+        if self._engine is not None:
+            await self._engine.connected.wait()
+
+    async def connect(self, end: socket.socket, memory: mmap.mmap) -> None:
+        """A connection to the engines, with memory to share."""
+        if self._engine is not None:
+            await self._engine.connect(end, memory)
+
+    def _receive_memory(self, loop: asyncio.AbstractEventLoop) -> None:
+        _, files, _, _ = socket.recv_fds(self._control, 1, 2)
+        if len(files) < 2:  # the parent is gone
+            loop.remove_reader(self._control.fileno())
+            return
+        end, memory = socket.socket(fileno=files[0]), mmap.mmap(files[1], 0)
+        os.close(files[1])
+        end.setblocking(False)
+        task = loop.create_task(self.connect(end, memory))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
 
     def listening(self) -> None:
         self._link.send("listening")
@@ -204,13 +245,19 @@ class Member(ServerGroup):
     def _on_lost(self) -> None:
         """The parent is gone: answer what was accepted, then end."""
         self._lost = True
-        if self._may_open is not None:
-            self._may_open.set()
+        self._stop_waiting()
         waiting, self._asked = self._asked, {}
         for then in waiting.values():
             then(_raising(DeploykitError("the server is shutting down")))
         if self._hooks is not None:
             self._hooks.drain()
+
+    def _stop_waiting(self) -> None:
+        """End `join`."""
+        if self._may_open is not None:
+            self._may_open.set()
+        if self._engine is not None:
+            self._engine.connected.set()
 
     def _receive(self, message: Message) -> None:
         kind, *content = message
@@ -226,6 +273,9 @@ class Member(ServerGroup):
             number, value = content
             then = self._asked.pop(number)
             then(_raising(value) if isinstance(value, Exception) else lambda: value)
+        elif kind == "engines":
+            if self._engine is not None and not self._engine.describe(content[0]):
+                self._hooks.drain()  # other models are served now: our successor will know them
         elif kind == "elsewhere":
             self._hooks.set_elsewhere(content[0])
         elif kind == "open":
@@ -233,12 +283,12 @@ class Member(ServerGroup):
                 self._do(what, arguments)
             self._may_open.set()
         elif kind == "drain":
-            self._may_open.set()
+            self._stop_waiting()
             self._hooks.drain()
         elif kind == "close":
             self._closing = True
         elif kind == "abort":
-            self._may_open.set()
+            self._stop_waiting()
             self._hooks.abort()
 
     def _do(self, what: str, arguments: tuple[Any, ...]) -> DeploykitError | None:

@@ -111,7 +111,7 @@ def merge_counts(reports: Sequence[Report]) -> dict[str, Figures]:
 def merge_status(reports: Sequence[Report]) -> Figures:
     """The dashboard's figures; those of the workers that run, with the counters of all."""
     running = [report["status"] for report in reports if report["status"] is not None]
-    first = running[0]
+    first = max(running, key=lambda each: len(each["models"]))  # not each process has pipelines
     counts = merge_counts(reports)
     processes = [each["process"] for each in running if each["process"]]
     models = []

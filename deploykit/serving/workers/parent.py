@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
@@ -24,6 +24,8 @@ from typing import Any
 from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.listener import reserve, share_address
+from deploykit.serving.workers.front import RemoteEngine
+from deploykit.serving.workers.group import ENGINE
 from deploykit.serving.workers.hub import Hub
 from deploykit.serving.workers.link import Message, WorkerLink
 from deploykit.serving.workers.process import (
@@ -45,6 +47,7 @@ END_S = 50.0  # for workers to drain, above their own limits
 ABORT_S = 5.0
 ECHO_S = 1.0  # a second SIGTERM within it counts as the same one
 _POLL_S = 0.02
+SHARE_BYTES = 64 << 20  # of each worker for requests, and for answers, above the largest body
 
 OnReady = Callable[[str, int, "int | None"], None]  # host, HTTP port, gRPC port
 
@@ -63,8 +66,15 @@ class Parent:
     """Runs `count` workers, each with `serve`, on the addresses of `options`."""
 
     def __init__(
-        self, count: int, serve: Serve, options: ServeOptions, logging_of: Logging
+        self,
+        count: int,
+        serve: Serve,
+        options: ServeOptions,
+        logging_of: Logging,
+        *,
+        shared: bool = False,
     ) -> None:
+        """`shared`: one more process, with the number ENGINE, runs the engines of all workers."""
         check_supported()
         self._count = count
         self._serve = serve
@@ -76,7 +86,10 @@ class Parent:
             self._grpc = reserve(options.host, options.grpc_port, "`grpc_port`")
         self._workers: dict[int, Forked] = {}  # by pid
         self._hub = Hub(self._workers, count, self._do)
-        self._failures = dict.fromkeys(range(1, count + 1), 0)
+        self._shared = shared
+        self._share_bytes = 2 * (options.max_body_bytes + SHARE_BYTES)
+        self._engines: Mapping[str, RemoteEngine] | None = None  # once they are known
+        self._failures = dict.fromkeys(range(ENGINE if shared else 1, count + 1), 0)
         self._failure: BaseException | None = None
         self._started = False  # once all were ready
         self._tasks: set[asyncio.Task[None]] = set()
@@ -111,7 +124,11 @@ class Parent:
         return self._dropped
 
     async def _run(self, on_ready: OnReady) -> None:
-        self._start(range(1, self._count + 1))
+        if self._shared:
+            self._start([ENGINE])
+            await self._until(self._has_engines, math.inf)
+        if not self._stopped.is_set():
+            self._start(range(1, self._count + 1))
         await self._until(self._all_serve, math.inf)
         if not self._stopped.is_set():
             self._started = True
@@ -133,6 +150,9 @@ class Parent:
             os.kill(worker.pid, signal.SIGKILL)
         await self._until(lambda: not self._workers, ABORT_S, whatever=True)
         ticking.cancel()
+
+    def _has_engines(self) -> bool:
+        return self._stopped.is_set() or self._engine is not None
 
     def _all_serve(self) -> bool:
         return self._stopped.is_set() or self._hub.serving == self._count
@@ -181,7 +201,8 @@ class Parent:
 
     def _fork(self, number: int) -> None:
         http, grpc = share_address(self._http), self._grpc and share_address(self._grpc)
-        worker, end = fork(number, self._count, http, grpc, self._serve, self._logging_of)
+        engines = None if number == ENGINE else self._engines
+        worker, end = fork(number, self._count, http, grpc, self._serve, self._logging_of, engines)
         self._workers[worker.pid] = worker
         self._do(self._connect(worker, end))
 
@@ -204,6 +225,7 @@ class Parent:
                 os.kill(worker.pid, signal.SIGKILL)
             await asyncio.sleep(_POLL_S / 4)
         del self._workers[worker.pid]
+        worker.control.close()
         self._on_end(worker, os.waitstatus_to_exitcode(status), last_words(worker.last))
 
     def _on_end(self, worker: Forked, code: int, last: object) -> None:
@@ -220,17 +242,19 @@ class Parent:
                 )
                 self._dropped += 1  # at least
             return
-        why = f"worker {number} was ended by {how_it_ended(code)}"
+        name = f"worker {number}" if number != ENGINE else "the process of the engines"
+        why = f"{name} was ended by {how_it_ended(code)}"
         if isinstance(last, BaseException):
-            why = f"worker {number}: {last}"
+            why = f"{name}: {last}"
         if not self._started:
             self._end_with(
                 last if isinstance(last, BaseException) else _crash(f"{why} at its start", code)
             )
             return
-        lived = worker.serving and time.monotonic() - worker.begun_s > LIVED_S
+        worked = worker.ready if number == ENGINE else worker.serving
+        lived = worked and time.monotonic() - worker.begun_s > LIVED_S
         failures = self._failures[number] = 0 if lived else self._failures[number] + 1
-        if not self._hub.serving and min(self._failures.values()) >= MOST_FAILURES:
+        if self._is_hopeless(number):
             error = last if isinstance(last, DeploykitError) else _crash(why, code)
             log.error("%s; no worker is left, and %d starts of each failed", why, MOST_FAILURES)
             self._end_with(error)
@@ -239,6 +263,13 @@ class Parent:
         log.error("%s; another is started in %g s", why, delay_s)
         self._hub.restarts += 1
         self._loop.call_later(delay_s, self._restart, number)
+
+    def _is_hopeless(self, number: int) -> bool:
+        """Whether those that could answer fail at each start."""
+        if number == ENGINE:
+            return self._failures[ENGINE] >= MOST_FAILURES
+        failures = [count for each, count in self._failures.items() if each != ENGINE]
+        return not self._hub.serving and min(failures) >= MOST_FAILURES
 
     def _restart(self, number: int) -> None:
         if not self._stopped.is_set():
@@ -266,8 +297,14 @@ class Parent:
             if self._stopped.is_set():
                 worker.link.send("drain")
             else:
+                self._join_engine(worker)
                 worker.link.send("open", self._hub.changes)
                 self._share_state()
+        elif kind == "engines":
+            self._engines = content[0]
+            for each in self._workers.values():
+                if each.number != ENGINE and each.ready and each.link is not None:
+                    each.link.send("engines", self._engines)
         elif kind == "drained":
             worker.drained = True
             self._let_close()
@@ -277,6 +314,27 @@ class Parent:
                 log.info("worker %d serves", worker.number)
         else:
             self._hub.receive(worker, message)
+
+    @property
+    def _engine(self) -> Forked | None:
+        """The process of the engines, once it is ready."""
+        found = (each for each in self._workers.values() if each.number == ENGINE and each.ready)
+        return next(found, None)
+
+    def _join_engine(self, worker: Forked) -> None:
+        """Connect a worker that is ready with the process of the engines, or that with all."""
+        engine = self._engine
+        if engine is None:
+            return
+        ready = [each for each in self._workers.values() if each.ready and each is not engine]
+        for front in ready if worker is engine else [worker]:
+            memory = os.memfd_create("deploykit")  # no name, so nothing is left of it
+            os.ftruncate(memory, self._share_bytes)
+            for each, end in zip((front, engine), socket.socketpair(), strict=True):
+                with contextlib.suppress(OSError):  # it has just ended
+                    socket.send_fds(each.control, [b"m"], [end.fileno(), memory])
+                end.close()
+            os.close(memory)
 
     def _let_close(self) -> None:
         """Let workers refuse connections once all have answered what they accepted."""

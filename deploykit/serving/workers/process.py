@@ -10,14 +10,16 @@ import pickle
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NoReturn
 
 from deploykit.core.errors import DeploykitError
-from deploykit.serving.workers.group import Member
+from deploykit.serving.workers.engine import EngineMember
+from deploykit.serving.workers.front import RemoteEngine
+from deploykit.serving.workers.group import ENGINE, Member
 from deploykit.serving.workers.link import WorkerLink
 from deploykit.serving.workers.merge import Report
 
@@ -37,6 +39,7 @@ class Forked:
     number: int
     pid: int
     last: int  # a pipe: what it says at its end
+    control: socket.socket  # for connections to the engines
     begun_s: float
     link: WorkerLink | None = None
     ready: bool = False
@@ -55,21 +58,24 @@ def fork(
     grpc: socket.socket | None,
     serve: Serve,
     logging_of: Logging,
+    engines: Mapping[str, RemoteEngine] | None = None,
 ) -> tuple[Forked, socket.socket]:
     """Start a worker that takes over the sockets; returns it and our end of its link."""
-    ours, theirs = socket.socketpair()
+    (ours, theirs), (control, taken) = socket.socketpair(), socket.socketpair()
     last, written = os.pipe()
-    member = Member(number, count, theirs, http, grpc, written)
+    kind = EngineMember if number == ENGINE else Member
+    member = kind(number, count, theirs, taken, http, grpc, written, engines)
     parent, pid = os.getpid(), os.fork()
     if pid == 0:
-        keep = [each.fileno() for each in (theirs, http, grpc) if each is not None]
+        keep = [each.fileno() for each in (theirs, taken, http, grpc) if each is not None]
         _become_worker(member, serve, logging_of, parent, [*keep, written])
     os.close(written)
-    for each in (theirs, http, grpc):
+    for each in (theirs, taken, http, grpc):
         if each is not None:
             each.close()
-    ours.setblocking(False)
-    return Forked(number, pid, last, time.monotonic()), ours
+    for each in (ours, control):
+        each.setblocking(False)
+    return Forked(number, pid, last, control, time.monotonic()), ours
 
 
 def _become_worker(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
 import os
 import re
@@ -13,23 +11,24 @@ import struct
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace as replace_fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from deploykit.api.serve import Opening
 from deploykit.api.serve_processes import (
+    Workers,
     check_on_cpu,
     choose_workers,
     decide_workers,
     parse_workers,
+    threads_each,
     time_threads,
 )
 from deploykit.core.errors import BadInput, Unsupported
+from deploykit.core.machine import usable_cores
 from tests.support.runtimes.large_model import write_model
 from tests.support.serving.faults import (
     BROKEN,
@@ -45,57 +44,17 @@ from tests.support.serving.faults import (
 )
 from tests.support.serving.reloading import model, replace
 from tests.support.serving.serve_faulty import HANG, POISON
+from tests.support.serving.worker_processes import (
+    MANY,
+    ask,
+    connections,
+    is_running,
+    kill,
+    sockets,
+    workers,
+)
 
-MANY = 24  # connections, of which each of two workers gets some: all but 1 in 8 million times
 TWO = ("--workers", "2")
-
-
-def workers(server: Process) -> list[int]:
-    """The pids of the processes that serve."""
-    pid = server.popen.pid
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def sockets(pid: int) -> int:
-    count = 0
-    for each in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            count += str(each.readlink()).startswith("socket:")
-    return count
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def kill(server: Process, worker: int) -> None:
-    """Returns when its parent has noticed; until then the kernel may still give it connections."""
-    count = len(server.log_lines())
-    os.kill(worker, signal.SIGKILL)
-    until(lambda: any("ended by SIGKILL" in line for line in server.log_lines()[count:]))
-
-
-@contextmanager
-def connections(server: Process, count: int = MANY) -> Iterator[list[http.client.HTTPConnection]]:
-    """Open connections, which the kernel has divided among the workers."""
-    with ExitStack() as stack:
-        found = []
-        for _ in range(count):
-            found.append(http.client.HTTPConnection("127.0.0.1", server.port, timeout=LIMIT_S))
-            stack.callback(found[-1].close)
-        yield found
-
-
-def ask(
-    connection: http.client.HTTPConnection, method: str, target: str, body: bytes = b""
-) -> tuple[int, Any]:
-    connection.request(method, target, body)
-    reply = connection.getresponse()
-    text = reply.read()
-    return reply.status, json.loads(text) if text.startswith((b"{", b"[")) else text
 
 
 @pytest.fixture(scope="module")
@@ -337,7 +296,10 @@ def refused(folder: Path, *options: str, **env: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "x", "10000", "", "1.5", "²", "999999999999"])
+@pytest.mark.parametrize(
+    "text",
+    ["0", "-1", "x", "10000", "", "1.5", "²", "999999999999", "shared:", "shared:0", "shared:x"],
+)
 def test_a_number_of_workers_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(BadInput, match=re.escape(f"`workers` {text}: must be a number from 1 to")):
         parse_workers(text)
@@ -347,7 +309,10 @@ def test_the_command_line_names_its_flag(tmp_path: Path) -> None:
     code, text = refused(tmp_path, "--workers", "0")
     assert (code, text.splitlines()) == (
         2,
-        ["error: --workers 0: must be a number from 1 to 256, or auto"],
+        [
+            "error: --workers 0: must be a number from 1 to 256, shared:N or auto",
+            "hint: shared:2 are two, and one more process that runs the engines for both",
+        ],
     )
 
 
@@ -393,18 +358,30 @@ def test_auto_times_each_model(tmp_path: Path) -> None:
     assert min(timed["m"]) > 0
 
 
-def test_a_gpu_has_one_process(tmp_path: Path) -> None:
+def test_the_engines_of_a_gpu_run_in_one_process(tmp_path: Path) -> None:
     files = {"m": model(tmp_path / "m.onnx", 1.0)}
     plan = tmp_path / "m.trt"
     plan.write_bytes(b"ptrt" + bytes(64))
     on_gpu = Opening("cuda", None, 1, trust=False, cpu_fallback=False)
-    with pytest.raises(Unsupported, match="`device` is cuda, which one process owns"):
-        choose_workers(2, files, on_gpu)
-    with pytest.raises(Unsupported, match="model 't' runs on a GPU, which one process owns"):
-        choose_workers(2, {"t": plan}, replace_fields(on_gpu, device="auto"))
-    with pytest.raises(Unsupported, match="model 'm' runs on cuda:0"):
+    two, shared = parse_workers(2), parse_workers("shared:2")
+    assert choose_workers(two, files, on_gpu) == shared == Workers(2, shared=True)
+    anywhere = replace_fields(on_gpu, device="auto")
+    assert choose_workers(two, {"t": plan}, anywhere) == shared
+    assert choose_workers(two, files, replace_fields(on_gpu, device="cpu")) == two
+    assert choose_workers(shared, files, replace_fields(on_gpu, device="cpu")) == shared
+    one = parse_workers("auto"), parse_workers(1)
+    assert [choose_workers(each, files, on_gpu) for each in one] == [Workers(1)] * 2
+    with pytest.raises(Unsupported, match="model 'm' runs on cuda:0") as caught:
         check_on_cpu("m", "cuda:0")
-    assert choose_workers(None, files, on_gpu) == choose_workers(1, files, on_gpu) == 1
+    assert "shared:2" in (caught.value.hint or "")
+
+
+def test_workers_with_engines_divide_the_threads_and_others_leave_them_to_one() -> None:
+    opening = Opening("cpu", None, 1, trust=False, cpu_fallback=False)
+    cores = usable_cores()
+    assert threads_each(opening, Workers(cores)) in (1, None)
+    assert threads_each(opening, Workers(cores, shared=True)) is None
+    assert threads_each(replace_fields(opening, threads=3), Workers(2)) == 3
 
 
 def test_workers_that_all_die_and_cannot_start_again_end_the_server(tmp_path: Path) -> None:

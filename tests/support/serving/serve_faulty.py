@@ -6,6 +6,7 @@ It takes FAULT_LATENCY_S, and FAULT_PER_ROW_S more for each row; FAULT_ROWS is i
 FAULT_WIDTH its numbers in a row. FAULT_LIMITS, in JSON, changes the connections' limits. With
 FAULT_OPENS only so many workers can open the model: they count themselves in the folder. Workers
 that die are replaced FAULT_DELAY_S later, and killed after FAULT_MISSED reports that they miss.
+FAULT_SHARE_BYTES is what a worker and the process of the engines share above the largest body.
 """
 
 from __future__ import annotations
@@ -75,8 +76,9 @@ def open_proven(_file, *_, instances=1, **_more):
 
 if __name__ == "__main__":
     serve.check_readable = lambda file: file
-    serve_processes._why_only_one = lambda *_: ""
+    serve_processes._why_shared = lambda *_: ""
     hub.MOST_MISSED = int(os.environ.get("FAULT_MISSED", hub.MOST_MISSED))
+    parent.SHARE_BYTES = int(os.environ.get("FAULT_SHARE_BYTES", parent.SHARE_BYTES))
     parent.DELAY_S = float(os.environ.get("FAULT_DELAY_S", parent.DELAY_S))
     serve.Opening.__call__ = lambda opening, file, _: open_proven(file, instances=opening.instances)
     if "FAULT_LIMITS" in os.environ:
