@@ -76,7 +76,7 @@ BUDGETS = {
     "measure": 9960,
     "pipelines": 1910,
     "planning": 850,
-    "serving": 14850,
+    "serving": 15400,
     "bundling": 2120,
     "cluster": 270,
     "api": 10160,
