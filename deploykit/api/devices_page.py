@@ -15,7 +15,8 @@ from deploykit.measure.report.tables import NOT_MEASURED, Table, machine
 Json = Mapping[str, Any]
 _METHOD = """A batch is made, then a step trains on it, 3 to 20 times after a warm-up. A GPU's \
 work has ended when its clock stops. Brackets and whiskers are 95 % intervals over the steps of \
-one process; that of a ratio holds for any two values within. Nothing was trained to the end."""
+one process; that of a ratio holds for any two values within. Where a backbone is frozen, \
+the head's steps are timed, on features in memory. Nothing was trained to the end."""
 
 
 def devices_html(document: Json) -> str:

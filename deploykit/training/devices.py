@@ -74,14 +74,13 @@ def time_devices(
     batches: Sequence[int],
     on_progress: Progress | None = None,
     *,
-    augment: bool = False,
+    augment: bool | None = None,
     compile: bool = False,  # noqa: A002 - torch's own name for it
 ) -> list[DeviceTimes]:
     """A row for each device, precision and batch size. Raises BadInput."""
     check_labels(recipe.sized_for(splits.build_with), splits)
     recipe = recipe.sized_for(splits.build_with)
-    nothing = replace(splits.calibration, labels=splits.calibration.labels[:0])
-    splits = replace(splits, calibration=nothing)
+    splits = replace(splits, calibration=_first(splits.calibration, 0))
     wanted = [
         (device, precision, compiled, batch)
         for device, precisions in PRECISIONS.items()

@@ -65,6 +65,25 @@ def test_a_batch_that_fits_in_parts_only_is_not_measured() -> None:
     assert large.absent == "too little memory: fits in 2 parts only"
 
 
+class OnFeatures(torch.nn.Module):
+    """Two dense layers: `backbone` and `head`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = torch.nn.Linear(2, 3), torch.nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.backbone(x))
+        return found
+
+
+def test_the_head_on_a_frozen_backbone_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_MOST", 3)
+    frozen = replace(LINE, build=OnFeatures, backbone=("backbone", "head"))
+    row = time_devices(frozen, SPLITS, [5])[0]
+    assert (row.absent, len(row.step_s)) == (None, 3)
+
+
 def test_compiled_rows_stand_next_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda run: run)  # it takes many seconds
     rows = time_devices(LINE, SPLITS, [5], compile=True)
