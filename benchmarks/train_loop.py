@@ -84,7 +84,9 @@ def our_epochs(recipe: Recipe, splits: Splits, epochs: int) -> float:
     """The same epochs by `run_training`'s own loop."""
     torch.manual_seed(0)
     nothing = replace(splits.calibration, labels=splits.calibration.labels[:0])  # no scoring
-    settings = settle(recipe, TrainingOptions(device="cpu", epochs=epochs, amp=False))
+    settings = settle(
+        recipe, TrainingOptions(device="cpu", epochs=epochs, amp=False, augment=False)
+    )
     data = replace(splits, calibration=nothing)
     run = Run(recipe, data, settings, recipe.build(), "", Processes())
     return cpu_seconds(lambda: run.train(lambda _text, _share: None))

@@ -2,7 +2,8 @@
 
 The network of "Deep Learning GPU Essentials": three 3x3 convolutions without padding, max-pooling
 by 2 after the first two, ReLU throughout, plus the flatten that its listing lacks; the softmax is
-in the loss. 93,322 parameters.
+in the loss. 93,322 parameters. It trains on images moved by up to 2 pixels (`--no-augment`: as they
+are), which more than halved the errors in a cross-validation on the data that do not test.
 
 Data: without `--data`, the 1,797 real handwritten digits that come with scikit-learn (UCI "Optical
 Recognition of Handwritten Digits", 8x8 pixels, resized here to 28x28), always split into
@@ -137,4 +138,6 @@ RECIPE = Recipe(
     epochs=25,
     batch_size=32,
     learning_rate=3e-3,
+    augment={"crop": 2},
+    augmented=True,
 )

@@ -69,7 +69,7 @@ def compare_devices(
     *,
     data: StrPath | None = None,
     batch_size: int | None = None,
-    augment: bool = False,
+    augment: bool | None = None,
     compile: bool = False,  # noqa: A002 - torch's own name for it
     force: bool = False,
     command: str = "",
@@ -79,8 +79,8 @@ def compare_devices(
 
     Writes report.json, report.md and report.html into the folder `out`. `batch_size`: the middle
     one of three; an eighth and four times as much are the others.
-    `augment`: the images too, as the recipe declares; what augmentation takes on each processor is
-    timed anyway. `compile`: also with torch.compile. Nothing is trained to the end, and no accuracy
+    `augment`: the images too, as `train` does; what augmentation takes on each processor is timed
+    anyway. `compile`: also with torch.compile. Nothing is trained to the end, and no accuracy
     is measured. Raises BadInput.
     """
     read = (data, *named_files(recipe))
@@ -113,7 +113,7 @@ def compare_devices(
         machine=this_machine().to_dict(),
         rows=rows,
         crossovers=tuple(devices.find_crossovers(rows)),
-        augment=augment,
+        augment=chosen.augmented if augment is None else augment,
         augmentation=augmented,
         articles=devices.ARTICLES,
     )

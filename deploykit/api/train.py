@@ -53,7 +53,7 @@ def train(
     compile: bool = False,  # noqa: A002 - torch's own name for it
     channels_last: bool | None = None,
     unfreeze: float | None = None,
-    augment: bool = False,
+    augment: bool | None = None,
     augment_on: str = "auto",
     workers: int | None = None,
     fsdp: bool = False,
@@ -80,8 +80,8 @@ def train(
     a folder for event files. `save_splits`: a folder that gets calibration.npz and test.npz, for
     `quantize` and `predict`. `strict_data`: refuse files that cannot be read, which are skipped
     otherwise. `augment`: change the images of each batch at random, as the recipe declares, on the
-    processor that takes less time. `force`: replace files that deploykit did not write. The other
-    options are those of `training.options.TrainingOptions`.
+    processor that takes less time; None as the recipe says. `force`: replace files that deploykit
+    did not write. The other options are those of `training.options.TrainingOptions`.
     """
     given = locals()
     options = {name: given[name] for name in _OPTIONS}

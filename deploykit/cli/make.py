@@ -48,7 +48,8 @@ Training:
         the best epoch's weights [never]
 --weights FILE         Weights to start from; of the transfer recipes, their backbone's
 --unfreeze RATE        Train a backbone too, at this share of the learning rate [frozen]
---augment              Change the images at random as the recipe declares: crop, flip, colour …
+--augment/--no-augment  Change the images at random as the recipe declares: crop, flip, colour …
+        [as the recipe says: mnist-cnn alone does]
 --seed N               Seed of the weights, of the order of the data and of their augmentation
 Speed:
 --device               Where to train
@@ -81,7 +82,7 @@ def train(
     patience: int | None = None,
     weights: Path | None = None,
     unfreeze: float | None = None,
-    augment: bool = False,
+    augment: bool | None = None,
     seed: int = 0,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     amp: bool | None = None,

@@ -59,7 +59,8 @@ class Recipe:
     `backbone`: the names of the child that is frozen, in eval mode, and of the head that is
     trained on its features: the module computes `head(backbone(x))`. `needs_weights`: how to get
     the backbone's weights, where it has none of its own. `report(module, splits)`: further figures
-    of the trained module. `augment`: for `train --augment`, options of `training.augment.Augment`.
+    of the trained module. `augment`: for `train --augment`, options of `training.augment.Augment`;
+    `augmented`: whether `train` augments unless told otherwise.
     """
 
     build: Callable[..., Any]
@@ -79,6 +80,7 @@ class Recipe:
     needs_weights: str = ""
     report: Callable[[Any, Splits], Mapping[str, Any]] | None = None
     augment: Mapping[str, float] | Callable[[Any, Any], Any] | None = None
+    augmented: bool = False
 
     def sized_for(self, sizes: Mapping[str, int]) -> Recipe:
         """This recipe with a model of the `build_with` of some data."""

@@ -67,7 +67,7 @@ def make_loader(recipe: Recipe, train: Split, settings: Settings, group: Process
                 workers = max(1, free_cores(device))
         return Batches(train, device, size, options.seed, group, augmentation, workers)
 
-    if not options.augment:
+    if not settings.augment:
         return Loader(make(None))
     if device.type == "cpu":
         return Loader(make(CPU), "augmentation runs on the CPU, as the training does")

@@ -156,7 +156,7 @@ class Run:
                 "learning_rate": recipe.learning_rate,
                 "unfreeze": options.unfreeze,
                 "processes": group.size,
-                "augment": describe_augment(recipe) if options.augment else None,
+                "augment": describe_augment(recipe) if settings.augment else None,
             },
         )
 

@@ -49,7 +49,7 @@ class TrainingOptions:
     patience: int | None = None
     checkpoint: Path | None = None
     tensorboard: Path | None = None
-    augment: bool = False
+    augment: bool | None = None
     augment_on: str = "auto"
     workers: int | None = None
 
@@ -80,6 +80,7 @@ class Settings:
     channels_last: bool
     clip_norm: float | None
     schedule: str
+    augment: bool
     options: TrainingOptions
 
     @property
@@ -110,7 +111,8 @@ def settle(recipe: Recipe, options: TrainingOptions) -> Settings:
             if recipe.backbone
             else "`unfreeze`: this recipe has no frozen backbone"
         )
-    if options.augment and recipe.backbone and options.unfreeze is None:
+    augment = recipe.augmented if options.augment is None else options.augment
+    if augment and recipe.backbone and options.unfreeze is None:
         raise BadInput(
             "`augment`: the features of a frozen backbone are computed once, from the images as "
             "they are",
@@ -138,6 +140,7 @@ def settle(recipe: Recipe, options: TrainingOptions) -> Settings:
         on_gpu if options.channels_last is None else options.channels_last,
         clip_norm,
         schedule,
+        augment,
         options,
     )
 

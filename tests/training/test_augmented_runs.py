@@ -81,6 +81,15 @@ def test_a_recipe_declares_its_augmentation_in_a_line() -> None:
     assert isinstance(augment.read_augment(recipe), Augment)
 
 
+def test_a_recipe_may_augment_unless_told_otherwise() -> None:
+    recipe = replace(RECIPE, augmented=True)
+    unsaid = run_training(recipe, SPLITS, replace(ON, augment=None))
+    assert same(unsaid, run_training(RECIPE, SPLITS, ON))
+    refused = run_training(recipe, SPLITS, replace(ON, augment=False))
+    assert same(refused, run_training(RECIPE, SPLITS, replace(ON, augment=None)))
+    assert refused.figures["augment"] is None
+
+
 def test_each_epoch_sees_other_changes() -> None:
     batches = Batches(SPLITS.train, CPU, 40, 0, None, Augmentation(EVERYTHING, 0, CPU))
     first, second = (

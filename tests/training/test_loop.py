@@ -18,6 +18,7 @@ from deploykit.core.paths import import_object  # noqa: E402
 from deploykit.core.preprocess import IMAGENET  # noqa: E402
 from deploykit.core.recipe import Recipe, Split, Splits, load_recipe  # noqa: E402
 from deploykit.core.tensors import TensorSpec  # noqa: E402
+from deploykit.measure.statistics import proportion  # noqa: E402
 from deploykit.runtimes.data.preprocess import load_preprocess  # noqa: E402
 from deploykit.training.loop import run_training  # noqa: E402
 from deploykit.training.options import TrainingOptions, choose_device  # noqa: E402
@@ -115,8 +116,11 @@ def test_the_network_is_the_articles(mnist_cnn: Recipe) -> None:
 
 @only_in_a_campaign
 def test_the_recipe_reaches_97_percent_on_the_digits(mnist_cnn: Recipe) -> None:
-    trained = run_training(mnist_cnn, mnist_cnn.data(None), TrainingOptions(device="cpu"))
-    assert trained.scores.mean() >= 0.97
+    """The lower end of the interval does, of the mean of three seeds."""
+    options = [TrainingOptions(device="cpu", seed=seed) for seed in range(3)]
+    scores = [run_training(mnist_cnn, mnist_cnn.data(None), each).scores for each in options]
+    mean = np.mean(scores, axis=0)
+    assert proportion(float(mean.sum()), len(mean)).low >= 0.97
 
 
 def idx(array: np.ndarray) -> bytes:
