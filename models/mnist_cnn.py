@@ -71,9 +71,8 @@ def _digits() -> Splits:
 
 def _mnist(folder: Path) -> Splits:
     if not folder.is_dir():
-        raise NotFound(
-            f"{folder}: no such folder", hint="name the folder with MNIST's four IDX files"
-        )
+        reason = "is a file, not a folder" if folder.exists() else "no such folder"
+        raise NotFound(f"{folder}: {reason}", hint="name the folder with MNIST's four IDX files")
     images = _pixels(_idx(folder, "train-images-idx3-ubyte", 3))
     labels = _idx(folder, "train-labels-idx1-ubyte", 1).astype(np.int64)
     test_images = _pixels(_idx(folder, "t10k-images-idx3-ubyte", 3))

@@ -83,8 +83,8 @@ def test_a_recipe_declares_its_augmentation_in_a_line() -> None:
 
 def test_a_recipe_may_augment_unless_told_otherwise() -> None:
     recipe = replace(RECIPE, augmented=True)
-    unsaid = run_training(recipe, SPLITS, replace(ON, augment=None))
-    assert same(unsaid, run_training(RECIPE, SPLITS, ON))
+    default = run_training(recipe, SPLITS, replace(ON, augment=None))
+    assert same(default, run_training(RECIPE, SPLITS, ON))
     refused = run_training(recipe, SPLITS, replace(ON, augment=False))
     assert same(refused, run_training(RECIPE, SPLITS, replace(ON, augment=None)))
     assert refused.figures["augment"] is None

@@ -143,7 +143,7 @@ def test_augmentation_is_timed_on_each_processor_or_the_reason_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "faster", "said"),
+    ("gpu", "faster", "sentence_part"),
     [
         ([50, 2000, 9000], ["CPU", "GPU", "GPU"], "from batch 32 on (measured: 8, 32, 150)"),
         ([50, 100, 300], ["CPU", "CPU", "neither surely"], "at no batch size (measured: 8"),
@@ -151,13 +151,13 @@ def test_augmentation_is_timed_on_each_processor_or_the_reason_given() -> None:
     ids=["crossover", "none"],
 )
 def test_the_report_gives_the_crossover_of_augmentation(
-    gpu: list[float], faster: list[str], said: str
+    gpu: list[float], faster: list[str], sentence_part: str
 ) -> None:
     cpu = rows_of("cpu", devices.AUGMENTED, [200, 250, 300])
     rows = (*cpu, *rows_of("cuda", devices.AUGMENTED, gpu))
     table = SimpleNamespace(augmentation=rows)
     (sentence,) = devices.conclude_augmentation(table)
-    assert said in sentence
+    assert sentence_part in sentence
     document = a_document() | {"augmentation": [row.to_dict() for row in rows]}
     lines = devices_markdown(document).partition("## Augmentation on each processor")[2]
     cells = [line.strip("| ").split(" | ") for line in lines.splitlines() if line.startswith("| ")]
@@ -169,8 +169,8 @@ def test_without_a_gpu_the_report_gives_what_augmentation_takes_on_the_cpu() -> 
     absent = verb.DeviceRow("cuda", devices.AUGMENTED, 32, absent=NO_GPU)
     cpu = rows_of("cpu", devices.AUGMENTED, [200, 250, 300])
     table = SimpleNamespace(augmentation=(*cpu, absent), batch=32)
-    said = f"The CPU augments a batch of 32 in 128 ms. GPU: not measured, {NO_GPU}."
-    assert devices.conclude_augmentation(table) == [said]
+    expected = f"The CPU augments a batch of 32 in 128 ms. GPU: not measured, {NO_GPU}."
+    assert devices.conclude_augmentation(table) == [expected]
     table.augmentation = ()
     assert devices.conclude_augmentation(table) == []
 

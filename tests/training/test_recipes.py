@@ -102,8 +102,8 @@ def test_folders_without_two_classes_of_images_are_refused(
 
 def test_a_folder_that_is_not_there_or_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
-    for name in ("nowhere", "file"):
-        with pytest.raises(NotFound, match=name):
+    for name, reason in (("nowhere", "no such folder"), ("file", "is a file, not a folder")):
+        with pytest.raises(NotFound, match=f"{name}: {reason}"):
             class_splits(tmp_path / name, 16)
 
 

@@ -60,7 +60,8 @@ def class_splits(folder: Path, side: int, *, classes: int | None = None) -> Spli
 def _files(folder: Path) -> dict[str, list[Path]]:
     """The images of each class by its name."""
     if not folder.is_dir():
-        raise NotFound(f"{folder}: no such folder", hint="name a folder with one per class")
+        reason = "is a file, not a folder" if folder.exists() else "no such folder"
+        raise NotFound(f"{folder}: {reason}", hint="name a folder with one per class")
     try:
         inner = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
         return {
