@@ -60,7 +60,7 @@ class Recipe:
     trained on its features: the module computes `head(backbone(x))`. `needs_weights`: how to get
     the backbone's weights, where it has none of its own. `report(module, splits)`: further figures
     of the trained module. `augment`: for `train --augment`, options of `training.augment.Augment`;
-    `augmented`: whether `train` augments unless told otherwise.
+    `augmented`: whether `train` augments by default.
     """
 
     build: Callable[..., Any]

@@ -81,7 +81,7 @@ def test_a_recipe_declares_its_augmentation_in_a_line() -> None:
     assert isinstance(augment.read_augment(recipe), Augment)
 
 
-def test_a_recipe_may_augment_unless_told_otherwise() -> None:
+def test_a_recipe_may_augment_by_default() -> None:
     recipe = replace(RECIPE, augmented=True)
     default = run_training(recipe, SPLITS, replace(ON, augment=None))
     assert same(default, run_training(RECIPE, SPLITS, ON))
