@@ -4,12 +4,14 @@
     python benchmarks/load_faults.py /tmp/load_native [--clean 20] [--seconds 3]
 
 A native server answers after 1 ms. Each fault is put into a generator's process of its own; what
-the run says of it is printed. A run without a fault follows, as often as asked.
+the run says of it is printed. A run without a fault follows, as often as asked. Takes three
+minutes, and needs a quiet machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import signal
 import subprocess
@@ -127,8 +129,10 @@ CLOSED = {name: fault for name, fault in OPEN.items() if name != "20 ms busy for
 
 
 def generate(plan: SendPlan, fault: str, _progress: object = None) -> RunRecord:
-    """One run, in a process of its own."""
+    """One run, in a process of its own, as `run_plan` has it."""
     client = Client(plan)
+    gc.collect()
+    gc.disable()
     if fault:
         OPEN[fault](client)
     return client.run()
