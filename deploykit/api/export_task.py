@@ -156,6 +156,11 @@ def _with_image(
 ) -> Tasked:
     from deploykit.runtimes.torch.loaded import with_preprocess
 
+    if len(loaded.inputs) > 1:
+        raise BadInput(
+            f"`task` {options.kind}: the model takes {', '.join(map(str, loaded.inputs))}",
+            hint="one input is the image; wrap the model in a module that makes the others itself",
+        )
     preset = loaded.preset
     spec = next((each for each in loaded.inputs if _takes_bytes(each)), None)
     if spec is None:

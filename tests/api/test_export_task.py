@@ -117,6 +117,14 @@ def test_the_user_states_labels_in_python_and_without_any_they_are_indices(folde
     assert task.image == ImageInput("image", 8, 12, "shortest-edge", 12)
 
 
+class Conditional(Classifier):
+    """Takes a second tensor, which no client of a task has."""
+
+    def forward(self, image: Any, bias: Any) -> dict[str, Any]:
+        found = super().forward(image)
+        return {**found, "logits": found["logits"] + bias}
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "too few labels": ({"labels": ["a", "b"]}, "holds 2 labels, the model has 5 classes"),
     "unknown": ({"task": "caption"}, "`task` caption: unknown"),
@@ -141,6 +149,12 @@ def test_what_does_not_fit_is_named_before_the_export(case: str, tmp_path: Path)
     with pytest.raises(dk.BadInput, match=reason.replace("[", r"\[")):
         dk.export(built(Classifier), out=tmp_path / "m.onnx", **{**usual, **given})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_input_is_refused_before_the_export(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"inputs": [*SPEC, "bias:float32[N,5]"], "preprocess": "imagenet"}
+    with pytest.raises(dk.BadInput, match=r"`task` classify: the model takes .*, bias:float32"):
+        dk.export(built(Conditional), out=tmp_path / "m.onnx", task="classify", **given)
 
 
 @pytest.mark.parametrize(
