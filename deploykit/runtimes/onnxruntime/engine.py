@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from deploykit.core.apart import run_apart
 from deploykit.core.artefact import ArtefactLike
 from deploykit.core.errors import (
     BadInput,
@@ -126,7 +127,7 @@ class OnnxRuntimeEngine(BaseEngine):
         self.session = None
         if shared is not None and device == "cpu" and is_large(path):
             try:
-                self.session = _mapped(path, shared, threads, spinning, open_session)
+                self.session = _mapped(path, shared, threads, spinning)
             except (DeploykitError, OSError) as exc:
                 self.notes = (f"{path}: its weights are not shared: {first_line(exc)}",)
         try:
@@ -287,23 +288,22 @@ def _session(
     return session
 
 
-def _mapped(
-    path: Path, shared: Path, threads: int | None, spinning: bool, open_session: Callable[..., Any]
-) -> Any:
+def _mapped(path: Path, shared: Path, threads: int | None, spinning: bool) -> Any:
     """A session on the copy of `path` in `shared`. Raises as `mapped_copy`."""
-
-    def write(copy: Path) -> None:
-        options = open_session(save=copy).get_session_options()
-        if options.get_session_config_entry(EXACT_INTEGERS) == "0":
-            raise Unsupported("nodes share INT8 weights")
-
-    copy = mapped_copy(path, shared, write)
+    copy = mapped_copy(path, shared, lambda copy: run_apart(str(path), write_copy, path, copy))
     options = session_options(threads, spinning=spinning)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL  # it is
     with onnxruntime_errors(path):
         return ort.InferenceSession(
             str(copy), options, providers=["CPUExecutionProvider"], enable_fallback=0
         )
+
+
+def write_copy(path: Path, copy: Path, _on_progress: Callable[[str, float], None]) -> None:
+    """Runs in a process of its own: a session leaves holes in the memory of one that goes on."""
+    options = _session(path, "cpu", 1, optimise=True, save=copy).get_session_options()
+    if options.get_session_config_entry(EXACT_INTEGERS) == "0":
+        raise Unsupported("nodes share INT8 weights")
 
 
 def read_weights(path: Path, options: Any) -> object:
