@@ -13,9 +13,8 @@ import numpy as np
 from deploykit.core.errors import BadInput, Overloaded, TooLarge
 from deploykit.core.tensors import Bytes
 from deploykit.serving.models.inference import Inference, ModelRoute, array_bytes, over_budget
-from deploykit.serving.models.offload import Offload, Result
-from deploykit.serving.models.repository import VERSION, ModelRepository, ServedModel
-from deploykit.serving.models.worker import WorkerProcess
+from deploykit.serving.models.offload import Result
+from deploykit.serving.models.repository import VERSION
 from deploykit.serving.oip import json
 from deploykit.serving.oip.request import Request
 from deploykit.serving.transport import compression
@@ -32,18 +31,6 @@ _REGION = b"shared_memory_region"
 class InferRoute(ModelRoute):
     """The route of one model."""
 
-    def __init__(
-        self,
-        repository: ModelRepository,
-        model: ServedModel,
-        offload: Offload,
-        worker: WorkerProcess | None,
-    ) -> None:
-        super().__init__(repository, model, offload, worker)
-        self.max_body_bytes = repository.options.max_body_bytes
-        inputs = model.signature.inputs.values()
-        self._strings = any(slot.datatype == "BYTES" for slot in inputs)  # slow to decode
-
     def __call__(self, call: Call) -> None:
         """Raises BadInput for a wrong header."""
         head, body = call.head, call.body
@@ -56,7 +43,7 @@ class InferRoute(ModelRoute):
         large = self.model.largest_output_bytes > LARGE_BYTES
         if large and not call.reserve(0):  # before the engine works for nothing
             raise over_budget()
-        slow_bytes = len(body) if json_bytes is None or self._strings else json_bytes
+        slow_bytes = len(body) if json_bytes is None or self.strings else json_bytes
         trace = None if head.trace is None else head.trace.decode("latin-1")
         inference = HttpInference(self, call, (body, json_bytes), trace)
         del body

@@ -23,10 +23,7 @@ from deploykit.runtimes.tasks.answers import PNG, RLE
 from deploykit.runtimes.tasks.engine import Item
 from deploykit.serving.http.multipart import check_form, find_boundary, split_parts
 from deploykit.serving.models.inference import ModelRoute
-from deploykit.serving.models.offload import Offload
-from deploykit.serving.models.repository import ModelRepository, ServedModel
 from deploykit.serving.models.task_call import MOST_ITEMS, Items, TaskCall, too_many
-from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip.json import parse_document
 from deploykit.serving.transport import compression
 from deploykit.serving.transport.call import JSON, Call, reply_exception
@@ -42,16 +39,6 @@ _LONG_BYTES = 1 << 20  # of JSON: taken apart in another process
 
 class PredictRoute(ModelRoute):
     """The route of one model."""
-
-    def __init__(
-        self,
-        repository: ModelRepository,
-        model: ServedModel,
-        offload: Offload,
-        worker: WorkerProcess | None,
-    ) -> None:
-        super().__init__(repository, model, offload, worker)
-        self._max_body_bytes = repository.options.max_body_bytes
 
     def __call__(self, call: Call) -> None:
         """Raises BadInput for a wrong request, Unsupported for a model without a task."""
@@ -91,7 +78,7 @@ class PredictRoute(ModelRoute):
         self, encoding: bytes | None, split: Callable[[Bytes], Items], body: Bytes
     ) -> Items:
         if encoding is not None:
-            body = compression.decompress(body, encoding, self._max_body_bytes)
+            body = compression.decompress(body, encoding, self.max_body_bytes)
         return split(body)
 
     def _split_json(self, text: bool, body: Bytes) -> Items:

@@ -62,6 +62,7 @@ class ModelRoute:
         self.worker = worker
         self.memory = repository.memory
         self.limit_us = repository.options.timeout_ms * 1000
+        self.max_body_bytes = repository.options.max_body_bytes
         inputs = model.signature.inputs.values()
         self.strings = any(slot.datatype == "BYTES" for slot in inputs)  # slow to decode
 
