@@ -144,6 +144,8 @@ def image_errors(where: object, formats: Sequence[str] = _FORMATS) -> Iterator[N
         named = [_NAMES[name] for name in formats]
         reason = f"is neither {', '.join(named[:-1])} nor {named[-1]}"
         reason = reason if _unknown(exc) else first_line(exc)
+        if isinstance(exc, Image.DecompressionBombError):  # whose limit is not ours
+            raise BadInput(f"{where}: has more than {MAX_PIXELS / 1e6:.0f} million pixels") from exc
         raise BadInput(f"{where}: is not a readable image: {reason}") from exc
 
 

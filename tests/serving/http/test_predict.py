@@ -22,6 +22,7 @@ needs("PIL", "tokenizers")
 
 from deploykit.api.open import open_proven  # noqa: E402
 from tests.support.runtimes.pictures import encoded, photo  # noqa: E402
+from tests.support.serving import hostile_items  # noqa: E402
 from tests.support.serving.task_models import write_task_model  # noqa: E402
 
 KINDS = ("classify", "detect", "segment", "embed", "text-classify")
@@ -275,6 +276,29 @@ def test_what_cannot_be_answered_is_refused_in_one_line(served: Running, case: s
     assert reason in found["error"]
     assert "\n" not in found["error"]
     assert post(served, "classify", LIGHT, "image/png")[0] == 200
+
+
+@pytest.mark.parametrize("name", hostile_items.ANSWERED)
+def test_an_unusual_image_is_answered(served: Running, name: str) -> None:
+    status, found = post(served, "classify", hostile_items.ANSWERED[name](), "image/jpeg")
+    assert (status, len(found["top"])) == (200, 2)
+
+
+@pytest.mark.parametrize("name", hostile_items.REFUSED)
+def test_a_hostile_image_is_refused_in_one_line(served: Running, name: str) -> None:
+    make, reason = hostile_items.REFUSED[name]
+    status, found = post(served, "classify", make(), "image/jpeg")
+    assert (status, list(found)) == (400, ["error"])
+    assert reason in found["error"]
+    assert "\n" not in found["error"]
+
+
+@pytest.mark.parametrize("name", hostile_items.TEXTS)
+def test_a_hostile_text_is_refused_in_one_line(opened: dict[str, Any], name: str) -> None:
+    text, reason = hostile_items.TEXTS[name]
+    with running({"text-classify": opened["text-classify"]}) as server:
+        status, found = post(server, "text-classify", text, "text/plain")
+    assert (status, found) == (400, {"error": f"the text: {reason}"})
 
 
 def test_get_is_not_offered(served: Running) -> None:
