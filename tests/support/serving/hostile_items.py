@@ -18,13 +18,13 @@ _TURNED[0x0112] = 6
 Make = Callable[[], bytes]
 
 
-def picture(mode: str = "RGB") -> Any:
+def small_image(mode: str = "RGB") -> Any:
     return Image.fromarray(noise(9, 12)).convert(mode)
 
 
 def frames(kind: str, count: int) -> bytes:
     others = [Image.fromarray(noise(9, 12, seed=seed)) for seed in range(1, count)]
-    return encoded(picture(), kind, save_all=True, append_images=others)
+    return encoded(small_image(), kind, save_all=True, append_images=others)
 
 
 def png_header(width: int, height: int) -> bytes:
@@ -39,19 +39,19 @@ def png_header(width: int, height: int) -> bytes:
 
 def comments(count: int) -> bytes:
     """A PNG with so many empty comments."""
-    data, comment = encoded(picture()), b"tEXt"
+    data, comment = encoded(small_image()), b"tEXt"
     one = struct.pack(">I", 0) + comment + struct.pack(">I", zlib.crc32(comment))
     return data[:-12] + count * one + data[-12:]
 
 
 ANSWERED: dict[str, Make] = {
-    "cmyk": lambda: encoded(picture("CMYK"), "JPEG"),
-    "turned": lambda: encoded(picture(), "JPEG", exif=_TURNED),
+    "cmyk": lambda: encoded(small_image("CMYK"), "JPEG"),
+    "turned": lambda: encoded(small_image(), "JPEG", exif=_TURNED),
     "one pixel": lambda: encoded(np.zeros((1, 1, 3), np.uint8)),
-    "alpha": lambda: encoded(picture("RGBA")),
-    "grey and alpha": lambda: encoded(picture("LA")),
-    "palette": lambda: encoded(picture("P")),
-    "one bit": lambda: encoded(picture("1")),
+    "alpha": lambda: encoded(small_image("RGBA")),
+    "grey and alpha": lambda: encoded(small_image("LA")),
+    "palette": lambda: encoded(small_image("P")),
+    "one bit": lambda: encoded(small_image("1")),
     "two images of a phone": lambda: frames("MPO", 2),
     "rubbish behind it": lambda: photo() + bytes(100_000),
     "a long side": lambda: encoded(np.zeros((1, 60_000, 3), np.uint8)),
@@ -70,7 +70,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
     ),
     "cut": (lambda: photo()[:9000], "image file is truncated"),
     "svg": (lambda: b"<svg xmlns='http://www.w3.org/2000/svg'/>", _FORMATS),
-    "tiff": (lambda: encoded(picture(), "TIFF"), _FORMATS),
+    "tiff": (lambda: encoded(small_image(), "TIFF"), _FORMATS),
     "heic": (lambda: b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(2000), _FORMATS),
     "parts": (lambda: comments(50_000), "it has too many parts"),
 }
