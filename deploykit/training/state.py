@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from deploykit.core.errors import BadInput, first_line
-from deploykit.core.files import atomic_write, check_readable
+from deploykit.core.files import check_readable
 from deploykit.core.recipe import Splits
+from deploykit.runtimes.torch.open import save_whole
 
 VERSION = 1
 KEY = "deploykit_training_state"
@@ -28,9 +29,7 @@ def describe_run(recipe: str, splits: Splits, chosen: dict[str, Any]) -> dict[st
 
 
 def save_state(path: Path, run: dict[str, Any], state: dict[str, Any]) -> None:
-    document = {KEY: VERSION, "run": run, **state}
-    with atomic_write(path) as tmp:
-        torch.save(document, tmp)
+    save_whole({KEY: VERSION, "run": run, **state}, path)
 
 
 def load_state(path: Path, run: dict[str, Any]) -> dict[str, Any] | None:

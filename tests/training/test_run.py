@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -77,11 +78,11 @@ from deploykit.training.options import TrainingOptions
 from tests.support.campaign import only_in_a_campaign  # noqa: E402
 from tests.support.training import LINE, SPLITS
 save, count = torch.save, [0]
-def killed(document, tmp):
-    save(document, tmp)
+def killed(document, file):
+    save(document, file)
     count[0] += 1
     if count[0] == 3:
-        os.truncate(tmp, os.path.getsize(tmp) // 2)
+        os.truncate(file.name, file.tell() // 2)
         os.kill(os.getpid(), signal.SIGKILL)
 torch.save = killed
 run_training(LINE, SPLITS, TrainingOptions(device="cpu", epochs=4, checkpoint=Path({str(path)!r})))
@@ -93,6 +94,21 @@ run_training(LINE, SPLITS, TrainingOptions(device="cpu", epochs=4, checkpoint=Pa
     resumed = run_training(LINE, SPLITS, replace(CPU, checkpoint=path))
     assert "went on after epoch 2" in resumed.notes[0]
     assert losses(resumed) == losses(run_training(LINE, SPLITS, CPU))
+
+
+def test_a_full_disk_is_named_and_the_state_before_kept(tmp_path: Path) -> None:
+    path = tmp_path / "run.ckpt"
+    path.write_bytes(b"before")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(BadInput, match=r"run\.ckpt: cannot be written: File too large"):
+            state.save_state(path, {}, {"x": torch.zeros(10_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [
+        ("run.ckpt", b"before")
+    ]
 
 
 def test_a_finished_run_is_not_repeated(tmp_path: Path) -> None:

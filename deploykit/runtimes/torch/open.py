@@ -59,8 +59,18 @@ def save_checkpoint(
         "sizes": dict(sizes or {}),
         "state_dict": module.state_dict(),
     }
-    with atomic_write(out) as tmp:
-        torch.save(document, tmp)
+    save_whole(document, out)
+
+
+def save_whole(document: Mapping[str, Any], out: Path) -> None:
+    """`torch.save` through `atomic_write`: torch hides a full disk behind an error of its own."""
+    with atomic_write(out) as tmp, tmp.open("wb") as file:
+        try:
+            torch.save(document, file)
+        except RuntimeError as exc:
+            if isinstance(exc.__context__, OSError):
+                raise exc.__context__ from None
+            raise
 
 
 def load_weights(path: Path) -> dict[str, Any]:
