@@ -249,7 +249,7 @@ def _rows_above(series: Sequence[Series], plot: _Plot) -> list[tuple[float, int]
     taken: list[tuple[float, float, int]] = []
     found = []
     for one in series:
-        half = text_width(short(one.label)) / 2
+        half = text_width(short(one.label)) / 2 + 8  # with its marker
         x = plot.x_axis.at(one.marks[0].x, plot.left, plot.right)
         x = min(max(x, plot.left + half), plot.right - half)
         clash = {row for a, b, row in taken if x - half - 8 < b and x + half + 8 > a}
@@ -264,7 +264,8 @@ def _draw_names_above(canvas: Canvas, series: Sequence[Series], plot: _Plot) -> 
         mark, y_text = one.marks[0], plot.begin + _ROW * row - 12
         x, y = plot.at(mark.x, mark.y if mark.high is None else mark.high)
         leader = f'<path class="leader" d="M{px(x)} {px(y_text + 5)}V{px(y - 4)}"/>'
-        canvas.add(group(one.look, leader))
+        sample = marker(one.look, x_text - text_width(short(one.label)) / 2 - 8, y_text - 4)
+        canvas.add(group(one.look, leader, sample))
         canvas.text(x_text, y_text, short(one.label), "middle", "label")
 
 

@@ -188,3 +188,10 @@ def test_all_names_are_drawn_however_many_setups_there_are(report: Report, count
     assert set(labels) <= places.keys()
     assert min(top for _, top, _, _ in places.values()) >= 0
     assert overlaps(svg) == []
+
+
+def test_names_above_a_chart_have_their_markers(report: Report) -> None:
+    """All at one place: nothing else tells which name is whose."""
+    drawn, _ = charts(wide_report(report, COLUMNS[:3], batches=1).to_dict())
+    sweep = next(figure for figure in drawn if figure.name == "sweep-1")
+    assert draw(sweep).count("<circle") == 2  # the baseline's, in the plot and at its name
