@@ -155,6 +155,7 @@ def measure_scaling(
 
     alone = 0.0
     with run.no_sync():
+        gradients(*batch)  # by all: the first pass without the others' gradients shares buffers
         if group.first:
             alone = median()
         group.wait()

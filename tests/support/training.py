@@ -40,7 +40,11 @@ LINE = Recipe(
 
 
 def two_layers() -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(2, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+    """With a buffer, as one that preprocesses has: processes share it before a step."""
+    layers = torch.nn.Linear(2, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2)
+    found = torch.nn.Sequential(*layers)
+    found.register_buffer("mean", torch.zeros(2))
+    return found
 
 
 def train_two_layers(options: dict[str, Any], group: Processes) -> dict[str, Any]:
