@@ -34,6 +34,7 @@ _OPTIONS = (
         "augment",
         "augment_on",
         "workers",
+        "fsdp",
     ),
 )
 _NAMED = 3  # of the files that were skipped
