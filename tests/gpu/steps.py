@@ -126,7 +126,15 @@ def skips(stdout: str) -> str:
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """End the process and what it started: it leads a session of its own."""
+    """End the process and what it started, in other sessions too, as torchrun's processes are."""
+    family = [process.pid]
+    for pid in family:  # which grows
+        with contextlib.suppress(OSError):
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+            family += map(int, children.split())
+    for pid in family:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 

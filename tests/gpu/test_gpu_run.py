@@ -71,15 +71,17 @@ def test_the_result_of_a_step_has_a_status(
     assert (tmp_path / "part-x.log").is_file()
 
 
-def test_step_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
+@pytest.mark.parametrize("own_session", [False, True])  # torchrun gives its processes their own
+def test_step_that_hangs_is_killed_with_what_it_started(tmp_path: Path, own_session: bool) -> None:
     """The grandchild holds the pipes open: were it alive, reading them would take its minute."""
     code = (
         "import subprocess, sys, time\n"
-        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "words = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
+        f"subprocess.Popen(words, start_new_session={own_session})\n"
         "time.sleep(60)"
     )
-    result = run_step(step(code), 1, tmp_path)
-    assert (result.status, result.why) == ("failed", "killed after 1 s")
+    result = run_step(step(code), 3, tmp_path)
+    assert (result.status, result.why) == ("failed", "killed after 3 s")
     assert result.seconds < 50
 
 
