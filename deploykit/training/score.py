@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from deploykit.core.memory import memory_errors
 from deploykit.core.recipe import Recipe, Split
 from deploykit.runtimes.torch.preprocess import before
 from deploykit.training.batches import tensors
@@ -16,7 +17,8 @@ def score_module(
 ) -> np.ndarray:
     """The recipe's metric for each sample of `split`, shape (samples,), in float32.
 
-    Computed on the device that holds `module`, in eval mode; the mode is restored.
+    Computed on the device that holds `module`, in eval mode; the mode is restored. Raises
+    OutOfMemory.
     """
     device = next((each.device for each in module.parameters()), torch.device("cpu"))
     run = before(module, recipe.inputs, recipe.preprocess).to(device)
@@ -24,7 +26,7 @@ def score_module(
     run.eval()
     inputs, _ = tensors(split, torch.device("cpu"))
     scores = []
-    with torch.inference_mode():
+    with torch.inference_mode(), memory_errors(f"{device}: scoring {batch_size} samples at once"):
         for start in range(0, len(split.labels), batch_size):
             part = slice(start, start + batch_size)
             values = run(*(each[part].to(device) for each in inputs))

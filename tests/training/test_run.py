@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from deploykit.api import train as verb  # noqa: E402
 from deploykit.core.errors import BadInput, MissingExtra, OutOfMemory, Unsupported  # noqa: E402
 from deploykit.training import state  # noqa: E402
 from deploykit.training.curve import curve_svg  # noqa: E402
@@ -269,6 +270,17 @@ def test_too_little_memory_for_one_sample_is_refused() -> None:
         run_training(replace(LINE, loss=loss), SPLITS, CPU)
 
 
+def test_too_little_memory_to_score_is_refused() -> None:
+    class Large(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.training:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+            return super().forward(x)
+
+    with pytest.raises(OutOfMemory, match="scoring 256 samples at once"):
+        run_training(replace(LINE, build=lambda: Large(2, 2)), SPLITS, CPU)
+
+
 def test_another_error_of_the_loss_is_no_lack_of_memory() -> None:
     def loss(_y: torch.Tensor, _labels: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("shapes")
@@ -309,6 +321,10 @@ def test_wrong_options_are_named(options: dict[str, Any], named: str) -> None:
         run_training(LINE, SPLITS, replace(CPU, **options))
 
 
+def test_the_verb_passes_every_option_on() -> None:
+    assert {each.name for each in fields(TrainingOptions)} == set(verb._OPTIONS)
+
+
 def test_the_curve_holds_every_epoch() -> None:
     trained = run_training(LINE, SPLITS, CPU)
     drawn = curve_svg(trained.history, "a < b", "top-1")
@@ -345,6 +361,7 @@ def test_a_missing_tensorboard_names_its_extra(
 
 
 @only_in_a_campaign
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch's own
 def test_compile_gives_the_same_answers() -> None:
     options = replace(CPU, epochs=1)
     plain = run_training(LINE, SPLITS, options)
