@@ -67,20 +67,20 @@ OWNERS = {
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 3880,
+    "core": 3870,
     "runtimes": 9450,
     "training": 2240,
-    "exporters": 2060,
-    "onnx_graph+quantization": 5720,
-    "builders": 1940,
-    "measure": 9960,
-    "pipelines": 1910,
-    "planning": 850,
-    "serving": 15400,
-    "bundling": 2120,
+    "exporters": 2010,
+    "onnx_graph+quantization": 5660,
+    "builders": 1910,
+    "measure": 10070,
+    "pipelines": 1820,
+    "planning": 800,
+    "serving": 15340,
+    "bundling": 2060,
     "cluster": 270,
-    "api": 10160,
-    "cli": 3060,
+    "api": 10290,
+    "cli": 2990,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 140  # the whole package, with the list of public names
 LONG: set[str] = set()  # functions over 60 lines

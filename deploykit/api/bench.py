@@ -23,6 +23,7 @@ from deploykit.api.bench_columns import (
     open_on_cpu,
 )
 from deploykit.api.bench_inputs import BenchInputs, choose_inputs
+from deploykit.api.bench_layers import measure_layers
 from deploykit.api.bench_limits import EnergyLog, cpu_ceilings, limits
 from deploykit.api.bench_memory import measure_memory
 from deploykit.api.bench_proofs import Proofs
@@ -67,6 +68,7 @@ def bench(
     price: float | None = None,
     processes: int | None = None,
     scenarios: Sequence[str] = (),
+    layers: bool = False,
     trust: bool = False,
     force: bool = False,
     settings_of: StrPath | None = None,
@@ -76,16 +78,15 @@ def bench(
 ) -> Report:
     """Time `engines` against `baseline` (float32 .onnx on the CPU), interleaved, into a report.
 
-    Without `baseline` it is the first engine, or the float32 model that a TensorRT engine was made
-    from if that is next to it. Such an engine is proven first, or opened with `trust`: see
-    `open_proven`. `data`: an .npz; with labels, accuracy is measured too, paired with the
-    baseline's. These data are what is timed, else golden samples, else random numbers. `axis`: the
-    sizes of dynamic axes other than the batch, such as {"T": 128}, by default those of the data.
-    Each point, by default of BATCHES, is timed for `seconds` after `warmup_s` (60 and 10; with
-    `quick` of fewer batches, 2 and 1); a report of less than 60 is marked. `slo_ms`: the wanted
-    p99. `price`: of an hour of the machine. `processes`: fresh ones that share the time, 10 for
-    60 s, else this one alone. `scenarios`: of MLPerf, each for `seconds` more. `force`: replace
-    files of others in `out`. `settings_of`: an earlier report, whose settings are taken.
+    Without `baseline` it is the first engine, or the float32 model next to a TensorRT engine that
+    was made from it; such an engine is proven first, or opened with `trust`. `data`: an .npz, which
+    is what is timed, else golden samples, else random numbers; with labels, accuracy is measured.
+    `axis`: the sizes of dynamic axes other than the batch, such as {"T": 128}, by default those of
+    the data. Each point, by default of BATCHES, is timed for `seconds` after `warmup_s` (60 and 10;
+    with `quick` of fewer batches, 2 and 1). `slo_ms`: the wanted p99. `price`: of an hour of the
+    machine. `processes`: fresh ones that share the time, 10 for 60 s, else this one. `scenarios`:
+    of MLPerf, each for `seconds` more. `layers`: time those of the engines too. `force`: replace
+    files in `out`. `settings_of`: an earlier report, whose settings are taken.
     """
     from deploykit.measure.report import report as reports
 
@@ -94,12 +95,12 @@ def bench(
     note = _Once(on_note)
     every = open_entries(engines, baseline, trust, note)
     timing, count = _timing(quick, warmup_s, seconds, processes)
-    scenario = choose_scenarios(scenarios, timing.seconds, slo_ms)
+    after = choose_scenarios(scenarios, timing.seconds, slo_ms), layers, on_progress
     folder = claim_report(out, (*engines, baseline, data, settings_of), force=force)
     with tempfile.TemporaryDirectory(prefix="deploykit-bench-") as rounded:
         what = (data, axis, device, batches, timing, settings_of, note, on_progress)
         run = _prepare(every, Path(rounded), *what)
-        points, conditions, gaps = _time(run, every, batches, timing, count, scenario, on_progress)
+        points, conditions, gaps = _time(run, every, batches, timing, count, *after)
     report = replace(
         empty,
         title=f"{every[0].artefact.path.stem}: latency and throughput",
@@ -265,9 +266,10 @@ def _time(
     timing: Timing,
     count: int,
     scenarios: Callable[..., list[ScenarioResult]],
+    layers: bool,
     on_progress: Progress | None,
 ) -> tuple[list[Point], dict[str, Any], tuple[NotMeasured, ...]]:
-    """The points, the fields of the report on the machine meanwhile, and what had no meter."""
+    """The points, the fields of the report on the machine meanwhile, and what was not measured."""
     from deploykit.measure.outside import Watch, invalid, sum_up
     from deploykit.measure.timing.fresh import sweep_apart
     from deploykit.measure.timing.sweep import sweep
@@ -290,10 +292,13 @@ def _time(
         ran = scenarios(setups=right, points=points, feeds=run.inputs, on_progress=on_progress)
     memory = measure_memory(setups, points, run.inputs, on_progress) if count > 1 else ()
     outside = sum_up(watch, before, watch.over(around_s, time.sleep))
+    wanted = (run.asked or (every[0].key,)) if layers else ()
+    layer_times, missing = measure_layers(wanted, right, points, run.inputs, on_progress)
     on_gpu = {point.device for point in points} - {"cpu"}
     found = {
         "scenarios": tuple(ran),
         "memory": memory,
+        "layers": tuple(layer_times),
         "throttled": gpu_watch.reasons if on_gpu else (),
         "conditions": gpu_watch.conditions,
         "outside": outside,
@@ -301,7 +306,7 @@ def _time(
         "energy": energy.energy(points),
         **limits(every, run.columns.setups, points, ceilings),
     }
-    return points, found, energy.gaps(points)
+    return points, found, (*energy.gaps(points), *missing)
 
 
 def _method(timing: Timing, points: Sequence[Point]) -> str:

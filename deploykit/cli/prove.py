@@ -149,6 +149,7 @@ Timing:
 --price X              Price of an hour of this machine: show the cost of a million
 --processes N          Fresh processes that share that time [10 from 60 s on, else 1]
 --scenario NAME,...    Run scenarios of MLPerf too: offline, single-stream, multi-stream, server
+--layers               Show where the time of a call goes, layer by layer, in a run of its own
 --strict               Exit 1 if the GPU lowered its clocks meanwhile
 Compare two reports:
 --settings-of REPORT   Take the settings of the CPU from that report instead of a search
@@ -172,6 +173,7 @@ def bench(
     price: float | None = None,
     processes: int | None = None,
     scenario: str | None = None,
+    layers: bool = False,
     strict: bool = False,
     settings_of: Path | None = None,
     compare: tuple[Path, Path] | None = None,
@@ -183,16 +185,14 @@ def bench(
     Example: deploykit bench model.int8.onnx --baseline model.onnx --quick
     """
     given = api_arguments(locals())
-    other = compare_two if compare is not None else pipelines.find_bench(engines)
-    if other is not None:
+    if other := compare_two if compare is not None else pipelines.find_bench(engines):
         other(given, as_json)
         return
-    engines = _engines(engines, fail_on_regression)
     from deploykit.api import bench as figures
 
     with Progress("bench") as progress:
         result = figures.bench(
-            engines,
+            _engines(engines, fail_on_regression),
             baseline=baseline,
             batches=None if batches is None else sizes("batches", batches),
             out=out,
@@ -206,6 +206,7 @@ def bench(
             price=price,
             processes=processes,
             scenarios=[each.strip() for each in scenario.split(",")] if scenario else (),
+            layers=layers,
             trust=trust,
             force=force,
             settings_of=settings_of,

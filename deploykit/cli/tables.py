@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from deploykit.measure.statistics import Interval
 
 UNKNOWN = "not known"
+_LAYERS, _LONGEST = 10, 48  # shown of a report, and characters of their names
 
 
 def made(result: Made) -> list[Part]:
@@ -298,11 +300,21 @@ def report(result: Report, folder: Path) -> list[Part]:
     lines: list[Part] = [
         TextTable(header, rows),
         "",
+        *_layers(result),
         *result.verdict,
         "",
         f"report: {folder / 'report.html'}",
     ]
     return lines
+
+
+def _layers(result: Report) -> Iterator[Part]:
+    from deploykit.measure.report.layer_figures import COLUMNS, layer_note, layer_rows
+
+    for each in result.layers:
+        found = each.to_dict()
+        rows = [(name[:_LONGEST], *rest) for name, *rest in layer_rows(found, _LAYERS)]
+        yield from (TextTable(COLUMNS, rows, left=(0, 1)), layer_note(found), "")
 
 
 def report_comparison(result: ReportComparison) -> list[Part]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from deploykit.measure.report.chart import Chart, Figure, Mark, Series
 from deploykit.measure.report.formatting import SPACE, count, number, percent, spread
+from deploykit.measure.report.layer_figures import layers_chart
 from deploykit.measure.report.limit_figures import (
     gpu_charts,
     request_waterfall,
@@ -20,6 +21,7 @@ from deploykit.measure.report.rows import (
     Json,
     at_smallest,
     by_label,
+    limit_line,
     looks,
     mark,
     name_in_charts,
@@ -40,7 +42,7 @@ def charts(document: Json) -> tuple[list[Figure], list[str]]:
         drawn += [_trade_off(document, chosen, index), _sweep(document, chosen, index)]
     others = {make: make(document) for make in _MISSING}
     drawn += [figure for figure in others.values() if figure]
-    drawn += gpu_charts(document)
+    drawn += [*layers_chart(document), *gpu_charts(document)]
     missing = [
         _MISSING[make]
         for make, figure in others.items()
@@ -98,16 +100,11 @@ def _trade_off(document: Json, points: Sequence[Json], index: int) -> Chart:
         x_label=f"throughput (inferences/s), {points[0]['scenario']}",
         y_label="latency of one call (ms)",
         series=tuple(series),
-        limit=_limit(document),
+        limit=limit_line(document.get("slo_ms"), " at p99"),
         columns=_POINT_COLUMNS,
         rows=_point_rows(points),
         zero=False,
     )
-
-
-def _limit(document: Json) -> tuple[float, str] | None:
-    slo_ms = document.get("slo_ms")
-    return (slo_ms, f"wanted at p99: {number(slo_ms)}{SPACE}ms") if slo_ms else None
 
 
 def _sweep(document: Json, points: Sequence[Json], index: int) -> Chart:

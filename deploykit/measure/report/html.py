@@ -19,7 +19,13 @@ from deploykit.measure.report.svg import NARROW, draw
 from deploykit.measure.report.tables import Table, best_by_batch, details, machine, summary
 
 CSS = asset("look.css") + Path(__file__).with_name("report.css").read_text(encoding="utf-8")
-_NAMES = ("setup", "precision", "load")  # columns of a chart's table that hold no figures
+_NAMES = (
+    "setup",
+    "precision",
+    "load",
+    "layer",
+    "operator",
+)  # columns of a chart's table that hold no figures
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
@@ -44,7 +50,11 @@ def report_page(document: Mapping[str, Any]) -> str:
         section_html(
             "Everything",
             "everything",
-            "".join(map(_fold_section, details(document))) + raw_html(document),
+            "".join(
+                f"<details><summary>{_e(table.title)}</summary>{html_table(table)}</details>"
+                for table in details(document)
+            )
+            + raw_html(document),
         ),
     ]
     return html_page(str(document["title"]), "\n".join(sections))
@@ -109,20 +119,13 @@ def figure_html(figure: Figure) -> str:
 
 def _method(document: Mapping[str, Any]) -> str:
     notes = "".join(f"<li>{_e(note)}</li>" for note in document["notes"])
+    table = machine(document)
     return (
         "<p>To repeat it:</p>"
         f'<pre tabindex="0"><code>{_e(document["command"] or "not recorded")}</code></pre>'
         + (f"<ul>{notes}</ul>" if notes else "")
-        + _add_title(machine(document))
+        + f"<h3>{_e(table.title)}</h3>{html_table(table, caption=False)}" * bool(table.rows)
     )
-
-
-def _add_title(table: Table) -> str:
-    return f"<h3>{_e(table.title)}</h3>{html_table(table, caption=False)}" if table.rows else ""
-
-
-def _fold_section(table: Table) -> str:
-    return f"<details><summary>{_e(table.title)}</summary>{html_table(table)}</details>"
 
 
 def html_table(table: Table, *, caption: bool = True) -> str:
@@ -158,16 +161,12 @@ def _cell(text: str) -> str:
 
 
 def raw_html(document: Mapping[str, Any]) -> str:
+    """JSON in an element. `<` is written \\u003c, so that no string in it can end the element."""
+    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
     return (
         '<p class="note">The whole of report.json is embedded in this page, in the element '
-        f'"report-data".</p>{_data("report-data", document)}'
+        f'"report-data".</p><script type="application/json" id="report-data">{text}</script>'
     )
-
-
-def _data(name: str, value: object) -> str:
-    """JSON in an element. `<` is written \\u003c, so that no string in it can end the element."""
-    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
-    return f'<script type="application/json" id="{name}">{text}</script>'
 
 
 def printable(value: Any) -> Any:

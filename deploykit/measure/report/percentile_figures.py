@@ -12,6 +12,7 @@ from deploykit.measure.report.rows import (
     after_setups,
     at_smallest,
     by_label,
+    limit_line,
     load_label,
     looks,
     mark,
@@ -22,11 +23,7 @@ from deploykit.measure.report.rows import (
 _TICKS = (
     (2.0, "50 %"),
     (10.0, "90 %"),
-    (100.0, "99 %"),
-    (1e3, "99.9 %"),
-    (1e4, "99.99 %"),
-    (1e5, "99.999 %"),
-    (1e6, "99.9999 %"),
+    *((1e2 * 10**n, f"{100 - 10.0**-n:g} %") for n in range(5)),
 )
 NEVER = "∞"  # an answer that did not come
 _SHARES_LEFT = tuple(m * 10.0**-k for k in range(1, 8) for m in (5, 2.5, 1))  # of slower calls
@@ -80,6 +77,7 @@ def served_chart(document: Json) -> Chart | None:
     series: list[Series] = []
     rows, sentences = [], []
     first = after_setups(document)
+    wanted = {result.get("slo_ms") for result in document["serving"]}
     for result in document["serving"]:
         latency, label = result["latency"], load_label(result)
         if result["generator_limited"] or result["marks"]:
@@ -115,15 +113,8 @@ def served_chart(document: Json) -> Chart | None:
         y_label="latency (ms)",
         series=tuple(series),
         x_ticks=_ticks(series),
-        limit=_limit(document),
+        limit=limit_line(wanted.pop(), "") if len(wanted) == 1 else None,
         x_log=True,
         columns=("load", "p50 (ms)", "p90 (ms)", "p99 (ms)", "max (ms)", "answers"),
         rows=tuple(rows),
     )
-
-
-def _limit(document: Json) -> tuple[float, str] | None:
-    """The time within which answers were wanted, where all load levels wanted the same."""
-    wanted = {result.get("slo_ms") for result in document["serving"]}
-    slo_ms = wanted.pop() if len(wanted) == 1 else None
-    return (slo_ms, f"wanted: {number(slo_ms)}{SPACE}ms") if slo_ms else None

@@ -18,6 +18,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.files import make_folder, read_json, write_text
 from deploykit.core.json_value import Record, json_value
 from deploykit.core.manifest import from_json
+from deploykit.measure.layers import LayerTimes
 from deploykit.measure.load.result import LoadResult
 from deploykit.measure.outside import Outside
 from deploykit.measure.report.html import report_page
@@ -158,7 +159,8 @@ class Report:
     meter the reason is in `not_measured`.
     `provenance`: commits, host, clocks, CPUs and variables, as `core.provenance` reads them.
     `scenarios`: those of MLPerf that were asked for. `memory`: of each setup, where fresh processes
-    were timed. `price`: of an hour of the machine, in any currency.
+    were timed. `price`: of an hour of the machine, in any currency. `layers`: of engines, where
+    that was asked for.
     """
 
     title: str
@@ -193,6 +195,7 @@ class Report:
     scenarios: tuple[ScenarioResult, ...] = ()
     memory: tuple[PeakMemory, ...] = ()
     price: float | None = None
+    layers: tuple[LayerTimes, ...] = ()
 
     shown: ClassVar[tuple[str, ...]] = ("speedups", "crossovers")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deploykit.measure.report.chart import Mark
-from deploykit.measure.report.formatting import count, number
+from deploykit.measure.report.formatting import SPACE, count, number
 
 Json = Mapping[str, Any]
 
@@ -57,6 +57,11 @@ def value(parts: Json | None) -> float | None:
 
 def mark(x: float, parts: Json, text: str = "") -> Mark:
     return Mark(x, parts["value"], parts["low"], parts["high"], text)
+
+
+def limit_line(slo_ms: float | None, of: str) -> tuple[float, str] | None:
+    """Where a chart shows the time that was wanted."""
+    return (slo_ms, f"wanted{of}: {number(slo_ms)}{SPACE}ms") if slo_ms else None
 
 
 def load_label(result: Json) -> str:

@@ -1,12 +1,12 @@
 """Draw charts as SVG text, which the page's style sheet colours: no script is needed.
 
-Series differ in colour, dash and marker, so that none depends on its colour alone. Each chart is
-drawn twice by the page: `WIDE`, with the names at the ends of the lines, and `NARROW`, with them
-above.
+Series differ in colour, dash and marker, so that none depends on its colour. Each chart is drawn
+twice by the page: `WIDE`, with the names at the ends of the lines, and `NARROW`, with them above.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -98,14 +98,10 @@ def _draw_chart(chart: Chart, frame: Frame) -> str:
     for mark in (mark for one in series for mark in one.marks if mark.text):
         x, y = plot.at(mark.x, mark.y)
         places = ((x + 8, y + 5, "start"), (x, y + 19, "middle"), (x, y - 9, "middle"))
-        inside = [each for each in places if _is_inside(each, mark.text, plot)]
-        canvas.text_if_free(inside, mark.text)
+        ends = [text_box(*each[:2], mark.text, each[2])[2:] for each in places]
+        inside = [right <= frame.width and bottom <= plot.bottom for right, bottom in ends]
+        canvas.text_if_free(list(itertools.compress(places, inside)), mark.text)
     return canvas.svg(frame.width, height, chart.title)
-
-
-def _is_inside(place: tuple[float, float, str], text: str, plot: _Plot) -> bool:
-    _, _, right, bottom = text_box(*place[:2], text, place[2])
-    return right <= plot.frame.width and bottom <= plot.bottom
 
 
 def _layout(chart: Chart, series: Sequence[Series], frame: Frame, single: bool) -> _Plot:
@@ -226,14 +222,11 @@ def _draw_names(canvas: Canvas, series: Sequence[Series], plot: _Plot) -> None:
     for (x, y, one), label in zip(ends, labels, strict=True):
         right = plot.right
         leader = f'<path class="leader" d="M{px(x + 7)} {px(y)}L{px(right + 6)} {px(label)}"/>'
-        canvas.add(group(one.look, leader, _sample(one, right + 14, label)))
+        sample = marker(one.look, right + 14, label)  # or a piece of a line that has none
+        sample = sample or line([(right + 8, label), (right + 20, label)], one.look)
+        canvas.add(group(one.look, leader, sample))
         canvas.take((right + 8, label - 6, right + 20, label + 6))
         canvas.text(right + 24, label + 4, short(one.label), "start", "label")
-
-
-def _sample(one: Series, x: float, y: float) -> str:
-    """What stands for a line next to its name: its marker, or a piece of what has none."""
-    return marker(one.look, x, y) or line([(x - 6, y), (x + 6, y)], one.look)
 
 
 def _draw_legend(canvas: Canvas, series: Sequence[Series], plot: _Plot) -> None:
@@ -275,11 +268,12 @@ def _draw_bars(chart: Bars, frame: Frame) -> str:
         return ""
     axis = make_axis([sum(values) for _, values in chart.bars], log=False, zero=True)
     most = max(text_width(number(sum(values))) for _, values in chart.bars)
-    right, height = frame.width - most - 12, _BAR * len(chart.bars)
+    step = _BAR if any(chart.parts) else _BAR - 2 * _LINE  # without the names of parts
+    right, height = frame.width - most - 12, step * len(chart.bars)
     plot = _Plot(Frame(frame.width, height, frame.narrow), 8, right, 0, 0, axis, axis)
     canvas = Canvas()
     for row, (name, values) in enumerate(chart.bars):
-        y, start = _BAR * row + 20, 0.0
+        y, start = step * row + 20, 0.0
         own = chart.looks[row : row + 1]
         canvas.add("".join(group(each, marker(each, plot.left + 5, y - 9)) for each in own))
         canvas.text(plot.left + 16 * len(own), y - 5, short(name, 44), "start", "label")
@@ -289,7 +283,7 @@ def _draw_bars(chart: Bars, frame: Frame) -> str:
             rect = f'<rect x="{px(x)}" y="{y}" width="{width}" height="18"/>'
             canvas.add(group(look, rect) if value > 0 else "")
             text = f"{part} {number(value)}"
-            if value > 0 and x + text_width(text) <= frame.width:
+            if part and value > 0 and x + text_width(text) <= frame.width:
                 canvas.text_if_free([(x, y + 31, "start"), (x, y + 46, "start")], text, "tick")
             start += value
         total = axis.at(start, plot.left, right) + 5

@@ -23,6 +23,7 @@ from deploykit.measure.report.rows import by_label, load_label, provenance_rows,
 
 Json = Mapping[str, Any]
 NOT_MEASURED = "not measured"
+_LATENCY = ("p50 (ms)", "p90 (ms)", "p99 (ms)", "max (ms)")
 
 
 @dataclass(frozen=True)
@@ -145,12 +146,9 @@ def _against(document: Json, label: str, point: Json) -> str:
         return f"no verdict: {why}"
     if label == document["baseline"]:
         return "baseline"
+    keys = ("batch", "scenario")
     for found in document["speedups"]:
-        if (found["label"], found["batch"], found["scenario"]) == (
-            label,
-            point["batch"],
-            point["scenario"],
-        ):
+        if found["label"] == label and all(found[key] == point[key] for key in keys):
             return spread(found["ratio"])
     return NOT_MEASURED
 
@@ -252,20 +250,8 @@ def _points(document: Json, *, usable: bool) -> Table:
         for point in chosen
         if usable is not bool(why_not(document, point))
     )
-    columns = (
-        "setup",
-        "runtime",
-        "batch",
-        "sessions, threads",
-        "calls",
-        "p50 (ms)",
-        "p90 (ms)",
-        "p99 (ms)",
-        "max (ms)",
-        "inferences/s",
-        "× baseline",
-        "load",
-    )
+    first = ("setup", "runtime", "batch", "sessions, threads", "calls", *_LATENCY)
+    columns = (*first, "inferences/s", "× baseline", "load")
     note = "From host memory to host memory, after the warm-up; calls are never averaged."
     title = "Every point" if usable else "Rows without a verdict"
     return Table(title, columns, rows, (0, 1, 3, 10, 11) if not usable else (0, 1, 3, 11), note)
@@ -296,22 +282,8 @@ def serving_table(document: Json) -> Table:
                 _load_notes(result),
             )
         )
-    columns = (
-        "load",
-        "loop",
-        "sent",
-        "ok",
-        "refused",
-        "expired",
-        "failed",
-        "ok/s",
-        "p50 (ms)",
-        "p90 (ms)",
-        "p99 (ms)",
-        "max (ms)",
-        "generator lag p99 (ms)",
-        "notes",
-    )
+    first = ("load", "loop", "sent", "ok", "refused", "expired", "failed", "ok/s", *_LATENCY)
+    columns = (*first, "generator lag p99 (ms)", "notes")
     note = "Latency is of successes: from the intended time in the open loop, from the sending in "
     return Table("Load over HTTP", columns, tuple(rows), (0, 1, 13), note + "the closed one.")
 

@@ -103,7 +103,8 @@ def open_as_written(path: Path, threads: int | None = None) -> OnnxRuntimeEngine
 class OnnxRuntimeEngine(BaseEngine):
     """One InferenceSession. `session` is open to builders and benchmarks.
 
-    `notes`: nodes that run on the CPU, CUDA graphs that were refused.
+    `notes`: nodes that run on the CPU, CUDA graphs that were refused. `profile`: how the file's
+    path begins that `session.end_profiling` writes.
     """
 
     def __init__(
@@ -116,13 +117,14 @@ class OnnxRuntimeEngine(BaseEngine):
         graphs: Sequence[int] = (),
         spinning: bool = False,
         shared: Path | None = None,
+        profile: str = "",
     ) -> None:
         self.path = path
         self.runtime = f"onnxruntime {ort.__version__}"
         self.notes: tuple[str, ...] = ()
         graphs = graphs if device != "cpu" else ()
         open_session = partial(
-            _session, path, device, threads, optimise=optimise, spinning=spinning
+            _session, path, device, threads, optimise=optimise, spinning=spinning, profile=profile
         )
         self.session = None
         if shared is not None and device == "cpu" and is_large(path):
@@ -202,7 +204,7 @@ def session_options(
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads or default_threads()
     options.inter_op_num_threads = 1
-    options.add_session_config_entry(_SPINNING, str(int(spinning)))
+    options.add_session_config_entry(SPINNING, str(int(spinning)))
     options.add_session_config_entry(EXACT_INTEGERS, str(int(exact)))
     options.log_severity_level = 4
     level = ort.GraphOptimizationLevel
@@ -210,7 +212,7 @@ def session_options(
     return options
 
 
-_SPINNING = "session.intra_op.allow_spinning"
+SPINNING = "session.intra_op.allow_spinning"
 _OPTIONS = (
     "intra_op_num_threads",
     "inter_op_num_threads",
@@ -225,7 +227,7 @@ def describe_options(session: Any) -> dict[str, str]:
     """The options that a session was made with, as ONNX Runtime names them."""
     options = session.get_session_options()
     found = {name: getattr(options, name, None) for name in _OPTIONS}
-    found |= {name: options.get_session_config_entry(name) for name in (_SPINNING, EXACT_INTEGERS)}
+    found |= {name: options.get_session_config_entry(name) for name in (SPINNING, EXACT_INTEGERS)}
     found["providers"] = ", ".join(session.get_providers())
     return {name: getattr(value, "name", str(value)) for name, value in found.items()}
 
@@ -240,6 +242,7 @@ def _session(
     exact: bool = True,
     spinning: bool = False,
     save: Path | None = None,
+    profile: str = "",
 ) -> Any:
     """`save`: where to write the optimised model, with its weights apart."""
     if device == "cpu":
@@ -254,6 +257,8 @@ def _session(
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
     if save is not None:
         save_at(save, options)
+    if profile:
+        options.enable_profiling, options.profile_file_prefix = True, profile
     providers: list[Any] = ["CPUExecutionProvider"]
     if device != "cpu":
         number = int(device.partition(":")[2] or 0)
@@ -283,6 +288,7 @@ def _session(
                 exact=False,
                 spinning=spinning,
                 save=save,
+                profile=profile,
             )
     del weights
     return session
