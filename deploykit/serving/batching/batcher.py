@@ -1,7 +1,8 @@
 """One queue in front of the engines of a model: collects requests into batches and runs them.
 
 `queue` decides which requests run together, `runner` how a batch runs, `threads` and `inline` on
-which thread. An idle engine never waits unless the policy has a delay.
+which thread. An idle engine waits only where the policy has a delay, and on the loop's own thread
+for the rest of a burst.
 """
 
 from __future__ import annotations
