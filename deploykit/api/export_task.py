@@ -158,7 +158,8 @@ def _with_image(
 
     if len(loaded.inputs) > 1:
         raise BadInput(
-            f"`task` {options.kind}: the model takes {', '.join(map(str, loaded.inputs))}",
+            f"`task` {options.kind} is for one image; "
+            f"the model takes {', '.join(map(str, loaded.inputs))}",
             hint="one input is the image; wrap the model in a module that makes the others itself",
         )
     preset = loaded.preset

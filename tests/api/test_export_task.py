@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_named_before_the_export(case: str, tmp_path: Path)
 
 def test_a_second_input_is_refused_before_the_export(tmp_path: Path) -> None:
     given: dict[str, Any] = {"inputs": [*SPEC, "bias:float32[N,5]"], "preprocess": "imagenet"}
-    with pytest.raises(dk.BadInput, match=r"`task` classify: the model takes .*, bias:float32"):
+    with pytest.raises(dk.BadInput, match=r"classify is for one image; .*, bias:float32"):
         dk.export(built(Conditional), out=tmp_path / "m.onnx", task="classify", **given)
 
 

@@ -121,7 +121,7 @@ def folder_with(bert: Path, folder: Path, **files: str | None) -> Path:
         ({}, {"max_length": 65}, "`max_length` 65: the model has 64 positions"),
         ({}, {"max_length": 1}, "`max_length` must be 2 or more, got 1"),
         ({}, {"labels": ["a"]}, "holds 1 labels, the model has 3 classes"),
-        ({}, {"task": "classify"}, "nothing says how the pixels|takes no image"),
+        ({}, {"task": "classify"}, "is for one image; the model takes input_ids"),
     ],
 )
 def test_what_is_missing_or_wrong_is_named(
