@@ -180,6 +180,7 @@ def test_ctrl_c_stops_the_sessions_and_waits_for_them() -> None:
             os.kill(os.getpid(), signal.SIGINT)
         return 0.005
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever a test before it left
     clock = VirtualTime()
     engines: list[Timed] = []
     engines += [Timed(clock, latency_s), Timed(clock, latency_s)]
