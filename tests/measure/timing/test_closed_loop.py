@@ -3,10 +3,12 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from deploykit.runtimes.engine import Arrays
 from tests.support.fake_engine import FakeEngine
 
 FEEDS = random_feeds(FakeEngine().inputs, {"N": 4})
+ROOT = Path(__file__).resolve().parents[3]
 LONG_S = 1e4  # two million calls of 5 ms: far more than happen before a stop
 
 
@@ -170,6 +173,14 @@ def test_one_failing_session_stops_the_others() -> None:
 
 
 def test_ctrl_c_stops_the_sessions_and_waits_for_them() -> None:
+    """In a process of its own: a signal that came too late would end the tests."""
+    code = "from tests.measure.timing.test_closed_loop import interrupt_two_sessions as run; run()"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def interrupt_two_sessions() -> None:
     once = threading.Lock()  # a second signal would come when nothing waits for it
     workers = set()
 
@@ -180,7 +191,7 @@ def test_ctrl_c_stops_the_sessions_and_waits_for_them() -> None:
             os.kill(os.getpid(), signal.SIGINT)
         return 0.005
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever a test before it left
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may start jobs without
     clock = VirtualTime()
     engines: list[Timed] = []
     engines += [Timed(clock, latency_s), Timed(clock, latency_s)]
