@@ -16,7 +16,7 @@ from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.torch.operators import with_torchvision
 from deploykit.training.distributed import Processes
 from deploykit.training.loop import run_training
-from deploykit.training.options import TrainingOptions
+from deploykit.training.options import Trained, TrainingOptions
 
 
 def points(count: int, seed: int) -> Split:
@@ -76,6 +76,10 @@ def cut(splits: Splits, count: int) -> Splits:
         inputs = {key: array[:count] for key, array in part.inputs.items()}
         parts[name] = Split(inputs, part.labels[:count])
     return replace(splits, **parts)
+
+
+def losses(trained: Trained) -> list[float]:
+    return [each["loss"] for each in trained.history]
 
 
 def write_photos(where: Path, count: int = 9) -> Path:

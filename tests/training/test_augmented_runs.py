@@ -23,7 +23,7 @@ from deploykit.training.distributed import Processes  # noqa: E402
 from deploykit.training.loop import run_training  # noqa: E402
 from deploykit.training.options import Trained, TrainingOptions  # noqa: E402
 from tests.support.augmenting import BYTES, EVERYTHING, FLOATS  # noqa: E402
-from tests.support.training import LINE, cut  # noqa: E402
+from tests.support.training import LINE, cut, losses  # noqa: E402
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")
@@ -52,10 +52,6 @@ class Whiten(torch.nn.Module):
 
 RECIPE, SPLITS = flat(BYTES.shape[1:]), bright(BYTES)
 ON = TrainingOptions(device="cpu", epochs=2, augment=True)
-
-
-def losses(trained: Trained) -> list[float]:
-    return [each["loss"] for each in trained.history]
 
 
 def same(one: Trained, other: Trained) -> bool:

@@ -3,135 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import socket
-from collections.abc import Awaitable, Callable
-from mmap import mmap
-from typing import Any
 
 import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, DeploykitError, Expired, Overloaded
-from deploykit.core.evidence import RowIndependence
-from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.engine import BaseEngine
-from deploykit.serving.batching.delivery import deliver_inline, monotonic_us
+from deploykit.serving.batching.delivery import monotonic_us
 from deploykit.serving.batching.policy import BatchRun, Pending, Watcher
 from deploykit.serving.batching.stacking import EngineFailed
-from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip.request import Request
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.workers import exchange
-from deploykit.serving.workers.engine import EngineProcessModel, FrontEnd
-from deploykit.serving.workers.exchange import RECORD
-from deploykit.serving.workers.front import EngineLink, RemoteEngine
-
-LIMIT_S = 60  # against hanging
-ROWS = RowIndependence(True, "by construction", (1 << 20,))
-
-
-class Words(BaseEngine):
-    """Reverses words and adds 1 to numbers of any length; -1 is what it cannot bear."""
-
-    device, runtime, batching, steady = "cpu", "fake", ROWS, True
-    inputs = (TensorSpec("word", "string", ("N",)), TensorSpec("x", "float32", ("N", "T")))
-    outputs = (TensorSpec("drow", "string", ("N",)), TensorSpec("y", "float32", ("N", "T")))
-
-    def __init__(self) -> None:
-        self.batches: list[int] = []
-
-    def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
-        if (feeds["x"] == -1).any():
-            raise RuntimeError("a row it cannot bear")
-        self.batches.append(len(feeds["x"]))
-        words = [each[::-1] for each in feeds["word"]]
-        return {"drow": np.array(words, object), "y": feeds["x"] + np.float32(1)}
-
-    def close(self) -> None: ...
-
-
-class Linked:
-    """Two models in the process of the engines, and front ends, each with its memory."""
-
-    def __init__(self, options: ServeOptions, fronts: int = 2, size: int = 1 << 16) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.options = options
-        self.engines = {"a": Words(), "b": Words()}
-        self.repository = ModelRepository(
-            dict(self.engines),
-            options,
-            deliver=lambda run: self.loop.call_soon_threadsafe(deliver_inline, run),
-            call_soon=self.loop.call_soon,
-        )
-        for model in self.repository.models.values():
-            model.batcher.inline_max_rows = 1 << 20
-        self.models = [EngineProcessModel(each) for each in self.repository.models.values()]
-        self.links: list[EngineLink] = []
-        self.ends: list[FrontEnd] = []
-        self.served = []
-        for _ in range(fronts):
-            link = EngineLink()
-            described = {n: [RemoteEngine.of(m)] for n, m in self.repository.models.items()}
-            served = ModelRepository(described, options, make_model=link.make_model)
-            self.served.append(served)
-            self.links.append(link)
-        self.size = size
-
-    async def connect(self, number: int) -> None:
-        ours, theirs = socket.socketpair()
-        for each in (ours, theirs):
-            each.setblocking(False)
-        memory = mmap(-1, self.size)
-        end = FrontEnd(self.models, memory, lambda _: None)
-        self.ends.append(end)
-        await self.loop.create_unix_connection(lambda: end, sock=theirs)
-        await self.links[number].connect(ours, memory)
-
-    def ask(
-        self, front: int, x: list[float], word: str = "ab", *, model: str = "a", **more: Any
-    ) -> tuple[Pending, asyncio.Future[Pending]]:
-        """One row for each front end to answer."""
-        answered: asyncio.Future[Pending] = self.loop.create_future()
-        feeds = {"word": np.array([word], object), "x": np.array([x], np.float32)}
-        key = (("word", "BYTES", ()), ("x", "FP32", (len(x),)))
-        request = Request(feeds, 1, key, (), **more)
-        pending = self.served[front].find(model).submit(request, answered.set_result)
-        return pending, answered
-
-    async def close(self) -> None:
-        for end in self.ends:
-            if end.transport is not None:
-                end.transport.close()
-        while any(link.connection is not None for link in self.links):
-            await asyncio.sleep(0)
-        self.repository.close()
-        for each in self.served:
-            each.close()
-
-
-def linked(
-    test: Callable[[Linked], Awaitable[None]],
-    options: ServeOptions | None = None,
-    **more: Any,
-) -> None:
-    """Run `test` with front ends that are connected."""
-
-    async def run() -> None:
-        found = Linked(options or ServeOptions(), **more)
-        for number in range(len(found.links)):
-            await found.connect(number)
-        try:
-            await asyncio.wait_for(test(found), LIMIT_S)
-        finally:
-            await found.close()
-
-    asyncio.run(run())
-
-
-def values(pending: Pending) -> tuple[str, list[float]]:
-    assert pending.error is None, pending.error
-    return pending.outputs["drow"][0], pending.outputs["y"][0].tolist()
+from deploykit.serving.workers.front import RemoteEngine
+from tests.support.serving.linked import Linked, linked, values
 
 
 def test_strings_and_any_length_come_back_to_the_front_end_that_asked() -> None:
@@ -336,109 +219,6 @@ def test_other_models_are_noticed_and_other_facts_are_taken_over() -> None:
         assert not link.describe({"a": described["a"]})
 
     linked(test)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_what_is_no_record_disconnects_its_front_end_and_nothing_else(seed: int) -> None:
-    """Any bytes: the loop, the queue and the other front end live on."""
-    rng = random.Random(seed)
-
-    async def test(found: Linked) -> None:
-        link, sent = found.links[0], list[bytes]()
-        link.connection.write = sent.append
-        for number in range(4):
-            found.ask(0, [1.0] * (number + 1), "w" * number)
-        good = b"".join(sent)
-        disconnected = 0
-        for _ in range(400):
-            data = bytearray(good)
-            for _ in range(rng.randint(1, 3)):
-                at = rng.choice([rng.randrange(len(data)), rng.randrange(RECORD.size)])
-                data[at] = rng.randrange(256)
-            if rng.random() < 0.2:
-                data = bytearray(rng.randbytes(rng.randrange(300)))
-            end = FrontEnd(found.models, found.ends[0].memory, lambda _: None)
-            transport = end.transport = Closing()
-            end.data_received(bytes(data))
-            disconnected += transport.aborted
-            end.connection_lost(None)
-            await asyncio.sleep(0)
-        assert disconnected > 100
-        assert values(await found.ask(1, [1.0])[1]) == ("ba", [2.0])
-        assert all(model.waiting == 0 for model in found.repository.models.values())
-
-    linked(test)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [(0, exchange.DONE), (0, 77), (2, 9), (4, 2), (6, 1 << 15), (6, 1 << 40), (7, 64), (11, 500)],
-    ids=["an answer", "kind", "model", "rows", "other half", "outside", "size", "traceparent"],
-)
-def test_a_request_that_says_another_thing_than_its_tensors_is_refused(
-    field: int, value: int
-) -> None:
-    async def test(found: Linked) -> None:
-        end, sent = found.ends[0], list[bytes]()
-        found.links[0].connection.write = sent.append
-        found.ask(0, [1.0] * 100)
-        (data,) = sent
-        numbers = list(RECORD.unpack_from(data))
-        wrong = RECORD.pack(*numbers[:field], value, *numbers[field + 1 :]) + data[RECORD.size :]
-        real, transport = end.transport, Closing()
-        end.transport = transport
-        end.data_received(wrong)
-        assert transport.aborted
-        transport.aborted = False
-        end.data_received(data)
-        assert not transport.aborted
-        end.data_received(data)  # the same number twice
-        assert transport.aborted
-        transport.aborted = False
-        end.data_received(RECORD.pack(exchange.READ, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0, 0, 0))
-        assert transport.aborted  # so many answers there were not
-        end.transport = real
-
-    linked(test, ServeOptions(max_batch=8, max_delay_us=60_000_000))
-
-
-class Closing:
-    """A transport that takes anything."""
-
-    aborted = False
-
-    def write(self, data: bytes) -> None: ...
-
-    def abort(self) -> None:
-        self.aborted = True
-
-
-def test_records_arrive_whole_in_pieces_of_any_length() -> None:
-    class Kept(exchange.RecordConnection):
-        def __init__(self) -> None:
-            super().__init__(mmap(-1, 4096), 0, 4096)
-            self.found: list[tuple[int, bytes]] = []
-
-        def take(self, record: exchange.Record, more: bytes) -> None:
-            self.found.append((record[3], more))
-
-    async def run() -> None:
-        rng, sender = random.Random(1), Kept()
-        sent = [(n, rng.randbytes(rng.choice([0, 8, 500]))) for n in range(300)]
-        for number, more in sent:
-            sender.send(exchange.DONE, number, more=more)
-        data, receiver = b"".join(sender._out), Kept()
-        while data:
-            length = rng.randint(1, 700)
-            receiver.data_received(data[:length])
-            data = data[length:]
-        assert receiver.found == sent
-        receiver.transport = Closing()
-        claims = RECORD.pack(exchange.DONE, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1 << 31)
-        receiver.data_received(claims)  # gigabytes, which are not waited for
-        assert receiver.transport.aborted
-
-    asyncio.run(run())
 
 
 def test_an_error_of_a_class_of_its_own_is_still_an_error() -> None:
