@@ -17,8 +17,9 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 # a file's tests share a worker and its fixtures; tests/conftest.py puts the slow files first, and
 # all that export on one worker. One
-# worker more than cores: many tests wait for a server or a time limit
-WORKERS = -n $$(( 1 + $$(nproc) )) --dist loadfile --no-loadscope-reorder
+# worker more than cores: many tests wait for a server or a time limit. A worker that dies ends the
+# run, and is named: pytest-xdist may wait for ever for the last test of one that it replaced
+WORKERS = -n $$(( 1 + $$(nproc) )) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 SETUP := $(PYTHON) scripts/setup_venv.py --torch-index "$(TORCH_INDEX)"
 
 .PHONY: demo test tests nvidia test-all ray-test docs coverage gpu-test gpu-session containers-test lint bench venv venv-lint clean
