@@ -79,6 +79,10 @@ def options(
     """Options that all commands have."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C. Python would end by the signal, not by 130, once its own has left `exec(text)`."""
+
+
 def main() -> NoReturn:
     """Run the command line and exit with a documented code; signals are handled as before then."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -98,7 +102,7 @@ def script() -> NoReturn:
 
     def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
         interrupted.set()  # a native module that is loading turns this into an ImportError
-        raise KeyboardInterrupt
+        raise Interrupted
 
     signal.signal(signal.SIGTERM, _terminate)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -181,6 +181,19 @@ def test_ctrl_c_ends_a_server_and_a_load_on_it(place: Path) -> None:
         server.communicate()
 
 
+def test_ctrl_c_while_text_is_executed_is_130_too(tmp_path: Path) -> None:
+    """A module that defines a dataclass does that: `python -m` would end by the signal itself."""
+    (tmp_path / "interrupted.py").write_text(
+        "import signal\n"
+        "from deploykit.cli import main\n"
+        "main._run = lambda words: exec('signal.raise_signal(signal.SIGINT)')\n"
+        "main.script()\n"
+    )
+    command = [sys.executable, "-m", "interrupted"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
+    assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
+
+
 def busy(url: str) -> bool:
     """Whether the server has answered inference requests."""
     import urllib.request

@@ -6,7 +6,10 @@ import asyncio
 import gc
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,6 +35,7 @@ def _collected() -> Iterator[None]:
     gc.collect()
 
 
+ROOT = Path(__file__).resolve().parents[3]
 QUICK = {"warmup_s": 0.0, "duration_s": 0.3}
 
 
@@ -182,6 +186,14 @@ def test_answers_that_never_come_are_failures_and_do_not_hang() -> None:
 
 @pytest.mark.parametrize("load", [{"concurrency": 3}, {"rate": 100.0}], ids=str)
 def test_ctrl_c_ends_the_run_at_once(load: dict[str, float]) -> None:
+    """In a process of its own: a signal that came too late would end the tests."""
+    code = f"from tests.measure.load.test_generator import interrupt_a_load as run; run({load})"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def interrupt_a_load(load: dict[str, float]) -> None:
     def infer(_server: StandIn, n: int) -> bytes:
         if n == 5:
             os.kill(os.getpid(), signal.SIGINT)
@@ -190,14 +202,10 @@ def test_ctrl_c_ends_the_run_at_once(load: dict[str, float]) -> None:
     def not_ours(*_: object) -> None:
         """Without a handler of the run's own this one would swallow the signal."""
 
-    before = signal.signal(signal.SIGINT, not_ours)
-    server = StandIn(infer)
-    try:
-        with server.running() as url, pytest.raises(KeyboardInterrupt):
-            run_load(url, warmup_s=0.0, duration_s=5.0, **load)  # type: ignore[arg-type]
-        assert signal.getsignal(signal.SIGINT) is not_ours
-    finally:
-        signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, not_ours)
+    with StandIn(infer).running() as url, pytest.raises(KeyboardInterrupt):
+        run_load(url, warmup_s=0.0, duration_s=5.0, **load)  # type: ignore[arg-type]
+    assert signal.getsignal(signal.SIGINT) is not_ours
 
 
 def test_a_pause_of_the_server_is_seen_by_the_open_loop_and_hidden_by_the_closed() -> None:
