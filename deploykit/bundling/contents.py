@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from deploykit.runtimes.onnxruntime.file import external_files
 
 # also part of the names of files, of a systemd unit and of an image
 SERVED_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,62}")
+_TEMPLATES = Path(__file__).with_name("templates")
 
 
 @dataclass(frozen=True)
@@ -89,3 +91,22 @@ def copy_checked(model: Path, name: str, digest: str, out: Path) -> None:
     shutil.copyfile(source, out)
     if sha256(out) != digest:
         raise BadInput(f"{source}: is not the file that the manifest of {model.name} describes")
+
+
+def fill_templates(kind: str, folder: Path, known: Mapping[str, str]) -> None:
+    """Write the files of `templates/KIND` into `folder`, with a value in place of each @KEY@.
+
+    `@?KEY ` keeps the rest of its line if the value is not empty. A program's name ends in ".in".
+    """
+    for template in sorted((_TEMPLATES / kind).iterdir()):
+        lines = []
+        for line in template.read_text(encoding="utf-8").splitlines():
+            condition = re.match(r"@\?([A-Z_]+) ?", line)
+            if condition is None or known[condition[1]]:
+                lines.append(line[condition.end() :] if condition else line)
+        name = _fill(template.name.removesuffix(".in"), known)
+        (folder / name).write_text(_fill("\n".join(lines), known) + "\n", encoding="utf-8")
+
+
+def _fill(text: str, known: Mapping[str, str]) -> str:
+    return re.sub(r"@([A-Z0-9_]+)@", lambda match: known[match[1]], text)

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from deploykit.bundling.contents import Contents
+from deploykit.bundling.contents import Contents, fill_templates
 from deploykit.bundling.folder import TIMING_CACHE
 from deploykit.bundling.image import Image, choose_image, dockerfile
 from deploykit.bundling.samples import raw_bytes, sample_rows
@@ -20,7 +20,6 @@ from deploykit.core.files import sha256
 from deploykit.core.profile import Profile
 from deploykit.core.tensors import BATCH, PROTOCOL_NAMES
 
-_TEMPLATES = Path(__file__).with_name("templates")
 _START_PERIOD = {True: "30m", False: "15m"}  # on a Jetson, elsewhere: as the Dockerfiles have it
 
 
@@ -41,23 +40,18 @@ def write(folder: Path, contents: Contents) -> None:
     write_requirements(folder, image, wheels=contents.wheels)
     own = next((folder / "wheels").glob("deploykit-*.whl"))
     packages = [each for each in read_lock(lock_text(image)) if each.is_for(image.python)]
-    ignored = container_file(".dockerignore").read_text(encoding="utf-8")
-    known = _placeholders(contents, image, header_bytes)
     files = {
         "Dockerfile": dockerfile(image),
-        ".dockerignore": ignored,
-        "compose.yaml": fill_template(_TEMPLATES / "compose.yaml", known),
-        f"deploykit-{contents.name}.service": fill_template(_TEMPLATES / "unit.service", known),
-        "smoke-test.sh": fill_template(_TEMPLATES / "smoke-test.sh", known),
-        "README.md": fill_template(_TEMPLATES / "README.md", known),
+        ".dockerignore": container_file(".dockerignore").read_text(encoding="utf-8"),
         "sbom.cdx.json": sbom(contents, image, packages, sha256(own)),
     }
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
+    fill_templates("docker", folder, _placeholders(contents, image, header_bytes))
 
 
 def _placeholders(contents: Contents, image: Image, header_bytes: int) -> dict[str, str]:
-    """What the templates name as @KEY@; an @?KEY line stays where the value is not empty."""
+    """What the templates name as @KEY@."""
     profile, digest = contents.profile, contents.manifest.sha256
     on_gpu = profile.device == "cuda"
     return {
@@ -93,18 +87,6 @@ def _memory(profile: Profile) -> str:
 def project_name(name: str) -> str:
     """A model's name as container images and compose projects are named."""
     return "deploykit-" + (re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "model")
-
-
-def fill_template(template: Path, known: dict[str, str]) -> str:
-    """A template's text: `@?KEY ` keeps the rest of its line if the value is not empty."""
-    lines = []
-    for line in template.read_text(encoding="utf-8").splitlines():
-        condition = re.match(r"@\?([A-Z_]+) ?", line)
-        if condition is None:
-            lines.append(line)
-        elif known[condition[1]]:
-            lines.append(line[condition.end() :])
-    return re.sub(r"@([A-Z0-9_]+)@", lambda match: known[match[1]], "\n".join(lines)) + "\n"
 
 
 def smoke_request(contents: Contents, model: Path) -> tuple[bytes, int]:

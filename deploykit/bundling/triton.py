@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.bundling.contents import Contents
+from deploykit.bundling.contents import Contents, fill_templates
 from deploykit.bundling.samples import raw_bytes, sample_rows
 from deploykit.core.errors import Unsupported
 from deploykit.core.precision import names_of
@@ -49,7 +49,7 @@ def write(folder: Path, contents: Contents) -> None:
         (home / "warmup" / _warmup_file(number)).write_bytes(
             raw_bytes(samples[spec.name], spec.dtype)
         )
-    (folder / "README.md").write_text(_readme(contents), encoding="utf-8")
+    fill_templates("triton", folder, _placeholders(contents))
 
 
 def why_not_joined(contents: Contents) -> str:
@@ -191,54 +191,21 @@ def _warmup_file(number: int) -> str:
 
 # -- README ----------------------------------------------------------------------------------------
 
-_README = """\
-# {name} for NVIDIA Triton
 
-A model repository, written by deploykit for the profile `{profile}`.
-
-```sh
-docker run --rm {gpus}--shm-size 1g -p 8000:8000 -p 8001:8001 -p 8002:8002 \\
-  -v "$PWD":/models:ro nvcr.io/nvidia/tritonserver:YY.MM-py3 tritonserver --model-repository /models
-```
-
-`YY.MM` is a release of Triton; pin one. It is ready when `curl -f localhost:8000/v2/health/ready`
-exits 0: only after the warm-up has run the model on {warm}.
-
-- Files: `sha256sum -c SHA256SUMS` checks them.
-- Batching: {batching}
-- {accelerator}
-- Outputs: `{name}/1/model.onnx.golden.npz` has inputs with the outputs that they must give, within
-  the error in `{name}/1/model.onnx.json`. `deploykit load http://HOST:8000` measures the speed.
-
-Not yet run on a GPU by deploykit's own tests: there, `config.pbtxt` is checked with Triton's own
-protobuf messages, and Triton's own server has loaded it on a CPU.
-"""
-
-
-def _readme(contents: Contents) -> str:
-    why, largest = why_not_joined(contents), contents.batch[2]
-    joined = (
-        f"requests are joined up to {largest} rows, as the model's evidence shows that rows are\n"
-        "  independent. Triton waits for no further requests; a `max_queue_delay_microseconds`\n"
-        "  above 0 gives larger batches and a longer latency at low load."
-    )
-    accelerator = "CPU: ONNX Runtime's own kernels."
-    if contents.profile.device == "cuda":
-        accelerator = (
-            "TensorRT: ONNX Runtime builds its engines in the warm-up, minutes for a large model.\n"
-            f"  Mount a volume at `/tmp/{contents.name}-engines`, and later starts load them."
-            if _tensorrt(contents)
-            else "GPU: ONNX Runtime's CUDA provider, as Triton's option for TensorRT has no such\n"
-            "  precision."
-        )
-    return _README.format(
-        name=contents.name,
-        profile=contents.profile.name,
-        gpus="--gpus all " if contents.profile.device == "cuda" else "",
-        warm="golden samples, alone and in batches" if not why else "golden samples",
-        batching=f"off, as {why}." if why else joined,
-        accelerator=accelerator,
-    )
+def _placeholders(contents: Contents) -> dict[str, str]:
+    why, on_gpu = why_not_joined(contents), contents.profile.device == "cuda"
+    tensorrt = on_gpu and _tensorrt(contents) is not None
+    return {
+        "NAME": contents.name,
+        "PROFILE": contents.profile.name,
+        "GPUS": "--gpus all " if on_gpu else "",
+        "WHY_NOT": why,
+        "JOINED": "" if why else "yes",
+        "LARGEST": str(contents.batch[2]),
+        "CPU": "" if on_gpu else "yes",
+        "TENSORRT": "yes" if tensorrt else "",
+        "CUDA": "yes" if on_gpu and not tensorrt else "",
+    }
 
 
 # -- protobuf's text format ------------------------------------------------------------------------
