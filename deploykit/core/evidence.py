@@ -102,8 +102,8 @@ class PrecisionReadBack(Record):
     """What an engine's layers compute in, as its inspector reports; `layers` None: not read back.
 
     `wider`: nodes that run wider than the graph asks. `shares`, `time_shares`: 0 to 1 by precision,
-    of the layers and of their time. `seen`, `wider_share`: 0 to 1, of the operations of `asked`;
-    None in files of an earlier deploykit. `allow_wider`: the user takes any share of wider nodes.
+    of the layers and of their time. `seen`, `wider_share`: 0 to 1, of the operations of `asked`.
+    `allow_wider`: the user takes any share of wider nodes.
     """
 
     layers: tuple[Layer, ...] | None
@@ -124,16 +124,12 @@ class PrecisionReadBack(Record):
     @property
     def known(self) -> bool:
         """Whether it is known what (nearly) all operations run in."""
-        if self.seen is None:
-            return any(layer.precision is not None for layer in self.layers or ())
-        return self.seen >= LEAST_SEEN
+        return (self.seen or 0.0) >= LEAST_SEEN
 
     @property
     def too_wide(self) -> bool:
         """Whether more runs wider than asked than a gate lets pass."""
-        if self.wider_share is None:
-            return bool(self.wider)
-        return self.wider_share > MOST_WIDER and not self.allow_wider
+        return (self.wider_share or 0.0) > MOST_WIDER and not self.allow_wider
 
     @property
     def why(self) -> str:

@@ -1,6 +1,6 @@
 """The manifest `FILE.json` next to an artefact: tensors, precision, hash, origin and evidence.
 
-Version 2 is written; `manifest.schema.json` is its JSON Schema. Version 1 is still read.
+`manifest.schema.json` is the JSON Schema of its version.
 """
 
 from __future__ import annotations
@@ -78,16 +78,15 @@ def load_manifest(artefact: Path) -> Manifest | None:
         values = read_json(path)
     except NotFound:
         return None
-    if isinstance(values, dict) and values.get("manifest") == 1:
-        from deploykit.core.manifest_v1 import upgrade
-
-        values = upgrade(values, str(path))
     return _manifest(values, str(path))
 
 
 def _manifest(values: object, where: str) -> Manifest:
     if not isinstance(values, dict) or values.get("manifest") != MANIFEST_VERSION:
-        raise BadInput(f"{where}: is not a deploykit manifest of version 1 or {MANIFEST_VERSION}")
+        raise BadInput(
+            f"{where}: is not a deploykit manifest of version {MANIFEST_VERSION}",
+            hint="make the file that it describes again",
+        )
     hints = _hints(Manifest)
     known: dict[str, Any] = {}
     for name, hint in hints.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,12 @@ from deploykit.core.evidence import (
     Parity,
     ParityRow,
     PrecisionReadBack,
-    TrainingRecord,
 )
-from deploykit.core.manifest import Manifest, load_manifest, manifest_path, write_manifest
+from deploykit.core.manifest import Manifest, load_manifest, write_manifest
 from deploykit.core.statistics_basic import Interval
 from deploykit.core.tensors import parse_spec
 from scripts.manifest_schema import SCHEMA, schema
 
-OLD = sorted((Path(__file__).parent / "manifests_v1").glob("*.json"))
 ROW = ParityRow("y", 2, 20, 1e-4, 1e-3, 1e-5, 80.0, 1.0, True, 1e-4)
 EQUAL = ParityRow("y", 1, 10, 0.0, 0.0, 0.0, math.inf, None, True, 0.0)
 PARITY = Parity("a.onnx", "b.onnx", (ROW, EQUAL), 1e-3)
@@ -36,18 +33,6 @@ PARITY = Parity("a.onnx", "b.onnx", (ROW, EQUAL), 1e-3)
 def manifest(evidence: Evidence) -> Manifest:
     specs = (parse_spec("x:float32[N,3]"),)
     return Manifest(format="onnx", inputs=specs, outputs=specs, evidence=evidence)
-
-
-def read(path: Path, folder: Path) -> Manifest:
-    """A stored manifest, read as that of an artefact."""
-    shutil.copy(path, manifest_path(folder / "model"))
-    found = load_manifest(folder / "model")
-    assert found is not None
-    return found
-
-
-def of_version_1(name: str, folder: Path) -> Evidence:
-    return read(Path(__file__).parent / "manifests_v1" / f"{name}.json", folder).evidence
 
 
 def test_evidence_is_read_back_unchanged_with_infinite_values(tmp_path: Path) -> None:
@@ -110,67 +95,10 @@ def test_damaged_evidence_is_named(tmp_path: Path, evidence: dict[str, Any], wha
         load_manifest(tmp_path / "model")
 
 
-@pytest.mark.parametrize("path", OLD, ids=lambda path: path.stem)
-def test_a_manifest_of_version_1_is_read_and_written_as_version_2(
-    path: Path, tmp_path: Path
-) -> None:
-    before = json.loads(path.read_text())
-    found = read(path, tmp_path)
-    after = found.to_dict()
-    jsonschema.validate(after, schema())
-    same = ("format", "inputs", "outputs", "precision", "sha256", "made_from", "made_with")
-    assert {key: after[key] for key in same} == {key: before[key] for key in same}
-    if before["checks"].get("parity"):
-        assert found.evidence.parity is not None
-        assert found.evidence.parity.passed is before["checks"]["parity"]["passed"]
-    write_manifest(tmp_path / "model", found)
-    assert load_manifest(tmp_path / "model") == found
-
-
-def test_evidence_of_version_1_about_a_quantized_model_is_kept(tmp_path: Path) -> None:
-    found = of_version_1("quantize-auto", tmp_path)
-    assert found.quantize is not None
-    assert found.search is not None
-    assert found.accuracy is not None
-    assert (found.quantize.to, found.quantize.other_nodes) == ("auto", "fp32")
-    assert found.search.steps[0].passed
-    assert found.accuracy.drop is not None
-    assert found.accuracy.drop.n == 400
-    nested = of_version_1("build-cpu-int8", tmp_path).source_graph
-    assert nested is not None
-    assert nested.calibration is not None
-    assert nested.calibration.samples == 100
-
-
-def test_evidence_of_version_1_about_an_engine_is_kept(tmp_path: Path) -> None:
-    found = of_version_1("build-l4-fp16", tmp_path)
-    assert found.verified
-    assert found.build is not None
-    assert found.build.version_compatible
-    assert found.precision is not None
-    assert found.precision.shares == {"float16": 1.0}
-    assert not of_version_1("build-l4-not-run", tmp_path).verified
-
-
-def test_evidence_of_version_1_about_training_and_export_is_kept(tmp_path: Path) -> None:
-    trained = of_version_1("train", tmp_path).training
-    assert isinstance(trained, TrainingRecord)
-    assert (trained.recipe, trained.metric) == ("mnist-cnn", "top-1 accuracy")
-    assert trained.score.low < trained.score.value
-    exported = of_version_1("export", tmp_path)
-    assert exported.source is not None
-    assert (exported.source.kind, exported.source.arch) == ("state_dict", "net.py:Net")
-    assert exported.preflight is not None
-    assert exported.preflight.passed
-
-
-@pytest.mark.parametrize("checks", [{"golden": 3}, {"quantize": {"to": "int8"}}, {"search": []}, 1])
-def test_damaged_checks_of_version_1_are_bad_input(tmp_path: Path, checks: object) -> None:
-    document = {**manifest(Evidence()).to_dict(), "manifest": 1, "checks": checks}
-    if checks == {"search": []}:
-        document["checks"] = {"search": ["x"]}
+def test_a_manifest_of_another_version_is_bad_input(tmp_path: Path) -> None:
+    document = {**manifest(Evidence()).to_dict(), "manifest": 1}
     (tmp_path / "model.json").write_text(json.dumps(document))
-    with pytest.raises(BadInput, match=r"model\.json"):
+    with pytest.raises(BadInput, match=r"model\.json: is not a deploykit manifest of version 2"):
         load_manifest(tmp_path / "model")
 
 
