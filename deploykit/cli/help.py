@@ -14,7 +14,6 @@ from typer.core import TyperCommand
 from deploykit.cli import output
 from deploykit.cli.options import GENERAL
 
-RENAMED = {"--rest": "--other-nodes"}  # old flag -> new flag; the old ones go in version 0.3
 _PARAMETER = re.compile(r"`(\w+)`")
 _BRACKETS = re.compile(r"<([^>]*)>")
 _EXTRA = re.compile(r"\[[^\[\]]*\]$")
@@ -44,9 +43,6 @@ class Command(TyperCommand):
         root = ctx.find_root().command
         shared = [each for each in root.params if each.name in ("verbose", "debug")]
         return [*super().get_params(ctx), *shared]
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, [_current(word) for word in args])
 
     def invoke(self, ctx: Any) -> Any:
         commands = getattr(ctx.find_root().command, "commands", {})
@@ -151,12 +147,3 @@ def reword(message: str) -> str:
     for old, new in _REWORDED.items():
         message = message.replace(old, new)
     return message.rstrip(".")
-
-
-def _current(word: str) -> str:
-    """The present name of a renamed flag."""
-    flag, equals, value = word.partition("=")
-    if flag not in RENAMED:
-        return word
-    output.note(f"warning: {flag} is now {RENAMED[flag]}; the old name goes in version 0.3")
-    return RENAMED[flag] + equals + value

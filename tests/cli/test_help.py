@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from deploykit.cli.help import RENAMED, reference
+from deploykit.cli.help import reference
 from deploykit.cli.main import app
 from tests.support.cli.command import Run
 
@@ -87,20 +87,6 @@ def test_choices_and_defaults_are_shown(run: Run, command: str, shown: str) -> N
 
 def test_no_page_has_colour_where_stdout_is_a_pipe(run: Run) -> None:
     assert "\x1b" not in run("--help").out
-
-
-@pytest.mark.parametrize("old", RENAMED)
-def test_an_old_flag_works_with_a_warning_and_is_not_listed(run: Run, old: str, model: str) -> None:
-    ran = run("quantize", model, "--to", "fp16", f"{old}=fp17")
-    assert f"warning: {old} is now {RENAMED[old]}" in ran.err
-    assert RENAMED[old] in ran.error()
-    assert old not in run("quantize", "--help").out
-
-
-def test_old_flags_go_in_version_0_3() -> None:
-    from deploykit import __version__
-
-    assert tuple(map(int, __version__.split(".")[:2])) < (0, 3), "remove help.RENAMED"
 
 
 @pytest.mark.parametrize(
