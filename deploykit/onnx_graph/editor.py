@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import helper, numpy_helper
 
 from deploykit.onnx_graph import storage
 from deploykit.onnx_graph.graph import Graph
@@ -40,23 +40,10 @@ class Editor:
         """The values of a constant; read only."""
         return storage.tensor_array(self.constants[name], self.path.parent)
 
-    def tensor(self, name: str) -> onnx.TensorProto:
-        """A constant with its data in memory."""
-        tensor = TensorProto()
-        tensor.CopyFrom(self.constants[name])
-        storage.load_data(tensor, self.path.parent)
-        return tensor
-
     def store(self, name: str, values: np.ndarray | np.generic) -> str:
         """Add a constant under `name`, or one like it that is free; returns the name."""
-        values = np.asarray(values)
-        kind = helper.np_dtype_to_tensor_dtype(values.dtype)
-        return self.store_bytes(name, kind, values.shape, values.tobytes())
-
-    def store_bytes(self, name: str, kind: int, dims: Sequence[int], data: bytes) -> str:
-        """As `store`, for element types that numpy lacks."""
         name = self.fresh(name)
-        self.constants[name] = TensorProto(name=name, data_type=kind, dims=dims, raw_data=data)
+        self.constants[name] = numpy_helper.from_array(np.asarray(values), name)
         return name
 
     def fresh(self, name: str) -> str:

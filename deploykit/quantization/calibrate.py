@@ -41,7 +41,7 @@ METHODS = ("mixed", "percentile", "mse", "entropy", "minmax")  # the first where
 AUTO = "auto"  # all of them, to choose from
 MIN_SAMPLES = 8  # fewer say nothing of a range: one odd sample would set every scale
 MOST_BYTES = 1 << 28  # of activations in one batch, if they were all kept
-Stored: TypeAlias = tuple[np.ndarray, tuple[int, ...], bytes]  # a weight: scale, shape, content
+Stored: TypeAlias = tuple[np.ndarray, np.ndarray]  # a weight: its scale, its numbers
 _REDUCTIONS = ("ReduceMin", "ReduceMax", "ReduceSum")
 _REDUCED = "{}/deploykit.{}"  # the name of an output: the tensor, the reduction
 
@@ -88,14 +88,6 @@ class Calibration:
     def using(self, method: str) -> Calibration:
         """The same as `method`, one of `cut`, would have it."""
         return replace(self, clipped={**self.ranges, **self.cut[method]}, method=method)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "method": self.method,
-            "samples": self.samples,
-            "ranges": {name: [r.low, r.high] for name, r in self.ranges.items()},
-            "clipped": {name: [r.low, r.high] for name, r in self.clipped.items()},
-        }
 
 
 def calibrate(

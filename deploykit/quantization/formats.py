@@ -1,19 +1,21 @@
-"""Store numbers in fewer bits: scales, and the bytes of INT8, INT4, FP8 and bfloat16.
+"""Store numbers in fewer bits: scales, and the steps of INT8, INT4 and FP8.
 
 real = stored * scale. Large arrays are converted in parts, to need little memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 import onnx
+from onnx import TensorProto, helper
 
 from deploykit.core.errors import BadInput
 from deploykit.core.precision import BY_NAME
 from deploykit.quantization.histograms import TINY
 
+FP8, INT4 = map(helper.tensor_dtype_to_np_dtype, (TensorProto.FLOAT8E4M3FN, TensorProto.INT4))
 FP8_PEAK = BY_NAME["fp8"].max_stored  # the largest E4M3 number
 _PART = 1 << 20  # values at a time
 
@@ -61,22 +63,15 @@ def int8_steps(values: np.ndarray, scale: np.ndarray, axis: int | None) -> np.nd
     return found
 
 
-def fp8_bytes(values: np.ndarray, scale: np.ndarray) -> bytes:
+def fp8_numbers(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """`values` / `scale` as E4M3 without infinity (ONNX's FLOAT8E4M3FN), rounded to even.
 
-    |values / scale| must be at most 448. A sign, 4 bits of exponent with bias 7, 3 of mantissa:
-    P. Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
+    What is above 448 becomes 448: P. Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
     """
-    found = np.empty(values.shape, np.uint8)
+    found = np.empty(values.shape, FP8)
     for part in _rows(values):
-        scaled = np.clip(values[part] / scale, -FP8_PEAK, FP8_PEAK)
-        _, exponent = np.frexp(scaled)  # |scaled| in 2**(exponent - 1) * [1, 2)
-        power = np.maximum(exponent - 1, -6)  # below are the subnormals ...
-        power[scaled == 0] = -6  # ... and zero, whose exponent frexp gives as 0
-        eighths = np.rint(np.ldexp(np.abs(scaled), 3 - power)).astype(np.int32)
-        # 8..16 eighths: the leading one, and a carry out of the mantissa, add to the exponent
-        found[part] = (np.signbit(scaled) << 7) | (((power + 6) << 3) + eighths)
-    return found.tobytes()
+        found[part] = np.clip(values[part] / scale, -FP8_PEAK, FP8_PEAK)
+    return found
 
 
 def int4_steps(
@@ -97,46 +92,6 @@ def int4_steps(
     if axis == 0:
         return steps, scale
     return np.ascontiguousarray(steps.T), np.ascontiguousarray(scale.T)
-
-
-def int4_bytes(steps: np.ndarray) -> bytes:
-    """Integers in -8..7, two to a byte, the first in the low half."""
-    flat = steps.astype(np.int8).reshape(-1).view(np.uint8) & 0xF
-    flat = np.pad(flat, (0, flat.size % 2))
-    return (flat[::2] | (flat[1::2] << 4)).tobytes()
-
-
-def bfloat16_bytes(values: np.ndarray) -> bytes:
-    """float32 to the nearest bfloat16, ties to even; NaN stays NaN."""
-    flat = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint32)
-    found = np.empty(flat.size, np.uint16)
-    for part in _rows(flat):
-        bits = flat[part]
-        rounded = bits + 0x7FFF + ((bits >> 16) & 1)
-        nan = (bits & 0x7FFFFFFF) > 0x7F800000
-        found[part] = np.where(nan, 0x7FC0, rounded >> 16)
-    return found.tobytes()
-
-
-def bfloat16_values(data: bytes) -> np.ndarray:
-    """The float32 values, in one dimension, of what `bfloat16_bytes` gave."""
-    return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
-
-
-def _float16_bytes(values: np.ndarray) -> bytes:
-    with np.errstate(over="ignore"):
-        return values.astype(np.float16).tobytes()
-
-
-def _float16_values(data: bytes) -> np.ndarray:
-    return np.frombuffer(data, np.float16).astype(np.float32)
-
-
-# a half type -> its bytes of float32 values, rounded to nearest, ties to even; and the way back
-HALVES: Mapping[str, tuple[Callable[[np.ndarray], bytes], Callable[[bytes], np.ndarray]]] = {
-    "float16": (_float16_bytes, _float16_values),
-    "bfloat16": (bfloat16_bytes, bfloat16_values),
-}
 
 
 def _rows(values: np.ndarray) -> Iterator[tuple[slice, ...]]:

@@ -24,9 +24,8 @@ from deploykit.core.errors import BadInput
 from deploykit.onnx_graph.editor import Editor
 from deploykit.onnx_graph.graph import Graph, opset
 from deploykit.onnx_graph.opsets import raise_opset
-from deploykit.onnx_graph.skeleton import all_nodes, subgraphs
+from deploykit.onnx_graph.skeleton import reads, subgraphs
 from deploykit.quantization.boxes import box_nodes
-from deploykit.quantization.formats import HALVES
 from deploykit.quantization.index_arithmetic import index_nodes
 from deploykit.quantization.masks import MASK, clamp_masks
 from deploykit.quantization.qdq_placement import check_names, check_opset
@@ -55,12 +54,14 @@ class _Half:
     name: str
     kind: int
 
-    def data(self, values: np.ndarray) -> bytes:
-        return HALVES[self.name][0](values)
+    def stored(self, values: np.ndarray) -> np.ndarray:
+        """float32 values rounded to nearest, ties to even."""
+        with np.errstate(over="ignore"):
+            return values.astype(helper.tensor_dtype_to_np_dtype(self.kind))
 
     def rounded(self, values: np.ndarray) -> np.ndarray:
-        """The same shape in float32, as this type holds it."""
-        return HALVES[self.name][1](self.data(values)).reshape(values.shape)
+        """In float32, as this type holds them."""
+        return self.stored(values).astype(np.float32)
 
 
 _HALVES = {
@@ -137,7 +138,7 @@ class _Writer:
         self.ready = editor.inputs | set(editor.constants)
 
     def add_float32(self, node: onnx.NodeProto) -> None:
-        for name in _reads(node):
+        for name in reads(node):
             self._need_float(name)
         self.nodes.append(node)
         self.ready.update(node.output)
@@ -166,8 +167,7 @@ class _Writer:
         if twin in self.ready:
             return twin
         if name in self.editor.constants:
-            values = self.editor.array(name)
-            self.editor.store_bytes(twin, self.half.kind, values.shape, self.half.data(values))
+            self.editor.store(twin, self.half.stored(self.editor.array(name)))
         else:
             self._cast(name, twin, self.half.kind)
         self.ready.add(twin)
@@ -287,26 +287,15 @@ def _largest(array: np.ndarray) -> float:
     return max(high, -low) if low == low else low  # NaN comes back as NaN
 
 
-def _reads(node: onnx.NodeProto) -> list[str]:
-    """The tensors that a node reads, by name; for If and Loop also those that their bodies name."""
-    inner = [name for body in subgraphs(node) for n in all_nodes(body) for name in n.input]
-    inner += [value.name for body in subgraphs(node) for value in body.output]
-    return [*node.input, *inner]
-
-
 def _retype(node: onnx.NodeProto, attribute: onnx.AttributeProto, half: _Half) -> None:
     """Attributes that name or hold float32: Cast's `to`, `dtype`, the value of a Constant."""
-
-    def tensor(values: np.ndarray, name: str = "") -> onnx.TensorProto:
-        return TensorProto(
-            name=name, data_type=half.kind, dims=values.shape, raw_data=half.data(values)
-        )
 
     if attribute.name in ("to", "dtype", "output_dtype") and attribute.i == _FLOAT:
         attribute.i = half.kind
     elif attribute.HasField("t") and attribute.t.data_type == _FLOAT:
-        attribute.t.CopyFrom(tensor(numpy_helper.to_array(attribute.t), attribute.t.name))
+        values = half.stored(numpy_helper.to_array(attribute.t))
+        attribute.t.CopyFrom(numpy_helper.from_array(values, attribute.t.name))
     elif node.op_type == "Constant" and attribute.name in ("value_float", "value_floats"):
         floats = attribute.f if attribute.name == "value_float" else list(attribute.floats)
-        value = tensor(np.array(floats, np.float32))
+        value = numpy_helper.from_array(half.stored(np.array(floats, np.float32)))
         attribute.CopyFrom(helper.make_attribute("value", value))

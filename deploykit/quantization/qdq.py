@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx
-from onnx import TensorProto
 
 from deploykit.core.errors import BadInput
 from deploykit.core.precision import BY_NAME, Precision
@@ -25,7 +24,7 @@ from deploykit.onnx_graph.folding import fold
 from deploykit.onnx_graph.graph import Graph
 from deploykit.onnx_graph.opsets import raise_opset
 from deploykit.quantization.calibrate import Calibration, Range, Stored
-from deploykit.quantization.formats import channel_axis, fp8_bytes, int8_steps, weight_scale
+from deploykit.quantization.formats import FP8, channel_axis, fp8_numbers, int8_steps, weight_scale
 from deploykit.quantization.histograms import TINY
 from deploykit.quantization.qdq_placement import (
     Placement,
@@ -37,7 +36,6 @@ from deploykit.quantization.qdq_placement import (
 )
 
 RANGES_KEY = "deploykit.int8_ranges"  # of a graph's metadata: {tensor: [low, high]}
-_FP8 = TensorProto.FLOAT8E4M3FN
 
 
 @dataclass(frozen=True)
@@ -210,31 +208,28 @@ class _Writer:
         return self.done[key]
 
     def _zero(self, name: str, values: np.ndarray | np.generic) -> str:
-        name = f"{name}_zero_point"
-        if not self.float8:
-            return self.editor.store(name, values)
-        zeros = np.zeros_like(values, np.uint8)
-        return self.editor.store_bytes(name, _FP8, zeros.shape, zeros.tobytes())
+        stored = values.astype(FP8) if self.float8 else values
+        return self.editor.store(f"{name}_zero_point", stored)
 
     def _weight(self, node: onnx.NodeProto) -> str:
         name = node.input[1]
         axis = None if self.float8 else channel_axis(node, len(self.editor.constants[name].dims))
         if (name, axis) not in self.done:
-            scale, dims, data = self._quantize(name, axis)
-            kind = ("float8", _FP8) if self.float8 else ("int8", TensorProto.INT8)
-            stored = self.editor.store_bytes(f"{name}_{kind[0]}", kind[1], dims, data)
+            scale, values = self._quantize(name, axis)
+            kind = "float8" if self.float8 else "int8"
+            stored = self.editor.store(f"{name}_{kind}", values)
             self.done[name, axis] = self._dequantize(name, stored, np.int8, scale, axis)
         return self.done[name, axis]
 
     def _quantize(self, name: str, axis: int | None) -> Stored:
-        """The scale, the shape and the bytes of a weight, which no calibrator changes."""
+        """The scale and the numbers of a weight, which no calibrator changes."""
         shared, key = self.calibration.weights, (name, axis, self.max_stored)
         if shared is not None and key in shared:
             return shared[key]
         values = self.editor.array(name)
         scale = weight_scale(values, axis, name, self.max_stored)
-        data = fp8_bytes(values, scale) if self.float8 else int8_steps(values, scale, axis)
-        found = scale, values.shape, data if isinstance(data, bytes) else data.tobytes()
+        stored = fp8_numbers(values, scale) if self.float8 else int8_steps(values, scale, axis)
+        found = scale, stored
         if shared is not None:
             shared[key] = found
         return found

@@ -13,9 +13,8 @@ from onnx import TensorProto, numpy_helper
 
 from deploykit.core import precision
 from deploykit.onnx_graph.editor import Editor
-from deploykit.onnx_graph.graph import Graph, dtype_name
+from deploykit.onnx_graph.graph import Graph
 from deploykit.onnx_graph.skeleton import subgraphs
-from deploykit.quantization.formats import HALVES
 
 _FLOAT = TensorProto.FLOAT
 _HALVES = frozenset(TensorProto.DataType.Value(each.onnx_type) for each in precision.HALVES)
@@ -69,7 +68,7 @@ class _Writer:
     def _twin(self, name: str) -> str:
         if name not in self.twins:
             if name in self.editor.constants:
-                values = _values(self.editor.tensor(name))
+                values = self.editor.array(name).astype(np.float32)
                 self.twins[name] = self.editor.store(f"{name}_float32", values)
             else:
                 self.twins[name] = self.editor.fresh(f"{name}_float32")
@@ -83,12 +82,5 @@ def _widen(attribute: onnx.AttributeProto) -> None:
     if attribute.name in ("to", "dtype", "output_dtype") and attribute.i in _HALVES:
         attribute.i = _FLOAT
     elif attribute.HasField("t") and attribute.t.data_type in _HALVES:
-        values = _values(attribute.t)
+        values = numpy_helper.to_array(attribute.t).astype(np.float32)
         attribute.t.CopyFrom(numpy_helper.from_array(values, attribute.t.name))
-
-
-def _values(tensor: onnx.TensorProto) -> np.ndarray:
-    """A stored half tensor in float32; `to_array` of older onnx gives bfloat16 as raw bits."""
-    listed = np.array(tensor.int32_data, np.uint16).tobytes()
-    data = tensor.raw_data if tensor.HasField("raw_data") else listed
-    return HALVES[dtype_name(tensor.data_type)][1](data).reshape(tuple(tensor.dims))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-from onnx import TensorProto
 
 from deploykit.core.errors import BadInput
 from deploykit.core.precision import BY_NAME, Precision
@@ -19,8 +18,8 @@ from deploykit.onnx_graph.graph import Graph, opset
 from deploykit.onnx_graph.opsets import raise_opset
 from deploykit.onnx_graph.skeleton import stored_elements
 from deploykit.quantization.formats import (
+    INT4,
     channel_axis,
-    int4_bytes,
     int4_steps,
     int8_steps,
     weight_scale,
@@ -115,7 +114,7 @@ def _int4(editor: Editor, name: str, out_axis: int, block: int) -> onnx.NodeProt
     values, axis = editor.array(name), 1 - out_axis
     size = _block_of(values.shape[axis], block) or block
     steps, scale = int4_steps(values, axis, size, name)
-    stored = editor.store_bytes(f"{name}_int4", TensorProto.INT4, values.shape, int4_bytes(steps))
+    stored = editor.store(f"{name}_int4", steps.astype(INT4))
     at = editor.store(f"{name}_scale", scale)
     out = editor.fresh(f"{name}_dequantized")
     return editor.node("DequantizeLinear", [stored, at], out, axis=axis, block_size=size)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,6 @@ from tests.support.onnx_zoo import (
     make,
     mnist_like,
     save,
-    two_inputs,
 )
 
 
@@ -72,13 +70,6 @@ def test_every_float_tensor_has_a_range_and_no_other(tmp_path: Path) -> None:
 def test_two_calibrations_are_equal(tmp_path: Path) -> None:
     path = save(mnist_like(), tmp_path / "m.onnx")
     assert calibrate(path, samples(mnist_like())) == calibrate(path, samples(mnist_like()))
-
-
-def test_a_calibration_is_json(tmp_path: Path) -> None:
-    path = save(two_inputs(), tmp_path / "m.onnx")
-    document = json.loads(json.dumps(calibrate(path, samples(two_inputs())).to_dict()))
-    assert (document["method"], document["samples"]) == ("mixed", 16)
-    assert set(document["ranges"]) == {"a", "b", "sum", "product"}
 
 
 def test_the_percentile_leaves_an_outlier_out(
