@@ -15,7 +15,7 @@ from deploykit.onnx_graph.graph import Graph, dtype_name
 from deploykit.onnx_graph.kinds import OTHER, kind_of, steps_of
 from deploykit.onnx_graph.node_precision import CONVERTS, DESCRIBES, VIEWS, NodePrecision
 from deploykit.onnx_graph.shapes import TensorShapes, elements_of, fixed_shapes
-from deploykit.onnx_graph.skeleton import stored_bytes, subgraphs
+from deploykit.onnx_graph.skeleton import reads, stored_bytes, subgraphs
 
 _FUSED = ELEMENTWISE | {"QuantizeLinear", "Cast", "BatchNormalization"}
 _BEFORE = frozenset(("Conv", "Gemm"))
@@ -196,7 +196,7 @@ class _Costing:
         readers: defaultdict[str, list[int]] = defaultdict(list)
         for number, node in enumerate(self.nodes):
             if node.op_type not in _THROUGH | DESCRIBES:
-                for name in {self._source(name) for name in _reads(node)}:
+                for name in {self._source(name) for name in reads(node)}:
                     readers[name].append(number)
         outputs = {self._source(name) for name in self.known.outputs}
         before: dict[int, tuple[str, int]] = {}  # its last computed input: others wait in memory
@@ -229,16 +229,10 @@ class _Costing:
     def _traffic(self, node: onnx.NodeProto) -> tuple[int | None, int | None]:
         if self._folded(node) or node.op_type in _THROUGH | DESCRIBES:
             return 0, 0
-        sources = {self._source(name) for name in _reads(node) if name not in self.roots}
+        sources = {self._source(name) for name in reads(node) if name not in self.roots}
         read = [self.known.bytes(name) for name in sources if name not in self.inside]
         made = [name for name in node.output if name and name not in self.inside]
         return _total(read), _total([self.known.bytes(name) for name in made])
-
-
-def _reads(node: onnx.NodeProto) -> list[str]:
-    """Its inputs, and what bodies of If and Loop name from outside."""
-    inner = [name for body in subgraphs(node) for n in body.node for name in n.input]
-    return [name for name in (*node.input, *inner) if name]
 
 
 def _total(parts: Sequence[int | None]) -> int | None:

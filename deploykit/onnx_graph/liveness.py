@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import onnx
-
 from deploykit.onnx_graph.node_precision import VIEWS
 from deploykit.onnx_graph.shapes import TensorShapes
-from deploykit.onnx_graph.skeleton import all_nodes, subgraphs
+from deploykit.onnx_graph.skeleton import reads
 
 
 def peak_bytes(known: TensorShapes, scale: Callable[[str], float] = lambda _name: 1.0) -> int:
@@ -21,7 +19,7 @@ def peak_bytes(known: TensorShapes, scale: Callable[[str], float] = lambda _name
     source = _sources(known)
     last: dict[str, int] = {}
     for number, node in enumerate(known.nodes):
-        for name in _reads(node):
+        for name in reads(node):
             last[source.get(name, name)] = number
     end = len(known.nodes)
     last |= {source.get(name, name): end for name in known.outputs}
@@ -50,12 +48,3 @@ def _sources(known: TensorShapes) -> dict[str, str]:
         if node.op_type in VIEWS and node.input and node.input[0] not in known.constants:
             found[node.output[0]] = found.get(node.input[0], node.input[0])
     return found
-
-
-def _reads(node: onnx.NodeProto) -> list[str]:
-    """What it reads, and what the bodies of If and Loop read and give."""
-    names = [name for name in node.input if name]
-    for body in subgraphs(node):
-        names += [name for inner in all_nodes(body) for name in inner.input if name]
-        names += [value.name for value in body.output]
-    return names

@@ -111,26 +111,21 @@ def node_time(cost: NodeCost, ceilings: Ceilings) -> NodeTime:
     return NodeTime(0.0, max(0.0, measured_s - launch_s), launch_s)
 
 
-def node_s(cost: NodeCost, ceilings: Ceilings) -> float:
-    """Seconds of one node; see `predicted_s`."""
-    return node_time(cost, ceilings).seconds
-
-
 def predicted_s(costs: Iterable[NodeCost], ceilings: Ceilings) -> float:
     """Seconds of one call: each node at the roofline, one after the other.
 
     With peaks alone a lower bound, whose use is to compare: it leaves out the start of kernels,
     tiles that do not fill, caches, conversions between layouts and nodes whose cost is not known.
     """
-    return math.fsum(node_s(cost, ceilings) for cost in costs)
+    return math.fsum(node_time(cost, ceilings).seconds for cost in costs)
 
 
 def savings_s(
     before: Iterable[NodeCost], after: Iterable[NodeCost], ceilings: Ceilings
 ) -> dict[str, float]:
     """Seconds that each node of `after` takes less than the node of that name in `before`."""
-    old = {cost.name: node_s(cost, ceilings) for cost in before}
-    new = {cost.name: node_s(cost, ceilings) for cost in after}
+    old = {cost.name: node_time(cost, ceilings).seconds for cost in before}
+    new = {cost.name: node_time(cost, ceilings).seconds for cost in after}
     return {name: old[name] - new[name] for name in new if name in old}
 
 

@@ -6,6 +6,7 @@ at will, however large the model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,10 +61,7 @@ def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
 
 def stored_elements(tensor: onnx.TensorProto) -> int:
     """The number of elements that `dims` claims. Dims were checked on loading."""
-    count = 1
-    for size in tensor.dims:
-        count *= size
-    return count
+    return math.prod(tensor.dims)
 
 
 def stored_bytes(tensor: onnx.TensorProto) -> int:
@@ -79,10 +77,21 @@ def stored_bytes(tensor: onnx.TensorProto) -> int:
 
 def read_names(graph: onnx.GraphProto) -> Iterator[str]:
     """Every name that a node reads, in the bodies of If, Loop and Scan too."""
-    for node in all_nodes(graph):
+    for node in graph.node:
         yield from node.input
-        for body in subgraphs(node):
-            yield from (value.name for value in body.output)
+        yield from inner_reads(node)
+
+
+def inner_reads(node: onnx.NodeProto) -> Iterator[str]:
+    """What the bodies of an If, Loop or Scan read and give."""
+    for body in subgraphs(node):
+        yield from read_names(body)
+        yield from (value.name for value in body.output)
+
+
+def reads(node: onnx.NodeProto) -> list[str]:
+    """What a node reads, with what its bodies do."""
+    return [name for name in (*node.input, *inner_reads(node)) if name]
 
 
 def copy_fields(source: Any, target: Any, *, left_out: str) -> None:

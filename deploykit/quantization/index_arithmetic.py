@@ -6,14 +6,14 @@ alone are followed until they meet activations; from there on they are as coarse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
 from deploykit.onnx_graph.editor import Editor
-from deploykit.onnx_graph.skeleton import subgraphs
+from deploykit.onnx_graph.skeleton import inner_reads, subgraphs
 
 _FLOATS = frozenset((TensorProto.FLOAT, TensorProto.DOUBLE))
 # uint8 and int8 are exact in either half type: bytes of an image are no indices
@@ -75,7 +75,7 @@ def _sources(graph: onnx.GraphProto, types: Mapping[str, int], stay: set[str]) -
         for place, name in enumerate(node.input):
             end = inner or node.name in stay or _to_integer(node) or place in places
             ends.setdefault(name, []).append(end)
-        for name in _inner_reads(node):
+        for name in inner_reads(node):
             ends.setdefault(name, []).append(False)
     return found
 
@@ -132,10 +132,3 @@ def _shapes(editor: Editor) -> dict[str, list[int]]:
     for value in (*editor.graph.value_info, *editor.graph.input):
         found.setdefault(value.name, [d.dim_value for d in value.type.tensor_type.shape.dim])
     return found
-
-
-def _inner_reads(node: onnx.NodeProto) -> Iterator[str]:
-    for body in subgraphs(node):
-        for inner in body.node:
-            yield from (*inner.input, *_inner_reads(inner))
-        yield from (value.name for value in body.output)

@@ -13,7 +13,7 @@ from onnx import helper
 
 from deploykit.core.errors import BadInput
 from deploykit.onnx_graph.cost import NodeCost
-from deploykit.onnx_graph.roofline import Ceilings, node_s, predicted_s, savings_s
+from deploykit.onnx_graph.roofline import Ceilings, node_time, predicted_s, savings_s
 from tests.support.graphs.cost_graphs import PEAKS, costs
 from tests.support.graphs.data import samples
 from tests.support.graphs.protos import calibrate, mix, node_costs, summarise, to_pairs
@@ -142,14 +142,14 @@ def cost(precision: str = "float32", flops: int = 0, moved: int = 0) -> NodeCost
 
 
 def test_a_node_takes_the_longer_of_its_arithmetic_and_its_traffic() -> None:
-    assert node_s(cost(flops=10**9, moved=10), TARGET) == 1e-3
-    assert node_s(cost(flops=10, moved=10**6), TARGET) == 1e-3
-    assert node_s(cost("float16", flops=10**9), TARGET) == 2.5e-4
-    assert node_s(cost("int8", flops=10**9), TARGET) == 1.25e-4
+    assert node_time(cost(flops=10**9, moved=10), TARGET).seconds == 1e-3
+    assert node_time(cost(flops=10, moved=10**6), TARGET).seconds == 1e-3
+    assert node_time(cost("float16", flops=10**9), TARGET).seconds == 2.5e-4
+    assert node_time(cost("int8", flops=10**9), TARGET).seconds == 1.25e-4
 
 
 def test_a_precision_without_a_peak_runs_at_that_of_fp32() -> None:
-    assert node_s(cost("float8", flops=10**9), TARGET) == 1e-3
+    assert node_time(cost("float8", flops=10**9), TARGET).seconds == 1e-3
 
 
 def test_the_prediction_adds_up_the_nodes() -> None:
