@@ -20,23 +20,8 @@ if TYPE_CHECKING:
     from deploykit.core.recipe import Recipe, Splits
     from deploykit.training.options import Trained
 
-# of `train`, those that the loop takes as they are
-_OPTIONS = (
-    *("epochs", "batch_size", "device", "amp", "seed", "amp_dtype", "tf32", "compile"),
-    *(
-        "unfreeze",
-        "channels_last",
-        "clip_norm",
-        "schedule",
-        "patience",
-        "checkpoint",
-        "tensorboard",
-        "augment",
-        "augment_on",
-        "workers",
-        "fsdp",
-    ),
-)
+# of `train`, those that the loop does not take
+_OWN = ("recipe", "out", "data", "weights", "curve", "save_splits", "strict_data", "force")
 _NAMED = 3  # of the files that were skipped
 
 
@@ -85,7 +70,7 @@ def train(
     did not write. The other options are those of `training.options.TrainingOptions`.
     """
     given = locals()
-    options = {name: given[name] for name in _OPTIONS}
+    options = {name: given[name] for name in given if name not in (*_OWN, "on_progress")}
     return _train(
         recipe,
         Path(out),

@@ -11,7 +11,7 @@ from deploykit.cli.format import figure, size
 from deploykit.cli.options import JSON, described
 from deploykit.cli.output import Part, TextTable
 from deploykit.cli.progress import Progress
-from deploykit.cli.prove import sizes
+from deploykit.cli.prove import axis_sizes, sizes
 from deploykit.core.errors import BadInput
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def plan(
             model,
             profiles=profiles or (),
             batches=sizes("batches", batches),
-            axes=dict(_axis(each) for each in axes or ()),
+            axes=axis_sizes("axes", ",".join(axes or ())),
             slo_ms=slo_ms,
             rate_per_s=rate_per_s,
             prices=dict(_price(each) for each in prices or ()),
@@ -65,13 +65,6 @@ def plan(
         )
     output.show(result, lines(result), as_json=as_json)
     result.raise_if_none_meets()
-
-
-def _axis(text: str) -> tuple[str, int]:
-    name, _, count = text.rpartition("=")
-    if not name or not (count.isascii() and count.isdigit()):
-        raise BadInput(f"`axes` {text}: is not of the form NAME=SIZE", hint="`axes` T=128")
-    return name, int(count[:20])
 
 
 def _price(text: str) -> tuple[str, float]:

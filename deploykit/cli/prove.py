@@ -287,5 +287,5 @@ def axis_sizes(parameter: str, text: str) -> dict[str, int]:
                 f"`{parameter}` {text}: must be names of axes with a size each",
                 hint=f"`{parameter}` T=128,H=224",
             )
-        found[name] = int(size)
+        found[name] = int(size[:20])  # a longer one is too large as well
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Protocol
 
 import numpy as np
@@ -98,7 +99,4 @@ def round_up(nbytes: int) -> int:
 
 
 def byte_count(dtype: str, shape: Shape) -> int:
-    count = np.dtype(dtype).itemsize
-    for size in shape:
-        count *= size
-    return count
+    return math.prod(shape, start=np.dtype(dtype).itemsize)

@@ -21,7 +21,7 @@ import numpy as np
 from deploykit.core.errors import BadInput, first_line
 from deploykit.core.extras import require
 from deploykit.core.files import check_readable
-from deploykit.core.machine import memory_bytes
+from deploykit.core.memory import check_memory
 from deploykit.core.tensors import TensorSpec
 
 Image = require("PIL.Image")
@@ -72,7 +72,8 @@ class Images:
 
     def decode_all(self, files: Sequence[Path]) -> np.ndarray:
         """Shape (files, height, width, channels). Raises as `decode`."""
-        pixels = _empty((len(files), *self.shape), self._where)
+        check_memory(self._where, len(files) * math.prod(self.shape))
+        pixels = np.empty((len(files), *self.shape), np.uint8)
         for number, file in enumerate(files):
             pixels[number] = self.decode(file)
         return pixels
@@ -169,16 +170,6 @@ def _check_size(
         f"{owner} is {wanted[1]}x{wanted[0]}",
         hint="deploykit does not resize images: resize them as for training",
     )
-
-
-def _empty(shape: tuple[int, ...], where: str) -> np.ndarray:
-    most_bytes = memory_bytes()
-    if most_bytes is not None and math.prod(shape) > most_bytes:
-        raise BadInput(
-            f"{where}: contains {math.prod(shape) / 1e9:.0f} GB of pixels, "
-            f"this machine's memory is {most_bytes / 1e9:.0f} GB"
-        )
-    return np.empty(shape, np.uint8)
 
 
 def check_pixels(image: Any, where: object) -> None:
