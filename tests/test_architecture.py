@@ -67,17 +67,17 @@ OWNERS = {
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 3870,
+    "core": 3750,
     "runtimes": 9450,
     "training": 2240,
     "exporters": 2010,
-    "onnx_graph+quantization": 5660,
+    "onnx_graph+quantization": 5550,
     "builders": 1910,
     "measure": 10070,
     "pipelines": 1820,
     "planning": 800,
     "serving": 15340,
-    "bundling": 2060,
+    "bundling": 1680,
     "cluster": 270,
     "api": 10290,
     "cli": 2990,
