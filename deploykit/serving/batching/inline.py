@@ -69,7 +69,8 @@ class InlineExecutor:
             worker = dispatch.idle.pop()
             delay_us = policy.max_delay_us  # only the thread can wait for it to pass
             slow = self._paused_until_us and dispatch.clock_us() < self._paused_until_us
-            if delay_us or not self.max_rows or rows > self.max_rows or slow:
+            long = min(rows, policy.max_batch) > self.max_rows  # more rows than one batch may wait
+            if delay_us or not self.max_rows or long or slow:
                 worker.wake.release()
                 return
             batch, late, now_us = dispatch.take(worker)

@@ -92,6 +92,18 @@ def test_a_batch_above_inline_max_rows_runs_on_the_engines_thread(
     assert engine.threads[1] == threading.get_ident()
 
 
+def test_batches_run_inline_by_their_own_rows_however_many_wait(
+    batcher: Batcher, engine: Threads, loop: Loop, answers: Answers
+) -> None:
+    """128 clients of a model whose batches of 32 are short are served as 32 clients are."""
+    batcher.inline_max_rows = 4
+    for i in range(12):
+        submit(batcher, row(i), 1, KEY, answers.done)
+    assert [loop.turn(), loop.turn(), loop.turn()] == [1, 1, 1]
+    assert engine.batches == [4, 4, 4]
+    assert engine.threads == [threading.get_ident()] * 3
+
+
 def test_a_failing_request_run_inline_does_not_fail_other_requests(
     loop: Loop, answers: Answers
 ) -> None:

@@ -80,8 +80,8 @@ def test_with_an_slo_times_are_taken_from_a_second_run() -> None:
     assert first.run()[0] == {1: 40_000}
     again = WarmUp("m", Slower(clock, 40_000, 0), clock, max_batch=1)
     assert again.run(again_us=50_000)[0] == {1: 5000}
-    late = WarmUp("m", Slower(clock, 40_000, 0), clock, max_batch=1)
-    assert late.run(again_us=40_000)[0] == {1: 40_000}
+    late = WarmUp("m", Slower(clock, 120_000, 0), clock, max_batch=1)
+    assert late.run(again_us=40_000)[0] == {1: 120_000}
 
 
 @pytest.mark.parametrize(
@@ -129,6 +129,25 @@ def test_short_batches_of_a_steady_engine_run_inline(
     assert repository.find("m").batcher.inline_max_rows == rows
     repository.replace("m", [kind(clock, 0, SHORT_US // 4)])
     assert repository.find("m").batcher.inline_max_rows == (4 if rows == 8 else rows and 4)
+    repository.close()
+
+
+def test_one_run_made_long_by_other_programs_does_not_keep_a_batch_from_the_loop() -> None:
+    class Disturbed(Steady):
+        """Its first run takes longer than those that were repeated."""
+
+        def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
+            outputs = super().__call__(feeds)
+            self.us = 0
+            return outputs
+
+    clock = Clock()
+    engine = Disturbed(clock, 6 * SHORT_US, SHORT_US // 8)
+    repository = ModelRepository(
+        {"m": engine}, ServeOptions(max_batch=8), clock_us=clock, call_soon=lambda _: None
+    )
+    repository.warm_up()
+    assert repository.find("m").batcher.inline_max_rows == math.inf
     repository.close()
 
 
