@@ -16,7 +16,7 @@ import numpy as np
 
 THRESHOLDS = np.linspace(0.5, 0.95, 10)
 RECALLS = np.linspace(0, 1, 101)
-MOST = 100  # boxes of an image, as COCO counts
+MOST = 100  # boxes of a class in an image, as pycocotools counts
 
 
 class MeanPrecision(NamedTuple):
@@ -69,12 +69,13 @@ def of_class(found: Sequence[FoundBoxes], labels: np.ndarray, number: float) -> 
 def best(image: FoundBoxes, number: float) -> np.ndarray:
     """Places of an image's best boxes that are of class `number`, the best first."""
     order = np.argsort(-image.scores, kind="stable")
-    used = order[image.scores[order] > 0][:MOST]
-    return np.asarray(used[image.classes[used] == number])
+    used = order[(image.scores[order] > 0) & (image.classes[order] == number)]
+    return np.asarray(used[:MOST])
 
 
 def iou(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Intersection over union [L,R] of boxes [L,4] and [R,4]."""
+    left, right = left.astype(np.float64), right.astype(np.float64)
     low = np.maximum(left[:, None, :2], right[None, :, :2])
     high = np.minimum(left[:, None, 2:], right[None, :, 2:])
     shared = (high - low).clip(min=0).prod(-1)
@@ -83,12 +84,15 @@ def iou(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def hits(shared: np.ndarray) -> np.ndarray:
-    """For each threshold and each box, best first: whether it takes a true box that is left."""
+    """For each threshold and each box, best first: whether it takes a true box that is left.
+
+    Of two that it overlaps alike it takes the last, as pycocotools does.
+    """
     taken = np.zeros((len(THRESHOLDS), len(shared)), bool)
     for level, least in enumerate(THRESHOLDS if shared.size else ()):
         left = shared.copy()
         for row in range(len(left)):
-            column = left[row].argmax()
+            column = left.shape[1] - 1 - left[row, ::-1].argmax()
             if left[row, column] >= least:
                 taken[level, row] = True
                 left[:, column] = -1
