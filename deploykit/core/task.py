@@ -17,7 +17,7 @@ TEXT_CLASSIFY = "text-classify"
 MEAN, CLS = "mean", "cls"  # of the tokens of a text: all of them, or the first
 KINDS = (CLASSIFY, DETECT, SEGMENT, EMBED, TEXT_CLASSIFY)
 
-STRETCH = "stretch"  # both sides to the model's size; the aspect ratio changes
+STRETCH = "stretch"  # both sides to the model's size, or `resize_to`; the aspect ratio changes
 SHORTEST_EDGE = "shortest-edge"  # the shorter side to `resize_to`, then the middle is cut out
 LETTERBOX = "letterbox"  # as large as fits, then filled with `padding` to the model's size
 RESIZE_RULES = (STRETCH, SHORTEST_EDGE, LETTERBOX)
@@ -30,7 +30,8 @@ TOKENIZER = ".tokenizer.json"  # behind the artefact's name
 class ImageInput(Record):
     """How an image becomes the tensor `tensor`, uint8 [N, height, width, channels].
 
-    `resize`: one of `RESIZE_RULES`. `resize_to`: pixels of the shorter side, for "shortest-edge".
+    `resize`: one of `RESIZE_RULES`. `resize_to`: pixels of the shorter side, for "shortest-edge";
+    for "stretch" too, where it is larger than the model's: the middle is cut out.
     `interpolation`: "bilinear" or "bicubic", with Pillow's antialiasing; "nearest" without.
     `colours`: "RGB", "BGR", or "L" for grey. `padding`: the byte that "letterbox" fills with.
     """

@@ -54,6 +54,17 @@ def test_weights_that_torchvision_published_are_known_by_their_hash(
     assert first.source.endswith("ResNet50_Weights.IMAGENET1K_V1")
 
 
+def test_weights_without_labels_are_known_too(
+    models: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """VGG16_Weights.IMAGENET1K_FEATURES, for detectors: its metadata has None for the labels."""
+    (tmp_path / "w.pth").write_bytes(b"weights")
+    monkeypatch.setattr(presets, "sha256", lambda _path: "amdegroot"[:8] + 56 * "0")
+    found = presets.preset_of(torch.nn.Identity(), "vgg16", tmp_path / "w.pth")
+    assert found is not None
+    assert (found.labels, found.source[-8:]) == ((), "FEATURES")
+
+
 def test_a_model_is_built_with_the_classes_of_its_weights(models: Any, tmp_path: Path) -> None:
     torch.save(models.shufflenet_v2_x0_5(weights=None, num_classes=7).state_dict(), tmp_path / "w")
     loaded = load_module(tmp_path / "w", arch="shufflenet_v2_x0_5")
@@ -81,7 +92,7 @@ def test_timms_configuration_of_a_model_is_its_preset(monkeypatch: pytest.Monkey
     module.pretrained_cfg["crop_mode"] = "squash"
     squashed = presets.preset_of(module)
     assert squashed is not None
-    assert (squashed.image.resize, squashed.image.resize_to) == ("stretch", 0)
+    assert (squashed.image.resize, squashed.image.resize_to) == ("stretch", 248)
 
 
 def test_a_name_that_nobody_knows_is_refused_with_the_nearest(models: Any) -> None:

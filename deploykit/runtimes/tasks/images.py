@@ -35,6 +35,7 @@ from deploykit.runtimes.data.images import (
 FORMATS = ("PNG", "JPEG", "WEBP")
 LARGE_PIXELS = 4_000_000  # larger images are decoded one at a time: 8 bytes for each pixel
 _READS, _READ_BYTES = 10_000, 1024  # a PNG is read in pieces of 8 KiB, with some reads for each
+_SCAN, _MOST_SCANS = b"\xff\xda\0", 100  # a JPEG has ten; one of 40 bytes costs as much as others
 _MOST_SIDE = 65_535  # JPEG's; Pillow's table for resizing grows with it
 MODES = {"RGB": "RGB", "BGR": "RGB", "L": "L"}
 _FILTERS = {
@@ -123,7 +124,8 @@ def read_image(
     """
     if not len(data):
         raise BadInput(f"{where}: is empty")
-    with open_image(_Parts(data), where, FORMATS) as opened:
+    parts = _Parts(data)
+    with open_image(parts, where, FORMATS) as opened:
         check_pixels(opened, where)
         pixels = opened.width * opened.height
         if max(opened.size) > _MOST_SIDE:
@@ -133,6 +135,8 @@ def read_image(
         if most_pixels is not None and pixels > most_pixels:
             raise TooLarge(f"{where}: is {opened.width}x{opened.height}")
         check_stored(opened, where)
+        if (scans := parts.getvalue().count(_SCAN)) > _MOST_SCANS:
+            raise BadInput(f"{where}: has {scans} scans, a JPEG has {_MOST_SCANS} at most")
         with ONE_LARGE if pixels > LARGE_PIXELS else contextlib.nullcontext():
             return place(turn_upright(opened, MODES[image.colours]), image, where)
 
@@ -170,7 +174,7 @@ def place(upright: Any, image: ImageInput, where: str) -> PlacedImage:
         )
     resized = upright.resize(size, _FILTERS[image.interpolation])
     left = top = 0
-    if image.resize == SHORTEST_EDGE:
+    if image.resize != LETTERBOX:
         left, top = _margin(image.width, size[0]), _margin(image.height, size[1])
         resized = resized.crop((-left, -top, image.width - left, image.height - top))
     pixels = np.asarray(resized)
@@ -189,8 +193,10 @@ def place(upright: Any, image: ImageInput, where: str) -> PlacedImage:
 
 def _resized(width: int, height: int, image: ImageInput) -> tuple[int, int]:
     """Width and height after the resizing, before anything is cut off or filled up."""
-    if image.resize == STRETCH:
-        return image.width, image.height
+    if image.resize == STRETCH:  # timm's "squash" enlarges both sides, and cuts the middle out
+        least = min(image.width, image.height)
+        edge = max(image.resize_to, least)
+        return image.width * edge // least, image.height * edge // least
     if image.resize == SHORTEST_EDGE:  # torchvision cuts the longer side's fraction off
         to = image.resize_to
         return (to, to * height // width) if width <= height else (to * width // height, to)

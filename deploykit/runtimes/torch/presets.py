@@ -17,7 +17,15 @@ from deploykit.core.errors import BadInput, MissingExtra, NotFound, did_you_mean
 from deploykit.core.extras import require
 from deploykit.core.files import sha256
 from deploykit.core.preprocess import Preprocess
-from deploykit.core.task import CLASSIFY, DETECT, LETTERBOX, SEGMENT, SHORTEST_EDGE, ImageInput
+from deploykit.core.task import (
+    CLASSIFY,
+    DETECT,
+    LETTERBOX,
+    SEGMENT,
+    SHORTEST_EDGE,
+    STRETCH,
+    ImageInput,
+)
 from deploykit.core.tensors import TensorSpec, make_spec
 from deploykit.runtimes.torch.operators import with_torchvision
 
@@ -156,7 +164,7 @@ def _of_torchvision(module: Any, name: str, file: Path | None) -> Preset | None:
     kinds = _torchvision().get_model_weights(name)
     digest = sha256(file)[:8] if file is not None and file.is_file() else None
     entry = next((each for each in kinds if digest and digest in each.url), kinds.DEFAULT)
-    labels, source = tuple(entry.meta.get("categories", ())), f"torchvision's weights {entry}"
+    labels, source = tuple(entry.meta.get("categories") or ()), f"torchvision's weights {entry}"
     transforms = entry.transforms()
     if getattr(module, "transform", None) is not None and hasattr(module.transform, "fixed_size"):
         return _of_detector(module, labels, source)
@@ -215,7 +223,9 @@ def _of_timm(module: Any) -> Preset | None:
         return None
     rule, edge = SHORTEST_EDGE, math.floor(min(height, width) / (config.get("crop_pct") or 0.875))
     if config.get("crop_mode") == "squash":
-        rule, edge = "stretch", 0
+        rule = STRETCH
+    elif config.get("crop_mode") == "border":  # filled with another byte in each channel
+        return None
     name = ".".join(filter(None, (config.get("architecture"), config.get("tag"))))
     filtered = config.get("interpolation") or "bilinear"
     spec = make_spec(INPUT, "float32", ["N", channels, height, width])

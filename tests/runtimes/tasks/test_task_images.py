@@ -70,6 +70,16 @@ def test_stretch_is_torchvisions_resize_to_both_sides(transforms: Any, interpola
     np.testing.assert_array_equal(found.pixels, np.asarray(expected))
 
 
+def test_stretch_to_more_than_the_model_takes_keeps_the_middle(transforms: Any) -> None:
+    """As timm's transforms of dm_nfnet_f1 do it: "squash" at 0.91."""
+    found = read_image(photo(), image_input(40, 40, resize="stretch", resize_to=44))
+    with Image.open(_file(photo())) as opened:
+        expected = transforms.center_crop(transforms.resize(opened.convert("RGB"), [44, 44]), 40)
+    np.testing.assert_array_equal(found.pixels, np.asarray(expected))
+    middle = found.to_original(np.array([[0, 0, 40, 40]]))[0]
+    assert middle == pytest.approx([640 / 22, 427 / 22, 640 * 21 / 22, 427 * 21 / 22])
+
+
 def _file(data: bytes) -> Any:
     import io
 

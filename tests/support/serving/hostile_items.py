@@ -44,6 +44,13 @@ def comments(count: int) -> bytes:
     return data[:-12] + count * one + data[-12:]
 
 
+def many_scans(count: int) -> bytes:
+    """A progressive JPEG whose last scan, of a few bytes, comes so many times."""
+    data = encoded(small_image("L"), "JPEG", progressive=True)
+    last = data.rindex(b"\xff\xda")
+    return data[:last] + count * data[last:-2] + data[-2:]
+
+
 ANSWERED: dict[str, Make] = {
     "cmyk": lambda: encoded(small_image("CMYK"), "JPEG"),
     "turned": lambda: encoded(small_image(), "JPEG", exif=_TURNED),
@@ -54,6 +61,8 @@ ANSWERED: dict[str, Make] = {
     "one bit": lambda: encoded(small_image("1")),
     "two images of a phone": lambda: frames("MPO", 2),
     "rubbish behind it": lambda: photo() + bytes(100_000),
+    "many scans": lambda: many_scans(90),
+    "a colour profile": lambda: encoded(small_image("CMYK"), "JPEG", icc_profile=bytes(200_000)),
     "a long side": lambda: encoded(np.zeros((1, 60_000, 3), np.uint8)),
 }
 REFUSED: dict[str, tuple[Make, str]] = {
@@ -72,6 +81,11 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "svg": (lambda: b"<svg xmlns='http://www.w3.org/2000/svg'/>", _FORMATS),
     "tiff": (lambda: encoded(small_image(), "TIFF"), _FORMATS),
     "heic": (lambda: b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(2000), _FORMATS),
+    "too many scans": (lambda: many_scans(100), "scans, a JPEG has 100 at most"),
+    "half of a progressive one": (
+        lambda: encoded(noise(90, 120), "JPEG", progressive=True)[:4000],
+        "image file is truncated",
+    ),
     "parts": (lambda: comments(50_000), "it has too many parts"),
 }
 TEXTS: dict[str, tuple[bytes, str]] = {
