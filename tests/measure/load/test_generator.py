@@ -28,6 +28,13 @@ from tests.support.stand_in import ANSWER, Infer, StandIn, reply
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> None:
+    """What other tests of this process made stays: no collection below goes through it again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _collected() -> Iterator[None]:
     """What is left behind is collected in the test that left it, not in another."""
